@@ -1,0 +1,209 @@
+"""``cluster.json``: nodes, device kinds and links. Measured, or assumed and said so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pipectl.errors import DataFileError
+from pipectl.fields import Reader
+from pipectl.files import read_json, write_json
+
+VERSION = 1
+_CURE = "see docs/formats.md, or leave the cluster out to have one assumed from resources:"
+
+
+@dataclass(frozen=True)
+class Link:
+    """A connection: a fixed latency, then a bandwidth in each direction.
+
+    Args:
+        duplex: whether both directions run at once at full bandwidth.
+    """
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    duplex: bool = True
+
+    def transfer_s(self, size_bytes: float) -> float:
+        """Time of one message that has the link to itself."""
+        return self.latency_s + size_bytes / self.bandwidth_bytes_per_s
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one rank computes with.
+
+    Args:
+        speed: relative to the device the profile was measured on.
+        memory_bytes: of one rank; None where unknown.
+    """
+
+    kind: str
+    speed: float = 1.0
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine.
+
+    Args:
+        ranks: ranks it hosts.
+        cores: how many of its ranks can compute at once without slowing each other.
+    """
+
+    name: str
+    ranks: int
+    cores: int
+    device: Device
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Machines and the links within and between them.
+
+    Ranks are numbered node by node (block distribution).
+
+    Args:
+        source: where the figures are from, for people.
+        assumed: whether the figures are guesses rather than measurements.
+    """
+
+    name: str
+    source: str
+    nodes: tuple[Node, ...]
+    within_node: Link
+    between_nodes: Link
+    assumed: bool = False
+
+    @cached_property
+    def node_of_rank(self) -> tuple[int, ...]:
+        """Index of the node of every rank."""
+        return tuple(index for index, node in enumerate(self.nodes) for _ in range(node.ranks))
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.node_of_rank)
+
+    def link(self, source_rank: int, target_rank: int) -> Link:
+        """The link between two ranks."""
+        same = self.node_of_rank[source_rank] == self.node_of_rank[target_rank]
+        return self.within_node if same else self.between_nodes
+
+    def device(self, rank: int) -> Device:
+        """The device of a rank."""
+        return self.nodes[self.node_of_rank[rank]].device
+
+    def save(self, path: Path) -> None:
+        """Write ``cluster.json`` whole."""
+        write_json(path, self.to_json())
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented JSON object."""
+        return {
+            "version": VERSION,
+            "name": self.name,
+            "source": self.source,
+            "assumed": self.assumed,
+            "nodes": [_node_json(node) for node in self.nodes],
+            "links": {
+                "within_node": _link_json(self.within_node),
+                "between_nodes": _link_json(self.between_nodes),
+            },
+        }
+
+    @classmethod
+    def load(cls, path: Path) -> Cluster:
+        """Read and check a cluster description.
+
+        Raises:
+            DataFileError: naming the file and the field.
+        """
+        return cls.from_json(read_json(path, cure=_CURE), file=str(path))
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any], *, file: str = "cluster") -> Cluster:
+        """A cluster from its JSON object; see :meth:`load`."""
+        reader = Reader(document, file=file, cure=_CURE)
+        reader.check_version(VERSION)
+        links = reader.section("links")
+        nodes = tuple(_node(item) for item in reader.items("nodes"))
+        if not nodes:
+            raise DataFileError(f"{file}: nodes: a cluster needs at least one", cure=_CURE)
+        return cls(
+            name=reader.text("name"),
+            source=reader.text("source", default="unknown"),
+            nodes=nodes,
+            within_node=_link(links.section("within_node")),
+            between_nodes=_link(links.section("between_nodes")),
+            assumed=reader.flag("assumed", default=False),
+        )
+
+
+def assumed_cluster(
+    name: str, ranks_per_node: Sequence[int], cores_per_node: int, memory_bytes: int | None
+) -> Cluster:
+    """A cluster nobody measured: shared memory within a node, 10 Gbit/s Ethernet between nodes."""
+    device = Device("cpu", memory_bytes=memory_bytes)
+    nodes = tuple(
+        Node(f"node{index}", ranks, cores_per_node, device)
+        for index, ranks in enumerate(ranks_per_node)
+    )
+    return Cluster(
+        name=name,
+        source="assumed: shared memory within a node, 10 Gbit/s between nodes",
+        nodes=nodes,
+        within_node=Link(latency_s=20e-6, bandwidth_bytes_per_s=2e9),
+        between_nodes=Link(latency_s=50e-6, bandwidth_bytes_per_s=1.1e9),
+        assumed=True,
+    )
+
+
+def _node_json(node: Node) -> dict[str, Any]:
+    device = {"kind": node.device.kind, "speed": node.device.speed}
+    if node.device.memory_bytes is not None:
+        device["memory_bytes"] = node.device.memory_bytes
+    return {"name": node.name, "ranks": node.ranks, "cores": node.cores, "device": device}
+
+
+def _link_json(link: Link) -> dict[str, Any]:
+    return {
+        "latency_s": link.latency_s,
+        "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s,
+        "duplex": link.duplex,
+    }
+
+
+def _node(item: Reader) -> Node:
+    device = item.section("device")
+    ranks = item.integer("ranks", minimum=1)
+    return Node(
+        name=item.text("name"),
+        ranks=ranks,
+        cores=item.integer("cores", default=ranks, minimum=1),
+        device=Device(
+            kind=device.text("kind"),
+            speed=_positive(device, "speed", default=1.0),
+            memory_bytes=device.optional_integer("memory_bytes"),
+        ),
+    )
+
+
+def _link(item: Reader) -> Link:
+    return Link(
+        latency_s=item.number("latency_s"),
+        bandwidth_bytes_per_s=_positive(item, "bandwidth_bytes_per_s"),
+        duplex=item.flag("duplex", default=True),
+    )
+
+
+def _positive(reader: Reader, key: str, **default: float) -> float:
+    number = reader.number(key, **default)
+    if number == 0:
+        raise reader.error(key, "must be above 0")
+    return number

@@ -1,0 +1,103 @@
+"""The exception tree. Every class owns the exit code of the command that fails with it.
+
+    PipectlError                1   a job or a worker failed, or anything not named below
+    ├── UsageError              2   a wrong command line, a directory that cannot be written
+    ├── InvalidInputError       3   a spec, profile, cluster or plan that cannot be used
+    │   ├── SpecError           3   the job spec; lists every problem with line and column
+    │   ├── DataFileError       3   profile.json, cluster.json, plan.json or another data file
+    │   ├── CaptureError        3   a factory or model that cannot be captured
+    │   └── MismatchError       3   files or processes that do not belong together
+    ├── InfeasibleError         4   no plan fits the ranks and the memory
+    ├── SchedulerError          5   the batch system is missing, rejects or cannot be reached
+    └── UnknownRunError         6   no such run, or its state cannot be told
+
+Exit code 75 (checkpointed, requeue) belongs to the job script alone; 130 is an interrupt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class PipectlError(Exception):
+    """An error meant for people: what was wrong, and what to do about it.
+
+    Args:
+        message: what was wrong, naming the file, field or object.
+        cure: what the user can do; shown on a line of its own.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, cure: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.cure = cure
+
+    def __str__(self) -> str:
+        return self.message if self.cure is None else f"{self.message}\n  {self.cure}"
+
+
+class UsageError(PipectlError):
+    """The command line cannot be carried out as given."""
+
+    exit_code = 2
+
+
+class InvalidInputError(PipectlError):
+    """A file or object the user supplied cannot be used."""
+
+    exit_code = 3
+
+
+@dataclass(frozen=True, order=True)
+class Problem:
+    """One fault in a file; ``line`` and ``column`` count from 1, 0 where there is no place."""
+
+    file: str
+    line: int
+    column: int
+    message: str
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}:{self.column}" if self.line else self.file
+        return f"{place}: {self.message}"
+
+
+class SpecError(InvalidInputError):
+    """The job spec is wrong. Carries every problem found, in file order."""
+
+    def __init__(self, problems: Sequence[Problem], *, cure: str | None = None) -> None:
+        self.problems = tuple(sorted(problems))
+        super().__init__("\n".join(str(problem) for problem in self.problems), cure=cure)
+
+
+class DataFileError(InvalidInputError):
+    """A data file (profile, cluster, plan, record) is missing, truncated or inconsistent."""
+
+
+class CaptureError(InvalidInputError):
+    """A factory fails, or its model cannot be captured as a graph."""
+
+
+class MismatchError(InvalidInputError):
+    """Two things that must agree do not: profile and model, plan and MPI size, worker and plan."""
+
+
+class InfeasibleError(PipectlError):
+    """No plan satisfies the constraints; the message says how much is missing."""
+
+    exit_code = 4
+
+
+class SchedulerError(PipectlError):
+    """The batch system is missing, rejected the request or did not answer."""
+
+    exit_code = 5
+
+
+class UnknownRunError(PipectlError):
+    """No run has this name, or its state cannot be determined."""
+
+    exit_code = 6

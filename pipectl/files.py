@@ -1,0 +1,72 @@
+"""Reading and writing whole files: a reader sees the old content or the new, never half."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from pipectl.errors import DataFileError, UsageError
+
+
+def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
+    """Replace ``path`` by ``text`` at once (temporary file, fsync, rename).
+
+    Raises:
+        UsageError: the directory cannot be written; the previous file is untouched.
+    """
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as stream:
+                stream.write(text)
+                stream.flush()
+                os.fsync(stream.fileno())
+            Path(name).chmod(mode & ~_umask())
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise UsageError(
+            f"{path}: cannot be written: {error.strerror or error}",
+            cure="choose a directory you may write to, or free some space",
+        ) from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace ``path`` by ``value`` as indented JSON; see :func:`write_text`."""
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path, *, cure: str) -> dict[str, Any]:
+    """The JSON object in ``path``.
+
+    Raises:
+        DataFileError: missing, unreadable, truncated or no object; ``cure`` says how to get it.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataFileError(f"{path}: no such file", cure=cure) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataFileError(f"{path}: cannot be read: {error}", cure=cure) from error
+    except json.JSONDecodeError as error:
+        place = f"{path}:{error.lineno}:{error.colno}"
+        raise DataFileError(
+            f"{place}: not valid JSON ({error.msg}); truncated?", cure=cure
+        ) from error
+    except RecursionError:
+        raise DataFileError(f"{path}: nested too deeply to be a data file", cure=cure) from None
+    if not isinstance(value, dict):
+        raise DataFileError(f"{path}: holds a {type(value).__name__}, not an object", cure=cure)
+    return value
+
+
+def _umask() -> int:
+    """The process's umask (which can only be read by setting it)."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

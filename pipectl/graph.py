@@ -1,0 +1,97 @@
+"""What crosses a cut: which stage sends which value, and by which way its gradient returns.
+
+Both the planner (on profile costs) and the runtime (on tensors) take their messages from
+:func:`routes`, so what is simulated is what is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class TransferKind(StrEnum):
+    """The two directions of a pipeline."""
+
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+
+
+@dataclass(frozen=True, order=True)
+class Route:
+    """One value, or its gradient, on its way from stage ``source`` to stage ``target``."""
+
+    kind: TransferKind
+    value: str
+    source: int
+    target: int
+
+
+def is_chained(producer: int, uses: Sequence[int]) -> bool:
+    """Whether the gradient of a value can be summed on its way back.
+
+    Autograd adds the gradients of a value's uses last use first. Where the uses, in graph order,
+    lie in stages that never decrease, each consumer stage can add its own uses to the partial sum
+    of the next later consumer, and the result equals one process to the bit. Otherwise every
+    use's gradient travels to the producer on its own and is summed there in that order.
+
+    Args:
+        producer: stage that computes the value.
+        uses: stage of every use, in graph order.
+    """
+    return all(early <= late for early, late in zip((producer, *uses), uses, strict=False))
+
+
+def routes(value: str, producer: int, uses: Sequence[int], *, has_gradient: bool) -> list[Route]:
+    """The messages one value needs under a cut.
+
+    A picture, for a value made in stage 0 and used in stages 1 and 3::
+
+        activation   0 ---> 1        gradient   0 <--- 1 <--- 3
+                     0 -----------> 3
+
+    Args:
+        value: id of the value.
+        producer: stage that computes it.
+        uses: stage of every use, in graph order; the producer's own uses included.
+        has_gradient: whether a gradient comes back.
+
+    Returns:
+        Activation routes by rising target, then gradient routes by falling source.
+    """
+    consumers = sorted({stage for stage in uses if stage != producer})
+    forward = [Route(TransferKind.ACTIVATION, value, producer, stage) for stage in consumers]
+    if not has_gradient:
+        return forward
+    back = (
+        zip(consumers, (producer, *consumers), strict=False)
+        if is_chained(producer, uses)
+        else ((stage, producer) for stage in consumers)
+    )
+    gradients = [Route(TransferKind.GRADIENT, value, source, target) for source, target in back]
+    return forward + gradients[::-1]
+
+
+def cut_routes(
+    stage_of: Mapping[str, int],
+    edges: Iterable[tuple[str, str]],
+    with_gradient: Mapping[str, bool],
+) -> list[Route]:
+    """Every message of a partition.
+
+    Args:
+        stage_of: stage of every node, in graph order (the order of the mapping).
+        edges: (producer, consumer) pairs; a pair counts once.
+        with_gradient: whether the value of a node has a gradient.
+    """
+    position = {node: index for index, node in enumerate(stage_of)}
+    consumers: dict[str, list[str]] = {}
+    for producer, consumer in dict.fromkeys(edges):
+        consumers.setdefault(producer, []).append(consumer)
+    found: list[Route] = []
+    for producer in sorted(consumers, key=position.__getitem__):
+        users = sorted(consumers[producer], key=position.__getitem__)
+        uses = [stage_of[user] for user in users]
+        found += routes(producer, stage_of[producer], uses, has_gradient=with_gradient[producer])
+    return found

@@ -1,0 +1,250 @@
+"""``plan.json``: the stages, their ranks, the schedule, and what was predicted of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pipectl.errors import DataFileError
+from pipectl.fields import Reader
+from pipectl.files import read_json, write_json
+from pipectl.graph import TransferKind
+
+VERSION = 1
+_CURE = "write a new one with: pipectl plan JOB.yaml"
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Predicted cost of a stage: seconds for one full micro-batch, and resident bytes.
+
+    Args:
+        update_s: optimizer step of the stage, once per step.
+        parameter_bytes: parameters (and as much again for their gradients).
+        optimizer_bytes: optimizer state.
+        saved_bytes: kept from forward to backward by one micro-batch.
+    """
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+    parameter_bytes: int
+    optimizer_bytes: int
+    saved_bytes: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A convex part of the graph and the ranks that hold it.
+
+    Args:
+        nodes: operator ids in graph order.
+        ranks: one per replica.
+    """
+
+    nodes: tuple[str, ...]
+    ranks: tuple[int, ...]
+    cost: StageCost
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Bytes that one full micro-batch moves from one stage to another."""
+
+    kind: TransferKind
+    source: int
+    target: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the simulator says of the plan.
+
+    Args:
+        step_time_s: one optimizer step.
+        bubble: share of the ranks' time in which they do not compute.
+        utilisation: share of the step each rank computes.
+        peak_memory_bytes: resident bytes of each rank, process baseline included.
+    """
+
+    step_time_s: float
+    bubble: float
+    utilisation: tuple[float, ...]
+    peak_memory_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Search:
+    """How the stages were found.
+
+    Args:
+        max_stage_load_s: bottleneck of the found stages.
+        lower_bound_s: no partition into as many stages has a lower bottleneck.
+        exact: whether the search was exhaustive (then both are equal).
+    """
+
+    planner: str
+    max_stage_load_s: float
+    lower_bound_s: float
+    exact: bool
+    planning_s: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A pipeline for one model on one cluster.
+
+    Args:
+        fingerprint: of the captured graph; None if the profile was imported (cannot be submitted).
+        warm_up: forwards each stage runs before its first backward.
+        micro_batch_size: samples of every micro-batch but the last, which may be smaller.
+        node_of_rank: node index of every rank, for which the plan was made.
+        assumptions: what the planner had to assume.
+    """
+
+    name: str
+    fingerprint: str | None
+    schedule: str
+    warm_up: tuple[int, ...]
+    batch_size: int
+    micro_batch_size: int
+    micro_batches: int
+    stages: tuple[Stage, ...]
+    transfers: tuple[Transfer, ...]
+    node_of_rank: tuple[int, ...]
+    memory_limit_bytes: int | None = None
+    prediction: Prediction | None = None
+    search: Search | None = None
+    assumptions: tuple[str, ...] = field(default=())
+
+    @property
+    def ranks(self) -> int:
+        """Number of MPI ranks the plan needs."""
+        return len(self.node_of_rank)
+
+    @cached_property
+    def stage_of(self) -> Mapping[str, int]:
+        """Stage index of every operator id."""
+        return {node: index for index, stage in enumerate(self.stages) for node in stage.nodes}
+
+    def stages_of_rank(self, rank: int) -> tuple[int, ...]:
+        """Stages a rank holds, ascending."""
+        return tuple(index for index, stage in enumerate(self.stages) if rank in stage.ranks)
+
+    def save(self, path: Path) -> None:
+        """Write ``plan.json`` whole."""
+        write_json(path, self.to_json())
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented JSON object."""
+        return {"version": VERSION, **asdict(self)}
+
+    @classmethod
+    def load(cls, path: Path) -> Plan:
+        """Read and check a plan.
+
+        Raises:
+            DataFileError: naming the file and the field.
+        """
+        return cls.from_json(read_json(path, cure=_CURE), file=str(path))
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any], *, file: str = "plan") -> Plan:
+        """A plan from its JSON object; see :meth:`load`."""
+        reader = Reader(document, file=file, cure=_CURE)
+        reader.check_version(VERSION)
+        plan = cls(
+            name=reader.text("name"),
+            fingerprint=reader.optional_text("fingerprint"),
+            schedule=reader.text("schedule"),
+            warm_up=reader.integers("warm_up"),
+            batch_size=reader.integer("batch_size", minimum=1),
+            micro_batch_size=reader.integer("micro_batch_size", minimum=1),
+            micro_batches=reader.integer("micro_batches", minimum=1),
+            stages=tuple(_stage(item) for item in reader.items("stages")),
+            transfers=tuple(_transfer(item) for item in reader.items("transfers")),
+            node_of_rank=reader.integers("node_of_rank"),
+            memory_limit_bytes=reader.optional_integer("memory_limit_bytes"),
+            prediction=_prediction(reader),
+            search=_search(reader),
+            assumptions=reader.texts("assumptions", default=[]),
+        )
+        _check(plan, file)
+        return plan
+
+
+def _stage(item: Reader) -> Stage:
+    cost = item.section("cost")
+    return Stage(
+        nodes=item.texts("nodes"),
+        ranks=item.integers("ranks"),
+        cost=StageCost(
+            forward_s=cost.number("forward_s"),
+            backward_s=cost.number("backward_s"),
+            update_s=cost.number("update_s"),
+            parameter_bytes=cost.integer("parameter_bytes"),
+            optimizer_bytes=cost.integer("optimizer_bytes"),
+            saved_bytes=cost.integer("saved_bytes"),
+        ),
+    )
+
+
+def _transfer(item: Reader) -> Transfer:
+    kind = item.text("kind")
+    if kind not in tuple(TransferKind):
+        raise item.error("kind", f"must be activation or gradient, not {kind!r}")
+    return Transfer(
+        TransferKind(kind),
+        item.integer("source"),
+        item.integer("target"),
+        item.integer("size_bytes"),
+    )
+
+
+def _prediction(reader: Reader) -> Prediction | None:
+    if "prediction" not in reader:
+        return None
+    section = reader.section("prediction")
+    return Prediction(
+        step_time_s=section.number("step_time_s"),
+        bubble=section.number("bubble"),
+        utilisation=tuple(float(share) for share in section.value("utilisation", [])),
+        peak_memory_bytes=section.integers("peak_memory_bytes"),
+    )
+
+
+def _search(reader: Reader) -> Search | None:
+    if "search" not in reader:
+        return None
+    section = reader.section("search")
+    return Search(
+        planner=section.text("planner"),
+        max_stage_load_s=section.number("max_stage_load_s"),
+        lower_bound_s=section.number("lower_bound_s"),
+        exact=section.flag("exact"),
+        planning_s=section.number("planning_s"),
+    )
+
+
+def _check(plan: Plan, file: str) -> None:
+    """Ranks and stages that are named exist, and every node has one stage."""
+    faults = []
+    if not plan.stages:
+        faults.append("stages: there is none")
+    if len(plan.warm_up) != len(plan.stages):
+        faults.append(f"warm_up: {len(plan.warm_up)} entries for {len(plan.stages)} stages")
+    nodes = [node for stage in plan.stages for node in stage.nodes]
+    if len(set(nodes)) != len(nodes):
+        faults.append("stages: a node is in two stages")
+    for index, stage in enumerate(plan.stages):
+        if not stage.ranks or not all(0 <= rank < plan.ranks for rank in stage.ranks):
+            faults.append(f"stages[{index}].ranks: {list(stage.ranks)} of {plan.ranks} ranks")
+    known = range(len(plan.stages))
+    if any(end not in known for item in plan.transfers for end in (item.source, item.target)):
+        faults.append("transfers: a stage that does not exist")
+    if faults:
+        raise DataFileError(f"{file}: {'; '.join(faults)}", cure=_CURE)

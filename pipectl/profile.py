@@ -1,0 +1,228 @@
+"""``profile.json``: the measured operator graph of a model. The input of the planner.
+
+Times are in seconds and sizes in bytes, for one micro-batch of ``micro_batch_size`` samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pipectl.errors import DataFileError
+from pipectl.fields import Reader
+from pipectl.files import read_json, write_json
+
+VERSION = 1
+_CURE = "write a new one with: pipectl profile JOB.yaml"
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator of the forward graph with the cost of its forward and backward.
+
+    Args:
+        id: unique within the profile; the graph node's name.
+        name: what people read, e.g. ``blocks.3.attention.linear``.
+        parameters: (full name, bytes) of each parameter used; a parameter that several operators
+            of one stage use is stored once.
+        output_bytes: what crosses a cut behind this operator, once per consumer stage.
+        gradient_bytes: what comes back; 0 for integer values and values without gradient.
+        saved: (value, bytes) kept from forward to backward; equal values are one storage.
+        timings: micro-batch size to (forward_s, backward_s), for sizes besides the profile's own.
+        group: operators of an equal group must share a stage.
+    """
+
+    id: str
+    name: str
+    forward_s: float
+    backward_s: float
+    parameter_bytes: int
+    output_bytes: int
+    gradient_bytes: int
+    parameters: tuple[tuple[str, int], ...] = ()
+    saved: tuple[tuple[str, int], ...] = ()
+    timings: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    group: str | None = None
+
+
+@dataclass(frozen=True)
+class OptimizerCost:
+    """Optimizer state per parameter byte, and the time of a step per parameter byte."""
+
+    state_bytes_per_parameter_byte: float
+    step_s_per_byte: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A measured operator graph.
+
+    Args:
+        operators: in graph order, which is a topological order.
+        edges: (producer id, consumer id), without duplicates.
+        fingerprint: of the captured graph; None for an imported profile, which cannot be submitted.
+        assumptions: what a reader had to assume because the file did not say.
+    """
+
+    name: str
+    source: str
+    micro_batch_size: int
+    operators: tuple[Operator, ...]
+    edges: tuple[tuple[str, str], ...]
+    fingerprint: str | None = None
+    optimizer: OptimizerCost | None = None
+    process_baseline_bytes: int | None = None
+    assumptions: tuple[str, ...] = ()
+
+    @cached_property
+    def by_id(self) -> dict[str, Operator]:
+        """Operators by their id."""
+        return {operator.id: operator for operator in self.operators}
+
+    @cached_property
+    def with_gradient(self) -> dict[str, bool]:
+        """Whether a gradient of each operator's value comes back."""
+        return {operator.id: operator.gradient_bytes > 0 for operator in self.operators}
+
+    def save(self, path: Path) -> None:
+        """Write ``profile.json`` whole; see :func:`pipectl.files.write_json`."""
+        write_json(path, self.to_json())
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented JSON object, without absent options."""
+        document: dict[str, Any] = {
+            "version": VERSION,
+            "name": self.name,
+            "source": self.source,
+            "units": {"time": "s", "bytes": "B"},
+            "micro_batch_size": self.micro_batch_size,
+            "fingerprint": self.fingerprint,
+            "process_baseline_bytes": self.process_baseline_bytes,
+        }
+        if self.optimizer is not None:
+            document["optimizer"] = {
+                "state_bytes_per_parameter": self.optimizer.state_bytes_per_parameter_byte,
+                "step_s_per_byte": self.optimizer.step_s_per_byte,
+            }
+        document["nodes"] = [_operator_json(operator) for operator in self.operators]
+        document["edges"] = [list(edge) for edge in self.edges]
+        return {key: value for key, value in document.items() if value is not None}
+
+    @classmethod
+    def load(cls, path: Path) -> Profile:
+        """Read and check a profile.
+
+        Raises:
+            DataFileError: naming the file and the field that is missing or wrong.
+        """
+        return cls.from_json(read_json(path, cure=_CURE), file=str(path))
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any], *, file: str = "profile") -> Profile:
+        """A profile from its JSON object; see :meth:`load`."""
+        reader = Reader(document, file=file, cure=_CURE)
+        reader.check_version(VERSION)
+        assumptions: list[str] = []
+        size = reader.integer("micro_batch_size", alias="profile_batch_size", minimum=1)
+        operators = tuple(_operator(item, assumptions) for item in reader.items("nodes"))
+        profile = cls(
+            name=reader.text("name"),
+            source=reader.text("source", default="unknown"),
+            micro_batch_size=size,
+            operators=operators,
+            edges=_edges(reader),
+            fingerprint=reader.optional_text("fingerprint"),
+            optimizer=_optimizer(reader, assumptions),
+            process_baseline_bytes=reader.optional_integer("process_baseline_bytes"),
+            assumptions=tuple(dict.fromkeys(assumptions)),
+        )
+        _check_graph(profile, file)
+        return profile
+
+
+def _operator_json(operator: Operator) -> dict[str, Any]:
+    item: dict[str, Any] = {
+        "id": operator.id,
+        "name": operator.name,
+        "forward_s": operator.forward_s,
+        "backward_s": operator.backward_s,
+        "parameter_bytes": operator.parameter_bytes,
+        "output_bytes": operator.output_bytes,
+        "gradient_bytes": operator.gradient_bytes,
+    }
+    if operator.parameters:
+        item["parameters"] = [list(pair) for pair in operator.parameters]
+    if operator.saved:
+        item["saved"] = [list(pair) for pair in operator.saved]
+    if operator.timings:
+        item["timings"] = {str(size): list(pair) for size, pair in sorted(operator.timings.items())}
+    if operator.group is not None:
+        item["group"] = operator.group
+    return item
+
+
+def _operator(item: Reader, assumptions: list[str]) -> Operator:
+    node_id = item.text("id")
+    output_bytes = item.integer("output_bytes")
+    if "saved" not in item:
+        assumptions.append("saved bytes are not given: each operator is taken to keep its output")
+    parameter_bytes = item.integer("parameter_bytes")
+    named = item.pairs("parameters")
+    return Operator(
+        id=node_id,
+        name=item.text("name", default=node_id),
+        forward_s=item.number("forward_s"),
+        backward_s=item.number("backward_s"),
+        parameter_bytes=parameter_bytes,
+        output_bytes=output_bytes,
+        gradient_bytes=item.integer("gradient_bytes", default=output_bytes),
+        parameters=named or (((node_id, parameter_bytes),) if parameter_bytes else ()),
+        saved=item.pairs("saved") if "saved" in item else ((node_id, output_bytes),),
+        timings=item.timings("timings"),
+        group=item.optional_text("group") or item.optional_text("colocate"),
+    )
+
+
+def _optimizer(reader: Reader, assumptions: list[str]) -> OptimizerCost | None:
+    if "optimizer" not in reader:
+        assumptions.append("optimizer cost is not given: taken as no state and no time")
+        return None
+    section = reader.section("optimizer")
+    return OptimizerCost(
+        section.number("state_bytes_per_parameter"), section.number("step_s_per_byte")
+    )
+
+
+def _edges(reader: Reader) -> tuple[tuple[str, str], ...]:
+    pairs = reader.value("edges")
+    if not isinstance(pairs, list):
+        raise reader.error("edges", "must be a list of [producer, consumer]")
+    for index, pair in enumerate(pairs):
+        if not (
+            isinstance(pair, list) and len(pair) == 2 and all(isinstance(end, str) for end in pair)
+        ):
+            raise reader.error(f"edges[{index}]", "must be [producer id, consumer id]")
+    return tuple(dict.fromkeys((source, target) for source, target in pairs))
+
+
+def _check_graph(profile: Profile, file: str) -> None:
+    """Ids are unique, edges name them, and they are listed in a topological order."""
+    position = {operator.id: index for index, operator in enumerate(profile.operators)}
+    if not position:
+        raise DataFileError(f"{file}: nodes: the graph is empty", cure=_CURE)
+    if len(position) != len(profile.operators):
+        seen: set[str] = set()
+        twice = next(o.id for o in profile.operators if o.id in seen or seen.add(o.id))  # type: ignore[func-returns-value]
+        raise DataFileError(f"{file}: nodes: id {twice!r} occurs twice", cure=_CURE)
+    for source, target in profile.edges:
+        for end in (source, target):
+            if end not in position:
+                raise DataFileError(f"{file}: edges: no node has the id {end!r}", cure=_CURE)
+    if any(position[source] >= position[target] for source, target in profile.edges):
+        raise DataFileError(
+            f"{file}: nodes: not in topological order",
+            cure="list every node behind the nodes it reads from",
+        )

@@ -1,0 +1,106 @@
+"""Actions and the integer columns that hold them.
+
+A schedule says what each rank computes, in which order; lowering adds the messages. Both are
+rows of the same small integer columns: an :class:`Action` is a view of one row, for people and
+tests, because building a Python object per row would dominate large plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Kind(IntEnum):
+    """What an action does. ``START`` begins a transfer in the background, ``WAIT`` ends it."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    BACKWARD_INPUT = 2
+    BACKWARD_WEIGHT = 3
+    UPDATE = 4
+    EVALUATE = 5
+    SEND_START = 6
+    SEND_WAIT = 7
+    RECEIVE_START = 8
+    RECEIVE_WAIT = 9
+
+    @property
+    def is_compute(self) -> bool:
+        """Whether the action occupies the rank's device."""
+        return self <= Kind.EVALUATE
+
+
+class Action(NamedTuple):
+    """One row.
+
+    Args:
+        stage: stage that computes; for transfers the local stage.
+        micro_batch: index within the step; -1 for UPDATE.
+        channel: index into the plan's channels for transfers, else -1.
+        start: first sample of the micro-batch this replica takes, with ``stop`` a half-open
+            range; both -1 where the replica takes all of it.
+        weight_version: version of the weights used; 0 is the newest.
+    """
+
+    kind: Kind
+    stage: int
+    micro_batch: int = -1
+    channel: int = -1
+    start: int = -1
+    stop: int = -1
+    weight_version: int = 0
+
+
+Columns = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class Actions:
+    """A sequence of actions as a read-only array of shape [actions, fields of Action]."""
+
+    rows: Columns
+
+    @classmethod
+    def of(cls, actions: Iterable[Action]) -> Actions:
+        """Columns from action objects."""
+        rows = np.array([tuple(a) for a in actions], dtype=np.int32)
+        rows = rows.reshape(-1, len(Action._fields))
+        rows.setflags(write=False)
+        return cls(rows)
+
+    def column(self, name: str) -> Columns:
+        """One column by its :class:`Action` field name."""
+        return self.rows[:, Action._fields.index(name)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Action]:
+        for kind, *rest in self.rows.tolist():
+            yield Action(Kind(kind), *rest)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Actions) and np.array_equal(self.rows, other.rows)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+EMPTY = Actions.of(())
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one rank does: once at the start, every optimizer step, once at the end.
+
+    Flushed (synchronous) schedules have only a body.
+    """
+
+    body: Actions
+    prologue: Actions = EMPTY
+    epilogue: Actions = EMPTY

@@ -1,0 +1,93 @@
+"""Bytes, durations and names: parsing what people write, printing what people read."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+
+_BYTE_UNITS = {
+    "": 1, "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+    "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
+}  # fmt: skip
+_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d{1,2}):(\d{1,2})")
+_DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes in ``"4GiB"``, ``"512 MB"`` or ``"1024"``; one-letter units are binary.
+
+    Raises:
+        ValueError: the text is no size.
+    """
+    match = _BYTES.fullmatch(text)
+    unit = _BYTE_UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None:
+        raise ValueError(f"{text!r} is not a size; write for example 4GiB or 512MiB")
+    return int(float(match[1]) * unit)
+
+
+def format_bytes(size_bytes: float) -> str:
+    """A size with three significant digits and a binary unit: ``1.50 GiB``."""
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.{_decimals(size)}f} {unit}"
+        size /= 1024
+    return f"{size:.{_decimals(size)}f} TiB"
+
+
+def parse_duration(text: str) -> int:
+    """Seconds in ``"00:30:00"``, ``"2-12:00:00"``, ``"3m"``, ``"1h30m"`` or ``"90"``.
+
+    Raises:
+        ValueError: the text is no duration.
+    """
+    stripped = text.strip()
+    if clock := _CLOCK.fullmatch(stripped):
+        days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
+        if minutes < 60 and seconds < 60:
+            return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    elif stripped and (parts := _DURATION.fullmatch(stripped)):
+        days, hours, minutes, seconds = (int(part or 0) for part in parts.groups())
+        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    raise ValueError(f"{text!r} is not a duration; write for example 00:30:00, 90s or 1h30m")
+
+
+def format_clock(duration_s: int) -> str:
+    """``H:MM:SS`` with two-digit hours, as both Slurm and PBS accept it."""
+    minutes, seconds = divmod(int(duration_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:02d}:{minutes:02d}:{seconds:02d}"
+
+
+def format_time(time_s: float) -> str:
+    """A measured time with three significant digits: ``12.3 ms``, ``1.25 s``, ``3 min 05 s``."""
+    if time_s >= 120:
+        minutes, seconds = divmod(round(time_s), 60)
+        return f"{minutes} min {seconds:02d} s"
+    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
+        if time_s * factor >= 1 or unit == "us":
+            return f"{time_s * factor:.{_decimals(time_s * factor)}f} {unit}"
+    raise AssertionError("unreachable")
+
+
+def _decimals(value: float) -> int:
+    """Digits after the point for three significant ones."""
+    size = abs(value)
+    return 2 if size < 10 else 1 if size < 100 else 0
+
+
+def is_name(text: str) -> bool:
+    """Whether ``text`` can name a job: letters, digits, ``. _ -``, at most 64."""
+    return _NAME.fullmatch(text) is not None
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'x'?"`` for the nearest known word, or an empty string."""
+    nearest = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
