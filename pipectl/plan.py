@@ -103,6 +103,7 @@ class Plan:
         warm_up: forwards each stage runs before its first backward.
         micro_batch_size: samples of every micro-batch but the last, which may be smaller.
         node_of_rank: node index of every rank, for which the plan was made.
+        key: of the spec sections and factory files it was made from; tells a stale plan.
         assumptions: what the planner had to assume.
     """
 
@@ -119,6 +120,7 @@ class Plan:
     memory_limit_bytes: int | None = None
     prediction: Prediction | None = None
     search: Search | None = None
+    key: str | None = None
     assumptions: tuple[str, ...] = field(default=())
 
     @property
@@ -171,6 +173,7 @@ class Plan:
             memory_limit_bytes=reader.optional_integer("memory_limit_bytes"),
             prediction=_prediction(reader),
             search=_search(reader),
+            key=reader.optional_text("key"),
             assumptions=reader.texts("assumptions", default=[]),
         )
         _check(plan, file)

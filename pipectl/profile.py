@@ -64,6 +64,7 @@ class Profile:
         operators: in graph order, which is a topological order.
         edges: (producer id, consumer id), without duplicates.
         fingerprint: of the captured graph; None for an imported profile, which cannot be submitted.
+        key: of the spec sections and factory files it was measured from; tells a stale profile.
         assumptions: what a reader had to assume because the file did not say.
     """
 
@@ -75,6 +76,7 @@ class Profile:
     fingerprint: str | None = None
     optimizer: OptimizerCost | None = None
     process_baseline_bytes: int | None = None
+    key: str | None = None
     assumptions: tuple[str, ...] = ()
 
     @cached_property
@@ -100,6 +102,7 @@ class Profile:
             "units": {"time": "s", "bytes": "B"},
             "micro_batch_size": self.micro_batch_size,
             "fingerprint": self.fingerprint,
+            "key": self.key,
             "process_baseline_bytes": self.process_baseline_bytes,
         }
         if self.optimizer is not None:
@@ -137,6 +140,7 @@ class Profile:
             fingerprint=reader.optional_text("fingerprint"),
             optimizer=_optimizer(reader, assumptions),
             process_baseline_bytes=reader.optional_integer("process_baseline_bytes"),
+            key=reader.optional_text("key"),
             assumptions=tuple(dict.fromkeys(assumptions)),
         )
         _check_graph(profile, file)
