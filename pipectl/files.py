@@ -36,6 +36,21 @@ def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
         ) from error
 
 
+def make_directory(path: Path) -> None:
+    """Create a directory and its parents; one that exists is fine.
+
+    Raises:
+        UsageError: it cannot be created.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"{path}: cannot be created: {error.strerror or error}",
+            cure="choose a directory you may write to",
+        ) from error
+
+
 def write_json(path: Path, value: Any) -> None:
     """Replace ``path`` by ``value`` as indented JSON; see :func:`write_text`."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
