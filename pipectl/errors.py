@@ -6,6 +6,7 @@
     │   ├── SpecError           3   the job spec; lists every problem with line and column
     │   ├── DataFileError       3   profile.json, cluster.json, plan.json or another data file
     │   ├── CaptureError        3   a factory or model that cannot be captured
+    │   ├── ScheduleError       3   a schedule or plan whose ranks could not work together
     │   └── MismatchError       3   files or processes that do not belong together
     ├── InfeasibleError         4   no plan fits the ranks and the memory
     ├── SchedulerError          5   the batch system is missing, rejects or cannot be reached
@@ -79,6 +80,10 @@ class DataFileError(InvalidInputError):
 
 class CaptureError(InvalidInputError):
     """A factory fails, or its model cannot be captured as a graph."""
+
+
+class ScheduleError(InvalidInputError):
+    """The rank programs of a plan cannot run: unknown schedule, deadlock, lost message, memory."""
 
 
 class MismatchError(InvalidInputError):

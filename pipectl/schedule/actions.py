@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +58,7 @@ class Action(NamedTuple):
 
 
 Columns = npt.NDArray[np.int32]
+Integers = npt.NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,12 +67,24 @@ class Actions:
 
     rows: Columns
 
+    def __post_init__(self) -> None:
+        self.rows.setflags(write=False)
+
     @classmethod
     def of(cls, actions: Iterable[Action]) -> Actions:
         """Columns from action objects."""
         rows = np.array([tuple(a) for a in actions], dtype=np.int32)
-        rows = rows.reshape(-1, len(Action._fields))
-        rows.setflags(write=False)
+        return cls(rows.reshape(-1, len(Action._fields)))
+
+    @classmethod
+    def of_columns(cls, **columns: Integers) -> Actions:
+        """Columns by :class:`Action` field name, all equally long; the others get its defaults.
+
+        ``kind`` and ``stage`` have no default.
+        """
+        rows = np.empty((len(columns["kind"]), len(Action._fields)), dtype=np.int32)
+        for position, name in enumerate(Action._fields):
+            rows[:, position] = columns[name] if name in columns else Action._field_defaults[name]
         return cls(rows)
 
     def column(self, name: str) -> Columns:
@@ -88,7 +101,8 @@ class Actions:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Actions) and np.array_equal(self.rows, other.rows)
 
-    __hash__ = None  # type: ignore[assignment]
+    def __hash__(self) -> int:
+        return hash(self.rows.tobytes())
 
 
 EMPTY = Actions.of(())
