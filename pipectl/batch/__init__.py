@@ -1,0 +1,17 @@
+"""Batch systems behind one protocol: render a script, submit, query, cancel, estimate."""
+
+from pipectl.batch.protocol import JobRequest, JobState, JobStatus, Scheduler, SlurmOptions
+from pipectl.batch.registry import NAMES, get
+from pipectl.batch.resolve import Evidence, resolve
+
+__all__ = [
+    "NAMES",
+    "Evidence",
+    "JobRequest",
+    "JobState",
+    "JobStatus",
+    "Scheduler",
+    "SlurmOptions",
+    "get",
+    "resolve",
+]

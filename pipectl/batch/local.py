@@ -1,0 +1,112 @@
+"""This machine as a batch system: the job script runs at once, detached from the terminal."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipectl.batch import process
+from pipectl.batch.launchers import mpiexec_command
+from pipectl.batch.protocol import JobRequest, JobState, JobStatus
+from pipectl.batch.quoting import shell_word
+from pipectl.batch.script import render_body
+from pipectl.errors import SchedulerError
+
+_ID = re.compile(r"(\d+)\.(\d+)@(.+)")
+
+
+@dataclass(frozen=True)
+class _Process:
+    """A process for good: pid, start in ticks since boot, host; written ``pid.start@host``."""
+
+    pid: int
+    start: int
+    host: str
+
+    @classmethod
+    def parse(cls, job_id: str) -> _Process:
+        match = _ID.fullmatch(job_id)
+        if match is None:
+            raise SchedulerError(
+                f"{job_id!r} is not the id of a local job", cure="restore the run's record.json"
+            )
+        return cls(int(match[1]), int(match[2]), match[3])
+
+    @property
+    def here(self) -> bool:
+        return self.host == socket.gethostname()
+
+    @property
+    def alive(self) -> bool:
+        return process.start_time(self.pid) == self.start
+
+
+class LocalScheduler:
+    """Runs jobs on this machine, without a queue and without a time limit.
+
+    Args:
+        grace_s: time between asking a job to end and killing it.
+    """
+
+    name = "local"
+
+    def __init__(self, grace_s: float = 5.0) -> None:
+        self._grace_s = grace_s
+
+    def render(self, request: JobRequest) -> str:
+        """See :class:`~pipectl.batch.protocol.Scheduler`."""
+        if request.launcher == "srun":
+            raise SchedulerError(
+                "launch.launcher: srun needs Slurm", cure="use mpiexec or auto for local runs"
+            )
+        tag = shell_word(request.tag, "tag")
+        header = f"#!/bin/bash\n# pipectl {request.name} {tag}\n"
+        return header + render_body(request, mpiexec_command(request))
+
+    def submit(self, script: Path, request: JobRequest) -> str:
+        """Start the script in its own session; its output goes to ``logs/job.log``."""
+        logs = request.run_directory / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        pid = process.start_detached(
+            ["bash", str(script)], output=logs / "job.log", directory=request.run_directory
+        )
+        start = process.start_time(pid) or 0
+        return f"{pid}.{start}@{socket.gethostname()}"
+
+    def query(
+        self,
+        ids: Sequence[str],
+        *,
+        since: float | None = None,  # noqa: ARG002 - a local id is never recycled
+    ) -> Mapping[str, JobStatus]:
+        """See :class:`~pipectl.batch.protocol.Scheduler`; jobs of other hosts are UNKNOWN."""
+        return {job_id: _status(_Process.parse(job_id)) for job_id in ids}
+
+    def cancel(self, job_id: str) -> None:
+        """TERM to the job's process group, then KILL to all of it that is left."""
+        job = _Process.parse(job_id)
+        if not job.here:
+            raise SchedulerError(f"this run belongs to {job.host}", cure=f"cancel it on {job.host}")
+        if job.alive:
+            process.stop(job.pid, self._grace_s)
+
+    def estimate(self, script: Path) -> str | None:  # noqa: ARG002
+        """Always None: there is no queue."""
+        return None
+
+    def find(self, tag: str) -> str | None:  # noqa: ARG002
+        """Always None: a local job whose submission was interrupted is not looked for."""
+        return None
+
+
+def _status(job: _Process) -> JobStatus:
+    if not job.here:
+        reason = f"started on {job.host}; its processes cannot be seen from here"
+        return JobStatus(JobState.UNKNOWN, reason=reason, source="process")
+    if job.alive:
+        return JobStatus(JobState.RUNNING, nodes=job.host, source="process")
+    reason = "its process is gone and left no exit code: killed, or the machine restarted"
+    return JobStatus(JobState.FAILED, reason=reason, nodes=job.host, source="process")

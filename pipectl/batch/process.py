@@ -1,0 +1,141 @@
+"""The one place that starts, watches and signals other processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from pipectl.errors import SchedulerError
+
+TIMEOUT_S = 60.0
+
+
+class NoAnswerError(SchedulerError):
+    """A command did not finish in time; what it was asked to do may have happened."""
+
+
+@dataclass(frozen=True)
+class Completed:
+    """A finished command; the texts have no trailing white space."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+    @property
+    def said(self) -> str:
+        """What it complained about, or what it printed, or its exit code."""
+        return self.stderr or self.stdout or f"exit code {self.returncode}"
+
+
+def run(
+    argv: Sequence[str],
+    *,
+    cure: str,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> Completed:
+    """Run a command to its end, without a shell and without input.
+
+    Args:
+        cure: what to do when the command does not exist.
+
+    Raises:
+        SchedulerError: no such command, or it may not be executed.
+        NoAnswerError: not done within ``timeout_s``.
+    """
+    try:
+        done = subprocess.run(
+            list(argv),
+            env=env,
+            timeout=timeout_s,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise NoAnswerError(
+            f"{argv[0]}: no answer within {timeout_s:.0f} s", cure="try again in a minute"
+        ) from None
+    except OSError as error:
+        raise SchedulerError(f"{argv[0]}: {error.strerror or error}", cure=cure) from None
+    return Completed(done.returncode, done.stdout.rstrip(), done.stderr.rstrip())
+
+
+def start_detached(argv: Sequence[str], *, output: Path, directory: Path) -> int:
+    """Start a command in a session of its own, so that it outlives us; return its pid.
+
+    Raises:
+        SchedulerError: it cannot be started, or ``output`` cannot be written.
+    """
+    try:
+        with output.open("ab") as log:
+            process = subprocess.Popen(
+                list(argv),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=directory,
+                start_new_session=True,
+            )
+    except OSError as error:
+        raise SchedulerError(
+            f"{argv[0]}: cannot be started: {error}", cure="check the run directory and its disk"
+        ) from error
+    process.returncode = 0  # detached on purpose: no warning when the object goes
+    return process.pid
+
+
+def start_time(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None when it is gone or a zombie.
+
+    Together with the pid this names a process for good: a reused pid has another start.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    state, *fields = text.rpartition(")")[2].split()
+    return None if state in "ZX" else int(fields[18])
+
+
+def stop(pid: int, grace_s: float) -> None:
+    """Ask a process, its group and its descendants to end; kill those that do not in time.
+
+    MPI puts ranks into sessions of their own, so the group alone does not reach all of them.
+
+    Raises:
+        SchedulerError: the process belongs to somebody else.
+    """
+    family = _family(pid)
+    try:
+        os.killpg(pid, signal.SIGTERM)
+    except ProcessLookupError:
+        pass
+    except PermissionError:
+        raise SchedulerError(
+            f"process {pid} belongs to somebody else", cure="cancel it as its owner"
+        ) from None
+    _, alive = psutil.wait_procs(family, timeout=grace_s)
+    late = {child for member in alive for child in _family(member.pid)}
+    for member in {*alive, *late}:
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            member.kill()
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    """A process and all its descendants; each is known by pid and start, so none is mistaken."""
+    try:
+        leader = psutil.Process(pid)
+        return [leader, *leader.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []

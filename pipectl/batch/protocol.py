@@ -1,0 +1,161 @@
+"""What every batch system offers, and the plain data that goes in and comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+
+class JobState(StrEnum):
+    """The state of a job, the same words for every batch system."""
+
+    QUEUED = "QUEUED"
+    HELD = "HELD"
+    RUNNING = "RUNNING"
+    SUSPENDED = "SUSPENDED"
+    COMPLETING = "COMPLETING"
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+    TIMEOUT = "TIMEOUT"
+    OUT_OF_MEMORY = "OUT_OF_MEMORY"
+    NODE_FAIL = "NODE_FAIL"
+    PREEMPTED = "PREEMPTED"
+    UNKNOWN = "UNKNOWN"
+
+    @property
+    def final(self) -> bool:
+        """Whether the job is over for good; UNKNOWN is not."""
+        return self in _FINAL
+
+    @property
+    def alive(self) -> bool:
+        """Whether the job still waits or runs; UNKNOWN does not count."""
+        return not self.final and self is not JobState.UNKNOWN
+
+
+_FINAL = frozenset(
+    {
+        JobState.COMPLETED,
+        JobState.FAILED,
+        JobState.CANCELLED,
+        JobState.TIMEOUT,
+        JobState.OUT_OF_MEMORY,
+        JobState.NODE_FAIL,
+        JobState.PREEMPTED,
+    }
+)
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """What is known about one job.
+
+    Args:
+        reason: why it is in this state, in the source's words; empty where it gives none.
+        exit_code: of the job script, where known.
+        nodes: host list in the batch system's notation; empty before the start.
+        start, end: seconds since the epoch; ``end`` only for final states.
+        source: who says so: ``queue``, ``accounting``, ``process``, ``run directory``,
+            ``heartbeat``, ``record`` or ``none``.
+    """
+
+    state: JobState
+    reason: str = ""
+    exit_code: int | None = None
+    nodes: str = ""
+    start: float | None = None
+    end: float | None = None
+    source: str = "queue"
+
+
+@dataclass(frozen=True)
+class SlurmOptions:
+    """What only Slurm knows; ``directives`` are extra ``sbatch`` options, written verbatim."""
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    reservation: str | None = None
+    exclusive: bool = False
+    directives: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """One job, independent of the batch system.
+
+    Args:
+        name: job name, see :func:`pipectl.units.is_name`.
+        tag: unique text by which the job is found again when its submission was interrupted.
+        run_directory: absolute; on a file system that every node sees.
+        python: absolute path of the interpreter that submits.
+        ranks: processes in all, at most ``nodes * tasks_per_node``.
+        command: of one rank, started ``ranks`` times under MPI.
+        prepare: commands run once, on the first node, before the launch.
+        modules, setup: loaded, and run verbatim, before anything else.
+        variables: exported to every rank.
+        launcher: ``mpiexec``, ``srun`` or ``auto``.
+        mpi: for srun its ``--mpi``; for mpiexec the dialect, ``openmpi`` or ``hydra``; or ``auto``.
+        bind: ``cores`` pins each rank to its cores; ``none`` passes no binding option.
+        launch_args: appended to the launcher's options.
+        mpiexec: path of mpiexec; None takes the one beside ``python``, else the first on PATH.
+        requeue: whether the batch system may start the job again after a node failure.
+    """
+
+    name: str
+    tag: str
+    run_directory: Path
+    python: str
+    ranks: int
+    nodes: int
+    tasks_per_node: int
+    walltime_s: int
+    command: tuple[str, ...]
+    cpus_per_task: int = 1
+    gpus_per_node: int = 0
+    memory_per_node_bytes: int | None = None
+    prepare: tuple[tuple[str, ...], ...] = ()
+    modules: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    launcher: str = "auto"
+    mpi: str = "auto"
+    bind: str = "none"
+    launch_args: tuple[str, ...] = ()
+    mpiexec: str | None = None
+    requeue: bool = False
+    slurm: SlurmOptions = SlurmOptions()
+
+
+class Scheduler(Protocol):
+    """A batch system. Every method raises SchedulerError when the system fails or refuses."""
+
+    name: str
+
+    def render(self, request: JobRequest) -> str:
+        """The job script; InvalidInputError where the request cannot be written down safely."""
+
+    def submit(self, script: Path, request: JobRequest) -> str:
+        """Hand the script over and return the job's id."""
+
+    def query(self, ids: Sequence[str], *, since: float | None = None) -> Mapping[str, JobStatus]:
+        """States by id; ids that the system does not know are absent, which proves nothing.
+
+        Args:
+            since: earliest submission among the jobs, seconds since the epoch; keeps an old job
+                with a recycled id from being taken for ours.
+        """
+
+    def cancel(self, job_id: str) -> None:
+        """Ask for the end of a job; ids that are already gone are no error."""
+
+    def estimate(self, script: Path) -> str | None:
+        """When the job would start, in the system's words; None where it cannot tell."""
+
+    def find(self, tag: str) -> str | None:
+        """The id of the job submitted with this tag, for submissions that were interrupted."""

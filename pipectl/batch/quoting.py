@@ -1,0 +1,65 @@
+"""Writing user text into job scripts so that it arrives unchanged and runs nothing."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+
+from pipectl.errors import InvalidInputError
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_PLAIN = re.compile(r"[A-Za-z0-9@%+=:,./_-]+")
+
+
+def checked(text: str, what: str) -> str:
+    """``text`` itself, refused if it has control characters (a newline would end a directive).
+
+    Raises:
+        InvalidInputError: naming ``what``.
+    """
+    bad = next((character for character in text if _is_control(character)), None)
+    if bad is None:
+        return text
+    raise InvalidInputError(
+        f"{what}: holds the control character {bad!r}, which no job script can carry",
+        cure="remove it; a value must be one line of printable text",
+    )
+
+
+def shell_word(text: str, what: str) -> str:
+    """``text`` as exactly one word for bash."""
+    return shlex.quote(checked(text, what))
+
+
+def shell_command(words: Sequence[str], what: str) -> str:
+    """A command line that bash splits back into exactly ``words``."""
+    return " ".join(shell_word(word, what) for word in words)
+
+
+def variable_name(name: str) -> str:
+    """``name`` itself, refused if bash cannot export it."""
+    if _VARIABLE.fullmatch(name):
+        return name
+    raise InvalidInputError(
+        f"environment.variables: {name!r} cannot name a variable",
+        cure="use letters, digits and underscores, and no digit first",
+    )
+
+
+def slurm_value(text: str, what: str) -> str:
+    """``text`` as one value of an ``#SBATCH`` line.
+
+    Slurm's parser (src/sbatch/opt.c) expands nothing, but takes a backslash as an escape even
+    within single quotes, so that shell quoting would lose characters.
+    """
+    checked(text, what)
+    if _PLAIN.fullmatch(text):
+        return text
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _is_control(character: str) -> bool:
+    """C0 and C1 controls, DEL, and the Unicode line separators."""
+    code = ord(character)
+    return code < 0x20 or 0x7F <= code < 0xA0 or code in (0x2028, 0x2029)

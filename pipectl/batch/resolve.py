@@ -1,0 +1,106 @@
+"""The verdict on one job from four sources; what none of them knows stays UNKNOWN.
+
+The sources, best first: the live queue and the accounting (both through ``Scheduler.query``),
+the exit code that our own script leaves behind, the heartbeats of the ranks. A job that is not
+listed is never called completed for that reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pipectl.batch.protocol import JobState, JobStatus
+from pipectl.units import format_time
+
+SUBMIT_GRACE_S = 60.0
+HEARTBEAT_FRESH_S = 60.0
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was found about one job at the time ``now`` (all times in seconds since the epoch).
+
+    Args:
+        listed: the scheduler's answer; None where it does not know the job or was not asked.
+        query_error: why the scheduler could not be asked; None where it answered.
+        exit_code: from the run directory, read *after* the query so that a job which ends in
+            between is not taken for one that vanished.
+        heartbeat_at: time of the last heartbeat.
+        heartbeat: what it said, e.g. ``training, step 12 of 500``.
+        cancelled: whether we asked for its end.
+        submitting: whether the submission was never confirmed.
+    """
+
+    now: float
+    submitted_at: float
+    listed: JobStatus | None = None
+    query_error: str | None = None
+    exit_code: int | None = None
+    heartbeat_at: float | None = None
+    heartbeat: str = ""
+    cancelled: bool = False
+    submitting: bool = False
+
+
+def resolve(evidence: Evidence) -> JobStatus:
+    """The job's state with the source that told it, and the reason where it is not plain."""
+    listed = evidence.listed
+    if listed is not None and listed.state is not JobState.UNKNOWN:
+        return _completed_by_file(listed, evidence)
+    if evidence.exit_code is not None:
+        return _from_exit_code(evidence.exit_code, evidence.cancelled)
+    if evidence.cancelled and evidence.query_error is None and listed is None:
+        reason = "cancelled, and no longer listed"
+        return JobStatus(JobState.CANCELLED, reason=reason, source="record")
+    if _is_fresh(evidence):
+        return JobStatus(JobState.RUNNING, reason=_silence(evidence), source="heartbeat")
+    if evidence.now - evidence.submitted_at < SUBMIT_GRACE_S:
+        return JobStatus(JobState.QUEUED, reason="submitted just now", source="record")
+    return JobStatus(JobState.UNKNOWN, reason=_why_unknown(evidence), source="none")
+
+
+def _completed_by_file(listed: JobStatus, evidence: Evidence) -> JobStatus:
+    """A final state that lacks the exit code takes it from the run directory."""
+    code = evidence.exit_code
+    if not listed.state.final or listed.exit_code is not None or code is None:
+        return listed
+    if listed.source == "process":
+        verdict = _from_exit_code(code, evidence.cancelled)
+        return replace(verdict, nodes=listed.nodes, start=listed.start, end=listed.end)
+    return replace(listed, exit_code=code)
+
+
+def _from_exit_code(code: int, cancelled: bool) -> JobStatus:
+    """A cancelled job may well exit with 0: that it was asked to end early counts."""
+    state = JobState.FAILED if code else JobState.COMPLETED
+    if cancelled:
+        state = JobState.CANCELLED
+    reason = f"exit code {code}" if code else ""
+    return JobStatus(state, reason=reason, exit_code=code, source="run directory")
+
+
+def _is_fresh(evidence: Evidence) -> bool:
+    beat = evidence.heartbeat_at
+    return beat is not None and evidence.now - beat < HEARTBEAT_FRESH_S
+
+
+def _silence(evidence: Evidence) -> str:
+    """Why the scheduler's word is missing."""
+    if evidence.query_error is not None:
+        return f"the scheduler could not be asked: {evidence.query_error}"
+    if evidence.listed is not None:
+        return evidence.listed.reason
+    return "not listed by the scheduler"
+
+
+def _why_unknown(evidence: Evidence) -> str:
+    parts = [_silence(evidence)]
+    if evidence.submitting:
+        parts.insert(0, "its submission was never confirmed")
+    parts.append("no exit code in the run directory")
+    if evidence.heartbeat_at is None:
+        parts.append("no heartbeat")
+    else:
+        age = format_time(max(0.0, evidence.now - evidence.heartbeat_at))
+        parts.append(f"last heartbeat {age} ago ({evidence.heartbeat or 'no details'})")
+    return "; ".join(parts)

@@ -1,0 +1,115 @@
+"""The body that the job scripts of all batch systems share, as a pure function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pipectl.batch.protocol import JobRequest
+from pipectl.batch.quoting import checked, shell_command, shell_word, variable_name
+
+RUN_VARIABLE = "PIPECTL_RUN_DIRECTORY"
+
+_FRAME = f"""\
+# The exit code is written whole, whatever ends the script.
+rm -f "${RUN_VARIABLE}/exit_code"
+finish() {{
+    local code=$?
+    echo "$code" >"${RUN_VARIABLE}/exit_code.tmp" &&
+        mv -f "${RUN_VARIABLE}/exit_code.tmp" "${RUN_VARIABLE}/exit_code"
+}}
+trap finish EXIT
+
+# Signals go on to the running command; bash sees them only while it waits, so every command
+# runs in the background, and 'wait' is repeated after a signal.
+child=
+interrupted=
+forward() {{
+    interrupted=1
+    if [[ -n $child ]]; then
+        kill -s "$1" "$child" 2>/dev/null
+    elif [[ $1 == TERM || $1 == INT ]]; then
+        exit "$2"
+    fi
+}}
+trap 'forward TERM 143' TERM
+trap 'forward INT 130' INT
+trap 'forward USR1 138' USR1
+trap 'forward USR2 140' USR2
+run() {{
+    local code
+    "$@" &
+    child=$!
+    while :; do
+        interrupted=
+        wait "$child"
+        code=$?
+        [[ -z $interrupted ]] && break
+    done
+    child=
+    return "$code"
+}}"""
+
+
+def render_body(request: JobRequest, launch: Sequence[str], *, before: Sequence[str] = ()) -> str:
+    """Everything below the scheduler's directives.
+
+    Args:
+        launch: the command that starts all ranks.
+        before: shell lines of the batch system, run just before the launch.
+
+    Raises:
+        InvalidInputError: a value that cannot be written into a script.
+    """
+    blocks = [
+        "\n".join(_enter(request)),
+        _FRAME,
+        *_environment(request),
+        "\n".join(_exports(request)),
+        *("run " + shell_command(words, "prepare") + ' || exit "$?"' for words in request.prepare),
+        "\n".join((*before, "run " + shell_command(launch, "launch"), 'exit "$?"')),
+    ]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _enter(request: JobRequest) -> Iterator[str]:
+    directory = shell_word(str(request.run_directory), "output.directory")
+    yield "set -uo pipefail"
+    yield f"export {RUN_VARIABLE}={directory}"
+    yield f'cd "${RUN_VARIABLE}" || exit 1'
+
+
+def _environment(request: JobRequest) -> Iterator[str]:
+    """Modules and the user's own lines; neither is expected to survive ``set -u``."""
+    if not (request.modules or request.setup):
+        return
+    lines = ["set +u"]
+    if request.modules:
+        lines.append("type module >/dev/null 2>&1 || source /etc/profile")
+        modules = shell_command(request.modules, "environment.modules")
+        lines.append(f"module load {modules} || exit 1")
+    if request.setup:
+        lines.append("# environment.setup, verbatim:")
+        lines.extend(_setup_lines(request))
+    lines.append(f'set +e\nset -uo pipefail\ncd "${RUN_VARIABLE}" || exit 1')
+    yield "\n".join(lines)
+
+
+def _setup_lines(request: JobRequest) -> Iterator[str]:
+    """Shell by design: only what would break the script as a file is refused."""
+    for text in request.setup:
+        for line in text.split("\n"):
+            checked(line.replace("\t", ""), "environment.setup")
+            yield line
+
+
+def _exports(request: JobRequest) -> Iterator[str]:
+    threads = str(request.cpus_per_task)
+    variables = {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "PYTHONUNBUFFERED": "1",
+        **request.variables,
+    }
+    for name, value in variables.items():
+        what = f"environment.variables.{variable_name(name)}"
+        yield f"export {name}={shell_word(value, what)}"

@@ -1,0 +1,205 @@
+"""Slurm through its command line tools: sbatch, squeue, sacct, scontrol and scancel."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime, timedelta
+from math import inf
+from pathlib import Path
+
+from pipectl.batch import process
+from pipectl.batch.protocol import JobRequest, JobState, JobStatus
+from pipectl.batch.slurm_script import render_script
+from pipectl.batch.slurm_text import (
+    SACCT_FORMAT,
+    SQUEUE_FORMAT,
+    Listed,
+    parse_sacct,
+    parse_scontrol,
+    parse_squeue,
+    submitted_id,
+)
+from pipectl.errors import SchedulerError
+
+_CURE = "run this where Slurm's commands are installed, or set launch.scheduler: local"
+_UNSURE = ("timed out", "unable to contact", "connection failure", "zero bytes")
+_CLOCK_SKEW_S = 60.0
+
+# Variables that change what the commands do, over the job script's own directives.
+_OVERRIDES = ("SBATCH_", "SLURM_", "SQUEUE_", "SACCT_", "SCANCEL_")
+_KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"})
+
+_ADVICE = (
+    ("partition", "set slurm.partition; `sinfo -s` lists what there is"),
+    ("account", "set slurm.account; `sacctmgr show associations user=$USER` lists yours"),
+    ("qos", "set slurm.qos; `sacctmgr show qos` lists what there is"),
+    ("gres", "set resources.gpus_per_node to what `sinfo -o '%P %G'` shows"),
+    ("memory", "lower resources.memory_per_node; `sinfo -o '%P %m'` shows MB per node"),
+    ("node configuration", "lower resources; `sinfo -o '%P %D %c %m %G'` shows the nodes"),
+    ("time limit", "lower resources.walltime; `sinfo -o '%P %l'` shows the limits"),
+    ("unrecognized option", "correct slurm.directives"),
+)
+
+
+def ignored_variables() -> list[str]:
+    """SBATCH_* variables that are set: kept from sbatch, since they would overrule the script."""
+    return sorted(name for name in os.environ if name.startswith("SBATCH_"))
+
+
+class SlurmScheduler:
+    """Slurm, version 20.02 or later.
+
+    Args:
+        timeout_s: after which a command is given up.
+    """
+
+    name = "slurm"
+
+    def __init__(self, timeout_s: float = process.TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
+
+    def render(self, request: JobRequest) -> str:
+        """See :class:`~pipectl.batch.protocol.Scheduler`."""
+        return render_script(request)
+
+    def submit(self, script: Path, request: JobRequest) -> str:
+        """Submit with sbatch; when its answer is lost, the job is looked up by its tag.
+
+        Without its log directory a job fails at once and leaves no output, so it is made here.
+        """
+        (request.run_directory / "logs").mkdir(parents=True, exist_ok=True)
+        try:
+            done = self._run("sbatch", "--parsable", str(script))
+        except process.NoAnswerError as error:
+            return self._recover(request.tag, error.message)
+        if done.returncode != 0 and not _is_unsure(done.stderr):
+            raise _refusal(script, done)
+        job_id = submitted_id(done.stdout) if done.returncode == 0 else None
+        return job_id or self._recover(request.tag, done.said)
+
+    def query(self, ids: Sequence[str], *, since: float | None = None) -> Mapping[str, JobStatus]:
+        """States from squeue; for jobs that are over or not listed from the accounting too."""
+        if not ids:
+            return {}
+        # A doubled id keeps squeue from failing for a single id that it does not know.
+        rows = self._squeue("-j", ",".join([*ids, ids[0]]))
+        found = {row.job_id: row.status for row in rows}
+        over = [job_id for job_id in ids if job_id not in found or found[job_id].state.final]
+        accounts = self._accounting(over, since)
+        for job_id in over:
+            status = _merge(found.get(job_id), accounts.get(job_id))
+            if status is not None:
+                found[job_id] = self._with_exit_code(job_id, status)
+        return found
+
+    def cancel(self, job_id: str) -> None:
+        """See :class:`~pipectl.batch.protocol.Scheduler`; scancel is silent on unknown ids."""
+        done = self._run("scancel", job_id)
+        if done.returncode != 0:
+            raise SchedulerError(f"scancel {job_id}: {done.said}", cure="try again in a minute")
+
+    def estimate(self, script: Path) -> str | None:
+        """The forecast of ``sbatch --test-only``; it knows no time limits of partitions."""
+        done = self._run("sbatch", "--test-only", str(script))
+        if done.returncode != 0:
+            raise _refusal(script, done)
+        lines = f"{done.stderr}\n{done.stdout}".splitlines()
+        forecasts = (line for line in lines if " to start at " in line)
+        return next((line.removeprefix("sbatch: ") for line in forecasts), None)
+
+    def find(self, tag: str) -> str | None:
+        """The id of the latest job of ours with this tag as its comment."""
+        matches = [row.job_id for row in self._squeue("--me") if row.comment == tag]
+        return max(matches, key=int, default=None)
+
+    def _recover(self, tag: str, said: str) -> str:
+        """The job that sbatch may have made before its answer was lost."""
+        job_id = self.find(tag)
+        if job_id is None:
+            raise SchedulerError(
+                f"sbatch gave no job id and no job carries the tag {tag}: {said}",
+                cure="check `squeue --me`, then submit again",
+            )
+        return job_id
+
+    def _squeue(self, *selection: str) -> list[Listed]:
+        done = self._run("squeue", "-h", "-t", "all", "-o", SQUEUE_FORMAT, *selection)
+        if done.returncode != 0:
+            raise SchedulerError(f"squeue: {done.said}", cure="try again in a minute")
+        return list(parse_squeue(done.stdout))
+
+    def _accounting(self, ids: Sequence[str], since: float | None) -> dict[str, JobStatus]:
+        """Latest attempts by id; empty where a site keeps no accounting."""
+        if not ids:
+            return {}
+        window = [] if since is None else ["-S", _day_before(since)]
+        selection = ["-j", ",".join(ids), *window, "-o", SACCT_FORMAT]
+        try:
+            done = self._run("sacct", "-X", "-D", "-n", "-P", *selection)
+        except SchedulerError:
+            return {}
+        rows = [row for row in parse_sacct(done.stdout) if _is_ours(row, since)]
+        rows.sort(key=lambda row: inf if row.status.start is None else row.status.start)
+        return {row.job_id: row.status for row in rows}
+
+    def _with_exit_code(self, job_id: str, status: JobStatus) -> JobStatus:
+        """The controller still knows the exit code of a job that squeue lists."""
+        if status.source != "queue" or status.exit_code is not None:
+            return status
+        try:
+            done = self._run("scontrol", "show", "job", "-o", job_id)
+        except SchedulerError:
+            return status
+        code, reason = parse_scontrol(done.stdout)
+        return replace(status, exit_code=code, reason=reason or status.reason)
+
+    def _run(self, *argv: str) -> process.Completed:
+        times = {"SLURM_TIME_FORMAT": "%s"} if argv[0] in {"squeue", "sacct"} else {}
+        return process.run(
+            argv, cure=_CURE, env={**_environment(), **times}, timeout_s=self._timeout_s
+        )
+
+
+def _environment() -> dict[str, str]:
+    """Our environment without what overrules directives, and without an outer job's variables."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in _KEPT or not name.startswith(_OVERRIDES)
+    }
+
+
+def _merge(queue: JobStatus | None, account: JobStatus | None) -> JobStatus | None:
+    """One status of a job that is over; the accounting may lag behind or never hear of an end."""
+    if queue is not None:
+        agreed = account is not None and account.state is queue.state
+        return replace(queue, exit_code=account.exit_code) if account and agreed else queue
+    if account is None or account.state.final:
+        return account
+    reason = f"no longer listed, though the accounting still says {account.state}"
+    return replace(account, state=JobState.UNKNOWN, reason=reason)
+
+
+def _is_ours(row: Listed, since: float | None) -> bool:
+    """Whether a row can be our job, not an old one with the same id."""
+    if since is None or row.submitted_at is None:
+        return True
+    return row.submitted_at >= since - _CLOCK_SKEW_S
+
+
+def _day_before(time: float) -> str:
+    return (datetime.fromtimestamp(time) - timedelta(days=1)).strftime("%Y-%m-%d")
+
+
+def _is_unsure(stderr: str) -> bool:
+    """Whether sbatch may have submitted the job although it failed."""
+    return any(phrase in stderr.lower() for phrase in _UNSURE)
+
+
+def _refusal(script: Path, done: process.Completed) -> SchedulerError:
+    text = done.said.lower()
+    fallback = "correct the job spec as the message says"
+    advice = next((cure for phrase, cure in _ADVICE if phrase in text), fallback)
+    return SchedulerError(f"sbatch refuses {script}:\n{done.said}", cure=advice)

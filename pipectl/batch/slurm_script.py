@@ -1,0 +1,117 @@
+"""The job script for Slurm: its directives above the common body."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipectl.batch.launchers import mpiexec_command, srun_command
+from pipectl.batch.protocol import JobRequest
+from pipectl.batch.quoting import checked, slurm_value
+from pipectl.batch.script import render_body
+from pipectl.errors import InvalidInputError
+from pipectl.units import format_clock
+
+# Options that pipectl writes itself; a second one from the user would silently win.
+_MANAGED = {
+    "--job-name": "name", "-J": "name",
+    "--comment": None,
+    "--account": "slurm.account", "-A": "slurm.account",
+    "--partition": "slurm.partition", "-p": "slurm.partition",
+    "--qos": "slurm.qos", "-q": "slurm.qos",
+    "--constraint": "slurm.constraint", "-C": "slurm.constraint",
+    "--reservation": "slurm.reservation",
+    "--exclusive": "slurm.exclusive",
+    "--nodes": "resources.nodes", "-N": "resources.nodes",
+    "--ntasks": None, "-n": None,
+    "--ntasks-per-node": "resources.tasks_per_node",
+    "--cpus-per-task": "resources.cpus_per_task", "-c": "resources.cpus_per_task",
+    "--gpus-per-node": "resources.gpus_per_node",
+    "--mem": "resources.memory_per_node",
+    "--time": "resources.walltime", "-t": "resources.walltime",
+    "--chdir": None, "-D": None,
+    "--output": None, "-o": None, "--error": None, "-e": None, "--open-mode": None,
+    "--requeue": None, "--no-requeue": None,
+    "--array": None, "-a": None, "--parsable": None, "--wrap": None, "--wait": None, "-W": None,
+    "--export": None, "--test-only": None,
+}  # fmt: skip
+
+# The proxies that mpiexec starts with srun must get all cores of the job on their node, not
+# the share of one task, and must not be pinned.
+_FREE_PROXIES = (
+    "unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK",
+    "export SLURM_CPU_BIND=none",
+)
+
+
+def render_script(request: JobRequest) -> str:
+    """The whole job script.
+
+    Raises:
+        InvalidInputError: a value that cannot be written down, or a directive that pipectl
+            manages.
+        SchedulerError: no mpiexec.
+    """
+    header = "".join(f"#SBATCH {option}\n" for option in _options(request))
+    if request.launcher == "srun":
+        body = render_body(request, srun_command(request))
+    else:
+        body = render_body(request, mpiexec_command(request), before=_FREE_PROXIES)
+    return f"#!/bin/bash\n{header}\n{body}"
+
+
+def _options(request: JobRequest) -> Iterator[str]:
+    yield f"--job-name={slurm_value(request.name, 'name')}"
+    yield f"--comment={slurm_value(request.tag, 'tag')}"
+    yield from _site_options(request)
+    yield from _resources(request)
+    # The log is named relative to --chdir: in an absolute path '%' would be a pattern.
+    yield f"--chdir={slurm_value(str(request.run_directory), 'output.directory')}"
+    yield "--output=logs/job.log"
+    yield "--open-mode=append"
+    yield "--requeue" if request.requeue else "--no-requeue"
+    for directive in request.slurm.directives:
+        yield _directive(directive)
+
+
+def _site_options(request: JobRequest) -> Iterator[str]:
+    for key in ("account", "partition", "qos", "constraint", "reservation"):
+        value = getattr(request.slurm, key)
+        if value is not None:
+            yield f"--{key}={slurm_value(value, f'slurm.{key}')}"
+    if request.slurm.exclusive:
+        yield "--exclusive"
+
+
+def _resources(request: JobRequest) -> Iterator[str]:
+    yield f"--nodes={request.nodes}"
+    yield f"--ntasks-per-node={request.tasks_per_node}"
+    yield f"--cpus-per-task={request.cpus_per_task}"
+    if request.gpus_per_node:
+        yield f"--gpus-per-node={request.gpus_per_node}"
+    if request.memory_per_node_bytes is not None:
+        yield f"--mem={-(-request.memory_per_node_bytes // 2**20)}M"
+    yield f"--time={format_clock(request.walltime_s)}"
+
+
+def _directive(text: str) -> str:
+    """One of the user's own options, verbatim."""
+    line = checked(text, "slurm.directives").strip().removeprefix("#SBATCH").strip()
+    if not line.startswith("-"):
+        raise InvalidInputError(
+            f"slurm.directives: {text!r} is no option of sbatch",
+            cure="write it as on sbatch's command line, for example --mail-type=END",
+        )
+    for option, key in _MANAGED.items():
+        if _is_option(line, option):
+            raise InvalidInputError(
+                f"slurm.directives: {option} is written by pipectl itself",
+                cure=f"set {key} in the job spec" if key else "remove it",
+            )
+    return line
+
+
+def _is_option(line: str, option: str) -> bool:
+    """Whether a directive starts with this option, in any of sbatch's spellings."""
+    if option.startswith("--"):
+        return line.replace("=", " ").split()[0] == option
+    return line.startswith(option)

@@ -1,0 +1,152 @@
+"""Reading what Slurm's commands print; text in, plain data out.
+
+The text formats are stable, the JSON ones are not: ``squeue --json`` changed the type of
+``job_state`` between releases, and ``sacct --json`` of 22.05 reports success for failed jobs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pipectl.batch.protocol import JobState, JobStatus
+
+SQUEUE_FORMAT = "%i|%T|%D|%S|%e|%N|%k|%r"
+SACCT_FORMAT = "JobIDRaw,State,ExitCode,Submit,Start,End,NodeList"
+ACCOUNTING_OFF = "accounting storage is disabled"
+
+# slurm_protocol_defs.c and job_state_codes.shtml: base states, then the flags shown instead.
+_STATES = {
+    "PENDING": JobState.QUEUED,
+    "RUNNING": JobState.RUNNING,
+    "SUSPENDED": JobState.SUSPENDED,
+    "COMPLETED": JobState.COMPLETED,
+    "CANCELLED": JobState.CANCELLED,
+    "FAILED": JobState.FAILED,
+    "TIMEOUT": JobState.TIMEOUT,
+    "DEADLINE": JobState.TIMEOUT,
+    "NODE_FAIL": JobState.NODE_FAIL,
+    "BOOT_FAIL": JobState.NODE_FAIL,
+    "PREEMPTED": JobState.PREEMPTED,
+    "OUT_OF_MEMORY": JobState.OUT_OF_MEMORY,
+    "COMPLETING": JobState.COMPLETING,
+    "STAGE_OUT": JobState.COMPLETING,
+    "CONFIGURING": JobState.QUEUED,
+    "POWER_UP_NODE": JobState.QUEUED,
+    "REQUEUED": JobState.QUEUED,
+    "REQUEUE_FED": JobState.QUEUED,
+    "EXPEDITING": JobState.QUEUED,
+    "RESIZING": JobState.RUNNING,
+    "SIGNALING": JobState.RUNNING,
+    "STOPPED": JobState.SUSPENDED,
+    "REQUEUE_HOLD": JobState.HELD,
+    "SPECIAL_EXIT": JobState.HELD,
+    "RESV_DEL_HOLD": JobState.HELD,
+    "REVOKED": JobState.CANCELLED,
+}
+_BOOTING = frozenset({"CONFIGURING", "POWER_UP_NODE"})
+_NO_REASON = frozenset({"None", "(null)", ""})
+_JOB_ID = re.compile(r"(\d+)(?:;\S+)?")
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One row of squeue or sacct."""
+
+    job_id: str
+    status: JobStatus
+    comment: str = ""
+    submitted_at: float | None = None
+
+
+def submitted_id(stdout: str) -> str | None:
+    """The job id in the output of ``sbatch --parsable``, which a site banner may precede."""
+    matches = (_JOB_ID.fullmatch(line.strip()) for line in reversed(stdout.splitlines()))
+    return next((match[1] for match in matches if match), None)
+
+
+def parse_squeue(stdout: str) -> Iterator[Listed]:
+    """Rows of ``squeue -h -o SQUEUE_FORMAT`` with times in seconds since the epoch."""
+    for line in stdout.splitlines():
+        fields = line.split("|", 7)
+        if len(fields) < 8:
+            continue
+        job_id, word, _count, start, end, nodes, comment, reason = fields
+        status = _status(word, reason, nodes=nodes, start=start, end=end)
+        yield Listed(job_id, status, comment=comment)
+
+
+def parse_sacct(stdout: str) -> Iterator[Listed]:
+    """Rows of ``sacct -n -P -o SACCT_FORMAT``, one per attempt of a job, oldest first."""
+    for line in stdout.splitlines():
+        fields = line.split("|")
+        if len(fields) < 7:
+            continue
+        job_id, word, code, submit, start, end, nodes = fields[:7]
+        status = _status(
+            word, "", nodes=nodes, start=start, end=end, code=code, source="accounting"
+        )
+        yield Listed(job_id, status, submitted_at=_time(submit))
+
+
+def parse_scontrol(stdout: str) -> tuple[int | None, str]:
+    """Exit code and reason in the output of ``scontrol show job -o``."""
+    fields = dict(re.findall(r"(?:^|\s)(JobState|Reason|ExitCode)=(\S*)", stdout))
+    return _exit_code(fields.get("ExitCode", "")), _reason(fields.get("Reason", ""))
+
+
+def parse_state(text: str) -> JobState:
+    """The state in a word like ``RUNNING``, ``CANCELLED by 1000``, ``CANCELLED+`` or a list.
+
+    Of several states the one that is not final wins; unknown words are UNKNOWN.
+    """
+    words = (part.split()[0].rstrip("+") for part in text.split(",") if part.strip())
+    states = [_STATES.get(word, JobState.UNKNOWN) for word in words]
+    known = [state for state in states if state is not JobState.UNKNOWN]
+    return min(known, key=lambda state: state.final, default=JobState.UNKNOWN)
+
+
+def _status(
+    word: str,
+    reason: str,
+    *,
+    nodes: str,
+    start: str,
+    end: str,
+    code: str = "",
+    source: str = "queue",
+) -> JobStatus:
+    state = parse_state(word)
+    why = "nodes are booting" if word in _BOOTING else _reason(reason)
+    if state is JobState.UNKNOWN:
+        why = f"Slurm calls its state {word!r}"
+    if state is JobState.QUEUED and why.startswith("JobHeld"):
+        state = JobState.HELD
+    return JobStatus(
+        state,
+        reason=why,
+        exit_code=_exit_code(code) if state.final else None,
+        nodes="" if nodes in {"None assigned", "(null)"} else nodes,
+        start=_time(start),
+        end=_time(end) if state.final else None,
+        source=source,
+    )
+
+
+def _reason(text: str) -> str:
+    return "" if text in _NO_REASON else text
+
+
+def _exit_code(text: str) -> int | None:
+    """``code:signal`` as a shell would report it: 128 + signal for a job that was killed."""
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if match is None:
+        return None
+    code, number = int(match[1]), int(match[2])
+    return code if code or not number else 128 + number
+
+
+def _time(text: str) -> float | None:
+    """Seconds since the epoch; None for ``N/A``, ``Unknown`` and the like."""
+    return float(text) if text.isdigit() and text != "0" else None

@@ -1,0 +1,18 @@
+"""Run directories: making, finding, recording and reading them."""
+
+from pipectl.runs.directory import RunDirectory
+from pipectl.runs.find import find_run, list_runs
+from pipectl.runs.readers import read_errors, read_exit_code, read_heartbeat, read_metrics
+from pipectl.runs.record import Event, Record
+
+__all__ = [
+    "Event",
+    "Record",
+    "RunDirectory",
+    "find_run",
+    "list_runs",
+    "read_errors",
+    "read_exit_code",
+    "read_heartbeat",
+    "read_metrics",
+]

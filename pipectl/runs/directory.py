@@ -1,0 +1,153 @@
+"""The run directory: every path of a run, in one place."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+
+from pipectl.errors import UsageError
+
+RUN_NAME = re.compile(r"(\d{8}-\d{6})-(.+)")
+_FOLDERS = ("errors", "logs", "trace", "checkpoints")
+
+
+class RunDirectory:
+    """Paths of one run; nothing is read or written.
+
+    Args:
+        path: made absolute, since jobs run elsewhere.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+
+    @classmethod
+    def create(cls, base: Path, name: str, now: float) -> RunDirectory:
+        """A new directory ``<YYYYMMDD-HHMMSS>-<name>`` with its folders.
+
+        A second run of the same second gets ``-2`` appended, and so on.
+
+        Args:
+            now: seconds since the epoch; written in local time.
+
+        Raises:
+            UsageError: ``base`` cannot be written.
+        """
+        stem = f"{datetime.fromtimestamp(now):%Y%m%d-%H%M%S}-{name}"
+        try:
+            base.mkdir(parents=True, exist_ok=True)
+            run = cls(_make_unique(base, stem))
+            for folder in _FOLDERS:
+                (run.path / folder).mkdir()
+        except OSError as error:
+            raise UsageError(
+                f"{base}: no run directory can be made: {error.strerror or error}",
+                cure="set output.directory to a directory you may write to",
+            ) from error
+        return run
+
+    def __repr__(self) -> str:
+        return f"RunDirectory({str(self.path)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RunDirectory) and other.path == self.path
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    @property
+    def name(self) -> str:
+        """The directory's own name, by which commands call the run."""
+        return self.path.name
+
+    @property
+    def job(self) -> Path:
+        """The resolved job spec."""
+        return self.path / "job.yaml"
+
+    @property
+    def profile(self) -> Path:
+        """The measured operator graph."""
+        return self.path / "profile.json"
+
+    @property
+    def plan(self) -> Path:
+        """Stages, ranks and schedule."""
+        return self.path / "plan.json"
+
+    @property
+    def cluster(self) -> Path:
+        """Nodes, devices and links."""
+        return self.path / "cluster.json"
+
+    @property
+    def script(self) -> Path:
+        """The job script."""
+        return self.path / "job.sh"
+
+    @property
+    def record(self) -> Path:
+        """The submission and its history."""
+        return self.path / "record.json"
+
+    @property
+    def exit_code(self) -> Path:
+        """The job script's exit code, written when it ends."""
+        return self.path / "exit_code"
+
+    @property
+    def metrics(self) -> Path:
+        """One line per step and per evaluation."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def heartbeat(self) -> Path:
+        """What the ranks do, a few seconds old."""
+        return self.path / "heartbeat.json"
+
+    @property
+    def errors(self) -> Path:
+        """One file per rank that failed."""
+        return self.path / "errors"
+
+    @property
+    def logs(self) -> Path:
+        """Output of the job and of the ranks."""
+        return self.path / "logs"
+
+    @property
+    def job_log(self) -> Path:
+        """Output of the job script, the launcher, and ranks that did not open their own log."""
+        return self.logs / "job.log"
+
+    @property
+    def trace(self) -> Path:
+        """Predicted and measured timelines."""
+        return self.path / "trace"
+
+    @property
+    def checkpoints(self) -> Path:
+        """One folder per saved step."""
+        return self.path / "checkpoints"
+
+    def error_of(self, rank: int) -> Path:
+        """Where a rank reports its failure."""
+        return self.errors / f"rank-{rank:04d}.json"
+
+    def log_of(self, rank: int) -> Path:
+        """The log of one rank."""
+        return self.logs / f"rank-{rank:04d}.log"
+
+
+def _make_unique(base: Path, stem: str) -> Path:
+    """Make ``stem``, or the first free ``stem-2``, ``stem-3``…; two callers never share one."""
+    for number in count(1):
+        path = base / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("unreachable")

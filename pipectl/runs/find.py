@@ -1,0 +1,68 @@
+"""Finding runs by name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from pipectl.errors import UnknownRunError
+from pipectl.runs.directory import RUN_NAME, RunDirectory
+from pipectl.units import did_you_mean
+
+
+def list_runs(base: Path) -> list[RunDirectory]:
+    """All runs in ``base``, oldest first; none where ``base`` does not exist."""
+    try:
+        names = [path.name for path in base.iterdir() if path.is_dir()]
+    except OSError:
+        return []
+    return [RunDirectory(base / name) for name in sorted(names, key=_age) if RUN_NAME.match(name)]
+
+
+def find_run(base: Path, name: str) -> RunDirectory:
+    """The run called ``name``: its path, its whole name, a unique part of it, or ``last``.
+
+    A part is the start of the directory's name, its end, or the job's name.
+
+    Raises:
+        UnknownRunError: none matches, or several do.
+    """
+    if "/" in name and RUN_NAME.match(Path(name).absolute().name) and Path(name).is_dir():
+        return RunDirectory(Path(name))
+    runs = list_runs(base)
+    if not runs:
+        raise UnknownRunError(f"{base}: no runs here", cure="start one with `pipectl submit`")
+    if name == "last":
+        return runs[-1]
+    exact = [run for run in runs if run.name == name]
+    matches = exact or [run for run in runs if _matches(run.name, name)]
+    if len(matches) == 1:
+        return matches[0]
+    raise _several(name, matches) if matches else _none(base, name, runs)
+
+
+def _matches(run: str, part: str) -> bool:
+    return bool(part) and (run.startswith(part) or run.endswith(part))
+
+
+def _several(name: str, matches: list[RunDirectory]) -> UnknownRunError:
+    listed = ", ".join(run.name for run in matches[-5:])
+    more = f"{len(matches) - 5} more, " if len(matches) > 5 else ""
+    return UnknownRunError(
+        f"{name!r} matches {len(matches)} runs: {more}{listed}",
+        cure=f"write the whole name, or `last` for {matches[-1].name}",
+    )
+
+
+def _none(base: Path, name: str, runs: list[RunDirectory]) -> UnknownRunError:
+    parts = [part for run in runs for part in (run.name, run.name.split("-", 2)[-1])]
+    return UnknownRunError(
+        f"{base}: no run {name!r}{did_you_mean(name, [*parts, 'last'])}",
+        cure="`pipectl list` shows all runs",
+    )
+
+
+def _age(name: str) -> list[tuple[int, str]]:
+    """Sort key: the time stamp comes first, and ``-10`` after ``-9``."""
+    parts = re.split(r"(\d+)", name)
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]

@@ -1,0 +1,106 @@
+"""Reading what a running job writes, at any moment and after any crash."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pipectl.errors import DataFileError
+from pipectl.files import read_json
+from pipectl.runs.directory import RunDirectory
+
+_CURE = "the running job writes it again within seconds"
+
+
+def read_metrics(run: RunDirectory) -> list[dict[str, Any]]:
+    """Lines of ``metrics.jsonl`` by step, each step's evaluation after its training line.
+
+    Where an attempt repeats steps of an earlier one, the later attempt wins: the earlier one's
+    lines from its first step on are dropped. Lines that a crash cut short are skipped.
+    """
+    lines = list(_lines(run.metrics))
+    last_valid = _cut_offs(lines)
+    kept: dict[tuple[int, bool], dict[str, Any]] = {}
+    for line in lines:
+        if line["step"] < last_valid[line["attempt"]]:
+            kept[line["step"], "evaluation" in line] = line
+    return [kept[key] for key in sorted(kept)]
+
+
+def read_heartbeat(run: RunDirectory) -> dict[str, Any] | None:
+    """The last heartbeat; None before the first.
+
+    Raises:
+        DataFileError: the file is damaged.
+    """
+    try:
+        return read_json(run.heartbeat, cure=_CURE)
+    except DataFileError:
+        if not run.heartbeat.exists():
+            return None
+        raise
+
+
+def read_errors(run: RunDirectory) -> list[dict[str, Any]]:
+    """Failure reports of ranks, the first failure first; unreadable ones are left out."""
+    reports = []
+    for path in sorted(run.errors.glob("rank-*.json")):
+        try:
+            reports.append(read_json(path, cure=_CURE))
+        except DataFileError:
+            continue
+    return sorted(reports, key=_failure_order)
+
+
+def read_exit_code(run: RunDirectory) -> int | None:
+    """The job script's exit code; None while it has none."""
+    try:
+        return int(run.exit_code.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines that are whole, with integer ``attempt`` and ``step``."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return
+    for line in text.split("\n"):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if _is_metric(value):
+            yield value
+
+
+def _is_metric(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("step"), int)
+        and isinstance(value.get("attempt"), int)
+    )
+
+
+def _cut_offs(lines: Iterable[dict[str, Any]]) -> dict[int, float]:
+    """Per attempt, the first step that a later attempt did again."""
+    first: dict[int, int] = {}
+    for line in lines:
+        first[line["attempt"]] = min(line["step"], first.get(line["attempt"], line["step"]))
+    cut = float("inf")
+    cut_offs = {}
+    for attempt in sorted(first, reverse=True):
+        cut_offs[attempt] = cut
+        cut = min(cut, first[attempt])
+    return cut_offs
+
+
+def _failure_order(report: dict[str, Any]) -> tuple[float, int]:
+    time, rank = report.get("time"), report.get("rank")
+    return (
+        float(time) if isinstance(time, int | float) else float("inf"),
+        rank if isinstance(rank, int) else 0,
+    )

@@ -1,0 +1,95 @@
+"""``record.json``: what was submitted, and what happened to it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from pipectl.fields import Reader
+from pipectl.files import read_json, write_json
+
+VERSION = 1
+STATES = ("submitting", "submitted", "cancelled")
+_CURE = "restore it from a backup, or submit the job again"
+
+
+@dataclass(frozen=True)
+class Event:
+    """One entry of the history, e.g. ``submitted`` or ``cancelled``."""
+
+    time: float
+    what: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Record:
+    """The submission of one run.
+
+    It is written with the state ``submitting`` before the scheduler is called, so that a job
+    whose submission was interrupted can be found by its ``tag`` instead of being submitted twice.
+
+    Args:
+        name: of the job.
+        scheduler: ``local``, ``slurm``…
+        tag: unique text that the scheduler keeps with the job.
+        submitted_at: seconds since the epoch.
+        job_id: as the scheduler gave it; for local jobs it names host, pid and process start.
+        state: ``submitting``, ``submitted`` or ``cancelled`` - what *we* did, not the job's state.
+    """
+
+    name: str
+    scheduler: str
+    tag: str
+    submitted_at: float
+    ranks: int
+    nodes: int
+    steps: int
+    state: str = "submitting"
+    job_id: str | None = None
+    history: tuple[Event, ...] = ()
+
+    def after(
+        self, time: float, state: str, *, job_id: str | None = None, detail: str = ""
+    ) -> Record:
+        """The record after the change to ``state``, with an entry in the history."""
+        return replace(
+            self,
+            state=state,
+            job_id=job_id or self.job_id,
+            history=(*self.history, Event(time, state, detail or job_id or "")),
+        )
+
+    def save(self, path: Path) -> None:
+        """Write ``record.json`` whole."""
+        write_json(path, {"version": VERSION, **asdict(self)})
+
+    @classmethod
+    def load(cls, path: Path) -> Record:
+        """Read ``record.json``.
+
+        Raises:
+            DataFileError: missing, damaged, or of another version.
+        """
+        document = read_json(path, cure=_CURE)
+        reader = Reader(document, file=str(path), cure=_CURE)
+        reader.check_version(VERSION)
+        state = reader.text("state")
+        if state not in STATES:
+            raise reader.error("state", f"must be one of {', '.join(STATES)}, not {state!r}")
+        return cls(
+            name=reader.text("name"),
+            scheduler=reader.text("scheduler"),
+            tag=reader.text("tag"),
+            submitted_at=reader.number("submitted_at"),
+            ranks=reader.integer("ranks", minimum=1),
+            nodes=reader.integer("nodes", minimum=1),
+            steps=reader.integer("steps"),
+            state=state,
+            job_id=reader.optional_text("job_id"),
+            history=tuple(_event(item) for item in reader.items("history", [])),
+        )
+
+
+def _event(item: Reader) -> Event:
+    return Event(item.number("time"), item.text("what"), item.text("detail", ""))
