@@ -128,6 +128,12 @@ class Plan:
         """Number of MPI ranks the plan needs."""
         return len(self.node_of_rank)
 
+    @property
+    def micro_batch_shares(self) -> tuple[float, ...]:
+        """Size of every micro-batch relative to a full one; only the last can be below 1."""
+        last = self.batch_size - (self.micro_batches - 1) * self.micro_batch_size
+        return (1.0,) * (self.micro_batches - 1) + (last / self.micro_batch_size,)
+
     @cached_property
     def stage_of(self) -> Mapping[str, int]:
         """Stage index of every operator id."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True, order=True)
-class Event:
+class Event(NamedTuple):
     """One action of one rank; ``start_s`` counts from the start of the step.
 
     Args:
@@ -50,10 +49,8 @@ class Timeline:
         return {
             "version": 1,
             "ranks": self.ranks,
-            "columns": ["rank", "start_s", "end_s", "kind", "stage", "micro_batch"],
-            "events": [
-                [e.rank, e.start_s, e.end_s, e.kind, e.stage, e.micro_batch] for e in self.events
-            ],
+            "columns": list(Event._fields),
+            "events": [list(event) for event in self.events],
         }
 
     @classmethod
