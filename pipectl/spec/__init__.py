@@ -1,0 +1,44 @@
+"""The job spec: loading, checking, writing and documenting it."""
+
+from pipectl.spec.dump import dump, settled
+from pipectl.spec.factory import Reference
+from pipectl.spec.keys import plan_key, profile_key
+from pipectl.spec.launching import (
+    Checkpoint,
+    Environment,
+    Launch,
+    Output,
+    Pbs,
+    Resources,
+    Slurm,
+)
+from pipectl.spec.layers import site_files
+from pipectl.spec.load import load
+from pipectl.spec.models import JobSpec
+from pipectl.spec.schema import json_schema
+from pipectl.spec.training import Data, Evaluation, Factory, Loss, Pipeline, Training
+
+__all__ = [
+    "Checkpoint",
+    "Data",
+    "Environment",
+    "Evaluation",
+    "Factory",
+    "JobSpec",
+    "Launch",
+    "Loss",
+    "Output",
+    "Pbs",
+    "Pipeline",
+    "Reference",
+    "Resources",
+    "Slurm",
+    "Training",
+    "dump",
+    "json_schema",
+    "load",
+    "plan_key",
+    "profile_key",
+    "settled",
+    "site_files",
+]

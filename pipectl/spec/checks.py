@@ -1,0 +1,90 @@
+"""Checks across fields, each made as soon as the sections it needs are right themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipectl.spec import factory as references
+from pipectl.spec.launching import Resources
+from pipectl.spec.models import JobSpec
+from pipectl.spec.training import Loss, Pipeline, Training
+
+Finding = tuple[tuple[str, ...], str]
+
+
+def cross_check(sections: Mapping[str, Any]) -> Iterator[Finding]:
+    """What does not fit together in the sections given (those that are right themselves)."""
+    for names, check in _CHECKS:
+        if all(name in sections for name in names):
+            yield from check(*(sections[name] for name in names))
+
+
+def missing_files(spec: JobSpec) -> Iterator[Finding]:
+    """References of the spec to files that do not exist."""
+    for path, text in spec.factories():
+        file = references.parse(text, spec.base).file
+        if file is not None and not _is_file(file):
+            yield path, f"no such file: {file}"
+    if spec.cluster_file is not None and not _is_file(spec.cluster_file):
+        yield ("cluster",), f"no such file: {spec.cluster_file}"
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _stages_fit_ranks(pipeline: Pipeline, resources: Resources) -> Iterator[Finding]:
+    if pipeline.stages is not None and pipeline.stages > resources.ranks:
+        asked = f"nodes x tasks_per_node = {resources.nodes} x {resources.tasks_per_node}"
+        yield (
+            ("pipeline", "stages"),
+            f"{pipeline.stages} stages need as many ranks; resources give {asked}",
+        )
+
+
+def _micro_batches_fit_batch(pipeline: Pipeline, training: Training) -> Iterator[Finding]:
+    if pipeline.micro_batches is not None and pipeline.micro_batches > training.batch_size:
+        yield (
+            ("pipeline", "micro_batches"),
+            f"a batch of {training.batch_size} cannot be cut into {pipeline.micro_batches}; "
+            "lower it or raise training.batch_size",
+        )
+
+
+def _warm_up_fits(pipeline: Pipeline) -> Iterator[Finding]:
+    if pipeline.warm_up is None:
+        return
+    path = ("pipeline", "warm_up")
+    given = len(pipeline.warm_up)
+    if pipeline.stages is None:
+        yield path, f"needs pipeline.stages: {given} as well"
+    elif given != pipeline.stages:
+        yield path, f"has {given} numbers for {pipeline.stages} stages"
+    if pipeline.schedule == "gpipe":
+        yield path, "has no meaning with schedule gpipe, which runs all forwards first"
+    if (
+        pipeline.micro_batches is not None
+        and max(pipeline.warm_up, default=0) > pipeline.micro_batches
+    ):
+        yield (
+            path,
+            f"{max(pipeline.warm_up)} forwards, but only {pipeline.micro_batches} micro-batches",
+        )
+
+
+def _loss_has_use_of_kwargs(loss: Loss) -> Iterator[Finding]:
+    if loss.factory == "model" and loss.kwargs:
+        yield ("loss", "kwargs"), "has no meaning where the model returns its loss"
+
+
+_CHECKS: tuple[tuple[tuple[str, ...], Callable[..., Iterator[Finding]]], ...] = (
+    (("pipeline", "resources"), _stages_fit_ranks),
+    (("pipeline", "training"), _micro_batches_fit_batch),
+    (("pipeline",), _warm_up_fits),
+    (("loss",), _loss_has_use_of_kwargs),
+)

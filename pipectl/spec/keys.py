@@ -1,0 +1,63 @@
+"""Keys that tell whether a profile or plan still belongs to a spec.
+
+A key is a hash of the sections the file was made from and of the contents of the Python files they
+name. Where those files are does not count, nor do modules that they import.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from pipectl.spec import factory as references
+from pipectl.spec.models import JobSpec
+
+_PROFILED = ("model", "loss", "data", "optimizer")
+
+
+def profile_key(spec: JobSpec) -> str:
+    """Hash of what a profile depends on: user code, batch, and the load of a node."""
+    return _digest(_profiled(spec))
+
+
+def plan_key(spec: JobSpec) -> str:
+    """Hash of what a plan depends on: the profile, the pipeline, the ranks and the cluster."""
+    data = spec.model_dump()
+    resources = {key: value for key, value in data["resources"].items() if key != "walltime"}
+    cluster = None if spec.cluster_file is None else _content(spec.cluster_file)
+    return _digest([_profiled(spec), data["pipeline"], resources, cluster])
+
+
+def _profiled(spec: JobSpec) -> Any:
+    data = spec.model_dump()
+    sections = {key: data[key] for key in _PROFILED}
+    for path, text in spec.factories():
+        if path[0] in sections:
+            sections[path[0]][path[-1]] = _identity(text, spec.base)
+    for key in ("workers", "shuffle", "drop_last"):
+        del sections["data"][key]
+    load = {key: data["resources"][key] for key in ("tasks_per_node", "cpus_per_task")}
+    training = {key: data["training"][key] for key in ("batch_size", "precision")}
+    return [sections, training, load, data["pipeline"]["micro_batches"]]
+
+
+def _identity(text: str, base: Path) -> list[str | None]:
+    """A reference by content: the attribute, and its module's name or its file's hash."""
+    reference = references.parse(text, base)
+    content = None if reference.file is None else _content(reference.file)
+    return [reference.attribute, reference.module, content]
+
+
+def _content(path: Path) -> str | None:
+    """Hash of a file; None where it cannot be read, which loading or capture reports."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,133 @@
+"""Sections of the spec that say where and how the job runs. A site file may set these."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from pipectl.spec.section import Section
+from pipectl.spec.values import (
+    Binding,
+    Bytes,
+    Container,
+    Count,
+    Directive,
+    Flag,
+    Launcher,
+    Line,
+    Natural,
+    Scheduler,
+    Script,
+    Seconds,
+    VariableName,
+)
+
+_DIRECTIVES = "Further options for the head of the job script, verbatim."
+
+
+class Resources(Section):
+    """What the job asks for, in words every scheduler is given its own way."""
+
+    nodes: Count = Field(default=1, description="Nodes.")
+    tasks_per_node: Count = Field(default=1, description="MPI ranks on each node.")
+    cpus_per_task: Count = Field(default=1, description="Cores, and so threads, of each rank.")
+    gpus_per_node: Natural = Field(default=0, description="Accelerators of each node.")
+    memory_per_node: Bytes | None = Field(
+        default=None, description="Memory of each node; by default the scheduler's own default."
+    )
+    walltime: Seconds = Field(default=3600, description="Time after which the job is ended.")
+
+    @property
+    def ranks(self) -> int:
+        """MPI ranks of the job."""
+        return self.nodes * self.tasks_per_node
+
+    @property
+    def memory_per_node_bytes(self) -> int | None:
+        """Bytes of each node, if given."""
+        return self.memory_per_node
+
+    @property
+    def walltime_s(self) -> int:
+        """Seconds after which the job is ended."""
+        return self.walltime
+
+
+class Launch(Section):
+    """How the ranks are started."""
+
+    scheduler: Scheduler = Field(
+        default="auto",
+        description="`slurm`, or `local`: processes on this machine; `auto` is `slurm` where "
+        "`sbatch` is found.",
+    )
+    launcher: Launcher = Field(
+        default="auto", description="The command that starts the ranks; `auto` follows the MPI."
+    )
+    mpi: Line = Field(
+        default="auto", description="What `srun` is given as `--mpi`, such as `pmix`."
+    )
+    bind: Binding = Field(
+        default="none", description="Whether each rank is tied to its `cpus_per_task` cores."
+    )
+    args: tuple[Line, ...] = Field(
+        default=(), description="Further arguments of the launcher, verbatim."
+    )
+
+
+class Environment(Section):
+    """What the job script prepares before the ranks start."""
+
+    modules: tuple[Line, ...] = Field(
+        default=(), description="Names for `module load`, in this order."
+    )
+    setup: tuple[Script, ...] = Field(
+        default=(), description="Shell code put into the job script verbatim, behind the modules."
+    )
+    variables: dict[VariableName, Line] = Field(
+        default_factory=dict, description="Environment variables of all ranks."
+    )
+    container: Container = Field(default=None, description="Not supported yet.")
+
+
+class Checkpoint(Section):
+    """When the training state is saved."""
+
+    every: Count | None = Field(
+        default=None, description="Steps between checkpoints; by default only after the last step."
+    )
+    keep: Count = Field(default=3, description="Checkpoints to keep; older ones are removed.")
+
+
+class Output(Section):
+    """Where results go."""
+
+    directory: Line = Field(
+        default="runs",
+        description="Directory of the run directories, relative to the directory of the command.",
+    )
+
+
+class Slurm(Section):
+    """Options for Slurm alone; ignored elsewhere."""
+
+    partition: Line | None = Field(default=None, description="Partition.")
+    account: Line | None = Field(default=None, description="Account the job is charged to.")
+    qos: Line | None = Field(default=None, description="Quality of service.")
+    constraint: Line | None = Field(
+        default=None, description="Node features, such as `a100&nvlink`."
+    )
+    reservation: Line | None = Field(default=None, description="Reservation.")
+    exclusive: Flag = Field(default=False, description="Share the nodes with no other job.")
+    directives: tuple[Directive, ...] = Field(default=(), description=_DIRECTIVES)
+
+
+class Pbs(Section):
+    """Options for PBS alone; ignored elsewhere."""
+
+    queue: Line | None = Field(default=None, description="Queue.")
+    account: Line | None = Field(default=None, description="Account the job is charged to.")
+    place: Line | None = Field(default=None, description="Placement of chunks, such as `scatter`.")
+    select_extra: Line | None = Field(
+        default=None, description="Appended to the resource selection, such as `model=icelake`."
+    )
+    directives: tuple[Directive, ...] = Field(default=(), description=_DIRECTIVES)

@@ -1,0 +1,142 @@
+"""What the job file, the site files and ``--set`` say, laid over each other.
+
+Mappings are merged key by key, everything else is replaced. A mapping that names a ``factory``
+replaces the one below whole: keyword arguments belong to their factory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from pipectl.errors import Problem, UsageError
+from pipectl.spec.reader import UnreadableError, read_file, read_text
+from pipectl.spec.tree import Entry, Place, Scalar, Table, Tree, is_null
+from pipectl.spec.values import VERSION
+
+SITE_KEYS = (
+    "version",
+    "resources",
+    "launch",
+    "environment",
+    "checkpoint",
+    "output",
+    "cluster",
+    "slurm",
+    "pbs",
+)
+_USAGE = "write --set pipeline.stages=4"
+
+
+def site_files(environment: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
+    """The site files, weakest first: of the machine, of the user (XDG base directories)."""
+    configured = Path(environment.get("XDG_CONFIG_HOME", ""))
+    home = configured if configured.is_absolute() else Path("~/.config").expanduser()
+    return Path("/etc/pipectl/site.yaml"), home / "pipectl" / "site.yaml"
+
+
+def read_site(path: Path, problems: list[Problem]) -> Table:
+    """The defaults of one site file; empty where there is no such file."""
+    if not path.exists():
+        return Table()
+    try:
+        tree = read_file(path, problems)
+    except UnreadableError as error:
+        problems.append(error.problem)
+        return Table()
+    if tree is None or is_null(tree):
+        return Table()
+    if not isinstance(tree, Table):
+        problems.append(_problem(tree.place, "must be a mapping of keys to values"))
+        return Table()
+    return _checked_site(tree, path, problems)
+
+
+def merge(lower: Table, upper: Table) -> Table:
+    """``upper`` laid over ``lower``."""
+    entries = dict(lower.entries)
+    for key, entry in upper.entries.items():
+        below = entries.get(key)
+        entries[key] = entry if below is None else Entry(entry.key, _over(below.value, entry.value))
+    return Table(entries, upper.place)
+
+
+def apply_override(tree: Table, override: str, problems: list[Problem]) -> Table:
+    """``tree`` with one ``a.b=value`` of the command line.
+
+    Raises:
+        UsageError: no ``=``, no key, or a value that is no YAML.
+    """
+    name, equals, text = override.partition("=")
+    keys = name.strip().split(".")
+    if not equals:
+        raise UsageError(f"--set {override}: there is no '='", cure=_USAGE)
+    if not all(keys):
+        raise UsageError(f"--set {override}: a key is missing before '='", cure=_USAGE)
+    place = Place(f"--set {name.strip()}")
+    try:
+        value = read_text(text, place.file, problems, lines=False)
+    except UnreadableError as error:
+        raise UsageError(str(error.problem), cure="quote the value as YAML does") from None
+    return _put(tree, keys, value or Scalar("", plain=True, place=place), place)
+
+
+def _over(lower: Tree, upper: Tree) -> Tree:
+    if not isinstance(upper, Table) or "factory" in upper.entries:
+        return upper
+    if isinstance(lower, Scalar) and set(upper.entries) == {"kwargs"} and not is_null(lower):
+        lower = _expanded(lower)
+    return merge(lower, upper) if isinstance(lower, Table) else upper
+
+
+def _put(table: Table, keys: list[str], value: Tree, place: Place) -> Table:
+    """``table`` with the value at ``keys``, making mappings on the way."""
+    key, *rest = keys
+    below = table.entries.get(key)
+    if rest:
+        inner = Table(place=place) if below is None else below.value
+        if isinstance(inner, Scalar) and rest[0] in ("factory", "kwargs") and not is_null(inner):
+            inner = _expanded(inner)
+        value = _put(inner if isinstance(inner, Table) else Table(place=place), rest, value, place)
+    name = Scalar(key, plain=True, place=place) if below is None or not rest else below.key
+    return Table({**table.entries, key: Entry(name, value)}, table.place)
+
+
+def _expanded(factory: Scalar) -> Table:
+    """A factory's short form written out."""
+    key = Scalar("factory", plain=True, place=factory.place)
+    return Table({"factory": Entry(key, factory)}, factory.place)
+
+
+def _checked_site(tree: Table, path: Path, problems: list[Problem]) -> Table:
+    """A site file without what it cannot set; its cluster file is looked up beside it."""
+    entries = {}
+    for key, entry in tree.entries.items():
+        if key not in SITE_KEYS:
+            message = f"{key[:100]}: a site file cannot set this; known are {', '.join(SITE_KEYS)}"
+            problems.append(_problem(entry.key.place, message))
+        elif key == "version":
+            _check_version(entry.value, problems)
+        else:
+            entries[key] = entry
+    if (cluster := entries.get("cluster")) and isinstance(cluster.value, Scalar):
+        entries["cluster"] = Entry(cluster.key, _beside(cluster.value, path))
+    return Table(entries, tree.place)
+
+
+def _check_version(value: Tree, problems: list[Problem]) -> None:
+    if not isinstance(value, Scalar) or value.value != VERSION:
+        shown = value if isinstance(value, Scalar) else "no number"
+        message = f"version: is {shown}; this pipectl reads version {VERSION}"
+        problems.append(_problem(value.place, message))
+
+
+def _beside(name: Scalar, path: Path) -> Scalar:
+    if is_null(name):
+        return name
+    return Scalar(str(path.absolute().parent / name.text), plain=False, place=name.place)
+
+
+def _problem(place: Place, message: str) -> Problem:
+    return Problem(place.file, place.line, place.column, message)

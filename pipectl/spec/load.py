@@ -1,0 +1,67 @@
+"""Loading a job spec: site files below the job file, ``--set`` above it, one list of problems."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipectl.errors import Problem, SpecError
+from pipectl.spec.layers import apply_override, merge, read_site, site_files
+from pipectl.spec.models import JobSpec
+from pipectl.spec.reader import UnreadableError, read_file
+from pipectl.spec.tree import Scalar, Table, is_null
+from pipectl.spec.validate import validate
+
+_CURE = "write a starter spec with: pipectl init"
+
+
+def load(
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    sites: Sequence[Path] | None = None,
+    check_files: bool = True,
+) -> JobSpec:
+    """The job spec in ``path``.
+
+    Args:
+        overrides: ``a.b=value`` each, as given to ``--set``; a later one wins.
+        sites: files with site defaults, weakest first; by default those of :func:`site_files`.
+        check_files: whether the Python and cluster files it names must exist.
+
+    Raises:
+        SpecError: with every problem found, in the spec, the site files and the overrides.
+        UsageError: an override that is no ``a.b=value``.
+    """
+    problems: list[Problem] = []
+    tree = _job(path, problems)
+    for override in overrides:
+        tree = apply_override(tree, override, problems)
+    if _wants_site(tree):
+        for site in reversed(site_files() if sites is None else sites):
+            tree = merge(read_site(site, problems), tree)
+    spec = validate(tree, path, problems, check_files=check_files)
+    if spec is None or problems:
+        raise SpecError(list(dict.fromkeys(problems)))
+    return spec
+
+
+def _job(path: Path, problems: list[Problem]) -> Table:
+    """The tree of the job file itself."""
+    try:
+        tree = read_file(path, problems)
+    except UnreadableError as error:
+        cure = None if path.exists() else _CURE
+        raise SpecError([*problems, error.problem], cure=cure) from None
+    if tree is None or is_null(tree):
+        raise SpecError([Problem(str(path), 0, 0, "the file is empty")], cure=_CURE)
+    if not isinstance(tree, Table):
+        place = tree.place
+        fault = Problem(place.file, place.line, place.column, "must be a mapping of keys to values")
+        raise SpecError([*problems, fault], cure=_CURE)
+    return tree
+
+
+def _wants_site(tree: Table) -> bool:
+    entry = tree.entries.get("site_defaults")
+    return entry is None or not isinstance(entry.value, Scalar) or entry.value.value is not False

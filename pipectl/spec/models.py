@@ -1,0 +1,100 @@
+"""The job spec. Its models are the single definition of keys, defaults and meanings.
+
+Field descriptions are the text of ``docs/spec-reference.md`` and of the JSON Schema. A key that is
+null, or not given, has its default; in attributes of ``pipeline``, None stands for ``auto``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import Field, PrivateAttr
+
+from pipectl.spec.launching import (
+    Checkpoint,
+    Environment,
+    Launch,
+    Output,
+    Pbs,
+    Resources,
+    Slurm,
+)
+from pipectl.spec.section import Section
+from pipectl.spec.training import Data, Evaluation, Factory, Loss, Pipeline, Training
+from pipectl.spec.values import Flag, JobName, Line, Version
+
+
+def _adamw() -> Factory:
+    return Factory(factory="torch.optim:AdamW")
+
+
+class JobSpec(Section):
+    """A training job: what is trained, on what, and how the job runs."""
+
+    version: Version = Field(description="Version of this format.")
+    name: JobName = Field(description="Name of the job and of its runs.")
+    model: Factory = Field(description="The model: a function that returns it, or its class.")
+    loss: Loss
+    data: Data
+    optimizer: Factory = Field(
+        default_factory=_adamw, description="The optimizer, called with the parameters."
+    )
+    lr_scheduler: Factory | None = Field(
+        default=None, description="The learning-rate schedule, called with the optimizer."
+    )
+    evaluation: Evaluation | None = None
+    training: Training
+    pipeline: Pipeline = Field(default_factory=Pipeline)
+    resources: Resources = Field(default_factory=Resources)
+    launch: Launch = Field(default_factory=Launch)
+    environment: Environment = Field(default_factory=Environment)
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    output: Output = Field(default_factory=Output)
+    cluster: Line | None = Field(
+        default=None,
+        description="Path of `cluster.json`, relative to the file that names it; by default the "
+        "cluster is assumed from `resources`.",
+    )
+    slurm: Slurm = Field(default_factory=Slurm)
+    pbs: Pbs = Field(default_factory=Pbs)
+    site_defaults: Flag = Field(
+        default=True, description="Whether the site files give defaults to this job."
+    )
+
+    _source: Path = PrivateAttr(default=Path("job.yaml"))
+
+    @property
+    def source(self) -> Path:
+        """The file this spec was read from."""
+        return self._source
+
+    @property
+    def base(self) -> Path:
+        """Directory from which relative files of the spec are looked up."""
+        return self._source.absolute().parent
+
+    @property
+    def cluster_file(self) -> Path | None:
+        """Absolute path of the cluster file, if one is named."""
+        return None if self.cluster is None else self.base / self.cluster
+
+    def factories(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Every reference to user code, with the path of its key."""
+        named = {"model": self.model, "loss": self.loss, "data": self.data}
+        optional = {"optimizer": self.optimizer, "lr_scheduler": self.lr_scheduler}
+        for key, section in (named | optional).items():
+            if section is not None and section.factory != "model":
+                yield (key, "factory"), section.factory
+        if self.loss.weight != "samples":
+            yield ("loss", "weight"), self.loss.weight
+        if self.evaluation is not None:
+            yield ("evaluation", "data", "factory"), self.evaluation.data.factory
+            for name, metric in self.evaluation.metrics.items():
+                yield ("evaluation", "metrics", name, "factory"), metric.factory
+
+    def __eq__(self, other: object) -> bool:
+        """Equal in every key; the file it was read from does not count."""
+        if not isinstance(other, JobSpec):
+            return NotImplemented
+        return self.model_dump() == other.model_dump()

@@ -1,0 +1,149 @@
+"""Sections of the spec that say what is trained, and how it is spread over the ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from pipectl.spec import factory as references
+from pipectl.spec.section import Section
+from pipectl.spec.tree import Scalar
+from pipectl.spec.values import (
+    AutoCount,
+    AutoCounts,
+    AutoReplicas,
+    Bytes,
+    Count,
+    Flag,
+    Kwargs,
+    Line,
+    LossReference,
+    Natural,
+    Offload,
+    Positive,
+    Precision,
+    Recompute,
+    Reference,
+    Schedule,
+    WeightReference,
+)
+
+
+class Factory(Section):
+    """User code to call: a class, constructed with `kwargs`, or a function.
+
+    A plain text is short for `{factory: text}`.
+    """
+
+    factory: Reference = Field(
+        description="`./file.py:name`, relative to the spec file, or `package.module:name`."
+    )
+    kwargs: Kwargs = Field(
+        default_factory=dict, description="Keyword arguments; the values keep their YAML types."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, value: Any) -> Any:
+        return {"factory": value} if isinstance(value, Scalar | str) else value
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> dict[str, Any]:
+        mapping = handler.resolve_ref_schema(handler(schema))
+        return {"anyOf": [{"type": "string", "pattern": ":"}, mapping]}
+
+    def resolve(self, base: Path) -> references.Reference:
+        """What `factory` names, with relative files looked up from ``base``."""
+        return references.parse(self.factory, base)
+
+
+class Data(Factory):
+    """The training data: a function that returns the dataset, or the class of one.
+
+    A sample is `(inputs, targets)` or a mapping; inputs go to the model (a mapping as keywords).
+    """
+
+    workers: Natural = Field(default=0, description="Processes that load samples, per rank.")
+    drop_last: Flag = Field(
+        default=False, description="Leave out the last batch of an epoch if it is not full."
+    )
+    shuffle: Flag = Field(default=True, description="Draw a new order of samples every epoch.")
+
+
+class Loss(Factory):
+    """The loss, called with `(outputs, targets)`."""
+
+    factory: LossReference = Field(
+        description="The loss function or class, or `model`: the model returns its loss."
+    )
+    weight: WeightReference = Field(
+        default="samples",
+        description="Weight of a micro-batch in the loss of a step: its number of `samples`, or "
+        "a function of `(outputs, targets)`, such as the number of valid tokens.",
+    )
+
+
+class Evaluation(Section):
+    """Evaluation on held-out data."""
+
+    data: Factory = Field(description="The held-out dataset.")
+    every: Count | None = Field(
+        default=None, description="Steps between evaluations; by default only after the last step."
+    )
+    batch_size: Count | None = Field(
+        default=None, description="Samples a batch; by default `training.batch_size`."
+    )
+    metrics: dict[Line, Factory] = Field(
+        default_factory=dict,
+        description="Name of a metric to the function, called with `(outputs, targets)`; "
+        "reported as its mean over samples.",
+    )
+
+
+class Training(Section):
+    """How long and on what batches to train."""
+
+    steps: Count = Field(description="Optimizer steps.")
+    batch_size: Count = Field(description="Samples a step, over all ranks.")
+    seed: Natural = Field(
+        default=0, description="Of the parameters, the order of samples and all random operators."
+    )
+    precision: Precision = Field(default="float32", description="Of parameters and arithmetic.")
+    clip_grad_norm: Positive | None = Field(
+        default=None, description="Largest norm of all gradients; by default they are not clipped."
+    )
+
+
+class Pipeline(Section):
+    """How the model is spread over the ranks. The planner chooses where it says `auto`."""
+
+    stages: AutoCount = Field(default=None, description="Parts the model is cut into.")
+    micro_batches: AutoCount = Field(default=None, description="Parts each batch is cut into.")
+    schedule: Schedule = Field(
+        default=None,
+        description="Order of work: `gpipe` runs all forwards before the backwards, `1f1b` "
+        "alternates them and keeps fewer activations.",
+    )
+    warm_up: AutoCounts = Field(
+        default=None,
+        description="Forwards each stage runs before its first backward, one number a stage.",
+    )
+    replicas: AutoReplicas = Field(default=None, description="Copies of each stage.")
+    recompute: Recompute = Field(
+        default=None, description="Whether backward repeats the forward to save memory."
+    )
+    offload: Offload = Field(
+        default=None, description="Whether saved activations wait in host memory."
+    )
+    memory_limit: Bytes | None = Field(
+        default=None,
+        description="Resident memory of a rank, the process itself included; by default its share "
+        "of `resources.memory_per_node`, where that is given.",
+    )
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        """Bytes a rank may hold."""
+        return self.memory_limit

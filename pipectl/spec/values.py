@@ -1,0 +1,119 @@
+"""The types of the spec's fields: a Python type with the kind of scalar it is read from."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pipectl.spec import factory as references
+from pipectl.spec.kinds import (
+    Kind,
+    any_text,
+    auto,
+    auto_list,
+    choice,
+    duration,
+    flag,
+    positive_number,
+    size,
+    text,
+    whole,
+)
+from pipectl.spec.tree import Scalar
+from pipectl.units import is_name
+
+VERSION = 1
+
+
+def _name_fault(name: str) -> str | None:
+    if is_name(name):
+        return None
+    return f"must be letters, digits, '.', '_' or '-', at most 64, not {name[:80]!r}"
+
+
+def _variable_fault(name: str) -> str | None:
+    if name.isascii() and name.isidentifier():
+        return None
+    return "is no variable name; use letters, digits and '_'"
+
+
+def _directive_fault(directive: str) -> str | None:
+    if directive.startswith("#"):
+        return f"must be the option alone, without #SBATCH or #PBS, not {directive[:60]!r}"
+    if not directive.startswith("-"):
+        return f"must be an option such as --gres=gpu:1, not {directive[:60]!r}"
+    return None
+
+
+def _weight_fault(weight: str) -> str | None:
+    return None if weight == "samples" else references.fault_of(weight)
+
+
+def _loss_fault(loss: str) -> str | None:
+    return None if loss == "model" else references.fault_of(loss)
+
+
+def _version() -> Kind:
+    def read(scalar: Scalar) -> int:
+        if scalar.value != VERSION or isinstance(scalar.value, bool):
+            raise ValueError(f"is {scalar}; this pipectl reads version {VERSION}")
+        return VERSION
+
+    return Kind(f"{VERSION}", {"const": VERSION}, read)
+
+
+def _replicas() -> Kind:
+    def read(scalar: Scalar) -> int:
+        value = whole(1).read(scalar)
+        if value > 1:
+            raise ValueError(f"{value} is not supported yet; write 1 or auto")
+        return value
+
+    return Kind("1", {"const": 1}, read)
+
+
+def _container() -> Kind:
+    def read(scalar: Scalar) -> str:
+        raise ValueError(f"containers are not supported yet; remove {scalar} or write null")
+
+    return Kind("null (containers are not supported yet)", {"type": "null"}, read)
+
+
+Line = Annotated[str, text()]
+Reference = Annotated[
+    str, text("./file.py:name or package.module:name", references.fault_of, pattern=":")
+]
+LossReference = Annotated[
+    str, text("model, ./file.py:name or package.module:name", _loss_fault, pattern="^model$|:")
+]
+WeightReference = Annotated[
+    str,
+    text("samples, ./file.py:name or package.module:name", _weight_fault, pattern="^samples$|:"),
+]
+Count = Annotated[int, whole(1)]
+Natural = Annotated[int, whole(0)]
+Flag = Annotated[bool, flag()]
+Bytes = Annotated[int, size()]
+Seconds = Annotated[int, duration()]
+Positive = Annotated[float, positive_number()]
+JobName = Annotated[str, text("a name", _name_fault)]
+Version = Annotated[int, _version()]
+Directive = Annotated[str, text("an option such as --gres=gpu:1", _directive_fault, pattern="^-")]
+VariableName = Annotated[str, text("a variable name", _variable_fault)]
+Script = Annotated[str, any_text()]
+Container = Annotated[None, _container()]
+Kwargs = dict[str, Any]
+AutoCount = Annotated[int | None, auto(whole(1))]
+AutoCounts = Annotated[tuple[Count, ...] | None, auto_list("a list of whole numbers, one a stage")]
+AutoReplicas = Annotated[int | None, auto(_replicas())]
+Schedule = Annotated[
+    str | None,
+    auto(choice("gpipe", "1f1b", later=("interleaved", "zero-bubble", "pipedream", "2bw"))),
+]
+Recompute = Annotated[str | None, auto(choice("none", later=("all", "full", "stages")))]
+Offload = Annotated[str | None, auto(choice("none", later=("host", "cpu", "all")))]
+Precision = Annotated[
+    str, choice("float32", later=("bfloat16", "float16", "mixed", "float64", "tf32"))
+]
+Scheduler = Annotated[str, choice("auto", "local", "slurm", later=("pbs",))]
+Launcher = Annotated[str, choice("auto", "srun", "mpiexec")]
+Binding = Annotated[str, choice("none", "cores")]
