@@ -67,13 +67,11 @@ def _warm_up_fits(pipeline: Pipeline) -> Iterator[Finding]:
         yield path, f"has {given} numbers for {pipeline.stages} stages"
     if pipeline.schedule == "gpipe":
         yield path, "has no meaning with schedule gpipe, which runs all forwards first"
-    if (
-        pipeline.micro_batches is not None
-        and max(pipeline.warm_up, default=0) > pipeline.micro_batches
-    ):
+    most = max(pipeline.warm_up, default=0)
+    if pipeline.micro_batches is not None and most > pipeline.micro_batches:
         yield (
             path,
-            f"{max(pipeline.warm_up)} forwards, but only {pipeline.micro_batches} micro-batches",
+            f"{most} forwards, but there are {pipeline.micro_batches} micro-batches",
         )
 
 

@@ -59,5 +59,12 @@ def _content(path: Path) -> str | None:
 
 
 def _digest(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(json.dumps(_ordered(value)).encode()).hexdigest()
+
+
+def _ordered(value: Any) -> Any:
+    """Mappings as sorted pairs, since keys of keyword arguments may be of mixed types."""
+    if isinstance(value, dict):
+        pairs = [[repr(key), _ordered(item)] for key, item in value.items()]
+        return sorted(pairs, key=lambda pair: str(pair[0]))
+    return [_ordered(item) for item in value] if isinstance(value, list | tuple) else value

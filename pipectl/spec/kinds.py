@@ -205,7 +205,7 @@ def auto(kind: Kind) -> Kind:
     def read(scalar: Scalar) -> Any:
         return None if scalar.text == "auto" else kind.read(scalar)
 
-    schema = {"anyOf": [{"const": "auto"}, kind.schema]}
+    schema: dict[str, Any] = {"anyOf": [{"const": "auto"}, kind.schema]}
     if "enum" in kind.schema:
         schema = {"enum": ["auto", *kind.schema["enum"]]}
     return Kind(f"auto or {kind.words}", schema, read, kind.write, absent="auto")
@@ -219,7 +219,7 @@ def auto_list(words: str) -> Kind:
             raise kind.mistake(scalar)
 
     items = {"type": "array", "items": whole(1).schema}
-    schema = {"anyOf": [{"const": "auto"}, items]}
+    schema: dict[str, Any] = {"anyOf": [{"const": "auto"}, items]}
     kind = Kind(f"auto or {words}", schema, read, list, absent="auto", lists=True)
     return kind
 
@@ -235,7 +235,7 @@ def _quantity(
             raise ValueError(f"must be at least {least} and below 2^63, not {scalar}")
         return value
 
-    kind = Kind(words, {"type": ["string", "integer"]}, read, write)
+    kind = Kind(words, {"type": ["string", "number"]}, read, write)
     return kind
 
 

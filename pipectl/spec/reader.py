@@ -76,11 +76,11 @@ class _Composer(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            mark = self.peek_event().start_mark
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
             raise UnreadableError(_too_deep(Place(self._file, mark.line + 1, mark.column + 1)))
-        node = super().compose_node(parent, index)  # type: ignore[no-untyped-call]
+        node = super().compose_node(parent, index)
         self._depth -= 1
-        return node  # type: ignore[no-any-return]
+        return node
 
 
 class _Converter:

@@ -64,3 +64,12 @@ def all_paths(model: type[Section]) -> Iterator[tuple[str, ...]]:
         inner = section_of(info)
         if inner is not None:
             yield from ((name, key) for key in inner.model_fields)
+
+
+def sections(model: type[Section]) -> tuple[type[Section], ...]:
+    """The model and all models of sections in it, each once, in the order of their fields."""
+    found = {model: None}
+    for info in model.model_fields.values():
+        if (inner := section_of(info)) is not None:
+            found |= dict.fromkeys(sections(inner))
+    return tuple(found)

@@ -52,7 +52,7 @@ class Factory(Section):
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> dict[str, Any]:
         mapping = handler.resolve_ref_schema(handler(schema))
-        return {"anyOf": [{"type": "string", "pattern": ":"}, mapping]}
+        return {"anyOf": [mapping, {"type": "string", "pattern": ":"}]}
 
     def resolve(self, base: Path) -> references.Reference:
         """What `factory` names, with relative files looked up from ``base``."""

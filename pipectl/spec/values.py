@@ -63,7 +63,7 @@ def _version() -> Kind:
 
 def _replicas() -> Kind:
     def read(scalar: Scalar) -> int:
-        value = whole(1).read(scalar)
+        value: int = whole(1).read(scalar)
         if value > 1:
             raise ValueError(f"{value} is not supported yet; write 1 or auto")
         return value
