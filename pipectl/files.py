@@ -37,18 +37,20 @@ def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory and its parents; one that exists is fine.
+    """Create a directory and its parents; one that exists is fine if it can be written.
 
     Raises:
-        UsageError: it cannot be created.
+        UsageError: it cannot be created, or not be written.
     """
+    cure = "choose a directory you may write to"
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
-            f"{path}: cannot be created: {error.strerror or error}",
-            cure="choose a directory you may write to",
+            f"{path}: cannot be created: {error.strerror or error}", cure=cure
         ) from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise UsageError(f"{path}: cannot be written", cure=cure)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -1,0 +1,51 @@
+"""What the commands print with. Text from users is never read as markup."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_WIDTH_WITHOUT_TERMINAL = 120
+
+
+def plain(text: object, style: str = "") -> Text:
+    """Text shown as it is: no markup, no control characters (a newline or tab may stay)."""
+    return Text(_CONTROL.sub("", str(text)), style=style)
+
+
+def output() -> Console:
+    """The console of standard output; without a terminal it has no colours and a fixed width."""
+    return _console(stderr=False)
+
+
+def errors() -> Console:
+    """The console of standard error: messages, warnings, progress."""
+    return _console(stderr=True)
+
+
+def say(text: object, style: str = "") -> None:
+    """One line or more on standard output, never wrapped (paths stay whole)."""
+    output().print(plain(text, style), soft_wrap=True)
+
+
+def note(text: object, style: str = "dim") -> None:
+    """What happens meanwhile, on standard error, so that output can be piped."""
+    errors().print(plain(text, style), soft_wrap=True)
+
+
+def say_json(value: Any) -> None:
+    """A machine-readable answer."""
+    sys.stdout.write(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def _console(*, stderr: bool) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    fixed = None if stream.isatty() or "COLUMNS" in os.environ else _WIDTH_WITHOUT_TERMINAL
+    return Console(stderr=stderr, width=fixed, highlight=False, markup=False, emoji=False)

@@ -1,0 +1,57 @@
+"""From an exception to one message and an exit code; a traceback only when debugging."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+import typer
+
+from pipectl.cli.console import errors, plain
+from pipectl.errors import PipectlError, SpecError
+
+DEBUG_VARIABLE = "PIPECTL_DEBUG"
+INTERRUPTED = 130
+
+
+def report(error: BaseException) -> int:
+    """Tell the user about ``error`` on standard error.
+
+    Returns:
+        The documented exit code.
+    """
+    if os.environ.get(DEBUG_VARIABLE):
+        sys.stderr.write("".join(traceback.format_exception(error)))
+    code, messages, cure = _describe(error)
+    _print(messages, cure)
+    return code
+
+
+def _describe(error: BaseException) -> tuple[int, list[str], str | None]:
+    """Exit code, messages and cure."""
+    if isinstance(error, SpecError):
+        return error.exit_code, [str(problem) for problem in error.problems], error.cure
+    if isinstance(error, PipectlError):
+        return error.exit_code, [error.message], error.cure
+    if isinstance(error, typer.TyperException):
+        return error.exit_code, [error.format_message()], _help_command(error)
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        return INTERRUPTED, ["interrupted"], None
+    if isinstance(error, OSError) and error.filename is not None:
+        return 1, [f"{error.filename}: {error.strerror or error}"], None
+    cure = "this is a fault of pipectl; please report it with the output of: pipectl --debug ..."
+    return 1, [f"{type(error).__name__}: {error}"], cure
+
+
+def _help_command(error: typer.TyperException) -> str | None:
+    context = getattr(error, "ctx", None)
+    return None if context is None else f"see: {context.command_path} --help"
+
+
+def _print(messages: list[str], cure: str | None) -> None:
+    console = errors()
+    for message in messages:
+        console.print(plain("error: ", "bold red").append_text(plain(message)), soft_wrap=True)
+    for line in (cure or "").splitlines():
+        console.print(plain(f"  {line}"), soft_wrap=True)

@@ -1,0 +1,69 @@
+"""Following a run to its end: a progress bar on a terminal, a line per change without one."""
+
+from __future__ import annotations
+
+import time
+
+from pipectl.batch import JobState
+from pipectl.cli.console import errors, note
+from pipectl.cli.progress import progress_bar
+from pipectl.jobs.measured import measured
+from pipectl.jobs.places import LOCAL
+from pipectl.jobs.status import RunStatus, status
+from pipectl.runs import RunDirectory, read_metrics
+
+_POLL_S = 0.5
+_ASK_S = 10.0
+
+
+def follow(run: RunDirectory) -> RunStatus:
+    """Wait for the end of a run; an interrupt ends the waiting, not the run."""
+    try:
+        return _watch(run)
+    except KeyboardInterrupt:
+        note(f"\nthe run goes on; end it with: pipectl cancel {run.name}")
+        raise
+
+
+def exit_code(found: RunStatus) -> int:
+    """0 for a run that completed, else the exit code of the failure that came first."""
+    if found.job.state is JobState.COMPLETED:
+        return 0
+    return found.culprit.exit_code if found.culprit else 1
+
+
+def _watch(run: RunDirectory) -> RunStatus:
+    with progress_bar() as progress:
+        told: tuple[str, int] | None = None
+        while True:
+            found = status(run, time.time())
+            told = _tell(found, told)
+            if found.job.state.final:
+                return found
+            label = _label(found)
+            for _ in range(_polls(found)):
+                time.sleep(_POLL_S)
+                now = measured(read_metrics(run))
+                loss = "" if now.last_loss is None else f", loss {now.last_loss:.4g}"
+                progress(now.step, found.steps or 1, f"{label}{loss}")
+                if run.exit_code.exists():
+                    break
+
+
+def _polls(found: RunStatus) -> int:
+    """How often to look at the files before the batch system is asked again."""
+    local = found.record is not None and found.record.scheduler == LOCAL
+    return 2 if local else round(_ASK_S / _POLL_S)
+
+
+def _label(found: RunStatus) -> str:
+    return found.phase or found.job.state.value
+
+
+def _tell(found: RunStatus, told: tuple[str, int] | None) -> tuple[str, int]:
+    """A line whenever state or phase changes and at every tenth of the steps."""
+    tenth = 10 * found.measured.step // (found.steps or 1)
+    current = (found.phase.partition(" ")[0] or found.job.state.value, tenth)
+    if current != told and not errors().is_terminal:
+        note(f"{found.job.state.value}: {_label(found)}, step {found.measured.step}")
+    return current

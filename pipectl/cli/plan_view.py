@@ -1,0 +1,136 @@
+"""A plan for people: the table of its stages, the predicted step as a Gantt, what was assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pipectl.cli.console import plain
+from pipectl.plan import Plan, Stage
+from pipectl.report.gantt import LEGEND, gantt
+from pipectl.timeline import Timeline
+from pipectl.units import format_bytes, format_time
+
+_STYLES = {
+    "forward": "cyan",
+    "backward": "magenta",
+    "backward_input": "magenta",
+    "backward_weight": "blue",
+    "update": "green",
+    "evaluate": "cyan",
+}
+_COLUMNS = ("stage", "rank", "node", "operators", "parameters", "forward", "backward", "load")
+
+
+def plan_view(
+    plan: Plan, timeline: Timeline | None, width: int, names: Mapping[str, str]
+) -> RenderableType:
+    """Everything `pipectl plan` shows.
+
+    Args:
+        plan: with or without a prediction.
+        timeline: the predicted step; None leaves the Gantt out.
+        width: columns there are.
+        names: readable name of operator ids, where known.
+    """
+    parts: list[RenderableType] = [plain(headline(plan), "bold"), stage_table(plan, names)]
+    parts += [plain(line) for line in prediction_lines(plan)]
+    if timeline is not None:
+        parts += ["", *gantt_lines(timeline, width), plain(LEGEND, "dim")]
+    parts += [plain(f"assumed: {assumption}", "dim") for assumption in plan.assumptions]
+    return Group(*parts)
+
+
+def headline(plan: Plan) -> str:
+    """One line: what is cut into what."""
+    batches = f"{plan.micro_batches} micro-batches of {plan.micro_batch_size}"
+    return (
+        f"{plan.name}: {_count(len(plan.stages), 'stage')} on {_count(plan.ranks, 'rank')}, "
+        f"schedule {plan.schedule}, {batches} (batch {plan.batch_size})"
+    )
+
+
+def stage_table(plan: Plan, names: Mapping[str, str]) -> Table:
+    """One row per stage replica."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in _COLUMNS:
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("memory peak", justify="right", no_wrap=True)
+    table.add_column("first operator", no_wrap=True, overflow="ellipsis")
+    table.add_column("last operator", no_wrap=True, overflow="ellipsis")
+    load_s = sum(_load(stage) for stage in plan.stages) or 1.0
+    for index, stage in enumerate(plan.stages):
+        for rank in stage.ranks:
+            ends = (names.get(stage.nodes[end], stage.nodes[end]) for end in (0, -1))
+            cells = _cells(plan, index, rank, _load(stage) / load_s)
+            table.add_row(*map(plain, (*cells, *ends)))
+    return table
+
+
+def _cells(plan: Plan, index: int, rank: int, share: float) -> tuple[object, ...]:
+    stage = plan.stages[index]
+    return (
+        index,
+        rank,
+        plan.node_of_rank[rank],
+        len(stage.nodes),
+        format_bytes(stage.cost.parameter_bytes),
+        format_time(stage.cost.forward_s),
+        format_time(stage.cost.backward_s),
+        f"{share:.1%}",
+        _memory(plan, rank),
+    )
+
+
+def prediction_lines(plan: Plan) -> Iterator[str]:
+    """Step time, throughput, bubble, the binding stage, and how good the partition is."""
+    if plan.prediction is not None:
+        step_s = plan.prediction.step_time_s
+        yield (
+            f"predicted: {format_time(step_s)} a step, {plan.batch_size / step_s:.1f} samples/s, "
+            f"bubble {plan.prediction.bubble:.1%}; {_binding(plan)}"
+        )
+    if plan.search is not None:
+        bound = format_time(plan.search.lower_bound_s)
+        quality = "optimal" if plan.search.exact else f"lower bound {bound}"
+        yield (
+            f"search: {plan.search.planner}, largest stage load "
+            f"{format_time(plan.search.max_stage_load_s)} ({quality}), "
+            f"found in {format_time(plan.search.planning_s)}"
+        )
+
+
+def gantt_lines(timeline: Timeline, width: int) -> list[Text]:
+    """The Gantt's rows with colours."""
+    lines = []
+    for row in gantt(timeline, width):
+        line = Text(row.label)
+        for segment in row.segments:
+            line.append(segment.text, style=_STYLES.get(segment.kind, ""))
+        lines.append(line)
+    return lines
+
+
+def _binding(plan: Plan) -> str:
+    loads = [_load(stage) for stage in plan.stages]
+    index = loads.index(max(loads))
+    return f"stage {index} binds ({format_time(loads[index])} a micro-batch)"
+
+
+def _memory(plan: Plan, rank: int) -> str:
+    if plan.prediction is None:
+        return "unknown"
+    peak = format_bytes(plan.prediction.peak_memory_bytes[rank])
+    limit = plan.memory_limit_bytes
+    return peak if limit is None else f"{peak} of {format_bytes(limit)}"
+
+
+def _load(stage: Stage) -> float:
+    return stage.cost.forward_s + stage.cost.backward_s
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

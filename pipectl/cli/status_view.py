@@ -1,0 +1,162 @@
+"""The state of runs for people: a table of all, everything about one, and both as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from pipectl.batch import JobState
+from pipectl.cli.console import plain
+from pipectl.cli.plan_view import headline
+from pipectl.jobs.status import RunStatus
+from pipectl.units import format_time
+
+_STYLES = {
+    JobState.COMPLETED: "green",
+    JobState.RUNNING: "cyan",
+    JobState.QUEUED: "yellow",
+    JobState.HELD: "yellow",
+    JobState.UNKNOWN: "yellow",
+    JobState.CANCELLED: "dim",
+}
+
+
+def runs_table(found: Sequence[RunStatus]) -> Table:
+    """One row per run."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("run", no_wrap=True, overflow="fold")
+    for column in ("state", "on"):
+        table.add_column(column, no_wrap=True)
+    for column in ("step", "loss", "a step", "predicted", "remaining"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for status in found:
+        table.add_row(plain(status.run.name), _state(status), *map(plain, _cells(status)))
+    return table
+
+
+def run_lines(status: RunStatus) -> Iterator[Text]:
+    """Everything about one run."""
+    yield (
+        plain(f"{status.run.name}  ", "bold")
+        .append_text(_state(status))
+        .append_text(plain(f"  {_job(status)}"))
+    )
+    for label, text in _details(status):
+        yield plain(f"  {label:<11}").append_text(plain(text))
+    yield from _failure(status)
+
+
+def status_json(status: RunStatus) -> dict[str, Any]:
+    """Everything about one run, for programs."""
+    found, job, fault = status.measured, status.job, status.culprit
+    return {
+        "run": status.run.name,
+        "directory": str(status.run.path),
+        "scheduler": status.record.scheduler if status.record else None,
+        "job_id": status.record.job_id if status.record else None,
+        "state": job.state.value,
+        "reason": job.reason,
+        "source": job.source,
+        "nodes": job.nodes,
+        "exit_code": job.exit_code,
+        "submitted_at": status.record.submitted_at if status.record else None,
+        "phase": status.phase,
+        "step": found.step,
+        "steps": status.steps,
+        "first_loss": found.first_loss,
+        "last_loss": found.last_loss,
+        "samples_per_s": found.samples_per_s,
+        "step_time_s": found.step_time_s,
+        "predicted_step_time_s": status.predicted_step_s,
+        "measured_over_predicted": status.prediction_ratio,
+        "efficiency": status.efficiency,
+        "remaining_s": found.remaining_s,
+        "evaluation_step": found.evaluation_step,
+        "evaluation": dict(found.evaluation),
+        "ranks": [dict(rank) for rank in status.ranks],
+        "error": None if fault is None else {"where": fault.where, "message": fault.message},
+    }
+
+
+def _state(status: RunStatus) -> Text:
+    state = status.job.state
+    return Text(state.value, style=_STYLES.get(state, "red"))
+
+
+def _cells(status: RunStatus) -> tuple[str, ...]:
+    found = status.measured
+    left = found.remaining_s if status.job.state.alive else None
+    return (
+        status.record.scheduler if status.record else "",
+        f"{found.step}/{status.steps}" if status.steps else "",
+        "" if found.last_loss is None else f"{found.last_loss:.4g}",
+        _time(found.step_time_s),
+        _time(status.predicted_step_s),
+        _time(left),
+    )
+
+
+def _job(status: RunStatus) -> str:
+    if status.record is None:
+        return ""
+    nodes = f" on {status.job.nodes}" if status.job.nodes else ""
+    return f"{status.record.scheduler} job {status.record.job_id or 'not confirmed'}{nodes}"
+
+
+def _details(status: RunStatus) -> Iterator[tuple[str, str]]:
+    found, job = status.measured, status.job
+    if job.reason:
+        yield "reason", job.reason
+    if status.record is not None:
+        submitted = datetime.fromtimestamp(status.record.submitted_at)
+        yield "submitted", f"{submitted:%Y-%m-%d %H:%M:%S}"
+    if status.phase and job.state.alive:
+        yield "doing", status.phase
+    if status.steps:
+        yield "progress", f"step {found.step} of {status.steps}"
+    if found.first_loss is not None:
+        yield "loss", f"{found.first_loss:.4g} at first, {found.last_loss:.4g} now"
+    if found.evaluation:
+        values = ", ".join(f"{name} {value:.4g}" for name, value in found.evaluation.items())
+        yield "evaluation", f"after step {found.evaluation_step}: {values}"
+    yield from _speed(status)
+    if status.plan is not None:
+        yield "plan", headline(status.plan)
+    yield "directory", str(status.run.path)
+
+
+def _speed(status: RunStatus) -> Iterator[tuple[str, str]]:
+    found, predicted, ratio = status.measured, status.predicted_step_s, status.prediction_ratio
+    if found.step_time_s is not None:
+        text = f"{format_time(found.step_time_s)} a step"
+        if status.plan is not None:
+            text += f", {status.plan.batch_size / found.step_time_s:.1f} samples/s"
+        if status.efficiency is not None:
+            text += f", efficiency {status.efficiency:.0%}"
+        yield "measured", text
+    if predicted is not None:
+        against = "" if ratio is None else f"; measured is {ratio:.2f} times that"
+        yield "predicted", f"{format_time(predicted)} a step{against}"
+    if status.job.state.alive and found.remaining_s is not None:
+        yield "remaining", format_time(found.remaining_s)
+
+
+def _failure(status: RunStatus) -> Iterator[Text]:
+    fault = status.culprit
+    if fault is None or status.job.state is JobState.COMPLETED:
+        return
+    others = f" (and {fault.others} more ranks)" if fault.others else ""
+    yield plain("  error      ", "red").append_text(plain(f"{fault.where}{others}"))
+    for line in fault.message.splitlines():
+        yield plain(f"             {line}")
+    for line in (fault.cure or "").splitlines():
+        yield plain(f"             {line}")
+    yield plain(f"             details: {status.run.errors}")
+
+
+def _time(time_s: float | None) -> str:
+    return "" if time_s is None else format_time(time_s)

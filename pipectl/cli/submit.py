@@ -1,0 +1,87 @@
+"""`pipectl submit`: run the job, here or on a batch system."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipectl.cli.console import note, output, say, say_json
+from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption
+from pipectl.cli.progress import progress_bar
+
+if TYPE_CHECKING:
+    from pipectl.jobs.submit import Submission
+    from pipectl.spec import JobSpec
+
+
+def command(
+    job: JobFile,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the script.")] = False,
+    test_only: Annotated[
+        bool, typer.Option("--test-only", help="Only ask when it would start.")
+    ] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")] = False,
+    scheduler: SchedulerOption = None,
+    as_json: Json = False,
+    overrides: Overrides = None,
+) -> None:
+    """Run a job, profiling and planning it where needed."""
+    from pipectl.jobs.submit import estimate, render
+    from pipectl.spec import load
+
+    spec = load(job, overrides or ())
+    name = None if scheduler is None else scheduler.value
+    if dry_run:
+        sys.stdout.write(render(spec, name, time.time()))
+    elif test_only:
+        say(estimate(spec, name, time.time()) or "valid; there is no queue, it would start at once")
+    else:
+        _submit(spec, name, wait=wait, as_json=as_json)
+
+
+def _submit(spec: JobSpec, scheduler: str | None, *, wait: bool, as_json: bool) -> None:
+    from pipectl.jobs.submit import gather, submit
+
+    with progress_bar() as progress:
+        inputs = gather(spec, scheduler, progress)
+    submission = submit(inputs, time.time())
+    if not as_json:
+        _tell(submission)
+    if wait:
+        _wait(submission, as_json=as_json)
+    elif as_json:
+        record = submission.record
+        answer = {"run": submission.run.name, "directory": str(submission.run.path)}
+        say_json({**answer, "scheduler": record.scheduler, "job_id": record.job_id})
+
+
+def _wait(submission: Submission, *, as_json: bool) -> None:
+    from pipectl.cli.follow import exit_code, follow
+    from pipectl.cli.status_view import run_lines, status_json
+
+    found = follow(submission.run)
+    if as_json:
+        say_json(status_json(found))
+    else:
+        for line in run_lines(found):
+            output().print(line, soft_wrap=True)
+    if code := exit_code(found):
+        raise typer.Exit(code)
+
+
+def _tell(submission: Submission) -> None:
+    from pipectl.cli.plan_view import headline, prediction_lines
+
+    if submission.plan is None:
+        note("no fresh profile: the job measures the model first, in its allocation")
+    else:
+        say(headline(submission.plan))
+        for line in prediction_lines(submission.plan):
+            say(line)
+    record = submission.record
+    say(f"submitted: {record.name} ({record.scheduler} job {record.job_id})")
+    say(f"run directory: {submission.run.path}")
+    say(f"see: pipectl status {submission.run.name}")

@@ -1,0 +1,72 @@
+"""What the metrics of a run say about its progress and speed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from pipectl.plan import Plan
+
+_WARM_UP_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Figures of a run so far; None where there is nothing to tell yet.
+
+    Args:
+        first_loss, last_loss: of the first and the last step that was written.
+        step_time_s: median, without the first steps.
+        evaluation: metric values of the last evaluation, made after ``evaluation_step``.
+    """
+
+    step: int = 0
+    steps: int | None = None
+    first_loss: float | None = None
+    last_loss: float | None = None
+    samples_per_s: float | None = None
+    step_time_s: float | None = None
+    evaluation_step: int | None = None
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Time the remaining steps take at the measured pace."""
+        if self.step_time_s is None or self.steps is None:
+            return None
+        return (self.steps - self.step) * self.step_time_s
+
+
+def measured(lines: Iterable[Mapping[str, Any]]) -> Measured:
+    """Sum up the lines of ``metrics.jsonl``, in order of steps and without repeated steps."""
+    lines = list(lines)
+    steps = [line for line in lines if "loss" in line]
+    evaluations = [line for line in lines if "evaluation" in line]
+    times = [line["step_time_s"] for line in steps if line.get("step_time_s")]
+    step_time_s = median(times[min(_WARM_UP_STEPS, len(times) - 1) :]) if times else None
+    last = steps[-1] if steps else {}
+    evaluation = evaluations[-1] if evaluations else {}
+    return Measured(
+        step=last.get("step", 0),
+        steps=last.get("steps"),
+        first_loss=steps[0]["loss"] if steps else None,
+        last_loss=last.get("loss"),
+        samples_per_s=last.get("samples_per_s"),
+        step_time_s=step_time_s,
+        evaluation_step=evaluation.get("step"),
+        evaluation=evaluation.get("evaluation", {}),
+    )
+
+
+def efficiency(plan: Plan, step_time_s: float) -> float:
+    """Share of the ranks' time that the profile's compute explains.
+
+    The operators' profiled time over all micro-batches, divided by ranks times the step time: 1
+    for ranks that compute without a pause at the profile's pace.
+    """
+    micro_batch_s = sum(stage.cost.forward_s + stage.cost.backward_s for stage in plan.stages)
+    update_s = sum(stage.cost.update_s for stage in plan.stages)
+    micro_batches = plan.batch_size / plan.micro_batch_size
+    return (micro_batch_s * micro_batches + update_s) / (plan.ranks * step_time_s)

@@ -1,0 +1,73 @@
+"""From profile and cluster to a plan, and telling whether a plan is still good."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipectl.cluster import Cluster
+from pipectl.files import write_json
+from pipectl.jobs.machines import memory_of_task
+from pipectl.plan import Plan
+from pipectl.planner import PlanRequest, make_plan
+from pipectl.profile import Profile
+from pipectl.runs import RunDirectory
+from pipectl.simulate import simulate
+from pipectl.spec import plan_key
+from pipectl.timeline import Timeline
+
+if TYPE_CHECKING:
+    from pipectl.spec import JobSpec
+
+PREDICTED = "predicted.json"
+
+
+def find_plan(spec: JobSpec, profile: Profile, cluster: Cluster) -> Plan:
+    """The best plan for a job.
+
+    Raises:
+        InfeasibleError: nothing fits; the message says how much is missing.
+    """
+    pipeline = spec.pipeline
+    request = PlanRequest(
+        name=spec.name,
+        batch_size=spec.training.batch_size,
+        micro_batches=pipeline.micro_batches,
+        stages=pipeline.stages,
+        schedule=pipeline.schedule,
+        warm_up=pipeline.warm_up,
+        memory_limit_bytes=pipeline.memory_limit_bytes or memory_of_task(spec),
+        key=_key(spec, profile, cluster),
+    )
+    return make_plan(profile, cluster, request)
+
+
+def fresh_plan(spec: JobSpec, profile: Profile, cluster: Cluster, path: Path) -> Plan | None:
+    """The plan in ``path``; None if there is none or spec, profile or cluster have changed since.
+
+    Raises:
+        DataFileError: there is one, but it cannot be read.
+    """
+    if not path.exists():
+        return None
+    plan = Plan.load(path)
+    return plan if plan.key == _key(spec, profile, cluster) else None
+
+
+def predicted(plan: Plan, cluster: Cluster) -> Timeline:
+    """The simulated step of a plan."""
+    return simulate(plan, cluster).timeline
+
+
+def write_plan(run: RunDirectory, plan: Plan, cluster: Cluster) -> None:
+    """Put a plan and its predicted timeline into a run directory."""
+    plan.save(run.plan)
+    write_json(run.trace / PREDICTED, predicted(plan, cluster).to_json())
+
+
+def _key(spec: JobSpec, profile: Profile, cluster: Cluster) -> str:
+    """Names everything that a plan was made from."""
+    parts = [plan_key(spec), profile.to_json(), cluster.to_json()]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,75 @@
+"""From a job spec to what a batch system is asked for."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipectl.batch import JobRequest, SlurmOptions
+
+if TYPE_CHECKING:
+    from pipectl.spec import JobSpec
+
+WORKER = "pipectl.runtime.worker"
+PREPARE = "pipectl.jobs.prepare"
+
+
+def job_request(
+    spec: JobSpec,
+    directory: Path,
+    tag: str,
+    *,
+    ranks: int | None = None,
+    prepare: bool = False,
+    mpiexec: str | None = None,
+) -> JobRequest:
+    """The request for one run.
+
+    Args:
+        directory: the run directory.
+        tag: see :class:`~pipectl.batch.JobRequest`.
+        ranks: of the plan; None where it is not known yet: as many as the resources have.
+        prepare: whether the job has to profile and plan before it trains.
+        mpiexec: None finds it.
+    """
+    directory = directory.absolute()
+    python = sys.executable
+    resources, launch, environment = spec.resources, spec.launch, spec.environment
+    return JobRequest(
+        name=spec.name,
+        tag=tag,
+        run_directory=directory,
+        python=python,
+        ranks=ranks or resources.ranks,
+        nodes=resources.nodes,
+        tasks_per_node=resources.tasks_per_node,
+        walltime_s=resources.walltime,
+        command=(python, "-m", "mpi4py", "-m", WORKER, "--run", str(directory)),
+        cpus_per_task=resources.cpus_per_task,
+        gpus_per_node=resources.gpus_per_node,
+        memory_per_node_bytes=resources.memory_per_node,
+        prepare=((python, "-m", PREPARE, str(directory)),) if prepare else (),
+        modules=tuple(environment.modules),
+        setup=tuple(environment.setup),
+        variables=dict(environment.variables),
+        launcher=launch.launcher,
+        mpi=launch.mpi,
+        bind=launch.bind,
+        launch_args=tuple(launch.args),
+        mpiexec=mpiexec,
+        slurm=_slurm_options(spec),
+    )
+
+
+def _slurm_options(spec: JobSpec) -> SlurmOptions:
+    slurm = spec.slurm
+    return SlurmOptions(
+        partition=slurm.partition,
+        account=slurm.account,
+        qos=slurm.qos,
+        constraint=slurm.constraint,
+        reservation=slurm.reservation,
+        exclusive=slurm.exclusive,
+        directives=tuple(slurm.directives),
+    )

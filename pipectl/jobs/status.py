@@ -1,0 +1,176 @@
+"""The state of runs: the batch system's word joined with what the run directory holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipectl.batch import Evidence, JobState, JobStatus, get, resolve
+from pipectl.errors import DataFileError, PipectlError
+from pipectl.jobs.culprit import Culprit, culprit
+from pipectl.jobs.measured import Measured, efficiency, measured
+from pipectl.plan import Plan
+from pipectl.runs import (
+    Record,
+    RunDirectory,
+    read_exit_code,
+    read_heartbeat,
+    read_metrics,
+)
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """Everything known about one run.
+
+    Args:
+        record: None where it cannot be read; ``job.reason`` then says why.
+        job: the state and where it is known from.
+        phase: what the ranks said they do, e.g. ``training``; empty before the first heartbeat.
+        plan: None before the job has made one.
+        culprit: the first failure that was reported, if any was.
+    """
+
+    run: RunDirectory
+    record: Record | None
+    job: JobStatus
+    phase: str
+    measured: Measured
+    plan: Plan | None
+    ranks: tuple[Mapping[str, Any], ...]
+    culprit: Culprit | None
+
+    @property
+    def predicted_step_s(self) -> float | None:
+        """The simulated step time."""
+        if self.plan is None or self.plan.prediction is None:
+            return None
+        return self.plan.prediction.step_time_s
+
+    @property
+    def prediction_ratio(self) -> float | None:
+        """Measured over predicted step time."""
+        predicted, found = self.predicted_step_s, self.measured.step_time_s
+        return found / predicted if predicted and found else None
+
+    @property
+    def efficiency(self) -> float | None:
+        """See :func:`pipectl.jobs.measured.efficiency`."""
+        if self.plan is None or not self.measured.step_time_s:
+            return None
+        return efficiency(self.plan, self.measured.step_time_s)
+
+    @property
+    def steps(self) -> int | None:
+        """Steps the run is to make."""
+        return self.record.steps if self.record is not None else self.measured.steps
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What one batch system said about its jobs."""
+
+    listed: Mapping[str, JobStatus]
+    error: str | None = None
+
+
+def statuses(runs: Sequence[RunDirectory], now: float) -> list[RunStatus]:
+    """The state of several runs, with one question per batch system.
+
+    Args:
+        now: seconds since the epoch.
+    """
+    records = [_record(run) for run in runs]
+    answers = _ask([record for record in records if isinstance(record, Record)])
+    return [_status(run, record, answers, now) for run, record in zip(runs, records, strict=True)]
+
+
+def status(run: RunDirectory, now: float) -> RunStatus:
+    """The state of one run; see :func:`statuses`."""
+    return statuses([run], now)[0]
+
+
+def _record(run: RunDirectory) -> Record | DataFileError:
+    try:
+        return Record.load(run.record)
+    except DataFileError as error:
+        return error
+
+
+def _ask(records: Sequence[Record]) -> dict[str, _Answer]:
+    """Ask every batch system once; one that fails is not asked again."""
+    answers = {}
+    for name in {record.scheduler for record in records}:
+        ours = [record for record in records if record.scheduler == name and record.job_id]
+        ids = [record.job_id for record in ours if record.job_id is not None]
+        if not ids:
+            continue
+        since = min(record.submitted_at for record in ours)
+        try:
+            answers[name] = _Answer(get(name).query(ids, since=since))
+        except PipectlError as error:
+            answers[name] = _Answer({}, error.message)
+    return answers
+
+
+def _status(
+    run: RunDirectory, record: Record | DataFileError, answers: Mapping[str, _Answer], now: float
+) -> RunStatus:
+    heartbeat = _heartbeat(run)
+    if isinstance(record, Record):
+        known = record
+        job = _job(run, record, answers.get(record.scheduler, _Answer({})), heartbeat, now)
+    else:
+        known = None
+        job = JobStatus(JobState.UNKNOWN, reason=record.message, source="none")
+    return RunStatus(
+        run=run,
+        record=known,
+        job=job,
+        phase=str(heartbeat.get("state", "")),
+        measured=measured(read_metrics(run)),
+        plan=_plan(run),
+        ranks=tuple(heartbeat.get("ranks", ())),
+        culprit=culprit(run),
+    )
+
+
+def _job(
+    run: RunDirectory, record: Record, answer: _Answer, heartbeat: Mapping[str, Any], now: float
+) -> JobStatus:
+    return resolve(
+        Evidence(
+            now=now,
+            submitted_at=record.submitted_at,
+            listed=answer.listed.get(record.job_id or ""),
+            query_error=answer.error,
+            exit_code=read_exit_code(run),
+            heartbeat_at=heartbeat.get("time"),
+            heartbeat=_said(heartbeat),
+            cancelled=record.state == "cancelled",
+            submitting=record.state == "submitting",
+        )
+    )
+
+
+def _said(heartbeat: Mapping[str, Any]) -> str:
+    if not heartbeat:
+        return ""
+    return f"{heartbeat.get('state')}, step {heartbeat.get('step')} of {heartbeat.get('steps')}"
+
+
+def _heartbeat(run: RunDirectory) -> Mapping[str, Any]:
+    """The last heartbeat; a damaged one counts as none."""
+    try:
+        return read_heartbeat(run) or {}
+    except DataFileError:
+        return {}
+
+
+def _plan(run: RunDirectory) -> Plan | None:
+    """The plan; a damaged one does not keep the state from being told."""
+    try:
+        return Plan.load(run.plan)
+    except DataFileError:
+        return None

@@ -1,0 +1,190 @@
+"""Submitting a job: everything it needs goes into a run directory, then to the batch system."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import uuid
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipectl.batch import JobRequest, get
+from pipectl.batch.process import NoAnswerError
+from pipectl.cluster import Cluster
+from pipectl.errors import MismatchError, PipectlError
+from pipectl.files import make_directory, write_text
+from pipectl.jobs.machines import cluster_of
+from pipectl.jobs.places import LOCAL, plan_path, profile_path, scheduler_name
+from pipectl.jobs.plan import find_plan, fresh_plan, write_plan
+from pipectl.jobs.profile import Progress, fresh_profile, measure
+from pipectl.jobs.request import job_request
+from pipectl.plan import Plan
+from pipectl.profile import Profile
+from pipectl.runs import Record, RunDirectory
+from pipectl.spec import dump
+
+if TYPE_CHECKING:
+    from pipectl.spec import JobSpec
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run starts from.
+
+    Args:
+        profile, plan: None where the job makes them itself, within its allocation.
+    """
+
+    spec: JobSpec
+    scheduler: str
+    cluster: Cluster
+    profile: Profile | None
+    plan: Plan | None
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A run that was handed over."""
+
+    run: RunDirectory
+    record: Record
+    plan: Plan | None
+
+
+def gather(spec: JobSpec, scheduler: str | None, progress: Progress | None = None) -> Inputs:
+    """Profile and plan of a job: those that lie there, or new ones where missing or stale.
+
+    On a batch system new ones are left to the job: a login node is no place to measure on.
+
+    Raises:
+        InfeasibleError: no plan fits.
+        InvalidInputError: a file or the model cannot be used; nothing was submitted.
+    """
+    name = scheduler_name(spec, scheduler)
+    cluster = cluster_of(spec, name)
+    make_directory(Path(spec.output.directory))
+    profile = fresh_profile(spec, profile_path(spec))
+    if profile is None and name == LOCAL:
+        profile = measure(spec, profile_path(spec), progress)
+    if profile is None:
+        return Inputs(spec, name, cluster, None, None)
+    if profile.fingerprint is None:
+        raise MismatchError(
+            f"{profile_path(spec)}: an imported profile can be planned, not submitted",
+            cure="remove it; the model is then measured",
+        )
+    return Inputs(spec, name, cluster, profile, _plan(spec, profile, cluster))
+
+
+def submit(inputs: Inputs, now: float) -> Submission:
+    """Create the run directory and hand its script to the batch system.
+
+    The record is written before the batch system is called, so that a submission which is
+    interrupted can be found again by its tag.
+
+    Args:
+        now: seconds since the epoch.
+
+    Raises:
+        SchedulerError: missing or rejected; the run directory is removed again, unless the batch
+            system did not answer and may have taken the job.
+    """
+    spec = inputs.spec
+    scheduler = get(inputs.scheduler)
+    run = RunDirectory.create(Path(spec.output.directory), spec.name, now)
+    request = _request(inputs, run.path)
+    record = _record(inputs, request, now)
+    try:
+        _fill(run, inputs, record, scheduler.render(request))
+        job_id = scheduler.submit(run.script, request)
+    except NoAnswerError:
+        raise
+    except PipectlError as error:
+        shutil.rmtree(run.path, ignore_errors=True)
+        error.message = error.message.replace(str(run.script), "the job script")
+        raise
+    record = record.after(now, "submitted", job_id=job_id)
+    record.save(run.record)
+    return Submission(run, record, inputs.plan)
+
+
+def render(spec: JobSpec, scheduler: str | None, now: float) -> str:
+    """The job script as it would be submitted; needs neither the batch system nor MPI."""
+    name = scheduler_name(spec, scheduler)
+    request = _dry_request(spec, name, now)
+    return get(name).render(request)
+
+
+def estimate(spec: JobSpec, scheduler: str | None, now: float) -> str | None:
+    """When the job would start, in the batch system's words; None where it has no queue.
+
+    Raises:
+        SchedulerError: the batch system would reject the job.
+    """
+    name = scheduler_name(spec, scheduler)
+    batch = get(name)
+    with tempfile.TemporaryDirectory(prefix="pipectl-") as directory:
+        script = Path(directory) / "job.sh"
+        write_text(script, batch.render(_dry_request(spec, name, now)))
+        return batch.estimate(script)
+
+
+def _plan(spec: JobSpec, profile: Profile, cluster: Cluster) -> Plan:
+    """The plan that lies there if it is still good, else a new one, put there."""
+    plan = fresh_plan(spec, profile, cluster, plan_path(spec))
+    if plan is None:
+        plan = find_plan(spec, profile, cluster)
+        plan.save(plan_path(spec))
+    return plan
+
+
+def _record(inputs: Inputs, request: JobRequest, now: float) -> Record:
+    return Record(
+        name=inputs.spec.name,
+        scheduler=inputs.scheduler,
+        tag=request.tag,
+        submitted_at=now,
+        ranks=request.ranks,
+        nodes=request.nodes,
+        steps=inputs.spec.training.steps,
+    )
+
+
+def _fill(run: RunDirectory, inputs: Inputs, record: Record, script: str) -> None:
+    """Write everything the job reads."""
+    write_text(run.job, dump(inputs.spec))
+    inputs.cluster.save(run.cluster)
+    if inputs.profile is not None:
+        inputs.profile.save(run.profile)
+    if inputs.plan is not None:
+        write_plan(run, inputs.plan, inputs.cluster)
+    write_text(run.script, script, mode=0o777)
+    record.save(run.record)
+
+
+def _request(inputs: Inputs, directory: Path) -> JobRequest:
+    plan = inputs.plan
+    return job_request(
+        inputs.spec,
+        directory,
+        f"{directory.name} {uuid.uuid4().hex[:8]}",
+        ranks=None if plan is None else plan.ranks,
+        prepare=plan is None,
+    )
+
+
+def _dry_request(spec: JobSpec, name: str, now: float) -> JobRequest:
+    """The request of a run that will not be made; where MPI is missing, PATH is to have it."""
+    stem = f"{datetime.fromtimestamp(now):%Y%m%d-%H%M%S}-{spec.name}"
+    directory = Path(spec.output.directory) / stem
+    known = shutil.which("mpiexec") or (Path(sys.executable).parent / "mpiexec").exists()
+    return job_request(
+        spec,
+        directory,
+        f"{directory.name} dry-run",
+        prepare=name != LOCAL,
+        mpiexec=None if known else "mpiexec",
+    )

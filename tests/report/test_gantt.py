@@ -1,0 +1,68 @@
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from pipectl.report.gantt import FILLS, gantt
+from pipectl.report.gantt_svg import gantt_svg
+from pipectl.timeline import Event, Timeline
+
+STEP = Timeline(
+    (
+        Event(0, 0.0, 2.0, "forward", 0, 0),
+        Event(0, 2.0, 4.0, "forward", 0, 1),
+        Event(0, 6.0, 9.0, "backward", 0, 0),
+        Event(0, 9.0, 10.0, "update", 0),
+        Event(0, 4.0, 6.0, "receive_wait", 0, 0),
+        Event(1, 2.0, 4.0, "forward", 1, 0),
+        Event(1, 4.0, 6.0, "backward", 1, 0),
+    ),
+    ranks=2,
+)
+
+
+def test_rows_show_blocks_micro_batches_and_idle_time() -> None:
+    assert [str(row) for row in gantt(STEP, 27)] == [
+        "rank 0 0░░░1░░░    0█████UU",
+        "rank 1     0░░░0███",
+    ]
+
+
+def test_a_narrow_block_keeps_its_kind_and_loses_its_number() -> None:
+    row = gantt(STEP, 17)[0]
+    assert [segment.text for segment in row.segments] == ["0░", "1░", "  ", "0██", "U"]
+
+
+def test_every_row_has_the_same_width() -> None:
+    for width in range(17, 90):
+        widths = {
+            len(row.label) + sum(len(segment.text) for segment in row.segments)
+            for row in gantt(STEP, width)
+        }
+        assert widths == {width}
+
+
+def test_an_event_too_short_for_a_column_is_still_drawn() -> None:
+    short = Timeline((Event(0, 0.0, 100.0, "forward", 0, 0), Event(0, 100.0, 100.1, "update")), 1)
+    assert str(gantt(short, 20)[0]) == "rank 0 0" + "░" * 12
+    early = Timeline((Event(0, 0.0, 0.1, "update"), Event(0, 50.0, 100.0, "forward", 0, 0)), 1)
+    assert str(gantt(early, 20)[0]).startswith("rank 0 U ")
+
+
+def test_many_ranks_are_thinned_out_to_the_first_and_the_last() -> None:
+    events = tuple(Event(rank, 0.0, 1.0, "forward", 0, 0) for rank in range(1000))
+    labels = [row.label for row in gantt(Timeline(events, 1000), 80, max_ranks=5)]
+    assert labels == ["rank   0 ", "rank 250 ", "rank 500 ", "rank 749 ", "rank 999 "]
+
+
+def test_an_empty_timeline_has_no_rows() -> None:
+    assert gantt(Timeline((), 4), 80) == []
+
+
+@pytest.mark.parametrize("kind", sorted(FILLS))
+def test_the_svg_is_well_formed_and_has_a_bar_for_every_kind(kind: str) -> None:
+    title = "a <title> & more"
+    picture = gantt_svg(Timeline((Event(0, 0.0, 1.0, kind, 0, 3),), 1), title)
+    root = ElementTree.fromstring(picture)
+    space = {"svg": "http://www.w3.org/2000/svg"}
+    assert root.findtext("svg:title", namespaces=space) == title
+    assert "3" in [text.text for text in root.findall("svg:text", space)]
