@@ -9,6 +9,8 @@ from pipectl.schedule.catalogue import (
 )
 from pipectl.schedule.channel import Channel, channels
 from pipectl.schedule.lowering import lower, lower_evaluation, program_hash
+from pipectl.schedule.memory import memory_bytes, peak_in_flight, peak_memory_bytes
+from pipectl.schedule.validation import Proof, validate
 
 __all__ = [
     "NAMES",
@@ -17,11 +19,16 @@ __all__ = [
     "Channel",
     "Kind",
     "Program",
+    "Proof",
     "channels",
     "compute_actions",
     "compute_programs",
     "default_warm_up",
     "lower",
     "lower_evaluation",
+    "memory_bytes",
+    "peak_in_flight",
+    "peak_memory_bytes",
     "program_hash",
+    "validate",
 ]
