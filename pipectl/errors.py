@@ -1,6 +1,7 @@
 """The exception tree. Every class owns the exit code of the command that fails with it.
 
     PipectlError                1   a job or a worker failed, or anything not named below
+    ├── WorkerError             1   training failed on a rank
     ├── UsageError              2   a wrong command line, a directory that cannot be written
     ├── InvalidInputError       3   a spec, profile, cluster or plan that cannot be used
     │   ├── SpecError           3   the job spec; lists every problem with line and column
@@ -38,6 +39,10 @@ class PipectlError(Exception):
 
     def __str__(self) -> str:
         return self.message if self.cure is None else f"{self.message}\n  {self.cure}"
+
+
+class WorkerError(PipectlError):
+    """Training failed on a rank."""
 
 
 class UsageError(PipectlError):

@@ -33,6 +33,7 @@ class Operator:
         saved: (value, bytes) kept from forward to backward; equal values are one storage.
         timings: micro-batch size to (forward_s, backward_s), for sizes besides the profile's own.
         group: operators of an equal group must share a stage.
+        signature: digest of the operator and its arguments; tells where two graphs differ.
     """
 
     id: str
@@ -46,6 +47,7 @@ class Operator:
     saved: tuple[tuple[str, int], ...] = ()
     timings: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     group: str | None = None
+    signature: str | None = None
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,8 @@ def _operator_json(operator: Operator) -> dict[str, Any]:
         item["timings"] = {str(size): list(pair) for size, pair in sorted(operator.timings.items())}
     if operator.group is not None:
         item["group"] = operator.group
+    if operator.signature is not None:
+        item["signature"] = operator.signature
     return item
 
 
@@ -187,6 +191,7 @@ def _operator(item: Reader, assumptions: list[str]) -> Operator:
         saved=item.pairs("saved") if "saved" in item else ((node_id, output_bytes),),
         timings=item.timings("timings"),
         group=item.optional_text("group") or item.optional_text("colocate"),
+        signature=item.optional_text("signature"),
     )
 
 

@@ -1,0 +1,197 @@
+"""Batches: which samples each step takes, and loading them the same way on every rank.
+
+Samples are drawn in an order that follows from the run seed alone, and python, numpy and torch
+are seeded before each sample, so a rank that loads the inputs and a rank that loads the targets
+see the same augmentation.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from pipectl.capture.randomness import seed_of
+from pipectl.capture.step import split_sample
+from pipectl.errors import CaptureError
+
+Sample = tuple[int, int]
+"""(epoch, index) of a sample."""
+
+
+def split_batch(samples: int, micro_batch_size: int) -> list[int]:
+    """Sizes of the micro-batches of a batch: all full but the last, which takes the rest."""
+    full, rest = divmod(samples, micro_batch_size)
+    return [micro_batch_size] * full + ([rest] if rest else [])
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Sizes of the batches of a run, without end: epoch follows epoch.
+
+    Args:
+        samples: of the data set; None for an iterable one, whose batches are always full.
+        drop_last: whether the rest of an epoch that fills no batch is left out.
+    """
+
+    samples: int | None
+    batch_size: int
+    drop_last: bool = False
+
+    def __iter__(self) -> Iterator[tuple[int, range]]:
+        """(epoch, positions within the epoch) of every batch."""
+        epoch = 0
+        while True:
+            for positions in self.of_epoch():
+                yield epoch, positions
+            epoch += 1
+
+    def of_epoch(self) -> Iterator[range]:
+        """Positions of the batches of one epoch."""
+        if self.samples is None:
+            yield range(self.batch_size)
+            return
+        stop = self.samples - self.samples % self.batch_size if self.drop_last else self.samples
+        for start in range(0, stop, self.batch_size):
+            yield range(start, min(start + self.batch_size, stop))
+
+
+class Loader:
+    """Micro-batches of one data set on a rank that needs them.
+
+    Args:
+        dataset: map-style (``__len__`` and ``__getitem__``) or iterable; may bring its own
+            ``collate_fn``.
+        seed: of the run.
+        workers: loader processes; 0 loads in this one.
+        shuffle: whether each epoch takes the samples in an order of its own.
+    """
+
+    def __init__(self, dataset: Any, *, seed: int, workers: int = 0, shuffle: bool = True) -> None:
+        self._dataset = dataset
+        self._seed = seed
+        self._workers = workers
+        self._shuffle = shuffle
+        self._iterable = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+        self.collate: Callable[[list[Any]], Any] = getattr(dataset, "collate_fn", default_collate)
+
+    @property
+    def samples(self) -> int | None:
+        """Size of the data set; None if it is iterable.
+
+        Raises:
+            CaptureError: a map-style data set that has no length, or is empty.
+        """
+        if self._iterable:
+            return None
+        if not isinstance(self._dataset, Sized):
+            raise CaptureError(
+                "data: has __getitem__ but no __len__", cure="add __len__ to the data set"
+            )
+        if not len(self._dataset):
+            raise CaptureError("data: the data set is empty", cure="check the arguments of data:")
+        return len(self._dataset)
+
+    def example(self, size: int) -> tuple[Any, Any]:
+        """The first ``size`` samples, collated, as (inputs, targets); repeated if too few."""
+        if self._iterable:
+            found = list(islice(iter(self._dataset), size))
+        else:
+            seeded = _Seeded(self._dataset, self._seed)
+            found = [seeded[0, index] for index in range(min(size, self.samples or 0))]
+        if not found:
+            raise CaptureError("data: the data set is empty", cure="check the arguments of data:")
+        return split_sample(self._collate([found[i % len(found)] for i in range(size)]))
+
+    def micro_batches(
+        self, batches: Iterable[tuple[int, range]], micro_batch_size: int
+    ) -> Iterator[tuple[Any, Any]]:
+        """(inputs, targets) of every micro-batch of ``batches``, in order."""
+        if self._iterable:
+            collated: Iterable[Any] = self._stream(batches, micro_batch_size)
+        else:
+            collated = DataLoader(
+                _Seeded(self._dataset, self._seed),
+                batch_sampler=_Sampler(self, batches, micro_batch_size),
+                collate_fn=self._collate,
+                num_workers=self._workers,
+            )
+        return (split_sample(batch) for batch in collated)
+
+    def order(self, epoch: int) -> list[int]:
+        """Index of the sample at every position of an epoch."""
+        count = self.samples or 0
+        if not self._shuffle:
+            return list(range(count))
+        generator = torch.Generator().manual_seed(seed_of(self._seed, "epoch", epoch) >> 1)
+        return torch.randperm(count, generator=generator).tolist()  # type: ignore[no-any-return]
+
+    def _stream(self, batches: Iterable[tuple[int, range]], micro_batch_size: int) -> Iterator[Any]:
+        samples = self._endless()
+        for _, positions in batches:
+            for size in split_batch(len(positions), micro_batch_size):
+                yield self._collate(list(islice(samples, size)))
+
+    def _endless(self) -> Iterator[Any]:
+        epoch = 0
+        while True:
+            seed_sample(self._seed, epoch, 0)
+            yield from DataLoader(self._dataset, batch_size=None, num_workers=self._workers)
+            epoch += 1
+
+    def _collate(self, samples: list[Any]) -> Any:
+        try:
+            return self.collate(samples)
+        except Exception as error:
+            raise CaptureError(
+                f"data: samples cannot be joined to a batch: {type(error).__name__}: {error}",
+                cure="make samples of equal shape, or give the data set a collate_fn",
+            ) from error
+
+
+def seed_sample(seed: int, epoch: int, index: int) -> None:
+    """Seed python, numpy and torch for one sample."""
+    value = seed_of(seed, "sample", epoch, index)
+    random.seed(value)
+    np.random.seed(value & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(value)
+
+
+class _Seeded(Dataset[Any]):
+    """A map-style data set whose samples depend on (seed, epoch, index) alone."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self._dataset = dataset
+        self._seed = seed
+
+    def __getitem__(self, sample: Sample) -> Any:
+        epoch, index = sample
+        seed_sample(self._seed, epoch, index)
+        return self._dataset[index]
+
+
+class _Sampler:
+    """Samples of every micro-batch, for ``DataLoader(batch_sampler=...)``."""
+
+    def __init__(
+        self, loader: Loader, batches: Iterable[tuple[int, range]], micro_batch_size: int
+    ) -> None:
+        self._loader = loader
+        self._batches = batches
+        self._micro_batch_size = micro_batch_size
+
+    def __iter__(self) -> Iterator[list[Sample]]:
+        known, order = -1, list[int]()
+        for epoch, positions in self._batches:
+            if epoch != known:
+                known, order = epoch, self._loader.order(epoch)
+            start = positions.start
+            for size in split_batch(len(positions), self._micro_batch_size):
+                yield [(epoch, order[position]) for position in range(start, start + size)]
+                start += size

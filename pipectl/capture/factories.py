@@ -1,0 +1,127 @@
+"""Importing what a spec names and calling it, with errors that point at the user's line."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+from pipectl.errors import CaptureError
+from pipectl.units import did_you_mean
+
+
+def find(factory: str, base: Path) -> Callable[..., Any]:
+    """The callable that ``./file.py:name`` or ``package.module:name`` names.
+
+    Args:
+        factory: as written in the spec.
+        base: directory of the spec file, for relative files.
+
+    Raises:
+        CaptureError: no such file, module or name, or its import fails.
+    """
+    module_name, _, attribute = factory.rpartition(":")
+    if module_name.endswith(".py"):
+        module = _import_file((base / module_name).resolve(), factory)
+    else:
+        module = _import_module(module_name, factory)
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise CaptureError(
+                f"{factory}: {module_name} has no {attribute!r}{did_you_mean(part, dir(found))}",
+                cure="correct the name behind the colon in the spec",
+            )
+        found = getattr(found, part)
+    if not callable(found):
+        raise CaptureError(
+            f"{factory}: is a {type(found).__name__}, not a function or class",
+            cure="name something that can be called",
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def call(function: Callable[..., Any], factory: str, *args: Any, **kwargs: Any) -> Any:
+    """Call user code; its exception becomes an error that names file and line.
+
+    Raises:
+        CaptureError: the arguments do not fit, or the callable raises.
+    """
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        place = user_line(error.__traceback__)
+        raise CaptureError(
+            f"{factory}: raised {type(error).__name__}: {error}{place}",
+            cure="call it in a Python shell with the kwargs of the spec to see it fail there",
+        ) from error
+
+
+def bind(function: Callable[..., Any], factory: str, kwargs: Mapping[str, Any]) -> Any:
+    """A loss or metric: a class is constructed with ``kwargs``, a function gets them bound."""
+    if inspect.isclass(function):
+        return call(function, factory, **kwargs)
+    return functools.partial(function, **kwargs) if kwargs else function
+
+
+def user_line(trace: TracebackType | None) -> str:
+    """``" (at file.py:12)"`` for the deepest frame outside installed packages, or nothing."""
+    frames = traceback.extract_tb(trace)
+    own = [frame for frame in frames if _is_user_code(frame.filename)]
+    return f" (at {own[-1].filename}:{own[-1].lineno})" if own else ""
+
+
+def _is_user_code(filename: str) -> bool:
+    package = str(Path(__file__).parents[1])
+    library = ("site-packages", "dist-packages", f"{sys.prefix}/lib/python", "<frozen", "<eval")
+    stdlib = str(Path(inspect.__file__).parent)
+    return not filename.startswith((package, stdlib)) and not any(p in filename for p in library)
+
+
+def _import_file(path: Path, factory: str) -> ModuleType:
+    name = f"pipectl_user_{path.stem}_{abs(hash(str(path)))}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if not path.is_file():
+        raise CaptureError(
+            f"{factory}: no such file: {path}",
+            cure="the path is relative to the spec file",
+        )
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    if str(path.parent) not in sys.path:
+        # A user's file may import its neighbours, as it could when run as a script.
+        sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise _import_failed(factory, error) from error
+    return module
+
+
+def _import_module(name: str, factory: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise _import_failed(factory, error) from error
+
+
+def _import_failed(factory: str, error: Exception) -> CaptureError:
+    place = user_line(error.__traceback__)
+    if isinstance(error, SyntaxError):
+        place = f" (at {error.filename}:{error.lineno})"
+    return CaptureError(
+        f"{factory}: cannot be imported: {type(error).__name__}: {error}{place}",
+        cure="correct the module, or install what it needs into this Python environment",
+    )

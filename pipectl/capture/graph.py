@@ -1,0 +1,252 @@
+"""The captured graph: operators in order, what they read, and what must stay together."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from pipectl.capture.aliases import Aliases, find_aliases
+from pipectl.errors import CaptureError
+from pipectl.units import did_you_mean
+
+# Checks that export leaves in the graph; the shapes they check are fixed when a stage is built.
+_GUARDS = {
+    torch.ops.aten._assert_scalar.default,
+    torch.ops.aten._assert_tensor_metadata.default,
+    torch.ops.aten.sym_constrain_range.default,
+    torch.ops.aten.sym_constrain_range_for_size.default,
+}
+
+
+@dataclass(frozen=True)
+class State:
+    """A parameter, buffer or constant that the graph reads.
+
+    Args:
+        name: full name within the wrapper, e.g. ``model.blocks.0.weight``.
+        kind: ``parameter``, ``buffer`` or ``constant``.
+    """
+
+    name: str
+    kind: str
+
+
+class CapturedGraph:
+    """One exported graph (training or evaluation) in the form that can be cut.
+
+    Attributes:
+        states: parameters, buffers and constants by placeholder name.
+        inputs: placeholder names of the batch's tensors, in pytree order of (inputs, targets).
+        operators: nodes that compute, in graph order. Each is an operator of the profile; its
+            name is the operator's id.
+        loss: name of the node that gives the loss.
+        outputs: what the model returned, flattened: node names, or constants as they are.
+        output_spec: pytree structure of ``outputs``.
+        batch_size: the size it was exported with, and, if ``fixed``, the only one it holds for.
+    """
+
+    def __init__(self, program: ExportedProgram, states: Mapping[str, Tensor], batch: int) -> None:
+        self.root = program.graph_module
+        self.graph = program.graph
+        self.batch_size = batch
+        self.states, self.inputs = _placeholders(program)
+        self.operators = tuple(n for n in self.graph.nodes if _computes(n))
+        self.constants: dict[str, Any] = dict(program.constants)
+        self._symbols = _batch_symbols(self.graph, self.inputs)
+        self.fixed = not self._symbols
+        aliases = find_aliases(self, states)
+        self._rename_mutated(aliases)
+        self.groups = aliases.groups
+        self.requires_grad = aliases.requires_grad
+        self.loss, self.outputs, self.output_spec = _results(program)
+
+    @cached_property
+    def position(self) -> dict[str, int]:
+        """Index of every operator by name."""
+        return {node.name: index for index, node in enumerate(self.operators)}
+
+    @cached_property
+    def users(self) -> dict[str, tuple[str, ...]]:
+        """For every value, state and input: the operators that read it, in graph order."""
+        found: dict[str, list[str]] = {}
+        for node in self.operators:
+            for source in self.tensor_inputs(node):
+                found.setdefault(source.name, []).append(node.name)
+        return {name: tuple(users) for name, users in found.items()}
+
+    @cached_property
+    def edges(self) -> tuple[tuple[str, str], ...]:
+        """(producer, consumer) pairs of operators, in the order of the producers."""
+        return tuple(
+            (node.name, user) for node in self.operators for user in self.users.get(node.name, ())
+        )
+
+    @cached_property
+    def signatures(self) -> dict[str, str]:
+        """A short digest of every operator: its name, target and arguments."""
+        return {node.name: _digest(self._describe(node)) for node in self.operators}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of the whole graph: equal for equal models, whatever their weights."""
+        states = [f"{name}={state}" for name, state in self.states.items()]
+        shapes = [self._describe(n) for n in self.graph.nodes if n.op == "placeholder"]
+        return _digest("\n".join([*states, *shapes, *self.signatures.values(), self.loss]), 32)
+
+    def tensor_inputs(self, node: fx.Node) -> list[fx.Node]:
+        """Nodes whose tensors an operator reads: operators, states and inputs; sizes left out."""
+        return [source for source in node.all_input_nodes if not self.is_size(source)]
+
+    def is_size(self, node: fx.Node) -> bool:
+        """Whether a node gives a number that follows from the batch size (or a subgraph)."""
+        if node.op == "get_attr":
+            return True
+        return node.op == "call_function" and not _computes(node)
+
+    def size_at(self, node: fx.Node, batch: int) -> Any:
+        """The number a size node gives for a batch size.
+
+        Raises:
+            CaptureError: it depends on more than the batch size.
+        """
+        value = node.meta.get("val")
+        if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return value
+        expression = value.node.expr.xreplace(dict.fromkeys(self._symbols, batch))
+        if getattr(expression, "free_symbols", None):
+            raise CaptureError(
+                f"model: {node.name} has a size that depends on the data, not on the batch size",
+                cure="give the tensor a fixed size (padding and a mask, for example)",
+            )
+        if isinstance(value, torch.SymFloat):
+            return float(expression)
+        return bool(expression) if isinstance(value, torch.SymBool) else int(expression)
+
+    def require(self, fingerprint: str | None, signatures: Mapping[str, str]) -> str | None:
+        """None if this is the graph with ``fingerprint``, else where the two first differ."""
+        if fingerprint == self.fingerprint:
+            return None
+        for index, (mine, other) in enumerate(
+            zip(self.signatures.items(), signatures.items(), strict=False)
+        ):
+            if mine != other:
+                return f"operator {index} is {mine[0]!r} here and {other[0]!r} there"
+        if len(self.signatures) != len(signatures):
+            return f"{len(self.signatures)} operators here and {len(signatures)} there"
+        return "the operators agree, but parameters, inputs or the loss do not"
+
+    def check_state_names(self, names: Mapping[str, Any]) -> None:
+        """Every state of the graph exists in ``names``.
+
+        Raises:
+            CaptureError: naming the first that does not.
+        """
+        for state in self.states.values():
+            if state.kind != "constant" and state.name not in names:
+                hint = did_you_mean(state.name, names)
+                raise CaptureError(f"model: no {state.kind} {state.name!r}{hint}")
+
+    def _describe(self, node: fx.Node) -> str:
+        if node.op == "placeholder":
+            value = node.meta["val"]
+            if not isinstance(value, Tensor):
+                return f"{node.name}={value}"
+            shape = [str(size) if type(size) is int else "b" for size in value.shape]
+            return f"{node.name}:{value.dtype}{shape[self.fixed :]}"
+        if self.fixed:  # sizes stand in the arguments, and another size is still the same model
+            return f"{node.name}={node.target}"
+        arguments = [_describe_argument(arg, self.root) for arg in (node.args, node.kwargs)]
+        return f"{node.name}={node.target}{arguments}"
+
+    def _rename_mutated(self, aliases: Aliases) -> None:
+        """Let later readers of a value that was mutated in place read the mutating operator.
+
+        ``y = relu_(x)`` returns ``x`` itself, so both names are one tensor; with one name for it,
+        the order of the write and of later reads stands in the edges.
+        """
+        order = {node: index for index, node in enumerate(self.graph.nodes)}
+        for write in self.operators:
+            target = aliases.returned_argument.get(write.name)
+            if target is None or target.op == "placeholder":
+                continue
+            later = {user for user in target.users if order[user] > order[write]}
+            target.replace_all_uses_with(write, delete_user_cb=later.__contains__)
+
+
+def _computes(node: fx.Node) -> bool:
+    """Whether a node is an operator: not a guard, and more than arithmetic on sizes."""
+    if node.op != "call_function" or node.target in _GUARDS:
+        return False
+    value = node.meta.get("val")
+    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        return _computes(node.args[0]) and isinstance(value, Tensor)
+    return not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float)
+
+
+def _placeholders(program: ExportedProgram) -> tuple[dict[str, State], tuple[str, ...]]:
+    kinds = {
+        InputKind.PARAMETER: "parameter",
+        InputKind.BUFFER: "buffer",
+        InputKind.CONSTANT_TENSOR: "constant",
+    }
+    states: dict[str, State] = {}
+    inputs: list[str] = []
+    for spec in program.graph_signature.input_specs:
+        name = getattr(spec.arg, "name", None)
+        if spec.kind is InputKind.USER_INPUT:
+            inputs.append(str(name))
+        elif spec.kind in kinds and name is not None:
+            states[name] = State(str(spec.target), kinds[spec.kind])
+        else:
+            raise CaptureError(
+                f"model: uses a {spec.kind.name.lower()}, which cannot be split over processes",
+                cure="keep only tensors, parameters and buffers in the model's forward()",
+            )
+    return states, tuple(inputs)
+
+
+def _batch_symbols(graph: fx.Graph, inputs: tuple[str, ...]) -> set[Any]:
+    symbols: set[Any] = set()
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.name in inputs and isinstance(value, Tensor) and value.dim() > 0:
+            size: Any = value.shape[0]
+            if isinstance(size, torch.SymInt):
+                symbols |= size.node.expr.free_symbols
+    return symbols
+
+
+def _results(program: ExportedProgram) -> tuple[str, tuple[Any, ...], Any]:
+    output = next(node for node in program.graph.nodes if node.op == "output")
+    loss, *outputs = output.args[0]
+    spec = program.call_spec.out_spec
+    flat = tuple(item.name if isinstance(item, fx.Node) else item for item in outputs)
+    inner = spec.child(1) if outputs and spec is not None else None
+    return loss.name, flat, inner
+
+
+def _describe_argument(argument: Any, root: fx.GraphModule) -> str:
+    if isinstance(argument, fx.Node):
+        if argument.op == "get_attr":
+            return str(getattr(root.get_submodule(str(argument.target)), "code", argument.target))
+        if isinstance(argument.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool):
+            return "size"
+        return f"%{argument.name}"
+    if isinstance(argument, list | tuple):
+        return "[" + ",".join(_describe_argument(item, root) for item in argument) + "]"
+    if isinstance(argument, dict):
+        return ",".join(f"{k}={_describe_argument(v, root)}" for k, v in argument.items())
+    return str(argument)
+
+
+def _digest(text: str, length: int = 12) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:length]

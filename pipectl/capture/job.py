@@ -1,0 +1,152 @@
+"""The objects a spec names, and their captured graphs. The profiler and every rank start here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipectl.capture import factories
+from pipectl.capture.data import Loader
+from pipectl.capture.export import export_step
+from pipectl.capture.graph import CapturedGraph
+from pipectl.capture.randomness import seed_of
+from pipectl.capture.step import Step, seed_everything
+from pipectl.errors import CaptureError
+from pipectl.spec import JobSpec
+from pipectl.spec.training import Factory
+
+_SMALLEST_EXPORT = 2
+"""torch.export gives batch sizes 0 and 1 a meaning of their own."""
+
+
+class CapturedJob:
+    """Model, loss and data of a job, and the graphs of its training and evaluation step.
+
+    Attributes:
+        step: the wrapper that holds the user's model and loss.
+        loader: of the training data.
+        states: parameters and buffers by full name within the wrapper; a tied parameter once.
+
+    Raises:
+        CaptureError: a factory fails or returns the wrong kind of object.
+    """
+
+    def __init__(self, spec: JobSpec) -> None:
+        self.spec = spec
+        seed_everything(spec.training.seed)
+        model = self._make(spec.model)
+        if not isinstance(model, nn.Module):
+            raise CaptureError(
+                f"{spec.model.factory}: returned a {type(model).__name__}, not a torch.nn.Module",
+                cure="return the model from this function",
+            )
+        self.step = Step(model, self._loss(), with_outputs=False)
+        self.loader = self._loader(spec.data, spec.data.workers, shuffle=spec.data.shuffle)
+        self.states: Mapping[str, Tensor] = {
+            **dict(self.step.named_parameters()),
+            **dict(self.step.named_buffers()),
+        }
+        self._graphs: dict[tuple[bool, int], CapturedGraph] = {}
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model."""
+        return self.step.model
+
+    def training_graph(self, batch: int) -> CapturedGraph:
+        """The training graph for micro-batches of ``batch`` samples.
+
+        Raises:
+            CaptureError: the model cannot be captured, or no gradient reaches any parameter.
+        """
+        graph = self._graph(batch, training=True)
+        if not graph.requires_grad[graph.loss]:
+            raise CaptureError(
+                "loss: depends on no parameter that requires a gradient",
+                cure="check that the model is trained, not frozen or detached",
+            )
+        return graph
+
+    def evaluation_graph(self, batch: int) -> CapturedGraph:
+        """The evaluation graph (``model.eval()``), outputs included."""
+        return self._graph(batch, training=False)
+
+    def evaluation_loader(self) -> Loader | None:
+        """The held-out data, or None."""
+        evaluation = self.spec.evaluation
+        return None if evaluation is None else self._loader(evaluation.data, 0, shuffle=False)
+
+    def metrics(self) -> dict[str, Any]:
+        """Metric functions or objects by name."""
+        evaluation = self.spec.evaluation
+        if evaluation is None:
+            return {}
+        return {name: self._bound(item) for name, item in evaluation.metrics.items()}
+
+    def weight(self) -> Any | None:
+        """The function that weighs a micro-batch by its targets; None weighs by samples."""
+        weight = self.spec.loss.weight
+        return None if weight == "samples" else factories.find(weight, self.spec.base)
+
+    def find(self, item: Factory) -> Any:
+        """The callable a section of the spec names."""
+        return factories.find(item.factory, self.spec.base)
+
+    def _make(self, item: Factory) -> Any:
+        return factories.call(self.find(item), item.factory, **item.kwargs)
+
+    def _bound(self, item: Factory) -> Any:
+        return factories.bind(self.find(item), item.factory, item.kwargs)
+
+    def _loss(self) -> Any:
+        return None if self.spec.loss.factory == "model" else self._bound(self.spec.loss)
+
+    def _loader(self, item: Factory, workers: int, *, shuffle: bool) -> Loader:
+        seed = self.spec.training.seed
+        seed_everything(seed_of(seed, item.factory) >> 32)
+        return Loader(self._make(item), seed=seed, workers=workers, shuffle=shuffle)
+
+    def _graph(self, batch: int, *, training: bool) -> CapturedGraph:
+        key = (training, batch)
+        if key not in self._graphs:
+            known = next((g for (t, _), g in self._graphs.items() if t is training), None)
+            self._graphs[key] = known if known and not known.fixed else self._capture(*key, known)
+        return self._graphs[key]
+
+    def _capture(self, training: bool, batch: int, known: CapturedGraph | None) -> CapturedGraph:
+        size = batch if known else max(batch, _SMALLEST_EXPORT)
+        inputs, targets = self.loader.example(size)
+        self._check_batch(inputs, targets, size)
+        self.step.with_outputs = not training
+        self.step.train(training)
+        with torch.random.fork_rng(devices=[]):
+            program = export_step(self.step, inputs, targets)
+        graph = CapturedGraph(program, self.states, size)
+        if graph.fixed and size != batch:
+            return self._capture(training, batch, graph)
+        if known is not None and list(known.signatures) != list(graph.signatures):
+            raise CaptureError(
+                f"model: its graph for {batch} samples differs from that for {known.batch_size}",
+                cure="choose micro_batches so that they divide the batch, and drop_last: true",
+            )
+        return graph
+
+    @staticmethod
+    def _check_batch(inputs: Any, targets: Any, size: int) -> None:
+        leaves = [
+            leaf for leaf in pytree.tree_leaves((inputs, targets)) if isinstance(leaf, Tensor)
+        ]
+        if not leaves:
+            raise CaptureError(
+                "data: a sample holds no tensor", cure="return tensors, arrays or numbers"
+            )
+        for leaf in leaves:
+            if leaf.dim() == 0 or leaf.shape[0] != size:
+                raise CaptureError(
+                    f"data: a batch of {size} samples has a tensor of shape {list(leaf.shape)}",
+                    cure="let the first dimension of every tensor be the batch",
+                )

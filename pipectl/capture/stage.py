@@ -1,0 +1,196 @@
+"""The code of one stage at one batch size: its part of the graph as a callable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from pipectl.capture.cut import Cut, Slot
+from pipectl.capture.graph import CapturedGraph
+from pipectl.capture.randomness import is_random, seed_of, seed_operator
+from pipectl.errors import CaptureError
+
+
+@dataclass(frozen=True, eq=False)
+class StageCode:
+    """A stage as a function.
+
+    ``module(seed, *states, *inputs, *received)`` returns one tensor per entry of ``results``.
+
+    Args:
+        states: (placeholder, use) of each state argument; ``use`` is "" unless the parameter has
+            one accumulator per use.
+        inputs: names of the batch tensors it reads.
+        received: slots it reads.
+        results: slots it gives: values that leave the stage, and each remote use of a value whose
+            gradients return use by use.
+    """
+
+    module: fx.GraphModule
+    states: tuple[Slot, ...]
+    inputs: tuple[str, ...]
+    received: tuple[Slot, ...]
+    results: tuple[Slot, ...]
+
+
+def build_stage(cut: Cut, stage: int, batch: int) -> StageCode:
+    """The code of ``stage`` for micro-batches of ``batch`` samples.
+
+    Raises:
+        CaptureError: the graph was captured for another, fixed, batch size.
+    """
+    graph = cut.graph
+    if graph.fixed and graph.batch_size != batch:
+        raise CaptureError(f"model: captured for {graph.batch_size} samples, not for {batch}")
+    return _Builder(cut, stage, batch).build()
+
+
+def uses_of_parameter(graph: CapturedGraph, placeholder: str) -> tuple[str, ...]:
+    """The operators that use a parameter, if they are several: each has its own accumulator."""
+    users = graph.users.get(placeholder, ())
+    several = graph.states[placeholder].kind == "parameter" and len(users) > 1
+    return users if several else ()
+
+
+class _Builder:
+    """Copies a stage's operators into a graph of its own."""
+
+    def __init__(self, cut: Cut, stage: int, batch: int) -> None:
+        self._cut = cut
+        self._captured = cut.graph
+        self._batch = batch
+        self._stage = stage
+        self._graph = fx.Graph()
+        self._names = cut.operators(stage)
+        self._received = cut.received(stage)
+        self._local: dict[Slot, fx.Node] = {}
+        self._readers = {s.name: s for node in self._nodes() for s in node.all_input_nodes}
+
+    def build(self) -> StageCode:
+        seed = self._graph.placeholder("seed")
+        states, inputs = self._states(), self._inputs()
+        for slot in [*states, *map(Slot, inputs), *self._received]:
+            self._local[slot] = self._graph.placeholder("_".join(filter(None, slot)))
+        for node in self._nodes():
+            if is_random(node, self._captured.root):
+                key = seed_of(node.name)
+                self._graph.call_function(seed_operator, (seed, key))
+            self._local[Slot(node.name)] = self._copy(node)
+            if node.name in self._forks():
+                self._fork(node.name)
+        results = self._results()
+        self._graph.output(tuple(self._local[slot] for slot in results))
+        module = fx.GraphModule(self._captured.root, self._graph, class_name=f"Stage{self._stage}")
+        return StageCode(
+            module, tuple(states), tuple(inputs), tuple(self._received), tuple(results)
+        )
+
+    def _nodes(self) -> list[fx.Node]:
+        position = self._captured.position
+        return [self._captured.operators[position[name]] for name in self._names]
+
+    def _states(self) -> list[Slot]:
+        found: dict[Slot, None] = {}
+        for node in self._nodes():
+            for source in node.all_input_nodes:
+                if source.name in self._captured.states:
+                    found[self._state_slot(source.name, node.name)] = None
+        return list(found)
+
+    def _inputs(self) -> list[str]:
+        wanted = set(self._readers)
+        if self._stage == self._cut.loss_stage:
+            wanted |= {name for name in self._captured.outputs if isinstance(name, str)}
+        return [name for name in self._captured.inputs if name in wanted]
+
+    def _state_slot(self, placeholder: str, user: str) -> Slot:
+        apart = self._cut.training and uses_of_parameter(self._captured, placeholder)
+        return Slot(placeholder, user if apart else "")
+
+    def _forks(self) -> set[str]:
+        return set(self._cut.forked(self._stage))
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        def local(source: fx.Node) -> Any:
+            if source.op == "get_attr":
+                return self._graph.get_attr(str(source.target))
+            if self._captured.is_size(source):
+                return self._captured.size_at(source, self._batch)
+            if source.name in self._captured.states:
+                return self._local[self._state_slot(source.name, node.name)]
+            own_use = self._local.get(Slot(source.name, node.name))
+            return own_use if own_use is not None else self._local[Slot(source.name)]
+
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), local)
+        return self._graph.create_node("call_function", node.target, args, kwargs, node.name)
+
+    def _fork(self, name: str) -> None:
+        """Give every use of a value an alias of its own, whose gradients are summed in order."""
+        users = self._captured.users[name]
+        fork = self._graph.call_function(fork_uses, (self._local[Slot(name)], len(users)))
+        for index, user in enumerate(users):
+            item = self._graph.call_function(_item, (fork, index))
+            self._local[Slot(name, user)] = item
+
+    def _results(self) -> list[Slot]:
+        found: dict[Slot, None] = {}
+        if self._stage == self._cut.loss_stage:
+            for name in (self._captured.loss, *self._captured.outputs):
+                if isinstance(name, str):
+                    found[Slot(name)] = None
+        for lane, slots in self._cut.lanes.items():
+            if lane.source == self._stage and lane.kind == "activation":
+                found.update(dict.fromkeys(slots))
+            elif lane.target == self._stage and lane.kind == "gradient":
+                found.update((slot, None) for slot in slots if slot in self._local)
+        return [slot for slot in found if slot not in self._received]
+
+
+def fork_uses(value: Tensor, uses: int) -> tuple[Tensor, ...]:
+    """Aliases of ``value``, one a use; gradients are summed last use first, as autograd does."""
+    return _Fork.apply(value, uses)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _item(values: tuple[Tensor, ...], index: int) -> Tensor:
+    return values[index]
+
+
+class _Fork(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, uses: int) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(value.view_as(value) for _ in range(uses))
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None]:
+        total: Tensor | None = None
+        for gradient in reversed(gradients):
+            if gradient is not None:
+                total = gradient if total is None else total + gradient
+        return total, None
+
+
+class Receive(torch.autograd.Function):
+    """Enters a received activation into a stage's graph and catches its gradient.
+
+    A leaf would force the gradient into its own layout, and sums over another layout differ in
+    bits; here the gradient keeps the layout that one process gives it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, _: Tensor, value: Tensor, caught: dict[Slot, Tensor | None], slot: Slot
+    ) -> Tensor:
+        """An alias of ``value`` that requires gradient because the first argument does."""
+        ctx.set_materialize_grads(False)
+        ctx.caught, ctx.slot = caught, slot
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None, None, None]:
+        """Keep the gradient; there is nothing behind the anchor."""
+        ctx.caught[ctx.slot] = gradient
+        return None, None, None, None

@@ -1,0 +1,102 @@
+"""The wrapper that is exported: ``(inputs, targets) -> loss, outputs`` around model and loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipectl.errors import CaptureError
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+class Step(nn.Module):
+    """One micro-batch through model and loss.
+
+    Args:
+        model: the user's, unchanged.
+        loss: called with (outputs, targets); None where the model returns its own loss.
+        with_outputs: whether the outputs are wanted beside the loss, for metrics.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss | None, *, with_outputs: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+        self.with_outputs = with_outputs
+
+    def forward(self, inputs: Any, targets: Any) -> Any:
+        """The loss, and the outputs where they are wanted."""
+        outputs = self.model(**inputs) if isinstance(inputs, Mapping) else self.model(inputs)
+        loss = loss_of_outputs(outputs) if self.loss is None else self.loss(outputs, targets)
+        check_loss(loss)
+        return (loss, outputs) if self.with_outputs else loss
+
+
+def loss_of_outputs(outputs: Any) -> Any:
+    """The loss in what a model returned: ``.loss``, ``["loss"]``, the first item, or itself."""
+    if isinstance(outputs, Mapping):
+        return outputs.get("loss")
+    if isinstance(outputs, Tensor):
+        return outputs
+    if isinstance(outputs, tuple | list) and outputs:
+        return outputs[0]
+    return getattr(outputs, "loss", None)
+
+
+def check_loss(loss: Any) -> None:
+    """Refuse what cannot be trained on.
+
+    Raises:
+        CaptureError: the loss is no floating-point scalar.
+    """
+    if not isinstance(loss, Tensor):
+        found = f"a {type(loss).__name__}"
+    elif loss.dim() != 0:
+        found = f"a tensor of shape {[str(size) for size in loss.shape]}".replace("'", "")
+    elif not loss.is_floating_point():
+        found = f"a scalar of {loss.dtype}"
+    else:
+        return
+    raise CaptureError(
+        f"loss: must be a floating-point scalar tensor, but is {found}",
+        cure="reduce it, for example with .mean(), or name a loss: function in the spec",
+    )
+
+
+def split_sample(batch: Any) -> tuple[Any, Any]:
+    """A collated batch as (inputs, targets).
+
+    A pair is taken as such, ``{"inputs": ..., "targets": ...}`` likewise; any other mapping goes
+    to the model as keywords and, whole, to the loss.
+    """
+    if isinstance(batch, Mapping):
+        if set(batch) == {"inputs", "targets"}:
+            return batch["inputs"], batch["targets"]
+        return dict(batch), dict(batch)
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise CaptureError(
+        f"data: a sample must be (inputs, targets) or a mapping, not {_describe(batch)}",
+        cure="let the dataset's __getitem__ return a pair or a dictionary",
+    )
+
+
+def _describe(batch: Any) -> str:
+    if isinstance(batch, tuple | list):
+        return f"a {type(batch).__name__} of {len(batch)}"
+    return f"a {type(batch).__name__}"
+
+
+def seed_everything(seed: int) -> None:
+    """Seed python, numpy and torch, so that a factory makes the same object on every rank."""
+    import random
+
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

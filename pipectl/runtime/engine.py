@@ -1,0 +1,230 @@
+"""The engine: executes rank programs on tensors, the same ones the simulator executes on costs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pipectl.capture import Cut, Lane, Slot
+from pipectl.capture.randomness import seed_of
+from pipectl.graph import TransferKind
+from pipectl.runtime.device import Device
+from pipectl.runtime.stage import StageRuntime
+from pipectl.runtime.transport import Posted, Tensors, Transport
+from pipectl.schedule import Actions, Channel, Kind
+from pipectl.timeline import Event
+
+Row = tuple[int, ...]
+Batch = tuple[Any, Any]
+
+
+@dataclass
+class StepInput:
+    """What one pass of a program works on.
+
+    Args:
+        sizes: samples of every micro-batch.
+        weights: weight of every micro-batch in the loss; empty in evaluation.
+        batches: yields (inputs, targets) of every micro-batch; empty where no stage reads them.
+        seed: parts from which random operators are seeded.
+    """
+
+    sizes: Sequence[int]
+    weights: Sequence[float]
+    batches: Iterator[Batch]
+    seed: tuple[int | str, ...]
+
+
+@dataclass
+class StepOutput:
+    """What one pass gave on this rank.
+
+    Attributes:
+        losses: loss of every micro-batch, where this rank computes it.
+        events: what happened when, by ``time.perf_counter``.
+        busy_s: time in forwards and backwards.
+    """
+
+    losses: list[Tensor] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    busy_s: float = 0.0
+
+
+@dataclass
+class Doing:
+    """What the rank is doing right now, for error reports."""
+
+    step: int = 0
+    stage: int = -1
+    action: str = "starting"
+
+
+class Engine:
+    """Runs the programs of one rank.
+
+    Args:
+        stages: the rank's stages by index.
+        cut: of the training or evaluation graph; any batch size serves.
+        channels: what the channel column of a program refers to.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        stages: Mapping[int, StageRuntime],
+        cut: Cut,
+        channels: Sequence[Channel],
+        transport: Transport,
+        device: Device,
+        doing: Doing,
+    ) -> None:
+        self._rank = rank
+        self._stages = stages
+        self._cut = cut
+        self._channels = channels
+        self._lanes = [Lane(c.kind, c.source_stage, c.target_stage) for c in channels]
+        self._transport = transport
+        self._device = device
+        self._doing = doing
+        self._local = [
+            lane
+            for lane, c in zip(self._lanes, channels, strict=True)
+            if c.is_local and c.source_rank == rank
+        ]
+        self._loss = Slot(cut.graph.loss)
+        # Called with (samples, results, targets) where the loss of an evaluation is computed.
+        self.on_evaluated: Callable[[int, Tensors, Any], None] | None = None
+        self._handlers: dict[int, Callable[[int, int, int], None]] = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.EVALUATE: self._evaluate,
+            Kind.SEND_START: self._send_start,
+            Kind.SEND_WAIT: self._send_wait,
+            Kind.RECEIVE_START: self._receive_start,
+            Kind.RECEIVE_WAIT: self._receive_wait,
+        }
+
+    def run(self, actions: Actions, given: StepInput, update: Callable[[], None]) -> StepOutput:
+        """Execute one body; ``update`` is called for its UPDATE."""
+        self._given, self._out = given, StepOutput()
+        self._sends: dict[tuple[int, int], Posted] = {}
+        self._receives: dict[tuple[int, int], Posted | None] = {}
+        self._arrived: dict[tuple[TransferKind, int, int], Tensors] = {}
+        self._made: dict[tuple[TransferKind, int], Tensors] = {}
+        self._loaded: dict[int, Batch] = {}
+        for kind, stage, micro_batch, channel, *_ in actions.rows.tolist():
+            start = time.perf_counter()
+            self._doing.stage = stage
+            self._doing.action = f"{Kind(kind).name} micro-batch {micro_batch}"
+            if kind == Kind.UPDATE:
+                update()
+            else:
+                self._handlers[kind](stage, micro_batch, channel)
+            self._record(Kind(kind), stage, micro_batch, start)
+        return self._out
+
+    def _record(self, kind: Kind, stage: int, micro_batch: int, start: float) -> None:
+        end = time.perf_counter()
+        if kind.is_compute:
+            self._out.busy_s += end - start if kind is not Kind.UPDATE else 0.0
+            self._transport.progress()
+        elif kind not in (Kind.SEND_WAIT, Kind.RECEIVE_WAIT):
+            return
+        name = kind.name.lower() if kind.is_compute else "wait"
+        self._out.events.append(Event(self._rank, start, end, name, stage, micro_batch))
+
+    def _forward(self, stage: int, micro_batch: int, _: int) -> None:
+        runtime, size = self._stages[stage], self._given.sizes[micro_batch]
+        arrived = self._arrived.pop((TransferKind.ACTIVATION, stage, micro_batch), {})
+        made = runtime.forward(
+            micro_batch, size, self._seed(micro_batch), self._inputs(runtime, micro_batch), arrived
+        )
+        if self._loss in made:
+            loss = made[self._loss]
+            assert loss is not None
+            self._out.losses.append(loss)
+        self._deliver(TransferKind.ACTIVATION, stage, micro_batch, made)
+
+    def _backward(self, stage: int, micro_batch: int, _: int) -> None:
+        gradients = self._arrived.pop((TransferKind.GRADIENT, stage, micro_batch), {})
+        ordered = dict(sorted(gradients.items(), key=self._latest_use, reverse=True))
+        weight = self._given.weights[micro_batch]
+        made = self._stages[stage].backward(micro_batch, ordered, self._loss, weight)
+        self._deliver(TransferKind.GRADIENT, stage, micro_batch, made)
+
+    def _evaluate(self, stage: int, micro_batch: int, _: int) -> None:
+        runtime, size = self._stages[stage], self._given.sizes[micro_batch]
+        arrived = self._arrived.pop((TransferKind.ACTIVATION, stage, micro_batch), {})
+        inputs = self._inputs(runtime, micro_batch, training=False)
+        made = runtime.evaluate(size, self._seed(micro_batch), inputs, arrived)
+        if stage == self._cut.loss_stage and self.on_evaluated is not None:
+            targets = self._batch(micro_batch)[1]
+            self.on_evaluated(size, {**arrived, **made}, targets)
+        self._deliver(TransferKind.ACTIVATION, stage, micro_batch, made)
+
+    def _deliver(self, kind: TransferKind, stage: int, micro_batch: int, made: Tensors) -> None:
+        """Keep results for the sends that follow; hand them to stages on this rank at once."""
+        self._made[kind, stage] = made
+        for lane in self._local:
+            if lane.kind is kind and lane.source == stage:
+                target = self._arrived.setdefault((kind, lane.target, micro_batch), {})
+                target.update({slot: made.get(slot) for slot in self._cut.lanes[lane]})
+
+    def _send_start(self, stage: int, micro_batch: int, channel: int) -> None:
+        lane = self._lanes[channel]
+        self._sends[channel, micro_batch] = self._transport.start_send(
+            lane,
+            self._given.sizes[micro_batch],
+            self._channels[channel].target_rank,
+            self._made[lane.kind, stage],
+        )
+
+    def _send_wait(self, _: int, micro_batch: int, channel: int) -> None:
+        self._transport.finish_send(self._sends.pop((channel, micro_batch)))
+
+    def _receive_start(self, _: int, micro_batch: int, channel: int) -> None:
+        self._receives[channel, micro_batch] = self._transport.start_receive(
+            self._lanes[channel],
+            self._given.sizes[micro_batch],
+            self._channels[channel].source_rank,
+        )
+
+    def _receive_wait(self, stage: int, micro_batch: int, channel: int) -> None:
+        lane = self._lanes[channel]
+        tensors = self._transport.finish_receive(
+            lane,
+            self._given.sizes[micro_batch],
+            self._channels[channel].source_rank,
+            self._receives.pop((channel, micro_batch)),
+        )
+        self._arrived.setdefault((lane.kind, stage, micro_batch), {}).update(tensors)
+
+    def _inputs(
+        self, runtime: StageRuntime, micro_batch: int, *, training: bool = True
+    ) -> dict[str, Tensor]:
+        names = runtime.inputs(training, self._given.sizes[micro_batch])
+        if not names:
+            return {}
+        leaves = pytree.tree_leaves(self._batch(micro_batch))
+        known = dict(zip(self._cut.graph.inputs, leaves, strict=True))
+        target = self._device.torch_device
+        return {name: known[name].to(target) for name in names}
+
+    def _batch(self, micro_batch: int) -> Batch:
+        """The loaded micro-batch; stages of one rank share it, in rising order."""
+        while micro_batch not in self._loaded:
+            self._loaded[len(self._loaded)] = next(self._given.batches)
+        return self._loaded[micro_batch]
+
+    def _seed(self, micro_batch: int) -> int:
+        return seed_of(*self._given.seed, micro_batch)
+
+    def _latest_use(self, item: tuple[Slot, Any]) -> int:
+        """Position of the last use of a value: autograd adds later uses first."""
+        users = self._cut.graph.users.get(item[0].value, ("",))
+        return self._cut.graph.position.get(users[-1], -1)

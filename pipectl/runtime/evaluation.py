@@ -1,0 +1,78 @@
+"""Metrics over held-out data, gathered on the rank that computes the loss."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pipectl.capture import CapturedGraph, Slot
+from pipectl.capture.factories import call
+from pipectl.runtime.transport import Tensors
+
+
+class Metrics:
+    """Accumulates the loss and the user's metrics over the micro-batches of one evaluation.
+
+    A metric with ``update(outputs, targets)`` and ``compute()`` is used as such, from a fresh copy
+    each time; a plain function is averaged, weighted by samples.
+
+    Args:
+        metrics: by name, as the spec gives them.
+        graph: the evaluation graph, whose outputs the metrics see.
+    """
+
+    def __init__(self, metrics: Mapping[str, Any], graph: CapturedGraph) -> None:
+        self._graph = graph
+        self._stateful = {n: copy.deepcopy(m) for n, m in metrics.items() if _is_stateful(m)}
+        self._functions: dict[str, Callable[[Any, Any], Any]] = {
+            name: metric for name, metric in metrics.items() if not _is_stateful(metric)
+        }
+        self._sums: dict[str, float] = {}
+        self._samples = 0
+
+    def add(self, size: int, results: Tensors, targets: Any) -> None:
+        """One micro-batch of ``size`` samples: the loss and outputs among ``results`` count."""
+        loss = results[Slot(self._graph.loss)]
+        assert isinstance(loss, Tensor)
+        self._samples += size
+        self._sum("loss", float(loss) * size)
+        if not self._stateful and not self._functions:
+            return
+        outputs = self._outputs(results)
+        for name, metric in self._stateful.items():
+            call(metric.update, f"evaluation.metrics.{name}", outputs, targets)
+        for name, function in self._functions.items():
+            value = call(function, f"evaluation.metrics.{name}", outputs, targets)
+            self._sum(name, float(value) * size)
+
+    def result(self) -> dict[str, float]:
+        """The loss and every metric by name."""
+        means = {name: total / self._samples for name, total in self._sums.items()}
+        computed = {
+            name: float(call(metric.compute, f"evaluation.metrics.{name}"))
+            for name, metric in self._stateful.items()
+        }
+        return {**means, **computed}
+
+    def _sum(self, name: str, value: float) -> None:
+        self._sums[name] = self._sums.get(name, 0.0) + value
+
+    def _outputs(self, results: Tensors) -> Any:
+        """What the model returned, with tensors on the host."""
+        leaves = [
+            _on_host(results.get(Slot(item))) if isinstance(item, str) else item
+            for item in self._graph.outputs
+        ]
+        return pytree.tree_unflatten(leaves, self._graph.output_spec)
+
+
+def _is_stateful(metric: Any) -> bool:
+    return hasattr(metric, "update") and hasattr(metric, "compute")
+
+
+def _on_host(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.cpu()

@@ -1,0 +1,213 @@
+"""The end of a step: shared gradients, clipping by global norm, optimizer and learning rate.
+
+All of it gives the same bits in every plan: sums and norms are formed in model order, never by
+rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import Tensor, nn
+
+from pipectl.capture import Slot
+from pipectl.capture.factories import call
+from pipectl.errors import CaptureError
+
+Uses = list[tuple[Slot, int]]
+"""Uses of one parameter in graph order, each with its stage."""
+
+
+class SharedGradients:
+    """Gradients of parameters that several operators use (tied embeddings, for example).
+
+    Each use accumulates on its own over the micro-batches; at the end of the step every rank that
+    holds the parameter adds all uses in graph order. So neither the number of stages nor the place
+    of the uses changes a bit.
+
+    Args:
+        communicator: of its own.
+        shared: uses of every such parameter by full name, in model order.
+        rank_of_stage: the rank of every stage.
+        leaves: this rank's leaf of every use it computes.
+        parameters: this rank's parameters by full name.
+    """
+
+    def __init__(
+        self,
+        communicator: MPI.Comm,
+        shared: Mapping[str, Uses],
+        rank_of_stage: Sequence[int],
+        leaves: Mapping[Slot, Tensor],
+        parameters: Mapping[str, nn.Parameter],
+    ) -> None:
+        self._communicator = communicator
+        self._leaves = leaves
+        self._parameters = parameters
+        self._users = {
+            name: [(slot, rank_of_stage[stage]) for slot, stage in uses]
+            for name, uses in shared.items()
+        }
+        self._with_gradient: set[Slot] = set()
+
+    def learn(self) -> None:
+        """Agree, after a first backward, on the uses that a gradient reaches. Collective."""
+        mine = [slot for slot, leaf in self._leaves.items() if leaf.grad is not None]
+        self._with_gradient = set().union(*self._communicator.allgather(mine))
+
+    def reduce(self) -> None:
+        """Give every parameter with several uses its whole gradient. Collective among holders."""
+        for tag, (name, users) in enumerate(self._users.items()):
+            if name in self._parameters:
+                active = [user for user in users if user[0] in self._with_gradient]
+                gradients = self._exchange(
+                    self._parameters[name], active, {r for _, r in users}, tag
+                )
+                total: Tensor | None = None
+                for gradient in gradients:
+                    total = gradient if total is None else total + gradient
+                self._parameters[name].grad = total
+        for leaf in self._leaves.values():
+            leaf.grad = None
+
+    def _exchange(
+        self, parameter: nn.Parameter, users: Uses, holders: set[int], tag: int
+    ) -> list[Tensor]:
+        """The gradient of every use, own and remote, in graph order."""
+        me = self._communicator.rank
+        requests: list[MPI.Request] = []
+        gradients: list[Tensor] = []
+        buffers: dict[int, np.ndarray[Any, Any]] = {}
+        for index, (slot, rank) in enumerate(users):
+            if rank == me:
+                gradient = self._leaves[slot].grad
+                assert gradient is not None
+                gradients.append(gradient)
+                buffers[index] = _bytes(gradient.detach().contiguous().cpu())
+                requests += [
+                    self._communicator.Isend(buffers[index], other, index)
+                    for other in sorted(holders - {me})
+                ]
+            else:
+                host = torch.empty(parameter.shape, dtype=parameter.dtype)
+                gradients.append(host)
+                buffers[index] = _bytes(host)
+                requests.append(self._communicator.Irecv(buffers[index], rank, index))
+        MPI.Request.Waitall(requests)
+        return [gradient.to(parameter.device) for gradient in gradients]
+
+
+def _sum_in_order(gradients: Sequence[Tensor], parameter: nn.Parameter) -> Tensor | None:
+    """The sum from the first on, in the parameter's layout; None without gradients."""
+    if not gradients:
+        return None
+    total = torch.empty_like(parameter).copy_(gradients[0])
+    for gradient in gradients[1:]:
+        total += gradient
+    return total
+
+
+def _bytes(host: Tensor) -> np.ndarray[Any, Any]:
+    """The memory of a contiguous host tensor."""
+    return host.view(-1).view(torch.uint8).numpy()
+
+
+class Clipping:
+    """Clipping by the norm of all gradients of all ranks, with torch's formula in model order.
+
+    Args:
+        names: every trained parameter in model order, tied ones once.
+        owned: this rank's parameters whose norm no lower rank contributes.
+        held: all of this rank's parameters.
+    """
+
+    def __init__(
+        self,
+        communicator: MPI.Comm,
+        names: Sequence[str],
+        owned: Mapping[str, nn.Parameter],
+        held: Mapping[str, nn.Parameter],
+    ) -> None:
+        self._communicator = communicator
+        self._index = {name: index for index, name in enumerate(names)}
+        self._owned = owned
+        self._held = held
+
+    def norm(self) -> float:
+        """The norm of all gradients: of the norms of the parameters, as torch computes it."""
+        return float(self._norm())
+
+    def clip(self, largest: float) -> float:
+        """Scale all gradients to a norm of at most ``largest``; returns the norm before."""
+        total = self._norm()
+        factor = torch.clamp(largest / (total + 1e-6), max=1.0)
+        for parameter in self._held.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor.to(parameter.grad.device))
+        return float(total)
+
+    def _norm(self) -> Tensor:
+        # Row 0 holds the norms, row 1 marks who has a gradient. Adding zeros changes no bit.
+        table = np.zeros((2, len(self._index)), dtype=np.float32)
+        for name, parameter in self._owned.items():
+            if parameter.grad is not None:
+                table[0, self._index[name]] = float(torch.linalg.vector_norm(parameter.grad))
+                table[1, self._index[name]] = 1
+        self._communicator.Allreduce(MPI.IN_PLACE, table)
+        norm: Tensor = torch.linalg.vector_norm(torch.from_numpy(table[0][table[1] > 0]))
+        return norm
+
+
+@dataclass
+class Stepper:
+    """Optimizer and learning-rate schedule of one rank; both None where it trains nothing."""
+
+    optimizer: torch.optim.Optimizer | None
+    lr_scheduler: Any | None
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the first parameter group; NaN without one."""
+        return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer else float("nan")
+
+    def step(self) -> None:
+        """Update the parameters, then the learning rate."""
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+
+
+def make_stepper(
+    parameters: Sequence[nn.Parameter],
+    optimizer: tuple[Callable[..., Any], str, Mapping[str, Any]],
+    lr_scheduler: tuple[Callable[..., Any], str, Mapping[str, Any]] | None,
+) -> Stepper:
+    """The optimizer over a rank's parameters, and its schedule.
+
+    Args:
+        optimizer, lr_scheduler: callable, its name in the spec, and its keyword arguments.
+
+    Raises:
+        CaptureError: a factory fails, or the schedule needs a loss to step.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if lr_scheduler is not None and lr_scheduler[0] is torch.optim.lr_scheduler.ReduceLROnPlateau:
+        raise CaptureError(
+            "lr_scheduler: ReduceLROnPlateau needs a measured loss, which only one rank has",
+            cure="use a schedule of the step number, such as CosineAnnealingLR",
+        )
+    if not trained:
+        return Stepper(None, None)
+    function, name, kwargs = optimizer
+    made = call(function, name, trained, **kwargs)
+    if lr_scheduler is None:
+        return Stepper(made, None)
+    function, name, kwargs = lr_scheduler
+    return Stepper(made, call(function, name, made, **kwargs))
