@@ -29,7 +29,7 @@ def command(
     overrides: Overrides = None,
 ) -> None:
     """Run a job, profiling and planning it where needed."""
-    from pipectl.jobs.submit import estimate, render
+    from pipectl.jobs.script import estimate, render
     from pipectl.spec import load
 
     spec = load(job, overrides or ())

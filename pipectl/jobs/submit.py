@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import sys
-import tempfile
 import uuid
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -111,27 +108,6 @@ def submit(inputs: Inputs, now: float) -> Submission:
     return Submission(run, record, inputs.plan)
 
 
-def render(spec: JobSpec, scheduler: str | None, now: float) -> str:
-    """The job script as it would be submitted; needs neither the batch system nor MPI."""
-    name = scheduler_name(spec, scheduler)
-    request = _dry_request(spec, name, now)
-    return get(name).render(request)
-
-
-def estimate(spec: JobSpec, scheduler: str | None, now: float) -> str | None:
-    """When the job would start, in the batch system's words; None where it has no queue.
-
-    Raises:
-        SchedulerError: the batch system would reject the job.
-    """
-    name = scheduler_name(spec, scheduler)
-    batch = get(name)
-    with tempfile.TemporaryDirectory(prefix="pipectl-") as directory:
-        script = Path(directory) / "job.sh"
-        write_text(script, batch.render(_dry_request(spec, name, now)))
-        return batch.estimate(script)
-
-
 def _plan(spec: JobSpec, profile: Profile, cluster: Cluster) -> Plan:
     """The plan that lies there if it is still good, else a new one, put there."""
     plan = fresh_plan(spec, profile, cluster, plan_path(spec))
@@ -173,18 +149,4 @@ def _request(inputs: Inputs, directory: Path) -> JobRequest:
         f"{directory.name} {uuid.uuid4().hex[:8]}",
         ranks=None if plan is None else plan.ranks,
         prepare=plan is None,
-    )
-
-
-def _dry_request(spec: JobSpec, name: str, now: float) -> JobRequest:
-    """The request of a run that will not be made; where MPI is missing, PATH is to have it."""
-    stem = f"{datetime.fromtimestamp(now):%Y%m%d-%H%M%S}-{spec.name}"
-    directory = Path(spec.output.directory) / stem
-    known = shutil.which("mpiexec") or (Path(sys.executable).parent / "mpiexec").exists()
-    return job_request(
-        spec,
-        directory,
-        f"{directory.name} dry-run",
-        prepare=name != LOCAL,
-        mpiexec=None if known else "mpiexec",
     )

@@ -1,0 +1,207 @@
+"""Running commands in this process, in an empty directory, without the machine's own settings."""
+
+from __future__ import annotations
+
+import json
+import socket
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipectl.cli import main
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Result]
+
+JOB = """\
+version: 1
+name: tiny
+model: {factory: "./model.py:build"}
+loss: {factory: "torch.nn:MSELoss"}
+data: {factory: "./model.py:data"}
+training: {steps: 4, batch_size: 8}
+pipeline: {stages: 2, micro_batches: 4, schedule: 1f1b}
+resources: {nodes: 2, tasks_per_node: 1}
+site_defaults: false
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current directory, and no Slurm: only the basic commands are on PATH."""
+    monkeypatch.chdir(tmp_path)
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("bash", "rm", "mv", "cat", "sleep"):
+        (programs / name).symlink_to(f"/bin/{name}")
+    monkeypatch.setenv("PATH", str(programs))
+    monkeypatch.setenv("COLUMNS", "100")
+    for name in ("PIPECTL_DEBUG", "FORCE_COLOR", "SLURM_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def cli(place: Path, capfd: pytest.CaptureFixture[str]) -> Command:
+    """``cli("status", "last")`` runs that command."""
+
+    def run(*arguments: str) -> Result:
+        capfd.readouterr()
+        code = main(list(arguments))
+        captured = capfd.readouterr()
+        assert "Traceback" not in captured.err
+        return Result(code, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def job(place: Path) -> Path:
+    """A valid job spec, ``job.yaml``."""
+    (place / "model.py").write_text("def build(): ...\ndef data(): ...\n")
+    (place / "job.yaml").write_text(JOB)
+    return Path("job.yaml")
+
+
+def profile_document(**changes: Any) -> dict[str, Any]:
+    """A chain of four operators, each 1 MiB of parameters, as a profiler would write it."""
+    nodes = [
+        {
+            "id": f"op{index}",
+            "name": f"layer.{index}",
+            "forward_s": 0.01,
+            "backward_s": 0.02,
+            "parameter_bytes": 2**20,
+            "output_bytes": 1000,
+            "saved": [[f"op{index}", 1000]],
+        }
+        for index in range(4)
+    ]
+    return {
+        "version": 1,
+        "name": "tiny",
+        "source": "test",
+        "micro_batch_size": 2,
+        "fingerprint": "abc",
+        "optimizer": {"state_bytes_per_parameter": 2.0, "step_s_per_byte": 1e-10},
+        "process_baseline_bytes": 2**28,
+        "nodes": nodes,
+        "edges": [["op0", "op1"], ["op1", "op2"], ["op2", "op3"]],
+        **changes,
+    }
+
+
+@pytest.fixture
+def profile(job: Path) -> Path:
+    """A fresh profile of the job at its usual place."""
+    from pipectl.spec import load, profile_key
+
+    path = Path("runs/tiny.profile.json")
+    path.parent.mkdir()
+    path.write_text(json.dumps(profile_document(key=profile_key(load(job)))))
+    return path
+
+
+@pytest.fixture
+def program(place: Path) -> Callable[[str, str], Path]:
+    """``program("sbatch", "echo 7")`` puts a bash script of that name on PATH."""
+
+    def write(name: str, text: str) -> Path:
+        path = place / "bin" / name
+        path.write_text(f"#!/bin/bash\n{text}\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def run_of(place: Path) -> Callable[..., Path]:
+    """``run_of("20250101-120000-tiny", steps=7)`` makes a run whose process is gone."""
+
+    def write(name: str, **record: Any) -> Path:
+        path = place / "runs" / name
+        for folder in ("errors", "logs", "trace", "checkpoints"):
+            (path / folder).mkdir(parents=True)
+        document = {
+            "version": 1,
+            "name": "tiny",
+            "scheduler": "local",
+            "tag": "t",
+            "submitted_at": 1.7e9,
+            "ranks": 2,
+            "nodes": 1,
+            "steps": 10,
+            "state": "submitted",
+            "job_id": f"{2**22 - 1}.1@{socket.gethostname()}",
+            "history": [],
+        }
+        (path / "record.json").write_text(json.dumps({**document, **record}))
+        return path
+
+    return write
+
+
+def metrics(steps: int) -> str:
+    """Lines of metrics.jsonl: 0.5 s a step after three slow ones, the loss falling from 3."""
+    lines = (
+        {
+            "attempt": 1,
+            "step": step,
+            "steps": 10,
+            "time": 1.7e9 + step,
+            "loss": 3.0 / step,
+            "step_time_s": 5.0 if step < 4 else 0.5,
+            "samples_per_s": 16.0,
+        }
+        for step in range(1, steps + 1)
+    )
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+@pytest.fixture
+def finished(run_of: Callable[..., Path]) -> Path:
+    """A completed run with metrics, logs and an evaluation."""
+    run = run_of("20250101-120000-tiny")
+    (run / "exit_code").write_text("0\n")
+    evaluation = {"attempt": 1, "step": 10, "time": 0, "evaluation": {"loss": 0.25}}
+    (run / "metrics.jsonl").write_text(metrics(10) + json.dumps(evaluation) + "\n")
+    (run / "logs/job.log").write_text("started\n")
+    (run / "logs/rank-0000.log").write_text("zero \x1b[31mred\n")
+    (run / "logs/rank-0001.log").write_text("one\n")
+    return run
+
+
+@pytest.fixture
+def failed(run_of: Callable[..., Path]) -> Path:
+    """A run that rank 1 broke at step 5, then rank 0."""
+    run = run_of("20250102-120000-tiny")
+    (run / "exit_code").write_text("9\n")
+    (run / "metrics.jsonl").write_text(metrics(4))
+    for rank, time in ((0, 20.0), (1, 10.0)):
+        report = {
+            "rank": rank,
+            "host": "n1",
+            "stage": rank,
+            "action": "BACKWARD micro-batch 2",
+            "step": 5,
+            "type": "ValueError",
+            "message": f"boom {rank}",
+            "cure": None,
+            "traceback": "Traceback",
+            "time": time,
+            "exit_code": 1,
+        }
+        (run / f"errors/rank-{rank:04d}.json").write_text(json.dumps(report))
+    return run

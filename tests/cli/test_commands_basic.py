@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Command
+
+COMMANDS = ("init", "check", "schema", "profile", "plan", "submit", "status", "logs", "cancel")
+
+
+def test_help_lists_every_command_with_a_whole_sentence(cli: Command) -> None:
+    result = cli("--help")
+    assert result.code == 0
+    for name in COMMANDS:
+        line = next(line for line in result.out.splitlines() if line.strip().startswith(name + " "))
+        assert line.endswith(".")
+        assert not line.endswith("...")
+
+
+def test_no_command_shows_the_help(cli: Command) -> None:
+    assert cli().out == cli("--help").out
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["status"], ["status", "--help"]])
+def test_starting_loads_neither_torch_nor_mpi_nor_the_spec(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    program = (
+        "import sys; from pipectl.cli import main; code = main(sys.argv[1:]);"
+        "heavy = {'torch', 'mpi4py', 'numpy', 'pipectl.spec', 'pipectl.planner'};"
+        "sys.exit(','.join(heavy & set(sys.modules)) or code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["foo"], "error: No such command 'foo'.\n  see: pipectl --help\n"),
+        (["submit", "--foo"], "error: No such option: --foo\n  see: pipectl submit --help\n"),
+        (["check"], "error: Missing argument 'JOB.yaml'.\n  see: pipectl check --help\n"),
+    ],
+)
+def test_a_wrong_command_line_is_one_message_and_code_2(
+    cli: Command, arguments: list[str], error: str
+) -> None:
+    result = cli(*arguments)
+    assert (result.code, result.out, result.err) == (2, "", error)
+
+
+def test_check_says_what_is_valid(cli: Command, job: Path) -> None:
+    result = cli("check", "job.yaml")
+    assert (result.code, result.out, result.err) == (0, "job.yaml: valid; 2 ranks, 4 steps\n", "")
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("training: {steps: many, batch_size: 8}", "8:19: training.steps: must be a whole number"),
+        ("training: {steps: 4, batch_size: 8, sed: 1}", "unknown key; did you mean 'seed'?"),
+        ("training: {steps: 4, steps: 5, batch_size: 8}", "8:22: training.steps: given twice"),
+        ("training: {steps: 4", "not valid YAML"),
+    ],
+)
+def test_a_bad_spec_names_file_line_and_column(
+    cli: Command, job: Path, line: str, problem: str
+) -> None:
+    lines = [item for item in job.read_text().splitlines() if not item.startswith("training")]
+    job.write_text("\n".join([*lines, "# replaced:"][:7] + [line] + lines[7:]) + "\n")
+    result = cli("check", "job.yaml")
+    assert result.code == 3
+    assert result.out == ""
+    assert result.err.startswith("error: job.yaml:")
+    assert problem in result.err
+
+
+def test_a_missing_spec_says_how_to_get_one(cli: Command) -> None:
+    result = cli("check", "nope.yaml")
+    assert (result.code, result.out) == (3, "")
+    assert result.err == (
+        "error: nope.yaml: no such file\n  write a starter spec with: pipectl init\n"
+    )
+
+
+def test_every_problem_is_an_error_of_its_own(cli: Command, job: Path) -> None:
+    result = cli("check", "job.yaml", "--set", "training.stps=3", "--set", "resources.nodes=many")
+    assert result.code == 3
+    assert [line.startswith("error: --set ") for line in result.err.splitlines()] == [True, True]
+
+
+def test_schema_is_printed_and_written(cli: Command) -> None:
+    printed = cli("schema")
+    written = cli("schema", "-o", "job.schema.json")
+    assert json.loads(printed.out)["additionalProperties"] is False
+    assert Path("job.schema.json").read_text() == printed.out
+    assert written.out == "schema: job.schema.json\n"
+
+
+def test_schema_into_a_directory_that_does_not_exist(cli: Command) -> None:
+    result = cli("schema", "-o", "nowhere/job.schema.json")
+    assert result.code == 2
+    assert result.err.startswith("error: nowhere/job.schema.json: cannot be written")
+
+
+def test_init_writes_a_job_that_passes_check(cli: Command) -> None:
+    result = cli("init", "new")
+    assert result.code == 0
+    assert result.out == (
+        "written: new/job.yaml\nwritten: new/model.py\n"
+        "next: pipectl submit new/job.yaml --wait\n"
+    )
+    assert cli("check", "new/job.yaml").out == "new/job.yaml: valid; 2 ranks, 100 steps\n"
+
+
+def test_init_replaces_nothing_unless_told(cli: Command) -> None:
+    Path("model.py").write_text("mine")
+    result = cli("init")
+    assert result.code == 2
+    assert result.err.startswith("error: model.py: exists already\n")
+    assert not Path("job.yaml").exists()
+    assert Path("model.py").read_text() == "mine"
+    assert cli("init", "--force").code == 0
+    assert Path("model.py").read_text() != "mine"
+
+
+def test_init_below_a_file(cli: Command, job: Path) -> None:
+    result = cli("init", "job.yaml/new")
+    assert result.code == 2
+    assert result.err.startswith("error: job.yaml/new: cannot be created: Not a directory\n")
+
+
+def test_the_starter_model_learns_its_data(cli: Command, place: Path) -> None:
+    torch = pytest.importorskip("torch")
+    cli("init")
+    names: dict[str, object] = {"__name__": "starter"}
+    exec(compile(Path("model.py").read_text(), "model.py", "exec"), names)
+    model, data = names["build"](width=16, layers=1), names["training_data"]()  # type: ignore[operator]
+    inputs, targets = data[:64]
+    loss = torch.nn.CrossEntropyLoss()(model(inputs), targets)
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

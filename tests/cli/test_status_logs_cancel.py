@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Command
+
+RunOf = Callable[..., Path]
+
+
+def test_no_runs_at_all(cli: Command) -> None:
+    result = cli("status")
+    assert (result.code, result.err) == (0, "")
+    assert result.out == "runs: no runs yet; start one with: pipectl submit JOB.yaml\n"
+
+
+def test_the_table_has_a_row_per_run_oldest_first(
+    cli: Command, finished: Path, failed: Path, run_of: RunOf
+) -> None:
+    run_of("20250103-120000-tiny")
+    lines = cli("status").out.splitlines()
+    assert lines[0].split() == [
+        *("run", "state", "on", "step", "loss", "a", "step", "predicted", "remaining")
+    ]
+    assert [line.split() for line in lines[1:]] == [
+        ["20250101-120000-tiny", "COMPLETED", "local", "10/10", "0.3", "500", "ms"],
+        ["20250102-120000-tiny", "FAILED", "local", "4/10", "0.75", "500", "ms"],
+        ["20250103-120000-tiny", "FAILED", "local", "0/10"],
+    ]
+
+
+def test_the_table_can_be_cut_to_the_newest(cli: Command, finished: Path, failed: Path) -> None:
+    result = cli("status", "--limit", "1")
+    assert "20250101" not in result.out
+    assert result.err == "1 older runs are not shown; see --limit\n"
+
+
+def test_one_completed_run(cli: Command, finished: Path) -> None:
+    result = cli("status", "last")
+    assert (result.code, result.err) == (0, "")
+    lines = result.out.splitlines()
+    assert lines[0].startswith("20250101-120000-tiny  COMPLETED  local job ")
+    assert "  progress   step 10 of 10" in lines
+    assert "  loss       3 at first, 0.3 now" in lines
+    assert "  evaluation after step 10: loss 0.25" in lines
+    assert "  measured   500 ms a step" in lines
+    assert lines[-1] == f"  directory  {finished}"
+
+
+def test_a_failed_run_names_the_rank_that_broke_it(cli: Command, failed: Path) -> None:
+    result = cli("status", "20250102")
+    assert result.code == 0
+    assert (
+        "  error      rank 1 on n1, stage 1, BACKWARD micro-batch 2, step 5 (and 1 more ranks)\n"
+        "             ValueError: boom 1\n"
+        f"             details: {failed}/errors\n"
+    ) in result.out
+
+
+def test_a_failure_of_the_preparation_comes_first(cli: Command, failed: Path) -> None:
+    report = {"rank": None, "host": "n1", "type": "CaptureError", "message": "no", "cure": "do"}
+    (failed / "errors/prepare.json").write_text(json.dumps(report))
+    out = cli("status", "last").out
+    assert "  error      preparation on n1 (and 2 more ranks)\n" in out
+    assert "             CaptureError: no\n             do\n" in out
+
+
+def test_json_holds_the_same(cli: Command, finished: Path) -> None:
+    one = json.loads(cli("status", "last", "--json").out)
+    assert one["state"] == "COMPLETED"
+    assert (one["step"], one["steps"], one["first_loss"], one["last_loss"]) == (10, 10, 3.0, 0.3)
+    assert one["step_time_s"] == 0.5
+    assert json.loads(cli("status", "--json").out) == [one]
+
+
+@pytest.mark.parametrize("command", ["status", "logs", "cancel"])
+def test_an_unknown_run(cli: Command, finished: Path, command: str) -> None:
+    result = cli(command, "20250101-120000-tinny")
+    assert (result.code, result.out) == (6, "")
+    assert result.err.startswith("error: runs: no run '20250101-120000-tinny'; did you mean ")
+
+
+def test_a_damaged_record_is_an_unknown_state(cli: Command, finished: Path) -> None:
+    (finished / "record.json").write_text('{"version": 1, "na')
+    result = cli("status", "last")
+    assert result.code == 6
+    assert "UNKNOWN" in result.out
+    assert "record.json:1:16: not valid JSON" in result.out
+    assert "UNKNOWN" in cli("status").out
+
+
+def test_damaged_files_around_a_good_record_do_not_hide_the_state(
+    cli: Command, finished: Path
+) -> None:
+    for name in ("plan.json", "heartbeat.json", "errors/rank-0000.json"):
+        (finished / name).write_text("{")
+    result = cli("status", "last")
+    assert result.code == 0
+    assert "COMPLETED" in result.out
+
+
+def test_a_run_of_another_machine_is_not_guessed(cli: Command, run_of: RunOf) -> None:
+    run_of("20250103-120000-tiny", job_id=f"1.1@not-{socket.gethostname()}")
+    result = cli("status", "last")
+    assert result.code == 6
+    assert "UNKNOWN" in result.out
+
+
+def test_a_batch_system_that_is_gone_is_said(cli: Command, run_of: RunOf) -> None:
+    run_of("20250103-120000-tiny", scheduler="slurm", job_id="12")
+    result = cli("status", "last")
+    assert result.code == 6
+    assert "squeue: No such file or directory" in result.out
+
+
+def test_logs_of_all_ranks_without_control_characters(cli: Command, finished: Path) -> None:
+    result = cli("logs")
+    assert result.code == 0
+    assert result.out == (
+        "==> job.log <==\nstarted\n"
+        "==> rank-0000.log <==\nzero [31mred\n"
+        "==> rank-0001.log <==\none\n"
+    )
+
+
+def test_logs_of_one_rank_and_following_a_run_that_is_over(cli: Command, finished: Path) -> None:
+    assert cli("logs", "--rank", "1").out == "one\n"
+    assert cli("logs", "last", "--rank", "1", "-f").out == "one\n"
+
+
+def test_logs_that_do_not_exist(cli: Command, finished: Path) -> None:
+    result = cli("logs", "--rank", "7")
+    assert (result.code, result.out) == (6, "")
+    assert result.err.startswith("error: 20250101-120000-tiny: no log")
+
+
+def test_cancel_leaves_a_finished_run_alone(cli: Command, finished: Path) -> None:
+    before = (finished / "record.json").read_text()
+    result = cli("cancel", "last")
+    assert (result.code, result.out) == (0, "20250101-120000-tiny was over already\n")
+    assert (finished / "record.json").read_text() == before
+
+
+def test_cancel_a_run_that_was_never_confirmed(cli: Command, run_of: RunOf) -> None:
+    run_of("20250103-120000-tiny", state="submitting", job_id=None)
+    result = cli("cancel", "last")
+    assert result.code == 6
+    assert "was never confirmed" in result.err
+
+
+def test_cancel_on_slurm(
+    cli: Command, run_of: RunOf, program: Callable[[str, str], Path], place: Path
+) -> None:
+    run = run_of("20250103-120000-tiny", scheduler="slurm", job_id="12")
+    program("squeue", "echo '12|RUNNING|1|1700000000|N/A|node1|t|None'")
+    program("scancel", f'echo "$@" >> {place}/cancelled')
+    result = cli("cancel", "last")
+    assert (result.code, result.out) == (0, "cancelled: 20250103-120000-tiny\n")
+    assert (place / "cancelled").read_text().split()[-1] == "12"
+    record = json.loads((run / "record.json").read_text())
+    assert record["state"] == "cancelled"
