@@ -3,9 +3,9 @@
 Four stages, eight micro-batches, warm-up (4, 3, 2, 1), a backward drawn twice as long as a
 forward; digits are forwards, letters (a = micro-batch 0) are backwards::
 
-    stage 0  0123.....aa4bb5cc6dd7ee.ff.gg.hh
-    stage 1  .012..aa3.bb4cc5dd6ee7ff.gg.hh
-    stage 2  ..01aa2bb.3cc4dd5ee6ff7gg.hh
+    stage 0  0123......aa4bb5cc6dd7ee.ff.gg.hh
+    stage 1  .012....aa3bb4cc5dd6ee7ff.gg.hh
+    stage 2  ..01..aa2bb3cc4dd5ee6ff7gg.hh
     stage 3  ...0aa1bb2cc3dd4ee5ff6gg7hh
 
 The warm-up of a stage, the forwards it runs before its first backward, bounds the micro-batches

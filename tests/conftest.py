@@ -1,0 +1,69 @@
+"""Builders that several test folders share."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from pipectl.graph import routes
+from pipectl.plan import Plan, Stage, StageCost, Transfer
+from pipectl.schedule import default_warm_up
+
+COST = StageCost(
+    forward_s=1.0,
+    backward_s=2.0,
+    update_s=0.0,
+    parameter_bytes=0,
+    optimizer_bytes=0,
+    saved_bytes=0,
+)
+
+
+def make_plan(
+    stages: int = 4,
+    micro_batches: int = 8,
+    *,
+    schedule: str = "1f1b",
+    warm_up: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
+    node_of_rank: Sequence[int] | None = None,
+    costs: Sequence[StageCost] | None = None,
+    size_bytes: int = 0,
+    skips: Sequence[tuple[int, tuple[int, ...], bool]] = (),
+    batch_size: int | None = None,
+    micro_batch_size: int = 1,
+    memory_limit_bytes: int | None = None,
+) -> Plan:
+    """A chain of stages, one a rank unless ``ranks`` says otherwise.
+
+    Args:
+        skips: further values: producing stage, stages of its uses, whether a gradient comes back.
+    """
+    ranks = list(ranks or range(stages))
+    values = [(stage, (stage + 1,), True) for stage in range(stages - 1)] + list(skips)
+    found = [
+        route
+        for index, (producer, uses, has_gradient) in enumerate(values)
+        for route in routes(f"v{index}", producer, uses, has_gradient=has_gradient)
+    ]
+    return Plan(
+        name="pipeline",
+        fingerprint=None,
+        schedule=schedule,
+        warm_up=tuple(warm_up or default_warm_up(schedule, stages, micro_batches)),
+        batch_size=batch_size or micro_batches * micro_batch_size,
+        micro_batch_size=micro_batch_size,
+        micro_batches=micro_batches,
+        stages=tuple(
+            Stage((f"n{index}",), (ranks[index],), costs[index] if costs else COST)
+            for index in range(stages)
+        ),
+        transfers=tuple(Transfer(r.kind, r.source, r.target, size_bytes) for r in found),
+        node_of_rank=tuple(node_of_rank or [0] * (max(ranks) + 1)),
+        memory_limit_bytes=memory_limit_bytes,
+    )
+
+
+@pytest.fixture(scope="session")
+def pipeline() -> Callable[..., Plan]:
+    """:func:`make_plan`."""
+    return make_plan

@@ -1,0 +1,157 @@
+"""What each rank computes, against drawn tables, closed forms and torch's own lists."""
+
+import textwrap
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipectl.errors import ScheduleError
+from pipectl.schedule import Action, Kind, compute_actions, compute_programs, evaluation, gpipe
+from pipectl.schedule import one_f_one_b as one
+
+GPIPE = """\
+stage 0  0123.........aabbccdd
+stage 1  .0123......aabbccdd
+stage 2  ..0123...aabbccdd
+stage 3  ...0123aabbccdd
+"""
+
+ONE_F_ONE_B = """\
+stage 0  0123......aa4bb5cc6dd7ee.ff.gg.hh
+stage 1  .012....aa3bb4cc5dd6ee7ff.gg.hh
+stage 2  ..01..aa2bb3cc4dd5ee6ff7gg.hh
+stage 3  ...0aa1bb2cc3dd4ee5ff6gg7hh
+"""
+
+EVALUATION = """\
+stage 0  0123
+stage 1  .0123
+stage 2  ..0123
+stage 3  ...0123
+"""
+
+DURATION = {Kind.FORWARD: 1, Kind.EVALUATE: 1, Kind.BACKWARD: 2}
+
+
+def draw(rows_of_stage):
+    """Start every action of a chain as soon as its stage and its neighbour allow."""
+    pending = [list(rows) for rows in rows_of_stage]
+    ends = {}
+    lines = ["" for _ in pending]
+    while any(pending):
+        for stage, rows in enumerate(pending):
+            while rows and needs(rows[0], len(pending)) <= ends.keys():
+                action = rows.pop(0)
+                need = needs(action, len(pending))
+                start = max([len(lines[stage]), *(ends[key] for key in need)])
+                lines[stage] = lines[stage].ljust(start, ".") + mark(action)
+                ends[action.kind, stage, action.micro_batch] = len(lines[stage])
+    return "".join(f"stage {stage}  {line}\n" for stage, line in enumerate(lines))
+
+
+def needs(action, stages):
+    neighbour = action.stage + (1 if action.kind is Kind.BACKWARD else -1)
+    if neighbour in range(stages):
+        return {(action.kind, neighbour, action.micro_batch)}
+    return set()
+
+
+def mark(action):
+    first = "a" if action.kind is Kind.BACKWARD else "0"
+    return chr(ord(first) + action.micro_batch) * DURATION[action.kind]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "micro_batches", "table", "module"),
+    [("gpipe", 4, GPIPE, gpipe), ("1f1b", 8, ONE_F_ONE_B, one)],
+)
+def test_schedule_is_the_drawn_table(pipeline, schedule, micro_batches, table, module):
+    plan = pipeline(4, micro_batches, schedule=schedule)
+    assert draw([program.body for program in compute_programs(plan)]) == table
+    assert textwrap.indent(table, "    ") in module.__doc__
+
+
+def test_evaluation_is_the_drawn_table():
+    assert draw([evaluation.generate([stage], 4) for stage in range(4)]) == EVALUATION
+    assert textwrap.indent(EVALUATION, "    ") in evaluation.__doc__
+
+
+def test_evaluation_of_several_stages_goes_micro_batch_by_micro_batch():
+    actions = list(evaluation.generate([2, 0], 2))
+    assert actions == [
+        Action(Kind.EVALUATE, stage, index) for index in range(2) for stage in (0, 2)
+    ]
+
+
+def test_dapple_policies():
+    assert one.policy_a(4, 8) == (4, 3, 2, 1)
+    assert one.policy_b(4, 8) == (7, 5, 3, 1)
+    assert one.policy_a(4, 2) == (2, 2, 2, 1)
+    assert one.policy_b(4, 4) == (4, 4, 3, 1)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+def test_fewer_micro_batches_than_stages(pipeline, micro_batches):
+    plan = pipeline(4, micro_batches, warm_up=(4, 3, 2, 1))
+    first, *_, last = compute_programs(plan)
+    kinds = [action.kind for action in first.body]
+    assert kinds == [Kind.FORWARD] * micro_batches + [Kind.BACKWARD] * micro_batches
+    assert [action.kind for action in last.body] == [Kind.FORWARD, Kind.BACKWARD] * micro_batches
+
+
+def test_fewer_micro_batches_than_planned(pipeline):
+    plan = pipeline(2, 8)
+    assert compute_actions(plan, 0, 3) == compute_actions(pipeline(2, 3), 0)
+
+
+def test_a_rank_with_two_stages_keeps_their_order():
+    actions = [(a.kind.name[0], a.stage, a.micro_batch) for a in one.generate([0, 1], 2, (2, 1))]
+    assert actions == [
+        ("F", 0, 0),
+        ("F", 1, 0),
+        ("B", 1, 0),
+        ("F", 0, 1),
+        ("F", 1, 1),
+        ("B", 1, 1),
+        ("B", 0, 0),
+        ("B", 0, 1),
+    ]
+
+
+def test_ranks_without_stages_compute_nothing(pipeline):
+    programs = compute_programs(pipeline(2, 4, node_of_rank=[0, 0, 0]))
+    assert [len(program.body) for program in programs] == [8, 8, 0]
+
+
+@given(
+    warm_up=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    micro_batches=st.integers(1, 9),
+)
+def test_any_warm_up_is_the_forwards_before_the_first_backward(warm_up, micro_batches):
+    for stage, depth in enumerate(warm_up):
+        actions = list(one.generate([stage], micro_batches, warm_up))
+        kinds = [action.kind for action in actions]
+        backwards = [a.micro_batch for a in actions if a.kind is Kind.BACKWARD]
+        assert kinds.index(Kind.BACKWARD) == min(depth, micro_batches)
+        assert backwards == list(range(micro_batches))
+        assert len(actions) == 2 * micro_batches
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("GPipe", "gpipe"), ("1F1B", "1f1b")])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (4, 6), (4, 8)])
+def test_same_order_as_torch(pipeline, theirs, ours, stages, micro_batches):
+    visualizer = pytest.importorskip("torch.distributed.pipelining._schedule_visualizer")
+    expected = visualizer.get_schedule_ops(theirs, stages, micro_batches)
+    programs = compute_programs(pipeline(stages, micro_batches, schedule=ours))
+    ranks = stages - (ours == "1f1b")  # torch's 1F1B list is wrong for the last rank
+    for rank in range(ranks):
+        found = [f"{a.stage}{a.kind.name[0]}{a.micro_batch}" for a in programs[rank].body]
+        listed = [str(action) for action in expected[rank] if action is not None]
+        assert found == [text for text in listed if "REDUCE" not in text]
+
+
+def test_unknown_schedule_is_named_with_the_known_ones(pipeline):
+    plan = pipeline(2, 2, warm_up=(2, 1), schedule="2f2b")
+    with pytest.raises(ScheduleError, match=r"'2f2b' is not known\n.*gpipe, 1f1b"):
+        compute_actions(plan, 0)
