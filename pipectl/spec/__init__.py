@@ -16,7 +16,15 @@ from pipectl.spec.layers import site_files
 from pipectl.spec.load import load
 from pipectl.spec.models import JobSpec
 from pipectl.spec.schema import json_schema
-from pipectl.spec.training import Data, Evaluation, Factory, Loss, Pipeline, Training
+from pipectl.spec.training import (
+    Data,
+    Evaluation,
+    Factory,
+    Loss,
+    Optimizer,
+    Pipeline,
+    Training,
+)
 
 __all__ = [
     "Checkpoint",
@@ -27,6 +35,7 @@ __all__ = [
     "JobSpec",
     "Launch",
     "Loss",
+    "Optimizer",
     "Output",
     "Pbs",
     "Pipeline",

@@ -64,7 +64,7 @@ def _warm_up_fits(pipeline: Pipeline) -> Iterator[Finding]:
     if pipeline.stages is None:
         yield path, f"needs pipeline.stages: {given} as well"
     elif given != pipeline.stages:
-        yield path, f"has {given} numbers for {pipeline.stages} stages"
+        yield path, f"has length {given}, but pipeline.stages is {pipeline.stages}"
     if pipeline.schedule == "gpipe":
         yield path, "has no meaning with schedule gpipe, which runs all forwards first"
     most = max(pipeline.warm_up, default=0)

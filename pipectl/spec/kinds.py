@@ -15,7 +15,7 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from pipectl.spec.tree import Scalar
-from pipectl.units import did_you_mean, format_clock, parse_bytes, parse_duration
+from pipectl.units import format_clock, parse_bytes, parse_duration
 
 _LARGEST = 2**63 - 1
 _LONGEST_QUANTITY = 40
@@ -183,7 +183,7 @@ def choice(*names: str, later: tuple[str, ...] = ()) -> Kind:
             return scalar.text
         if scalar.text in later:
             raise ValueError(f"{scalar.text!r} is not supported yet; choose {listed}")
-        raise ValueError(f"{kind.mistake(scalar)}{did_you_mean(scalar.text[:60], names)}")
+        raise kind.mistake(scalar)
 
     kind = Kind(listed, {"enum": list(names)}, read)
     return kind

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pipectl.errors import Problem, UsageError
 from pipectl.spec.reader import UnreadableError, read_file, read_text
-from pipectl.spec.tree import Entry, Place, Scalar, Table, Tree, is_null
+from pipectl.spec.tree import Entry, Place, Scalar, Table, Tree, is_null, printable
 from pipectl.spec.values import VERSION
 
 SITE_KEYS = (
@@ -71,10 +71,10 @@ def apply_override(tree: Table, override: str, problems: list[Problem]) -> Table
     name, equals, text = override.partition("=")
     keys = name.strip().split(".")
     if not equals:
-        raise UsageError(f"--set {override}: there is no '='", cure=_USAGE)
+        raise UsageError(f"--set {printable(override)}: there is no '='", cure=_USAGE)
     if not all(keys):
-        raise UsageError(f"--set {override}: a key is missing before '='", cure=_USAGE)
-    place = Place(f"--set {name.strip()}")
+        raise UsageError(f"--set {printable(override)}: a key is missing before '='", cure=_USAGE)
+    place = Place(f"--set {printable(name.strip())}")
     try:
         value = read_text(text, place.file, problems, lines=False)
     except UnreadableError as error:
@@ -114,7 +114,9 @@ def _checked_site(tree: Table, path: Path, problems: list[Problem]) -> Table:
     entries = {}
     for key, entry in tree.entries.items():
         if key not in SITE_KEYS:
-            message = f"{key[:100]}: a site file cannot set this; known are {', '.join(SITE_KEYS)}"
+            message = (
+                f"{printable(key)}: a site file cannot set this; known are {', '.join(SITE_KEYS)}"
+            )
             problems.append(_problem(entry.key.place, message))
         elif key == "version":
             _check_version(entry.value, problems)

@@ -51,7 +51,7 @@ def _job(path: Path, problems: list[Problem]) -> Table:
     try:
         tree = read_file(path, problems)
     except UnreadableError as error:
-        cure = None if path.exists() else _CURE
+        cure = _CURE if error.missing else None
         raise SpecError([*problems, error.problem], cure=cure) from None
     if tree is None or is_null(tree):
         raise SpecError([Problem(str(path), 0, 0, "the file is empty")], cure=_CURE)

@@ -21,12 +21,16 @@ from pipectl.spec.launching import (
     Slurm,
 )
 from pipectl.spec.section import Section
-from pipectl.spec.training import Data, Evaluation, Factory, Loss, Pipeline, Training
+from pipectl.spec.training import (
+    Data,
+    Evaluation,
+    Factory,
+    Loss,
+    Optimizer,
+    Pipeline,
+    Training,
+)
 from pipectl.spec.values import Flag, JobName, Line, Version
-
-
-def _adamw() -> Factory:
-    return Factory(factory="torch.optim:AdamW")
 
 
 class JobSpec(Section):
@@ -37,9 +41,7 @@ class JobSpec(Section):
     model: Factory = Field(description="The model: a function that returns it, or its class.")
     loss: Loss
     data: Data
-    optimizer: Factory = Field(
-        default_factory=_adamw, description="The optimizer, called with the parameters."
-    )
+    optimizer: Optimizer = Field(default_factory=Optimizer)
     lr_scheduler: Factory | None = Field(
         default=None, description="The learning-rate schedule, called with the optimizer."
     )

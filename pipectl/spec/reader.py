@@ -25,11 +25,16 @@ _INVISIBLE = re.compile("[\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
 class UnreadableError(Exception):
-    """The file yields no tree at all."""
+    """The file yields no tree at all.
 
-    def __init__(self, problem: Problem) -> None:
+    Args:
+        missing: whether there is no such file.
+    """
+
+    def __init__(self, problem: Problem, *, missing: bool = False) -> None:
         super().__init__(str(problem))
         self.problem = problem
+        self.missing = missing
 
 
 def read_file(path: Path, problems: list[Problem]) -> Tree | None:
@@ -52,12 +57,22 @@ def read_text(text: str, file: str, problems: list[Problem], *, lines: bool = Tr
         lines: whether places have line and column.
     """
     try:
-        node = _Composer(text, file).get_single_node()
+        node = _composed(text, file)
     except yaml.YAMLError as error:
         line, column, message = explain(error, text)
         place = (line, column) if lines else (0, 0)
         raise UnreadableError(Problem(file, *place, message)) from None
     return None if node is None else _Converter(file, problems, lines).tree(node, ())
+
+
+def _composed(text: str, file: str) -> yaml.Node | None:
+    """The node of a document; numbers that no character or version has are syntax errors too."""
+    composer = _Composer(text, file)
+    try:
+        return composer.get_single_node()
+    except (ValueError, OverflowError):
+        mark = composer.get_mark()
+        raise yaml.MarkedYAMLError(problem="number out of range", problem_mark=mark) from None
 
 
 class _Composer(yaml.SafeLoader):
@@ -109,8 +124,8 @@ class _Converter:
         if node.tag not in (_PLAIN, _QUOTED, _STRING):
             self._fault(place, path, f"the YAML tag {_tag(node)} is not supported; remove it")
         text = node.value
-        if hidden := _control_character(text):
-            self._fault(place, path, f"contains the control character {hidden}; remove it")
+        if hidden := _unprintable(text):
+            self._fault(place, path, f"contains the unprintable character {hidden}; remove it")
         return Scalar(text, node.tag == _PLAIN, place)
 
     def _entries(self, node: yaml.Node, path: KeyPath) -> Iterator[Entry]:
@@ -122,6 +137,8 @@ class _Converter:
                 continue
             key = self._scalar(key_node, place, path)
             here = (*path, key.text)
+            if _unprintable(key.text):
+                continue
             if key.text == "<<" and key.plain:
                 self._fault(place, path, "merging with '<<' is not supported; write the keys out")
             elif key.text in lines:
@@ -154,12 +171,13 @@ def _decoded(path: Path) -> str:
         with path.open("rb") as stream:
             content = stream.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else None
-        raise _unreadable(path, _REASONS.get(type(error), f"cannot be read: {reason}")) from None
+        message = _REASONS.get(type(error), f"cannot be read: {getattr(error, 'strerror', '')}")
+        missing = isinstance(error, FileNotFoundError)
+        raise UnreadableError(Problem(str(path), 0, 0, message), missing=missing) from None
     if len(content) > MAX_BYTES:
-        raise _unreadable(path, "larger than 1 MiB; this is no job spec")
+        raise UnreadableError(Problem(str(path), 0, 0, "larger than 1 MiB; this is no job spec"))
     if b"\0" in content:
-        raise _unreadable(path, "a binary file; a job spec is YAML text")
+        raise UnreadableError(Problem(str(path), 0, 0, "a binary file; a job spec is YAML text"))
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -178,16 +196,12 @@ _REASONS: dict[type[Exception], str] = {
 }
 
 
-def _unreadable(path: Path, message: str) -> UnreadableError:
-    return UnreadableError(Problem(str(path), 0, 0, message))
-
-
 def _too_deep(place: Place) -> Problem:
     message = f"nested more than {MAX_DEPTH} levels deep"
     return Problem(place.file, place.line, place.column, message)
 
 
-def _control_character(text: str) -> str | None:
+def _unprintable(text: str) -> str | None:
     """``U+001B`` for the first character that could mislead a terminal, script or reader."""
     if text.isascii() and text.isprintable():
         return None

@@ -23,6 +23,9 @@ _EXPLANATIONS = (
         "does not fit the lines above; check the indentation, quotes and brackets",
     ),
     (r"expected ',' or '(\]|\})'", "a bracket is not closed, or a comma is missing"),
+    (r"found '<stream end>'", "it ends inside a bracket that is not closed"),
+    (r"codec can't decode", "a tag (!) with a broken % escape; put the text in quotes"),
+    (r"expected the node content", "a value is missing, or has to be in quotes"),
     (r"found unexpected end of stream", "a quote is not closed"),
     (r"found undefined alias", "an alias (*) without an anchor (&); put the text in quotes"),
     (r"found duplicate anchor", "an anchor (&) is defined twice"),
@@ -39,12 +42,9 @@ _EXPLANATIONS = (
 def explain(error: yaml.YAMLError, text: str) -> tuple[int, int, str]:
     """Line, column (from 1) and explanation of a syntax error in ``text``."""
     if isinstance(error, ReaderError):
-        line, column = _line_column(text, error.position)
-        return (
-            line,
-            column,
-            f"contains the control character U+{ord(error.character):04X}; remove it",
-        )
+        hidden = f"U+{int(error.character):04X}"
+        place = _line_column(text, error.position)
+        return *place, f"contains the unprintable character {hidden}; remove it"
     if not isinstance(error, yaml.MarkedYAMLError):
         return 1, 1, "not valid YAML"
     mark = error.problem_mark or error.context_mark

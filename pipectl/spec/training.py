@@ -59,6 +59,15 @@ class Factory(Section):
         return references.parse(self.factory, base)
 
 
+class Optimizer(Factory):
+    """The optimizer, called with the parameters."""
+
+    factory: Reference = Field(
+        default="torch.optim:AdamW",
+        description="The optimizer class, or a function that makes one.",
+    )
+
+
 class Data(Factory):
     """The training data: a function that returns the dataset, or the class of one.
 
@@ -97,8 +106,7 @@ class Evaluation(Section):
     )
     metrics: dict[Line, Factory] = Field(
         default_factory=dict,
-        description="Name of a metric to the function, called with `(outputs, targets)`; "
-        "reported as its mean over samples.",
+        description="Names of metrics to their functions, called with `(outputs, targets)`.",
     )
 
 

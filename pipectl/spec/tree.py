@@ -120,7 +120,7 @@ def locate(tree: Tree, path: Path, *, key: bool = False) -> Place:
     for step in path:
         if isinstance(tree, Table) and (entry := tree.entries.get(str(step))):
             tree = entry.value
-            place = entry.key.place if key or tree.place == Place("") else tree.place
+            place = entry.key.place if key else tree.place
         elif isinstance(tree, Items) and isinstance(step, int) and step < len(tree.items):
             tree = tree.items[step]
             place = tree.place
@@ -130,11 +130,17 @@ def locate(tree: Tree, path: Path, *, key: bool = False) -> Place:
 
 
 def path_text(path: Path) -> str:
-    """``pipeline.warm_up[2]``."""
+    """``pipeline.warm_up[2]``; what a terminal cannot show is escaped."""
     text = ""
     for step in path:
-        text += f"[{step}]" if isinstance(step, int) else f".{step[:100]}"
+        text += f"[{step}]" if isinstance(step, int) else f".{printable(step)}"
     return text.removeprefix(".")
+
+
+def printable(text: str) -> str:
+    """A key as a message shows it: shortened, and without control characters."""
+    short = text if len(text) <= 100 else f"{text[:97]}..."
+    return short if short.isprintable() else repr(short)[1:-1]
 
 
 def _given(table: Table) -> Iterator[tuple[str, Tree]]:

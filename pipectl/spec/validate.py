@@ -37,7 +37,7 @@ def validate(
         problems += (_problem(tree, detail) for detail in error.errors(include_url=False))
         problems += (_placed(tree, *item) for item in cross_check(_right_sections(data)))
         return None
-    spec._source = source
+    spec._source = source.absolute()
     findings = list(cross_check(dict(spec)))
     if check_files:
         findings += missing_files(spec)

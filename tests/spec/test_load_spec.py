@@ -1,0 +1,200 @@
+"""What a right spec is read as."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from pipectl.spec import JobSpec, load
+
+FULL = """\
+version: 1
+name: gpt-stdlib
+model:     {factory: ./models/gpt.py:build, kwargs: {layers: 8, width: 256}}
+loss:      {factory: ./models/gpt.py:loss, weight: ./models/gpt.py:tokens}
+data:      {factory: ./models/text.py:corpus, kwargs: {length: 128}, workers: 2, shuffle: false}
+optimizer: {factory: torch.optim:AdamW, kwargs: {lr: 3e-4, betas: [0.9, 0.95]}}
+lr_scheduler: {factory: torch.optim.lr_scheduler:CosineAnnealingLR, kwargs: {T_max: 500}}
+evaluation:
+  data: {factory: ./models/text.py:held_out}
+  every: 100
+  metrics: {perplexity: ./models/gpt.py:perplexity}
+training:  {steps: 500, batch_size: 64, seed: 7, precision: float32, clip_grad_norm: 1}
+pipeline:
+  {stages: 4, micro_batches: auto, schedule: 1f1b, warm_up: [4, 3, 2, 1], memory_limit: 4GiB}
+resources: {nodes: 2, tasks_per_node: 2, memory_per_node: 8GiB, walltime: 1:30:00}
+launch:    {launcher: srun, mpi: pmix, bind: cores, args: [--label]}
+environment:
+  {modules: [gcc/12], setup: ["ulimit -l unlimited"], variables: {OMP_PLACES: cores, N: 1}}
+checkpoint: {every: 100, keep: 2}
+output:    {directory: /scratch/runs}
+slurm:     {partition: debug, account: 1234, exclusive: true, directives: [--gres=gpu:1]}
+pbs:       {queue: workq, place: scatter}
+"""
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> JobSpec:
+    models = tmp_path / "models"
+    models.mkdir()
+    for name in ("gpt.py", "text.py"):
+        (models / name).write_text("")
+    (tmp_path / "job.yaml").write_text(FULL)
+    return load(tmp_path / "job.yaml", sites=())
+
+
+def test_what_is_trained(full: JobSpec) -> None:
+    assert (full.version, full.name) == (1, "gpt-stdlib")
+    assert full.model.kwargs == {"layers": 8, "width": 256}
+    assert full.loss.weight == "./models/gpt.py:tokens"
+    assert (full.data.workers, full.data.shuffle, full.data.drop_last) == (2, False, False)
+    assert full.optimizer.kwargs == {"lr": 3.0e-4, "betas": [0.9, 0.95]}
+    assert full.lr_scheduler is not None
+    assert full.lr_scheduler.kwargs == {"T_max": 500}
+    assert full.training.clip_grad_norm == 1.0
+
+
+def test_evaluation_with_a_metric_in_short_form(full: JobSpec) -> None:
+    assert full.evaluation is not None
+    assert full.evaluation.metrics["perplexity"].factory == "./models/gpt.py:perplexity"
+    assert (full.evaluation.every, full.evaluation.batch_size) == (100, None)
+
+
+def test_pipeline_and_resources(full: JobSpec) -> None:
+    assert (full.pipeline.stages, full.pipeline.micro_batches) == (4, None)
+    assert full.pipeline.warm_up == (4, 3, 2, 1)
+    assert full.pipeline.memory_limit_bytes == 4 * 2**30
+    assert full.resources.ranks == 4
+    assert full.resources.memory_per_node_bytes == 8 * 2**30
+    assert full.resources.walltime_s == 5400
+
+
+def test_how_it_runs(full: JobSpec) -> None:
+    assert full.launch.args == ("--label",)
+    assert full.environment.variables == {"OMP_PLACES": "cores", "N": "1"}
+    assert full.slurm.account == "1234"
+    assert full.slurm.directives == ("--gres=gpu:1",)
+    assert full.checkpoint.keep == 2
+
+
+def test_defaults(read, minimal) -> None:
+    spec = read(minimal)
+    assert spec.optimizer.factory == "torch.optim:AdamW"
+    assert spec.lr_scheduler is None
+    assert spec.evaluation is None
+    assert spec.pipeline.model_dump() == {
+        "stages": "auto",
+        "micro_batches": "auto",
+        "schedule": "auto",
+        "warm_up": "auto",
+        "replicas": "auto",
+        "recompute": "auto",
+        "offload": "auto",
+        "memory_limit": None,
+    }
+    assert (spec.resources.ranks, spec.resources.walltime_s) == (1, 3600)
+    assert (spec.launch.scheduler, spec.launch.bind) == ("auto", "none")
+    assert (spec.checkpoint.every, spec.checkpoint.keep) == (None, 3)
+    assert spec.output.directory == "runs"
+
+
+def test_null_and_empty_keys_have_their_defaults(read, minimal) -> None:
+    spec = read(minimal + "resources:\nslurm: {partition: }\nlaunch: {args: null}\ncluster: ~\n")
+    assert spec == read(minimal)
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("3e-4", 3e-4),
+        ("3.0e-4", 3e-4),
+        ("1e5", 1e5),
+        (".5", 0.5),
+        ("-12", -12),
+        ("0x1f", 31),
+        ("0o17", 15),
+        ("017", 17),
+        ("-.inf", float("-inf")),
+        ("true", True),
+        ("False", False),
+        ("yes", "yes"),
+        ("no", "no"),
+        ("1:30:00", "1:30:00"),
+        ("2026-01-01", "2026-01-01"),
+        ("1_000", "1_000"),
+        ("'3e-4'", "3e-4"),
+        ('"true"', "true"),
+        ("!!str text", "text"),
+        ("null", None),
+        ("[1, a, {b: 2.5}]", [1, "a", {"b": 2.5}]),
+        ("{0: a, '0x1': b, true: c}", {0: "a", "0x1": "b", True: "c"}),
+    ],
+)
+def test_kwargs_have_the_types_of_yaml_1_2(read, minimal, written, value) -> None:
+    spec = read(minimal + f"optimizer: {{factory: 'torch.optim:SGD', kwargs: {{x: {written}}}}}")
+    found = spec.optimizer.kwargs["x"]
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("written", "seconds"),
+    [("1:30:00", 5400), ("90", 90), ("90m", 5400), ("2-00:00:00", 172800), ("'00:05:00'", 300)],
+)
+def test_walltimes(read, minimal, written, seconds) -> None:
+    assert read(minimal + f"resources: {{walltime: {written}}}").resources.walltime_s == seconds
+
+
+def test_whole_numbers_may_be_floats_without_fraction(read, minimal) -> None:
+    assert read(minimal, "training.steps=1e3").training.steps == 1000
+
+
+def test_the_default_optimizer_takes_keyword_arguments(read, minimal) -> None:
+    spec = read(minimal + "optimizer: {kwargs: {lr: 0.1}}")
+    assert (spec.optimizer.factory, spec.optimizer.kwargs) == ("torch.optim:AdamW", {"lr": 0.1})
+
+
+def test_anchors_are_expanded(read, minimal) -> None:
+    spec = read(minimal + "slurm: &site {account: physics}\npbs: *site\n")
+    assert spec.pbs.account == "physics"
+
+
+def test_files_are_looked_up_from_the_directory_of_the_spec(full: JobSpec, tmp_path: Path) -> None:
+    reference = full.model.resolve(full.base)
+    assert reference.file == tmp_path / "models" / "gpt.py"
+    assert (reference.module, reference.attribute) == (None, "build")
+    imported = full.optimizer.resolve(full.base)
+    assert (imported.file, imported.module, imported.attribute) == (None, "torch.optim", "AdamW")
+
+
+def test_the_source_stays_the_same_in_another_directory(
+    read, minimal, tmp_path, monkeypatch
+) -> None:
+    spec = read(minimal)
+    monkeypatch.chdir("/")
+    assert spec.source == tmp_path / "job.yaml"
+
+
+def test_missing_files_may_be_allowed(tmp_path: Path, minimal) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(minimal.replace("torch.nn:Linear", "./gone.py:build"))
+    assert load(path, sites=(), check_files=False).model.factory == "./gone.py:build"
+
+
+def test_specs_cannot_be_changed(read, minimal) -> None:
+    spec = read(minimal)
+    with pytest.raises(ValidationError, match="frozen"):
+        spec.training.steps = 3
+
+
+def test_a_byte_order_mark_is_no_part_of_the_spec(read, minimal) -> None:
+    assert read(b"\xef\xbb\xbf" + minimal.encode()).name == "demo"
+
+
+def test_lower_layers_do_not_import_pydantic() -> None:
+    code = "import sys, pipectl.errors, pipectl.plan; sys.exit('pydantic' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

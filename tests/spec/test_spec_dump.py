@@ -1,0 +1,142 @@
+"""A dumped spec means the same in another directory and under other site files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipectl.spec import JobSpec, dump, load, plan_key, profile_key, settled
+
+
+@pytest.fixture
+def job(tmp_path: Path, minimal: str) -> Path:
+    """A spec that names files beside it."""
+    home = tmp_path / "home"
+    home.mkdir()
+    for name in ("model.py", "cluster.json"):
+        (home / name).write_text(name)
+    text = minimal.replace("torch.nn:Linear", "./model.py:build").replace(
+        "torch.nn:MSELoss}", "./model.py:loss, weight: ./model.py:weight}"
+    )
+    (home / "job.yaml").write_text(
+        text
+        + "evaluation: {data: ./model.py:held_out, metrics: {m: ./model.py:m}}\n"
+        + "cluster: cluster.json\n"
+        + "resources: {nodes: 2, walltime: 1:30:00, memory_per_node: 8GiB}\n"
+        + "pipeline: {stages: 2, warm_up: [2, 1]}\n"
+    )
+    return home / "job.yaml"
+
+
+def reload(spec: JobSpec, path: Path) -> JobSpec:
+    path.write_text(dump(spec))
+    return load(path, sites=())
+
+
+def test_a_dump_is_read_back_the_same_from_another_directory(job: Path, tmp_path: Path) -> None:
+    spec = load(job, sites=())
+    again = reload(spec, tmp_path / "run.yaml")
+    assert again == settled(spec)
+    assert again.model.factory == f"{job.parent / 'model.py'}:build"
+    assert again.loss.weight == f"{job.parent / 'model.py'}:weight"
+    assert again.evaluation is not None
+    assert again.evaluation.metrics["m"].factory == f"{job.parent / 'model.py'}:m"
+    assert again.cluster_file == job.parent / "cluster.json"
+    assert again.pipeline == spec.pipeline
+    assert again.resources == spec.resources
+
+
+def test_a_settled_spec_stays_as_it_is(job: Path, tmp_path: Path) -> None:
+    spec = load(job, sites=())
+    assert settled(settled(spec)) == settled(spec)
+    assert dump(reload(spec, tmp_path / "run.yaml")) == dump(spec)
+
+
+def test_site_files_no_longer_matter(job: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site.yaml"
+    site.write_text("slurm: {account: mine}\nenvironment: {variables: {A: 1}}")
+    run = tmp_path / "run.yaml"
+    run.write_text(dump(load(job, sites=(site,))))
+    site.write_text("slurm: {account: yours, qos: low}\nenvironment: {variables: {B: 1}}")
+    again = load(run, sites=(site,))
+    assert (again.slurm.account, again.slurm.qos) == ("mine", None)
+    assert again.environment.variables == {"A": "1"}
+
+
+def test_overrides_are_part_of_the_dump(job: Path, tmp_path: Path) -> None:
+    assert (
+        reload(load(job, ["training.steps=77"], sites=()), tmp_path / "run.yaml").training.steps
+        == 77
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["3e-4", "1e5", "0o17", "true", "null", "~", "yes", "1:30", "", " a ", "a: b", "#x", "é", "😀",
+     "a\nb", "tab\there", "*x", "- a", "2026-01-01", "=", "<<", "!x", "%x", "'", '"', "\\"],
+)  # fmt: skip
+def test_texts_stay_texts(read, minimal, tmp_path: Path, text: str) -> None:
+    spec = read(minimal)
+    texts = spec.optimizer.model_copy(update={"kwargs": {"value": text, "key": {text: 1}}})
+    spec = spec.model_copy(update={"optimizer": texts})
+    assert reload(spec, tmp_path / "run.yaml").optimizer.kwargs == spec.optimizer.kwargs
+
+
+@pytest.mark.parametrize("number", [3e-4, 1e300, 0.1, -0.0, 10**25, True, None, float("inf")])
+def test_values_keep_their_type(read, minimal, tmp_path: Path, number: float) -> None:
+    spec = read(minimal)
+    factory = spec.optimizer.model_copy(update={"kwargs": {"x": number, "y": [{number: number}]}})
+    spec = spec.model_copy(update={"optimizer": factory})
+    found = reload(spec, tmp_path / "run.yaml").optimizer.kwargs
+    assert repr(found) == repr(spec.optimizer.kwargs)
+
+
+def test_keys_do_not_depend_on_where_files_are(job: Path, tmp_path: Path) -> None:
+    spec = load(job, sites=())
+    again = reload(spec, tmp_path / "run.yaml")
+    assert profile_key(again) == profile_key(spec)
+    assert plan_key(again) == plan_key(spec)
+
+
+@pytest.mark.parametrize(
+    ("override", "profile_changes", "plan_changes"),
+    [
+        ("model.kwargs.in_features=5", True, True),
+        ("model.kwargs={1: {2: a, b: c}}", True, True),
+        ("loss.factory=./model.py:other", True, True),
+        ("loss.weight=samples", True, True),
+        ("optimizer.kwargs.lr=1", True, True),
+        ("training.batch_size=16", True, True),
+        ("pipeline.micro_batches=4", True, True),
+        ("resources.cpus_per_task=2", True, True),
+        ("pipeline.schedule=1f1b", False, True),
+        ("pipeline.memory_limit=1GiB", False, True),
+        ("resources.nodes=3", False, True),
+        ("cluster=null", False, True),
+        ("resources.walltime=1h", False, False),
+        ("training.steps=77", False, False),
+        ("name=other", False, False),
+        ("output.directory=elsewhere", False, False),
+        ("evaluation.every=5", False, False),
+        ("data.shuffle=false", False, False),
+    ],
+)
+def test_keys_change_with_what_they_stand_for(
+    job: Path, override: str, profile_changes: bool, plan_changes: bool
+) -> None:
+    before, after = load(job, sites=()), load(job, [override], sites=())
+    assert (profile_key(before) != profile_key(after)) == profile_changes
+    assert (plan_key(before) != plan_key(after)) == plan_changes
+
+
+def test_keys_change_with_the_contents_of_the_files(job: Path) -> None:
+    spec = load(job, sites=())
+    before = profile_key(spec), plan_key(spec)
+    (job.parent / "cluster.json").write_text("other")
+    between = profile_key(spec), plan_key(spec)
+    assert between[0] == before[0]
+    assert between[1] != before[1]
+    (job.parent / "model.py").write_text("other")
+    assert profile_key(spec) != between[0]
+    assert plan_key(spec) != between[1]

@@ -1,0 +1,101 @@
+"""Whatever a file or an override holds: a spec, or an error for people, and never a traceback."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from pipectl.errors import SpecError, UsageError
+from pipectl.spec import JobSpec, dump, load, settled
+from pipectl.spec.structure import all_paths
+
+SETTINGS = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+YAML_LIKE = st.text(st.sampled_from(list("abn01:-[]{}'\"&*!#|>%@,.?~ \n\t\\x")), max_size=40)
+PATHS = list(all_paths(JobSpec))
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 10),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=12),
+    st.sampled_from(
+        ["auto", "none", "a.b:c", "./x.py:f", "4GiB", "1:00:00", "slurm", "1f1b", "-x", "samples"]
+    ),
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["factory", "kwargs", "a", "B"]) | st.text(max_size=3), inner
+        )
+    ),
+    max_leaves=6,
+)
+
+
+@pytest.fixture
+def attempt(tmp_path: Path):
+    """Load bytes; what is no spec must be refused with a printable message."""
+    path = tmp_path / "job.yaml"
+
+    def load_bytes(content: bytes, *overrides: str) -> JobSpec | None:
+        path.write_bytes(content)
+        try:
+            return load(path, overrides, sites=(), check_files=False)
+        except (SpecError, UsageError) as error:
+            message = error.message.replace("\n", "")
+            assert message
+            assert message.isprintable()
+            return None
+
+    return load_bytes
+
+
+@SETTINGS
+@given(st.binary(max_size=60))
+def test_any_bytes(attempt, content: bytes) -> None:
+    attempt(content)
+
+
+@SETTINGS
+@given(YAML_LIKE)
+@example("? ")
+@example("%YAML 1.1\n--- !!a")
+@example("&a *a")
+@example('"\\U99999999"')
+def test_anything_like_yaml(attempt, minimal: str, text: str) -> None:
+    attempt(text.encode())
+    attempt(f"{minimal}output: {text}\n".encode())
+
+
+@SETTINGS
+@given(st.text(max_size=20), YAML_LIKE)
+def test_any_override(attempt, minimal: str, key: str, value: str) -> None:
+    attempt(minimal.encode(), f"{key}={value}")
+    attempt(minimal.encode(), key)
+
+
+@SETTINGS
+@given(st.lists(st.tuples(st.sampled_from(PATHS), VALUES), min_size=1, max_size=3))
+def test_any_value_of_any_key(attempt, minimal: str, tmp_path: Path, changes) -> None:
+    """What is accepted is also written and read back the same."""
+    overrides = [f"{'.'.join(path)}={as_yaml(value)}" for path, value in changes]
+    spec = attempt(minimal.encode(), *overrides)
+    if spec is not None:
+        (tmp_path / "run.yaml").write_text(dump(spec), encoding="utf-8")
+        again = load(tmp_path / "run.yaml", sites=(), check_files=False)
+        assert repr(again) == repr(settled(spec))
+
+
+def as_yaml(value: Any) -> str:
+    """JSON is YAML, but for numbers that are none and the characters YAML calls unprintable."""
+    return json.dumps(value).replace("NaN", ".nan").replace("Infinity", ".inf")

@@ -1,0 +1,175 @@
+"""Every kind of wrong spec, with the whole message."""
+
+# ruff: noqa: E501 (a message is one line)
+
+from __future__ import annotations
+
+import pytest
+
+TOP_LEVEL = (
+    "version, name, model, loss, data, optimizer, lr_scheduler, evaluation, training, pipeline, "
+    "resources, launch, environment, checkpoint, output, cluster, slurm, pbs, site_defaults"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        # unknown keys
+        ("resources: {gpu_per_node: 1}", "7:13: resources.gpu_per_node: unknown key; did you mean 'gpus_per_node'?"),
+        ("nam: x", "7:1: nam: unknown key; did you mean 'name'?"),
+        ("walltime: 3", "7:1: walltime: unknown key; did you mean 'resources.walltime'?"),
+        ("zzz: 3", f"7:1: zzz: unknown key; known are {TOP_LEVEL}"),
+        ("checkpoint:\n  on_signal: USR2", "8:3: checkpoint.on_signal: unknown key; known are every, keep"),
+        ("slurm: {source: x}", "7:9: slurm.source: unknown key; known are partition, account, qos, constraint, reservation, exclusive, directives"),
+        ("evaluation: {data: a:b, metrics: {m: {factor: a:b, factory: c:d}}}", "7:39: evaluation.metrics.m.factor: unknown key; did you mean 'factory'?"),
+        # structure
+        ("resources: 5", "7:12: resources: must be a mapping, not 5"),
+        ("resources: [1]", "7:12: resources: must be a mapping, not a list"),
+        ("checkpoint: ''", "7:13: checkpoint: must be a mapping, not ''"),
+        ("launch: {args: x}", "7:16: launch.args: must be a list, not 'x'"),
+        ("launch: {args: {a: 1}}", "7:16: launch.args: must be a list, not a mapping"),
+        ("environment: {variables: [A]}", "7:26: environment.variables: must be a mapping, not a list"),
+        ("optimizer: {factory: a:b, kwargs: [1]}", "7:35: optimizer.kwargs: must be a mapping, not a list"),
+        ("evaluation: {every: 1}", "7:1: evaluation.data: missing"),
+        ("lr_scheduler: {kwargs: {}}", "7:1: lr_scheduler.factory: missing"),
+        # whole numbers
+        ("resources: {nodes: two}", "7:20: resources.nodes: must be a whole number of at least 1, not 'two'"),
+        ("resources: {nodes: 0}", "7:20: resources.nodes: must be at least 1, not 0"),
+        ("resources: {nodes: 1.5}", "7:20: resources.nodes: must be a whole number of at least 1, not 1.5"),
+        ("resources: {nodes: '2'}", "7:20: resources.nodes: must be a whole number of at least 1, not the text '2'; remove the quotes"),
+        ("resources: {nodes: true}", "7:20: resources.nodes: must be a whole number of at least 1, not true"),
+        ("resources: {nodes: [2]}", "7:20: resources.nodes: must be a whole number of at least 1, not a list"),
+        ("resources: {nodes: 9223372036854775808}", "7:20: resources.nodes: must be at most 9223372036854775807, not 9223372036854775808"),
+        ("resources: {gpus_per_node: -1}", "7:28: resources.gpus_per_node: must be at least 0, not -1"),
+        ("checkpoint: {keep: 0}", "7:20: checkpoint.keep: must be at least 1, not 0"),
+        ("pipeline: {warm_up: [2, 0, x]}", "7:25: pipeline.warm_up[1]: must be at least 1, not 0\njob.yaml:7:28: pipeline.warm_up[2]: must be a whole number of at least 1, not 'x'"),
+        ("pipeline: {warm_up: fast}", "7:21: pipeline.warm_up: must be auto or a list of whole numbers, one a stage, not 'fast'"),
+        ("pipeline: {stages: many}", "7:20: pipeline.stages: must be a whole number of at least 1, not 'many'"),
+        # sizes and durations
+        ("resources: {memory_per_node: 4Gigs}", "7:30: resources.memory_per_node: '4Gigs' is not a size; write for example 4GiB or 512MiB"),
+        ("resources: {memory_per_node: 0}", "7:30: resources.memory_per_node: must be at least 1 byte and below 2^63, not 0"),
+        ("resources: {memory_per_node: 99999999TiB}", "7:30: resources.memory_per_node: must be at least 1 byte and below 2^63, not '99999999TiB'"),
+        ("resources: {walltime: 90 minutes}", "7:23: resources.walltime: '90 minutes' is not a duration; write for example 00:30:00, 90s or 1h30m"),
+        ("resources: {walltime: 1:99:00}", "7:23: resources.walltime: '1:99:00' is not a duration; write for example 00:30:00, 90s or 1h30m"),
+        ("resources: {walltime: 0s}", "7:23: resources.walltime: must be at least 1 s and below 2^63, not '0s'"),
+        # choices and flags
+        ("launch: {scheduler: pbs}", "7:21: launch.scheduler: 'pbs' is not supported yet; choose auto, local or slurm"),
+        ("launch: {launcher: mpirun}", "7:20: launch.launcher: must be auto, srun or mpiexec, not 'mpirun'"),
+        ("pipeline: {schedule: gpip}", "7:22: pipeline.schedule: must be gpipe or 1f1b, not 'gpip'"),
+        ("pipeline: {replicas: 2}", "7:22: pipeline.replicas: 2 is not supported yet; write 1 or auto"),
+        ("pipeline: {recompute: all}", "7:23: pipeline.recompute: 'all' is not supported yet; choose none"),
+        ("slurm: {exclusive: yes}", "7:20: slurm.exclusive: must be true or false, not 'yes'"),
+        ("slurm: {exclusive: 'true'}", "7:20: slurm.exclusive: must be true or false, not the text 'true'; remove the quotes"),
+        ("environment: {container: image.sif}", "7:26: environment.container: containers are not supported yet; remove 'image.sif' or write null"),
+        # text
+        ("output: {directory: ''}", "7:21: output.directory: must be text; it is empty"),
+        ("output: {directory: [a]}", "7:21: output.directory: must be text, not a list"),
+        ('slurm: {account: "a\\n#SBATCH --uid=0"}', "7:18: slurm.account: must be one line; it contains a line break"),
+        ("environment: {modules: [null, {}]}", "7:25: environment.modules[0]: must be text, not null\njob.yaml:7:31: environment.modules[1]: must be text, not a mapping"),
+        ("environment: {variables: {A-B: 1}}", "7:27: environment.variables.A-B: is no variable name; use letters, digits and '_'"),
+        ("environment: {variables: {C: [1]}}", "7:30: environment.variables.C: must be text, not a list"),
+        ("slurm: {directives: ['#SBATCH -x']}", "7:22: slurm.directives[0]: must be the option alone, without #SBATCH or #PBS, not '#SBATCH -x'"),
+        ("pbs: {directives: [foo]}", "7:20: pbs.directives[0]: must be an option such as --gres=gpu:1, not 'foo'"),
+        # references to user code
+        ("optimizer: AdamW", "7:12: optimizer.factory: 'AdamW' names no function or class; write ./file.py:name or package.module:name"),
+        ("optimizer: {factory: 'my file:f'}", "7:22: optimizer.factory: 'my file:f': 'my file' is neither a .py file nor a module; write ./file.py:name or package.module:name"),
+        ("optimizer: {factory: 'a.b:2f'}", "7:22: optimizer.factory: 'a.b:2f': '2f' is no name of a function or class; write ./file.py:name or package.module:name"),
+        # across fields
+        ("pipeline: {stages: 2}", "7:20: pipeline.stages: 2 stages need as many ranks; resources give nodes x tasks_per_node = 1 x 1"),
+        ("pipeline: {micro_batches: 9}", "7:27: pipeline.micro_batches: a batch of 8 cannot be cut into 9; lower it or raise training.batch_size"),
+        ("pipeline: {warm_up: [2, 1]}", "7:21: pipeline.warm_up: needs pipeline.stages: 2 as well"),
+        ("pipeline: {stages: 1, warm_up: [2, 1]}", "7:32: pipeline.warm_up: has length 2, but pipeline.stages is 1"),
+        ("pipeline: {stages: 1, micro_batches: 2, warm_up: [3]}", "7:50: pipeline.warm_up: 3 forwards, but there are 2 micro-batches"),
+        ("pipeline: {stages: 1, schedule: gpipe, warm_up: [1]}", "7:49: pipeline.warm_up: has no meaning with schedule gpipe, which runs all forwards first"),
+        # repeated and dangerous
+        ("name: other", "7:1: name: given twice; first on line 2"),
+        ("slurm:\n  account: a\n  qos: b\n  account: c", "10:3: slurm.account: given twice; first on line 8"),
+        ("<<: {name: x}", "7:1: merging with '<<' is not supported; write the keys out"),
+        ("? [a]\n: 3", "7:3: a key must be text, not a list or mapping"),
+        ("output: {directory: !!python/object:os.system x}", "7:21: output.directory: the YAML tag '!!python/object:os.system' is not supported; remove it"),
+        ("launch: {args: !!set {a, b}}", "7:16: launch.args: must be a list, not a mapping\njob.yaml:7:16: launch.args: the YAML tag '!!set' is not supported; remove it"),
+        ('output: {directory: "\\e[1m"}', "7:21: output.directory: contains the unprintable character U+001B; remove it"),
+        ('output: {directory: "a\\u202eb"}', "7:21: output.directory: contains the unprintable character U+202E; remove it"),
+        ('output: {directory: "\\ud800"}', "7:21: output.directory: contains the unprintable character U+D800; remove it"),
+        ('"a\\x1bb": 1', "7:1: contains the unprintable character U+001B; remove it"),
+    ],
+)  # fmt: skip
+def test_a_wrong_key_or_value(added, text: str, message: str) -> None:
+    assert "\n".join(added(text)) == f"job.yaml:{message}"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("version: 1", "version: 2", "1:10: version: is 2; this pipectl reads version 1"),
+        ("version: 1", "version: one", "1:10: version: is 'one'; this pipectl reads version 1"),
+        ("name: demo", "name: my job", "2:7: name: must be letters, digits, '.', '_' or '-', at most 64, not 'my job'"),
+        ("name: demo", "name: -x", "2:7: name: must be letters, digits, '.', '_' or '-', at most 64, not '-x'"),
+        ("steps: 10", "steps: 0", "6:19: training.steps: must be at least 1, not 0"),
+        ("batch_size: 8", "batch_size: 0", "6:35: training.batch_size: must be at least 1, not 0"),
+        ("steps: 10, ", "", "6:1: training.steps: missing"),
+        ("steps: 10", "steps: 10, precision: bfloat16", "6:34: training.precision: 'bfloat16' is not supported yet; choose float32"),
+        ("steps: 10", "steps: 10, precision: fp8", "6:34: training.precision: must be float32, not 'fp8'"),
+        ("steps: 10", "steps: 10, clip_grad_norm: 0", "6:39: training.clip_grad_norm: must be a number above 0, not 0"),
+        ("steps: 10", "steps: 10, clip_grad_norm: .nan", "6:39: training.clip_grad_norm: must be a number above 0, not .nan"),
+        ("steps: 10", "steps: 10, clip_grad_norm: '1'", "6:39: training.clip_grad_norm: must be a number above 0, not the text '1'; remove the quotes"),
+        ("steps: 10", "steps: 10, seed: -1", "6:29: training.seed: must be at least 0, not -1"),
+        ("loss: {factory: torch.nn:MSELoss}", "loss: {factory: model, kwargs: {a: 1}}", "4:32: loss.kwargs: has no meaning where the model returns its loss"),
+        ("loss: {factory: torch.nn:MSELoss}", "loss: {factory: model, weight: tokens}", "4:32: loss.weight: 'tokens' names no function or class; write ./file.py:name or package.module:name"),
+        ("loss: {factory: torch.nn:MSELoss}", "loss:", "4:1: loss: missing"),
+    ],
+)  # fmt: skip
+def test_a_wrong_required_key(complaints, minimal, old: str, new: str, message: str) -> None:
+    assert complaints(minimal.replace(old, new)) == [f"job.yaml:{message}"]
+
+
+def test_every_problem_is_told_at_once_in_file_order(added) -> None:
+    text = """\
+resources: {nodes: 0, walltime: long}
+nam: x
+pipeline: {stages: 0}
+slurm: {account: "\\x07", account: b}
+training: {}
+"""
+    assert added(text) == [
+        "job.yaml:7:20: resources.nodes: must be at least 1, not 0",
+        "job.yaml:7:33: resources.walltime: 'long' is not a duration; write for example 00:30:00, 90s or 1h30m",
+        "job.yaml:8:1: nam: unknown key; did you mean 'name'?",
+        "job.yaml:9:20: pipeline.stages: must be at least 1, not 0",
+        "job.yaml:10:18: slurm.account: contains the unprintable character U+0007; remove it",
+        "job.yaml:10:26: slurm.account: given twice; first on line 10",
+        "job.yaml:11:1: training: given twice; first on line 6",
+    ]  # fmt: skip
+
+
+def test_fields_that_do_not_fit_are_told_with_other_problems(added) -> None:
+    """Cross-field checks do not wait until the rest of the file is right."""
+    text = "pipeline: {stages: 3, micro_batches: 9}\nname: a\nslurm: {exclusive: 3}\n"
+    assert added(text) == [
+        "job.yaml:7:20: pipeline.stages: 3 stages need as many ranks; resources give nodes x tasks_per_node = 1 x 1",
+        "job.yaml:7:38: pipeline.micro_batches: a batch of 8 cannot be cut into 9; lower it or raise training.batch_size",
+        "job.yaml:8:1: name: given twice; first on line 2",
+        "job.yaml:9:20: slurm.exclusive: must be true or false, not 3",
+    ]  # fmt: skip
+
+
+def test_missing_files_are_named_with_their_place(complaints, minimal, tmp_path) -> None:
+    text = minimal.replace("torch.nn:Linear", "./gone.py:build") + (
+        "cluster: gone.json\n"
+        "evaluation: {data: ./gone.py:held_out, metrics: {m: ./gone.py:f}}\n"
+        "optimizer: ../none/gone.py:f\n"
+    )
+    gone = tmp_path / "gone.py"
+    assert complaints(text) == [
+        f"job.yaml:3:18: model.factory: no such file: {gone}",
+        f"job.yaml:7:10: cluster: no such file: {tmp_path / 'gone.json'}",
+        f"job.yaml:8:20: evaluation.data.factory: no such file: {gone}",
+        f"job.yaml:8:53: evaluation.metrics.m.factory: no such file: {gone}",
+        f"job.yaml:9:12: optimizer.factory: no such file: {tmp_path.parent / 'none' / 'gone.py'}",
+    ]
+
+
+def test_all_required_keys_are_named(complaints) -> None:
+    required = ("data", "loss", "model", "name", "training", "version")
+    assert complaints("{}") == [f"job.yaml:1:1: {key}: missing" for key in required]
