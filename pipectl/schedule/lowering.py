@@ -6,12 +6,18 @@ Around each compute action stand, in this order::
     RECEIVE_WAIT    for what the action reads
     SEND_WAIT       for the activations whose memory a backward is about to release
     the action
-    SEND_WAIT       for the message two before on the same channel
+    SEND_WAIT       for an earlier message of the same channel, usually two before
     SEND_START      of what the action made
 
 so a receive is in place before its message can arrive, a send starts at once, and a wait comes
 as late as the memory of its buffer allows: an activation is sent from the values that its
-backward needs anyway, and of gradients two are on their way at most. All is done before UPDATE.
+backward needs anyway, and few gradients of a channel are on their way at once. All is done before
+UPDATE.
+
+How many gradients: the receiver starts to receive micro-batch i before its backward of i - 1. In
+the order of all ranks' actions by which schedules are generated (see ``one_f_one_b``) that comes
+before the sender's backward of i + k if k is at least the difference of their warm-ups; so with k
+gradients on their way no wait can close a circle, whatever the placement.
 """
 
 from __future__ import annotations
@@ -32,7 +38,9 @@ from pipectl.schedule.catalogue import compute_actions
 from pipectl.schedule.channel import Channel, channels
 
 RECEIVE_AHEAD = 1
+"""Double buffering: the next message can arrive while one is waited for and used."""
 SENDS_ON_THE_WAY = 2
+"""At least, on a channel without backwards to wait for: one moves while the next is made."""
 
 MOVES = {
     Kind.FORWARD: TransferKind.ACTIVATION,
@@ -61,7 +69,7 @@ def lower(
         ScheduleError: for an unknown schedule or a stage with replicas.
     """
     compute = compute_actions(plan, rank, micro_batches)
-    lowering = _Lowering(compute, receive_ahead)
+    lowering = _Lowering(compute, receive_ahead, plan.warm_up)
     lowering.add_channels(channels(plan), rank)
     stages = plan.stages_of_rank(rank)
     lowering.add(_UPDATE, [len(compute)], Kind.UPDATE, stages[0] if stages else -1, [-1], -1)
@@ -103,9 +111,12 @@ def program_hash(plan: Plan) -> str:
 class _Lowering:
     """Rows of one program, each placed at a slot (index of a compute action) and a phase."""
 
-    def __init__(self, compute: Actions, receive_ahead: int) -> None:
+    def __init__(
+        self, compute: Actions, receive_ahead: int, warm_up: Sequence[int] | None = None
+    ) -> None:
         self.compute = compute
         self.receive_ahead = receive_ahead
+        self.warm_up = warm_up
         self.places: list[Integers] = []
         self.rows: list[Columns] = []
         self._place(_COMPUTE, np.arange(len(compute)), compute.rows)
@@ -165,9 +176,16 @@ class _Lowering:
         if channel.kind is TransferKind.ACTIVATION and len(back):
             self.add(_RELEASE, back, Kind.SEND_WAIT, stage, back_micro_batches, index)
             return
-        end = np.full(SENDS_ON_THE_WAY, len(self.compute), dtype=slots.dtype)
-        late = np.concatenate([slots, end])[SENDS_ON_THE_WAY:]
+        most = self._sends_on_the_way(channel)
+        end = np.full(most, len(self.compute), dtype=slots.dtype)
+        late = np.concatenate([slots, end])[most:]
         self.add(_SEND_WAIT, late, Kind.SEND_WAIT, stage, micro_batches, index)
+
+    def _sends_on_the_way(self, channel: Channel) -> int:
+        if self.warm_up is None:
+            return SENDS_ON_THE_WAY
+        depths = self.warm_up[channel.target_stage], self.warm_up[channel.source_stage]
+        return max(SENDS_ON_THE_WAY, depths[0] - depths[1])
 
     def _users(self, moved: TransferKind, stage: int) -> tuple[Integers, Columns]:
         """Slots and micro-batches of the actions of a stage that read and write such messages."""

@@ -1,0 +1,119 @@
+"""Memory by row, against figures worked out by hand and a ledger of single buffers."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipectl.graph import TransferKind
+from pipectl.plan import StageCost
+from pipectl.schedule import (
+    Kind,
+    channels,
+    lower,
+    memory_bytes,
+    one_f_one_b,
+    peak_in_flight,
+    peak_memory_bytes,
+)
+
+COST = StageCost(1.0, 2.0, 0.0, parameter_bytes=100, optimizer_bytes=50, saved_bytes=10)
+RESIDENT = 2 * 100 + 50
+
+
+def test_gpipe_keeps_every_micro_batch(pipeline):
+    plan = pipeline(4, 8, schedule="gpipe")
+    assert [peak_in_flight(lower(plan, rank), rank) for rank in range(4)] == [8, 8, 8, 8]
+
+
+def test_1f1b_keeps_its_warm_up(pipeline):
+    for warm_up in one_f_one_b.policy_a(4, 8), one_f_one_b.policy_b(4, 8):
+        plan = pipeline(4, 8, warm_up=warm_up)
+        assert tuple(peak_in_flight(lower(plan, rank), rank) for rank in range(4)) == warm_up
+
+
+def test_bytes_of_each_row_by_hand(pipeline):
+    plan = pipeline(2, 2, costs=[COST] * 2, size_bytes=3)
+    last = lower(plan, 1)
+    kinds = [action.kind for action in last.body]
+    received, saved, gradient = 3, 10, 3
+    by_row = [
+        (Kind.RECEIVE_START, received),
+        (Kind.RECEIVE_START, 2 * received),
+        (Kind.RECEIVE_WAIT, 2 * received),
+        (Kind.FORWARD, 2 * received + saved),
+        (Kind.BACKWARD, received + saved + gradient),
+        (Kind.SEND_START, received + gradient),
+        (Kind.RECEIVE_WAIT, received + gradient),
+        (Kind.FORWARD, received + gradient + saved),
+        (Kind.BACKWARD, gradient + saved + gradient),
+        (Kind.SEND_START, 2 * gradient),
+        (Kind.SEND_WAIT, 2 * gradient),
+        (Kind.SEND_WAIT, gradient),
+        (Kind.UPDATE, 0),
+    ]
+    assert kinds == [kind for kind, _ in by_row]
+    assert memory_bytes(plan, 1, last).tolist() == [RESIDENT + size for _, size in by_row]
+    assert peak_memory_bytes(plan, 1, last, process_baseline_bytes=1000) == 1000 + RESIDENT + 16
+
+
+def test_the_last_micro_batch_may_be_smaller(pipeline):
+    plan = pipeline(1, 2, costs=[COST], schedule="gpipe", micro_batch_size=4, batch_size=6)
+    assert plan.micro_batch_shares == (1.0, 0.5)
+    assert memory_bytes(plan, 0, lower(plan, 0)).tolist() == [
+        RESIDENT + size for size in (10, 15, 15, 5, 0)
+    ]
+
+
+def test_a_rank_without_stages_holds_only_its_process(pipeline):
+    plan = pipeline(1, 2, node_of_rank=[0, 0])
+    assert peak_memory_bytes(plan, 1, lower(plan, 1), process_baseline_bytes=7) == 7
+
+
+def ledger(plan, rank, program):
+    """The peak, by keeping every buffer by name."""
+    connections = channels(plan)
+    held, peak = {}, 0
+    for action in program.body:
+        stage, index, channel = action.stage, action.micro_batch, action.channel
+        done = []
+        if action.kind is Kind.FORWARD:
+            held["saved", stage, index] = plan.stages[stage].cost.saved_bytes
+            done = [("in", c, index) for c, item in enumerate(connections) if is_into(item, action)]
+        elif action.kind is Kind.BACKWARD:
+            for c, item in enumerate(connections):
+                if item.kind is TransferKind.GRADIENT and item.source_stage == stage:
+                    held["in" if item.is_local else "out", c, index] = item.size_bytes
+            done = [("in", c, index) for c, item in enumerate(connections) if is_into(item, action)]
+            done.append(("saved", stage, index))
+        elif action.kind is Kind.RECEIVE_START:
+            held["in", channel, index] = connections[channel].size_bytes
+        elif action.kind is Kind.SEND_WAIT:
+            done = [("out", channel, index)]
+        peak = max(peak, sum(held.values()))
+        for name in done:
+            held.pop(name, None)
+    assert not held
+    return peak
+
+
+def is_into(channel, action):
+    kind = TransferKind.ACTIVATION if action.kind is Kind.FORWARD else TransferKind.GRADIENT
+    return channel.kind is kind and channel.target_stage == action.stage
+
+
+@given(
+    ranks=st.lists(st.integers(0, 2), min_size=1, max_size=5).map(sorted),
+    micro_batches=st.integers(1, 6),
+    depth=st.integers(1, 4),
+    skip=st.booleans(),
+)
+def test_peak_is_that_of_a_ledger_of_buffers(pipeline, ranks, micro_batches, depth, skip):
+    stages = len(ranks)
+    warm_up = [depth * (stages - stage) for stage in range(stages)]
+    skips = [(0, (stages - 1,), True)] if skip and stages > 2 else []
+    costs = [StageCost(1, 1, 0, 0, 0, saved_bytes=7 + stage) for stage in range(stages)]
+    plan = pipeline(
+        stages, micro_batches, warm_up=warm_up, ranks=ranks, costs=costs, skips=skips, size_bytes=5
+    )
+    for rank in range(plan.ranks):
+        program = lower(plan, rank)
+        assert peak_memory_bytes(plan, rank, program) == ledger(plan, rank, program)

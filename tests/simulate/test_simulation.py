@@ -1,0 +1,201 @@
+"""Simulated steps against closed forms and published figures."""
+
+import dataclasses
+import json
+
+import pytest
+
+from pipectl.cluster import Cluster, Device, Link, Node
+from pipectl.errors import MismatchError, ScheduleError
+from pipectl.graph import TransferKind
+from pipectl.plan import StageCost, Transfer
+from pipectl.schedule import lower, one_f_one_b
+from pipectl.simulate import COMPUTE_KINDS, simulate
+from pipectl.timeline import Timeline
+
+FREE = Link(latency_s=0.0, bandwidth_bytes_per_s=1e30)
+
+
+def cluster(*nodes, within=FREE, between=FREE):
+    """Nodes given as (ranks, cores) or (ranks, cores, device speed)."""
+    return Cluster(
+        name="c",
+        source="test",
+        nodes=tuple(
+            Node(f"n{index}", ranks, cores, Device("cpu", *speed))
+            for index, (ranks, cores, *speed) in enumerate(nodes)
+        ),
+        within_node=within,
+        between_nodes=between,
+    )
+
+
+def cost(forward_s, backward_s, update_s=0.0):
+    return StageCost(forward_s, backward_s, update_s, 0, 0, 0)
+
+
+BUBBLES = [
+    # stages, micro-batches, latency: GPipe, 1F1B, 1F1B with DAPPLE's policy B
+    (4, 8, 0.0, 0.273, 0.273, 0.273),
+    (4, 16, 0.0, 0.158, 0.158, 0.158),
+    (8, 32, 0.0, 0.179, 0.179, 0.179),
+    (4, 16, 0.25, 0.179, 0.250, 0.179),
+    (8, 32, 0.25, 0.203, 0.284, 0.203),
+]
+
+
+@pytest.mark.parametrize(("stages", "micro_batches", "latency", "gpipe", "one", "deep"), BUBBLES)
+def test_ideal_bubbles(pipeline, stages, micro_batches, latency, gpipe, one, deep):
+    links = cluster((stages, stages), within=Link(latency, 1e30))
+    plans = [
+        pipeline(stages, micro_batches, schedule="gpipe"),
+        pipeline(stages, micro_batches),
+        pipeline(stages, micro_batches, warm_up=one_f_one_b.policy_b(stages, micro_batches)),
+    ]
+    found = [simulate(plan, links).bubble for plan in plans]
+    assert found == pytest.approx([gpipe, one, deep], abs=5e-4)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 1), (3, 1), (5, 2), (6, 11)])
+def test_bubble_of_equal_stages_is_the_closed_form(pipeline, schedule, stages, micro_batches):
+    found = simulate(pipeline(stages, micro_batches, schedule=schedule), cluster((stages, stages)))
+    assert found.bubble == pytest.approx((stages - 1) / (micro_batches + stages - 1))
+    assert found.step_time_s == pytest.approx(3 * (micro_batches + stages - 1))
+    assert found.utilisation == pytest.approx([1 - found.bubble] * stages)
+
+
+def test_slowest_stage_sets_the_pace(pipeline):
+    costs = [cost(1, 2), cost(4, 5), cost(1, 2)]
+    found = simulate(pipeline(3, 10, costs=costs), cluster((3, 3)))
+    assert found.step_time_s == pytest.approx(1 + 10 * (4 + 5) + 2)
+    assert found.utilisation[1] == max(found.utilisation)
+
+
+def test_faster_devices_take_less_time(pipeline):
+    plan = pipeline(2, 1, node_of_rank=[0, 1])
+    assert simulate(plan, cluster((1, 1, 1.0), (1, 1, 2.0))).step_time_s == pytest.approx(4.5)
+
+
+def test_the_last_micro_batch_may_be_smaller(pipeline):
+    plan = pipeline(1, 3, schedule="gpipe", micro_batch_size=4, batch_size=10)
+    assert simulate(plan, cluster((1, 1))).step_time_s == pytest.approx(2.5 * 3)
+
+
+def test_all_ranks_meet_before_they_update(pipeline):
+    plan = pipeline(2, 1, costs=[cost(1, 2, 5.0), cost(1, 2, 0.5)], node_of_rank=[0, 0, 0])
+    found = simulate(plan, cluster((3, 3)))
+    updates = [event for event in found.timeline.events if event.kind == "update"]
+    waits = {event.rank: event for event in found.timeline.events if event.kind == "update_wait"}
+    assert [(event.rank, event.start_s, event.end_s) for event in updates] == [
+        (0, 6.0, 11.0),
+        (1, 6.0, 6.5),
+        (2, 6.0, 6.0),
+    ]
+    assert (waits[1].start_s, waits[1].end_s) == (4.0, 6.0)
+    assert (waits[2].start_s, waits[2].end_s) == (0.0, 6.0)
+    assert found.step_time_s == 11.0
+
+
+def test_ranks_that_share_a_core_take_turns(pipeline):
+    """Two independent stages on one core take twice as long; on two cores they do not."""
+    plan = dataclasses.replace(pipeline(2, 4, schedule="gpipe"), transfers=())
+    assert simulate(plan, cluster((2, 2))).step_time_s == pytest.approx(12)
+    assert simulate(plan, cluster((2, 1))).step_time_s == pytest.approx(24)
+
+
+def test_shared_cores_are_shared_evenly(pipeline):
+    """Work of 1 and 3 on one core: the short one ends at 2, the long one at 4."""
+    plan = pipeline(2, 1, costs=[cost(1, 0), cost(3, 0)])
+    plan = dataclasses.replace(plan, transfers=())
+    events = simulate(plan, cluster((2, 1))).timeline.events
+    ends = [event.end_s for event in events if event.kind == "forward"]
+    assert ends == pytest.approx([2, 4])
+
+
+def test_waiting_ranks_leave_their_core_to_others(pipeline):
+    plan = pipeline(4, 1)
+    assert simulate(plan, cluster((4, 1))).step_time_s == pytest.approx(12)
+
+
+def two_streams(pipeline, streams, node_of_rank):
+    """Stages that send 10 bytes each after a second of work, to stages that do nothing."""
+    senders = {source for source, _ in streams}
+    costs = [cost(float(stage in senders), 0) for stage in range(4)]
+    plan = pipeline(4, 1, costs=costs, node_of_rank=node_of_rank)
+    sends = tuple(Transfer(TransferKind.ACTIVATION, *stream, 10) for stream in streams)
+    return dataclasses.replace(plan, transfers=sends)
+
+
+def test_messages_between_two_nodes_follow_one_another(pipeline):
+    slow = Link(latency_s=0.5, bandwidth_bytes_per_s=5.0)
+    shared = simulate(
+        two_streams(pipeline, [(0, 2), (1, 3)], [0, 0, 1, 1]), cluster((2, 2), (2, 2), between=slow)
+    )
+    apart = simulate(
+        two_streams(pipeline, [(0, 2), (1, 3)], [0, 1, 2, 2]),
+        cluster((1, 1), (1, 1), (2, 2), between=slow),
+    )
+    assert apart.step_time_s == pytest.approx(1 + 2 + 0.5)
+    assert shared.step_time_s == pytest.approx(1 + 2 + 2 + 0.5)
+
+
+@pytest.mark.parametrize(("duplex", "end"), [(True, 3.0), (False, 5.0)])
+def test_directions_share_a_link_that_is_not_duplex(pipeline, duplex, end):
+    link = Link(latency_s=0.0, bandwidth_bytes_per_s=5.0, duplex=duplex)
+    plan = two_streams(pipeline, [(0, 1), (2, 3)], [0, 1, 1, 0])
+    found = simulate(plan, cluster((2, 2), (2, 2), between=link))
+    assert found.step_time_s == pytest.approx(end)
+
+
+def test_timeline_holds_computations_and_waits(pipeline):
+    found = simulate(pipeline(2, 2), cluster((2, 2)))
+    timeline = found.timeline
+    assert [event[1:] for event in timeline.of_rank(0)] == [
+        (0.0, 1.0, "forward", 0, 0),
+        (1.0, 2.0, "forward", 0, 1),
+        (2.0, 4.0, "receive_wait", 0, 0),
+        (4.0, 6.0, "backward", 0, 0),
+        (6.0, 7.0, "receive_wait", 0, 1),
+        (7.0, 9.0, "backward", 0, 1),
+        (9.0, 9.0, "update", 0, -1),
+    ]
+    assert timeline.end_s == found.step_time_s
+    assert timeline.busy_s(0, COMPUTE_KINDS) == pytest.approx(found.utilisation[0] * 9)
+    assert Timeline.from_json(json.loads(json.dumps(timeline.to_json()))) == timeline
+
+
+def test_prediction_is_what_a_plan_records(pipeline):
+    plan = pipeline(2, 2)
+    found = simulate(plan, cluster((2, 2)), process_baseline_bytes=100)
+    assert found.prediction.peak_memory_bytes == (100, 100)
+    with_prediction = dataclasses.replace(plan, prediction=found.prediction)
+    assert (
+        type(plan).from_json(json.loads(json.dumps(with_prediction.to_json()))) == with_prediction
+    )
+
+
+def test_equal_inputs_give_equal_results(pipeline):
+    plan = pipeline(4, 6, size_bytes=3)
+    link = Link(0.1, 7.0, duplex=False)
+    shape = cluster((2, 1), (2, 1), within=link, between=link)
+    plan = dataclasses.replace(plan, node_of_rank=(0, 0, 1, 1))
+    assert simulate(plan, shape) == simulate(plan, shape)
+
+
+def test_programs_that_deadlock_are_an_error(pipeline):
+    plan = pipeline(2, 4, warm_up=(1, 2))
+    with pytest.raises(ScheduleError, match=r"ranks \[0, 1\] wait for ever"):
+        simulate(plan, cluster((2, 2)))
+
+
+def test_programs_may_have_fewer_micro_batches(pipeline):
+    plan = pipeline(2, 8)
+    programs = [lower(plan, rank, 2) for rank in range(2)]
+    assert simulate(plan, cluster((2, 2)), programs).step_time_s == pytest.approx(9)
+
+
+def test_a_cluster_with_too_few_nodes_is_an_error(pipeline):
+    plan = pipeline(2, 2, node_of_rank=[0, 1])
+    with pytest.raises(MismatchError, match="uses 2 nodes, cluster 'c' has 1"):
+        simulate(plan, cluster((2, 2)))
