@@ -1,0 +1,122 @@
+"""The error for a job that does not fit: how much is missing, where, and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import ceil
+
+from pipectl.errors import InfeasibleError
+from pipectl.plan import Plan
+from pipectl.planner.fitting import Fitter
+from pipectl.planner.memory import largest_peak_bytes, resident_bytes
+from pipectl.planner.placement import placements
+from pipectl.planner.problem import Choice, Problem
+from pipectl.planner.request import PlanRequest, micro_batch_sizes, warm_ups
+from pipectl.schedule.gpipe import NAME as GPIPE
+from pipectl.schedule.one_f_one_b import NAME as ONE_F_ONE_B
+from pipectl.simulate import simulate
+from pipectl.units import format_bytes
+
+
+def infeasible(problem: Problem, fitter: Fitter, counts: Sequence[int]) -> InfeasibleError:
+    """The error to raise when no candidate fits.
+
+    Args:
+        counts: numbers of stages that were allowed.
+    """
+    plan, peaks = min(
+        _smallest_peaks(problem, fitter, counts), key=lambda found: _worst(problem, found[1])[0]
+    )
+    excess, rank = _worst(problem, peaks)
+    limit = problem.limit_bytes(rank)
+    message = (
+        f"no feasible plan: the one with the smallest peak found needs "
+        f"{format_bytes(peaks[rank])} on rank {rank} ({_breakdown(problem, plan, rank)}), "
+        f"{format_bytes(excess)} more than its limit of {format_bytes(limit)}"
+    )
+    return InfeasibleError(message, cure="; ".join(_cures(problem, fitter, plan, peaks, rank)))
+
+
+def _smallest_peaks(
+    problem: Problem, fitter: Fitter, counts: Sequence[int]
+) -> Iterator[tuple[Plan, tuple[int, ...]]]:
+    """Plans made for little memory, with what each of their ranks needs."""
+    request = problem.request
+    size = micro_batch_sizes(request, 1, most=request.batch_size)[-1]
+    for stages in counts:
+        schedule, warm_up = warm_ups(request, stages, problem.micro_batches(size))[0]
+        for placement in placements(problem.cluster, stages):
+            limits = [problem.limit_bytes(rank) for rank in placement]
+            for partition in fitter.smallest_peak(limits, size, warm_up):
+                plan = problem.plan(Choice(partition, placement, size, schedule, warm_up))
+                baseline = problem.baseline_bytes
+                found = simulate(plan, problem.cluster, process_baseline_bytes=baseline)
+                yield plan, found.peak_memory_bytes
+
+
+def _worst(problem: Problem, peaks: Sequence[int]) -> tuple[float, int]:
+    """The largest excess over a limit, and its rank."""
+    excess = [peak - problem.limit_bytes(rank) for rank, peak in enumerate(peaks)]
+    rank = max(range(len(excess)), key=lambda index: (excess[index], -index))
+    return excess[rank], rank
+
+
+def _breakdown(problem: Problem, plan: Plan, rank: int) -> str:
+    """What the memory of a rank consists of."""
+    parts = [f"process {format_bytes(problem.baseline_bytes)}"]
+    for index in plan.stages_of_rank(rank):
+        cost = plan.stages[index].cost
+        parts = [
+            f"stage {index} of {len(plan.stages)}: {parts[0]}",
+            f"parameters, gradients and optimizer {format_bytes(resident_bytes(cost))}",
+            f"{format_bytes(cost.saved_bytes)} for each of {plan.warm_up[index]} micro-batches "
+            f"of {plan.micro_batch_size} in flight",
+        ]
+    return ", ".join(parts)
+
+
+def _cures(
+    problem: Problem, fitter: Fitter, plan: Plan, peaks: Sequence[int], rank: int
+) -> Iterator[str]:
+    """Changes that need less memory, each with the peak it is estimated to have."""
+    limit = problem.limit_bytes(rank)
+    if limit == problem.request.memory_limit_bytes:
+        yield f"pipeline.memory_limit: {ceil(max(peaks) / 2**20)}MiB would do"
+    else:
+        yield f"ranks with {ceil(max(peaks) / 2**20)} MiB of memory would do"
+    now = _estimate(problem, fitter, problem.request, len(plan.stages), limit)
+    for name, request, stages in _changes(problem, plan):
+        peak = _estimate(problem, fitter, request, stages, limit)
+        if peak < now:
+            fits = "fits" if peak <= limit else "still too much"
+            yield f"{name}: about {format_bytes(peak)} ({fits})"
+
+
+def _changes(problem: Problem, plan: Plan) -> Iterator[tuple[str, PlanRequest, int]]:
+    """(description, changed request, stages) of what a user could change."""
+    request, stages = problem.request, len(plan.stages)
+    more = min(2 * stages, len(problem.graph))
+    if more > stages:
+        free = replace(request, stages=None, warm_up=None)
+        within = more <= problem.cluster.ranks
+        yield f"pipeline.stages {more}" if within else f"{more} ranks", free, more
+    if request.schedule == GPIPE:
+        yield "schedule 1f1b", replace(request, schedule=ONE_F_ONE_B), stages
+    for factor in (2, 4, 8):
+        count = plan.micro_batches * factor
+        if request.micro_batches is not None and count <= request.batch_size:
+            yield f"micro_batches {count}", replace(request, micro_batches=count), stages
+
+
+def _estimate(
+    problem: Problem, fitter: Fitter, request: PlanRequest, stages: int, limit: float
+) -> int:
+    """The smallest peak found under a changed request, without buffers of messages."""
+    size = micro_batch_sizes(request, 1, most=request.batch_size)[-1]
+    _, warm_up = warm_ups(request, stages, problem.micro_batches(size))[0]
+    partitions = fitter.smallest_peak([limit] * stages, size, warm_up)
+    return min(
+        largest_peak_bytes(problem.costs(found, size)[0], warm_up, problem.baseline_bytes)
+        for found in partitions
+    )

@@ -1,0 +1,167 @@
+"""Good partitions of a graph into a given number of stages: optimal ones and near ties.
+
+The smallest bottleneck is a lower bound on what a pipeline can do, but many partitions share it
+or come close, and differ in what they send. So each number of stages gets several partitions: for
+a few tolerances, the one that sends least with no stage above the bottleneck by more than that;
+and the one with the smallest bottleneck when sending and receiving count as load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from pipectl.cluster import Link
+from pipectl.planner.condense import Condensed
+from pipectl.planner.dynamic import Chains, smallest_bottleneck, smallest_sum
+from pipectl.planner.ideals import all_downsets, prefix_downsets
+from pipectl.planner.spans import Boundary, Integers, Items, Partition, Spans, States, spans_by_end
+
+PER_SECOND = 10**12
+"""The programme counts in picoseconds."""
+MOST_DOWNSETS = 2000
+"""Above, only a sample of the downsets is searched."""
+TOLERANCES = (0.0, 0.02, 0.1)
+
+
+@dataclass(frozen=True)
+class Downsets:
+    """What is searched: all downsets of a graph, or a sample."""
+
+    found: tuple[int, ...]
+    complete: bool
+
+    @classmethod
+    def of(cls, graph: Condensed, cap: int = MOST_DOWNSETS) -> Downsets:
+        """All downsets, or prefixes of several topological orders where they exceed ``cap``."""
+        everything = all_downsets(graph, cap)
+        if everything is not None:
+            return cls(tuple(everything), True)
+        return cls(tuple(prefix_downsets(graph, cap)), False)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What blocks and messages cost at one micro-batch size.
+
+    Args:
+        compute_s: forward and backward of every block.
+        scale: micro-batch size over the profile's, which sizes of messages are given for.
+        link: what messages pass through.
+        speeds: of the device of every stage, by position.
+    """
+
+    compute_s: Sequence[float]
+    scale: float
+    link: Link
+    speeds: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What is known of the smallest possible bottleneck.
+
+    Args:
+        load_s: no partition has a smaller one.
+        exact: whether a partition has this one.
+    """
+
+    load_s: float
+    exact: bool
+
+
+class Partitioner:
+    """Partitions of one graph under one set of costs.
+
+    Args:
+        most: largest number of stages that will be asked for.
+        fewest: smallest one above 1 that will be asked for.
+    """
+
+    def __init__(
+        self, graph: Condensed, downsets: Downsets, costs: Costs, *, fewest: int, most: int
+    ) -> None:
+        self._graph = graph
+        self._downsets = downsets
+        self._costs = costs
+        self._most = most
+        self._fewest = min(max(2, fewest), most)
+        self._compute = [round(time * PER_SECOND) for time in costs.compute_s]
+        self._speeds = np.asarray(costs.speeds[:most], dtype=float)
+        self._columns = self._speeds if len(set(costs.speeds[:most])) > 1 else self._speeds[:1]
+
+    def bound(self, stages: int) -> Bound:
+        """The proven lower bound on the bottleneck of so many stages."""
+        best = self._bottlenecks.best(stages)
+        total, largest = sum(self._compute), max(self._compute)
+        speeds = self._speeds[:stages]
+        proven = max(total / float(speeds.sum()), largest / float(speeds.max()))
+        if best is None:
+            return Bound(proven / PER_SECOND, False)
+        exact = self._downsets.complete or stages == 1 or best <= proven + 1
+        return Bound((best if exact else proven) / PER_SECOND, exact)
+
+    def partitions(self, stages: int) -> list[Partition]:
+        """Distinct good partitions, the best balanced first."""
+        if stages == 1:
+            return [(self._graph.everything,)]
+        best = self._bottlenecks.best(stages)
+        if best is None:
+            return []
+        chains = [self._least_sent(round(best * (1 + extra))) for extra in TOLERANCES]
+        chains.append(self._bottlenecks_with_messages)
+        found = (self._states.cut(chain.states(stages)) for chain in chains)
+        return list(dict.fromkeys(found))
+
+    @cached_property
+    def _states(self) -> States:
+        return States(self._graph, self._downsets.found, self._compute)
+
+    @cached_property
+    def _spans(self) -> list[Spans]:
+        """Spans that no optimum or near tie exceeds: a single order gives an upper bound."""
+        order = [(1 << place) - 1 for place in range(len(self._graph) + 1)]
+        states = States(self._graph, order, self._compute)
+        spans = spans_by_end(states, self._boundary(states), int(states.compute[-1]))
+        best = smallest_bottleneck(spans, self._most, self._load_with_messages)
+        longest = (best.best(self._fewest) or 0) * float(self._speeds.max())
+        window = int(longest * (1 + TOLERANCES[-1])) + 1
+        return spans_by_end(self._states, self._boundary(self._states), window)
+
+    def _boundary(self, states: States) -> Boundary:
+        values = self._graph.values
+        sizes = [value.size_bytes + value.gradient_bytes for value in values]
+        weights = np.array(sizes, dtype=np.int64)
+        return Boundary(states, Items([value.blocks for value in values], weights))
+
+    @cached_property
+    def _bottlenecks(self) -> Chains:
+        return smallest_bottleneck(self._spans, self._most, self._load)
+
+    @cached_property
+    def _bottlenecks_with_messages(self) -> Chains:
+        return smallest_bottleneck(self._spans, self._most, self._load_with_messages)
+
+    def _least_sent(self, bound: int) -> Chains:
+        return smallest_sum(self._spans, self._most, self._sending, self._load, bound)
+
+    def _load(self, spans: Spans) -> Integers:
+        """Compute by position (one column if devices are alike), in picoseconds."""
+        loads: Integers = np.rint(spans.compute[:, None] / self._columns).astype(np.int64)
+        return loads
+
+    def _sending(self, spans: Spans) -> Integers:
+        """Time of all bytes that cross the border, in picoseconds.
+
+        Values between two stages travel as one message, so latency is no matter of the cut.
+        """
+        per_byte = self._costs.scale / self._costs.link.bandwidth_bytes_per_s * PER_SECOND
+        sending: Integers = np.rint(spans.crossing[:, None] * per_byte).astype(np.int64)
+        return sending
+
+    def _load_with_messages(self, spans: Spans) -> Integers:
+        loads: Integers = self._load(spans) + self._sending(spans)
+        return loads

@@ -1,0 +1,148 @@
+"""One planning problem: profile, cluster and request, and the plans its choices make."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil, inf
+
+from pipectl.cluster import Cluster
+from pipectl.plan import Plan, Stage, StageCost, Transfer
+from pipectl.planner.condense import Condensed, condense
+from pipectl.planner.costs import (
+    Footprint,
+    Times,
+    footprint,
+    operator_times,
+    scaled_transfers,
+    stage_costs,
+)
+from pipectl.planner.placement import Placement
+from pipectl.planner.request import PlanRequest
+from pipectl.planner.spans import Partition
+from pipectl.profile import Profile
+
+DEFAULT_BASELINE_BYTES = 240 * 2**20
+"""A process with Python, torch and MPI, where the profile does not say."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Everything a plan decides.
+
+    Args:
+        size: samples of a micro-batch.
+    """
+
+    partition: Partition
+    placement: Placement
+    size: int
+    schedule: str
+    warm_up: tuple[int, ...]
+
+
+class Problem:
+    """Builds plans for choices; what several choices share is computed once."""
+
+    def __init__(self, profile: Profile, cluster: Cluster, request: PlanRequest) -> None:
+        self.profile = profile
+        self.cluster = cluster
+        self.request = request
+        self.graph: Condensed = condense(profile)
+        self._times: dict[int, Times] = {}
+        self._footprints: dict[Partition, Footprint] = {}
+        self._parts: dict[
+            tuple[Partition, int], tuple[tuple[StageCost, ...], tuple[Transfer, ...]]
+        ] = {}
+
+    @property
+    def baseline_bytes(self) -> int:
+        """Memory of a process without a stage."""
+        measured = self.profile.process_baseline_bytes
+        return DEFAULT_BASELINE_BYTES if measured is None else measured
+
+    @cached_property
+    def assumptions(self) -> tuple[str, ...]:
+        """What neither the profile nor the cluster says."""
+        found = list(self.profile.assumptions)
+        if self.profile.process_baseline_bytes is None:
+            found.append(f"a process without a stage takes {DEFAULT_BASELINE_BYTES >> 20} MiB")
+        if self.cluster.assumed:
+            found.append(f"cluster {self.cluster.name!r} is assumed, not measured")
+        return tuple(found)
+
+    def limit_bytes(self, rank: int) -> float:
+        """Memory that a rank may take: the smaller of the job's limit and its device's memory."""
+        limits = (self.request.memory_limit_bytes, self.cluster.device(rank).memory_bytes)
+        return min((limit for limit in limits if limit is not None), default=inf)
+
+    def scale(self, size: int) -> float:
+        """A micro-batch size over the profile's."""
+        return size / self.profile.micro_batch_size
+
+    def micro_batches(self, size: int) -> int:
+        """Micro-batches of a step."""
+        return ceil(self.request.batch_size / size)
+
+    def times(self, size: int) -> Times:
+        """Forward and backward of every operator."""
+        if size not in self._times:
+            self._times[size] = operator_times(self.profile, size)
+        return self._times[size]
+
+    def block_times(self, size: int) -> list[float]:
+        """Forward and backward together of every block, in seconds."""
+        times = self.times(size)
+        return [sum(sum(times[index]) for index in block.operators) for block in self.graph.blocks]
+
+    def plan(self, choice: Choice) -> Plan:
+        """The plan a choice makes, without prediction."""
+        costs, transfers = self.costs(choice.partition, choice.size)
+        nodes = self._footprints[choice.partition].nodes
+        request = self.request
+        return Plan(
+            name=request.name,
+            fingerprint=self.profile.fingerprint,
+            schedule=choice.schedule,
+            warm_up=choice.warm_up,
+            batch_size=request.batch_size,
+            micro_batch_size=choice.size,
+            micro_batches=self.micro_batches(choice.size),
+            stages=tuple(
+                Stage(inside, (rank,), cost)
+                for inside, rank, cost in zip(nodes, choice.placement, costs, strict=True)
+            ),
+            transfers=transfers,
+            node_of_rank=self.cluster.node_of_rank,
+            memory_limit_bytes=request.memory_limit_bytes,
+            key=request.key,
+            assumptions=self.assumptions + self._size_assumptions(choice.size),
+        )
+
+    def costs(
+        self, partition: Partition, size: int
+    ) -> tuple[tuple[StageCost, ...], tuple[Transfer, ...]]:
+        """Costs of the stages and the messages between them."""
+        if partition not in self._footprints:
+            stages = [self.graph.operators_of(blocks) for blocks in partition]
+            self._footprints[partition] = footprint(self.profile, stages)
+        if (partition, size) not in self._parts:
+            parts, scale = self._footprints[partition], self.scale(size)
+            costs = stage_costs(parts, self.times(size), scale, self.profile.optimizer)
+            self._parts[partition, size] = costs, scaled_transfers(parts, scale)
+        return self._parts[partition, size]
+
+    def _size_assumptions(self, size: int) -> tuple[str, ...]:
+        found = []
+        measured = self.profile.micro_batch_size
+        if size != measured and not any(operator.timings for operator in self.profile.operators):
+            found.append(
+                f"times of {size} samples are taken as proportional to those of {measured}"
+            )
+        asked = self.request.micro_batches
+        if asked not in (None, self.micro_batches(size)):
+            found.append(
+                f"{asked} micro-batches of {self.request.batch_size} samples cannot be of one size "
+                f"with a smaller last one: {self.micro_batches(size)} of {size} samples instead"
+            )
+        return tuple(found)

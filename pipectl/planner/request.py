@@ -1,0 +1,152 @@
+"""What is asked of the planner, and which choices that leaves open."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil, log
+
+from pipectl.errors import InfeasibleError, InvalidInputError
+from pipectl.schedule import NAMES
+from pipectl.schedule.gpipe import NAME as GPIPE
+from pipectl.schedule.gpipe import warm_up as gpipe_warm_up
+from pipectl.schedule.one_f_one_b import NAME as ONE_F_ONE_B
+from pipectl.schedule.one_f_one_b import policy_a, policy_b
+
+MICRO_BATCHES_PER_STAGE = 4
+"""More add little: the bubble is then about a fifth (Huang et al., GPipe, call it negligible)."""
+_EVERY_STAGE_COUNT = 8
+_SNAP = 1.34
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """A job as the planner sees it; None leaves a choice to the planner.
+
+    Args:
+        batch_size: samples of one optimizer step.
+        warm_up: forwards each stage runs before its first backward, one entry per stage.
+        memory_limit_bytes: resident memory of any rank, its process included.
+        key: recorded in the plan; see :class:`pipectl.plan.Plan`.
+
+    Raises:
+        InvalidInputError: choices that contradict each other.
+    """
+
+    name: str
+    batch_size: int
+    micro_batches: int | None = None
+    stages: int | None = None
+    schedule: str | None = None
+    warm_up: tuple[int, ...] | None = None
+    memory_limit_bytes: int | None = None
+    key: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.schedule is not None and self.schedule not in NAMES:
+            raise InvalidInputError(
+                f"schedule: {self.schedule!r} is not known", cure=f"one of: {', '.join(NAMES)}"
+            )
+        if self.warm_up is not None:
+            object.__setattr__(self, "warm_up", tuple(self.warm_up))
+            self._check_warm_up(tuple(self.warm_up))
+
+    def _check_warm_up(self, warm_up: tuple[int, ...]) -> None:
+        if self.schedule not in (None, ONE_F_ONE_B):
+            raise InvalidInputError(
+                f"warm_up: schedule {self.schedule!r} has no warm-up to choose",
+                cure=f"use schedule {ONE_F_ONE_B!r}, or leave warm_up out",
+            )
+        if self.stages not in (None, len(warm_up)):
+            raise InvalidInputError(
+                f"warm_up: {len(warm_up)} entries for {self.stages} stages",
+                cure="give one entry per stage",
+            )
+        falls = all(early >= late for early, late in pairwise(warm_up))
+        if not warm_up or min(warm_up) < 1 or not falls:
+            raise InvalidInputError(
+                f"warm_up: {list(warm_up)} must not rise from stage to stage, nor be below 1",
+                cure="for 4 stages for example [4, 3, 2, 1]",
+            )
+
+    @property
+    def fixed_stages(self) -> int | None:
+        """The number of stages asked for, in whichever way."""
+        return len(self.warm_up) if self.warm_up is not None else self.stages
+
+
+def stage_counts(request: PlanRequest, ranks: int, blocks: int) -> list[int]:
+    """Numbers of stages to try: the one asked for, or from 1 up to all ranks.
+
+    Raises:
+        InfeasibleError: more stages than ranks, or than the graph can be cut into.
+    """
+    fixed = request.fixed_stages
+    if fixed is None:
+        return _thinned(min(ranks, blocks))
+    if fixed > blocks:
+        raise InfeasibleError(
+            f"no feasible plan: {fixed} stages, but the graph has {blocks - 1} possible "
+            f"cuts: at most {blocks} stages",
+            cure=f"set pipeline.stages to {blocks} or less, or to auto",
+        )
+    if fixed > ranks:
+        raise InfeasibleError(
+            f"no feasible plan: {fixed} stages, but only {ranks} ranks, and each stage takes one",
+            cure=f"set pipeline.stages to {ranks} or less, or ask for more ranks in resources",
+        )
+    return [fixed]
+
+
+def _thinned(most: int) -> list[int]:
+    """1 to 8, then about four per doubling, and ``most``."""
+    counts = list(range(1, min(most, _EVERY_STAGE_COUNT) + 1))
+    while counts[-1] < most:
+        counts.append(min(most, ceil(counts[-1] * 1.2)))
+    return counts
+
+
+def micro_batch_sizes(request: PlanRequest, stages: int, *, most: int | None = None) -> list[int]:
+    """Micro-batch sizes to try, largest first.
+
+    Args:
+        stages: largest number of stages; the number of micro-batches goes up to 4 per stage.
+        most: largest number of micro-batches instead.
+
+    Raises:
+        InfeasibleError: more micro-batches than samples.
+    """
+    batch = request.batch_size
+    if request.micro_batches is not None:
+        if request.micro_batches > batch:
+            raise InfeasibleError(
+                f"no feasible plan: {request.micro_batches} micro-batches of {batch} samples",
+                cure=f"set pipeline.micro_batches to {batch} or less, or to auto",
+            )
+        return [ceil(batch / request.micro_batches)]
+    most = min(batch, most or MICRO_BATCHES_PER_STAGE * stages)
+    counts = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
+    divisors = [size for size in range(1, batch + 1) if batch % size == 0]
+    return sorted({_snapped(ceil(batch / count), divisors) for count in counts}, reverse=True)
+
+
+def _snapped(size: int, divisors: Sequence[int]) -> int:
+    """The divisor of the batch nearest to a size, if there is one near."""
+    nearest = min(divisors, key=lambda divisor: abs(log(divisor / size)))
+    return nearest if max(nearest / size, size / nearest) <= _SNAP else size
+
+
+def warm_ups(
+    request: PlanRequest, stages: int, micro_batches: int
+) -> list[tuple[str, tuple[int, ...]]]:
+    """(schedule, warm-up) pairs to try, the one with the fewest micro-batches in flight first."""
+    if request.warm_up is not None:
+        return [(ONE_F_ONE_B, tuple(min(depth, micro_batches) for depth in request.warm_up))]
+    found = [
+        (ONE_F_ONE_B, policy_a(stages, micro_batches)),
+        (ONE_F_ONE_B, policy_b(stages, micro_batches)),
+        (GPIPE, gpipe_warm_up(stages, micro_batches)),
+    ]
+    allowed = [pair for pair in found if request.schedule in (None, pair[0])]
+    return list({depth: (name, depth) for name, depth in reversed(allowed)}.values())[::-1]
