@@ -109,6 +109,11 @@ class Engine:
             Kind.RECEIVE_WAIT: self._receive_wait,
         }
 
+    @property
+    def loss_stage(self) -> int:
+        """The stage that computes the loss."""
+        return self._cut.loss_stage
+
     def run(self, actions: Actions, given: StepInput, update: Callable[[], None]) -> StepOutput:
         """Execute one body; ``update`` is called for its UPDATE."""
         self._given, self._out = given, StepOutput()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -62,22 +62,16 @@ class SharedGradients:
 
     def reduce(self) -> None:
         """Give every parameter with several uses its whole gradient. Collective among holders."""
-        for tag, (name, users) in enumerate(self._users.items()):
-            if name in self._parameters:
+        for name, users in self._users.items():
+            parameter = self._parameters.get(name)
+            if parameter is not None:
                 active = [user for user in users if user[0] in self._with_gradient]
-                gradients = self._exchange(
-                    self._parameters[name], active, {r for _, r in users}, tag
-                )
-                total: Tensor | None = None
-                for gradient in gradients:
-                    total = gradient if total is None else total + gradient
-                self._parameters[name].grad = total
+                gradients = self._exchange(parameter, active, {rank for _, rank in users})
+                parameter.grad = _sum_in_order(gradients, parameter)
         for leaf in self._leaves.values():
             leaf.grad = None
 
-    def _exchange(
-        self, parameter: nn.Parameter, users: Uses, holders: set[int], tag: int
-    ) -> list[Tensor]:
+    def _exchange(self, parameter: nn.Parameter, users: Uses, holders: set[int]) -> list[Tensor]:
         """The gradient of every use, own and remote, in graph order."""
         me = self._communicator.rank
         requests: list[MPI.Request] = []
@@ -184,30 +178,36 @@ class Stepper:
             self.lr_scheduler.step()
 
 
+class Recipe(NamedTuple):
+    """Something the spec names and how to call it."""
+
+    function: Callable[..., Any]
+    name: str
+    kwargs: Mapping[str, Any]
+
+    def make(self, *args: Any) -> Any:
+        """Call it; see :func:`pipectl.capture.factories.call`."""
+        return call(self.function, self.name, *args, **self.kwargs)
+
+
 def make_stepper(
-    parameters: Sequence[nn.Parameter],
-    optimizer: tuple[Callable[..., Any], str, Mapping[str, Any]],
-    lr_scheduler: tuple[Callable[..., Any], str, Mapping[str, Any]] | None,
+    parameters: Sequence[nn.Parameter], optimizer: Recipe, lr_scheduler: Recipe | None
 ) -> Stepper:
     """The optimizer over a rank's parameters, and its schedule.
-
-    Args:
-        optimizer, lr_scheduler: callable, its name in the spec, and its keyword arguments.
 
     Raises:
         CaptureError: a factory fails, or the schedule needs a loss to step.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    if lr_scheduler is not None and lr_scheduler[0] is torch.optim.lr_scheduler.ReduceLROnPlateau:
+    if (
+        lr_scheduler is not None
+        and lr_scheduler.function is torch.optim.lr_scheduler.ReduceLROnPlateau
+    ):
         raise CaptureError(
             "lr_scheduler: ReduceLROnPlateau needs a measured loss, which only one rank has",
             cure="use a schedule of the step number, such as CosineAnnealingLR",
         )
     if not trained:
         return Stepper(None, None)
-    function, name, kwargs = optimizer
-    made = call(function, name, trained, **kwargs)
-    if lr_scheduler is None:
-        return Stepper(made, None)
-    function, name, kwargs = lr_scheduler
-    return Stepper(made, call(function, name, made, **kwargs))
+    made = optimizer.make(trained)
+    return Stepper(made, None if lr_scheduler is None else lr_scheduler.make(made))

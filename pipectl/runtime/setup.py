@@ -1,0 +1,237 @@
+"""From files to a rank that can train: checks, capture, stages, transports, programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mpi4py import MPI
+from torch import Tensor, nn
+
+from pipectl.capture import CapturedJob, Cut, Lane, evaluation_stages
+from pipectl.capture.data import Batches, Loader, split_batch
+from pipectl.errors import MismatchError, PipectlError
+from pipectl.plan import Plan
+from pipectl.profile import Profile
+from pipectl.runtime.device import Device
+from pipectl.runtime.engine import Doing, Engine
+from pipectl.runtime.stage import StageRuntime
+from pipectl.runtime.transport import Transport
+from pipectl.schedule import Channel, channels, program_hash
+from pipectl.spec import JobSpec
+
+
+def check_world(communicator: MPI.Comm, plan: Plan) -> None:
+    """Compare the processes that were started with the plan.
+
+    Raises:
+        MismatchError: another number of processes; several single ones are the usual sign of a
+            launcher and an MPI library that do not belong together.
+    """
+    if communicator.size == plan.ranks:
+        return
+    cure = "plan again for the ranks you start, or start as many as the plan has"
+    if communicator.size == 1:
+        cure = (
+            "every process is alone: the launcher and mpi4py use different MPIs; "
+            "set launch.mpi (srun --mpi=...), or use the mpiexec that belongs to mpi4py's MPI"
+        )
+    raise MismatchError(
+        f"MPI started {communicator.size} process(es), but the plan has {plan.ranks} ranks",
+        cure=cure,
+    )
+
+
+def check_graph(communicator: MPI.Comm, job: CapturedJob, plan: Plan, profile: Profile) -> None:
+    """Compare the captured graph with the planned one, and the ranks with each other.
+
+    Raises:
+        MismatchError: naming the first operator that differs.
+    """
+    graph = job.training_graph(plan.micro_batch_size)
+    signatures = {operator.id: operator.signature or "" for operator in profile.operators}
+    difference = graph.require(plan.fingerprint, signatures)
+    if difference is not None:
+        raise MismatchError(
+            f"plan.json was made for another model: {difference}",
+            cure="profile and plan the job again; its model has changed since",
+        )
+    mine = (graph.fingerprint, program_hash(plan))
+    others = communicator.allgather(mine)
+    if any(other != mine for other in others):
+        rank = next(rank for rank, other in enumerate(others) if other != others[0])
+        raise MismatchError(
+            f"rank {rank} has another model or plan than rank 0",
+            cure="check that all nodes see the same files and package versions",
+        )
+
+
+class Setup:
+    """Everything a rank needs to run passes, made once.
+
+    Attributes:
+        stages: of this rank, by index.
+        training, evaluating: engines; the second is None without evaluation data.
+        cut: of the training graph at the plan's micro-batch size.
+        batches: of the training data.
+        loader: of the training data, or None where this rank reads none.
+        evaluation_loader: of the held-out data, likewise.
+        evaluation_samples: size of the held-out data.
+        owners: the rank that saves each parameter and buffer, in model order.
+    """
+
+    def __init__(
+        self,
+        communicator: MPI.Comm,
+        job: CapturedJob,
+        plan: Plan,
+        device: Device,
+        doing: Doing,
+    ) -> None:
+        self.job, self.plan, self.communicator, self.device = job, plan, communicator, device
+        self.doing = doing
+        self.rank_of_stage = [stage.ranks[0] for stage in plan.stages]
+        spec = job.spec
+        self.batches = Batches(
+            self._agree(job.loader.samples), spec.training.batch_size, spec.data.drop_last
+        )
+        self._check_batches(spec)
+        held_out = job.evaluation_loader()
+        self.evaluation_samples = held_out.samples if held_out is not None else None
+        evaluated = spec.evaluation.batch_size if spec.evaluation is not None else None
+        self.evaluation_size = evaluated or plan.micro_batch_size
+        self.sizes = self._training_sizes()
+        self.evaluation_sizes = self._evaluation_sizes(held_out)
+        cuts = self._cuts()
+        self.stages = {
+            index: StageRuntime(index, cuts, job.states, device)
+            for index in plan.stages_of_rank(communicator.rank)
+        }
+        self.cut = cuts[True, plan.micro_batch_size]
+        self._make_engines(cuts)
+        reads = any(stage.inputs(True, n) for stage in self.stages.values() for n in self.sizes)
+        weighs = job.weight() is not None and self.cut.loss_stage in self.stages
+        self.loader: Loader | None = job.loader if reads or weighs else None
+        self.evaluation_loader = held_out if self.stages else None
+        self.owners = self._owners(cuts)
+        self._release()
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters by full name."""
+        return {n: p for stage in self.stages.values() for n, p in stage.parameters.items()}
+
+    @property
+    def saved_states(self) -> dict[str, Tensor]:
+        """The parameters and persistent buffers this rank saves."""
+        persistent = self.job.step.state_dict(keep_vars=True)
+        return {
+            name: self.job.states[name]
+            for name, owner in self.owners.items()
+            if owner == self.communicator.rank and name in persistent
+        }
+
+    def _agree(self, samples: int | None) -> int | None:
+        """The number of samples, which must be the same on all ranks."""
+        counts = self.communicator.allgather(samples)
+        if any(count != counts[0] for count in counts):
+            raise MismatchError(
+                f"data: the ranks find different numbers of samples: {sorted(set(counts))}",
+                cure="check that all nodes see the same files",
+            )
+        return samples
+
+    def _check_batches(self, spec: JobSpec) -> None:
+        if not any(True for _ in self.batches.of_epoch()):
+            raise PipectlError(
+                f"data: {self.batches.samples} samples fill no batch of {spec.training.batch_size}",
+                cure="make the batch smaller, or set data.drop_last: false",
+            )
+
+    def _training_sizes(self) -> list[int]:
+        """Every micro-batch size that training will meet, largest first."""
+        steps = self.batches.of_epoch()
+        lengths = {len(positions) for positions in steps}
+        found = {n for length in lengths for n in split_batch(length, self.plan.micro_batch_size)}
+        return sorted({*found, self.plan.micro_batch_size}, reverse=True)
+
+    def _evaluation_sizes(self, held_out: Loader | None) -> list[int]:
+        if held_out is None:
+            return []
+        if self.evaluation_samples is None:
+            raise PipectlError(
+                "evaluation.data: is iterable, so that its end is not known",
+                cure="use a data set with __len__ and __getitem__ for evaluation",
+            )
+        return sorted(set(split_batch(self.evaluation_samples, self.evaluation_size)), reverse=True)
+
+    def _cuts(self) -> dict[tuple[bool, int], Cut]:
+        """A cut for every micro-batch size; sizes share the graph where its batch is free."""
+        plan_stages = dict(self.plan.stage_of)
+        cuts: dict[tuple[bool, int], Cut] = {}
+        for size in self.sizes:
+            cuts[True, size] = Cut(self.job.training_graph(size), plan_stages, training=True)
+        training = cuts[True, self.plan.micro_batch_size].graph
+        for size in self.evaluation_sizes:
+            graph = self.job.evaluation_graph(size)
+            stages = evaluation_stages(graph, training, plan_stages)
+            cuts[False, size] = Cut(graph, stages, training=False)
+        return cuts
+
+    def _make_engines(self, cuts: Mapping[tuple[bool, int], Cut]) -> None:
+        planned = channels(self.plan)
+        lanes = [Lane(c.kind, c.source_stage, c.target_stage) for c in planned]
+        missing = set(self.cut.lanes) - set(lanes)
+        if missing:
+            raise MismatchError(
+                f"plan.json lacks a message that the model needs: {sorted(missing)[0]}",
+                cure="profile and plan the job again",
+            )
+        for lane in lanes:
+            self.cut.lanes.setdefault(lane, [])
+        wires = Transport(self.communicator.Dup(), self.device, self.cut.lanes)
+        self.training = self._engine(self.cut, planned, wires)
+        self.evaluating: Engine | None = None
+        self.evaluation_channels: tuple[Channel, ...] = ()
+        if self.evaluation_sizes:
+            cut = cuts[False, self.evaluation_sizes[0]]
+            self.evaluation_channels = tuple(self._channel(lane) for lane in sorted(cut.lanes))
+            wires = Transport(self.communicator.Dup(), self.device, cut.lanes)
+            self.evaluating = self._engine(cut, self.evaluation_channels, wires)
+
+    def _engine(self, cut: Cut, found: tuple[Channel, ...], wires: Transport) -> Engine:
+        rank = self.communicator.rank
+        return Engine(rank, self.stages, cut, found, wires, self.device, self.doing)
+
+    def _channel(self, lane: Lane) -> Channel:
+        ranks = self.rank_of_stage[lane.source], self.rank_of_stage[lane.target]
+        return Channel(lane.kind, lane.source, lane.target, *ranks, size_bytes=0)
+
+    def _owners(self, cuts: Mapping[tuple[bool, int], Cut]) -> dict[str, int]:
+        """The lowest rank by stage that uses a state; the first stage's for unused ones."""
+        lowest: dict[str, int] = {}
+        for cut in cuts.values():
+            for placeholder, state in cut.graph.states.items():
+                for user in cut.graph.users.get(placeholder, ()):
+                    stage = cut.stage_of[user]
+                    lowest[state.name] = min(stage, lowest.get(state.name, stage))
+        return {name: self.rank_of_stage[lowest.get(name, 0)] for name in self.job.states}
+
+    def _release(self) -> None:
+        """Free the parameters and buffers that other ranks hold."""
+        mine = {n for s in self.stages.values() for n in (*s.parameters, *s.buffers)}
+        for name, tensor in self.job.states.items():
+            if name not in mine and self.owners[name] != self.communicator.rank:
+                tensor.data = tensor.data.new_empty(0)
+
+
+def tied_names(job: CapturedJob) -> dict[str, str]:
+    """Further names of tied states, to the name under which they are saved."""
+    primary: dict[int, str] = {id(tensor): name for name, tensor in job.states.items()}
+    found: dict[str, str] = {}
+    everything: dict[str, Any] = job.step.state_dict(keep_vars=True)
+    for name, tensor in everything.items():
+        first = primary.get(id(tensor), name)
+        if first != name:
+            found[name] = first
+    return found

@@ -1,0 +1,210 @@
+"""Metrics and heartbeats: every rank reports each step to rank 0, which alone writes the files."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from mpi4py import MPI
+
+from pipectl.files import write_json
+from pipectl.runs import RunDirectory
+
+_HEARTBEAT_S = 2.0
+_FIELDS = (
+    "step", "loss", "learning_rate", "gradient_norm", "busy_s", "step_time_s", "samples",
+    "rss_bytes", "peak_bytes", "time",
+)  # fmt: skip
+_TAG = 1
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one rank says of one step; NaN where it does not know."""
+
+    step: int
+    loss: float
+    learning_rate: float
+    gradient_norm: float
+    busy_s: float
+    step_time_s: float
+    samples: int
+    peak_bytes: int
+
+
+class Telemetry:
+    """Reports of all ranks on their way to ``metrics.jsonl`` and ``heartbeat.json``.
+
+    Args:
+        communicator: of its own.
+        steps: of the whole run.
+        attempt: 1 for the first start of the job, then one more after every requeue.
+        stages: of this rank.
+    """
+
+    def __init__(
+        self,
+        communicator: MPI.Comm,
+        run: RunDirectory,
+        steps: int,
+        attempt: int,
+        stages: tuple[int, ...],
+    ) -> None:
+        self._communicator = communicator
+        self._run = run
+        self._steps = steps
+        self._attempt = attempt
+        self._process = psutil.Process()
+        self._ranks = communicator.gather(_identity(communicator.rank, stages))
+        self._sending: list[tuple[MPI.Request, Any]] = []
+        self._reports: dict[int, dict[int, dict[str, float]]] = {}
+        self._latest: dict[int, dict[str, float]] = {}
+        self._beat_at = 0.0
+        self._step = 0
+        self._receiving = [self._post(rank) for rank in range(1, communicator.size)]
+        if communicator.rank:
+            self._receiving = []
+
+    def state(self, state: str) -> None:
+        """Say what the job does now; written at once."""
+        self._state = state
+        self._beat(force=True)
+
+    def report(self, report: StepReport) -> None:
+        """Send one step's figures on their way; never waits for another rank."""
+        record = np.array(
+            [
+                report.step,
+                report.loss,
+                report.learning_rate,
+                report.gradient_norm,
+                report.busy_s,
+                report.step_time_s,
+                report.samples,
+                self._process.memory_info().rss,
+                report.peak_bytes,
+                time.time(),
+            ],
+            dtype=np.float64,
+        )
+        if self._communicator.rank == 0:
+            self._accept(0, record)
+            self._poll()
+            self._beat()
+        else:
+            self._sending = [item for item in self._sending if not item[0].Test()]
+            self._sending.append((self._communicator.Isend(record, 0, _TAG), record))
+
+    def evaluation(self, step: int, result: dict[str, float]) -> None:
+        """Record the result of an evaluation (rank 0 only)."""
+        line = {"attempt": self._attempt, "step": step, "time": time.time()}
+        self._append([{**line, "evaluation": result}])
+
+    def finish(self) -> None:
+        """Wait for every report of every rank and write the last ones; collective."""
+        if self._communicator.rank == 0:
+            while len(self._reports):
+                self._poll()
+                time.sleep(0.001)
+        MPI.Request.Waitall([request for request, _ in self._sending])
+        self._communicator.Barrier()
+        for request, _ in self._receiving:
+            request.Cancel()
+            request.Wait()
+        self.state("done")
+
+    def _post(self, rank: int) -> tuple[MPI.Request, Any]:
+        buffer = np.empty(len(_FIELDS), dtype=np.float64)
+        if self._communicator.rank:
+            return MPI.REQUEST_NULL, buffer
+        return self._communicator.Irecv(buffer, rank, _TAG), buffer
+
+    def _poll(self) -> None:
+        for index, (request, buffer) in enumerate(self._receiving):
+            while request.Test():
+                self._accept(index + 1, buffer)
+                request, buffer = self._receiving[index] = self._post(index + 1)
+
+    def _accept(self, rank: int, record: Any) -> None:
+        fields = dict(zip(_FIELDS, record.tolist(), strict=True))
+        step = int(fields["step"])
+        self._latest[rank] = fields
+        self._reports.setdefault(step, {})[rank] = fields
+        if len(self._reports[step]) == self._communicator.size:
+            self._append([self._metrics(step, self._reports.pop(step))])
+            self._step = step
+
+    def _metrics(self, step: int, reports: dict[int, dict[str, float]]) -> dict[str, Any]:
+        first = reports[0]
+        known = {
+            name: next((r[name] for r in reports.values() if not math.isnan(r[name])), None)
+            for name in ("loss", "learning_rate", "gradient_norm")
+        }
+        return {
+            "attempt": self._attempt,
+            "step": step,
+            "steps": self._steps,
+            "time": first["time"],
+            "loss": known["loss"],
+            "step_time_s": first["step_time_s"],
+            "samples_per_s": first["samples"] / first["step_time_s"],
+            "learning_rate": known["learning_rate"],
+            "gradient_norm": known["gradient_norm"],
+        }
+
+    def _append(self, lines: list[dict[str, Any]]) -> None:
+        with self._run.metrics.open("a", encoding="utf-8") as stream:
+            stream.write("".join(json.dumps(line) + "\n" for line in lines))
+
+    def _beat(self, *, force: bool = False) -> None:
+        now = time.time()
+        if self._communicator.rank or (not force and now - self._beat_at < _HEARTBEAT_S):
+            return
+        self._beat_at = now
+        assert self._ranks is not None
+        write_json(
+            Path(self._run.heartbeat),
+            {
+                "version": 1,
+                "time": now,
+                "attempt": self._attempt,
+                "state": self._state,
+                "step": self._step,
+                "steps": self._steps,
+                "ranks": [self._rank_json(rank) for rank in self._ranks],
+            },
+        )
+
+    def _rank_json(self, identity: dict[str, Any]) -> dict[str, Any]:
+        latest = self._latest.get(identity["rank"])
+        if latest is None:
+            return identity
+        return {
+            **identity,
+            "busy_s": latest["busy_s"],
+            "rss_bytes": int(latest["rss_bytes"]),
+            "peak_bytes": int(latest["peak_bytes"]),
+        }
+
+
+def node_name() -> str:
+    """The batch system's name of this node: several of its nodes may share one host name."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def _identity(rank: int, stages: tuple[int, ...]) -> dict[str, Any]:
+    return {
+        "rank": rank,
+        "host": socket.gethostname(),
+        "node": node_name(),
+        "pid": os.getpid(),
+        "stages": list(stages),
+    }

@@ -1,0 +1,96 @@
+"""The process of one rank: ``python -m mpi4py -m pipectl.runtime.worker --run DIRECTORY``.
+
+Under ``-m mpi4py`` an exception on one rank aborts all; before that, the rank writes what went
+wrong, and where, to a file of its own in the run directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+from mpi4py import MPI
+
+from pipectl.capture import CapturedJob
+from pipectl.errors import PipectlError
+from pipectl.files import write_json
+from pipectl.plan import Plan
+from pipectl.profile import Profile
+from pipectl.runs import RunDirectory
+from pipectl.runtime.device import choose_device
+from pipectl.runtime.engine import Doing
+from pipectl.runtime.setup import Setup, check_graph, check_world
+from pipectl.runtime.trainer import Trainer
+from pipectl.spec import load
+
+
+def run(directory: RunDirectory, communicator: MPI.Comm, doing: Doing) -> None:
+    """Train the job of a run directory on this rank.
+
+    Raises:
+        PipectlError: the files or the processes do not belong together, or user code fails.
+    """
+    doing.action = "reading the plan"
+    spec, plan = load(directory.job), Plan.load(directory.plan)
+    profile = Profile.load(directory.profile)
+    check_world(communicator, plan)
+    torch.set_num_threads(spec.resources.cpus_per_task)
+    doing.action = "capturing the model"
+    job = CapturedJob(spec)
+    check_graph(communicator, job, plan, profile)
+    local_rank = communicator.rank % spec.resources.tasks_per_node
+    device = choose_device(spec.resources.gpus_per_node, local_rank)
+    doing.action = "building the stages"
+    setup = Setup(communicator, job, plan, device, doing)
+    attempt = 1 + int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    Trainer(setup, directory, attempt).train()
+
+
+def report(directory: RunDirectory, rank: int, doing: Doing, error: BaseException) -> None:
+    """Write what failed on this rank, and where, for ``pipectl status``."""
+    known = isinstance(error, PipectlError)
+    write_json(
+        directory.error_of(rank),
+        {
+            "version": 1,
+            "rank": rank,
+            "host": socket.gethostname(),
+            "stage": doing.stage,
+            "action": doing.action,
+            "step": doing.step,
+            "type": type(error).__name__,
+            "message": error.message if isinstance(error, PipectlError) else str(error),
+            "cure": error.cure if isinstance(error, PipectlError) else None,
+            "traceback": "".join(traceback.format_exception(error)),
+            "time": time.time(),
+            "exit_code": error.exit_code if isinstance(error, PipectlError) else 1,
+        },
+    )
+    place = f"rank {rank}, stage {doing.stage}, step {doing.step}, {doing.action}"
+    sys.stderr.write(f"pipectl: {place}: {type(error).__name__}: {error}\n")
+    if not known:
+        traceback.print_exception(error)
+    sys.stderr.flush()
+
+
+def main() -> None:
+    """Entry point; exits through MPI's abort when this rank fails."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run", type=Path, required=True, help="the run directory")
+    directory = RunDirectory(parser.parse_args().run)
+    communicator, doing = MPI.COMM_WORLD, Doing()
+    try:
+        run(directory, communicator, doing)
+    except BaseException as error:
+        report(directory, communicator.rank, doing, error)
+        sys.exit(error.exit_code if isinstance(error, PipectlError) else 1)
+
+
+if __name__ == "__main__":
+    main()
