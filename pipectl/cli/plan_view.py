@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipectl.cli.console import plain
-from pipectl.plan import Plan, Stage
+from pipectl.plan import Plan, Prediction, Stage
 from pipectl.report.gantt import LEGEND, gantt
 from pipectl.timeline import Timeline
 from pipectl.units import format_bytes, format_time
@@ -22,7 +22,10 @@ _STYLES = {
     "update": "green",
     "evaluate": "cyan",
 }
-_COLUMNS = ("stage", "rank", "node", "operators", "parameters", "forward", "backward", "load")
+_FIGURES = (
+    *("stage", "rank", "node", "ops", "parameters"),
+    *("forward", "backward", "load", "peak memory"),
+)
 
 
 def plan_view(
@@ -56,11 +59,10 @@ def headline(plan: Plan) -> str:
 def stage_table(plan: Plan, names: Mapping[str, str]) -> Table:
     """One row per stage replica."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in _COLUMNS:
+    for column in _FIGURES:
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("memory peak", justify="right", no_wrap=True)
-    table.add_column("first operator", no_wrap=True, overflow="ellipsis")
-    table.add_column("last operator", no_wrap=True, overflow="ellipsis")
+    table.add_column("from", overflow="fold")  # where there is little room, these fold
+    table.add_column("to", overflow="fold")
     load_s = sum(_load(stage) for stage in plan.stages) or 1.0
     for index, stage in enumerate(plan.stages):
         for rank in stage.ranks:
@@ -81,7 +83,7 @@ def _cells(plan: Plan, index: int, rank: int, share: float) -> tuple[object, ...
         format_time(stage.cost.forward_s),
         format_time(stage.cost.backward_s),
         f"{share:.1%}",
-        _memory(plan, rank),
+        "" if plan.prediction is None else format_bytes(plan.prediction.peak_memory_bytes[rank]),
     )
 
 
@@ -93,13 +95,13 @@ def prediction_lines(plan: Plan) -> Iterator[str]:
             f"predicted: {format_time(step_s)} a step, {plan.batch_size / step_s:.1f} samples/s, "
             f"bubble {plan.prediction.bubble:.1%}; {_binding(plan)}"
         )
+        yield f"memory: {_memory(plan.prediction, plan.memory_limit_bytes)}"
     if plan.search is not None:
-        bound = format_time(plan.search.lower_bound_s)
-        quality = "optimal" if plan.search.exact else f"lower bound {bound}"
+        least = "the least possible" if plan.search.exact else "none can be below"
         yield (
-            f"search: {plan.search.planner}, largest stage load "
-            f"{format_time(plan.search.max_stage_load_s)} ({quality}), "
-            f"found in {format_time(plan.search.planning_s)}"
+            f"search: largest stage load {format_time(plan.search.max_stage_load_s)}, {least} "
+            f"{format_time(plan.search.lower_bound_s)}; found by {plan.search.planner} "
+            f"in {format_time(plan.search.planning_s)}"
         )
 
 
@@ -120,12 +122,10 @@ def _binding(plan: Plan) -> str:
     return f"stage {index} binds ({format_time(loads[index])} a micro-batch)"
 
 
-def _memory(plan: Plan, rank: int) -> str:
-    if plan.prediction is None:
-        return "unknown"
-    peak = format_bytes(plan.prediction.peak_memory_bytes[rank])
-    limit = plan.memory_limit_bytes
-    return peak if limit is None else f"{peak} of {format_bytes(limit)}"
+def _memory(prediction: Prediction, limit_bytes: int | None) -> str:
+    peaks = prediction.peak_memory_bytes
+    most = f"at most {format_bytes(max(peaks))} a rank (rank {peaks.index(max(peaks))})"
+    return most if limit_bytes is None else f"{most}, limit {format_bytes(limit_bytes)}"
 
 
 def _load(stage: Stage) -> float:

@@ -20,7 +20,6 @@ def job_request(
     directory: Path,
     tag: str,
     *,
-    ranks: int | None = None,
     prepare: bool = False,
     mpiexec: str | None = None,
 ) -> JobRequest:
@@ -29,7 +28,6 @@ def job_request(
     Args:
         directory: the run directory.
         tag: see :class:`~pipectl.batch.JobRequest`.
-        ranks: of the plan; None where it is not known yet: as many as the resources have.
         prepare: whether the job has to profile and plan before it trains.
         mpiexec: None finds it.
     """
@@ -41,7 +39,7 @@ def job_request(
         tag=tag,
         run_directory=directory,
         python=python,
-        ranks=ranks or resources.ranks,
+        ranks=resources.ranks,
         nodes=resources.nodes,
         tasks_per_node=resources.tasks_per_node,
         walltime_s=resources.walltime,

@@ -59,10 +59,13 @@ def gather(spec: JobSpec, scheduler: str | None, progress: Progress | None = Non
     Raises:
         InfeasibleError: no plan fits.
         InvalidInputError: a file or the model cannot be used; nothing was submitted.
+        SchedulerError: there is no MPI to start the ranks with.
     """
     name = scheduler_name(spec, scheduler)
     cluster = cluster_of(spec, name)
-    make_directory(Path(spec.output.directory))
+    directory = Path(spec.output.directory)
+    get(name).render(job_request(spec, directory, "check"))  # fails now, not after measuring
+    make_directory(directory)
     profile = fresh_profile(spec, profile_path(spec))
     if profile is None and name == LOCAL:
         profile = measure(spec, profile_path(spec), progress)
@@ -142,11 +145,5 @@ def _fill(run: RunDirectory, inputs: Inputs, record: Record, script: str) -> Non
 
 
 def _request(inputs: Inputs, directory: Path) -> JobRequest:
-    plan = inputs.plan
-    return job_request(
-        inputs.spec,
-        directory,
-        f"{directory.name} {uuid.uuid4().hex[:8]}",
-        ranks=None if plan is None else plan.ranks,
-        prepare=plan is None,
-    )
+    tag = f"{directory.name} {uuid.uuid4().hex[:8]}"
+    return job_request(inputs.spec, directory, tag, prepare=inputs.plan is None)

@@ -74,7 +74,7 @@ def job(place: Path) -> Path:
     return Path("job.yaml")
 
 
-def profile_document(**changes: Any) -> dict[str, Any]:
+def _profile(**changes: Any) -> dict[str, Any]:
     """A chain of four operators, each 1 MiB of parameters, as a profiler would write it."""
     nodes = [
         {
@@ -103,13 +103,19 @@ def profile_document(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
+def profile_document() -> Callable[..., dict[str, Any]]:
+    """``profile_document(name="x")``; a change to None leaves the field out."""
+    return _profile
+
+
+@pytest.fixture
 def profile(job: Path) -> Path:
     """A fresh profile of the job at its usual place."""
     from pipectl.spec import load, profile_key
 
     path = Path("runs/tiny.profile.json")
     path.parent.mkdir()
-    path.write_text(json.dumps(profile_document(key=profile_key(load(job)))))
+    path.write_text(json.dumps(_profile(key=profile_key(load(job)))))
     return path
 
 

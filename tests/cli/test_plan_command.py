@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Command
+
+PLAN = Path("runs/tiny.plan.json")
+
+
+def test_plan_shows_stages_prediction_and_a_gantt(cli: Command, profile: Path) -> None:
+    result = cli("plan", "job.yaml", "--scheduler", "slurm")
+    assert (result.code, result.err) == (0, "")
+    lines = result.out.splitlines()
+    assert lines[0] == ("tiny: 2 stages on 2 ranks, schedule 1f1b, 4 micro-batches of 2 (batch 8)")
+    assert lines[2].split()[:10] == ["0", "0", "0", "2", "2.00", "MiB", "20.0", "ms", "40.0", "ms"]
+    assert lines[2].split()[-2:] == ["layer.0", "layer.1"]
+    assert lines[4].startswith("predicted: ")
+    gantt = [line for line in lines if line.startswith("rank ")]
+    assert len(gantt) == 2
+    assert all(len(line) <= 100 for line in gantt)
+    assert all(f"{batch}░" in gantt[0] and f"{batch}█" in gantt[0] for batch in range(4))
+    assert lines[-1] == f"plan: {PLAN}"
+
+
+def test_plan_writes_a_file_that_loads(cli: Command, profile: Path) -> None:
+    from pipectl.plan import Plan
+
+    printed = cli("plan", "job.yaml", "--json", "--svg", "plan.svg")
+    plan = Plan.load(PLAN)
+    assert json.loads(printed.out) == json.loads(PLAN.read_text())
+    assert [stage.ranks for stage in plan.stages] == [(0,), (1,)]
+    assert plan.key is not None
+    assert Path("plan.svg").read_text().startswith("<svg ")
+
+
+def test_plan_without_a_profile_says_how_to_measure(cli: Command, job: Path) -> None:
+    result = cli("plan", "job.yaml")
+    assert (result.code, result.out) == (3, "")
+    assert result.err == (
+        "error: runs/tiny.profile.json: no such file\n"
+        "  write a new one with: pipectl profile JOB.yaml\n"
+    )
+    assert not Path("runs").exists()
+
+
+def test_a_truncated_profile_is_named_and_an_earlier_plan_untouched(
+    cli: Command, profile: Path
+) -> None:
+    PLAN.write_text("earlier")
+    profile.write_text(profile.read_text()[:200])
+    result = cli("plan", "job.yaml")
+    assert (result.code, result.out) == (3, "")
+    assert result.err.startswith("error: runs/tiny.profile.json:1:")
+    assert "truncated?" in result.err
+    assert PLAN.read_text() == "earlier"
+
+
+@pytest.mark.parametrize("field", ["nodes", "edges", "micro_batch_size"])
+def test_a_profile_without_a_field_names_it(
+    cli: Command, job: Path, field: str, profile_document: Callable[..., dict[str, Any]]
+) -> None:
+    Path("p.json").write_text(json.dumps(profile_document(**{field: None})))
+    result = cli("plan", "job.yaml", "--profile", "p.json")
+    assert result.code == 3
+    assert result.err.startswith(f"error: p.json: {field}: missing\n")
+
+
+def test_a_stale_profile_is_used_with_a_warning(cli: Command, profile: Path) -> None:
+    result = cli("plan", "job.yaml", "--set", "optimizer.factory=torch.optim:SGD")
+    assert result.code == 0
+    assert result.err == (
+        "warning: runs/tiny.profile.json is older than the job; "
+        "measure again with: pipectl profile job.yaml\n"
+    )
+
+
+def test_more_stages_than_operators(cli: Command, profile: Path) -> None:
+    PLAN.write_text("earlier")
+    changes = ("--set", "pipeline.stages=5", "--set", "resources.nodes=5")
+    result = cli("plan", "job.yaml", *changes, "--scheduler", "slurm")
+    assert (result.code, result.out) == (4, "")
+    assert result.err.startswith("error: ")
+    assert "5" in result.err
+    assert PLAN.read_text() == "earlier"
+
+
+def test_an_impossible_memory_limit_says_how_much_is_missing(cli: Command, profile: Path) -> None:
+    result = cli("plan", "job.yaml", "--set", "pipeline.memory_limit=256MiB")
+    assert (result.code, result.out) == (4, "")
+    assert "MiB" in result.err
+    assert not PLAN.exists()
+
+
+def test_a_cluster_file_with_other_ranks(cli: Command, profile: Path) -> None:
+    from pipectl.cluster import assumed_cluster
+
+    assumed_cluster("mine", [1, 1, 1], 1, None).save(Path("cluster.json"))
+    result = cli("plan", "job.yaml", "--set", "cluster=cluster.json")
+    assert result.code == 3
+    assert "describes 3 ranks, resources: ask for 2" in result.err
+
+
+def test_the_output_cannot_be_written(cli: Command, profile: Path) -> None:
+    result = cli("plan", "job.yaml", "-o", "job.yaml/plan.json")
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith("error: job.yaml: cannot be created: File exists\n")

@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Command
+
+Program = Callable[[str, str], Path]
+SLURM = ("--scheduler", "slurm")
+
+
+def only_run() -> Path:
+    (found,) = (path for path in Path("runs").iterdir() if path.is_dir())
+    return found
+
+
+def test_dry_run_prints_only_the_script_and_leaves_nothing(cli: Command, job: Path) -> None:
+    result = cli("submit", "job.yaml", *SLURM, "--dry-run")
+    assert (result.code, result.err) == (0, "")
+    assert result.out.startswith("#!/bin/bash\n#SBATCH --job-name=tiny\n")
+    assert "-m pipectl.jobs.prepare " in result.out
+    assert "-m pipectl.runtime.worker --run " in result.out
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("scheduler", ["local", "slurm"])
+def test_dry_run_needs_no_mpi(
+    cli: Command, job: Path, place: Path, monkeypatch: pytest.MonkeyPatch, scheduler: str
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(place / "bin/python"))
+    result = cli("submit", "job.yaml", "--scheduler", scheduler, "--dry-run")
+    assert (result.code, result.err) == (0, "")
+    launch = next(line for line in result.out.splitlines() if line.startswith("run mpiexec"))
+    assert shlex.split(launch)[:4] == ["run", "mpiexec", "-n", "2"]
+
+
+def test_local_without_mpi_fails_before_anything_is_made(
+    cli: Command, profile: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(place / "bin/python"))
+    result = cli("submit", "job.yaml", "--scheduler", "local")
+    assert (result.code, result.out) == (5, "")
+    assert result.err.startswith("error: mpiexec: not found")
+    assert "pip install" in result.err
+    assert [path for path in Path("runs").iterdir() if path.is_dir()] == []
+
+
+def test_auto_is_slurm_where_sbatch_is(cli: Command, job: Path, program: Program) -> None:
+    assert "#SBATCH" not in cli("submit", "job.yaml", "--dry-run").out
+    program("sbatch", "exit 1")
+    assert "#SBATCH" in cli("submit", "job.yaml", "--dry-run").out
+
+
+def test_submit_to_slurm_with_a_profile(cli: Command, profile: Path, program: Program) -> None:
+    program("sbatch", "echo 41")
+    result = cli("submit", "job.yaml", *SLURM, "--set", "training.steps=7")
+    run = only_run()
+    assert (result.code, result.err) == (0, "")
+    assert result.out.splitlines()[-3:] == [
+        "submitted: tiny (slurm job 41)",
+        f"run directory: {run.absolute()}",
+        f"see: pipectl status {run.name}",
+    ]
+    names = {path.name for path in run.iterdir()}
+    assert names == {
+        *("job.yaml", "profile.json", "plan.json", "cluster.json", "job.sh", "record.json"),
+        *("errors", "logs", "trace", "checkpoints"),
+    }
+    record = json.loads((run / "record.json").read_text())
+    assert (record["state"], record["job_id"], record["steps"]) == ("submitted", "41", 7)
+    assert json.loads((run / "trace/predicted.json").read_text())["ranks"] == 2
+    assert "pipectl.jobs.prepare" not in (run / "job.sh").read_text()
+    assert Path("runs/tiny.plan.json").exists()
+
+
+def test_submit_to_slurm_without_a_profile_leaves_it_to_the_job(
+    cli: Command, job: Path, program: Program
+) -> None:
+    program("sbatch", "echo 41")
+    result = cli("submit", "job.yaml", *SLURM)
+    run = only_run()
+    assert result.code == 0
+    assert result.err == "no fresh profile: the job measures the model first, in its allocation\n"
+    assert not (run / "profile.json").exists()
+    assert "-m pipectl.jobs.prepare" in (run / "job.sh").read_text()
+
+
+def test_a_stale_profile_is_not_submitted(cli: Command, profile: Path, program: Program) -> None:
+    program("sbatch", "echo 41")
+    Path("model.py").write_text("def build(): return 1\ndef data(): ...\n")
+    assert "no fresh profile" in cli("submit", "job.yaml", *SLURM).err
+
+
+def test_a_stale_plan_is_made_again_and_a_fresh_one_kept(
+    cli: Command, profile: Path, program: Program
+) -> None:
+    program("sbatch", "echo 41")
+    plan = Path("runs/tiny.plan.json")
+    cli("submit", "job.yaml", *SLURM, "--set", "pipeline.schedule=gpipe")
+    assert json.loads(plan.read_text())["schedule"] == "gpipe"
+    cli("submit", "job.yaml", *SLURM)
+    assert json.loads(plan.read_text())["schedule"] == "1f1b"
+    marked = {**json.loads(plan.read_text()), "assumptions": ["kept"]}
+    plan.write_text(json.dumps(marked))
+    cli("submit", "job.yaml", *SLURM)
+    assert json.loads(plan.read_text())["assumptions"] == ["kept"]
+
+
+def test_json_names_the_run(cli: Command, profile: Path, program: Program) -> None:
+    program("sbatch", "echo 41")
+    answer = json.loads(cli("submit", "job.yaml", *SLURM, "--json").out)
+    assert answer["job_id"] == "41"
+    assert answer["run"] == only_run().name
+
+
+@pytest.mark.parametrize(
+    ("sbatch", "message"),
+    [
+        (None, "sbatch: No such file or directory"),
+        ("echo 'sbatch: error: invalid partition specified: x' >&2; exit 1", "invalid partition"),
+    ],
+)
+def test_a_refused_submission_leaves_nothing_behind(
+    cli: Command, profile: Path, program: Program, sbatch: str | None, message: str
+) -> None:
+    if sbatch is not None:
+        program("sbatch", sbatch)
+    before = profile.read_bytes()
+    result = cli("submit", "job.yaml", *SLURM)
+    assert (result.code, result.out) == (5, "")
+    assert result.err.startswith("error: sbatch")
+    assert message in result.err
+    assert len(result.err.splitlines()) >= 2
+    assert [path for path in Path("runs").iterdir() if path.is_dir()] == []
+    assert profile.read_bytes() == before
+
+
+def test_test_only_gives_the_forecast_and_submits_nothing(
+    cli: Command, job: Path, program: Program
+) -> None:
+    forecast = "sbatch: Job 29 to start at 2026-11-20T15:36:53 using 2 processors on nodes node1"
+    program("sbatch", f'[ "$1" = --test-only ] && echo "{forecast}" >&2')
+    result = cli("submit", "job.yaml", *SLURM, "--test-only")
+    assert (result.code, result.out) == (0, forecast.removeprefix("sbatch: ") + "\n")
+    assert not Path("runs").exists()
+
+
+def test_a_truncated_profile_is_not_replaced(cli: Command, profile: Path) -> None:
+    profile.write_text(profile.read_text()[:100])
+    before = profile.read_bytes()
+    result = cli("submit", "job.yaml", *SLURM)
+    assert (result.code, result.out) == (3, "")
+    assert result.err.startswith("error: runs/tiny.profile.json:1:")
+    assert profile.read_bytes() == before
+
+
+def test_a_truncated_plan_is_not_replaced(cli: Command, profile: Path) -> None:
+    Path("runs/tiny.plan.json").write_text('{"version"')
+    result = cli("submit", "job.yaml", *SLURM)
+    assert result.code == 3
+    assert result.err.startswith("error: runs/tiny.plan.json:1:")
+    assert Path("runs/tiny.plan.json").read_text() == '{"version"'
+
+
+def test_an_imported_profile_cannot_be_submitted(cli: Command, profile: Path) -> None:
+    document = json.loads(profile.read_text())
+    del document["fingerprint"], document["key"]
+    profile.write_text(json.dumps(document))
+    result = cli("submit", "job.yaml", *SLURM)
+    assert (result.code, result.out) == (3, "")
+    assert "an imported profile can be planned, not submitted" in result.err
+
+
+def test_the_run_directory_cannot_be_made(cli: Command, job: Path) -> None:
+    result = cli("submit", "job.yaml", *SLURM, "--set", "output.directory=job.yaml/runs")
+    assert (result.code, result.out) == (2, "")
+    assert result.err == (
+        "error: job.yaml/runs: cannot be created: Not a directory\n"
+        "  choose a directory you may write to\n"
+    )
+
+
+LOCAL_JOB = """\
+while [ "$1" != --run ]; do shift; done
+run=$2
+echo '{"attempt":1,"step":1,"steps":4,"time":0,"loss":2.5,"step_time_s":0.1}' > $run/metrics.jsonl
+"""
+
+
+@pytest.fixture
+def local_mpi(place: Path, program: Program, monkeypatch: pytest.MonkeyPatch) -> Program:
+    """mpiexec beside the interpreter; what it runs is up to the test."""
+    (place / "bin/python").symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(place / "bin/python"))
+    return lambda name, text: program(name, LOCAL_JOB + text)
+
+
+def test_wait_follows_a_local_run_to_its_end(
+    cli: Command, profile: Path, local_mpi: Program
+) -> None:
+    local_mpi("mpiexec", "exit 0")
+    result = cli("submit", "job.yaml", "--scheduler", "local", "--wait")
+    assert result.code == 0
+    assert f"{only_run().name}  COMPLETED  local job " in result.out
+    assert "  loss       2.5 at first, 2.5 now\n" in result.out
+    assert result.err.splitlines()[-1].startswith("COMPLETED: ")
+
+
+def test_wait_returns_the_code_of_the_failure(
+    cli: Command, profile: Path, local_mpi: Program
+) -> None:
+    report = '{"rank":1,"type":"MismatchError","message":"no","time":1,"exit_code":3}'
+    local_mpi("mpiexec", f"echo '{report}' > $run/errors/rank-0001.json; exit 9")
+    result = cli("submit", "job.yaml", "--scheduler", "local", "--wait")
+    assert result.code == 3
+    assert "  FAILED  local job " in result.out
+    assert "  error      rank 1\n             MismatchError: no\n" in result.out
+
+
+def test_a_running_local_job_is_shown_and_cancelled(
+    cli: Command, profile: Path, local_mpi: Program
+) -> None:
+    local_mpi("mpiexec", "exec sleep 60")
+    assert cli("submit", "job.yaml", "--scheduler", "local").code == 0
+    assert "  RUNNING  local job " in cli("status", "last").out
+    assert cli("cancel", "last").out == f"cancelled: {only_run().name}\n"
+    assert "  CANCELLED  local job " in cli("status", "last").out
