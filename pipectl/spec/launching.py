@@ -18,7 +18,7 @@ from pipectl.spec.values import (
     Scheduler,
     Script,
     Seconds,
-    VariableName,
+    Variables,
 )
 
 _DIRECTIVES = "Further options for the head of the job script, verbatim."
@@ -83,7 +83,7 @@ class Environment(Section):
     setup: tuple[Script, ...] = Field(
         default=(), description="Shell code put into the job script verbatim, behind the modules."
     )
-    variables: dict[VariableName, Line] = Field(
+    variables: Variables = Field(
         default_factory=dict, description="Environment variables of all ranks."
     )
     container: Container = Field(default=None, description="Not supported yet.")

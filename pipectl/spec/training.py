@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from pipectl.spec import factory as references
-from pipectl.spec.section import Section
+from pipectl.spec.section import Section, without_nulls
 from pipectl.spec.tree import Scalar
 from pipectl.spec.values import (
     AutoCount,
@@ -104,7 +104,7 @@ class Evaluation(Section):
     batch_size: Count | None = Field(
         default=None, description="Samples a batch; by default `training.batch_size`."
     )
-    metrics: dict[Line, Factory] = Field(
+    metrics: Annotated[dict[Line, Factory], BeforeValidator(without_nulls)] = Field(
         default_factory=dict,
         description="Names of metrics to their functions, called with `(outputs, targets)`.",
     )

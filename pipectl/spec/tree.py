@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,7 +84,7 @@ Tree = Scalar | Items | Table
 Path = tuple[str | int, ...]
 
 
-def is_null(tree: Tree) -> bool:
+def is_null(tree: Any) -> bool:
     """Whether nothing (or ``null``, ``~``) is written."""
     return isinstance(tree, Scalar) and tree.value is None
 
@@ -101,13 +101,13 @@ def to_values(tree: Tree) -> Any:
 def to_data(tree: Tree) -> Any:
     """Dictionaries and lists with :class:`Scalar` leaves, whose type the reading field decides.
 
-    A null entry counts as not given. ``kwargs`` belong to no field: they become plain values.
+    ``kwargs`` belong to no field: they become plain values.
     """
     if isinstance(tree, Scalar):
         return tree
     if isinstance(tree, Items):
         return [to_data(item) for item in tree.items]
-    return {key: _entry_data(key, value) for key, value in _given(tree)}
+    return {key: _entry_data(key, entry.value) for key, entry in tree.entries.items()}
 
 
 def locate(tree: Tree, path: Path, *, key: bool = False) -> Place:
@@ -141,12 +141,6 @@ def printable(text: str) -> str:
     """A key as a message shows it: shortened, and without control characters."""
     short = text if len(text) <= 100 else f"{text[:97]}..."
     return short if short.isprintable() else repr(short)[1:-1]
-
-
-def _given(table: Table) -> Iterator[tuple[str, Tree]]:
-    for key, entry in table.entries.items():
-        if not is_null(entry.value):
-            yield key, entry.value
 
 
 def _entry_data(key: str, value: Tree) -> Any:

@@ -14,7 +14,7 @@ from pipectl.spec.kinds import describe
 from pipectl.spec.models import JobSpec
 from pipectl.spec.structure import all_paths, section_at
 from pipectl.spec.tree import Path as KeyPath
-from pipectl.spec.tree import Table, locate, path_text, to_data
+from pipectl.spec.tree import Table, is_null, locate, path_text, to_data
 from pipectl.units import did_you_mean
 
 _STRUCTURES = {
@@ -49,10 +49,9 @@ def _right_sections(data: Any) -> dict[str, Any]:
     """Sections that are right on their own, where others are not."""
     right = {}
     for name, info in JobSpec.model_fields.items():
-        if name not in data and info.is_required():
-            continue
-        if name not in data:
-            right[name] = info.get_default(call_default_factory=True)
+        if name not in data or is_null(data[name]):
+            if not info.is_required():
+                right[name] = info.get_default(call_default_factory=True)
             continue
         try:
             right[name] = TypeAdapter(info.rebuild_annotation()).validate_python(data[name])

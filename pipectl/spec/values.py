@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+from pydantic import BeforeValidator
+
 from pipectl.spec import factory as references
 from pipectl.spec.kinds import (
     Kind,
@@ -18,6 +20,7 @@ from pipectl.spec.kinds import (
     text,
     whole,
 )
+from pipectl.spec.section import without_nulls
 from pipectl.spec.tree import Scalar
 from pipectl.units import is_name
 
@@ -99,6 +102,7 @@ JobName = Annotated[str, text("a name", _name_fault)]
 Version = Annotated[int, _version()]
 Directive = Annotated[str, text("an option such as --gres=gpu:1", _directive_fault, pattern="^-")]
 VariableName = Annotated[str, text("a variable name", _variable_fault)]
+Variables = Annotated[dict[VariableName, Line], BeforeValidator(without_nulls)]
 Script = Annotated[str, any_text()]
 Container = Annotated[None, _container()]
 Kwargs = dict[str, Any]

@@ -1,14 +1,18 @@
-"""A small valid job spec to spoil, and what the loader then says."""
+"""A small valid job spec to spoil, and what the loader and the JSON Schema then say."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipectl.errors import SpecError
-from pipectl.spec import JobSpec, load
+from pipectl.spec import JobSpec, json_schema, load
+from pipectl.spec.reader import read_text
+from pipectl.spec.tree import to_values
 
 MINIMAL = """\
 version: 1
@@ -58,3 +62,68 @@ def complaints(read: Loader) -> Complaints:
 def added(complaints: Complaints) -> Complaints:
     """The complaints about a text added to the minimal spec, on line 7."""
     return lambda text, *overrides: complaints(MINIMAL + text, *overrides)
+
+
+@pytest.fixture
+def by_schema() -> Callable[[str], bool]:
+    """Whether a YAML text satisfies the JSON Schema."""
+    schema = json_schema()
+
+    def valid(text: str) -> bool:
+        tree = read_text(text, "job.yaml", [])
+        return tree is not None and accepts(schema, to_values(tree), schema)
+
+    return valid
+
+
+def accepts(schema: Any, value: Any, root: dict[str, Any]) -> bool:
+    """Whether a value satisfies a JSON Schema, for the keywords that the schema uses."""
+    if "$ref" in schema and not accepts(root["$defs"][schema["$ref"].split("/")[-1]], value, root):
+        return False
+    if "anyOf" in schema and not any(accepts(item, value, root) for item in schema["anyOf"]):
+        return False
+    if "const" in schema and value != schema["const"]:
+        return False
+    if "enum" in schema and value not in schema["enum"]:
+        return False
+    if "type" in schema and not _has_type(value, schema["type"]):
+        return False
+    return _in_range(schema, value) and _fits_structure(schema, value, root)
+
+
+def _has_type(value: Any, names: str | list[str]) -> bool:
+    found = {"null"} if value is None else {"boolean"} if isinstance(value, bool) else set()
+    if isinstance(value, int | float) and not found:
+        found = {"number"} | (
+            {"integer"} if isinstance(value, int) or value.is_integer() else set()
+        )
+    found |= {name for name, kind in _TYPES.items() if isinstance(value, kind)}
+    return bool(found & ({names} if isinstance(names, str) else set(names)))
+
+
+_TYPES = {"string": str, "array": list, "object": dict}
+
+
+def _in_range(schema: dict[str, Any], value: Any) -> bool:
+    if isinstance(value, str):
+        return re.search(schema.get("pattern", ""), value) is not None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return True
+    if "exclusiveMinimum" in schema and not value > schema["exclusiveMinimum"]:
+        return False
+    return "minimum" not in schema or bool(value >= schema["minimum"])
+
+
+def _fits_structure(schema: dict[str, Any], value: Any, root: dict[str, Any]) -> bool:
+    if isinstance(value, list):
+        return all(accepts(schema.get("items", {}), item, root) for item in value)
+    if not isinstance(value, dict):
+        return True
+    known, other = schema.get("properties", {}), schema.get("additionalProperties", True)
+    if not all(name in value for name in schema.get("required", ())):
+        return False
+    for name, item in value.items():
+        inner = known.get(name, other)
+        if inner is False or (isinstance(inner, dict) and not accepts(inner, item, root)):
+            return False
+    return True

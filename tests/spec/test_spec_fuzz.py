@@ -86,14 +86,39 @@ def test_any_override(attempt, minimal: str, key: str, value: str) -> None:
 
 @SETTINGS
 @given(st.lists(st.tuples(st.sampled_from(PATHS), VALUES), min_size=1, max_size=3))
-def test_any_value_of_any_key(attempt, minimal: str, tmp_path: Path, changes) -> None:
-    """What is accepted is also written and read back the same."""
+def test_any_value_of_any_key(attempt, by_schema, minimal: str, tmp_path: Path, changes) -> None:
+    """What is accepted is written, read back the same, and accepted by the JSON Schema."""
     overrides = [f"{'.'.join(path)}={as_yaml(value)}" for path, value in changes]
     spec = attempt(minimal.encode(), *overrides)
     if spec is not None:
         (tmp_path / "run.yaml").write_text(dump(spec), encoding="utf-8")
         again = load(tmp_path / "run.yaml", sites=(), check_files=False)
         assert repr(again) == repr(settled(spec))
+        assert by_schema(dump(spec))
+
+
+@SETTINGS
+@given(st.dictionaries(st.sampled_from([path[0] for path in PATHS]), VALUES, max_size=3))
+def test_the_schema_accepts_any_accepted_file(attempt, by_schema, minimal: str, added) -> None:
+    text = "".join(f"{key}: {as_yaml(value)}\n" for key, value in added.items())
+    if attempt((minimal + text).encode()) is not None:
+        assert by_schema(minimal + text)
+
+
+@SETTINGS
+@given(st.sampled_from([path for path in PATHS if len(path) == 2]), SCALARS)
+def test_the_schema_accepts_any_accepted_scalar(attempt, by_schema, path, value) -> None:
+    required = {
+        "version": 1,
+        "name": "x",
+        "model": {"factory": "a:b"},
+        "loss": {"factory": "a:b"},
+        "data": {"factory": "a:b"},
+        "training": {"steps": 1, "batch_size": 4},
+    }
+    document = required | {path[0]: {**required.get(path[0], {}), path[1]: value}}
+    if attempt(as_yaml(document).encode()) is not None:
+        assert by_schema(as_yaml(document))
 
 
 def as_yaml(value: Any) -> str:

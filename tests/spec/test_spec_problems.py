@@ -17,6 +17,8 @@ TOP_LEVEL = (
     [
         # unknown keys
         ("resources: {gpu_per_node: 1}", "7:13: resources.gpu_per_node: unknown key; did you mean 'gpus_per_node'?"),
+        ("pipeline: {stagez: }", "7:12: pipeline.stagez: unknown key; did you mean 'stages'?"),
+        ("zzz:", f"7:1: zzz: unknown key; known are {TOP_LEVEL}"),
         ("nam: x", "7:1: nam: unknown key; did you mean 'name'?"),
         ("walltime: 3", "7:1: walltime: unknown key; did you mean 'resources.walltime'?"),
         ("zzz: 3", f"7:1: zzz: unknown key; known are {TOP_LEVEL}"),
