@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -22,6 +22,7 @@ _STYLES = {
     "update": "green",
     "evaluate": "cyan",
 }
+_FIGURES_WIDTH = 70
 _FIGURES = (
     *("stage", "rank", "node", "ops", "parameters"),
     *("forward", "backward", "load", "peak memory"),
@@ -39,7 +40,13 @@ def plan_view(
         width: columns there are.
         names: readable name of operator ids, where known.
     """
-    parts: list[RenderableType] = [plain(headline(plan), "bold"), stage_table(plan, names)]
+    ends = [_ends(stage, names) for stage in plan.stages]
+    room = width - _FIGURES_WIDTH - 2
+    beside = max(map(len, (end for pair in ends for end in pair))) * 2 <= room
+    parts: list[RenderableType] = [plain(headline(plan), "bold")]
+    parts.append(stage_table(plan, ends if beside else None))
+    if not beside:
+        parts += [plain(f"stage {index}: {a} … {b}") for index, (a, b) in enumerate(ends)]
     parts += [plain(line) for line in prediction_lines(plan)]
     if timeline is not None:
         parts += ["", *gantt_lines(timeline, width), plain(LEGEND, "dim")]
@@ -56,20 +63,28 @@ def headline(plan: Plan) -> str:
     )
 
 
-def stage_table(plan: Plan, names: Mapping[str, str]) -> Table:
-    """One row per stage replica."""
+def stage_table(plan: Plan, ends: Sequence[tuple[str, str]] | None) -> Table:
+    """One row per stage replica.
+
+    Args:
+        ends: first and last operator of every stage; None where there is no room for them.
+    """
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in _FIGURES:
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("from", overflow="fold")  # where there is little room, these fold
-    table.add_column("to", overflow="fold")
+    for column in ("from", "to") if ends else ():
+        table.add_column(column, no_wrap=True)
     load_s = sum(_load(stage) for stage in plan.stages) or 1.0
     for index, stage in enumerate(plan.stages):
         for rank in stage.ranks:
-            ends = (names.get(stage.nodes[end], stage.nodes[end]) for end in (0, -1))
             cells = _cells(plan, index, rank, _load(stage) / load_s)
-            table.add_row(*map(plain, (*cells, *ends)))
+            table.add_row(*map(plain, (*cells, *(ends[index] if ends else ()))))
     return table
+
+
+def _ends(stage: Stage, names: Mapping[str, str]) -> tuple[str, str]:
+    first, last = stage.nodes[0], stage.nodes[-1]
+    return names.get(first, first), names.get(last, last)
 
 
 def _cells(plan: Plan, index: int, rank: int, share: float) -> tuple[object, ...]:
@@ -97,10 +112,10 @@ def prediction_lines(plan: Plan) -> Iterator[str]:
         )
         yield f"memory: {_memory(plan.prediction, plan.memory_limit_bytes)}"
     if plan.search is not None:
-        least = "the least possible" if plan.search.exact else "none can be below"
+        least = "least possible" if plan.search.exact else "none is below"
         yield (
-            f"search: largest stage load {format_time(plan.search.max_stage_load_s)}, {least} "
-            f"{format_time(plan.search.lower_bound_s)}; found by {plan.search.planner} "
+            f"search: largest stage load {format_time(plan.search.max_stage_load_s)} ({least}: "
+            f"{format_time(plan.search.lower_bound_s)}), by {plan.search.planner} "
             f"in {format_time(plan.search.planning_s)}"
         )
 

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipectl.cluster import assumed_cluster
+from pipectl.errors import CaptureError
+from pipectl.jobs import prepare
+from pipectl.plan import Plan
+from pipectl.profile import Operator, OptimizerCost, Profile
+from pipectl.runs import RunDirectory
+from pipectl.spec import JobSpec, dump, load
+
+JOB = """\
+version: 1
+name: tiny
+model: {factory: "m:build"}
+loss: {factory: "model"}
+data: {factory: "m:data"}
+training: {steps: 4, batch_size: 8}
+pipeline: {stages: 2, micro_batches: 4, memory_limit: 1GiB}
+resources: {nodes: 2}
+site_defaults: false
+"""
+PROFILE = Profile(
+    name="tiny",
+    source="test",
+    micro_batch_size=2,
+    operators=tuple(
+        Operator(f"op{index}", f"op{index}", 0.01, 0.02, 100, 100, 100) for index in range(3)
+    ),
+    edges=(("op0", "op1"), ("op1", "op2")),
+    fingerprint="abc",
+    optimizer=OptimizerCost(2.0, 1e-9),
+    process_baseline_bytes=2**28,
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """A run directory as a submission without a profile leaves it."""
+    (tmp_path / "job.yaml").write_text(JOB)
+    run = RunDirectory.create(tmp_path, "tiny", 1.7e9)
+    run.job.write_text(dump(load(tmp_path / "job.yaml")))
+    assumed_cluster("test", [1, 1], 1, None).save(run.cluster)
+    return run
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Replaces the profiler; the list says what was measured."""
+    calls: list[Path] = []
+
+    def measure(_spec: JobSpec, path: Path, progress: Callable[[int, int, str], None]) -> Profile:
+        calls.append(path)
+        progress(1, 3, "op0")
+        PROFILE.save(path)
+        return PROFILE
+
+    monkeypatch.setattr(prepare, "measure", measure)
+    return calls
+
+
+def test_profile_plan_and_prediction_are_made(run: RunDirectory, measured: list[Path]) -> None:
+    assert prepare.main([str(run.path)]) == 0
+    assert measured == [run.profile]
+    plan = Plan.load(run.plan)
+    assert len(plan.stages) == 2
+    assert json.loads((run.trace / "predicted.json").read_text())["ranks"] == 2
+
+
+def test_a_heartbeat_tells_how_far_it_is(
+    run: RunDirectory, measured: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beats = []
+    monkeypatch.setattr(prepare, "write_json", lambda path, value: beats.append((path, value)))
+    prepare.prepare(run, clock=lambda: 7.0)
+    assert [path for path, _ in beats] == [run.heartbeat] * 2
+    assert [value["state"] for _, value in beats] == ["profiling 1/3", "planning"]
+    assert [(value["time"], value["step"], value["steps"]) for _, value in beats] == [
+        (7.0, 0, 4)
+    ] * 2
+
+
+def test_what_is_there_is_kept(run: RunDirectory, measured: list[Path]) -> None:
+    prepare.prepare(run)
+    marked = replace(Plan.load(run.plan), assumptions=("mine",))
+    marked.save(run.plan)
+    prepare.prepare(run)
+    assert measured == [run.profile]
+    assert Plan.load(run.plan) == marked
+
+
+def test_a_failure_is_reported_in_the_run_and_on_standard_error(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_arguments: object) -> Profile:
+        raise CaptureError("m: no such module", cure="install it")
+
+    monkeypatch.setattr(prepare, "measure", fail)
+    assert prepare.main([str(run.path)]) == 3
+    assert capsys.readouterr().err == "error: m: no such module\n  install it\n"
+    report = json.loads((run.errors / "prepare.json").read_text())
+    assert (report["type"], report["message"], report["cure"], report["exit_code"]) == (
+        *("CaptureError", "m: no such module"),
+        *("install it", 3),
+    )
+
+
+def test_no_feasible_plan_exits_4(run: RunDirectory, measured: list[Path]) -> None:
+    run.job.write_text(run.job.read_text().replace("memory_limit: 1073741824", "memory_limit: 1"))
+    assert "memory_limit: 1\n" in run.job.read_text()
+    assert prepare.main([str(run.path)]) == 4
+    assert run.profile.exists()
+    assert not run.plan.exists()
