@@ -200,15 +200,22 @@ def duration() -> Kind:
 
 
 def auto(kind: Kind) -> Kind:
-    """``auto``, read as None, or a value of ``kind``."""
+    """``auto``, read as None, or a value of ``kind``; a choice lists ``auto`` itself."""
+    if "enum" in kind.schema:
+        words, schema = kind.words, kind.schema
+    else:
+        words, schema = f"auto or {kind.words}", {"anyOf": [{"const": "auto"}, kind.schema]}
 
     def read(scalar: Scalar) -> Any:
-        return None if scalar.text == "auto" else kind.read(scalar)
+        if scalar.text == "auto":
+            return None
+        try:
+            return kind.read(scalar)
+        except ValueError as error:
+            message = str(error).replace(f"must be {kind.words}", f"must be {words}")
+            raise ValueError(message) from None
 
-    schema: dict[str, Any] = {"anyOf": [{"const": "auto"}, kind.schema]}
-    if "enum" in kind.schema:
-        schema = {"enum": ["auto", *kind.schema["enum"]]}
-    return Kind(f"auto or {kind.words}", schema, read, kind.write, absent="auto")
+    return Kind(words, schema, read, kind.write, absent="auto")
 
 
 def auto_list(words: str) -> Kind:

@@ -111,10 +111,10 @@ AutoCounts = Annotated[tuple[Count, ...] | None, auto_list("a list of whole numb
 AutoReplicas = Annotated[int | None, auto(_replicas())]
 Schedule = Annotated[
     str | None,
-    auto(choice("gpipe", "1f1b", later=("interleaved", "zero-bubble", "pipedream", "2bw"))),
+    auto(choice("auto", "gpipe", "1f1b", later=("interleaved", "zero-bubble", "pipedream", "2bw"))),
 ]
-Recompute = Annotated[str | None, auto(choice("none", later=("all", "full", "stages")))]
-Offload = Annotated[str | None, auto(choice("none", later=("host", "cpu", "all")))]
+Recompute = Annotated[str | None, auto(choice("auto", "none", later=("all", "full", "stages")))]
+Offload = Annotated[str | None, auto(choice("auto", "none", later=("host", "cpu", "all")))]
 Precision = Annotated[
     str, choice("float32", later=("bfloat16", "float16", "mixed", "float64", "tf32"))
 ]

@@ -47,7 +47,7 @@ TOP_LEVEL = (
         ("checkpoint: {keep: 0}", "7:20: checkpoint.keep: must be at least 1, not 0"),
         ("pipeline: {warm_up: [2, 0, x]}", "7:25: pipeline.warm_up[1]: must be at least 1, not 0\njob.yaml:7:28: pipeline.warm_up[2]: must be a whole number of at least 1, not 'x'"),
         ("pipeline: {warm_up: fast}", "7:21: pipeline.warm_up: must be auto or a list of whole numbers, one a stage, not 'fast'"),
-        ("pipeline: {stages: many}", "7:20: pipeline.stages: must be a whole number of at least 1, not 'many'"),
+        ("pipeline: {stages: many}", "7:20: pipeline.stages: must be auto or a whole number of at least 1, not 'many'"),
         # sizes and durations
         ("resources: {memory_per_node: 4Gigs}", "7:30: resources.memory_per_node: '4Gigs' is not a size; write for example 4GiB or 512MiB"),
         ("resources: {memory_per_node: 0}", "7:30: resources.memory_per_node: must be at least 1 byte and below 2^63, not 0"),
@@ -58,9 +58,9 @@ TOP_LEVEL = (
         # choices and flags
         ("launch: {scheduler: pbs}", "7:21: launch.scheduler: 'pbs' is not supported yet; choose auto, local or slurm"),
         ("launch: {launcher: mpirun}", "7:20: launch.launcher: must be auto, srun or mpiexec, not 'mpirun'"),
-        ("pipeline: {schedule: gpip}", "7:22: pipeline.schedule: must be gpipe or 1f1b, not 'gpip'"),
+        ("pipeline: {schedule: gpip}", "7:22: pipeline.schedule: must be auto, gpipe or 1f1b, not 'gpip'"),
         ("pipeline: {replicas: 2}", "7:22: pipeline.replicas: 2 is not supported yet; write 1 or auto"),
-        ("pipeline: {recompute: all}", "7:23: pipeline.recompute: 'all' is not supported yet; choose none"),
+        ("pipeline: {recompute: all}", "7:23: pipeline.recompute: 'all' is not supported yet; choose auto or none"),
         ("slurm: {exclusive: yes}", "7:20: slurm.exclusive: must be true or false, not 'yes'"),
         ("slurm: {exclusive: 'true'}", "7:20: slurm.exclusive: must be true or false, not the text 'true'; remove the quotes"),
         ("environment: {container: image.sif}", "7:26: environment.container: containers are not supported yet; remove 'image.sif' or write null"),
