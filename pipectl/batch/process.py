@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ import psutil
 from pipectl.errors import SchedulerError
 
 TIMEOUT_S = 60.0
+_LAST_WORDS_S = 1.0
 
 
 class NoAnswerError(SchedulerError):
@@ -109,9 +110,10 @@ def start_time(pid: int) -> int | None:
 
 
 def stop(pid: int, grace_s: float) -> None:
-    """Ask a process, its group and its descendants to end; kill those that do not in time.
+    """Ask a process and its group to end; kill what is left of it and its descendants.
 
-    MPI puts ranks into sessions of their own, so the group alone does not reach all of them.
+    MPI puts ranks into sessions of their own, so that the group alone does not hold all of them.
+    The process itself goes last: a job script then still writes its exit code.
 
     Raises:
         SchedulerError: the process belongs to somebody else.
@@ -127,9 +129,19 @@ def stop(pid: int, grace_s: float) -> None:
         ) from None
     _, alive = psutil.wait_procs(family, timeout=grace_s)
     late = {child for member in alive for child in _family(member.pid)}
-    for member in {*alive, *late}:
+    leader = {member for member in alive if member.pid == pid}
+    _kill({*alive, *late} - leader)
+    _, leader_alive = psutil.wait_procs(leader, timeout=_LAST_WORDS_S)
+    _kill(leader_alive)
+
+
+def _kill(members: Iterable[psutil.Process]) -> None:
+    """SIGKILL, and wait until they are gone."""
+    members = list(members)
+    for member in members:
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             member.kill()
+    psutil.wait_procs(members, timeout=_LAST_WORDS_S)
 
 
 def _family(pid: int) -> list[psutil.Process]:

@@ -59,6 +59,18 @@ def slurm_value(text: str, what: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
+def slurm_file(path: str, what: str) -> str:
+    """``path`` as the value of ``--output``, where ``%j`` and the like would be replaced.
+
+    Slurm (src/slurmd/slurmstepd/fname.c) replaces nothing once it meets a backslash, and then
+    takes one backslash from each pair; without a backslash, ``%%`` stands for ``%``. It treats
+    the working directory before a relative name alike, so the path must be absolute.
+    """
+    if "\\" in path:
+        return slurm_value(path.replace("\\", "\\\\"), what)
+    return slurm_value(path.replace("%", "%%"), what)
+
+
 def _is_control(character: str) -> bool:
     """C0 and C1 controls, DEL, and the Unicode line separators."""
     code = ord(character)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pipectl.batch.launchers import mpiexec_command, srun_command
 from pipectl.batch.protocol import JobRequest
-from pipectl.batch.quoting import checked, slurm_value
+from pipectl.batch.quoting import checked, slurm_file, slurm_value
 from pipectl.batch.script import render_body
 from pipectl.errors import InvalidInputError
 from pipectl.units import format_clock
@@ -64,9 +64,9 @@ def _options(request: JobRequest) -> Iterator[str]:
     yield f"--comment={slurm_value(request.tag, 'tag')}"
     yield from _site_options(request)
     yield from _resources(request)
-    # The log is named relative to --chdir: in an absolute path '%' would be a pattern.
-    yield f"--chdir={slurm_value(str(request.run_directory), 'output.directory')}"
-    yield "--output=logs/job.log"
+    directory = str(request.run_directory)
+    yield f"--chdir={slurm_value(directory, 'output.directory')}"
+    yield f"--output={slurm_file(f'{directory}/logs/job.log', 'output.directory')}"
     yield "--open-mode=append"
     yield "--requeue" if request.requeue else "--no-requeue"
     for directive in request.slurm.directives:
