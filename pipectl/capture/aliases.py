@@ -87,6 +87,8 @@ class _FakeRun:
         self, node: fx.Node, mode: FakeTensorMode, states: Mapping[str, Tensor]
     ) -> Any:
         state = self._graph.states.get(node.name)
+        if state is None and not node.users:
+            return None
         if state is not None:
             known = self._graph.constants if state.kind == "constant" else states
             return mode.from_tensor(known[state.name])

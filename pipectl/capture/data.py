@@ -130,7 +130,7 @@ class Loader:
         if not self._shuffle:
             return list(range(count))
         generator = torch.Generator().manual_seed(seed_of(self._seed, "epoch", epoch) >> 1)
-        return torch.randperm(count, generator=generator).tolist()  # type: ignore[no-any-return]
+        return torch.randperm(count, generator=generator).tolist()
 
     def _stream(self, batches: Iterable[tuple[int, range]], micro_batch_size: int) -> Iterator[Any]:
         samples = self._endless()

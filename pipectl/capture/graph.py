@@ -16,7 +16,6 @@ from torch.export.graph_signature import InputKind
 
 from pipectl.capture.aliases import Aliases, find_aliases
 from pipectl.errors import CaptureError
-from pipectl.units import did_you_mean
 
 # Checks that export leaves in the graph; the shapes they check are fixed when a stage is built.
 _GUARDS = {
@@ -43,6 +42,11 @@ class State:
 class CapturedGraph:
     """One exported graph (training or evaluation) in the form that can be cut.
 
+    Args:
+        states: parameters and buffers by full name, tied ones once.
+        tied: further names of tied states to the name in ``states``.
+        batch: samples of the exported micro-batch.
+
     Attributes:
         states: parameters, buffers and constants by placeholder name.
         inputs: placeholder names of the batch's tensors, in pytree order of (inputs, targets).
@@ -54,11 +58,18 @@ class CapturedGraph:
         batch_size: the size it was exported with, and, if ``fixed``, the only one it holds for.
     """
 
-    def __init__(self, program: ExportedProgram, states: Mapping[str, Tensor], batch: int) -> None:
+    def __init__(
+        self,
+        program: ExportedProgram,
+        states: Mapping[str, Tensor],
+        tied: Mapping[str, str],
+        batch: int,
+    ) -> None:
         self.root = program.graph_module
         self.graph = program.graph
         self.batch_size = batch
-        self.states, self.inputs = _placeholders(program)
+        self.states, self.inputs = _placeholders(program, tied)
+        self._merge_tied()
         self.operators = tuple(n for n in self.graph.nodes if _computes(n))
         self.constants: dict[str, Any] = dict(program.constants)
         self._symbols = _batch_symbols(self.graph, self.inputs)
@@ -144,17 +155,6 @@ class CapturedGraph:
             return f"{len(self.signatures)} operators here and {len(signatures)} there"
         return "the operators agree, but parameters, inputs or the loss do not"
 
-    def check_state_names(self, names: Mapping[str, Any]) -> None:
-        """Every state of the graph exists in ``names``.
-
-        Raises:
-            CaptureError: naming the first that does not.
-        """
-        for state in self.states.values():
-            if state.kind != "constant" and state.name not in names:
-                hint = did_you_mean(state.name, names)
-                raise CaptureError(f"model: no {state.kind} {state.name!r}{hint}")
-
     def _describe(self, node: fx.Node) -> str:
         if node.op == "placeholder":
             value = node.meta["val"]
@@ -166,6 +166,15 @@ class CapturedGraph:
             return f"{node.name}={node.target}"
         arguments = [_describe_argument(arg, self.root) for arg in (node.args, node.kwargs)]
         return f"{node.name}={node.target}{arguments}"
+
+    def _merge_tied(self) -> None:
+        """Let one placeholder stand for a state that has several names."""
+        first: dict[State, fx.Node] = {}
+        for node in self.graph.nodes:
+            state = self.states.get(node.name) if node.op == "placeholder" else None
+            if state is not None and first.setdefault(state, node) is not node:
+                node.replace_all_uses_with(first[state])
+                del self.states[node.name]
 
     def _rename_mutated(self, aliases: Aliases) -> None:
         """Let later readers of a value that was mutated in place read the mutating operator.
@@ -192,7 +201,9 @@ def _computes(node: fx.Node) -> bool:
     return not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float)
 
 
-def _placeholders(program: ExportedProgram) -> tuple[dict[str, State], tuple[str, ...]]:
+def _placeholders(
+    program: ExportedProgram, tied: Mapping[str, str]
+) -> tuple[dict[str, State], tuple[str, ...]]:
     kinds = {
         InputKind.PARAMETER: "parameter",
         InputKind.BUFFER: "buffer",
@@ -205,7 +216,8 @@ def _placeholders(program: ExportedProgram) -> tuple[dict[str, State], tuple[str
         if spec.kind is InputKind.USER_INPUT:
             inputs.append(str(name))
         elif spec.kind in kinds and name is not None:
-            states[name] = State(str(spec.target), kinds[spec.kind])
+            full_name = str(spec.target)
+            states[name] = State(tied.get(full_name, full_name), kinds[spec.kind])
         else:
             raise CaptureError(
                 f"model: uses a {spec.kind.name.lower()}, which cannot be split over processes",

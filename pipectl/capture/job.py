@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ class CapturedJob:
     Attributes:
         step: the wrapper that holds the user's model and loss.
         loader: of the training data.
-        states: parameters and buffers by full name within the wrapper; a tied parameter once.
+        states: parameters and buffers by full name within the wrapper, tied ones once.
+        tied: further names of tied states to the name in ``states``.
 
     Raises:
         CaptureError: a factory fails or returns the wrong kind of object.
@@ -50,6 +52,7 @@ class CapturedJob:
             **dict(self.step.named_parameters()),
             **dict(self.step.named_buffers()),
         }
+        self.tied = self._further_names()
         self._graphs: dict[tuple[bool, int], CapturedGraph] = {}
 
     @property
@@ -96,6 +99,15 @@ class CapturedJob:
         """The callable a section of the spec names."""
         return factories.find(item.factory, self.spec.base)
 
+    def _further_names(self) -> dict[str, str]:
+        first = {id(tensor): name for name, tensor in self.states.items()}
+        everything = chain(
+            self.step.named_parameters(remove_duplicate=False),
+            self.step.named_buffers(remove_duplicate=False),
+        )
+        names = {name: first[id(tensor)] for name, tensor in everything}
+        return {name: primary for name, primary in names.items() if name != primary}
+
     def _make(self, item: Factory) -> Any:
         return factories.call(self.find(item), item.factory, **item.kwargs)
 
@@ -125,7 +137,7 @@ class CapturedJob:
         self.step.train(training)
         with torch.random.fork_rng(devices=[]):
             program = export_step(self.step, inputs, targets)
-        graph = CapturedGraph(program, self.states, size)
+        graph = CapturedGraph(program, self.states, self.tied, size)
         if graph.fixed and size != batch:
             return self._capture(training, batch, graph)
         if known is not None and list(known.signatures) != list(graph.signatures):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from mpi4py import MPI
 from torch import Tensor, nn
@@ -131,6 +130,12 @@ class Setup:
             if owner == self.communicator.rank and name in persistent
         }
 
+    @property
+    def saved_aliases(self) -> dict[str, str]:
+        """Further names of saved states, to the name each is saved under."""
+        persistent = self.job.step.state_dict(keep_vars=True)
+        return {name: first for name, first in self.job.tied.items() if name in persistent}
+
     def _agree(self, samples: int | None) -> int | None:
         """The number of samples, which must be the same on all ranks."""
         counts = self.communicator.allgather(samples)
@@ -223,15 +228,3 @@ class Setup:
         for name, tensor in self.job.states.items():
             if name not in mine and self.owners[name] != self.communicator.rank:
                 tensor.data = tensor.data.new_empty(0)
-
-
-def tied_names(job: CapturedJob) -> dict[str, str]:
-    """Further names of tied states, to the name under which they are saved."""
-    primary: dict[int, str] = {id(tensor): name for name, tensor in job.states.items()}
-    found: dict[str, str] = {}
-    everything: dict[str, Any] = job.step.state_dict(keep_vars=True)
-    for name, tensor in everything.items():
-        first = primary.get(id(tensor), name)
-        if first != name:
-            found[name] = first
-    return found

@@ -20,7 +20,7 @@ from pipectl.runtime import checkpoint
 from pipectl.runtime.engine import Batch, StepInput, StepOutput
 from pipectl.runtime.evaluation import Metrics
 from pipectl.runtime.optimizer import Clipping, Recipe, SharedGradients, Stepper, make_stepper
-from pipectl.runtime.setup import Setup, tied_names
+from pipectl.runtime.setup import Setup
 from pipectl.runtime.stage import shared_uses
 from pipectl.runtime.telemetry import StepReport, Telemetry
 from pipectl.schedule import Actions, lower, lower_evaluation
@@ -191,7 +191,7 @@ class Trainer:
             self._run.checkpoints,
             step,
             self._setup.saved_states,
-            tied_names(self._setup.job),
+            self._setup.saved_aliases,
             self._spec.checkpoint.keep,
         )
 

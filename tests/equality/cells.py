@@ -1,0 +1,184 @@
+"""Trains every cell of the equality table over the ranks it is started on.
+
+Started as ``mpiexec -n RANKS python -m mpi4py cells.py DIRECTORY``. For every model, schedule and
+batch it trains ten steps and leaves the weights in ``DIRECTORY/<ranks>/<cell>``. The model is
+captured once and put back to its first weights for every cell.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from mpi4py import MPI
+
+from pipectl.capture import CapturedGraph, CapturedJob
+from pipectl.graph import cut_routes
+from pipectl.plan import Plan, Stage, StageCost, Transfer
+from pipectl.runs import RunDirectory
+from pipectl.runtime.device import CpuDevice
+from pipectl.runtime.engine import Doing
+from pipectl.runtime.setup import Setup
+from pipectl.runtime.trainer import Trainer
+from pipectl.schedule import default_warm_up, lower, validate
+from pipectl.spec import load
+
+MODELS = {
+    "gpt": ("token_loss", "Tokens", "{}"),
+    "tied": ("token_loss", "Tokens", "{}"),
+    "cnn": ("torch.nn:CrossEntropyLoss", "Images", "{accuracy: './models.py:accuracy'}"),
+    "dense": ("torch.nn:CrossEntropyLoss", "Images", "{accuracy: './models.py:accuracy'}"),
+}
+BATCHES = {"divisible": (8, 4), "smaller_last": (7, 4), "few": (6, 1), "one_left_over": (5, 2)}
+"""Name to (samples a batch, micro-batches)."""
+SCHEDULES = ("gpipe", "1f1b")
+STEPS = 10
+COST = StageCost(1.0, 2.0, 0.0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Cell:
+    model: str
+    schedule: str
+    batch: str
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.schedule}-{self.batch}"
+
+
+def cells() -> Iterator[Cell]:
+    for model in MODELS:
+        for schedule in SCHEDULES:
+            for batch in BATCHES:
+                yield Cell(model, schedule, batch)
+
+
+def spec_text(cell: Cell, dropout: str = "{}") -> str:
+    loss, data, metrics = MODELS[cell.model]
+    loss = loss if ":" in loss else f"./models.py:{loss}"
+    batch_size, micro_batches = BATCHES[cell.batch]
+    here = Path(__file__).resolve().parent
+    return f"""
+version: 1
+name: {cell}
+site_defaults: false
+model: {{factory: '{here}/models.py:{cell.model}', kwargs: {dropout}}}
+loss: {{factory: '{loss.replace("./", f"{here}/")}'}}
+data: {{factory: '{here}/models.py:{data}'}}
+optimizer: {{factory: 'torch.optim:AdamW', kwargs: {{lr: 0.003}}}}
+lr_scheduler: {{factory: 'torch.optim.lr_scheduler:CosineAnnealingLR', kwargs: {{T_max: 12}}}}
+evaluation:
+  data: {{factory: '{here}/models.py:{data}', kwargs: {{count: 11}}}}
+  batch_size: 4
+  metrics: {metrics.replace("./", f"{here}/")}
+training: {{steps: {STEPS}, batch_size: {batch_size}, seed: 3, clip_grad_norm: 0.5}}
+pipeline: {{micro_batches: {micro_batches}}}
+"""
+
+
+def random_stages(graph: CapturedGraph, stages: int, seed: int) -> dict[str, int]:
+    """A random convex cut: any order that keeps to the edges and groups, split anywhere."""
+    draw = random.Random(seed)
+    merged: dict[str, str] = {n.name: graph.groups.get(n.name, n.name) for n in graph.operators}
+    merged = contract_cycles(graph, merged)
+    before: dict[str, set[str]] = {group: set() for group in merged.values()}
+    for source, target in graph.edges:
+        if merged[source] != merged[target]:
+            before[merged[target]].add(merged[source])
+    order: list[str] = []
+    while len(order) < len(before):
+        ready = [g for g, needs in before.items() if g not in order and needs <= set(order)]
+        order.append(draw.choice(ready))
+    cuts = sorted(draw.sample(range(1, len(order)), stages - 1))
+    stage = {group: sum(index >= cut for cut in cuts) for index, group in enumerate(order)}
+    return {node.name: stage[merged[node.name]] for node in graph.operators}
+
+
+def contract_cycles(graph: CapturedGraph, merged: dict[str, str]) -> dict[str, str]:
+    """Join groups until the graph of groups has no cycle."""
+    while True:
+        after: dict[str, set[str]] = {}
+        for source, target in graph.edges:
+            if merged[source] != merged[target]:
+                after.setdefault(merged[source], set()).add(merged[target])
+        cycle = find_cycle(after)
+        if cycle is None:
+            return merged
+        merged = {name: cycle[0] if group in cycle else group for name, group in merged.items()}
+
+
+def find_cycle(after: dict[str, set[str]]) -> list[str] | None:
+    state: dict[str, int] = {}
+
+    def visit(node: str, path: list[str]) -> list[str] | None:
+        state[node] = 1
+        path.append(node)
+        for target in sorted(after.get(node, ())):
+            if state.get(target) == 1:
+                return path[path.index(target) :]
+            if target not in state and (found := visit(target, path)) is not None:
+                return found
+        path.pop()
+        state[node] = 2
+        return None
+
+    for start in sorted(after):
+        if start not in state and (found := visit(start, [])) is not None:
+            return found
+    return None
+
+
+def make_plan(graph: CapturedGraph, stage_of: dict[str, int], cell: Cell, stages: int) -> Plan:
+    batch_size, micro_batches = BATCHES[cell.batch]
+    found = cut_routes(stage_of, graph.edges, graph.requires_grad)
+    lanes = sorted({(route.kind, route.source, route.target) for route in found})
+    nodes = [tuple(n for n, s in stage_of.items() if s == stage) for stage in range(stages)]
+    size = -(-batch_size // micro_batches)
+    plan = Plan(
+        name=str(cell),
+        fingerprint=graph.fingerprint,
+        schedule=cell.schedule,
+        warm_up=tuple(default_warm_up(cell.schedule, stages, -(-batch_size // size))),
+        batch_size=batch_size,
+        micro_batch_size=size,
+        micro_batches=-(-batch_size // size),
+        stages=tuple(Stage(nodes[stage], (stage,), COST) for stage in range(stages)),
+        transfers=tuple(Transfer(*lane, size_bytes=1) for lane in lanes),
+        node_of_rank=(0,) * stages,
+    )
+    validate(plan, [lower(plan, rank) for rank in range(stages)])
+    return plan
+
+
+def train(directory: Path, communicator: MPI.Comm) -> None:
+    torch.set_num_threads(1)
+    jobs: dict[str, tuple[CapturedJob, dict[str, torch.Tensor]]] = {}
+    for number, cell in enumerate(cells()):
+        run = RunDirectory(directory / str(communicator.size) / str(cell))
+        if communicator.rank == 0:
+            run.trace.mkdir(parents=True)
+            run.job.write_text(spec_text(cell))
+        communicator.Barrier()
+        spec = load(run.job)
+        if cell.model not in jobs:
+            job = CapturedJob(spec)
+            job.training_graph(2)
+            job.evaluation_graph(4)
+            jobs[cell.model] = job, {n: t.detach().clone() for n, t in job.states.items()}
+        job, first = jobs[cell.model]
+        job.spec = spec
+        for name, tensor in job.states.items():
+            tensor.data = first[name].clone()
+        graph = job.training_graph(2)
+        plan = make_plan(
+            graph, random_stages(graph, communicator.size, number), cell, communicator.size
+        )
+        Trainer(Setup(communicator, job, plan, CpuDevice(), Doing()), run, 1).train()
+
+
+if __name__ == "__main__":
+    train(Path(sys.argv[1]), MPI.COMM_WORLD)

@@ -1,0 +1,159 @@
+"""Small models of the kinds that other pipelines get wrong, written as a user would write them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.shape
+        q, k, v = self.qkv(x).view(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.dropout(self.out(y.transpose(1, 2).reshape(b, t, c)))
+
+
+class GptBlock(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, heads, dropout)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm_1(x))
+        return x + self.mlp(self.norm_2(x))
+
+
+class Gpt(nn.Module):
+    def __init__(self, dropout: float = 0.1, tied: bool = False) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(37, 24)
+        self.positions = nn.Embedding(12, 24)
+        self.blocks = nn.ModuleList([GptBlock(24, 3, dropout) for _ in range(2)])
+        self.norm = nn.LayerNorm(24)
+        self.head = nn.Linear(24, 37, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv_1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm_1 = nn.BatchNorm2d(channels)
+        self.conv_2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm_2 = nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.norm_1(self.conv_1(x)))
+        y = self.norm_2(self.conv_2(y))
+        y += x
+        return self.relu(y)
+
+
+class Cnn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.blocks = nn.Sequential(*[Residual(8) for _ in range(3)])
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+class Dense(nn.Module):
+    """DenseNet-style: every layer reads all before it, so skips cross several stages."""
+
+    def __init__(self, dropout: float = 0.2) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 6, 3, padding=1)
+        self.layers = nn.ModuleList(
+            [
+                nn.Sequential(
+                    nn.BatchNorm2d(6 + 4 * i), nn.ReLU(), nn.Conv2d(6 + 4 * i, 4, 3, padding=1)
+                )
+                for i in range(5)
+            ]
+        )
+        self.dropout = nn.Dropout2d(dropout)
+        self.head = nn.Linear(26, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = [self.stem(x)]
+        for layer in self.layers:
+            features.append(self.dropout(layer(torch.cat(features, 1))))
+        # The first feature is used once more at the very end, beside uses in every layer.
+        total = torch.cat(features, 1).mean((2, 3))
+        return self.head(total) * features[0].mean()
+
+
+def gpt(dropout: float = 0.1) -> nn.Module:
+    return Gpt(dropout)
+
+
+def tied(dropout: float = 0.1) -> nn.Module:
+    return Gpt(dropout, tied=True)
+
+
+def cnn(dropout: float = 0.0) -> nn.Module:
+    return Cnn()
+
+
+def dense(dropout: float = 0.2) -> nn.Module:
+    return Dense(dropout)
+
+
+def token_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+class Tokens(Dataset):
+    def __init__(self, count: int = 45) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.ids = torch.randint(0, 37, (count, 13), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.ids[index, :-1], self.ids[index, 1:]
+
+
+class Images(Dataset):
+    """With random augmentation, which every rank that loads a sample must see alike."""
+
+    def __init__(self, count: int = 45) -> None:
+        generator = torch.Generator().manual_seed(6)
+        self.images = torch.randn(count, 1, 8, 8, generator=generator)
+        self.labels = torch.randint(0, 10, (count,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.images[index] + 0.1 * torch.randn(1, 8, 8), int(self.labels[index])
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.argmax(-1) == targets).float().mean()
