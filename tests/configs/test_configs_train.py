@@ -1,0 +1,174 @@
+"""The models and data of configs/ work in a plain PyTorch loop, without pipectl."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from pipectl.spec import JobSpec, load
+
+MODELS = Path(__file__).parents[2] / "configs" / "models"
+
+
+def _module(name: str) -> dict:
+    """The globals of a file of configs/models, which is no package."""
+    path = MODELS / f"{name}.py"
+    variables: dict = {"__name__": name}
+    exec(compile(path.read_text(encoding="utf-8"), path, "exec"), variables)
+    return variables
+
+
+@pytest.fixture(scope="module")
+def gpt() -> dict:
+    return _module("gpt")
+
+
+@pytest.fixture(scope="module")
+def text() -> dict:
+    return _module("text")
+
+
+@pytest.fixture(scope="module")
+def cnn() -> dict:
+    return _module("cnn")
+
+
+@pytest.fixture(scope="module")
+def digits() -> dict:
+    pytest.importorskip("sklearn", reason="pip install 'pipectl[examples]'")
+    return _module("digits")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def _losses(model: nn.Module, loss, data: Dataset, optimizer, batch_size: int) -> list[float]:
+    losses = []
+    for inputs, targets in DataLoader(data, batch_size, shuffle=True):
+        optimizer.zero_grad()
+        value = loss(model(inputs), targets)
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
+def _spec(name: str) -> JobSpec:
+    return load(MODELS.parent / f"{name}.yaml")
+
+
+def test_gpt_starts_near_even_odds_and_learns(gpt, text):
+    torch.manual_seed(0)
+    vocabulary = text["VOCABULARY"]
+    model = gpt["build"](vocabulary=vocabulary, length=32, layers=2, width=64, heads=2)
+    data = text["training"](length=32, megabytes=32 * 32 * 40 / 1e6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = _losses(model, gpt["loss"], data, optimizer, batch_size=32)
+    assert losses[0] == pytest.approx(math.log(vocabulary), abs=0.5)
+    assert sum(losses[-5:]) / 5 < 3.3
+
+
+def test_gpt_sees_no_later_character(gpt):
+    model = gpt["build"](vocabulary=10, length=8, layers=2, width=16, heads=2, dropout=0.0)
+    tokens = torch.randint(10, (1, 8))
+    changed = tokens.clone()
+    changed[0, 5] = (changed[0, 5] + 1) % 10
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[0, :5], after[0, :5])
+    assert not torch.equal(before[0, 5:], after[0, 5:])
+
+
+def test_perplexity_is_over_all_characters(gpt):
+    outputs, targets = torch.randn(5, 4, 10), torch.randint(10, (5, 4))
+    metric = gpt["Perplexity"]()
+    metric.update(outputs[:3], targets[:3])
+    metric.update(outputs[3:], targets[3:])
+    expected = F.cross_entropy(outputs.reshape(20, 10), targets.reshape(20)).exp().item()
+    assert metric.compute() == pytest.approx(expected, rel=1e-5)
+
+
+def test_text_is_the_same_each_time_and_shifted_by_one(text):
+    first, second = (text["training"](length=16, megabytes=0.01) for _ in range(2))
+    assert len(first) == len(second) == (10_000 - 1) // 16
+    for (inputs, targets), (again, _) in zip(list(first)[:20], list(second)[:20], strict=True):
+        assert torch.equal(inputs, again)
+        assert torch.equal(inputs[1:], targets[:-1])
+
+
+def test_held_out_text_is_not_trained_on(text, monkeypatch):
+    read: list[Path] = []
+
+    def encode(files: list[Path], _limit: int) -> torch.Tensor:
+        read.extend(files)
+        return torch.zeros(1000, dtype=torch.uint8)
+
+    monkeypatch.setitem(text, "encode", encode)
+    text["training"]()
+    trained = set(read)
+    read.clear()
+    text["held_out"]()
+    assert trained
+    assert read
+    assert not trained & set(read)
+
+
+def test_text_knows_printable_characters_and_one_other(text, tmp_path):
+    path = tmp_path / "sample.py"
+    path.write_text("a b\té\n", encoding="utf-8")
+    codes = _module("text")["encode"]([path], 100).tolist()
+    alphabet = dict(enumerate(text["CHARACTERS"], start=1))
+    assert [alphabet.get(code) for code in codes] == ["a", " ", "b", "\t", None, "\n"]
+
+
+def test_gpt_config_fits_the_text(text):
+    spec = _spec("gpt-stdlib")
+    assert spec.model.kwargs["vocabulary"] == text["VOCABULARY"]
+    lengths = {spec.model.kwargs["length"], spec.data.kwargs["length"]}
+    assert spec.evaluation is not None
+    assert lengths == {spec.evaluation.data.kwargs["length"]}
+
+
+def test_cnn_learns_the_digits(cnn, digits):
+    torch.manual_seed(0)
+    model = cnn["build"](width=8, blocks=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = [
+        loss
+        for _ in range(2)
+        for loss in _losses(model, F.cross_entropy, digits["training"](), optimizer, batch_size=64)
+    ]
+    assert losses[-1] < 0.3 * losses[0]
+    model.eval()
+    images, labels = digits["held_out"]().tensors
+    assert cnn["accuracy"](model(images), labels) > 0.8
+
+
+def test_digits_are_split_once_and_for_all(digits):
+    train, held_out = digits["training"](), digits["held_out"]()
+    assert (len(train), len(held_out)) == (1437, 360)
+    assert torch.equal(held_out.tensors[0], digits["held_out"]().tensors[0])
+    image, digit = train[0]
+    assert image.shape == (1, 8, 8)
+    assert 0 <= image.min() < image.max() <= 1
+    assert digit.dtype == torch.int64
+
+
+@pytest.mark.parametrize("name", ["gpt-stdlib", "digits-cnn"])
+def test_schedule_of_the_learning_rate_ends_with_the_run(name):
+    spec = _spec(name)
+    assert spec.lr_scheduler is not None
+    assert spec.lr_scheduler.kwargs["T_max"] == spec.training.steps
+
+
+@pytest.mark.parametrize("path", sorted(MODELS.glob("*.py")), ids=lambda path: path.name)
+def test_models_know_nothing_of_pipectl(path):
+    assert "pipectl" not in path.read_text(encoding="utf-8")
