@@ -82,9 +82,10 @@ class Search:
     """How the stages were found.
 
     Args:
-        max_stage_load_s: bottleneck of the found stages.
+        max_stage_load_s: bottleneck of the chosen stages.
         lower_bound_s: no partition into as many stages has a lower bottleneck.
-        exact: whether the search was exhaustive (then both are equal).
+        exact: whether a partition attains the bound; the chosen one may still have a larger
+            bottleneck, where the simulator found it faster.
     """
 
     planner: str

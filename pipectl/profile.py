@@ -161,8 +161,7 @@ def _operator_json(operator: Operator) -> dict[str, Any]:
     }
     if operator.parameters:
         item["parameters"] = [list(pair) for pair in operator.parameters]
-    if operator.saved:
-        item["saved"] = [list(pair) for pair in operator.saved]
+    item["saved"] = [list(pair) for pair in operator.saved]
     if operator.timings:
         item["timings"] = {str(size): list(pair) for size, pair in sorted(operator.timings.items())}
     if operator.group is not None:

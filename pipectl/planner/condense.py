@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from pipectl.profile import Operator, Profile
 
@@ -71,9 +72,28 @@ class Condensed:
         """Bitset of all blocks."""
         return (1 << len(self.blocks)) - 1
 
+    @cached_property
+    def ancestors(self) -> tuple[int, ...]:
+        """Bitset of everything each block depends on."""
+        return _closure(self.predecessors, range(len(self)))
+
+    @cached_property
+    def descendants(self) -> tuple[int, ...]:
+        """Bitset of everything that depends on each block."""
+        return _closure(self.successors, range(len(self) - 1, -1, -1))
+
     def operators_of(self, blocks: int) -> list[int]:
         """Indices of the operators in a bitset of blocks, ascending."""
         return sorted(index for block in bits(blocks) for index in self.blocks[block].operators)
+
+
+def _closure(direct: Sequence[int], order: Iterable[int]) -> tuple[int, ...]:
+    """What each block reaches; ``order`` has a block behind everything it reaches."""
+    reached = list(direct)
+    for block in order:
+        for neighbour in bits(direct[block]):
+            reached[block] |= reached[neighbour]
+    return tuple(reached)
 
 
 def bits(members: int) -> Iterator[int]:
@@ -91,9 +111,13 @@ def bitset(positions: Iterable[int]) -> int:
 
 def condense(profile: Profile) -> Condensed:
     """Contract groups and whatever lies between their members."""
+    return contract(profile.operators, edges_by_index(profile), _group_labels(profile.operators))
+
+
+def edges_by_index(profile: Profile) -> list[tuple[int, int]]:
+    """The edges between indices of operators."""
     index = {operator.id: number for number, operator in enumerate(profile.operators)}
-    edges = [(index[source], index[target]) for source, target in profile.edges]
-    return contract(profile.operators, edges, _group_labels(profile.operators))
+    return [(index[source], index[target]) for source, target in profile.edges]
 
 
 def contract(

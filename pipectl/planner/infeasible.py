@@ -43,7 +43,7 @@ def _smallest_peaks(
 ) -> Iterator[tuple[Plan, tuple[int, ...]]]:
     """Plans made for little memory, with what each of their ranks needs."""
     request = problem.request
-    size = micro_batch_sizes(request, 1, most=request.batch_size)[-1]
+    size = micro_batch_sizes(request, request.batch_size)[-1]
     for stages in counts:
         schedule, warm_up = warm_ups(request, stages, problem.micro_batches(size))[0]
         for placement in placements(problem.cluster, stages):
@@ -70,8 +70,8 @@ def _breakdown(problem: Problem, plan: Plan, rank: int) -> str:
         parts = [
             f"stage {index} of {len(plan.stages)}: {parts[0]}",
             f"parameters, gradients and optimizer {format_bytes(resident_bytes(cost))}",
-            f"{format_bytes(cost.saved_bytes)} for each of {plan.warm_up[index]} micro-batches "
-            f"of {plan.micro_batch_size} in flight",
+            f"{format_bytes(cost.saved_bytes)} for each micro-batch in flight "
+            f"(at most {plan.warm_up[index]}, of {plan.micro_batch_size} samples)",
         ]
     return ", ".join(parts)
 
@@ -85,6 +85,8 @@ def _cures(
         yield f"pipeline.memory_limit: {ceil(max(peaks) / 2**20)}MiB would do"
     else:
         yield f"ranks with {ceil(max(peaks) / 2**20)} MiB of memory would do"
+    if limit <= problem.baseline_bytes:
+        return
     now = _estimate(problem, fitter, problem.request, len(plan.stages), limit)
     for name, request, stages in _changes(problem, plan):
         peak = _estimate(problem, fitter, request, stages, limit)
@@ -113,7 +115,7 @@ def _estimate(
     problem: Problem, fitter: Fitter, request: PlanRequest, stages: int, limit: float
 ) -> int:
     """The smallest peak found under a changed request, without buffers of messages."""
-    size = micro_batch_sizes(request, 1, most=request.batch_size)[-1]
+    size = micro_batch_sizes(request, request.batch_size)[-1]
     _, warm_up = warm_ups(request, stages, problem.micro_batches(size))[0]
     partitions = fitter.smallest_peak([limit] * stages, size, warm_up)
     return min(

@@ -9,7 +9,7 @@ and the one with the smallest bottleneck when sending and receiving count as loa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -18,29 +18,53 @@ from pipectl.cluster import Link
 from pipectl.planner.condense import Condensed
 from pipectl.planner.dynamic import Chains, smallest_bottleneck, smallest_sum
 from pipectl.planner.ideals import all_downsets, prefix_downsets
+from pipectl.planner.negligible import merge_negligible
 from pipectl.planner.spans import Boundary, Integers, Items, Partition, Spans, States, spans_by_end
+from pipectl.profile import Profile
 
 PER_SECOND = 10**12
 """The programme counts in picoseconds."""
 MOST_DOWNSETS = 2000
 """Above, only a sample of the downsets is searched."""
+NEGLIGIBLE = (0.001, 0.01)
+"""Shares of the whole time that small blocks may take to be merged into others."""
 TOLERANCES = (0.0, 0.02, 0.1)
 
 
 @dataclass(frozen=True)
-class Downsets:
-    """What is searched: all downsets of a graph, or a sample."""
+class Space:
+    """What is searched: the downsets of a graph, all of them or a sample.
 
-    found: tuple[int, ...]
+    Args:
+        moved: operators of negligible blocks that were merged into others to get there.
+    """
+
+    graph: Condensed
+    downsets: tuple[int, ...]
     complete: bool
+    moved: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, graph: Condensed, cap: int = MOST_DOWNSETS) -> Downsets:
-        """All downsets, or prefixes of several topological orders where they exceed ``cap``."""
+    def of(cls, graph: Condensed, profile: Profile, cap: int = MOST_DOWNSETS) -> Space:
+        """All downsets if there are at most ``cap``, or else as many as can be.
+
+        That is those which part no negligible block from its neighbour, and if these are still too
+        many, prefixes of several topological orders.
+        """
         everything = all_downsets(graph, cap)
         if everything is not None:
-            return cls(tuple(everything), True)
-        return cls(tuple(prefix_downsets(graph, cap)), False)
+            return cls(graph, tuple(everything), True)
+        for share in NEGLIGIBLE:
+            merged = merge_negligible(graph, profile, share)
+            everything = all_downsets(merged.graph, cap)
+            if everything is not None:
+                return cls(merged.graph, tuple(everything), True, merged.moved)
+        return cls.sample(graph, cap)
+
+    @classmethod
+    def sample(cls, graph: Condensed, cap: int = MOST_DOWNSETS) -> Space:
+        """Prefixes of several topological orders."""
+        return cls(graph, tuple(prefix_downsets(graph, cap)), False)
 
 
 @dataclass(frozen=True)
@@ -49,12 +73,14 @@ class Costs:
 
     Args:
         compute_s: forward and backward of every block.
+        least_s: the same without operators of merged negligible blocks.
         scale: micro-batch size over the profile's, which sizes of messages are given for.
         link: what messages pass through.
         speeds: of the device of every stage, by position.
     """
 
     compute_s: Sequence[float]
+    least_s: Sequence[float]
     scale: float
     link: Link
     speeds: Sequence[float]
@@ -81,11 +107,9 @@ class Partitioner:
         fewest: smallest one above 1 that will be asked for.
     """
 
-    def __init__(
-        self, graph: Condensed, downsets: Downsets, costs: Costs, *, fewest: int, most: int
-    ) -> None:
-        self._graph = graph
-        self._downsets = downsets
+    def __init__(self, space: Space, costs: Costs, *, fewest: int, most: int) -> None:
+        self._graph = space.graph
+        self._space = space
         self._costs = costs
         self._most = most
         self._fewest = min(max(2, fewest), most)
@@ -96,13 +120,22 @@ class Partitioner:
     def bound(self, stages: int) -> Bound:
         """The proven lower bound on the bottleneck of so many stages."""
         best = self._bottlenecks.best(stages)
-        total, largest = sum(self._compute), max(self._compute)
         speeds = self._speeds[:stages]
-        proven = max(total / float(speeds.sum()), largest / float(speeds.max()))
-        if best is None:
-            return Bound(proven / PER_SECOND, False)
-        exact = self._downsets.complete or stages == 1 or best <= proven + 1
-        return Bound((best if exact else proven) / PER_SECOND, exact)
+        share = sum(self._compute) / float(speeds.sum())
+        proven = max(share, max(self._compute) / float(speeds.max()))
+        if best is not None and (self._space.complete or stages == 1):
+            proven = max(proven, self._least_bottleneck(stages, best))
+        exact = best is not None and best <= proven + 1
+        return Bound(proven / PER_SECOND, exact)
+
+    def _least_bottleneck(self, stages: int, best: int) -> float:
+        """The smallest bottleneck if the merged negligible blocks cost nothing."""
+        if not self._space.moved:
+            return best
+        space = replace(self._space, moved=())
+        costs = replace(self._costs, compute_s=self._costs.least_s)
+        free = Partitioner(space, costs, fewest=stages, most=stages)
+        return free.bound(stages).load_s * PER_SECOND
 
     def partitions(self, stages: int) -> list[Partition]:
         """Distinct good partitions, the best balanced first."""
@@ -118,7 +151,7 @@ class Partitioner:
 
     @cached_property
     def _states(self) -> States:
-        return States(self._graph, self._downsets.found, self._compute)
+        return States(self._graph, self._space.downsets, self._compute)
 
     @cached_property
     def _spans(self) -> list[Spans]:

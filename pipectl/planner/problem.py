@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, inf
 
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan, Stage, StageCost, Transfer
-from pipectl.planner.condense import Condensed, condense
+from pipectl.planner.condense import Condensed
 from pipectl.planner.costs import (
     Footprint,
     Times,
@@ -42,13 +43,19 @@ class Choice:
 
 
 class Problem:
-    """Builds plans for choices; what several choices share is computed once."""
+    """Builds plans for choices; what several choices share is computed once.
 
-    def __init__(self, profile: Profile, cluster: Cluster, request: PlanRequest) -> None:
+    Args:
+        graph: the profile's, condensed; partitions are of its blocks.
+    """
+
+    def __init__(
+        self, profile: Profile, cluster: Cluster, request: PlanRequest, graph: Condensed
+    ) -> None:
         self.profile = profile
         self.cluster = cluster
         self.request = request
-        self.graph: Condensed = condense(profile)
+        self.graph = graph
         self._times: dict[int, Times] = {}
         self._footprints: dict[Partition, Footprint] = {}
         self._parts: dict[
@@ -90,10 +97,17 @@ class Problem:
             self._times[size] = operator_times(self.profile, size)
         return self._times[size]
 
-    def block_times(self, size: int) -> list[float]:
-        """Forward and backward together of every block, in seconds."""
-        times = self.times(size)
-        return [sum(sum(times[index]) for index in block.operators) for block in self.graph.blocks]
+    def block_times(self, size: int, free: Sequence[int] = ()) -> list[float]:
+        """Forward and backward together of every block, in seconds.
+
+        Args:
+            free: indices of operators that are not counted.
+        """
+        times, skipped = self.times(size), set(free)
+        return [
+            sum(sum(times[index]) for index in block.operators if index not in skipped)
+            for block in self.graph.blocks
+        ]
 
     def plan(self, choice: Choice) -> Plan:
         """The plan a choice makes, without prediction."""

@@ -14,8 +14,6 @@ from pipectl.schedule.gpipe import warm_up as gpipe_warm_up
 from pipectl.schedule.one_f_one_b import NAME as ONE_F_ONE_B
 from pipectl.schedule.one_f_one_b import policy_a, policy_b
 
-MICRO_BATCHES_PER_STAGE = 4
-"""More add little: the bubble is then about a fifth (Huang et al., GPipe, call it negligible)."""
 _EVERY_STAGE_COUNT = 8
 _SNAP = 1.34
 
@@ -107,12 +105,11 @@ def _thinned(most: int) -> list[int]:
     return counts
 
 
-def micro_batch_sizes(request: PlanRequest, stages: int, *, most: int | None = None) -> list[int]:
+def micro_batch_sizes(request: PlanRequest, most: int) -> list[int]:
     """Micro-batch sizes to try, largest first.
 
     Args:
-        stages: largest number of stages; the number of micro-batches goes up to 4 per stage.
-        most: largest number of micro-batches instead.
+        most: largest number of micro-batches.
 
     Raises:
         InfeasibleError: more micro-batches than samples.
@@ -125,7 +122,7 @@ def micro_batch_sizes(request: PlanRequest, stages: int, *, most: int | None = N
                 cure=f"set pipeline.micro_batches to {batch} or less, or to auto",
             )
         return [ceil(batch / request.micro_batches)]
-    most = min(batch, most or MICRO_BATCHES_PER_STAGE * stages)
+    most = min(batch, most)
     counts = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
     divisors = [size for size in range(1, batch + 1) if batch % size == 0]
     return sorted({_snapped(ceil(batch / count), divisors) for count in counts}, reverse=True)

@@ -15,10 +15,11 @@ from time import perf_counter
 
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan, Search
+from pipectl.planner.condense import Condensed, condense
 from pipectl.planner.fitting import Fitter
 from pipectl.planner.infeasible import infeasible
 from pipectl.planner.judge import Candidate, Judge, Verdict
-from pipectl.planner.partition import Bound, Costs, Downsets, Partitioner
+from pipectl.planner.partition import Bound, Costs, Partitioner, Space
 from pipectl.planner.placement import placements
 from pipectl.planner.problem import Choice, Problem
 from pipectl.planner.request import PlanRequest, micro_batch_sizes, stage_counts, warm_ups
@@ -26,6 +27,10 @@ from pipectl.planner.spans import Partition
 from pipectl.profile import Profile
 
 PLANNER = "pipectl"
+MICRO_BATCHES_PER_STAGE = 8
+"""More add little: the bubble is then about a tenth."""
+MICRO_BATCHES_IF_PROPORTIONAL = 4
+"""The same where what a small micro-batch costs was not measured but scaled from a larger one."""
 MOST_FITTINGS = 24
 """Memory-limited searches, the most promising first."""
 
@@ -37,7 +42,10 @@ def make_plan(profile: Profile, cluster: Cluster, request: PlanRequest) -> Plan:
         InfeasibleError: nothing fits; says how much is missing and what would help.
     """
     started_s = perf_counter()
-    search = _Search(Problem(profile, cluster, request))
+    graph = condense(profile)
+    counts = stage_counts(request, cluster.ranks, len(graph))
+    space = _space(graph, profile, counts[-1])
+    search = _Search(Problem(profile, cluster, request, space.graph), space, counts)
     verdict = search.run()
     plan = verdict.candidate.plan
     bound = search.bound(len(plan.stages), plan.micro_batch_size)
@@ -54,14 +62,20 @@ def make_plan(profile: Profile, cluster: Cluster, request: PlanRequest) -> Plan:
     )
 
 
+def _space(graph: Condensed, profile: Profile, stages: int) -> Space:
+    """What to search; small blocks stay apart if there would be too few for the stages."""
+    space = Space.of(graph, profile)
+    return space if len(space.graph) >= stages else Space.sample(graph)
+
+
 class _Search:
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, space: Space, counts: Sequence[int]) -> None:
         self._problem = problem
+        self._space = space
+        self._counts = counts
         self._judge = Judge(problem)
         self._fitter = Fitter(problem)
-        self._counts = stage_counts(problem.request, problem.cluster.ranks, len(problem.graph))
-        self._downsets = Downsets.of(problem.graph)
-        self._sizes = micro_batch_sizes(problem.request, self._counts[-1])
+        self._sizes = self._sizes_for(counts[-1])
 
     def run(self) -> Verdict:
         """The winner."""
@@ -81,6 +95,12 @@ class _Search:
         """What is proven about partitions into so many stages."""
         return self._partitioner([stages], size).bound(stages)
 
+    def _sizes_for(self, stages: int) -> list[int]:
+        """Micro-batch sizes worth trying with so many stages."""
+        several = any(operator.timings for operator in self._problem.profile.operators)
+        per_stage = MICRO_BATCHES_PER_STAGE if several else MICRO_BATCHES_IF_PROPORTIONAL
+        return micro_batch_sizes(self._problem.request, per_stage * stages)
+
     def _reference_size(self) -> int:
         """The size stages are first cut for: the one that was measured, if it is open."""
         measured = self._problem.profile.micro_batch_size
@@ -91,18 +111,19 @@ class _Search:
         several_nodes = cluster.node_of_rank[most - 1] > 0
         costs = Costs(
             compute_s=self._problem.block_times(size),
+            least_s=self._problem.block_times(size, free=self._space.moved),
             scale=self._problem.scale(size),
             link=cluster.between_nodes if several_nodes else cluster.within_node,
             speeds=[cluster.device(rank).speed for rank in range(most)],
         )
         fewest = next((count for count in counts if count > 1), 1)
-        return Partitioner(self._problem.graph, self._downsets, costs, fewest=fewest, most=most)
+        return Partitioner(self._space, costs, fewest=fewest, most=most)
 
     def _balanced(self, partitioner: Partitioner) -> Iterator[Choice]:
         """Every candidate whose stages come from the unlimited search."""
         for stages in self._counts:
             found = partitioner.partitions(stages)
-            for size in micro_batch_sizes(self._problem.request, stages):
+            for size in self._sizes_for(stages):
                 yield from self._choices(found, stages, size)
 
     def _choices(self, partitions: Iterable[Partition], stages: int, size: int) -> Iterator[Choice]:
@@ -130,7 +151,7 @@ class _Search:
     def _fit_with_smaller_micro_batches(self) -> None:
         """More micro-batches than speed asks for, down to single samples; most stages help most."""
         request = self._problem.request
-        for size in micro_batch_sizes(request, 1, most=request.batch_size):
+        for size in micro_batch_sizes(request, request.batch_size):
             for stages in reversed(self._counts) if size < self._sizes[-1] else ():
                 depths = warm_ups(request, stages, self._problem.micro_batches(size))
                 for placement in placements(self._problem.cluster, stages):
