@@ -20,6 +20,11 @@ def plain(text: object, style: str = "") -> Text:
     return Text(_CONTROL.sub("", str(text)), style=style)
 
 
+def joined(*parts: Text) -> Text:
+    """Pieces side by side, each keeping its own style."""
+    return Text.assemble(*parts)
+
+
 def output() -> Console:
     """The console of standard output; without a terminal it has no colours and a fixed width."""
     return _console(stderr=False)

@@ -8,7 +8,7 @@ import traceback
 
 import typer
 
-from pipectl.cli.console import errors, plain
+from pipectl.cli.console import errors, joined, plain
 from pipectl.errors import PipectlError, SpecError
 
 DEBUG_VARIABLE = "PIPECTL_DEBUG"
@@ -52,6 +52,6 @@ def _help_command(error: typer.TyperException) -> str | None:
 def _print(messages: list[str], cure: str | None) -> None:
     console = errors()
     for message in messages:
-        console.print(plain("error: ", "bold red").append_text(plain(message)), soft_wrap=True)
+        console.print(joined(plain("error: ", "bold red"), plain(message)), soft_wrap=True)
     for line in (cure or "").splitlines():
         console.print(plain(f"  {line}"), soft_wrap=True)

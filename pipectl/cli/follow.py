@@ -6,7 +6,8 @@ import time
 
 from pipectl.batch import JobState
 from pipectl.cli.console import errors, note
-from pipectl.cli.progress import progress_bar
+from pipectl.cli.progress import Report, progress_bar
+from pipectl.errors import UnknownRunError
 from pipectl.jobs.measured import measured
 from pipectl.jobs.places import LOCAL
 from pipectl.jobs.status import RunStatus, status
@@ -14,10 +15,11 @@ from pipectl.runs import RunDirectory, read_metrics
 
 _POLL_S = 0.5
 _ASK_S = 10.0
+_PATIENCE = 30  # times to ask about a job that nobody knows
 
 
 def follow(run: RunDirectory) -> RunStatus:
-    """Wait for the end of a run; an interrupt ends the waiting, not the run."""
+    """Wait until a run is over, or its state cannot be told; an interrupt leaves it running."""
     try:
         return _watch(run)
     except KeyboardInterrupt:
@@ -29,25 +31,33 @@ def exit_code(found: RunStatus) -> int:
     """0 for a run that completed, else the exit code of the failure that came first."""
     if found.job.state is JobState.COMPLETED:
         return 0
+    if found.job.state is JobState.UNKNOWN:
+        return UnknownRunError.exit_code
     return found.culprit.exit_code if found.culprit else 1
 
 
 def _watch(run: RunDirectory) -> RunStatus:
     with progress_bar() as progress:
         told: tuple[str, int] | None = None
+        unknown = 0
         while True:
             found = status(run, time.time())
             told = _tell(found, told)
-            if found.job.state.final:
+            unknown = unknown + 1 if found.job.state is JobState.UNKNOWN else 0
+            if found.job.state.final or unknown == _PATIENCE:
                 return found
-            label = _label(found)
-            for _ in range(_polls(found)):
-                time.sleep(_POLL_S)
-                now = measured(read_metrics(run))
-                loss = "" if now.last_loss is None else f", loss {now.last_loss:.4g}"
-                progress(now.step, found.steps or 1, f"{label}{loss}")
-                if run.exit_code.exists():
-                    break
+            _look(found, progress)
+
+
+def _look(found: RunStatus, progress: Report) -> None:
+    """Move the bar by what the files say, until it is time to ask the batch system again."""
+    for _ in range(_polls(found)):
+        time.sleep(_POLL_S)
+        now = measured(read_metrics(found.run))
+        loss = "" if now.last_loss is None else f", loss {now.last_loss:.4g}"
+        progress(now.step, found.steps or 1, f"{_label(found)}{loss}")
+        if found.run.exit_code.exists():
+            return
 
 
 def _polls(found: RunStatus) -> int:

@@ -10,11 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from pipectl.batch import JobState
-from pipectl.cli.console import plain
+from pipectl.cli.console import joined, plain
 from pipectl.cli.plan_view import headline
 from pipectl.jobs.status import RunStatus
 from pipectl.units import format_time
 
+_GAP = Text("  ")
 _STYLES = {
     JobState.COMPLETED: "green",
     JobState.RUNNING: "cyan",
@@ -40,13 +41,9 @@ def runs_table(found: Sequence[RunStatus]) -> Table:
 
 def run_lines(status: RunStatus) -> Iterator[Text]:
     """Everything about one run."""
-    yield (
-        plain(f"{status.run.name}  ", "bold")
-        .append_text(_state(status))
-        .append_text(plain(f"  {_job(status)}"))
-    )
+    yield joined(plain(status.run.name, "bold"), _GAP, _state(status), _GAP, plain(_job(status)))
     for label, text in _details(status):
-        yield plain(f"  {label:<11}").append_text(plain(text))
+        yield plain(f"  {label:<11}{text}")
     yield from _failure(status)
 
 
@@ -150,7 +147,7 @@ def _failure(status: RunStatus) -> Iterator[Text]:
     if fault is None or status.job.state is JobState.COMPLETED:
         return
     others = f" (and {fault.others} more ranks)" if fault.others else ""
-    yield plain("  error      ", "red").append_text(plain(f"{fault.where}{others}"))
+    yield joined(plain("  error      ", "red"), plain(f"{fault.where}{others}"))
     for line in fault.message.splitlines():
         yield plain(f"             {line}")
     for line in (fault.cure or "").splitlines():

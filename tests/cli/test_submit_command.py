@@ -232,3 +232,20 @@ def test_a_running_local_job_is_shown_and_cancelled(
     assert "  RUNNING  local job " in cli("status", "last").out
     assert cli("cancel", "last").out == f"cancelled: {only_run().name}\n"
     assert "  CANCELLED  local job " in cli("status", "last").out
+
+
+def test_an_interrupt_ends_the_waiting_and_not_the_run(
+    cli: Command, profile: Path, local_mpi: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    local_mpi("mpiexec", "exec sleep 60")
+    with monkeypatch.context() as patch:
+        patch.setattr("pipectl.cli.follow.time.sleep", interrupt)
+        result = cli("submit", "job.yaml", "--scheduler", "local", "--wait")
+    run = only_run().name
+    assert result.code == 130
+    assert f"\nthe run goes on; end it with: pipectl cancel {run}\n" in result.err
+    assert "  RUNNING  " in cli("status", "last").out
+    assert cli("cancel", "last").code == 0
