@@ -58,7 +58,8 @@ class JobStatus:
         reason: why it is in this state, in the source's words; empty where it gives none.
         exit_code: of the job script, where known.
         nodes: host list in the batch system's notation; empty before the start.
-        start, end: seconds since the epoch; ``end`` only for final states.
+        start, end: seconds since the epoch; before the start ``start`` is a forecast, and ``end``
+            is there for final states only.
         source: who says so: ``queue``, ``accounting``, ``process``, ``run directory``,
             ``heartbeat``, ``record`` or ``none``.
     """

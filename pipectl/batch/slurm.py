@@ -16,8 +16,8 @@ from pipectl.batch.slurm_text import (
     SACCT_FORMAT,
     SQUEUE_FORMAT,
     Listed,
+    parse_exit_code,
     parse_sacct,
-    parse_scontrol,
     parse_squeue,
     submitted_id,
 )
@@ -152,8 +152,8 @@ class SlurmScheduler:
             done = self._run("scontrol", "show", "job", "-o", job_id)
         except SchedulerError:
             return status
-        code, reason = parse_scontrol(done.stdout)
-        return replace(status, exit_code=code, reason=reason or status.reason)
+        code = parse_exit_code(done.stdout, status.state)
+        return status if code is None else replace(status, exit_code=code)
 
     def _run(self, *argv: str) -> process.Completed:
         times = {"SLURM_TIME_FORMAT": "%s"} if argv[0] in {"squeue", "sacct"} else {}

@@ -14,7 +14,6 @@ from pipectl.batch.protocol import JobState, JobStatus
 
 SQUEUE_FORMAT = "%i|%T|%D|%S|%e|%N|%k|%r"
 SACCT_FORMAT = "JobIDRaw,State,ExitCode,Submit,Start,End,NodeList"
-ACCOUNTING_OFF = "accounting storage is disabled"
 
 # slurm_protocol_defs.c and job_state_codes.shtml: base states, then the flags shown instead.
 _STATES = {
@@ -46,6 +45,8 @@ _STATES = {
     "REVOKED": JobState.CANCELLED,
 }
 _BOOTING = frozenset({"CONFIGURING", "POWER_UP_NODE"})
+# These keep the reason for which the job once waited.
+_REASON_IS_STALE = frozenset({JobState.COMPLETED, JobState.CANCELLED})
 _NO_REASON = frozenset({"None", "(null)", ""})
 _JOB_ID = re.compile(r"(\d+)(?:;\S+)?")
 
@@ -90,10 +91,11 @@ def parse_sacct(stdout: str) -> Iterator[Listed]:
         yield Listed(job_id, status, submitted_at=_time(submit))
 
 
-def parse_scontrol(stdout: str) -> tuple[int | None, str]:
-    """Exit code and reason in the output of ``scontrol show job -o``."""
-    fields = dict(re.findall(r"(?:^|\s)(JobState|Reason|ExitCode)=(\S*)", stdout))
-    return _exit_code(fields.get("ExitCode", "")), _reason(fields.get("Reason", ""))
+def parse_exit_code(stdout: str, state: JobState) -> int | None:
+    """The exit code of a job in this state, from ``scontrol show job -o``."""
+    # The first match counts: a comment or path further on may hold such a word too.
+    code = re.search(r"\sExitCode=(\S*)", stdout)
+    return _final_code(state, code[1]) if code else None
 
 
 def parse_state(text: str) -> JobState:
@@ -123,15 +125,23 @@ def _status(
         why = f"Slurm calls its state {word!r}"
     if state is JobState.QUEUED and why.startswith("JobHeld"):
         state = JobState.HELD
+    if state in _REASON_IS_STALE:
+        why = ""
     return JobStatus(
         state,
         reason=why,
-        exit_code=_exit_code(code) if state.final else None,
+        exit_code=_final_code(state, code),
         nodes="" if nodes in {"None assigned", "(null)"} else nodes,
         start=_time(start),
         end=_time(end) if state.final else None,
         source=source,
     )
+
+
+def _final_code(state: JobState, text: str) -> int | None:
+    """The exit code of a final state; the 0 of a job that was killed says nothing."""
+    code = _exit_code(text) if state.final else None
+    return code if code or state is JobState.COMPLETED else None
 
 
 def _reason(text: str) -> str:

@@ -1,0 +1,65 @@
+#!/bin/bash
+# pipectl gpt-small 7f3a9c
+set -uo pipefail
+export PIPECTL_RUN_DIRECTORY='/scratch/u/my runs/100%'
+cd "$PIPECTL_RUN_DIRECTORY" || exit 1
+
+# The exit code is written whole, whatever ends the script.
+rm -f "$PIPECTL_RUN_DIRECTORY/exit_code"
+finish() {
+    local code=$?
+    echo "$code" >"$PIPECTL_RUN_DIRECTORY/exit_code.tmp" &&
+        mv -f "$PIPECTL_RUN_DIRECTORY/exit_code.tmp" "$PIPECTL_RUN_DIRECTORY/exit_code"
+}
+trap finish EXIT
+
+# Signals go on to the running command; bash sees them only while it waits, so every command
+# runs in the background, and 'wait' is repeated after a signal.
+child=
+interrupted=
+forward() {
+    interrupted=1
+    if [[ -n $child ]]; then
+        kill -s "$1" "$child" 2>/dev/null
+    elif [[ $1 == TERM || $1 == INT ]]; then
+        exit "$2"
+    fi
+}
+trap 'forward TERM 143' TERM
+trap 'forward INT 130' INT
+trap 'forward USR1 138' USR1
+trap 'forward USR2 140' USR2
+run() {
+    local code
+    "$@" &
+    child=$!
+    while :; do
+        interrupted=
+        wait "$child"
+        code=$?
+        [[ -z $interrupted ]] && break
+    done
+    child=
+    return "$code"
+}
+
+set +u
+type module >/dev/null 2>&1 || source /etc/profile
+module load gcc/13.2 openmpi/5.0.6 || exit 1
+# environment.setup, verbatim:
+source /proj/venv/bin/activate
+ulimit -s unlimited
+set +e
+set -uo pipefail
+cd "$PIPECTL_RUN_DIRECTORY" || exit 1
+
+export OMP_NUM_THREADS=16
+export MKL_NUM_THREADS=16
+export PYTHONUNBUFFERED=1
+export UCX_TLS=tcp,self
+export GREETING='it'"'"'s "here"'
+
+run /opt/env/bin/python -m pipectl.jobs.prepare '/scratch/u/my runs/100%' || exit "$?"
+
+run /opt/env/bin/mpiexec -n 4 -bind-to core:16 /opt/env/bin/python -m mpi4py -m pipectl.runtime.worker --run '/scratch/u/my runs/100%'
+exit "$?"

@@ -1,0 +1,63 @@
+#!/bin/bash
+#SBATCH --job-name=gpt-small
+#SBATCH --comment=7f3a9c
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=2
+#SBATCH --cpus-per-task=1
+#SBATCH --time=00:30:00
+#SBATCH --chdir=/scratch/u/runs/20261120-152233-gpt-small
+#SBATCH --output=/scratch/u/runs/20261120-152233-gpt-small/logs/job.log
+#SBATCH --open-mode=append
+#SBATCH --no-requeue
+
+set -uo pipefail
+export PIPECTL_RUN_DIRECTORY=/scratch/u/runs/20261120-152233-gpt-small
+cd "$PIPECTL_RUN_DIRECTORY" || exit 1
+
+# The exit code is written whole, whatever ends the script.
+rm -f "$PIPECTL_RUN_DIRECTORY/exit_code"
+finish() {
+    local code=$?
+    echo "$code" >"$PIPECTL_RUN_DIRECTORY/exit_code.tmp" &&
+        mv -f "$PIPECTL_RUN_DIRECTORY/exit_code.tmp" "$PIPECTL_RUN_DIRECTORY/exit_code"
+}
+trap finish EXIT
+
+# Signals go on to the running command; bash sees them only while it waits, so every command
+# runs in the background, and 'wait' is repeated after a signal.
+child=
+interrupted=
+forward() {
+    interrupted=1
+    if [[ -n $child ]]; then
+        kill -s "$1" "$child" 2>/dev/null
+    elif [[ $1 == TERM || $1 == INT ]]; then
+        exit "$2"
+    fi
+}
+trap 'forward TERM 143' TERM
+trap 'forward INT 130' INT
+trap 'forward USR1 138' USR1
+trap 'forward USR2 140' USR2
+run() {
+    local code
+    "$@" &
+    child=$!
+    while :; do
+        interrupted=
+        wait "$child"
+        code=$?
+        [[ -z $interrupted ]] && break
+    done
+    child=
+    return "$code"
+}
+
+export OMP_NUM_THREADS=1
+export MKL_NUM_THREADS=1
+export PYTHONUNBUFFERED=1
+
+unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK
+export SLURM_CPU_BIND=none
+run /opt/env/bin/mpiexec -n 4 /opt/env/bin/python -m mpi4py -m pipectl.runtime.worker --run /scratch/u/runs/20261120-152233-gpt-small
+exit "$?"

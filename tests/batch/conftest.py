@@ -1,0 +1,102 @@
+"""Requests to render, nasty strings, and pretended Slurm commands."""
+
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipectl.batch import JobRequest
+
+DATA = Path(__file__).parents[1] / "data" / "scheduler"
+
+# Answers with the files that Fake.answer wrote, and keeps its arguments and environment.
+_FAKE = """#!/bin/bash
+here=$(dirname "$0")
+name=$(basename "$0")
+printf '%s\\0' "$@" >>"$here/$name.argv"
+printf '\\n' >>"$here/$name.argv"
+env -0 >"$here/$name.env"
+[[ -e $here/$name.hang ]] && exec sleep 60
+cat "$here/$name.stdout"
+cat "$here/$name.stderr" >&2
+exit "$(cat "$here/$name.rc")"
+"""
+
+
+class FakeSlurm:
+    """Slurm's commands as scripts in one folder on PATH."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def answer(self, command: str, stdout: str = "", stderr: str = "", rc: int = 0) -> None:
+        for stream, text in (("stdout", stdout), ("stderr", stderr), ("rc", str(rc))):
+            (self.folder / f"{command}.{stream}").write_text(text)
+        path = self.folder / command
+        path.write_text(_FAKE)
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+    def replay(self, command: str, sample: str) -> None:
+        """Answer with a recorded output: a first line ``$ command``, a last line ``[rc=N]``."""
+        _, *lines, last = (DATA / "slurm" / sample).read_text().splitlines()
+        rc = int(last.removeprefix("[rc=").removesuffix("]"))
+        text = "".join(f"{line}\n" for line in lines)
+        on_stderr = rc != 0 or "test-only" in sample or sample.startswith("sbatch-bad")
+        self.answer(command, **{"stderr" if on_stderr else "stdout": text}, rc=rc)
+
+    def hang(self, command: str) -> None:
+        self.answer(command)
+        (self.folder / f"{command}.hang").touch()
+
+    def calls(self, command: str) -> list[list[str]]:
+        path = self.folder / f"{command}.argv"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [line.split("\0")[:-1] for line in lines]
+
+    def environment(self, command: str) -> dict[str, str]:
+        items = (self.folder / f"{command}.env").read_text().split("\0")[:-1]
+        return dict(item.split("=", 1) for item in items)
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/usr/bin{os.pathsep}/bin")
+    fake = FakeSlurm(folder)
+    for command in ("squeue", "scontrol", "scancel"):
+        fake.answer(command)
+    fake.replay("sacct", "sacct-nodbd.txt")
+    return fake
+
+
+@pytest.fixture
+def nasty() -> list[str]:
+    values: list[str] = json.loads((DATA / "nasty.json").read_text())
+    return values
+
+
+@pytest.fixture
+def make_request(tmp_path: Path) -> Callable[..., JobRequest]:
+    """A small request in ``tmp_path``, with changes."""
+
+    def build(**changes: Any) -> JobRequest:
+        values: dict[str, Any] = {
+            "name": "demo",
+            "tag": "tag-1",
+            "run_directory": tmp_path / "run",
+            "python": "/opt/env/bin/python",
+            "ranks": 2,
+            "nodes": 1,
+            "tasks_per_node": 2,
+            "walltime_s": 600,
+            "command": ("true",),
+            "mpiexec": "/opt/env/bin/mpiexec",
+        }
+        return JobRequest(**{**values, **changes})
+
+    return build

@@ -1,0 +1,87 @@
+"""Rendered scripts against checked-in copies. To accept a change: ``make golden``."""
+
+import os
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipectl.batch import JobRequest, SlurmOptions, get
+
+GOLDEN = Path(__file__).parents[2] / "slurm" / "golden"
+
+WORKER = ("-m", "mpi4py", "-m", "pipectl.runtime.worker", "--run")
+SMALL = JobRequest(
+    name="gpt-small",
+    tag="7f3a9c",
+    run_directory=Path("/scratch/u/runs/20261120-152233-gpt-small"),
+    python="/opt/env/bin/python",
+    ranks=4,
+    nodes=2,
+    tasks_per_node=2,
+    walltime_s=1800,
+    command=("/opt/env/bin/python", *WORKER, "/scratch/u/runs/20261120-152233-gpt-small"),
+    mpiexec="/opt/env/bin/mpiexec",
+)
+FULL = replace(
+    SMALL,
+    run_directory=Path("/scratch/u/my runs/100%"),
+    command=("/opt/env/bin/python", *WORKER, "/scratch/u/my runs/100%"),
+    cpus_per_task=16,
+    gpus_per_node=4,
+    memory_per_node_bytes=240 * 2**30,
+    walltime_s=36 * 3600,
+    modules=("gcc/13.2", "openmpi/5.0.6"),
+    setup=("source /proj/venv/bin/activate", "ulimit -s unlimited"),
+    variables={"UCX_TLS": "tcp,self", "GREETING": "it's \"here\""},
+    prepare=(("/opt/env/bin/python", "-m", "pipectl.jobs.prepare", "/scratch/u/my runs/100%"),),
+    launcher="srun",
+    mpi="pmix",
+    bind="cores",
+    launch_args=("--label",),
+    slurm=SlurmOptions(
+        partition="gpu",
+        account="proj123",
+        qos="normal",
+        constraint="a100&nvlink",
+        reservation="maintenance week",
+        exclusive=True,
+        directives=("--mail-type=END", "--switches=1"),
+    ),
+)
+CASES = {
+    "local.sh": ("local", SMALL),
+    "local-full.sh": ("local", replace(FULL, launcher="mpiexec", mpi="auto", launch_args=())),
+    "slurm-mpiexec.sh": ("slurm", SMALL),
+    "slurm-openmpi.sh": ("slurm", replace(FULL, launcher="mpiexec", mpi="openmpi", requeue=True)),
+    "slurm-srun.sh": ("slurm", FULL),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_script_is_the_golden_one(name: str) -> None:
+    scheduler, request = CASES[name]
+    script = get(scheduler).render(request)
+    path = GOLDEN / name
+    if os.environ.get("PIPECTL_GOLDEN") == "write":
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(script)
+    assert script == path.read_text(), f"{path} differs; if that is intended: make golden"
+
+
+def test_no_golden_script_is_left_over() -> None:
+    assert {path.name for path in GOLDEN.glob("*.sh")} == set(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_golden_script_is_valid_bash(name: str) -> None:
+    subprocess.run(["bash", "-n", str(GOLDEN / name)], check=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_golden_script_passes_shellcheck(name: str) -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed")
+    subprocess.run(["shellcheck", "--severity=warning", str(GOLDEN / name)], check=True)

@@ -1,0 +1,183 @@
+"""The common body, run by real bash with plain commands instead of MPI."""
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipectl.batch import JobRequest
+from pipectl.batch.script import render_body
+from pipectl.errors import InvalidInputError
+
+MakeRequest = Callable[..., JobRequest]
+
+
+def start(request: JobRequest, launch: Sequence[str]) -> subprocess.Popen[str]:
+    request.run_directory.mkdir(parents=True, exist_ok=True)
+    script = request.run_directory / "job.sh"
+    script.write_text("#!/bin/bash\n" + render_body(request, launch))
+    return subprocess.Popen(
+        ["bash", str(script)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def run(request: JobRequest, launch: Sequence[str]) -> tuple[int, str]:
+    process = start(request, launch)
+    output, _ = process.communicate(timeout=30)
+    return process.returncode, output
+
+
+def exit_file(request: JobRequest) -> str:
+    return (request.run_directory / "exit_code").read_text()
+
+
+def wait_for(path: Path) -> None:
+    for _ in range(200):
+        if path.exists():
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{path} never appeared")
+
+
+@pytest.mark.parametrize("code", [0, 3, 255])
+def test_exit_code_of_the_launch_is_kept(make_request: MakeRequest, code: int) -> None:
+    request = make_request()
+    assert run(request, ["bash", "-c", f"exit {code}"])[0] == code
+    assert exit_file(request) == f"{code}\n"
+    assert not (request.run_directory / "exit_code.tmp").exists()
+
+
+def test_an_old_exit_code_is_removed_first(make_request: MakeRequest) -> None:
+    request = make_request()
+    request.run_directory.mkdir()
+    (request.run_directory / "exit_code").write_text("7\n")
+    _, output = run(request, ["bash", "-c", "ls"])
+    assert "exit_code" not in output.split()
+
+
+def test_nasty_values_arrive_unchanged(
+    make_request: MakeRequest, nasty: list[str], tmp_path: Path
+) -> None:
+    variables = {f"NASTY_{index}": value for index, value in enumerate(nasty)}
+    report = 'printf "%s\\0" "$@"; for n in ${!NASTY_*}; do printf "%s=%s\\0" "$n" "${!n}"; done'
+    directory = tmp_path / "a b'c\"d$HOME\\e%j;touch PWNED"
+    request = make_request(run_directory=directory, variables=variables)
+    code, output = run(request, ["bash", "-c", report, "bash", *nasty])
+    assert code == 0
+    parts = output.split("\0")[:-1]
+    assert parts[: len(nasty)] == nasty
+    assert dict(part.split("=", 1) for part in parts[len(nasty) :]) == variables
+    assert not list(tmp_path.rglob("PWNED"))
+
+
+def test_ranks_see_the_threads_and_the_run_directory(make_request: MakeRequest) -> None:
+    request = make_request(cpus_per_task=3)
+    names = "$OMP_NUM_THREADS $MKL_NUM_THREADS $PYTHONUNBUFFERED $PIPECTL_RUN_DIRECTORY"
+    _, output = run(request, ["bash", "-c", f'echo "{names}"; pwd'])
+    directory = str(request.run_directory)
+    assert output.splitlines() == [f"3 3 1 {directory}", directory]
+
+
+def test_own_variables_win_over_the_defaults(make_request: MakeRequest) -> None:
+    request = make_request(variables={"OMP_NUM_THREADS": "5"})
+    assert run(request, ["bash", "-c", "echo $OMP_NUM_THREADS"])[1] == "5\n"
+
+
+def test_setup_may_use_unset_variables_fail_and_change_directory(make_request: MakeRequest) -> None:
+    setup = ("echo [$NOT_SET_ANYWHERE]", "false", "cd /\nset -e\n\techo 'kept  as is'")
+    request = make_request(setup=setup)
+    code, output = run(request, ["pwd"])
+    assert code == 0
+    assert output.splitlines() == ["[]", "kept  as is", str(request.run_directory)]
+
+
+def test_setup_with_a_carriage_return_is_refused(make_request: MakeRequest) -> None:
+    with pytest.raises(InvalidInputError, match=r"environment\.setup"):
+        render_body(make_request(setup=("echo a\r\necho b",)), ["true"])
+
+
+def test_a_module_that_cannot_be_loaded_ends_the_job(make_request: MakeRequest) -> None:
+    request = make_request(modules=("no-such-module/1.0",))
+    code, output = run(request, ["echo", "launched"])
+    assert code != 0
+    assert "launched" not in output
+    assert exit_file(request) == f"{code}\n"
+
+
+def test_a_failed_preparation_ends_the_job(make_request: MakeRequest) -> None:
+    request = make_request(prepare=(("echo", "one"), ("bash", "-c", "exit 4"), ("echo", "two")))
+    code, output = run(request, ["echo", "launched"])
+    assert (code, output) == (4, "one\n")
+    assert exit_file(request) == "4\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_signals_reach_the_launch_whose_code_counts(
+    make_request: MakeRequest, number: signal.Signals
+) -> None:
+    request = make_request()
+    name = number.name.removeprefix("SIG")
+    handler = f"trap 'echo got {name}; exit 5' {name}; touch ready; while :; do sleep 0.05; done"
+    process = start(request, ["bash", "-c", handler])
+    wait_for(request.run_directory / "ready")
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=30)
+    assert output == f"got {name}\n"
+    assert process.returncode == 5
+    assert exit_file(request) == "5\n"
+
+
+def test_a_signal_that_the_launch_survives_does_not_end_the_script(
+    make_request: MakeRequest,
+) -> None:
+    request = make_request()
+    handler = "trap 'touch got' USR2; touch ready; until [ -e end ]; do sleep 0.05; done; exit 6"
+    process = start(request, ["bash", "-c", handler])
+    wait_for(request.run_directory / "ready")
+    process.send_signal(signal.SIGUSR2)
+    wait_for(request.run_directory / "got")
+    (request.run_directory / "end").touch()
+    process.communicate(timeout=30)
+    assert process.returncode == 6
+
+
+def test_a_signal_reaches_the_preparation(make_request: MakeRequest) -> None:
+    handler = "trap 'exit 9' TERM; touch ready; while :; do sleep 0.05; done"
+    request = make_request(prepare=(("bash", "-c", handler),))
+    process = start(request, ["echo", "launched"])
+    wait_for(request.run_directory / "ready")
+    process.terminate()
+    output, _ = process.communicate(timeout=30)
+    assert (process.returncode, output) == (9, "")
+
+
+def test_termination_during_the_setup_ends_the_job(make_request: MakeRequest) -> None:
+    request = make_request(setup=("touch ready; sleep 0.5",))
+    process = start(request, ["echo", "launched"])
+    wait_for(request.run_directory / "ready")
+    process.terminate()
+    output, _ = process.communicate(timeout=30)
+    assert (process.returncode, output) == (143, "")
+    assert exit_file(request) == "143\n"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("variables", {"A": "x\ny"}, r"environment\.variables\.A"),
+        ("variables", {"A B": "x"}, r"environment\.variables"),
+        ("modules", ("gcc\n",), r"environment\.modules"),
+        ("run_directory", Path("/a\nb"), r"output\.directory"),
+        ("prepare", (("a\0b",),), "prepare"),
+    ],
+)
+def test_values_that_no_script_can_hold_are_refused(
+    make_request: MakeRequest, field: str, value: object, named: str
+) -> None:
+    request = replace(make_request(), **{field: value})  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match=named):
+        render_body(request, ["true"])
