@@ -1,12 +1,13 @@
 """Trains every cell of the equality table over the ranks it is started on.
 
-Started as ``mpiexec -n RANKS python -m mpi4py cells.py DIRECTORY``. For every model, schedule and
-batch it trains ten steps and leaves the weights in ``DIRECTORY/<ranks>/<cell>``. The model is
-captured once and put back to its first weights for every cell.
+Started as ``mpiexec -n RANKS python -m mpi4py cells.py DIRECTORY [plain]``. Every cell trains ten
+steps and leaves its weights in ``DIRECTORY/<ranks>/<cell>``; with ``plain``, without dropout, in
+``DIRECTORY/plain/<cell>``. A model is captured once and put back to its first weights each time.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from pathlib import Path
 import torch
 from mpi4py import MPI
 
-from pipectl.capture import CapturedGraph, CapturedJob
+from pipectl.capture import CapturedGraph, CapturedJob, Cut
 from pipectl.graph import cut_routes
 from pipectl.plan import Plan, Stage, StageCost, Transfer
 from pipectl.runs import RunDirectory
@@ -57,11 +58,15 @@ def cells() -> Iterator[Cell]:
                 yield Cell(model, schedule, batch)
 
 
-def spec_text(cell: Cell, dropout: str = "{}") -> str:
+def spec_text(cell: Cell, *, plain: bool) -> str:
     loss, data, metrics = MODELS[cell.model]
     loss = loss if ":" in loss else f"./models.py:{loss}"
     batch_size, micro_batches = BATCHES[cell.batch]
     here = Path(__file__).resolve().parent
+    dropout = "{dropout: 0.0}" if plain else "{}"
+    one_step = plain and cell.model == "tied"  # compared by its first gradients
+    optimizer = "SGD', kwargs: {lr: 1.0}" if one_step else "AdamW', kwargs: {lr: 0.003}"
+    steps, clip = (1, "null") if one_step else (STEPS, 0.5)
     return f"""
 version: 1
 name: {cell}
@@ -69,13 +74,13 @@ site_defaults: false
 model: {{factory: '{here}/models.py:{cell.model}', kwargs: {dropout}}}
 loss: {{factory: '{loss.replace("./", f"{here}/")}'}}
 data: {{factory: '{here}/models.py:{data}'}}
-optimizer: {{factory: 'torch.optim:AdamW', kwargs: {{lr: 0.003}}}}
+optimizer: {{factory: 'torch.optim:{optimizer}}}
 lr_scheduler: {{factory: 'torch.optim.lr_scheduler:CosineAnnealingLR', kwargs: {{T_max: 12}}}}
 evaluation:
   data: {{factory: '{here}/models.py:{data}', kwargs: {{count: 11}}}}
   batch_size: 4
   metrics: {metrics.replace("./", f"{here}/")}
-training: {{steps: {STEPS}, batch_size: {batch_size}, seed: 3, clip_grad_norm: 0.5}}
+training: {{steps: {steps}, batch_size: {batch_size}, seed: 3, clip_grad_norm: {clip}}}
 pipeline: {{micro_batches: {micro_batches}}}
 """
 
@@ -154,14 +159,15 @@ def make_plan(graph: CapturedGraph, stage_of: dict[str, int], cell: Cell, stages
     return plan
 
 
-def train(directory: Path, communicator: MPI.Comm) -> None:
+def train(directory: Path, communicator: MPI.Comm, *, plain: bool) -> None:
     torch.set_num_threads(1)
+    folder = directory / ("plain" if plain else str(communicator.size))
     jobs: dict[str, tuple[CapturedJob, dict[str, torch.Tensor]]] = {}
     for number, cell in enumerate(cells()):
-        run = RunDirectory(directory / str(communicator.size) / str(cell))
+        run = RunDirectory(folder / str(cell))
         if communicator.rank == 0:
             run.trace.mkdir(parents=True)
-            run.job.write_text(spec_text(cell))
+            run.job.write_text(spec_text(cell, plain=plain))
         communicator.Barrier()
         spec = load(run.job)
         if cell.model not in jobs:
@@ -174,11 +180,13 @@ def train(directory: Path, communicator: MPI.Comm) -> None:
         for name, tensor in job.states.items():
             tensor.data = first[name].clone()
         graph = job.training_graph(2)
-        plan = make_plan(
-            graph, random_stages(graph, communicator.size, number), cell, communicator.size
-        )
+        stages = random_stages(graph, communicator.size, number)
+        plan = make_plan(graph, stages, cell, communicator.size)
+        if communicator.rank == 0:
+            split = Cut(graph, stages, training=True).split_uses
+            (run.path / "split_uses.json").write_text(json.dumps(sorted(split)))
         Trainer(Setup(communicator, job, plan, CpuDevice(), Doing()), run, 1).train()
 
 
 if __name__ == "__main__":
-    train(Path(sys.argv[1]), MPI.COMM_WORLD)
+    train(Path(sys.argv[1]), MPI.COMM_WORLD, plain="plain" in sys.argv[2:])
