@@ -1,0 +1,165 @@
+"""The layer table: imports go down only, and slow or impure libraries stay where they belong."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "pipectl"
+
+LAYERS = (
+    ("errors", "units", "files", "fields"),
+    ("spec", "graph", "profile", "cluster", "plan", "timeline"),
+    ("planner", "schedule", "simulate"),
+    ("batch", "runs", "report"),
+    ("capture", "profiler", "runtime"),
+    ("jobs",),
+    ("cli", "__main__"),
+)
+LAYER_OF = {part: level for level, parts in enumerate(LAYERS) for part in parts}
+
+# Library to the parts of the package that may import it, even within a function.
+ONLY_IN = {
+    "torch": {"capture", "profiler", "runtime"},
+    "safetensors": {"capture", "profiler", "runtime"},
+    "mpi4py": {"runtime"},
+    "typer": {"cli"},
+    "rich": {"cli"},
+    "subprocess": {"batch/process.py"},
+    "multiprocessing": {"profiler", "runtime"},
+}
+PURE_LAYER = 2
+CLOCKS = {"time", "datetime"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement: where it stands and the dotted name it asks for."""
+
+    file: str
+    line: int
+    name: str
+    at_module_level: bool
+
+    @property
+    def part(self) -> str:
+        """The part of the package that imports: ``errors`` of ``errors.py`` or ``errors/x.py``."""
+        return self.file.split("/")[0].removesuffix(".py")
+
+    @property
+    def library(self) -> str:
+        return self.name.split(".")[0]
+
+    @property
+    def target(self) -> str | None:
+        """The part of this package that is imported, if it is one."""
+        names = self.name.split(".")
+        return names[1] if names[0] == "pipectl" and len(names) > 1 else None
+
+    def __str__(self) -> str:
+        return f"pipectl/{self.file}:{self.line}: imports {self.name}"
+
+
+def imports_of(source: str, file: str) -> Iterator[Import]:
+    """All imports of a file, those within functions included."""
+    tree = ast.parse(source)
+    inner = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.If)
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        for name in _names(node):
+            yield Import(file, getattr(node, "lineno", 0), name, id(node) not in inner)
+
+
+def _names(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, "imports are absolute"
+        if node.module == "pipectl":  # each name may be a module
+            yield from (f"pipectl.{alias.name}" for alias in node.names)
+        else:
+            yield node.module or ""
+
+
+def all_imports() -> list[Import]:
+    return [
+        found
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for found in imports_of(
+            path.read_text(encoding="utf-8"), path.relative_to(PACKAGE).as_posix()
+        )
+    ]
+
+
+def faults(imports: list[Import]) -> list[str]:
+    """Every import that the table forbids."""
+    return [f"{found}: {why}" for found in imports for why in _why(found)]
+
+
+def _why(found: Import) -> Iterator[str]:
+    level, target = LAYER_OF.get(found.part, 0), found.target
+    if target in LAYER_OF and LAYER_OF[target] > level:
+        yield f"layer {level} may not import layer {LAYER_OF[target]}"
+    if target in ("capture", "profiler", "runtime") and level > 4 and found.at_module_level:
+        yield "loads torch; import it where it is used"
+    places = ONLY_IN.get(found.library)
+    if places is not None and found.part not in places and found.file not in places:
+        yield f"only {', '.join(sorted(places))} may"
+    if level == PURE_LAYER and found.library in CLOCKS and found.part != "planner":
+        yield "this layer has no clock"
+
+
+def test_imports_go_down_and_libraries_stay_in_their_place():
+    assert faults(all_imports()) == []
+
+
+def test_every_part_of_the_package_has_a_layer():
+    parts = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
+    parts |= {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert parts == set(LAYER_OF)
+
+
+def test_layer_2_reads_the_clock_only_for_the_planning_time():
+    found = [i for i in all_imports() if LAYER_OF.get(i.part) == PURE_LAYER and i.library == "time"]
+    assert len({i.file for i in found}) <= 1, "one file measures planning_s"
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "why"),
+    [
+        ("plan.py", "import torch", "only capture, profiler, runtime may"),
+        ("plan.py", "def f():\n    import torch.nn", "only capture, profiler, runtime may"),
+        ("units.py", "from pipectl.plan import Plan", "layer 0 may not import layer 1"),
+        ("units.py", "from pipectl import plan", "layer 0 may not import layer 1"),
+        ("schedule/x.py", "def f():\n    import pipectl.runs", "layer 2 may not import layer 3"),
+        ("simulate/x.py", "from time import sleep", "this layer has no clock"),
+        ("batch/slurm.py", "import subprocess", "only batch/process.py may"),
+        ("runs/find.py", "from rich.text import Text", "only cli may"),
+        ("jobs/x.py", "import pipectl.runtime.worker", "import it where it is used"),
+    ],
+)
+def test_a_forbidden_import_is_found(file, source, why):
+    found = faults(list(imports_of(source, file)))
+    assert len(found) == 1
+    assert why in found[0]
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("planner/search.py", "import time"),
+        ("runtime/x.py", "import torch, mpi4py\nimport pipectl.schedule"),
+        ("batch/process.py", "import subprocess"),
+        ("jobs/x.py", "def f():\n    from pipectl.profiler import profile_job"),
+    ],
+)
+def test_an_allowed_import_is_not(file, source):
+    assert faults(list(imports_of(source, file))) == []
