@@ -15,7 +15,7 @@ import numpy as np
 
 from pipectl.planner.spans import Integers, Spans
 
-UNREACHED = 2**62
+UNREACHED = 2**61
 """Above every load; sums of two stay within 64 bits."""
 
 Extend = Callable[[Integers, Spans], Integers]

@@ -1,0 +1,112 @@
+"""Small random graphs, and answers found by trying everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import strategies as st
+
+from pipectl.planner.condense import Condensed, bits
+from pipectl.profile import Operator, OptimizerCost, Profile
+
+Graphs = st.SearchStrategy[Profile]
+
+
+def operator(index: int, **changes: object) -> Operator:
+    """An operator of 1 ms forward, 2 ms backward and a value of 1000 bytes that it saves."""
+    fields: dict[str, object] = {
+        "id": f"n{index}",
+        "name": f"layer{index}",
+        "forward_s": 1e-3,
+        "backward_s": 2e-3,
+        "parameter_bytes": 100,
+        "output_bytes": 1000,
+        "gradient_bytes": 1000,
+        "parameters": ((f"p{index}", 100),),
+        "saved": ((f"n{index}", 1000),),
+    }
+    return Operator(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def profile(operators: Sequence[Operator], edges: Sequence[tuple[int, int]]) -> Profile:
+    """A profile at micro-batch size 8 with edges between positions."""
+    return Profile(
+        name="test",
+        source="test",
+        micro_batch_size=8,
+        operators=tuple(operators),
+        edges=tuple((operators[u].id, operators[v].id) for u, v in edges),
+        optimizer=OptimizerCost(2.0, 1e-9),
+        process_baseline_bytes=5000,
+    )
+
+
+@pytest.fixture(scope="session")
+def make_operator() -> Callable[..., Operator]:
+    return operator
+
+
+@pytest.fixture(scope="session")
+def make_profile() -> Callable[[Sequence[Operator], Sequence[tuple[int, int]]], Profile]:
+    return profile
+
+
+@pytest.fixture(scope="session")
+def chain() -> Callable[..., Profile]:
+    """A chain of equal operators."""
+    return lambda count, **changes: profile(
+        [operator(index, **changes) for index in range(count)], list(pairwise(range(count)))
+    )
+
+
+@st.composite
+def random_profiles(draw: st.DrawFn, most: int = 7) -> Profile:
+    """Any DAG with few distinct costs, so that ties are common."""
+    count = draw(st.integers(1, most))
+    pairs = list(combinations(range(count), 2))
+    edges = draw(st.lists(st.sampled_from(pairs), unique=True)) if pairs else []
+    operators = [
+        operator(
+            index,
+            forward_s=draw(st.integers(0, 4)) * 1e-3,
+            backward_s=draw(st.integers(0, 4)) * 1e-3,
+            output_bytes=draw(st.integers(0, 3)) * 1000,
+            gradient_bytes=draw(st.integers(0, 1)) * 1000,
+            parameters=((f"p{draw(st.integers(0, count))}", 100),),
+            saved=((f"n{draw(st.integers(0, index))}", 1000),),
+        )
+        for index in range(count)
+    ]
+    return profile(operators, sorted(edges))
+
+
+@pytest.fixture(scope="session")
+def profiles() -> Callable[..., Graphs]:
+    return random_profiles
+
+
+def every_partition(graph: Condensed, stages: int) -> Iterator[tuple[int, ...]]:
+    """All ways to cut a graph into convex stages, by trying every stage of every block."""
+
+    def extend(done: int, left: int) -> Iterator[tuple[int, ...]]:
+        rest = graph.everything & ~done
+        if left == 0:
+            if not rest:
+                yield ()
+            return
+        subset = rest
+        while subset:
+            before = done | subset
+            if all(not graph.predecessors[block] & ~before for block in bits(subset)):
+                for tail in extend(before, left - 1):
+                    yield (subset, *tail)
+            subset = (subset - 1) & rest
+
+    return extend(0, stages)
+
+
+@pytest.fixture(scope="session")
+def partitions_of() -> Callable[[Condensed, int], Iterator[tuple[int, ...]]]:
+    return every_partition

@@ -1,0 +1,98 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipectl.planner.condense import Condensed, bits, condense, contract
+
+
+def reach(count, edges):
+    """Which operators each one reaches, itself included."""
+    found = [{index} for index in range(count)]
+    for source, target in sorted(edges, reverse=True):
+        found[source] |= found[target]
+    return found
+
+
+def closed_groups(count, edges, labels):
+    """Blocks by definition: merge groups, then what lies between two members, until it stops."""
+    block = {
+        index: frozenset(i for i in range(count) if labels[i] == labels[index])
+        for index in range(count)
+    }
+    changed = True
+    while changed:
+        changed = False
+        below = {members: closure(members, edges, block) for members in set(block.values())}
+        for a in below:
+            for b in below:
+                if a != b and b <= below[a] and a <= below[b]:
+                    for index in a | b:
+                        block[index] = a | b
+                    changed = True
+                    break
+            if changed:
+                break
+    return set(block.values())
+
+
+def closure(members, edges, block):
+    """Everything that members reach when blocks are entered as a whole."""
+    found = set(members)
+    while True:
+        more = {t for s, t in edges if s in found}
+        more |= {i for index in more for i in block[index]}
+        if more <= found:
+            return found
+        found |= more
+
+
+@given(data=st.data())
+def test_blocks_are_groups_and_all_that_lies_between(data, make_operator) -> None:
+    count = data.draw(st.integers(1, 8))
+    pairs = [(u, v) for u in range(count) for v in range(u + 1, count)]
+    edges = data.draw(st.lists(st.sampled_from(pairs), unique=True)) if pairs else []
+    labels = data.draw(st.lists(st.integers(0, count), min_size=count, max_size=count))
+
+    graph = contract([make_operator(index) for index in range(count)], edges, labels)
+
+    found = {frozenset(block.operators) for block in graph.blocks}
+    assert found == closed_groups(count, edges, labels)
+    assert_is_ordered(graph)
+
+
+def assert_is_ordered(graph: Condensed) -> None:
+    """Edges lead forward, both directions agree, and values know their users."""
+    for position in range(len(graph)):
+        assert all(before < position for before in bits(graph.predecessors[position]))
+        for after in bits(graph.successors[position]):
+            assert graph.predecessors[after] >> position & 1
+
+
+def test_order_follows_the_operators(make_profile, make_operator) -> None:
+    graph = condense(make_profile([make_operator(i) for i in range(5)], [(0, 3), (1, 2), (2, 4)]))
+    assert [block.operators for block in graph.blocks] == [(0,), (1,), (2,), (3,), (4,)]
+
+
+def test_operator_between_two_members_of_a_group_joins_them(make_profile, make_operator) -> None:
+    operators = [make_operator(i, group="tied" if i in (0, 2) else None) for i in range(4)]
+    graph = condense(make_profile(operators, [(0, 1), (1, 2), (2, 3)]))
+    assert [block.operators for block in graph.blocks] == [(0, 1, 2), (3,)]
+
+
+def test_parameters_and_saved_values_count_once_within_a_block(make_profile, make_operator) -> None:
+    shared = {"parameters": (("w", 40),), "saved": (("x", 7),), "group": "g"}
+    graph = condense(
+        make_profile([make_operator(0, **shared), make_operator(1, **shared)], [(0, 1)])
+    )
+    assert graph.blocks[0].parameters == {"w": 40}
+    assert graph.blocks[0].saved == {"x": 7}
+
+
+def test_values_are_outputs_that_several_blocks_use(make_profile, make_operator) -> None:
+    operators = [make_operator(i, group="g" if i < 2 else None) for i in range(4)]
+    graph = condense(make_profile(operators, [(0, 1), (1, 2), (1, 3)]))
+    (value,) = graph.values
+    assert (value.producer, value.blocks) == (0, 0b111)
+
+
+def test_a_deep_chain_needs_no_recursion(chain) -> None:
+    assert len(condense(chain(5000))) == 5000

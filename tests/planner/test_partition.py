@@ -1,0 +1,129 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipectl.cluster import Link
+from pipectl.planner.condense import bits, condense
+from pipectl.planner.partition import Costs, Partitioner, Space
+
+LINK = Link(latency_s=0.0, bandwidth_bytes_per_s=1e6)
+
+
+def compute_s(profile, graph, free=()):
+    return [
+        sum(
+            profile.operators[i].forward_s + profile.operators[i].backward_s
+            for i in block.operators
+            if i not in free
+        )
+        for block in graph.blocks
+    ]
+
+
+def partitioner(profile, space, stages, speeds=None):
+    costs = Costs(
+        compute_s=compute_s(profile, space.graph),
+        least_s=compute_s(profile, space.graph, space.moved),
+        scale=1.0,
+        link=LINK,
+        speeds=speeds or [1.0] * stages,
+    )
+    return Partitioner(space, costs, fewest=stages, most=stages)
+
+
+def bottleneck(graph, times, partition, speeds):
+    loads = [sum(times[block] for block in bits(stage)) for stage in partition]
+    return max(load / speed for load, speed in zip(loads, speeds, strict=True))
+
+
+def bottleneck_with_messages(graph, times, partition):
+    """Every value that crosses a stage's border counts once in that stage."""
+    loads = []
+    for stage in partition:
+        crossing = [v for v in graph.values if v.blocks & stage and v.blocks & ~stage]
+        sent = sum(value.size_bytes + value.gradient_bytes for value in crossing)
+        loads.append(sum(times[b] for b in bits(stage)) + sent / LINK.bandwidth_bytes_per_s)
+    return max(loads)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), stages=st.integers(1, 4))
+def test_bottleneck_equals_that_of_trying_every_partition(
+    data, stages, profiles, partitions_of
+) -> None:
+    profile = data.draw(profiles())
+    graph = condense(profile)
+    times = compute_s(profile, graph)
+    speeds = [data.draw(st.sampled_from([1.0, 2.0])) for _ in range(stages)]
+    everything = list(partitions_of(graph, stages))
+    search = partitioner(profile, Space.of(graph, profile), stages, speeds)
+    if not everything:
+        assert search.partitions(stages) == []
+        return
+    best = min(bottleneck(graph, times, partition, speeds) for partition in everything)
+    bound = search.bound(stages)
+    assert bound.exact
+    assert bound.load_s == pytest.approx(best, abs=1e-11)
+    found = search.partitions(stages)
+    assert set(found) <= set(everything)
+    assert bottleneck(graph, times, found[0], speeds) == pytest.approx(best, abs=1e-11)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), stages=st.integers(2, 4))
+def test_bottleneck_with_messages_equals_that_of_trying_every_partition(
+    data, stages, profiles, partitions_of
+) -> None:
+    profile = data.draw(profiles())
+    graph = condense(profile)
+    times = compute_s(profile, graph)
+    everything = list(partitions_of(graph, stages))
+    if everything:
+        best = min(bottleneck_with_messages(graph, times, one) for one in everything)
+        search = partitioner(profile, Space.of(graph, profile), stages)
+        found = [bottleneck_with_messages(graph, times, one) for one in search.partitions(stages)]
+        assert min(found) == pytest.approx(best, abs=1e-11)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), stages=st.integers(1, 4), cap=st.integers(2, 30))
+def test_bound_holds_where_only_a_part_of_the_downsets_is_searched(
+    data, stages, cap, profiles, partitions_of
+) -> None:
+    profile = data.draw(profiles())
+    graph = condense(profile)
+    times = compute_s(profile, graph)
+    everything = list(partitions_of(graph, stages))
+    space = Space.of(graph, profile, cap)
+    if len(space.graph) < stages or not everything:
+        return
+    best = min(bottleneck(graph, times, one, [1.0] * stages) for one in everything)
+    search = partitioner(profile, space, stages)
+    bound = search.bound(stages)
+    assert bound.load_s <= best + 1e-11
+    own_times = compute_s(profile, space.graph)
+    found = search.partitions(stages)[0]
+    load = bottleneck(space.graph, own_times, found, [1.0] * stages)
+    assert load >= best - 1e-11
+    if bound.exact:
+        assert bound.load_s == pytest.approx(best, abs=1e-11)
+
+
+def test_among_equal_bottlenecks_the_least_sent_wins(make_profile, make_operator) -> None:
+    sizes = (9000, 1000, 9000, 9000)
+    operators = [make_operator(i, output_bytes=size) for i, size in enumerate(sizes)]
+    operators[1] = make_operator(1, output_bytes=1000, forward_s=0.0, backward_s=0.0)
+    profile = make_profile(operators, [(0, 1), (1, 2), (2, 3)])
+    search = partitioner(profile, Space.of(condense(profile), profile), 3)
+    assert search.partitions(3)[0][0] == 0b0011
+
+
+def test_blocks_without_edges_are_merged_instead_of_searched(make_profile, make_operator) -> None:
+    tiny = {"forward_s": 1e-7, "backward_s": 0.0}
+    operators = [make_operator(i, **(tiny if i % 2 else {})) for i in range(60)]
+    profile = make_profile(operators, [(i, i + 2) for i in range(0, 58, 2)])
+    space = Space.of(condense(profile), profile)
+    assert space.complete
+    assert len(space.moved) > 20
+    bound = partitioner(profile, space, 3).bound(3)
+    assert bound.load_s == pytest.approx(10 * 3e-3, rel=1e-3)
