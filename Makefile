@@ -1,0 +1,45 @@
+# `make` alone lists the targets. Everything runs in .venv, which is made on first use.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/installed
+JOB := configs/gpt-stdlib.yaml
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench golden clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /  \1\t/p' Makefile | expand -t 12
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pipectl needs Python 3.11 or newer: make PYTHON=python3.11")'
+	@echo "Installing pipectl and its dependencies into .venv (once; torch is large)"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mpich,examples,test]'
+	@touch $@
+
+demo: $(INSTALLED) ## train a small GPT in a pipeline of four ranks on this machine
+	$(BIN)/pipectl check $(JOB)
+	$(BIN)/pipectl profile $(JOB)
+	$(BIN)/pipectl plan $(JOB)
+	$(BIN)/pipectl submit $(JOB) --scheduler local --wait
+	@echo
+	$(BIN)/pipectl status last
+
+test: $(INSTALLED) ## run all tests
+	$(BIN)/python -m pytest
+
+check: $(INSTALLED) ## lint, formatting and types, as CI checks them
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(INSTALLED) ## measure the tool itself
+	@for file in tests/benchmarks/*.py; do echo "$$file"; $(BIN)/python "$$file" || exit 1; done
+
+golden: $(INSTALLED) ## rewrite the golden files and the generated reference; look at the diff
+	PIPECTL_GOLDEN=write $(BIN)/python -m pytest $$(grep -rl --include='*.py' PIPECTL_GOLDEN tests)
+	$(BIN)/python -m pipectl.spec.reference .
+
+clean: ## remove what make and the tools made; runs/ stays
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
