@@ -1,0 +1,71 @@
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipectl.cluster import Cluster, Device, Link, Node
+from pipectl.planner import PlanRequest
+from pipectl.planner.bounds import step_bound_s
+from pipectl.planner.condense import condense
+from pipectl.planner.judge import Judge
+from pipectl.planner.memory import peak_bytes
+from pipectl.planner.problem import Choice, Problem
+from pipectl.planner.request import warm_ups
+from pipectl.simulate import simulate
+
+CLUSTERS = [
+    Cluster(
+        name="c",
+        source="test",
+        nodes=tuple(
+            Node(f"n{i}", ranks, cores, Device("cpu", speed)) for i, ranks in enumerate(per)
+        ),
+        within_node=Link(1e-4, 1e7),
+        between_nodes=Link(1e-3, 1e6),
+    )
+    for per in ([4], [2, 2], [1, 3])
+    for cores in (1, 2, 4)
+    for speed in (1.0, 2.0)
+]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    data=st.data(),
+    cluster=st.sampled_from(CLUSTERS),
+    stages=st.integers(1, 4),
+    batch=st.integers(1, 20),
+    size=st.integers(1, 8),
+)
+def test_nothing_is_simulated_below_the_bounds(
+    data, cluster, stages, batch, size, profiles, partitions_of
+) -> None:
+    profile = data.draw(profiles(most=5))
+    problem = Problem(profile, cluster, PlanRequest("job", batch), condense(profile))
+    partitions = list(partitions_of(problem.graph, stages))
+    if not partitions:
+        return
+    size = min(size, batch)
+    options = warm_ups(problem.request, stages, problem.micro_batches(size))
+    placement = tuple(range(stages))
+    choice = Choice(
+        data.draw(st.sampled_from(partitions)),
+        placement,
+        size,
+        *data.draw(st.sampled_from(options)),
+    )
+    plan = problem.plan(choice)
+    found = simulate(plan, cluster, process_baseline_bytes=problem.baseline_bytes)
+    assert step_bound_s(plan, cluster) <= found.step_time_s * (1 + 1e-9)
+    for stage in range(stages):
+        least = peak_bytes(plan, stage, problem.baseline_bytes)
+        assert least <= found.peak_memory_bytes[stage] + 1
+
+
+def test_judge_returns_what_does_not_fit(chain) -> None:
+    profile = chain(4)
+    request = PlanRequest("job", 8, memory_limit_bytes=10_000)
+    problem = Problem(profile, CLUSTERS[0], request, condense(profile))
+    judge = Judge(problem)
+    small = Choice((0b1, 0b1110), (0, 1), 1, "1f1b", (2, 1))
+    large = Choice((0b1111,), (0,), 8, "gpipe", (1,))
+    assert [item.choice for item in judge.consider([small, large])] == [large]
+    assert judge.best().candidate.choice == small

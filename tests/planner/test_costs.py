@@ -1,0 +1,84 @@
+import pytest
+
+from pipectl.graph import TransferKind
+from pipectl.plan import Transfer
+from pipectl.planner.costs import footprint, operator_times, scaled_transfers, stage_costs
+from pipectl.profile import OptimizerCost
+
+
+def forward_s(make_profile, operator, size):
+    return operator_times(make_profile([operator], []), size)[0][0]
+
+
+def test_one_measured_size_scales_in_proportion(make_profile, make_operator) -> None:
+    assert forward_s(make_profile, make_operator(0, forward_s=8e-3), 2) == pytest.approx(2e-3)
+
+
+@pytest.mark.parametrize(
+    ("size", "time_s"),
+    [
+        (2, 3e-3),
+        (4, 4e-3),
+        (6, 5e-3),
+        (8, 6e-3),
+        (16, 10e-3),
+    ],
+)
+def test_two_measured_sizes_give_a_fixed_cost_and_one_per_sample(
+    size, time_s, make_profile, make_operator
+) -> None:
+    operator = make_operator(0, forward_s=6e-3, timings={4: (4e-3, 0.0)})
+    assert forward_s(make_profile, operator, size) == pytest.approx(time_s)
+
+
+@pytest.mark.parametrize(
+    ("small_s", "size", "time_s"),
+    [
+        (1e-3, 2, 0.5e-3),  # too steep: extrapolation would fall below proportional
+        (9e-3, 2, 9e-3),  # falling: no more than the smallest size took
+        (9e-3, 16, 6e-3),  # falling: no less than the largest size took
+    ],
+)
+def test_noise_does_not_run_away(small_s, size, time_s, make_profile, make_operator) -> None:
+    operator = make_operator(0, forward_s=6e-3, timings={4: (small_s, 0.0)})
+    assert forward_s(make_profile, operator, size) == pytest.approx(time_s)
+
+
+def test_a_stage_keeps_what_it_saves_receives_and_sends_once(make_profile, make_operator) -> None:
+    operators = [
+        make_operator(0, saved=(("a", 10),), output_bytes=1000),
+        make_operator(1, saved=(("n0", 1000), ("b", 20)), output_bytes=500),
+        make_operator(2, saved=(("b", 20), ("c", 30))),
+    ]
+    parts = footprint(make_profile(operators, [(0, 1), (1, 2)]), [[0], [1, 2]])
+    assert parts.saved_bytes == (10 + 1000, 1000 + 20 + 30)
+
+
+def test_shared_parameters_count_once_in_each_stage(make_profile, make_operator) -> None:
+    operators = [make_operator(i, parameters=(("w", 100),)) for i in range(3)]
+    parts = footprint(make_profile(operators, [(0, 1), (1, 2)]), [[0, 1], [2]])
+    assert parts.parameter_bytes == (100, 100)
+
+
+def test_messages_are_summed_by_kind_and_stages_and_scaled(make_profile, make_operator) -> None:
+    operators = [make_operator(0), make_operator(1, gradient_bytes=0), make_operator(2)]
+    parts = footprint(make_profile(operators, [(0, 2), (1, 2)]), [[0, 1], [2]])
+    assert scaled_transfers(parts, 0.5) == (
+        Transfer(TransferKind.ACTIVATION, 0, 1, 1000),
+        Transfer(TransferKind.GRADIENT, 1, 0, 500),
+    )
+
+
+def test_stage_costs_add_up(make_profile, make_operator) -> None:
+    profile = make_profile([make_operator(i) for i in range(2)], [(0, 1)])
+    parts = footprint(profile, [[0, 1]])
+    (cost,) = stage_costs(parts, operator_times(profile, 4), 0.5, OptimizerCost(2.0, 1e-6))
+    assert (cost.forward_s, cost.backward_s) == pytest.approx((1e-3, 2e-3))
+    assert cost.update_s == pytest.approx(200e-6)
+    assert (cost.parameter_bytes, cost.optimizer_bytes, cost.saved_bytes) == (200, 400, 1000)
+
+
+def test_no_optimizer_costs_nothing(chain) -> None:
+    profile = chain(1)
+    (cost,) = stage_costs(footprint(profile, [[0]]), operator_times(profile, 8), 1.0, None)
+    assert (cost.update_s, cost.optimizer_bytes) == (0.0, 0)

@@ -1,0 +1,70 @@
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipectl.cluster import assumed_cluster
+from pipectl.planner import PlanRequest
+from pipectl.planner.condense import condense
+from pipectl.planner.fitting import Fitter
+from pipectl.planner.memory import largest_peak_bytes
+from pipectl.planner.problem import Problem
+
+
+def problem_of(profile, limit_bytes=None):
+    cluster = assumed_cluster("c", [4], 4, None)
+    request = PlanRequest("job", 8, memory_limit_bytes=limit_bytes)
+    return Problem(profile, cluster, request, condense(profile))
+
+
+def peak(problem, partition, warm_up):
+    return largest_peak_bytes(problem.costs(partition, 8)[0], warm_up, problem.baseline_bytes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), stages=st.integers(1, 3))
+def test_smallest_peak_of_a_chain_equals_that_of_trying_every_cut(
+    data, stages, chain, make_profile, make_operator, partitions_of
+) -> None:
+    count = data.draw(st.integers(stages, 7))
+    operators = [
+        make_operator(
+            i,
+            parameters=((f"p{data.draw(st.integers(0, count))}", 5000),),
+            saved=((f"s{data.draw(st.integers(0, count))}", 3000),),
+            output_bytes=0,
+            gradient_bytes=0,
+        )
+        for i in range(count)
+    ]
+    problem = problem_of(make_profile(operators, [(i, i + 1) for i in range(count - 1)]))
+    warm_up = tuple(range(stages, 0, -1))
+    best = min(peak(problem, one, warm_up) for one in partitions_of(problem.graph, stages))
+    found = Fitter(problem).smallest_peak([float("inf")] * stages, 8, warm_up)
+    assert min(peak(problem, one, warm_up) for one in found) == best
+
+
+def test_balanced_stages_respect_the_limit(make_profile, make_operator) -> None:
+    heavy = {"saved": (("big", 50_000),)}
+    operators = [make_operator(i, **(heavy if i == 0 else {})) for i in range(8)]
+    problem = problem_of(make_profile(operators, [(i, i + 1) for i in range(7)]))
+    warm_up = (2, 1)
+    free = Fitter(problem).balanced([float("inf")] * 2, 8, warm_up)
+    assert [stage.bit_count() for stage in free[0]] == [4, 4]
+    limit = peak(problem, (0b1, 0b11111110), warm_up) + 1500
+    tight = Fitter(problem).balanced([limit, limit], 8, warm_up)
+    assert min(peak(problem, one, warm_up) for one in tight) <= limit
+    assert all(one[0].bit_count() < 4 for one in tight)
+
+
+def test_ranks_with_more_memory_take_more(chain) -> None:
+    fitter = Fitter(problem_of(chain(8)))
+    (first, second), *_ = fitter.smallest_peak([20_000, 60_000], 8, (1, 1))
+    assert first.bit_count() < second.bit_count()
+
+
+def test_nothing_fits_gives_nothing(chain) -> None:
+    assert Fitter(problem_of(chain(4))).balanced([100, 100], 8, (1, 1)) == []
+
+
+def test_unlimited_ranks_count_as_equal(chain) -> None:
+    found = Fitter(problem_of(chain(8))).smallest_peak([float("inf")] * 2, 8, (1, 1))
+    assert any([stage.bit_count() for stage in one] == [4, 4] for one in found)

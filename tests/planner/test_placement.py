@@ -1,0 +1,19 @@
+import pytest
+
+from pipectl.cluster import assumed_cluster
+from pipectl.planner.placement import placements
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cores", "stages", "expected"),
+    [
+        ([4], 4, 2, [(0, 1)]),
+        ([2, 2], 1, 2, [(0, 1), (0, 2)]),
+        ([2, 2], 2, 4, [(0, 1, 2, 3)]),
+        ([2, 2], 1, 3, [(0, 1, 2)]),
+        ([1, 3], 2, 3, [(0, 1, 2)]),
+        ([3, 3, 3], 4, 4, [(0, 1, 2, 3), (0, 1, 3, 6)]),
+    ],
+)
+def test_node_by_node_and_spread(ranks, cores, stages, expected) -> None:
+    assert placements(assumed_cluster("c", ranks, cores, None), stages) == expected
