@@ -1,0 +1,141 @@
+"""LocalScheduler with real processes."""
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipectl.batch import JobRequest, JobState, JobStatus, get
+from pipectl.batch.local import LocalScheduler
+from pipectl.errors import SchedulerError, UsageError
+
+MakeRequest = Callable[..., JobRequest]
+
+
+def submit(scheduler: LocalScheduler, request: JobRequest) -> str:
+    """Submit with a launcher that drops ``-n <ranks>`` and runs the command once."""
+    request.run_directory.mkdir()
+    fake = request.run_directory.parent / "mpiexec"
+    fake.write_text('#!/bin/bash\nshift 2\n"$@"\n')
+    fake.chmod(0o755)
+    script = request.run_directory / "job.sh"
+    script.write_text(scheduler.render(request))
+    return scheduler.submit(script, request)
+
+
+def state(scheduler: LocalScheduler, job_id: str) -> JobStatus:
+    return scheduler.query([job_id])[job_id]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    for _ in range(200):
+        if condition():
+            return
+        time.sleep(0.05)
+    raise AssertionError("it never happened")
+
+
+@pytest.fixture
+def request_of(make_request: MakeRequest, tmp_path: Path) -> Callable[[str], JobRequest]:
+    def build(command: str) -> JobRequest:
+        return make_request(command=("bash", "-c", command), mpiexec=str(tmp_path / "mpiexec"))
+
+    return build
+
+
+def test_a_job_runs_and_leaves_log_and_exit_code(
+    request_of: Callable[[str], JobRequest],
+) -> None:
+    scheduler = LocalScheduler()
+    request = request_of("echo to-out; echo to-err >&2; exit 3")
+    job_id = submit(scheduler, request)
+    wait_until(lambda: (request.run_directory / "exit_code").exists())
+    assert (request.run_directory / "exit_code").read_text() == "3\n"
+    log = (request.run_directory / "logs" / "job.log").read_text()
+    assert log == "to-out\nto-err\n"
+    wait_until(lambda: state(scheduler, job_id).state is JobState.FAILED)
+
+
+def test_a_running_job_is_cancelled_with_its_exit_code(
+    request_of: Callable[[str], JobRequest],
+) -> None:
+    scheduler = LocalScheduler()
+    request = request_of("trap 'exit 7' TERM; touch ready; while :; do sleep 0.05; done")
+    job_id = submit(scheduler, request)
+    wait_until(lambda: (request.run_directory / "ready").exists())
+    assert state(scheduler, job_id).state is JobState.RUNNING
+    scheduler.cancel(job_id)
+    assert state(scheduler, job_id).state is JobState.FAILED
+    assert (request.run_directory / "exit_code").exists()
+    scheduler.cancel(job_id)
+
+
+def test_ranks_in_other_sessions_that_ignore_the_signal_are_killed(
+    request_of: Callable[[str], JobRequest],
+) -> None:
+    scheduler = LocalScheduler(grace_s=0.3)
+    request = request_of("setsid bash -c \"trap '' TERM; echo \\$\\$ >rank; sleep 50; sleep 50\"")
+    job_id = submit(scheduler, request)
+    rank = request.run_directory / "rank"
+    wait_until(lambda: rank.exists() and bool(rank.read_text()))
+    scheduler.cancel(job_id)
+    wait_until(lambda: _is_gone(int(rank.read_text())))
+    assert state(scheduler, job_id).state is JobState.FAILED
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_the_job_has_a_session_of_its_own(request_of: Callable[[str], JobRequest]) -> None:
+    scheduler = LocalScheduler()
+    request = request_of("while :; do sleep 0.05; done")
+    job_id = submit(scheduler, request)
+    pid = int(job_id.split(".")[0])
+    assert os.getsid(pid) == pid
+    scheduler.cancel(job_id)
+
+
+def test_a_reused_pid_is_not_mistaken_for_the_job() -> None:
+    scheduler = LocalScheduler()
+    mine = f"{os.getpid()}.1@{socket.gethostname()}"
+    assert state(scheduler, mine).state is JobState.FAILED
+    scheduler.cancel(mine)  # would end this very process
+
+
+def test_a_job_of_another_host_is_unknown_and_cannot_be_cancelled() -> None:
+    scheduler = LocalScheduler()
+    status = state(scheduler, "12.34@elsewhere")
+    assert status.state is JobState.UNKNOWN
+    assert "elsewhere" in status.reason
+    with pytest.raises(SchedulerError, match="elsewhere"):
+        scheduler.cancel("12.34@elsewhere")
+
+
+def test_a_damaged_id_is_named() -> None:
+    with pytest.raises(SchedulerError, match="'12'"):
+        LocalScheduler().query(["12"])
+
+
+def test_srun_is_refused(make_request: MakeRequest) -> None:
+    with pytest.raises(SchedulerError, match="srun"):
+        LocalScheduler().render(make_request(launcher="srun"))
+
+
+def test_there_is_no_queue_to_ask(make_request: MakeRequest) -> None:
+    assert LocalScheduler().estimate(Path("job.sh")) is None
+    assert LocalScheduler().find("tag") is None
+
+
+def test_schedulers_by_name() -> None:
+    assert get("local").name == "local"
+    assert get("slurm").name == "slurm"
+    with pytest.raises(UsageError, match="did you mean 'slurm'"):
+        get("slrum")

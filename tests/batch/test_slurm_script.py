@@ -1,0 +1,90 @@
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+from pipectl.batch import JobRequest, SlurmOptions
+from pipectl.batch.slurm_script import render_script
+from pipectl.errors import InvalidInputError
+
+MakeRequest = Callable[..., JobRequest]
+
+
+def options(script: str) -> list[str]:
+    prefix = "#SBATCH "
+    return [line.removeprefix(prefix) for line in script.splitlines() if line.startswith(prefix)]
+
+
+def test_memory_is_rounded_up_to_megabytes(make_request: MakeRequest) -> None:
+    script = render_script(make_request(memory_per_node_bytes=2**20 + 1))
+    assert "--mem=2M" in options(script)
+
+
+def test_absent_options_are_not_written(make_request: MakeRequest) -> None:
+    names = {line.split("=")[0] for line in options(render_script(make_request()))}
+    assert names == {
+        "--job-name",
+        "--comment",
+        "--nodes",
+        "--ntasks-per-node",
+        "--cpus-per-task",
+        "--time",
+        "--chdir",
+        "--output",
+        "--open-mode",
+        "--no-requeue",
+    }
+
+
+def test_directives_come_before_the_first_command(make_request: MakeRequest) -> None:
+    lines = render_script(make_request()).splitlines()
+    first = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
+    assert not any(line.startswith("#SBATCH") for line in lines[first:])
+
+
+def test_a_nasty_option_stays_on_its_line(make_request: MakeRequest, nasty: list[str]) -> None:
+    for value in nasty:
+        script = render_script(make_request(slurm=SlurmOptions(account=value)))
+        assert len(options(script)) == 11
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+@pytest.mark.parametrize(
+    "directive", ["--mail-type=END", "--gpus=4", "-x node7", "--switches=1@10", "#SBATCH --nice=5"]
+)
+def test_own_directives_are_written_verbatim(make_request: MakeRequest, directive: str) -> None:
+    request = make_request(slurm=SlurmOptions(directives=(directive,)))
+    assert options(render_script(request))[-1] == directive.removeprefix("#SBATCH ")
+
+
+@pytest.mark.parametrize(
+    ("directive", "cure"),
+    [
+        ("--partition=x", "slurm.partition"),
+        ("--partition x", "slurm.partition"),
+        ("-px", "slurm.partition"),
+        ("-N2", "resources.nodes"),
+        ("--mem=5G", "resources.memory_per_node"),
+        ("--output=x", "remove it"),
+        ("--array=1-4", "remove it"),
+        ("#SBATCH --time=1", "resources.walltime"),
+    ],
+)
+def test_directives_that_pipectl_manages_are_refused(
+    make_request: MakeRequest, directive: str, cure: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=r"slurm\.directives") as caught:
+        render_script(make_request(slurm=SlurmOptions(directives=(directive,))))
+    assert cure in (caught.value.cure or "")
+
+
+@pytest.mark.parametrize("directive", ["mail-type=END", "", "--nice=1\ntouch x"])
+def test_other_text_is_no_directive(make_request: MakeRequest, directive: str) -> None:
+    with pytest.raises(InvalidInputError, match=r"slurm\.directives"):
+        render_script(make_request(slurm=SlurmOptions(directives=(directive,))))
+
+
+@pytest.mark.parametrize("key", ["partition", "account", "qos", "constraint", "reservation"])
+def test_control_characters_in_options_are_refused(make_request: MakeRequest, key: str) -> None:
+    with pytest.raises(InvalidInputError, match=rf"slurm\.{key}"):
+        render_script(make_request(slurm=SlurmOptions(**{key: "a\nb"})))
