@@ -58,7 +58,7 @@ def _none(base: Path, name: str, runs: list[RunDirectory]) -> UnknownRunError:
     parts = [part for run in runs for part in (run.name, run.name.split("-", 2)[-1])]
     return UnknownRunError(
         f"{base}: no run {name!r}{did_you_mean(name, [*parts, 'last'])}",
-        cure="`pipectl list` shows all runs",
+        cure="`pipectl status` shows all runs",
     )
 
 
