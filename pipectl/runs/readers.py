@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,20 @@ _CURE = "the running job writes it again within seconds"
 
 
 def read_metrics(run: RunDirectory) -> list[dict[str, Any]]:
-    """Lines of ``metrics.jsonl`` by step, each step's evaluation after its training line.
+    """Lines of ``metrics.jsonl``, see :func:`merge_attempts`; lines cut by a crash are skipped."""
+    return merge_attempts(list(_lines(run.metrics)))
+
+
+def merge_attempts(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Lines by step, each step's evaluation after its training line.
 
     Where an attempt repeats steps of an earlier one, the later attempt wins: the earlier one's
-    lines from its first step on are dropped. Lines that a crash cut short are skipped.
+    lines from that step on are dropped.
     """
-    lines = list(_lines(run.metrics))
-    last_valid = _cut_offs(lines)
+    ends = _cut_offs(lines)
     kept: dict[tuple[int, bool], dict[str, Any]] = {}
     for line in lines:
-        if line["step"] < last_valid[line["attempt"]]:
+        if line["step"] < ends[line["attempt"]]:
             kept[line["step"], "evaluation" in line] = line
     return [kept[key] for key in sorted(kept)]
 
@@ -85,7 +89,7 @@ def _is_metric(value: object) -> bool:
     )
 
 
-def _cut_offs(lines: Iterable[dict[str, Any]]) -> dict[int, float]:
+def _cut_offs(lines: Sequence[dict[str, Any]]) -> dict[int, float]:
     """Per attempt, the first step that a later attempt did again."""
     first: dict[int, int] = {}
     for line in lines:

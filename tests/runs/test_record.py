@@ -1,0 +1,62 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from pipectl.errors import DataFileError
+from pipectl.runs import Event, Record
+
+RECORD = Record(
+    name="gpt",
+    scheduler="slurm",
+    tag="7f3a9c",
+    submitted_at=1795228138.5,
+    ranks=8,
+    nodes=2,
+    steps=500,
+)
+
+
+def test_a_record_is_read_back_equal(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    record = RECORD.after(1.0, "submitted", job_id="28").after(2.0, "cancelled", detail="by me")
+    record.save(path)
+    assert Record.load(path) == record
+    RECORD.save(path)
+    assert Record.load(path) == RECORD
+    assert json.loads(path.read_text())["version"] == 1
+
+
+def test_changes_are_kept_in_the_history() -> None:
+    submitted = RECORD.after(1.0, "submitted", job_id="28")
+    assert (RECORD.state, RECORD.job_id) == ("submitting", None)
+    assert (submitted.state, submitted.job_id) == ("submitted", "28")
+    cancelled = submitted.after(2.0, "cancelled")
+    assert cancelled.job_id == "28"
+    assert cancelled.history == (Event(1.0, "submitted", "28"), Event(2.0, "cancelled"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, "version"),
+        ({"state": "flying"}, "state"),
+        ({"tag": None}, "tag: missing"),
+        ({"ranks": 0}, "ranks"),
+        ({"submitted_at": "now"}, "submitted_at"),
+        ({"history": [3]}, r"history\[0\]"),
+    ],
+)
+def test_damaged_records_are_refused_by_field(
+    tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    path = tmp_path / "record.json"
+    RECORD.save(path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(DataFileError, match=message):
+        Record.load(path)
+
+
+def test_a_missing_record_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataFileError, match=r"record\.json: no such file"):
+        Record.load(tmp_path / "record.json")

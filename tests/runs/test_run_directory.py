@@ -1,0 +1,131 @@
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from pipectl.errors import UnknownRunError, UsageError
+from pipectl.runs import RunDirectory, find_run, list_runs
+
+NOW = datetime(2026, 11, 20, 15, 22, 33).timestamp()
+
+
+def test_a_run_is_named_by_time_and_job(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "runs", "gpt", NOW)
+    assert run.path == tmp_path / "runs" / "20261120-152233-gpt"
+    folders = {path.name for path in run.path.iterdir()}
+    assert folders == {"errors", "logs", "trace", "checkpoints"}
+
+
+def test_runs_of_the_same_second_are_numbered(tmp_path: Path) -> None:
+    names = [RunDirectory.create(tmp_path, "gpt", NOW).name for _ in range(3)]
+    assert names == [f"20261120-152233-gpt{end}" for end in ("", "-2", "-3")]
+
+
+def test_a_base_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="file") as caught:
+        RunDirectory.create(tmp_path / "file", "gpt", NOW)
+    assert "output.directory" in (caught.value.cure or "")
+
+
+def test_paths(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    names = {
+        run.job: "job.yaml",
+        run.profile: "profile.json",
+        run.plan: "plan.json",
+        run.cluster: "cluster.json",
+        run.script: "job.sh",
+        run.record: "record.json",
+        run.exit_code: "exit_code",
+        run.metrics: "metrics.jsonl",
+        run.heartbeat: "heartbeat.json",
+        run.errors: "errors",
+        run.logs: "logs",
+        run.job_log: "logs/job.log",
+        run.trace: "trace",
+        run.checkpoints: "checkpoints",
+        run.error_of(3): "errors/rank-0003.json",
+        run.log_of(12): "logs/rank-0012.log",
+    }
+    assert {str(path.relative_to(tmp_path)) for path in names} == set(names.values())
+
+
+def test_paths_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = RunDirectory(Path("runs/x"))
+    assert run.path == tmp_path / "runs" / "x"
+    assert run == RunDirectory(tmp_path / "runs" / "x")
+    assert hash(run) == hash(RunDirectory(tmp_path / "runs" / "x"))
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    for name in (
+        "20261120-152233-gpt",
+        "20261120-152233-gpt-2",
+        "20261120-152233-gpt-10",
+        "20261121-080000-bert",
+        "20261119-100000-gpt",
+        "notes",
+    ):
+        (tmp_path / name).mkdir()
+    (tmp_path / "20261122-000000-file").write_text("")
+    return tmp_path
+
+
+def test_runs_are_listed_oldest_first(base: Path) -> None:
+    assert [run.name for run in list_runs(base)] == [
+        "20261119-100000-gpt",
+        "20261120-152233-gpt",
+        "20261120-152233-gpt-2",
+        "20261120-152233-gpt-10",
+        "20261121-080000-bert",
+    ]
+    assert list_runs(base / "absent") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("20261120-152233-gpt", "20261120-152233-gpt"),
+        ("last", "20261121-080000-bert"),
+        ("bert", "20261121-080000-bert"),
+        ("20261121", "20261121-080000-bert"),
+        ("gpt-2", "20261120-152233-gpt-2"),
+        ("20261119", "20261119-100000-gpt"),
+    ],
+)
+def test_runs_are_found(base: Path, name: str, found: str) -> None:
+    assert find_run(base, name).name == found
+
+
+def test_a_run_is_found_by_its_path(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = base / "20261121-080000-bert"
+    assert find_run(base / "elsewhere", str(path)).path == path
+    monkeypatch.chdir(base.parent)
+    assert find_run(base, f"{base.name}/{path.name}").path == path
+    assert find_run(base, f"{path}/").path == path
+
+
+def test_an_ambiguous_name_lists_the_runs(base: Path) -> None:
+    with pytest.raises(UnknownRunError, match=r"'gpt' matches 2 runs") as caught:
+        find_run(base, "gpt")
+    assert "20261120-152233-gpt" in caught.value.message
+    assert "last" in (caught.value.cure or "")
+
+
+@pytest.mark.parametrize("name", ["bret", "", "notes", "../", "20261122-000000-file"])
+def test_unknown_names(base: Path, name: str) -> None:
+    with pytest.raises(UnknownRunError, match="no run"):
+        find_run(base, name)
+
+
+def test_a_misspelt_name_gets_a_suggestion(base: Path) -> None:
+    with pytest.raises(UnknownRunError, match="did you mean 'bert'"):
+        find_run(base, "bret")
+
+
+def test_no_runs_at_all(tmp_path: Path) -> None:
+    with pytest.raises(UnknownRunError, match="no runs here"):
+        find_run(tmp_path, "last")

@@ -1,0 +1,113 @@
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipectl.errors import DataFileError
+from pipectl.runs import RunDirectory, read_errors, read_exit_code, read_heartbeat, read_metrics
+from pipectl.runs.readers import merge_attempts
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path, "demo", 0.0)
+
+
+def line(attempt: int, step: int, **more: Any) -> dict[str, Any]:
+    return {"attempt": attempt, "step": step, "loss": attempt + step / 1000, **more}
+
+
+def write(run: RunDirectory, lines: Iterable[dict[str, Any]], end: str = "\n") -> None:
+    run.metrics.write_text("\n".join(json.dumps(value) for value in lines) + end)
+
+
+def test_no_metrics_yet(run: RunDirectory) -> None:
+    assert read_metrics(run) == []
+
+
+def test_metrics_come_by_step_with_the_evaluation_after(run: RunDirectory) -> None:
+    lines = [line(1, 1), line(1, 2), line(1, 2, evaluation={"loss": 1.0}), line(1, 3)]
+    write(run, [lines[2], lines[0], lines[3], lines[1]])
+    assert read_metrics(run) == lines
+
+
+def test_a_later_attempt_wins_from_its_first_step_on(run: RunDirectory) -> None:
+    first = [line(1, step) for step in range(1, 8)] + [line(1, 6, evaluation={"loss": 2.0})]
+    second = [line(2, 5), line(2, 6)]
+    write(run, [*first, *second])
+    assert read_metrics(run) == [*first[:4], *second]
+
+
+def test_lines_cut_by_a_crash_are_skipped(run: RunDirectory) -> None:
+    whole = [line(1, 1), line(1, 2)]
+    write(run, whole, end='\n{"attempt":1,"st')
+    assert read_metrics(run) == whole
+    with run.metrics.open("a") as stream:
+        stream.write(json.dumps(line(2, 3)) + "\n" + json.dumps(line(2, 4)) + "\n")
+    assert [(value["attempt"], value["step"]) for value in read_metrics(run)] == [
+        (1, 1),
+        (1, 2),
+        (2, 4),
+    ]
+
+
+@pytest.mark.parametrize("text", ["3\n", "[]\n", "null\n", '{"step": 1}\n', "\0\0\n", "\xff\n"])
+def test_lines_that_are_no_metrics_are_skipped(run: RunDirectory, text: str) -> None:
+    run.metrics.write_text(text, encoding="latin-1")
+    assert read_metrics(run) == []
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9)), max_size=30))
+def test_every_step_has_one_line_of_the_last_attempt_that_reached_it(
+    pairs: list[tuple[int, int]],
+) -> None:
+    merged = merge_attempts([line(attempt, step) for attempt, step in pairs])
+    steps = [value["step"] for value in merged]
+    assert steps == sorted(set(steps))
+    attempts = [value["attempt"] for value in merged]
+    assert attempts == sorted(attempts), "an earlier attempt never follows a later one"
+    for attempt in {attempt for attempt, _ in pairs}:
+        first = min(step for other, step in pairs if other == attempt)
+        overruled = any(other > attempt and step <= first for other, step in pairs)
+        assert overruled or (attempt, first) in zip(attempts, steps, strict=True)
+
+
+def test_heartbeat(run: RunDirectory) -> None:
+    assert read_heartbeat(run) is None
+    run.heartbeat.write_text('{"version": 1, "state": "training"}')
+    assert read_heartbeat(run) == {"version": 1, "state": "training"}
+    run.heartbeat.write_text('{"version": 1, "sta')
+    with pytest.raises(DataFileError, match=r"heartbeat\.json"):
+        read_heartbeat(run)
+
+
+def test_errors_come_in_the_order_of_failure(run: RunDirectory) -> None:
+    reports: dict[int, object] = {
+        0: {"rank": 0, "time": 20.0},
+        1: {"rank": 1, "time": 10.0},
+        2: {"rank": 2},
+        3: {"rank": 3, "time": 10.0},
+    }
+    for rank, report in reports.items():
+        run.error_of(rank).write_text(json.dumps(report))
+    run.error_of(4).write_text('{"rank": 4, "ti')
+    assert [report["rank"] for report in read_errors(run)] == [1, 3, 0, 2]
+
+
+def test_no_errors(run: RunDirectory) -> None:
+    assert read_errors(run) == []
+    run.errors.rmdir()
+    assert read_errors(run) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "code"), [("0\n", 0), ("143\n", 143), ("", None), ("x\n", None), ("\xff", None)]
+)
+def test_exit_code(run: RunDirectory, text: str, code: int | None) -> None:
+    assert read_exit_code(run) is None
+    run.exit_code.write_text(text, encoding="latin-1")
+    assert read_exit_code(run) == code
