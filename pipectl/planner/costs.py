@@ -7,12 +7,12 @@ Bytes are proportional to the size, except parameters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
 
-from pipectl.graph import TransferKind, cut_routes
+from pipectl.graph import Route, TransferKind, routes
 from pipectl.plan import StageCost, Transfer
 from pipectl.profile import Operator, OptimizerCost, Profile
 
@@ -68,31 +68,54 @@ class Footprint:
     transfers: tuple[Transfer, ...]
 
 
-def footprint(profile: Profile, stages: Sequence[Sequence[int]]) -> Footprint:
-    """The footprint of stages given as ascending operator indices."""
-    operators = profile.operators
-    stage_of = {operators[i].id: stage for stage, inside in enumerate(stages) for i in inside}
-    in_order = {operator.id: stage_of[operator.id] for operator in operators}
-    saved: list[dict[str, int]] = [
-        dict(pair for index in inside for pair in operators[index].saved) for inside in stages
-    ]
-    messages: dict[tuple[TransferKind, int, int], int] = {}
-    for route in cut_routes(in_order, profile.edges, profile.with_gradient):
-        operator = profile.by_id[route.value]
-        backward = route.kind is TransferKind.GRADIENT
-        size = operator.gradient_bytes if backward else operator.output_bytes
-        key = (route.kind, route.source, route.target)
-        messages[key] = messages.get(key, 0) + size
-        if not backward:
-            for stage in (route.source, route.target):
-                saved[stage].setdefault(route.value, size)
-    return Footprint(
-        nodes=tuple(tuple(operators[index].id for index in inside) for inside in stages),
-        members=tuple(tuple(inside) for inside in stages),
-        parameter_bytes=tuple(_parameter_bytes(operators, inside) for inside in stages),
-        saved_bytes=tuple(sum(values.values()) for values in saved),
-        transfers=tuple(Transfer(*key, size) for key, size in sorted(messages.items())),
-    )
+class Footprints:
+    """Footprints of partitions of one profile; what reads what is looked up once."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._operators = profile.operators
+        index = {operator.id: number for number, operator in enumerate(profile.operators)}
+        readers: dict[int, list[int]] = {}
+        for source, target in profile.edges:
+            readers.setdefault(index[source], []).append(index[target])
+        self._readers = {producer: sorted(found) for producer, found in sorted(readers.items())}
+
+    def of(self, stages: Sequence[Sequence[int]]) -> Footprint:
+        """The footprint of stages given as ascending operator indices."""
+        operators = self._operators
+        saved: list[dict[str, int]] = [
+            dict(pair for index in inside for pair in operators[index].saved) for inside in stages
+        ]
+        messages: dict[tuple[TransferKind, int, int], int] = {}
+        for route, operator in self._routes(stages):
+            backward = route.kind is TransferKind.GRADIENT
+            size = operator.gradient_bytes if backward else operator.output_bytes
+            key = (route.kind, route.source, route.target)
+            messages[key] = messages.get(key, 0) + size
+            if not backward:
+                for stage in (route.source, route.target):
+                    saved[stage].setdefault(route.value, size)
+        return Footprint(
+            nodes=tuple(tuple(operators[index].id for index in inside) for inside in stages),
+            members=tuple(tuple(inside) for inside in stages),
+            parameter_bytes=tuple(_parameter_bytes(operators, inside) for inside in stages),
+            saved_bytes=tuple(sum(values.values()) for values in saved),
+            transfers=tuple(Transfer(*key, size) for key, size in sorted(messages.items())),
+        )
+
+    def _routes(self, stages: Sequence[Sequence[int]]) -> Iterator[tuple[Route, Operator]]:
+        """As :func:`pipectl.graph.cut_routes`, but looks only at values that are cut."""
+        stage_of = [0] * len(self._operators)
+        for stage, inside in enumerate(stages):
+            for index in inside:
+                stage_of[index] = stage
+        for producer, readers in self._readers.items():
+            home = stage_of[producer]
+            uses = [stage_of[reader] for reader in readers]
+            if uses.count(home) < len(uses):
+                operator = self._operators[producer]
+                gradient = operator.gradient_bytes > 0
+                for route in routes(operator.id, home, uses, has_gradient=gradient):
+                    yield route, operator
 
 
 def _parameter_bytes(operators: Sequence[Operator], inside: Sequence[int]) -> int:

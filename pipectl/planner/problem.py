@@ -12,8 +12,8 @@ from pipectl.plan import Plan, Stage, StageCost, Transfer
 from pipectl.planner.condense import Condensed
 from pipectl.planner.costs import (
     Footprint,
+    Footprints,
     Times,
-    footprint,
     operator_times,
     scaled_transfers,
     stage_costs,
@@ -57,6 +57,7 @@ class Problem:
         self.request = request
         self.graph = graph
         self._times: dict[int, Times] = {}
+        self._cutter = Footprints(profile)
         self._footprints: dict[Partition, Footprint] = {}
         self._parts: dict[
             tuple[Partition, int], tuple[tuple[StageCost, ...], tuple[Transfer, ...]]
@@ -139,7 +140,7 @@ class Problem:
         """Costs of the stages and the messages between them."""
         if partition not in self._footprints:
             stages = [self.graph.operators_of(blocks) for blocks in partition]
-            self._footprints[partition] = footprint(self.profile, stages)
+            self._footprints[partition] = self._cutter.of(stages)
         if (partition, size) not in self._parts:
             parts, scale = self._footprints[partition], self.scale(size)
             costs = stage_costs(parts, self.times(size), scale, self.profile.optimizer)

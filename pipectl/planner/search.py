@@ -4,7 +4,8 @@
 2. With every micro-batch size, schedule, warm-up and placement, these are the candidates.
 3. The judge simulates them, most promising first, and drops what does not fit into memory.
 4. Where balanced partitions do not fit, partitions made for the memory limit join.
-5. If operators were measured at several sizes, the stages are cut once more for the winner's.
+5. If its micro-batch size is not the one stages were cut for, they are cut once more.
+6. The borders of the winner's stages move while that makes the simulated step shorter.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pipectl.planner.condense import Condensed, condense
 from pipectl.planner.fitting import Fitter
 from pipectl.planner.infeasible import infeasible
 from pipectl.planner.judge import Candidate, Judge, Verdict
+from pipectl.planner.neighbours import neighbours
 from pipectl.planner.partition import Bound, Costs, Partitioner, Space
 from pipectl.planner.placement import placements
 from pipectl.planner.problem import Choice, Problem
@@ -31,6 +33,8 @@ MICRO_BATCHES_PER_STAGE = 8
 """More add little: the bubble is then about a tenth."""
 MICRO_BATCHES_IF_PROPORTIONAL = 4
 """The same where what a small micro-batch costs was not measured but scaled from a larger one."""
+MOST_ROUNDS = 50
+"""Of moving borders."""
 MOST_FITTINGS = 24
 """Memory-limited searches, the most promising first."""
 
@@ -86,6 +90,7 @@ class _Search:
         if self._judge.best() is None:
             self._fit_with_smaller_micro_batches()
         self._refine(reference)
+        self._improve()
         verdict = self._judge.best()
         if verdict is None:
             raise infeasible(self._problem, self._fitter, self._counts)
@@ -169,6 +174,19 @@ class _Search:
             stages = len(best.candidate.plan.stages)
             found = self._partitioner([stages], size).partitions(stages)
             self._judge.consider(self._choices(found, stages, size))
+
+    def _improve(self) -> None:
+        """Move the borders of the best partition while that makes the step shorter."""
+        best = self._judge.best()
+        for _ in range(MOST_ROUNDS):
+            if best is None:
+                return
+            choice, before = best.candidate.choice, best
+            near = neighbours(choice.partition, self._problem.block_times(choice.size))
+            self._judge.consider(self._choices(near, len(choice.partition), choice.size))
+            best = self._judge.best()
+            if best is before:
+                return
 
 
 def _largest_load_s(plan: Plan, cluster: Cluster) -> float:

@@ -1,8 +1,11 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from pipectl.graph import TransferKind
+from pipectl.graph import TransferKind, cut_routes
 from pipectl.plan import Transfer
-from pipectl.planner.costs import footprint, operator_times, scaled_transfers, stage_costs
+from pipectl.planner.condense import condense
+from pipectl.planner.costs import Footprints, operator_times, scaled_transfers, stage_costs
 from pipectl.profile import OptimizerCost
 
 
@@ -50,19 +53,19 @@ def test_a_stage_keeps_what_it_saves_receives_and_sends_once(make_profile, make_
         make_operator(1, saved=(("n0", 1000), ("b", 20)), output_bytes=500),
         make_operator(2, saved=(("b", 20), ("c", 30))),
     ]
-    parts = footprint(make_profile(operators, [(0, 1), (1, 2)]), [[0], [1, 2]])
+    parts = Footprints(make_profile(operators, [(0, 1), (1, 2)])).of([[0], [1, 2]])
     assert parts.saved_bytes == (10 + 1000, 1000 + 20 + 30)
 
 
 def test_shared_parameters_count_once_in_each_stage(make_profile, make_operator) -> None:
     operators = [make_operator(i, parameters=(("w", 100),)) for i in range(3)]
-    parts = footprint(make_profile(operators, [(0, 1), (1, 2)]), [[0, 1], [2]])
+    parts = Footprints(make_profile(operators, [(0, 1), (1, 2)])).of([[0, 1], [2]])
     assert parts.parameter_bytes == (100, 100)
 
 
 def test_messages_are_summed_by_kind_and_stages_and_scaled(make_profile, make_operator) -> None:
     operators = [make_operator(0), make_operator(1, gradient_bytes=0), make_operator(2)]
-    parts = footprint(make_profile(operators, [(0, 2), (1, 2)]), [[0, 1], [2]])
+    parts = Footprints(make_profile(operators, [(0, 2), (1, 2)])).of([[0, 1], [2]])
     assert scaled_transfers(parts, 0.5) == (
         Transfer(TransferKind.ACTIVATION, 0, 1, 1000),
         Transfer(TransferKind.GRADIENT, 1, 0, 500),
@@ -71,7 +74,7 @@ def test_messages_are_summed_by_kind_and_stages_and_scaled(make_profile, make_op
 
 def test_stage_costs_add_up(make_profile, make_operator) -> None:
     profile = make_profile([make_operator(i) for i in range(2)], [(0, 1)])
-    parts = footprint(profile, [[0, 1]])
+    parts = Footprints(profile).of([[0, 1]])
     (cost,) = stage_costs(parts, operator_times(profile, 4), 0.5, OptimizerCost(2.0, 1e-6))
     assert (cost.forward_s, cost.backward_s) == pytest.approx((1e-3, 2e-3))
     assert cost.update_s == pytest.approx(200e-6)
@@ -80,5 +83,26 @@ def test_stage_costs_add_up(make_profile, make_operator) -> None:
 
 def test_no_optimizer_costs_nothing(chain) -> None:
     profile = chain(1)
-    (cost,) = stage_costs(footprint(profile, [[0]]), operator_times(profile, 8), 1.0, None)
+    (cost,) = stage_costs(Footprints(profile).of([[0]]), operator_times(profile, 8), 1.0, None)
     assert (cost.update_s, cost.optimizer_bytes) == (0.0, 0)
+
+
+@given(data=st.data(), stages=st.integers(1, 3))
+def test_messages_are_those_that_the_runtime_sends(data, stages, profiles, partitions_of) -> None:
+    profile = data.draw(profiles())
+    graph = condense(profile)
+    partitions = list(partitions_of(graph, stages))
+    if not partitions:
+        return
+    partition = data.draw(st.sampled_from(partitions))
+    parts = Footprints(profile).of([graph.operators_of(blocks) for blocks in partition])
+    home = {node: stage for stage, nodes in enumerate(parts.nodes) for node in nodes}
+    stage_of = {operator.id: home[operator.id] for operator in profile.operators}
+    expected: dict[tuple[TransferKind, int, int], int] = {}
+    for route in cut_routes(stage_of, profile.edges, profile.with_gradient):
+        operator = profile.by_id[route.value]
+        forward = route.kind is TransferKind.ACTIVATION
+        key = (route.kind, route.source, route.target)
+        size = operator.output_bytes if forward else operator.gradient_bytes
+        expected[key] = expected.get(key, 0) + size
+    assert {(t.kind, t.source, t.target): t.size_bytes for t in parts.transfers} == expected
