@@ -7,8 +7,8 @@ import math
 import os
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -170,18 +170,8 @@ class Telemetry:
             return
         self._beat_at = now
         assert self._ranks is not None
-        write_json(
-            Path(self._run.heartbeat),
-            {
-                "version": 1,
-                "time": now,
-                "attempt": self._attempt,
-                "state": self._state,
-                "step": self._step,
-                "steps": self._steps,
-                "ranks": [self._rank_json(rank) for rank in self._ranks],
-            },
-        )
+        ranks = [self._rank_json(rank) for rank in self._ranks]
+        beat(self._run, self._state, self._step, self._steps, self._attempt, ranks)
 
     def _rank_json(self, identity: dict[str, Any]) -> dict[str, Any]:
         latest = self._latest.get(identity["rank"])
@@ -193,6 +183,27 @@ class Telemetry:
             "rss_bytes": int(latest["rss_bytes"]),
             "peak_bytes": int(latest["peak_bytes"]),
         }
+
+
+def beat(
+    run: RunDirectory,
+    state: str,
+    step: int,
+    steps: int,
+    attempt: int,
+    ranks: Sequence[dict[str, Any]] = (),
+) -> None:
+    """Write ``heartbeat.json``: what the job does now, and how its ranks are."""
+    document = {
+        "version": 1,
+        "time": time.time(),
+        "attempt": attempt,
+        "state": state,
+        "step": step,
+        "steps": steps,
+        "ranks": list(ranks),
+    }
+    write_json(run.heartbeat, document)
 
 
 def node_name() -> str:

@@ -26,6 +26,7 @@ from pipectl.runs import RunDirectory
 from pipectl.runtime.device import choose_device
 from pipectl.runtime.engine import Doing
 from pipectl.runtime.setup import Setup, check_graph, check_world
+from pipectl.runtime.telemetry import beat
 from pipectl.runtime.trainer import Trainer
 from pipectl.spec import load
 
@@ -40,6 +41,9 @@ def run(directory: RunDirectory, communicator: MPI.Comm, doing: Doing) -> None:
     spec, plan = load(directory.job), Plan.load(directory.plan)
     profile = Profile.load(directory.profile)
     check_world(communicator, plan)
+    attempt = 1 + int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    if communicator.rank == 0:
+        beat(directory, "capturing", 0, spec.training.steps, attempt)
     torch.set_num_threads(spec.resources.cpus_per_task)
     doing.action = "capturing the model"
     job = CapturedJob(spec)
@@ -48,7 +52,6 @@ def run(directory: RunDirectory, communicator: MPI.Comm, doing: Doing) -> None:
     device = choose_device(spec.resources.gpus_per_node, local_rank)
     doing.action = "building the stages"
     setup = Setup(communicator, job, plan, device, doing)
-    attempt = 1 + int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     Trainer(setup, directory, attempt).train()
 
 
