@@ -107,6 +107,8 @@ class _FakeRun:
         index = self._index[node]
         for storage in {*_storages(tensors), *_storages(result)}:
             self._touched.setdefault(storage, []).append(node)
+        for tensor in _statistics_written(node.target, args, kwargs):
+            self._last_write.update(dict.fromkeys(_storages(tensor), index))
         for tensor, version in zip(tensors, versions, strict=True):
             if tensor._version != version:
                 self._last_write.update(dict.fromkeys(_storages(tensor), index))
@@ -145,6 +147,17 @@ class _FakeRun:
         while node in self._parent:
             node = self._parent[node]
         return node
+
+
+def _statistics_written(target: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Running statistics that a normalisation updates: neither schema nor version tells of it."""
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return []
+    given = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
+    if not any(given.get(flag) for flag in ("training", "use_input_stats", "train")):
+        return []
+    return [given[name] for name in ("running_mean", "running_var") if given.get(name) is not None]
 
 
 def _storages(value: Any) -> list[int]:

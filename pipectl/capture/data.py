@@ -10,13 +10,20 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    default_collate,
+    get_worker_info,
+)
 
+from pipectl.capture.factories import call
 from pipectl.capture.randomness import seed_of
 from pipectl.capture.step import split_sample
 from pipectl.errors import CaptureError
@@ -100,11 +107,8 @@ class Loader:
 
     def example(self, size: int) -> tuple[Any, Any]:
         """The first ``size`` samples, collated, as (inputs, targets); repeated if too few."""
-        if self._iterable:
-            found = list(islice(iter(self._dataset), size))
-        else:
-            seeded = _Seeded(self._dataset, self._seed)
-            found = [seeded[0, index] for index in range(min(size, self.samples or 0))]
+        known = self.samples
+        found = call(self._first, "data", size if known is None else min(size, known))
         if not found:
             raise CaptureError("data: the data set is empty", cure="check the arguments of data:")
         return split_sample(self._collate([found[i % len(found)] for i in range(size)]))
@@ -126,11 +130,17 @@ class Loader:
 
     def order(self, epoch: int) -> list[int]:
         """Index of the sample at every position of an epoch."""
-        count = self.samples or 0
+        samples = self.samples or 0
         if not self._shuffle:
-            return list(range(count))
+            return list(range(samples))
         generator = torch.Generator().manual_seed(seed_of(self._seed, "epoch", epoch) >> 1)
-        return torch.randperm(count, generator=generator).tolist()
+        return torch.randperm(samples, generator=generator).tolist()
+
+    def _first(self, size: int) -> list[Any]:
+        if self._iterable:
+            return list(islice(_SeededStream(self._dataset, self._seed, 0), size))
+        seeded = _Seeded(self._dataset, self._seed)
+        return [seeded[0, index] for index in range(size)]
 
     def _stream(self, batches: Iterable[tuple[int, range]], micro_batch_size: int) -> Iterator[Any]:
         samples = self._endless()
@@ -139,11 +149,17 @@ class Loader:
                 yield self._collate(list(islice(samples, size)))
 
     def _endless(self) -> Iterator[Any]:
-        epoch = 0
-        while True:
-            seed_sample(self._seed, epoch, 0)
-            yield from DataLoader(self._dataset, batch_size=None, num_workers=self._workers)
-            epoch += 1
+        for epoch in count():
+            samples = _SeededStream(self._dataset, self._seed, epoch)
+            empty = True
+            for sample in DataLoader(samples, batch_size=None, num_workers=self._workers):
+                empty = False
+                yield sample
+            if empty:
+                raise CaptureError(
+                    f"data: epoch {epoch + 1} of the data set has no samples",
+                    cure="let __iter__ begin anew each time; a generator can be read only once",
+                )
 
     def _collate(self, samples: list[Any]) -> Any:
         try:
@@ -174,6 +190,31 @@ class _Seeded(Dataset[Any]):
         epoch, index = sample
         seed_sample(self._seed, epoch, index)
         return self._dataset[index]
+
+
+class _SeededStream(IterableDataset[Any]):
+    """One epoch of an iterable data set, with the generators seeded before each sample.
+
+    Otherwise its random numbers would follow from what the rank has computed in between.
+    """
+
+    def __init__(self, dataset: Iterable[Any], seed: int, epoch: int) -> None:
+        self._dataset = dataset
+        self._seed = seed
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        first, stride = (worker.id, worker.num_workers) if worker else (0, 1)
+        seed_sample(self._seed, self._epoch, first)
+        samples = iter(self._dataset)
+        for index in count(first, stride):
+            seed_sample(self._seed, self._epoch, index)
+            try:
+                sample = next(samples)
+            except StopIteration:
+                return
+            yield sample
 
 
 class _Sampler:

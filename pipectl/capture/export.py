@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import re
-import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
@@ -91,8 +90,3 @@ def _line_in_message(message: str) -> str:
     frames = re.findall(r'File "([^"]+)", line (\d+)', message)
     own = [frame for frame in frames if "site-packages" not in frame[0]]
     return f" (at {own[-1][0]}:{own[-1][1]})" if own else ""
-
-
-def describe(error: BaseException) -> str:
-    """A traceback as text, for error files."""
-    return "".join(traceback.format_exception(error))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -56,7 +58,7 @@ def call(function: Callable[..., Any], factory: str, *args: Any, **kwargs: Any) 
     """
     try:
         return function(*args, **kwargs)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         place = user_line(error.__traceback__)
         raise CaptureError(
             f"{factory}: raised {type(error).__name__}: {error}{place}",
@@ -79,14 +81,16 @@ def user_line(trace: TracebackType | None) -> str:
 
 
 def _is_user_code(filename: str) -> bool:
-    package = str(Path(__file__).parents[1])
+    package = f"{Path(__file__).parents[1]}{os.sep}"
     library = ("site-packages", "dist-packages", f"{sys.prefix}/lib/python", "<frozen", "<eval")
     stdlib = str(Path(inspect.__file__).parent)
     return not filename.startswith((package, stdlib)) and not any(p in filename for p in library)
 
 
 def _import_file(path: Path, factory: str) -> ModuleType:
-    name = f"pipectl_user_{path.stem}_{abs(hash(str(path)))}"
+    # The same name in every process: loader processes may unpickle objects of this module.
+    digest = hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()
+    name = f"pipectl_user_{path.stem}_{digest}"
     if name in sys.modules:
         return sys.modules[name]
     if not path.is_file():
@@ -104,7 +108,7 @@ def _import_file(path: Path, factory: str) -> ModuleType:
         sys.path.insert(0, str(path.parent))
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise _import_failed(factory, error) from error
     return module
@@ -113,11 +117,11 @@ def _import_file(path: Path, factory: str) -> ModuleType:
 def _import_module(name: str, factory: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _import_failed(factory, error) from error
 
 
-def _import_failed(factory: str, error: Exception) -> CaptureError:
+def _import_failed(factory: str, error: BaseException) -> CaptureError:
     place = user_line(error.__traceback__)
     if isinstance(error, SyntaxError):
         place = f" (at {error.filename}:{error.lineno})"

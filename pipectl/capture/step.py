@@ -56,7 +56,8 @@ def check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor):
         found = f"a {type(loss).__name__}"
     elif loss.dim() != 0:
-        found = f"a tensor of shape {[str(size) for size in loss.shape]}".replace("'", "")
+        sizes = [str(size) if type(size) is int else "batch" for size in loss.shape]
+        found = f"a tensor of shape [{', '.join(sizes)}]"
     elif not loss.is_floating_point():
         found = f"a scalar of {loss.dtype}"
     else:

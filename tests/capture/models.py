@@ -1,0 +1,266 @@
+"""Models, losses and data as users write them, each with one trait that capture must survive."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+Output = namedtuple("Output", ["loss", "logits"])
+
+
+class Vectors(Dataset):
+    """Pairs of a vector of 6 and a class out of 3."""
+
+    def __init__(self, count: int = 20) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.vectors = torch.randn(count, 6, generator=generator)
+        self.classes = torch.randint(0, 3, (count,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.vectors)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.vectors[index], self.classes[index]
+
+
+class Mappings(Vectors):
+    """The same as mappings: the model gets them as keywords."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": self.vectors[index], "y": self.classes[index]}
+
+
+class Named(Vectors):
+    """The same with inputs and targets by name."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"inputs": self.vectors[index], "targets": self.classes[index]}
+
+
+class Triples(Vectors):
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
+        return self.vectors[index], self.classes[index], index
+
+
+class Raising(Vectors):
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        raise OSError("the disk is gone")
+
+
+class Ragged(Vectors):
+    """Samples of different lengths, which cannot be stacked."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.vectors[index][: 1 + index], self.classes[index]
+
+
+class Transposed(Vectors):
+    """A collate_fn that puts the batch second."""
+
+    @staticmethod
+    def collate_fn(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        vectors, classes = zip(*samples, strict=True)
+        return torch.stack(vectors, 1), torch.stack(classes)
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        whole = Vectors(7)
+        yield from (whole[index] for index in range(7))
+
+
+def mlp(width: int = 8) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 3))
+
+
+def deeper() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 3))
+
+
+class WithLoss(nn.Module):
+    """Returns its own loss, in one of the usual ways."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.inner = mlp()
+
+    def forward(self, x: Tensor, y: Tensor) -> object:
+        logits = self.inner(x)
+        loss = nn.functional.cross_entropy(logits, y)
+        forms = {
+            "tensor": loss,
+            "tuple": (loss, logits),
+            "dict": {"logits": logits, "loss": loss},
+            "namedtuple": Output(loss, logits),
+        }
+        return forms[self.form]
+
+
+@dataclass
+class ModelOutput:
+    loss: Tensor
+    logits: Tensor
+    past: object = None
+
+
+class WithModelOutput(WithLoss):
+    """Returns a dataclass with a loss, as model libraries do."""
+
+    def forward(self, x: Tensor, y: Tensor) -> ModelOutput:
+        logits = self.inner(x)
+        return ModelOutput(nn.functional.cross_entropy(logits, y), logits)
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        if y.sum() > 0:  # data-dependent branch
+            y = -y
+        return y
+
+
+class FixedBatch(nn.Module):
+    """Holds for batches of 4 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.reshape(4, 2, 3).flatten(1))
+
+
+class Inplace(nn.Module):
+    """Every kind of write: relu_, add_, copy_, index_put_, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+        self.b = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 3)
+        self.register_buffer("calls", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x).relu_()
+        z = self.b(y)
+        z.add_(y)
+        w = torch.empty_like(z).copy_(z)
+        w[:, torch.tensor([0, 2])] = 0.5
+        if self.training:
+            self.calls.add_(w.detach().mean(0))
+        return self.head(w + z)
+
+
+class SharedNorm(nn.Module):
+    """One BatchNorm used twice: its statistics are written and read in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+        self.b = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.b(self.norm(self.a(x)))))
+
+
+class Tied(nn.Module):
+    """A linear map used at both ends under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6, bias=False)
+        self.middle = nn.Linear(6, 6)
+        self.last = nn.Linear(6, 6, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x)).tanh())[:, :3]
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 16)
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.drop(self.a(x)))
+
+
+class Sizes(nn.Module):
+    """Shapes computed from the batch size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b = x.shape[0]
+        rows = self.inner(x.reshape(b * 2, 3)) / (2 * b)
+        return rows.view(b, 2, 3).mean(1) + torch.zeros(b, 3)
+
+
+class Tuples(nn.Module):
+    """Splits into items that go different ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+        self.head = nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        p, q, r = self.a(x).split(2, dim=1)
+        return self.head(p.sigmoid() * q + r.transpose(0, 1).contiguous().transpose(0, 1))
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp().requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def vector_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
+def count_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.argmax(1) == targets).sum()
+
+
+def float_loss(outputs: Tensor, targets: Tensor) -> float:
+    return 1.0
+
+
+def scaled_loss(outputs: Tensor, targets: Tensor, scale: float) -> Tensor:
+    return scale * nn.functional.cross_entropy(outputs, targets)
+
+
+def not_a_module() -> str:
+    return "a model"
+
+
+def failing() -> nn.Module:
+    raise ValueError("no such layer")
+
+
+def weighted_by(targets: Tensor) -> float:
+    return float(targets.sum())
+
+
+LIMIT = 3

@@ -1,0 +1,239 @@
+"""Which samples a step takes, and that every rank and every loader sees them alike."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+from pipectl.capture.data import Batches, Loader, split_batch
+from pipectl.errors import CaptureError
+
+
+class Noisy(Dataset):
+    """Every kind of random number in every sample."""
+
+    def __init__(self, count: int = 10) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        drawn = [random.random(), np.random.rand(), float(torch.rand(()))]
+        return torch.tensor([index, *drawn], dtype=torch.float64), index
+
+
+class NoisyStream(IterableDataset):
+    def __init__(self, count: int = 5) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        order = list(range(self.count))
+        random.shuffle(order)
+        for index in order:
+            drawn = [random.random(), np.random.rand(), float(torch.rand(()))]
+            yield torch.tensor([index, *drawn], dtype=torch.float64), index
+
+
+class Plain:
+    """Iterable, and no class of torch's."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        return iter(NoisyStream())
+
+
+def taken(loader: Loader, batches: Batches, steps: int, micro_batch_size: int) -> list[Tensor]:
+    planned = list(islice(batches, steps))
+    return [inputs for inputs, _ in loader.micro_batches(planned, micro_batch_size)]
+
+
+def indices(found: list[Tensor]) -> list[int]:
+    return [int(row[0]) for batch in found for row in batch]
+
+
+@given(samples=st.integers(0, 60), size=st.integers(1, 20))
+def test_micro_batches_make_up_the_batch(samples: int, size: int) -> None:
+    found = split_batch(samples, size)
+    assert sum(found) == samples
+    assert all(0 < n <= size for n in found)
+    assert set(found[:-1]) <= {size}
+
+
+@given(samples=st.integers(1, 50), batch=st.integers(1, 20), drop_last=st.booleans())
+def test_an_epoch_takes_every_sample_once(samples: int, batch: int, drop_last: bool) -> None:
+    found = [index for part in Batches(samples, batch, drop_last).of_epoch() for index in part]
+    assert found == list(range(samples - samples % batch if drop_last else samples))
+
+
+def test_epoch_follows_epoch_with_a_smaller_last_batch() -> None:
+    found = [(epoch, len(part)) for epoch, part in islice(Batches(10, 4), 5)]
+    assert found == [(0, 4), (0, 4), (0, 2), (1, 4), (1, 4)]
+
+
+def test_drop_last_leaves_the_rest_out() -> None:
+    found = [(epoch, len(part)) for epoch, part in islice(Batches(10, 4, drop_last=True), 3)]
+    assert found == [(0, 4), (0, 4), (1, 4)]
+
+
+def test_batches_of_an_iterable_are_always_full() -> None:
+    assert [len(part) for _, part in islice(Batches(None, 4), 3)] == [4, 4, 4]
+
+
+def test_the_order_is_a_permutation_of_its_own_each_epoch() -> None:
+    loader = Loader(Noisy(), seed=1)
+    orders = [loader.order(epoch) for epoch in range(3)]
+    assert all(sorted(order) == list(range(10)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 3
+    assert orders == [Loader(Noisy(), seed=1).order(epoch) for epoch in range(3)]
+    assert orders[0] != Loader(Noisy(), seed=2).order(0)
+
+
+def test_the_order_does_not_depend_on_generators_and_leaves_them_alone() -> None:
+    torch.manual_seed(1)
+    first, after = Loader(Noisy(), seed=1).order(0), torch.rand(1)
+    torch.manual_seed(1)
+    assert torch.equal(torch.rand(1), after)
+    assert Loader(Noisy(), seed=1).order(0) == first
+
+
+def test_without_shuffle_samples_come_as_they_are() -> None:
+    loader = Loader(Noisy(), seed=1, shuffle=False)
+    assert indices(taken(loader, Batches(10, 5), 2, 2)) == list(range(10))
+
+
+def test_micro_batches_take_the_samples_of_the_order() -> None:
+    loader = Loader(Noisy(), seed=1)
+    found = taken(loader, Batches(10, 4), 4, 3)
+    assert [len(batch) for batch in found] == [3, 1, 3, 1, 2, 3, 1]
+    assert indices(found) == [*loader.order(0), *loader.order(1)[:4]]
+
+
+def test_the_size_of_micro_batches_does_not_change_a_sample() -> None:
+    parts = [torch.cat(taken(Loader(Noisy(), seed=1), Batches(10, 10), 2, n)) for n in (1, 3, 10)]
+    assert torch.equal(parts[0], parts[1])
+    assert torch.equal(parts[0], parts[2])
+
+
+def test_loader_processes_see_the_same_samples() -> None:
+    here, there = (
+        torch.cat(taken(Loader(Noisy(), seed=1, workers=n), Batches(10, 4), 3, 2)) for n in (0, 2)
+    )
+    assert torch.equal(here, there)
+    assert here[:, 1:].unique().numel() == 30
+
+
+def test_a_sample_is_augmented_anew_each_epoch() -> None:
+    found = torch.cat(taken(Loader(Noisy(), seed=1), Batches(10, 10), 2, 10))
+    rows = {}
+    for row in found:
+        rows.setdefault(int(row[0]), []).append(row[1:])
+    assert all(not torch.equal(first, second) for first, second in rows.values())
+
+
+@pytest.mark.parametrize("dataset", [NoisyStream(), Plain()], ids=["torch", "plain"])
+def test_an_iterable_goes_round_and_round_in_full_batches(dataset: Any) -> None:
+    found = taken(Loader(dataset, seed=1), Batches(None, 4), 4, 3)
+    assert [len(batch) for batch in found] == [3, 1] * 4
+    assert sorted(indices(found)[:5]) == list(range(5)) == sorted(indices(found)[5:10])
+    assert indices(found)[:5] != indices(found)[5:10]
+
+
+def test_samples_of_an_iterable_do_not_depend_on_what_runs_between() -> None:
+    """Ranks run different operators between two samples, and these reseed torch's generator."""
+
+    def read(disturb: bool) -> Tensor:
+        loaded = Loader(NoisyStream(), seed=1).micro_batches(islice(Batches(None, 2), 5), 1)
+        found = []
+        for inputs, _ in loaded:
+            found.append(inputs)
+            if disturb:
+                torch.manual_seed(len(found))
+                random.seed(len(found))
+                np.random.seed(len(found))
+        return torch.cat(found)
+
+    assert torch.equal(read(disturb=False), read(disturb=True))
+
+
+def test_an_iterable_can_be_loaded_by_a_process() -> None:
+    here, there = (
+        torch.cat(taken(Loader(NoisyStream(), seed=1, workers=n), Batches(None, 3), 2, 3))
+        for n in (0, 1)
+    )
+    assert torch.equal(here, there)
+
+
+def test_a_generator_is_read_once_and_then_refused() -> None:
+    samples = (sample for sample in NoisyStream())
+    loaded = Loader(samples, seed=1).micro_batches(islice(Batches(None, 4), 3), 4)
+    next(loaded)
+    with pytest.raises(CaptureError) as raised:
+        next(loaded)
+    assert raised.value.message == "data: epoch 2 of the data set has no samples"
+
+
+def test_collate_fn_of_the_data_set_is_used() -> None:
+    class Padded(Noisy):
+        @staticmethod
+        def collate_fn(samples: list[Any]) -> tuple[Tensor, Tensor]:
+            return torch.zeros(len(samples), 7), torch.ones(len(samples))
+
+    inputs, targets = next(Loader(Padded(), seed=1).micro_batches([(0, range(3))], 3))
+    assert inputs.shape == (3, 7)
+    assert targets.tolist() == [1, 1, 1]
+
+
+def test_samples_of_different_shape_say_what_to_do() -> None:
+    class Ragged(Noisy):
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            return torch.zeros(index + 1), index
+
+    with pytest.raises(CaptureError) as raised:
+        Loader(Ragged(), seed=1).example(3)
+    assert raised.value.message.startswith("data: samples cannot be joined to a batch: Runtime")
+    assert raised.value.cure == "make samples of equal shape, or give the data set a collate_fn"
+
+
+def test_an_example_is_repeated_where_samples_are_too_few() -> None:
+    inputs, _ = Loader(Noisy(3), seed=1).example(5)
+    assert indices([inputs]) == [0, 1, 2, 0, 1]
+
+
+@pytest.mark.parametrize("dataset", [Noisy(0), NoisyStream(0), []], ids=["map", "iterable", "list"])
+def test_an_empty_data_set(dataset: Any) -> None:
+    with pytest.raises(CaptureError) as raised:
+        Loader(dataset, seed=1).example(2)
+    assert raised.value.message == "data: the data set is empty"
+
+
+def test_a_data_set_without_a_length() -> None:
+    class Endless(Dataset):
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            return torch.zeros(2), index
+
+    with pytest.raises(CaptureError) as raised:
+        _ = Loader(Endless(), seed=1).samples
+    assert raised.value.message == "data: has __getitem__ but no __len__"
+
+
+def test_a_sample_that_cannot_be_read_names_the_users_line(make_job) -> None:
+    with pytest.raises(CaptureError) as raised:
+        make_job("mlp", data="Raising").training_graph(2)
+    assert raised.value.message.startswith("data: raised OSError: the disk is gone (at ")
+    assert "models.py:" in raised.value.message
+
+
+def test_a_list_of_pairs_is_a_data_set() -> None:
+    pairs = [(torch.tensor([float(i)]), i) for i in range(4)]
+    found = list(Loader(pairs, seed=0, shuffle=False).micro_batches([(0, range(4))], 4))
+    assert found[0][1].tolist() == [0, 1, 2, 3]

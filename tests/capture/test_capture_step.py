@@ -1,0 +1,109 @@
+"""The wrapper around model and loss: every form of loss and of sample."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipectl.capture.step import check_loss, split_sample
+from pipectl.errors import CaptureError
+
+
+@pytest.mark.parametrize("form", ["tensor", "tuple", "dict", "namedtuple"])
+def test_a_model_may_return_its_own_loss(make_job, form: str) -> None:
+    job = make_job("WithLoss", loss="model", data="Mappings", kwargs={"form": form})
+    graph = job.training_graph(4)
+    loss = graph.operators[graph.position[graph.loss]]
+    assert loss.target is torch.ops.aten.cross_entropy_loss.default
+
+
+def test_a_model_may_return_a_dataclass_with_its_loss(make_job) -> None:
+    job = make_job("WithModelOutput", loss="model", data="Mappings", kwargs={"form": ""})
+    graph = job.training_graph(4)
+    assert graph.loss == graph.operators[-1].name
+
+
+def test_a_mapping_of_inputs_and_targets_is_a_pair(make_job) -> None:
+    assert make_job("mlp", data="Named").training_graph(4).inputs == ("inputs", "targets")
+
+
+def test_kwargs_of_the_loss_are_bound(make_job) -> None:
+    job = make_job("mlp", loss="scaled_loss", loss_kwargs={"scale": 3.0})
+    graph = job.training_graph(4)
+    assert 3.0 in graph.operators[-1].args
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [
+        ("vector_loss", "a tensor of shape [batch]"),
+        ("count_loss", "a scalar of torch.int64"),
+        ("float_loss", "a float"),
+    ],
+)
+def test_a_loss_that_cannot_be_trained_on(make_job, loss: str, found: str) -> None:
+    with pytest.raises(CaptureError) as raised:
+        make_job("mlp", loss=loss).training_graph(4)
+    assert raised.value.message == f"loss: must be a floating-point scalar tensor, but is {found}"
+    assert raised.value.cure is not None
+    assert ".mean()" in raised.value.cure
+
+
+def test_a_model_without_its_announced_loss(make_job) -> None:
+    with pytest.raises(
+        CaptureError, match=r"loss: must be .* but is a tensor of shape \[batch, 3\]"
+    ):
+        make_job("mlp", loss="model").training_graph(4)
+
+
+def test_a_frozen_model_cannot_be_trained(make_job) -> None:
+    with pytest.raises(CaptureError) as raised:
+        make_job("Frozen").training_graph(4)
+    assert raised.value.message == "loss: depends on no parameter that requires a gradient"
+
+
+def test_a_half_precision_scalar_is_a_loss() -> None:
+    check_loss(torch.tensor(1.0, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("batch", "found"),
+    [
+        ((1, 2, 3), "a tuple of 3"),
+        ([1], "a list of 1"),
+        (torch.zeros(3), "a Tensor"),
+        ("text", "a str"),
+    ],
+)
+def test_a_sample_that_is_no_pair(batch: object, found: str) -> None:
+    with pytest.raises(CaptureError) as raised:
+        split_sample(batch)
+    assert raised.value.message == (
+        f"data: a sample must be (inputs, targets) or a mapping, not {found}"
+    )
+
+
+def test_a_mapping_goes_to_model_and_loss_alike() -> None:
+    inputs, targets = split_sample({"x": 1, "y": 2})
+    assert inputs == targets == {"x": 1, "y": 2}
+
+
+def test_triples_are_refused_before_export(make_job) -> None:
+    with pytest.raises(CaptureError, match=r"not a (list|tuple) of 3"):
+        make_job("mlp", data="Triples").training_graph(4)
+
+
+def test_the_batch_must_come_first(make_job) -> None:
+    with pytest.raises(CaptureError) as raised:
+        make_job("mlp", data="Transposed").training_graph(4)
+    assert raised.value.message == "data: a batch of 4 samples has a tensor of shape [6, 4]"
+
+
+def test_a_factory_that_returns_no_module(make_job) -> None:
+    with pytest.raises(CaptureError, match=r"returned a str, not a torch\.nn\.Module"):
+        make_job("not_a_module")
+
+
+def test_a_factory_that_raises_names_its_line(make_job) -> None:
+    with pytest.raises(CaptureError, match=r"raised ValueError: no such layer \(at .*models"):
+        make_job("failing")
