@@ -102,7 +102,8 @@ def _changes(problem: Problem, plan: Plan) -> Iterator[tuple[str, PlanRequest, i
     if more > stages:
         free = replace(request, stages=None, warm_up=None)
         within = more <= problem.cluster.ranks
-        yield f"pipeline.stages {more}" if within else f"{more} ranks", free, more
+        name = f"pipeline.stages {more}" if within else f"{more} stages on {more} ranks"
+        yield name, free, more
     if request.schedule == GPIPE:
         yield "schedule 1f1b", replace(request, schedule=ONE_F_ONE_B), stages
     for factor in (2, 4, 8):

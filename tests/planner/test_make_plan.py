@@ -1,0 +1,328 @@
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipectl.cluster import Cluster, Device, Link, Node, assumed_cluster
+from pipectl.errors import InfeasibleError
+from pipectl.plan import Plan
+from pipectl.planner import PlanRequest, make_plan
+from pipectl.planner.condense import condense
+from pipectl.planner.placement import placements
+from pipectl.planner.problem import Choice, Problem
+from pipectl.planner.request import warm_ups
+from pipectl.schedule import channels, lower
+from pipectl.simulate import simulate
+
+SLOW = Link(latency_s=1e-4, bandwidth_bytes_per_s=1e7)
+
+
+def cluster_of(ranks, cores, *, link=SLOW, speeds=None, memory_bytes=None):
+    nodes = tuple(
+        Node(f"n{i}", count, cores, Device("cpu", speed, memory_bytes))
+        for i, (count, speed) in enumerate(zip(ranks, speeds or [1.0] * len(ranks), strict=True))
+    )
+    return Cluster("c", "test", nodes, link, link)
+
+
+def sizes(plan: Plan) -> list[int]:
+    return [len(stage.nodes) for stage in plan.stages]
+
+
+def ranks(plan: Plan) -> list[int]:
+    return [rank for stage in plan.stages for rank in stage.ranks]
+
+
+def test_equal_operators_are_shared_equally(chain) -> None:
+    plan = make_plan(chain(8), cluster_of([4], 4), PlanRequest("job", 64, micro_batches=8))
+    assert sizes(plan) == [2, 2, 2, 2]
+    assert ranks(plan) == [0, 1, 2, 3]
+    assert plan.search is not None
+    assert plan.search.exact
+    assert plan.search.max_stage_load_s == pytest.approx(6e-3)
+    assert plan.search.lower_bound_s == pytest.approx(6e-3)
+
+
+def test_plan_survives_its_file_and_predicts_what_simulation_says(chain, tmp_path) -> None:
+    cluster = cluster_of([2, 2], 1)
+    request = PlanRequest("job", 30, memory_limit_bytes=10**6, key="k")
+    plan = make_plan(replace(chain(9), fingerprint="f"), cluster, request)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert (plan.name, plan.key, plan.fingerprint) == ("job", "k", "f")
+    assert plan.memory_limit_bytes == 10**6
+    found = simulate(plan, cluster, process_baseline_bytes=5000)
+    assert plan.prediction == found.prediction
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), batch=st.integers(1, 24), cores=st.integers(1, 2))
+def test_every_operator_has_one_stage_and_nothing_flows_back(data, batch, cores, profiles) -> None:
+    profile = data.draw(profiles())
+    plan = make_plan(profile, cluster_of([2, 1], cores), PlanRequest("job", batch))
+    nodes = [node for stage in plan.stages for node in stage.nodes]
+    assert sorted(nodes) == sorted(operator.id for operator in profile.operators)
+    assert all(plan.stage_of[u] <= plan.stage_of[v] for u, v in profile.edges)
+    order = {operator.id: place for place, operator in enumerate(profile.operators)}
+    for stage in plan.stages:
+        assert list(stage.nodes) == sorted(stage.nodes, key=order.__getitem__)
+    assert ranks(plan) == sorted(set(ranks(plan)))
+    assert (plan.micro_batches - 1) * plan.micro_batch_size < batch
+    assert plan.micro_batches * plan.micro_batch_size >= batch
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    data=st.data(),
+    stages=st.integers(1, 3),
+    micro_batches=st.sampled_from([2, 4]),
+    bandwidth=st.sampled_from([1e5, 1e6, 1e8]),
+)
+def test_plan_is_near_the_best_of_all(
+    data, stages, micro_batches, bandwidth, profiles, partitions_of
+) -> None:
+    profile = data.draw(profiles(most=6))
+    cluster = cluster_of([2, 2], 1, link=Link(1e-5, bandwidth))
+    request = PlanRequest("job", 8 * micro_batches, micro_batches, stages)
+    problem = Problem(profile, cluster, request, condense(profile))
+    choices = (
+        Choice(partition, placement, 8, *warm_up)
+        for partition in partitions_of(problem.graph, stages)
+        for placement in placements(cluster, stages)
+        for warm_up in warm_ups(request, stages, micro_batches)
+    )
+    times = [simulate(problem.plan(choice), cluster).step_time_s for choice in choices]
+    if times:
+        plan = make_plan(profile, cluster, request)
+        assert plan.prediction.step_time_s <= 1.35 * min(times) + 1e-9
+
+
+def test_two_cores_for_four_ranks_are_not_four_times_as_fast(chain) -> None:
+    fast = Link(0.0, 1e12)
+    plan = make_plan(chain(16), cluster_of([4], 2, link=fast), PlanRequest("job", 64))
+    work_s = 16 * 3e-3 * 64 / 8
+    assert plan.prediction.step_time_s >= work_s / 2
+    assert plan.prediction.step_time_s <= work_s / 2 * 1.3
+
+
+def test_stages_spread_over_nodes_with_one_core(chain) -> None:
+    request = PlanRequest("job", 64, micro_batches=8, stages=2)
+    plan = make_plan(chain(8), cluster_of([2, 2], 1), request)
+    assert ranks(plan) == [0, 2]
+    assert plan.ranks == 4
+
+
+def test_links_that_cost_more_than_they_save_leave_one_stage(chain) -> None:
+    cluster = cluster_of([4], 4, link=Link(10.0, 1.0))
+    plan = make_plan(chain(8), cluster, PlanRequest("job", 64))
+    assert sizes(plan) == [8]
+
+
+def test_faster_devices_get_more(chain) -> None:
+    cluster = cluster_of([1, 1], 1, speeds=[1.0, 3.0])
+    plan = make_plan(chain(8), cluster, PlanRequest("job", 64, micro_batches=8, stages=2))
+    assert sizes(plan) == [2, 6]
+
+
+def test_a_group_is_never_cut(make_profile, make_operator) -> None:
+    operators = [make_operator(i, group="g" if i in (1, 5) else None) for i in range(8)]
+    profile = make_profile(operators, [(i, i + 1) for i in range(7)])
+    plan = make_plan(profile, cluster_of([4], 4), PlanRequest("job", 64, stages=3))
+    assert any({"n1", "n2", "n3", "n4", "n5"} <= set(stage.nodes) for stage in plan.stages)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_schedule_asked_for_is_used(schedule, chain) -> None:
+    request = PlanRequest("job", 64, micro_batches=8, stages=4, schedule=schedule)
+    plan = make_plan(chain(8), cluster_of([4], 4), request)
+    assert plan.schedule == schedule
+    assert plan.warm_up[0] == 8 if schedule == "gpipe" else plan.warm_up[0] < 8
+
+
+def test_warm_up_asked_for_is_used(chain) -> None:
+    request = PlanRequest("job", 64, micro_batches=8, warm_up=(5, 2))
+    plan = make_plan(chain(8), cluster_of([4], 4), request)
+    assert (plan.schedule, plan.warm_up, len(plan.stages)) == ("1f1b", (5, 2), 2)
+
+
+def test_equal_times_take_the_fewest_in_flight(chain) -> None:
+    request = PlanRequest("job", 64, micro_batches=8, stages=4)
+    plan = make_plan(chain(8, output_bytes=0, gradient_bytes=0), cluster_of([4], 4), request)
+    assert plan.schedule == "1f1b"
+    assert plan.warm_up == (4, 3, 2, 1)
+
+
+def test_slow_messages_make_the_warm_up_deeper(chain) -> None:
+    slow = Link(2e-3, 1e9)
+    request = PlanRequest("job", 128, micro_batches=16, stages=4)
+    plan = make_plan(chain(8), cluster_of([4], 4, link=slow), request)
+    assert sum(plan.warm_up) > 4 + 3 + 2 + 1
+
+
+def test_auto_micro_batches_are_chosen_by_what_small_ones_cost(chain) -> None:
+    """Where a fixed cost dominates, more and smaller micro-batches do not pay."""
+    per_sample = chain(8)
+    fixed = chain(8, timings={2: (1e-3, 2e-3)})
+    cluster = cluster_of([4], 4)
+    request = PlanRequest("job", 64, stages=4)
+    assert (
+        make_plan(fixed, cluster, request).micro_batches
+        < make_plan(per_sample, cluster, request).micro_batches
+    )
+
+
+def test_impossible_number_of_micro_batches_is_said(chain) -> None:
+    plan = make_plan(chain(4), cluster_of([2], 2), PlanRequest("job", 10, micro_batches=6))
+    assert (plan.micro_batches, plan.micro_batch_size) == (5, 2)
+    assert any("6 micro-batches of 10 samples" in text for text in plan.assumptions)
+
+
+def test_everything_assumed_is_said(chain) -> None:
+    bare = replace(
+        chain(4), process_baseline_bytes=None, optimizer=None, assumptions=("from the profile",)
+    )
+    cluster = assumed_cluster("guess", [2], 2, None)
+    plan = make_plan(bare, cluster, PlanRequest("job", 16, micro_batches=4))
+    text = "\n".join(plan.assumptions)
+    assert "from the profile" in text
+    assert "'guess' is assumed" in text
+    assert "240 MiB" in text
+    assert "4 samples are taken as proportional" in text
+
+
+def test_programs_of_the_plan_can_be_lowered(chain) -> None:
+    plan = make_plan(chain(8), cluster_of([2, 2], 1), PlanRequest("job", 30))
+    assert len(channels(plan)) == 2 * (len(plan.stages) - 1)
+    assert all(lower(plan, rank) is not None for rank in range(plan.ranks))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), limit=st.integers(5_000, 30_000), batch=st.sampled_from([1, 8, 17]))
+def test_memory_limit_holds_or_the_error_says_how_much_is_missing(
+    data, limit, batch, profiles
+) -> None:
+    profile = data.draw(profiles())
+    request = PlanRequest("job", batch, memory_limit_bytes=limit)
+    error = None
+    try:
+        plan = make_plan(profile, cluster_of([2, 1], 2), request)
+    except InfeasibleError as caught:
+        error = caught
+    if error is None:
+        assert max(plan.prediction.peak_memory_bytes) <= limit
+    else:
+        assert "more than its limit" in error.message
+        assert "pipeline.memory_limit" in error.cure
+
+
+def test_memory_of_the_device_is_a_limit_too(chain) -> None:
+    roomy = make_plan(chain(8), cluster_of([4], 4), PlanRequest("job", 64, micro_batches=8))
+    limit = max(roomy.prediction.peak_memory_bytes) - 1
+    tight = cluster_of([4], 4, memory_bytes=limit)
+    plan = make_plan(chain(8), tight, PlanRequest("job", 64, micro_batches=8))
+    assert max(plan.prediction.peak_memory_bytes) <= limit
+    assert plan.prediction.step_time_s >= roomy.prediction.step_time_s
+
+
+def test_memory_decides_where_to_cut(make_profile, make_operator) -> None:
+    heavy = {"saved": (("big", 50_000),)}
+    operators = [make_operator(i, **(heavy if i < 1 else {})) for i in range(8)]
+    profile = make_profile(operators, [(i, i + 1) for i in range(7)])
+    free = PlanRequest("job", 16, micro_batches=2, stages=2, schedule="gpipe")
+    loose = make_plan(profile, cluster_of([2], 2), free)
+    limit = loose.prediction.peak_memory_bytes[0] - 1000
+    plan = make_plan(profile, cluster_of([2], 2), replace(free, memory_limit_bytes=limit))
+    assert max(plan.prediction.peak_memory_bytes) <= limit
+    assert sizes(plan)[0] < sizes(loose)[0]
+
+
+def test_smaller_micro_batches_are_found_where_only_they_fit(chain) -> None:
+    request = PlanRequest("job", 64, stages=2, memory_limit_bytes=8_200)
+    plan = make_plan(chain(4), cluster_of([2], 2), request)
+    assert plan.micro_batch_size <= 2
+    assert max(plan.prediction.peak_memory_bytes) <= 8_200
+
+
+def test_infeasible_error_names_rank_stage_figures_and_cures(chain) -> None:
+    request = PlanRequest(
+        "job", 64, micro_batches=8, stages=2, schedule="gpipe", memory_limit_bytes=30_000
+    )
+    with pytest.raises(InfeasibleError) as caught:
+        make_plan(chain(8), cluster_of([2], 2), request)
+    error = caught.value
+    assert error.exit_code == 4
+    assert error.message == (
+        "no feasible plan: the one with the smallest peak found needs 46.5 KiB on rank 1 "
+        "(stage 1 of 2: process 4.88 KiB, parameters, gradients and optimizer 1.56 KiB, "
+        "4.88 KiB for each micro-batch in flight (at most 8, of 8 samples)), "
+        "17.2 KiB more than its limit of 29.3 KiB"
+    )
+    assert error.cure == (
+        "pipeline.memory_limit: 1MiB would do; 4 stages on 4 ranks: about 29.1 KiB (fits); "
+        "schedule 1f1b: about 12.7 KiB (fits)"
+    )
+
+
+def test_smaller_micro_batches_are_offered_as_a_cure(chain) -> None:
+    request = PlanRequest(
+        "job", 64, micro_batches=4, stages=2, schedule="1f1b", memory_limit_bytes=15_000
+    )
+    with pytest.raises(InfeasibleError) as caught:
+        make_plan(chain(8), cluster_of([2], 2), request)
+    assert "micro_batches 8: about 12.7 KiB (fits)" in caught.value.cure
+
+
+def test_a_limit_below_the_process_itself_blames_only_the_limit(chain) -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        make_plan(chain(8), cluster_of([2], 2), PlanRequest("job", 64, memory_limit_bytes=4_000))
+    assert caught.value.cure == "pipeline.memory_limit: 1MiB would do"
+
+
+def test_more_stages_than_cuts(chain) -> None:
+    request = PlanRequest("job", 64, stages=5)
+    with pytest.raises(InfeasibleError, match="3 possible cuts: at most 4 stages"):
+        make_plan(chain(4), cluster_of([8], 8), request)
+
+
+def test_planning_does_not_depend_on_hash_order(tmp_path) -> None:
+    """Branches of equal cost leave many ties; every interpreter must break them alike."""
+    script = Path(__file__).with_name("plan_a_tie.py")
+    outputs = set()
+    for seed in ("0", "1", "12345"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(
+            [sys.executable, str(script)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        outputs.add(done.stdout)
+    assert len(outputs) == 1
+    assert json.loads(outputs.pop())["stages"]
+
+
+def test_a_thousand_operators_are_planned_in_seconds(make_profile, make_operator) -> None:
+    """Residual blocks of three branches each, as in an exported vision model."""
+    operators, edges = [make_operator(0)], []
+    while len(operators) < 1200:
+        start = len(operators) - 1
+        for _ in range(3):
+            first = len(operators)
+            edges += [(start, first), (first, first + 1), (first, start + 7)]
+            edges[-1] = (first + 1, start + 7)
+            operators += [make_operator(first), make_operator(first + 1)]
+        operators.append(make_operator(len(operators)))
+    profile = make_profile(operators, edges)
+    started = time.process_time()
+    plan = make_plan(profile, cluster_of([2, 2], 2), PlanRequest("job", 64, micro_batches=8))
+    assert time.process_time() - started < 15
+    search = plan.search
+    assert search.max_stage_load_s <= 1.25 * search.lower_bound_s
