@@ -20,7 +20,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED) ## train a small GPT in a pipeline of four ranks on this machine
 	$(BIN)/pipectl check $(JOB)
 	$(BIN)/pipectl profile $(JOB)
-	$(BIN)/pipectl plan $(JOB)
+	$(BIN)/pipectl plan $(JOB) --scheduler local
 	$(BIN)/pipectl submit $(JOB) --scheduler local --wait
 	@echo
 	$(BIN)/pipectl status last
