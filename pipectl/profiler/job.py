@@ -38,10 +38,10 @@ def profile_job(spec: JobSpec, progress: Progress | None = None) -> Profile:
     Raises:
         CaptureError: the model, its loss or its data cannot be captured.
     """
-    baseline_bytes = psutil.Process().memory_info().rss
     torch.set_num_threads(spec.resources.cpus_per_task)
     job = CapturedJob(spec)
-    return _Profiling(job, progress or (lambda _done, _total, _name: None)).profile(baseline_bytes)
+    profiling = _Profiling(job, progress or (lambda _done, _total, _name: None))
+    return profiling.profile(_baseline_bytes(job, measured_sizes(spec)[0]))
 
 
 def measured_sizes(spec: JobSpec) -> tuple[int, ...]:
@@ -52,6 +52,17 @@ def measured_sizes(spec: JobSpec) -> tuple[int, ...]:
     stages = spec.pipeline.stages or spec.resources.ranks
     base = max(1, -(-batch // (2 * stages)))
     return (base, max(1, base // 4)) if base > 1 else (base,)
+
+
+def _baseline_bytes(job: CapturedJob, size: int) -> int:
+    """What a rank holds besides its stages: libraries, captured graph and data.
+
+    Taken right after the capture, which every rank does for itself and which leaves more behind
+    than importing torch does.
+    """
+    job.training_graph(size)
+    states_bytes = sum(tensor.nbytes for tensor in job.states.values())
+    return max(0, int(psutil.Process().memory_info().rss) - states_bytes)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,128 @@
+"""The main job on a real Slurm of four virtual nodes: profiled, planned and trained there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipectl.runtime import checkpoint
+
+JOB = Path(__file__).parents[2] / "configs" / "gpt-stdlib.yaml"
+SMALL = [
+    "training.steps=80",
+    "training.batch_size=8",
+    "model.kwargs.layers=2",
+    "model.kwargs.width=64",
+    "pipeline.micro_batches=4",
+    "evaluation.data.kwargs.windows=16",
+]
+pytestmark = pytest.mark.timeout(300)
+
+
+def pipectl(folder: Path, *arguments: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "pipectl", *arguments, "--json"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+def submit(folder: Path, scheduler: str, *settings: str) -> str:
+    sets = [part for setting in [*SMALL, *settings] for part in ("--set", setting)]
+    answer = pipectl(folder, "submit", str(JOB), "--scheduler", scheduler, *sets)
+    return Path(answer["directory"]).name
+
+
+def watch(folder: Path, run: str, timeout_s: float = 200) -> list[dict[str, Any]]:
+    """The status of a run, asked again and again until it is over."""
+    seen = []
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        seen.append(pipectl(folder, "status", run))
+        if seen[-1]["state"] not in ("QUEUED", "RUNNING", "COMPLETING"):
+            return seen
+        time.sleep(0.3)
+    raise AssertionError(f"not over after {timeout_s} s: {seen[-1]}")
+
+
+def weights(folder: Path, run: str) -> dict[str, torch.Tensor]:
+    return checkpoint.load(max((folder / "runs" / run / "checkpoints").glob("step-*")))
+
+
+@pytest.fixture(scope="session")
+def local_weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The same job, trained without a batch system on one rank."""
+    folder = tmp_path_factory.mktemp("local")
+    run = submit(folder, "local", "resources.nodes=1", "resources.tasks_per_node=1")
+    assert watch(folder, run)[-1]["state"] == "COMPLETED"
+    return weights(folder, run)
+
+
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_the_job_runs_on_virtual_nodes_and_gives_the_local_weights(
+    lab: Path, tmp_path: Path, local_weights: dict[str, torch.Tensor], nodes: int
+) -> None:
+    settings = [f"resources.nodes={nodes}", "resources.tasks_per_node=1"]
+    stages = [f"pipeline.stages={nodes}", "slurm.directives=[--begin=now+4]"]
+    run = submit(tmp_path, "slurm", *settings, *stages)
+    seen = watch(tmp_path, run)
+    states = list(dict.fromkeys(status["state"] for status in seen))
+    assert states[0] == "QUEUED"
+    assert "RUNNING" in states
+    assert states[-1] == "COMPLETED", (tmp_path / "runs" / run / "logs" / "job.log").read_text()
+    training = [s for s in seen if s["state"] == "RUNNING" and s["phase"] == "training"]
+    assert any(status["step"] > 0 and status["last_loss"] for status in training)
+    last = seen[-1]
+    assert last["step"] == last["steps"] == 80
+    assert last["last_loss"] < last["first_loss"]
+    assert len({rank["node"] for rank in last["ranks"]}) == nodes
+    assert last["predicted_step_time_s"] > 0
+    found = weights(tmp_path, run)
+    assert found.keys() == local_weights.keys()
+    assert all(torch.equal(found[name], local_weights[name]) for name in found)
+
+
+def test_a_failing_model_fails_the_slurm_job_and_status_names_the_culprit(
+    lab: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "model.py").write_text(
+        "import torch\n"
+        "def build():\n"
+        "    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 3))\n"
+        "class Data:\n"
+        "    def __len__(self):\n"
+        "        return 64\n"
+        "    def __getitem__(self, index):\n"
+        "        if index == 63:\n"
+        "            raise RuntimeError('sample 63 is broken')\n"
+        "        return torch.ones(4), 1\n"
+    )
+    (tmp_path / "job.yaml").write_text(
+        "version: 1\n"
+        "name: broken\n"
+        "model: ./model.py:build\n"
+        "loss: torch.nn:CrossEntropyLoss\n"
+        "data: ./model.py:Data\n"
+        "training: {steps: 40, batch_size: 8}\n"
+        "pipeline: {stages: 2, micro_batches: 2}\n"
+        "resources: {nodes: 2, tasks_per_node: 1}\n"
+    )
+    answer = pipectl(tmp_path, "submit", "job.yaml", "--scheduler", "slurm")
+    run = Path(answer["directory"]).name
+    last = watch(tmp_path, run)[-1]
+    assert last["state"] == "FAILED"
+    shown = subprocess.run(
+        [sys.executable, "-m", "pipectl", "status", run],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "sample 63 is broken" in shown.stdout
+    assert "rank 0" in shown.stdout or "rank 1" in shown.stdout
