@@ -34,11 +34,12 @@ finish() {
 trap finish EXIT
 
 # Signals go on to the running command; bash sees them only while it waits, so every command
-# runs in the background, and 'wait' is repeated after a signal.
+# runs in the background, and 'wait' is repeated after a signal. Should a command end in the very
+# moment of a signal, bash loses its exit code (wait gives -1): then the signal's code counts.
 child=
 interrupted=
 forward() {
-    interrupted=1
+    interrupted=$2
     if [[ -n $child ]]; then
         kill -s "$1" "$child" 2>/dev/null
     elif [[ $1 == TERM || $1 == INT ]]; then
@@ -50,7 +51,7 @@ trap 'forward INT 130' INT
 trap 'forward USR1 138' USR1
 trap 'forward USR2 140' USR2
 run() {
-    local code
+    local code signalled=1
     "$@" &
     child=$!
     while :; do
@@ -58,8 +59,10 @@ run() {
         wait "$child"
         code=$?
         [[ -z $interrupted ]] && break
+        signalled=$interrupted
     done
     child=
+    ((code >= 0)) || code=$signalled
     return "$code"
 }
 

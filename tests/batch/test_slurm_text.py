@@ -117,9 +117,8 @@ def test_submitted_id(text: str, job_id: str | None) -> None:
 
 
 def test_exit_codes_of_scontrol() -> None:
-    lines = sample("exitcodes.txt") + "\n" + (SAMPLES / "exitcodes.txt").read_text()
     codes = {}
-    for line in lines.splitlines():
+    for line in (SAMPLES / "exitcodes.txt").read_text().splitlines():
         state = parse_state(line.split("JobState=")[1].split()[0])
         codes[line.split()[0]] = parse_exit_code(line, state)
     assert codes == {

@@ -1,0 +1,81 @@
+"""A Slurm cluster of four virtual nodes for the tests of this folder."""
+
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pipectl.batch import JobState, JobStatus
+from pipectl.batch.slurm import SlurmScheduler
+
+LAB = Path(__file__).parents[2] / "slurm" / "lab"
+HOW = "Slurm is not installed; slurm/README.md says how to get it"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything that uses the lab is marked ``slurm``."""
+    for item in items:
+        if "lab" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slurm)
+
+
+@pytest.fixture(scope="session")
+def lab() -> Iterator[Path]:
+    """Bring the lab up with ports of its own; SLURM_CONF is set while tests use it."""
+    if shutil.which("sbatch") is None:
+        if os.environ.get("PIPECTL_REQUIRE_SLURM") == "1":
+            pytest.fail(HOW)
+        pytest.skip(HOW)
+    state = Path(tempfile.mkdtemp(prefix="pipectl-lab-"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PIPECTL_LAB", str(state))
+        patch.setenv("PIPECTL_LAB_PORT", str(_five_free_ports()))
+        patch.setenv("SLURM_CONF", str(state / "slurm.conf"))
+        try:
+            up = subprocess.run([LAB / "up"], capture_output=True, text=True, timeout=60)
+            assert up.returncode == 0, up.stderr
+            yield state
+        finally:
+            subprocess.run([LAB / "down"], check=True, timeout=60)
+            shutil.rmtree(state, ignore_errors=True)
+
+
+@pytest.fixture
+def wait_for(lab: Path) -> Callable[..., JobStatus]:
+    """Poll a job until it is in one of some states; the default: until it is over."""
+
+    def wait(job_id: str, *states: JobState, timeout_s: float = 60.0) -> JobStatus:
+        wanted = states or tuple(state for state in JobState if state.final)
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            status = SlurmScheduler().query([job_id])[job_id]
+            if status.state in wanted:
+                return status
+            time.sleep(0.1)
+        raise AssertionError(f"job {job_id} is {status}, not one of {wanted}")
+
+    return wait
+
+
+def _five_free_ports() -> int:
+    """The first of five neighbouring ports that nobody listens on."""
+    start = 20000 + os.getpid() % 1000 * 10
+    for base in range(start, start + 20000, 10):
+        if all(_is_free(port) for port in range(base, base + 5)):
+            return base
+    raise AssertionError("no free ports")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
