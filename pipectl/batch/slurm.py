@@ -115,12 +115,19 @@ class SlurmScheduler:
         return max(matches, key=int, default=None)
 
     def _recover(self, tag: str, said: str) -> str:
-        """The job that sbatch may have made before its answer was lost."""
-        job_id = self.find(tag)
+        """The job that sbatch may have made before its answer was lost.
+
+        Raises:
+            NoAnswerError: none is found, which does not prove that none comes.
+        """
+        try:
+            job_id = self.find(tag)
+        except SchedulerError as error:
+            job_id, said = None, f"{said}; {error.message}"
         if job_id is None:
-            raise SchedulerError(
-                f"sbatch gave no job id and no job carries the tag {tag}: {said}",
-                cure="check `squeue --me`, then submit again",
+            raise process.NoAnswerError(
+                f"sbatch gave no job id, and no job with the comment {tag!r} is listed: {said}",
+                cure="look with `squeue --me -o '%i %k'` before you submit again",
             )
         return job_id
 

@@ -92,9 +92,12 @@ def test_an_uncertain_failure_is_looked_up_too(
 
 def test_a_lost_job_is_not_submitted_twice(slurm: "FakeSlurm", make_request: MakeRequest) -> None:
     slurm.answer("sbatch", stderr="Unable to contact slurm controller", rc=1)
-    with pytest.raises(SchedulerError, match="tag tag-1: Unable to contact"):
+    with pytest.raises(NoAnswerError, match="'tag-1' is listed: Unable to contact"):
         SlurmScheduler().submit(SCRIPT, make_request())
-    assert len(slurm.calls("sbatch")) == 1
+    slurm.answer("squeue", stderr="squeue is down", rc=1)
+    with pytest.raises(NoAnswerError, match="Unable to contact.*squeue is down"):
+        SlurmScheduler().submit(SCRIPT, make_request())
+    assert len(slurm.calls("sbatch")) == 2
 
 
 def test_find_takes_the_latest_job_of_a_tag(slurm: "FakeSlurm") -> None:
