@@ -28,11 +28,13 @@ class Aliases:
         groups: a group's id for every operator that must share a stage with others.
         requires_grad: whether the operator's value has a gradient.
         returned_argument: the argument node that an in-place operator returned itself.
+        settled: for values that are written after they are made: the operator of the last write.
     """
 
     groups: dict[str, str] = field(default_factory=dict)
     requires_grad: dict[str, bool] = field(default_factory=dict)
     returned_argument: dict[str, fx.Node] = field(default_factory=dict)
+    settled: dict[str, str] = field(default_factory=dict)
 
 
 def find_aliases(graph: CapturedGraph, states: Mapping[str, Tensor]) -> Aliases:
@@ -64,6 +66,7 @@ class _FakeRun:
     def result(self) -> Aliases:
         self._group_mutated()
         self._group_tuples()
+        self._settle()
         members: dict[fx.Node, list[fx.Node]] = {}
         for node in self._graph.operators:
             members.setdefault(self._root(node), []).append(node)
@@ -107,12 +110,10 @@ class _FakeRun:
         index = self._index[node]
         for storage in {*_storages(tensors), *_storages(result)}:
             self._touched.setdefault(storage, []).append(node)
-        for tensor in _statistics_written(node.target, args, kwargs):
+        written = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
+        for tensor in (*written, *_declared_writes(node.target, args, kwargs)):
             self._last_write.update(dict.fromkeys(_storages(tensor), index))
-        for tensor, version in zip(tensors, versions, strict=True):
-            if tensor._version != version:
-                self._last_write.update(dict.fromkeys(_storages(tensor), index))
-                self._note_returned(node, tensor, result)
+            self._note_returned(node, tensor, result)
         leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         self._found.requires_grad[node.name] = any(leaf.requires_grad for leaf in leaves)
         return result
@@ -135,6 +136,14 @@ class _FakeRun:
             if not isinstance(self._values[node], Tensor):
                 self._join([node, *(user for user in node.users if user in self._index)])
 
+    def _settle(self) -> None:
+        for index, node in enumerate(self._graph.operators):
+            last = max(
+                (self._last_write.get(s, -1) for s in _storages(self._values[node])), default=-1
+            )
+            if last > index:
+                self._found.settled[node.name] = self._graph.operators[last].name
+
     def _join(self, nodes: list[fx.Node]) -> None:
         for node in nodes[1:]:
             low, high = sorted(
@@ -149,15 +158,17 @@ class _FakeRun:
         return node
 
 
-def _statistics_written(target: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Running statistics that a normalisation updates: neither schema nor version tells of it."""
+def _declared_writes(target: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """What an operator says it writes, and running statistics, of which nothing tells."""
     schema = getattr(target, "_schema", None)
     if schema is None:
         return []
     given = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
-    if not any(given.get(flag) for flag in ("training", "use_input_stats", "train")):
-        return []
-    return [given[name] for name in ("running_mean", "running_var") if given.get(name) is not None]
+    names = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+    if any(given.get(flag) is True for flag in ("training", "use_input_stats", "train")):
+        names += ["running_mean", "running_var"]
+    found = pytree.tree_leaves([given.get(name) for name in names])
+    return [leaf for leaf in found if isinstance(leaf, Tensor)]
 
 
 def _storages(value: Any) -> list[int]:

@@ -74,13 +74,14 @@ class _Builder:
         states, inputs = self._states(), self._inputs()
         for slot in [*states, *map(Slot, inputs), *self._received]:
             self._local[slot] = self._graph.placeholder("_".join(filter(None, slot)))
+        forks = self._forks()
         for node in self._nodes():
             if is_random(node, self._captured.root):
                 key = seed_of(node.name)
                 self._graph.call_function(seed_operator, (seed, key))
             self._local[Slot(node.name)] = self._copy(node)
-            if node.name in self._forks():
-                self._fork(node.name)
+            for name in forks.get(node.name, ()):
+                self._fork(name, node.name)
         results = self._results()
         self._graph.output(tuple(self._local[slot] for slot in results))
         module = fx.GraphModule(self._captured.root, self._graph, class_name=f"Stage{self._stage}")
@@ -110,8 +111,12 @@ class _Builder:
         apart = self._cut.training and uses_of_parameter(self._captured, placeholder)
         return Slot(placeholder, user if apart else "")
 
-    def _forks(self) -> set[str]:
-        return set(self._cut.forked(self._stage))
+    def _forks(self) -> dict[str, list[str]]:
+        """Values to fork behind each operator: where their memory is written for the last time."""
+        found: dict[str, list[str]] = {}
+        for name in self._cut.forked(self._stage):
+            found.setdefault(self._captured.settled.get(name, name), []).append(name)
+        return found
 
     def _copy(self, node: fx.Node) -> fx.Node:
         def local(source: fx.Node) -> Any:
@@ -127,9 +132,11 @@ class _Builder:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), local)
         return self._graph.create_node("call_function", node.target, args, kwargs, node.name)
 
-    def _fork(self, name: str) -> None:
-        """Give every use of a value an alias of its own, whose gradients are summed in order."""
-        users = self._captured.users[name]
+    def _fork(self, name: str, behind: str) -> None:
+        """Give every later use of a value an alias of its own, with gradients summed in order."""
+        position = self._captured.position
+        later = position[behind]
+        users = [user for user in self._captured.users[name] if position[user] > later]
         fork = self._graph.call_function(fork_uses, (self._local[Slot(name)], len(users)))
         for index, user in enumerate(users):
             item = self._graph.call_function(_item, (fork, index))

@@ -30,7 +30,7 @@ def _one_thread() -> Any:
 
 @pytest.fixture(scope="session")
 def make_spec(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., JobSpec]:
-    """``make_spec(model, loss=..., data=..., **sections)``: names from models.py or with a colon."""
+    """``make_spec(model, loss=, data=, **sections)``: names of models.py or with a colon."""
 
     def make(
         model: str, *, loss: str = "torch.nn:CrossEntropyLoss", data: str = "Vectors", **more: Any

@@ -226,6 +226,24 @@ class Tuples(nn.Module):
         return self.head(p.sigmoid() * q + r.transpose(0, 1).contiguous().transpose(0, 1))
 
 
+class Crossing(nn.Module):
+    """A value that is written through a view of itself, then read in several places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+        self.b = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        y[:, 1:3].mul_(2.0)
+        left = self.b(y)
+        right = y.sigmoid()
+        y = y + left
+        return self.head(y * right + left)
+
+
 class Frozen(nn.Module):
     def __init__(self) -> None:
         super().__init__()
