@@ -95,7 +95,7 @@ def test_a_lost_job_is_not_submitted_twice(slurm: "FakeSlurm", make_request: Mak
     with pytest.raises(NoAnswerError, match="'tag-1' is listed: Unable to contact"):
         SlurmScheduler().submit(SCRIPT, make_request())
     slurm.answer("squeue", stderr="squeue is down", rc=1)
-    with pytest.raises(NoAnswerError, match="Unable to contact.*squeue is down"):
+    with pytest.raises(NoAnswerError, match=r"Unable to contact.*squeue is down"):
         SlurmScheduler().submit(SCRIPT, make_request())
     assert len(slurm.calls("sbatch")) == 2
 
