@@ -1,0 +1,95 @@
+"""What the documentation names exists, and its examples are accepted."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from pipectl.cli import app
+from pipectl.cluster import Cluster
+from pipectl.profile import Profile
+
+CHECKOUT = Path(__file__).parents[2]
+PAGES = [
+    CHECKOUT / "README.md",
+    CHECKOUT / "slurm" / "README.md",
+    *sorted((CHECKOUT / "docs").glob("*.md")),
+]
+FENCED = re.compile(r"^```(\w+) (\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def _anchors(page: Path) -> set[str]:
+    """Names of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def _example(kind: str) -> dict:
+    """The example of a kind in docs/formats.md."""
+    text = (CHECKOUT / "docs" / "formats.md").read_text(encoding="utf-8")
+    return next(json.loads(body) for _, name, body in FENCED.findall(text) if name == kind)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if target.startswith("http"):
+            continue
+        name, _, anchor = target.partition("#")
+        path = page if not name else page.parent / name
+        if not path.exists() or (anchor and anchor not in _anchors(path)):
+            broken.append(target)
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_and_options_exist(page):
+    commands = get_command(app).commands
+    text = page.read_text(encoding="utf-8")
+    code = "\n".join(re.findall(r"^    .*$|`[^`\n]+`", text, re.MULTILINE))
+    for name, rest in re.findall(r"pipectl ([a-z]+)\b([^`\n&#]*)", code):
+        assert name in commands
+        known = {option for parameter in commands[name].params for option in parameter.opts}
+        assert set(re.findall(r"(?<=\s)--[a-z-]+", rest)) <= known, f"pipectl {name}{rest}"
+
+
+def test_every_page_is_in_the_index():
+    index = (CHECKOUT / "README.md").read_text(encoding="utf-8")
+    missing = [page.name for page in PAGES[2:] if f"docs/{page.name}" not in index]
+    assert missing == []
+
+
+def test_every_command_is_in_the_readme():
+    readme = PAGES[0].read_text(encoding="utf-8")
+    missing = [name for name in get_command(app).commands if f"| `pipectl {name}" not in readme]
+    assert missing == []
+
+
+def test_example_profile_is_accepted():
+    profile = Profile.from_json(_example("profile"))
+    assert len(profile.operators) == 2
+    assert profile.assumptions == ()
+
+
+def test_example_cluster_is_accepted():
+    assert Cluster.from_json(_example("cluster")).ranks == 4
+
+
+def test_documented_profile_keys_are_those_that_are_written():
+    text = (CHECKOUT / "docs" / "formats.md").read_text(encoding="utf-8")
+    section = text.split("## profile.json")[1].split("## cluster.json")[0]
+    written = Profile.from_json(_example("profile")).to_json()
+    keys = {*written, *(key for node in written["nodes"] for key in node)}
+    assert {key for key in keys if f"`{key}`" not in section and f'"{key}"' not in section} == set()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
+def test_drawings_of_schedules_are_those_of_the_code(schedule):
+    source = (CHECKOUT / "pipectl" / "schedule" / f"{schedule}.py").read_text(encoding="utf-8")
+    page = (CHECKOUT / "docs" / "schedules.md").read_text(encoding="utf-8")
+    drawn = re.findall(r"^ +(stage \d  [\w.]+)$", source, re.MULTILINE)
+    assert len(drawn) == 4
+    assert "\n".join(f"    {line}" for line in drawn) in page
