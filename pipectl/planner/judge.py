@@ -85,6 +85,11 @@ class Judge:
         baseline = self._problem.baseline_bytes
         return simulate(plan, self._problem.cluster, process_baseline_bytes=baseline)
 
+    def _ties_at_best(self, candidate: Candidate) -> bool:
+        """Whether a candidate can at most tie, and is less simple than what it would tie with."""
+        best = self.best() if candidate.bound_s >= self._fastest * (1 - TIE) else None
+        return best is not None and candidate.simplicity > best.candidate.simplicity
+
     @property
     def _fastest(self) -> float:
         return min((v.simulation.step_time_s for v in self._verdicts), default=inf)
@@ -97,7 +102,7 @@ class Judge:
         """False if the candidate does not fit; one that cannot be best is not simulated."""
         if not self.may_fit(candidate.plan):
             return False
-        if self.is_beaten(candidate.bound_s):
+        if self.is_beaten(candidate.bound_s) or self._ties_at_best(candidate):
             return True
         simulation = self.simulate(candidate.plan)
         peaks = enumerate(simulation.peak_memory_bytes)

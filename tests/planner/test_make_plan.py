@@ -1,5 +1,6 @@
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -78,30 +79,41 @@ def test_every_operator_has_one_stage_and_nothing_flows_back(data, batch, cores,
     assert plan.micro_batches * plan.micro_batch_size >= batch
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    data=st.data(),
-    stages=st.integers(1, 3),
-    micro_batches=st.sampled_from([2, 4]),
-    bandwidth=st.sampled_from([1e5, 1e6, 1e8]),
-)
-def test_plan_is_near_the_best_of_all(
-    data, stages, micro_batches, bandwidth, profiles, partitions_of
-) -> None:
-    profile = data.draw(profiles(most=6))
-    cluster = cluster_of([2, 2], 1, link=Link(1e-5, bandwidth))
-    request = PlanRequest("job", 8 * micro_batches, micro_batches, stages)
-    problem = Problem(profile, cluster, request, condense(profile))
-    choices = (
-        Choice(partition, placement, 8, *warm_up)
-        for partition in partitions_of(problem.graph, stages)
-        for placement in placements(cluster, stages)
-        for warm_up in warm_ups(request, stages, micro_batches)
-    )
-    times = [simulate(problem.plan(choice), cluster).step_time_s for choice in choices]
-    if times:
-        plan = make_plan(profile, cluster, request)
-        assert plan.prediction.step_time_s <= 1.35 * min(times) + 1e-9
+def random_chain_with_skips(rng, make_profile, make_operator):
+    count = rng.randint(6, 9)
+    operators = [
+        make_operator(
+            i,
+            forward_s=rng.random() * 1e-2,
+            backward_s=rng.random() * 2e-2,
+            output_bytes=rng.randint(0, 10**5),
+            gradient_bytes=rng.randint(0, 10**5),
+        )
+        for i in range(count)
+    ]
+    skips = [(i, i + 2) for i in range(count - 2) if rng.random() < 0.2]
+    return make_profile(operators, [(i, i + 1) for i in range(count - 1)] + skips)
+
+
+def test_plans_are_near_the_best_of_all(make_profile, make_operator, partitions_of) -> None:
+    """On 20 random problems: at most 1% above the best of all choices on average."""
+    rng = random.Random(0)
+    gaps = []
+    for _ in range(20):
+        profile = random_chain_with_skips(rng, make_profile, make_operator)
+        stages, micro_batches = rng.randint(2, 4), rng.choice([2, 4, 8])
+        cluster = cluster_of([2, 2], rng.choice([1, 2]), link=Link(1e-5, rng.choice([3e6, 1e8])))
+        request = PlanRequest("job", 8 * micro_batches, micro_batches, stages)
+        problem = Problem(profile, cluster, request, condense(profile))
+        best_s = min(
+            simulate(problem.plan(Choice(one, placement, 8, *order)), cluster).step_time_s
+            for one in partitions_of(problem.graph, stages)
+            for placement in placements(cluster, stages)
+            for order in warm_ups(request, stages, micro_batches)
+        )
+        gaps.append(make_plan(profile, cluster, request).prediction.step_time_s / best_s - 1)
+    assert max(gaps) < 0.15
+    assert sum(gaps) / len(gaps) < 0.01
 
 
 def test_two_cores_for_four_ranks_are_not_four_times_as_fast(chain) -> None:
