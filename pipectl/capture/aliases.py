@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.utils import _pytree as pytree
+
+from pipectl.capture.factories import line_in
+from pipectl.errors import CaptureError
 
 if TYPE_CHECKING:
     from pipectl.capture.graph import CapturedGraph
@@ -106,7 +113,14 @@ class _FakeRun:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._values.__getitem__)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         versions = [tensor._version for tensor in tensors]
-        result = node.target(*args, **kwargs)  # type: ignore[operator]
+        try:
+            result = node.target(*args, **kwargs)  # type: ignore[operator]
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            raise CaptureError(
+                f"model: {node.name!r} has a size that depends on the data"
+                + line_in(node.meta.get("stack_trace") or ""),
+                cure="give the tensor a fixed size (padding and a mask, for example)",
+            ) from None
         index = self._index[node]
         for storage in {*_storages(tensors), *_storages(result)}:
             self._touched.setdefault(storage, []).append(node)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from pipectl.capture.factories import user_line
+from pipectl.capture.factories import line_in, user_line
 from pipectl.capture.step import Step
 from pipectl.errors import CaptureError
 
@@ -75,7 +75,7 @@ def _explain(error: Exception) -> CaptureError:
     """What a failed export means, in one line, with the line of the model that causes it."""
     first = next((line for line in str(error).splitlines() if line.strip()), "")
     first = re.sub(r"\s*\(unhinted:.*", "", first).strip()
-    place = user_line(error.__traceback__) or _line_in_message(str(error))
+    place = user_line(error.__traceback__) or line_in(str(error))
     if "data-dependent" in str(error).lower() or "unbacked" in str(error).lower():
         what = "its control flow depends on the values of tensors"
         cure = "express the choice with torch.where or torch.cond, or move it out of forward()"
@@ -83,10 +83,3 @@ def _explain(error: Exception) -> CaptureError:
         what = f"{type(error).__name__}: {first}"
         cure = "see whether torch.export.export(model, args, strict=False) takes it, and change it"
     return CaptureError(f"model: cannot be captured{place}: {what}", cure=cure)
-
-
-def _line_in_message(message: str) -> str:
-    """The last user frame torch printed into its own message, if any."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', message)
-    own = [frame for frame in frames if "site-packages" not in frame[0]]
-    return f" (at {own[-1][0]}:{own[-1][1]})" if own else ""

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -80,11 +81,20 @@ def user_line(trace: TracebackType | None) -> str:
     return f" (at {own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
+def line_in(text: str) -> str:
+    """The same for the last user frame in a traceback that torch printed into ``text``."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', text)
+    own = [frame for frame in frames if _is_user_code(frame[0])]
+    return f" (at {own[-1][0]}:{own[-1][1]})" if own else ""
+
+
 def _is_user_code(filename: str) -> bool:
     package = f"{Path(__file__).parents[1]}{os.sep}"
-    library = ("site-packages", "dist-packages", f"{sys.prefix}/lib/python", "<frozen", "<eval")
+    library = ("site-packages", "dist-packages", f"{sys.prefix}/lib/python")
     stdlib = str(Path(inspect.__file__).parent)
-    return not filename.startswith((package, stdlib)) and not any(p in filename for p in library)
+    return not filename.startswith((package, stdlib, "<")) and not any(
+        p in filename for p in library
+    )
 
 
 def _import_file(path: Path, factory: str) -> ModuleType:

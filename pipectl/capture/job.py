@@ -75,7 +75,7 @@ class CapturedJob:
         return graph
 
     def evaluation_graph(self, batch: int) -> CapturedGraph:
-        """The evaluation graph (``model.eval()``), outputs included."""
+        """The evaluation graph (``model.eval()``), with outputs if a metric wants them."""
         return self._graph(batch, training=False)
 
     def evaluation_loader(self) -> Loader | None:
@@ -133,7 +133,7 @@ class CapturedJob:
         size = batch if known else max(batch, _SMALLEST_EXPORT)
         inputs, targets = self.loader.example(size)
         self._check_batch(inputs, targets, size)
-        self.step.with_outputs = not training
+        self.step.with_outputs = not training and bool(self.metrics())
         self.step.train(training)
         with torch.random.fork_rng(devices=[]):
             program = export_step(self.step, inputs, targets)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from pipectl.errors import CaptureError
 
 Loss = Callable[[Any, Any], Tensor]
+_PLAIN = (Tensor, int, float, bool, str, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class Step(nn.Module):
@@ -33,7 +36,7 @@ class Step(nn.Module):
         outputs = self.model(**inputs) if isinstance(inputs, Mapping) else self.model(inputs)
         loss = loss_of_outputs(outputs) if self.loss is None else self.loss(outputs, targets)
         check_loss(loss)
-        return (loss, outputs) if self.with_outputs else loss
+        return (loss, exportable(outputs)) if self.with_outputs else loss
 
 
 def loss_of_outputs(outputs: Any) -> Any:
@@ -45,6 +48,18 @@ def loss_of_outputs(outputs: Any) -> Any:
     if isinstance(outputs, tuple | list) and outputs:
         return outputs[0]
     return getattr(outputs, "loss", None)
+
+
+def exportable(outputs: Any) -> Any:
+    """What a model returned, in a form that export takes.
+
+    Dataclasses are made known to torch; objects that hold no plain data (caches, say) become None.
+    """
+    for leaf in pytree.tree_leaves(outputs):
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            torch.export.register_dataclass(type(leaf))
+            return exportable(outputs)
+    return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, _PLAIN) else None, outputs)
 
 
 def check_loss(loss: Any) -> None:

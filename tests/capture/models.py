@@ -107,6 +107,7 @@ class ModelOutput:
     loss: Tensor
     logits: Tensor
     past: object = None
+    cache: object = None
 
 
 class WithModelOutput(WithLoss):
@@ -114,7 +115,7 @@ class WithModelOutput(WithLoss):
 
     def forward(self, x: Tensor, y: Tensor) -> ModelOutput:
         logits = self.inner(x)
-        return ModelOutput(nn.functional.cross_entropy(logits, y), logits)
+        return ModelOutput(nn.functional.cross_entropy(logits, y), logits, cache=object())
 
 
 class Branching(nn.Module):
@@ -138,6 +139,19 @@ class FixedBatch(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x.reshape(4, 2, 3).flatten(1))
+
+
+class PerSize(nn.Module):
+    """Another graph for every batch size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(int(x.shape[0])):
+            x = x + 1
+        return self.inner(x)
 
 
 class Inplace(nn.Module):
@@ -211,6 +225,18 @@ class Sizes(nn.Module):
         b = x.shape[0]
         rows = self.inner(x.reshape(b * 2, 3)) / (2 * b)
         return rows.view(b, 2, 3).mean(1) + torch.zeros(b, 3)
+
+
+class Masked(nn.Module):
+    """A tensor whose size depends on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x[x[:, 0] > 0]
+        return self.inner(x) + self.inner(kept).sum(0) / kept.shape[0]
 
 
 class Tuples(nn.Module):

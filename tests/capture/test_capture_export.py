@@ -1,0 +1,87 @@
+"""Models that export, that fix their batch size, and that cannot be captured."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipectl.capture import CapturedJob
+from pipectl.errors import CaptureError
+
+MODELS = Path(__file__).with_name("models.py")
+
+
+def test_control_flow_on_values_names_the_users_line(make_job) -> None:
+    with pytest.raises(CaptureError) as raised:
+        make_job("Branching").training_graph(4)
+    line = 1 + MODELS.read_text().splitlines().index(
+        "        if y.sum() > 0:  # data-dependent branch"
+    )
+    assert raised.value.message == (
+        f"model: cannot be captured (at {MODELS}:{line}): "
+        "its control flow depends on the values of tensors"
+    )
+    assert raised.value.cure is not None
+    assert "torch.where" in raised.value.cure
+
+
+def test_a_forward_that_raises_names_the_users_line(make_job, tmp_path: Path) -> None:
+    path = tmp_path / "wrong_shape_model.py"
+    path.write_text(
+        textwrap.dedent(
+            """\
+            from torch import nn
+            class Wrong(nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.a = nn.Linear(5, 5)
+                def forward(self, x):
+                    return self.a(x)
+            """
+        )
+    )
+    with pytest.raises(CaptureError) as raised:
+        make_job(f"{path}:Wrong").training_graph(4)
+    assert f"(at {path}:7)" in raised.value.message
+    assert "\n" not in raised.value.message
+
+
+def test_torch_stays_silent_about_a_failed_export(make_job, capfd) -> None:
+    with pytest.raises(CaptureError):
+        make_job("Branching").training_graph(4)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_one_graph_serves_every_batch_size_where_the_batch_is_free(job_of) -> None:
+    job = job_of("Sizes")
+    assert job.training_graph(4) is job.training_graph(1) is job.training_graph(17)
+    assert not job.training_graph(4).fixed
+
+
+def test_a_model_for_one_batch_size_is_captured_for_it(job_of) -> None:
+    graph = job_of("FixedBatch").training_graph(4)
+    assert graph.fixed
+    assert graph.batch_size == 4
+
+
+def test_a_model_for_one_batch_size_refuses_another(make_job) -> None:
+    with pytest.raises(CaptureError, match=r"^model: cannot be captured \(at .*models\.py:\d+\)"):
+        make_job("FixedBatch").training_graph(6)
+
+
+def test_the_model_is_equal_on_every_rank(make_job) -> None:
+    first, second = make_job("mlp"), make_job("mlp")
+    torch.manual_seed(99)
+    assert first.states.keys() == second.states.keys()
+    assert all(torch.equal(first.states[name], second.states[name]) for name in first.states)
+
+
+def test_a_graph_per_fixed_size_must_be_the_same_graph(make_job) -> None:
+    job: CapturedJob = make_job("PerSize")
+    assert job.training_graph(4).fixed
+    with pytest.raises(CaptureError) as raised:
+        job.training_graph(6)
+    assert raised.value.message == "model: its graph for 6 samples differs from that for 4"

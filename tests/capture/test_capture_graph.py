@@ -1,0 +1,227 @@
+"""The captured graph: operators, edges, what must stay together, and its fingerprint."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipectl.capture import CapturedJob
+from pipectl.errors import CaptureError
+
+MODELS = Path(__file__).with_name("models.py")
+
+
+def members(graph, name: str) -> set[str]:
+    group = graph.groups.get(name)
+    return {other for other, found in graph.groups.items() if found == group and group is not None}
+
+
+def test_operators_and_edges_of_a_chain(graph_of) -> None:
+    graph = graph_of("mlp")
+    names = ["linear", "relu", "linear_1", "cross_entropy_loss"]
+    assert [node.name for node in graph.operators] == names
+    assert list(graph.edges) == list(pairwise(names))
+    assert graph.loss == "cross_entropy_loss"
+    assert graph.groups == {}
+    assert all(graph.requires_grad.values())
+
+
+def test_edges_lead_forward(real_job) -> None:
+    for name in ("gpt", "cnn", "dense", "tied"):
+        graph = real_job(name).training_graph(4)
+        position = graph.position
+        assert all(position[source] < position[target] for source, target in graph.edges)
+        assert len(set(graph.edges)) == len(graph.edges)
+
+
+def test_operators_that_write_share_a_stage_with_what_they_write(graph_of) -> None:
+    graph = graph_of("Inplace")
+    assert members(graph, "relu_") == {"linear", "relu_"}
+    assert members(graph, "add_") == {"linear_1", "add_"}
+    assert members(graph, "index_put_") == {"empty_like", "copy_", "slice_1", "index_put_"}
+
+
+def test_readers_behind_the_last_write_are_free(graph_of) -> None:
+    graph = graph_of("Inplace")
+    assert "linear_2" not in graph.groups
+    assert "mean" not in graph.groups
+
+
+def test_readers_of_a_written_value_read_the_writing_operator(graph_of) -> None:
+    graph = graph_of("Inplace")
+    assert graph.users["linear"] == ("relu_",)
+    assert set(graph.users["relu_"]) == {"linear_1", "add_"}
+    assert "copy_" in graph.users["add_"]
+
+
+def test_a_value_written_through_a_view_is_settled_by_the_last_write(graph_of) -> None:
+    graph = graph_of("Crossing")
+    write = next(node.name for node in graph.operators if node.name.startswith("mul_"))
+    assert graph.settled["linear"] == write
+    assert members(graph, "linear") == members(graph, write)
+
+
+def test_a_norm_used_twice_stays_in_one_stage(graph_of) -> None:
+    graph = graph_of("SharedNorm")
+    assert members(graph, "batch_norm") == {"batch_norm", "batch_norm_1"}
+    assert members(graph, "add_") == {"add_", "add__1"}
+
+
+def test_a_norm_used_once_is_free(real_job) -> None:
+    graph = real_job("cnn").training_graph(4)
+    norms = [node.name for node in graph.operators if "batch_norm" in str(node.target)]
+    assert len(norms) == 7
+    assert not any({a, b} <= members(graph, a) for a in norms for b in norms if a != b)
+
+
+def test_a_norm_in_evaluation_writes_nothing(job_of) -> None:
+    graph = job_of("SharedNorm").evaluation_graph(4)
+    norms = [node.name for node in graph.operators if "batch_norm" in str(node.target)]
+    assert len(norms) == 2
+    assert graph.groups == {}
+
+
+def test_items_are_taken_out_where_the_tuple_is_made(graph_of) -> None:
+    assert members(graph_of("Tuples"), "split") == {"split", "getitem", "getitem_1", "getitem_2"}
+
+
+def test_tied_names_are_one_state(job_of) -> None:
+    job = job_of("Tied")
+    assert job.tied == {"model.last.weight": "model.first.weight"}
+    graph = job.training_graph(4)
+    names = [state.name for state in graph.states.values()]
+    assert names.count("model.first.weight") == 1
+    assert "model.last.weight" not in names
+    placeholder = next(p for p, s in graph.states.items() if s.name == "model.first.weight")
+    assert len(graph.users[placeholder]) == 2
+
+
+def test_sizes_follow_from_the_batch_size(graph_of) -> None:
+    graph = graph_of("Sizes")
+    sizes = [n for n in graph.graph.nodes if n.op == "call_function" and graph.is_size(n)]
+    assert sizes
+    found = {graph.size_at(node, 5) for node in sizes}
+    assert found <= {5, 10}
+    assert 5 in found
+    assert not {node.name for node in sizes} & set(graph.position)
+
+
+def test_a_size_from_the_data_is_refused(make_job) -> None:
+    with pytest.raises(CaptureError) as raised:
+        make_job("Masked").training_graph(4)
+    lines = MODELS.read_text().splitlines()
+    line = 1 + lines.index("        kept = x[x[:, 0] > 0]")
+    assert raised.value.message == (
+        f"model: 'index' has a size that depends on the data (at {MODELS}:{line})"
+    )
+    assert raised.value.cure == "give the tensor a fixed size (padding and a mask, for example)"
+
+
+def test_integer_values_have_no_gradient(real_job) -> None:
+    graph = real_job("gpt").training_graph(4)
+    assert not graph.requires_grad["arange"]
+    assert graph.requires_grad[graph.loss]
+
+
+def test_outputs_of_the_evaluation_graph_have_the_models_structure(make_job) -> None:
+    job = make_job(
+        "WithModelOutput",
+        loss="model",
+        data="Mappings",
+        kwargs={"form": ""},
+        evaluation={"data": f"{MODELS}:Mappings", "metrics": {"m": "builtins:max"}},
+    )
+    graph = job.evaluation_graph(4)
+    assert graph.outputs[0] == graph.loss
+    leaves = [torch.full((2,), float(index)) for index in range(len(graph.outputs))]
+    rebuilt = torch.utils._pytree.tree_unflatten(leaves, graph.output_spec)
+    assert type(rebuilt).__name__ == "ModelOutput"
+    assert rebuilt.logits.tolist() == [1.0, 1.0]
+    assert rebuilt.past is rebuilt.cache is None
+
+
+def test_outputs_that_no_metric_asks_for_are_left_out(make_job) -> None:
+    job = make_job("WithModelOutput", loss="model", data="Mappings", kwargs={"form": ""})
+    assert job.evaluation_graph(4).outputs == ()
+
+
+CODE = """
+import sys
+from itertools import pairwise
+from pathlib import Path
+from pipectl.capture import CapturedJob
+from pipectl.spec import load
+for path in sys.argv[1:]:
+    graph = CapturedJob(load(Path(path))).training_graph(4)
+    print(graph.fingerprint, sorted(graph.groups.items()))
+print("MPI" if "mpi4py" in sys.modules else "no MPI")
+"""
+
+
+def test_the_fingerprint_is_equal_in_another_process_which_needs_no_mpi(make_spec) -> None:
+    specs = [make_spec(name) for name in ("Inplace", "Tuples", "SharedNorm", "Tied")]
+    other = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    lines = subprocess.run(
+        [sys.executable, "-c", CODE, *(str(spec.source) for spec in specs)],
+        env={**os.environ, "PYTHONHASHSEED": other},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=200,
+    ).stdout.splitlines()
+    graphs = [CapturedJob(spec).training_graph(4) for spec in specs]
+    assert lines[:-1] == [f"{g.fingerprint} {sorted(g.groups.items())}" for g in graphs]
+    assert len(set(lines)) == 5
+    assert lines[-1] == "no MPI"
+
+
+def test_the_fingerprint_does_not_depend_on_the_captured_batch_size(make_job) -> None:
+    fingerprints = {make_job("mlp").training_graph(size).fingerprint for size in (1, 4, 6)}
+    assert len(fingerprints) == 1
+
+
+def test_the_fingerprint_does_not_depend_on_weights(make_job) -> None:
+    seeds = [{"training": {"steps": 1, "batch_size": 8, "seed": seed}} for seed in (1, 2)]
+    jobs = [make_job("mlp", **seed) for seed in seeds]
+    first, second = (job.training_graph(4).fingerprint for job in jobs)
+    assert first == second
+    assert not torch.equal(jobs[0].states["model.0.weight"], jobs[1].states["model.0.weight"])
+
+
+def test_a_changed_layer_changes_the_fingerprint_and_is_named(graph_of) -> None:
+    graph, other = graph_of("mlp"), graph_of("deeper")
+    assert graph.fingerprint != other.fingerprint
+    assert graph.require(other.fingerprint, other.signatures) == (
+        "operator 3 is 'cross_entropy_loss' here and 'linear_2' there"
+    )
+
+
+def test_a_changed_width_changes_the_fingerprint(make_job, graph_of) -> None:
+    graph, other = graph_of("mlp"), make_job("mlp", kwargs={"width": 9}).training_graph(4)
+    assert graph.fingerprint != other.fingerprint
+    assert graph.require(other.fingerprint, other.signatures) == (
+        "the operators agree, but parameters, inputs or the loss do not"
+    )
+
+
+def test_a_changed_dropout_changes_the_fingerprint(make_job) -> None:
+    first, second = (
+        make_job(f"{Path(__file__).parents[1]}/equality/models.py:dense", kwargs={"dropout": p},
+                 data=f"{Path(__file__).parents[1]}/equality/models.py:Images").training_graph(4)
+        for p in (0.1, 0.2)
+    )  # fmt: skip
+    assert first.fingerprint != second.fingerprint
+    difference = first.require(second.fingerprint, second.signatures)
+    assert difference is not None
+    assert "dropout" in difference
+
+
+def test_the_same_graph_differs_nowhere(graph_of) -> None:
+    graph = graph_of("mlp")
+    assert graph.require(graph.fingerprint, {}) is None
