@@ -270,6 +270,43 @@ class Crossing(nn.Module):
         return self.head(y * right + left)
 
 
+class Skip(nn.Module):
+    """A value used right away and once more at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x).tanh()
+        return (self.c(self.b(y)) + y)[:, :3]
+
+
+class TwoHeads(nn.Module):
+    """Two ways from one value, either of which may come first in the pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x).tanh()
+        left = self.b(y)
+        return self.c(y).sigmoid() + left
+
+
+class Reordered(nn.Module):
+    """Another order of layers in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.b(self.a(x)) if self.training else self.a(self.b(x))
+        return y[:, :3]
+
+
 class Frozen(nn.Module):
     def __init__(self) -> None:
         super().__init__()

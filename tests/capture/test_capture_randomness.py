@@ -1,0 +1,82 @@
+"""Random operators draw the same numbers whatever ran before, and wherever they run."""
+
+from __future__ import annotations
+
+import torch
+
+from pipectl.capture import Cut, build_stage
+from pipectl.capture.randomness import is_random, seed_of, seed_operator
+
+
+def test_seeds_are_64_bit_and_differ_by_every_part() -> None:
+    seeds = {seed_of(*parts) for parts in [(1, 2), (2, 1), (12,), ("12",), (1, "2", 0), (1, 2, 0)]}
+    assert len(seeds) == 4  # 12 and "12", and 2 and "2", read alike
+    assert all(0 <= seed < 2**64 for seed in seeds)
+
+
+def test_seeds_are_the_same_in_every_release() -> None:
+    """A resumed run must draw what the first one would have drawn."""
+    assert seed_of(0, 1, 2) == 16458573689347739231
+
+
+def test_seeding_ignores_what_was_drawn_before() -> None:
+    seed_operator(7, 9)
+    first = torch.rand(4)
+    torch.rand(100)
+    seed_operator(7, 9)
+    assert torch.equal(torch.rand(4), first)
+    seed_operator(7, 10)
+    assert not torch.equal(torch.rand(4), first)
+    seed_operator(8, 9)
+    assert not torch.equal(torch.rand(4), first)
+
+
+def random_operators(graph) -> list[str]:
+    return [node.name for node in graph.operators if is_random(node, graph.root)]
+
+
+def test_dropout_is_random_and_linear_is_not(graph_of, real_job) -> None:
+    assert random_operators(graph_of("Dropping")) == ["dropout"]
+    gpt = random_operators(real_job("gpt").training_graph(4))
+    assert {name.rstrip("_0123456789") for name in gpt} == {
+        "dropout",
+        "scaled_dot_product_attention",
+    }
+    assert len(gpt) == 6
+    assert random_operators(graph_of("mlp")) == []
+
+
+def test_dropout_in_evaluation_changes_nothing(job_of) -> None:
+    job = job_of("Dropping")
+    graph = job.evaluation_graph(4)
+    code = build_stage(Cut(graph, {n.name: 0 for n in graph.operators}, training=False), 0, 4)
+    inputs, targets = job.loader.example(4)
+    states = [job.states[graph.states[slot.value].name] for slot in code.states]
+    losses = [float(code.module(seed, *states, inputs, targets)[0].detach()) for seed in (1, 2)]
+    assert losses[0] == losses[1]
+
+
+def test_a_mask_follows_from_the_seed_alone(job_of) -> None:
+    job = job_of("Dropping")
+    graph = job.training_graph(4)
+    cuts = [
+        Cut(graph, {n.name: 0 for n in graph.operators}, training=True),
+        Cut(graph, {n.name: int(n.name != "linear") for n in graph.operators}, training=True),
+    ]
+    inputs, targets = job.loader.example(4)
+
+    def values(code) -> list[torch.Tensor]:
+        return [job.states[graph.states[slot.value].name] for slot in code.states]
+
+    whole = build_stage(cuts[0], 0, 4)
+    first, second = build_stage(cuts[1], 0, 4), build_stage(cuts[1], 1, 4)
+
+    def in_two(seed: int) -> torch.Tensor:
+        (made,) = first.module(seed, *values(first), inputs)
+        torch.rand(11)
+        return second.module(seed, *values(second), targets, made)[0]
+
+    expected = whole.module(5, *values(whole), inputs, targets)[0]
+    assert torch.equal(in_two(5), expected)
+    assert torch.equal(whole.module(5, *values(whole), inputs, targets)[0], expected)
+    assert not torch.equal(whole.module(6, *values(whole), inputs, targets)[0], expected)
