@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pipectl.errors import DataFileError
 from pipectl.files import read_json, write_json
+from pipectl.runtime.waiting import barrier
 
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -51,7 +52,7 @@ def save(
     if communicator.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    communicator.Barrier()
+    barrier(communicator)
     shards = communicator.gather(_write_shard(partial, communicator.rank, states))
     if communicator.rank == 0:
         assert shards is not None
@@ -61,7 +62,7 @@ def save(
         partial.rename(final)
         _sync(directory)
         _drop_old(directory, keep)
-    communicator.Barrier()
+    barrier(communicator)
     return final
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pipectl.capture import Slot
 from pipectl.capture.factories import call
 from pipectl.errors import CaptureError
+from pipectl.runtime.waiting import wait
 
 Uses = list[tuple[Slot, int]]
 """Uses of one parameter in graph order, each with its stage."""
@@ -92,7 +93,7 @@ class SharedGradients:
                 gradients.append(host)
                 buffers[index] = _bytes(host)
                 requests.append(self._communicator.Irecv(buffers[index], rank, index))
-        MPI.Request.Waitall(requests)
+        wait(requests)
         return [gradient.to(parameter.device) for gradient in gradients]
 
 
@@ -152,7 +153,7 @@ class Clipping:
             if parameter.grad is not None:
                 table[0, self._index[name]] = float(torch.linalg.vector_norm(parameter.grad))
                 table[1, self._index[name]] = 1
-        self._communicator.Allreduce(MPI.IN_PLACE, table)
+        wait([self._communicator.Iallreduce(MPI.IN_PLACE, table)])
         norm: Tensor = torch.linalg.vector_norm(torch.from_numpy(table[0][table[1] > 0]))
         return norm
 

@@ -17,6 +17,7 @@ from mpi4py import MPI
 
 from pipectl.files import write_json
 from pipectl.runs import RunDirectory
+from pipectl.runtime.waiting import barrier, wait
 
 _HEARTBEAT_S = 2.0
 _FIELDS = (
@@ -114,8 +115,8 @@ class Telemetry:
             while len(self._reports):
                 self._poll()
                 time.sleep(0.001)
-        MPI.Request.Waitall([request for request, _ in self._sending])
-        self._communicator.Barrier()
+        wait([request for request, _ in self._sending])
+        barrier(self._communicator)
         for request, _ in self._receiving:
             request.Cancel()
             request.Wait()

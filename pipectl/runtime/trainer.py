@@ -23,6 +23,7 @@ from pipectl.runtime.optimizer import Clipping, Recipe, SharedGradients, Stepper
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.stage import shared_uses
 from pipectl.runtime.telemetry import StepReport, Telemetry
+from pipectl.runtime.waiting import barrier
 from pipectl.schedule import Actions, lower, lower_evaluation
 from pipectl.timeline import Event, Timeline
 
@@ -70,7 +71,7 @@ class Trainer:
 
     def _step(self, step: int, samples: int, loaded: Iterator[Batch], *, traced: bool) -> None:
         if traced:
-            self._setup.communicator.Barrier()
+            barrier(self._setup.communicator)
         start = time.perf_counter()
         sizes = split_batch(samples, self._setup.plan.micro_batch_size)
         seed = (self._spec.training.seed, step)
@@ -179,6 +180,7 @@ class Trainer:
             batches = setup.evaluation_loader.micro_batches(everything, setup.evaluation_size)
         given = StepInput(sizes, (), batches, (self._spec.training.seed, "evaluation", step))
         setup.evaluating.run(self._lower_evaluation(len(sizes)), given, lambda: None)
+        barrier(setup.communicator)
         root = setup.rank_of_stage[setup.evaluating.loss_stage]
         mine = metrics.result() if self._rank == root else None
         result = setup.communicator.bcast(mine, root)

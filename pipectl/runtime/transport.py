@@ -8,8 +8,6 @@ to both ends from then on.
 from __future__ import annotations
 
 import json
-import os
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +19,8 @@ from pipectl.capture import Lane, Slot
 from pipectl.errors import WorkerError
 from pipectl.runtime.device import Device
 from pipectl.runtime.layout import Layout
+from pipectl.runtime.waiting import wait
 
-_SPIN_S = 200e-6
-_PAUSE_S = 50e-6
 _HEADER_BYTES = 1 << 20
 
 Tensors = dict[Slot, Tensor | None]
@@ -96,7 +93,7 @@ class Transport:
         """Wait for a message; its tensors lie in memory of their own."""
         if posted is None:
             posted = self._post(lane, self._learn(lane, size, rank), rank)
-        self.wait(posted.requests)
+        wait(posted.requests, self.progress)
         found: Tensors = {}
         for slot, layout in posted.layouts.items():
             found[slot] = None
@@ -106,23 +103,13 @@ class Transport:
 
     def finish_send(self, posted: Posted) -> None:
         """Wait until the memory of a message may be reused."""
-        self.wait(posted.requests)
+        wait(posted.requests, self.progress)
         self._sending = [other for other in self._sending if other is not posted]
 
     def progress(self) -> None:
         """Let MPI work on what is under way; to be called between operators and actions."""
         for posted in self._sending:
             MPI.Request.Testall(posted.requests)
-
-    def wait(self, requests: list[MPI.Request]) -> None:
-        """Wait with short pauses, so that a waiting rank leaves its core to a computing one."""
-        deadline = time.perf_counter() + _SPIN_S
-        while not MPI.Request.Testall(requests):
-            if time.perf_counter() < deadline:
-                os.sched_yield()
-            else:
-                self.progress()
-                time.sleep(_PAUSE_S)
 
     def _post(self, lane: Lane, layouts: dict[Slot, Layout | None], rank: int) -> Posted:
         posted = Posted([], layouts=layouts)
@@ -161,7 +148,7 @@ class Transport:
         slots = self._lanes[lane]
         buffer = torch.zeros(_HEADER_BYTES, dtype=torch.uint8)
         request = self._communicator.Irecv(_memory(buffer), rank, self._tags[lane] + len(slots))
-        self.wait([request])
+        wait([request], self.progress)
         fields: list[Any] = json.loads(bytes(buffer.numpy()).rstrip(b"\0"))
         layouts = {
             slot: item and Layout.from_json(item) for slot, item in zip(slots, fields, strict=True)
