@@ -1,0 +1,62 @@
+"""Models whose costs can be counted by hand: vectors of 6 in, classes out of 3."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+
+class Vectors(Dataset):
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.full((6,), float(index)), index % 3
+
+
+class Tokens(Dataset):
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.arange(5) + index % 3, index % 3
+
+
+class Counted(nn.Module):
+    """Linear, relu_ in place, layer norm, dropout, a view, linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 10)
+        self.norm = nn.LayerNorm(10)
+        self.drop = nn.Dropout(0.5)
+        self.b = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.drop(self.norm(self.a(x).relu_()))
+        return self.b(y.view(-1, 2, 5)[:, 0])
+
+
+class Embedded(nn.Module):
+    """Integers on the way: positions, and tied weights at both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(8, 4)
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        shifted = (ids + 1) % 8
+        return self.head(self.tokens(shifted).mean(1))
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 3)
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.a(x))

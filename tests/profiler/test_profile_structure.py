@@ -1,0 +1,204 @@
+"""What a profile says of a graph: operators, edges, groups, parameters and bytes, by hand."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from pipectl.capture import CapturedJob
+from pipectl.profile import Profile
+from pipectl.profiler import profile_job
+from pipectl.profiler.job import measured_sizes
+from pipectl.spec import JobSpec, load, profile_key
+
+MODELS = Path(__file__).with_name("models.py")
+BATCH = 4
+
+
+@pytest.fixture(scope="session")
+def spec_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    def make(model: str, data: str = "Vectors", **more: Any) -> JobSpec:
+        document = {
+            "version": 1,
+            "name": "counted",
+            "site_defaults": False,
+            "model": f"{MODELS}:{model}",
+            "loss": "torch.nn:CrossEntropyLoss",
+            "data": f"{MODELS}:{data}",
+            "training": {"steps": 1, "batch_size": 8},
+            "pipeline": {"micro_batches": 2},
+            **more,
+        }
+        path = tmp_path_factory.mktemp("profiled") / "job.yaml"
+        path.write_text(yaml.safe_dump(document))
+        return load(path)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def profile_of(spec_of: Any) -> Any:
+    threads = torch.get_num_threads()
+    yield cache(lambda *args: profile_job(spec_of(*args)))
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def counted(profile_of: Any) -> Profile:
+    return profile_of("Counted")
+
+
+def test_one_operator_per_node_of_the_graph(counted: Profile, spec_of: Any) -> None:
+    graph = CapturedJob(spec_of("Counted")).training_graph(BATCH)
+    assert [operator.id for operator in counted.operators] == [n.name for n in graph.operators]
+    assert counted.edges == graph.edges
+    assert counted.fingerprint == graph.fingerprint
+    assert {o.id: o.signature for o in counted.operators} == graph.signatures
+    assert {o.id: o.group for o in counted.operators if o.group} == graph.groups
+    assert counted.micro_batch_size == BATCH
+
+
+def test_operators_in_place_are_grouped(counted: Profile) -> None:
+    assert counted.by_id["relu_"].group == counted.by_id["linear"].group is not None
+
+
+def test_names_say_where_in_the_model(counted: Profile) -> None:
+    assert counted.by_id["linear"].name == "a.linear"
+    assert counted.by_id["layer_norm"].name == "norm.layer_norm"
+
+
+def test_times_are_positive(counted: Profile) -> None:
+    assert all(operator.forward_s > 0 for operator in counted.operators)
+    with_backward = {"linear", "layer_norm", "dropout", "linear_1", "cross_entropy_loss"}
+    assert all(counted.by_id[name].backward_s > 0 for name in with_backward)
+
+
+def test_output_and_gradient_bytes(counted: Profile) -> None:
+    sizes = {o.id: (o.output_bytes, o.gradient_bytes) for o in counted.operators}
+    wide, narrow = BATCH * 10 * 4, BATCH * 5 * 4
+    assert sizes["linear"] == sizes["relu_"] == sizes["layer_norm"] == (wide, wide)
+    assert sizes["dropout"] == sizes["view"] == (wide, wide)
+    assert sizes["select"] == (narrow, narrow)
+    assert sizes["linear_1"] == (BATCH * 3 * 4,) * 2
+    assert sizes["cross_entropy_loss"] == (4, 4)
+
+
+def test_parameters_by_name(counted: Profile) -> None:
+    assert counted.by_id["linear"].parameters == (
+        ("model.a.weight", 6 * 10 * 4),
+        ("model.a.bias", 10 * 4),
+    )
+    assert counted.by_id["linear"].parameter_bytes == 6 * 10 * 4 + 10 * 4
+    assert counted.by_id["relu_"].parameters == ()
+
+
+def total(profile: Profile, *names: str) -> dict[str, int]:
+    """The union of what operators keep, as a stage of them keeps it."""
+    found: dict[str, int] = {}
+    for name in names:
+        for value, size in profile.by_id[name].saved:
+            found[value] = max(found.get(value, 0), size)
+    return found
+
+
+def test_a_linear_keeps_its_input_but_no_parameter(counted: Profile) -> None:
+    assert [size for _, size in counted.by_id["linear"].saved] == [BATCH * 6 * 4]
+
+
+def test_relu_in_place_keeps_one_storage_under_the_name_of_what_it_wrote(counted: Profile) -> None:
+    assert counted.by_id["relu_"].saved == (("linear", BATCH * 10 * 4),)
+
+
+def test_a_storage_kept_by_two_operators_counts_once(counted: Profile) -> None:
+    """relu_ keeps its result, layer_norm its input: the same memory."""
+    kept = total(counted, "relu_", "layer_norm")
+    assert kept.pop("linear") == BATCH * 10 * 4
+    assert sorted(kept.values()) == [BATCH * 4, BATCH * 4]  # mean and 1/deviation of each row
+
+
+def test_dropout_keeps_its_mask(counted: Profile) -> None:
+    (mask,) = counted.by_id["dropout"].saved
+    assert mask[1] in (BATCH * 10, BATCH * 10 * 4)  # one byte an element, or scaled float32
+    assert mask[0].startswith("dropout")
+
+
+def test_a_view_keeps_the_whole_storage_it_looks_into(counted: Profile) -> None:
+    assert counted.by_id["view"].saved == counted.by_id["select"].saved == ()
+    assert counted.by_id["linear_1"].saved == (("dropout", BATCH * 10 * 4),)
+
+
+def test_integer_values_have_no_gradient(profile_of: Any) -> None:
+    profile = profile_of("Embedded", "Tokens")
+    for name in ("add", "remainder"):
+        assert profile.by_id[name].output_bytes == BATCH * 5 * 8
+        assert profile.by_id[name].gradient_bytes == 0
+        assert profile.by_id[name].backward_s == 0.0
+    assert not profile.with_gradient["add"]
+    assert profile.with_gradient["embedding"]
+
+
+def test_a_tied_parameter_has_one_name_at_both_ends(profile_of: Any) -> None:
+    profile = profile_of("Embedded", "Tokens")
+    both = profile.by_id["embedding"].parameters, profile.by_id["linear"].parameters
+    assert both[0] == both[1] == (("model.tokens.weight", 8 * 4 * 4),)
+
+
+def test_adam_keeps_two_more_values_per_parameter(counted: Profile) -> None:
+    assert counted.optimizer is not None
+    tensors = 6
+    parameter_bytes = sum(size for _, size in _parameters(counted))
+    expected = 2 + 4 * tensors / parameter_bytes  # and one step counter per parameter
+    assert counted.optimizer.state_bytes_per_parameter_byte == pytest.approx(expected)
+    assert counted.optimizer.step_s_per_byte > 0
+
+
+def _parameters(profile: Profile) -> set[tuple[str, int]]:
+    return {pair for operator in profile.operators for pair in operator.parameters}
+
+
+def test_sgd_keeps_nothing(spec_of: Any) -> None:
+    spec = spec_of("Normed", optimizer={"factory": "torch.optim:SGD", "kwargs": {"lr": 0.1}})
+    profile = profile_job(spec)
+    assert profile.optimizer is not None
+    assert profile.optimizer.state_bytes_per_parameter_byte == 0
+
+
+def test_a_profile_survives_its_file(counted: Profile, tmp_path: Path) -> None:
+    counted.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == counted
+
+
+def test_a_profile_knows_what_it_was_made_from(counted: Profile, spec_of: Any) -> None:
+    assert counted.key == profile_key(spec_of("Counted"))
+    assert counted.process_baseline_bytes is not None
+    assert 50 << 20 < counted.process_baseline_bytes < 20 << 30
+
+
+def test_progress_rises_to_the_total(spec_of: Any) -> None:
+    seen: list[tuple[int, int, str]] = []
+    spec = spec_of("Normed", pipeline={})
+    profile = profile_job(spec, lambda *step: seen.append(step))
+    count = len(profile.operators) * len(measured_sizes(spec))
+    assert [done for done, _, _ in seen] == list(range(1, count + 1))
+    assert {whole for _, whole, _ in seen} == {count}
+    assert {name for _, _, name in seen} == {operator.id for operator in profile.operators}
+
+
+def test_other_sizes_are_measured_where_the_planner_may_choose(spec_of: Any) -> None:
+    resources = {"tasks_per_node": 2}
+    training = {"steps": 1, "batch_size": 16}
+    spec = spec_of("Normed", training=training, pipeline={"stages": 2}, resources=resources)
+    assert measured_sizes(spec) == (4, 1)
+    profile = profile_job(spec)
+    assert profile.micro_batch_size == 4
+    assert all(set(operator.timings) == {1} for operator in profile.operators)
+
+
+def test_one_size_is_measured_where_the_spec_says_it(spec_of: Any) -> None:
+    spec = spec_of("Normed", training={"steps": 1, "batch_size": 7}, pipeline={"micro_batches": 3})
+    assert measured_sizes(spec) == (3,)
