@@ -189,9 +189,15 @@ def _operator(item: Reader, assumptions: list[str]) -> Operator:
         parameters=named or (((node_id, parameter_bytes),) if parameter_bytes else ()),
         saved=item.pairs("saved") if "saved" in item else ((node_id, output_bytes),),
         timings=item.timings("timings"),
-        group=item.optional_text("group") or item.optional_text("colocate"),
+        group=_group(item),
         signature=item.optional_text("signature"),
     )
+
+
+def _group(item: Reader) -> str | None:
+    """The operator's group; imported files name it ``colocate`` and may number it."""
+    found = item.value("group", item.value("colocate", ""))
+    return str(found) if found != "" else None
 
 
 def _optimizer(reader: Reader, assumptions: list[str]) -> OptimizerCost | None:

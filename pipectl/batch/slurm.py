@@ -32,6 +32,10 @@ _OVERRIDES = ("SBATCH_", "SLURM_", "SQUEUE_", "SACCT_", "SCANCEL_")
 _KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"})
 
 _ADVICE = (
+    (
+        "configuration source",
+        "Slurm's controller cannot be reached; check the login node or SLURM_CONF",
+    ),
     ("partition", "set slurm.partition; `sinfo -s` lists what there is"),
     ("account", "set slurm.account; `sacctmgr show associations user=$USER` lists yours"),
     ("qos", "set slurm.qos; `sacctmgr show qos` lists what there is"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,6 +74,7 @@ class _FakeRun:
     def result(self) -> Aliases:
         self._group_mutated()
         self._group_tuples()
+        self._group_counters()
         self._settle()
         members: dict[fx.Node, list[fx.Node]] = {}
         for node in self._graph.operators:
@@ -149,6 +151,12 @@ class _FakeRun:
         for node in self._graph.operators:
             if not isinstance(self._values[node], Tensor):
                 self._join([node, *(user for user in node.users if user in self._index)])
+
+    def _group_counters(self) -> None:
+        """An operator without neighbours in the graph (BatchNorm's counter) stays with the next."""
+        for node, following in pairwise(self._graph.operators):
+            if not node.users and not any(s in self._index for s in node.all_input_nodes):
+                self._join([node, following])
 
     def _settle(self) -> None:
         for index, node in enumerate(self._graph.operators):

@@ -56,7 +56,8 @@ def plan_view(
 
 def headline(plan: Plan) -> str:
     """One line: what is cut into what."""
-    batches = f"{plan.micro_batches} micro-batches of {plan.micro_batch_size}"
+    plural = "es" if plan.micro_batches > 1 else ""
+    batches = f"{plan.micro_batches} micro-batch{plural} of {plan.micro_batch_size}"
     return (
         f"{plan.name}: {_count(len(plan.stages), 'stage')} on {_count(plan.ranks, 'rank')}, "
         f"schedule {plan.schedule}, {batches} (batch {plan.batch_size})"

@@ -90,7 +90,7 @@ class Loss(Factory):
     weight: WeightReference = Field(
         default="samples",
         description="Weight of a micro-batch in the loss of a step: its number of `samples`, or "
-        "a function of `(outputs, targets)`, such as the number of valid tokens.",
+        "a function of its `targets`, such as the number of valid tokens.",
     )
 
 
@@ -102,7 +102,8 @@ class Evaluation(Section):
         default=None, description="Steps between evaluations; by default only after the last step."
     )
     batch_size: Count | None = Field(
-        default=None, description="Samples a batch; by default `training.batch_size`."
+        default=None,
+        description="Samples evaluated at once; by default those of a training micro-batch.",
     )
     metrics: Annotated[dict[Line, Factory], BeforeValidator(without_nulls)] = Field(
         default_factory=dict,
