@@ -58,6 +58,8 @@ class Layout:
     @cached_property
     def _gap(self) -> int:
         """Above 0 if there are gaps between elements, below 0 if elements overlap."""
+        if self.count == 0:
+            return 0
         expected, found = 1, 0
         pairs = zip(self.strides, self.stored_sizes, strict=True)
         for stride, size in sorted(pair for pair in pairs if pair[1] != 1):
@@ -71,9 +73,13 @@ class Layout:
         """The stored elements as a contiguous vector; a view wherever the layout is dense.
 
         ``tensor`` may have other strides than this layout; it is then copied into it first.
+
+        Raises:
+            ValueError: the layout has one row that repeats, the tensor has rows of its own.
         """
+        tensor = tensor.resolve_conj().resolve_neg()
         if not self.is_dense:
-            return self._stored(tensor).reshape(-1)
+            return self._stored(tensor).contiguous().view(-1)
         if tensor.stride() != self.strides:
             tensor = self._spread(self._stored(tensor))
         return tensor.as_strided((self.count,), (1,))
@@ -97,6 +103,10 @@ class Layout:
         """``tensor`` with repeated dimensions cut to their first row."""
         for dim, size in enumerate(self.stored_sizes):
             if size != tensor.shape[dim]:
+                if tensor.stride(dim) != 0:
+                    raise ValueError(
+                        f"dimension {dim} is expanded in the layout, not in the tensor"
+                    )
                 tensor = tensor.narrow(dim, 0, 1)
         return tensor
 

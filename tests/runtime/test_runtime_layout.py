@@ -1,0 +1,148 @@
+"""The form of a tensor in a message: what comes out has the values and strides that went in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pipectl.runtime.layout import Layout
+
+BASE = torch.arange(24.0)
+TENSORS = {
+    "contiguous": BASE.view(4, 6),
+    "transposed": BASE.view(4, 6).t(),
+    "permuted": BASE.view(2, 3, 4).permute(2, 0, 1),
+    "expanded": torch.arange(4.0).view(4, 1).expand(4, 5),
+    "expanded scalar": torch.tensor(2.0).expand(3, 2),
+    "sliced with gaps": BASE.view(4, 6)[:, 1:4],
+    "every second": BASE[::2],
+    "size-1 dimensions": BASE.view(4, 1, 6)[:, :, :1],
+    "odd stride in a size-1 dimension": BASE.as_strided((1, 3), (17, 1)),
+    "channels last": torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "scalar": torch.tensor(3.0),
+    "empty": torch.empty(0, 3),
+    "empty within": torch.empty(2, 0, 3),
+    "transposed and expanded": torch.arange(6.0).view(2, 1, 3).expand(2, 4, 3).permute(2, 0, 1),
+    "integers": torch.arange(6).view(2, 3).t(),
+    "booleans": torch.arange(6).view(2, 3).t() > 2,
+    "half": torch.arange(6.0, dtype=torch.bfloat16).view(2, 3).t(),
+}
+
+
+def message(layout: Layout, tensor: Tensor) -> Tensor:
+    """Flatten, copy byte by byte, unflatten."""
+    vector = layout.flatten(tensor)
+    assert vector.dim() == 1
+    assert vector.is_contiguous()
+    assert vector.numel() == layout.count
+    received = torch.empty(layout.count, dtype=layout.dtype)
+    received.view(torch.uint8).copy_(vector.view(torch.uint8))
+    return layout.unflatten(received)
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_values_and_strides_survive(name: str) -> None:
+    tensor = TENSORS[name]
+    found = message(Layout.of(tensor), tensor)
+    assert found.dtype == tensor.dtype
+    assert found.stride() == tensor.stride()
+    assert torch.equal(found, tensor)
+
+
+def test_an_expanded_tensor_travels_once() -> None:
+    assert Layout.of(TENSORS["expanded"]).count == 4
+    assert Layout.of(TENSORS["expanded scalar"]).size_bytes == 4
+
+
+@pytest.mark.parametrize(
+    "name", ["contiguous", "transposed", "permuted", "channels last", "expanded"]
+)
+def test_dense_tensors_are_sent_without_a_copy(name: str) -> None:
+    tensor = TENSORS[name]
+    assert Layout.of(tensor).flatten(tensor).data_ptr() == tensor.data_ptr()
+
+
+def test_overlapping_windows_become_contiguous() -> None:
+    windows = torch.arange(6.0).unfold(0, 3, 1)
+    found = message(Layout.of(windows), windows)
+    assert torch.equal(found, windows)
+    assert found.is_contiguous()
+
+
+def test_empty_overlapping_windows() -> None:
+    windows = torch.empty(4, 0).unfold(0, 2, 1)
+    assert message(Layout.of(windows), windows).shape == (3, 0, 2)
+
+
+@pytest.mark.parametrize("name", ["transposed", "sliced with gaps", "channels last", "permuted"])
+def test_a_tensor_of_other_strides_is_brought_into_the_known_layout(name: str) -> None:
+    tensor = TENSORS[name]
+    found = message(Layout.of(tensor), tensor.contiguous().clone())
+    assert torch.equal(found, tensor)
+    assert found.stride() == tensor.stride()
+
+
+def test_rows_that_differ_are_not_taken_for_an_expanded_one() -> None:
+    layout = Layout.of(torch.ones(1, 3).expand(4, 3))
+    with pytest.raises(ValueError, match="expanded"):
+        layout.flatten(torch.arange(12.0).view(4, 3))
+
+
+def test_lazy_conjugates_and_negatives_are_carried_out() -> None:
+    """Their memory holds the values before."""
+    value = torch.tensor([1 + 2j, 3 - 1j])
+    assert torch.equal(message(Layout.of(value.conj()), value.conj()), value.conj().resolve_conj())
+    negative = value.conj().imag
+    assert negative.is_neg()
+    assert torch.equal(message(Layout.of(negative), negative), negative)
+
+
+def test_a_layout_survives_its_announcement() -> None:
+    for tensor in TENSORS.values():
+        layout = Layout.of(tensor)
+        assert Layout.from_json(layout.to_json()) == layout
+
+
+@st.composite
+def views(draw: st.DrawFn) -> Tensor:
+    """A chain of views of a small tensor."""
+    sizes = draw(st.lists(st.integers(0, 4), min_size=0, max_size=4))
+    tensor = torch.arange(float(max(1, torch.Size(sizes).numel())))[: torch.Size(sizes).numel()]
+    tensor = tensor.reshape(sizes)
+    for step in draw(st.lists(st.sampled_from(["permute", "slice", "step", "expand"]), max_size=4)):
+        if step == "permute":
+            tensor = tensor.permute(draw(st.permutations(range(tensor.dim()))))
+        elif step == "expand":
+            tensor = tensor.unsqueeze(0).expand(draw(st.integers(1, 3)), *tensor.shape)
+        elif tensor.dim():
+            dim = draw(st.integers(0, tensor.dim() - 1))
+            start = draw(st.integers(0, tensor.shape[dim]))
+            stride = 2 if step == "step" else 1
+            index = [slice(None)] * tensor.dim()
+            index[dim] = slice(start, None, stride)
+            tensor = tensor[tuple(index)]
+    return tensor
+
+
+@settings(max_examples=300, deadline=None)
+@given(views())
+def test_any_view_survives(tensor: Tensor) -> None:
+    layout = Layout.of(tensor)
+    found = message(layout, tensor)
+    assert torch.equal(found, tensor)
+    if not layout.overlaps and Layout(tensor.dtype, tuple(tensor.shape), tensor.stride()) == layout:
+        assert found.stride() == tensor.stride()
+    assert layout.count <= tensor.numel()
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), max_size=4),
+)
+def test_any_strides_survive(dims: list[tuple[int, int]]) -> None:
+    sizes, strides = [size for size, _ in dims], [stride for _, stride in dims]
+    tensor = torch.arange(64.0).as_strided(sizes, strides)
+    assert torch.equal(message(Layout.of(tensor), tensor), tensor)
