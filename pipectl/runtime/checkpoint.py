@@ -17,12 +17,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipectl.errors import DataFileError
+from pipectl.fields import Reader
 from pipectl.files import read_json, write_json
 from pipectl.runtime.waiting import barrier
 
 VERSION = 1
 MANIFEST = "manifest.json"
 _PREFIX = "model."
+_CURE = "use another checkpoint of the run"
 
 
 def save(
@@ -72,16 +74,22 @@ def load(directory: Path) -> dict[str, Tensor]:
     Raises:
         DataFileError: a file is missing or damaged.
     """
-    cure = "use another checkpoint of the run"
-    manifest = read_json(directory / MANIFEST, cure=cure)
+    path = directory / MANIFEST
+    manifest = Reader(read_json(path, cure=_CURE), file=str(path), cure=_CURE)
+    manifest.check_version(VERSION)
     found: dict[str, Tensor] = {}
-    for shard in manifest["shards"]:
-        path = directory / Path(shard["file"]).name
-        if not path.is_file() or _checksum(path) != shard["sha256"]:
-            raise DataFileError(f"{path}: missing or damaged", cure=cure)
-        found.update(load_file(path))
-    found.update({alias: found[name] for alias, name in manifest["aliases"].items()})
-    return found
+    for shard in manifest.items("shards"):
+        found.update(_read_shard(directory / Path(shard.text("file")).name, shard.text("sha256")))
+    aliases = manifest.value("aliases")
+    if not isinstance(aliases, dict) or not all(str(name) in found for name in aliases.values()):
+        raise manifest.error("aliases", "must give each further name of a saved weight")
+    return {**found, **{alias: found[str(name)] for alias, name in aliases.items()}}
+
+
+def _read_shard(path: Path, checksum: str) -> dict[str, Tensor]:
+    if not path.is_file() or _checksum(path) != checksum:
+        raise DataFileError(f"{path}: missing or damaged", cure=_CURE)
+    return load_file(path)
 
 
 def _write_shard(directory: Path, rank: int, states: Mapping[str, Tensor]) -> dict[str, Any] | None:

@@ -6,11 +6,13 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedGraph, Slot
 from pipectl.capture.factories import call
+from pipectl.errors import CaptureError
 from pipectl.runtime.transport import Tensors
 
 
@@ -47,13 +49,13 @@ class Metrics:
             call(metric.update, f"evaluation.metrics.{name}", outputs, targets)
         for name, function in self._functions.items():
             value = call(function, f"evaluation.metrics.{name}", outputs, targets)
-            self._sum(name, float(value) * size)
+            self._sum(name, _number(name, value) * size)
 
     def result(self) -> dict[str, float]:
         """The loss and every metric by name."""
         means = {name: total / self._samples for name, total in self._sums.items()}
         computed = {
-            name: float(call(metric.compute, f"evaluation.metrics.{name}"))
+            name: _number(name, call(metric.compute, f"evaluation.metrics.{name}"))
             for name, metric in self._stateful.items()
         }
         return {**means, **computed}
@@ -72,6 +74,22 @@ class Metrics:
 
 def _is_stateful(metric: Any) -> bool:
     return hasattr(metric, "update") and hasattr(metric, "compute")
+
+
+def _number(name: str, value: Any) -> float:
+    """What a metric gave, as a number.
+
+    Raises:
+        CaptureError: it is none.
+    """
+    if isinstance(value, int | float | np.number) or getattr(value, "shape", None) == ():
+        return float(value)
+    shape = getattr(value, "shape", None)
+    found = f"a {type(value).__name__}" if shape is None else f"a tensor of shape {list(shape)}"
+    raise CaptureError(
+        f"evaluation.metrics.{name}: must give one number, but gave {found}",
+        cure="reduce it, for example with .mean()",
+    )
 
 
 def _on_host(tensor: Tensor | None) -> Tensor | None:

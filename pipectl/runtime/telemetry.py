@@ -163,7 +163,7 @@ class Telemetry:
 
     def _append(self, lines: list[dict[str, Any]]) -> None:
         with self._run.metrics.open("a", encoding="utf-8") as stream:
-            stream.write("".join(json.dumps(line) + "\n" for line in lines))
+            stream.write("".join(json.dumps(_finite(line)) + "\n" for line in lines))
 
     def _beat(self, *, force: bool = False) -> None:
         now = time.time()
@@ -205,6 +205,13 @@ def beat(
         "ranks": list(ranks),
     }
     write_json(run.heartbeat, document)
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with null for infinite and undefined numbers, for which JSON has no word."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def node_name() -> str:

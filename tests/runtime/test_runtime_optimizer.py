@@ -1,0 +1,137 @@
+"""The end of a step on one rank: clipping as torch does it, optimizer and learning rate."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+
+from pipectl.capture import Slot
+from pipectl.errors import CaptureError
+from pipectl.runtime.optimizer import Clipping, Recipe, SharedGradients, Stepper, make_stepper
+
+
+def model_with_gradients() -> nn.Module:
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5), nn.Linear(5, 3), nn.Linear(3, 2))
+    for index, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.randn_like(parameter) * 10.0 ** (index % 5 - 2)
+    model[3].bias.grad = None
+    return model
+
+
+def clipping(model: nn.Module) -> Clipping:
+    held = dict(model.named_parameters())
+    return Clipping(MPI.COMM_SELF, list(held), held, held)
+
+
+@pytest.mark.parametrize("largest", [1e-3, 0.5, 30.0, 1e9])
+def test_clipping_on_one_rank_is_torchs_to_the_bit(largest: float) -> None:
+    mine, torchs = model_with_gradients(), model_with_gradients()
+    expected = torch.nn.utils.clip_grad_norm_(torchs.parameters(), largest)
+    assert clipping(mine).clip(largest) == float(expected)
+    for ours, other in zip(mine.parameters(), torchs.parameters(), strict=True):
+        assert (ours.grad is None) == (other.grad is None)
+        assert ours.grad is None or torch.equal(ours.grad, other.grad)
+
+
+def test_the_norm_alone_changes_no_gradient() -> None:
+    model = model_with_gradients()
+    before = [copy.deepcopy(parameter.grad) for parameter in model.parameters()]
+    total = torch.nn.utils.get_total_norm([g for g in before if g is not None])
+    assert clipping(model).norm() == float(total)
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        assert (parameter.grad is old is None) or torch.equal(parameter.grad, old)
+
+
+def test_without_any_gradient_the_norm_is_zero() -> None:
+    assert clipping(nn.Linear(2, 2)).clip(1.0) == 0.0
+
+
+def recipe(function, **kwargs) -> Recipe:
+    return Recipe(function, function.__name__, kwargs)
+
+
+def test_optimizer_and_schedule_step_together() -> None:
+    layer = nn.Linear(2, 2)
+    optimizer = recipe(torch.optim.SGD, lr=1.0)
+    stepper = make_stepper(
+        list(layer.parameters()), optimizer, recipe(torch.optim.lr_scheduler.StepLR, step_size=1)
+    )
+    before = layer.weight.detach().clone()
+    layer.weight.grad = torch.ones(2, 2)
+    assert stepper.learning_rate == 1.0
+    stepper.step()
+    assert torch.equal(layer.weight, before - 1)
+    assert layer.weight.grad is None
+    assert stepper.learning_rate == pytest.approx(0.1)
+
+
+def test_frozen_parameters_are_not_given_to_the_optimizer() -> None:
+    layer = nn.Linear(2, 2)
+    layer.bias.requires_grad_(False)
+    stepper = make_stepper(list(layer.parameters()), recipe(torch.optim.SGD, lr=1.0), None)
+    assert stepper.optimizer is not None
+    assert stepper.optimizer.param_groups[0]["params"] == [layer.weight]
+
+
+def test_a_rank_that_trains_nothing_needs_no_optimizer() -> None:
+    stepper = make_stepper([], recipe(torch.optim.SGD, lr=1.0), None)
+    stepper.step()
+    assert stepper.optimizer is None
+    assert stepper.learning_rate != stepper.learning_rate
+
+
+def test_a_schedule_by_the_loss_is_refused_even_where_nothing_is_trained() -> None:
+    plateau = recipe(torch.optim.lr_scheduler.ReduceLROnPlateau)
+    for parameters in ([], list(nn.Linear(2, 2).parameters())):
+        with pytest.raises(CaptureError) as raised:
+            make_stepper(parameters, recipe(torch.optim.SGD, lr=1.0), plateau)
+        assert raised.value.message == (
+            "lr_scheduler: ReduceLROnPlateau needs a measured loss, which only one rank has"
+        )
+        assert raised.value.cure is not None
+
+
+def test_a_wrong_keyword_of_the_optimizer_is_an_error_of_the_spec() -> None:
+    with pytest.raises(CaptureError, match=r"SGD: raised TypeError: .*'learning_rate'"):
+        make_stepper(
+            list(nn.Linear(2, 2).parameters()), recipe(torch.optim.SGD, learning_rate=1.0), None
+        )
+
+
+def test_stepper_without_schedule_keeps_its_rate() -> None:
+    layer = nn.Linear(2, 2)
+    stepper = Stepper(torch.optim.SGD(layer.parameters(), lr=0.5), None)
+    stepper.step()
+    assert stepper.learning_rate == 0.5
+
+
+def test_gradients_of_several_uses_are_summed_in_graph_order() -> None:
+    """In another order the sum of these three differs in its last bit."""
+    parts = [torch.tensor([value]) for value in (1e8, 1.0, -1e8)]
+    parameter = nn.Parameter(torch.zeros(1))
+    slots = [Slot("model.weight", f"use_{index}") for index in range(4)]
+    leaves = {slot: torch.zeros(1, requires_grad=True) for slot in slots}
+    for slot, part in zip(slots, parts, strict=False):
+        leaves[slot].grad = part.clone()
+    uses = {"model.weight": [(slot, 0) for slot in slots]}
+    shared = SharedGradients(MPI.COMM_SELF, uses, [0], leaves, {"model.weight": parameter})
+    shared.learn()
+    shared.reduce()
+    expected = (parts[0] + parts[1]) + parts[2]
+    assert torch.equal(parameter.grad, expected)
+    assert not torch.equal(parameter.grad, parts[0] + parts[2] + parts[1])
+    assert all(leaf.grad is None for leaf in leaves.values())
+
+
+def test_a_parameter_that_no_gradient_reaches_has_none() -> None:
+    parameter, slot = nn.Parameter(torch.zeros(1)), Slot("w", "use")
+    leaves = {slot: torch.zeros(1, requires_grad=True)}
+    shared = SharedGradients(MPI.COMM_SELF, {"w": [(slot, 0)]}, [0], leaves, {"w": parameter})
+    shared.learn()
+    shared.reduce()
+    assert parameter.grad is None
