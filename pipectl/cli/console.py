@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -43,6 +44,12 @@ def say(text: object, style: str = "") -> None:
 def note(text: object, style: str = "dim") -> None:
     """What happens meanwhile, on standard error, so that output can be piped."""
     errors().print(plain(text, style), soft_wrap=True)
+
+
+def short(path: Path) -> str:
+    """A path as it can be typed from here: relative where it lies below the current directory."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def say_json(value: Any) -> None:

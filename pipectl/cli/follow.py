@@ -8,7 +8,7 @@ from pipectl.batch import JobState
 from pipectl.cli.console import errors, note
 from pipectl.cli.progress import Report, progress_bar
 from pipectl.errors import UnknownRunError
-from pipectl.jobs.measured import measured
+from pipectl.jobs.measured import Measured, measured
 from pipectl.jobs.places import LOCAL
 from pipectl.jobs.status import RunStatus, status
 from pipectl.runs import RunDirectory, read_metrics
@@ -54,8 +54,7 @@ def _look(found: RunStatus, progress: Report) -> None:
     for _ in range(_polls(found)):
         time.sleep(_POLL_S)
         now = measured(read_metrics(found.run))
-        loss = "" if now.last_loss is None else f", loss {now.last_loss:.4g}"
-        progress(now.step, found.steps or 1, f"{_label(found)}{loss}")
+        progress(now.step, found.steps or 1, f"{_label(found)}{_loss(now)}")
         if found.run.exit_code.exists():
             return
 
@@ -70,10 +69,23 @@ def _label(found: RunStatus) -> str:
     return found.phase or found.job.state.value
 
 
+def _loss(now: Measured) -> str:
+    return "" if now.last_loss is None else f", loss {now.last_loss:.4g}"
+
+
 def _tell(found: RunStatus, told: tuple[str, int] | None) -> tuple[str, int]:
     """A line whenever state or phase changes and at every tenth of the steps."""
     tenth = 10 * found.measured.step // (found.steps or 1)
     current = (found.phase.partition(" ")[0] or found.job.state.value, tenth)
     if current != told and not errors().is_terminal:
-        note(f"{found.job.state.value}: {_label(found)}, step {found.measured.step}")
+        note(_line(found))
     return current
+
+
+def _line(found: RunStatus) -> str:
+    """What goes on, e.g. ``RUNNING: training, step 40 of 400, loss 2.91``."""
+    state, now = found.job.state, found.measured
+    if not state.alive or not found.phase:
+        return state.value
+    progress = f", step {now.step} of {found.steps}{_loss(now)}" if now.step else ""
+    return f"{state.value}: {found.phase}{progress}"

@@ -47,7 +47,7 @@ def _all(directory: Path, limit: int, as_json: bool) -> None:
 
 def _one(directory: Path, name: str, as_json: bool) -> None:
     from pipectl.batch import JobState
-    from pipectl.cli.status_view import run_lines, status_json
+    from pipectl.cli.status_view import show_run, status_json
     from pipectl.jobs.status import status
     from pipectl.runs import find_run
 
@@ -55,7 +55,6 @@ def _one(directory: Path, name: str, as_json: bool) -> None:
     if as_json:
         say_json(status_json(found))
     else:
-        for line in run_lines(found):
-            output().print(line, soft_wrap=True)
+        show_run(found)
     if found.job.state is JobState.UNKNOWN:
         raise typer.Exit(UnknownRunError.exit_code)

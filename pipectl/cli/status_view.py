@@ -10,9 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from pipectl.batch import JobState
-from pipectl.cli.console import joined, plain
+from pipectl.cli.console import joined, output, plain, short
 from pipectl.cli.plan_view import headline
 from pipectl.jobs.status import RunStatus
+from pipectl.runs import last_checkpoint
 from pipectl.units import format_time
 
 _GAP = Text("  ")
@@ -39,11 +40,17 @@ def runs_table(found: Sequence[RunStatus]) -> Table:
     return table
 
 
-def run_lines(status: RunStatus) -> Iterator[Text]:
-    """Everything about one run."""
+def show_run(status: RunStatus) -> None:
+    """Print everything about one run."""
+    console = output()
+    for line in _run_lines(status):
+        console.print(line, soft_wrap=True)
+
+
+def _run_lines(status: RunStatus) -> Iterator[Text]:
     yield joined(plain(status.run.name, "bold"), _GAP, _state(status), _GAP, plain(_job(status)))
     for label, text in _details(status):
-        yield plain(f"  {label:<11}{text}")
+        yield plain(f"  {label:<14}{text}")
     yield from _failure(status)
 
 
@@ -115,15 +122,23 @@ def _details(status: RunStatus) -> Iterator[tuple[str, str]]:
         yield "doing", status.phase
     if status.steps:
         yield "progress", f"step {found.step} of {status.steps}"
-    if found.first_loss is not None:
-        yield "loss", f"{found.first_loss:.4g} at first, {found.last_loss:.4g} now"
+    yield from _speed(status)
     if found.evaluation:
         values = ", ".join(f"{name} {value:.4g}" for name, value in found.evaluation.items())
         yield "evaluation", f"after step {found.evaluation_step}: {values}"
-    yield from _speed(status)
+    if found.first_loss is not None:
+        yield "loss", f"{found.first_loss:.4g} after the first step, {found.last_loss:.4g} now"
+    yield from _files(status)
+
+
+def _files(status: RunStatus) -> Iterator[tuple[str, str]]:
+    """What the run has made, and where it lies."""
     if status.plan is not None:
-        yield "plan", headline(status.plan)
-    yield "directory", str(status.run.path)
+        yield "plan", headline(status.plan).removeprefix(f"{status.plan.name}: ")
+        yield "plan file", short(status.run.plan)
+    if (weights := last_checkpoint(status.run)) is not None:
+        yield "weights", short(weights)
+    yield "run directory", short(status.run.path)
 
 
 def _speed(status: RunStatus) -> Iterator[tuple[str, str]]:
@@ -147,12 +162,12 @@ def _failure(status: RunStatus) -> Iterator[Text]:
     if fault is None or status.job.state is JobState.COMPLETED:
         return
     others = f" (and {fault.others} more ranks)" if fault.others else ""
-    yield joined(plain("  error      ", "red"), plain(f"{fault.where}{others}"))
+    yield joined(plain("  error         ", "red"), plain(f"{fault.where}{others}"))
     for line in fault.message.splitlines():
-        yield plain(f"             {line}")
+        yield plain(f"                {line}")
     for line in (fault.cure or "").splitlines():
-        yield plain(f"             {line}")
-    yield plain(f"             details: {status.run.errors}")
+        yield plain(f"                {line}")
+    yield plain(f"                details: {short(status.run.errors)}")
 
 
 def _time(time_s: float | None) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipectl.cli.console import note, output, say, say_json
+from pipectl.cli.console import note, say, say_json, short
 from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption
 from pipectl.cli.progress import progress_bar
 
@@ -60,14 +60,13 @@ def _submit(spec: JobSpec, scheduler: str | None, *, wait: bool, as_json: bool) 
 
 def _wait(submission: Submission, *, as_json: bool) -> None:
     from pipectl.cli.follow import exit_code, follow
-    from pipectl.cli.status_view import run_lines, status_json
+    from pipectl.cli.status_view import show_run, status_json
 
     found = follow(submission.run)
     if as_json:
         say_json(status_json(found))
     else:
-        for line in run_lines(found):
-            output().print(line, soft_wrap=True)
+        show_run(found)
     if code := exit_code(found):
         raise typer.Exit(code)
 
@@ -83,5 +82,5 @@ def _tell(submission: Submission) -> None:
             say(line)
     record = submission.record
     say(f"submitted: {record.name} ({record.scheduler} job {record.job_id})")
-    say(f"run directory: {submission.run.path}")
+    say(f"run directory: {short(submission.run.path)}")
     say(f"see: pipectl status {submission.run.name}")

@@ -9,8 +9,6 @@ from pipectl.errors import DataFileError
 from pipectl.files import read_json
 from pipectl.runs import RunDirectory, read_errors
 
-_PREPARE = "prepare.json"
-
 
 @dataclass(frozen=True)
 class Culprit:
@@ -31,7 +29,7 @@ class Culprit:
 
 def culprit(run: RunDirectory) -> Culprit | None:
     """The failure of a run; None where nothing reported one."""
-    reports = [*_prepare(run), *read_errors(run)]
+    reports = [*_preparation(run), *read_errors(run)]
     if not reports:
         return None
     first = reports[0]
@@ -46,9 +44,9 @@ def culprit(run: RunDirectory) -> Culprit | None:
     )
 
 
-def _prepare(run: RunDirectory) -> list[dict[str, Any]]:
+def _preparation(run: RunDirectory) -> list[dict[str, Any]]:
     try:
-        return [read_json(run.errors / _PREPARE, cure="")]
+        return [read_json(run.preparation_error, cure="")]
     except DataFileError:
         return []
 

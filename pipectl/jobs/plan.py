@@ -21,8 +21,6 @@ from pipectl.timeline import Timeline
 if TYPE_CHECKING:
     from pipectl.spec import JobSpec
 
-PREDICTED = "predicted.json"
-
 
 def find_plan(spec: JobSpec, profile: Profile, cluster: Cluster) -> Plan:
     """The best plan for a job.
@@ -64,7 +62,7 @@ def predicted(plan: Plan, cluster: Cluster) -> Timeline:
 def write_plan(run: RunDirectory, plan: Plan, cluster: Cluster) -> None:
     """Put a plan and its predicted timeline into a run directory."""
     plan.save(run.plan)
-    write_json(run.trace / PREDICTED, predicted(plan, cluster).to_json())
+    write_json(run.predicted, predicted(plan, cluster).to_json())
 
 
 def _key(spec: JobSpec, profile: Profile, cluster: Cluster) -> str:

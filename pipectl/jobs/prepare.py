@@ -22,7 +22,6 @@ from pipectl.profile import Profile
 from pipectl.runs import RunDirectory
 from pipectl.spec import load
 
-ERROR = "prepare.json"
 _BEAT_S = 1.0
 
 
@@ -51,7 +50,7 @@ def main(arguments: list[str]) -> int:
         prepare(run)
     except Exception as error:
         code = error.exit_code if isinstance(error, PipectlError) else 1
-        write_json(run.errors / ERROR, _report(error, code))
+        write_json(run.preparation_error, _report(error, code))
         sys.stderr.write(f"error: {error or type(error).__name__}\n")
         return code
     return 0

@@ -2,7 +2,13 @@
 
 from pipectl.runs.directory import RunDirectory
 from pipectl.runs.find import find_run, list_runs
-from pipectl.runs.readers import read_errors, read_exit_code, read_heartbeat, read_metrics
+from pipectl.runs.readers import (
+    last_checkpoint,
+    read_errors,
+    read_exit_code,
+    read_heartbeat,
+    read_metrics,
+)
 from pipectl.runs.record import Event, Record
 
 __all__ = [
@@ -10,6 +16,7 @@ __all__ = [
     "Record",
     "RunDirectory",
     "find_run",
+    "last_checkpoint",
     "list_runs",
     "read_errors",
     "read_exit_code",

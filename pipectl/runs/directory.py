@@ -128,9 +128,19 @@ class RunDirectory:
         return self.path / "trace"
 
     @property
+    def predicted(self) -> Path:
+        """Timeline of a step as the plan predicts it."""
+        return self.trace / "predicted.json"
+
+    @property
     def checkpoints(self) -> Path:
         """One folder per saved step."""
         return self.path / "checkpoints"
+
+    @property
+    def preparation_error(self) -> Path:
+        """Where a job reports that it could not profile or plan."""
+        return self.errors / "prepare.json"
 
     def error_of(self, rank: int) -> Path:
         """Where a rank reports its failure."""

@@ -66,6 +66,16 @@ def read_exit_code(run: RunDirectory) -> int | None:
         return None
 
 
+def last_checkpoint(run: RunDirectory) -> Path | None:
+    """The folder of the latest saved step; one that is still being written does not count."""
+    return max(run.checkpoints.glob("step-*"), key=_length_and_name, default=None)
+
+
+def _length_and_name(path: Path) -> tuple[int, str]:
+    """Sort key that puts ``step-1000000`` behind ``step-999999``."""
+    return len(path.name), path.name
+
+
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """The lines that are whole, with integer ``attempt`` and ``step``."""
     try:

@@ -46,20 +46,41 @@ def test_one_completed_run(cli: Command, finished: Path) -> None:
     assert (result.code, result.err) == (0, "")
     lines = result.out.splitlines()
     assert lines[0].startswith("20250101-120000-tiny  COMPLETED  local job ")
-    assert "  progress   step 10 of 10" in lines
-    assert "  loss       3 at first, 0.3 now" in lines
-    assert "  evaluation after step 10: loss 0.25" in lines
-    assert "  measured   500 ms a step" in lines
-    assert lines[-1] == f"  directory  {finished}"
+    assert "  progress      step 10 of 10" in lines
+    assert "  measured      500 ms a step" in lines
+    assert lines[-3:] == [
+        "  evaluation    after step 10: loss 0.25",
+        "  loss          3 after the first step, 0.3 now",
+        "  run directory runs/20250101-120000-tiny",
+    ]
+
+
+def test_the_last_lines_say_where_the_latest_weights_are(cli: Command, finished: Path) -> None:
+    for name in ("step-000900", "step-001000", ".step-002000.partial"):
+        (finished / "checkpoints" / name).mkdir()
+    assert cli("status", "last").out.splitlines()[-2:] == [
+        "  weights       runs/20250101-120000-tiny/checkpoints/step-001000",
+        "  run directory runs/20250101-120000-tiny",
+    ]
+
+
+def test_paths_elsewhere_are_shown_whole(
+    cli: Command, finished: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    out = cli("status", "last", "--directory", str(finished.parent)).out
+    assert out.splitlines()[-1] == f"  run directory {finished}"
 
 
 def test_a_failed_run_names_the_rank_that_broke_it(cli: Command, failed: Path) -> None:
     result = cli("status", "20250102")
     assert result.code == 0
     assert (
-        "  error      rank 1 on n1, stage 1, BACKWARD micro-batch 2, step 5 (and 1 more ranks)\n"
-        "             ValueError: boom 1\n"
-        f"             details: {failed}/errors\n"
+        "  error         rank 1 on n1, stage 1, BACKWARD micro-batch 2, step 5 (and 1 more ranks)\n"
+        "                ValueError: boom 1\n"
+        "                details: runs/20250102-120000-tiny/errors\n"
     ) in result.out
 
 
@@ -67,8 +88,8 @@ def test_a_failure_of_the_preparation_comes_first(cli: Command, failed: Path) ->
     report = {"rank": None, "host": "n1", "type": "CaptureError", "message": "no", "cure": "do"}
     (failed / "errors/prepare.json").write_text(json.dumps(report))
     out = cli("status", "last").out
-    assert "  error      preparation on n1 (and 2 more ranks)\n" in out
-    assert "             CaptureError: no\n             do\n" in out
+    assert "  error         preparation on n1 (and 2 more ranks)\n" in out
+    assert "                CaptureError: no\n                do\n" in out
 
 
 def test_json_holds_the_same(cli: Command, finished: Path) -> None:

@@ -65,7 +65,7 @@ def test_submit_to_slurm_with_a_profile(cli: Command, profile: Path, program: Pr
     assert (result.code, result.err) == (0, "")
     assert result.out.splitlines()[-3:] == [
         "submitted: tiny (slurm job 41)",
-        f"run directory: {run.absolute()}",
+        f"run directory: {run}",
         f"see: pipectl status {run.name}",
     ]
     names = {path.name for path in run.iterdir()}
@@ -209,8 +209,17 @@ def test_wait_follows_a_local_run_to_its_end(
     result = cli("submit", "job.yaml", "--scheduler", "local", "--wait")
     assert result.code == 0
     assert f"{only_run().name}  COMPLETED  local job " in result.out
-    assert "  loss       2.5 at first, 2.5 now\n" in result.out
-    assert result.err.splitlines()[-1].startswith("COMPLETED: ")
+    assert "  loss          2.5 after the first step, 2.5 now\n" in result.out
+    assert result.err.splitlines()[-1] == "COMPLETED"
+
+
+def test_wait_tells_phase_step_and_loss_where_there_is_no_terminal(
+    cli: Command, profile: Path, local_mpi: Program
+) -> None:
+    beat = '{"version":1,"state":"training","step":1,"steps":4,"time":1,"ranks":[]}'
+    local_mpi("mpiexec", f"echo '{beat}' > $run/heartbeat.json; sleep 2.5; exit 0")
+    err = cli("submit", "job.yaml", "--scheduler", "local", "--wait").err
+    assert "RUNNING: training, step 1 of 4, loss 2.5\n" in err
 
 
 def test_wait_returns_the_code_of_the_failure(
@@ -221,7 +230,7 @@ def test_wait_returns_the_code_of_the_failure(
     result = cli("submit", "job.yaml", "--scheduler", "local", "--wait")
     assert result.code == 3
     assert "  FAILED  local job " in result.out
-    assert "  error      rank 1\n             MismatchError: no\n" in result.out
+    assert "  error         rank 1\n                MismatchError: no\n" in result.out
 
 
 def test_a_running_local_job_is_shown_and_cancelled(

@@ -44,11 +44,13 @@ def test_paths(tmp_path: Path) -> None:
         run.logs: "logs",
         run.job_log: "logs/job.log",
         run.trace: "trace",
+        run.predicted: "trace/predicted.json",
         run.checkpoints: "checkpoints",
+        run.preparation_error: "errors/prepare.json",
         run.error_of(3): "errors/rank-0003.json",
         run.log_of(12): "logs/rank-0012.log",
     }
-    assert {str(path.relative_to(tmp_path)) for path in names} == set(names.values())
+    assert {path: str(path.relative_to(tmp_path)) for path in names} == names
 
 
 def test_paths_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
