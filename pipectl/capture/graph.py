@@ -151,6 +151,8 @@ class CapturedGraph:
         for index, (mine, other) in enumerate(
             zip(self.signatures.items(), signatures.items(), strict=False)
         ):
+            if mine[0] == other[0] and mine[1] != other[1]:
+                return f"operator {index}, {mine[0]!r}, has other arguments here than there"
             if mine != other:
                 return f"operator {index} is {mine[0]!r} here and {other[0]!r} there"
         if len(self.signatures) != len(signatures):

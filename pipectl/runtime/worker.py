@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -56,30 +57,34 @@ def run(directory: RunDirectory, communicator: MPI.Comm, doing: Doing) -> None:
 
 
 def report(directory: RunDirectory, rank: int, doing: Doing, error: BaseException) -> None:
-    """Write what failed on this rank, and where, for ``pipectl status``."""
-    known = isinstance(error, PipectlError)
-    write_json(
-        directory.error_of(rank),
-        {
-            "version": 1,
-            "rank": rank,
-            "host": socket.gethostname(),
-            "stage": doing.stage,
-            "action": doing.action,
-            "step": doing.step,
-            "type": type(error).__name__,
-            "message": error.message if isinstance(error, PipectlError) else str(error),
-            "cure": error.cure if isinstance(error, PipectlError) else None,
-            "traceback": "".join(traceback.format_exception(error)),
-            "time": time.time(),
-            "exit_code": error.exit_code if isinstance(error, PipectlError) else 1,
-        },
-    )
+    """Write what failed on this rank, and where, for ``pipectl status`` and into the log."""
     place = f"rank {rank}, stage {doing.stage}, step {doing.step}, {doing.action}"
     sys.stderr.write(f"pipectl: {place}: {type(error).__name__}: {error}\n")
-    if not known:
+    if not isinstance(error, PipectlError):
         traceback.print_exception(error)
+    try:
+        write_json(directory.error_of(rank), _document(rank, doing, error))
+    except PipectlError as unwritten:
+        sys.stderr.write(f"pipectl: {unwritten}\n")
     sys.stderr.flush()
+
+
+def _document(rank: int, doing: Doing, error: BaseException) -> dict[str, Any]:
+    known = error if isinstance(error, PipectlError) else None
+    return {
+        "version": 1,
+        "rank": rank,
+        "host": socket.gethostname(),
+        "stage": doing.stage,
+        "action": doing.action,
+        "step": doing.step,
+        "type": type(error).__name__,
+        "message": known.message if known else str(error),
+        "cure": known.cure if known else None,
+        "traceback": "".join(traceback.format_exception(error)),
+        "time": time.time(),
+        "exit_code": known.exit_code if known else 1,
+    }
 
 
 def main() -> None:

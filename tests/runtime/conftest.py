@@ -1,0 +1,103 @@
+"""Run directories made as the commands make them, and starting ranks over a real MPI."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from pipectl.cluster import assumed_cluster
+from pipectl.planner import PlanRequest, make_plan
+from pipectl.profiler import profile_job
+from pipectl.runs import RunDirectory
+from pipectl.spec import JobSpec, dump, load
+
+PARTS = Path(__file__).with_name("job_parts.py")
+WORKER = ["-m", "pipectl.runtime.worker", "--run"]
+
+
+@pytest.fixture
+def make_spec(tmp_path: Path) -> Callable[..., JobSpec]:
+    """``make_spec(ranks, data={...}, **sections)``: four samples a step in two micro-batches."""
+
+    def make(ranks: int, data: dict[str, Any] | None = None, **sections: Any) -> JobSpec:
+        document = {
+            "version": 1,
+            "name": "job",
+            "site_defaults": False,
+            "model": {"factory": f"{PARTS}:Model"},
+            "loss": {"factory": f"{PARTS}:loss"},
+            "data": {"factory": f"{PARTS}:Samples", "shuffle": False, **(data or {})},
+            "optimizer": {"factory": "torch.optim:SGD", "kwargs": {"lr": 0.1}},
+            "training": {"steps": 5, "batch_size": 4, "clip_grad_norm": 1.0},
+            "pipeline": {"micro_batches": 2, "stages": ranks},
+            "resources": {"tasks_per_node": ranks},
+            **sections,
+        }
+        path = tmp_path / f"job-{ranks}.yaml"
+        path.write_text(yaml.safe_dump(document))
+        return load(path)
+
+    return make
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Callable[..., RunDirectory]:
+    """``make_run(spec)``: a run directory with job, profile and plan."""
+
+    def make(spec: JobSpec) -> RunDirectory:
+        threads = torch.get_num_threads()
+        profile = profile_job(spec)
+        torch.set_num_threads(threads)
+        ranks = spec.resources.ranks
+        request = PlanRequest(
+            spec.name,
+            spec.training.batch_size,
+            micro_batches=spec.pipeline.micro_batches,
+            stages=spec.pipeline.stages,
+        )
+        run = RunDirectory.create(tmp_path / "runs", spec.name, 0.0)
+        run.job.write_text(dump(spec))
+        profile.save(run.profile)
+        make_plan(profile, assumed_cluster("here", [ranks], ranks, None), request).save(run.plan)
+        return run
+
+    return make
+
+
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="session")
+def launch() -> Launch:
+    """``launch(ranks, *arguments)``: Python under mpiexec; with 0 ranks, one process without it."""
+    beside = Path(sys.prefix) / "bin" / "mpiexec"
+    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
+    assert mpiexec, "no mpiexec: pip install mpich"
+
+    def start(ranks: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "mpi4py", *map(str, arguments)]
+        return subprocess.run(
+            [mpiexec, "-n", str(ranks), *command] if ranks else command,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def work(launch: Launch) -> Launch:
+    """``work(ranks, run)``: the worker on a run directory."""
+    return lambda ranks, run: launch(ranks, *WORKER, run.path)

@@ -1,0 +1,61 @@
+"""Models and data of the jobs that the tests start over MPI."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+PADDING = -100
+
+
+class Samples(Dataset):
+    """Vectors of 6 with three targets each, some of which are padding."""
+
+    def __init__(self, count: int = 24, wrong_from: int | None = None, fails_from: int = 1000):
+        generator = torch.Generator().manual_seed(2)
+        self.vectors = torch.randn(count, 6, generator=generator)
+        self.targets = torch.randint(0, 4, (count, 3), generator=generator)
+        self.targets[torch.rand(count, 3, generator=generator) < 0.5] = PADDING
+        if wrong_from is not None:
+            self.targets[wrong_from:] = 99
+        self.fails_from = fails_from
+
+    def __len__(self) -> int:
+        return len(self.vectors)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index >= self.fails_from:
+            raise OSError(f"sample {index} cannot be read")
+        return self.vectors[index], self.targets[index]
+
+
+class RankDependent(Samples):
+    """As many samples as this rank's copy of the file system shows."""
+
+    def __init__(self) -> None:
+        from mpi4py import MPI
+
+        super().__init__(24 - MPI.COMM_WORLD.rank)
+
+
+class Model(nn.Module):
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *[nn.Sequential(nn.Linear(6, 6), nn.GELU()) for _ in range(depth)]
+        )
+        self.head = nn.Linear(6, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x)).view(-1, 3, 4)
+
+
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(
+        outputs.flatten(0, 1), targets.flatten(), ignore_index=PADDING
+    )
+
+
+def valid(targets: Tensor) -> Tensor:
+    return (targets != PADDING).sum()

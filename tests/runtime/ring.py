@@ -1,0 +1,83 @@
+"""Three ranks in a ring: each sends strided tensors to the next and checks what it receives.
+
+Started as ``mpiexec -n 3 python -m mpi4py ring.py``; a difference aborts all.
+"""
+
+from __future__ import annotations
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from pipectl.capture import Lane, Slot
+from pipectl.errors import WorkerError
+from pipectl.graph import TransferKind
+from pipectl.runtime.device import CpuDevice
+from pipectl.runtime.transport import Transport
+
+SLOTS = [
+    Slot(name) for name in ("plain", "turned", "gaps", "rows", "none", "whole", "large", "dot")
+]
+
+
+def tensors(rank: int, micro_batch: int, size: int) -> dict[Slot, Tensor | None]:
+    base = torch.arange(float(size * 6)).view(size, 6) + 1000 * rank + 10000 * micro_batch
+    values = (
+        base,
+        base.t(),
+        base[:, 1::2],
+        base[:, :1].expand(size, 5),
+        None,
+        base.to(torch.int64),
+        base.repeat(100, 50).bfloat16(),
+        base.sum(),
+    )
+    return dict(zip(SLOTS, values, strict=True))
+
+
+def main() -> None:
+    world = MPI.COMM_WORLD
+    before, after = (world.rank - 1) % world.size, (world.rank + 1) % world.size
+    lanes = {
+        Lane(TransferKind.ACTIVATION, r, (r + 1) % world.size): SLOTS for r in range(world.size)
+    }
+    transport = Transport(world.Dup(), CpuDevice(), lanes)
+    outgoing = Lane(TransferKind.ACTIVATION, world.rank, after)
+    incoming = Lane(TransferKind.ACTIVATION, before, world.rank)
+    for micro_batch, size in enumerate((4, 4, 1, 4, 1)):
+        known = micro_batch in (1, 3, 4)
+        assert transport.knows(incoming, size) is known
+        receiving = transport.start_receive(incoming, size, before)
+        assert (receiving is not None) is known
+        sent = transport.start_send(outgoing, size, after, tensors(world.rank, micro_batch, size))
+        found = transport.finish_receive(incoming, size, before, receiving)
+        transport.finish_send(sent)
+        compare(found, tensors(before, micro_batch, size))
+    refuse(transport, outgoing, after)
+    world.Barrier()
+
+
+def compare(found: dict[Slot, Tensor | None], expected: dict[Slot, Tensor | None]) -> None:
+    assert list(found) == list(expected)
+    for slot, tensor in expected.items():
+        received = found[slot]
+        assert (received is None) is (tensor is None), slot
+        if tensor is not None and received is not None:
+            assert torch.equal(received, tensor), slot
+            assert received.dtype == tensor.dtype
+            assert slot.value == "gaps" or received.stride() == tensor.stride(), slot
+
+
+def refuse(transport: Transport, lane: Lane, rank: int) -> None:
+    """A tensor of another shape than was announced is not sent."""
+    wrong = {**tensors(0, 0, 4), SLOTS[0]: torch.zeros(3, 6)}
+    message = ""
+    try:
+        transport.start_send(lane, 4, rank, wrong)
+    except WorkerError as error:
+        message = error.message
+    assert "should be torch.float32 [4, 6], but is torch.float32 [3, 6]" in message
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Workers over a real MPI: what they compute together, and how they end when one fails."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from pipectl.errors import DataFileError
+from pipectl.runs import RunDirectory, read_errors, read_heartbeat, read_metrics
+from pipectl.runtime import checkpoint
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(180)]
+HERE = Path(__file__).parent
+
+
+def test_strided_tensors_go_round_a_ring(launch: Any) -> None:
+    done = launch(3, HERE / "ring.py")
+    assert done.returncode == 0, done.stderr
+
+
+def test_weights_of_micro_batches_are_the_same_on_one_and_two_ranks(
+    make_spec: Any, make_run: Any, work: Any
+) -> None:
+    """A micro-batch counts by its valid targets; two ranks load with a process each."""
+    loss = {"factory": f"{HERE / 'job_parts.py'}:loss", "weight": f"{HERE / 'job_parts.py'}:valid"}
+    one = make_run(make_spec(1, loss=loss))
+    two = make_run(make_spec(2, loss=loss, data={"workers": 1}))
+    for ranks, run in ((0, one), (2, two)):
+        done = work(ranks, run)
+        assert done.returncode == 0, done.stderr
+    figures = [
+        [(line["step"], line["loss"], line["gradient_norm"]) for line in read_metrics(run)]
+        for run in (one, two)
+    ]
+    assert figures[0] == figures[1]
+    assert len(figures[0]) == 5
+    assert figures[0][0][1] == pytest.approx(whole_batch_loss(), rel=1e-6)
+    weights = [checkpoint.load(run.checkpoints / "step-000005") for run in (one, two)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    beat = read_heartbeat(two)
+    assert beat is not None
+    assert (beat["state"], beat["step"], len(beat["ranks"])) == ("done", 5, 2)
+    assert read_errors(two) == []
+
+
+def whole_batch_loss() -> float:
+    """The first loss, computed over the whole batch at once in plain PyTorch."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("job_parts_plain", HERE / "job_parts.py")
+    assert spec is not None
+    assert spec.loader is not None
+    parts = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(parts)
+    torch.manual_seed(0)
+    model, data = parts.Model(), parts.Samples()
+    return float(parts.loss(model(data.vectors[:4]), data.targets[:4]).detach())
+
+
+def test_a_rank_that_fails_in_step_3_ends_all_and_is_named(
+    make_spec: Any, make_run: Any, work: Any
+) -> None:
+    """From sample 8 on, targets are no classes: the loss, on the last rank, raises."""
+    run = make_run(make_spec(2, data={"kwargs": {"wrong_from": 8}}))
+    done = work(2, run)
+    assert done.returncode not in (0, 3)
+    (error,) = read_errors(run)
+    assert all_end_before(error["time"] + 20, run)
+    assert (error["rank"], error["stage"], error["step"]) == (1, 1, 3)
+    assert error["action"] == "FORWARD micro-batch 0"
+    assert error["type"] == "IndexError"
+    assert "Target 99 is out of bounds" in error["message"]
+    assert "Traceback" in error["traceback"]
+    assert error["exit_code"] == 1
+    assert "pipectl: rank 1, stage 1, step 3, FORWARD micro-batch 0: IndexError" in done.stderr
+
+
+def all_end_before(deadline: float, run: RunDirectory) -> bool:
+    beat = read_heartbeat(run)
+    assert beat is not None
+    pids = [rank["pid"] for rank in beat["ranks"]]
+    assert len(pids) == 2
+    while any(map(is_alive, pids)) and time.time() < deadline:
+        time.sleep(0.1)
+    return time.time() < deadline
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return "pipectl.runtime.worker" in psutil.Process(pid).cmdline()
+    except psutil.Error:
+        return False
+
+
+def test_data_that_fail_in_the_middle_of_training(make_spec: Any, make_run: Any, work: Any) -> None:
+    run = make_run(make_spec(1, data={"kwargs": {"fails_from": 9}}))
+    done = work(0, run)
+    assert done.returncode != 0
+    (error,) = read_errors(run)
+    assert (error["rank"], error["step"]) == (0, 3)
+    assert error["message"] == "sample 9 cannot be read"
+    assert "job_parts.py" in error["traceback"]
+    assert [line["step"] for line in read_metrics(run)] == [1, 2]
+
+
+def test_data_of_which_ranks_see_different_lengths(
+    make_spec: Any, make_run: Any, work: Any
+) -> None:
+    run = make_run(make_spec(2, data={"factory": f"{HERE / 'job_parts.py'}:RankDependent"}))
+    done = work(2, run)
+    assert done.returncode == 3
+    assert "data: the ranks find different numbers of samples: [23, 24]" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert read_errors(run)[0]["type"] == "MismatchError"
+
+
+def test_more_processes_than_ranks(make_spec: Any, make_run: Any, work: Any) -> None:
+    run = make_run(make_spec(1))
+    done = work(2, run)
+    assert done.returncode == 3
+    assert "MPI started 2 process(es), but the plan has 1 ranks" in done.stderr
+    assert "plan again for the ranks you start" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_processes_that_are_alone(make_spec: Any, make_run: Any, work: Any) -> None:
+    """As srun without the right --mpi starts them."""
+    run = make_run(make_spec(2))
+    done = work(0, run)
+    assert done.returncode == 3
+    assert "MPI started 1 process(es), but the plan has 2 ranks" in done.stderr
+    assert "every process is alone" in done.stderr
+    (error,) = read_errors(run)
+    assert error["exit_code"] == 3
+    assert "launch.mpi" in error["cure"]
+
+
+def test_a_plan_of_another_model(make_spec: Any, make_run: Any, work: Any) -> None:
+    run = make_run(make_spec(1))
+    deeper = {"factory": f"{HERE / 'job_parts.py'}:Model", "kwargs": {"depth": 3}}
+    other = make_run(make_spec(1, model=deeper))
+    for mine, others in ((run.plan, other.plan), (run.profile, other.profile)):
+        mine.write_bytes(others.read_bytes())
+    done = work(0, run)
+    assert done.returncode == 3
+    assert (
+        "MismatchError: plan.json was made for another model: "
+        "operator 4, 'linear_2', has other arguments here than there" in done.stderr
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_a_run_directory_that_does_not_exist(launch: Any, tmp_path: Path) -> None:
+    done = launch(0, "-m", "pipectl.runtime.worker", "--run", tmp_path / "absent")
+    assert done.returncode == 3
+    assert f"{tmp_path / 'absent' / 'job.yaml'}" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "another file"])
+def test_a_plan_that_cannot_be_read(make_spec: Any, make_run: Any, damage: str) -> None:
+    from mpi4py import MPI
+
+    from pipectl.runtime.engine import Doing
+    from pipectl.runtime.worker import run as work_here
+
+    run = make_run(make_spec(1))
+    if damage == "missing":
+        run.plan.unlink()
+    elif damage == "truncated":
+        run.plan.write_text(run.plan.read_text()[:200])
+    else:
+        run.plan.write_text('{"version": 1}')
+    with pytest.raises(DataFileError) as raised:
+        work_here(run, MPI.COMM_SELF, Doing())
+    assert raised.value.exit_code == 3
+    assert raised.value.message.startswith(str(run.plan))
+    assert raised.value.cure == "write a new one with: pipectl plan JOB.yaml"
