@@ -30,7 +30,7 @@ def command(
     overrides: Overrides = None,
 ) -> None:
     """Choose stages, ranks and schedule, and predict a step."""
-    from pipectl.cli.plan_view import headline, plan_view
+    from pipectl.cli.plan_view import headline, plan_view, prediction_lines
     from pipectl.jobs.machines import cluster_of
     from pipectl.jobs.places import plan_path, scheduler_name
     from pipectl.jobs.plan import find_plan, predicted
@@ -46,7 +46,7 @@ def command(
     make_directory(path.parent)
     plan.save(path)
     if svg is not None:
-        write_text(svg, gantt_svg(timeline, headline(plan)))
+        write_text(svg, gantt_svg(timeline, headline(plan), *prediction_lines(plan)))
     if as_json:
         say_json(plan.to_json())
         return

@@ -47,7 +47,7 @@ def plan_view(
     parts.append(stage_table(plan, ends if beside else None))
     if not beside:
         parts += [plain(f"stage {index}: {a} … {b}") for index, (a, b) in enumerate(ends)]
-    parts += [plain(line) for line in prediction_lines(plan)]
+    parts += [plain(line) for line in (*prediction_lines(plan), *_search_lines(plan))]
     if timeline is not None:
         parts += ["", *gantt_lines(timeline, width), plain(LEGEND, "dim")]
     parts += [plain(f"assumed: {assumption}", "dim") for assumption in plan.assumptions]
@@ -104,7 +104,7 @@ def _cells(plan: Plan, index: int, rank: int, share: float) -> tuple[object, ...
 
 
 def prediction_lines(plan: Plan) -> Iterator[str]:
-    """Step time, throughput, bubble, the binding stage, and how good the partition is."""
+    """Step time, throughput, bubble, the binding stage; then memory."""
     if plan.prediction is not None:
         step_s = plan.prediction.step_time_s
         yield (
@@ -112,6 +112,10 @@ def prediction_lines(plan: Plan) -> Iterator[str]:
             f"bubble {plan.prediction.bubble:.1%}; {_binding(plan)}"
         )
         yield f"memory: {_memory(plan.prediction, plan.memory_limit_bytes)}"
+
+
+def _search_lines(plan: Plan) -> Iterator[str]:
+    """How good the partition is."""
     if plan.search is not None:
         least = "least possible" if plan.search.exact else "none is below"
         yield (

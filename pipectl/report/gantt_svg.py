@@ -1,7 +1,8 @@
-"""A timeline as an SVG picture, without any drawing library."""
+"""A timeline as an SVG picture, light or dark as the reader's screen is; no drawing library."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from html import escape
 
@@ -9,79 +10,117 @@ from pipectl.report.gantt import FILLS
 from pipectl.timeline import Event, Timeline
 from pipectl.units import format_time
 
-_COLOURS = {
-    "forward": "#7fb3d5",
-    "backward": "#e59866",
-    "backward_input": "#e59866",
-    "backward_weight": "#d7bde2",
-    "update": "#82b366",
-    "evaluate": "#aab7b8",
+_NAMES = {
+    "forward": "forward",
+    "backward": "backward",
+    "backward_input": "backward (inputs)",
+    "backward_weight": "backward (weights)",
+    "update": "optimizer step",
+    "evaluate": "evaluation",
 }
-_NAMES = {"forward": "forward", "backward": "backward", "update": "optimizer step"}
-_LABEL_WIDTH, _ROW_HEIGHT, _BAR_HEIGHT, _TOP, _BOTTOM = 64, 30, 24, 48, 30
+_STYLE = """\
+text { fill: #24292f } .title { font-size: 14px; font-weight: 600 } .faint { fill: #57606a }
+.page { fill: #ffffff } .idle { fill: #eaeef2 } .tick { stroke: #d0d7de }
+.bar { fill: #1b1f24; text-anchor: middle }
+.forward { fill: #7fb3d5 } .backward, .backward_input { fill: #e59866 }
+.backward_weight { fill: #c9a9dc } .update { fill: #82b366 } .evaluate { fill: #aab7b8 }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6edf3 } .faint { fill: #9198a1 } .bar { fill: #0d1117 }
+  .page { fill: #0d1117 } .idle { fill: #21262d } .tick { stroke: #3d444d }
+}"""
+_LEFT, _RIGHT, _ROW_HEIGHT, _BAR_HEIGHT, _AXIS = 64, 24, 30, 24, 30
+_LINE, _LEGEND_HEIGHT = 18, 30
+_LETTER = 7  # width of a letter at most, in pixels
+_TICKS = 10  # at most, about
 
 
-def gantt_svg(timeline: Timeline, title: str, *, width: int = 960) -> str:
+def gantt_svg(timeline: Timeline, title: str, *notes: str, width: int = 960) -> str:
     """The timeline as a self-contained SVG document.
 
     Args:
         timeline: one optimizer step.
         title: shown above the picture and as its text alternative.
+        notes: lines below the title.
         width: in pixels.
     """
-    height = _TOP + timeline.ranks * _ROW_HEIGHT + _BOTTOM
-    scale = (width - _LABEL_WIDTH - 12) / (timeline.end_s or 1.0)
+    top = 28 + _LINE * len(notes) + _LEGEND_HEIGHT
+    bottom = top + timeline.ranks * _ROW_HEIGHT
+    scale = (width - _LEFT - _RIGHT) / (timeline.end_s or 1.0)
+    events = [event for event in timeline.events if event.kind in FILLS]
     body = [
-        *_header(title, width),
-        *_rows(timeline, width),
-        *(_bar(event, scale) for event in timeline.events if event.kind in FILLS),
-        *_axis(timeline, width, height),
+        *_heading(title, notes),
+        *_legend({event.kind for event in events}, top - 18),
+        *_rows(timeline, top, width),
+        *_axis(timeline.end_s, scale, top, bottom),
+        *(_bar(event, scale, top) for event in events),
     ]
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}" role="img" font-family="sans-serif" font-size="12">\n'
-        + "\n".join(body)
-        + "\n</svg>\n"
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + _AXIS}" '
+        f'width="{width}" height="{bottom + _AXIS}" role="img" '
+        'font-family="sans-serif" font-size="12">\n' + "\n".join(body) + "\n</svg>\n"
     )
 
 
-def _header(title: str, width: int) -> Iterator[str]:
+def _heading(title: str, notes: tuple[str, ...]) -> Iterator[str]:
     yield f"<title>{escape(title)}</title>"
-    yield f'<rect width="{width}" height="100%" fill="#ffffff"/>'
-    yield f'<text x="8" y="18" font-size="14" fill="#222">{escape(title)}</text>'
-    for index, (kind, name) in enumerate(_NAMES.items()):
-        x = _LABEL_WIDTH + index * 120
-        yield f'<rect x="{x}" y="27" width="12" height="12" fill="{_COLOURS[kind]}"/>'
-        yield f'<text x="{x + 17}" y="37" fill="#222">{name}</text>'
+    yield f"<style>{_STYLE}</style>"
+    yield '<rect class="page" width="100%" height="100%"/>'
+    yield f'<text class="title" x="8" y="20">{escape(title)}</text>'
+    for index, note in enumerate(notes):
+        yield f'<text class="faint" x="8" y="{20 + _LINE * (index + 1)}">{escape(note)}</text>'
 
 
-def _rows(timeline: Timeline, width: int) -> Iterator[str]:
+def _legend(kinds: set[str], y: int) -> Iterator[str]:
+    """The kinds that occur, then what the rest means."""
+    x = _LEFT
+    for kind, name in _NAMES.items():
+        if kind in kinds:
+            yield f'<rect class="{kind}" x="{x}" y="{y - 10}" width="12" height="12"/>'
+            yield f'<text x="{x + 17}" y="{y}">{name}</text>'
+            x += 17 + _LETTER * len(name) + 14
+    yield f'<text class="faint" x="{x}" y="{y}">number: micro-batch; empty: waiting</text>'
+
+
+def _rows(timeline: Timeline, top: int, width: int) -> Iterator[str]:
     for rank in range(timeline.ranks):
-        y = _TOP + rank * _ROW_HEIGHT
-        yield f'<text x="8" y="{y + 16}" fill="#222">rank {rank}</text>'
+        y = top + rank * _ROW_HEIGHT
+        yield f'<text x="8" y="{y + 16}">rank {rank}</text>'
         yield (
-            f'<rect x="{_LABEL_WIDTH}" y="{y}" width="{width - _LABEL_WIDTH - 12}" '
-            f'height="{_BAR_HEIGHT}" fill="#f2f3f4"/>'
+            f'<rect class="idle" x="{_LEFT}" y="{y}" width="{width - _LEFT - _RIGHT}" '
+            f'height="{_BAR_HEIGHT}"/>'
         )
 
 
-def _bar(event: Event, scale: float) -> str:
-    x = _LABEL_WIDTH + event.start_s * scale
-    y = _TOP + event.rank * _ROW_HEIGHT
-    wide = max(0.5, (event.end_s - event.start_s) * scale)
+def _axis(end_s: float, scale: float, top: int, bottom: int) -> Iterator[str]:
+    """Vertical lines at round times, and the end of the step."""
+    interval_s = _round_interval(end_s / _TICKS)
+    times_s = [interval_s * index for index in range(_TICKS * 2) if interval_s * index < end_s]
+    room_s = 60 / scale  # so that no label runs into the last one
+    for time_s in [*(time_s for time_s in times_s if time_s < end_s - room_s), end_s]:
+        x = _LEFT + time_s * scale
+        label = format_time(time_s) if time_s else "0"
+        place = f'x="{x:.1f}" y="{bottom + 16}" text-anchor="middle"'
+        yield f'<line class="tick" x1="{x:.1f}" y1="{top - 4}" x2="{x:.1f}" y2="{bottom}"/>'
+        yield f'<text class="faint" {place}>{label}</text>'
+
+
+def _round_interval(time_s: float) -> float:
+    """The next of 1, 2, 5, 10, 20… in its power of ten."""
+    if time_s <= 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(time_s))
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= time_s * 0.999)
+
+
+def _bar(event: Event, scale: float, top: int) -> str:
+    x = _LEFT + event.start_s * scale
+    y = top + event.rank * _ROW_HEIGHT
+    wide = max(0.5, (event.end_s - event.start_s) * scale - 0.5)
     rect = (
-        f'<rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{_BAR_HEIGHT}" '
-        f'fill="{_COLOURS[event.kind]}" stroke="#ffffff" stroke-width="0.5"/>'
+        f'<rect class="{event.kind}" x="{x:.2f}" y="{y}" width="{wide:.2f}" '
+        f'height="{_BAR_HEIGHT}"/>'
     )
     label = str(event.micro_batch) if event.micro_batch >= 0 else ""
     if not label or wide < 8 * len(label) + 2:
         return rect
-    middle = x + wide / 2
-    return rect + f'<text x="{middle:.2f}" y="{y + 16}" text-anchor="middle">{label}</text>'
-
-
-def _axis(timeline: Timeline, width: int, height: int) -> Iterator[str]:
-    y = height - 10
-    yield f'<text x="{_LABEL_WIDTH}" y="{y}" fill="#222">0</text>'
-    end = format_time(timeline.end_s)
-    yield f'<text x="{width - 12}" y="{y}" text-anchor="end" fill="#222">{end}</text>'
+    return rect + f'<text class="bar" x="{x + wide / 2:.2f}" y="{y + 16}">{label}</text>'

@@ -58,6 +58,32 @@ def test_an_empty_timeline_has_no_rows() -> None:
     assert gantt(Timeline((), 4), 80) == []
 
 
+def _texts(picture: str) -> list[str | None]:
+    space = {"svg": "http://www.w3.org/2000/svg"}
+    return [text.text for text in ElementTree.fromstring(picture).findall("svg:text", space)]
+
+
+def test_the_svg_shows_title_notes_ranks_and_round_times() -> None:
+    timeline = Timeline((Event(0, 0.0, 0.306, "forward", 0, 0), Event(1, 0.0, 0.1, "update")), 2)
+    texts = _texts(gantt_svg(timeline, "a plan", "it is fast"))
+    assert texts[:2] == ["a plan", "it is fast"]
+    assert texts[5:] == [
+        *("rank 0", "rank 1"),
+        *("0", "50.0 ms", "100 ms", "150 ms", "200 ms", "250 ms", "306 ms"),
+        "0",
+    ]
+
+
+def test_the_legend_of_the_svg_names_only_what_occurs() -> None:
+    texts = _texts(gantt_svg(STEP, "a plan"))
+    assert {"forward", "backward", "optimizer step"} <= set(texts)
+    assert not {"backward (weights)", "evaluation"} & set(texts)
+
+
+def test_an_empty_timeline_can_be_drawn() -> None:
+    assert "rank 0" in _texts(gantt_svg(Timeline((), 1), "nothing"))
+
+
 @pytest.mark.parametrize("kind", sorted(FILLS))
 def test_the_svg_is_well_formed_and_has_a_bar_for_every_kind(kind: str) -> None:
     title = "a <title> & more"
