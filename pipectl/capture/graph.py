@@ -144,7 +144,7 @@ class CapturedGraph:
             return float(expression)
         return bool(expression) if isinstance(value, torch.SymBool) else int(expression)
 
-    def require(self, fingerprint: str | None, signatures: Mapping[str, str]) -> str | None:
+    def difference(self, fingerprint: str | None, signatures: Mapping[str, str]) -> str | None:
         """None if this is the graph with ``fingerprint``, else where the two first differ."""
         if fingerprint == self.fingerprint:
             return None

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob, Cut, Lane, evaluation_stages
 from pipectl.capture.data import Batches, Loader, split_batch
-from pipectl.errors import MismatchError, PipectlError
+from pipectl.errors import CaptureError, MismatchError
 from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runtime.device import Device
@@ -49,7 +49,7 @@ def check_graph(communicator: MPI.Comm, job: CapturedJob, plan: Plan, profile: P
     """
     graph = job.training_graph(plan.micro_batch_size)
     signatures = {operator.id: operator.signature or "" for operator in profile.operators}
-    difference = graph.require(plan.fingerprint, signatures)
+    difference = graph.difference(plan.fingerprint, signatures)
     if difference is not None:
         raise MismatchError(
             f"plan.json was made for another model: {difference}",
@@ -148,7 +148,7 @@ class Setup:
 
     def _check_batches(self, spec: JobSpec) -> None:
         if not any(True for _ in self.batches.of_epoch()):
-            raise PipectlError(
+            raise CaptureError(
                 f"data: {self.batches.samples} samples fill no batch of {spec.training.batch_size}",
                 cure="make the batch smaller, or set data.drop_last: false",
             )
@@ -164,7 +164,7 @@ class Setup:
         if held_out is None:
             return []
         if self.evaluation_samples is None:
-            raise PipectlError(
+            raise CaptureError(
                 "evaluation.data: is iterable, so that its end is not known",
                 cure="use a data set with __len__ and __getitem__ for evaluation",
             )

@@ -197,7 +197,7 @@ def test_the_fingerprint_does_not_depend_on_weights(make_job) -> None:
 def test_a_changed_layer_changes_the_fingerprint_and_is_named(graph_of) -> None:
     graph, other = graph_of("mlp"), graph_of("deeper")
     assert graph.fingerprint != other.fingerprint
-    assert graph.require(other.fingerprint, other.signatures) == (
+    assert graph.difference(other.fingerprint, other.signatures) == (
         "operator 3 is 'cross_entropy_loss' here and 'linear_2' there"
     )
 
@@ -205,7 +205,7 @@ def test_a_changed_layer_changes_the_fingerprint_and_is_named(graph_of) -> None:
 def test_a_changed_width_changes_the_fingerprint(make_job, graph_of) -> None:
     graph, other = graph_of("mlp"), make_job("mlp", kwargs={"width": 9}).training_graph(4)
     assert graph.fingerprint != other.fingerprint
-    assert graph.require(other.fingerprint, other.signatures) == (
+    assert graph.difference(other.fingerprint, other.signatures) == (
         "the operators agree, but parameters, inputs or the loss do not"
     )
 
@@ -217,11 +217,11 @@ def test_a_changed_dropout_changes_the_fingerprint(make_job) -> None:
         for p in (0.1, 0.2)
     )  # fmt: skip
     assert first.fingerprint != second.fingerprint
-    difference = first.require(second.fingerprint, second.signatures)
+    difference = first.difference(second.fingerprint, second.signatures)
     assert difference is not None
     assert "dropout" in difference
 
 
 def test_the_same_graph_differs_nowhere(graph_of) -> None:
     graph = graph_of("mlp")
-    assert graph.require(graph.fingerprint, {}) is None
+    assert graph.difference(graph.fingerprint, {}) is None
