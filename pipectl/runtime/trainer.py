@@ -241,4 +241,6 @@ def _weighted(losses: list[torch.Tensor], weights: Any) -> float:
     """The loss of a step: the weighted mean over its micro-batches; NaN where none is computed."""
     if not losses:
         return math.nan
-    return math.fsum(float(loss) * share for loss, share in zip(losses, weights, strict=True))
+    # The loss of a micro-batch without weight (no valid token, say) may be undefined.
+    pairs = [(float(loss), share) for loss, share in zip(losses, weights, strict=True) if share]
+    return math.fsum(loss * share for loss, share in pairs)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 PADDING = -100
 
@@ -37,6 +39,13 @@ class RankDependent(Samples):
         from mpi4py import MPI
 
         super().__init__(24 - MPI.COMM_WORLD.rank)
+
+
+class Endless(IterableDataset):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        samples = Samples()
+        while True:
+            yield from (samples[index] for index in range(len(samples)))
 
 
 class Model(nn.Module):

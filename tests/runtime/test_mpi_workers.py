@@ -9,10 +9,13 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from mpi4py import MPI
 
-from pipectl.errors import DataFileError
+from pipectl.errors import DataFileError, PipectlError
 from pipectl.runs import RunDirectory, read_errors, read_heartbeat, read_metrics
 from pipectl.runtime import checkpoint
+from pipectl.runtime.engine import Doing
+from pipectl.runtime.worker import run as work_here
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(180)]
 HERE = Path(__file__).parent
@@ -39,6 +42,8 @@ def test_weights_of_micro_batches_are_the_same_on_one_and_two_ranks(
     ]
     assert figures[0] == figures[1]
     assert len(figures[0]) == 5
+    # The second micro-batch of step 2 has no valid target: its loss is 0 / 0, and counts nothing.
+    assert all(loss is not None for _, loss, _ in figures[0])
     assert figures[0][0][1] == pytest.approx(whole_batch_loss(), rel=1e-6)
     weights = [checkpoint.load(run.checkpoints / "step-000005") for run in (one, two)]
     assert weights[0].keys() == weights[1].keys()
@@ -164,13 +169,42 @@ def test_a_run_directory_that_does_not_exist(launch: Any, tmp_path: Path) -> Non
     assert not (tmp_path / "absent").exists()
 
 
+def test_a_rank_without_a_stage_takes_part(make_spec: Any, make_run: Any, work: Any) -> None:
+    """The planner may find one stage on two ranks the fastest."""
+    held_out = {"data": {"factory": f"{HERE / 'job_parts.py'}:Samples", "kwargs": {"count": 5}}}
+    run = make_run(make_spec(2, pipeline={"micro_batches": 2, "stages": 1}, evaluation=held_out))
+    done = work(2, run)
+    assert done.returncode == 0, done.stderr
+    lines = read_metrics(run)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 5]
+    assert all(line["gradient_norm"] for line in lines[:5])
+    assert lines[5]["evaluation"]["loss"] > 0
+    assert "head.weight" in checkpoint.load(run.checkpoints / "step-000005")
+
+
+def refusal(run: RunDirectory) -> PipectlError:
+    """What the worker refuses a run with; in this process, which starts faster."""
+    with pytest.raises(PipectlError) as raised:
+        work_here(run, MPI.COMM_SELF, Doing())
+    assert raised.value.exit_code == 3
+    assert raised.value.cure
+    return raised.value
+
+
+def test_data_too_few_for_one_batch(make_spec: Any, make_run: Any) -> None:
+    data = {"kwargs": {"count": 3}, "drop_last": True}
+    run = make_run(make_spec(1, data=data))
+    assert refusal(run).message == "data: 3 samples fill no batch of 4"
+
+
+def test_held_out_data_without_an_end(make_spec: Any, make_run: Any) -> None:
+    held_out = {"data": f"{HERE / 'job_parts.py'}:Endless"}
+    run = make_run(make_spec(1, evaluation=held_out))
+    assert refusal(run).message == "evaluation.data: is iterable, so that its end is not known"
+
+
 @pytest.mark.parametrize("damage", ["missing", "truncated", "another file"])
 def test_a_plan_that_cannot_be_read(make_spec: Any, make_run: Any, damage: str) -> None:
-    from mpi4py import MPI
-
-    from pipectl.runtime.engine import Doing
-    from pipectl.runtime.worker import run as work_here
-
     run = make_run(make_spec(1))
     if damage == "missing":
         run.plan.unlink()
@@ -178,8 +212,7 @@ def test_a_plan_that_cannot_be_read(make_spec: Any, make_run: Any, damage: str) 
         run.plan.write_text(run.plan.read_text()[:200])
     else:
         run.plan.write_text('{"version": 1}')
-    with pytest.raises(DataFileError) as raised:
-        work_here(run, MPI.COMM_SELF, Doing())
-    assert raised.value.exit_code == 3
-    assert raised.value.message.startswith(str(run.plan))
-    assert raised.value.cure == "write a new one with: pipectl plan JOB.yaml"
+    error = refusal(run)
+    assert isinstance(error, DataFileError)
+    assert error.message.startswith(str(run.plan))
+    assert error.cure == "write a new one with: pipectl plan JOB.yaml"
