@@ -19,9 +19,7 @@ from pipectl.capture import Lane, Slot
 from pipectl.errors import WorkerError
 from pipectl.runtime.device import Device
 from pipectl.runtime.layout import Layout
-from pipectl.runtime.waiting import wait
-
-_HEADER_BYTES = 1 << 20
+from pipectl.runtime.waiting import wait, wait_for_message
 
 Tensors = dict[Slot, Tensor | None]
 """Tensors of one message; None where a slot has no gradient."""
@@ -146,10 +144,10 @@ class Transport:
 
     def _learn(self, lane: Lane, size: int, rank: int) -> dict[Slot, Layout | None]:
         slots = self._lanes[lane]
-        buffer = torch.zeros(_HEADER_BYTES, dtype=torch.uint8)
-        request = self._communicator.Irecv(_memory(buffer), rank, self._tags[lane] + len(slots))
-        wait([request], self.progress)
-        fields: list[Any] = json.loads(bytes(buffer.numpy()).rstrip(b"\0"))
+        tag = self._tags[lane] + len(slots)
+        header = bytearray(wait_for_message(self._communicator, rank, tag, self.progress))
+        self._communicator.Recv([header, MPI.BYTE], rank, tag)
+        fields: list[Any] = json.loads(header)
         layouts = {
             slot: item and Layout.from_json(item) for slot, item in zip(slots, fields, strict=True)
         }
