@@ -142,11 +142,3 @@ class Reader:
     def _nested(self, document: dict[str, Any], key: str) -> Reader:
         path = f"{self._path}.{key}" if self._path else key
         return Reader(document, file=self._file, cure=self._cure, path=path)
-
-
-def _is_pair(item: Any) -> bool:
-    """Whether ``item`` is ``[name, bytes]``."""
-    if not isinstance(item, list) or len(item) != 2:
-        return False
-    name, size = item
-    return isinstance(name, str) and isinstance(size, int) and size >= 0

@@ -34,7 +34,8 @@ _KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_J
 _ADVICE = (
     (
         "configuration source",
-        "Slurm's controller cannot be reached; check the login node or SLURM_CONF",
+        "Slurm's controller cannot be reached; check the login node or SLURM_CONF,\n"
+        "or run on this machine with --scheduler local",
     ),
     ("partition", "set slurm.partition; `sinfo -s` lists what there is"),
     ("account", "set slurm.account; `sacctmgr show associations user=$USER` lists yours"),
@@ -45,11 +46,6 @@ _ADVICE = (
     ("time limit", "lower resources.walltime; `sinfo -o '%P %l'` shows the limits"),
     ("unrecognized option", "correct slurm.directives"),
 )
-
-
-def ignored_variables() -> list[str]:
-    """SBATCH_* variables that are set: kept from sbatch, since they would overrule the script."""
-    return sorted(name for name in os.environ if name.startswith("SBATCH_"))
 
 
 class SlurmScheduler:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,7 +40,7 @@ def command(
     from pipectl.spec import load
 
     spec = load(job, overrides or ())
-    profile = _profile(spec, job, profile_file)
+    profile = _profile(spec, job, profile_file, overrides or ())
     cluster = cluster_of(spec, scheduler_name(spec, scheduler))
     plan = find_plan(spec, profile, cluster)
     timeline = predicted(plan, cluster)
@@ -46,6 +48,7 @@ def command(
     make_directory(path.parent)
     plan.save(path)
     if svg is not None:
+        make_directory(svg.parent)
         write_text(svg, gantt_svg(timeline, headline(plan), *prediction_lines(plan)))
     if as_json:
         say_json(plan.to_json())
@@ -56,7 +59,7 @@ def command(
     say(f"plan: {path}")
 
 
-def _profile(spec: JobSpec, job: Path, path: Path | None) -> Profile:
+def _profile(spec: JobSpec, job: Path, path: Path | None, overrides: Sequence[str]) -> Profile:
     """The profile to plan with; a stale one is used, and said to be stale."""
     from pipectl.jobs.places import profile_path
     from pipectl.jobs.profile import is_fresh
@@ -65,5 +68,14 @@ def _profile(spec: JobSpec, job: Path, path: Path | None) -> Profile:
     path = path or profile_path(spec)
     profile = Profile.load(path)
     if not is_fresh(spec, profile):
-        note(f"warning: {path} is older than the job; measure again with: pipectl profile {job}")
+        again = shlex.join(["pipectl", "profile", str(job), *_options(overrides)])
+        note(
+            f"warning: {path} was measured for other settings (model, data, optimizer, batch or "
+            f"ranks a node); measure again with: {again}"
+        )
     return profile
+
+
+def _options(overrides: Sequence[str]) -> Iterator[str]:
+    for override in overrides:
+        yield from ("--set", override)

@@ -167,7 +167,9 @@ def _failure(status: RunStatus) -> Iterator[Text]:
         yield plain(f"                {line}")
     for line in (fault.cure or "").splitlines():
         yield plain(f"                {line}")
-    yield plain(f"                details: {short(status.run.errors)}")
+    yield plain(
+        f"                details: {short(status.run.errors)}, pipectl logs {status.run.name}"
+    )
 
 
 def _time(time_s: float | None) -> str:

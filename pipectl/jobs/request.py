@@ -31,8 +31,7 @@ def job_request(
         prepare: whether the job has to profile and plan before it trains.
         mpiexec: None finds it.
     """
-    directory = directory.absolute()
-    python = sys.executable
+    directory, python = directory.absolute(), sys.executable
     resources, launch, environment = spec.resources, spec.launch, spec.environment
     return JobRequest(
         name=spec.name,
@@ -44,10 +43,10 @@ def job_request(
         tasks_per_node=resources.tasks_per_node,
         walltime_s=resources.walltime,
         command=(python, "-m", "mpi4py", "-m", WORKER, "--run", str(directory)),
+        prepare=((python, "-m", PREPARE, str(directory)),) if prepare else (),
         cpus_per_task=resources.cpus_per_task,
         gpus_per_node=resources.gpus_per_node,
         memory_per_node_bytes=resources.memory_per_node,
-        prepare=((python, "-m", PREPARE, str(directory)),) if prepare else (),
         modules=tuple(environment.modules),
         setup=tuple(environment.setup),
         variables=dict(environment.variables),

@@ -114,12 +114,12 @@ class RunDirectory:
 
     @property
     def logs(self) -> Path:
-        """Output of the job and of the ranks."""
+        """Where the log is."""
         return self.path / "logs"
 
     @property
     def job_log(self) -> Path:
-        """Output of the job script, the launcher, and ranks that did not open their own log."""
+        """Output of the job script, the launcher and the ranks."""
         return self.logs / "job.log"
 
     @property
@@ -145,10 +145,6 @@ class RunDirectory:
     def error_of(self, rank: int) -> Path:
         """Where a rank reports its failure."""
         return self.errors / f"rank-{rank:04d}.json"
-
-    def log_of(self, rank: int) -> Path:
-        """The log of one rank."""
-        return self.logs / f"rank-{rank:04d}.log"
 
 
 def _make_unique(base: Path, stem: str) -> Path:

@@ -8,7 +8,7 @@ import pytest
 
 from pipectl.batch import JobRequest, JobState
 from pipectl.batch.process import NoAnswerError
-from pipectl.batch.slurm import SlurmScheduler, ignored_variables
+from pipectl.batch.slurm import SlurmScheduler
 from pipectl.batch.slurm_text import SACCT_FORMAT, SQUEUE_FORMAT
 from pipectl.errors import SchedulerError
 
@@ -42,7 +42,6 @@ def test_variables_that_overrule_the_script_are_removed(
     assert not set(removed) & set(environment)
     assert {"SLURM_CONF", "SLURM_CLUSTERS", "MY_SETTING", "PATH"} <= set(environment)
     assert "SLURM_TIME_FORMAT" not in environment, "it would leak into the job"
-    assert ignored_variables() == ["SBATCH_PARTITION"]
 
 
 @pytest.mark.parametrize(

@@ -31,12 +31,12 @@ def test_plan_shows_stages_prediction_and_a_gantt(cli: Command, profile: Path) -
 def test_plan_writes_a_file_that_loads(cli: Command, profile: Path) -> None:
     from pipectl.plan import Plan
 
-    printed = cli("plan", "job.yaml", "--json", "--svg", "plan.svg")
+    printed = cli("plan", "job.yaml", "--json", "--svg", "pictures/plan.svg")
     plan = Plan.load(PLAN)
     assert json.loads(printed.out) == json.loads(PLAN.read_text())
     assert [stage.ranks for stage in plan.stages] == [(0,), (1,)]
     assert plan.key is not None
-    assert Path("plan.svg").read_text().startswith("<svg ")
+    assert Path("pictures/plan.svg").read_text().startswith("<svg ")
 
 
 def test_plan_without_a_profile_says_how_to_measure(cli: Command, job: Path) -> None:
@@ -75,8 +75,9 @@ def test_a_stale_profile_is_used_with_a_warning(cli: Command, profile: Path) -> 
     result = cli("plan", "job.yaml", "--set", "optimizer.factory=torch.optim:SGD")
     assert result.code == 0
     assert result.err == (
-        "warning: runs/tiny.profile.json is older than the job; "
-        "measure again with: pipectl profile job.yaml\n"
+        "warning: runs/tiny.profile.json was measured for other settings (model, data, optimizer, "
+        "batch or ranks a node); measure again with: "
+        "pipectl profile job.yaml --set optimizer.factory=torch.optim:SGD\n"
     )
 
 

@@ -80,7 +80,8 @@ def test_a_failed_run_names_the_rank_that_broke_it(cli: Command, failed: Path) -
     assert (
         "  error         rank 1 on n1, stage 1, BACKWARD micro-batch 2, step 5 (and 1 more ranks)\n"
         "                ValueError: boom 1\n"
-        "                details: runs/20250102-120000-tiny/errors\n"
+        "                details: runs/20250102-120000-tiny/errors, "
+        "pipectl logs 20250102-120000-tiny\n"
     ) in result.out
 
 
@@ -140,25 +141,30 @@ def test_a_batch_system_that_is_gone_is_said(cli: Command, run_of: RunOf) -> Non
     assert "squeue: No such file or directory" in result.out
 
 
-def test_logs_of_all_ranks_without_control_characters(cli: Command, finished: Path) -> None:
+def test_logs_without_control_characters(cli: Command, finished: Path) -> None:
     result = cli("logs")
-    assert result.code == 0
-    assert result.out == (
-        "==> job.log <==\nstarted\n"
-        "==> rank-0000.log <==\nzero [31mred\n"
-        "==> rank-0001.log <==\none\n"
-    )
+    assert (result.code, result.out, result.err) == (0, "started\nzero [31mred\n", "")
+    assert cli("logs", "last", "-f").out == result.out
 
 
-def test_logs_of_one_rank_and_following_a_run_that_is_over(cli: Command, finished: Path) -> None:
-    assert cli("logs", "--rank", "1").out == "one\n"
-    assert cli("logs", "last", "--rank", "1", "-f").out == "one\n"
+def test_a_log_is_followed_as_it_grows(
+    cli: Command, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(_seconds: float) -> None:
+        with (finished / "logs/job.log").open("a") as log:
+            log.write("more\n")
+        (finished / "exit_code").write_text("0\n")
+
+    (finished / "exit_code").unlink()
+    monkeypatch.setattr("pipectl.cli.logs.time.sleep", end)
+    assert cli("logs", "-f").out == "started\nzero [31mred\nmore\n"
 
 
-def test_logs_that_do_not_exist(cli: Command, finished: Path) -> None:
-    result = cli("logs", "--rank", "7")
-    assert (result.code, result.out) == (6, "")
-    assert result.err.startswith("error: 20250101-120000-tiny: no log")
+def test_a_run_that_printed_nothing_is_no_error(cli: Command, finished: Path) -> None:
+    (finished / "logs/job.log").unlink()
+    result = cli("logs")
+    assert (result.code, result.out) == (0, "")
+    assert result.err.startswith("20250101-120000-tiny: nothing was printed")
 
 
 def test_cancel_leaves_a_finished_run_alone(cli: Command, finished: Path) -> None:

@@ -48,7 +48,6 @@ def test_paths(tmp_path: Path) -> None:
         run.checkpoints: "checkpoints",
         run.preparation_error: "errors/prepare.json",
         run.error_of(3): "errors/rank-0003.json",
-        run.log_of(12): "logs/rank-0012.log",
     }
     assert {path: str(path.relative_to(tmp_path)) for path in names} == names
 
