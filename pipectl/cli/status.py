@@ -40,7 +40,8 @@ def _all(directory: Path, limit: int, as_json: bool) -> None:
     elif not found:
         say(f"{directory}: no runs yet; start one with: pipectl submit JOB.yaml")
     else:
-        output().print(runs_table(found))
+        console = output()
+        console.print(runs_table(found, console.width))
         if len(runs) > limit:
             note(f"{len(runs) - limit} older runs are not shown; see --limit")
 

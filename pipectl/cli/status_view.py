@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -17,6 +17,9 @@ from pipectl.runs import last_checkpoint
 from pipectl.units import format_time
 
 _GAP = Text("  ")
+_FIGURES = ("step", "loss", "a step", "predicted", "remaining")
+_HEADS = ("run", "state", "on", *_FIGURES)
+_OPTIONAL = ("predicted", "on", "remaining", "a step")  # the least important first
 _STYLES = {
     JobState.COMPLETED: "green",
     JobState.RUNNING: "cyan",
@@ -27,16 +30,27 @@ _STYLES = {
 }
 
 
-def runs_table(found: Sequence[RunStatus]) -> Table:
-    """One row per run."""
+def runs_table(found: Sequence[RunStatus], width: int) -> Table:
+    """One row per run; without empty columns, and without the least important if it gets too wide.
+
+    Args:
+        width: columns there are.
+    """
+    rows = [
+        (plain(status.run.name), _state(status), *map(plain, _cells(status))) for status in found
+    ]
+    columns = {head: [row[index] for row in rows] for index, head in enumerate(_HEADS)}
+    for head in _OPTIONAL:
+        if not any(columns[head]):
+            del columns[head]
+    for head in _OPTIONAL:
+        if _width(columns) > width:
+            columns.pop(head, None)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("run", no_wrap=True, overflow="fold")
-    for column in ("state", "on"):
-        table.add_column(column, no_wrap=True)
-    for column in ("step", "loss", "a step", "predicted", "remaining"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for status in found:
-        table.add_row(plain(status.run.name), _state(status), *map(plain, _cells(status)))
+    for head in columns:
+        table.add_column(head, justify="right" if head in _FIGURES else "left", no_wrap=True)
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*row)
     return table
 
 
@@ -84,6 +98,12 @@ def status_json(status: RunStatus) -> dict[str, Any]:
         "ranks": [dict(rank) for rank in status.ranks],
         "error": None if fault is None else {"where": fault.where, "message": fault.message},
     }
+
+
+def _width(columns: Mapping[str, Sequence[Text]]) -> int:
+    """Characters of a table with these columns, two between them."""
+    widths = (max(map(len, (head, *cells))) for head, cells in columns.items())
+    return sum(widths) + 2 * (len(columns) - 1)
 
 
 def _state(status: RunStatus) -> Text:

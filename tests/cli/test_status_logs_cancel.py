@@ -25,14 +25,25 @@ def test_the_table_has_a_row_per_run_oldest_first(
 ) -> None:
     run_of("20250103-120000-tiny")
     lines = cli("status").out.splitlines()
-    assert lines[0].split() == [
-        *("run", "state", "on", "step", "loss", "a", "step", "predicted", "remaining")
-    ]
+    assert lines[0].split() == ["run", "state", "on", "step", "loss", "a", "step"]
     assert [line.split() for line in lines[1:]] == [
         ["20250101-120000-tiny", "COMPLETED", "local", "10/10", "0.3", "500", "ms"],
         ["20250102-120000-tiny", "FAILED", "local", "4/10", "0.75", "500", "ms"],
         ["20250103-120000-tiny", "FAILED", "local", "0/10"],
     ]
+
+
+@pytest.mark.parametrize("width", [55, 66, 100])
+def test_a_narrow_table_leaves_columns_out_and_cuts_no_figure(
+    cli: Command, finished: Path, failed: Path, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    head, first, second = cli("status").out.splitlines()
+    assert max(map(len, (head, first, second))) <= width
+    assert ("on" in head.split()) == (width > 55)
+    assert first.split()[0] == "20250101-120000-tiny"
+    assert first.split()[-3:] == ["0.3", "500", "ms"]
+    assert "\N{HORIZONTAL ELLIPSIS}" not in head + first + second
 
 
 def test_the_table_can_be_cut_to_the_newest(cli: Command, finished: Path, failed: Path) -> None:
