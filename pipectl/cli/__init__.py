@@ -11,7 +11,7 @@ import typer
 
 from pipectl import __version__
 from pipectl.cli import cancel, check, init, logs, plan, profile, schema, status, submit
-from pipectl.cli.console import say
+from pipectl.cli.console import print_anything, say
 from pipectl.cli.failure import DEBUG_VARIABLE, report
 
 app = typer.Typer(
@@ -57,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    print_anything()
     try:
         result = app(args=arguments, prog_name="pipectl", standalone_mode=False)
     except (Exception, KeyboardInterrupt) as error:

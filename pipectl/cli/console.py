@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,13 @@ def plain(text: object, style: str = "") -> Text:
 def joined(*parts: Text) -> Text:
     """Pieces side by side, each keeping its own style."""
     return Text.assemble(*parts)
+
+
+def print_anything() -> None:
+    """Let a terminal that is not UTF-8 show ``?`` for what it cannot show."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def output() -> Console:

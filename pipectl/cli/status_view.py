@@ -102,7 +102,7 @@ def status_json(status: RunStatus) -> dict[str, Any]:
 
 def _width(columns: Mapping[str, Sequence[Text]]) -> int:
     """Characters of a table with these columns, two between them."""
-    widths = (max(map(len, (head, *cells))) for head, cells in columns.items())
+    widths = (max(len(head), *(len(cell) for cell in cells)) for head, cells in columns.items())
     return sum(widths) + 2 * (len(columns) - 1)
 
 

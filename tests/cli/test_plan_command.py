@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +29,14 @@ def test_plan_shows_stages_prediction_and_a_gantt(cli: Command, profile: Path) -
     assert all(len(line) <= 100 for line in gantt)
     assert all(f"{batch}░" in gantt[0] and f"{batch}█" in gantt[0] for batch in range(4))
     assert lines[-1] == f"plan: {PLAN}"
+
+
+def test_a_plan_can_be_printed_where_output_is_ascii(profile: Path) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "pipectl", "plan", "job.yaml", "--scheduler", "local"]
+    done = subprocess.run(command, env=environment, capture_output=True, check=False, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "rank 0 0???" in done.stdout
 
 
 def test_plan_writes_a_file_that_loads(cli: Command, profile: Path) -> None:
