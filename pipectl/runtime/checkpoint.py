@@ -121,7 +121,8 @@ def _write_manifest(
 
 
 def _drop_old(directory: Path, keep: int) -> None:
-    for old in sorted(directory.glob("step-*"))[:-keep]:
+    saved = sorted(directory.glob("step-*"), key=lambda path: int(path.name.partition("-")[2]))
+    for old in saved[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
 
 
