@@ -208,7 +208,7 @@ class Unet(nn.Module):
         widths = [3, 6, 8, 10]
         self.down = nn.ModuleList([self._block(a, b) for a, b in itertools.pairwise(widths)])
         self.up = nn.ModuleList(
-            [nn.ConvTranspose2d(b, a, 2, stride=2) for a, b in itertools.pairwise(widths)]
+            [nn.ConvTranspose2d(b, a, 2, stride=2) for a, b in itertools.pairwise(widths[1:])]
         )
         self.merge = nn.ModuleList([self._block(2 * a, a) for a in widths[1:-1]])
         self.head = nn.Conv2d(widths[1], CLASSES, 1)

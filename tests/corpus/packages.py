@@ -7,6 +7,7 @@ is written in Python works, and no model of the corpus needs more.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import re
 import warnings
@@ -21,6 +22,11 @@ _DECLARED = torch.library.Library("torchvision", "FRAGMENT")
 def installed(package: str) -> bool:
     """Whether a package can be imported."""
     return importlib.util.find_spec(package) is not None
+
+
+def version(package: str) -> str:
+    """Of an installed package."""
+    return importlib.metadata.version(package)
 
 
 @cache

@@ -27,7 +27,8 @@ from trial import Trial  # noqa: E402
 ENTRIES = {entry.name: entry for entry in catalogue.entries()}
 SEEDS = range(5)  # one cut for every number of stages from 2 to 6
 ROUNDING = 1e-5
-OVER_MPI = ("encoder-decoder", "straight-through", "running-norm", "reassigned", "dictionary", "t5")
+OVER_MPI = ("encoder-decoder", "straight-through", "running-norm", "reassigned", "dictionary")
+LIBRARIES_OVER_MPI = ("t5", "gpt2", "resnet18", "swin-t")
 
 
 def parameters() -> list[Any]:
@@ -81,12 +82,12 @@ def test_figures_are_finite_and_weights_move(trial: Trial) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.timeout(600)
-def test_ranks_train_to_the_bits_of_one(tmp_path: Path) -> None:
-    names = [
-        name
-        for name in OVER_MPI
-        if ENTRIES[name].package is None or packages.installed(str(ENTRIES[name].package))
-    ]
+@pytest.mark.parametrize(
+    "names", [OVER_MPI, pytest.param(LIBRARIES_OVER_MPI, marks=pytest.mark.corpus)]
+)
+def test_ranks_train_to_the_bits_of_one(tmp_path: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        require(name)
     beside = Path(sys.prefix) / "bin" / "mpiexec"
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
     assert mpiexec, "no mpiexec: pip install mpich"
