@@ -21,7 +21,7 @@ from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.layout import Layout
 from pipectl.runtime.stage import StageRuntime, shared_uses
 
-RATE, MOMENTUM = 0.01, 0.9
+RATE, MOMENTUM = 0.001, 0.9
 Batch = tuple[Any, Any]
 
 
