@@ -37,12 +37,14 @@ class Aliases:
         requires_grad: whether the operator's value has a gradient.
         returned_argument: the argument node that an in-place operator returned itself.
         settled: for values that are written after they are made: the operator of the last write.
+        rewritten: placeholders of the buffers that are written, other than by a norm itself.
     """
 
     groups: dict[str, str] = field(default_factory=dict)
     requires_grad: dict[str, bool] = field(default_factory=dict)
     returned_argument: dict[str, fx.Node] = field(default_factory=dict)
     settled: dict[str, str] = field(default_factory=dict)
+    rewritten: set[str] = field(default_factory=set)
 
 
 def find_aliases(graph: CapturedGraph, states: Mapping[str, Tensor]) -> Aliases:
@@ -64,6 +66,7 @@ class _FakeRun:
         self._touched: dict[int, list[fx.Node]] = {}
         self._last_write: dict[int, int] = {}
         self._persistent: set[int] = set()
+        self._first_version: dict[fx.Node, int] = {}
         self._parent: dict[fx.Node, fx.Node] = {}
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._values: dict[fx.Node, Any] = {}
@@ -76,6 +79,7 @@ class _FakeRun:
         self._group_tuples()
         self._group_counters()
         self._settle()
+        self._note_rewritten()
         members: dict[fx.Node, list[fx.Node]] = {}
         for node in self._graph.operators:
             members.setdefault(self._root(node), []).append(node)
@@ -86,7 +90,8 @@ class _FakeRun:
 
     def _visit(self, node: fx.Node, mode: FakeTensorMode, states: Mapping[str, Tensor]) -> None:
         if node.op == "placeholder":
-            self._values[node] = self._placeholder(node, mode, states)
+            self._values[node] = value = self._placeholder(node, mode, states)
+            self._first_version[node] = value._version if isinstance(value, Tensor) else 0
             self._persistent |= set(_storages(self._values[node]))
         elif node.op == "get_attr":
             self._values[node] = self._graph.root.get_submodule(str(node.target))
@@ -165,6 +170,11 @@ class _FakeRun:
             )
             if last > index:
                 self._found.settled[node.name] = self._graph.operators[last].name
+
+    def _note_rewritten(self) -> None:
+        for node, value in self._values.items():
+            if node.name in self._graph.states and value._version != self._first_version[node]:
+                self._found.rewritten.add(node.name)
 
     def _join(self, nodes: list[fx.Node]) -> None:
         for node in nodes[1:]:

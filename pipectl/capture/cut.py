@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from pipectl.capture.graph import CapturedGraph
-from pipectl.errors import CaptureError, MismatchError
+from pipectl.errors import MismatchError
 from pipectl.graph import TransferKind, is_chained, routes
 
 
@@ -131,56 +131,3 @@ class Cut:
                     f"plan: {name!r} shares memory with {group!r} but is in another stage",
                     cure="plan the job again",
                 )
-
-
-def evaluation_stages(
-    graph: CapturedGraph, training: CapturedGraph, plan: Mapping[str, int]
-) -> dict[str, int]:
-    """Stages for the operators of the evaluation graph.
-
-    An operator goes where its parameters and buffers are; one without goes where the training
-    graph's operator of that name is, or, if there is none, as early as its inputs allow.
-
-    Raises:
-        CaptureError: a parameter is only in a stage before the values it meets.
-    """
-    holders = _holders(training, plan)
-    stage_of: dict[str, int] = {}
-    lowest_of_group: dict[str, int] = {}
-    for node in graph.operators:
-        sources = graph.tensor_inputs(node)
-        earliest = max((stage_of[s.name] for s in sources if s.name in stage_of), default=0)
-        group = graph.groups.get(node.name)
-        earliest = max(earliest, lowest_of_group.get(group or "", 0))
-        names = [graph.states[s.name].name for s in sources if s.name in graph.states]
-        allowed = [holders[name] for name in names if name in holders]
-        stage = _first_allowed(allowed, earliest)
-        if stage is None:
-            raise CaptureError(
-                f"model: in evaluation {node.name!r} needs {names[0]!r} after its stage",
-                cure="use fewer stages, or the same order of layers in evaluation as in training",
-            )
-        if not allowed:
-            stage = max(earliest, min(plan.get(node.name, earliest), max(plan.values())))
-        stage_of[node.name] = stage
-        if group is not None:
-            lowest_of_group[group] = stage
-    return stage_of
-
-
-def _first_allowed(allowed: list[set[int]], earliest: int) -> int | None:
-    """The first stage from ``earliest`` on that holds every state; any if none is held."""
-    if not allowed:
-        return earliest
-    common = [stage for stage in set.intersection(*allowed) if stage >= earliest]
-    return min(common, default=None)
-
-
-def _holders(graph: CapturedGraph, stage_of: Mapping[str, int]) -> dict[str, set[int]]:
-    """Stages that hold each parameter and buffer in training, by full name."""
-    found: dict[str, set[int]] = {}
-    for placeholder, state in graph.states.items():
-        users = graph.users.get(placeholder, ())
-        if users and state.kind != "constant":
-            found[state.name] = {stage_of[user] for user in users}
-    return found

@@ -16,6 +16,11 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from pipectl.capture.factories import line_in, user_line
+from pipectl.capture.gradients import (
+    call_functions,
+    recorded_functions,
+    refuse_backward_hooks,
+)
 from pipectl.capture.step import Step
 from pipectl.errors import CaptureError
 
@@ -33,6 +38,7 @@ def export_step(step: Step, inputs: Any, targets: Any) -> ExportedProgram:
     Raises:
         CaptureError: the model cannot be exported; names the user's line.
     """
+    refuse_backward_hooks(step)
     try:
         return _export(step, (inputs, targets), free=True)
     except CaptureError:
@@ -49,8 +55,10 @@ def export_step(step: Step, inputs: Any, targets: Any) -> ExportedProgram:
 
 def _export(step: Step, batch: tuple[Any, Any], *, free: bool) -> ExportedProgram:
     shapes = pytree.tree_map(_free_batch, batch) if free else None
-    with _quiet():
-        return torch.export.export(step, batch, dynamic_shapes=shapes, strict=False)
+    with _quiet(), recorded_functions() as functions:
+        program = torch.export.export(step, batch, dynamic_shapes=shapes, strict=False)
+    call_functions(program, functions)
+    return program
 
 
 def _free_batch(leaf: Any) -> dict[int, Any] | None:

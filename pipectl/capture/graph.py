@@ -55,7 +55,7 @@ class CapturedGraph:
         loss: name of the node that gives the loss.
         outputs: what the model returned, flattened: node names, or constants as they are.
         output_spec: pytree structure of ``outputs``.
-        groups, requires_grad, settled: see :class:`pipectl.capture.aliases.Aliases`.
+        groups, requires_grad, settled, rewritten: see :class:`pipectl.capture.aliases.Aliases`.
         batch_size: the size it was exported with, and, if ``fixed``, the only one it holds for.
     """
 
@@ -80,6 +80,7 @@ class CapturedGraph:
         self.groups = aliases.groups
         self.requires_grad = aliases.requires_grad
         self.settled = aliases.settled
+        self.rewritten = aliases.rewritten
         self.loss, self.outputs, self.output_spec = _results(program)
 
     @cached_property

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from pipectl.capture.gradients import Applied
+
 _MASK = (1 << 64) - 1
 
 
@@ -36,9 +38,9 @@ def seed_operator(base: int, key: int) -> None:
 
 
 def is_random(node: fx.Node, root: fx.GraphModule) -> bool:
-    """Whether an operator draws random numbers, itself or in a subgraph it calls."""
+    """Whether an operator draws random numbers, itself or in a subgraph, or may do so."""
     tags: Any = getattr(node.target, "tags", ())
-    if torch.Tag.nondeterministic_seeded in tags:
+    if torch.Tag.nondeterministic_seeded in tags or isinstance(node.target, Applied):
         return True
     called = (source for source in node.all_input_nodes if source.op == "get_attr")
     bodies = (root.get_submodule(str(source.target)) for source in called)

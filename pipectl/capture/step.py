@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 from pipectl.errors import CaptureError
 
 Loss = Callable[[Any, Any], Tensor]
-_PLAIN = (Tensor, int, float, bool, str, torch.SymInt, torch.SymFloat, torch.SymBool)
+# No strings: among the outputs of a graph they name operators.
+_PLAIN = (Tensor, int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class Step(nn.Module):
@@ -33,10 +34,37 @@ class Step(nn.Module):
 
     def forward(self, inputs: Any, targets: Any) -> Any:
         """The loss, and the outputs where they are wanted."""
+        before = _buffers(self)
         outputs = self.model(**inputs) if isinstance(inputs, Mapping) else self.model(inputs)
         loss = loss_of_outputs(outputs) if self.loss is None else self.loss(outputs, targets)
         check_loss(loss)
+        _write_assigned(before)
         return (loss, exportable(outputs)) if self.with_outputs else loss
+
+
+_Buffers = dict[tuple[nn.Module, str], Tensor]
+
+
+def _buffers(root: nn.Module) -> _Buffers:
+    modules = root.modules()
+    return {(m, n): t for m in modules for n, t in m._buffers.items() if t is not None}
+
+
+def _write_assigned(before: _Buffers) -> None:
+    """Write buffers that were assigned (``self.mean = ...``) into the memory of the old ones.
+
+    An export keeps writes alone: torch drops what is assigned, outside the outermost module.
+    """
+    for (module, name), old in before.items():
+        new = module._buffers[name]
+        if new is not old and new is not None:
+            if new.shape != old.shape:
+                raise CaptureError(
+                    f"model: assigns to buffer {name!r} a tensor of another shape",
+                    cure="give the buffer its final shape from the start",
+                )
+            old.copy_(new.detach())
+            module._buffers[name] = old
 
 
 def loss_of_outputs(outputs: Any) -> Any:

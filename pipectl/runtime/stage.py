@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -131,8 +132,24 @@ class StageRuntime:
         code = self._codes[key]
         batch = [inputs[name] for name in code.inputs]
         values = [received[slot] for slot in code.received]
-        results = code.module(seed, *self._arguments[key], *batch, *values)
+        with self._rewriting(key) as states:
+            results = code.module(seed, *states, *batch, *values)
         return dict(zip(code.results, results, strict=True))
+
+    @contextmanager
+    def _rewriting(self, key: tuple[bool, int]) -> Iterator[list[Tensor]]:
+        """The state arguments, where buffers that the call writes are copies, kept afterwards.
+
+        Autograd may keep a buffer for a backward that comes after the next forward wrote it.
+        """
+        states, rewritten = list(self._arguments[key]), self._cuts[key].graph.rewritten
+        slots = self._codes[key].states
+        written = [index for index, slot in enumerate(slots) if slot.value in rewritten]
+        for index in written:
+            states[index] = states[index].clone()
+        yield states
+        for index in written:
+            self._arguments[key][index].data = states[index].detach()
 
     def _bind(self, key: tuple[bool, int]) -> list[Tensor]:
         """The state arguments of a stage's code."""

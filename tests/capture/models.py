@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, IterableDataset
 
 Output = namedtuple("Output", ["loss", "logits"])
@@ -345,3 +346,102 @@ def weighted_by(targets: Tensor) -> float:
 
 
 LIMIT = 3
+
+
+class OwnBackward(nn.Module):
+    """An autograd function of two tensors and a number, inside another class."""
+
+    class Doubling(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+            ctx.scale = scale
+            return x * scale, y.round()
+
+        @staticmethod
+        def backward(ctx, for_x: Tensor, for_y: Tensor) -> tuple[Tensor, Tensor, None]:
+            return for_x * 7.0 * ctx.scale, for_y, None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.Doubling.apply(self.a(x), self.b(x), 2.0)
+        return left + right
+
+
+class Recomputed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.a, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        block = nn.Sequential(self.a, nn.Tanh())
+        return self.head(checkpoint(block, x, use_reentrant=self.reentrant))
+
+
+class GradientHook(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        y.register_hook(lambda gradient: gradient * 0.5)
+        return y
+
+
+class BackwardHook(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.inner[0].register_full_backward_hook(lambda module, given, gradient: None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class Running(nn.Module):
+    """Statistics that are assigned, not written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        return self.head(y - self.mean)
+
+
+class Resizing(Running):
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = self.a(x).detach().mean()
+        return self.head(self.a(x) - self.mean)
+
+
+class RunningScale(nn.Module):
+    """Divides by a buffer it has just written, which autograd keeps for the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.register_buffer("scale", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        self.scale.lerp_(y.detach().std(0), 0.5)
+        return self.head(y / self.scale)
+
+
+class NamingOutputs(nn.Module):
+    """Returns texts, one of which is the name of an operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: Tensor) -> dict[str, object]:
+        return {"loss": self.inner(x).square().mean(), "kind": "linear", "note": "nothing"}

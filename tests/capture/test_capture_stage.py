@@ -28,7 +28,10 @@ from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.layout import Layout
 from pipectl.runtime.stage import StageRuntime
 
-SMALL = ["mlp", "Inplace", "SharedNorm", "Tied", "Tuples", "Dropping", "Sizes", "Crossing"]
+SMALL = [
+    *("mlp", "Inplace", "SharedNorm", "Tied", "Tuples", "Dropping", "Sizes", "Crossing"),
+    *("OwnBackward", "RunningScale"),
+]
 REAL = ["gpt", "tied", "cnn", "dense"]
 WEIGHTS = (0.75, 0.25)
 
@@ -173,7 +176,7 @@ def test_a_cut_at_every_position_changes_no_bit(job_named: Any, name: str) -> No
         assert Pipeline(job, graph, stage_of).train().differences(expected) == [], last
 
 
-@pytest.mark.parametrize("name", [*SMALL, *REAL])
+@pytest.mark.parametrize("name", [*SMALL, "Running", *REAL])
 def test_random_convex_cuts_change_no_bit(job_named: Any, name: str) -> None:
     job = job_named(name)
     graph = job.training_graph(4)
@@ -240,3 +243,27 @@ def test_a_fixed_graph_refuses_other_batch_sizes(graph_of: Any) -> None:
     with pytest.raises(CaptureError) as raised:
         build_stage(Cut(graph, whole(graph), training=True), 0, 3)
     assert raised.value.message == "model: captured for 4 samples, not for 3"
+
+
+def test_a_written_buffer_outlives_the_next_forward(job_of: Any) -> None:
+    """GPipe runs all forwards before the first backward, which needs the buffer as it was."""
+    job = job_of("RunningScale")
+    graph = job.training_graph(4)
+    found = []
+    for forwards_first in (False, True):
+        before = job.states["model.scale"].clone()
+        pipeline = Pipeline(job, graph, whole(graph))
+        (stage,), loss = pipeline.stages, Slot(graph.loss)
+        batches = Loader(job.loader._dataset, seed=7).micro_batches([(0, range(8))], 4)
+        for number, batch in enumerate(batches):
+            known = dict(zip(graph.inputs, pytree.tree_leaves(batch), strict=True))
+            stage.forward(number, 4, 0, known, {})
+            if not forwards_first:
+                stage.backward(number, {}, loss, 0.5)
+        for number in range(2 if forwards_first else 0):
+            stage.backward(number, {}, loss, 0.5)
+        found.append([*dict(pipeline.gradients()).values(), job.states["model.scale"].clone()])
+        found[-1] = [tensor.clone() for tensor in found[-1]]
+        stage.forget()
+        job.states["model.scale"].data.copy_(before)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from pipectl.capture.step import check_loss, split_sample
 from pipectl.errors import CaptureError
+
+MODELS = Path(__file__).with_name("models.py")
 
 
 @pytest.mark.parametrize("form", ["tensor", "tuple", "dict", "namedtuple"])
@@ -107,3 +111,28 @@ def test_a_factory_that_returns_no_module(make_job) -> None:
 def test_a_factory_that_raises_names_its_line(make_job) -> None:
     with pytest.raises(CaptureError, match=r"raised ValueError: no such layer \(at .*models"):
         make_job("failing")
+
+
+def test_an_assigned_buffer_is_written(graph_of) -> None:
+    """torch.export alone forgets what is assigned anywhere but in the outermost module."""
+    graph = graph_of("Running")
+    placeholder = next(p for p, state in graph.states.items() if state.name == "model.mean")
+    writes = [node for node in graph.operators if "copy_" in str(node.target)]
+    assert [node.args[0].name for node in writes] == [placeholder]
+    assert graph.rewritten == {placeholder}
+
+
+def test_an_assigned_buffer_of_another_shape_is_refused(make_job) -> None:
+    with pytest.raises(CaptureError) as raised:
+        make_job("Resizing").training_graph(4)
+    assert raised.value.message == "model: assigns to buffer 'mean' a tensor of another shape"
+
+
+def test_a_text_among_the_outputs_names_no_operator(make_job) -> None:
+    job = make_job(
+        "NamingOutputs",
+        loss="model",
+        evaluation={"data": f"{MODELS}:Vectors", "metrics": {"one": f"{MODELS}:float_loss"}},
+    )
+    graph = job.evaluation_graph(4)
+    assert graph.outputs == (graph.loss, None, None)

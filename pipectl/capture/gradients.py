@@ -1,0 +1,116 @@
+"""Gradients that the user's own code forms, which ``torch.export`` drops without a word.
+
+An autograd function is recorded as one operator, so that its backward survives. A hook on a
+gradient cannot be: the graph has no place for it, and it is refused.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._export.wrappers import allow_in_pre_dispatch_graph
+from torch._higher_order_ops.flat_apply import flat_apply
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
+
+from pipectl.capture.factories import line_in
+from pipectl.errors import CaptureError
+
+
+@dataclass(frozen=True)
+class Applied:
+    """An autograd function as an operator of a graph."""
+
+    function: type[torch.autograd.Function]
+
+    @property
+    def __name__(self) -> str:
+        return self.function.__name__.strip("_").lower()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the function gives, with its own backward."""
+        return self.function.apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+Functions = dict[str, type[torch.autograd.Function]]
+_HOOK_CURE = "change the gradient by a torch.autograd.Function instead, or remove the hook"
+
+
+def refuse_backward_hooks(model: nn.Module) -> None:
+    """Raise if a module has a hook on its backward.
+
+    Raises:
+        CaptureError: naming the module.
+    """
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            path = name.removeprefix("model").removeprefix(".") or "the model"
+            raise CaptureError(
+                f"model: {path} has a backward hook, which no graph can hold", cure=_HOOK_CURE
+            )
+
+
+@contextmanager
+def recorded_functions() -> Iterator[Functions]:
+    """While a model is exported, record its autograd functions; yields them by the name used.
+
+    Raises:
+        CaptureError: from the export, where the model puts a hook on a gradient.
+    """
+    found: Functions = {}
+    untouched: Any = vars(torch.autograd.Function)["apply"]
+    record: Callable[..., Any] = allow_in_pre_dispatch_graph(untouched.__func__)  # type: ignore[no-untyped-call]
+
+    def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        if function is CheckpointFunction:  # recomputation is planned, not captured
+            body, _, *given = args
+            return body(*given)
+        found[f"{function.__module__}.{function.__qualname__}"] = function
+        return record(function, *args, **kwargs)
+
+    hook = Tensor.register_hook
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    Tensor.register_hook = _refuse_hook  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        torch.autograd.Function.apply = untouched  # type: ignore[method-assign]
+        Tensor.register_hook = hook  # type: ignore[method-assign]
+
+
+def call_functions(program: ExportedProgram, functions: Functions) -> None:
+    """Let every recorded autograd function be an operator that calls it."""
+    for module in program.graph_module.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.find_nodes(op="call_function", target=flat_apply):
+                _call_function(module, node, functions)
+
+
+def _call_function(module: fx.GraphModule, node: fx.Node, functions: Functions) -> None:
+    applied, spec, *flat = node.args
+    assert isinstance(applied, fx.Node)
+    assert isinstance(spec, fx.Node)
+    structure = getattr(module, str(spec.target))
+    (name, *args), kwargs = pytree.tree_unflatten(flat, structure)
+    target = Applied(functions[name])
+    with module.graph.inserting_before(node):
+        called = module.graph.create_node("call_function", target, tuple(args), kwargs)
+    called.meta = dict(node.meta)
+    node.replace_all_uses_with(called)
+    for unused in (node, applied, spec):
+        module.graph.erase_node(unused)
+
+
+def _refuse_hook(*_: Any) -> None:
+    raise CaptureError(
+        f"model: puts a hook on a gradient{line_in(''.join(traceback.format_stack()))}, "
+        "which no graph can hold",
+        cure=_HOOK_CURE,
+    )

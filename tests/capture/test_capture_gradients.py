@@ -1,0 +1,70 @@
+"""Gradients of the user's own making: recorded with an autograd function, refused as a hook."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipectl.capture import Cut, build_stage
+from pipectl.errors import CaptureError
+
+MODELS = Path(__file__).with_name("models.py")
+
+
+def line_of(text: str) -> int:
+    return 1 + MODELS.read_text().splitlines().index(text)
+
+
+def test_an_autograd_function_is_one_operator_with_its_own_backward(make_job) -> None:
+    job = make_job("OwnBackward")
+    graph = job.training_graph(4)
+    names = [node.name for node in graph.operators if "Doubling" in str(node.target)]
+    assert len(names) == 1
+    cut = Cut(graph, {node.name: 0 for node in graph.operators}, training=True)
+    code = build_stage(cut, 0, 4)
+    inputs, targets = job.loader.example(4)
+    states = [job.states[graph.states[slot.value].name] for slot in code.states]
+    known = dict(zip(graph.inputs, (inputs, targets), strict=True))
+    (loss,) = code.module(0, *states, *(known[name] for name in code.inputs))
+    loss.backward()
+    found = [state.grad.clone() for state in states]
+    for state in states:
+        state.grad = None
+    job.step(inputs, targets).backward()
+    assert all(torch.equal(state.grad, grad) for state, grad in zip(states, found, strict=True))
+
+
+def test_the_fingerprint_names_the_function_and_no_address(make_job) -> None:
+    graphs = [make_job("OwnBackward").training_graph(4) for _ in range(2)]
+    assert graphs[0].fingerprint == graphs[1].fingerprint
+    assert "0x" not in "".join(str(node.target) for node in graphs[0].operators)
+
+
+def test_export_leaves_autograd_as_it_was(make_job) -> None:
+    before = torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook
+    make_job("OwnBackward").training_graph(4)
+    assert (torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook) == before
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputed_blocks_are_captured_as_operators(make_job, reentrant: bool) -> None:
+    graph = make_job("Recomputed", kwargs={"reentrant": reentrant}).training_graph(4)
+    assert [node.name for node in graph.operators][:3] == ["linear", "tanh", "linear_1"]
+    assert all(graph.requires_grad.values())
+
+
+def test_a_hook_on_a_gradient_is_refused(make_job) -> None:
+    with pytest.raises(CaptureError) as raised:
+        make_job("GradientHook").training_graph(4)
+    line = line_of("        y.register_hook(lambda gradient: gradient * 0.5)")
+    assert raised.value.message == (
+        f"model: puts a hook on a gradient (at {MODELS}:{line}), which no graph can hold"
+    )
+
+
+def test_a_backward_hook_on_a_module_is_refused(make_job) -> None:
+    with pytest.raises(CaptureError) as raised:
+        make_job("BackwardHook").training_graph(4)
+    assert raised.value.message == "model: inner.0 has a backward hook, which no graph can hold"

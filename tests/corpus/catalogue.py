@@ -1,0 +1,189 @@
+"""The corpus: every model with its loss and data, as a job spec names them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipectl.spec import JobSpec, load
+
+HERE = Path(__file__).resolve().parent
+MICRO_BATCH, MICRO_BATCHES, STEPS = 2, 2, 2
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A model of the corpus.
+
+    Args:
+        model, loss, data: factories, ``file:name`` beside this file, ``model`` or importable.
+        kwargs: of the model.
+        package: that must be installed, besides torch.
+        quick: whether the default test run has it.
+        trait: what it is in the corpus for.
+    """
+
+    name: str
+    model: str
+    loss: str
+    data: str
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    data_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    package: str | None = None
+    quick: bool = False
+    trait: str = ""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def entries() -> list[Entry]:
+    """All models."""
+    return [*_own(), *_vision(), *_language()]
+
+
+def spec_of(entry: Entry, path: Path, micro_batches: int = MICRO_BATCHES) -> JobSpec:
+    """The job that trains a model of the corpus for two steps; its spec is written to ``path``."""
+    document = {
+        "version": 1,
+        "name": entry.name,
+        "site_defaults": False,
+        "model": _factory(entry.model, entry.kwargs),
+        "loss": _factory(entry.loss, {}),
+        "data": _factory(entry.data, entry.data_kwargs),
+        "optimizer": {"factory": "torch.optim:SGD", "kwargs": {"lr": 0.001, "momentum": 0.9}},
+        "evaluation": {
+            "data": _factory(entry.data, entry.data_kwargs),
+            "batch_size": MICRO_BATCH,
+            "metrics": {"magnitude": f"{HERE}/own.py:magnitude"},
+        },
+        "training": {"steps": STEPS, "batch_size": MICRO_BATCH * micro_batches, "seed": 3},
+        "pipeline": {"micro_batches": micro_batches},
+    }
+    path.write_text(yaml.safe_dump(document))
+    return load(path)
+
+
+def _factory(name: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    beside = name.partition(":")[0].endswith(".py")
+    return {"factory": f"{HERE}/{name}" if beside else name, "kwargs": dict(kwargs)}
+
+
+_CROSS_ENTROPY = "torch.nn:CrossEntropyLoss"
+_SEVERAL = "own.py:several_losses"
+
+_OWN = (
+    # name, class, loss, data, trait
+    ("lstm", "Lstm", _CROSS_ENTROPY, "Sequences", "two layers with dropout, final state used"),
+    ("gru", "Gru", _CROSS_ENTROPY, "Sequences", "bidirectional, time first"),
+    ("lstm-cells", "Cells", _CROSS_ENTROPY, "Sequences", "weights used once a time step"),
+    ("encoder-decoder", "Encoder", _CROSS_ENTROPY, "Keywords", "keyword inputs, padding masks"),
+    ("recommender", "Recommender", _CROSS_ENTROPY, "Sequences", "integer inputs, many tables"),
+    ("dictionary", "Dictionary", _SEVERAL, "Sequences", "returns nested dictionaries"),
+    ("tuple", "Nested", _SEVERAL, "Sequences", "returns nested tuples, the same value twice"),
+    ("dataclass", "Dataclass", _SEVERAL, "Sequences", "returns a dataclass with a cache object"),
+    ("namedtuple", "Named", _SEVERAL, "Sequences", "returns a named tuple"),
+    ("own-loss", "OwnLoss", "model", "Labelled", "computes its own loss"),
+    ("unet", "Unet", _CROSS_ENTROPY, "Images", "skips joined in reverse order"),
+    ("autoencoder", "Autoencoder", _CROSS_ENTROPY, "Images", "tied weights, one BatchNorm twice"),
+    ("views", "Views", _CROSS_ENTROPY, "Images", "writes through views, a buffer that is read"),
+    ("conditional", "Conditional", _CROSS_ENTROPY, "Images", "torch.cond with dropout in a branch"),
+    ("frozen", "Frozen", _CROSS_ENTROPY, "Images", "frozen trunk, an unused parameter"),
+    ("parametrized", "Parametrized", _CROSS_ENTROPY, "Images", "spectral and weight norm"),
+    ("checkpointed", "Checkpointed", _CROSS_ENTROPY, "Images", "recomputes its blocks"),
+    ("straight-through", "StraightThrough", _CROSS_ENTROPY, "Images", "autograd function"),
+    ("codebook", "Codebook", _CROSS_ENTROPY, "Images", "buffers that follow the data"),
+    ("siamese", "Siamese", _CROSS_ENTROPY, "Keywords", "one encoder over two inputs"),
+    ("experts", "Experts", _SEVERAL, "Sequences", "top-2 routing, balance loss"),
+    ("autocast", "Autocast", _CROSS_ENTROPY, "Images", "a part in bfloat16"),
+    ("reassigned", "Reassigned", _CROSS_ENTROPY, "Images", "a buffer written by assignment"),
+    ("running-norm", "RunningNorm", _CROSS_ENTROPY, "Images", "divides by a buffer it writes"),
+    ("segmenter", "Segmenter", _SEVERAL, "Images", "losses at two scales, upsampling"),
+)
+
+
+def _own() -> list[Entry]:
+    return [
+        Entry(
+            name,
+            f"own.py:{model}",
+            loss,
+            f"own.py:{data}",
+            quick=True,
+            trait=trait,
+        )
+        for name, model, loss, data, trait in _OWN
+    ]
+
+
+_VISION: tuple[tuple[str, int, dict[str, Any], bool, str], ...] = (
+    # name, pixels, further arguments, quick, trait
+    ("vgg16", 32, {}, False, "138 M parameters, in-place ReLU, dropout"),
+    ("alexnet", 64, {}, False, "dropout in the classifier"),
+    ("resnet18", 64, {}, True, "residual blocks, BatchNorm"),
+    ("resnet50", 64, {}, False, "bottleneck blocks"),
+    ("resnet101", 64, {}, False, "101 layers"),
+    ("resnext50_32x4d", 64, {}, False, "grouped convolutions"),
+    ("resnext101_32x8d", 64, {}, False, "grouped convolutions, 101 layers"),
+    ("inception_v3", 299, {"aux_logits": True, "init_weights": False}, False, "auxiliary loss"),
+    ("densenet121", 64, {}, False, "every layer reads all before it"),
+    ("squeezenet1_0", 64, {}, True, "joined branches, dropout"),
+    ("vit_b_16", 32, {"image_size": 32}, False, "attention, class token"),
+    ("swin_t", 32, {}, False, "shifted windows, stochastic depth"),
+    ("convnext_tiny", 32, {}, False, "channels last inside, stochastic depth"),
+)
+
+
+def _vision() -> list[Entry]:
+    return [
+        Entry(
+            name=name.replace("_", "-"),
+            model="vision.py:build",
+            loss="vision.py:with_auxiliary",
+            data="vision.py:Images",
+            kwargs={"name": name, **kwargs},
+            data_kwargs={"pixels": pixels},
+            package="torchvision",
+            quick=quick,
+            trait=trait,
+        )
+        for name, pixels, kwargs, quick, trait in _VISION
+    ]
+
+
+_LANGUAGE = (
+    # name, config, model, data, quick, trait
+    ("gpt2", "GPT2", "GPT2LMHeadModel", "Tokens", True, "tied embeddings, returns a cache"),
+    ("llama", "Llama", "LlamaForCausalLM", "Tokens", True, "rotary positions, grouped queries"),
+    ("bert", "Bert", "BertForMaskedLM", "Tokens", False, "tied embeddings and bias"),
+    (
+        "t5",
+        "T5",
+        "T5ForConditionalGeneration",
+        "Tokens",
+        True,
+        "encoder and decoder, tied three times",
+    ),
+    ("vit", "ViT", "ViTForImageClassification", "Pixels", False, "pixels by keyword"),
+    ("mixtral", "Mixtral", "MixtralForCausalLM", "Tokens", True, "mixture of experts, router loss"),
+)
+
+
+def _language() -> list[Entry]:
+    return [
+        Entry(
+            name=name,
+            model="language.py:build",
+            loss="model",
+            data=f"language.py:{data}",
+            kwargs={"config": config, "model": model},
+            package="transformers",
+            quick=quick,
+            trait=trait,
+        )
+        for name, config, model, data, quick, trait in _LANGUAGE
+    ]

@@ -1,0 +1,50 @@
+"""Trains models of the corpus over the ranks it is started on.
+
+Started as ``mpiexec -n RANKS python -m mpi4py over_mpi.py DIRECTORY MODEL...``; leaves the weights
+of every model in ``DIRECTORY/MODEL``.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import catalogue
+import cuts
+import torch
+from mpi4py import MPI
+
+from pipectl.capture import CapturedJob
+from pipectl.runs import RunDirectory
+from pipectl.runtime.device import CpuDevice
+from pipectl.runtime.engine import Doing
+from pipectl.runtime.setup import Setup
+from pipectl.runtime.trainer import Trainer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "equality"))
+
+from cells import Cell, make_plan
+
+SCHEDULES = ("gpipe", "1f1b")
+MICRO_BATCHES = 4  # as in the batch of the cell
+
+
+def train(directory: Path, names: list[str], communicator: MPI.Comm) -> None:
+    torch.set_num_threads(1)
+    entries = {entry.name: entry for entry in catalogue.entries()}
+    for number, name in enumerate(names):
+        run = RunDirectory(directory / name)
+        if communicator.rank == 0:
+            run.trace.mkdir(parents=True)
+        communicator.Barrier()
+        path = run.path / f"job-{communicator.rank}.yaml"
+        job = CapturedJob(catalogue.spec_of(entries[name], path, MICRO_BATCHES))
+        graph = job.training_graph(catalogue.MICRO_BATCH)
+        stages = cuts.random_cut(graph, communicator.size, number)
+        cell = Cell(name, SCHEDULES[number % 2], "divisible")
+        plan = make_plan(graph, stages, cell, communicator.size)
+        Trainer(Setup(communicator, job, plan, CpuDevice(), Doing()), run, 1).train()
+
+
+if __name__ == "__main__":
+    train(Path(sys.argv[1]), sys.argv[2:], MPI.COMM_WORLD)

@@ -1,0 +1,175 @@
+"""Training the stages of a cut in one process, each with memory of its own, as ranks have it.
+
+Forwards run in the order of the stages, backwards in the reverse order; every value between two
+stages passes through the form it has in a message.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipectl.capture import CapturedJob, Cut, Slot, evaluation_stages
+from pipectl.capture.randomness import seed_of
+from pipectl.graph import TransferKind
+from pipectl.runtime.device import CpuDevice
+from pipectl.runtime.layout import Layout
+from pipectl.runtime.stage import StageRuntime, shared_uses
+
+RATE, MOMENTUM = 0.001, 0.9
+Batch = tuple[Any, Any]
+
+
+class _Own(dict[str, Tensor]):
+    """Copies of the parameters and buffers that a stage asks for."""
+
+    def __init__(self, states: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._states = states
+
+    def __missing__(self, name: str) -> Tensor:
+        tensor = self._states[name]
+        copy = tensor.detach().clone()
+        if isinstance(tensor, nn.Parameter):
+            copy = nn.Parameter(copy, requires_grad=tensor.requires_grad)
+        self[name] = copy
+        return copy
+
+
+class Stages:
+    """The stages of a cut.
+
+    Args:
+        size: samples of a micro-batch.
+        stage_of: stage of every operator of the training graph.
+    """
+
+    def __init__(self, job: CapturedJob, size: int, stage_of: Mapping[str, int]) -> None:
+        training, evaluation = job.training_graph(size), job.evaluation_graph(size)
+        in_evaluation = evaluation_stages(evaluation, training, stage_of)
+        self.cut = Cut(training, stage_of, training=True)
+        self.evaluation_cut = Cut(evaluation, in_evaluation, training=False)
+        self._job = job
+        self._size = size
+        cuts = {(True, size): self.cut, (False, size): self.evaluation_cut}
+        self.stages = [
+            StageRuntime(index, cuts, _Own(job.states), CpuDevice())
+            for index in range(1 + max(stage_of.values()))
+        ]
+        self._loss = Slot(training.loss)
+        self._arrived: defaultdict[tuple[TransferKind, int, int], dict[Slot, Tensor | None]]
+        self._arrived = defaultdict(dict)
+        self._shared = shared_uses(self.cut)
+        trained = [[p for p in s.parameters.values() if p.requires_grad] for s in self.stages]
+        self._optimizers = [
+            torch.optim.SGD(some, lr=RATE, momentum=MOMENTUM) for some in trained if some
+        ]
+
+    def step(self, number: int, micro_batches: list[Batch]) -> dict[str, Tensor]:
+        """One optimizer step; returns losses and gradients by name."""
+        found: dict[str, Tensor] = {}
+        forwards_first = number % 2 == 1  # as GPipe; else one forward, one backward
+        for index, batch in enumerate(micro_batches):
+            seed = seed_of("step", number, index)
+            found[f"step {number} loss {index}"] = self._forward(index, seed, batch)
+            if not forwards_first:
+                self._backward(index, 1 / len(micro_batches))
+        for index in range(len(micro_batches) if forwards_first else 0):
+            self._backward(index, 1 / len(micro_batches))
+        self._add_uses()
+        for stage in self.stages:
+            for name, parameter in stage.parameters.items():
+                if parameter.grad is not None:
+                    _note(found, f"step {number} gradient of {name}", parameter.grad)
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    def states(self) -> dict[str, Tensor]:
+        """Parameters and buffers by full name; several copies of one must agree."""
+        found: dict[str, Tensor] = {}
+        for stage in self.stages:
+            for name, tensor in (*stage.parameters.items(), *stage.buffers.items()):
+                _note(found, name, tensor.detach())
+        return found
+
+    def evaluate(self, batch: Batch) -> dict[str, Tensor]:
+        """Loss and outputs of the evaluation graph, by name."""
+        cut = self.evaluation_cut
+        known = dict(zip(cut.graph.inputs, pytree.tree_leaves(batch), strict=True))
+        arrived: dict[int, dict[Slot, Tensor | None]] = defaultdict(dict)
+        for index, stage in enumerate(self.stages):
+            inputs = {name: known[name] for name in stage.inputs(False, self._size)}
+            made = stage.evaluate(self._size, seed_of("evaluation"), inputs, arrived[index])
+            arrived[index].update(made)
+            for lane, slots in cut.lanes.items():
+                if lane.source == index:
+                    arrived[lane.target].update({s: _sent(made.get(s)) for s in slots})
+        last = {**known, **{slot.value: t for slot, t in arrived[cut.loss_stage].items()}}
+        outputs = [last[o] for o in cut.graph.outputs if isinstance(o, str)]
+        tensors = {f"evaluation output {i}": output for i, output in enumerate(outputs)}
+        return {"evaluation loss": last[cut.graph.loss], **tensors}
+
+    def _forward(self, micro_batch: int, seed: int, batch: Batch) -> Tensor:
+        known = dict(zip(self.cut.graph.inputs, pytree.tree_leaves(batch), strict=True))
+        loss: Tensor | None = None
+        for index, stage in enumerate(self.stages):
+            inputs = {name: known[name] for name in stage.inputs(True, self._size)}
+            given = self._arrived.pop((TransferKind.ACTIVATION, index, micro_batch), {})
+            made = stage.forward(micro_batch, self._size, seed, inputs, given)
+            loss = made.get(self._loss, loss)
+            self._deliver(TransferKind.ACTIVATION, index, micro_batch, made)
+        assert loss is not None
+        return loss.clone()
+
+    def _backward(self, micro_batch: int, weight: float) -> None:
+        for index, stage in reversed(list(enumerate(self.stages))):
+            gradients = self._arrived.pop((TransferKind.GRADIENT, index, micro_batch), {})
+            latest_first = dict(sorted(gradients.items(), key=self._latest_use, reverse=True))
+            made = stage.backward(micro_batch, latest_first, self._loss, weight)
+            self._deliver(TransferKind.GRADIENT, index, micro_batch, made)
+
+    def _deliver(
+        self, kind: TransferKind, stage: int, micro_batch: int, made: Mapping[Slot, Tensor | None]
+    ) -> None:
+        for lane, slots in self.cut.lanes.items():
+            if lane.kind is kind and lane.source == stage:
+                sent = {slot: _sent(made.get(slot)) for slot in slots}
+                self._arrived[kind, lane.target, micro_batch].update(sent)
+
+    def _latest_use(self, item: tuple[Slot, Any]) -> int:
+        users = self.cut.graph.users.get(item[0].value, ("",))
+        return self.cut.graph.position.get(users[-1], -1)
+
+    def _add_uses(self) -> None:
+        """Sum the gradients of a parameter's uses in graph order, for every stage's copy."""
+        for name, uses in self._shared.items():
+            leaves = [self.stages[stage].uses[slot] for slot, stage in uses]
+            gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
+            for stage in self.stages:
+                parameter = stage.parameters.get(name)
+                if parameter is not None and gradients:
+                    parameter.grad = torch.empty_like(parameter).copy_(gradients[0])
+                    for gradient in gradients[1:]:
+                        parameter.grad += gradient
+            for leaf in leaves:
+                leaf.grad = None
+
+
+def _sent(tensor: Tensor | None) -> Tensor | None:
+    """What arrives of a tensor that is sent."""
+    if tensor is None:
+        return None
+    layout = Layout.of(tensor)
+    return layout.unflatten(layout.flatten(tensor).clone())
+
+
+def _note(found: dict[str, Tensor], name: str, tensor: Tensor) -> None:
+    assert name not in found or torch.equal(found[name], tensor), f"{name} differs among stages"
+    found[name] = tensor.detach().clone()

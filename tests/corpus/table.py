@@ -1,0 +1,113 @@
+"""Puts the whole corpus to the test and writes the table of ``docs/models.md``.
+
+Started as ``python tests/corpus/table.py [MODEL...]``; with models named, it only prints their
+rows. Each model has a process of its own, so that none profits from what another left behind.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import catalogue
+import packages
+import torch
+from catalogue import Entry
+from trial import Trial
+
+from pipectl.profiler import profile_job
+
+CUTS = 10
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+HEADING = """\
+# Models that are known to work
+
+Written by `python tests/corpus/table.py`, which captures every model, profiles it, cuts it {cuts}
+times at random into 2 to 6 stages, and trains two steps of two micro-batches through each cut.
+*Equal* means: losses, gradients, weights and buffers of every cut, and what the trained model
+gives in evaluation, have the bits of one stage. *The user's loop* is the untouched model in plain
+PyTorch: equal to the bit; within rounding where several operators use one parameter (its gradients
+are summed in another order); not compared where random numbers are drawn, which a plain loop draws
+in another way. Micro-batches have {samples} samples, one thread computes; images are small. To run
+it yourself: `pip install -c constraints.txt -e '.[mpich,test,corpus]'`.
+
+torch {torch}, {vision}, {language}; {date}.
+
+| model | what it is here for | operators | capture (s) | profile (s) | cuts | equal | user's loop |
+|---|---|--:|--:|--:|--:|---|---|
+"""
+
+
+def row(entry: Entry) -> dict[str, Any]:
+    """Everything the table says of a model."""
+    with tempfile.TemporaryDirectory() as folder:
+        spec = catalogue.spec_of(entry, Path(folder) / "job.yaml")
+        trial = Trial(spec)
+        unequal = [seed for seed in range(CUTS) if trial.differences(seed)]
+        start = time.perf_counter()
+        profile_job(spec)
+        return {
+            "name": entry.name,
+            "trait": entry.trait,
+            "operators": len(trial.graph.operators),
+            "capture_s": trial.capture_s,
+            "profile_s": time.perf_counter() - start,
+            "equal": CUTS - len(unequal),
+            "plain": _plain(trial),
+        }
+
+
+def _plain(trial: Trial) -> str:
+    if trial.draws:
+        return "random"
+    differences = trial.plain_differences()
+    return f"within {max(differences.values()):.0e}" if differences else "equal"
+
+
+def _line(found: dict[str, Any]) -> str:
+    equal = "yes" if found["equal"] == CUTS else f"**{found['equal']} of {CUTS}**"
+    return (
+        f"| {found['name']} | {found['trait']} | {found['operators']} | {found['capture_s']:.1f} "
+        f"| {found['profile_s']:.1f} | {CUTS} | {equal} | {found['plain']} |"
+    )
+
+
+def _in_a_process(entry: Entry) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--row", entry.name]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _document(rows: list[str]) -> str:
+    heading = HEADING.format(
+        cuts=CUTS,
+        samples=catalogue.MICRO_BATCH,
+        torch=torch.__version__,
+        vision=f"torchvision {packages.version('torchvision')}",
+        language=f"transformers {packages.version('transformers')}",
+        date=time.strftime("%Y-%m-%d"),
+    )
+    return heading + "\n".join(rows) + "\n"
+
+
+def main(arguments: list[str]) -> None:
+    entries = {entry.name: entry for entry in catalogue.entries()}
+    if arguments[:1] == ["--row"]:
+        print(json.dumps(row(entries[arguments[1]])))
+        return
+    rows = []
+    for name in arguments or entries:
+        rows.append(_line(_in_a_process(entries[name])))
+        print(rows[-1], flush=True)
+    if not arguments:
+        DOCUMENT.write_text(_document(rows))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

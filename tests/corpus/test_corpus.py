@@ -1,0 +1,111 @@
+"""Real models, cut anywhere, train to the bits of one stage, and one stage to those of the user.
+
+The default run has the own modules and a few models of each library; ``-m corpus`` the others.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipectl.runtime import checkpoint
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+import catalogue  # noqa: E402
+import packages  # noqa: E402
+from trial import Trial  # noqa: E402
+
+ENTRIES = {entry.name: entry for entry in catalogue.entries()}
+SEEDS = range(5)  # one cut for every number of stages from 2 to 6
+ROUNDING = 1e-5
+OVER_MPI = ("encoder-decoder", "straight-through", "running-norm", "reassigned", "dictionary")
+LIBRARIES_OVER_MPI = ("t5", "gpt2", "resnet18", "swin-t")
+
+
+def parameters() -> list[Any]:
+    return [
+        pytest.param(name, marks=[] if entry.quick else [pytest.mark.corpus])
+        for name, entry in ENTRIES.items()
+    ]
+
+
+def require(name: str) -> None:
+    package = ENTRIES[name].package
+    if package is not None and not packages.installed(package):
+        pytest.skip(f"{package} is not installed")
+
+
+@pytest.fixture(scope="module", params=parameters())
+def trial(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Trial]:
+    """A model trained in one stage; one model at a time is in memory."""
+    require(request.param)
+    path = tmp_path_factory.mktemp("corpus") / "job.yaml"
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield Trial(catalogue.spec_of(ENTRIES[request.param], path))
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.timeout(900)
+def test_no_cut_changes_a_bit(trial: Trial) -> None:
+    assert {seed: trial.differences(seed) for seed in SEEDS} == {seed: [] for seed in SEEDS}
+
+
+def test_one_stage_equals_the_users_loop(trial: Trial) -> None:
+    """To the bit, but for parameters with several uses, whose gradients are summed otherwise."""
+    if trial.draws:
+        pytest.skip("draws random numbers, which a plain loop draws in another way")
+    allowed = ROUNDING if trial.shares else 0.0
+    assert {n: d for n, d in trial.plain_differences().items() if d > allowed} == {}
+
+
+def test_evaluation_equals_the_users_model(trial: Trial) -> None:
+    """Within rounding: in evaluation torch has faster kernels of its own for attention."""
+    assert {n: d for n, d in trial.evaluation_differences().items() if d > ROUNDING} == {}
+
+
+def test_figures_are_finite_and_weights_move(trial: Trial) -> None:
+    """What is equal would also be equal if nothing were trained."""
+    assert all(tensor.isfinite().all() for tensor in trial.reference.values())
+    moved = [n for n, t in trial.job.states.items() if trial.moved(n, t)]
+    assert len(moved) >= len(trial.graph.states) // 2
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "names", [OVER_MPI, pytest.param(LIBRARIES_OVER_MPI, marks=pytest.mark.corpus)]
+)
+def test_ranks_train_to_the_bits_of_one(tmp_path: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        require(name)
+    beside = Path(sys.prefix) / "bin" / "mpiexec"
+    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
+    assert mpiexec, "no mpiexec: pip install mpich"
+    for ranks in ("1", "3"):
+        command = [sys.executable, "-m", "mpi4py", str(HERE / "over_mpi.py"), str(tmp_path / ranks)]
+        done = subprocess.run(
+            [mpiexec, "-n", ranks, *command, *names],
+            capture_output=True,
+            text=True,
+            timeout=500,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+    for name in names:
+        expected, found = (_weights(tmp_path / ranks / name) for ranks in ("1", "3"))
+        assert expected.keys() == found.keys()
+        assert [n for n in expected if not torch.equal(expected[n], found[n])] == []
+
+
+def _weights(run: Path) -> dict[str, torch.Tensor]:
+    return checkpoint.load(sorted((run / "checkpoints").glob("step-*"))[-1])

@@ -1,0 +1,151 @@
+"""One model of the corpus put to the test: captured, cut, trained, and compared to the bit."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+
+import cuts
+import torch
+from catalogue import MICRO_BATCH, MICRO_BATCHES, STEPS
+from stages import MOMENTUM, RATE, Batch, Stages
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pipectl.capture import CapturedJob
+from pipectl.capture.data import Batches
+from pipectl.capture.gradients import Applied
+from pipectl.capture.randomness import is_random
+from pipectl.capture.stage import uses_of_parameter
+from pipectl.spec import JobSpec
+
+Outcome = dict[str, Tensor]
+MOST_STAGES = 6
+
+
+class Trial:
+    """A captured model and the outcome of training it in one stage.
+
+    Attributes:
+        capture_s: seconds from the factory to training and evaluation graph.
+        reference: everything that training in one stage left behind, by name.
+    """
+
+    def __init__(self, spec: JobSpec) -> None:
+        torch.set_num_threads(1)
+        start = time.perf_counter()
+        self.job = CapturedJob(spec)
+        self.graph = self.job.training_graph(MICRO_BATCH)
+        self.job.evaluation_graph(MICRO_BATCH)
+        self.capture_s = time.perf_counter() - start
+        batches = Batches(self.job.loader.samples, MICRO_BATCH * MICRO_BATCHES)
+        planned = [batch for _, batch in zip(range(STEPS), batches, strict=False)]
+        self._batches = list(self.job.loader.micro_batches(planned, MICRO_BATCH))
+        self.reference = self._train(cuts.whole(self.graph))
+
+    def differences(self, seed: int) -> list[str]:
+        """Names of what a random cut into 2 to 6 stages changes."""
+        return _different(self.reference, self._train(self.cut(seed)))
+
+    def cut(self, seed: int) -> dict[str, int]:
+        """The random cut of a seed."""
+        return cuts.random_cut(self.graph, 2 + seed % (MOST_STAGES - 1), seed)
+
+    @property
+    def draws(self) -> bool:
+        """Whether training draws random numbers, which a plain loop draws in another way."""
+        return any(
+            is_random(node, self.graph.root) and not isinstance(node.target, Applied)
+            for node in self.graph.operators
+        )
+
+    @property
+    def shares(self) -> bool:
+        """Whether several operators use one parameter."""
+        return any(uses_of_parameter(self.graph, placeholder) for placeholder in self.graph.states)
+
+    def moved(self, name: str, first: Tensor) -> bool:
+        """Whether training changed a parameter or buffer."""
+        return name in self.reference and not torch.equal(first, self.reference[name])
+
+    def plain_differences(self) -> dict[str, float]:
+        """What differs from the user's own model in a plain loop, and how far, relatively."""
+        plain = self._plain()
+        found = {name: self.reference.get(name, tensor) for name, tensor in plain.items()}
+        return _distances(plain, found)
+
+    def _train(self, stage_of: dict[str, int]) -> Outcome:
+        stages = Stages(self.job, MICRO_BATCH, stage_of)
+        found: Outcome = {}
+        for number, micro_batches in enumerate(self._steps()):
+            found.update(stages.step(number, micro_batches))
+        return {**found, **stages.states(), **stages.evaluate(self._batches[0])}
+
+    def _steps(self) -> Iterator[list[Batch]]:
+        for start in range(0, len(self._batches), MICRO_BATCHES):
+            yield self._batches[start : start + MICRO_BATCHES]
+
+    def _plain(self) -> Outcome:
+        step = copy.deepcopy(self.job.step).train()
+        optimizer = torch.optim.SGD(
+            [p for p in step.parameters() if p.requires_grad], lr=RATE, momentum=MOMENTUM
+        )
+        found: Outcome = {}
+        step.with_outputs = False
+        for number, micro_batches in enumerate(self._steps()):
+            for index, batch in enumerate(micro_batches):
+                loss = step(*batch)
+                found[f"step {number} loss {index}"] = loss.detach()
+                (loss / len(micro_batches)).backward()
+            for name, parameter in step.named_parameters():
+                if parameter.grad is not None:
+                    found[f"step {number} gradient of {name}"] = parameter.grad.clone()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.update(dict(step.named_parameters()) | dict(step.named_buffers()))
+        return {name: tensor.detach() for name, tensor in found.items()}
+
+    def evaluation_differences(self) -> dict[str, float]:
+        """What differs from the user's own trained model in evaluation, and how far, relatively."""
+        step = copy.deepcopy(self.job.step).eval()
+        with torch.no_grad():
+            for name, tensor in (*step.named_parameters(), *step.named_buffers()):
+                tensor.copy_(self.reference.get(name, tensor))
+            step.with_outputs = True
+            loss, outputs = step(*self._batches[0])
+        leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        expected = {f"evaluation output {i}": leaf for i, leaf in enumerate(leaves)}
+        return _distances({"evaluation loss": loss, **expected}, self.reference)
+
+
+def _different(expected: Outcome, found: Outcome) -> list[str]:
+    missing = [name for name in expected if name not in found]
+    return missing + [
+        name
+        for name, tensor in expected.items()
+        if name in found and not _same(tensor, found[name])
+    ]
+
+
+def _distances(expected: Outcome, found: Outcome) -> dict[str, float]:
+    """How far apart what differs is, as a part of the largest figure of its kind."""
+    largest: dict[str, float] = {}
+    for name, tensor in expected.items():
+        largest[_kind(name)] = max(largest.get(_kind(name), 0.0), _largest(tensor))
+    return {
+        name: _largest(expected[name] - found[name]) / largest[_kind(name)]
+        for name in _different(expected, found)
+    }
+
+
+def _kind(name: str) -> str:
+    return next((kind for kind in ("gradient", "loss", "output") if kind in name), "state")
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.double().abs().max()) if tensor.numel() else 0.0
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)
