@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 PLAIN = "one plain PyTorch process"
 ONE_RANK = "one rank"
-ROUNDING = {"float32": 1e-4}
+ROUNDING = {"float32": 1e-4, "bf16": 2e-2}
 """Tolerance where the same bits cannot be expected, by precision; see ``compare``."""
 _SGD = ("optimizer={factory: 'torch.optim:SGD', kwargs: {lr: 0.1}}", "lr_scheduler=null")
 

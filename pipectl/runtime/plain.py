@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.data import Batches, split_batch
+from pipectl.capture.precision import arithmetic
 from pipectl.capture.weights import sample_shares, target_shares, weighted
 from pipectl.errors import PipectlError
 from pipectl.files import write_json
@@ -96,7 +97,8 @@ def _accumulate(
     losses = []
     for batch, share in zip(batches, shares, strict=True):
         inputs, targets = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
-        loss = job.step(inputs, targets)
+        with arithmetic(job.spec.training.precision, device):
+            loss = job.step(inputs, targets)
         (loss * share).backward()
         losses.append(loss.detach())
     return losses

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from pipectl.capture import CapturedJob
 from pipectl.capture.factories import call
 from pipectl.errors import CaptureError
+from pipectl.units import did_you_mean
 
 
 @dataclass
@@ -44,13 +45,48 @@ def make_stepper(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> St
     Raises:
         CaptureError: a factory fails, or the schedule needs a loss to step.
     """
-    trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
+    trained = {name: found for name, found in parameters.items() if found.requires_grad}
     schedule = _schedule(job)
     if not trained:
         return Stepper(None, None)
-    spec = job.spec.optimizer
-    optimizer = call(job.find(spec), spec.factory, trained, **spec.kwargs)
+    optimizer = make_optimizer(job, trained)
     return Stepper(optimizer, None if schedule is None else schedule(optimizer))
+
+
+def make_optimizer(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> Any:
+    """The optimizer of a job over some of its parameters, in the spec's groups.
+
+    Every rank has every group, also those it has no parameter of, so that their indices mean the
+    same to a learning-rate schedule. The first group has the parameters that match no pattern.
+
+    Raises:
+        CaptureError: the factory fails, or a group does not fit the model or the optimizer.
+    """
+    spec = job.spec.optimizer
+    if not spec.groups:
+        return call(job.find(spec), spec.factory, list(parameters.values()), **spec.kwargs)
+    index = job.parameter_groups()
+    members: list[list[nn.Parameter]] = [[] for _ in range(1 + len(spec.groups))]
+    for name, parameter in parameters.items():
+        members[1 + index.get(name, -1)].append(parameter)
+    options: list[dict[str, Any]] = [{}, *(group.options for group in spec.groups)]
+    given = [{**more, "params": own} for own, more in zip(members, options, strict=True)]
+    optimizer = call(job.find(spec), spec.factory, given, **spec.kwargs)
+    _check_options(optimizer, options[1:])
+    return optimizer
+
+
+def _check_options(optimizer: Any, options: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse what torch would silently ignore."""
+    known = getattr(optimizer, "defaults", {})
+    for index, given in enumerate(options):
+        unknown = next((name for name in given if name not in known), None)
+        if known and unknown is not None:
+            raise CaptureError(
+                f"optimizer.groups[{index}]: {type(optimizer).__name__} has no option "
+                f"{unknown!r}{did_you_mean(unknown, known)}",
+                cure=f"its options are {', '.join(known)}",
+            )
 
 
 def _schedule(job: CapturedJob) -> Any | None:
