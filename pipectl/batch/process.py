@@ -41,12 +41,13 @@ def run(
     *,
     cure: str,
     env: Mapping[str, str] | None = None,
-    timeout_s: float = TIMEOUT_S,
+    timeout_s: float | None = TIMEOUT_S,
 ) -> Completed:
     """Run a command to its end, without a shell and without input.
 
     Args:
         cure: what to do when the command does not exist.
+        timeout_s: None waits as long as it takes.
 
     Raises:
         SchedulerError: no such command, or it may not be executed.

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipectl.capture import factories
+from pipectl.capture import factories, groups
 from pipectl.capture.data import Loader
 from pipectl.capture.export import export_step
 from pipectl.capture.graph import CapturedGraph
+from pipectl.capture.precision import arithmetic
 from pipectl.capture.randomness import seed_of
 from pipectl.capture.step import Step, seed_everything
 from pipectl.errors import CaptureError
@@ -95,6 +96,17 @@ class CapturedJob:
         weight = self.spec.loss.weight
         return None if weight == "samples" else factories.find(weight, self.spec.base)
 
+    def parameter_groups(self) -> dict[str, int]:
+        """The index in ``optimizer.groups`` of each parameter that belongs to one.
+
+        Raises:
+            CaptureError: a group matches no parameter.
+        """
+        names = {name: [_own_name(name)] for name, _ in self.step.named_parameters()}
+        for further, name in self.tied.items():
+            names.get(name, []).append(_own_name(further))
+        return groups.assign(names, [group.match for group in self.spec.optimizer.groups])
+
     def find(self, item: Factory) -> Any:
         """The callable a section of the spec names."""
         return factories.find(item.factory, self.spec.base)
@@ -135,9 +147,10 @@ class CapturedJob:
         self._check_batch(inputs, targets, size)
         self.step.with_outputs = not training and bool(self.metrics())
         self.step.train(training)
-        with torch.random.fork_rng(devices=[]):
+        precision = self.spec.training.precision
+        with torch.random.fork_rng(devices=[]), arithmetic(precision, torch.device("cpu")):
             program = export_step(self.step, inputs, targets)
-        graph = CapturedGraph(program, self.states, self.tied, size)
+            graph = CapturedGraph(program, self.states, self.tied, size)
         if graph.fixed and size != batch:
             return self._capture(training, batch, graph)
         if known is not None and list(known.signatures) != list(graph.signatures):
@@ -162,3 +175,8 @@ class CapturedJob:
                     f"data: a batch of {size} samples has a tensor of shape {list(leaf.shape)}",
                     cure="let the first dimension of every tensor be the batch",
                 )
+
+
+def _own_name(name: str) -> str:
+    """A parameter's name in the user's model."""
+    return name.removeprefix("model.")

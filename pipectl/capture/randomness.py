@@ -38,10 +38,15 @@ def seed_operator(base: int, key: int) -> None:
 
 
 def is_random(node: fx.Node, root: fx.GraphModule) -> bool:
-    """Whether an operator draws random numbers, itself or in a subgraph, or may do so."""
-    tags: Any = getattr(node.target, "tags", ())
-    if torch.Tag.nondeterministic_seeded in tags or isinstance(node.target, Applied):
+    """Whether an operator draws random numbers, itself or in a subgraph, or may do so.
+
+    Dropout with probability 0 (attention without dropout, say) draws none.
+    """
+    if isinstance(node.target, Applied):
         return True
+    tags: Any = getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded in tags:
+        return not _drops_nothing(node)
     called = (source for source in node.all_input_nodes if source.op == "get_attr")
     bodies = (root.get_submodule(str(source.target)) for source in called)
     return any(
@@ -51,6 +56,18 @@ def is_random(node: fx.Node, root: fx.GraphModule) -> bool:
         for inner in body.graph.nodes
         if inner.op == "call_function"
     )
+
+
+def _drops_nothing(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return False
+    arguments = zip((argument.name for argument in schema.arguments), node.args, strict=False)
+    given = {argument.name: argument.default_value for argument in schema.arguments}
+    given.update({**dict(arguments), **node.kwargs})
+    probabilities = [given[name] for name in ("p", "dropout_p", "dropout") if name in given]
+    off = any(given.get(name) is False for name in ("train", "training"))
+    return off or (bool(probabilities) and all(value == 0 for value in probabilities))
 
 
 def _mix(value: int) -> int:

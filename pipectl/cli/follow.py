@@ -21,22 +21,14 @@ _PATIENCE = 30  # times to ask about a job that nobody knows
 def follow(run: RunDirectory) -> RunStatus:
     """Wait until a run is over, or its state cannot be told; an interrupt leaves it running."""
     try:
-        return _watch(run)
+        return watch(run)
     except KeyboardInterrupt:
         note(f"\nthe run goes on; end it with: pipectl cancel {run.name}")
         raise
 
 
-def exit_code(found: RunStatus) -> int:
-    """0 for a run that completed, else the exit code of the failure that came first."""
-    if found.job.state is JobState.COMPLETED:
-        return 0
-    if found.job.state is JobState.UNKNOWN:
-        return UnknownRunError.exit_code
-    return found.culprit.exit_code if found.culprit else 1
-
-
-def _watch(run: RunDirectory) -> RunStatus:
+def watch(run: RunDirectory) -> RunStatus:
+    """Wait until a run is over, or its state cannot be told."""
     with progress_bar() as progress:
         told: tuple[str, int] | None = None
         unknown = 0
@@ -47,6 +39,15 @@ def _watch(run: RunDirectory) -> RunStatus:
             if found.job.state.final or unknown == _PATIENCE:
                 return found
             _look(found, progress)
+
+
+def exit_code(found: RunStatus) -> int:
+    """0 for a run that completed, else the exit code of the failure that came first."""
+    if found.job.state is JobState.COMPLETED:
+        return 0
+    if found.job.state is JobState.UNKNOWN:
+        return UnknownRunError.exit_code
+    return found.culprit.exit_code if found.culprit else 1
 
 
 def _look(found: RunStatus, progress: Report) -> None:

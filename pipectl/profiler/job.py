@@ -14,11 +14,12 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedGraph, CapturedJob, Cut, build_stage
-from pipectl.capture.factories import call
+from pipectl.capture.precision import arithmetic
 from pipectl.profile import Operator, OptimizerCost, Profile
 from pipectl.profiler.costs import Times
 from pipectl.profiler.walk import Measured, Walk
 from pipectl.runtime.device import choose_device
+from pipectl.runtime.stepper import make_optimizer
 from pipectl.spec import JobSpec, profile_key
 
 Progress = Callable[[int, int, str], None]
@@ -89,6 +90,7 @@ class _Profiling:
     def __init__(self, job: CapturedJob, progress: Progress) -> None:
         self._job = job
         self._progress = progress
+        self._precision = job.spec.training.precision
         self._device = choose_device(job.spec.resources.gpus_per_node, 0)
         for tensor in job.states.values():
             tensor.data = tensor.data.to(self._device.torch_device)
@@ -121,7 +123,7 @@ class _Profiling:
             done += 1
             self._progress(done, total, name)
 
-        walk = Walk(graph, self._job.states, inputs, size, self._device)
+        walk = Walk(graph, self._job.states, inputs, size, self._device, self._precision)
         operators = walk.measure(advance)
         return _Pass(graph, operators, self._whole(graph, inputs, size))
 
@@ -141,7 +143,8 @@ class _Profiling:
         times = []
         for _ in range(_WHOLE_REPEATS + 1):
             start = self._now()
-            loss = code.module(0, *states, *batch)[loss_at]
+            with arithmetic(self._precision, self._device.torch_device):
+                loss = code.module(0, *states, *batch)[loss_at]
             middle = self._now()
             loss.backward()
             times.append((middle - start, self._now() - middle))
@@ -184,12 +187,11 @@ class _Profiling:
 
     def _optimizer(self) -> OptimizerCost:
         """State and time of an optimizer step, on a sample of the parameters."""
-        spec = self._job.spec.optimizer
         sample = self._sample_parameters()
-        size_bytes = sum(parameter.nbytes for parameter in sample) or 1
-        for parameter in sample:
+        size_bytes = sum(parameter.nbytes for parameter in sample.values()) or 1
+        for parameter in sample.values():
             parameter.grad = torch.zeros_like(parameter)
-        optimizer = call(self._job.find(spec), spec.factory, sample, **spec.kwargs)
+        optimizer = make_optimizer(self._job, sample)
         times = []
         for _ in range(_WHOLE_REPEATS + 1):
             start = self._now()
@@ -199,12 +201,12 @@ class _Profiling:
         state_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
         return OptimizerCost(state_bytes / size_bytes, statistics.median(times[1:]) / size_bytes)
 
-    def _sample_parameters(self) -> list[torch.nn.Parameter]:
-        sample: list[torch.nn.Parameter] = []
+    def _sample_parameters(self) -> dict[str, torch.nn.Parameter]:
+        sample: dict[str, torch.nn.Parameter] = {}
         total = 0
-        for tensor in self._job.states.values():
+        for name, tensor in self._job.states.items():
             if tensor.requires_grad and total < _OPTIMIZER_SAMPLE_BYTES:
-                sample.append(torch.nn.Parameter(tensor.detach().clone()))
+                sample[name] = torch.nn.Parameter(tensor.detach().clone())
                 total += tensor.nbytes
         return sample
 

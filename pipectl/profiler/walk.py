@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedGraph
+from pipectl.capture.precision import arithmetic
 from pipectl.profiler.costs import Call, Ran, Times, measure, run, value_bytes
 from pipectl.runtime.device import Device
 
@@ -37,6 +38,7 @@ class Walk:
     Args:
         states: parameters and buffers by full name, on the device.
         inputs: the batch's tensors by placeholder name.
+        precision: as in the spec.
     """
 
     def __init__(
@@ -46,10 +48,12 @@ class Walk:
         inputs: Mapping[str, Tensor],
         batch: int,
         device: Device,
+        precision: str = "float32",
     ) -> None:
         self._graph = graph
         self._batch = batch
         self._device = device
+        self._precision = precision
         self._values: dict[fx.Node, Any] = {}
         self._storage_names: dict[fx.Node, str] = {}
         self._last = self._last_readers()
@@ -88,7 +92,16 @@ class Walk:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
         schema = getattr(node.target, "_schema", None)
         mutates = bool(schema is not None and schema.is_mutable) or "batch_norm" in str(node.target)
-        return Call(node.target, args, kwargs, mutates)  # type: ignore[arg-type]
+        return Call(self._in_precision(node.target), args, kwargs, mutates)
+
+    def _in_precision(self, target: Any) -> Callable[..., Any]:
+        """An operator as a stage runs it, with the casts that autocast makes."""
+
+        def run_target(*args: Any, **kwargs: Any) -> Any:
+            with arithmetic(self._precision, self._device.torch_device):
+                return target(*args, **kwargs)
+
+        return target if self._precision == "float32" else run_target
 
     def _name_saved(self, node: fx.Node, call: Call, ran: Ran) -> tuple[tuple[str, int], ...]:
         """Name what was kept by the value whose memory it is, so that no stage counts it twice."""

@@ -1,14 +1,12 @@
-"""The end of a step: shared gradients, clipping by global norm, optimizer and learning rate.
+"""The end of a step: shared gradients and clipping by global norm.
 
-All of it gives the same bits in every plan: sums and norms are formed in model order, never by
-rank.
+Both give the same bits in every plan: sums and norms are formed in model order, never by rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +14,6 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 from pipectl.capture import Slot
-from pipectl.capture.factories import call
-from pipectl.errors import CaptureError
 from pipectl.runtime.waiting import wait
 
 Uses = list[tuple[Slot, int]]
@@ -156,59 +152,3 @@ class Clipping:
         wait([self._communicator.Iallreduce(MPI.IN_PLACE, table)])
         norm: Tensor = torch.linalg.vector_norm(torch.from_numpy(table[0][table[1] > 0]))
         return norm
-
-
-@dataclass
-class Stepper:
-    """Optimizer and learning-rate schedule of one rank; both None where it trains nothing."""
-
-    optimizer: torch.optim.Optimizer | None
-    lr_scheduler: Any | None
-
-    @property
-    def learning_rate(self) -> float:
-        """Of the first parameter group; NaN without one."""
-        return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer else float("nan")
-
-    def step(self) -> None:
-        """Update the parameters, then the learning rate."""
-        if self.optimizer is not None:
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
-
-
-class Recipe(NamedTuple):
-    """Something the spec names and how to call it."""
-
-    function: Callable[..., Any]
-    name: str
-    kwargs: Mapping[str, Any]
-
-    def make(self, *args: Any) -> Any:
-        """Call it; see :func:`pipectl.capture.factories.call`."""
-        return call(self.function, self.name, *args, **self.kwargs)
-
-
-def make_stepper(
-    parameters: Sequence[nn.Parameter], optimizer: Recipe, lr_scheduler: Recipe | None
-) -> Stepper:
-    """The optimizer over a rank's parameters, and its schedule.
-
-    Raises:
-        CaptureError: a factory fails, or the schedule needs a loss to step.
-    """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    if (
-        lr_scheduler is not None
-        and lr_scheduler.function is torch.optim.lr_scheduler.ReduceLROnPlateau
-    ):
-        raise CaptureError(
-            "lr_scheduler: ReduceLROnPlateau needs a measured loss, which only one rank has",
-            cure="use a schedule of the step number, such as CosineAnnealingLR",
-        )
-    if not trained:
-        return Stepper(None, None)
-    made = optimizer.make(trained)
-    return Stepper(made, None if lr_scheduler is None else lr_scheduler.make(made))

@@ -103,7 +103,7 @@ class Setup:
         self.evaluation_sizes = self._evaluation_sizes(held_out)
         cuts = self._cuts()
         self.stages = {
-            index: StageRuntime(index, cuts, job.states, device)
+            index: StageRuntime(index, cuts, job.states, device, spec.training.precision)
             for index in plan.stages_of_rank(communicator.rank)
         }
         self.cut = cuts[True, plan.micro_batch_size]

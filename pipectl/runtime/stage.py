@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipectl.capture import Cut, Slot, build_stage
+from pipectl.capture.precision import arithmetic
 from pipectl.capture.stage import Receive, uses_of_parameter
 from pipectl.runtime.device import Device
 from pipectl.runtime.transport import Tensors
@@ -32,6 +33,7 @@ class StageRuntime:
         cuts: by (training, micro-batch size), for every size that will occur.
         states: the model's parameters and buffers by full name; those of this stage are moved to
             the device in place.
+        precision: as in the spec.
     """
 
     def __init__(
@@ -40,9 +42,11 @@ class StageRuntime:
         cuts: Mapping[tuple[bool, int], Cut],
         states: Mapping[str, Tensor],
         device: Device,
+        precision: str = "float32",
     ) -> None:
         self.index = index
         self._device = device
+        self._precision = precision
         self._states = states
         self._codes = {key: build_stage(cut, index, key[1]) for key, cut in cuts.items()}
         self._cuts = cuts
@@ -132,7 +136,8 @@ class StageRuntime:
         code = self._codes[key]
         batch = [inputs[name] for name in code.inputs]
         values = [received[slot] for slot in code.received]
-        with self._rewriting(key) as states:
+        precise = arithmetic(self._precision, self._device.torch_device)
+        with precise, self._rewriting(key) as states:
             results = code.module(seed, *states, *batch, *values)
         return dict(zip(code.results, results, strict=True))
 

@@ -13,15 +13,16 @@ from typing import Any
 import torch
 
 from pipectl.capture.data import split_batch
-from pipectl.capture.factories import call
+from pipectl.capture.weights import sample_shares, target_shares, weighted
 from pipectl.files import write_json
 from pipectl.runs import RunDirectory
 from pipectl.runtime import checkpoint
 from pipectl.runtime.engine import Batch, StepInput, StepOutput
 from pipectl.runtime.evaluation import Metrics
-from pipectl.runtime.optimizer import Clipping, Recipe, SharedGradients, Stepper, make_stepper
+from pipectl.runtime.optimizer import Clipping, SharedGradients
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.stage import shared_uses
+from pipectl.runtime.stepper import make_stepper
 from pipectl.runtime.telemetry import StepReport, Telemetry
 from pipectl.runtime.waiting import barrier
 from pipectl.schedule import Actions, lower, lower_evaluation
@@ -47,7 +48,7 @@ class Trainer:
         communicator = setup.communicator.Dup()
         self._telemetry = Telemetry(communicator, run, self._spec.training.steps, attempt, stages)
         self._weight = setup.job.weight()
-        self._stepper = self._make_stepper()
+        self._stepper = make_stepper(setup.job, setup.parameters)
         self._shared = self._make_shared()
         self._clipping = self._make_clipping()
         self._metrics = setup.job.metrics()
@@ -83,7 +84,7 @@ class Trainer:
         self._telemetry.report(
             StepReport(
                 step=step,
-                loss=_weighted(out.losses, given.weights),
+                loss=weighted(out.losses, given.weights),
                 learning_rate=self._used_rate,
                 gradient_norm=self._gradient_norm,
                 busy_s=out.busy_s,
@@ -116,14 +117,11 @@ class Trainer:
 
     def _weights(self, given: StepInput) -> dict[str, Any]:
         """The weight of every micro-batch, and the batches again where they had to be read."""
-        total = sum(given.sizes)
         if self._weight is None or self._setup.cut.loss_stage not in self._setup.stages:
-            return {"weights": [size / total for size in given.sizes]}
+            return {"weights": sample_shares(given.sizes)}
         batches = list(given.batches)
-        name = self._spec.loss.weight
-        weights = [float(call(self._weight, name, targets)) for _, targets in batches]
-        whole = sum(weights)
-        shares = [weight / whole if whole else 0.0 for weight in weights]
+        targets = [targets for _, targets in batches]
+        shares = target_shares(self._weight, self._spec.loss.weight, targets)
         return {"weights": shares, "batches": iter(batches)}
 
     def _load(self, planned: list[tuple[int, range]]) -> Iterator[Batch]:
@@ -208,17 +206,6 @@ class Trainer:
             timeline = Timeline(everything, self._setup.communicator.size)
             write_json(self._run.trace / "measured.json", timeline.to_json())
 
-    def _make_stepper(self) -> Stepper:
-        job, spec = self._setup.job, self._spec
-        schedule = spec.lr_scheduler
-        return make_stepper(
-            list(self._setup.parameters.values()),
-            Recipe(job.find(spec.optimizer), spec.optimizer.factory, spec.optimizer.kwargs),
-            None
-            if schedule is None
-            else Recipe(job.find(schedule), schedule.factory, schedule.kwargs),
-        )
-
     def _make_shared(self) -> SharedGradients:
         setup = self._setup
         return SharedGradients(
@@ -235,12 +222,3 @@ class Trainer:
         names = [n for n, tensor in self._setup.job.states.items() if tensor.requires_grad]
         owned = {n: p for n, p in held.items() if owners[n] == self._rank}
         return Clipping(self._setup.communicator.Dup(), names, owned, held)
-
-
-def _weighted(losses: list[torch.Tensor], weights: Any) -> float:
-    """The loss of a step: the weighted mean over its micro-batches; NaN where none is computed."""
-    if not losses:
-        return math.nan
-    # The loss of a micro-batch without weight (no valid token, say) may be undefined.
-    pairs = [(float(loss), share) for loss, share in zip(losses, weights, strict=True) if share]
-    return math.fsum(loss * share for loss, share in pairs)

@@ -19,7 +19,13 @@ from pipectl.spec.layers import SITE_KEYS
 from pipectl.spec.models import JobSpec
 from pipectl.spec.schema import json_schema
 from pipectl.spec.section import Section
-from pipectl.spec.structure import is_mapping_of_sections, kind_of, section_of, without_none
+from pipectl.spec.structure import (
+    is_list_of_sections,
+    is_mapping_of_sections,
+    kind_of,
+    section_of,
+    without_none,
+)
 from pipectl.spec.training import Factory
 
 REFERENCE = Path("docs/spec-reference.md")
@@ -78,17 +84,27 @@ def _parts() -> Iterator[str]:
         if model not in (None, Factory):
             assert model is not None
             yield f"## {name}\n\n{_paragraphs(model)}\n"
-            yield _table(model)
+            yield _table(model, name)
+            yield from _lists(name, model)
+
+
+def _lists(name: str, model: type[Section]) -> Iterator[str]:
+    """The sections that stand in lists of a section."""
+    for key, info in model.model_fields.items():
+        inner = section_of(info)
+        if inner is not None and is_list_of_sections(info):
+            yield f"### {name}.{key}\n\n{_paragraphs(inner)}\n"
+            yield _table(inner)
 
 
 def _paragraphs(model: type[Section]) -> str:
     return "\n".join(line.strip() for line in (model.__doc__ or "").strip().splitlines())
 
 
-def _table(model: type[Section]) -> str:
+def _table(model: type[Section], place: str = "") -> str:
     rows = ["| key | value | default | meaning |", "| --- | --- | --- | --- |"]
     for name, info in model.model_fields.items():
-        cells = (f"`{name}`", _words(info, name), _default(info), _meaning(info))
+        cells = (f"`{name}`", _words(info, name, place), _default(info), _meaning(info))
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join([*rows, ""])
 
@@ -100,8 +116,10 @@ def _meaning(info: FieldInfo) -> str:
     return _paragraphs(model).splitlines()[0]
 
 
-def _words(info: FieldInfo, name: str) -> str:
+def _words(info: FieldInfo, name: str, around: str) -> str:
     """What may stand there."""
+    if is_list_of_sections(info):
+        return f"list of [mappings](#{around}{name})"
     if (model := section_of(info)) is not None:
         what, place = ("factory", "factories") if model is Factory else ("mapping", name)
         link = f"[{what}](#{place})"

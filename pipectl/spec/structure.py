@@ -24,16 +24,21 @@ def kind_of(info: FieldInfo) -> Kind | None:
 
 
 def section_of(info: FieldInfo) -> type[Section] | None:
-    """The model of a section field, or of the values of a mapping field."""
+    """The model of a section field, or of the values of a mapping or list."""
     inner = without_none(info.annotation)
-    if get_origin(inner) is dict:
-        inner = get_args(inner)[1]
+    if get_origin(inner) in (dict, tuple):
+        inner = get_args(inner)[0 if get_origin(inner) is tuple else 1]
     return inner if isinstance(inner, type) and issubclass(inner, Section) else None
 
 
 def is_mapping_of_sections(info: FieldInfo) -> bool:
     """Whether the field maps names of the user's choice to sections."""
     return section_of(info) is not None and get_origin(without_none(info.annotation)) is dict
+
+
+def is_list_of_sections(info: FieldInfo) -> bool:
+    """Whether the field is a list of sections."""
+    return section_of(info) is not None and get_origin(without_none(info.annotation)) is tuple
 
 
 def without_none(annotation: Any) -> Any:
@@ -51,7 +56,7 @@ def section_at(model: type[Section], path: tuple[str | int, ...]) -> type[Sectio
         inner = None if info is None else section_of(info)
         if info is None or inner is None:
             return None
-        if is_mapping_of_sections(info):
+        if is_mapping_of_sections(info) or is_list_of_sections(info):
             next(steps, None)
         model = inner
     return model

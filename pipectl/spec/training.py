@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from pipectl.spec import factory as references
 from pipectl.spec.section import Section, without_nulls
-from pipectl.spec.tree import Scalar
+from pipectl.spec.tree import Scalar, plain
 from pipectl.spec.values import (
     AutoCount,
     AutoCounts,
@@ -59,12 +59,44 @@ class Factory(Section):
         return references.parse(self.factory, base)
 
 
+class Group(Section):
+    """Parameters with options of their own.
+
+    Every further key is an option of the optimizer, such as `lr` or `weight_decay`, and replaces
+    that of its `kwargs`.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    match: Line = Field(
+        description="A pattern of full names as in `model.named_parameters()`, such as `*.bias`; "
+        "`*` also matches dots. A parameter belongs to the first group that matches it."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_options(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {key: item if key == "match" else plain(item) for key, item in value.items()}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The optimizer's options for these parameters."""
+        return dict(self.model_extra or {})
+
+
 class Optimizer(Factory):
     """The optimizer, called with the parameters."""
 
     factory: Reference = Field(
         default="torch.optim:AdamW",
         description="The optimizer class, or a function that makes one.",
+    )
+    groups: tuple[Group, ...] = Field(
+        default=(),
+        description="Parameters with options of their own. They follow the group of all others, "
+        "for a schedule that takes a list of one value a group.",
     )
 
 
@@ -119,7 +151,11 @@ class Training(Section):
     seed: Natural = Field(
         default=0, description="Of the parameters, the order of samples and all random operators."
     )
-    precision: Precision = Field(default="float32", description="Of parameters and arithmetic.")
+    precision: Precision = Field(
+        default="float32",
+        description="Of the arithmetic. `bf16` runs model and loss under `torch.autocast`, which "
+        "decides operator by operator; parameters, gradients and optimizer stay float32.",
+    )
     clip_grad_norm: Positive | None = Field(
         default=None, description="Largest norm of all gradients; by default they are not clipped."
     )

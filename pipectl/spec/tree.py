@@ -98,6 +98,15 @@ def to_values(tree: Tree) -> Any:
     return {entry.key.value: to_values(entry.value) for entry in tree.entries.values()}
 
 
+def plain(data: Any) -> Any:
+    """Plain Python values of what :func:`to_data` gives."""
+    if isinstance(data, dict):
+        return {key: plain(item) for key, item in data.items()}
+    if isinstance(data, list | tuple):
+        return [plain(item) for item in data]
+    return data.value if isinstance(data, Scalar) else data
+
+
 def to_data(tree: Tree) -> Any:
     """Dictionaries and lists with :class:`Scalar` leaves, whose type the reading field decides.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+import torch.nn.functional as F
 
 from pipectl.capture import Cut, build_stage
 from pipectl.capture.randomness import is_random, seed_of, seed_operator
@@ -38,12 +40,33 @@ def random_operators(graph) -> list[str]:
 def test_dropout_is_random_and_linear_is_not(graph_of, real_job) -> None:
     assert random_operators(graph_of("Dropping")) == ["dropout"]
     gpt = random_operators(real_job("gpt").training_graph(4))
-    assert {name.rstrip("_0123456789") for name in gpt} == {
-        "dropout",
-        "scaled_dot_product_attention",
-    }
-    assert len(gpt) == 6
+    assert {name.rstrip("_0123456789") for name in gpt} == {"dropout"}  # its attention drops none
+    assert len(gpt) == 4
     assert random_operators(graph_of("mlp")) == []
+
+
+@pytest.mark.parametrize(
+    ("function", "random"),
+    [
+        (lambda x: F.dropout(x, 0.1), True),
+        (lambda x: F.dropout(x, 0.0), False),
+        (lambda x: F.dropout(x, 0.1, training=False), False),
+        (lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1), True),
+        (lambda x: F.scaled_dot_product_attention(x, x, x), False),
+        (lambda x: F.rrelu(x, training=True), True),
+        (F.rrelu, False),
+        (lambda x: x + torch.rand_like(x), True),
+        (lambda x: torch.bernoulli(x.sigmoid()), True),
+    ],
+)
+def test_what_drops_nothing_draws_nothing(function, random: bool) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return function(x)
+
+    program = torch.export.export(Model(), (torch.randn(2, 3, 4, 5),), strict=False)
+    nodes = [node for node in program.graph.nodes if node.op == "call_function"]
+    assert any(is_random(node, program.graph_module) for node in nodes) is random
 
 
 def test_dropout_in_evaluation_changes_nothing(job_of) -> None:

@@ -28,11 +28,43 @@ from pipectl.runtime.trainer import Trainer
 from pipectl.schedule import default_warm_up, lower, validate
 from pipectl.spec import load
 
+
+@dataclass(frozen=True)
+class Model:
+    """A row of the table; names without a module are of models.py."""
+
+    factory: str
+    loss: str
+    data: str
+    metrics: str = "{}"
+    weight: str = "samples"
+    precision: str = "float32"
+    groups: str = "[]"
+
+
+def tokens(factory: str, **more: str) -> Model:
+    return Model(factory, "token_loss", **{"data": "Tokens", **more})
+
+
+def images(factory: str, **more: str) -> Model:
+    metrics = f"{{accuracy: '{HERE}:accuracy'}}"
+    return Model(factory, "torch.nn:CrossEntropyLoss", "Images", metrics, **more)
+
+
+HERE = Path(__file__).resolve().with_name("models.py")
 MODELS = {
-    "gpt": ("token_loss", "Tokens", "{}"),
-    "tied": ("token_loss", "Tokens", "{}"),
-    "cnn": ("torch.nn:CrossEntropyLoss", "Images", "{accuracy: './models.py:accuracy'}"),
-    "dense": ("torch.nn:CrossEntropyLoss", "Images", "{accuracy: './models.py:accuracy'}"),
+    "gpt": tokens("gpt"),
+    "tied": tokens("tied"),
+    "cnn": images("cnn"),
+    "dense": images("dense"),
+    "frozen": tokens(
+        "frozen",
+        data="PaddedTokens",
+        weight="valid_tokens",
+        groups="[{match: '*.bias', weight_decay: 0.0}, {match: '*norm*', lr: 0.01}]",
+    ),
+    "gpt_bf16": tokens("gpt", precision="bf16"),
+    "cnn_bf16": images("cnn", precision="bf16"),
 }
 BATCHES = {"divisible": (8, 4), "smaller_last": (7, 4), "few": (6, 1), "one_left_over": (5, 2)}
 """Name to (samples a batch, micro-batches)."""
@@ -59,10 +91,8 @@ def cells() -> Iterator[Cell]:
 
 
 def spec_text(cell: Cell, *, plain: bool) -> str:
-    loss, data, metrics = MODELS[cell.model]
-    loss = loss if ":" in loss else f"./models.py:{loss}"
+    model = MODELS[cell.model]
     batch_size, micro_batches = BATCHES[cell.batch]
-    here = Path(__file__).resolve().parent
     dropout = "{dropout: 0.0}" if plain else "{}"
     one_step = plain and cell.model == "tied"  # compared by its first gradients
     optimizer = "SGD', kwargs: {lr: 1.0}" if one_step else "AdamW', kwargs: {lr: 0.003}"
@@ -71,18 +101,24 @@ def spec_text(cell: Cell, *, plain: bool) -> str:
 version: 1
 name: {cell}
 site_defaults: false
-model: {{factory: '{here}/models.py:{cell.model}', kwargs: {dropout}}}
-loss: {{factory: '{loss.replace("./", f"{here}/")}'}}
-data: {{factory: '{here}/models.py:{data}'}}
-optimizer: {{factory: 'torch.optim:{optimizer}}}
+model: {{factory: '{HERE}:{model.factory}', kwargs: {dropout}}}
+loss: {{factory: '{placed(model.loss)}', weight: '{placed(model.weight)}'}}
+data: {{factory: '{HERE}:{model.data}'}}
+optimizer: {{factory: 'torch.optim:{optimizer}, groups: {model.groups}}}
 lr_scheduler: {{factory: 'torch.optim.lr_scheduler:CosineAnnealingLR', kwargs: {{T_max: 12}}}}
 evaluation:
-  data: {{factory: '{here}/models.py:{data}', kwargs: {{count: 11}}}}
+  data: {{factory: '{HERE}:{model.data}', kwargs: {{count: 11}}}}
   batch_size: 4
-  metrics: {metrics.replace("./", f"{here}/")}
-training: {{steps: {steps}, batch_size: {batch_size}, seed: 3, clip_grad_norm: {clip}}}
+  metrics: {model.metrics}
+training:
+  {{steps: {steps}, batch_size: {batch_size}, seed: 3, clip_grad_norm: {clip},
+   precision: {model.precision}}}
 pipeline: {{micro_batches: {micro_batches}}}
 """
+
+
+def placed(name: str) -> str:
+    return name if ":" in name or name == "samples" else f"{HERE}:{name}"
 
 
 def random_stages(graph: CapturedGraph, stages: int, seed: int) -> dict[str, int]:

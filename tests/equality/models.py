@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -108,6 +111,23 @@ class Dense(nn.Module):
         return self.head(total) * features[0].mean()
 
 
+class Frozen(nn.Module):
+    """Frozen weights, weights that no gradient reaches, and weights that are not used at all."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.gpt = Gpt(dropout)
+        self.gpt.tokens.requires_grad_(False)
+        self.gpt.blocks[0].requires_grad_(False)
+        self.gpt.blocks[1].norm_1.weight.requires_grad_(False)
+        self.constant = nn.Linear(37, 37)
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        outputs = self.gpt(ids)
+        return outputs + self.constant(outputs.detach()).detach()
+
+
 def gpt(dropout: float = 0.1) -> nn.Module:
     return Gpt(dropout)
 
@@ -122,6 +142,10 @@ def cnn(dropout: float = 0.0) -> nn.Module:
 
 def dense(dropout: float = 0.2) -> nn.Module:
     return Dense(dropout)
+
+
+def frozen(dropout: float = 0.1) -> nn.Module:
+    return Frozen(dropout)
 
 
 def token_loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -140,8 +164,24 @@ class Tokens(Dataset):
         return self.ids[index, :-1], self.ids[index, 1:]
 
 
+class PaddedTokens(Tokens):
+    """Every sequence ends in padding, which counts in no mean."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = super().__getitem__(index)
+        length = 1 + index * 5 % 12
+        return inputs, torch.where(torch.arange(12) < length, targets, -100)
+
+
+def valid_tokens(targets: Tensor) -> Tensor:
+    return (targets >= 0).sum()
+
+
 class Images(Dataset):
-    """With random augmentation, which every rank that loads a sample must see alike."""
+    """With random augmentation, which every rank that loads a sample must see alike.
+
+    The label depends on it too, so ranks that load inputs and ranks that load targets must agree.
+    """
 
     def __init__(self, count: int = 45) -> None:
         generator = torch.Generator().manual_seed(6)
@@ -152,7 +192,10 @@ class Images(Dataset):
         return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.images[index] + 0.1 * torch.randn(1, 8, 8), int(self.labels[index])
+        image = self.images[index] * np.random.uniform(0.8, 1.2) + 0.1 * torch.randn(1, 8, 8)
+        flipped = random.random() < 0.5
+        label = int(self.labels[index])
+        return (image.flip(-1), (label + 1) % 10) if flipped else (image, label)
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:

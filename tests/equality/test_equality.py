@@ -107,8 +107,34 @@ def test_training_moves_every_weight_and_lowers_the_loss(trained: Path) -> None:
 
 
 @pytest.mark.mpi
+def test_what_no_gradient_reaches_stays_and_the_rest_moves(trained: Path) -> None:
+    seed_everything(3)
+    model = MODELS.frozen()
+    first = model.state_dict()
+    found = weights(trained / "4" / str(CELLS.Cell("frozen", "1f1b", "divisible")))
+    still = {name for name in first if torch.equal(first[name], found[name])}
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert still == frozen | {f"{layer}.{part}" for layer in ("constant", "unused")
+                              for part in ("weight", "bias")}  # fmt: skip
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("model", ["gpt", "cnn"])
+def test_mixed_precision_is_another_arithmetic(trained: Path, model: str) -> None:
+    """The table would also be equal if it were ignored."""
+    runs = [
+        trained / "3" / str(CELLS.Cell(name, "1f1b", "divisible"))
+        for name in (model, f"{model}_bf16")
+    ]
+    (first, *_), (other, *_) = (figures(run) for run in runs)
+    assert first[1] != other[1]
+    assert first[1] == pytest.approx(other[1], rel=0.02)
+    assert all(tensor.dtype != torch.bfloat16 for tensor in weights(runs[1]).values())
+
+
+@pytest.mark.mpi
 @pytest.mark.parametrize("batch", CELLS.BATCHES)
-@pytest.mark.parametrize("model", ["gpt", "cnn", "dense"])
+@pytest.mark.parametrize("model", [name for name in CELLS.MODELS if name != "tied"])
 def test_one_rank_equals_a_plain_loop_to_the_bit(trained: Path, model: str, batch: str) -> None:
     plain = plain_loop(model, batch, steps=CELLS.STEPS)
     found = weights(trained / "plain" / str(CELLS.Cell(model, "1f1b", batch)))
@@ -143,28 +169,46 @@ def plain_loop(model: str, batch: str, steps: int) -> dict[str, Tensor]:
 
 def _plain_loop(name: str, batch: str, steps: int) -> dict[str, Tensor]:
     tied = name == "tied"
+    row = CELLS.MODELS[name]
     batch_size, micro_batches = CELLS.BATCHES[batch]
     size = -(-batch_size // micro_batches)
     seed_everything(3)
-    model = getattr(MODELS, name)(dropout=0.0)
-    tokens = name in ("gpt", "tied")
-    loss_of = MODELS.token_loss if tokens else torch.nn.CrossEntropyLoss()
-    loader = Loader(MODELS.Tokens() if tokens else MODELS.Images(), seed=3)
-    rate = {"lr": 1.0} if tied else {"lr": 0.003}
-    kind = torch.optim.SGD if tied else torch.optim.AdamW
-    optimizer = kind(model.parameters(), **rate)
+    model = getattr(MODELS, row.factory)(dropout=0.0)
+    loss_of = getattr(MODELS, row.loss, torch.nn.CrossEntropyLoss())
+    loader = Loader(getattr(MODELS, row.data)(), seed=3)
+    optimizer = plain_optimizer(name, model)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=12)
     batches = Batches(45, batch_size)
     planned = [found for _, found in zip(range(steps), batches, strict=False)]
     loaded = loader.micro_batches(planned, size)
     for _, positions in planned:
-        for samples in split_batch(len(positions), size):
-            inputs, targets = next(loaded)
-            loss = loss_of(model(inputs), targets)
-            (loss * (samples / len(positions))).backward()
+        parts = [next(loaded) for _ in split_batch(len(positions), size)]
+        masked = name == "frozen"
+        counts = [int((targets >= 0).sum()) if masked else len(targets) for _, targets in parts]
+        for (inputs, targets), count in zip(parts, counts, strict=True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=row.precision == "bf16"):
+                loss = loss_of(model(inputs), targets)
+            (loss * (count / sum(counts))).backward()
         if not tied:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
     return {key: tensor.detach().clone() for key, tensor in model.state_dict().items()}
+
+
+def plain_optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
+    if name == "tied":
+        return torch.optim.SGD(model.parameters(), lr=1.0)
+    if name != "frozen":
+        return torch.optim.AdamW(model.parameters(), lr=0.003)
+    biases, norms, others = [], [], []
+    for key, parameter in model.named_parameters():
+        chosen = biases if key.endswith(".bias") else norms if "norm" in key else others
+        chosen.append(parameter)
+    groups = [
+        {"params": others},
+        {"params": biases, "weight_decay": 0.0},
+        {"params": norms, "lr": 0.01},
+    ]
+    return torch.optim.AdamW(groups, lr=0.003)

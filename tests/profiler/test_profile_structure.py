@@ -11,6 +11,7 @@ import torch
 import yaml
 
 from pipectl.capture import CapturedJob
+from pipectl.errors import CaptureError
 from pipectl.profile import Profile
 from pipectl.profiler import profile_job
 from pipectl.profiler.job import measured_sizes
@@ -202,3 +203,19 @@ def test_other_sizes_are_measured_where_the_planner_may_choose(spec_of: Any) -> 
 def test_one_size_is_measured_where_the_spec_says_it(spec_of: Any) -> None:
     spec = spec_of("Normed", training={"steps": 1, "batch_size": 7}, pipeline={"micro_batches": 3})
     assert measured_sizes(spec) == (3,)
+
+
+def test_values_in_mixed_precision_take_half_the_bytes(counted: Profile, spec_of: Any) -> None:
+    training = {"steps": 1, "batch_size": 8, "precision": "bf16"}
+    mixed = profile_job(spec_of("Counted", training=training))
+    pairs = zip(counted.operators, mixed.operators, strict=True)
+    ratios = {one.id: other.output_bytes / one.output_bytes for one, other in pairs}
+    assert ratios["linear"] == 0.5
+    assert ratios["cross_entropy_loss"] == 1
+    assert mixed.operators[0].parameter_bytes == counted.operators[0].parameter_bytes
+
+
+def test_a_group_that_matches_nothing_is_found_while_profiling(spec_of: Any) -> None:
+    spec = spec_of("Counted", optimizer={"groups": [{"match": "nothing*", "lr": 1.0}]})
+    with pytest.raises(CaptureError, match="'nothing\\*' matches no parameter"):
+        profile_job(spec)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from pipectl.spec import JobSpec, load
+from pipectl.spec import JobSpec, dump, load, profile_key, settled
 
 FULL = """\
 version: 1
@@ -156,6 +156,16 @@ def test_whole_numbers_may_be_floats_without_fraction(read, minimal) -> None:
 def test_the_default_optimizer_takes_keyword_arguments(read, minimal) -> None:
     spec = read(minimal + "optimizer: {kwargs: {lr: 0.1}}")
     assert (spec.optimizer.factory, spec.optimizer.kwargs) == ("torch.optim:AdamW", {"lr": 0.1})
+
+
+def test_optimizer_groups_keep_the_types_of_their_options(read, minimal) -> None:
+    groups = "[{match: '*.bias', weight_decay: 0, betas: [0.9, 9.9e-1]}, {match: 1.5, lr: 1e-4}]"
+    spec = read(f"{minimal}optimizer: {{groups: {groups}}}\n")
+    first, second = spec.optimizer.groups
+    assert (first.match, first.options) == ("*.bias", {"weight_decay": 0, "betas": [0.9, 0.99]})
+    assert (second.match, second.options) == ("1.5", {"lr": 1e-4})
+    assert read(dump(spec)) == settled(spec)
+    assert profile_key(spec) != profile_key(read(minimal))
 
 
 def test_anchors_are_expanded(read, minimal) -> None:

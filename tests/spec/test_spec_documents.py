@@ -43,9 +43,8 @@ def test_every_key_is_explained() -> None:
 
 def test_every_link_has_a_heading() -> None:
     text = reference_markdown()
-    headings = {
-        line[3:].lower().replace(" ", "-") for line in text.splitlines() if line[:3] == "## "
-    }
+    titles = re.findall(r"^##+ (.+)$", text, re.MULTILINE)
+    headings = {title.lower().replace(" ", "-").replace(".", "") for title in titles}
     assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= headings
 
 

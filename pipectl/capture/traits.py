@@ -1,0 +1,40 @@
+"""What a captured model has that decides how exactly its training can be repeated elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipectl.capture.job import CapturedJob
+from pipectl.capture.randomness import is_random
+from pipectl.capture.stage import uses_of_parameter
+from pipectl.spec import JobSpec
+
+
+@dataclass(frozen=True)
+class Traits:
+    """Properties of a training graph.
+
+    Args:
+        random: operators that draw random numbers.
+        shared: trained parameters that several operators use, by their names in the user's model.
+    """
+
+    random: tuple[str, ...]
+    shared: tuple[str, ...]
+
+
+def find_traits(spec: JobSpec, batch: int) -> Traits:
+    """Capture a job's model for micro-batches of ``batch`` samples and look.
+
+    Raises:
+        CaptureError: the model cannot be captured.
+    """
+    job = CapturedJob(spec)
+    graph = job.training_graph(batch)
+    shared = [
+        state.name.removeprefix("model.")
+        for placeholder, state in graph.states.items()
+        if uses_of_parameter(graph, placeholder) and job.states[state.name].requires_grad
+    ]
+    random = [node.name for node in graph.operators if is_random(node, graph.root)]
+    return Traits(tuple(random), tuple(shared))

@@ -1,0 +1,63 @@
+"""`pipectl verify`: does the pipeline train what one process trains?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipectl.cli.console import say, say_json
+from pipectl.cli.options import JobFile, Json, Overrides
+from pipectl.cli.progress import progress_bar
+
+if TYPE_CHECKING:
+    from pipectl.jobs.verify import Verification
+
+
+def command(
+    job: JobFile,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks of the pipeline.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to train.")] = 3,
+    as_json: Json = False,
+    overrides: Overrides = None,
+) -> None:
+    """Train a few steps here, in a pipeline and in one process, and compare all weights."""
+    from pipectl.cli.follow import watch
+    from pipectl.jobs.verify import verify
+
+    with progress_bar() as progress:
+        found = verify(job, overrides or (), ranks, steps, watch, progress)
+    if as_json:
+        say_json(found.to_json())
+    else:
+        for line in _lines(found):
+            say(line)
+    if not found.comparison.equal:
+        raise typer.Exit(1)
+
+
+def _lines(found: Verification) -> Iterator[str]:
+    plan, comparison = found.plan, found.comparison
+    yield (
+        f"pipeline: {plan.ranks} ranks, {len(plan.stages)} stages, {plan.schedule}, "
+        f"{plan.micro_batches} micro-batches of {plan.micro_batch_size}"
+    )
+    yield f"reference: {found.reference}"
+    yield from (f"note: {note}" for note in found.notes)
+    for step, (ours, theirs) in enumerate(comparison.losses, 1):
+        yield f"step {step}: loss {ours:.9g}, reference {theirs:.9g}"
+    yield from _verdict(found)
+
+
+def _verdict(found: Verification) -> Iterator[str]:
+    first, largest = found.comparison.first, found.comparison.largest
+    if found.tolerance:
+        yield f"tolerance: {found.tolerance:g} of the farthest that any weight has moved"
+    if first is None and largest == 0:
+        yield "equal: every loss and every weight, to the bit"
+    elif first is None:
+        yield f"equal within the tolerance: they differ by {largest:.3g} at most"
+    else:
+        yield f"different: by {largest:.3g} at most"
+        yield f"first at step {first.step}, in {first.tensor}: by {first.largest:.3g}"

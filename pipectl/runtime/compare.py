@@ -1,0 +1,161 @@
+"""Comparing two trainings of one job, step by step and tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from pipectl.runs import RunDirectory, read_metrics
+from pipectl.runtime import checkpoint, plain
+
+LOSS = "loss"
+_UNITS_IN_LAST_PLACE = 4
+Weights = Mapping[str, Tensor]
+
+
+class Trained(Protocol):
+    """What a training left of every step."""
+
+    def loss(self, step: int) -> float:
+        """The loss of a step, computed with the weights before it."""
+
+    def weights(self, step: int) -> Weights:
+        """Weights and buffers after a step, by the names of the user's model."""
+
+
+class PipelineRun:
+    """A run that saved a checkpoint after every step."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._losses = {line["step"]: line["loss"] for line in read_metrics(run) if "loss" in line}
+
+    def loss(self, step: int) -> float:
+        """See :class:`Trained`."""
+        return _number(self._losses[step])
+
+    def weights(self, step: int) -> Weights:
+        """See :class:`Trained`."""
+        return checkpoint.load(self._run.checkpoints / f"step-{step:06d}")
+
+
+class PlainRun:
+    """What :mod:`pipectl.runtime.plain` left."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._losses = json.loads((directory / plain.LOSSES).read_text("utf-8"))["losses"]
+
+    def loss(self, step: int) -> float:
+        """See :class:`Trained`."""
+        return _number(self._losses[step - 1])
+
+    def weights(self, step: int) -> Weights:
+        """See :class:`Trained`."""
+        return load_file(plain.weights_file(self._directory, step))
+
+
+class Difference(NamedTuple):
+    """Where two trainings differ.
+
+    Args:
+        tensor: a name in the user's model, or ``loss``.
+        largest: the largest absolute difference there.
+    """
+
+    step: int
+    tensor: str
+    largest: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far two trainings are apart.
+
+    Args:
+        first: the first difference beyond the tolerance; a step's loss is looked at before its
+            weights.
+        largest: the largest absolute difference of all steps and tensors, losses included.
+        losses: of every step: the one compared, then the reference.
+    """
+
+    first: Difference | None
+    largest: float
+    losses: tuple[tuple[float, float], ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs beyond the tolerance."""
+        return self.first is None
+
+
+def compare(
+    found: Trained, reference: Trained, steps: int, tolerance: float, start: Weights
+) -> Comparison:
+    """Compare every loss and every weight of ``steps`` steps.
+
+    Args:
+        tolerance: what a weight may differ by, as a share of the farthest that training has moved
+            any weight since ``start`` (losses: of the loss itself); 0 asks for the same bits.
+        start: the weights before the first step.
+    """
+    first: Difference | None = None
+    largest = 0.0
+    for difference, allowed in _differences(found, reference, steps, tolerance, start):
+        largest = max(largest, difference.largest)
+        if first is None and difference.largest > allowed:
+            first = difference
+    every = range(1, steps + 1)
+    return Comparison(first, largest, tuple((found.loss(s), reference.loss(s)) for s in every))
+
+
+def _number(loss: float | None) -> float:
+    """A loss as it was written; metrics have null for all that is not finite."""
+    return loss if loss is not None and math.isfinite(loss) else math.nan
+
+
+def _differences(
+    found: Trained, reference: Trained, steps: int, tolerance: float, start: Weights
+) -> Iterator[tuple[Difference, float]]:
+    """Every difference with what is allowed there."""
+    for step in range(1, steps + 1):
+        one, other = torch.tensor([[found.loss(step)], [reference.loss(step)]]).double()
+        yield Difference(step, LOSS, distance(one, other)), tolerance * abs(float(other))
+        ours, theirs = found.weights(step), reference.weights(step)
+        moved = max((distance(theirs[n], start[n]) for n in start if n in theirs), default=0.0)
+        for name in [*theirs, *(name for name in ours if name not in theirs)]:
+            if name not in ours or name not in theirs:
+                yield Difference(step, name, math.inf), 0.0
+            else:
+                slack = _rounding(theirs[name]) if tolerance else 0.0
+                yield (
+                    Difference(step, name, distance(ours[name], theirs[name])),
+                    tolerance * moved + slack,
+                )
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """The largest absolute difference of two tensors; infinite where only one is a number."""
+    if one.shape != other.shape:
+        return math.inf
+    kind = torch.promote_types(one.dtype, torch.float64)
+    one, other = one.to(kind), other.to(kind)
+    same = (one == other) | (one.isnan() & other.isnan())
+    apart = torch.where(same, 0.0, (one - other).abs())
+    return float(apart.nan_to_num(nan=math.inf, posinf=math.inf).max()) if apart.numel() else 0.0
+
+
+def _rounding(tensor: Tensor) -> float:
+    """What rounding alone may do to the largest element."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return 0.0
+    finite = tensor.double().abs().nan_to_num(nan=0.0, posinf=0.0)
+    return _UNITS_IN_LAST_PLACE * torch.finfo(tensor.dtype).eps * float(finite.max())

@@ -1,0 +1,119 @@
+"""The same training without a pipeline: what a user would write, as a reference for ``verify``.
+
+Started as ``python -m pipectl.runtime.plain JOB.yaml MICRO_BATCH_SIZE DIRECTORY``. The model is the
+user's, not the captured graph, and there is no MPI; only the order of the data, the micro-batches
+and the seeds are those of the pipeline.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pipectl.capture import CapturedJob
+from pipectl.capture.data import Batches, split_batch
+from pipectl.capture.precision import arithmetic
+from pipectl.capture.weights import sample_shares, target_shares, weighted
+from pipectl.errors import PipectlError
+from pipectl.files import write_json
+from pipectl.runtime.device import choose_device
+from pipectl.runtime.stepper import make_stepper
+from pipectl.spec import JobSpec, load
+
+LOSSES = "losses.json"
+Batch = tuple[Any, Any]
+
+
+def train(spec: JobSpec, micro_batch_size: int, directory: Path) -> None:
+    """Train all steps; leaves ``losses.json`` and the weights after every step.
+
+    Raises:
+        CaptureError: user code fails.
+    """
+    torch.set_num_threads(spec.resources.cpus_per_task)
+    job = CapturedJob(spec)
+    device = choose_device(spec.resources.gpus_per_node, 0).torch_device
+    job.step.to(device).train()
+    parameters = dict(job.step.named_parameters())
+    stepper = make_stepper(job, parameters)
+    losses = []
+    for step, batches in enumerate(_batches(job, micro_batch_size), 1):
+        shares = _shares(job, batches)
+        losses.append(weighted(_accumulate(job, batches, shares, device), shares))
+        if spec.training.clip_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters.values(), spec.training.clip_grad_norm)
+        stepper.step()
+        save_file(_weights(job), weights_file(directory, step))
+    write_json(directory / LOSSES, {"losses": losses})
+
+
+def weights_file(directory: Path, step: int) -> Path:
+    """The weights after ``step``."""
+    return directory / f"step-{step:06d}.safetensors"
+
+
+def first_weights(spec: JobSpec) -> dict[str, Tensor]:
+    """The weights that a job starts from, by the names of the user's model."""
+    return _weights(CapturedJob(spec))
+
+
+def _weights(job: CapturedJob) -> dict[str, Tensor]:
+    """Copies: tied weights share memory, which a file of tensors may not."""
+    states = job.model.state_dict()
+    return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in states.items()}
+
+
+def _batches(job: CapturedJob, micro_batch_size: int) -> Iterator[list[Batch]]:
+    """The micro-batches of every step."""
+    training = job.spec.training
+    batches = Batches(job.loader.samples, training.batch_size, job.spec.data.drop_last)
+    planned = list(islice(iter(batches), training.steps))
+    loaded = job.loader.micro_batches(planned, micro_batch_size)
+    for _, positions in planned:
+        yield list(islice(loaded, len(split_batch(len(positions), micro_batch_size))))
+
+
+def _shares(job: CapturedJob, batches: Sequence[Batch]) -> list[float]:
+    weigh = job.weight()
+    if weigh is not None:
+        return target_shares(weigh, job.spec.loss.weight, [targets for _, targets in batches])
+    leaves = [pytree.tree_leaves(batch) for batch in batches]
+    sizes = [next(leaf.shape[0] for leaf in item if isinstance(leaf, Tensor)) for item in leaves]
+    return sample_shares(sizes)
+
+
+def _accumulate(
+    job: CapturedJob, batches: Sequence[Batch], shares: Sequence[float], device: torch.device
+) -> list[Tensor]:
+    """Add the gradients of all micro-batches; returns their losses."""
+    losses = []
+    for batch, share in zip(batches, shares, strict=True):
+        inputs, targets = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
+        with arithmetic(job.spec.training.precision, device):
+            loss = job.step(inputs, targets)
+        (loss * share).backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Entry point; the exit code is the one that commands have."""
+    job, micro_batch_size, directory = arguments
+    try:
+        train(load(Path(job)), int(micro_batch_size), Path(directory))
+    except PipectlError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,103 @@
+"""The optimizer over a set of parameters, and its learning-rate schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipectl.capture import CapturedJob
+from pipectl.capture.factories import call
+from pipectl.errors import CaptureError
+from pipectl.units import did_you_mean
+
+
+@dataclass
+class Stepper:
+    """Optimizer and learning-rate schedule of one rank; both None where it trains nothing."""
+
+    optimizer: torch.optim.Optimizer | None
+    lr_scheduler: Any | None
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the first parameter group; NaN without one."""
+        return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer else float("nan")
+
+    def step(self) -> None:
+        """Update the parameters, then the learning rate."""
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+
+
+def make_stepper(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> Stepper:
+    """The optimizer of a job over some of its parameters, and its schedule.
+
+    Args:
+        parameters: by full name; frozen ones are left out.
+
+    Raises:
+        CaptureError: a factory fails, or the schedule needs a loss to step.
+    """
+    trained = {name: found for name, found in parameters.items() if found.requires_grad}
+    schedule = _schedule(job)
+    if not trained:
+        return Stepper(None, None)
+    optimizer = make_optimizer(job, trained)
+    return Stepper(optimizer, None if schedule is None else schedule(optimizer))
+
+
+def make_optimizer(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> Any:
+    """The optimizer of a job over some of its parameters, in the spec's groups.
+
+    Every rank has every group, also those it has no parameter of, so that their indices mean the
+    same to a learning-rate schedule. The first group has the parameters that match no pattern.
+
+    Raises:
+        CaptureError: the factory fails, or a group does not fit the model or the optimizer.
+    """
+    spec = job.spec.optimizer
+    if not spec.groups:
+        return call(job.find(spec), spec.factory, list(parameters.values()), **spec.kwargs)
+    index = job.parameter_groups()
+    members: list[list[nn.Parameter]] = [[] for _ in range(1 + len(spec.groups))]
+    for name, parameter in parameters.items():
+        members[1 + index.get(name, -1)].append(parameter)
+    options: list[dict[str, Any]] = [{}, *(group.options for group in spec.groups)]
+    given = [{**more, "params": own} for own, more in zip(members, options, strict=True)]
+    optimizer = call(job.find(spec), spec.factory, given, **spec.kwargs)
+    _check_options(optimizer, options[1:])
+    return optimizer
+
+
+def _check_options(optimizer: Any, options: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse what torch would silently ignore."""
+    known = getattr(optimizer, "defaults", {})
+    for index, given in enumerate(options):
+        unknown = next((name for name in given if name not in known), None)
+        if known and unknown is not None:
+            raise CaptureError(
+                f"optimizer.groups[{index}]: {type(optimizer).__name__} has no option "
+                f"{unknown!r}{did_you_mean(unknown, known)}",
+                cure=f"its options are {', '.join(known)}",
+            )
+
+
+def _schedule(job: CapturedJob) -> Any | None:
+    """The learning-rate schedule of a job, to be called with the optimizer."""
+    spec = job.spec.lr_scheduler
+    if spec is None:
+        return None
+    function = job.find(spec)
+    if function is torch.optim.lr_scheduler.ReduceLROnPlateau:
+        raise CaptureError(
+            "lr_scheduler: ReduceLROnPlateau needs a measured loss, which only one rank has",
+            cure="use a schedule of the step number, such as CosineAnnealingLR",
+        )
+    return lambda optimizer: call(function, spec.factory, optimizer, **spec.kwargs)

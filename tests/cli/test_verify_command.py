@@ -1,0 +1,134 @@
+"""`pipectl verify` with real MPI ranks and a real plain process."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Command
+
+MODEL = """\
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def build():
+    return nn.Sequential(
+        nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.0), nn.Linear(8, 2)
+    )
+
+def dropping():
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 2))
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.layer(self.layer(x).relu()))
+
+class Deceiving(nn.Module):
+    '''Another model for whoever captures it.'''
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.second(x * 1.5 if torch.compiler.is_exporting() else x)
+
+def data():
+    return TensorDataset(torch.randn(20, 4), torch.randn(20, 2))
+
+def failing_schedule(optimizer):
+    raise RuntimeError("no rate for you")
+"""
+
+
+@pytest.fixture
+def verify(cli: Command, job: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """``verify("--set", ...)``; checks that nothing is left behind."""
+    Path("model.py").write_text(MODEL)
+    temporary = place / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+
+    def run(*arguments: str):
+        result = cli("verify", "job.yaml", *arguments)
+        assert list(temporary.glob("pipectl*")) == []
+        assert not Path("runs").exists()
+        return result
+
+    return run
+
+
+@pytest.mark.mpi
+def test_a_pipeline_equals_a_plain_loop_to_the_bit(verify: Command) -> None:
+    schedule = "lr_scheduler={factory: 'torch.optim.lr_scheduler:StepLR', kwargs: {step_size: 1}}"
+    arguments = ("--set", schedule, "--set", "training.clip_grad_norm=0.1")
+    result = verify("--ranks", "3", "--steps", "4", "--json", "--set", "pipeline.stages=3",
+                    *arguments)  # fmt: skip
+    assert (result.code, result.out[:1]) == (0, "{"), result.err
+    answer = json.loads(result.out)
+    assert (answer["equal"], answer["max_abs_difference"]) == (True, 0.0)
+    assert answer["first_difference"] is None
+    assert (answer["reference"], answer["tolerance"]) == ("one plain PyTorch process", 0.0)
+    assert (answer["ranks"], answer["stages"]) == (3, 3)
+    assert (answer["micro_batches"], answer["micro_batch_size"]) == (4, 2)
+    losses = [pair[0] for pair in answer["losses"]]
+    assert len(set(losses)) == 4
+
+
+@pytest.mark.mpi
+def test_random_operators_are_compared_with_one_rank(verify: Command) -> None:
+    result = verify("--steps", "2", "--set", "model.factory=./model.py:dropping")
+    lines = result.out.splitlines()
+    assert result.code == 0
+    assert lines[0] == "pipeline: 2 ranks, 2 stages, 1f1b, 4 micro-batches of 2"
+    assert lines[1] == "reference: one rank"
+    assert lines[2].startswith("note: dropout draw")
+    assert lines[-1] == "equal: every loss and every weight, to the bit"
+
+
+@pytest.mark.mpi
+def test_parameters_with_several_uses_have_a_stated_tolerance(verify: Command) -> None:
+    result = verify("--json", "--set", "model.factory=./model.py:Tied")
+    assert (result.code, result.out[:1]) == (0, "{"), result.err
+    answer = json.loads(result.out)
+    assert (answer["equal"], answer["tolerance"]) == (True, 1e-4)
+    assert answer["reference"] == "one plain PyTorch process"
+    assert answer["notes"][0].startswith("layer.weight and 1 more: used several times")
+    assert "SGD" in answer["notes"][1]
+    assert answer["max_abs_difference"] < 1e-5
+
+
+@pytest.mark.mpi
+def test_a_difference_is_found_and_where_it_began(verify: Command) -> None:
+    result = verify("--steps", "2", "--set", "model.factory=./model.py:Deceiving")
+    lines = result.out.splitlines()
+    assert result.code == 1
+    assert lines[-2].startswith("different: by ")
+    assert lines[-1].startswith("first at step 1, in loss: by ")
+
+
+@pytest.mark.mpi
+def test_a_failure_of_the_ranks_is_told_and_leaves_nothing(verify: Command) -> None:
+    result = verify("--set", "lr_scheduler.factory=./model.py:failing_schedule")
+    assert (result.code, result.out) == (3, "")
+    (error,) = (line for line in result.err.splitlines() if line.startswith("error: "))
+    assert error.startswith("error: rank ")
+    assert "no rate for you" in error
+
+
+def test_more_stages_than_ranks_are_refused_at_once(verify: Command) -> None:
+    result = verify("--ranks", "2", "--set", "pipeline.stages=3")
+    assert (result.code, result.out) == (3, "")
+    assert "3 stages need as many ranks" in result.err

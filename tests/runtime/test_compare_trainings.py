@@ -1,0 +1,92 @@
+"""Where two trainings differ, and by how much, on trainings made up for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipectl.runtime.compare import Comparison, compare, distance
+
+START = {"a": torch.zeros(3), "b": torch.ones(2, 2)}
+
+
+@dataclass
+class Made:
+    """Step k has a = k and b = 1 + k, plus what a test changes."""
+
+    changes: dict[tuple[int, str], float] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+
+    def loss(self, step: int) -> float:
+        return 10.0 / step + self.changes.get((step, "loss"), 0.0)
+
+    def weights(self, step: int) -> dict[str, Tensor]:
+        found = {}
+        for name, first in START.items():
+            tensor = first + step
+            tensor.view(-1)[-1] += self.changes.get((step, name), 0.0)
+            found[name] = tensor
+        return {name: tensor for name, tensor in found.items() if name not in self.missing}
+
+
+def compared(found: Made, tolerance: float = 0.0, reference: Made | None = None) -> Comparison:
+    return compare(found, reference or Made(), 3, tolerance, START)
+
+
+def test_the_same_training_is_equal() -> None:
+    comparison = compared(Made())
+    assert (comparison.equal, comparison.first, comparison.largest) == (True, None, 0.0)
+    assert comparison.losses == ((10.0, 10.0), (5.0, 5.0), (10 / 3, 10 / 3))
+
+
+def test_the_first_difference_is_told_and_the_largest_of_all() -> None:
+    comparison = compared(Made({(2, "b"): 0.25, (3, "a"): 2.0}))
+    assert not comparison.equal
+    assert comparison.first == (2, "b", 0.25)
+    assert comparison.largest == 2.0
+
+
+def test_the_loss_of_a_step_comes_before_its_weights() -> None:
+    assert compared(Made({(2, "loss"): 0.5, (2, "a"): 0.5})).first == (2, "loss", 0.5)
+
+
+def test_without_tolerance_the_smallest_difference_counts() -> None:
+    assert compared(Made({(1, "a"): 1e-7})).first is not None
+
+
+def test_the_tolerance_is_a_share_of_how_far_weights_have_moved() -> None:
+    assert compared(Made({(3, "b"): 0.029}), tolerance=0.01).equal  # all moved by 3
+    assert compared(Made({(3, "b"): 0.031}), tolerance=0.01).first is not None
+    assert compared(Made({(1, "b"): 0.029}), tolerance=0.01).first is not None  # by 1 only
+    assert compared(Made({(2, "loss"): 0.049}), tolerance=0.01).equal
+    assert not compared(Made({(2, "loss"): 0.051}), tolerance=0.01).equal
+
+
+def test_a_missing_tensor_is_a_difference_even_within_a_tolerance() -> None:
+    for comparison in (
+        compared(Made(missing=("a",)), tolerance=0.5),
+        compared(Made(), tolerance=0.5, reference=Made(missing=("a",))),
+    ):
+        assert comparison.first == (1, "a", float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ([1.0, 2.0], [1.0, 2.5], 0.5),
+        ([float("nan"), 1.0], [float("nan"), 1.0], 0.0),
+        ([float("nan")], [1.0], float("inf")),
+        ([float("inf")], [float("inf")], 0.0),
+        ([float("inf")], [-float("inf")], float("inf")),
+        ([1], [4], 3.0),
+        ([True], [False], 1.0),
+        ([3 + 4j], [0j], 5.0),
+        ([], [], 0.0),
+        ([1.0], [1.0, 1.0], float("inf")),
+    ],
+)
+def test_distance(one: list, other: list, expected: float) -> None:
+    assert distance(torch.tensor(one), torch.tensor(other)) == expected

@@ -1,0 +1,112 @@
+"""The optimizer of a job, with and without parameter groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipectl.capture import CapturedJob
+from pipectl.errors import CaptureError
+from pipectl.runtime.stepper import Stepper, make_stepper
+from pipectl.spec import load
+
+MODEL = """\
+from torch import nn
+from torch.utils.data import TensorDataset
+import torch
+
+def build():
+    model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Linear(3, 1))
+    model[0].bias.requires_grad_(False)
+    return model
+
+def data():
+    return TensorDataset(torch.randn(4, 2), torch.randn(4, 1))
+"""
+GROUPS = "groups: [{match: '*.bias', weight_decay: 0.0}, {match: '1.*', lr: 0.5}]"
+Maker = Callable[..., CapturedJob]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Maker:
+    """``job(optimizer, *further lines)``."""
+
+    def make(optimizer: str, *lines: str) -> CapturedJob:
+        (tmp_path / "model.py").write_text(MODEL)
+        text = f"""\
+version: 1
+name: groups
+site_defaults: false
+model: ./model.py:build
+loss: torch.nn:MSELoss
+data: ./model.py:data
+training: {{steps: 1, batch_size: 2}}
+optimizer: {{{optimizer}}}
+"""
+        (tmp_path / "job.yaml").write_text("\n".join((text, *lines)))
+        return CapturedJob(load(tmp_path / "job.yaml"))
+
+    return make
+
+
+def stepper_of(job: CapturedJob, *names: str) -> Stepper:
+    """The stepper of a rank with these parameters, by default all."""
+    every = dict(job.step.named_parameters())
+    return make_stepper(job, {n: p for n, p in every.items() if not names or n in names})
+
+
+def groups_of(job: CapturedJob, stepper: Stepper) -> list[tuple[list[str], dict[str, Any]]]:
+    names = {id(p): name.removeprefix("model.") for name, p in job.step.named_parameters()}
+    assert stepper.optimizer is not None
+    return [
+        ([names[id(p)] for p in group["params"]], group) for group in stepper.optimizer.param_groups
+    ]
+
+
+def test_without_groups_there_is_one_of_all_trained_parameters(job: Maker) -> None:
+    made = job("kwargs: {lr: 0.1}")
+    ((names, options),) = groups_of(made, stepper_of(made))
+    assert names == ["0.weight", "1.weight", "1.bias", "2.weight", "2.bias"]
+    assert options["lr"] == 0.1
+
+
+def test_groups_follow_the_rest_and_keep_the_other_options(job: Maker) -> None:
+    made = job(f"kwargs: {{lr: 0.1, weight_decay: 0.2}}, {GROUPS}")
+    rest, biases, norms = groups_of(made, stepper_of(made))
+    assert rest[0] == ["0.weight", "2.weight"]
+    assert biases[0] == ["1.bias", "2.bias"]  # 0.bias is frozen
+    assert norms[0] == ["1.weight"]
+    found = [(options["lr"], options["weight_decay"]) for _, options in (rest, biases, norms)]
+    assert found == [(0.1, 0.2), (0.1, 0.0), (0.5, 0.2)]
+
+
+def test_a_rank_has_every_group_for_schedules_that_count_them(job: Maker) -> None:
+    made = job(
+        f"kwargs: {{lr: 0.1}}, {GROUPS}",
+        "lr_scheduler: {factory: 'torch.optim.lr_scheduler:OneCycleLR', "
+        "kwargs: {max_lr: [0.1, 0.2, 0.3], total_steps: 10}}",
+    )
+    stepper = stepper_of(made, "model.2.bias")
+    assert [names for names, _ in groups_of(made, stepper)] == [[], ["2.bias"], []]
+    made.step.model[2].bias.grad = torch.ones(1)
+    before = stepper.learning_rate
+    stepper.step()
+    assert stepper.learning_rate != before
+    assert stepper_of(made, "model.0.bias").optimizer is None  # frozen: nothing to train
+
+
+def test_an_option_that_the_optimizer_would_ignore_is_refused(job: Maker) -> None:
+    with pytest.raises(CaptureError, match="AdamW has no option 'weight_decy'") as caught:
+        stepper_of(job("groups: [{match: '*', weight_decy: 0.0}]"))
+    assert "did you mean 'weight_decay'?" in caught.value.message
+    with pytest.raises(CaptureError, match="has no option 'params'"):
+        stepper_of(job("groups: [{match: '*', params: 0.0}]"))
+
+
+def test_a_group_without_members_is_refused(job: Maker) -> None:
+    with pytest.raises(CaptureError, match=r"groups\[0\]\.match: 'bias' matches no parameter"):
+        stepper_of(job("groups: [{match: bias, lr: 1.0}]"))
