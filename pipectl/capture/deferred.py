@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,8 @@ from pipectl.capture.randomness import seed_of
 from pipectl.errors import CaptureError
 
 
-class _Place(NamedTuple):
+@dataclass(frozen=True)
+class _Place:
     """A tensor without values: where it lies in which storage.
 
     Args:
@@ -186,11 +187,11 @@ class Deferred:
         return [self._writes[index] for index in sorted(needed)]
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operator the factory calls."""
 
     def __init__(self, deferred: Deferred) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._deferred = deferred
 
     def __torch_dispatch__(
@@ -257,7 +258,7 @@ def _laid_out(tensor: Tensor, place: _Place) -> Tensor:
     same = (tensor.stride(), tensor.storage_offset()) == (place.strides, place.offset)
     if same and tensor.untyped_storage().nbytes() == place.storage_bytes:
         return tensor
-    storage = torch.UntypedStorage(place.storage_bytes)
+    storage = torch.empty(place.storage_bytes, dtype=torch.uint8).untyped_storage()
     target = torch.empty(0, dtype=place.dtype)
     target.set_(storage, place.offset, place.sizes, place.strides)
     return target.copy_(tensor)

@@ -73,7 +73,11 @@ class CapturedJob:
         """Give values to those of ``states`` that have none yet; see :meth:`Materializer.make`."""
         for name in names:
             if is_deferred(self.states[name]):
-                self.states[name] = self._materializer.make(name, self.states[name])
+                self.states[name] = self.made(name)
+
+    def made(self, name: str) -> Tensor:
+        """The values of one of ``states`` that has none yet, for the caller alone."""
+        return self._materializer.make(name, self.states[name])
 
     def training_graph(self, batch: int) -> CapturedGraph:
         """The training graph for micro-batches of ``batch`` samples.
