@@ -9,7 +9,6 @@ table computed in ``__init__``), and independently of which others are made in t
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,13 +98,7 @@ class Deferred:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Let tensors that are made inside have no memory, and note how they are made."""
-        with (
-            warnings.catch_warnings(),
-            FakeTensorMode(allow_non_fake_inputs=True),
-            _Recorder(self),
-        ):
-            # Tensor.__deepcopy__ asks for the address of the memory, which torch advises against.
-            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        with _copyable(), FakeTensorMode(allow_non_fake_inputs=True), _Recorder(self):
             yield
 
     def make(self, tensor: Tensor, name: str) -> Tensor:
@@ -241,6 +234,24 @@ class _Replay:
         storage = self._storages[place.storage]
         empty = torch.empty(0, dtype=place.dtype)
         return empty.set_(storage, place.offset, place.sizes, place.strides)
+
+
+@contextmanager
+def _copyable() -> Iterator[None]:
+    """Let ``copy.deepcopy`` clone a tensor without values; torch would look for its memory."""
+    FakeTensor.__deepcopy__ = _deepcopy  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del FakeTensor.__deepcopy__
+
+
+def _deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    if id(tensor) not in memo:
+        clone = tensor.detach().clone()
+        parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(clone, tensor.requires_grad) if parameter else clone
+    return memo[id(tensor)]  # type: ignore[no-any-return]
 
 
 def _written(function: Any, arguments: Any) -> list[_Place]:
