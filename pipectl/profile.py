@@ -67,7 +67,7 @@ class Profile:
         edges: (producer id, consumer id), without duplicates.
         fingerprint: of the captured graph; None for an imported profile, which cannot be submitted.
         key: of the spec sections and factory files it was measured from; tells a stale profile.
-        assumptions: what a reader had to assume because the file did not say.
+        assumptions: what was assumed in measuring, or in reading a file that did not say.
     """
 
     name: str
@@ -112,6 +112,8 @@ class Profile:
                 "state_bytes_per_parameter": self.optimizer.state_bytes_per_parameter_byte,
                 "step_s_per_byte": self.optimizer.step_s_per_byte,
             }
+        if self.assumptions:
+            document["assumptions"] = list(self.assumptions)
         document["nodes"] = [_operator_json(operator) for operator in self.operators]
         document["edges"] = [list(edge) for edge in self.edges]
         return {key: value for key, value in document.items() if value is not None}
@@ -130,7 +132,7 @@ class Profile:
         """A profile from its JSON object; see :meth:`load`."""
         reader = Reader(document, file=file, cure=_CURE)
         reader.check_version(VERSION)
-        assumptions: list[str] = []
+        assumptions: list[str] = list(reader.texts("assumptions", default=[]))
         size = reader.integer("micro_batch_size", alias="profile_batch_size", minimum=1)
         operators = tuple(_operator(item, assumptions) for item in reader.items("nodes"))
         profile = cls(

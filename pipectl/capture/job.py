@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
@@ -12,8 +12,10 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture import factories, groups
 from pipectl.capture.data import Loader
+from pipectl.capture.deferred import is_deferred
 from pipectl.capture.export import export_step
 from pipectl.capture.graph import CapturedGraph
+from pipectl.capture.materialize import Materializer
 from pipectl.capture.precision import arithmetic
 from pipectl.capture.randomness import seed_of
 from pipectl.capture.step import Step, seed_everything
@@ -31,17 +33,23 @@ class CapturedJob:
     Attributes:
         step: the wrapper that holds the user's model and loss.
         loader: of the training data.
-        states: parameters and buffers by full name within the wrapper, tied ones once.
+        states: parameters and buffers by full name within the wrapper, tied ones once. With
+            ``materialize: per_rank`` they have no memory until :meth:`materialize` is called.
         tied: further names of tied states to the name in ``states``.
 
     Raises:
         CaptureError: a factory fails or returns the wrong kind of object.
+        DataFileError: the weights to start from do not fit the model.
     """
 
     def __init__(self, spec: JobSpec) -> None:
         self.spec = spec
         seed_everything(spec.training.seed)
-        model = self._make(spec.model)
+        self._materializer = Materializer(spec)
+        factory = self.find(spec.model)
+        model = self._materializer.build(
+            lambda: factories.call(factory, spec.model.factory, **spec.model.kwargs)
+        )
         if not isinstance(model, nn.Module):
             raise CaptureError(
                 f"{spec.model.factory}: returned a {type(model).__name__}, not a torch.nn.Module",
@@ -49,17 +57,28 @@ class CapturedJob:
             )
         self.step = Step(model, self._loss(), with_outputs=False)
         self.loader = self._loader(spec.data, spec.data.workers, shuffle=spec.data.shuffle)
-        self.states: Mapping[str, Tensor] = {
+        self.states: dict[str, Tensor] = {
             **dict(self.step.named_parameters()),
             **dict(self.step.named_buffers()),
         }
         self.tied = self._further_names()
+        self._materializer.start(self.step, self.states, self.tied)
         self._graphs: dict[tuple[bool, int], CapturedGraph] = {}
 
     @property
     def model(self) -> nn.Module:
         """The user's model."""
         return self.step.model
+
+    def materialize(self, names: Iterable[str]) -> None:
+        """Give values to those of ``states`` that have none yet; see :meth:`Materializer.make`."""
+        for name in names:
+            if is_deferred(self.states[name]):
+                self.states[name] = self.made(name)
+
+    def made(self, name: str) -> Tensor:
+        """The values of one of ``states`` that has none yet, for the caller alone."""
+        return self._materializer.make(name, self.states[name])
 
     def training_graph(self, batch: int) -> CapturedGraph:
         """The training graph for micro-batches of ``batch`` samples.

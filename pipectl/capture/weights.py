@@ -1,39 +1,168 @@
-"""The loss of a step: the weighted mean over its micro-batches."""
+"""Weights to start from: safetensors files, read one tensor at a time.
+
+A checkpoint is one file, several with the ``model.safetensors.index.json`` of model hubs, or a
+directory of either; the checkpoints of a run are such directories too.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Container, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pipectl.capture.factories import call
+from pipectl.errors import DataFileError
+from pipectl.units import did_you_mean
+
+_INDEX = "*.safetensors.index.json"
+_SHOWN = 4
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
 
 
-def sample_shares(sizes: Sequence[int]) -> list[float]:
-    """The share of every micro-batch in the loss, by its number of samples."""
-    total = sum(sizes)
-    return [size / total for size in sizes]
-
-
-def target_shares(weigh: Callable[[Any], Any], name: str, targets: Sequence[Any]) -> list[float]:
-    """The share of every micro-batch, by what ``weigh`` says of its targets.
-
-    Where all weights are 0 (nothing but padding), all shares are.
+class Weights:
+    """The tensors of a checkpoint by name; only names, shapes and types are read at first.
 
     Args:
-        name: of ``weigh``, for errors.
+        path: of a file, an index, or a directory.
+
+    Raises:
+        DataFileError: there is no checkpoint, or a file of it is missing or damaged.
     """
-    weights = [float(call(weigh, name, item)) for item in targets]
-    total = sum(weights)
-    return [weight / total if total else 0.0 for weight in weights]
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file_of: dict[str, Path] = {}
+        self._types: dict[str, tuple[str, list[int]]] = {}
+        for file in _files(path):
+            self._read_header(file)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_of
+
+    def check(
+        self,
+        states: Mapping[str, Tensor],
+        names: Mapping[str, Sequence[str]],
+        optional: Container[str],
+    ) -> None:
+        """Compare the checkpoint with a model.
+
+        Args:
+            states: the model's parameters and buffers.
+            names: all names of each, of which the checkpoint may use any (of tied parameters).
+            optional: states it may lack.
+
+        Raises:
+            DataFileError: listing names that are missing or too many, and wrong shapes and types.
+        """
+        known = {name for several in names.values() for name in several}
+        problems = [f"has no {n!r}" for n in states if self._lacks(names[n]) and n not in optional]
+        problems += [
+            f"{name!r} is not in the model{did_you_mean(name, known)}"
+            for name in self._file_of
+            if name not in known
+        ]
+        for name, tensor in states.items():
+            problems += self._differences(names[name], tensor)
+        if problems:
+            more = len(problems) - _SHOWN
+            listed = "; ".join(problems[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+            raise DataFileError(
+                f"{self._path}: does not fit the model: {listed}",
+                cure="use a checkpoint of this model: safetensors.torch.save_model(model, file)",
+            )
+
+    def load(self, name: str, like: Tensor) -> Tensor:
+        """One tensor, on memory of its own, with the type and layout of ``like``."""
+        target = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+        with _opened(self._file_of[name]) as file:
+            return target.copy_(file.get_tensor(name))
+
+    def name_of(self, names: Sequence[str]) -> str | None:
+        """The first of several names that the checkpoint has."""
+        return next((name for name in names if name in self), None)
+
+    def _lacks(self, names: Sequence[str]) -> bool:
+        return self.name_of(names) is None
+
+    def _differences(self, names: Sequence[str], tensor: Tensor) -> Iterator[str]:
+        name = self.name_of(names)
+        if name is None:
+            return
+        kind, shape = self._types[name]
+        if shape != list(tensor.shape):
+            yield f"{name!r} has shape {shape}, not {list(tensor.shape)}"
+        dtype = _DTYPES.get(kind)
+        if dtype is None or not _holds(tensor.dtype, dtype):
+            yield f"{name!r} is {kind}, which {tensor.dtype} does not hold"
+
+    def _read_header(self, file: Path) -> None:
+        with _opened(file) as opened:
+            for name in opened.keys():  # noqa: SIM118 (it is no mapping)
+                if name in self._file_of:
+                    raise DataFileError(
+                        f"{self._path}: {name!r} is in {self._file_of[name].name} and {file.name}",
+                        cure="name one file, or the index that lists the right ones",
+                    )
+                piece = opened.get_slice(name)
+                self._file_of[name] = file
+                self._types[name] = (piece.get_dtype(), list(piece.get_shape()))
 
 
-def weighted(losses: Sequence[Tensor], shares: Sequence[float]) -> float:
-    """The loss of a step; NaN where none is computed."""
-    if not losses:
-        return math.nan
-    # The loss of a micro-batch without weight (no valid token, say) may be undefined.
-    pairs = [(float(loss), share) for loss, share in zip(losses, shares, strict=True) if share]
-    return math.fsum(loss * share for loss, share in pairs)
+def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether every value of ``narrow`` is one of ``wide``: bfloat16 of float32, say."""
+    same_kind = wide.is_floating_point == narrow.is_floating_point
+    return same_kind and torch.promote_types(wide, narrow) == wide
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_dir():
+        indexes = sorted(path.glob(_INDEX))
+        return _indexed(indexes[0]) if indexes else _directory(path)
+    return _indexed(path) if path.suffix == ".json" else [path]
+
+
+def _directory(path: Path) -> list[Path]:
+    found = sorted(path.glob("*.safetensors"))
+    if not found:
+        raise DataFileError(
+            f"{path}: holds no .safetensors file", cure="name the directory of a checkpoint"
+        )
+    return found
+
+
+def _indexed(index: Path) -> list[Path]:
+    try:
+        listed = json.loads(index.read_text())["weight_map"].values()
+        return [index.with_name(Path(name).name) for name in dict.fromkeys(listed)]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DataFileError(
+            f"{index}: is no index of safetensors files: {type(error).__name__}: {error}",
+            cure="name an index with a weight_map, or the directory of the files",
+        ) from error
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise DataFileError(
+            f"{file}: cannot be read as safetensors: {error}",
+            cure="name a safetensors file; torch.save files can be converted with save_model",
+        ) from error

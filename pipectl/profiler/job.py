@@ -14,9 +14,11 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedGraph, CapturedJob, Cut, build_stage
+from pipectl.capture.deferred import is_deferred
 from pipectl.capture.precision import arithmetic
 from pipectl.profile import Operator, OptimizerCost, Profile
 from pipectl.profiler.costs import Times
+from pipectl.profiler.states import SampleStates
 from pipectl.profiler.walk import Measured, Walk
 from pipectl.runtime.device import choose_device
 from pipectl.runtime.stepper import make_optimizer
@@ -25,6 +27,10 @@ from pipectl.spec import JobSpec, profile_key
 Progress = Callable[[int, int, str], None]
 _WHOLE_REPEATS = 5
 _OPTIMIZER_SAMPLE_BYTES = 64 << 20
+_IN_PARTS = (
+    "operators were measured one at a time, equal ones once, and their times were not scaled to "
+    "the time of the whole model, which fits no process (materialize: per_rank)"
+)
 
 
 def profile_job(spec: JobSpec, progress: Progress | None = None) -> Profile:
@@ -62,7 +68,7 @@ def _baseline_bytes(job: CapturedJob, size: int) -> int:
     than importing torch does.
     """
     job.training_graph(size)
-    states_bytes = sum(tensor.nbytes for tensor in job.states.values())
+    states_bytes = sum(t.nbytes for t in job.states.values() if not is_deferred(t))
     return max(0, int(psutil.Process().memory_info().rss) - states_bytes)
 
 
@@ -72,14 +78,16 @@ class _Pass:
 
     graph: CapturedGraph
     operators: Mapping[str, Measured]
-    whole: Times
+    whole: Times | None
 
     def times(self, name: str) -> tuple[float, float]:
-        """(forward_s, backward_s) of an operator, scaled to the whole graph."""
+        """(forward_s, backward_s) of an operator, scaled to the whole graph if that was timed."""
         measured = self.operators[name].times
         return measured.forward_s * self._scale(0), measured.backward_s * self._scale(1)
 
     def _scale(self, direction: int) -> float:
+        if self.whole is None:
+            return 1.0
         pairs = [(m.times.forward_s, m.times.backward_s) for m in self.operators.values()]
         alone = sum(pair[direction] for pair in pairs)
         whole = (self.whole.forward_s, self.whole.backward_s)[direction]
@@ -92,8 +100,10 @@ class _Profiling:
         self._progress = progress
         self._precision = job.spec.training.precision
         self._device = choose_device(job.spec.resources.gpus_per_node, 0)
+        self._in_parts = any(is_deferred(tensor) for tensor in job.states.values())
         for tensor in job.states.values():
-            tensor.data = tensor.data.to(self._device.torch_device)
+            if not is_deferred(tensor):
+                tensor.data = tensor.data.to(self._device.torch_device)
 
     def profile(self, baseline_bytes: int) -> Profile:
         spec = self._job.spec
@@ -110,6 +120,7 @@ class _Profiling:
             optimizer=self._optimizer(),
             process_baseline_bytes=baseline_bytes,
             key=profile_key(spec),
+            assumptions=(_IN_PARTS,) if self._in_parts else (),
         )
 
     def _pass(self, size: int, index: int, passes: int) -> _Pass:
@@ -123,9 +134,10 @@ class _Profiling:
             done += 1
             self._progress(done, total, name)
 
-        walk = Walk(graph, self._job.states, inputs, size, self._device, self._precision)
+        states = SampleStates(self._job, self._device.torch_device)
+        walk = Walk(graph, states, inputs, size, self._device, self._precision, once=self._in_parts)
         operators = walk.measure(advance)
-        return _Pass(graph, operators, self._whole(graph, inputs, size))
+        return _Pass(graph, operators, None if self._in_parts else self._whole(graph, inputs, size))
 
     def _inputs(self, graph: CapturedGraph, size: int) -> dict[str, Any]:
         leaves = pytree.tree_leaves(self._job.loader.example(size))
@@ -206,9 +218,16 @@ class _Profiling:
         total = 0
         for name, tensor in self._job.states.items():
             if tensor.requires_grad and total < _OPTIMIZER_SAMPLE_BYTES:
-                sample[name] = torch.nn.Parameter(tensor.detach().clone())
-                total += tensor.nbytes
+                sample[name] = torch.nn.Parameter(self._sample(tensor))
+                total += sample[name].nbytes
         return sample
+
+    def _sample(self, tensor: Tensor) -> Tensor:
+        """A copy of a parameter; a random vector, perhaps shorter, if it has no memory."""
+        if not is_deferred(tensor):
+            return tensor.detach().clone()
+        count = min(tensor.numel(), _OPTIMIZER_SAMPLE_BYTES // tensor.element_size())
+        return torch.randn(count, dtype=tensor.dtype, device=self._device.torch_device)
 
     def _now(self) -> float:
         self._device.synchronize()

@@ -13,6 +13,8 @@ from torch.utils import _pytree as pytree
 from pipectl.capture import CapturedGraph
 from pipectl.capture.precision import arithmetic
 from pipectl.profiler.costs import Call, Ran, Times, measure, run, value_bytes
+from pipectl.profiler.repeats import Pattern, Shape, key_of, shapes_of
+from pipectl.profiler.states import SampleStates
 from pipectl.runtime.device import Device
 
 
@@ -33,45 +35,91 @@ class Walk:
     """One pass over a graph at one batch size.
 
     Values are freed behind their last reader, so the pass needs little more memory than the widest
-    place of the graph.
+    place of the graph, and parameters are asked for by the operator that is measured.
 
     Args:
-        states: parameters and buffers by full name, on the device.
+        states: parameters and buffers.
         inputs: the batch's tensors by placeholder name.
         precision: as in the spec.
+        once: whether operators equal to one measured before are not measured again.
     """
 
     def __init__(
         self,
         graph: CapturedGraph,
-        states: Mapping[str, Tensor],
+        states: SampleStates,
         inputs: Mapping[str, Tensor],
         batch: int,
         device: Device,
         precision: str = "float32",
+        *,
+        once: bool,
     ) -> None:
         self._graph = graph
         self._batch = batch
         self._device = device
         self._precision = precision
+        self._states = states
+        self._patterns: dict[Any, Pattern] | None = {} if once else None
         self._values: dict[fx.Node, Any] = {}
         self._storage_names: dict[fx.Node, str] = {}
         self._last = self._last_readers()
         for node in graph.graph.nodes:
-            if node.op == "placeholder":
-                self._values[node] = self._placeholder(node, states, inputs)
+            if node.op == "placeholder" and node.name not in graph.states:
+                self._values[node] = inputs.get(node.name)
 
     def measure(self, done: Callable[[str], None]) -> dict[str, Measured]:
         """Measure every operator in order; ``done`` is called with the name of each."""
         found: dict[str, Measured] = {}
         for node in self._graph.operators:
-            found[node.name] = self._measure(node)
+            found[node.name] = self._repeat(node) or self._measure(node)
             self._free(node)
             done(node.name)
         return found
 
+    def _repeat(self, node: fx.Node) -> Measured | None:
+        """What an operator equal to an earlier one costs; None if it has to be measured."""
+        if self._patterns is None:
+            return None
+        call = self._call(node, self._outline)
+        pattern = self._patterns.get(self._key(node, call))
+        if pattern is None:
+            return None
+        names = pattern.renamed(node.name, self._argument_names(node))
+        leaves = pytree.tree_leaves((call.args, dict(call.kwargs)))
+        self._values[node] = pattern.value(leaves, self._device.torch_device)
+        self._storage_names[node] = names[pattern.storage_name]
+        saved = tuple((names[name], size) for name, size in pattern.saved)
+        return Measured(pattern.times, pattern.output_bytes, saved)
+
+    def _note(self, node: fx.Node, ran: Ran, measured: Measured) -> None:
+        """Remember an operator for those equal to it."""
+        result = shapes_of(ran)
+        states = {self._graph.states.get(source.name) for source in node.all_input_nodes} - {None}
+        views = any(
+            isinstance(s, Shape) and s.origin is not None for s in pytree.tree_leaves(result)
+        )
+        if self._patterns is None or (states and views):
+            return  # a view of a parameter needs that parameter
+        key = self._key(node, self._call(node, self._outline))
+        name = self._storage_name(node)
+        names = self._argument_names(node)
+        self._patterns[key] = Pattern(
+            node.name, names, measured.times, measured.output_bytes, measured.saved, name, result
+        )
+
+    def _key(self, node: fx.Node, call: Call) -> Any:
+        known = self._graph.states
+        states = [self._outline(s) for s in node.all_input_nodes if s.name in known]
+        return key_of(node, call, frozenset(_storages(states)))
+
+    def _argument_names(self, node: fx.Node) -> tuple[str, ...]:
+        known = self._graph.states
+        sources = [s for s in self._graph.tensor_inputs(node) if s.name not in known]
+        return tuple(self._storage_name(source) for source in sources)
+
     def _measure(self, node: fx.Node) -> Measured:
-        call = self._call(node)
+        call = self._call(node, self._state)
         with torch.enable_grad():
             times = measure(call, self._device)
             ran = run(call)
@@ -79,10 +127,14 @@ class Walk:
         self._values[node] = pytree.tree_map_only(
             Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), ran.result
         )
-        return Measured(times, value_bytes(ran.result), saved)
+        measured = Measured(times, value_bytes(ran.result), saved)
+        self._note(node, ran, measured)
+        return measured
 
-    def _call(self, node: fx.Node) -> Call:
+    def _call(self, node: fx.Node, state: Callable[[fx.Node], Tensor]) -> Call:
         def value(source: fx.Node) -> Any:
+            if source.name in self._graph.states:
+                return state(source)
             if source.op == "get_attr":
                 return self._graph.root.get_submodule(str(source.target))
             if self._graph.is_size(source):
@@ -130,14 +182,19 @@ class Walk:
     def _storage_name(self, source: fx.Node) -> str:
         return self._storage_names.get(source, source.name)
 
-    def _placeholder(
-        self, node: fx.Node, states: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
-    ) -> Any:
-        state = self._graph.states.get(node.name)
-        if state is None:
-            return inputs.get(node.name)
-        known = self._graph.constants if state.kind == "constant" else states
-        return known[state.name]
+    def _state(self, node: fx.Node) -> Tensor:
+        """A parameter, buffer or constant; it stays until the operator is done."""
+        state = self._graph.states[node.name]
+        constant = state.kind == "constant"
+        self._values[node] = (
+            self._graph.constants[state.name] if constant else self._states[state.name]
+        )
+        return self._values[node]  # type: ignore[no-any-return]
+
+    def _outline(self, node: fx.Node) -> Tensor:
+        state = self._graph.states[node.name]
+        constant = state.kind == "constant"
+        return self._graph.constants[state.name] if constant else self._states.outline(state.name)
 
     def _last_readers(self) -> dict[fx.Node, list[fx.Node]]:
         """For every operator, the values that nobody reads after it."""
@@ -152,6 +209,9 @@ class Walk:
         return free
 
     def _free(self, node: fx.Node) -> None:
+        for source in node.all_input_nodes:
+            if source.name in self._graph.states:
+                self._values.pop(source, None)
         for value in self._last.get(node, ()):
             self._values.pop(value, None)
 

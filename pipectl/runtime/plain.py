@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from pipectl.capture import CapturedJob
 from pipectl.capture.data import Batches, split_batch
 from pipectl.capture.precision import arithmetic
-from pipectl.capture.weights import sample_shares, target_shares, weighted
+from pipectl.capture.shares import sample_shares, target_shares, weighted
 from pipectl.errors import PipectlError
 from pipectl.files import write_json
 from pipectl.runtime.device import choose_device

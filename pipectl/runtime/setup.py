@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob, Cut, Lane, evaluation_stages
 from pipectl.capture.data import Batches, Loader, split_batch
+from pipectl.capture.deferred import is_deferred
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.plan import Plan
 from pipectl.profile import Profile
@@ -102,6 +103,8 @@ class Setup:
         self.sizes = self._training_sizes()
         self.evaluation_sizes = self._evaluation_sizes(held_out)
         cuts = self._cuts()
+        self.owners = self._owners(cuts)
+        job.materialize(self._held(cuts))
         self.stages = {
             index: StageRuntime(index, cuts, job.states, device, spec.training.precision)
             for index in plan.stages_of_rank(communicator.rank)
@@ -112,7 +115,6 @@ class Setup:
         weighs = job.weight() is not None and self.cut.loss_stage in self.stages
         self.loader: Loader | None = job.loader if reads or weighs else None
         self.evaluation_loader = held_out if self.stages else None
-        self.owners = self._owners(cuts)
         self._release()
 
     @property
@@ -222,9 +224,21 @@ class Setup:
                     lowest[state.name] = min(stage, lowest.get(state.name, stage))
         return {name: self.rank_of_stage[lowest.get(name, 0)] for name in self.job.states}
 
+    def _held(self, cuts: Mapping[tuple[bool, int], Cut]) -> list[str]:
+        """Parameters and buffers that this rank's stages read, or that it saves."""
+        me = self.communicator.rank
+        held = {name for name, owner in self.owners.items() if owner == me}
+        for cut in cuts.values():
+            for placeholder, state in cut.graph.states.items():
+                users = cut.graph.users.get(placeholder, ())
+                if any(self.rank_of_stage[cut.stage_of[user]] == me for user in users):
+                    held.add(state.name)
+        return [name for name in self.job.states if name in held]
+
     def _release(self) -> None:
         """Free the parameters and buffers that other ranks hold."""
         mine = {n for s in self.stages.values() for n in (*s.parameters, *s.buffers)}
         for name, tensor in self.job.states.items():
-            if name not in mine and self.owners[name] != self.communicator.rank:
+            others = name not in mine and self.owners[name] != self.communicator.rank
+            if others and not is_deferred(tensor):
                 tensor.data = tensor.data.new_empty(0)

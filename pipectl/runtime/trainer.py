@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pipectl.capture.data import split_batch
-from pipectl.capture.weights import sample_shares, target_shares, weighted
+from pipectl.capture.shares import sample_shares, target_shares, weighted
 from pipectl.files import write_json
 from pipectl.runs import RunDirectory
 from pipectl.runtime import checkpoint

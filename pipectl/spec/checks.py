@@ -29,6 +29,15 @@ def missing_files(spec: JobSpec) -> Iterator[Finding]:
             yield path, f"no such file: {file}"
     if spec.cluster_file is not None and not _is_file(spec.cluster_file):
         yield ("cluster",), f"no such file: {spec.cluster_file}"
+    if spec.weights_path is not None and not _exists(spec.weights_path):
+        yield ("model", "weights"), f"no such file or directory: {spec.weights_path}"
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
 
 
 def _is_file(path: Path) -> bool:

@@ -36,6 +36,7 @@ def _profiled(spec: JobSpec) -> Any:
     for path, text in spec.factories():
         if path[0] in sections:
             sections[path[0]][path[-1]] = _identity(text, spec.base)
+    del sections["model"]["weights"]
     for key in ("workers", "shuffle", "drop_last"):
         del sections["data"][key]
     load = {key: data["resources"][key] for key in ("tasks_per_node", "cpus_per_task")}

@@ -26,6 +26,7 @@ from pipectl.spec.training import (
     Evaluation,
     Factory,
     Loss,
+    Model,
     Optimizer,
     Pipeline,
     Training,
@@ -38,7 +39,7 @@ class JobSpec(Section):
 
     version: Version = Field(description="Version of this format.")
     name: JobName = Field(description="Name of the job and of its runs.")
-    model: Factory = Field(description="The model: a function that returns it, or its class.")
+    model: Model
     loss: Loss
     data: Data
     optimizer: Optimizer = Field(default_factory=Optimizer)
@@ -80,6 +81,11 @@ class JobSpec(Section):
     def cluster_file(self) -> Path | None:
         """Absolute path of the cluster file, if one is named."""
         return None if self.cluster is None else self.base / self.cluster
+
+    @property
+    def weights_path(self) -> Path | None:
+        """Absolute path of the weights to start from, if they are given."""
+        return None if self.model.weights is None else self.base / self.model.weights
 
     def factories(self) -> Iterator[tuple[tuple[str, ...], str]]:
         """Every reference to user code, with the path of its key."""

@@ -20,6 +20,7 @@ from pipectl.spec.values import (
     Kwargs,
     Line,
     LossReference,
+    Materialize,
     Natural,
     Offload,
     Positive,
@@ -84,6 +85,23 @@ class Group(Section):
     def options(self) -> dict[str, Any]:
         """The optimizer's options for these parameters."""
         return dict(self.model_extra or {})
+
+
+class Model(Factory):
+    """The model: a function that returns it, or its class."""
+
+    materialize: Materialize = Field(
+        default="eager",
+        description="Where parameters come to be: `eager` builds the whole model in every process; "
+        "`per_rank` builds it without memory, and each rank makes those of its own stages. They "
+        "are then drawn one by one from `training.seed`: the same for every plan, but not those "
+        "that `eager` draws.",
+    )
+    weights: Line | None = Field(
+        default=None,
+        description="Weights to start from, relative to the spec file: a safetensors file, its "
+        "`.index.json`, or a directory of them. By default the factory's.",
+    )
 
 
 class Optimizer(Factory):

@@ -118,6 +118,7 @@ Offload = Annotated[str | None, auto(choice("auto", "none", later=("host", "cpu"
 Precision = Annotated[
     str, choice("float32", "bf16", later=("fp16", "float16", "mixed", "float64", "tf32"))
 ]
+Materialize = Annotated[str, choice("eager", "per_rank")]
 Scheduler = Annotated[str, choice("auto", "local", "slurm", later=("pbs",))]
 Launcher = Annotated[str, choice("auto", "srun", "mpiexec")]
 Binding = Annotated[str, choice("none", "cores")]

@@ -1,0 +1,293 @@
+"""Building a model without memory for its tensors, and making each of them later, alone.
+
+While a factory runs under :meth:`Deferred.recording`, tensors have shapes but no values, and every
+operator that writes one is noted. :meth:`Deferred.make` runs the noted operators that one tensor
+follows from again, this time on memory. So each parameter and buffer comes to be by its module's
+own rule, whatever that is (``reset_parameters``, a function of ``nn.init`` applied afterwards, a
+table computed in ``__init__``), and independently of which others are made in the same process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from pipectl.capture.randomness import seed_of
+from pipectl.errors import CaptureError
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A tensor without values: where it lies in which storage.
+
+    Args:
+        storage: identity of the storage.
+        storage_bytes: size of the whole storage.
+    """
+
+    storage: int
+    storage_bytes: int
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Place:
+        storage = tensor.untyped_storage()
+        sizes, strides = tuple(tensor.shape), tensor.stride()
+        return cls(
+            storage._cdata,
+            storage.nbytes(),
+            tensor.dtype,
+            sizes,
+            strides,
+            int(tensor.storage_offset()),
+        )
+
+
+@dataclass(frozen=True)
+class _Write:
+    """A call that made or changed storages.
+
+    Args:
+        arguments: (args, kwargs), flattened, with places for tensors without values.
+        structure: how to put the arguments together again.
+        made: place of every tensor of the result that has a storage of its own, by its index.
+        draw: number of the random draw; None for operators that draw nothing.
+    """
+
+    function: Any
+    arguments: Sequence[Any]
+    structure: Any
+    made: dict[int, _Place]
+    draw: int | None
+
+    @property
+    def places(self) -> list[_Place]:
+        return [argument for argument in self.arguments if isinstance(argument, _Place)]
+
+
+class Deferred:
+    """What a factory did to make its tensors.
+
+    Args:
+        seed: of the run. Random operators are seeded from it and from their number in the factory.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._writes: list[_Write] = []
+        self._writes_of: dict[int, list[int]] = {}
+        self._filled: set[int] = set()
+        self._alive: list[Any] = []
+        self._draws = 0
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Let tensors that are made inside have no memory, and note how they are made."""
+        with _copyable(), FakeTensorMode(allow_non_fake_inputs=True), _Recorder(self):
+            yield
+
+    def make(self, tensor: Tensor, name: str) -> Tensor:
+        """The values of a tensor that the factory made; a parameter stays one.
+
+        Args:
+            name: of the parameter or buffer, for messages.
+
+        Raises:
+            CaptureError: the factory never gave it values, or they cannot be computed again.
+        """
+        if tensor.untyped_storage()._cdata not in self._filled:
+            raise CaptureError(
+                f"model: {name} is made in the factory but never given values there",
+                cure="initialise it in the factory, or name a checkpoint: model.weights",
+            )
+        try:
+            made = self.values(tensor)
+        except Exception as error:
+            raise CaptureError(
+                f"model: {name} cannot be initialised on its own: {type(error).__name__}: {error}",
+                cure="name a checkpoint that holds it (model.weights), or set materialize: eager",
+            ) from error
+        return (
+            nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+        )
+
+    def values(self, tensor: Tensor) -> Tensor:
+        """The tensor with the values it has by now."""
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            return _Replay(self._seed).result(self._history(_Place.of(tensor)), _Place.of(tensor))
+
+    def note(self, function: Any, arguments: Any, places: Sequence[Any], result: Any) -> None:
+        """Note a call, if it wrote anything.
+
+        Args:
+            arguments: (args, kwargs).
+            places: the same, flattened, with places for tensors, as they were before the call.
+        """
+        known = {place.storage for place in places if isinstance(place, _Place)}
+        leaves = pytree.tree_leaves(result)
+        made = {
+            index: _Place.of(leaf)
+            for index, leaf in enumerate(leaves)
+            if isinstance(leaf, FakeTensor) and leaf.untyped_storage()._cdata not in known
+        }
+        written = {place.storage for place in _written(function, arguments)}
+        if not made and not written:
+            return
+        self._alive += [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, FakeTensor)]
+        structure = pytree.tree_structure(arguments)
+        self._writes.append(_Write(function, places, structure, made, self._draw(function)))
+        storages = written | {place.storage for place in made.values()}
+        for storage in storages:
+            self._writes_of.setdefault(storage, []).append(len(self._writes) - 1)
+        if "empty" not in str(function):
+            self._filled |= storages
+
+    def _draw(self, function: Any) -> int | None:
+        if torch.Tag.nondeterministic_seeded not in getattr(function, "tags", ()):
+            return None
+        self._draws += 1
+        return self._draws
+
+    def _history(self, target: _Place) -> list[_Write]:
+        """The calls that the values of a tensor follow from, in order."""
+        needed: set[int] = set()
+        reached: dict[int, int] = {}
+        open_ends = [(target.storage, len(self._writes))]
+        while open_ends:
+            storage, before = open_ends.pop()
+            if before <= reached.get(storage, 0):
+                continue
+            reached[storage] = before
+            for index in self._writes_of.get(storage, ()):
+                if index < before and index not in needed:
+                    needed.add(index)
+                    open_ends += [(place.storage, index) for place in self._writes[index].places]
+        return [self._writes[index] for index in sorted(needed)]
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operator the factory calls."""
+
+    def __init__(self, deferred: Deferred) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._deferred = deferred
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        arguments = (args, kwargs or {})
+        places = pytree.tree_map_only(FakeTensor, _Place.of, pytree.tree_leaves(arguments))
+        try:
+            result = function(*arguments[0], **arguments[1])
+        except DataDependentOutputException:  # item(), equal(): the factory looks at values
+            with _disable_current_modes():
+                args, kwargs = pytree.tree_map_only(FakeTensor, self._deferred.values, arguments)
+                return function(*args, **kwargs)
+        self._deferred.note(function, arguments, places, result)
+        return result
+
+
+class _Replay:
+    """Runs noted calls on memory of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def result(self, history: Sequence[_Write], target: _Place) -> Tensor:
+        for write in history:
+            self._run(write)
+        return self._tensor(target)
+
+    def _run(self, write: _Write) -> None:
+        leaves = [self._argument(leaf) for leaf in write.arguments]
+        args, kwargs = pytree.tree_unflatten(leaves, write.structure)
+        if write.draw is not None:
+            torch.default_generator.manual_seed(seed_of(self._seed, "initialise", write.draw))
+        made = pytree.tree_leaves(write.function(*args, **kwargs))
+        for index, place in write.made.items():
+            self._storages[place.storage] = _laid_out(made[index], place).untyped_storage()
+
+    def _argument(self, leaf: Any) -> Any:
+        if isinstance(leaf, _Place):
+            return self._tensor(leaf)
+        if isinstance(leaf, torch.Generator):
+            return None
+        return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+    def _tensor(self, place: _Place) -> Tensor:
+        storage = self._storages[place.storage]
+        empty = torch.empty(0, dtype=place.dtype)
+        return empty.set_(storage, place.offset, place.sizes, place.strides)
+
+
+@contextmanager
+def _copyable() -> Iterator[None]:
+    """Let ``copy.deepcopy`` clone a tensor without values; torch would look for its memory."""
+    FakeTensor.__deepcopy__ = _deepcopy  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del FakeTensor.__deepcopy__
+
+
+def _deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    if id(tensor) not in memo:
+        clone = tensor.detach().clone()
+        parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(clone, tensor.requires_grad) if parameter else clone
+    return memo[id(tensor)]  # type: ignore[no-any-return]
+
+
+def _written(function: Any, arguments: Any) -> list[_Place]:
+    """What a call writes of its arguments, by its schema."""
+    args, kwargs = arguments
+    schema = function._schema
+    given = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
+    names = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+    leaves = pytree.tree_leaves([given.get(name) for name in names])
+    return [_Place.of(leaf) for leaf in leaves if isinstance(leaf, FakeTensor)]
+
+
+def _laid_out(tensor: Tensor, place: _Place) -> Tensor:
+    """The tensor in a storage of the noted size and layout."""
+    same = (tensor.stride(), tensor.storage_offset()) == (place.strides, place.offset)
+    if same and tensor.untyped_storage().nbytes() == place.storage_bytes:
+        return tensor
+    storage = torch.empty(place.storage_bytes, dtype=torch.uint8).untyped_storage()
+    target = torch.empty(0, dtype=place.dtype)
+    target.set_(storage, place.offset, place.sizes, place.strides)
+    return target.copy_(tensor)
+
+
+def is_deferred(tensor: Tensor) -> bool:
+    """Whether a tensor has no values yet."""
+    return isinstance(tensor, FakeTensor)
+
+
+def make_attributes(deferred: Deferred, model: nn.Module) -> None:
+    """Make the tensors that modules hold as plain attributes, which belong to every rank.
+
+    Raises:
+        CaptureError: see :meth:`Deferred.make`.
+    """
+    for path, module in model.named_modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, FakeTensor):
+                full = f"{path}.{name}" if path else name
+                object.__setattr__(module, name, deferred.make(value, full))

@@ -1,0 +1,39 @@
+"""The loss of a step: the weighted mean over its micro-batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from pipectl.capture.factories import call
+
+
+def sample_shares(sizes: Sequence[int]) -> list[float]:
+    """The share of every micro-batch in the loss, by its number of samples."""
+    total = sum(sizes)
+    return [size / total for size in sizes]
+
+
+def target_shares(weigh: Callable[[Any], Any], name: str, targets: Sequence[Any]) -> list[float]:
+    """The share of every micro-batch, by what ``weigh`` says of its targets.
+
+    Where all weights are 0 (nothing but padding), all shares are.
+
+    Args:
+        name: of ``weigh``, for errors.
+    """
+    weights = [float(call(weigh, name, item)) for item in targets]
+    total = sum(weights)
+    return [weight / total if total else 0.0 for weight in weights]
+
+
+def weighted(losses: Sequence[Tensor], shares: Sequence[float]) -> float:
+    """The loss of a step; NaN where none is computed."""
+    if not losses:
+        return math.nan
+    # The loss of a micro-batch without weight (no valid token, say) may be undefined.
+    pairs = [(float(loss), share) for loss, share in zip(losses, shares, strict=True) if share]
+    return math.fsum(loss * share for loss, share in pairs)

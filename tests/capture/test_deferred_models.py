@@ -1,0 +1,197 @@
+"""Models built without memory: each tensor comes to be by the factory's own rule, alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+
+from pipectl.capture import CapturedJob
+from pipectl.capture.deferred import Deferred, is_deferred, make_attributes
+from pipectl.errors import CaptureError
+from pipectl.spec import load
+
+EQUALITY = Path(__file__).parents[1] / "equality" / "models.py"
+
+
+class Block(nn.Module):
+    """Parameters of several origins, tables as buffer and attribute, a value read in between."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.scale = nn.Parameter(torch.ones(width) * 0.5)
+        self.drawn = nn.Parameter(torch.randn(width, width) * 0.02)
+        self.norm = nn.BatchNorm1d(width)
+        rates = torch.linspace(0, 0.3, 4)
+        self.dropout = nn.Dropout(rates[2].item())
+        angles = torch.outer(torch.arange(6), 1.0 / 10.0 ** torch.arange(0, width, 2).div(width))
+        self.register_buffer("table", torch.polar(torch.ones_like(angles), angles))
+        self.register_buffer("mask", torch.tensor([[1, 0], [2, 3]]).tril(), persistent=False)
+        self.levels = torch.tensor([0.5, 0.25]).cumsum(0)
+
+
+def build() -> nn.Module:
+    block = Block(8)
+    model = nn.Sequential(block, copy.deepcopy(block), nn.Linear(8, 3))
+    nn.init.normal_(model[2].weight, mean=2.0, std=1e-3)
+    with torch.no_grad():
+        model[2].weight[:, 0].zero_()
+    model[1].scale = model[0].scale
+    return model
+
+
+def deferred(factory: Callable[[], nn.Module], seed: int = 3) -> tuple[Deferred, nn.Module]:
+    notes = Deferred(seed)
+    with notes.recording():
+        model = factory()
+    return notes, model
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+@pytest.fixture
+def made() -> dict[str, Tensor]:
+    notes, model = deferred(build)
+    return {name: notes.make(tensor, name) for name, tensor in tensors(model).items()}
+
+
+def test_no_tensor_has_memory_at_first() -> None:
+    _, model = deferred(lambda: nn.Linear(2**20, 2**20))  # 4 TiB
+    assert all(is_deferred(tensor) for tensor in tensors(model).values())
+
+
+def test_tensors_have_the_type_and_layout_they_have_in_an_ordinary_model(
+    made: dict[str, Tensor],
+) -> None:
+    ordinary = tensors(build())
+    assert made.keys() == ordinary.keys()
+    for name, tensor in ordinary.items():
+        assert type(made[name]) is type(tensor), name
+        assert (made[name].dtype, made[name].stride()) == (tensor.dtype, tensor.stride()), name
+        assert made[name].shape == tensor.shape, name
+        assert made[name].requires_grad == tensor.requires_grad, name
+
+
+def test_what_is_not_random_equals_an_ordinary_model(made: dict[str, Tensor]) -> None:
+    ordinary = tensors(build())
+    fixed = [name for name in made if not any(part in name for part in ("linear", "drawn", "2."))]
+    assert len(fixed) == 15
+    assert all(torch.equal(made[name], ordinary[name]) for name in fixed)
+
+
+def test_random_parameters_follow_the_rule_of_the_factory(made: dict[str, Tensor]) -> None:
+    bound = 8**-0.5
+    assert 0.8 * bound < float(made["0.linear.weight"].detach().abs().max()) <= bound
+    assert 0.015 < float(made["0.drawn"].detach().std()) < 0.025
+    assert float((made["2.weight"][:, 1:] - 2.0).detach().abs().max()) < 0.01
+    assert torch.equal(made["2.weight"][:, 0], torch.zeros(3))
+
+
+def test_copies_are_equal_and_layers_are_not(made: dict[str, Tensor]) -> None:
+    assert torch.equal(made["0.linear.weight"], made["1.linear.weight"])
+    assert not torch.equal(made["0.linear.weight"].detach(), made["0.drawn"].detach())
+
+
+def test_a_tensor_does_not_depend_on_what_else_is_made_or_drawn(made: dict[str, Tensor]) -> None:
+    notes, model = deferred(build)
+    torch.rand(7)
+    for name, tensor in reversed(tensors(model).items()):
+        assert torch.equal(notes.make(tensor, name), made[name]), name
+
+
+def test_another_seed_draws_other_parameters(made: dict[str, Tensor]) -> None:
+    notes, model = deferred(build, seed=4)
+    assert not torch.equal(notes.make(model[0].drawn, "0.drawn"), made["0.drawn"])
+
+
+def test_making_a_tensor_leaves_the_random_generator_alone() -> None:
+    notes, model = deferred(build)
+    before = torch.get_rng_state()
+    notes.make(model[0].drawn, "0.drawn")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_values_that_the_factory_reads_are_the_right_ones() -> None:
+    _, model = deferred(build)
+    assert model[0].dropout.p == pytest.approx(0.2)
+
+
+def test_plain_attributes_are_made_at_once() -> None:
+    notes, model = deferred(build)
+    make_attributes(notes, model)
+    assert torch.equal(model[0].levels, torch.tensor([0.5, 0.75]))
+
+
+def test_a_parameter_without_values() -> None:
+    class Forgotten(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(3))
+
+    notes, model = deferred(Forgotten)
+    with pytest.raises(
+        CaptureError, match="weight is made in the factory but never given"
+    ) as found:
+        notes.make(model.weight, "weight")
+    assert found.value.cure is not None
+    assert "model.weights" in found.value.cure
+
+
+def job(tmp_path: Path, model: str, materialize: str, **more: Any) -> CapturedJob:
+    tokens = model in ("gpt", "tied")
+    loss = f"{EQUALITY}:token_loss" if tokens else "torch.nn:CrossEntropyLoss"
+    document = {
+        "version": 1,
+        "name": "deferred",
+        "site_defaults": False,
+        "model": {"factory": f"{EQUALITY}:{model}", "materialize": materialize, **more},
+        "loss": {"factory": loss},
+        "data": {"factory": f"{EQUALITY}:{'Tokens' if tokens else 'Images'}"},
+        "training": {"steps": 1, "batch_size": 4},
+    }
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return CapturedJob(load(path))
+
+
+@pytest.mark.parametrize("model", ["gpt", "tied", "cnn", "dense"])
+def test_the_graphs_are_those_of_an_ordinary_model(tmp_path: Path, model: str) -> None:
+    eager, per_rank = (job(tmp_path, model, how) for how in ("eager", "per_rank"))
+    for graph in ("training_graph", "evaluation_graph"):
+        expected, found = getattr(eager, graph)(2), getattr(per_rank, graph)(2)
+        assert found.fingerprint == expected.fingerprint
+        assert found.groups == expected.groups
+        assert found.requires_grad == expected.requires_grad
+    assert all(is_deferred(tensor) for tensor in per_rank.states.values())
+    assert per_rank.tied == eager.tied
+
+
+def test_only_what_is_asked_for_is_materialized(tmp_path: Path) -> None:
+    captured = job(tmp_path, "cnn", "per_rank")
+    captured.materialize(["model.head.weight", "model.stem.1.running_var"])
+    real = [name for name, tensor in captured.states.items() if not is_deferred(tensor)]
+    assert sorted(real) == ["model.head.weight", "model.stem.1.running_var"]
+    assert torch.equal(captured.states["model.stem.1.running_var"], torch.ones(8))
+
+
+def test_a_factory_that_needs_values_names_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "needy.py").write_text(
+        "import torch\n"
+        "class Needy(torch.nn.Linear):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(2, 2)\n"
+        "        self.weight.detach().numpy()\n"
+    )
+    with pytest.raises(CaptureError, match=r"needy.py:5.*materialize: per_rank") as found:
+        job(tmp_path, "cnn", "per_rank", factory=f"{tmp_path / 'needy.py'}:Needy")
+    assert found.value.cure is not None
+    assert "materialize: eager" in found.value.cure

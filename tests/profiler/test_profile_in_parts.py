@@ -1,0 +1,90 @@
+"""A model that no process holds, measured operator by operator, equal operators once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from pipectl.profile import Operator, Profile
+from pipectl.profiler import profile_job
+from pipectl.profiler import walk as walking
+from pipectl.spec import load
+
+EQUALITY = Path(__file__).parents[1] / "equality" / "models.py"
+
+
+def profiled(tmp_path: Path, model: str, materialize: str) -> Profile:
+    tokens = model in ("gpt", "tied")
+    loss = f"{EQUALITY}:token_loss" if tokens else "torch.nn:CrossEntropyLoss"
+    document = {
+        "version": 1,
+        "name": "parts",
+        "site_defaults": False,
+        "model": {"factory": f"{EQUALITY}:{model}", "materialize": materialize},
+        "loss": {"factory": loss},
+        "data": {"factory": f"{EQUALITY}:{'Tokens' if tokens else 'Images'}"},
+        "training": {"steps": 1, "batch_size": 8},
+        "pipeline": {"micro_batches": 2},
+    }
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(document))
+    threads = torch.get_num_threads()
+    try:
+        return profile_job(load(path))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def all_but_times(operator: Operator) -> tuple[Any, ...]:
+    """Values kept under names of their own count by size: how many there are is not fixed."""
+    saved = [(n.split(":")[0], size) for n, size in operator.saved]
+    sizes = operator.output_bytes, operator.gradient_bytes, operator.parameter_bytes
+    return operator.id, operator.name, sizes, operator.parameters, saved, operator.signature
+
+
+@pytest.mark.parametrize("model", ["gpt", "tied", "cnn", "dense"])
+def test_everything_but_times_is_that_of_the_whole_model(tmp_path: Path, model: str) -> None:
+    whole, parts = (profiled(tmp_path, model, how) for how in ("eager", "per_rank"))
+    assert list(map(all_but_times, parts.operators)) == list(map(all_but_times, whole.operators))
+    assert (parts.edges, parts.fingerprint) == (whole.edges, whole.fingerprint)
+    assert all(operator.forward_s > 0 for operator in parts.operators)
+    assert parts.optimizer is not None
+    assert whole.optimizer is not None
+    assert parts.optimizer.state_bytes_per_parameter_byte == pytest.approx(
+        whole.optimizer.state_bytes_per_parameter_byte, rel=0.02
+    )
+
+
+def test_equal_operators_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[Any] = []
+    measure = walking.measure
+
+    def counting(call: Any, device: Any) -> Any:
+        measured.append(call.target)
+        return measure(call, device)
+
+    monkeypatch.setattr(walking, "measure", counting)
+    profile = profiled(tmp_path, "gpt", "per_rank")
+    blocks = [
+        {
+            o.name.split(".", 2)[2]: (o.forward_s, o.backward_s)
+            for o in profile.operators
+            if o.name.startswith(f"blocks.{i}.")
+        }
+        for i in range(2)
+    ]
+    assert len(measured) < len(profile.operators) - len(blocks[1]) / 2
+    linear = [times for name, times in blocks[0].items() if "qkv" in name]
+    assert linear
+    assert linear == [times for name, times in blocks[1].items() if "qkv" in name]
+
+
+def test_the_profile_says_what_it_assumes(tmp_path: Path) -> None:
+    profile = profiled(tmp_path, "cnn", "per_rank")
+    assert any("not scaled" in assumption for assumption in profile.assumptions)
+    profile.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == profile
