@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from pipectl.runtime.compare import Comparison, compare, distance
+from pipectl.runs import RunDirectory
+from pipectl.runtime.compare import Comparison, PipelineRun, PlainRun, compare, distance
 
 START = {"a": torch.zeros(3), "b": torch.ones(2, 2)}
 
@@ -90,3 +94,13 @@ def test_a_missing_tensor_is_a_difference_even_within_a_tolerance() -> None:
 )
 def test_distance(one: list, other: list, expected: float) -> None:
     assert distance(torch.tensor(one), torch.tensor(other)) == expected
+
+
+def test_losses_that_are_not_finite_agree_however_they_were_written(tmp_path: Path) -> None:
+    lines = [{"attempt": 1, "step": 1, "loss": None}, {"attempt": 1, "step": 2, "loss": 0.5}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "losses.json").write_text('{"losses": [Infinity, 0.5]}')
+    found, reference = PipelineRun(RunDirectory(tmp_path)), PlainRun(tmp_path)
+    assert math.isnan(found.loss(1))
+    assert math.isnan(reference.loss(1))
+    assert found.loss(2) == reference.loss(2) == 0.5

@@ -10,8 +10,7 @@ from mpi4py import MPI
 from torch import nn
 
 from pipectl.capture import Slot
-from pipectl.errors import CaptureError
-from pipectl.runtime.optimizer import Clipping, Recipe, SharedGradients, Stepper, make_stepper
+from pipectl.runtime.optimizer import Clipping, SharedGradients
 
 
 def model_with_gradients() -> nn.Module:
@@ -49,65 +48,6 @@ def test_the_norm_alone_changes_no_gradient() -> None:
 
 def test_without_any_gradient_the_norm_is_zero() -> None:
     assert clipping(nn.Linear(2, 2)).clip(1.0) == 0.0
-
-
-def recipe(function, **kwargs) -> Recipe:
-    return Recipe(function, function.__name__, kwargs)
-
-
-def test_optimizer_and_schedule_step_together() -> None:
-    layer = nn.Linear(2, 2)
-    optimizer = recipe(torch.optim.SGD, lr=1.0)
-    stepper = make_stepper(
-        list(layer.parameters()), optimizer, recipe(torch.optim.lr_scheduler.StepLR, step_size=1)
-    )
-    before = layer.weight.detach().clone()
-    layer.weight.grad = torch.ones(2, 2)
-    assert stepper.learning_rate == 1.0
-    stepper.step()
-    assert torch.equal(layer.weight, before - 1)
-    assert layer.weight.grad is None
-    assert stepper.learning_rate == pytest.approx(0.1)
-
-
-def test_frozen_parameters_are_not_given_to_the_optimizer() -> None:
-    layer = nn.Linear(2, 2)
-    layer.bias.requires_grad_(False)
-    stepper = make_stepper(list(layer.parameters()), recipe(torch.optim.SGD, lr=1.0), None)
-    assert stepper.optimizer is not None
-    assert stepper.optimizer.param_groups[0]["params"] == [layer.weight]
-
-
-def test_a_rank_that_trains_nothing_needs_no_optimizer() -> None:
-    stepper = make_stepper([], recipe(torch.optim.SGD, lr=1.0), None)
-    stepper.step()
-    assert stepper.optimizer is None
-    assert stepper.learning_rate != stepper.learning_rate
-
-
-def test_a_schedule_by_the_loss_is_refused_even_where_nothing_is_trained() -> None:
-    plateau = recipe(torch.optim.lr_scheduler.ReduceLROnPlateau)
-    for parameters in ([], list(nn.Linear(2, 2).parameters())):
-        with pytest.raises(CaptureError) as raised:
-            make_stepper(parameters, recipe(torch.optim.SGD, lr=1.0), plateau)
-        assert raised.value.message == (
-            "lr_scheduler: ReduceLROnPlateau needs a measured loss, which only one rank has"
-        )
-        assert raised.value.cure is not None
-
-
-def test_a_wrong_keyword_of_the_optimizer_is_an_error_of_the_spec() -> None:
-    with pytest.raises(CaptureError, match=r"SGD: raised TypeError: .*'learning_rate'"):
-        make_stepper(
-            list(nn.Linear(2, 2).parameters()), recipe(torch.optim.SGD, learning_rate=1.0), None
-        )
-
-
-def test_stepper_without_schedule_keeps_its_rate() -> None:
-    layer = nn.Linear(2, 2)
-    stepper = Stepper(torch.optim.SGD(layer.parameters(), lr=0.5), None)
-    stepper.step()
-    assert stepper.learning_rate == 0.5
 
 
 def test_gradients_of_several_uses_are_summed_in_graph_order() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,3 +111,46 @@ def test_an_option_that_the_optimizer_would_ignore_is_refused(job: Maker) -> Non
 def test_a_group_without_members_is_refused(job: Maker) -> None:
     with pytest.raises(CaptureError, match=r"groups\[0\]\.match: 'bias' matches no parameter"):
         stepper_of(job("groups: [{match: bias, lr: 1.0}]"))
+
+
+def test_optimizer_and_schedule_step_together(job: Maker) -> None:
+    made = job(
+        "factory: 'torch.optim:SGD', kwargs: {lr: 1.0}",
+        "lr_scheduler: {factory: 'torch.optim.lr_scheduler:StepLR', kwargs: {step_size: 1}}",
+    )
+    stepper = stepper_of(made)
+    layer = made.step.model[2]
+    before = layer.weight.detach().clone()
+    layer.weight.grad = torch.ones(1, 3)
+    assert stepper.learning_rate == 1.0
+    stepper.step()
+    assert torch.equal(layer.weight, before - 1)
+    assert layer.weight.grad is None
+    assert stepper.learning_rate == pytest.approx(0.1)
+
+
+def test_a_rank_that_trains_nothing_needs_no_optimizer(job: Maker) -> None:
+    stepper = make_stepper(job("kwargs: {lr: 1.0}"), {})
+    stepper.step()
+    assert (stepper.optimizer, stepper.lr_scheduler) == (None, None)
+    assert math.isnan(stepper.learning_rate)
+
+
+def test_a_schedule_by_the_loss_is_refused_even_where_nothing_is_trained(job: Maker) -> None:
+    plateau = "lr_scheduler: {factory: 'torch.optim.lr_scheduler:ReduceLROnPlateau'}"
+    made = job("kwargs: {lr: 1.0}", plateau)
+    for parameters in ({}, dict(made.step.named_parameters())):
+        with pytest.raises(CaptureError, match="ReduceLROnPlateau"):
+            make_stepper(made, parameters)
+
+
+def test_a_wrong_keyword_of_the_optimizer_is_an_error_of_the_spec(job: Maker) -> None:
+    with pytest.raises(CaptureError, match=r"torch\.optim:SGD: raised TypeError"):
+        stepper_of(job("factory: 'torch.optim:SGD', kwargs: {rate: 1.0}"))
+
+
+def test_stepper_without_schedule_keeps_its_rate() -> None:
+    layer = torch.nn.Linear(2, 2)
+    stepper = Stepper(torch.optim.SGD(layer.parameters(), lr=0.5), None)
+    stepper.step()
+    assert stepper.learning_rate == 0.5
