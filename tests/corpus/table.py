@@ -33,8 +33,9 @@ times at random into 2 to 6 stages, and trains two steps of two micro-batches th
 gives in evaluation, have the bits of one stage. *The user's loop* is the untouched model in plain
 PyTorch: equal to the bit; within rounding where several operators use one parameter (its gradients
 are summed in another order); not compared where random numbers are drawn, which a plain loop draws
-in another way. Micro-batches have {samples} samples, one thread computes; images are small. To run
-it yourself: `pip install -c constraints.txt -e '.[mpich,test,corpus]'`.
+in another way. Micro-batches have {samples} samples, one thread computes, images are small;
+seconds are single measurements. To run it yourself, install with
+`pip install -c constraints.txt -e '.[mpich,test,corpus]'`.
 
 torch {torch}, {vision}, {language}; {date}.
 
