@@ -94,12 +94,9 @@ class Cut:
             uses.append(self.loss_stage)
         for route in routes(name, stage, uses, has_gradient=has_gradient):
             lane = Lane(route.kind, route.source, route.target)
-            apart = self._uses_apart(name, route.source) if self._returns(route.kind) else []
+            returns = route.kind is TransferKind.GRADIENT
+            apart = self._uses_apart(name, route.source) if returns else []
             self.lanes.setdefault(lane, []).extend(apart or [Slot(name)])
-
-    @staticmethod
-    def _returns(kind: TransferKind) -> bool:
-        return kind is TransferKind.GRADIENT
 
     def _uses_apart(self, value: str, stage: int) -> list[Slot]:
         if value not in self.split_uses:

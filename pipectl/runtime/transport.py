@@ -40,15 +40,10 @@ class Transport:
     Args:
         communicator: of its own, so that no other message can match.
         lanes: every lane of the cut with its slots, the same on all ranks.
-        first_tag: tags from here on belong to these lanes.
     """
 
     def __init__(
-        self,
-        communicator: MPI.Comm,
-        device: Device,
-        lanes: dict[Lane, list[Slot]],
-        first_tag: int = 0,
+        self, communicator: MPI.Comm, device: Device, lanes: dict[Lane, list[Slot]]
     ) -> None:
         self._communicator = communicator
         self._device = device
@@ -56,10 +51,10 @@ class Transport:
         self._tags: dict[Lane, int] = {}
         self._layouts: dict[tuple[Lane, int], dict[Slot, Layout | None]] = {}
         self._sending: list[Posted] = []
-        for lane, slots in lanes.items():
-            self._tags[lane] = first_tag
-            first_tag += len(slots) + 1
-        self.next_tag = first_tag
+        tag = 0
+        for lane, slots in lanes.items():  # one tag a slot, and one for the header
+            self._tags[lane] = tag
+            tag += len(slots) + 1
 
     def knows(self, lane: Lane, size: int) -> bool:
         """Whether the layouts for micro-batches of ``size`` samples are known."""
