@@ -6,7 +6,7 @@ Times are in seconds and sizes in bytes, for one micro-batch of ``micro_batch_si
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ class Operator:
         gradient_bytes: what comes back; 0 for integer values and values without gradient.
         saved: (value, bytes) kept from forward to backward; equal values are one storage.
         timings: micro-batch size to (forward_s, backward_s), for sizes besides the profile's own.
+        cached: the same for a stage whose data stays in the processor's cache between two
+            micro-batches, for every measured size; empty where that makes no difference.
         group: operators of an equal group must share a stage.
         signature: digest of the operator and its arguments; tells where two graphs differ.
     """
@@ -46,6 +48,7 @@ class Operator:
     parameters: tuple[tuple[str, int], ...] = ()
     saved: tuple[tuple[str, int], ...] = ()
     timings: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    cached: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     group: str | None = None
     signature: str | None = None
 
@@ -59,11 +62,42 @@ class OptimizerCost:
 
 
 @dataclass(frozen=True)
+class StageOverhead:
+    """What a stage takes besides its operators, in seconds; and when its data stays in the cache.
+
+    Args:
+        forward_s, backward_s: of every forward and backward.
+        received_s, sent_s: of every activation that enters and leaves a stage.
+        gradient_received_s, gradient_sent_s: of every gradient.
+        cache_bytes: a stage that works on less finds its data in the cache; None if unknown.
+    """
+
+    forward_s: float = 0.0
+    received_s: float = 0.0
+    sent_s: float = 0.0
+    backward_s: float = 0.0
+    gradient_received_s: float = 0.0
+    gradient_sent_s: float = 0.0
+    cache_bytes: int | None = None
+
+    def uncached(self, working_set_bytes: float) -> float:
+        """Share of its operators' way from cached to other times that a stage goes.
+
+        Args:
+            working_set_bytes: what it touches in one forward and backward.
+        """
+        if not self.cache_bytes:
+            return 1.0
+        return min(1.0, max(0.0, 2 * (working_set_bytes / self.cache_bytes - 1)))
+
+
+@dataclass(frozen=True)
 class Profile:
     """A measured operator graph.
 
     Args:
         operators: in graph order, which is a topological order.
+        stage: what a stage adds to its operators.
         edges: (producer id, consumer id), without duplicates.
         fingerprint: of the captured graph; None for an imported profile, which cannot be submitted.
         key: of the spec sections and factory files it was measured from; tells a stale profile.
@@ -77,6 +111,7 @@ class Profile:
     edges: tuple[tuple[str, str], ...]
     fingerprint: str | None = None
     optimizer: OptimizerCost | None = None
+    stage: StageOverhead = StageOverhead()
     process_baseline_bytes: int | None = None
     key: str | None = None
     assumptions: tuple[str, ...] = ()
@@ -112,6 +147,9 @@ class Profile:
                 "state_bytes_per_parameter": self.optimizer.state_bytes_per_parameter_byte,
                 "step_s_per_byte": self.optimizer.step_s_per_byte,
             }
+        if self.stage != StageOverhead():
+            stage = asdict(self.stage)
+            document["stage"] = {key: value for key, value in stage.items() if value is not None}
         if self.assumptions:
             document["assumptions"] = list(self.assumptions)
         document["nodes"] = [_operator_json(operator) for operator in self.operators]
@@ -143,6 +181,7 @@ class Profile:
             edges=_edges(reader),
             fingerprint=reader.optional_text("fingerprint"),
             optimizer=_optimizer(reader, assumptions),
+            stage=_stage(reader),
             process_baseline_bytes=reader.optional_integer("process_baseline_bytes"),
             key=reader.optional_text("key"),
             assumptions=tuple(dict.fromkeys(assumptions)),
@@ -165,12 +204,18 @@ def _operator_json(operator: Operator) -> dict[str, Any]:
         item["parameters"] = [list(pair) for pair in operator.parameters]
     item["saved"] = [list(pair) for pair in operator.saved]
     if operator.timings:
-        item["timings"] = {str(size): list(pair) for size, pair in sorted(operator.timings.items())}
+        item["timings"] = _sizes_json(operator.timings)
+    if operator.cached:
+        item["cached"] = _sizes_json(operator.cached)
     if operator.group is not None:
         item["group"] = operator.group
     if operator.signature is not None:
         item["signature"] = operator.signature
     return item
+
+
+def _sizes_json(times: Mapping[int, tuple[float, float]]) -> dict[str, list[float]]:
+    return {str(size): list(pair) for size, pair in sorted(times.items())}
 
 
 def _operator(item: Reader, assumptions: list[str]) -> Operator:
@@ -191,6 +236,7 @@ def _operator(item: Reader, assumptions: list[str]) -> Operator:
         parameters=named or (((node_id, parameter_bytes),) if parameter_bytes else ()),
         saved=item.pairs("saved") if "saved" in item else ((node_id, output_bytes),),
         timings=item.timings("timings"),
+        cached=item.timings("cached"),
         group=_group(item),
         signature=item.optional_text("signature"),
     )
@@ -210,6 +256,15 @@ def _optimizer(reader: Reader, assumptions: list[str]) -> OptimizerCost | None:
     return OptimizerCost(
         section.number("state_bytes_per_parameter"), section.number("step_s_per_byte")
     )
+
+
+def _stage(reader: Reader) -> StageOverhead:
+    if "stage" not in reader:
+        return StageOverhead()
+    section = reader.section("stage")
+    names = [entry.name for entry in fields(StageOverhead) if entry.name != "cache_bytes"]
+    times = {name: section.number(name, default=0.0) for name in names}
+    return StageOverhead(**times, cache_bytes=section.optional_integer("cache_bytes"))
 
 
 def _edges(reader: Reader) -> tuple[tuple[str, str], ...]:

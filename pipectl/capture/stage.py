@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ class StageCode:
             gradients return use by use.
     """
 
-    module: fx.GraphModule
+    module: Callable[..., tuple[Tensor, ...]]
     states: tuple[Slot, ...]
     inputs: tuple[str, ...]
     received: tuple[Slot, ...]

@@ -2,31 +2,58 @@
 
 Times come from the sizes that were measured: between two sizes and beyond the outermost two they
 are affine in the size (a fixed cost and a cost per sample); with one measured size, proportional.
-Bytes are proportional to the size, except parameters.
+Bytes are proportional to the size, except parameters. A stage takes what its operators take, which
+depends on whether its data stays in the cache, and an overhead of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
 
 from pipectl.graph import Route, TransferKind, routes
 from pipectl.plan import StageCost, Transfer
-from pipectl.profile import Operator, OptimizerCost, Profile
+from pipectl.profile import Operator, Profile, StageOverhead
 
-Times = list[tuple[float, float]]
+Pairs = list[tuple[float, float]]
 """(forward_s, backward_s) of every operator."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Times of every operator, in a stage with much data and in one that stays in the cache."""
+
+    uncached: Pairs
+    cached: Pairs
+
+    def of(self, index: int, share: float) -> tuple[float, float]:
+        """Times of one operator, ``share`` of the way from cached to uncached."""
+        (slow_f, slow_b), (fast_f, fast_b) = self.uncached[index], self.cached[index]
+        return fast_f + (slow_f - fast_f) * share, fast_b + (slow_b - fast_b) * share
+
+    def total(self, members: Iterable[int], share: float) -> tuple[float, float]:
+        """Forward and backward of several operators together."""
+        found = [self.of(index, share) for index in members]
+        return sum(pair[0] for pair in found), sum(pair[1] for pair in found)
 
 
 def operator_times(profile: Profile, size: int) -> Times:
     """Forward and backward time of every operator for ``size`` samples."""
-    return [_times(operator, profile.micro_batch_size, size) for operator in profile.operators]
+    own = profile.micro_batch_size
+    uncached = [
+        _times({**operator.timings, own: (operator.forward_s, operator.backward_s)}, size)
+        for operator in profile.operators
+    ]
+    cached = [
+        _times(operator.cached, size) if operator.cached else pair
+        for operator, pair in zip(profile.operators, uncached, strict=True)
+    ]
+    return Times(uncached, cached)
 
 
-def _times(operator: Operator, measured_size: int, size: int) -> tuple[float, float]:
-    points = {**operator.timings, measured_size: (operator.forward_s, operator.backward_s)}
+def _times(points: Mapping[int, tuple[float, float]], size: int) -> tuple[float, float]:
     forward = _interpolate({at: pair[0] for at, pair in points.items()}, size)
     return forward, _interpolate({at: pair[1] for at, pair in points.items()}, size)
 
@@ -48,6 +75,23 @@ def _interpolate(points: dict[int, float], size: int) -> float:
     return max(time, points[high]) if size > sizes[-1] else time
 
 
+@dataclass
+class Values:
+    """How many values enter a stage and leave it in one micro-batch."""
+
+    received: int = 0
+    sent: int = 0
+    gradients_received: int = 0
+    gradients_sent: int = 0
+
+    def overhead_s(self, stage: StageOverhead) -> tuple[float, float]:
+        """What forward and backward of the stage take besides its operators."""
+        forward_s = stage.forward_s + self.received * stage.received_s + self.sent * stage.sent_s
+        received_s = self.gradients_received * stage.gradient_received_s
+        sent_s = self.gradients_sent * stage.gradient_sent_s
+        return forward_s, stage.backward_s + received_s + sent_s
+
+
 @dataclass(frozen=True)
 class Footprint:
     """What a partition into stages needs, at the profile's micro-batch size.
@@ -59,6 +103,7 @@ class Footprint:
         saved_bytes: of every stage, for one micro-batch; received and sent values included,
             because a backward needs both.
         transfers: messages of one micro-batch, one per kind and pair of stages.
+        values: how many values enter and leave every stage.
     """
 
     nodes: tuple[tuple[str, ...], ...]
@@ -66,6 +111,7 @@ class Footprint:
     parameter_bytes: tuple[int, ...]
     saved_bytes: tuple[int, ...]
     transfers: tuple[Transfer, ...]
+    values: tuple[Values, ...]
 
 
 class Footprints:
@@ -86,6 +132,8 @@ class Footprints:
             dict(pair for index in inside for pair in operators[index].saved) for inside in stages
         ]
         messages: dict[tuple[TransferKind, int, int], int] = {}
+        values = [Values() for _ in stages]
+        sent: set[tuple[int, str]] = set()
         for route, operator in self._routes(stages):
             backward = route.kind is TransferKind.GRADIENT
             size = operator.gradient_bytes if backward else operator.output_bytes
@@ -94,12 +142,20 @@ class Footprints:
             if not backward:
                 for stage in (route.source, route.target):
                     saved[stage].setdefault(route.value, size)
+                values[route.target].received += 1
+                sent.add((route.source, route.value))
+            else:
+                values[route.source].gradients_sent += 1
+                values[route.target].gradients_received += 1
+        for stage, _ in sent:
+            values[stage].sent += 1
         return Footprint(
             nodes=tuple(tuple(operators[index].id for index in inside) for inside in stages),
             members=tuple(tuple(inside) for inside in stages),
             parameter_bytes=tuple(_parameter_bytes(operators, inside) for inside in stages),
             saved_bytes=tuple(sum(values.values()) for values in saved),
             transfers=tuple(Transfer(*key, size) for key, size in sorted(messages.items())),
+            values=tuple(values),
         )
 
     def _routes(self, stages: Sequence[Sequence[int]]) -> Iterator[tuple[Route, Operator]]:
@@ -124,32 +180,51 @@ def _parameter_bytes(operators: Sequence[Operator], inside: Sequence[int]) -> in
 
 
 def stage_costs(
-    parts: Footprint, times: Times, scale: float, optimizer: OptimizerCost | None
+    parts: Footprint, times: Times, scale: float, profile: Profile
 ) -> tuple[StageCost, ...]:
     """Cost of every stage.
 
     Args:
         times: of the operators at the micro-batch size.
         scale: micro-batch size over the profile's.
+        profile: for what optimizer and stages cost.
     """
-    state, step_s = (
-        (optimizer.state_bytes_per_parameter_byte, optimizer.step_s_per_byte)
-        if optimizer is not None
-        else (0.0, 0.0)
-    )
     return tuple(
-        StageCost(
-            forward_s=sum(times[index][0] for index in inside),
-            backward_s=sum(times[index][1] for index in inside),
-            update_s=step_s * parameter_bytes,
-            parameter_bytes=parameter_bytes,
-            optimizer_bytes=ceil(state * parameter_bytes),
-            saved_bytes=ceil(saved_bytes * scale),
-        )
-        for inside, parameter_bytes, saved_bytes in zip(
-            parts.members, parts.parameter_bytes, parts.saved_bytes, strict=True
-        )
+        _stage_cost(parts, index, times, scale, profile) for index in range(len(parts.members))
     )
+
+
+def _stage_cost(
+    parts: Footprint, index: int, times: Times, scale: float, profile: Profile
+) -> StageCost:
+    optimizer, parameter_bytes = profile.optimizer, parts.parameter_bytes[index]
+    saved_bytes = ceil(parts.saved_bytes[index] * scale)
+    forward_s, backward_s = stage_times(parts, index, times, scale, profile.stage)
+    return StageCost(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        update_s=optimizer.step_s_per_byte * parameter_bytes if optimizer else 0.0,
+        parameter_bytes=parameter_bytes,
+        optimizer_bytes=(
+            ceil(optimizer.state_bytes_per_parameter_byte * parameter_bytes) if optimizer else 0
+        ),
+        saved_bytes=saved_bytes,
+    )
+
+
+def stage_times(
+    parts: Footprint, index: int, times: Times, scale: float, overhead: StageOverhead
+) -> tuple[float, float]:
+    """Forward and backward of a stage; a stage without any gradient has no backward."""
+    share = overhead.uncached(working_set_bytes(parts, index, scale))
+    forward_s, backward_s = times.total(parts.members[index], share)
+    more_forward_s, more_backward_s = parts.values[index].overhead_s(overhead)
+    return forward_s + more_forward_s, backward_s + more_backward_s if backward_s else 0.0
+
+
+def working_set_bytes(parts: Footprint, index: int, scale: float) -> float:
+    """What a stage touches in a forward and backward: parameters, gradients, saved values."""
+    return 2 * parts.parameter_bytes[index] + parts.saved_bytes[index] * scale
 
 
 def scaled_transfers(parts: Footprint, scale: float) -> tuple[Transfer, ...]:

@@ -73,13 +73,15 @@ class Costs:
 
     Args:
         compute_s: forward and backward of every block.
-        least_s: the same without operators of merged negligible blocks.
+        cached_s: the same at its least, in stages whose data stays in the cache.
+        least_s: that, without operators of merged negligible blocks.
         scale: micro-batch size over the profile's, which sizes of messages are given for.
         link: what messages pass through.
         speeds: of the device of every stage, by position.
     """
 
     compute_s: Sequence[float]
+    cached_s: Sequence[float]
     least_s: Sequence[float]
     scale: float
     link: Link
@@ -121,19 +123,21 @@ class Partitioner:
         """The proven lower bound on the bottleneck of so many stages."""
         best = self._bottlenecks.best(stages)
         speeds = self._speeds[:stages]
-        share = sum(self._compute) / float(speeds.sum())
-        proven = max(share, max(self._compute) / float(speeds.max()))
+        least = [round(time * PER_SECOND) for time in self._costs.cached_s]
+        share = sum(least) / float(speeds.sum())
+        proven = max(share, max(least) / float(speeds.max()))
         if best is not None and (self._space.complete or stages == 1):
             proven = max(proven, self._least_bottleneck(stages, best))
         exact = best is not None and best <= proven + 1
         return Bound(proven / PER_SECOND, exact)
 
     def _least_bottleneck(self, stages: int, best: int) -> float:
-        """The smallest bottleneck if the merged negligible blocks cost nothing."""
-        if not self._space.moved:
+        """The smallest bottleneck if blocks take their least and merged negligible ones nothing."""
+        if not self._space.moved and self._costs.cached_s == self._costs.compute_s:
             return best
         space = replace(self._space, moved=())
-        costs = replace(self._costs, compute_s=self._costs.least_s)
+        least_s = self._costs.least_s
+        costs = replace(self._costs, compute_s=least_s, cached_s=least_s)
         free = Partitioner(space, costs, fewest=stages, most=stages)
         return free.bound(stages).load_s * PER_SECOND
 

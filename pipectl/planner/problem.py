@@ -17,6 +17,7 @@ from pipectl.planner.costs import (
     operator_times,
     scaled_transfers,
     stage_costs,
+    working_set_bytes,
 )
 from pipectl.planner.placement import Placement
 from pipectl.planner.request import PlanRequest
@@ -98,17 +99,27 @@ class Problem:
             self._times[size] = operator_times(self.profile, size)
         return self._times[size]
 
-    def block_times(self, size: int, free: Sequence[int] = ()) -> list[float]:
+    def block_times(
+        self, size: int, free: Sequence[int] = (), *, cached: bool = False
+    ) -> list[float]:
         """Forward and backward together of every block, in seconds.
 
         Args:
             free: indices of operators that are not counted.
+            cached: whether every stage shall find its data in the cache; otherwise as many as if
+                all ranks had an equal share of the model.
         """
         times, skipped = self.times(size), set(free)
+        share = 0.0 if cached else self._uncached_share(size)
         return [
-            sum(sum(times[index]) for index in block.operators if index not in skipped)
+            sum(times.total((i for i in block.operators if i not in skipped), share))
             for block in self.graph.blocks
         ]
+
+    def _uncached_share(self, size: int) -> float:
+        everything = self._cutter.of([range(len(self.profile.operators))])
+        share_bytes = working_set_bytes(everything, 0, self.scale(size)) / self.cluster.ranks
+        return self.profile.stage.uncached(share_bytes)
 
     def plan(self, choice: Choice) -> Plan:
         """The plan a choice makes, without prediction."""
@@ -143,7 +154,7 @@ class Problem:
             self._footprints[partition] = self._cutter.of(stages)
         if (partition, size) not in self._parts:
             parts, scale = self._footprints[partition], self.scale(size)
-            costs = stage_costs(parts, self.times(size), scale, self.profile.optimizer)
+            costs = stage_costs(parts, self.times(size), scale, self.profile)
             self._parts[partition, size] = costs, scaled_transfers(parts, scale)
         return self._parts[partition, size]
 

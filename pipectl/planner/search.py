@@ -116,7 +116,8 @@ class _Search:
         several_nodes = cluster.node_of_rank[most - 1] > 0
         costs = Costs(
             compute_s=self._problem.block_times(size),
-            least_s=self._problem.block_times(size, free=self._space.moved),
+            cached_s=self._problem.block_times(size, cached=True),
+            least_s=self._problem.block_times(size, free=self._space.moved, cached=True),
             scale=self._problem.scale(size),
             link=cluster.between_nodes if several_nodes else cluster.within_node,
             speeds=[cluster.device(rank).speed for rank in range(most)],

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -13,52 +12,64 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from pipectl.capture import CapturedGraph, CapturedJob, Cut, build_stage
+from pipectl.capture import CapturedGraph, CapturedJob
 from pipectl.capture.deferred import is_deferred
-from pipectl.capture.precision import arithmetic
-from pipectl.profile import Operator, OptimizerCost, Profile
-from pipectl.profiler.costs import Times
+from pipectl.planner.costs import Footprints, operator_times
+from pipectl.profile import Operator, Profile, StageOverhead
+from pipectl.profiler.effort import Effort
+from pipectl.profiler.fit import Fit, fit_stages
+from pipectl.profiler.inplace import InPlace, Pairs, Timed
+from pipectl.profiler.journal import Journal
+from pipectl.profiler.neighbours import Neighbours
+from pipectl.profiler.optimizer import optimizer_cost
+from pipectl.profiler.progress import Progress, Work
+from pipectl.profiler.sizes import measured_sizes
 from pipectl.profiler.states import SampleStates
 from pipectl.profiler.walk import Measured, Walk
 from pipectl.runtime.device import choose_device
-from pipectl.runtime.stepper import make_optimizer
 from pipectl.spec import JobSpec, profile_key
 
-Progress = Callable[[int, int, str], None]
-_WHOLE_REPEATS = 5
-_OPTIMIZER_SAMPLE_BYTES = 64 << 20
 _IN_PARTS = (
     "operators were measured one at a time, equal ones once, and their times were not scaled to "
     "the time of the whole model, which fits no process (materialize: per_rank)"
 )
+_STRUCTURE, _STAGES = "what operators keep", "random stages"
 
 
-def profile_job(spec: JobSpec, progress: Progress | None = None) -> Profile:
+def profile_job(
+    spec: JobSpec,
+    progress: Progress | None = None,
+    *,
+    effort: Effort = Effort.NORMAL,
+    journal: Journal | None = None,
+) -> Profile:
     """Capture a job's model and measure every operator on this node.
 
-    Operator times are scaled so that their sum is the time of the whole graph, which the planner
-    wants to predict: operators measured alone run with colder caches and their own overhead.
+    Operators are timed where they run, in the forward and backward of the whole graph, while as
+    many processes compute on the node as it will have ranks. A model that fits no process
+    (``materialize: per_rank``) is measured operator by operator instead.
 
     Args:
-        progress: called with (operators done, all operators, name of the one just done).
+        progress: called with (work done, all work, what was just done).
+        effort: how much time to take.
+        journal: what an interrupted profile of the same has measured; it is continued.
 
     Raises:
         CaptureError: the model, its loss or its data cannot be captured.
     """
     torch.set_num_threads(spec.resources.cpus_per_task)
-    job = CapturedJob(spec)
-    profiling = _Profiling(job, progress or (lambda _done, _total, _name: None))
-    return profiling.profile(_baseline_bytes(job, measured_sizes(spec)[0]))
-
-
-def measured_sizes(spec: JobSpec) -> tuple[int, ...]:
-    """Micro-batch sizes to measure: the asked one, or two for the planner to choose between."""
-    batch = spec.training.batch_size
-    if spec.pipeline.micro_batches is not None:
-        return (-(-batch // spec.pipeline.micro_batches),)
-    stages = spec.pipeline.stages or spec.resources.ranks
-    base = max(1, -(-batch // (2 * stages)))
-    return (base, max(1, base // 4)) if base > 1 else (base,)
+    sizes = measured_sizes(spec, effort)
+    with Neighbours(spec, sizes[0]) as neighbours:
+        job = CapturedJob(spec)
+        baseline_bytes = _baseline_bytes(job, sizes[0])
+        profiling = _Profiling(job, effort, sizes, progress, journal)
+        neighbours.wait()
+        profile = profiling.profile()
+    return replace(
+        profile,
+        process_baseline_bytes=baseline_bytes,
+        assumptions=(*profile.assumptions, *neighbours.assumptions),
+    )
 
 
 def _baseline_bytes(job: CapturedJob, size: int) -> int:
@@ -72,170 +83,32 @@ def _baseline_bytes(job: CapturedJob, size: int) -> int:
     return max(0, int(psutil.Process().memory_info().rss) - states_bytes)
 
 
-@dataclass(frozen=True)
-class _Pass:
-    """Everything measured at one micro-batch size."""
-
-    graph: CapturedGraph
-    operators: Mapping[str, Measured]
-    whole: Times | None
-
-    def times(self, name: str) -> tuple[float, float]:
-        """(forward_s, backward_s) of an operator, scaled to the whole graph if that was timed."""
-        measured = self.operators[name].times
-        return measured.forward_s * self._scale(0), measured.backward_s * self._scale(1)
-
-    def _scale(self, direction: int) -> float:
-        if self.whole is None:
-            return 1.0
-        pairs = [(m.times.forward_s, m.times.backward_s) for m in self.operators.values()]
-        alone = sum(pair[direction] for pair in pairs)
-        whole = (self.whole.forward_s, self.whole.backward_s)[direction]
-        return whole / alone if alone else 1.0
-
-
 class _Profiling:
-    def __init__(self, job: CapturedJob, progress: Progress) -> None:
+    def __init__(
+        self,
+        job: CapturedJob,
+        effort: Effort,
+        sizes: tuple[int, ...],
+        progress: Progress | None,
+        journal: Journal | None,
+    ) -> None:
         self._job = job
-        self._progress = progress
+        self._effort = effort
+        self._sizes = sizes
+        self._journal = journal
         self._precision = job.spec.training.precision
         self._device = choose_device(job.spec.resources.gpus_per_node, 0)
         self._in_parts = any(is_deferred(tensor) for tensor in job.states.values())
         for tensor in job.states.values():
             if not is_deferred(tensor):
                 tensor.data = tensor.data.to(self._device.torch_device)
+        self._work = Work(progress)
 
-    def profile(self, baseline_bytes: int) -> Profile:
-        spec = self._job.spec
-        sizes = measured_sizes(spec)
-        passes = {size: self._pass(size, index, len(sizes)) for index, size in enumerate(sizes)}
-        graph = passes[sizes[0]].graph
-        return Profile(
-            name=spec.name,
-            source=f"pipectl profile, torch {torch.__version__}, {self._device.torch_device}",
-            micro_batch_size=sizes[0],
-            operators=tuple(self._operator(node, passes) for node in graph.operators),
-            edges=graph.edges,
-            fingerprint=graph.fingerprint,
-            optimizer=self._optimizer(),
-            process_baseline_bytes=baseline_bytes,
-            key=profile_key(spec),
-            assumptions=(_IN_PARTS,) if self._in_parts else (),
-        )
+    def profile(self) -> Profile:
+        """The profile, but for what is known of the process."""
+        profile = self._in_one_piece() if not self._in_parts else self._in_pieces()
+        return replace(profile, optimizer=optimizer_cost(self._job, self._torch_device, self._now))
 
-    def _pass(self, size: int, index: int, passes: int) -> _Pass:
-        graph = self._job.training_graph(size)
-        inputs = self._inputs(graph, size)
-        total = len(graph.operators) * passes
-        done = len(graph.operators) * index
-
-        def advance(name: str) -> None:
-            nonlocal done
-            done += 1
-            self._progress(done, total, name)
-
-        states = SampleStates(self._job, self._device.torch_device)
-        walk = Walk(graph, states, inputs, size, self._device, self._precision, once=self._in_parts)
-        operators = walk.measure(advance)
-        return _Pass(graph, operators, None if self._in_parts else self._whole(graph, inputs, size))
-
-    def _inputs(self, graph: CapturedGraph, size: int) -> dict[str, Any]:
-        leaves = pytree.tree_leaves(self._job.loader.example(size))
-        target = self._device.torch_device
-        moved = [leaf.to(target) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return dict(zip(graph.inputs, moved, strict=True))
-
-    def _whole(self, graph: CapturedGraph, inputs: Mapping[str, Any], size: int) -> Times:
-        """Times of the whole graph as one stage."""
-        cut = Cut(graph, {node.name: 0 for node in graph.operators}, training=True)
-        code = build_stage(cut, 0, size)
-        states = [self._state(graph, slot.value) for slot in code.states]
-        batch = [inputs[name] for name in code.inputs]
-        loss_at = [slot.value for slot in code.results].index(graph.loss)
-        times = []
-        for _ in range(_WHOLE_REPEATS + 1):
-            start = self._now()
-            with arithmetic(self._precision, self._device.torch_device):
-                loss = code.module(0, *states, *batch)[loss_at]
-            middle = self._now()
-            loss.backward()
-            times.append((middle - start, self._now() - middle))
-        for tensor in self._job.states.values():
-            tensor.grad = None
-        forward, backward = zip(*times[1:], strict=True)
-        return Times(statistics.median(forward), statistics.median(backward))
-
-    def _state(self, graph: CapturedGraph, placeholder: str) -> Tensor:
-        state = graph.states[placeholder]
-        if state.kind == "constant":
-            return torch.as_tensor(graph.constants[state.name], device=self._device.torch_device)
-        return self._job.states[state.name]
-
-    def _operator(self, node: fx.Node, passes: Mapping[int, _Pass]) -> Operator:
-        base, *others = passes
-        first = passes[base]
-        graph, measured = first.graph, first.operators[node.name]
-        forward_s, backward_s = first.times(node.name)
-        parameters = self._parameters(graph, node)
-        return Operator(
-            id=node.name,
-            name=_readable(node),
-            forward_s=forward_s,
-            backward_s=backward_s,
-            parameter_bytes=sum(size for _, size in parameters),
-            output_bytes=measured.output_bytes,
-            gradient_bytes=measured.output_bytes if graph.requires_grad[node.name] else 0,
-            parameters=parameters,
-            saved=measured.saved,
-            timings={size: passes[size].times(node.name) for size in others},
-            group=graph.groups.get(node.name),
-            signature=graph.signatures[node.name],
-        )
-
-    def _parameters(self, graph: CapturedGraph, node: fx.Node) -> tuple[tuple[str, int], ...]:
-        states = [graph.states[s.name] for s in graph.tensor_inputs(node) if s.name in graph.states]
-        names = [state.name for state in states if state.kind == "parameter"]
-        return tuple((name, self._job.states[name].nbytes) for name in dict.fromkeys(names))
-
-    def _optimizer(self) -> OptimizerCost:
-        """State and time of an optimizer step, on a sample of the parameters."""
-        sample = self._sample_parameters()
-        size_bytes = sum(parameter.nbytes for parameter in sample.values()) or 1
-        for parameter in sample.values():
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer = make_optimizer(self._job, sample)
-        times = []
-        for _ in range(_WHOLE_REPEATS + 1):
-            start = self._now()
-            optimizer.step()
-            times.append(self._now() - start)
-        leaves = pytree.tree_leaves([dict(state) for state in optimizer.state.values()])
-        state_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
-        return OptimizerCost(state_bytes / size_bytes, statistics.median(times[1:]) / size_bytes)
-
-    def _sample_parameters(self) -> dict[str, torch.nn.Parameter]:
-        sample: dict[str, torch.nn.Parameter] = {}
-        total = 0
-        for name, tensor in self._job.states.items():
-            if tensor.requires_grad and total < _OPTIMIZER_SAMPLE_BYTES:
-                sample[name] = torch.nn.Parameter(self._sample(tensor))
-                total += sample[name].nbytes
-        return sample
-
-    def _sample(self, tensor: Tensor) -> Tensor:
-        """A copy of a parameter; a random vector, perhaps shorter, if it has no memory."""
-        if not is_deferred(tensor):
-            return tensor.detach().clone()
-        count = min(tensor.numel(), _OPTIMIZER_SAMPLE_BYTES // tensor.element_size())
-        return torch.randn(count, dtype=tensor.dtype, device=self._device.torch_device)
-
-    def _now(self) -> float:
-        self._device.synchronize()
-        return time.perf_counter()
-
-
-def _readable(node: fx.Node) -> str:
-    """Path of the module an operator belongs to, then the operator."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    path = stack[-1][0].removeprefix("model").removeprefix(".") if stack else ""
-    return f"{path}.{node.name}" if path else node.name
+    @property
+    def _torch_device(self) -> torch.device:
+        return self._device.torch_device

@@ -34,6 +34,9 @@ class StageRuntime:
         states: the model's parameters and buffers by full name; those of this stage are moved to
             the device in place.
         precision: as in the spec.
+
+    Attributes:
+        codes: what it runs, by (training, micro-batch size).
     """
 
     def __init__(
@@ -48,18 +51,18 @@ class StageRuntime:
         self._device = device
         self._precision = precision
         self._states = states
-        self._codes = {key: build_stage(cut, index, key[1]) for key, cut in cuts.items()}
+        self.codes = {key: build_stage(cut, index, key[1]) for key, cut in cuts.items()}
         self._cuts = cuts
         self._anchor = torch.zeros((), requires_grad=True)
         self._live: dict[int, _Live] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, Tensor] = {}
         self.uses: dict[Slot, Tensor] = {}
-        self._arguments = {key: self._bind(key) for key in self._codes}
+        self._arguments = {key: self._bind(key) for key in self.codes}
 
     def inputs(self, training: bool, size: int) -> tuple[str, ...]:
         """Names of the batch tensors this stage reads."""
-        return self._codes[training, size].inputs
+        return self.codes[training, size].inputs
 
     def forward(
         self, micro_batch: int, size: int, seed: int, inputs: Mapping[str, Tensor], arrived: Tensors
@@ -74,7 +77,7 @@ class StageRuntime:
         Returns:
             The stage's results by slot.
         """
-        code, cut = self._codes[True, size], self._cuts[True, size]
+        code, cut = self.codes[True, size], self._cuts[True, size]
         caught: dict[Slot, Tensor | None] = {}
         received: dict[Slot, Tensor] = {}
         for slot in code.received:
@@ -116,7 +119,7 @@ class StageRuntime:
         self, size: int, seed: int, inputs: Mapping[str, Tensor], arrived: Tensors
     ) -> Tensors:
         """Run the evaluation forward of a micro-batch; returns the results by slot."""
-        received = {slot: arrived[slot] for slot in self._codes[False, size].received}
+        received = {slot: arrived[slot] for slot in self.codes[False, size].received}
         with torch.no_grad():
             return dict(self._call((False, size), seed, inputs, received))
 
@@ -133,7 +136,7 @@ class StageRuntime:
         inputs: Mapping[str, Tensor],
         received: Mapping[Slot, Tensor | None],
     ) -> dict[Slot, Tensor]:
-        code = self._codes[key]
+        code = self.codes[key]
         batch = [inputs[name] for name in code.inputs]
         values = [received[slot] for slot in code.received]
         precise = arithmetic(self._precision, self._device.torch_device)
@@ -148,7 +151,7 @@ class StageRuntime:
         Autograd may keep a buffer for a backward that comes after the next forward wrote it.
         """
         states, rewritten = list(self._arguments[key]), self._cuts[key].graph.rewritten
-        slots = self._codes[key].states
+        slots = self.codes[key].states
         written = [index for index, slot in enumerate(slots) if slot.value in rewritten]
         for index in written:
             states[index] = states[index].clone()
@@ -158,7 +161,7 @@ class StageRuntime:
 
     def _bind(self, key: tuple[bool, int]) -> list[Tensor]:
         """The state arguments of a stage's code."""
-        cut, code = self._cuts[key], self._codes[key]
+        cut, code = self._cuts[key], self.codes[key]
         return [self._state(cut, slot) for slot in code.states]
 
     def _state(self, cut: Cut, slot: Slot) -> Tensor:

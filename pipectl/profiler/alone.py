@@ -1,0 +1,161 @@
+"""The stages of a cut, each run by itself, over and over, as a rank runs its own.
+
+A first pass runs them in the order of the pipeline and keeps what each one received: activations
+for its forward, gradients for its backward. Afterwards any stage can be run alone, one forward and
+one backward at a time, as in the steady state of 1F1B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from pipectl.capture import CapturedGraph, Cut, Slot
+from pipectl.graph import TransferKind
+from pipectl.profiler.marks import Clock, Cost, Marked, Spent
+from pipectl.runtime.device import Device
+from pipectl.runtime.stage import StageRuntime
+from pipectl.runtime.transport import Tensors
+
+_SEED = 1
+_MICRO_BATCH = 0
+
+
+@dataclass
+class _Given:
+    """What a stage reads from the batch, and what other stages send it."""
+
+    inputs: Mapping[str, Tensor]
+    activations: dict[Slot, Tensor | None]
+    gradients: dict[Slot, Tensor | None]
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """One forward and one backward of a stage, in seconds.
+
+    Args:
+        spent: where the time went, if it was run with marks.
+    """
+
+    forward_s: float
+    backward_s: float
+    spent: Spent | None = None
+
+    @property
+    def outside_s(self) -> tuple[float, float]:
+        """The part of forward and backward that no operator took, of a run with marks.
+
+        A backward without any gradient is all of it; it takes next to nothing and counts as none.
+        """
+        assert self.spent is not None, "only a run with marks knows"
+        inside_s = self.spent.inside_backward_s
+        backward_s = self.backward_s - inside_s if inside_s else 0.0
+        return self.forward_s - self.spent.inside_forward_s, backward_s
+
+
+class AloneStages:
+    """Runs and times the stages of one cut.
+
+    Args:
+        stage_of: stage of every operator of the training graph.
+        states: parameters and buffers by full name.
+        batch: the tensors of a micro-batch by name, on the device.
+        size: samples in it.
+        precision: as in the spec.
+    """
+
+    def __init__(
+        self,
+        graph: CapturedGraph,
+        stage_of: Mapping[str, int],
+        states: Mapping[str, Tensor],
+        batch: Mapping[str, Tensor],
+        size: int,
+        device: Device,
+        precision: str,
+        clock: Clock,
+    ) -> None:
+        self.cut = Cut(graph, stage_of, training=True)
+        self._size = size
+        self._batch = batch
+        self._clock = clock
+        self._loss = Slot(graph.loss)
+        self._key = (True, size)
+        self._stages = [
+            StageRuntime(index, {self._key: self.cut}, states, device, precision=precision)
+            for index in range(1 + max(stage_of.values()))
+        ]
+        self._marked: dict[int, Marked] = {}
+        self._given = [
+            _Given({name: batch[name] for name in stage.inputs(*self._key)}, {}, {})
+            for stage in self._stages
+        ]
+        self._first_pass()
+
+    def __len__(self) -> int:
+        return len(self._stages)
+
+    def run(self, index: int) -> StageTimes:
+        """One forward and one backward of a stage."""
+        start = self._clock()
+        self._forward(index)
+        middle = self._clock()
+        self._backward(index)
+        return StageTimes(middle - start, self._clock() - middle)
+
+    def run_marked(self, index: int, cost: Cost) -> StageTimes:
+        """The same, with marks.
+
+        Args:
+            cost: of measuring.
+        """
+        stage, codes = self._stages[index], self._stages[index].codes
+        plain = codes[self._key]
+        if index not in self._marked:
+            operators = self.cut.graph.position
+            self._marked[index] = Marked(plain, operators, self._clock, cost)
+        marked = self._marked[index]
+        codes[self._key] = replace(plain, module=marked)
+        start = self._clock()
+        self._forward(index)
+        middle = self._clock()
+        codes[self._key] = plain
+        marked.watch_backward()
+        begin = self._clock()
+        stage.backward(_MICRO_BATCH, dict(self._given[index].gradients), self._loss, 1.0)
+        end = self._clock()
+        return StageTimes(middle - start, end - begin, marked.spent(end))
+
+    def forget(self) -> None:
+        """Drop the gradients that the runs have left."""
+        for stage in self._stages:
+            stage.forget()
+
+    def _first_pass(self) -> None:
+        for index in range(len(self)):
+            made = self._forward(index)
+            self._deliver(TransferKind.ACTIVATION, index, made)
+        for index in reversed(range(len(self))):
+            self._deliver(TransferKind.GRADIENT, index, self._backward(index))
+
+    def _forward(self, index: int) -> Tensors:
+        given = self._given[index]
+        stage = self._stages[index]
+        return stage.forward(_MICRO_BATCH, self._size, _SEED, given.inputs, given.activations)
+
+    def _backward(self, index: int) -> Tensors:
+        given = dict(self._given[index].gradients)
+        return self._stages[index].backward(_MICRO_BATCH, given, self._loss, 1.0)
+
+    def _deliver(self, kind: TransferKind, source: int, made: Tensors) -> None:
+        for lane, slots in self.cut.lanes.items():
+            if lane.kind is not kind or lane.source != source:
+                continue
+            given = self._given[lane.target]
+            into = given.activations if kind is TransferKind.ACTIVATION else given.gradients
+            for slot in slots:
+                tensor = made.get(slot)
+                into[slot] = None if tensor is None else tensor.detach().clone()

@@ -1,0 +1,219 @@
+"""Timing the operators of a graph where they run, at one micro-batch size.
+
+The whole graph runs as one stage. Where its data is more than the cache holds, it also runs in
+windows that stay in the cache, one at a time: a stage of a long pipeline is like them. For what
+stages take besides their operators, random stages are timed whole, too.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from pipectl.capture import CapturedGraph
+from pipectl.planner.costs import Footprints
+from pipectl.profiler.alone import AloneStages, StageTimes
+from pipectl.profiler.cache import last_level_bytes
+from pipectl.profiler.effort import Effort, Rounds
+from pipectl.profiler.fit import CACHE_SHARES, Sample
+from pipectl.profiler.marks import Cost, cost_of_measuring
+from pipectl.profiler.partitions import random_stages, whole, windows
+from pipectl.runtime.device import CpuDevice, Device
+
+Pairs = dict[str, tuple[float, float]]
+"""(forward_s, backward_s) by operator."""
+Advance = Callable[[float], None]
+"""Called with the share of a measurement that is done."""
+_COPIES = 20
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Times of every operator at one micro-batch size.
+
+    Args:
+        cached: in stages whose data stays in the cache; empty if the whole graph's does.
+    """
+
+    uncached: Pairs
+    cached: Pairs
+
+
+class InPlace:
+    """Times a graph.
+
+    Args:
+        states: parameters, buffers and constants by placeholder.
+        batch: the tensors of a micro-batch by name, on the device.
+        size: samples in it.
+        working_set: bytes that every operator touches, about.
+        precision: as in the spec.
+    """
+
+    def __init__(
+        self,
+        graph: CapturedGraph,
+        states: Mapping[str, Tensor],
+        batch: Mapping[str, Tensor],
+        size: int,
+        working_set: Mapping[str, float],
+        device: Device,
+        precision: str,
+        effort: Effort,
+    ) -> None:
+        self._graph = graph
+        self._states = states
+        self._batch = batch
+        self._size = size
+        self._working_set = working_set
+        self._device = device
+        self._precision = precision
+        self._effort = effort
+
+    def operators(self, advance: Advance) -> Timed:
+        """Times of the operators."""
+        cuts = [whole(self._graph), *self._windows]
+        runs = [_Runs(self._stages(cut), self._cost, self._rewriting_s) for cut in cuts]
+        _repeat(self._effort.operators, [each.marked_round for each in runs], advance)
+        uncached, *cached = [each.operators() for each in runs]
+        return Timed(uncached, cached[0] if cached else {})
+
+    def samples(self, footprints: Footprints, advance: Advance) -> list[Sample]:
+        """Random stages and the whole graph, timed."""
+        seeds = range(self._effort.partitions)
+        cuts = [whole(self._graph), *(random_stages(self._graph, seed) for seed in seeds)]
+        runs = [_Runs(self._stages(cut), self._cost, self._rewriting_s) for cut in cuts]
+        _repeat(self._effort.stages, [each.full_round for each in runs], advance)
+        return [sample for each in runs for sample in each.samples(footprints)]
+
+    @cached_property
+    def cache_bytes(self) -> int | None:
+        """The last level cache; None on an accelerator, or if all data is in a small part of it."""
+        if not isinstance(self._device, CpuDevice):
+            return None
+        known = last_level_bytes()
+        return known if sum(self._working_set.values()) > CACHE_SHARES[0] * known else None
+
+    def clock(self) -> float:
+        """Seconds, when everything on the device is done."""
+        self._device.synchronize()
+        return time.perf_counter()
+
+    def _stages(self, cut: Mapping[str, int]) -> AloneStages:
+        return AloneStages(
+            self._graph,
+            cut,
+            self._states,
+            self._batch,
+            self._size,
+            self._device,
+            self._precision,
+            self._clock,
+        )
+
+    @property
+    def _clock(self) -> Callable[[], float]:
+        return time.perf_counter if isinstance(self._device, CpuDevice) else self.clock
+
+    @property
+    def _windows(self) -> list[dict[str, int]]:
+        if self.cache_bytes is None:
+            return []
+        return [windows(self._graph, self._working_set, CACHE_SHARES[0] * self.cache_bytes)]
+
+    @cached_property
+    def _cost(self) -> Cost:
+        return cost_of_measuring(self._clock)
+
+    @cached_property
+    def _rewriting_s(self) -> dict[str, float]:
+        """By operator, the time of the copies that a stage makes of buffers it rewrites."""
+        found = {}
+        for node in self._graph.operators:
+            names = [s.name for s in node.all_input_nodes if s.name in self._graph.rewritten]
+            buffers = [self._states[self._graph.states[name].name] for name in names]
+            found[node.name] = sum(self._copying_s(buffer) for buffer in buffers)
+        return found
+
+    def _copying_s(self, buffer: Tensor) -> float:
+        start = self.clock()
+        for _ in range(_COPIES):
+            copy = buffer.clone()
+            copy.data = copy.detach()
+        return (self.clock() - start) / _COPIES
+
+
+class _Runs:
+    """The stages of a cut and the times of their runs so far."""
+
+    def __init__(
+        self, stages: AloneStages, cost: Cost, rewriting_s: Mapping[str, float]
+    ) -> None:
+        self._stages = stages
+        self._cost = cost
+        self._rewriting_s = rewriting_s
+        self._plain: list[list[StageTimes]] = [[] for _ in range(len(stages))]
+        self._marked: list[list[StageTimes]] = [[] for _ in range(len(stages))]
+
+    def marked_round(self) -> None:
+        """Run every stage twice, the second time with marks: the first fills the caches."""
+        for index, times in enumerate(self._marked):
+            self._stages.run(index)
+            times.append(self._stages.run_marked(index, self._cost))
+
+    def full_round(self) -> None:
+        """The same, and once more without marks, for the time of the stage as it will run."""
+        for index, times in enumerate(self._plain):
+            self._stages.run(index)
+            times.append(self._stages.run(index))
+            self._marked[index].append(self._stages.run_marked(index, self._cost))
+
+    def operators(self) -> Pairs:
+        """Medians of every operator."""
+        found: Pairs = {}
+        for times in self._marked:
+            spent = [run.spent for run in times if run.spent is not None]
+            for name in spent[0].forward_s:
+                forward_s = statistics.median(each.forward_s[name] for each in spent)
+                backward_s = statistics.median(each.backward_s[name] for each in spent)
+                found[name] = (forward_s + self._rewriting_s[name], backward_s)
+        return found
+
+    def samples(self, footprints: Footprints) -> list[Sample]:
+        """Every stage as a whole."""
+        position = self._stages.cut.graph.position
+        names = [self._stages.cut.operators(index) for index in range(len(self._stages))]
+        parts = footprints.of([[position[name] for name in inside] for inside in names])
+        found = []
+        for index, (plain, marked) in enumerate(zip(self._plain, self._marked, strict=True)):
+            rewriting_s = sum(self._rewriting_s[name] for name in names[index])
+            outside = [run.outside_s for run in marked]
+            forward_s = statistics.median(pair[0] for pair in outside) - rewriting_s
+            sample = Sample(
+                parts,
+                index,
+                statistics.median(run.forward_s for run in plain),
+                statistics.median(run.backward_s for run in plain),
+                max(0.0, forward_s),
+                statistics.median(pair[1] for pair in outside),
+            )
+            found.append(sample)
+        return found
+
+
+def _repeat(rounds: Rounds, each: Sequence[Callable[[], None]], advance: Advance) -> None:
+    """Run everything round by round, so that a drift of the machine hits all alike."""
+    start = time.perf_counter()
+    for done in range(rounds.most):
+        used = (time.perf_counter() - start) / rounds.budget_s
+        if done >= rounds.least and used > 1:
+            break
+        for run in each:
+            run()
+        advance(min(1.0, max((done + 1) / rounds.most, min(used, (done + 1) / rounds.least))))
+    advance(1.0)

@@ -1,0 +1,53 @@
+"""What the optimizer costs: its state and the time of a step, on a sample of the parameters."""
+
+from __future__ import annotations
+
+import statistics
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipectl.capture import CapturedJob
+from pipectl.capture.deferred import is_deferred
+from pipectl.profile import OptimizerCost
+from pipectl.profiler.marks import Clock
+from pipectl.runtime.stepper import make_optimizer
+
+_SAMPLE_BYTES = 64 << 20
+_REPEATS = 5
+
+
+def optimizer_cost(job: CapturedJob, device: torch.device, clock: Clock) -> OptimizerCost:
+    """State and time of a step, per byte of parameters."""
+    sample = _sample(job, device)
+    size_bytes = sum(parameter.nbytes for parameter in sample.values()) or 1
+    for parameter in sample.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = make_optimizer(job, sample)
+    times = []
+    for _ in range(_REPEATS + 1):
+        start = clock()
+        optimizer.step()
+        times.append(clock() - start)
+    leaves = pytree.tree_leaves([dict(state) for state in optimizer.state.values()])
+    state_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+    return OptimizerCost(state_bytes / size_bytes, statistics.median(times[1:]) / size_bytes)
+
+
+def _sample(job: CapturedJob, device: torch.device) -> dict[str, nn.Parameter]:
+    sample: dict[str, nn.Parameter] = {}
+    total = 0
+    for name, tensor in job.states.items():
+        if tensor.requires_grad and total < _SAMPLE_BYTES:
+            sample[name] = nn.Parameter(_copy(tensor, device))
+            total += sample[name].nbytes
+    return sample
+
+
+def _copy(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy of a parameter; a random vector, perhaps shorter, if it has no memory."""
+    if not is_deferred(tensor):
+        return tensor.detach().clone()
+    count = min(tensor.numel(), _SAMPLE_BYTES // tensor.element_size())
+    return torch.randn(count, dtype=tensor.dtype, device=device)
