@@ -18,7 +18,10 @@ from pipectl.capture.deferred import is_deferred
 from pipectl.capture.precision import arithmetic
 from pipectl.profile import Operator, OptimizerCost, Profile
 from pipectl.profiler.costs import Times
+from pipectl.profiler.effort import Effort
+from pipectl.profiler.journal import Journal
 from pipectl.profiler.states import SampleStates
+from pipectl.profiler.timing import Timing
 from pipectl.profiler.walk import Measured, Walk
 from pipectl.runtime.device import choose_device
 from pipectl.runtime.stepper import make_optimizer
@@ -26,6 +29,7 @@ from pipectl.spec import JobSpec, profile_key
 
 Progress = Callable[[int, int, str], None]
 _WHOLE_REPEATS = 5
+_BUDGET_S = {Effort.FAST: 0.01, Effort.NORMAL: 0.03, Effort.THOROUGH: 0.1}
 _OPTIMIZER_SAMPLE_BYTES = 64 << 20
 _IN_PARTS = (
     "operators were measured one at a time, equal ones once, and their times were not scaled to "
@@ -33,7 +37,13 @@ _IN_PARTS = (
 )
 
 
-def profile_job(spec: JobSpec, progress: Progress | None = None) -> Profile:
+def profile_job(
+    spec: JobSpec,
+    progress: Progress | None = None,
+    *,
+    effort: Effort = Effort.NORMAL,
+    journal: Journal | None = None,
+) -> Profile:
     """Capture a job's model and measure every operator on this node.
 
     Operator times are scaled so that their sum is the time of the whole graph, which the planner
@@ -41,13 +51,16 @@ def profile_job(spec: JobSpec, progress: Progress | None = None) -> Profile:
 
     Args:
         progress: called with (operators done, all operators, name of the one just done).
+        effort: how long to measure each operator.
+        journal: where finished measurements are kept, and those of an interrupted run are found.
 
     Raises:
         CaptureError: the model, its loss or its data cannot be captured.
     """
     torch.set_num_threads(spec.resources.cpus_per_task)
     job = CapturedJob(spec)
-    profiling = _Profiling(job, progress or (lambda _done, _total, _name: None))
+    timing = Timing(_BUDGET_S[effort], journal)
+    profiling = _Profiling(job, progress or (lambda _done, _total, _name: None), timing)
     return profiling.profile(_baseline_bytes(job, measured_sizes(spec)[0]))
 
 
@@ -95,7 +108,8 @@ class _Pass:
 
 
 class _Profiling:
-    def __init__(self, job: CapturedJob, progress: Progress) -> None:
+    def __init__(self, job: CapturedJob, progress: Progress, timing: Timing) -> None:
+        self._timing = timing
         self._job = job
         self._progress = progress
         self._precision = job.spec.training.precision
@@ -125,6 +139,8 @@ class _Profiling:
 
     def _pass(self, size: int, index: int, passes: int) -> _Pass:
         graph = self._job.training_graph(size)
+        if index == 0:
+            self._timing.begin(graph.fingerprint)
         inputs = self._inputs(graph, size)
         total = len(graph.operators) * passes
         done = len(graph.operators) * index
@@ -135,7 +151,10 @@ class _Profiling:
             self._progress(done, total, name)
 
         states = SampleStates(self._job, self._device.torch_device)
-        walk = Walk(graph, states, inputs, size, self._device, self._precision, once=self._in_parts)
+        walk = Walk(
+            *(graph, states, inputs, size, self._device, self._timing, self._precision),
+            once=self._in_parts,
+        )
         operators = walk.measure(advance)
         return _Pass(graph, operators, None if self._in_parts else self._whole(graph, inputs, size))
 
