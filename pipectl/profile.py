@@ -92,6 +92,39 @@ class StageOverhead:
 
 
 @dataclass(frozen=True)
+class MeasuredOn:
+    """What a profile was measured on.
+
+    Args:
+        kind: of the device, as ``cluster.json`` calls it, e.g. ``cpu``.
+        model: of the processor or accelerator, in its maker's words.
+        cores: that the measuring process could use.
+        threads: that an operator could use.
+        torch: version.
+        neighbours: processes that computed beside the measured one.
+    """
+
+    kind: str
+    model: str
+    cores: int
+    threads: int
+    torch: str
+    neighbours: int = 0
+
+    @classmethod
+    def from_json(cls, reader: Reader) -> MeasuredOn:
+        """The object ``device`` of a profile."""
+        return cls(
+            kind=reader.text("kind"),
+            model=reader.text("model", default="unknown"),
+            cores=reader.integer("cores", default=1, minimum=1),
+            threads=reader.integer("threads", default=1, minimum=1),
+            torch=reader.text("torch", default="unknown"),
+            neighbours=reader.integer("neighbours", default=0),
+        )
+
+
+@dataclass(frozen=True)
 class Profile:
     """A measured operator graph.
 
@@ -102,6 +135,7 @@ class Profile:
         fingerprint: of the captured graph; None for an imported profile, which cannot be submitted.
         key: of the spec sections and factory files it was measured from; tells a stale profile.
         assumptions: what was assumed in measuring, or in reading a file that did not say.
+        device: None where an imported profile does not say.
     """
 
     name: str
@@ -115,6 +149,7 @@ class Profile:
     process_baseline_bytes: int | None = None
     key: str | None = None
     assumptions: tuple[str, ...] = ()
+    device: MeasuredOn | None = None
 
     @cached_property
     def by_id(self) -> dict[str, Operator]:
@@ -142,6 +177,8 @@ class Profile:
             "key": self.key,
             "process_baseline_bytes": self.process_baseline_bytes,
         }
+        if self.device is not None:
+            document["device"] = asdict(self.device)
         if self.optimizer is not None:
             document["optimizer"] = {
                 "state_bytes_per_parameter": self.optimizer.state_bytes_per_parameter_byte,
@@ -185,6 +222,7 @@ class Profile:
             process_baseline_bytes=reader.optional_integer("process_baseline_bytes"),
             key=reader.optional_text("key"),
             assumptions=tuple(dict.fromkeys(assumptions)),
+            device=MeasuredOn.from_json(reader.section("device")) if "device" in reader else None,
         )
         _check_graph(profile, file)
         return profile

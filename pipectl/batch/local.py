@@ -58,13 +58,14 @@ class LocalScheduler:
 
     def render(self, request: JobRequest) -> str:
         """See :class:`~pipectl.batch.protocol.Scheduler`."""
-        if request.launcher == "srun":
+        if request.launcher == "srun" and not request.alone:
             raise SchedulerError(
                 "launch.launcher: srun needs Slurm", cure="use mpiexec or auto for local runs"
             )
         tag = shell_word(request.tag, "tag")
         header = f"#!/bin/bash\n# pipectl {request.name} {tag}\n"
-        return header + render_body(request, mpiexec_command(request))
+        launch = request.command if request.alone else mpiexec_command(request)
+        return header + render_body(request, launch)
 
     def submit(self, script: Path, request: JobRequest) -> str:
         """Start the script in its own session; its output goes to ``logs/job.log``."""

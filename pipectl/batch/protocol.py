@@ -97,6 +97,7 @@ class JobRequest:
         python: absolute path of the interpreter that submits.
         ranks: processes in all, at most ``nodes * tasks_per_node``.
         command: of one rank, started ``ranks`` times under MPI.
+        alone: whether the command is started once, on the first node, without MPI.
         prepare: commands run once, on the first node, before the launch.
         modules, setup: loaded, and run verbatim, before anything else.
         variables: exported to every rank.
@@ -130,6 +131,7 @@ class JobRequest:
     launch_args: tuple[str, ...] = ()
     mpiexec: str | None = None
     requeue: bool = False
+    alone: bool = False
     slurm: SlurmOptions = SlurmOptions()
 
 

@@ -52,7 +52,9 @@ def render_script(request: JobRequest) -> str:
         SchedulerError: no mpiexec.
     """
     header = "".join(f"#SBATCH {option}\n" for option in _options(request))
-    if request.launcher == "srun":
+    if request.alone:
+        body = render_body(request, request.command)
+    elif request.launcher == "srun":
         body = render_body(request, srun_command(request))
     else:
         body = render_body(request, mpiexec_command(request), before=_FREE_PROXIES)

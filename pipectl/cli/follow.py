@@ -8,10 +8,10 @@ from pipectl.batch import JobState
 from pipectl.cli.console import errors, note
 from pipectl.cli.progress import Report, progress_bar
 from pipectl.errors import UnknownRunError
-from pipectl.jobs.measured import Measured, measured
+from pipectl.jobs.measured import Measured
 from pipectl.jobs.places import LOCAL
-from pipectl.jobs.status import RunStatus, status
-from pipectl.runs import RunDirectory, read_metrics
+from pipectl.jobs.status import RunStatus, figures, status
+from pipectl.runs import PROFILING, RunDirectory
 
 _POLL_S = 0.5
 _ASK_S = 10.0
@@ -54,7 +54,7 @@ def _look(found: RunStatus, progress: Report) -> None:
     """Move the bar by what the files say, until it is time to ask the batch system again."""
     for _ in range(_polls(found)):
         time.sleep(_POLL_S)
-        now = measured(read_metrics(found.run))
+        now = figures(found.run, found.record)
         progress(now.step, found.steps or 1, f"{_label(found)}{_loss(now)}")
         if found.run.exit_code.exists():
             return
@@ -88,5 +88,7 @@ def _line(found: RunStatus) -> str:
     state, now = found.job.state, found.measured
     if not state.alive or not found.phase:
         return state.value
+    if found.record is not None and found.record.kind == PROFILING:
+        return f"{state.value}: {found.phase} {now.step}%"
     progress = f", step {now.step} of {found.steps}{_loss(now)}" if now.step else ""
     return f"{state.value}: {found.phase}{progress}"

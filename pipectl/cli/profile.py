@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipectl.cli.console import say
-from pipectl.cli.options import JobFile, Overrides
+from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption
 from pipectl.cli.progress import progress_bar
-from pipectl.profile import Profile
-from pipectl.units import format_bytes, format_time
+from pipectl.errors import UsageError
+from pipectl.units import is_name
+
+if TYPE_CHECKING:
+    from pipectl.jobs.profile import Wish
+    from pipectl.spec import JobSpec
 
 
 def command(
@@ -19,27 +26,73 @@ def command(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Instead of runs/NAME.profile.json.")
     ] = None,
+    fast: Annotated[bool, typer.Option("--fast", help="Measure briefly.")] = False,
+    thorough: Annotated[bool, typer.Option("--thorough", help="Measure at length.")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure even what was measured before.")
+    ] = False,
+    device_kind: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Name of this kind of device, for a profile of its own."),
+    ] = None,
+    submit: Annotated[bool, typer.Option("--submit", help="Measure in a job of its own.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Follow that job to its end.")] = False,
+    here: Annotated[bool, typer.Option("--here", help="Measure even on a login node.")] = False,
+    scheduler: SchedulerOption = None,
+    as_json: Json = False,
     overrides: Overrides = None,
 ) -> None:
     """Measure time and memory of every operator, forward and backward."""
-    from pipectl.jobs.places import profile_path
-    from pipectl.jobs.profile import measure
+    from pipectl.jobs.places import profile_path, scheduler_name
+    from pipectl.jobs.profile import Wish, require_compute_node
     from pipectl.spec import load
 
+    _check(fast, thorough, submit, wait, here, device_kind)
     spec = load(job, overrides or ())
-    path = output or profile_path(spec)
-    with progress_bar() as progress:
-        profile = measure(spec, path, progress)
-    say(_summary(profile))
-    say(f"profile: {path}")
+    path = output or profile_path(spec, device_kind)
+    name = scheduler_name(spec, None if scheduler is None else scheduler.value)
+    effort = "fast" if fast else "thorough" if thorough else "normal"
+    wish = Wish(effort, device_kind, again)
+    if submit:
+        from pipectl.cli.profile_job import submit_and_tell
+
+        submit_and_tell(spec, name, path, wish, wait=wait, as_json=as_json)
+        return
+    if not here:
+        require_compute_node(name)
+    _measure(spec, path, wish, as_json=as_json)
 
 
-def _summary(profile: Profile) -> str:
-    forward_s = sum(operator.forward_s for operator in profile.operators)
-    backward_s = sum(operator.backward_s for operator in profile.operators)
-    parameters = dict(pair for operator in profile.operators for pair in operator.parameters)
-    return (
-        f"{profile.name}: {len(profile.operators)} operators, "
-        f"{format_bytes(sum(parameters.values()))} of parameters; forward {format_time(forward_s)}"
-        f", backward {format_time(backward_s)} for {profile.micro_batch_size} samples"
-    )
+def _check(
+    fast: bool, thorough: bool, submit: bool, wait: bool, here: bool, device_kind: str | None
+) -> None:
+    if fast and thorough:
+        raise UsageError("--fast and --thorough: choose one", cure="or neither")
+    if here and submit:
+        raise UsageError("--here and --submit: choose one", cure="--submit measures in a job")
+    if wait and not submit:
+        raise UsageError("--wait: there is no job to wait for", cure="add --submit")
+    if device_kind is not None and not is_name(device_kind):
+        raise UsageError(
+            f"--device-kind: {device_kind!r} cannot be part of a file's name",
+            cure="use letters, digits, '.', '_' and '-'",
+        )
+
+
+def _measure(spec: JobSpec, path: Path, wish: Wish, *, as_json: bool) -> None:
+    from pipectl.cli.profile_view import show
+    from pipectl.jobs.profile import measure
+
+    with _terminable(), progress_bar("profiling") as progress:
+        found = measure(spec, path, progress, wish)
+    show(found, path, time.time(), as_json=as_json)
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends it as Ctrl-C does: the terminal is put right, and it says what is kept."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -13,7 +13,7 @@ from pipectl.batch import JobState
 from pipectl.cli.console import joined, output, plain, short
 from pipectl.cli.plan_view import headline
 from pipectl.jobs.status import RunStatus
-from pipectl.runs import last_checkpoint
+from pipectl.runs import PROFILING, last_checkpoint
 from pipectl.units import format_time
 
 _GAP = Text("  ")
@@ -74,6 +74,7 @@ def status_json(status: RunStatus) -> dict[str, Any]:
     return {
         "run": status.run.name,
         "directory": str(status.run.path),
+        "kind": status.record.kind if status.record else None,
         "scheduler": status.record.scheduler if status.record else None,
         "job_id": status.record.job_id if status.record else None,
         "state": job.state.value,
@@ -116,12 +117,19 @@ def _cells(status: RunStatus) -> tuple[str, ...]:
     left = found.remaining_s if status.job.state.alive else None
     return (
         status.record.scheduler if status.record else "",
-        f"{found.step}/{status.steps}" if status.steps else "",
+        _progress(status, "{}/{}"),
         "" if found.last_loss is None else f"{found.last_loss:.4g}",
         _time(found.step_time_s),
         _time(status.predicted_step_s),
         _time(left),
     )
+
+
+def _progress(status: RunStatus, form: str) -> str:
+    """Steps made of those to make; a run that only measures has percent."""
+    if status.record is not None and status.record.kind == PROFILING:
+        return f"{status.measured.step}%"
+    return form.format(status.measured.step, status.steps) if status.steps else ""
 
 
 def _job(status: RunStatus) -> str:
@@ -140,8 +148,8 @@ def _details(status: RunStatus) -> Iterator[tuple[str, str]]:
         yield "submitted", f"{submitted:%Y-%m-%d %H:%M:%S}"
     if status.phase and job.state.alive:
         yield "doing", status.phase
-    if status.steps:
-        yield "progress", f"step {found.step} of {status.steps}"
+    if progress := _progress(status, "step {} of {}"):
+        yield "progress", progress
     yield from _speed(status)
     if found.evaluation:
         values = ", ".join(f"{name} {value:.4g}" for name, value in found.evaluation.items())
@@ -153,6 +161,8 @@ def _details(status: RunStatus) -> Iterator[tuple[str, str]]:
 
 def _files(status: RunStatus) -> Iterator[tuple[str, str]]:
     """What the run has made, and where it lies."""
+    if status.record and status.record.kind == PROFILING and status.run.profile.exists():
+        yield "profile", short(status.run.profile)
     if status.plan is not None:
         yield "plan", headline(status.plan).removeprefix(f"{status.plan.name}: ")
         yield "plan file", short(status.run.plan)

@@ -45,7 +45,7 @@ def command(
 def _submit(spec: JobSpec, scheduler: str | None, *, wait: bool, as_json: bool) -> None:
     from pipectl.jobs.submit import gather, submit
 
-    with progress_bar() as progress:
+    with progress_bar("profiling") as progress:
         inputs = gather(spec, scheduler, progress)
     submission = submit(inputs, time.time())
     if not as_json:

@@ -1,7 +1,8 @@
-"""Where files lie before a job is submitted, and on which scheduler it goes."""
+"""Where files lie before a job is submitted, on which scheduler it goes, and where we are."""
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,16 +11,28 @@ if TYPE_CHECKING:
     from pipectl.spec import JobSpec
 
 LOCAL = "local"
+_IN_ALLOCATION = {"slurm": ("SLURM_JOB_ID", "SLURMD_NODENAME")}
 
 
-def profile_path(spec: JobSpec) -> Path:
-    """``runs/<name>.profile.json``."""
-    return Path(spec.output.directory) / f"{spec.name}.profile.json"
+def profile_path(spec: JobSpec, kind: str | None = None, base: Path | None = None) -> Path:
+    """``runs/<name>.profile.json``, or ``runs/<name>.<kind>.profile.json``.
+
+    Args:
+        kind: of device, where the job is measured on several.
+        base: instead of the spec's output directory.
+    """
+    directory = Path(spec.output.directory) if base is None else base
+    return directory / f"{spec.name}{'' if kind is None else f'.{kind}'}.profile.json"
 
 
 def plan_path(spec: JobSpec) -> Path:
     """``runs/<name>.plan.json``."""
     return Path(spec.output.directory) / f"{spec.name}.plan.json"
+
+
+def cache_directory(base: Path) -> Path:
+    """Where profiles are kept for reuse: ``.cache`` in an output directory."""
+    return base / ".cache"
 
 
 def scheduler_name(spec: JobSpec, wanted: str | None) -> str:
@@ -28,3 +41,14 @@ def scheduler_name(spec: JobSpec, wanted: str | None) -> str:
     if name != "auto":
         return name
     return "slurm" if shutil.which("sbatch") else LOCAL
+
+
+def on_login_node(scheduler: str) -> bool:
+    """Whether jobs go to a batch system, and this process is not within one.
+
+    The shell that salloc starts knows its job but may run on the login node: only on a compute
+    node is that node's name set.
+    """
+    if scheduler == LOCAL:
+        return False
+    return not all(name in os.environ for name in _IN_ALLOCATION.get(scheduler, ()))

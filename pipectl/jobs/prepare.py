@@ -6,23 +6,25 @@ as the ranks write it later; a failure goes to ``errors/prepare.json`` and stand
 
 from __future__ import annotations
 
-import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipectl.cluster import Cluster
 from pipectl.errors import PipectlError
-from pipectl.files import write_json
+from pipectl.jobs.places import profile_path
 from pipectl.jobs.plan import find_plan, write_plan
 from pipectl.jobs.profile import measure
+from pipectl.jobs.reporting import Heartbeat, reporting_failure
 from pipectl.profile import Profile
-from pipectl.runs import RunDirectory
+from pipectl.runs import Record, RunDirectory
 from pipectl.spec import load
 
-_BEAT_S = 1.0
+if TYPE_CHECKING:
+    from pipectl.spec import JobSpec
 
 
 def prepare(run: RunDirectory, clock: Callable[[], float] = time.time) -> None:
@@ -33,71 +35,30 @@ def prepare(run: RunDirectory, clock: Callable[[], float] = time.time) -> None:
     """
     spec = load(run.job)
     cluster = Cluster.load(run.cluster)
-    heartbeat = _Heartbeat(run, spec.training.steps, clock)
+    heartbeat = Heartbeat(run, spec.training.steps, clock)
     if run.profile.exists():
         profile = Profile.load(run.profile)
     else:
-        profile = measure(spec, run.profile, heartbeat.profiling)
+        base = run.path.parent
+        profile = measure(spec, run.profile, heartbeat.profiling, base=base).profile
+        _share(run, spec, profile)
     if not run.plan.exists():
         heartbeat.beat("planning")
         write_plan(run, find_plan(spec, profile, cluster), cluster)
 
 
+def _share(run: RunDirectory, spec: JobSpec, profile: Profile) -> None:
+    """Put the profile where later commands look, unless there is one newer than this run."""
+    place = profile_path(spec, base=run.path.parent)
+    with suppress(PipectlError, OSError):  # the job itself does not need it there
+        if not place.exists() or place.stat().st_mtime < Record.load(run.record).submitted_at:
+            profile.save(place)
+
+
 def main(arguments: list[str]) -> int:
     """Prepare one run; the exit code is the one that commands have."""
     run = RunDirectory(Path(arguments[0]))
-    try:
-        prepare(run)
-    except Exception as error:
-        code = error.exit_code if isinstance(error, PipectlError) else 1
-        write_json(run.preparation_error, _report(error, code))
-        sys.stderr.write(f"error: {error or type(error).__name__}\n")
-        return code
-    return 0
-
-
-class _Heartbeat:
-    """Tells at most once a second how far the preparation is."""
-
-    def __init__(self, run: RunDirectory, steps: int, clock: Callable[[], float]) -> None:
-        self._run = run
-        self._steps = steps
-        self._clock = clock
-        self._last = 0.0
-
-    def profiling(self, done: int, total: int, _what: str) -> None:
-        if self._clock() - self._last >= _BEAT_S:
-            self.beat(f"profiling {done}/{total}")
-
-    def beat(self, state: str) -> None:
-        self._last = self._clock()
-        document = {
-            "version": 1,
-            "time": self._last,
-            "attempt": 1,
-            "state": state,
-            "step": 0,
-            "steps": self._steps,
-            "ranks": [],
-        }
-        write_json(self._run.heartbeat, document)
-
-
-def _report(error: Exception, code: int) -> dict[str, object]:
-    """The same fields as the ranks' error files."""
-    return {
-        "rank": None,
-        "host": socket.gethostname(),
-        "stage": None,
-        "action": "PREPARE",
-        "step": None,
-        "type": type(error).__name__,
-        "message": error.message if isinstance(error, PipectlError) else str(error),
-        "cure": getattr(error, "cure", None),
-        "traceback": "".join(traceback.format_exception(error)),
-        "time": time.time(),
-        "exit_code": code,
-    }
+    return reporting_failure(run, lambda: prepare(run))
 
 
 if __name__ == "__main__":

@@ -2,32 +2,116 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipectl.errors import UsageError
 from pipectl.files import make_directory
-from pipectl.profile import Profile
+from pipectl.jobs.cache import Entry, ProfileCache, identity_of
+from pipectl.jobs.device import this_device
+from pipectl.jobs.places import cache_directory, on_login_node
+from pipectl.profile import MeasuredOn, Profile
 from pipectl.spec import profile_key
 
 if TYPE_CHECKING:
+    from pipectl.profiler.journal import Journal
     from pipectl.spec import JobSpec
 
 Progress = Callable[[int, int, str], None]
 
 
-def measure(spec: JobSpec, path: Path, progress: Progress | None = None) -> Profile:
-    """Profile the model on this machine and write ``path``.
+@dataclass(frozen=True)
+class Wish:
+    """How to measure.
+
+    Args:
+        effort: ``fast``, ``normal`` or ``thorough``.
+        device_kind: name of this kind of device in the cluster; None for the usual one.
+        again: whether to measure even what is known.
+    """
+
+    effort: str = "normal"
+    device_kind: str | None = None
+    again: bool = False
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A profile and how it came to be.
+
+    Args:
+        cached: whether nothing was measured now.
+        resumed: measurements taken over from an interrupted attempt.
+    """
+
+    entry: Entry
+    cached: bool
+    resumed: int = 0
+
+    @property
+    def profile(self) -> Profile:
+        """The profile."""
+        return self.entry.profile
+
+
+class Interrupted(KeyboardInterrupt):
+    """Measuring was interrupted.
+
+    Args:
+        kept: measurements that the next attempt will not repeat.
+    """
+
+    def __init__(self, kept: int) -> None:
+        super().__init__(kept)
+        self.kept = kept
+
+
+def measure(
+    spec: JobSpec,
+    path: Path,
+    progress: Progress | None = None,
+    wish: Wish | None = None,
+    *,
+    base: Path | None = None,
+) -> Measurement:
+    """Write the profile of a job on this machine to ``path``: a known one, or measured now.
+
+    Until the new profile is whole, ``path`` stays as it is.
+
+    Args:
+        base: the output directory, whose cache is used; by default the spec's.
 
     Raises:
-        CaptureError: the model cannot be built or captured; ``path`` is untouched.
+        CaptureError: the model cannot be built or captured.
+        Interrupted: by the user; what was measured so far is used the next time.
+        UsageError: ``path`` or the cache cannot be written.
     """
-    from pipectl.profiler import profile_job
-
+    wish = wish or Wish()
     make_directory(path.parent)
-    profile = profile_job(spec, progress)
-    profile.save(path)
-    return profile
+    directory = cache_directory(Path(spec.output.directory) if base is None else base)
+    make_directory(directory)
+    found = _found(spec, progress, wish, ProfileCache(directory))
+    found.profile.save(path)
+    return found
+
+
+def require_compute_node(scheduler: str) -> None:
+    """A login node is no place to measure on: it is shared, and often another machine.
+
+    Raises:
+        UsageError: this is one, as far as can be told.
+    """
+    if on_login_node(scheduler):
+        raise UsageError(
+            f"jobs go to {scheduler} from here, so this seems to be a login node, whose times say "
+            "nothing about the nodes that train",
+            cure="measure in an allocation: add --submit (and --wait to follow it);\n"
+            "to measure on this machine all the same: --here",
+        )
 
 
 def fresh_profile(spec: JobSpec, path: Path) -> Profile | None:
@@ -45,3 +129,36 @@ def fresh_profile(spec: JobSpec, path: Path) -> Profile | None:
 def is_fresh(spec: JobSpec, profile: Profile) -> bool:
     """Whether a profile is of this spec; one without a key comes from elsewhere and is believed."""
     return profile.key is None or profile.key == profile_key(spec)
+
+
+def _found(spec: JobSpec, progress: Progress | None, wish: Wish, kept: ProfileCache) -> Measurement:
+    device = this_device(spec, wish.device_kind)
+    identity = identity_of(spec, device, wish.effort)
+    known = None if wish.again else kept.find(identity)
+    if known is not None:
+        return Measurement(known, cached=True)
+    from pipectl.profiler.journal import Journal
+
+    with Journal(kept.journal(identity), identity) as journal:
+        resumed = len(journal)
+        entry = _measure_now(spec, progress, wish, device, journal)
+        kept.keep(identity, entry)
+        journal.remove()
+    return Measurement(entry, cached=False, resumed=resumed)
+
+
+def _measure_now(
+    spec: JobSpec, progress: Progress | None, wish: Wish, device: MeasuredOn, journal: Journal
+) -> Entry:
+    from pipectl.profiler import profile_job
+    from pipectl.profiler.effort import Effort
+
+    started = time.time()
+    try:
+        profile = profile_job(spec, progress, effort=Effort(wish.effort), journal=journal)
+    except KeyboardInterrupt as stop:
+        raise Interrupted(len(journal)) from stop
+    neighbours = profile.device.neighbours if profile.device else 0
+    profile = replace(profile, device=replace(device, neighbours=neighbours))
+    now = time.time()
+    return Entry(profile, now, socket.gethostname(), now - started)

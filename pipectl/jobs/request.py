@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 WORKER = "pipectl.runtime.worker"
 PREPARE = "pipectl.jobs.prepare"
+MEASURE = "pipectl.jobs.profile_in_job"
 
 
 def job_request(

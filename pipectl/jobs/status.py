@@ -12,6 +12,7 @@ from pipectl.jobs.culprit import Culprit, culprit
 from pipectl.jobs.measured import Measured, efficiency, measured
 from pipectl.plan import Plan
 from pipectl.runs import (
+    PROFILING,
     Record,
     RunDirectory,
     read_exit_code,
@@ -91,6 +92,14 @@ def status(run: RunDirectory, now: float) -> RunStatus:
     return statuses([run], now)[0]
 
 
+def figures(run: RunDirectory, record: Record | None) -> Measured:
+    """What a run has done so far; the steps of one that only measures are percent."""
+    if record is None or record.kind != PROFILING:
+        return measured(read_metrics(run))
+    heartbeat = _heartbeat(run)
+    return Measured(step=int(heartbeat.get("step", 0)), steps=record.steps)
+
+
 def _record(run: RunDirectory) -> Record | DataFileError:
     try:
         return Record.load(run.record)
@@ -129,7 +138,7 @@ def _status(
         record=known,
         job=job,
         phase=str(heartbeat.get("state", "")),
-        measured=measured(read_metrics(run)),
+        measured=figures(run, known),
         plan=_plan(run),
         ranks=tuple(heartbeat.get("ranks", ())),
         culprit=culprit(run),

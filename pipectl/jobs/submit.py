@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,7 +69,7 @@ def gather(spec: JobSpec, scheduler: str | None, progress: Progress | None = Non
     make_directory(directory)
     profile = fresh_profile(spec, profile_path(spec))
     if profile is None and name == LOCAL:
-        profile = measure(spec, profile_path(spec), progress)
+        profile = measure(spec, profile_path(spec), progress).profile
     if profile is None:
         return Inputs(spec, name, cluster, None, None)
     if profile.fingerprint is None:
@@ -93,12 +94,30 @@ def submit(inputs: Inputs, now: float) -> Submission:
             system did not answer and may have taken the job.
     """
     spec = inputs.spec
-    scheduler = get(inputs.scheduler)
     run = RunDirectory.create(Path(spec.output.directory), spec.name, now)
     request = _request(inputs, run.path)
     record = _record(inputs, request, now)
+    return Submission(run, hand_over(run, request, record, _writer(run, inputs)), inputs.plan)
+
+
+def hand_over(
+    run: RunDirectory, request: JobRequest, record: Record, write: Callable[[], None]
+) -> Record:
+    """Give the script of a new run to the batch system; see :func:`submit`.
+
+    Args:
+        record: says to which.
+        write: puts everything that the job reads into the run directory.
+
+    Returns:
+        The record with the job's id.
+    """
+    scheduler = get(record.scheduler)
     try:
-        _fill(run, inputs, record, scheduler.render(request))
+        script = scheduler.render(request)
+        write()
+        write_text(run.script, script, mode=0o777)
+        record.save(run.record)
         job_id = scheduler.submit(run.script, request)
     except NoAnswerError:
         raise
@@ -106,9 +125,9 @@ def submit(inputs: Inputs, now: float) -> Submission:
         shutil.rmtree(run.path, ignore_errors=True)
         error.message = error.message.replace(str(run.script), "the job script")
         raise
-    record = record.after(now, "submitted", job_id=job_id)
+    record = record.after(record.submitted_at, "submitted", job_id=job_id)
     record.save(run.record)
-    return Submission(run, record, inputs.plan)
+    return record
 
 
 def _plan(spec: JobSpec, profile: Profile, cluster: Cluster) -> Plan:
@@ -132,16 +151,18 @@ def _record(inputs: Inputs, request: JobRequest, now: float) -> Record:
     )
 
 
-def _fill(run: RunDirectory, inputs: Inputs, record: Record, script: str) -> None:
-    """Write everything the job reads."""
-    write_text(run.job, dump(inputs.spec))
-    inputs.cluster.save(run.cluster)
-    if inputs.profile is not None:
-        inputs.profile.save(run.profile)
-    if inputs.plan is not None:
-        write_plan(run, inputs.plan, inputs.cluster)
-    write_text(run.script, script, mode=0o777)
-    record.save(run.record)
+def _writer(run: RunDirectory, inputs: Inputs) -> Callable[[], None]:
+    """Writes everything the job reads."""
+
+    def write() -> None:
+        write_text(run.job, dump(inputs.spec))
+        inputs.cluster.save(run.cluster)
+        if inputs.profile is not None:
+            inputs.profile.save(run.profile)
+        if inputs.plan is not None:
+            write_plan(run, inputs.plan, inputs.cluster)
+
+    return write
 
 
 def _request(inputs: Inputs, directory: Path) -> JobRequest:

@@ -147,7 +147,7 @@ class _Verifying:
             profile = fresh_profile(usual, profile_path(usual))
             if profile is not None and profile.fingerprint is not None:
                 return replace(profile, key=None)
-        return measure(spec, self.directory / "profile.json", progress)
+        return measure(spec, self.directory / "profile.json", progress).profile
 
     def _train(self, spec: JobSpec, profile: Profile, plan: Plan) -> RunDirectory:
         """Run a plan here, to its end."""

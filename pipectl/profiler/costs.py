@@ -17,7 +17,6 @@ from pipectl.runtime.device import Device
 
 _LEAST_REPEATS = 3
 _MOST_REPEATS = 15
-_BUDGET_S = 0.03
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ def run(call: Call) -> Ran:
     return Ran(result, kept, pytree.tree_leaves((args, kwargs)))
 
 
-def measure(call: Call, device: Device) -> Times:
+def measure(call: Call, device: Device, budget_s: float) -> Times:
     """Time forward and backward until the figures are steady or the budget is used.
 
     The median drops repeats that something else on the machine disturbed.
@@ -93,7 +92,7 @@ def measure(call: Call, device: Device) -> Times:
     backward: list[float] = []
     _once(call, device)
     while len(forward) < _LEAST_REPEATS or (
-        len(forward) < _MOST_REPEATS and sum(forward) + sum(backward) < _BUDGET_S
+        len(forward) < _MOST_REPEATS and sum(forward) + sum(backward) < budget_s
     ):
         times = _once(call, device)
         forward.append(times.forward_s)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor
@@ -23,32 +22,19 @@ from pipectl.profiler.effort import Effort, Rounds
 from pipectl.profiler.fit import CACHE_SHARES, Sample
 from pipectl.profiler.marks import Cost, cost_of_measuring
 from pipectl.profiler.partitions import random_stages, whole, windows
+from pipectl.profiler.records import Pairs, Timed
 from pipectl.runtime.device import CpuDevice, Device
 
-Pairs = dict[str, tuple[float, float]]
-"""(forward_s, backward_s) by operator."""
 Advance = Callable[[float], None]
 """Called with the share of a measurement that is done."""
 _COPIES = 20
-
-
-@dataclass(frozen=True)
-class Timed:
-    """Times of every operator at one micro-batch size.
-
-    Args:
-        cached: in stages whose data stays in the cache; empty if the whole graph's does.
-    """
-
-    uncached: Pairs
-    cached: Pairs
 
 
 class InPlace:
     """Times a graph.
 
     Args:
-        states: parameters, buffers and constants by placeholder.
+        states: parameters and buffers by full name.
         batch: the tensors of a micro-batch by name, on the device.
         size: samples in it.
         working_set: bytes that every operator touches, about.
@@ -151,9 +137,7 @@ class InPlace:
 class _Runs:
     """The stages of a cut and the times of their runs so far."""
 
-    def __init__(
-        self, stages: AloneStages, cost: Cost, rewriting_s: Mapping[str, float]
-    ) -> None:
+    def __init__(self, stages: AloneStages, cost: Cost, rewriting_s: Mapping[str, float]) -> None:
         self._stages = stages
         self._cost = cost
         self._rewriting_s = rewriting_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,25 +16,29 @@ from torch.utils import _pytree as pytree
 from pipectl.capture import CapturedGraph, CapturedJob
 from pipectl.capture.deferred import is_deferred
 from pipectl.planner.costs import Footprints, operator_times
-from pipectl.profile import Operator, Profile, StageOverhead
+from pipectl.profile import MeasuredOn, Operator, Profile
 from pipectl.profiler.effort import Effort
-from pipectl.profiler.fit import Fit, fit_stages
-from pipectl.profiler.inplace import InPlace, Pairs, Timed
+from pipectl.profiler.fit import fit_stages
+from pipectl.profiler.inplace import InPlace
 from pipectl.profiler.journal import Journal
 from pipectl.profiler.neighbours import Neighbours
 from pipectl.profiler.optimizer import optimizer_cost
 from pipectl.profiler.progress import Progress, Work
+from pipectl.profiler.records import Records, Timed
 from pipectl.profiler.sizes import measured_sizes
 from pipectl.profiler.states import SampleStates
+from pipectl.profiler.timing import Timing
 from pipectl.profiler.walk import Measured, Walk
 from pipectl.runtime.device import choose_device
 from pipectl.spec import JobSpec, profile_key
 
-_IN_PARTS = (
+_IN_PIECES = (
     "operators were measured one at a time, equal ones once, and their times were not scaled to "
     "the time of the whole model, which fits no process (materialize: per_rank)"
 )
-_STRUCTURE, _STAGES = "what operators keep", "random stages"
+_KEPT, _STAGES = "what operators keep", "random stages"
+_MEMORY_SHARE = 0.5
+"""Of the free memory, for measuring a micro-batch."""
 
 
 def profile_job(
@@ -51,8 +56,8 @@ def profile_job(
 
     Args:
         progress: called with (work done, all work, what was just done).
-        effort: how much time to take.
-        journal: what an interrupted profile of the same has measured; it is continued.
+        effort: how long to measure.
+        journal: where finished measurements are kept, and those of an interrupted run are found.
 
     Raises:
         CaptureError: the model, its loss or its data cannot be captured.
@@ -62,14 +67,15 @@ def profile_job(
     with Neighbours(spec, sizes[0]) as neighbours:
         job = CapturedJob(spec)
         baseline_bytes = _baseline_bytes(job, sizes[0])
-        profiling = _Profiling(job, effort, sizes, progress, journal)
+        profiling = _Profiling(job, effort, sizes, progress, Records(journal))
         neighbours.wait()
         profile = profiling.profile()
-    return replace(
-        profile,
-        process_baseline_bytes=baseline_bytes,
-        assumptions=(*profile.assumptions, *neighbours.assumptions),
-    )
+        return replace(
+            profile,
+            process_baseline_bytes=baseline_bytes,
+            device=profiling.device(neighbours.computing),
+            assumptions=(*profile.assumptions, *neighbours.assumptions),
+        )
 
 
 def _baseline_bytes(job: CapturedJob, size: int) -> int:
@@ -90,25 +96,189 @@ class _Profiling:
         effort: Effort,
         sizes: tuple[int, ...],
         progress: Progress | None,
-        journal: Journal | None,
+        records: Records,
     ) -> None:
         self._job = job
         self._effort = effort
         self._sizes = sizes
-        self._journal = journal
-        self._precision = job.spec.training.precision
+        self._records = records
         self._device = choose_device(job.spec.resources.gpus_per_node, 0)
-        self._in_parts = any(is_deferred(tensor) for tensor in job.states.values())
+        self._in_pieces = any(is_deferred(tensor) for tensor in job.states.values())
         for tensor in job.states.values():
             if not is_deferred(tensor):
                 tensor.data = tensor.data.to(self._device.torch_device)
-        self._work = Work(progress)
+        self._graph = job.training_graph(sizes[0])
+        records.match(self._graph.fingerprint)
+        parts = {_size(size): float(size) for size in sizes}
+        more = {} if self._in_pieces else {_KEPT: sizes[0] / 2, _STAGES: 2.0 * sizes[0]}
+        self._work = Work(progress, {**more, **parts})
 
     def profile(self) -> Profile:
         """The profile, but for what is known of the process."""
-        profile = self._in_one_piece() if not self._in_parts else self._in_pieces()
-        return replace(profile, optimizer=optimizer_cost(self._job, self._torch_device, self._now))
+        if self._in_pieces:
+            profile = self._measured_in_pieces()
+        else:
+            profile = self._measured_in_place()
+        cost = optimizer_cost(self._job, self._device.torch_device, self._clock)
+        return replace(profile, optimizer=cost)
 
-    @property
-    def _torch_device(self) -> torch.device:
-        return self._device.torch_device
+    def device(self, neighbours: int) -> MeasuredOn:
+        """What was measured on, as far as the process itself knows."""
+        kind = self._device.torch_device.type
+        cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+        return MeasuredOn(kind, "unknown", cores, threads, torch.__version__, neighbours)
+
+    def _measured_in_pieces(self) -> Profile:
+        """Operator by operator, equal ones once."""
+        timing = Timing(self._effort.operators.budget_s / 100, self._records.journal)
+        times: dict[int, Timed] = {}
+        kept: dict[str, Measured] = {}
+        for size in self._sizes:
+            found = self._walk(size, _size(size), timing)
+            pairs = {name: (m.times.forward_s, m.times.backward_s) for name, m in found.items()}
+            times[size] = Timed(pairs, {})
+            kept = kept or found
+        return replace(self._assembled(kept, times), assumptions=(_IN_PIECES,))
+
+    def _measured_in_place(self) -> Profile:
+        """In the forward and backward of the whole graph and of random stages."""
+        kept = self._walk(self._sizes[0], _KEPT, None)
+        working_set = self._working_sets(kept)
+        times: dict[int, Timed] = {}
+        for size in self._sizes:
+            if size > self._sizes[0] and not self._fits(kept, size):
+                break
+            times[size] = self._timed(size, working_set)
+        return self._fitted(self._assembled(kept, times), working_set)
+
+    def _timed(self, size: int, working_set: Mapping[str, float]) -> Timed:
+        known = self._records.times(size)
+        if known is None:
+            inplace = self._in_place(size, working_set)
+            known = inplace.operators(lambda share: self._work.advance(_size(size), share))
+            self._records.note_times(size, known)
+        self._work.end(_size(size))
+        return known
+
+    def _fitted(self, profile: Profile, working_set: Mapping[str, float]) -> Profile:
+        """The profile with what stages take besides operators, and operators scaled to it."""
+        size, footprints = profile.micro_batch_size, Footprints(profile)
+        fit = self._records.fit()
+        if fit is None:
+            inplace = self._in_place(size, working_set)
+            samples = inplace.samples(footprints, lambda done: self._work.advance(_STAGES, done))
+            fit = fit_stages(samples, operator_times(profile, size), inplace.cache_bytes)
+            self._records.note_fit(fit)
+        self._work.end(_STAGES)
+        operators = tuple(_scaled(operator, *fit.factors) for operator in profile.operators)
+        return replace(profile, operators=operators, stage=fit.stage)
+
+    def _in_place(self, size: int, working_set: Mapping[str, float]) -> InPlace:
+        graph, scale = self._job.training_graph(size), size / self._sizes[0]
+        scaled = {name: amount * max(1.0, scale) for name, amount in working_set.items()}
+        return InPlace(
+            *(graph, self._job.states, self._inputs(graph, size), size, scaled),
+            *(self._device, self._job.spec.training.precision, self._effort),
+        )
+
+    def _walk(self, size: int, part: str, timing: Timing | None) -> dict[str, Measured]:
+        """Every operator by itself, for what it keeps, and for its times if asked."""
+        graph = self._job.training_graph(size)
+        walk = Walk(
+            *(graph, SampleStates(self._job, self._device.torch_device)),
+            *(self._inputs(graph, size), size, self._device, timing),
+            self._job.spec.training.precision,
+            once=self._in_pieces,
+        )
+        done = iter(range(1, 1 + len(graph.operators)))
+        total = len(graph.operators)
+        found = walk.measure(lambda name: self._work.advance(part, next(done) / total, name))
+        self._work.end(part)
+        return found
+
+    def _working_sets(self, kept: Mapping[str, Measured]) -> dict[str, float]:
+        """Bytes that every operator touches, about: parameters, gradients and what it keeps."""
+        return {
+            node.name: 2.0 * sum(size for _, size in self._parameters(node))
+            + sum(size for _, size in kept[node.name].saved)
+            for node in self._graph.operators
+        }
+
+    def _fits(self, kept: Mapping[str, Measured], size: int) -> bool:
+        """Whether a micro-batch of so many samples leaves the machine enough memory."""
+        saved = dict(pair for measured in kept.values() for pair in measured.saved)
+        needed = sum(saved.values()) * size / self._sizes[0]
+        return needed < _MEMORY_SHARE * psutil.virtual_memory().available
+
+    def _inputs(self, graph: CapturedGraph, size: int) -> dict[str, Any]:
+        leaves = pytree.tree_leaves(self._job.loader.example(size))
+        target = self._device.torch_device
+        moved = [leaf.to(target) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return dict(zip(graph.inputs, moved, strict=True))
+
+    def _assembled(self, kept: Mapping[str, Measured], times: Mapping[int, Timed]) -> Profile:
+        spec, graph = self._job.spec, self._graph
+        return Profile(
+            name=spec.name,
+            source=f"pipectl profile, torch {torch.__version__}, {self._device.torch_device}",
+            micro_batch_size=self._sizes[0],
+            operators=tuple(self._operator(n, kept[n.name], times) for n in graph.operators),
+            edges=graph.edges,
+            fingerprint=graph.fingerprint,
+            key=profile_key(spec),
+        )
+
+    def _operator(self, node: fx.Node, measured: Measured, times: Mapping[int, Timed]) -> Operator:
+        graph, name, base = self._graph, node.name, self._sizes[0]
+        forward_s, backward_s = times[base].uncached[name]
+        parameters = self._parameters(node)
+        some_cached = any(timed.cached for timed in times.values())
+        return Operator(
+            id=name,
+            name=_readable(node),
+            forward_s=forward_s,
+            backward_s=backward_s,
+            parameter_bytes=sum(size for _, size in parameters),
+            output_bytes=measured.output_bytes,
+            gradient_bytes=measured.output_bytes if graph.requires_grad[name] else 0,
+            parameters=parameters,
+            saved=measured.saved,
+            timings={size: t.uncached[name] for size, t in times.items() if size != base},
+            cached={s: (t.cached or t.uncached)[name] for s, t in times.items() if some_cached},
+            group=graph.groups.get(name),
+            signature=graph.signatures[name],
+        )
+
+    def _parameters(self, node: fx.Node) -> tuple[tuple[str, int], ...]:
+        graph = self._graph
+        states = [graph.states[s.name] for s in graph.tensor_inputs(node) if s.name in graph.states]
+        names = [state.name for state in states if state.kind == "parameter"]
+        return tuple((name, self._job.states[name].nbytes) for name in dict.fromkeys(names))
+
+    def _clock(self) -> float:
+        self._device.synchronize()
+        return time.perf_counter()
+
+
+def _scaled(operator: Operator, forward: float, backward: float) -> Operator:
+    def scaled(pair: tuple[float, float]) -> tuple[float, float]:
+        return pair[0] * forward, pair[1] * backward
+
+    return replace(
+        operator,
+        forward_s=operator.forward_s * forward,
+        backward_s=operator.backward_s * backward,
+        timings={size: scaled(pair) for size, pair in operator.timings.items()},
+        cached={size: scaled(pair) for size, pair in operator.cached.items()},
+    )
+
+
+def _size(size: int) -> str:
+    return f"micro-batch size {size}"
+
+
+def _readable(node: fx.Node) -> str:
+    """Path of the module an operator belongs to, then the operator."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = stack[-1][0].removeprefix("model").removeprefix(".") if stack else ""
+    return f"{path}.{node.name}" if path else node.name

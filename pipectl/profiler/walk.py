@@ -12,9 +12,10 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedGraph
 from pipectl.capture.precision import arithmetic
-from pipectl.profiler.costs import Call, Ran, Times, measure, run, value_bytes
+from pipectl.profiler.costs import Call, Ran, Times, run, value_bytes
 from pipectl.profiler.repeats import Pattern, Shape, key_of, shapes_of
 from pipectl.profiler.states import SampleStates
+from pipectl.profiler.timing import Timing
 from pipectl.runtime.device import Device
 
 
@@ -40,6 +41,7 @@ class Walk:
     Args:
         states: parameters and buffers.
         inputs: the batch's tensors by placeholder name.
+        timing: takes an operator's times; None leaves them out.
         precision: as in the spec.
         once: whether operators equal to one measured before are not measured again.
     """
@@ -51,6 +53,7 @@ class Walk:
         inputs: Mapping[str, Tensor],
         batch: int,
         device: Device,
+        timing: Timing | None,
         precision: str = "float32",
         *,
         once: bool,
@@ -58,6 +61,7 @@ class Walk:
         self._graph = graph
         self._batch = batch
         self._device = device
+        self._timing = timing
         self._precision = precision
         self._states = states
         self._patterns: dict[Any, Pattern] | None = {} if once else None
@@ -121,7 +125,7 @@ class Walk:
     def _measure(self, node: fx.Node) -> Measured:
         call = self._call(node, self._state)
         with torch.enable_grad():
-            times = measure(call, self._device)
+            times = self._times(node, call)
             ran = run(call)
         saved = self._name_saved(node, call, ran)
         self._values[node] = pytree.tree_map_only(
@@ -130,6 +134,11 @@ class Walk:
         measured = Measured(times, value_bytes(ran.result), saved)
         self._note(node, ran, measured)
         return measured
+
+    def _times(self, node: fx.Node, call: Call) -> Times:
+        if self._timing is None:
+            return Times(0.0, 0.0)
+        return self._timing.of(f"{self._batch}:{node.name}", call, self._device)
 
     def _call(self, node: fx.Node, state: Callable[[fx.Node], Tensor]) -> Call:
         def value(source: fx.Node) -> Any:

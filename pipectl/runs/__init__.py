@@ -9,9 +9,10 @@ from pipectl.runs.readers import (
     read_heartbeat,
     read_metrics,
 )
-from pipectl.runs.record import Event, Record
+from pipectl.runs.record import PROFILING, Event, Record
 
 __all__ = [
+    "PROFILING",
     "Event",
     "Record",
     "RunDirectory",

@@ -10,6 +10,7 @@ from pipectl.files import read_json, write_json
 
 VERSION = 1
 STATES = ("submitting", "submitted", "cancelled")
+TRAINING, PROFILING = "training", "profile"
 _CURE = "restore it from a backup, or submit the job again"
 
 
@@ -36,6 +37,7 @@ class Record:
         submitted_at: seconds since the epoch.
         job_id: as the scheduler gave it; for local jobs it names host, pid and process start.
         state: ``submitting``, ``submitted`` or ``cancelled`` - what *we* did, not the job's state.
+        kind: ``training``, or ``profile`` for a run that only measures and makes no steps.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Record:
     state: str = "submitting"
     job_id: str | None = None
     history: tuple[Event, ...] = ()
+    kind: str = TRAINING
 
     def after(
         self, time: float, state: str, *, job_id: str | None = None, detail: str = ""
@@ -88,6 +91,7 @@ class Record:
             state=state,
             job_id=reader.optional_text("job_id"),
             history=tuple(_event(item) for item in reader.items("history", [])),
+            kind=reader.text("kind", TRAINING),
         )
 
 

@@ -1,7 +1,7 @@
 """Keys that tell whether a profile or plan still belongs to a spec.
 
 A key is a hash of the sections the file was made from and of the contents of the Python files they
-name. Where those files are does not count, nor do modules that they import.
+name, with the user's own modules that those import. Where the files are does not count.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from pipectl.spec import factory as references
 from pipectl.spec.models import JobSpec
+from pipectl.spec.sources import user_sources
 
 _PROFILED = ("model", "loss", "data", "optimizer")
 
@@ -33,15 +34,17 @@ def plan_key(spec: JobSpec) -> str:
 def _profiled(spec: JobSpec) -> Any:
     data = spec.model_dump()
     sections = {key: data[key] for key in _PROFILED}
-    for path, text in spec.factories():
-        if path[0] in sections:
-            sections[path[0]][path[-1]] = _identity(text, spec.base)
+    named = [(path, text) for path, text in spec.factories() if path[0] in sections]
+    for path, text in named:
+        sections[path[0]][path[-1]] = _identity(text, spec.base)
     del sections["model"]["weights"]
     for key in ("workers", "shuffle", "drop_last"):
         del sections["data"][key]
     load = {key: data["resources"][key] for key in ("tasks_per_node", "cpus_per_task")}
     training = {key: data["training"][key] for key in ("batch_size", "precision")}
-    return [sections, training, load, data["pipeline"]["micro_batches"]]
+    modules = user_sources(references.parse(text, spec.base) for _, text in named)
+    contents = {name: _content(path) for name, path in modules.items()}
+    return [sections, training, load, data["pipeline"]["micro_batches"], contents]
 
 
 def _identity(text: str, base: Path) -> list[str | None]:

@@ -1,0 +1,95 @@
+"""How a job's first step, or a job that only measures, tells what it does and why it failed."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+from pipectl.errors import PipectlError
+from pipectl.files import write_json
+from pipectl.runs import RunDirectory
+
+_BEAT_S = 1.0
+
+
+class Heartbeat:
+    """Writes ``heartbeat.json`` as the ranks write it later, at most once a second.
+
+    Args:
+        steps: optimizer steps of the run; 100 for one that only measures, whose steps are percent.
+        measuring_only: whether it is such a run.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        steps: int,
+        clock: Callable[[], float] = time.time,
+        *,
+        measuring_only: bool = False,
+    ) -> None:
+        self._run = run
+        self._steps = steps
+        self._clock = clock
+        self._measuring_only = measuring_only
+        self._last = 0.0
+
+    def profiling(self, done: int, total: int, _what: str) -> None:
+        """Tell how far the measuring is, if the last word is old enough."""
+        percent = 100 * done // total if total else 0
+        if self._clock() - self._last < _BEAT_S:
+            return
+        if self._measuring_only:
+            self.beat("profiling", percent)
+        else:
+            self.beat(f"profiling {percent}%")
+
+    def beat(self, state: str, step: int = 0) -> None:
+        """Tell what is going on."""
+        self._last = self._clock()
+        document = {
+            "version": 1,
+            "time": self._last,
+            "attempt": 1,
+            "state": state,
+            "step": step,
+            "steps": self._steps,
+            "ranks": [],
+        }
+        write_json(self._run.heartbeat, document)
+
+
+def reporting_failure(run: RunDirectory, work: Callable[[], None]) -> int:
+    """Do the work of a job; a failure goes to ``errors/prepare.json`` and standard error.
+
+    Returns:
+        The exit code that commands have.
+    """
+    try:
+        work()
+    except Exception as error:
+        code = error.exit_code if isinstance(error, PipectlError) else 1
+        write_json(run.preparation_error, _report(error, code))
+        sys.stderr.write(f"error: {error or type(error).__name__}\n")
+        return code
+    return 0
+
+
+def _report(error: Exception, code: int) -> dict[str, object]:
+    """The same fields as the ranks' error files."""
+    return {
+        "rank": None,
+        "host": socket.gethostname(),
+        "stage": None,
+        "action": "PREPARE",
+        "step": None,
+        "type": type(error).__name__,
+        "message": error.message if isinstance(error, PipectlError) else str(error),
+        "cure": getattr(error, "cure", None),
+        "traceback": "".join(traceback.format_exception(error)),
+        "time": time.time(),
+        "exit_code": code,
+    }

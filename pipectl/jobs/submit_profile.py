@@ -1,0 +1,64 @@
+"""Submitting a job that measures a model on a node like those it will train on."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipectl.batch import JobRequest
+from pipectl.files import make_directory, write_text
+from pipectl.jobs.profile import Wish
+from pipectl.jobs.profile_in_job import PERCENT, arguments_for
+from pipectl.jobs.request import MEASURE, job_request
+from pipectl.jobs.submit import Submission, hand_over
+from pipectl.runs import PROFILING, Record, RunDirectory
+from pipectl.spec import dump
+
+if TYPE_CHECKING:
+    from pipectl.spec import JobSpec
+
+
+def submit_profile(
+    spec: JobSpec, scheduler: str, output: Path, wish: Wish, now: float
+) -> Submission:
+    """Submit the measuring of a job's model, as a run of its own.
+
+    It gets one node with all the tasks that the job has on a node.
+
+    Args:
+        scheduler: its name.
+        output: where the profile is put when it is finished.
+        now: seconds since the epoch.
+
+    Raises:
+        SchedulerError: see :func:`pipectl.jobs.submit.submit`.
+    """
+    make_directory(output.parent)
+    run = RunDirectory.create(Path(spec.output.directory), f"{spec.name}-profile", now)
+    request = _request(spec, run, output, wish)
+    record = Record(
+        name=request.name,
+        scheduler=scheduler,
+        tag=request.tag,
+        submitted_at=now,
+        ranks=1,
+        nodes=1,
+        steps=PERCENT,
+        kind=PROFILING,
+    )
+    return Submission(run, hand_over(run, request, record, _writer(run, spec)), None)
+
+
+def _request(spec: JobSpec, run: RunDirectory, output: Path, wish: Wish) -> JobRequest:
+    tag = f"{run.name} {uuid.uuid4().hex[:8]}"
+    training = job_request(spec, run.path, tag)
+    command = (training.python, "-m", MEASURE, *arguments_for(run, output, wish))
+    name = f"{spec.name}-profile"
+    return replace(training, name=name, ranks=1, nodes=1, command=command, alone=True)
+
+
+def _writer(run: RunDirectory, spec: JobSpec) -> Callable[[], None]:
+    return lambda: write_text(run.job, dump(spec))

@@ -1,0 +1,146 @@
+"""What an interrupted measurement leaves behind, so that the next one goes on from there.
+
+A journal is a text file: a line of JSON that says what is measured, then one line per finished
+measurement. Only whole lines count, so that it may end anywhere, and nothing in it is executed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from pipectl.errors import UsageError
+
+_GRAPH = "graph"
+
+
+class Journal:
+    """Finished measurements by key, one writer at a time.
+
+    A journal that another process writes is left to it: then measurements are kept in memory only.
+
+    Args:
+        path: its directory exists.
+        header: what decides whether noted measurements are still good; a journal with another
+            header is discarded.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
+        self._path = path
+        self._header = json.dumps({"journal": header}, sort_keys=True)
+        self._entries: dict[str, dict[str, Any]] = {}
+        try:
+            self._stream = _locked(path)
+            if self._stream is not None:
+                self._read(self._stream)
+        except OSError as error:
+            raise UsageError(
+                f"{path}: cannot be written: {error.strerror or error}",
+                cure="set output.directory to a directory you may write to",
+            ) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        """Measurements that are kept."""
+        return sum(key != _GRAPH for key in self._entries)
+
+    def find(self, key: str) -> dict[str, Any] | None:
+        """What was noted under ``key``, by this process or an earlier one."""
+        return self._entries.get(key)
+
+    def note(self, key: str, entry: dict[str, Any]) -> None:
+        """Keep a finished measurement; it is on its way to the file when this returns.
+
+        Args:
+            entry: survives JSON unchanged.
+        """
+        self._entries[key] = entry
+        if self._stream is not None:
+            self._write(self._stream, json.dumps([key, entry]))
+
+    def match(self, fingerprint: str) -> None:
+        """Forget everything that was not measured for this graph."""
+        if self.find(_GRAPH) == {"fingerprint": fingerprint}:
+            return
+        self._entries.clear()
+        if self._stream is not None:
+            self._begin(self._stream)
+        self.note(_GRAPH, {"fingerprint": fingerprint})
+
+    def remove(self) -> None:
+        """The measurement is complete: nothing is left to go on with."""
+        if self._stream is not None:
+            self._path.unlink(missing_ok=True)
+        self.close()
+
+    def close(self) -> None:
+        """Let another process write it."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def _read(self, stream: IO[str]) -> None:
+        """Take over the whole lines, and cut off what follows them."""
+        stream.seek(0)
+        *lines, _unfinished = stream.read().split("\n")
+        if lines[:1] != [self._header]:
+            self._begin(stream)
+            return
+        size = len(self._header) + 1
+        for line in lines[1:]:
+            entry = _entry(line)
+            if entry is None:
+                break
+            self._entries[entry[0]] = entry[1]
+            size += len(line) + 1
+        stream.truncate(size)
+        stream.seek(size)
+
+    def _begin(self, stream: IO[str]) -> None:
+        stream.seek(0)
+        stream.truncate()
+        self._write(stream, self._header)
+
+    def _write(self, stream: IO[str], line: str) -> None:
+        stream.write(line + "\n")
+        stream.flush()
+
+
+def _locked(path: Path) -> IO[str] | None:
+    """The file, open and ours; None if another process has it."""
+    stream = path.open("a+", encoding="ascii", errors="replace", newline="\n")
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        stream.close()
+        return None
+    except OSError:
+        pass  # a file system without locks
+    return stream
+
+
+def _entry(line: str) -> tuple[str, dict[str, Any]] | None:
+    """A line's key and measurement; None for one that is damaged or not whole."""
+    try:
+        key, entry = json.loads(line)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    sound = line.isascii() and isinstance(key, str) and isinstance(entry, dict)
+    return (key, entry) if sound else None

@@ -1,0 +1,121 @@
+"""Processes that compute beside the measured one, as the other ranks of a node will.
+
+Cores share caches and the way to memory, so an operator alone on a node is faster than in
+training. Each neighbour captures the same job and trains it, over and over, until it is stopped.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Event
+from types import TracebackType
+from typing import Self
+
+import psutil
+import torch
+from torch.utils import _pytree as pytree
+
+from pipectl.capture import CapturedJob
+from pipectl.profiler.alone import AloneStages
+from pipectl.profiler.partitions import whole
+from pipectl.runtime.device import CpuDevice
+from pipectl.spec import JobSpec
+
+_PATIENCE_S = 60.0
+_STEP_S = 0.05
+
+
+class Neighbours:
+    """As many as the node will have ranks besides one, and cores for them.
+
+    Args:
+        size: samples of the micro-batches they compute.
+    """
+
+    def __init__(self, spec: JobSpec, size: int) -> None:
+        self._spec = spec
+        self._size = size
+        self.count = neighbour_count(spec, len(os.sched_getaffinity(0)))
+        context = multiprocessing.get_context("spawn")
+        self._stop = context.Event()
+        self._ready = [context.Event() for _ in range(self.count)]
+        self._processes: list[BaseProcess] = [
+            context.Process(target=_compute, args=(spec, size, ready, self._stop), daemon=True)
+            for ready in self._ready
+        ]
+
+    def __enter__(self) -> Self:
+        for process in self._processes:
+            process.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        for process in self._processes:
+            process.terminate()
+            process.join()
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What the figures hold for, where neighbours were wanted and did not come."""
+        missing = self.count - self.computing
+        if not missing:
+            return ()
+        return (f"{missing} of {self.count} neighbour processes failed to start while measuring",)
+
+    @property
+    def computing(self) -> int:
+        """Neighbours that compute by now."""
+        return sum(
+            ready.is_set() and process.is_alive()
+            for ready, process in zip(self._ready, self._processes, strict=True)
+        )
+
+    def wait(self) -> None:
+        """Return when all compute, or have failed, or take too long."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while time.monotonic() < deadline:
+            pairs = zip(self._ready, self._processes, strict=True)
+            if all(ready.is_set() or not process.is_alive() for ready, process in pairs):
+                return
+            time.sleep(_STEP_S)
+
+
+def neighbour_count(spec: JobSpec, cores: int) -> int:
+    """Neighbours to start for a job on a machine with so many cores.
+
+    None for a model that fits no process, nor for accelerators, of which each rank has its own.
+    """
+    alone = spec.model.materialize == "per_rank" or spec.resources.gpus_per_node > 0
+    at_once = min(spec.resources.tasks_per_node, cores // spec.resources.cpus_per_task)
+    return 0 if alone else max(0, at_once - 1)
+
+
+def _compute(spec: JobSpec, size: int, ready: Event, stop: Event) -> None:
+    """Train until told to stop, or until whoever measures is gone."""
+    torch.set_num_threads(spec.resources.cpus_per_task)
+    job = CapturedJob(spec)
+    graph = job.training_graph(size)
+    leaves = pytree.tree_leaves(job.loader.example(size))
+    stages = AloneStages(
+        graph,
+        whole(graph),
+        job.states,
+        dict(zip(graph.inputs, leaves, strict=True)),
+        size,
+        CpuDevice(),
+        spec.training.precision,
+        time.perf_counter,
+    )
+    ready.set()
+    parent = psutil.Process().parent()
+    while not stop.is_set() and parent is not None and parent.is_running():
+        stages.run(0)
