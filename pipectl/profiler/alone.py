@@ -32,30 +32,6 @@ class _Given:
     gradients: dict[Slot, Tensor | None]
 
 
-@dataclass(frozen=True)
-class StageTimes:
-    """One forward and one backward of a stage, in seconds.
-
-    Args:
-        spent: where the time went, if it was run with marks.
-    """
-
-    forward_s: float
-    backward_s: float
-    spent: Spent | None = None
-
-    @property
-    def outside_s(self) -> tuple[float, float]:
-        """The part of forward and backward that no operator took, of a run with marks.
-
-        A backward without any gradient is all of it; it takes next to nothing and counts as none.
-        """
-        assert self.spent is not None, "only a run with marks knows"
-        inside_s = self.spent.inside_backward_s
-        backward_s = self.backward_s - inside_s if inside_s else 0.0
-        return self.forward_s - self.spent.inside_forward_s, backward_s
-
-
 class AloneStages:
     """Runs and times the stages of one cut.
 
@@ -98,41 +74,32 @@ class AloneStages:
     def __len__(self) -> int:
         return len(self._stages)
 
-    def run(self, index: int) -> StageTimes:
-        """One forward and one backward of a stage."""
+    def run(self, index: int) -> tuple[float, float]:
+        """One forward and one backward of a stage: the seconds of each."""
         start = self._clock()
         self._forward(index)
         middle = self._clock()
         self._backward(index)
-        return StageTimes(middle - start, self._clock() - middle)
+        return middle - start, self._clock() - middle
 
-    def run_marked(self, index: int, cost: Cost) -> StageTimes:
-        """The same, with marks.
+    def run_marked(self, index: int, cost: Cost) -> Spent:
+        """The same with marks: where the time went.
 
         Args:
             cost: of measuring.
         """
-        stage, codes = self._stages[index], self._stages[index].codes
+        codes = self._stages[index].codes
         plain = codes[self._key]
         if index not in self._marked:
             operators = self.cut.graph.position
             self._marked[index] = Marked(plain, operators, self._clock, cost)
         marked = self._marked[index]
         codes[self._key] = replace(plain, module=marked)
-        start = self._clock()
         self._forward(index)
-        middle = self._clock()
         codes[self._key] = plain
         marked.watch_backward()
-        begin = self._clock()
-        stage.backward(_MICRO_BATCH, dict(self._given[index].gradients), self._loss, 1.0)
-        end = self._clock()
-        return StageTimes(middle - start, end - begin, marked.spent(end))
-
-    def forget(self) -> None:
-        """Drop the gradients that the runs have left."""
-        for stage in self._stages:
-            stage.forget()
+        self._backward(index)
+        return marked.spent(self._clock())
 
     def _first_pass(self) -> None:
         for index in range(len(self)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _ASSUMED_BYTES = 32 << 20
 

@@ -33,11 +33,6 @@ class Effort(Enum):
         return _STAGES[self]
 
     @property
-    def partitions(self) -> int:
-        """Random partitions into stages."""
-        return _PARTITIONS[self]
-
-    @property
     def size_factor(self) -> int | None:
         """Ratio of neighbouring micro-batch sizes; None measures two sizes only."""
         return _SIZE_FACTORS[self]
@@ -50,8 +45,7 @@ _OPERATORS = {
 }
 _STAGES = {
     Effort.FAST: Rounds(2, 5, 1.0),
-    Effort.NORMAL: Rounds(2, 9, 4.0),
+    Effort.NORMAL: Rounds(3, 9, 6.0),
     Effort.THOROUGH: Rounds(5, 25, 20.0),
 }
-_PARTITIONS = {Effort.FAST: 2, Effort.NORMAL: 4, Effort.THOROUGH: 8}
 _SIZE_FACTORS = {Effort.FAST: None, Effort.NORMAL: 4, Effort.THOROUGH: 2}

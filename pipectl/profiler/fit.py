@@ -1,17 +1,18 @@
 """What a stage takes besides its operators, fitted to stages that were timed whole.
 
-Three things are found, by the very function with which the planner predicts stages:
+Forward and backward of a stage are taken to be
 
-1. The overhead of a stage and of every value that enters or leaves it: least squares over the
-   time that passed outside of operators, none of it negative.
-2. Up to how many bytes a stage finds its data in the cache.
-3. A factor on all operators for what is still missing: the weighted median over the stages.
+    factor x operators + overhead + a time for each value that enters + one for each that leaves
+
+with coefficients that are not negative and make the sum of relative errors smallest (iteratively
+reweighted least squares). The factor is for what the operators' own times miss. Where operators
+have a second time, for stages that stay in the cache, the cache's size is chosen by the same sum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,8 @@ from pipectl.profile import StageOverhead
 Floats = npt.NDArray[np.float64]
 CACHE_SHARES = (0.25, 0.5, 0.75, 1.0, 1.5)
 """Parts of the last level cache that stages of a rank may have for themselves."""
-_SMALLEST_FACTOR, _LARGEST_FACTOR = 0.5, 2.0
+_REWEIGHTINGS = 30
+_SMALL_ERROR = 1e-3
 
 
 @dataclass(frozen=True)
@@ -31,15 +33,12 @@ class Sample:
 
     Args:
         parts: the partition, and which of its stages it is.
-        outside_forward_s, outside_backward_s: the part of the times outside of operators.
     """
 
     parts: Footprint
     stage: int
     forward_s: float
     backward_s: float
-    outside_forward_s: float
-    outside_backward_s: float
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Fit:
 
     Args:
         factors: for forward and backward of every operator.
-        error: mean share by which the stages differ from their prediction.
+        error: mean share by which forward and backward differ from their prediction.
     """
 
     stage: StageOverhead
@@ -63,73 +62,75 @@ def fit_stages(samples: Sequence[Sample], times: Times, cache_bytes: int | None)
         times: of the operators at the micro-batch size of the samples and the footprints.
         cache_bytes: the last level cache; None where operators have one time only.
     """
-    overhead = _overhead(samples)
     if cache_bytes is None:
-        return _fit(samples, times, overhead)
+        return _fit(samples, times, None)
     caches = [round(share * cache_bytes) for share in CACHE_SHARES]
-    fits = [_fit(samples, times, replace(overhead, cache_bytes=cache)) for cache in caches]
-    return min(fits, key=lambda fit: fit.error)
+    return min((_fit(samples, times, cache) for cache in caches), key=lambda fit: fit.error)
 
 
-def _overhead(samples: Sequence[Sample]) -> StageOverhead:
-    counts = [sample.parts.values[sample.stage] for sample in samples]
-    forward = _least_squares(
-        [[1, count.received, count.sent] for count in counts],
-        [sample.outside_forward_s for sample in samples],
-    )
-    backward = _least_squares(
-        [
-            [1, count.gradients_received, count.gradients_sent]
-            for count, sample in zip(counts, samples, strict=True)
-            if sample.outside_backward_s
-        ],
-        [sample.outside_backward_s for sample in samples if sample.outside_backward_s],
-    )
-    return StageOverhead(*forward, *backward)
-
-
-def _least_squares(rows: Sequence[Sequence[float]], target: Sequence[float]) -> list[float]:
-    """Coefficients of at least 0 with the least relative errors."""
-    if not target:
-        return [0.0] * 3
-    weights = 1 / np.maximum(np.array(target), 1e-9)
-    matrix = np.array(rows, dtype=float) * weights[:, None]
-    open_columns = list(range(matrix.shape[1]))
-    found = np.zeros(matrix.shape[1])
-    while open_columns:
-        solution = np.linalg.lstsq(matrix[:, open_columns], np.ones(len(target)), rcond=None)[0]
-        if solution.min() >= 0:
-            found[open_columns] = solution
-            break
-        del open_columns[int(solution.argmin())]
-    return [float(value) for value in found]
-
-
-def _fit(samples: Sequence[Sample], times: Times, overhead: StageOverhead) -> Fit:
-    bare = StageOverhead(cache_bytes=overhead.cache_bytes)
+def _fit(samples: Sequence[Sample], times: Times, cache_bytes: int | None) -> Fit:
+    bare = StageOverhead(cache_bytes=cache_bytes)
     operators = [stage_times(s.parts, s.stage, times, 1.0, bare) for s in samples]
-    more = [s.parts.values[s.stage].overhead_s(overhead) for s in samples]
-    measured = [(sample.forward_s, sample.backward_s) for sample in samples]
-    factors = tuple(
-        _factor(
-            [measured[i][way] - more[i][way] for i in range(len(samples))],
-            [operators[i][way] for i in range(len(samples))],
-        )
-        for way in (0, 1)
+    values = [s.parts.values[s.stage] for s in samples]
+    forward = _least_relative_errors(
+        [(operators[i][0], 1, values[i].received, values[i].sent) for i in range(len(samples))],
+        [sample.forward_s for sample in samples],
     )
-    predicted = [
-        sum(factors[way] * operators[i][way] + more[i][way] for way in (0, 1) if operators[i][way])
-        for i in range(len(samples))
-    ]
-    errors = [abs(p / sum(m) - 1) for p, m in zip(predicted, measured, strict=True)]
-    return Fit(overhead, (factors[0], factors[1]), float(np.mean(errors)))
+    trained = [i for i in range(len(samples)) if operators[i][1]]
+    backward = _least_relative_errors(
+        [
+            (operators[i][1], 1, values[i].gradients_received, values[i].gradients_sent)
+            for i in trained
+        ],
+        [samples[i].backward_s for i in trained],
+    )
+    overhead = StageOverhead(*forward.overhead, *backward.overhead, cache_bytes=cache_bytes)
+    error = (forward.error + backward.error) / 2
+    return Fit(overhead, (forward.factor, backward.factor), error)
 
 
-def _factor(measured: Sequence[float], predicted: Sequence[float]) -> float:
-    """The weighted median of measured over predicted, longer stages counting more."""
-    pairs = sorted((m / p, p) for m, p in zip(measured, predicted, strict=True) if p > 0)
-    if not pairs:
-        return 1.0
-    weights = np.cumsum([weight for _, weight in pairs])
-    middle = int(np.searchsorted(weights, weights[-1] / 2))
-    return float(min(_LARGEST_FACTOR, max(_SMALLEST_FACTOR, pairs[middle][0])))
+@dataclass(frozen=True)
+class _Line:
+    """Coefficients and the mean relative error they leave."""
+
+    factor: float
+    overhead: tuple[float, float, float]
+    error: float
+
+
+def _least_relative_errors(
+    rows: Sequence[tuple[float, float, float, float]], target: Sequence[float]
+) -> _Line:
+    if not target:
+        return _Line(1.0, (0.0, 0.0, 0.0), 0.0)
+    measured = np.array(target)
+    matrix = np.array(rows, dtype=float) / measured[:, None]
+    scale = np.maximum(np.abs(matrix).max(axis=0), 1e-30)
+    found = _reweighted(matrix / scale) / scale
+    factor, fixed, entering, leaving = map(float, found)
+    error = float(np.abs(matrix @ found - 1).mean())
+    return _Line(factor, (fixed, entering, leaving), error)
+
+
+def _reweighted(matrix: Floats) -> Floats:
+    """Coefficients of at least 0 with which the rows come nearest to 1, summed without squares."""
+    weights = np.ones(len(matrix))
+    found = _non_negative(matrix, weights)
+    for _ in range(_REWEIGHTINGS):
+        weights = 1 / np.sqrt(np.maximum(np.abs(matrix @ found - 1), _SMALL_ERROR))
+        found = _non_negative(matrix, weights)
+    return found
+
+
+def _non_negative(matrix: Floats, weights: Floats) -> Floats:
+    """Weighted least squares; a column whose coefficient would be negative is left out."""
+    columns = list(range(matrix.shape[1]))
+    found = np.zeros(matrix.shape[1])
+    while columns:
+        weighted = matrix[:, columns] * weights[:, None]
+        solution = np.linalg.lstsq(weighted, weights, rcond=None)[0]
+        if solution.min() >= 0:
+            found[columns] = solution
+            break
+        del columns[int(solution.argmin())]
+    return found

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from pipectl.capture import CapturedGraph
 from pipectl.planner.costs import Footprints
-from pipectl.profiler.alone import AloneStages, StageTimes
+from pipectl.profiler.alone import AloneStages
 from pipectl.profiler.cache import last_level_bytes
 from pipectl.profiler.effort import Effort, Rounds
 from pipectl.profiler.fit import CACHE_SHARES, Sample
-from pipectl.profiler.marks import Cost, cost_of_measuring
+from pipectl.profiler.marks import Cost, Spent, cost_of_measuring
 from pipectl.profiler.partitions import random_stages, whole, windows
 from pipectl.profiler.records import Pairs, Timed
 from pipectl.runtime.device import CpuDevice, Device
@@ -28,6 +28,7 @@ from pipectl.runtime.device import CpuDevice, Device
 Advance = Callable[[float], None]
 """Called with the share of a measurement that is done."""
 _COPIES = 20
+_FEWEST_PARTITIONS, _MOST_PARTITIONS = 3, 12
 
 
 class InPlace:
@@ -64,17 +65,22 @@ class InPlace:
     def operators(self, advance: Advance) -> Timed:
         """Times of the operators."""
         cuts = [whole(self._graph), *self._windows]
-        runs = [_Runs(self._stages(cut), self._cost, self._rewriting_s) for cut in cuts]
-        _repeat(self._effort.operators, [each.marked_round for each in runs], advance)
+        runs = [_MarkedRuns(self._stages(cut), self._cost, self._rewriting_s) for cut in cuts]
+        _repeat(self._effort.operators, [each.round for each in runs], advance)
         uncached, *cached = [each.operators() for each in runs]
         return Timed(uncached, cached[0] if cached else {})
 
     def samples(self, footprints: Footprints, advance: Advance) -> list[Sample]:
-        """Random stages and the whole graph, timed."""
-        seeds = range(self._effort.partitions)
-        cuts = [whole(self._graph), *(random_stages(self._graph, seed) for seed in seeds)]
-        runs = [_Runs(self._stages(cut), self._cost, self._rewriting_s) for cut in cuts]
-        _repeat(self._effort.stages, [each.full_round for each in runs], advance)
+        """Random stages and the whole graph, timed; more of them the less time they take."""
+        runs = [_WholeRuns(self._stages(whole(self._graph)))]
+        start = self.clock()
+        runs[0].round()
+        rounds = self._effort.stages
+        affordable = rounds.budget_s / (rounds.least * (self.clock() - start))
+        count = min(_MOST_PARTITIONS, max(_FEWEST_PARTITIONS, int(affordable)))
+        cuts = [random_stages(self._graph, seed) for seed in range(count)]
+        runs += [_WholeRuns(self._stages(cut)) for cut in cuts]
+        _repeat(rounds, [each.round for each in runs], advance)
         return [sample for each in runs for sample in each.samples(footprints)]
 
     @cached_property
@@ -134,60 +140,52 @@ class InPlace:
         return (self.clock() - start) / _COPIES
 
 
-class _Runs:
-    """The stages of a cut and the times of their runs so far."""
+class _MarkedRuns:
+    """The stages of a cut and where the time of their runs went."""
 
     def __init__(self, stages: AloneStages, cost: Cost, rewriting_s: Mapping[str, float]) -> None:
         self._stages = stages
         self._cost = cost
         self._rewriting_s = rewriting_s
-        self._plain: list[list[StageTimes]] = [[] for _ in range(len(stages))]
-        self._marked: list[list[StageTimes]] = [[] for _ in range(len(stages))]
+        self._spent: list[list[Spent]] = [[] for _ in range(len(stages))]
 
-    def marked_round(self) -> None:
+    def round(self) -> None:
         """Run every stage twice, the second time with marks: the first fills the caches."""
-        for index, times in enumerate(self._marked):
+        for index, spent in enumerate(self._spent):
             self._stages.run(index)
-            times.append(self._stages.run_marked(index, self._cost))
-
-    def full_round(self) -> None:
-        """The same, and once more without marks, for the time of the stage as it will run."""
-        for index, times in enumerate(self._plain):
-            self._stages.run(index)
-            times.append(self._stages.run(index))
-            self._marked[index].append(self._stages.run_marked(index, self._cost))
+            spent.append(self._stages.run_marked(index, self._cost))
 
     def operators(self) -> Pairs:
         """Medians of every operator."""
         found: Pairs = {}
-        for times in self._marked:
-            spent = [run.spent for run in times if run.spent is not None]
+        for spent in self._spent:
             for name in spent[0].forward_s:
                 forward_s = statistics.median(each.forward_s[name] for each in spent)
                 backward_s = statistics.median(each.backward_s[name] for each in spent)
                 found[name] = (forward_s + self._rewriting_s[name], backward_s)
         return found
 
+
+class _WholeRuns:
+    """The stages of a cut and the times of their runs."""
+
+    def __init__(self, stages: AloneStages) -> None:
+        self._stages = stages
+        self._times: list[list[tuple[float, float]]] = [[] for _ in range(len(stages))]
+
+    def round(self) -> None:
+        """Run every stage twice: the first time fills the caches."""
+        for index, times in enumerate(self._times):
+            self._stages.run(index)
+            times.append(self._stages.run(index))
+
     def samples(self, footprints: Footprints) -> list[Sample]:
         """Every stage as a whole."""
-        position = self._stages.cut.graph.position
-        names = [self._stages.cut.operators(index) for index in range(len(self._stages))]
-        parts = footprints.of([[position[name] for name in inside] for inside in names])
-        found = []
-        for index, (plain, marked) in enumerate(zip(self._plain, self._marked, strict=True)):
-            rewriting_s = sum(self._rewriting_s[name] for name in names[index])
-            outside = [run.outside_s for run in marked]
-            forward_s = statistics.median(pair[0] for pair in outside) - rewriting_s
-            sample = Sample(
-                parts,
-                index,
-                statistics.median(run.forward_s for run in plain),
-                statistics.median(run.backward_s for run in plain),
-                max(0.0, forward_s),
-                statistics.median(pair[1] for pair in outside),
-            )
-            found.append(sample)
-        return found
+        cut = self._stages.cut
+        names = [cut.operators(index) for index in range(len(self._stages))]
+        parts = footprints.of([[cut.graph.position[name] for name in inside] for inside in names])
+        medians = [map(statistics.median, zip(*times, strict=True)) for times in self._times]
+        return [Sample(parts, index, *pair) for index, pair in enumerate(medians)]
 
 
 def _repeat(rounds: Rounds, each: Sequence[Callable[[], None]], advance: Advance) -> None:

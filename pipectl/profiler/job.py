@@ -30,6 +30,7 @@ from pipectl.profiler.states import SampleStates
 from pipectl.profiler.timing import Timing
 from pipectl.profiler.walk import Measured, Walk
 from pipectl.runtime.device import choose_device
+from pipectl.runtime.process import settle_process
 from pipectl.spec import JobSpec, profile_key
 
 _IN_PIECES = (
@@ -62,7 +63,7 @@ def profile_job(
     Raises:
         CaptureError: the model, its loss or its data cannot be captured.
     """
-    torch.set_num_threads(spec.resources.cpus_per_task)
+    settle_process(spec.resources.cpus_per_task)
     sizes = measured_sizes(spec, effort)
     with Neighbours(spec, sizes[0]) as neighbours:
         job = CapturedJob(spec)
@@ -115,10 +116,7 @@ class _Profiling:
 
     def profile(self) -> Profile:
         """The profile, but for what is known of the process."""
-        if self._in_pieces:
-            profile = self._measured_in_pieces()
-        else:
-            profile = self._measured_in_place()
+        profile = self._measured_in_pieces() if self._in_pieces else self._measured_in_place()
         cost = optimizer_cost(self._job, self._device.torch_device, self._clock)
         return replace(profile, optimizer=cost)
 
@@ -177,16 +175,26 @@ class _Profiling:
         graph, scale = self._job.training_graph(size), size / self._sizes[0]
         scaled = {name: amount * max(1.0, scale) for name, amount in working_set.items()}
         return InPlace(
-            *(graph, self._job.states, self._inputs(graph, size), size, scaled),
-            *(self._device, self._job.spec.training.precision, self._effort),
+            graph,
+            self._job.states,
+            self._inputs(graph, size),
+            size,
+            scaled,
+            self._device,
+            self._job.spec.training.precision,
+            self._effort,
         )
 
     def _walk(self, size: int, part: str, timing: Timing | None) -> dict[str, Measured]:
         """Every operator by itself, for what it keeps, and for its times if asked."""
         graph = self._job.training_graph(size)
         walk = Walk(
-            *(graph, SampleStates(self._job, self._device.torch_device)),
-            *(self._inputs(graph, size), size, self._device, timing),
+            graph,
+            SampleStates(self._job, self._device.torch_device),
+            self._inputs(graph, size),
+            size,
+            self._device,
+            timing,
             self._job.spec.training.precision,
             once=self._in_pieces,
         )

@@ -17,6 +17,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -41,17 +42,10 @@ class Cost:
 
 @dataclass(frozen=True)
 class Spent:
-    """Where the time of one forward and one backward went, in seconds.
-
-    Args:
-        forward_s, backward_s: by operator.
-        inside_forward_s, inside_backward_s: from the first operator to the last, as it was.
-    """
+    """Where the time of one forward and one backward went, in seconds by operator."""
 
     forward_s: dict[str, float]
     backward_s: dict[str, float]
-    inside_forward_s: float
-    inside_backward_s: float
 
 
 class Marked:
@@ -71,6 +65,7 @@ class Marked:
         self._nodes: list[int] = []
         self._turns: list[tuple[int, float]] = []
         self._roots: list[Any] = []
+        assert isinstance(code.module, fx.GraphModule), "the code has marks already"
         self._module, self._owners = _with_marks(code.module, operators, self._marker())
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
@@ -104,13 +99,10 @@ class Marked:
             for index, owner in enumerate(self._owners)
         }
         backward: dict[str, float] = dict.fromkeys(self._owners, 0.0)
-        inside = 0.0
-        ends = [begin for _, begin in turns[1:]] + [end]
-        for (index, begin), over in zip(turns, ends, strict=True):
+        for (index, begin), (_, over) in pairwise([*turns, (_OUTSIDE, end)]):
             if index != _OUTSIDE:
-                inside += over - begin
                 backward[self._owners[index]] += max(0.0, over - begin - cost.hook_s)
-        return Spent(forward, backward, begins[-1] - begins[0], inside)
+        return Spent(forward, backward)
 
     def _marker(self) -> Callable[[], None]:
         begins, nodes, clock = self._begins, self._nodes, self._clock

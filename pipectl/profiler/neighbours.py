@@ -15,13 +15,13 @@ from types import TracebackType
 from typing import Self
 
 import psutil
-import torch
 from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedJob
 from pipectl.profiler.alone import AloneStages
 from pipectl.profiler.partitions import whole
 from pipectl.runtime.device import CpuDevice
+from pipectl.runtime.process import settle_process
 from pipectl.spec import JobSpec
 
 _PATIENCE_S = 60.0
@@ -101,7 +101,7 @@ def neighbour_count(spec: JobSpec, cores: int) -> int:
 
 def _compute(spec: JobSpec, size: int, ready: Event, stop: Event) -> None:
     """Train until told to stop, or until whoever measures is gone."""
-    torch.set_num_threads(spec.resources.cpus_per_task)
+    settle_process(spec.resources.cpus_per_task)
     job = CapturedJob(spec)
     graph = job.training_graph(size)
     leaves = pytree.tree_leaves(job.loader.example(size))

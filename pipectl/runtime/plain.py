@@ -25,6 +25,7 @@ from pipectl.capture.shares import sample_shares, target_shares, weighted
 from pipectl.errors import PipectlError
 from pipectl.files import write_json
 from pipectl.runtime.device import choose_device
+from pipectl.runtime.process import settle_process
 from pipectl.runtime.stepper import make_stepper
 from pipectl.spec import JobSpec, load
 
@@ -38,7 +39,7 @@ def train(spec: JobSpec, micro_batch_size: int, directory: Path) -> None:
     Raises:
         CaptureError: user code fails.
     """
-    torch.set_num_threads(spec.resources.cpus_per_task)
+    settle_process(spec.resources.cpus_per_task)
     job = CapturedJob(spec)
     device = choose_device(spec.resources.gpus_per_node, 0).torch_device
     job.step.to(device).train()

@@ -15,7 +15,6 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import torch
 from mpi4py import MPI
 
 from pipectl.capture import CapturedJob
@@ -26,6 +25,7 @@ from pipectl.profile import Profile
 from pipectl.runs import RunDirectory
 from pipectl.runtime.device import choose_device
 from pipectl.runtime.engine import Doing
+from pipectl.runtime.process import settle_process
 from pipectl.runtime.setup import Setup, check_graph, check_world
 from pipectl.runtime.telemetry import beat
 from pipectl.runtime.trainer import Trainer
@@ -45,7 +45,7 @@ def run(directory: RunDirectory, communicator: MPI.Comm, doing: Doing) -> None:
     attempt = 1 + int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     if communicator.rank == 0:
         beat(directory, "capturing", 0, spec.training.steps, attempt)
-    torch.set_num_threads(spec.resources.cpus_per_task)
+    settle_process(spec.resources.cpus_per_task)
     doing.action = "capturing the model"
     job = CapturedJob(spec)
     check_graph(communicator, job, plan, profile)

@@ -1,0 +1,156 @@
+"""Predicted against measured time of random stages over the corpus.
+
+Each model is profiled as ``pipectl profile`` does it; then random convex stages, among them the
+whole model, run one forward and one backward at a time, as on a rank in the steady state of 1F1B,
+and the time of both together is compared with what the planner takes it to be. Half of the
+measurements come before the profile and half after it, so that drift of the machine cancels; as
+many neighbours compute while measuring as while profiling. Stages are of two kinds: runs of
+neighbouring operators, as plans have them, and parts of random topological orders.
+
+Usage: python tests/benchmarks/stage_times.py [MODEL ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from torch.utils import _pytree as pytree
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "corpus"))
+
+import cuts
+import packages
+from catalogue import Entry, entries, spec_of
+
+from pipectl.capture import CapturedJob
+from pipectl.planner.costs import Footprints, operator_times, stage_times
+from pipectl.profile import Profile
+from pipectl.profiler import profile_job
+from pipectl.profiler.alone import AloneStages
+from pipectl.profiler.partitions import random_stages
+from pipectl.runtime.device import CpuDevice
+from pipectl.runtime.process import settle_process
+
+CUTS_PER_KIND, ROUNDS, FIRST_SEED = 4, 6, 100
+BUDGET_S = 8.0
+GOAL_MEDIAN, GOAL_NINTH = 0.04, 0.10
+
+
+@dataclass
+class Stage:
+    """A stage under test and the times of its runs."""
+
+    model: str
+    kind: str
+    stages: AloneStages
+    index: int
+    seconds: list[float]
+    predicted_s: float = 0.0
+
+    def run(self) -> None:
+        self.stages.run(self.index)
+        self.seconds.append(sum(self.stages.run(self.index)))
+
+    @property
+    def error(self) -> float:
+        """Share by which the prediction is above the measurement."""
+        return self.predicted_s / statistics.median(self.seconds) - 1
+
+
+def stages_of(entry: Entry, job: CapturedJob, size: int) -> list[Stage]:
+    graph = job.training_graph(size)
+    leaves = pytree.tree_leaves(job.loader.example(size))
+    batch = dict(zip(graph.inputs, leaves, strict=True))
+    seeds = range(FIRST_SEED, FIRST_SEED + CUTS_PER_KIND)
+    found = [("neighbours", random_stages(graph, seed)) for seed in seeds]
+    found += [("any order", cuts.random_cut(graph, 2 + seed % 5, seed)) for seed in seeds]
+    found.append(("neighbours", cuts.whole(graph)))
+    made = []
+    for kind, cut in found:
+        stages = AloneStages(
+            graph, cut, job.states, batch, size, CpuDevice(), "float32", time.perf_counter
+        )
+        made += [Stage(entry.name, kind, stages, index, []) for index in range(len(stages))]
+    return made
+
+
+def measure(stages: list[Stage]) -> None:
+    start = time.perf_counter()
+    for done in range(ROUNDS):
+        for stage in stages:
+            stage.run()
+        if done and time.perf_counter() - start > BUDGET_S:
+            return
+
+
+def predict(stages: list[Stage], profile: Profile) -> None:
+    footprints = Footprints(profile)
+    times = operator_times(profile, profile.micro_batch_size)
+    position = {operator.id: index for index, operator in enumerate(profile.operators)}
+    for stage in stages:
+        cut = stage.stages.cut
+        inside = [[position[n] for n in cut.operators(i)] for i in range(len(stage.stages))]
+        parts = footprints.of(inside)
+        stage.predicted_s = sum(stage_times(parts, stage.index, times, 1.0, profile.stage))
+
+
+def compare(entry: Entry) -> list[Stage]:
+    with tempfile.TemporaryDirectory() as folder:
+        spec = spec_of(entry, Path(folder) / "job.yaml")
+        settle_process(1)
+        job = CapturedJob(spec)
+        size = spec.training.batch_size // (spec.pipeline.micro_batches or 1)
+        stages = stages_of(entry, job, size)
+        measure(stages)
+        profile = profile_job(spec)
+        measure(stages)
+    predict(stages, profile)
+    return stages
+
+
+def show(name: str, stages: list[Stage]) -> tuple[float, float]:
+    errors = sorted(abs(stage.error) for stage in stages)
+    middle, ninth = statistics.median(errors), errors[int(0.9 * (len(errors) - 1))]
+    bias = statistics.median(stage.error for stage in stages)
+    sys.stdout.write(
+        f"{name:28} {len(stages):5}  {middle:7.1%}  {ninth:7.1%}  {errors[-1]:7.1%}  {bias:+7.1%}\n"
+    )
+    sys.stdout.flush()
+    return middle, ninth
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*")
+    asked = parser.parse_args().models
+    found: list[Stage] = []
+    print(f"{psutil.cpu_count()} cores, torch {torch.__version__}; errors of forward and backward")
+    print(f"{'model':28} {'stages':>5}   median      9/10    worst     bias")
+    for entry in entries():
+        missing = entry.package and not packages.installed(entry.package)
+        if missing or (asked and entry.name not in asked):
+            continue
+        stages = compare(entry)
+        show(entry.name, stages)
+        for stage in stages:
+            del stage.stages
+        found += stages
+    for kind in ("neighbours", "any order"):
+        show(f"all: {kind}", [stage for stage in found if stage.kind == kind])
+    long = [stage for stage in found if statistics.median(stage.seconds) >= 1e-3]
+    show("all: 1 ms and more", long)
+    middle, ninth = show("all", found)
+    met = middle <= GOAL_MEDIAN and ninth <= GOAL_NINTH
+    print(f"goal: {GOAL_MEDIAN:.0%} and {GOAL_NINTH:.0%}: {'met' if met else 'missed'}")
+
+
+if __name__ == "__main__":
+    main()
