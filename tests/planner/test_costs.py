@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -6,11 +8,11 @@ from pipectl.graph import TransferKind, cut_routes
 from pipectl.plan import Transfer
 from pipectl.planner.condense import condense
 from pipectl.planner.costs import Footprints, operator_times, scaled_transfers, stage_costs
-from pipectl.profile import OptimizerCost
+from pipectl.profile import OptimizerCost, StageOverhead
 
 
 def forward_s(make_profile, operator, size):
-    return operator_times(make_profile([operator], []), size)[0][0]
+    return operator_times(make_profile([operator], []), size).uncached[0][0]
 
 
 def test_one_measured_size_scales_in_proportion(make_profile, make_operator) -> None:
@@ -75,16 +77,54 @@ def test_messages_are_summed_by_kind_and_stages_and_scaled(make_profile, make_op
 def test_stage_costs_add_up(make_profile, make_operator) -> None:
     profile = make_profile([make_operator(i) for i in range(2)], [(0, 1)])
     parts = Footprints(profile).of([[0, 1]])
-    (cost,) = stage_costs(parts, operator_times(profile, 4), 0.5, OptimizerCost(2.0, 1e-6))
+    profile = replace(profile, optimizer=OptimizerCost(2.0, 1e-6))
+    (cost,) = stage_costs(parts, operator_times(profile, 4), 0.5, profile)
     assert (cost.forward_s, cost.backward_s) == pytest.approx((1e-3, 2e-3))
     assert cost.update_s == pytest.approx(200e-6)
     assert (cost.parameter_bytes, cost.optimizer_bytes, cost.saved_bytes) == (200, 400, 1000)
 
 
 def test_no_optimizer_costs_nothing(chain) -> None:
-    profile = chain(1)
-    (cost,) = stage_costs(Footprints(profile).of([[0]]), operator_times(profile, 8), 1.0, None)
+    profile = replace(chain(1), optimizer=None)
+    (cost,) = stage_costs(Footprints(profile).of([[0]]), operator_times(profile, 8), 1.0, profile)
     assert (cost.update_s, cost.optimizer_bytes) == (0.0, 0)
+
+
+def test_a_stage_takes_more_than_its_operators(make_profile, make_operator) -> None:
+    operators = [make_operator(0), make_operator(1, gradient_bytes=0), make_operator(2)]
+    profile = make_profile(operators, [(0, 2), (1, 2)])
+    profile = replace(profile, stage=StageOverhead(1.0, 10.0, 100.0, 2.0, 20.0, 200.0))
+    costs = stage_costs(
+        Footprints(profile).of([[0, 1], [2]]), measured_times(profile), 1.0, profile
+    )
+    forward_s, backward_s = operators[0].forward_s, operators[0].backward_s
+    assert costs[0].forward_s == pytest.approx(2 * forward_s + 1 + 2 * 100)
+    assert costs[1].forward_s == pytest.approx(forward_s + 1 + 2 * 10)
+    assert costs[0].backward_s == pytest.approx(2 * backward_s + 2 + 20)
+    assert costs[1].backward_s == pytest.approx(backward_s + 2 + 200)
+
+
+def test_a_stage_without_gradients_has_no_backward(make_profile, make_operator) -> None:
+    profile = make_profile([make_operator(0, backward_s=0.0)], [])
+    profile = replace(profile, stage=StageOverhead(backward_s=2.0))
+    (cost,) = stage_costs(Footprints(profile).of([[0]]), measured_times(profile), 1.0, profile)
+    assert cost.backward_s == 0.0
+
+
+@pytest.mark.parametrize(("cache_bytes", "time_s"), [(1000, 1.0), (800, 2.0), (666, 3.0)])
+def test_a_stage_that_stays_in_the_cache_is_faster(
+    cache_bytes, time_s, make_profile, make_operator
+) -> None:
+    """It touches 1000 bytes; a cache two thirds as large is as good as none."""
+    operator = make_operator(0, forward_s=3.0, saved=(("a", 600),), parameters=(("w", 200),))
+    profile = make_profile([replace(operator, cached={8: (1.0, 1.0)})], [])
+    profile = replace(profile, stage=StageOverhead(cache_bytes=cache_bytes))
+    (cost,) = stage_costs(Footprints(profile).of([[0]]), measured_times(profile), 1.0, profile)
+    assert cost.forward_s == pytest.approx(time_s, rel=0.01)
+
+
+def measured_times(profile):
+    return operator_times(profile, profile.micro_batch_size)
 
 
 @given(data=st.data(), stages=st.integers(1, 3))

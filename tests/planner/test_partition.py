@@ -23,6 +23,7 @@ def compute_s(profile, graph, free=()):
 def partitioner(profile, space, stages, speeds=None):
     costs = Costs(
         compute_s=compute_s(profile, space.graph),
+        cached_s=compute_s(profile, space.graph),
         least_s=compute_s(profile, space.graph, space.moved),
         scale=1.0,
         link=LINK,
@@ -127,3 +128,14 @@ def test_blocks_without_edges_are_merged_instead_of_searched(make_profile, make_
     assert len(space.moved) > 20
     bound = partitioner(profile, space, 3).bound(3)
     assert bound.load_s == pytest.approx(10 * 3e-3, rel=1e-3)
+
+
+def test_the_bound_holds_if_stages_that_stay_in_the_cache_are_faster(chain) -> None:
+    profile = chain(4)
+    space = Space.of(condense(profile), profile)
+    slow_s = compute_s(profile, space.graph)
+    fast_s = [time / 2 for time in slow_s]
+    costs = Costs(slow_s, fast_s, fast_s, scale=1.0, link=LINK, speeds=[1.0, 1.0])
+    bound = Partitioner(space, costs, fewest=2, most=2).bound(2)
+    assert bound.load_s == pytest.approx(sum(fast_s) / 2)
+    assert not bound.exact

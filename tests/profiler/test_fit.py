@@ -1,0 +1,92 @@
+"""The fit finds what made the samples."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from pipectl.planner.costs import Footprints, operator_times, stage_times
+from pipectl.profile import Operator, Profile, StageOverhead
+from pipectl.profiler.fit import Sample, fit_stages
+
+STAGE = StageOverhead(1e-5, 2e-6, 3e-6, 2e-5, 4e-6, 5e-6)
+
+
+def profile(cached: bool) -> Profile:
+    draw = random.Random(5)
+    operators = [
+        Operator(
+            id=f"n{i}",
+            name=f"layer{i}",
+            forward_s=draw.uniform(1e-5, 1e-4),
+            backward_s=draw.uniform(1e-5, 2e-4),
+            parameter_bytes=1 << 20,
+            output_bytes=100,
+            gradient_bytes=100,
+            parameters=((f"w{i}", 1 << 20),),
+        )
+        for i in range(40)
+    ]
+    if cached:
+        operators = [replace(o, cached={8: (o.forward_s / 2, o.backward_s / 3)}) for o in operators]
+    edges = [(f"n{i}", f"n{j}") for i in range(40) for j in (i + 1, i + 3) if j < 40]
+    return Profile("fitted", "test", 8, tuple(operators), tuple(edges))
+
+
+def samples(of: Profile, stage: StageOverhead, factors: tuple[float, float]) -> list[Sample]:
+    """Stages that take exactly what the planner would say."""
+    draw = random.Random(7)
+    times = operator_times(of, 8)
+    bare = StageOverhead(cache_bytes=stage.cache_bytes)
+    footprints = Footprints(of)
+    found = []
+    for _ in range(8):
+        borders = sorted(draw.sample(range(1, 40), draw.randint(1, 5)))
+        cut = [list(range(a, b)) for a, b in zip([0, *borders], [*borders, 40], strict=True)]
+        parts = footprints.of(cut)
+        for index in range(len(cut)):
+            operators = stage_times(parts, index, times, 1.0, bare)
+            more = parts.values[index].overhead_s(stage)
+            forward_s, backward_s = (
+                factor * own + extra
+                for factor, own, extra in zip(factors, operators, more, strict=True)
+            )
+            found.append(Sample(parts, index, forward_s, backward_s))
+    return found
+
+
+def test_overhead_and_factors_are_found() -> None:
+    of = profile(cached=False)
+    fit = fit_stages(samples(of, STAGE, (1.1, 0.9)), operator_times(of, 8), None)
+    assert fit.factors == pytest.approx((1.1, 0.9), rel=1e-3)
+    assert fit.stage.forward_s == pytest.approx(STAGE.forward_s, rel=1e-2)
+    assert fit.stage.received_s == pytest.approx(STAGE.received_s, rel=1e-2)
+    assert fit.stage.gradient_sent_s == pytest.approx(STAGE.gradient_sent_s, rel=1e-2)
+    assert fit.error < 1e-3
+    assert fit.stage.cache_bytes is None
+
+
+def test_the_cache_is_found() -> None:
+    of = profile(cached=True)
+    made = replace(STAGE, cache_bytes=24 << 20)
+    fit = fit_stages(samples(of, made, (1.0, 1.0)), operator_times(of, 8), 32 << 20)
+    assert fit.stage.cache_bytes == 24 << 20
+    assert fit.error < 1e-3
+
+
+def test_one_disturbed_sample_changes_little() -> None:
+    of = profile(cached=False)
+    found = samples(of, STAGE, (1.0, 1.0))
+    found[3] = replace(found[3], forward_s=10 * found[3].forward_s)
+    fit = fit_stages(found, operator_times(of, 8), None)
+    assert fit.factors[0] == pytest.approx(1.0, rel=0.01)
+
+
+def test_no_coefficient_is_negative() -> None:
+    of = profile(cached=False)
+    found = [replace(s, forward_s=s.forward_s / 2) for s in samples(of, STAGE, (1.0, 1.0))[::2]]
+    found += samples(of, StageOverhead(), (1.0, 1.0))[1::2]
+    stage = fit_stages(found, operator_times(of, 8), None).stage
+    assert min(stage.forward_s, stage.received_s, stage.sent_s, stage.backward_s) >= 0

@@ -1,0 +1,111 @@
+"""Neighbours, the cache of the processor, and partitions for measuring."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from pipectl.capture import CapturedJob
+from pipectl.profiler.cache import last_level_bytes
+from pipectl.profiler.neighbours import Neighbours, neighbour_count
+from pipectl.profiler.partitions import random_stages, whole, windows
+from pipectl.spec import JobSpec, load
+
+MODELS = Path(__file__).with_name("models.py")
+
+
+def spec_of(tmp_path: Path, **more: Any) -> JobSpec:
+    document = {
+        "version": 1,
+        "name": "measured",
+        "site_defaults": False,
+        "model": f"{MODELS}:Counted",
+        "loss": "torch.nn:CrossEntropyLoss",
+        "data": f"{MODELS}:Vectors",
+        "training": {"steps": 1, "batch_size": 8},
+        **more,
+    }
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(document))
+    return load(tmp_path / "job.yaml")
+
+
+@pytest.mark.parametrize(
+    ("resources", "cores", "count"),
+    [
+        ({"tasks_per_node": 4}, 8, 3),
+        ({"tasks_per_node": 4}, 2, 1),
+        ({"tasks_per_node": 4, "cpus_per_task": 2}, 8, 3),
+        ({"tasks_per_node": 4, "cpus_per_task": 4}, 8, 1),
+        ({"tasks_per_node": 1}, 8, 0),
+        ({"tasks_per_node": 4, "gpus_per_node": 4}, 8, 0),
+        ({"tasks_per_node": 2, "cpus_per_task": 4}, 2, 0),
+    ],
+)
+def test_as_many_neighbours_as_other_ranks_with_cores(
+    resources: dict[str, int], cores: int, count: int, tmp_path: Path
+) -> None:
+    assert neighbour_count(spec_of(tmp_path, resources=resources), cores) == count
+
+
+def test_neighbours_compute_until_the_measurement_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    with Neighbours(spec_of(tmp_path, resources={"tasks_per_node": 3}), 4) as neighbours:
+        neighbours.wait()
+        assert neighbours.computing == 2
+        assert neighbours.assumptions == ()
+        started = [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
+    assert len(started) == 2
+    assert not any(process.is_running() for process in started)
+
+
+def test_a_profile_says_that_a_neighbour_failed(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, resources={"tasks_per_node": 2}, data=f"{MODELS}:Missing")
+    neighbours = Neighbours(spec, 4)
+    if neighbours.count:
+        with neighbours:
+            neighbours.wait()
+            assert neighbours.computing == 0
+            (assumption,) = neighbours.assumptions
+        assert "failed to start" in assumption
+
+
+def test_the_largest_cache_counts(tmp_path: Path) -> None:
+    for index, size in enumerate(["32K", "1024K", "16384K"]):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(size + "\n")
+    assert last_level_bytes(tmp_path) == 16 << 20
+
+
+def test_a_machine_that_does_not_say_has_some_cache(tmp_path: Path) -> None:
+    assert last_level_bytes(tmp_path / "missing") > 1 << 20
+
+
+def test_windows_hold_no_more_than_they_may_and_part_no_group(tmp_path: Path) -> None:
+    graph = CapturedJob(spec_of(tmp_path)).training_graph(4)
+    names = [node.name for node in graph.operators]
+    stage_of = windows(graph, dict.fromkeys(names, 1.0), 2.0)
+    assert list(stage_of.values()) == sorted(stage_of.values())
+    groups = {name: graph.groups.get(name, name) for name in names}
+    for stage in set(stage_of.values()):
+        inside = [name for name in names if stage_of[name] == stage]
+        assert len(inside) <= 2 or len({groups[name] for name in inside}) < len(inside)
+    for group in set(graph.groups.values()):
+        assert len({stage_of[name] for name in names if groups[name] == group}) == 1
+
+
+def test_random_stages_are_runs_and_depend_on_the_seed(tmp_path: Path) -> None:
+    graph = CapturedJob(spec_of(tmp_path)).training_graph(4)
+    found = [random_stages(graph, seed) for seed in range(6)]
+    assert found[0] == random_stages(graph, 0)
+    assert len({tuple(cut.values()) for cut in found}) > 1
+    for cut in found:
+        assert list(cut.values()) == sorted(cut.values())
+        assert 2 <= len(set(cut.values())) <= 6
+    assert set(whole(graph).values()) == {0}
