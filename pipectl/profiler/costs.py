@@ -17,6 +17,8 @@ from pipectl.runtime.device import Device
 
 _LEAST_REPEATS = 3
 _MOST_REPEATS = 15
+_LONG_S = 2.0
+"""An operator that takes longer is steady, and not repeated more than it must be."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +93,14 @@ def measure(call: Call, device: Device, budget_s: float) -> Times:
     forward: list[float] = []
     backward: list[float] = []
     _once(call, device)
-    while len(forward) < _LEAST_REPEATS or (
-        len(forward) < _MOST_REPEATS and sum(forward) + sum(backward) < budget_s
-    ):
+    spent = 0.0
+    while len(forward) < _MOST_REPEATS and spent < _LONG_S:
+        if len(forward) >= _LEAST_REPEATS and spent > budget_s:
+            break
         times = _once(call, device)
         forward.append(times.forward_s)
         backward.append(times.backward_s)
+        spent += times.forward_s + times.backward_s
     return Times(statistics.median(forward), statistics.median(backward))
 
 
