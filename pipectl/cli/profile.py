@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pipectl.cli.interruption import resumable
 from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption
 from pipectl.cli.progress import progress_bar
 from pipectl.errors import UsageError
@@ -83,16 +81,6 @@ def _measure(spec: JobSpec, path: Path, wish: Wish, *, as_json: bool) -> None:
     from pipectl.cli.profile_view import show
     from pipectl.jobs.profile import measure
 
-    with _terminable(), progress_bar("profiling") as progress:
+    with resumable(), progress_bar("profiling") as progress:
         found = measure(spec, path, progress, wish)
     show(found, path, time.time(), as_json=as_json)
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM ends it as Ctrl-C does: the terminal is put right, and it says what is kept."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -31,7 +31,7 @@ def show(found: Measurement, path: Path, now: float, *, as_json: bool) -> None:
     if found.cached:
         model = found.profile.device.model if found.profile.device else "another device"
         when = ago(now - entry.measured_at)
-        note(f"measured {when} on {entry.host} ({model}); --again measures anew")
+        note(f"cached: measured {when} on {entry.host} ({model}); --again measures anew")
     elif found.resumed:
         note(f"{found.resumed} measurements are from an earlier attempt that was interrupted")
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipectl.cli.console import note, say, say_json, short
+from pipectl.cli.interruption import resumable
 from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption
 from pipectl.cli.progress import progress_bar
 
@@ -45,7 +46,7 @@ def command(
 def _submit(spec: JobSpec, scheduler: str | None, *, wait: bool, as_json: bool) -> None:
     from pipectl.jobs.submit import gather, submit
 
-    with progress_bar("profiling") as progress:
+    with resumable(), progress_bar("profiling") as progress:
         inputs = gather(spec, scheduler, progress)
     submission = submit(inputs, time.time())
     if not as_json:
