@@ -23,8 +23,7 @@ def show(found: Measurement, path: Path, now: float, *, as_json: bool) -> None:
     """
     entry = found.entry
     if as_json:
-        timing = {"cached": found.cached, "seconds": round(entry.seconds, 3)}
-        say_json({**summary_json(found.profile, path), **timing, "measured_at": entry.measured_at})
+        say_json({**summary_json(found.profile, path), **found.to_json()})
         return
     say(summary(found.profile))
     say(f"profile: {path}")
