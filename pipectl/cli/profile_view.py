@@ -78,6 +78,6 @@ def ago(age_s: float) -> str:
     """``3 h ago``; in the largest unit that fits."""
     for span_s, unit in _SPANS:
         count = int(age_s // span_s)
-        if count:
+        if count > 0:
             return f"{count} {unit}{'s' if unit == 'day' and count > 1 else ''} ago"
     return "just now"

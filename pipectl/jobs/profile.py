@@ -168,11 +168,11 @@ def _found(spec: JobSpec, progress: Progress | None, wish: Wish, kept: ProfileCa
     from pipectl.profiler.journal import Journal
 
     with Journal(kept.journal(identity), identity) as journal:
-        resumed = len(journal)
         entry = _measure_now(spec, progress, wish, device, journal)
         kept.keep(identity, entry)
         journal.remove()
-    return Measurement(entry, cached=False, resumed=resumed)
+    kept.make_room()
+    return Measurement(entry, cached=False, resumed=journal.resumed)
 
 
 def _measure_now(

@@ -10,8 +10,7 @@ import torch
 import yaml
 
 from pipectl.profile import Operator, Profile
-from pipectl.profiler import profile_job
-from pipectl.profiler import walk as walking
+from pipectl.profiler import profile_job, timing
 from pipectl.spec import load
 
 EQUALITY = Path(__file__).parents[1] / "equality" / "models.py"
@@ -61,13 +60,13 @@ def test_everything_but_times_is_that_of_the_whole_model(tmp_path: Path, model: 
 
 def test_equal_operators_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[Any] = []
-    measure = walking.measure
+    measure = timing.measure
 
-    def counting(call: Any, device: Any) -> Any:
+    def counting(call: Any, device: Any, budget_s: float) -> Any:
         measured.append(call.target)
-        return measure(call, device)
+        return measure(call, device, budget_s)
 
-    monkeypatch.setattr(walking, "measure", counting)
+    monkeypatch.setattr(timing, "measure", counting)
     profile = profiled(tmp_path, "gpt", "per_rank")
     blocks = [
         {
