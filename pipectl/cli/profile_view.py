@@ -21,16 +21,25 @@ def show(found: Measurement, path: Path, now: float, *, as_json: bool) -> None:
     Args:
         now: seconds since the epoch.
     """
-    entry = found.entry
     if as_json:
         say_json({**summary_json(found.profile, path), **found.to_json()})
         return
     say(summary(found.profile))
     say(f"profile: {path}")
+    tell_origin(found, now, "--again measures anew")
+
+
+def tell_origin(found: Measurement, now: float, again: str) -> None:
+    """Note that a profile, or a part of it, is not from now.
+
+    Args:
+        again: how to measure all of it.
+    """
+    entry = found.entry
     if found.cached:
         model = found.profile.device.model if found.profile.device else "another device"
         when = ago(now - entry.measured_at)
-        note(f"cached: measured {when} on {entry.host} ({model}); --again measures anew")
+        note(f"cached: measured {when} on {entry.host} ({model}); {again}")
     elif found.resumed:
         note(f"{found.resumed} measurements are from an earlier attempt that was interrupted")
 

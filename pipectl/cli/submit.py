@@ -44,10 +44,13 @@ def command(
 
 
 def _submit(spec: JobSpec, scheduler: str | None, *, wait: bool, as_json: bool) -> None:
+    from pipectl.cli.profile_view import tell_origin
     from pipectl.jobs.submit import gather, submit
 
     with resumable(), progress_bar("profiling") as progress:
         inputs = gather(spec, scheduler, progress)
+    if inputs.measurement is not None:
+        tell_origin(inputs.measurement, time.time(), "pipectl profile --again measures anew")
     submission = submit(inputs, time.time())
     if not as_json:
         _tell(submission)

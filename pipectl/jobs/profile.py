@@ -164,7 +164,8 @@ def _found(spec: JobSpec, progress: Progress | None, wish: Wish, kept: ProfileCa
     identity = identity_of(spec, device, wish.effort)
     known = None if wish.again else kept.find(identity)
     if known is not None:
-        return Measurement(known, cached=True)
+        renamed = replace(known.profile, name=spec.name)
+        return Measurement(replace(known, profile=renamed), cached=True)
     from pipectl.profiler.journal import Journal
 
     with Journal(kept.journal(identity), identity) as journal:

@@ -121,6 +121,15 @@ def test_the_second_time_it_is_taken_from_the_cache(cli: Command, real_job: Path
     assert cli("profile", "job.yaml", "--again").err == ""
 
 
+def test_submit_says_so_too(cli: Command, real_job: Path) -> None:
+    assert cli("profile", "job.yaml").code == 0
+    PROFILE.unlink()
+    result = cli("submit", "job.yaml", "--scheduler", "local")
+    assert "cached: measured just now on " in result.err
+    assert PROFILE.exists()
+    cli("cancel", "last")
+
+
 def test_json_sums_it_up(cli: Command, real_job: Path, place: Path) -> None:
     found = [json.loads(cli("profile", "job.yaml", "--fast", "--json").out) for _ in range(2)]
     assert [one["cached"] for one in found] == [False, True]

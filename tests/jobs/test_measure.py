@@ -85,6 +85,14 @@ def test_the_second_time_nothing_is_measured(
     assert [path.suffix for path in Path("runs/.cache").iterdir()] == [".json"]
 
 
+def test_a_job_of_another_name_may_use_it(
+    profiler: Profiler, spec_of: Callable[..., JobSpec]
+) -> None:
+    measure(spec_of(), PLACE)
+    found = measure(spec_of("name=other"), PLACE)
+    assert (found.cached, found.profile.name) == (True, "other")
+
+
 def test_the_profile_says_on_what_it_was_measured(
     profiler: Profiler, spec_of: Callable[..., JobSpec]
 ) -> None:
