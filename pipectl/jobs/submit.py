@@ -14,7 +14,7 @@ from pipectl.batch.process import NoAnswerError
 from pipectl.cluster import Cluster
 from pipectl.errors import MismatchError, PipectlError
 from pipectl.files import make_directory, write_text
-from pipectl.jobs.machines import cluster_of
+from pipectl.jobs.machines import find_machines
 from pipectl.jobs.places import LOCAL, plan_path, profile_path, scheduler_name
 from pipectl.jobs.plan import find_plan, fresh_plan, write_plan
 from pipectl.jobs.profile import Measurement, Progress, fresh_profile, measure
@@ -35,6 +35,7 @@ class Inputs:
     Args:
         profile, plan: None where the job makes them itself, within its allocation.
         measurement: where the profile was not lying there: how it came to be.
+        warning: why a measured cluster was not used; empty where all is well.
     """
 
     spec: JobSpec
@@ -43,6 +44,7 @@ class Inputs:
     profile: Profile | None
     plan: Plan | None
     measurement: Measurement | None = None
+    warning: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ def gather(spec: JobSpec, scheduler: str | None, progress: Progress | None = Non
         SchedulerError: there is no MPI to start the ranks with.
     """
     name = scheduler_name(spec, scheduler)
-    cluster = cluster_of(spec, name)
+    machines = find_machines(spec, name)
+    cluster, warning = machines.cluster, machines.warning
     directory = Path(spec.output.directory)
     get(name).render(job_request(spec, directory, "check"))  # fails now, not after measuring
     make_directory(directory)
@@ -74,13 +77,14 @@ def gather(spec: JobSpec, scheduler: str | None, progress: Progress | None = Non
         measurement = measure(spec, profile_path(spec), progress)
         profile = measurement.profile
     if profile is None:
-        return Inputs(spec, name, cluster, None, None)
+        return Inputs(spec, name, cluster, None, None, warning=warning)
     if profile.fingerprint is None:
         raise MismatchError(
             f"{profile_path(spec)}: an imported profile can be planned, not submitted",
             cure="remove it; the model is then measured",
         )
-    return Inputs(spec, name, cluster, profile, _plan(spec, profile, cluster), measurement)
+    plan = _plan(spec, profile, cluster)
+    return Inputs(spec, name, cluster, profile, plan, measurement, warning)
 
 
 def submit(inputs: Inputs, now: float) -> Submission:
