@@ -51,6 +51,8 @@ def _submit(spec: JobSpec, scheduler: str | None, *, wait: bool, as_json: bool) 
         inputs = gather(spec, scheduler, progress)
     if inputs.measurement is not None:
         tell_origin(inputs.measurement, time.time(), "pipectl profile --again measures anew")
+    if inputs.warning:
+        note(f"warning: {inputs.warning}")
     submission = submit(inputs, time.time())
     if not as_json:
         _tell(submission)
