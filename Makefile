@@ -19,7 +19,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 demo: $(INSTALLED) ## train a small GPT in a pipeline of four ranks on this machine
 	$(BIN)/pipectl check $(JOB)
-	$(BIN)/pipectl profile $(JOB)
+	$(BIN)/pipectl profile $(JOB) --scheduler local
 	$(BIN)/pipectl plan $(JOB) --scheduler local
 	$(BIN)/pipectl submit $(JOB) --scheduler local --wait
 	@echo

@@ -11,26 +11,17 @@ from typing import Any
 from pipectl.errors import DataFileError
 from pipectl.fields import Reader
 from pipectl.files import read_json, write_json
+from pipectl.link import Link
 
 VERSION = 1
-_CURE = "see docs/formats.md, or leave the cluster out to have one assumed from resources:"
-
-
-@dataclass(frozen=True)
-class Link:
-    """A connection: a fixed latency, then a bandwidth in each direction.
-
-    Args:
-        duplex: whether both directions run at once at full bandwidth.
-    """
-
-    latency_s: float
-    bandwidth_bytes_per_s: float
-    duplex: bool = True
-
-    def transfer_s(self, size_bytes: float) -> float:
-        """Time of one message that has the link to itself."""
-        return self.latency_s + size_bytes / self.bandwidth_bytes_per_s
+ASSUMED_WITHIN = Link(latency_s=20e-6, bandwidth_bytes_per_s=2e9, assumed=True)
+"""Shared memory, where nobody measured."""
+ASSUMED_BETWEEN = Link(latency_s=50e-6, bandwidth_bytes_per_s=1.1e9, assumed=True)
+"""Ethernet of 10 Gbit/s, where nobody measured."""
+_CURE = (
+    "see docs/formats.md; pipectl profile --links measures one, and without one it is assumed from "
+    "resources:"
+)
 
 
 @dataclass(frozen=True)
@@ -71,6 +62,9 @@ class Cluster:
     Args:
         source: where the figures are from, for people.
         assumed: whether the figures are guesses rather than measurements.
+        allreduce: (ranks, bytes, seconds) of sums over the first ranks; for people, neither planner
+            nor simulator reads it.
+        key: hash of what it was measured for; None where it comes from elsewhere.
     """
 
     name: str
@@ -79,11 +73,25 @@ class Cluster:
     within_node: Link
     between_nodes: Link
     assumed: bool = False
+    allreduce: tuple[tuple[int, int, float], ...] = ()
+    key: str | None = None
 
     @cached_property
     def node_of_rank(self) -> tuple[int, ...]:
         """Index of the node of every rank."""
         return tuple(index for index, node in enumerate(self.nodes) for _ in range(node.ranks))
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What of it is assumed, of the parts that are used."""
+        if self.assumed:
+            return (f"cluster {self.name!r} is assumed, not measured",)
+        found = []
+        if self.within_node.assumed and any(node.ranks > 1 for node in self.nodes):
+            found.append("the link within a node is assumed, not measured")
+        if self.between_nodes.assumed and len(self.nodes) > 1:
+            found.append("the link between nodes is assumed, not measured")
+        return tuple(found)
 
     @property
     def ranks(self) -> int:
@@ -105,17 +113,22 @@ class Cluster:
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON object."""
-        return {
+        document: dict[str, Any] = {
             "version": VERSION,
             "name": self.name,
             "source": self.source,
             "assumed": self.assumed,
             "nodes": [_node_json(node) for node in self.nodes],
             "links": {
-                "within_node": _link_json(self.within_node),
-                "between_nodes": _link_json(self.between_nodes),
+                "within_node": self.within_node.to_json(),
+                "between_nodes": self.between_nodes.to_json(),
             },
         }
+        if self.allreduce:
+            document["allreduce"] = [list(row) for row in self.allreduce]
+        if self.key is not None:
+            document["key"] = self.key
+        return document
 
     @classmethod
     def load(cls, path: Path) -> Cluster:
@@ -139,9 +152,14 @@ class Cluster:
             name=reader.text("name"),
             source=reader.text("source", default="unknown"),
             nodes=nodes,
-            within_node=_link(links.section("within_node")),
-            between_nodes=_link(links.section("between_nodes")),
+            within_node=Link.read(links.section("within_node")),
+            between_nodes=Link.read(links.section("between_nodes")),
             assumed=reader.flag("assumed", default=False),
+            allreduce=tuple(
+                (int(ranks), int(size), time_s)
+                for ranks, size, time_s in reader.rows("allreduce", 3)
+            ),
+            key=reader.optional_text("key"),
         )
 
 
@@ -158,8 +176,8 @@ def assumed_cluster(
         name=name,
         source="assumed: shared memory within a node, 10 Gbit/s between nodes",
         nodes=nodes,
-        within_node=Link(latency_s=20e-6, bandwidth_bytes_per_s=2e9),
-        between_nodes=Link(latency_s=50e-6, bandwidth_bytes_per_s=1.1e9),
+        within_node=ASSUMED_WITHIN,
+        between_nodes=ASSUMED_BETWEEN,
         assumed=True,
     )
 
@@ -171,14 +189,6 @@ def _node_json(node: Node) -> dict[str, Any]:
     return {"name": node.name, "ranks": node.ranks, "cores": node.cores, "device": device}
 
 
-def _link_json(link: Link) -> dict[str, Any]:
-    return {
-        "latency_s": link.latency_s,
-        "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s,
-        "duplex": link.duplex,
-    }
-
-
 def _node(item: Reader) -> Node:
     device = item.section("device")
     ranks = item.integer("ranks", minimum=1)
@@ -188,22 +198,7 @@ def _node(item: Reader) -> Node:
         cores=item.integer("cores", default=ranks, minimum=1),
         device=Device(
             kind=device.text("kind"),
-            speed=_positive(device, "speed", default=1.0),
+            speed=device.positive("speed", default=1.0),
             memory_bytes=device.optional_integer("memory_bytes"),
         ),
     )
-
-
-def _link(item: Reader) -> Link:
-    return Link(
-        latency_s=item.number("latency_s"),
-        bandwidth_bytes_per_s=_positive(item, "bandwidth_bytes_per_s"),
-        duplex=item.flag("duplex", default=True),
-    )
-
-
-def _positive(reader: Reader, key: str, **default: float) -> float:
-    number = reader.number(key, **default)
-    if number == 0:
-        raise reader.error(key, "must be above 0")
-    return number

@@ -83,6 +83,21 @@ class Reader:
             raise self.error(key, f"must be a finite number of at least 0, not {found!r}")
         return float(found)
 
+    def positive(self, key: str, default: float = _REQUIRED) -> float:
+        """A finite number above 0."""
+        number = self.number(key, default)
+        if number == 0:
+            raise self.error(key, "must be above 0")
+        return number
+
+    def rows(self, key: str, width: int) -> tuple[tuple[float, ...], ...]:
+        """A list of lists of ``width`` finite numbers of at least 0; empty where absent."""
+        found = self._typed(key, list, "a list", [])
+        for row in found:
+            if not (isinstance(row, list) and len(row) == width and all(map(_is_size, row))):
+                raise self.error(key, f"must be a list of {width} numbers of at least 0 each")
+        return tuple(tuple(row) for row in found)
+
     def section(self, key: str) -> Reader:
         """A nested object."""
         return self._nested(self._typed(key, dict, "an object", _REQUIRED), key)
@@ -142,3 +157,9 @@ class Reader:
     def _nested(self, document: dict[str, Any], key: str) -> Reader:
         path = f"{self._path}.{key}" if self._path else key
         return Reader(document, file=self._file, cure=self._cure, path=path)
+
+
+def _is_size(value: Any) -> bool:
+    """Whether a value is a finite number of at least 0."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and math.isfinite(value) and value >= 0

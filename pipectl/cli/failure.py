@@ -37,23 +37,11 @@ def _describe(error: BaseException) -> tuple[int, list[str], str | None]:
     if isinstance(error, typer.TyperException):
         return error.exit_code, [error.format_message()], _help_command(error)
     if isinstance(error, KeyboardInterrupt | typer.Abort):
-        return INTERRUPTED, [_interrupted(error)], None
+        return INTERRUPTED, ["interrupted"], None
     if isinstance(error, OSError) and error.filename is not None:
         return 1, [f"{error.filename}: {error.strerror or error}"], None
     cure = "this is a fault of pipectl; please report it with the output of: pipectl --debug ..."
     return 1, [f"{type(error).__name__}: {error}"], cure
-
-
-def _interrupted(error: BaseException) -> str:
-    """What an interrupt leaves behind, where measuring was interrupted."""
-    from pipectl.jobs.profile import Interrupted
-
-    found = error if isinstance(error, Interrupted) else error.__cause__ or error.__context__
-    if not isinstance(found, Interrupted):
-        return "interrupted"
-    if not found.kept:
-        return "interrupted before anything was measured"
-    return f"interrupted; {found.kept} measurements are kept: the same command goes on from there"
 
 
 def _help_command(error: typer.TyperException) -> str | None:

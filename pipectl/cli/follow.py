@@ -89,6 +89,6 @@ def _line(found: RunStatus) -> str:
     if not state.alive or not found.phase:
         return state.value
     if found.record is not None and found.record.kind == PROFILING:
-        return f"{state.value}: {found.phase} {now.step}%"
+        return f"{state.value}: {found.phase}{f' {now.step}%' if now.step else ''}"
     progress = f", step {now.step} of {found.steps}{_loss(now)}" if now.step else ""
     return f"{state.value}: {found.phase}{progress}"

@@ -33,7 +33,7 @@ def command(
 ) -> None:
     """Choose stages, ranks and schedule, and predict a step."""
     from pipectl.cli.plan_view import headline, plan_view, prediction_lines
-    from pipectl.jobs.machines import cluster_of
+    from pipectl.jobs.machines import find_machines
     from pipectl.jobs.places import plan_path, scheduler_name
     from pipectl.jobs.plan import find_plan, predicted
     from pipectl.report.gantt_svg import gantt_svg
@@ -41,7 +41,10 @@ def command(
 
     spec = load(job, overrides or ())
     profile = _profile(spec, job, profile_file, overrides or ())
-    cluster = cluster_of(spec, scheduler_name(spec, scheduler))
+    machines = find_machines(spec, scheduler_name(spec, scheduler))
+    if machines.warning:
+        note(f"warning: {machines.warning}")
+    cluster = machines.cluster
     plan = find_plan(spec, profile, cluster)
     timeline = predicted(plan, cluster)
     path = output_file or plan_path(spec)
@@ -56,6 +59,8 @@ def command(
     names = {operator.id: operator.name for operator in profile.operators}
     console = output()
     console.print(plan_view(plan, timeline, console.width, names))
+    if machines.file is not None:
+        say(f"cluster: {machines.file} ({cluster.source})")
     say(f"plan: {path}")
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pipectl.cli.interruption import resumable
 from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption
 from pipectl.cli.progress import progress_bar
 from pipectl.errors import UsageError
@@ -24,7 +22,10 @@ if TYPE_CHECKING:
 def command(
     job: JobFile,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Instead of runs/NAME.profile.json.")
+        Path | None,
+        typer.Option(
+            "-o", "--output", help="Instead of runs/NAME.profile.json, or runs/NAME.cluster.json."
+        ),
     ] = None,
     fast: Annotated[bool, typer.Option("--fast", help="Measure briefly.")] = False,
     thorough: Annotated[bool, typer.Option("--thorough", help="Measure at length.")] = False,
@@ -38,11 +39,14 @@ def command(
     submit: Annotated[bool, typer.Option("--submit", help="Measure in a job of its own.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Follow that job to its end.")] = False,
     here: Annotated[bool, typer.Option("--here", help="Measure even on a login node.")] = False,
+    links: Annotated[
+        bool, typer.Option("--links", help="Measure the links between the ranks instead.")
+    ] = False,
     scheduler: SchedulerOption = None,
     as_json: Json = False,
     overrides: Overrides = None,
 ) -> None:
-    """Measure time and memory of every operator, forward and backward."""
+    """Measure the time and memory of every operator; or the links."""
     from pipectl.jobs.places import profile_path, scheduler_name
     from pipectl.jobs.profile import Wish, require_compute_node
     from pipectl.spec import load
@@ -52,6 +56,12 @@ def command(
     path = output or profile_path(spec, device_kind)
     name = scheduler_name(spec, None if scheduler is None else scheduler.value)
     effort = "fast" if fast else "thorough" if thorough else "normal"
+    if links:
+        from pipectl.cli.links import measure_links, refuse
+
+        refuse({"--again": again, "--device-kind": device_kind, "--here": here})
+        measure_links(spec, name, output, effort, wait=wait or not submit, as_json=as_json)
+        return
     wish = Wish(effort, device_kind, again)
     if submit:
         from pipectl.cli.profile_job import submit_and_tell
@@ -83,16 +93,6 @@ def _measure(spec: JobSpec, path: Path, wish: Wish, *, as_json: bool) -> None:
     from pipectl.cli.profile_view import show
     from pipectl.jobs.profile import measure
 
-    with _terminable(), progress_bar("profiling") as progress:
+    with resumable(), progress_bar("profiling") as progress:
         found = measure(spec, path, progress, wish)
     show(found, path, time.time(), as_json=as_json)
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM ends it as Ctrl-C does: the terminal is put right, and it says what is kept."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

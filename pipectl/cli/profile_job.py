@@ -38,20 +38,17 @@ def submit_and_tell(
 
 def _wait(submission: Submission, path: Path, *, as_json: bool) -> None:
     from pipectl.cli.follow import exit_code, follow
-    from pipectl.cli.profile_view import summary, summary_json
+    from pipectl.cli.profile_view import show
     from pipectl.cli.status_view import show_run, status_json
-    from pipectl.profile import Profile
+    from pipectl.jobs.profile import Measurement
 
-    found = follow(submission.run)
-    if code := exit_code(found):
-        if as_json:
-            say_json(status_json(found))
-        else:
-            show_run(found)
-        raise typer.Exit(code)
-    profile = Profile.load(path)
-    if as_json:
-        say_json({**summary_json(profile, path), "run": submission.run.name})
+    run = submission.run
+    found = follow(run)
+    if not (code := exit_code(found)):
+        show(Measurement.load(run.profile, run.measurement), path, time.time(), as_json=as_json)
         return
-    say(summary(profile))
-    say(f"profile: {path}")
+    if as_json:
+        say_json(status_json(found))
+    else:
+        show_run(found)
+    raise typer.Exit(code)

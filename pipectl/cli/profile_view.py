@@ -21,17 +21,25 @@ def show(found: Measurement, path: Path, now: float, *, as_json: bool) -> None:
     Args:
         now: seconds since the epoch.
     """
-    entry = found.entry
     if as_json:
-        timing = {"cached": found.cached, "seconds": round(entry.seconds, 3)}
-        say_json({**summary_json(found.profile, path), **timing, "measured_at": entry.measured_at})
+        say_json({**summary_json(found.profile, path), **found.to_json()})
         return
     say(summary(found.profile))
     say(f"profile: {path}")
+    tell_origin(found, now, "--again measures anew")
+
+
+def tell_origin(found: Measurement, now: float, again: str) -> None:
+    """Note that a profile, or a part of it, is not from now.
+
+    Args:
+        again: how to measure all of it.
+    """
+    entry = found.entry
     if found.cached:
         model = found.profile.device.model if found.profile.device else "another device"
         when = ago(now - entry.measured_at)
-        note(f"measured {when} on {entry.host} ({model}); --again measures anew")
+        note(f"cached: measured {when} on {entry.host} ({model}); {again}")
     elif found.resumed:
         note(f"{found.resumed} measurements are from an earlier attempt that was interrupted")
 
@@ -79,6 +87,6 @@ def ago(age_s: float) -> str:
     """``3 h ago``; in the largest unit that fits."""
     for span_s, unit in _SPANS:
         count = int(age_s // span_s)
-        if count:
+        if count > 0:
             return f"{count} {unit}{'s' if unit == 'day' and count > 1 else ''} ago"
     return "just now"

@@ -163,6 +163,8 @@ def _files(status: RunStatus) -> Iterator[tuple[str, str]]:
     """What the run has made, and where it lies."""
     if status.record and status.record.kind == PROFILING and status.run.profile.exists():
         yield "profile", short(status.run.profile)
+    if status.record and status.record.kind == PROFILING and status.run.cluster.exists():
+        yield "cluster", short(status.run.cluster)
     if status.plan is not None:
         yield "plan", headline(status.plan).removeprefix(f"{status.plan.name}: ")
         yield "plan file", short(status.run.plan)

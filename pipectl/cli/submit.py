@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipectl.cli.console import note, say, say_json, short
+from pipectl.cli.interruption import resumable
 from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption
 from pipectl.cli.progress import progress_bar
 
@@ -43,10 +44,15 @@ def command(
 
 
 def _submit(spec: JobSpec, scheduler: str | None, *, wait: bool, as_json: bool) -> None:
+    from pipectl.cli.profile_view import tell_origin
     from pipectl.jobs.submit import gather, submit
 
-    with progress_bar("profiling") as progress:
+    with resumable(), progress_bar("profiling") as progress:
         inputs = gather(spec, scheduler, progress)
+    if inputs.measurement is not None:
+        tell_origin(inputs.measurement, time.time(), "pipectl profile --again measures anew")
+    if inputs.warning:
+        note(f"warning: {inputs.warning}")
     submission = submit(inputs, time.time())
     if not as_json:
         _tell(submission)

@@ -89,7 +89,7 @@ class ProfileCache:
             return None
 
     def keep(self, identity: Mapping[str, Any], entry: Entry) -> None:
-        """Store a profile; the oldest files make room."""
+        """Store a profile."""
         document = {
             "version": VERSION,
             "identity": identity,
@@ -99,12 +99,8 @@ class ProfileCache:
             "profile": entry.profile.to_json(),
         }
         write_json(self._path(identity), document)
-        self._make_room()
 
-    def _path(self, identity: Mapping[str, Any]) -> Path:
-        return self._directory / f"{_digest(identity)}.json"
-
-    def _make_room(self) -> None:
+    def make_room(self) -> None:
         """Keep the newest profiles and journals."""
         ages = []
         for path in (*self._directory.glob("*.json"), *self._directory.glob("*.journal")):
@@ -113,6 +109,9 @@ class ProfileCache:
         for _, path in sorted(ages)[:-_KEPT]:
             with suppress(OSError):
                 path.unlink()
+
+    def _path(self, identity: Mapping[str, Any]) -> Path:
+        return self._directory / f"{_digest(identity)}.json"
 
 
 def _entry(reader: Reader, document: Mapping[str, Any]) -> Entry:

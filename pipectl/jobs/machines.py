@@ -1,30 +1,75 @@
-"""The cluster a plan is made for: described by a file, or assumed from the resources."""
+"""The cluster a plan is made for: described by a file, measured, or assumed from the resources."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+import socket
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import MismatchError
-from pipectl.jobs.places import LOCAL
+from pipectl.jobs.places import LOCAL, cluster_path
+from pipectl.spec import links_key
 
 if TYPE_CHECKING:
     from pipectl.spec import JobSpec
 
 
+@dataclass(frozen=True)
+class Machines:
+    """The cluster, and where it is from.
+
+    Args:
+        file: that it was read from; None for an assumed cluster.
+        warning: why a file that lies there was not used; empty where all is well.
+    """
+
+    cluster: Cluster
+    file: Path | None = None
+    warning: str = ""
+
+
 def cluster_of(spec: JobSpec, scheduler: str) -> Cluster:
-    """The machines that ``spec`` would run on under ``scheduler``.
+    """The machines that ``spec`` would run on under ``scheduler``; see :func:`find_machines`."""
+    return find_machines(spec, scheduler).cluster
+
+
+def find_machines(spec: JobSpec, scheduler: str) -> Machines:
+    """The described cluster, else the measured one if it is of this job, else an assumed one.
 
     Raises:
         MismatchError: the described cluster has another number of ranks than the resources.
-        DataFileError: the described cluster cannot be read.
+        DataFileError: a cluster description cannot be read.
     """
     if spec.cluster_file is not None:
-        return _described(spec, spec.cluster_file)
-    return _this_machine(spec) if scheduler == LOCAL else _allocation(spec)
+        return Machines(_described(spec, spec.cluster_file), spec.cluster_file)
+    assumed = _this_machine(spec) if scheduler == LOCAL else _allocation(spec)
+    path = cluster_path(spec)
+    if not path.exists():
+        return Machines(assumed)
+    measured = Cluster.load(path)
+    fault = _fault(measured, assumed, measured_key(spec, scheduler))
+    if not fault:
+        return Machines(measured, path)
+    return Machines(assumed, warning=f"{path} {fault}; it is not used")
+
+
+def measured_key(spec: JobSpec, scheduler: str) -> str:
+    """Names everything that measured links depend on; a local job's are those of this host."""
+    host = socket.gethostname() if scheduler == LOCAL else ""
+    return links_key(spec, f"{scheduler} {host}")
+
+
+def _fault(found: Cluster, assumed: Cluster, key: str) -> str:
+    """What keeps a measured cluster from being used; one without a key is only compared."""
+    if found.key not in (None, key):
+        return "was measured for other resources, launch settings or machines"
+    layouts = [[node.ranks for node in cluster.nodes] for cluster in (found, assumed)]
+    if found.key is None and layouts[0] != layouts[1]:
+        return f"describes nodes of {layouts[0]} ranks, but resources: ask for {layouts[1]}"
+    return ""
 
 
 def _described(spec: JobSpec, path: Path) -> Cluster:

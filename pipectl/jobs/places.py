@@ -30,6 +30,11 @@ def plan_path(spec: JobSpec) -> Path:
     return Path(spec.output.directory) / f"{spec.name}.plan.json"
 
 
+def cluster_path(spec: JobSpec) -> Path:
+    """``runs/<name>.cluster.json``, where measured links are."""
+    return Path(spec.output.directory) / f"{spec.name}.cluster.json"
+
+
 def cache_directory(base: Path) -> Path:
     """Where profiles are kept for reuse: ``.cache`` in an output directory."""
     return base / ".cache"

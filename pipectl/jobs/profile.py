@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipectl.errors import UsageError
-from pipectl.files import make_directory
+from pipectl.fields import Reader
+from pipectl.files import make_directory, read_json
 from pipectl.jobs.cache import Entry, ProfileCache, identity_of
 from pipectl.jobs.device import this_device
 from pipectl.jobs.places import cache_directory, on_login_node
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from pipectl.profiler.journal import Journal
     from pipectl.spec import JobSpec
 
+_CURE = "measure again with: pipectl profile JOB.yaml --submit"
 Progress = Callable[[int, int, str], None]
 
 
@@ -56,6 +58,32 @@ class Measurement:
     def profile(self) -> Profile:
         """The profile."""
         return self.entry.profile
+
+    def to_json(self) -> dict[str, Any]:
+        """How it came to be; the profile itself has a file of its own."""
+        return {
+            "cached": self.cached,
+            "resumed": self.resumed,
+            "measured_at": self.entry.measured_at,
+            "host": self.entry.host,
+            "seconds": round(self.entry.seconds, 3),
+        }
+
+    @classmethod
+    def load(cls, profile: Path, how: Path) -> Measurement:
+        """The measurement whose two files these are.
+
+        Raises:
+            DataFileError: one is missing or damaged.
+        """
+        reader = Reader(read_json(how, cure=_CURE), file=str(how), cure=_CURE)
+        entry = Entry(
+            profile=Profile.load(profile),
+            measured_at=reader.number("measured_at"),
+            host=reader.text("host"),
+            seconds=reader.number("seconds"),
+        )
+        return cls(entry, reader.flag("cached"), reader.integer("resumed"))
 
 
 class Interrupted(KeyboardInterrupt):
@@ -136,15 +164,16 @@ def _found(spec: JobSpec, progress: Progress | None, wish: Wish, kept: ProfileCa
     identity = identity_of(spec, device, wish.effort)
     known = None if wish.again else kept.find(identity)
     if known is not None:
-        return Measurement(known, cached=True)
+        renamed = replace(known.profile, name=spec.name)
+        return Measurement(replace(known, profile=renamed), cached=True)
     from pipectl.profiler.journal import Journal
 
     with Journal(kept.journal(identity), identity) as journal:
-        resumed = len(journal)
         entry = _measure_now(spec, progress, wish, device, journal)
         kept.keep(identity, entry)
         journal.remove()
-    return Measurement(entry, cached=False, resumed=resumed)
+    kept.make_room()
+    return Measurement(entry, cached=False, resumed=journal.resumed)
 
 
 def _measure_now(

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipectl.files import write_json
 from pipectl.jobs.profile import Wish, measure
 from pipectl.jobs.reporting import Heartbeat, reporting_failure
 from pipectl.runs import RunDirectory
@@ -44,6 +45,7 @@ def _measure(run: RunDirectory, output: Path, wish: Wish) -> None:
     heartbeat = Heartbeat(run, PERCENT, measuring_only=True)
     heartbeat.beat("capturing")
     found = measure(spec, run.profile, heartbeat.profiling, wish, base=run.path.parent)
+    write_json(run.measurement, found.to_json())
     found.profile.save(output)
     heartbeat.beat("profiled", PERCENT)
 

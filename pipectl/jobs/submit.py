@@ -14,10 +14,10 @@ from pipectl.batch.process import NoAnswerError
 from pipectl.cluster import Cluster
 from pipectl.errors import MismatchError, PipectlError
 from pipectl.files import make_directory, write_text
-from pipectl.jobs.machines import cluster_of
+from pipectl.jobs.machines import find_machines
 from pipectl.jobs.places import LOCAL, plan_path, profile_path, scheduler_name
 from pipectl.jobs.plan import find_plan, fresh_plan, write_plan
-from pipectl.jobs.profile import Progress, fresh_profile, measure
+from pipectl.jobs.profile import Measurement, Progress, fresh_profile, measure
 from pipectl.jobs.request import job_request
 from pipectl.plan import Plan
 from pipectl.profile import Profile
@@ -34,6 +34,8 @@ class Inputs:
 
     Args:
         profile, plan: None where the job makes them itself, within its allocation.
+        measurement: where the profile was not lying there: how it came to be.
+        warning: why a measured cluster was not used; empty where all is well.
     """
 
     spec: JobSpec
@@ -41,6 +43,8 @@ class Inputs:
     cluster: Cluster
     profile: Profile | None
     plan: Plan | None
+    measurement: Measurement | None = None
+    warning: str = ""
 
 
 @dataclass(frozen=True)
@@ -63,21 +67,24 @@ def gather(spec: JobSpec, scheduler: str | None, progress: Progress | None = Non
         SchedulerError: there is no MPI to start the ranks with.
     """
     name = scheduler_name(spec, scheduler)
-    cluster = cluster_of(spec, name)
+    machines = find_machines(spec, name)
+    cluster, warning = machines.cluster, machines.warning
     directory = Path(spec.output.directory)
     get(name).render(job_request(spec, directory, "check"))  # fails now, not after measuring
     make_directory(directory)
-    profile = fresh_profile(spec, profile_path(spec))
+    profile, measurement = fresh_profile(spec, profile_path(spec)), None
     if profile is None and name == LOCAL:
-        profile = measure(spec, profile_path(spec), progress).profile
+        measurement = measure(spec, profile_path(spec), progress)
+        profile = measurement.profile
     if profile is None:
-        return Inputs(spec, name, cluster, None, None)
+        return Inputs(spec, name, cluster, None, None, warning=warning)
     if profile.fingerprint is None:
         raise MismatchError(
             f"{profile_path(spec)}: an imported profile can be planned, not submitted",
             cure="remove it; the model is then measured",
         )
-    return Inputs(spec, name, cluster, profile, _plan(spec, profile, cluster))
+    plan = _plan(spec, profile, cluster)
+    return Inputs(spec, name, cluster, profile, plan, measurement, warning)
 
 
 def submit(inputs: Inputs, now: float) -> Submission:

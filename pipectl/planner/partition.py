@@ -13,14 +13,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
-from pipectl.cluster import Link
+from pipectl.link import Link
 from pipectl.planner.condense import Condensed
 from pipectl.planner.dynamic import Chains, smallest_bottleneck, smallest_sum
 from pipectl.planner.ideals import all_downsets, prefix_downsets
 from pipectl.planner.negligible import merge_negligible
 from pipectl.planner.spans import Boundary, Integers, Items, Partition, Spans, States, spans_by_end
 from pipectl.profile import Profile
+
+Floats = npt.NDArray[np.float64]
 
 PER_SECOND = 10**12
 """The programme counts in picoseconds."""
@@ -195,10 +198,23 @@ class Partitioner:
 
         Values between two stages travel as one message, so latency is no matter of the cut.
         """
-        per_byte = self._costs.scale / self._costs.link.bandwidth_bytes_per_s * PER_SECOND
-        sending: Integers = np.rint(spans.crossing[:, None] * per_byte).astype(np.int64)
+        crossing = spans.crossing[:, None].astype(np.float64)
+        scale, link = self._costs.scale, self._costs.link
+        if link.timings:
+            times = _hold_s(link, crossing * scale) * PER_SECOND
+        else:
+            times = crossing * (scale / link.bandwidth_bytes_per_s * PER_SECOND)
+        sending: Integers = np.rint(times).astype(np.int64)
         return sending
 
     def _load_with_messages(self, spans: Spans) -> Integers:
         loads: Integers = self._load(spans) + self._sending(spans)
         return loads
+
+
+def _hold_s(link: Link, sizes: Floats) -> Floats:
+    """:meth:`pipectl.link.Link.hold_s` of many sizes, for a link with timings."""
+    known, times = np.array(link.timings, dtype=float).T
+    beyond = np.maximum(sizes - known[-1], 0.0) / link.bandwidth_bytes_per_s
+    held: Floats = np.maximum(np.interp(sizes, known, times) + beyond - link.latency_s, 0.0)
+    return held

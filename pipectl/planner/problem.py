@@ -76,9 +76,7 @@ class Problem:
         found = list(self.profile.assumptions)
         if self.profile.process_baseline_bytes is None:
             found.append(f"a process without a stage takes {DEFAULT_BASELINE_BYTES >> 20} MiB")
-        if self.cluster.assumed:
-            found.append(f"cluster {self.cluster.name!r} is assumed, not measured")
-        return tuple(found)
+        return (*found, *self.cluster.assumptions)
 
     def limit_bytes(self, rank: int) -> float:
         """Memory that a rank may take: the smaller of the job's limit and its device's memory."""

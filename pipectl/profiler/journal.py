@@ -28,6 +28,9 @@ class Journal:
         header: what decides whether noted measurements are still good; a journal with another
             header is discarded.
 
+    Attributes:
+        resumed: measurements taken over from an earlier process.
+
     Raises:
         UsageError: the file cannot be written.
     """
@@ -36,6 +39,7 @@ class Journal:
         self._path = path
         self._header = json.dumps({"journal": header}, sort_keys=True)
         self._entries: dict[str, dict[str, Any]] = {}
+        self.resumed = 0
         try:
             self._stream = _locked(path)
             if self._stream is not None:
@@ -80,6 +84,7 @@ class Journal:
         if self.find(_GRAPH) == {"fingerprint": fingerprint}:
             return
         self._entries.clear()
+        self.resumed = 0
         if self._stream is not None:
             self._begin(self._stream)
         self.note(_GRAPH, {"fingerprint": fingerprint})
@@ -110,6 +115,7 @@ class Journal:
                 break
             self._entries[entry[0]] = entry[1]
             size += len(line) + 1
+        self.resumed = len(self)
         stream.truncate(size)
         stream.seek(size)
 

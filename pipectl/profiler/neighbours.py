@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
@@ -48,8 +49,12 @@ class Neighbours:
         ]
 
     def __enter__(self) -> Self:
-        for process in self._processes:
-            process.start()
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the measuring process
+        try:
+            for process in self._processes:
+                process.start()
+        finally:
+            signal.signal(signal.SIGINT, before)
         return self
 
     def __exit__(

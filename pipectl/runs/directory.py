@@ -73,6 +73,11 @@ class RunDirectory:
         return self.path / "profile.json"
 
     @property
+    def measurement(self) -> Path:
+        """How the profile of a run that only measures came to be."""
+        return self.path / "measurement.json"
+
+    @property
     def plan(self) -> Path:
         """Stages, ranks and schedule."""
         return self.path / "plan.json"

@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
-import time
-import traceback
 from pathlib import Path
-from typing import Any
 
 from mpi4py import MPI
 
 from pipectl.capture import CapturedJob
 from pipectl.errors import PipectlError
-from pipectl.files import write_json
 from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory
 from pipectl.runtime.device import choose_device
 from pipectl.runtime.engine import Doing
+from pipectl.runtime.failure import report
 from pipectl.runtime.process import settle_process
 from pipectl.runtime.setup import Setup, check_graph, check_world
 from pipectl.runtime.telemetry import beat
@@ -56,37 +52,6 @@ def run(directory: RunDirectory, communicator: MPI.Comm, doing: Doing) -> None:
     Trainer(setup, directory, attempt).train()
 
 
-def report(directory: RunDirectory, rank: int, doing: Doing, error: BaseException) -> None:
-    """Write what failed on this rank, and where, for ``pipectl status`` and into the log."""
-    place = f"rank {rank}, stage {doing.stage}, step {doing.step}, {doing.action}"
-    sys.stderr.write(f"pipectl: {place}: {type(error).__name__}: {error}\n")
-    if not isinstance(error, PipectlError):
-        traceback.print_exception(error)
-    try:
-        write_json(directory.error_of(rank), _document(rank, doing, error))
-    except PipectlError as unwritten:
-        sys.stderr.write(f"pipectl: {unwritten}\n")
-    sys.stderr.flush()
-
-
-def _document(rank: int, doing: Doing, error: BaseException) -> dict[str, Any]:
-    known = error if isinstance(error, PipectlError) else None
-    return {
-        "version": 1,
-        "rank": rank,
-        "host": socket.gethostname(),
-        "stage": doing.stage,
-        "action": doing.action,
-        "step": doing.step,
-        "type": type(error).__name__,
-        "message": known.message if known else str(error),
-        "cure": known.cure if known else None,
-        "traceback": "".join(traceback.format_exception(error)),
-        "time": time.time(),
-        "exit_code": known.exit_code if known else 1,
-    }
-
-
 def main() -> None:
     """Entry point; exits through MPI's abort when this rank fails."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -96,7 +61,14 @@ def main() -> None:
     try:
         run(directory, communicator, doing)
     except BaseException as error:
-        report(directory, communicator.rank, doing, error)
+        report(
+            directory,
+            communicator.rank,
+            error,
+            action=doing.action,
+            stage=doing.stage,
+            step=doing.step,
+        )
         sys.exit(error.exit_code if isinstance(error, PipectlError) else 1)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from pipectl.cluster import Cluster, Link
+from pipectl.cluster import Cluster
+from pipectl.link import Link
 from pipectl.plan import Plan
 from pipectl.schedule.channel import Channel
 
@@ -13,7 +14,7 @@ from pipectl.schedule.channel import Channel
 class LinkQueue:
     """A link in one direction (in both if it is not duplex): one message at a time, in order.
 
-    A message holds the link for bytes / bandwidth and arrives a latency later.
+    A message holds the link for a time that depends on its size, and arrives a latency later.
     """
 
     def __init__(self, link: Link) -> None:
@@ -22,7 +23,7 @@ class LinkQueue:
 
     def carry(self, size_bytes: float, now: float) -> float:
         """When a message that is ready now has arrived."""
-        self.free_at = max(now, self.free_at) + size_bytes / self.link.bandwidth_bytes_per_s
+        self.free_at = max(now, self.free_at) + self.link.hold_s(size_bytes)
         return self.free_at + self.link.latency_s
 
 
@@ -31,7 +32,8 @@ def link_queues(
 ) -> list[LinkQueue | None]:
     """The queue each channel uses, None for local channels.
 
-    Two ranks of one node have a link of their own; all ranks of two nodes share one.
+    Two ranks of one node have a link of their own; all ranks of two nodes share one, unless the
+    cluster says otherwise.
     """
     queues: dict[tuple[bool, int, int], LinkQueue] = {}
     found: list[LinkQueue | None] = []
@@ -40,7 +42,7 @@ def link_queues(
         nodes = plan.node_of_rank[ends[0]], plan.node_of_rank[ends[1]]
         within = nodes[0] == nodes[1]
         link = cluster.within_node if within else cluster.between_nodes
-        first, second = ends if within else nodes
+        first, second = ends if within or not link.shared else nodes
         if not link.duplex:
             first, second = sorted((first, second))
         queue = queues.setdefault((within, first, second), LinkQueue(link))

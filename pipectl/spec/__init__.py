@@ -2,7 +2,7 @@
 
 from pipectl.spec.dump import dump, settled
 from pipectl.spec.factory import Reference
-from pipectl.spec.keys import plan_key, profile_key
+from pipectl.spec.keys import links_key, plan_key, profile_key
 from pipectl.spec.launching import (
     Checkpoint,
     Environment,
@@ -45,6 +45,7 @@ __all__ = [
     "Training",
     "dump",
     "json_schema",
+    "links_key",
     "load",
     "plan_key",
     "profile_key",

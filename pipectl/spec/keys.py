@@ -31,6 +31,19 @@ def plan_key(spec: JobSpec) -> str:
     return _digest([_profiled(spec), data["pipeline"], resources, cluster])
 
 
+def links_key(spec: JobSpec, machine: str) -> str:
+    """Hash of what measured links depend on: the resources, how ranks are started, and where.
+
+    Args:
+        machine: names the scheduler, and the host where jobs run on it.
+    """
+    data = spec.model_dump()
+    resources = {key: value for key, value in data["resources"].items() if key != "walltime"}
+    launch = {key: value for key, value in data["launch"].items() if key != "scheduler"}
+    where = {key: data["slurm"][key] for key in ("partition", "constraint", "reservation")}
+    return _digest([machine, resources, launch, data["environment"], where])
+
+
 def _profiled(spec: JobSpec) -> Any:
     data = spec.model_dump()
     sections = {key: data[key] for key in _PROFILED}

@@ -4,6 +4,7 @@ from collections.abc import Callable
 import pytest
 
 from pipectl.batch import JobRequest, SlurmOptions
+from pipectl.batch.local import LocalScheduler
 from pipectl.batch.slurm_script import render_script
 from pipectl.errors import InvalidInputError
 
@@ -18,6 +19,15 @@ def options(script: str) -> list[str]:
 def test_memory_is_rounded_up_to_megabytes(make_request: MakeRequest) -> None:
     script = render_script(make_request(memory_per_node_bytes=2**20 + 1))
     assert "--mem=2M" in options(script)
+
+
+@pytest.mark.parametrize("launcher", ["auto", "srun"])
+def test_a_command_alone_is_started_without_mpi(make_request: MakeRequest, launcher: str) -> None:
+    request = make_request(alone=True, launcher=launcher, command=("measure", "this model"))
+    for script in (render_script(request), LocalScheduler().render(request)):
+        assert script.splitlines()[-2:] == ["run measure 'this model'", 'exit "$?"']
+        assert "mpiexec" not in script
+        assert "srun" not in script
 
 
 def test_absent_options_are_not_written(make_request: MakeRequest) -> None:

@@ -1,13 +1,22 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pipectl.cli.profile_view import ago
+from pipectl.profiler.journal import Journal
+
 if TYPE_CHECKING:
     from conftest import Command
+
+Program = Callable[[str, str], Path]
 
 MODEL = """\
 import torch
@@ -42,6 +51,19 @@ def real_job(job: Path) -> Path:
     """The job with a model that trains."""
     Path("model.py").write_text(MODEL)
     return job
+
+
+@pytest.fixture
+def killing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The profiler is interrupted, by Ctrl-C or a signal, after two measurements."""
+
+    def profile_job(*_arguments: Any, journal: Journal, **_more: Any) -> None:
+        journal.note("a", {})
+        journal.note("b", {})
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+
+    monkeypatch.setattr("pipectl.profiler.profile_job", profile_job)
 
 
 def test_profile_says_what_was_measured_and_where_it_is(cli: Command, real_job: Path) -> None:
@@ -86,3 +108,142 @@ def test_a_place_that_cannot_be_written_is_told_before_measuring(
     result = cli("profile", "job.yaml", "-o", "job.yaml/p.json")
     assert (result.code, result.out) == (2, "")
     assert result.err.startswith("error: job.yaml: cannot be created: File exists\n")
+
+
+def test_the_second_time_it_is_taken_from_the_cache(cli: Command, real_job: Path) -> None:
+    first = cli("profile", "job.yaml")
+    PROFILE.unlink()
+    second = cli("profile", "job.yaml")
+    assert (second.code, second.out) == (0, first.out)
+    assert second.err.startswith("cached: measured just now on ")
+    assert second.err.endswith("; --again measures anew\n")
+    assert json.loads(PROFILE.read_text())["device"]["kind"] == "cpu"
+    assert cli("profile", "job.yaml", "--again").err == ""
+
+
+def test_submit_says_so_too(cli: Command, real_job: Path) -> None:
+    assert cli("profile", "job.yaml").code == 0
+    PROFILE.unlink()
+    result = cli("submit", "job.yaml", "--scheduler", "local")
+    assert "cached: measured just now on " in result.err
+    assert PROFILE.exists()
+    cli("cancel", "last")
+
+
+def test_json_sums_it_up(cli: Command, real_job: Path, place: Path) -> None:
+    found = [json.loads(cli("profile", "job.yaml", "--fast", "--json").out) for _ in range(2)]
+    assert [one["cached"] for one in found] == [False, True]
+    first, second = ({**one, "cached": None} for one in found)
+    assert first == second
+    assert first["file"] == str(place / PROFILE)
+    assert first["operators"] == len(json.loads(PROFILE.read_text())["nodes"])
+    assert (first["micro_batch_size"], first["parameter_bytes"]) == (2, 232)
+    assert first["micro_batch_sizes"] == [2]
+    assert first["forward_s"] > 0
+    assert first["seconds"] > 0
+    assert first["device"]["kind"] == "cpu"
+
+
+def test_a_named_kind_of_device_has_a_profile_of_its_own(cli: Command, real_job: Path) -> None:
+    result = cli("profile", "job.yaml", "--device-kind", "old.node")
+    assert result.out.splitlines()[-1] == "profile: runs/tiny.old.node.profile.json"
+    assert not PROFILE.exists()
+    document = json.loads(Path("runs/tiny.old.node.profile.json").read_text())
+    assert document["device"]["kind"] == "old.node"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--fast", "--thorough"), "choose one"),
+        (("--here", "--submit"), "choose one"),
+        (("--wait",), "no job to wait for"),
+        (("--device-kind", "a/b"), "'a/b' cannot be part of a file's name"),
+        (("--device-kind", ""), "cannot be part"),
+    ],
+)
+def test_options_that_do_not_fit_together(
+    cli: Command, job: Path, options: tuple[str, ...], message: str
+) -> None:
+    result = cli("profile", "job.yaml", *options)
+    assert (result.code, result.out) == (2, "")
+    assert message in result.err
+    assert not Path("runs").exists()
+
+
+def test_an_interrupt_says_what_is_kept_in_one_line(
+    cli: Command, real_job: Path, killing: None
+) -> None:
+    PROFILE.parent.mkdir()
+    PROFILE.write_text("earlier")
+    handler = signal.getsignal(signal.SIGTERM)
+    result = cli("profile", "job.yaml")
+    assert (result.code, result.out) == (130, "")
+    assert result.err == (
+        "interrupted; 2 measurements are kept: the same command goes on from there\n"
+    )
+    assert PROFILE.read_text() == "earlier"
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_an_interrupt_before_the_first_measurement(
+    cli: Command, real_job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_arguments: Any, **_more: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pipectl.profiler.profile_job", stop)
+    result = cli("submit", "job.yaml", "--scheduler", "local")
+    assert (result.code, result.err) == (130, "interrupted before anything was measured\n")
+
+
+def test_what_is_left_over_is_used_and_said_to_be(
+    cli: Command, real_job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note, noted = Journal.note, []
+
+    def interrupting(journal: Journal, key: str, entry: dict[str, Any]) -> None:
+        note(journal, key, entry)
+        noted.append(key)
+        if len(journal) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "note", interrupting)
+        assert cli("profile", "job.yaml").code == 130
+    result = cli("profile", "job.yaml")
+    assert result.code == 0
+    assert result.err == "2 measurements are from an earlier attempt that was interrupted\n"
+
+
+def test_a_login_node_is_refused_with_the_way_to_do_it(
+    cli: Command, real_job: Path, program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program("sbatch", "exit 1")
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")  # as in the shell of salloc on a login node
+    refused = cli("profile", "job.yaml")
+    assert (refused.code, refused.out) == (2, "")
+    assert "login node" in refused.err
+    assert "--submit" in refused.err
+    assert "--here" in refused.err
+    assert not Path("runs").exists()
+    assert cli("profile", "job.yaml", "--here").code == 0
+    assert cli("profile", "job.yaml", "--scheduler", "local").code == 0
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    assert cli("profile", "job.yaml").code == 0
+
+
+@pytest.mark.parametrize(
+    ("age_s", "text"),
+    [
+        (-3, "just now"),
+        (59, "just now"),
+        (60, "1 min ago"),
+        (3 * 3600 + 5, "3 h ago"),
+        (86400, "1 day ago"),
+        (9 * 86400, "9 days ago"),
+    ],
+)
+def test_ages(age_s: float, text: str) -> None:
+    assert ago(age_s) == text

@@ -1,14 +1,15 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from pipectl.cluster import assumed_cluster
-from pipectl.errors import MismatchError
-from pipectl.jobs.machines import cluster_of
-from pipectl.jobs.places import scheduler_name
+from pipectl.cluster import Cluster, assumed_cluster
+from pipectl.errors import DataFileError, MismatchError
+from pipectl.jobs.machines import cluster_of, find_machines, measured_key
+from pipectl.jobs.places import cluster_path, scheduler_name
 from pipectl.spec import JobSpec, load
 
 JOB = """\
@@ -58,6 +59,103 @@ def test_a_described_cluster_needs_as_many_ranks(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB + "cluster: cluster.json\n")
     with pytest.raises(MismatchError, match="describes 5 ranks, resources: ask for 6"):
         cluster_of(load(tmp_path / "job.yaml"), "local")
+
+
+def put(spec: JobSpec, cluster: Cluster) -> Path:
+    path = cluster_path(spec)
+    path.parent.mkdir(exist_ok=True)
+    cluster.save(path)
+    return path
+
+
+def measured(per_node: list[int], key: str | None) -> Cluster:
+    found = assumed_cluster("measured", per_node, 1, None)
+    return replace(found, assumed=False, source="measured", key=key)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """``runs`` is in an empty directory."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "local"])
+def test_a_measured_cluster_is_found_at_its_usual_place(
+    spec: JobSpec, here: None, scheduler: str
+) -> None:
+    """It may have another layout than was asked for: the one that the launcher made."""
+    cluster = measured([2, 4], measured_key(spec, scheduler))
+    path = put(spec, cluster)
+    found = find_machines(spec, scheduler)
+    assert (found.cluster, found.file, found.warning) == (cluster, path, "")
+    assert cluster_of(spec, scheduler) == cluster
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "resources.cpus_per_task=1",
+        "resources.memory_per_node=7GiB",
+        "launch.args=[-bind-to,none]",
+        "environment.variables.UCX_TLS=tcp",
+        "slurm.constraint=fast",
+    ],
+)
+def test_a_cluster_measured_for_other_settings_is_not_used(
+    spec: JobSpec, here: None, tmp_path: Path, change: str
+) -> None:
+    put(spec, measured([3, 3], measured_key(spec, "slurm")))
+    found = find_machines(load(tmp_path / "job.yaml", [change]), "slurm")
+    assert found.cluster.assumed
+    assert found.file is None
+    assert found.warning == (
+        "runs/tiny.cluster.json was measured for other resources, launch settings or machines; "
+        "it is not used"
+    )
+
+
+@pytest.mark.parametrize(
+    "change", ["resources.walltime=60", "training.steps=5", "launch.scheduler=slurm", "name=tiny"]
+)
+def test_settings_that_no_link_depends_on_do_not_matter(
+    spec: JobSpec, here: None, tmp_path: Path, change: str
+) -> None:
+    put(spec, measured([3, 3], measured_key(spec, "slurm")))
+    assert find_machines(load(tmp_path / "job.yaml", [change]), "slurm").file is not None
+
+
+def test_a_cluster_measured_on_this_machine_is_none_for_slurm_or_another_host(
+    spec: JobSpec, here: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(spec, measured([6], measured_key(spec, "local")))
+    assert find_machines(spec, "slurm").warning
+    monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
+    assert find_machines(spec, "local").warning
+
+
+def test_a_cluster_without_a_key_is_used_where_it_fits(spec: JobSpec, here: None) -> None:
+    put(spec, measured([3, 3], None))
+    assert find_machines(spec, "slurm").file is not None
+    found = find_machines(spec, "local")
+    assert found.cluster.assumed
+    assert "describes nodes of [3, 3] ranks, but resources: ask for [6]" in found.warning
+
+
+def test_a_cluster_that_the_job_names_beats_the_measured_one(here: None, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB + "cluster: mine.json\n")
+    described = assumed_cluster("mine", [6], 4, None)
+    described.save(tmp_path / "mine.json")
+    spec = load(tmp_path / "job.yaml")
+    put(spec, measured([3, 3], measured_key(spec, "slurm")))
+    found = find_machines(spec, "slurm")
+    assert (found.cluster, found.file) == (described, tmp_path / "mine.json")
+
+
+def test_a_damaged_measured_cluster_is_an_error(spec: JobSpec, here: None) -> None:
+    put(spec, measured([3, 3], None)).write_text("{")
+    with pytest.raises(DataFileError, match=r"tiny\.cluster\.json") as caught:
+        cluster_of(spec, "slurm")
+    assert "pipectl profile --links" in (caught.value.cure or "")
 
 
 def test_what_is_asked_for_beats_the_spec(spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +10,12 @@ import pytest
 
 from pipectl.cluster import assumed_cluster
 from pipectl.errors import CaptureError
-from pipectl.jobs import prepare
+from pipectl.jobs import prepare, reporting
+from pipectl.jobs.cache import Entry
+from pipectl.jobs.profile import Measurement
 from pipectl.plan import Plan
 from pipectl.profile import Operator, OptimizerCost, Profile
-from pipectl.runs import RunDirectory
+from pipectl.runs import Record, RunDirectory
 from pipectl.spec import JobSpec, dump, load
 
 JOB = """\
@@ -26,6 +29,7 @@ pipeline: {stages: 2, micro_batches: 4, memory_limit: 1GiB}
 resources: {nodes: 2}
 site_defaults: false
 """
+SUBMITTED = 1.7e9
 PROFILE = Profile(
     name="tiny",
     source="test",
@@ -47,6 +51,8 @@ def run(tmp_path: Path) -> RunDirectory:
     run = RunDirectory.create(tmp_path, "tiny", 1.7e9)
     run.job.write_text(dump(load(tmp_path / "job.yaml")))
     assumed_cluster("test", [1, 1], 1, None).save(run.cluster)
+    record = Record("tiny", "slurm", "t", SUBMITTED, ranks=2, nodes=2, steps=4)
+    record.save(run.record)
     return run
 
 
@@ -55,11 +61,14 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Replaces the profiler; the list says what was measured."""
     calls: list[Path] = []
 
-    def measure(_spec: JobSpec, path: Path, progress: Callable[[int, int, str], None]) -> Profile:
+    def measure(
+        _spec: JobSpec, path: Path, progress: Callable[[int, int, str], None], *, base: Path
+    ) -> Measurement:
+        assert base == path.parents[1]
         calls.append(path)
         progress(1, 3, "op0")
         PROFILE.save(path)
-        return PROFILE
+        return Measurement(Entry(PROFILE, 0.0, "here", 1.0), cached=False)
 
     monkeypatch.setattr(prepare, "measure", measure)
     return calls
@@ -77,10 +86,10 @@ def test_a_heartbeat_tells_how_far_it_is(
     run: RunDirectory, measured: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beats = []
-    monkeypatch.setattr(prepare, "write_json", lambda path, value: beats.append((path, value)))
+    monkeypatch.setattr(reporting, "write_json", lambda path, value: beats.append((path, value)))
     prepare.prepare(run, clock=lambda: 7.0)
     assert [path for path, _ in beats] == [run.heartbeat] * 2
-    assert [value["state"] for _, value in beats] == ["profiling 1/3", "planning"]
+    assert [value["state"] for _, value in beats] == ["profiling 33%", "planning"]
     assert [(value["time"], value["step"], value["steps"]) for _, value in beats] == [
         (7.0, 0, 4)
     ] * 2
@@ -98,7 +107,7 @@ def test_what_is_there_is_kept(run: RunDirectory, measured: list[Path]) -> None:
 def test_a_failure_is_reported_in_the_run_and_on_standard_error(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(*_arguments: object) -> Profile:
+    def fail(*_arguments: object, **_more: object) -> Measurement:
         raise CaptureError("m: no such module", cure="install it")
 
     monkeypatch.setattr(prepare, "measure", fail)
@@ -117,3 +126,31 @@ def test_no_feasible_plan_exits_4(run: RunDirectory, measured: list[Path]) -> No
     assert prepare.main([str(run.path)]) == 4
     assert run.profile.exists()
     assert not run.plan.exists()
+
+
+def test_the_profile_is_put_where_later_commands_look(
+    run: RunDirectory, measured: list[Path]
+) -> None:
+    prepare.prepare(run)
+    place = run.path.parent / "tiny.profile.json"
+    assert place.read_text() == run.profile.read_text()
+
+
+@pytest.mark.parametrize(("age_s", "replaced"), [(-5, True), (5, False)])
+def test_a_profile_written_since_the_submission_stays(
+    run: RunDirectory, measured: list[Path], age_s: float, replaced: bool
+) -> None:
+    place = run.path.parent / "tiny.profile.json"
+    place.write_text("another")
+    os.utime(place, (SUBMITTED + age_s, SUBMITTED + age_s))
+    prepare.prepare(run)
+    assert (place.read_text() != "another") == replaced
+    assert run.profile.exists()
+
+
+def test_a_place_that_cannot_be_written_stops_no_job(
+    run: RunDirectory, measured: list[Path]
+) -> None:
+    (run.path.parent / "tiny.profile.json").mkdir()
+    prepare.prepare(run)
+    assert run.plan.exists()

@@ -1,7 +1,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipectl.cluster import Cluster, Device, Link, Node
+from pipectl.cluster import Cluster, Device, Node
+from pipectl.link import Link
 from pipectl.planner import PlanRequest
 from pipectl.planner.bounds import step_bound_s
 from pipectl.planner.condense import condense
@@ -18,12 +19,16 @@ CLUSTERS = [
         nodes=tuple(
             Node(f"n{i}", ranks, cores, Device("cpu", speed)) for i, ranks in enumerate(per)
         ),
-        within_node=Link(1e-4, 1e7),
-        between_nodes=Link(1e-3, 1e6),
+        within_node=within,
+        between_nodes=between,
     )
     for per in ([4], [2, 2], [1, 3])
     for cores in (1, 2, 4)
     for speed in (1.0, 2.0)
+    for within, between in (
+        (Link(1e-4, 1e7), Link(1e-3, 1e6)),
+        (Link(1e-4, 1e7), Link(1e-3, 1e6, shared=False, timings=((1, 1e-3), (2000, 5e-3)))),
+    )
 ]
 
 

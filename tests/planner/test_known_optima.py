@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipectl.cluster import Link
+from pipectl.link import Link
 from pipectl.planner.condense import bits, condense
 from pipectl.planner.partition import Costs, Partitioner, Space
 from pipectl.profile import Operator, Profile

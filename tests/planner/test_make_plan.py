@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipectl.cluster import Cluster, Device, Link, Node, assumed_cluster
+from pipectl.cluster import Cluster, Device, Node, assumed_cluster
 from pipectl.errors import InfeasibleError
+from pipectl.link import Link
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.condense import condense

@@ -1,10 +1,13 @@
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipectl.cluster import Link
+from pipectl.link import Link, measured_link
 from pipectl.planner.condense import bits, condense
-from pipectl.planner.partition import Costs, Partitioner, Space
+from pipectl.planner.partition import PER_SECOND, Costs, Partitioner, Space, _hold_s
 
 LINK = Link(latency_s=0.0, bandwidth_bytes_per_s=1e6)
 
@@ -139,3 +142,29 @@ def test_the_bound_holds_if_stages_that_stay_in_the_cache_are_faster(chain) -> N
     bound = Partitioner(space, costs, fewest=2, most=2).bound(2)
     assert bound.load_s == pytest.approx(sum(fast_s) / 2)
     assert not bound.exact
+
+
+def test_messages_count_with_what_was_measured_for_their_size(chain) -> None:
+    """The middle of three stages has two borders; only the time of so many bytes can tell."""
+    profile = chain(3)
+    graph = condense(profile)
+    crossing = 2 * max(value.size_bytes + value.gradient_bytes for value in graph.values)
+    loads = []
+    for time_s in (0.0, 5.0):
+        link = Link(0.0, 1e6, timings=((1, 0.0), (crossing, time_s), (crossing + 1, 9.0)))
+        times_s = compute_s(profile, graph)
+        costs = Costs(times_s, times_s, times_s, 1.0, link, [1.0] * 3)
+        search = Partitioner(Space.of(graph, profile), costs, fewest=3, most=3)
+        loads.append(search._bottlenecks_with_messages.best(3) / PER_SECOND)
+    assert loads[1] - loads[0] == pytest.approx(5.0)
+
+
+@given(
+    times=st.lists(st.floats(1e-7, 1e-2), min_size=1, max_size=10),
+    sizes=st.lists(st.integers(0, 10**9), min_size=1, max_size=10),
+    latency_s=st.sampled_from([0.0, 1e-6, 1e-3]),
+)
+def test_times_of_many_messages_are_those_of_each(times, sizes, latency_s) -> None:
+    link = replace(measured_link([(4**i, t) for i, t in enumerate(times)]), latency_s=latency_s)
+    found = _hold_s(link, np.array(sizes, dtype=float))
+    assert found == pytest.approx([link.hold_s(size) for size in sizes], rel=1e-9, abs=1e-15)

@@ -1,10 +1,11 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipectl.errors import DataFileError
-from pipectl.runs import Event, Record
+from pipectl.runs import PROFILING, Event, Record
 
 RECORD = Record(
     name="gpt",
@@ -25,6 +26,16 @@ def test_a_record_is_read_back_equal(tmp_path: Path) -> None:
     RECORD.save(path)
     assert Record.load(path) == RECORD
     assert json.loads(path.read_text())["version"] == 1
+
+
+def test_a_run_that_only_measures_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    replace(RECORD, kind=PROFILING).save(path)
+    assert Record.load(path).kind == "profile"
+    document = json.loads(path.read_text())
+    del document["kind"]  # as written before there were such runs
+    path.write_text(json.dumps(document))
+    assert Record.load(path).kind == "training"
 
 
 def test_changes_are_kept_in_the_history() -> None:

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipectl.cluster import Cluster, Device, Link, Node
+from pipectl.cluster import Cluster, Device, Node
+from pipectl.link import Link
 from pipectl.plan import StageCost
 from pipectl.schedule import Kind, channels, lower
 from pipectl.simulate import simulate

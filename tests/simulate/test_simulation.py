@@ -5,9 +5,10 @@ import json
 
 import pytest
 
-from pipectl.cluster import Cluster, Device, Link, Node
+from pipectl.cluster import Cluster, Device, Node
 from pipectl.errors import MismatchError, ScheduleError
 from pipectl.graph import TransferKind
+from pipectl.link import Link
 from pipectl.plan import StageCost, Transfer
 from pipectl.schedule import lower, one_f_one_b
 from pipectl.simulate import COMPUTE_KINDS, simulate
@@ -118,12 +119,12 @@ def test_waiting_ranks_leave_their_core_to_others(pipeline):
     assert simulate(plan, cluster((4, 1))).step_time_s == pytest.approx(12)
 
 
-def two_streams(pipeline, streams, node_of_rank):
-    """Stages that send 10 bytes each after a second of work, to stages that do nothing."""
+def two_streams(pipeline, streams, node_of_rank, size=10):
+    """Stages that each send some bytes after a second of work, to stages that do nothing."""
     senders = {source for source, _ in streams}
     costs = [cost(float(stage in senders), 0) for stage in range(4)]
     plan = pipeline(4, 1, costs=costs, node_of_rank=node_of_rank)
-    sends = tuple(Transfer(TransferKind.ACTIVATION, *stream, 10) for stream in streams)
+    sends = tuple(Transfer(TransferKind.ACTIVATION, *stream, size) for stream in streams)
     return dataclasses.replace(plan, transfers=sends)
 
 
@@ -138,6 +139,27 @@ def test_messages_between_two_nodes_follow_one_another(pipeline):
     )
     assert apart.step_time_s == pytest.approx(1 + 2 + 0.5)
     assert shared.step_time_s == pytest.approx(1 + 2 + 2 + 0.5)
+
+
+@pytest.mark.parametrize(("size", "end"), [(10, 2.5), (20, 5.0), (30, 7.0)])
+def test_messages_take_what_was_measured_for_their_size(pipeline, size, end):
+    link = Link(0.5, 5.0, timings=((1, 0.5), (10, 1.5), (20, 4.0)))
+    plan = two_streams(pipeline, [(0, 2)], [0, 0, 1, 1], size)
+    assert simulate(plan, cluster((2, 2), (2, 2), between=link)).step_time_s == pytest.approx(end)
+
+
+def test_the_next_message_follows_when_the_latency_of_the_first_is_still_to_pass(pipeline):
+    link = Link(0.5, 5.0, timings=((1, 0.5), (10, 1.5)))
+    plan = two_streams(pipeline, [(0, 2), (1, 3)], [0, 0, 1, 1])
+    found = simulate(plan, cluster((2, 2), (2, 2), between=link))
+    assert found.step_time_s == pytest.approx(1 + (1.5 - 0.5) + 1.5)
+
+
+def test_ranks_with_links_of_their_own_do_not_wait_for_each_other(pipeline):
+    link = Link(latency_s=0.5, bandwidth_bytes_per_s=5.0, shared=False)
+    plan = two_streams(pipeline, [(0, 2), (1, 3)], [0, 0, 1, 1])
+    found = simulate(plan, cluster((2, 2), (2, 2), between=link))
+    assert found.step_time_s == pytest.approx(1 + 2 + 0.5)
 
 
 @pytest.mark.parametrize(("duplex", "end"), [(True, 3.0), (False, 5.0)])

@@ -1,0 +1,77 @@
+"""Measuring the links between a job's ranks, in a run of its own."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipectl.batch import JobRequest
+from pipectl.errors import UsageError
+from pipectl.files import make_directory, write_text
+from pipectl.jobs.machines import measured_key
+from pipectl.jobs.profile_in_job import PERCENT
+from pipectl.jobs.request import job_request
+from pipectl.jobs.submit import Submission, hand_over
+from pipectl.runs import PROFILING, Record, RunDirectory
+from pipectl.spec import dump
+
+if TYPE_CHECKING:
+    from pipectl.spec import JobSpec
+
+PROBE = "pipectl.runtime.links.probe"
+BUDGET_S = {"fast": 8.0, "normal": 30.0, "thorough": 120.0}
+"""Time to measure, about, by effort."""
+_WALLTIME_S = 900
+
+
+def submit_links(
+    spec: JobSpec, scheduler: str, output: Path, effort: str, now: float
+) -> Submission:
+    """Start all ranks of a job as it starts them itself, to measure the links between them.
+
+    Args:
+        scheduler: its name.
+        output: where the cluster description is put when it is finished, and a picture beside it.
+        effort: a key of ``BUDGET_S``.
+        now: seconds since the epoch.
+
+    Raises:
+        UsageError: the job has one rank, and so no link.
+        SchedulerError: see :func:`pipectl.jobs.submit.submit`.
+    """
+    if spec.resources.ranks < 2:
+        raise UsageError(
+            "resources: a job of one rank has no links to measure",
+            cure="set resources.nodes or resources.tasks_per_node to 2 or more",
+        )
+    make_directory(output.parent)
+    run = RunDirectory.create(Path(spec.output.directory), f"{spec.name}-links", now)
+    request = _request(spec, run, scheduler, output.absolute(), BUDGET_S[effort])
+    record = Record(
+        name=request.name,
+        scheduler=scheduler,
+        tag=request.tag,
+        submitted_at=now,
+        ranks=request.ranks,
+        nodes=request.nodes,
+        steps=PERCENT,
+        kind=PROFILING,
+    )
+    submitted = hand_over(run, request, record, lambda: write_text(run.job, dump(spec)))
+    return Submission(run, submitted, None)
+
+
+def _request(
+    spec: JobSpec, run: RunDirectory, scheduler: str, output: Path, budget_s: float
+) -> JobRequest:
+    training = job_request(spec, run.path, f"{run.name} {uuid.uuid4().hex[:8]}")
+    files = ("--run", str(run.path), "--output", str(output))
+    given = ("--key", measured_key(spec, scheduler), "--budget", str(budget_s))
+    return replace(
+        training,
+        name=f"{spec.name}-links",
+        walltime_s=min(training.walltime_s, _WALLTIME_S),
+        command=(training.python, "-m", "mpi4py", "-m", PROBE, *files, *given),
+    )

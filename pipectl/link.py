@@ -1,0 +1,155 @@
+"""A connection between ranks: latency, bandwidth, and how long messages take by size."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+from pipectl.fields import Reader
+
+Timings = tuple[tuple[int, float], ...]
+"""(bytes, seconds) of single messages, by rising size."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What measuring found besides; for people, neither planner nor simulator reads it.
+
+    Args:
+        both_ways: time of a message while one travels the other way, over its time alone.
+        pairs: pairs of ranks that were measured at once; 0 where there was only one.
+        at_once: time of a message while all these pairs send, over its time alone.
+        overlap: (bytes, plain, polled): the share of a message's time that is hidden while both
+            ranks compute, without and with calls of MPI in between.
+    """
+
+    both_ways: float | None = None
+    pairs: int = 0
+    at_once: float | None = None
+    overlap: tuple[tuple[int, float, float], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented JSON object."""
+        return {
+            "both_ways": self.both_ways,
+            "pairs": self.pairs,
+            "at_once": self.at_once,
+            "overlap": [list(row) for row in self.overlap],
+        }
+
+    @classmethod
+    def read(cls, item: Reader) -> Observed:
+        """From its JSON object."""
+        return cls(
+            both_ways=item.number("both_ways") if "both_ways" in item else None,
+            pairs=item.integer("pairs", 0),
+            at_once=item.number("at_once") if "at_once" in item else None,
+            overlap=tuple(
+                (int(size), plain, polled) for size, plain, polled in item.rows("overlap", 3)
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class Link:
+    """A connection between two ranks, or two nodes.
+
+    Args:
+        latency_s: of the smallest message.
+        bandwidth_bytes_per_s: of large messages, in each direction.
+        duplex: whether both directions run at once at full bandwidth.
+        shared: between nodes, whether all ranks of two nodes share one link; within a node every
+            two ranks have their own.
+        timings: of single messages by size; without them a message takes the latency and its bytes
+            over the bandwidth.
+        assumed: whether the figures are guesses rather than measurements.
+    """
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    duplex: bool = True
+    shared: bool = True
+    timings: Timings = ()
+    assumed: bool = False
+    observed: Observed | None = None
+
+    def transfer_s(self, size_bytes: float) -> float:
+        """Time of one message that has the link to itself."""
+        return self.latency_s + self.hold_s(size_bytes)
+
+    def hold_s(self, size_bytes: float) -> float:
+        """The part of this time in which no other message can use the link.
+
+        Linear between measured sizes; a smaller message takes as long as the smallest, a larger
+        one passes what exceeds the largest at full bandwidth.
+        """
+        if not self.timings:
+            return size_bytes / self.bandwidth_bytes_per_s
+        return max(0.0, self._measured_s(size_bytes) - self.latency_s)
+
+    def _measured_s(self, size_bytes: float) -> float:
+        above = bisect_left(self.timings, (size_bytes,))
+        if above == 0:
+            return self.timings[0][1]
+        low, low_s = self.timings[above - 1]
+        if above == len(self.timings):
+            return low_s + (size_bytes - low) / self.bandwidth_bytes_per_s
+        high, high_s = self.timings[above]
+        return low_s + (high_s - low_s) * (size_bytes - low) / (high - low)
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented JSON object; what was not measured is left out."""
+        found: dict[str, Any] = {
+            "latency_s": self.latency_s,
+            "bandwidth_bytes_per_s": self.bandwidth_bytes_per_s,
+            "duplex": self.duplex,
+        }
+        if not self.shared:
+            found["shared"] = False
+        if self.assumed:
+            found["assumed"] = True
+        if self.timings:
+            found["timings"] = [list(row) for row in self.timings]
+        if self.observed is not None:
+            found["observed"] = self.observed.to_json()
+        return found
+
+    @classmethod
+    def read(cls, item: Reader) -> Link:
+        """From its JSON object.
+
+        Raises:
+            DataFileError: naming the field.
+        """
+        return cls(
+            latency_s=item.number("latency_s"),
+            bandwidth_bytes_per_s=item.positive("bandwidth_bytes_per_s"),
+            duplex=item.flag("duplex", default=True),
+            shared=item.flag("shared", default=True),
+            timings=_timings(item),
+            assumed=item.flag("assumed", default=False),
+            observed=Observed.read(item.section("observed")) if "observed" in item else None,
+        )
+
+
+def measured_link(timings: Sequence[tuple[int, float]]) -> Link:
+    """A link from times of messages by size, at least one.
+
+    Disturbances only ever make a message slower, and a smaller one takes no longer than a larger
+    one: where it seems to, it gets the larger one's time.
+    """
+    times = list(accumulate((time_s for _, time_s in reversed(timings)), min))[::-1]
+    rising = tuple((size, time_s) for (size, _), time_s in zip(timings, times, strict=True))
+    (small, small_s), (large, large_s) = rising[0], rising[-1]
+    bandwidth = (large - small) / (large_s - small_s) if large_s > small_s else large / large_s
+    return Link(small_s, bandwidth, timings=rising)
+
+
+def _timings(item: Reader) -> Timings:
+    rows = tuple((int(size), time_s) for size, time_s in item.rows("timings", 2))
+    if any(a[0] >= b[0] or a[1] > b[1] for a, b in pairwise(rows)):
+        raise item.error("timings", "sizes must rise, and times must not fall")
+    return rows

@@ -1,0 +1,1 @@
+"""Measuring the links between ranks: an MPI program of its own, without torch."""

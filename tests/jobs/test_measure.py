@@ -1,0 +1,251 @@
+"""Measuring through the cache, with a profiler that only counts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipectl.jobs import cache, device
+from pipectl.jobs.profile import Interrupted, Wish, fresh_profile, measure
+from pipectl.profile import Operator, OptimizerCost, Profile
+from pipectl.profiler.effort import Effort
+from pipectl.profiler.journal import Journal
+from pipectl.spec import JobSpec, load, profile_key
+
+JOB = """\
+version: 1
+name: tiny
+model: {factory: "./model.py:build"}
+loss: {factory: "model"}
+data: {factory: "m:data"}
+training: {steps: 4, batch_size: 8}
+resources: {nodes: 2}
+site_defaults: false
+"""
+
+
+@dataclass
+class Profiler:
+    """Measures three operators; stops before one of them if told to."""
+
+    measured: list[str] = field(default_factory=list)
+    efforts: list[Effort] = field(default_factory=list)
+    stop_at: int | None = None
+
+    def __call__(
+        self, spec: JobSpec, progress: Any, *, effort: Effort, journal: Journal
+    ) -> Profile:
+        self.efforts.append(effort)
+        journal.match("abc")
+        for index in range(3):
+            if index == self.stop_at:
+                raise KeyboardInterrupt
+            if journal.find(f"op{index}") is None:
+                self.measured.append(f"op{index}")
+                journal.note(f"op{index}", {"forward_s": 0.01})
+        operators = tuple(Operator(f"op{i}", f"op{i}", 0.01, 0.02, 0, 0, 0) for i in range(3))
+        cost = OptimizerCost(2.0, 1e-9)
+        return Profile(spec.name, "test", 2, operators, (), "abc", cost, key=profile_key(spec))
+
+
+@pytest.fixture
+def profiler(monkeypatch: pytest.MonkeyPatch) -> Profiler:
+    counting = Profiler()
+    monkeypatch.setattr("pipectl.profiler.profile_job", counting)
+    return counting
+
+
+@pytest.fixture
+def spec_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., JobSpec]:
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text(JOB)
+    Path("model.py").write_text("import layers\n")
+    Path("layers.py").write_text("")
+    return lambda *overrides: load(Path("job.yaml"), overrides)
+
+
+PLACE = Path("runs/tiny.profile.json")
+
+
+def test_the_second_time_nothing_is_measured(
+    profiler: Profiler, spec_of: Callable[..., JobSpec]
+) -> None:
+    first = measure(spec_of(), PLACE)
+    PLACE.unlink()
+    second = measure(spec_of(), PLACE)
+    assert (first.cached, second.cached) == (False, True)
+    assert profiler.measured == ["op0", "op1", "op2"]
+    assert Profile.load(PLACE) == second.profile == first.profile
+    assert second.entry == first.entry
+    assert [path.suffix for path in Path("runs/.cache").iterdir()] == [".json"]
+
+
+def test_a_job_of_another_name_may_use_it(
+    profiler: Profiler, spec_of: Callable[..., JobSpec]
+) -> None:
+    measure(spec_of(), PLACE)
+    found = measure(spec_of("name=other"), PLACE)
+    assert (found.cached, found.profile.name) == (True, "other")
+
+
+def test_the_profile_says_on_what_it_was_measured(
+    profiler: Profiler, spec_of: Callable[..., JobSpec]
+) -> None:
+    plain = measure(spec_of("resources.cpus_per_task=3"), PLACE).profile.device
+    assert plain is not None
+    assert (plain.kind, plain.threads, plain.neighbours) == ("cpu", 3, 0)
+    assert plain.model
+    named = measure(spec_of(), PLACE, wish=Wish(device_kind="epyc")).profile.device
+    assert named is not None
+    assert (named.kind, named.model) == ("epyc", plain.model)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wish", "measured"),
+    [
+        ((), Wish(), 0),
+        (("training.steps=7", "pipeline.schedule=gpipe", "name=other"), Wish(), 0),
+        ((), Wish(again=True), 3),
+        ((), Wish("fast"), 3),
+        ((), Wish(device_kind="epyc"), 3),
+        (("training.batch_size=16",), Wish(), 3),
+        (("pipeline.micro_batches=2",), Wish(), 3),
+        (("pipeline.stages=2",), Wish(), 3),
+        (("resources.tasks_per_node=2",), Wish(), 3),
+        (("resources.cpus_per_task=2",), Wish(), 3),
+    ],
+)
+def test_what_makes_a_measurement_another(
+    profiler: Profiler,
+    spec_of: Callable[..., JobSpec],
+    overrides: tuple[str, ...],
+    wish: Wish,
+    measured: int,
+) -> None:
+    measure(spec_of(), PLACE)
+    profiler.measured.clear()
+    assert measure(spec_of(*overrides), PLACE, wish=wish).cached == (measured == 0)
+    assert len(profiler.measured) == measured
+
+
+def test_code_processor_and_versions_make_it_another(
+    profiler: Profiler, spec_of: Callable[..., JobSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cached() -> bool:
+        return measure(spec_of(), PLACE).cached
+
+    assert [cached(), cached()] == [False, True]
+    Path("layers.py").write_text("width = 2\n")
+    assert [cached(), cached()] == [False, True]
+    monkeypatch.setattr(device, "_processor", lambda: "another")
+    assert [cached(), cached()] == [False, True]
+    monkeypatch.setattr(device, "version", lambda _package: "9.9")
+    assert [cached(), cached()] == [False, True]
+    monkeypatch.setattr(cache, "_measuring_code", lambda: "changed")
+    assert [cached(), cached()] == [False, True]
+
+
+def _damage(text: str) -> list[str]:
+    document = json.loads(text)
+    foreign = {**document, "identity": {**document["identity"], "key": "other"}}
+    newer = {**document, "version": 2}
+    empty = {**document, "profile": {**document["profile"], "nodes": []}}
+    bare = {key: value for key, value in document.items() if key != "measured_at"}
+    return [
+        *("", "null", text[:-30], "\0" * 100),
+        *(json.dumps(found) for found in (foreign, newer, empty, bare)),
+    ]
+
+
+def test_damaged_and_foreign_entries_are_measured_anew(
+    profiler: Profiler, spec_of: Callable[..., JobSpec]
+) -> None:
+    measure(spec_of(), PLACE)
+    (path,) = Path("runs/.cache").glob("*.json")
+    good = path.read_text()
+    for text in _damage(good):
+        path.write_text(text)
+        assert not measure(spec_of(), PLACE).cached
+        assert measure(spec_of(), PLACE).cached
+
+
+def test_an_interrupted_one_goes_on_where_it_was(
+    profiler: Profiler, spec_of: Callable[..., JobSpec]
+) -> None:
+    PLACE.parent.mkdir()
+    PLACE.write_text("good")
+    profiler.stop_at = 2
+    with pytest.raises(Interrupted) as stopped:
+        measure(spec_of(), PLACE)
+    assert stopped.value.kept == 2
+    assert PLACE.read_text() == "good"
+    profiler.stop_at = None
+    found = measure(spec_of(), PLACE)
+    assert (found.cached, found.resumed) == (False, 2)
+    assert profiler.measured == ["op0", "op1", "op2"]
+    assert fresh_profile(spec_of(), PLACE) == found.profile
+
+
+def test_measuring_again_may_be_interrupted_too(
+    profiler: Profiler, spec_of: Callable[..., JobSpec]
+) -> None:
+    measure(spec_of(), PLACE)
+    profiler.stop_at = 1
+    with pytest.raises(Interrupted):
+        measure(spec_of(), PLACE, wish=Wish(again=True))
+    profiler.stop_at = None
+    assert measure(spec_of(), PLACE).cached
+    assert measure(spec_of(), PLACE, wish=Wish(again=True)).resumed == 1
+
+
+def test_what_changed_since_the_interruption_is_not_mixed(
+    profiler: Profiler, spec_of: Callable[..., JobSpec]
+) -> None:
+    profiler.stop_at = 2
+    with pytest.raises(Interrupted):
+        measure(spec_of(), PLACE)
+    profiler.stop_at = None
+    Path("layers.py").write_text("width = 2\n")
+    assert measure(spec_of(), PLACE).resumed == 0
+    assert profiler.measured == ["op0", "op1", "op0", "op1", "op2"]
+
+
+def test_the_effort_reaches_the_profiler(
+    profiler: Profiler, spec_of: Callable[..., JobSpec]
+) -> None:
+    for effort in ("fast", "normal", "thorough"):
+        measure(spec_of(), PLACE, wish=Wish(effort))
+    assert profiler.efforts == [Effort.FAST, Effort.NORMAL, Effort.THOROUGH]
+
+
+def test_the_cache_of_another_output_directory(
+    profiler: Profiler, spec_of: Callable[..., JobSpec]
+) -> None:
+    measure(spec_of(), PLACE, base=Path("elsewhere"))
+    assert list(Path("elsewhere/.cache").iterdir())
+    assert not Path("runs/.cache").exists()
+
+
+def test_old_files_make_room(
+    profiler: Profiler, spec_of: Callable[..., JobSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "_KEPT", 2)
+    for batch in (8, 16, 32):
+        measure(spec_of(f"training.batch_size={batch}"), PLACE)
+    assert len(list(Path("runs/.cache").iterdir())) == 2
+    assert measure(spec_of("training.batch_size=32"), PLACE).cached
+
+
+def test_a_profile_keeps_its_device_in_its_file(
+    profiler: Profiler, spec_of: Callable[..., JobSpec]
+) -> None:
+    found = measure(spec_of(), PLACE).profile
+    assert found.device is not None
+    busy = replace(found, device=replace(found.device, neighbours=3))
+    busy.save(PLACE)
+    assert Profile.load(PLACE) == busy

@@ -1,0 +1,152 @@
+"""The link probe over a real MPI: its structure and its sanity, no speeds."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from pipectl.cluster import Cluster
+from pipectl.link import Link
+from pipectl.runs import RunDirectory
+
+JOB = """\
+version: 1
+name: probed
+model: {factory: "m:build"}
+loss: {factory: "model"}
+data: {factory: "m:data"}
+training: {steps: 4, batch_size: 8}
+resources: {tasks_per_node: 4, memory_per_node: 8GiB}
+site_defaults: false
+"""
+# The rank's number is known before MPI starts, from the launcher's environment.
+NODES = """\
+#!/bin/bash
+nodes=(%s)
+export SLURMD_NODENAME=${nodes[${PMI_RANK:-${OMPI_COMM_WORLD_RANK:-0}}]}
+exec "$@"
+"""
+Probe = Callable[..., "subprocess.CompletedProcess[str]"]
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """A run directory with a job."""
+    run = RunDirectory.create(tmp_path / "runs", "probed-links", 0.0)
+    run.job.write_text(JOB)
+    return run
+
+
+@pytest.fixture
+def probe(run: RunDirectory, tmp_path: Path) -> Probe:
+    """``probe("a", "a", "b")``: three ranks on two pretended nodes."""
+    beside = Path(sys.prefix) / "bin" / "mpiexec"
+    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
+    assert mpiexec, "no mpiexec: pip install mpich"
+
+    def start(*nodes: str) -> subprocess.CompletedProcess[str]:
+        wrapper = tmp_path / "on-node"
+        wrapper.write_text(NODES % " ".join(nodes))
+        wrapper.chmod(0o755)
+        program = [sys.executable, "-m", "mpi4py", "-m", "pipectl.runtime.links.probe"]
+        files = ["--run", str(run.path), "--output", str(tmp_path / "cluster.json")]
+        given = ["--key", "the-key", "--budget", "0.2"]
+        return subprocess.run(
+            [mpiexec, "-n", str(len(nodes)), str(wrapper), *program, *files, *given],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    return start
+
+
+def check(link: Link) -> None:
+    """A measured link is one that could be."""
+    assert not link.assumed
+    assert [size for size, _ in link.timings] == [4**power for power in range(len(link.timings))]
+    assert len(link.timings) >= 2
+    assert all(0 < a[1] <= b[1] for a, b in pairwise(link.timings))
+    assert link.latency_s == link.timings[0][1]
+    assert link.bandwidth_bytes_per_s > 0
+    assert link.observed is not None
+    assert link.observed.both_ways is not None
+    assert link.observed.both_ways > 0
+    assert link.observed.overlap
+    assert all(0 <= share <= 1 for _, *shares in link.observed.overlap for share in shares)
+
+
+def test_one_node_leaves_the_link_between_nodes_assumed(
+    probe: Probe, run: RunDirectory, tmp_path: Path
+) -> None:
+    done = probe("n7", "n7")
+    assert done.returncode == 0, done.stderr
+    cluster = Cluster.load(tmp_path / "cluster.json")
+    assert cluster == Cluster.load(run.cluster)
+    assert (cluster.name, cluster.key, cluster.assumed) == ("probed", "the-key", False)
+    assert cluster.source.startswith("measured with ")
+    assert cluster.source.endswith(": 2 ranks on 1 host")
+    assert [(node.name, node.ranks) for node in cluster.nodes] == [("n7", 2)]
+    assert cluster.nodes[0].cores == len(os.sched_getaffinity(0))
+    assert cluster.device(0).memory_bytes == 4 * 2**30
+    check(cluster.within_node)
+    assert cluster.between_nodes.assumed
+    assert cluster.assumptions == ()
+    assert {ranks for ranks, *_ in cluster.allreduce} == {2}
+    assert ElementTree.parse(tmp_path / "cluster.svg").getroot().tag.endswith("svg")
+    beat = json.loads(run.heartbeat.read_text())
+    assert (beat["state"], beat["steps"]) == ("measuring Allreduce of 2 ranks", 100)
+
+
+def test_two_nodes_are_measured_within_and_between(probe: Probe, tmp_path: Path) -> None:
+    done = probe("a", "a", "b", "b")
+    assert done.returncode == 0, done.stderr
+    cluster = Cluster.load(tmp_path / "cluster.json")
+    assert cluster.node_of_rank == (0, 0, 1, 1)
+    check(cluster.within_node)
+    check(cluster.between_nodes)
+    observed = cluster.between_nodes.observed
+    assert observed is not None
+    assert observed.pairs == 2
+    assert observed.at_once is not None
+    assert cluster.between_nodes.shared == (observed.at_once > 2**0.5)
+    assert {ranks for ranks, *_ in cluster.allreduce} == {2, 4}
+    assert all(time_s > 0 for *_, time_s in cluster.allreduce)
+
+
+def test_one_rank_a_node_leaves_the_link_within_assumed(probe: Probe, tmp_path: Path) -> None:
+    assert probe("a", "b", "c").returncode == 0
+    cluster = Cluster.load(tmp_path / "cluster.json")
+    assert cluster.within_node.assumed
+    check(cluster.between_nodes)
+    assert cluster.between_nodes.observed is not None
+    assert cluster.between_nodes.observed.at_once is None
+    assert {ranks for ranks, *_ in cluster.allreduce} == {2, 3}
+    assert cluster.assumptions == ()
+
+
+def test_scattered_ranks_are_refused(probe: Probe, run: RunDirectory, tmp_path: Path) -> None:
+    assert probe("a", "b", "a").returncode == 3
+    error = json.loads(next(run.errors.glob("rank-*.json")).read_text())
+    assert error["message"].startswith("node a has the ranks [0, 2]")
+    assert error["exit_code"] == 3
+    assert not (tmp_path / "cluster.json").exists()
+
+
+def test_a_single_process_is_told_of_the_launcher(probe: Probe, run: RunDirectory) -> None:
+    assert probe("a").returncode == 3
+    error = json.loads(run.error_of(0).read_text())
+    assert "single process" in error["message"]
+    assert "launch.mpi" in error["cure"]

@@ -1,0 +1,110 @@
+"""Which of the user's files stand behind a factory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipectl.spec import profile_key, sources
+from pipectl.spec.factory import parse
+from pipectl.spec.sources import user_sources
+
+Write = Callable[..., None]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def files(texts: dict[str, str]) -> None:
+        for name, text in texts.items():
+            path = tmp_path / f"{name}.py"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+
+    return files
+
+
+def found(base: Path, *references: str) -> dict[str, str]:
+    parsed = [parse(reference, base) for reference in references]
+    return {name: path.relative_to(base).as_posix() for name, path in user_sources(parsed).items()}
+
+
+def test_neighbours_that_a_file_imports(tmp_path: Path, write: Write) -> None:
+    write(
+        {
+            "model": "import layers\nimport os, torch, no_such\n",
+            "layers": "from blocks import Block\n",
+            "blocks": "def f():\n    import inner.deep as d\n",
+            "inner/deep": "",
+            "unused": "",
+        }
+    )
+    assert found(tmp_path, "./model.py:build") == {
+        "layers": "layers.py",
+        "blocks": "blocks.py",
+        "inner.deep": "inner/deep.py",
+    }
+
+
+def test_packages_and_relative_imports(tmp_path: Path, write: Write) -> None:
+    write(
+        {
+            "model": "from nets.big import Big\n",
+            "nets/__init__": "from . import common\n",
+            "nets/big": "from .parts import (\n    attention,\n)\nfrom ..nets import extra\n",
+            "nets/common": "",
+            "nets/extra": "",
+            "nets/unused": "",
+            "nets/parts/__init__": "",
+            "nets/parts/attention": "from ..common import x\n",
+        }
+    )
+    assert sorted(found(tmp_path, "./model.py:build")) == [
+        *("nets", "nets.big", "nets.common", "nets.extra"),
+        *("nets.parts", "nets.parts.attention"),
+    ]
+
+
+def test_files_that_import_each_other_end(tmp_path: Path, write: Write) -> None:
+    write({"model": "import a", "a": "import b, model", "b": "import a"})
+    assert sorted(found(tmp_path, "./model.py:build")) == ["a", "b", "model"]
+
+
+def test_a_file_that_is_no_python_counts_without_imports(tmp_path: Path, write: Write) -> None:
+    write({"model": "import broken", "broken": "import other\nthis is no python", "other": ""})
+    assert sorted(found(tmp_path, "./model.py:build")) == ["broken"]
+
+
+def test_modules_along_the_search_path(
+    tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write({"work/mine/__init__": "", "work/mine/data": "", "lib/site-packages/theirs": ""})
+    write({"work/mine/model": "from mine import data"})
+    monkeypatch.setattr(sources, "_SEARCH", (tmp_path / "work", tmp_path / "lib/site-packages"))
+    assert sorted(found(tmp_path, "mine.model:build", "theirs:f", "torch.nn:MSELoss")) == [
+        *("mine", "mine.data", "mine.model")
+    ]
+
+
+def test_libraries_hide_what_stands_behind_them(
+    tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write({"model": "import same, json", "work/same": "", "json": ""})
+    write({"site-packages/same": "", "site-packages/json": ""})
+    monkeypatch.setattr(sources, "_SEARCH", (tmp_path / "site-packages", tmp_path / "work"))
+    assert found(tmp_path, "./model.py:build") == {}
+
+
+def test_a_key_changes_with_what_the_files_import(
+    read: Callable[..., object], minimal: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "net.py").write_text("import layers\n")
+    (folder / "layers.py").write_text("width = 1\n")
+    spec = read(minimal, f"model.factory={folder}/net.py:build")
+    before = profile_key(spec)
+    assert profile_key(spec) == before
+    (folder / "layers.py").write_text("width = 2\n")
+    assert profile_key(spec) != before

@@ -1,0 +1,138 @@
+"""Links with and without timings by size, and the cluster descriptions that hold them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipectl.cluster import ASSUMED_BETWEEN, Cluster, Device, Node, assumed_cluster
+from pipectl.errors import DataFileError
+from pipectl.link import Link, Observed, measured_link
+
+LINK = Link(1e-5, 1e9, timings=((1, 1e-5), (1024, 3e-5), (4096, 3e-5), (10000, 9e-5)))
+CLUSTER = Cluster(
+    name="measured",
+    source="measured with MPICH 5.0: 4 ranks on 2 hosts",
+    nodes=tuple(Node(f"n{i}", 2, 2, Device("cpu", memory_bytes=2**30)) for i in range(2)),
+    within_node=replace(LINK, duplex=False, observed=Observed(both_ways=1.9)),
+    between_nodes=replace(
+        LINK, shared=False, observed=Observed(1.1, 2, 1.2, ((2**20, 0.25, 0.75),))
+    ),
+    allreduce=((2, 4096, 1e-4), (4, 4096, 2e-4)),
+    key="abc",
+)
+
+
+@pytest.mark.parametrize(
+    ("size", "time_s"),
+    [
+        (0, 1e-5),  # no faster than the smallest
+        (1, 1e-5),
+        (512.5, 2e-5),  # halfway
+        (1024, 3e-5),
+        (2000, 3e-5),  # flat
+        (10000, 9e-5),
+        (11000, 9e-5 + 1e-6),  # the rest at full bandwidth
+    ],
+)
+def test_times_between_and_beyond_measured_sizes(size: float, time_s: float) -> None:
+    assert LINK.transfer_s(size) == pytest.approx(time_s)
+    assert LINK.hold_s(size) == pytest.approx(time_s - 1e-5)
+
+
+def test_without_timings_latency_and_bandwidth_count() -> None:
+    link = Link(2e-6, 1e9)
+    assert link.transfer_s(3e6) == 2e-6 + 3e6 / 1e9
+    assert link.hold_s(3e6) == 3e6 / 1e9
+
+
+def test_a_latency_above_the_timings_is_the_least_a_message_takes() -> None:
+    assert replace(LINK, latency_s=5e-5).transfer_s(1024) == 5e-5
+
+
+def test_a_measured_link_falls_nowhere_and_keeps_the_faster_time() -> None:
+    link = measured_link([(1, 5e-6), (4, 2e-6), (16, 3e-6), (64, 3e-6), (1024, 1e-5)])
+    assert link.timings == ((1, 2e-6), (4, 2e-6), (16, 3e-6), (64, 3e-6), (1024, 1e-5))
+    assert link.latency_s == 2e-6
+    assert link.bandwidth_bytes_per_s == pytest.approx(1023 / 8e-6)
+
+
+def test_a_link_that_is_equally_fast_at_all_sizes_has_a_bandwidth() -> None:
+    assert measured_link([(1, 4e-6), (4, 2e-6)]).bandwidth_bytes_per_s == pytest.approx(4 / 2e-6)
+
+
+@given(
+    times=st.lists(st.floats(1e-7, 1.0), min_size=1, max_size=14),
+    sizes=st.lists(st.floats(0, 1e9), min_size=2, max_size=20),
+)
+def test_larger_messages_never_take_less(times: list[float], sizes: list[float]) -> None:
+    link = measured_link([(4**power, time_s) for power, time_s in enumerate(times)])
+    found = [link.transfer_s(size) for size in sorted(sizes)]
+    assert all(a <= b * (1 + 1e-12) for a, b in pairwise(found))
+    assert Link.read(_reader(link.to_json())) == link
+
+
+def _reader(document: dict[str, Any]) -> Any:
+    from pipectl.fields import Reader
+
+    return Reader(document, file="f", cure="")
+
+
+def test_a_measured_cluster_survives_the_file(tmp_path: Path) -> None:
+    CLUSTER.save(tmp_path / "cluster.json")
+    assert Cluster.load(tmp_path / "cluster.json") == CLUSTER
+
+
+def test_a_file_without_the_new_fields_is_read_as_before() -> None:
+    document = assumed_cluster("old", [2, 2], 2, None).to_json()
+    for link in document["links"].values():
+        link.pop("assumed")
+    found = Cluster.from_json(document)
+    assert found.between_nodes == Link(50e-6, 1.1e9, duplex=True, shared=True)
+    assert (found.allreduce, found.key) == ((), None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"timings": [[1, 1e-6], [1, 2e-6]]}, "timings: sizes must rise"),
+        ({"timings": [[1, 2e-6], [4, 1e-6]]}, "times must not fall"),
+        ({"timings": [[1, 1e-6, 3]]}, "timings: must be a list of 2 numbers"),
+        ({"timings": [[1, -1e-6]]}, "timings: must be a list of 2 numbers"),
+        ({"timings": [[1, "x"]]}, "timings: must be a list of 2 numbers"),
+        ({"timings": [[1, True]]}, "timings: must be a list of 2 numbers"),
+        ({"timings": {"1": 1e-6}}, "timings: must be a list"),
+        ({"timings": [[1, float("inf")]]}, "timings: must be a list of 2 numbers"),
+        ({"bandwidth_bytes_per_s": 0}, "bandwidth_bytes_per_s: must be above 0"),
+        ({"shared": "yes"}, "shared: must be true or false"),
+        ({"observed": {"overlap": [[1, 2]]}}, "observed.overlap: must be a list of 3 numbers"),
+        ({"observed": {"pairs": 1.5}}, "observed.pairs: must be a whole number"),
+    ],
+)
+def test_a_bad_link_is_named(change: dict[str, Any], message: str) -> None:
+    document = CLUSTER.to_json()
+    document["links"]["between_nodes"].update(change)
+    with pytest.raises(DataFileError, match=r"links\.between_nodes\.") as caught:
+        Cluster.from_json(document, file="c.json")
+    assert message in caught.value.message
+
+
+def test_bad_sums_are_named() -> None:
+    with pytest.raises(DataFileError, match=r"c\.json: allreduce: must be a list of 3 numbers"):
+        Cluster.from_json({**CLUSTER.to_json(), "allreduce": [[2, 4096]]}, file="c.json")
+
+
+def test_only_links_that_are_used_and_assumed_are_assumptions() -> None:
+    assumed = replace(CLUSTER, between_nodes=ASSUMED_BETWEEN)
+    assert CLUSTER.assumptions == ()
+    assert assumed.assumptions == ("the link between nodes is assumed, not measured",)
+    assert replace(assumed, nodes=CLUSTER.nodes[:1]).assumptions == ()
+    within = replace(CLUSTER, within_node=replace(LINK, assumed=True))
+    assert within.assumptions == ("the link within a node is assumed, not measured",)
+    assert len(assumed_cluster("a", [2, 2], 2, None).assumptions) == 1
