@@ -67,7 +67,7 @@ class StageOverhead:
 
     Args:
         forward_s, backward_s: of every forward and backward.
-        received_s, sent_s: of every activation that enters and leaves a stage.
+        received_s, sent_s: of every value with gradient that enters and leaves a stage.
         gradient_received_s, gradient_sent_s: of every gradient.
         cache_bytes: a stage that works on less finds its data in the cache; None if unknown.
     """

@@ -77,7 +77,10 @@ def _interpolate(points: dict[int, float], size: int) -> float:
 
 @dataclass
 class Values:
-    """How many values enter a stage and leave it in one micro-batch."""
+    """How many values enter a stage and leave it in one micro-batch.
+
+    Values without gradient (indices, masks) are not counted: they enter a stage as they are.
+    """
 
     received: int = 0
     sent: int = 0
@@ -142,8 +145,9 @@ class Footprints:
             if not backward:
                 for stage in (route.source, route.target):
                     saved[stage].setdefault(route.value, size)
-                values[route.target].received += 1
-                sent.add((route.source, route.value))
+                if operator.gradient_bytes:
+                    values[route.target].received += 1
+                    sent.add((route.source, route.value))
             else:
                 values[route.source].gradients_sent += 1
                 values[route.target].gradients_received += 1

@@ -98,8 +98,8 @@ def test_a_stage_takes_more_than_its_operators(make_profile, make_operator) -> N
         Footprints(profile).of([[0, 1], [2]]), measured_times(profile), 1.0, profile
     )
     forward_s, backward_s = operators[0].forward_s, operators[0].backward_s
-    assert costs[0].forward_s == pytest.approx(2 * forward_s + 1 + 2 * 100)
-    assert costs[1].forward_s == pytest.approx(forward_s + 1 + 2 * 10)
+    assert costs[0].forward_s == pytest.approx(2 * forward_s + 1 + 100)
+    assert costs[1].forward_s == pytest.approx(forward_s + 1 + 10)
     assert costs[0].backward_s == pytest.approx(2 * backward_s + 2 + 20)
     assert costs[1].backward_s == pytest.approx(backward_s + 2 + 200)
 
