@@ -5,8 +5,9 @@ Forward and backward of a stage are taken to be
     factor x operators + overhead + a time for each value that enters + one for each that leaves
 
 with coefficients that are not negative and make the sum of relative errors smallest (iteratively
-reweighted least squares). The factor is for what the operators' own times miss. Where operators
-have a second time, for stages that stay in the cache, the cache's size is chosen by the same sum.
+reweighted least squares); errors of stages far shorter than any plan has count less. The factor is
+for what the operators' own times miss. Where operators have a second time, for stages that stay in
+the cache, the cache's size is chosen by the same sum.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ CACHE_SHARES = (0.25, 0.5, 0.75, 1.0, 1.5)
 """Parts of the last level cache that stages of a rank may have for themselves."""
 _REWEIGHTINGS = 30
 _SMALL_ERROR = 1e-3
+_SHORT = 0.1
+"""Of the longest stage: the weight of a stage so short is half that of a long one."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Fit:
 
     Args:
         factors: for forward and backward of every operator.
-        error: mean share by which forward and backward differ from their prediction.
+        error: mean share by which forward and backward differ from their prediction, weighted.
     """
 
     stage: StageOverhead
@@ -104,31 +107,32 @@ def _least_relative_errors(
     if not target:
         return _Line(1.0, (0.0, 0.0, 0.0), 0.0)
     measured = np.array(target)
-    matrix = np.array(rows, dtype=float) / measured[:, None]
-    scale = np.maximum(np.abs(matrix).max(axis=0), 1e-30)
-    found = _reweighted(matrix / scale) / scale
+    size = measured + _SHORT * measured.max()
+    matrix = np.array(rows, dtype=float) / size[:, None]
+    scale = np.maximum(matrix.max(axis=0), 1e-30)
+    found = _reweighted(matrix / scale, measured / size) / scale
     factor, fixed, entering, leaving = map(float, found)
-    error = float(np.abs(matrix @ found - 1).mean())
+    error = float(np.abs(matrix @ found - measured / size).mean())
     return _Line(factor, (fixed, entering, leaving), error)
 
 
-def _reweighted(matrix: Floats) -> Floats:
-    """Coefficients of at least 0 with which the rows come nearest to 1, summed without squares."""
+def _reweighted(matrix: Floats, target: Floats) -> Floats:
+    """Coefficients of at least 0 with the smallest sum of errors, which are not squared."""
     weights = np.ones(len(matrix))
-    found = _non_negative(matrix, weights)
+    found = _non_negative(matrix, target, weights)
     for _ in range(_REWEIGHTINGS):
-        weights = 1 / np.sqrt(np.maximum(np.abs(matrix @ found - 1), _SMALL_ERROR))
-        found = _non_negative(matrix, weights)
+        weights = 1 / np.sqrt(np.maximum(np.abs(matrix @ found - target), _SMALL_ERROR))
+        found = _non_negative(matrix, target, weights)
     return found
 
 
-def _non_negative(matrix: Floats, weights: Floats) -> Floats:
+def _non_negative(matrix: Floats, target: Floats, weights: Floats) -> Floats:
     """Weighted least squares; a column whose coefficient would be negative is left out."""
     columns = list(range(matrix.shape[1]))
     found = np.zeros(matrix.shape[1])
     while columns:
         weighted = matrix[:, columns] * weights[:, None]
-        solution = np.linalg.lstsq(weighted, weights, rcond=None)[0]
+        solution = np.linalg.lstsq(weighted, target * weights, rcond=None)[0]
         if solution.min() >= 0:
             found[columns] = solution
             break
