@@ -14,6 +14,7 @@ from math import ceil
 
 from pipectl.graph import Route, TransferKind, routes
 from pipectl.plan import StageCost, Transfer
+from pipectl.planner.stage_memory import Crossing, StageMemories, StageMemory
 from pipectl.profile import Operator, OptimizerCost, Profile
 
 Times = list[tuple[float, float]]
@@ -56,16 +57,20 @@ class Footprint:
         nodes: operator ids of every stage, in graph order.
         members: indices of the same operators.
         parameter_bytes: of every stage.
-        saved_bytes: of every stage, for one micro-batch; received and sent values included,
-            because a backward needs both.
+        memory: of every stage.
         transfers: messages of one micro-batch, one per kind and pair of stages.
     """
 
     nodes: tuple[tuple[str, ...], ...]
     members: tuple[tuple[int, ...], ...]
     parameter_bytes: tuple[int, ...]
-    saved_bytes: tuple[int, ...]
+    memory: tuple[StageMemory, ...]
     transfers: tuple[Transfer, ...]
+
+    @property
+    def saved_bytes(self) -> tuple[int, ...]:
+        """What every stage keeps of one micro-batch."""
+        return tuple(memory.saved for memory in self.memory)
 
 
 class Footprints:
@@ -78,31 +83,34 @@ class Footprints:
         for source, target in profile.edges:
             readers.setdefault(index[source], []).append(index[target])
         self._readers = {producer: sorted(found) for producer, found in sorted(readers.items())}
+        self._memories = StageMemories(profile, self._readers)
 
     def of(self, stages: Sequence[Sequence[int]]) -> Footprint:
         """The footprint of stages given as ascending operator indices."""
         operators = self._operators
-        saved: list[dict[str, int]] = [
-            dict(pair for index in inside for pair in operators[index].saved) for inside in stages
-        ]
+        crossings = [Crossing() for _ in stages]
         messages: dict[tuple[TransferKind, int, int], int] = {}
-        for route, operator in self._routes(stages):
+        for route, index in self._routes(stages):
+            operator = operators[index]
             backward = route.kind is TransferKind.GRADIENT
             size = operator.gradient_bytes if backward else operator.output_bytes
             key = (route.kind, route.source, route.target)
             messages[key] = messages.get(key, 0) + size
-            if not backward:
-                for stage in (route.source, route.target):
-                    saved[stage].setdefault(route.value, size)
+            if backward:
+                crossings[route.target].returning.add(route.value)
+            else:
+                storage = self._memories.storage_of(index)
+                crossings[route.source].sent.setdefault(storage, size)
+                crossings[route.target].received[storage] += size
         return Footprint(
             nodes=tuple(tuple(operators[index].id for index in inside) for inside in stages),
             members=tuple(tuple(inside) for inside in stages),
             parameter_bytes=tuple(_parameter_bytes(operators, inside) for inside in stages),
-            saved_bytes=tuple(sum(values.values()) for values in saved),
+            memory=tuple(map(self._memories.of, stages, crossings)),
             transfers=tuple(Transfer(*key, size) for key, size in sorted(messages.items())),
         )
 
-    def _routes(self, stages: Sequence[Sequence[int]]) -> Iterator[tuple[Route, Operator]]:
+    def _routes(self, stages: Sequence[Sequence[int]]) -> Iterator[tuple[Route, int]]:
         """As :func:`pipectl.graph.cut_routes`, but looks only at values that are cut."""
         stage_of = [0] * len(self._operators)
         for stage, inside in enumerate(stages):
@@ -115,7 +123,7 @@ class Footprints:
                 operator = self._operators[producer]
                 gradient = operator.gradient_bytes > 0
                 for route in routes(operator.id, home, uses, has_gradient=gradient):
-                    yield route, operator
+                    yield route, producer
 
 
 def _parameter_bytes(operators: Sequence[Operator], inside: Sequence[int]) -> int:
@@ -132,22 +140,21 @@ def stage_costs(
         times: of the operators at the micro-batch size.
         scale: micro-batch size over the profile's.
     """
-    state, step_s = (
-        (optimizer.state_bytes_per_parameter_byte, optimizer.step_s_per_byte)
-        if optimizer is not None
-        else (0.0, 0.0)
-    )
+    given = optimizer or OptimizerCost(0.0, 0.0)
     return tuple(
         StageCost(
             forward_s=sum(times[index][0] for index in inside),
             backward_s=sum(times[index][1] for index in inside),
-            update_s=step_s * parameter_bytes,
+            update_s=given.step_s_per_byte * parameter_bytes,
             parameter_bytes=parameter_bytes,
-            optimizer_bytes=ceil(state * parameter_bytes),
-            saved_bytes=ceil(saved_bytes * scale),
+            optimizer_bytes=ceil(given.state_bytes_per_parameter_byte * memory.trained_bytes),
+            saved_bytes=ceil(memory.saved * scale),
+            gradient_bytes=memory.accumulated,
+            buffer_bytes=memory.buffers,
+            peaks=memory.peaks(scale, optimizer),
         )
-        for inside, parameter_bytes, saved_bytes in zip(
-            parts.members, parts.parameter_bytes, parts.saved_bytes, strict=True
+        for inside, parameter_bytes, memory in zip(
+            parts.members, parts.parameter_bytes, parts.memory, strict=True
         )
     )
 

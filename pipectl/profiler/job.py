@@ -18,6 +18,7 @@ from pipectl.capture.deferred import is_deferred
 from pipectl.capture.precision import arithmetic
 from pipectl.profile import Operator, OptimizerCost, Profile
 from pipectl.profiler.costs import Times
+from pipectl.profiler.memory import measure_step
 from pipectl.profiler.states import SampleStates
 from pipectl.profiler.walk import Measured, Walk
 from pipectl.runtime.device import choose_device
@@ -190,6 +191,7 @@ class _Profiling:
             timings={size: passes[size].times(node.name) for size in others},
             group=graph.groups.get(node.name),
             signature=graph.signatures[node.name],
+            memory=measured.memory,
         )
 
     def _parameters(self, graph: CapturedGraph, node: fx.Node) -> tuple[tuple[str, int], ...]:
@@ -211,7 +213,12 @@ class _Profiling:
             times.append(self._now() - start)
         leaves = pytree.tree_leaves([dict(state) for state in optimizer.state.values()])
         state_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
-        return OptimizerCost(state_bytes / size_bytes, statistics.median(times[1:]) / size_bytes)
+        step_s = statistics.median(times[1:])
+        return OptimizerCost(
+            state_bytes / size_bytes,
+            step_s / size_bytes,
+            measure_step(self._job, self._device.torch_device),
+        )
 
     def _sample_parameters(self) -> dict[str, torch.nn.Parameter]:
         sample: dict[str, torch.nn.Parameter] = {}
