@@ -74,6 +74,12 @@ def memory_of(operator: Operator) -> OperatorMemory:
     return OperatorMemory(made, operator.id, made + own, given, operator.parameters)
 
 
+def parameter_gradients(operator: Operator) -> list[tuple[str, int]]:
+    """(name, bytes) of the parameters whose gradient an operator's backward makes."""
+    names = {name for name, _ in operator.parameters}
+    return [pair for pair in memory_of(operator).gradients if pair[0] in names]
+
+
 def levels_of(operators: Sequence[Operator], borders: Borders) -> Levels:
     """The highest levels of a stage.
 

@@ -39,8 +39,8 @@ def _held_bytes(cost: StageCost, shares: Sequence[float], goes_on: bool) -> floa
         goes_on: whether forwards follow the first backward, which makes the gradients.
     """
     saved, last = sum(shares) * cost.saved_bytes, shares[0] * cost.saved_bytes
-    peaks = cost.peaks or StagePeaks(0, 0, 0, 0)
     gradients = cost.accumulated_bytes
+    peaks = cost.peaks or StagePeaks(0, 0, gradients, 0)
     later = gradients if goes_on else 0  # there in the last forward of a full pipeline
     return cost.resident_bytes + max(
         later + saved,

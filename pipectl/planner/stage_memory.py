@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 
 from pipectl.memory import StepMemory
 from pipectl.plan import StagePeaks
-from pipectl.planner.liveness import Borders, Levels, levels_of, memory_of, peak_bytes
+from pipectl.planner.liveness import (
+    Borders,
+    Levels,
+    levels_of,
+    memory_of,
+    parameter_gradients,
+    peak_bytes,
+)
 from pipectl.profile import Operator, OptimizerCost, Profile
 
 
@@ -87,6 +94,7 @@ class StageMemories:
         self._made = {
             o.id: m.made_bytes for o, m in zip(profile.operators, self._memory, strict=True)
         }
+        self._gradients = [parameter_gradients(operator) for operator in profile.operators]
         self._uses = self._shared_uses()
         self._known: dict[tuple[tuple[int, ...], frozenset[str]], StageMemory] = {}
 
@@ -107,7 +115,7 @@ class StageMemories:
         for name, size in crossing.sent.items():
             saved.setdefault(name, self._made.get(name) or size)
         saved.update(crossing.received)
-        gradients = [pair for index in inside for pair in self._parameter_gradients(index)]
+        gradients = [pair for index in inside for pair in self._gradients[index]]
         buffers = dict(pair for index in inside for pair in self._memory[index].buffers)
         trained = self._trained(inside)
         return StageMemory(
@@ -134,12 +142,8 @@ class StageMemories:
         )
         return levels_of(operators, borders)
 
-    def _parameter_gradients(self, index: int) -> list[tuple[str, int]]:
-        names = {name for name, _ in self._operators[index].parameters}
-        return [pair for pair in self._memory[index].gradients if pair[0] in names]
-
     def _trained(self, inside: Sequence[int]) -> dict[str, int]:
-        with_gradient = {name for index in inside for name, _ in self._parameter_gradients(index)}
+        with_gradient = {name for index in inside for name, _ in self._gradients[index]}
         named = dict(pair for index in inside for pair in self._operators[index].parameters)
         return {name: size for name, size in named.items() if name in with_gradient}
 
