@@ -18,14 +18,35 @@ _CURE = "write a new one with: pipectl plan JOB.yaml"
 
 
 @dataclass(frozen=True)
+class StagePeaks:
+    """Most bytes a stage allocates at once, above what it held before; full micro-batches.
+
+    Args:
+        forward_bytes: in a forward; saved bytes included, received values not.
+        backward_bytes: in a backward that adds to gradients from before.
+        first_backward_bytes: in a backward that makes the parameters' gradients.
+        update_bytes: in an optimizer step.
+    """
+
+    forward_bytes: int
+    backward_bytes: int
+    first_backward_bytes: int
+    update_bytes: int
+
+
+@dataclass(frozen=True)
 class StageCost:
     """Predicted cost of a stage: seconds for one full micro-batch, and resident bytes.
 
     Args:
         update_s: optimizer step of the stage, once per step.
-        parameter_bytes: parameters (and as much again for their gradients).
+        parameter_bytes: parameters.
         optimizer_bytes: optimizer state.
         saved_bytes: kept from forward to backward by one micro-batch.
+        gradient_bytes: of the parameters, from the first backward of a step to its end; as much
+            as the parameters if None.
+        buffer_bytes: buffers, such as BatchNorm's statistics.
+        peaks: None where nothing is known of temporary values.
     """
 
     forward_s: float
@@ -34,6 +55,19 @@ class StageCost:
     parameter_bytes: int
     optimizer_bytes: int
     saved_bytes: int
+    gradient_bytes: int | None = None
+    buffer_bytes: int = 0
+    peaks: StagePeaks | None = None
+
+    @property
+    def accumulated_bytes(self) -> int:
+        """The parameters' gradients."""
+        return self.parameter_bytes if self.gradient_bytes is None else self.gradient_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """What is there from one step to the next: parameters, optimizer state and buffers."""
+        return self.parameter_bytes + self.optimizer_bytes + self.buffer_bytes
 
 
 @dataclass(frozen=True)
@@ -199,7 +233,19 @@ def _stage(item: Reader) -> Stage:
             parameter_bytes=cost.integer("parameter_bytes"),
             optimizer_bytes=cost.integer("optimizer_bytes"),
             saved_bytes=cost.integer("saved_bytes"),
+            gradient_bytes=cost.optional_integer("gradient_bytes"),
+            buffer_bytes=cost.integer("buffer_bytes", default=0),
+            peaks=_peaks(cost.section("peaks")) if "peaks" in cost else None,
         ),
+    )
+
+
+def _peaks(section: Reader) -> StagePeaks:
+    return StagePeaks(
+        forward_bytes=section.integer("forward_bytes"),
+        backward_bytes=section.integer("backward_bytes"),
+        first_backward_bytes=section.integer("first_backward_bytes"),
+        update_bytes=section.integer("update_bytes"),
     )
 
 

@@ -14,8 +14,10 @@ from typing import Any
 from pipectl.errors import DataFileError
 from pipectl.fields import Reader
 from pipectl.files import read_json, write_json
+from pipectl.memory import OperatorMemory, StepMemory
 
 VERSION = 1
+NO_TEMPORARIES = "the memory of temporary values is not given: taken as none"
 _CURE = "write a new one with: pipectl profile JOB.yaml"
 
 
@@ -36,6 +38,7 @@ class Operator:
             micro-batches, for every measured size; empty where that makes no difference.
         group: operators of an equal group must share a stage.
         signature: digest of the operator and its arguments; tells where two graphs differ.
+        memory: what it allocates while it runs; None where that was not measured.
     """
 
     id: str
@@ -51,14 +54,20 @@ class Operator:
     cached: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     group: str | None = None
     signature: str | None = None
+    memory: OperatorMemory | None = None
 
 
 @dataclass(frozen=True)
 class OptimizerCost:
-    """Optimizer state per parameter byte, and the time of a step per parameter byte."""
+    """Optimizer state per parameter byte, and the time of a step per parameter byte.
+
+    Args:
+        step_memory: temporary values of a step.
+    """
 
     state_bytes_per_parameter_byte: float
     step_s_per_byte: float
+    step_memory: StepMemory = field(default_factory=StepMemory)
 
 
 @dataclass(frozen=True)
@@ -183,6 +192,7 @@ class Profile:
             document["optimizer"] = {
                 "state_bytes_per_parameter": self.optimizer.state_bytes_per_parameter_byte,
                 "step_s_per_byte": self.optimizer.step_s_per_byte,
+                "step_memory": self.optimizer.step_memory.to_json(),
             }
         if self.stage != StageOverhead():
             stage = asdict(self.stage)
@@ -249,6 +259,8 @@ def _operator_json(operator: Operator) -> dict[str, Any]:
         item["group"] = operator.group
     if operator.signature is not None:
         item["signature"] = operator.signature
+    if operator.memory is not None:
+        item["memory"] = operator.memory.to_json()
     return item
 
 
@@ -261,6 +273,8 @@ def _operator(item: Reader, assumptions: list[str]) -> Operator:
     output_bytes = item.integer("output_bytes")
     if "saved" not in item:
         assumptions.append("saved bytes are not given: each operator is taken to keep its output")
+    if "memory" not in item:
+        assumptions.append(NO_TEMPORARIES)
     parameter_bytes = item.integer("parameter_bytes")
     named = item.pairs("parameters")
     return Operator(
@@ -277,6 +291,7 @@ def _operator(item: Reader, assumptions: list[str]) -> Operator:
         cached=item.timings("cached"),
         group=_group(item),
         signature=item.optional_text("signature"),
+        memory=OperatorMemory.from_json(item.section("memory")) if "memory" in item else None,
     )
 
 
@@ -292,7 +307,11 @@ def _optimizer(reader: Reader, assumptions: list[str]) -> OptimizerCost | None:
         return None
     section = reader.section("optimizer")
     return OptimizerCost(
-        section.number("state_bytes_per_parameter"), section.number("step_s_per_byte")
+        section.number("state_bytes_per_parameter"),
+        section.number("step_s_per_byte"),
+        StepMemory.from_json(section.section("step_memory"))
+        if "step_memory" in section
+        else StepMemory(),
     )
 
 

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "pipectl"
 
 LAYERS = (
     ("errors", "units", "files", "fields"),
-    ("spec", "graph", "profile", "link", "cluster", "plan", "timeline"),
+    ("spec", "graph", "memory", "profile", "link", "cluster", "plan", "timeline"),
     ("planner", "schedule", "simulate"),
     ("batch", "runs", "report"),
     ("capture", "profiler", "runtime"),

@@ -15,7 +15,8 @@ from math import ceil
 
 from pipectl.graph import Route, TransferKind, routes
 from pipectl.plan import StageCost, Transfer
-from pipectl.profile import Operator, Profile, StageOverhead
+from pipectl.planner.stage_memory import Crossing, StageMemories, StageMemory
+from pipectl.profile import Operator, OptimizerCost, Profile, StageOverhead
 
 Pairs = list[tuple[float, float]]
 """(forward_s, backward_s) of every operator."""
@@ -103,8 +104,7 @@ class Footprint:
         nodes: operator ids of every stage, in graph order.
         members: indices of the same operators.
         parameter_bytes: of every stage.
-        saved_bytes: of every stage, for one micro-batch; received and sent values included,
-            because a backward needs both.
+        memory: of every stage.
         transfers: messages of one micro-batch, one per kind and pair of stages.
         values: how many values enter and leave every stage.
     """
@@ -112,9 +112,14 @@ class Footprint:
     nodes: tuple[tuple[str, ...], ...]
     members: tuple[tuple[int, ...], ...]
     parameter_bytes: tuple[int, ...]
-    saved_bytes: tuple[int, ...]
+    memory: tuple[StageMemory, ...]
     transfers: tuple[Transfer, ...]
     values: tuple[Values, ...]
+
+    @property
+    def saved_bytes(self) -> tuple[int, ...]:
+        """What every stage keeps of one micro-batch."""
+        return tuple(memory.saved for memory in self.memory)
 
 
 class Footprints:
@@ -127,42 +132,44 @@ class Footprints:
         for source, target in profile.edges:
             readers.setdefault(index[source], []).append(index[target])
         self._readers = {producer: sorted(found) for producer, found in sorted(readers.items())}
+        self._memories = StageMemories(profile, self._readers)
 
     def of(self, stages: Sequence[Sequence[int]]) -> Footprint:
         """The footprint of stages given as ascending operator indices."""
         operators = self._operators
-        saved: list[dict[str, int]] = [
-            dict(pair for index in inside for pair in operators[index].saved) for inside in stages
-        ]
+        crossings = [Crossing() for _ in stages]
         messages: dict[tuple[TransferKind, int, int], int] = {}
         values = [Values() for _ in stages]
         sent: set[tuple[int, str]] = set()
-        for route, operator in self._routes(stages):
+        for route, index in self._routes(stages):
+            operator = operators[index]
             backward = route.kind is TransferKind.GRADIENT
             size = operator.gradient_bytes if backward else operator.output_bytes
             key = (route.kind, route.source, route.target)
             messages[key] = messages.get(key, 0) + size
-            if not backward:
-                for stage in (route.source, route.target):
-                    saved[stage].setdefault(route.value, size)
-                if operator.gradient_bytes:
-                    values[route.target].received += 1
-                    sent.add((route.source, route.value))
-            else:
+            if backward:
+                crossings[route.target].returning.add(route.value)
                 values[route.source].gradients_sent += 1
                 values[route.target].gradients_received += 1
+                continue
+            storage = self._memories.storage_of(index)
+            crossings[route.source].sent.setdefault(storage, size)
+            crossings[route.target].received[storage] += size
+            if operator.gradient_bytes:
+                values[route.target].received += 1
+                sent.add((route.source, route.value))
         for stage, _ in sent:
             values[stage].sent += 1
         return Footprint(
             nodes=tuple(tuple(operators[index].id for index in inside) for inside in stages),
             members=tuple(tuple(inside) for inside in stages),
             parameter_bytes=tuple(_parameter_bytes(operators, inside) for inside in stages),
-            saved_bytes=tuple(sum(values.values()) for values in saved),
+            memory=tuple(map(self._memories.of, stages, crossings)),
             transfers=tuple(Transfer(*key, size) for key, size in sorted(messages.items())),
             values=tuple(values),
         )
 
-    def _routes(self, stages: Sequence[Sequence[int]]) -> Iterator[tuple[Route, Operator]]:
+    def _routes(self, stages: Sequence[Sequence[int]]) -> Iterator[tuple[Route, int]]:
         """As :func:`pipectl.graph.cut_routes`, but looks only at values that are cut."""
         stage_of = [0] * len(self._operators)
         for stage, inside in enumerate(stages):
@@ -175,7 +182,7 @@ class Footprints:
                 operator = self._operators[producer]
                 gradient = operator.gradient_bytes > 0
                 for route in routes(operator.id, home, uses, has_gradient=gradient):
-                    yield route, operator
+                    yield route, producer
 
 
 def _parameter_bytes(operators: Sequence[Operator], inside: Sequence[int]) -> int:
@@ -201,18 +208,19 @@ def stage_costs(
 def _stage_cost(
     parts: Footprint, index: int, times: Times, scale: float, profile: Profile
 ) -> StageCost:
-    optimizer, parameter_bytes = profile.optimizer, parts.parameter_bytes[index]
-    saved_bytes = ceil(parts.saved_bytes[index] * scale)
+    optimizer = profile.optimizer or OptimizerCost(0.0, 0.0)
+    parameter_bytes, memory = parts.parameter_bytes[index], parts.memory[index]
     forward_s, backward_s = stage_times(parts, index, times, scale, profile.stage)
     return StageCost(
         forward_s=forward_s,
         backward_s=backward_s,
-        update_s=optimizer.step_s_per_byte * parameter_bytes if optimizer else 0.0,
+        update_s=optimizer.step_s_per_byte * parameter_bytes,
         parameter_bytes=parameter_bytes,
-        optimizer_bytes=(
-            ceil(optimizer.state_bytes_per_parameter_byte * parameter_bytes) if optimizer else 0
-        ),
-        saved_bytes=saved_bytes,
+        optimizer_bytes=ceil(optimizer.state_bytes_per_parameter_byte * memory.trained_bytes),
+        saved_bytes=ceil(memory.saved * scale),
+        gradient_bytes=memory.accumulated,
+        buffer_bytes=memory.buffers,
+        peaks=memory.peaks(scale, profile.optimizer),
     )
 
 
@@ -228,7 +236,7 @@ def stage_times(
 
 def working_set_bytes(parts: Footprint, index: int, scale: float) -> float:
     """What a stage touches in a forward and backward: parameters, gradients, saved values."""
-    return 2 * parts.parameter_bytes[index] + parts.saved_bytes[index] * scale
+    return 2 * parts.parameter_bytes[index] + parts.memory[index].saved * scale
 
 
 def scaled_transfers(parts: Footprint, scale: float) -> tuple[Transfer, ...]:

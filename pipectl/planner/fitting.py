@@ -15,6 +15,7 @@ import numpy as np
 from pipectl.planner.condense import Block
 from pipectl.planner.dynamic import UNREACHED, Load, smallest_bottleneck
 from pipectl.planner.ideals import prefix_downsets
+from pipectl.planner.liveness import memory_of, parameter_gradients
 from pipectl.planner.partition import PER_SECOND
 from pipectl.planner.problem import Problem
 from pipectl.planner.spans import Boundary, Integers, Items, Partition, Spans, States, spans_by_end
@@ -66,7 +67,7 @@ class Fitter:
         size: int,
         warm_up: Sequence[int],
     ) -> list[Partition]:
-        """Once without what stages receive and send (too little), once with (too much)."""
+        """Once without messages and temporary values (too little), once with (too much)."""
         found = []
         for messages in (0, 1):
             memory = self._memory(self._problem.scale(size), warm_up, messages)
@@ -83,12 +84,14 @@ class Fitter:
         """Peak of each span by position, in bytes."""
         optimizer = self._problem.profile.optimizer
         state = optimizer.state_bytes_per_parameter_byte if optimizer is not None else 0.0
+        room = messages * scale * self._temporary
         flying = scale * np.asarray(warm_up, dtype=float)
 
         def memory(spans: Spans) -> Integers:
-            resident = self._problem.baseline_bytes + (2 + state) * self._parameters[spans.end]
+            resident = self._problem.baseline_bytes + self._gradients[spans.end]
+            resident = resident + (1 + state) * self._parameters[spans.end]
             kept = self._saved[spans.end] + messages * spans.crossing
-            total: Integers = (resident[:, None] + kept[:, None] * flying).astype(np.int64)
+            total: Integers = (room + resident[:, None] + kept[:, None] * flying).astype(np.int64)
             return total
 
         return memory
@@ -110,6 +113,24 @@ class Fitter:
     @cached_property
     def _parameters(self) -> list[Integers]:
         return self._touched(lambda block: block.parameters)
+
+    @cached_property
+    def _temporary(self) -> int:
+        """The most that one operator allocates at once."""
+        memory = [memory_of(operator) for operator in self._problem.profile.operators]
+        return max(max(one.forward_bytes - one.made_bytes, one.backward_bytes) for one in memory)
+
+    @cached_property
+    def _gradients(self) -> list[Integers]:
+        """Of parameters; one that several operators use has a gradient for each."""
+        operators = self._problem.profile.operators
+        return self._touched(
+            lambda block: {
+                f"{index} {name}": size
+                for index in block.operators
+                for name, size in parameter_gradients(operators[index])
+            }
+        )
 
     @cached_property
     def _saved(self) -> list[Integers]:

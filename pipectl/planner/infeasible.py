@@ -9,7 +9,7 @@ from math import ceil
 from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan
 from pipectl.planner.fitting import Fitter
-from pipectl.planner.memory import largest_peak_bytes, resident_bytes
+from pipectl.planner.memory import largest_peak_bytes
 from pipectl.planner.placement import placements
 from pipectl.planner.problem import Choice, Problem
 from pipectl.planner.request import PlanRequest, micro_batch_sizes, warm_ups
@@ -69,7 +69,8 @@ def _breakdown(problem: Problem, plan: Plan, rank: int) -> str:
         cost = plan.stages[index].cost
         parts = [
             f"stage {index} of {len(plan.stages)}: {parts[0]}",
-            f"parameters, gradients and optimizer {format_bytes(resident_bytes(cost))}",
+            f"parameters, gradients and optimizer "
+            f"{format_bytes(cost.resident_bytes + cost.accumulated_bytes)}",
             f"{format_bytes(cost.saved_bytes)} for each micro-batch in flight "
             f"(at most {plan.warm_up[index]}, of {plan.micro_batch_size} samples)",
         ]
@@ -119,7 +120,8 @@ def _estimate(
     size = micro_batch_sizes(request, request.batch_size)[-1]
     _, warm_up = warm_ups(request, stages, problem.micro_batches(size))[0]
     partitions = fitter.smallest_peak([limit] * stages, size, warm_up)
+    count, baseline = problem.micro_batches(size), problem.baseline_bytes
     return min(
-        largest_peak_bytes(problem.costs(found, size)[0], warm_up, problem.baseline_bytes)
+        largest_peak_bytes(problem.costs(found, size)[0], warm_up, baseline, count)
         for found in partitions
     )

@@ -1,4 +1,4 @@
-"""What the optimizer costs: its state and the time of a step, on a sample of the parameters."""
+"""What the optimizer costs: state, time and temporary values of a step, on sample parameters."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pipectl.capture import CapturedJob
 from pipectl.capture.deferred import is_deferred
 from pipectl.profile import OptimizerCost
 from pipectl.profiler.marks import Clock
+from pipectl.profiler.memory import measure_step
 from pipectl.runtime.stepper import make_optimizer
 
 _SAMPLE_BYTES = 64 << 20
@@ -19,7 +20,7 @@ _REPEATS = 5
 
 
 def optimizer_cost(job: CapturedJob, device: torch.device, clock: Clock) -> OptimizerCost:
-    """State and time of a step, per byte of parameters."""
+    """State, time and temporary values of a step, per byte of parameters."""
     sample = _sample(job, device)
     size_bytes = sum(parameter.nbytes for parameter in sample.values()) or 1
     for parameter in sample.values():
@@ -32,7 +33,8 @@ def optimizer_cost(job: CapturedJob, device: torch.device, clock: Clock) -> Opti
         times.append(clock() - start)
     leaves = pytree.tree_leaves([dict(state) for state in optimizer.state.values()])
     state_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
-    return OptimizerCost(state_bytes / size_bytes, statistics.median(times[1:]) / size_bytes)
+    step_s = statistics.median(times[1:])
+    return OptimizerCost(state_bytes / size_bytes, step_s / size_bytes, measure_step(job, device))
 
 
 def _sample(job: CapturedJob, device: torch.device) -> dict[str, nn.Parameter]:

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from pipectl.profiler.costs import Call, Ran, Times
+from pipectl.profiler.memory import Allocations
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Pattern:
     times: Times
     output_bytes: int
     saved: tuple[tuple[str, int], ...]
+    allocations: Allocations
     storage_name: str
     result: Any
 

@@ -12,7 +12,9 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedGraph
 from pipectl.capture.precision import arithmetic
+from pipectl.memory import OperatorMemory
 from pipectl.profiler.costs import Call, Ran, Times, run, value_bytes
+from pipectl.profiler.memory import Allocations, measure_allocations
 from pipectl.profiler.repeats import Pattern, Shape, key_of, shapes_of
 from pipectl.profiler.states import SampleStates
 from pipectl.profiler.timing import Timing
@@ -25,11 +27,13 @@ class Measured:
 
     Args:
         saved: (name of the storage, bytes) kept for backward; parameters left out.
+        memory: what it allocates.
     """
 
     times: Times
     output_bytes: int
     saved: tuple[tuple[str, int], ...]
+    memory: OperatorMemory
 
 
 class Walk:
@@ -94,9 +98,10 @@ class Walk:
         self._values[node] = pattern.value(leaves, self._device.torch_device)
         self._storage_names[node] = names[pattern.storage_name]
         saved = tuple((names[name], size) for name, size in pattern.saved)
-        return Measured(pattern.times, pattern.output_bytes, saved)
+        memory = self._named(node, call, pattern.allocations)
+        return Measured(pattern.times, pattern.output_bytes, saved, memory)
 
-    def _note(self, node: fx.Node, ran: Ran, measured: Measured) -> None:
+    def _note(self, node: fx.Node, ran: Ran, measured: Measured, allocations: Allocations) -> None:
         """Remember an operator for those equal to it."""
         result = shapes_of(ran)
         states = {self._graph.states.get(source.name) for source in node.all_input_nodes} - {None}
@@ -109,7 +114,14 @@ class Walk:
         name = self._storage_name(node)
         names = self._argument_names(node)
         self._patterns[key] = Pattern(
-            node.name, names, measured.times, measured.output_bytes, measured.saved, name, result
+            node.name,
+            names,
+            measured.times,
+            measured.output_bytes,
+            measured.saved,
+            allocations,
+            name,
+            result,
         )
 
     def _key(self, node: fx.Node, call: Call) -> Any:
@@ -126,19 +138,46 @@ class Walk:
         call = self._call(node, self._state)
         with torch.enable_grad():
             times = self._times(node, call)
+            allocations = measure_allocations(call, self._device.torch_device)
             ran = run(call)
         saved = self._name_saved(node, call, ran)
         self._values[node] = pytree.tree_map_only(
             Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), ran.result
         )
-        measured = Measured(times, value_bytes(ran.result), saved)
-        self._note(node, ran, measured)
+        memory = self._named(node, call, allocations)
+        measured = Measured(times, value_bytes(ran.result), saved, memory)
+        self._note(node, ran, measured, allocations)
         return measured
 
     def _times(self, node: fx.Node, call: Call) -> Times:
         if self._timing is None:
             return Times(0.0, 0.0)
         return self._timing.of(f"{self._batch}:{node.name}", call, self._device)
+
+    def _named(self, node: fx.Node, call: Call, allocations: Allocations) -> OperatorMemory:
+        """What an operator allocates, by the names of values, parameters and buffers."""
+        states = self._graph.states
+        used = [states[s.name] for s in self._graph.tensor_inputs(node) if s.name in states]
+        buffers = [state.name for state in used if state.kind == "buffer"]
+        sizes = tuple((name, self._states.outline(name).nbytes) for name in dict.fromkeys(buffers))
+        return allocations.named(self._storage_name(node), self._wanting(node, call), sizes)
+
+    def _wanting(self, node: fx.Node, call: Call) -> list[str]:
+        """For each argument that wants a gradient, the value or parameter it comes from."""
+        states = self._graph.states
+
+        def source_of(source: fx.Node) -> Any:
+            name = states[source.name].name if source.name in states else source.name
+            value = self._values.get(source, name)
+            return pytree.tree_map(lambda _: name, value)
+
+        sources = pytree.tree_leaves(fx.node.map_arg((node.args, node.kwargs), source_of))
+        leaves = pytree.tree_leaves((call.args, dict(call.kwargs)))
+        return [
+            source
+            for source, leaf in zip(sources, leaves, strict=True)
+            if isinstance(leaf, Tensor) and leaf.requires_grad
+        ]
 
     def _call(self, node: fx.Node, state: Callable[[fx.Node], Tensor]) -> Call:
         def value(source: fx.Node) -> Any:
@@ -167,12 +206,15 @@ class Walk:
     def _name_saved(self, node: fx.Node, call: Call, ran: Ran) -> tuple[tuple[str, int], ...]:
         """Name what was kept by the value whose memory it is, so that no stage counts it twice."""
         names = self._names_in_reach(node, call, ran)
-        found: dict[str, int] = {}
+        storages: dict[int, tuple[str, int]] = {}
         for index, tensor in enumerate(ran.kept):
             storage = tensor.untyped_storage()
             name = names.get(storage._cdata, f"{node.name}:{index}")
+            storages.setdefault(storage._cdata, (name, storage.nbytes()))
+        found: dict[str, int] = {}
+        for name, size in storages.values():
             if name:
-                found[name] = max(found.get(name, 0), storage.nbytes())
+                found[name] = found.get(name, 0) + size
         return tuple(found.items())
 
     def _names_in_reach(self, node: fx.Node, call: Call, ran: Ran) -> dict[int, str]:

@@ -122,10 +122,13 @@ class Engine:
         self._arrived: dict[tuple[TransferKind, int, int], Tensors] = {}
         self._made: dict[tuple[TransferKind, int], Tensors] = {}
         self._loaded: dict[int, Batch] = {}
+        self._count = 0
         for kind, stage, micro_batch, channel, *_ in actions.rows.tolist():
             start = time.perf_counter()
             self._doing.stage = stage
             self._doing.action = f"{Kind(kind).name} micro-batch {micro_batch}"
+            if Kind(kind).is_compute:
+                self._made.clear()  # what was made before is sent, or waits with its send
             if kind == Kind.UPDATE:
                 update()
             else:
@@ -146,9 +149,9 @@ class Engine:
     def _forward(self, stage: int, micro_batch: int, _: int) -> None:
         runtime, size = self._stages[stage], self._given.sizes[micro_batch]
         arrived = self._arrived.pop((TransferKind.ACTIVATION, stage, micro_batch), {})
-        made = runtime.forward(
-            micro_batch, size, self._seed(micro_batch), self._inputs(runtime, micro_batch), arrived
-        )
+        inputs = self._inputs(runtime, micro_batch)
+        self._release(stage, micro_batch)
+        made = runtime.forward(micro_batch, size, self._seed(micro_batch), inputs, arrived)
         if self._loss in made:
             loss = made[self._loss]
             assert loss is not None
@@ -170,6 +173,7 @@ class Engine:
         if stage == self._cut.loss_stage and self.on_evaluated is not None:
             targets = self._batch(micro_batch)[1]
             self.on_evaluated(size, {**arrived, **made}, targets)
+        self._release(stage, micro_batch)
         self._deliver(TransferKind.ACTIVATION, stage, micro_batch, made)
 
     def _deliver(self, kind: TransferKind, stage: int, micro_batch: int, made: Tensors) -> None:
@@ -223,8 +227,14 @@ class Engine:
     def _batch(self, micro_batch: int) -> Batch:
         """The loaded micro-batch; stages of one rank share it, in rising order."""
         while micro_batch not in self._loaded:
-            self._loaded[len(self._loaded)] = next(self._given.batches)
+            self._loaded[self._count] = next(self._given.batches)
+            self._count += 1
         return self._loaded[micro_batch]
+
+    def _release(self, stage: int, micro_batch: int) -> None:
+        """Drop a loaded micro-batch behind the last stage of this rank."""
+        if stage == max(self._stages):
+            self._loaded.pop(micro_batch, None)
 
     def _seed(self, micro_batch: int) -> int:
         return seed_of(*self._given.seed, micro_batch)

@@ -46,8 +46,16 @@ def entries() -> list[Entry]:
     return [*_own(), *_vision(), *_language()]
 
 
-def spec_of(entry: Entry, path: Path, micro_batches: int = MICRO_BATCHES) -> JobSpec:
+def spec_of(
+    entry: Entry,
+    path: Path,
+    micro_batches: int = MICRO_BATCHES,
+    *,
+    micro_batch: int = MICRO_BATCH,
+    optimizer: str = "SGD",
+) -> JobSpec:
     """The job that trains a model of the corpus for two steps; its spec is written to ``path``."""
+    momentum = {"momentum": 0.9} if optimizer == "SGD" else {}
     document = {
         "version": 1,
         "name": entry.name,
@@ -55,13 +63,13 @@ def spec_of(entry: Entry, path: Path, micro_batches: int = MICRO_BATCHES) -> Job
         "model": _factory(entry.model, entry.kwargs),
         "loss": _factory(entry.loss, {}),
         "data": _factory(entry.data, entry.data_kwargs),
-        "optimizer": {"factory": "torch.optim:SGD", "kwargs": {"lr": 0.001, "momentum": 0.9}},
+        "optimizer": {"factory": f"torch.optim:{optimizer}", "kwargs": {"lr": 0.001, **momentum}},
         "evaluation": {
             "data": _factory(entry.data, entry.data_kwargs),
             "batch_size": MICRO_BATCH,
             "metrics": {"magnitude": f"{HERE}/own.py:magnitude"},
         },
-        "training": {"steps": STEPS, "batch_size": MICRO_BATCH * micro_batches, "seed": 3},
+        "training": {"steps": STEPS, "batch_size": micro_batch * micro_batches, "seed": 3},
         "pipeline": {"micro_batches": micro_batches},
     }
     path.write_text(yaml.safe_dump(document))

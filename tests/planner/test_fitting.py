@@ -16,7 +16,8 @@ def problem_of(profile, limit_bytes=None):
 
 
 def peak(problem, partition, warm_up):
-    return largest_peak_bytes(problem.costs(partition, 8)[0], warm_up, problem.baseline_bytes)
+    costs = problem.costs(partition, 8)[0]
+    return largest_peak_bytes(costs, warm_up, problem.baseline_bytes, 1 + max(warm_up))
 
 
 @settings(max_examples=60, deadline=None)

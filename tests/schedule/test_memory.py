@@ -1,10 +1,13 @@
 """Memory by row, against figures worked out by hand and a ledger of single buffers."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipectl.graph import TransferKind
-from pipectl.plan import StageCost
+from pipectl.plan import StageCost, StagePeaks
+from pipectl.planner.memory import peak_bytes
 from pipectl.schedule import (
     Kind,
     channels,
@@ -16,7 +19,7 @@ from pipectl.schedule import (
 )
 
 COST = StageCost(1.0, 2.0, 0.0, parameter_bytes=100, optimizer_bytes=50, saved_bytes=10)
-RESIDENT = 2 * 100 + 50
+RESIDENT, GRADIENTS = 100 + 50, 100
 
 
 def test_gpipe_keeps_every_micro_batch(pipeline):
@@ -40,27 +43,61 @@ def test_bytes_of_each_row_by_hand(pipeline):
         (Kind.RECEIVE_START, 2 * received),
         (Kind.RECEIVE_WAIT, 2 * received),
         (Kind.FORWARD, 2 * received + saved),
-        (Kind.BACKWARD, received + saved + gradient),
-        (Kind.SEND_START, received + gradient),
-        (Kind.RECEIVE_WAIT, received + gradient),
-        (Kind.FORWARD, received + gradient + saved),
-        (Kind.BACKWARD, gradient + saved + gradient),
-        (Kind.SEND_START, 2 * gradient),
-        (Kind.SEND_WAIT, 2 * gradient),
-        (Kind.SEND_WAIT, gradient),
-        (Kind.UPDATE, 0),
+        (Kind.BACKWARD, GRADIENTS + received + saved + gradient),
+        (Kind.SEND_START, GRADIENTS + received + gradient),
+        (Kind.RECEIVE_WAIT, GRADIENTS + received + gradient),
+        (Kind.FORWARD, GRADIENTS + received + gradient + saved),
+        (Kind.BACKWARD, GRADIENTS + gradient + saved + gradient),
+        (Kind.SEND_START, GRADIENTS + 2 * gradient),
+        (Kind.SEND_WAIT, GRADIENTS + 2 * gradient),
+        (Kind.SEND_WAIT, GRADIENTS + gradient),
+        (Kind.UPDATE, GRADIENTS),
     ]
     assert kinds == [kind for kind, _ in by_row]
     assert memory_bytes(plan, 1, last).tolist() == [RESIDENT + size for _, size in by_row]
-    assert peak_memory_bytes(plan, 1, last, process_baseline_bytes=1000) == 1000 + RESIDENT + 16
+    assert peak_memory_bytes(plan, 1, last, process_baseline_bytes=1000) == 1000 + RESIDENT + 116
 
 
 def test_the_last_micro_batch_may_be_smaller(pipeline):
     plan = pipeline(1, 2, costs=[COST], schedule="gpipe", micro_batch_size=4, batch_size=6)
     assert plan.micro_batch_shares == (1.0, 0.5)
     assert memory_bytes(plan, 0, lower(plan, 0)).tolist() == [
-        RESIDENT + size for size in (10, 15, 15, 5, 0)
+        RESIDENT + size for size in (10, 15, 115, 105, 100)
     ]
+
+
+def test_what_an_action_allocates_for_itself_counts_while_it_runs(pipeline):
+    peaks = StagePeaks(30, 40, 120, 60)
+    plan = pipeline(1, 2, costs=[replace(COST, peaks=peaks)], warm_up=[1])
+    assert memory_bytes(plan, 0, lower(plan, 0)).tolist() == [
+        RESIDENT + size
+        for size in (30, 10 + 120, GRADIENTS + 30, GRADIENTS + 10 + 40, GRADIENTS + 60)
+    ]
+
+
+def test_frozen_parameters_have_no_gradient_and_buffers_stay(pipeline):
+    cost = replace(COST, gradient_bytes=0, buffer_bytes=5)
+    plan = pipeline(1, 1, costs=[cost])
+    assert memory_bytes(plan, 0, lower(plan, 0)).tolist() == [
+        RESIDENT + 5 + size for size in (10, 10, 0)
+    ]
+
+
+def test_the_lower_bound_is_the_peak_of_a_stage_alone_and_below_it_in_a_pipeline(pipeline):
+    for micro_batches, warm_up in ((1, 1), (2, 2), (4, 2), (3, 1)):
+        for peaks in (None, StagePeaks(30, 40, 120, 60), StagePeaks(10, 5, 101, 200)):
+            costs = [replace(COST, peaks=peaks)] * 2
+            for stages, size in ((1, 0), (2, 3)):
+                plan = pipeline(
+                    stages,
+                    micro_batches,
+                    costs=costs[:stages],
+                    warm_up=[warm_up] * stages,
+                    size_bytes=size,
+                )
+                found = peak_memory_bytes(plan, 0, lower(plan, 0))
+                assert peak_bytes(plan, 0, 0) <= found
+                assert stages == 2 or peaks is None or peak_bytes(plan, 0, 0) == found
 
 
 def test_a_rank_without_stages_holds_only_its_process(pipeline):

@@ -1,0 +1,223 @@
+"""How much a stage allocates at once in a forward or backward, operator by operator.
+
+In the forward, a value lives until its last reader in the stage is done, as in the code a stage
+runs; what autograd saves, and what is sent, stays. The backward visits the operators in reverse
+order, as autograd does (by falling sequence number): a gradient lives from the first reader's
+backward to that of its producer, saved values until the backward of the last operator that saved
+them, and what was received or sent until the end.
+
+Levels are counted above what the stage held when it began. Each is a pair (bytes that grow with
+the micro-batch, bytes that do not), so that they hold for any micro-batch size.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from pipectl.memory import OperatorMemory
+from pipectl.profile import Operator
+
+Level = tuple[int, int]
+_OUTSIDE = ""
+"""The storage of gradients that other stages sent: held by the message, not by the backward."""
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Highest levels of a stage.
+
+    Args:
+        forward: what it received left out.
+        backward: with the parameters' gradients there before.
+        first_backward: without; they are made, and stay.
+    """
+
+    forward: tuple[Level, ...]
+    backward: tuple[Level, ...]
+    first_backward: tuple[Level, ...]
+
+
+@dataclass(frozen=True)
+class Borders:
+    """What crosses the borders of one stage.
+
+    Args:
+        stays: storages of what it received or sends: there until the end of the backward.
+        returning: values whose gradients come from other stages.
+        last_reader: for each value made in the stage, the index in it of its last reader there.
+        roots: operators whose backward begins without a gradient: the loss.
+    """
+
+    stays: frozenset[str]
+    returning: frozenset[str]
+    last_reader: Mapping[str, int]
+    roots: frozenset[str]
+
+
+def peak_bytes(levels: Iterable[Level], scale: float) -> int:
+    """The highest of some levels at ``scale`` times the profile's micro-batch size."""
+    return max((ceil(scale * growing) + fixed for growing, fixed in levels), default=0)
+
+
+def memory_of(operator: Operator) -> OperatorMemory:
+    """What an operator allocates; without temporaries where that was not measured.
+
+    Its value is then taken to lie in memory of its own.
+    """
+    if operator.memory is not None:
+        return operator.memory
+    own = sum(size for name, size in operator.saved if _is_own(operator, name))
+    made, given = operator.output_bytes, sum(size for _, size in operator.parameters)
+    return OperatorMemory(made, operator.id, made + own, given, operator.parameters)
+
+
+def parameter_gradients(operator: Operator) -> list[tuple[str, int]]:
+    """(name, bytes) of the parameters whose gradient an operator's backward makes."""
+    names = {name for name, _ in operator.parameters}
+    return [pair for pair in memory_of(operator).gradients if pair[0] in names]
+
+
+def levels_of(operators: Sequence[Operator], borders: Borders) -> Levels:
+    """The highest levels of a stage.
+
+    Args:
+        operators: of the stage, in graph order.
+    """
+    memory = [memory_of(operator) for operator in operators]
+    backward = _Backward(operators, borders)
+    for operator, own in zip(reversed(operators), reversed(memory), strict=True):
+        backward.visit(operator, own)
+    forward = _forward(operators, memory, borders)
+    return Levels(_highest(forward), _highest(backward.later), _highest(backward.first))
+
+
+def _forward(
+    operators: Sequence[Operator], memory: Sequence[OperatorMemory], borders: Borders
+) -> list[Level]:
+    """The level in every operator."""
+    live = _inputs(operators, memory, borders)
+    level = sum(live.values())
+    ends = _ends(operators, memory, borders)
+    kept = set(borders.stays)
+    found: list[Level] = [(level, 0)]
+    for index, (operator, own) in enumerate(zip(operators, memory, strict=True)):
+        found.append((level + own.forward_bytes, 0))
+        live[operator.id] = own.made_bytes
+        level += own.made_bytes
+        level += sum(size for name, size in operator.saved if _is_own(operator, name))
+        kept.update(name for name, _ in operator.saved)
+        level -= sum(live.pop(storage, 0) for storage in ends.get(index, set()) - kept)
+    return found
+
+
+def _inputs(
+    operators: Sequence[Operator], memory: Sequence[OperatorMemory], borders: Borders
+) -> dict[str, int]:
+    """Tensors of the batch that some operator saves: nobody here makes or receives them."""
+    known = borders.stays | {own.storage for own in memory}
+    return {
+        name: size
+        for operator in operators
+        for name, size in operator.saved
+        if name not in known and not _is_own(operator, name)
+    }
+
+
+def _ends(
+    operators: Sequence[Operator], memory: Sequence[OperatorMemory], borders: Borders
+) -> dict[int, set[str]]:
+    """Storages by the operator behind which no value in them is read."""
+    last: dict[str, int] = {}
+    for index, (operator, own) in enumerate(zip(operators, memory, strict=True)):
+        used = max(index, borders.last_reader.get(operator.id, index))
+        last[own.storage] = max(last.get(own.storage, 0), used)
+    found: dict[int, set[str]] = {}
+    for storage, index in last.items():
+        found.setdefault(index, set()).add(storage)
+    return found
+
+
+class _Backward:
+    """The backward of a stage up to some operator.
+
+    Attributes:
+        later, first: levels with and without gradients of parameters from before.
+    """
+
+    def __init__(self, operators: Sequence[Operator], borders: Borders) -> None:
+        self._savers = Counter(name for operator in operators for name, _ in operator.saved)
+        self._tuples = {operator.id for operator in operators if not operator.output_bytes}
+        self._borders = borders
+        self._gradients = {name: [_OUTSIDE] for name in borders.returning}
+        self._holders = Counter({_OUTSIDE: len(self._gradients)})
+        self._sizes = {_OUTSIDE: 0}
+        self._level = self._made = 0
+        self.later: list[Level] = [(0, 0)]
+        self.first: list[Level] = [(0, 0)]
+
+    def visit(self, operator: Operator, memory: OperatorMemory) -> None:
+        """The backward of one operator, the next in reverse order."""
+        got = self._gradients.pop(operator.id, [])
+        if got or operator.id in self._borders.roots:
+            parameters = {name for name, _ in operator.parameters}
+            fixed = sum(size for name, size in memory.gradients if name in parameters)
+            self._note(memory.backward_bytes - fixed, fixed)
+            self._made += fixed
+            for name, size in memory.gradients:
+                if name not in parameters:
+                    self._give(f"{operator.id}>{name}", name, size, got)
+        for storage in got:
+            self._drop(storage)
+        self._release(operator)
+
+    def _give(self, new: str, name: str, size: int, got: Sequence[str]) -> None:
+        """The gradient of one use of a value: its first, or added to those before."""
+        storage = got[-1] if got and not size else new
+        before = self._gradients.setdefault(name, [])
+        if not before or name in self._tuples:
+            before.append(self._hold(storage, size))
+        elif before[0] == _OUTSIDE or self._holders[before[0]] > 1:  # the sum is a new tensor
+            size = size or self._sizes[before[0]]
+            self._note(2 * size, 0)
+            self._drop(before.pop())
+            before.append(self._hold(f"{new}+", size))
+
+    def _hold(self, storage: str, size: int) -> str:
+        if storage not in self._sizes:
+            self._sizes[storage] = size
+            self._level += size
+        self._holders[storage] += 1
+        return storage
+
+    def _drop(self, storage: str) -> None:
+        self._holders[storage] -= 1
+        if not self._holders[storage] and storage != _OUTSIDE:
+            self._level -= self._sizes.pop(storage)
+
+    def _release(self, operator: Operator) -> None:
+        """Drop saved values that no operator before saves."""
+        for name, size in operator.saved:
+            self._savers[name] -= 1
+            if not self._savers[name] and name not in self._borders.stays:
+                self._level -= size
+
+    def _note(self, growing: int, fixed: int) -> None:
+        self.later.append((self._level + growing, fixed))
+        self.first.append((self._level + growing, self._made + fixed))
+
+
+def _is_own(operator: Operator, name: str) -> bool:
+    """Whether a saved value is one that the operator made for its backward alone."""
+    return name.startswith(f"{operator.id}:")
+
+
+def _highest(levels: Sequence[Level]) -> tuple[Level, ...]:
+    """Those that are highest at some micro-batch size: none is above them in both parts."""
+    found: list[Level] = []
+    for level in sorted(set(levels), reverse=True):
+        if not found or level[1] > found[-1][1]:
+            found.append(level)
+    return tuple(found)

@@ -1,0 +1,220 @@
+"""One stage alone, run by the real engine: what other stages send is replayed from a record.
+
+The record is made once a cut, by passing one micro-batch through all stages; how much memory a
+stage needs does not depend on what the values are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from stages import Stages
+from torch import Tensor
+
+from pipectl.capture import CapturedJob, Cut, Lane, Slot
+from pipectl.capture.randomness import seed_of
+from pipectl.plan import Plan, Stage
+from pipectl.planner.costs import Footprints, operator_times, scaled_transfers, stage_costs
+from pipectl.profile import Profile
+from pipectl.profiler.allocated import record_allocated
+from pipectl.runtime.device import CpuDevice
+from pipectl.runtime.engine import Doing, Engine, StepInput
+from pipectl.runtime.layout import Layout
+from pipectl.runtime.optimizer import Clipping, SharedGradients
+from pipectl.runtime.stage import StageRuntime, shared_uses
+from pipectl.runtime.stepper import make_stepper
+from pipectl.schedule import channels, lower, memory_bytes
+from pipectl.schedule.one_f_one_b import policy_a
+
+Messages = dict[Lane, dict[Slot, Tensor | None]]
+
+
+def plan_of(profile: Profile, stage_of: Mapping[str, int], size: int, micro_batches: int) -> Plan:
+    """A 1F1B plan with one stage a rank."""
+    count = 1 + max(stage_of.values())
+    members: list[list[int]] = [[] for _ in range(count)]
+    for index, operator in enumerate(profile.operators):
+        members[stage_of[operator.id]].append(index)
+    parts = Footprints(profile).of(members)
+    scale = size / profile.micro_batch_size
+    costs = stage_costs(parts, operator_times(profile, size), scale, profile)
+    return Plan(
+        name=profile.name,
+        fingerprint=profile.fingerprint,
+        schedule="1f1b",
+        warm_up=policy_a(count, micro_batches),
+        batch_size=size * micro_batches,
+        micro_batch_size=size,
+        micro_batches=micro_batches,
+        stages=tuple(
+            Stage(nodes, (rank,), cost)
+            for rank, (nodes, cost) in enumerate(zip(parts.nodes, costs, strict=True))
+        ),
+        transfers=scaled_transfers(parts, scale),
+        node_of_rank=(0,) * count,
+    )
+
+
+class Recorded(Stages):
+    """Stages that note every message of a micro-batch."""
+
+    def messages(self) -> Messages:
+        """What one micro-batch sends along every lane."""
+        self.found: Messages = {}
+        self._forward(0, seed_of("record"), self._job.loader.example(self._size))
+        self._backward(0, 1.0)
+        return self.found
+
+    def _deliver(self, kind: Any, stage: int, micro_batch: int, made: Any) -> None:
+        for lane, slots in self.cut.lanes.items():
+            if lane.kind is kind and lane.source == stage:
+                self.found[lane] = {slot: made.get(slot) for slot in slots}
+        super()._deliver(kind, stage, micro_batch, made)
+
+
+@dataclass
+class _Posted:
+    buffers: dict[Slot, Tensor]
+
+
+class Replay:
+    """Takes the place of the transport: receives come from the record, sends go nowhere."""
+
+    def __init__(self, messages: Messages) -> None:
+        self._messages = messages
+
+    def start_send(self, lane: Lane, _size: int, _rank: int, tensors: Any) -> _Posted:
+        known = {slot: tensors.get(slot) for slot in self._messages[lane]}
+        kept = {s: Layout.of(t).flatten(t.detach()) for s, t in known.items() if t is not None}
+        return _Posted(kept)
+
+    def start_receive(self, lane: Lane, _size: int, _rank: int) -> _Posted:
+        layouts = {s: Layout.of(t) for s, t in self._messages[lane].items() if t is not None}
+        return _Posted({s: torch.empty(o.count, dtype=o.dtype) for s, o in layouts.items()})
+
+    def finish_receive(self, lane: Lane, _size: int, _rank: int, posted: _Posted) -> Any:
+        found: dict[Slot, Tensor | None] = {}
+        for slot, tensor in self._messages[lane].items():
+            found[slot] = None
+            if tensor is not None:
+                layout = Layout.of(tensor)
+                buffer = posted.buffers[slot].copy_(layout.flatten(tensor.detach()))
+                found[slot] = layout.unflatten(buffer)
+        return found
+
+    def finish_send(self, posted: _Posted) -> None:
+        posted.buffers.clear()
+
+    def progress(self) -> None:
+        pass
+
+
+class _Alone:
+    """A communicator whose other ranks do nothing."""
+
+    rank = 0
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def allgather(self, mine: Any) -> list[Any]:
+        return [mine]
+
+    def Isend(self, *_: Any) -> MPI.Request:  # noqa: N802
+        return MPI.REQUEST_NULL
+
+    Irecv = Isend
+
+    def Iallreduce(self, *_: Any) -> MPI.Request:  # noqa: N802
+        return MPI.REQUEST_NULL
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Most bytes of tensors that a rank held in a step, and what was predicted."""
+
+    predicted: int
+    measured: int
+
+
+def peak_of_stage(job: CapturedJob, cut: Cut, plan: Plan, stage: int, messages: Messages) -> Peak:
+    """Train one stage for two steps on the engine; the second step is measured.
+
+    What is there before (parameters, buffers, optimizer state) is added as it is.
+    """
+    runtime = StageRuntime(stage, {(True, plan.micro_batch_size): cut}, _copies(job), CpuDevice())
+    engine = Engine(
+        stage,
+        {stage: runtime},
+        cut,
+        channels(plan),
+        Replay(messages),
+        CpuDevice(),
+        Doing(),  # type: ignore[arg-type]
+    )
+    program = lower(plan, stage)
+    step = _Step(job, plan, stage, runtime, cut)
+    engine.run(program.body, step.given(), step.update)
+    with record_allocated(torch.device("cpu")) as recording:
+        engine.run(program.body, step.given(), step.update)
+    resident = step.resident_bytes()
+    measured = resident + recording.phases[-1].peak_bytes
+    return Peak(round(memory_bytes(plan, stage, program).max()), measured)
+
+
+def _copies(job: CapturedJob) -> dict[str, Tensor]:
+    return {
+        name: torch.nn.Parameter(t.detach().clone(), t.requires_grad)
+        if isinstance(t, torch.nn.Parameter)
+        else t.detach().clone()
+        for name, t in job.states.items()
+    }
+
+
+class _Step:
+    """The end of a step as the trainer does it, and its input."""
+
+    def __init__(
+        self, job: CapturedJob, plan: Plan, stage: int, runtime: StageRuntime, cut: Cut
+    ) -> None:
+        self._job, self._plan, self._runtime = job, plan, runtime
+        ranks = range(len(plan.stages))
+        alone: Any = _Alone(stage)
+        self._shared = SharedGradients(
+            alone, shared_uses(cut), ranks, runtime.uses, runtime.parameters
+        )
+        held = {n: p for n, p in runtime.parameters.items() if p.requires_grad}
+        self._clipping = Clipping(alone, list(held), held, held)
+        self._stepper = make_stepper(job, runtime.parameters)
+
+    def given(self) -> StepInput:
+        """One step's micro-batches, loaded as they are asked for."""
+        plan = self._plan
+        batches = (self._job.loader.example(plan.micro_batch_size) for _ in plan.micro_batch_shares)
+        share = 1 / plan.micro_batches
+        sizes = [plan.micro_batch_size] * plan.micro_batches
+        return StepInput(sizes, [share] * plan.micro_batches, batches, ("memory",))
+
+    def update(self) -> None:
+        self._shared.learn()
+        self._shared.reduce()
+        self._clipping.clip(1.0)
+        self._stepper.step()
+
+    def resident_bytes(self) -> int:
+        """Parameters, buffers and optimizer state."""
+        optimizer = self._stepper.optimizer
+        states = [] if optimizer is None else [list(s.values()) for s in optimizer.state.values()]
+        tensors = [t for values in states for t in values if isinstance(t, Tensor)]
+        held = (*self._runtime.parameters.values(), *self._runtime.buffers.values(), *tensors)
+        return sum(t.nbytes for t in held)
+
+
+def record(job: CapturedJob, size: int, stage_of: Mapping[str, int]) -> tuple[Cut, Messages]:
+    """The cut and what one micro-batch sends along its lanes."""
+    stages = Recorded(job, size, stage_of)
+    return stages.cut, stages.messages()
