@@ -36,9 +36,6 @@ class Fallback:
         patterns: shell patterns of paths in the user's model, as the user gave them.
         make: gives parameters and buffers their values, where they have none.
 
-    Attributes:
-        reasons: why each of the submodules found is kept, by its path in the step.
-
     Raises:
         CaptureError: a pattern matches nothing.
     """
@@ -50,7 +47,12 @@ class Fallback:
         # By their dictionaries, which the proxies that an export puts around modules share.
         self._path_of = {id(vars(module)): path for path, module in self._modules.items()}
         self._named = frozenset(path for pattern in patterns for path in self._matching(pattern))
-        self.reasons: dict[str, str] = {}
+        self._reasons: dict[str, str] = {}
+
+    @property
+    def found(self) -> dict[str, str]:
+        """Why each submodule that is not named is kept, by its path in the user's model."""
+        return {plain(p): self._reasons[p] for p in self._paths() if p in self._reasons}
 
     def capture(self, size: int, example: Example, capture: Capture) -> CapturedGraph:
         """What ``capture`` gives, with as few submodules kept as it takes.
@@ -73,10 +75,9 @@ class Fallback:
                 self._widen(error.path, str(error))
 
     def _kept(self, size: int, example: Example) -> Kept:
-        paths = _outermost({*self._named, *self.reasons})
-        if not paths:
+        modules = {path: self._modules[path] for path in self._paths()}
+        if not modules:
             return Kept()
-        modules = {path: self._modules[path] for path in paths}
         samples = example(_SAMPLES[-2][1])
         batches = [(end - start, _rows(samples, start, end)) for start, end in _SAMPLES]
         try:
@@ -84,15 +85,21 @@ class Fallback:
         except (UnsuitableError, CaptureError):
             raise
         except Exception:  # perhaps a model for one batch size
-            return self._kept_for(size, example(size), modules)
+            return self._kept_for(size, example, modules)
 
-    def _kept_for(self, size: int, batch: Any, modules: dict[str, nn.Module]) -> Kept:
+    def _kept_for(self, size: int, example: Example, modules: dict[str, nn.Module]) -> Kept:
+        """The same for one batch size alone."""
         try:
-            found = outlines(self._step, modules, [(size, batch)], self._make)
+            found = outlines(self._step, modules, [(size, example(size))], self._make)
         except (UnsuitableError, CaptureError):
             raise
         except Exception as error:
-            raise explain(error) from error
+            explained = explain(error)
+            explained.__cause__ = error
+            if self._inside(self._path(culprit(error))):
+                raise explained from error
+            self._keep(explained)  # a model without memory shows its further faults only now
+            return self._kept(size, example)
         return Kept(modules, found, fixed=True)
 
     def _keep(self, error: CaptureError) -> None:
@@ -100,16 +107,16 @@ class Fallback:
         path = error.path if isinstance(error, NodeError) else self._path(culprit(error))
         if not self._may_be_kept(path):
             raise error
-        if path in _outermost({*self._named, *self.reasons}):
+        if self._inside(path):
             return self._widen(path, error.message)
         kind = type(self._modules[path])
         alike = [p for p, module in self._modules.items() if type(module) is kind]
         # Submodules of one class break in the same way, mostly; the second one settles it.
-        again = any(other in self.reasons for other in alike)
+        again = any(other in self._reasons for other in alike)
         why = error.message.removeprefix("model: ").removeprefix("cannot be captured ")
         for other in alike if again else [path]:
             if self._may_be_kept(other):
-                self.reasons.setdefault(other, why)
+                self._reasons.setdefault(other, why)
         return None
 
     def _widen(self, path: str, why: str) -> None:
@@ -120,11 +127,19 @@ class Fallback:
         if not self._may_be_kept(around):
             raise CaptureError(
                 f"model: {plain(path)} cannot be captured, not even as one operator: it {why}"
-                + (f" {self.reasons[path]}" if path in self.reasons else ""),
+                + (f" {self._reasons[path]}" if path in self._reasons else ""),
                 cure="let it return tensors whose sizes follow from the batch size, or name a "
                 "larger part of the model under model.opaque",
             )
-        self.reasons[around] = f"{plain(path)} {why}"
+        self._reasons[around] = f"{plain(path)} {why}"
+
+    def _paths(self) -> list[str]:
+        """Submodules that are kept and lie in no other that is."""
+        paths = {*self._named, *self._reasons}
+        return sorted(p for p in paths if not any(p.startswith(f"{other}.") for other in paths))
+
+    def _inside(self, path: str) -> bool:
+        return any(f"{path}.".startswith(f"{other}.") for other in self._paths())
 
     def _may_be_kept(self, path: str) -> bool:
         return path == "loss" or (path in self._modules and path.startswith(_PREFIX))
@@ -150,8 +165,3 @@ def _rows(samples: Any, start: int, end: int) -> Any:
 def plain(path: str) -> str:
     """A path as in the user's model."""
     return path.removeprefix(_PREFIX)
-
-
-def _outermost(paths: set[str]) -> list[str]:
-    """The paths that lie in no other."""
-    return sorted(p for p in paths if not any(p.startswith(f"{other}.") for other in paths))

@@ -14,7 +14,7 @@ from pipectl.capture import factories, groups
 from pipectl.capture.data import Loader
 from pipectl.capture.deferred import is_deferred
 from pipectl.capture.export import export_step
-from pipectl.capture.fallback import Fallback, plain
+from pipectl.capture.fallback import Fallback
 from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.materialize import Materializer
 from pipectl.capture.precision import arithmetic
@@ -83,7 +83,7 @@ class CapturedJob:
     @property
     def kept(self) -> dict[str, str]:
         """Why submodules became single operators, by their paths in the user's model."""
-        return {plain(path): why for path, why in self._fallback.reasons.items()}
+        return self._fallback.found
 
     def training_graph(self, batch: int) -> CapturedGraph:
         """The training graph for micro-batches of ``batch`` samples.

@@ -208,7 +208,7 @@ def _common(batches: Sequence[int], column: Sequence[Any]) -> Any:
 def _extent(form: Form) -> int:
     """Elements of memory that a tensor needs from its first to its last."""
     pairs = zip(form.sizes, form.strides, strict=True)
-    return 1 + sum((size - 1) * stride for size, stride in pairs)
+    return int(1 + sum((size - 1) * stride for size, stride in pairs))
 
 
 def _imitation(form: Form, arguments: Sequence[Tensor], memory: dict[int, Tensor]) -> Tensor:

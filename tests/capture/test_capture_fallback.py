@@ -129,6 +129,13 @@ class Around(nn.Module):
 def one():
     return nn.Sequential(nn.Linear(6, 6), Branch(), nn.ReLU(inplace=True), nn.Linear(6, 3))
 
+class Counting(nn.Module):
+    def forward(self, x):
+        return x * (1 + sum(v > 0 for v in x.flatten().tolist()))
+
+def two():
+    return nn.Sequential(nn.Linear(6, 6), Branch(), nn.ReLU(True), Counting(), nn.Linear(6, 3))
+
 def many():
     return nn.Sequential(*(Branch() for _ in range(5)), nn.Linear(6, 3))
 
@@ -249,10 +256,10 @@ def test_a_pattern_that_matches_nothing_is_an_error(make_spec) -> None:
 def test_a_model_without_memory_is_observed_with_parameters_of_one_operator(
     make_spec, further: str
 ) -> None:
-    spec = make_spec(f"{further}:one")
+    spec = make_spec(f"{further}:two")
     model = spec.model.model_copy(update={"materialize": "per_rank"})
     job = CapturedJob(spec.model_copy(update={"model": model}))
     graph = job.training_graph(4)
-    assert operators(graph) == ["1"]
+    assert operators(graph) == ["1", "3"]
     assert graph.fingerprint == CapturedJob(spec).training_graph(4).fingerprint
     assert all(is_deferred(tensor) for tensor in job.states.values())
