@@ -147,7 +147,7 @@ class Deferred:
         )
 
     def values(self, tensor: Tensor) -> Tensor:
-        """The tensor with the values it has by now; draws that have no name yet keep none."""
+        """The tensor with the values it has by now."""
         history = self._history(_Place.of(tensor))
         for draw in (write.draw for write in history if write.draw is not None):
             self._origins.setdefault(draw, (draw,))
