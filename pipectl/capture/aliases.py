@@ -21,8 +21,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 
-from pipectl.capture.factories import line_in
-from pipectl.errors import CaptureError
+from pipectl.capture.explain import AS_IT_IS, NodeError, place_in
 
 if TYPE_CHECKING:
     from pipectl.capture.graph import CapturedGraph
@@ -123,10 +122,11 @@ class _FakeRun:
         try:
             result = node.target(*args, **kwargs)  # type: ignore[operator]
         except (DynamicOutputShapeException, DataDependentOutputException):
-            raise CaptureError(
+            raise NodeError(
+                node,
                 f"model: {node.name!r} has a size that depends on the data"
-                + line_in(node.meta.get("stack_trace") or ""),
-                cure="give the tensor a fixed size (padding and a mask, for example)",
+                + place_in(node.meta.get("stack_trace") or ""),
+                cure=f"give the tensor a fixed size (padding and a mask, say), or {AS_IT_IS}",
             ) from None
         index = self._index[node]
         for storage in {*_storages(tensors), *_storages(result)}:

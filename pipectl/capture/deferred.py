@@ -5,11 +5,17 @@ operator that writes one is noted. :meth:`Deferred.make` runs the noted operator
 follows from again, this time on memory. So each parameter and buffer comes to be by its module's
 own rule, whatever that is (``reset_parameters``, a function of ``nn.init`` applied afterwards, a
 table computed in ``__init__``), and independently of which others are made in the same process.
+
+A random draw is seeded by the name of the tensor it is made for and by its number in that tensor's
+history, so layers that are added or moved leave the values of all others as they are. A draw that
+reaches several tensors (copies of a block, two halves of one tensor) belongs to the first of them
+in the order of the model. Where the factory looked at values, there were no names yet: the draws
+behind what it saw are seeded by their number in the whole factory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +72,7 @@ class _Write:
         arguments: (args, kwargs), flattened, with places for tensors without values.
         structure: how to put the arguments together again.
         made: place of every tensor of the result that has a storage of its own, by its index.
-        draw: number of the random draw; None for operators that draw nothing.
+        draw: number of the random draw in the factory; None for operators that draw nothing.
     """
 
     function: Any
@@ -84,7 +90,7 @@ class Deferred:
     """What a factory did to make its tensors.
 
     Args:
-        seed: of the run. Random operators are seeded from it and from their number in the factory.
+        seed: of the run, for random operators.
     """
 
     def __init__(self, seed: int) -> None:
@@ -94,12 +100,26 @@ class Deferred:
         self._filled: set[int] = set()
         self._alive: list[Any] = []
         self._draws = 0
+        self._origins: dict[int, tuple[str | int, ...]] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Let tensors that are made inside have no memory, and note how they are made."""
         with _copyable(), FakeTensorMode(allow_non_fake_inputs=True), _Recorder(self):
             yield
+
+    def name_draws(self, tensors: Mapping[str, Tensor]) -> None:
+        """Let every draw belong to the first tensor that follows from it.
+
+        Args:
+            tensors: all that the factory made, by name, in the order of the model.
+        """
+        for name, tensor in tensors.items():
+            if is_deferred(tensor):
+                history = self._history(_Place.of(tensor))
+                draws = (write.draw for write in history if write.draw is not None)
+                for number, draw in enumerate(draws):
+                    self._origins.setdefault(draw, (name, number))
 
     def make(self, tensor: Tensor, name: str) -> Tensor:
         """The values of a tensor that the factory made; a parameter stays one.
@@ -128,8 +148,11 @@ class Deferred:
 
     def values(self, tensor: Tensor) -> Tensor:
         """The tensor with the values it has by now."""
+        history = self._history(_Place.of(tensor))
+        for draw in (write.draw for write in history if write.draw is not None):
+            self._origins.setdefault(draw, (draw,))
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            return _Replay(self._seed).result(self._history(_Place.of(tensor)), _Place.of(tensor))
+            return _Replay(self._seed, self._origins).result(history, _Place.of(tensor))
 
     def note(self, function: Any, arguments: Any, places: Sequence[Any], result: Any) -> None:
         """Note a call, if it wrote anything.
@@ -205,8 +228,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _Replay:
     """Runs noted calls on memory of its own."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, origins: Mapping[int, tuple[str | int, ...]]) -> None:
         self._seed = seed
+        self._origins = origins
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def result(self, history: Sequence[_Write], target: _Place) -> Tensor:
@@ -218,7 +242,8 @@ class _Replay:
         leaves = [self._argument(leaf) for leaf in write.arguments]
         args, kwargs = pytree.tree_unflatten(leaves, write.structure)
         if write.draw is not None:
-            torch.default_generator.manual_seed(seed_of(self._seed, "initialise", write.draw))
+            origin = self._origins[write.draw]
+            torch.default_generator.manual_seed(seed_of(self._seed, "initialise", *origin))
         made = pytree.tree_leaves(write.function(*args, **kwargs))
         for index, place in write.made.items():
             self._storages[place.storage] = _laid_out(made[index], place).untyped_storage()
@@ -280,14 +305,19 @@ def is_deferred(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def make_attributes(deferred: Deferred, model: nn.Module) -> None:
-    """Make the tensors that modules hold as plain attributes, which belong to every rank.
+def settle(deferred: Deferred, model: nn.Module) -> None:
+    """Name the draws, and make what modules hold as plain attributes, which every rank needs.
 
     Raises:
         CaptureError: see :meth:`Deferred.make`.
     """
-    for path, module in model.named_modules():
-        for name, value in list(vars(module).items()):
-            if isinstance(value, FakeTensor):
-                full = f"{path}.{name}" if path else name
-                object.__setattr__(module, name, deferred.make(value, full))
+    attributes = {
+        f"{path}.{name}" if path else name: (module, name)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, FakeTensor)
+    }
+    plain = {full: vars(module)[name] for full, (module, name) in attributes.items()}
+    deferred.name_draws({**dict(model.named_parameters()), **dict(model.named_buffers()), **plain})
+    for full, (module, name) in attributes.items():
+        object.__setattr__(module, name, deferred.make(plain[full], full))

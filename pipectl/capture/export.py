@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import io
 import logging
-import re
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from typing import Any
 
 import torch
@@ -15,17 +14,20 @@ from torch import Tensor
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from pipectl.capture.factories import line_in, user_line
+from pipectl.capture.drawing import refused_draws
+from pipectl.capture.explain import explain
 from pipectl.capture.gradients import (
     call_functions,
     recorded_functions,
     refuse_backward_hooks,
 )
+from pipectl.capture.observe import UnsuitableError
 from pipectl.capture.step import Step
+from pipectl.capture.tracing import Kept, call_modules, traced
 from pipectl.errors import CaptureError
 
 
-def export_step(step: Step, inputs: Any, targets: Any) -> ExportedProgram:
+def export_step(step: Step, inputs: Any, targets: Any, kept: Kept) -> ExportedProgram:
     """The graph of one micro-batch, in the step's current mode (training or evaluation).
 
     The batch dimension (0) of every tensor is left free where the model allows it; where it
@@ -34,30 +36,37 @@ def export_step(step: Step, inputs: Any, targets: Any) -> ExportedProgram:
     Args:
         inputs, targets: a collated micro-batch of at least 2 samples: torch gives sizes 0 and 1
             a meaning of their own.
+        kept: submodules that become one operator each.
 
     Raises:
         CaptureError: the model cannot be exported; names the user's line.
+        UnsuitableError: a submodule of ``kept`` cannot be an operator.
     """
-    refuse_backward_hooks(step)
+    refuse_backward_hooks(step, kept.modules.values())
     try:
-        return _export(step, (inputs, targets), free=True)
-    except CaptureError:
+        return _export(step, (inputs, targets), kept, free=not kept.fixed)
+    except (CaptureError, UnsuitableError):
         raise
     except Exception as free_error:
         # Some models fix the batch size (a reshape to a constant, say): export for this one.
         try:
-            return _export(step, (inputs, targets), free=False)
-        except CaptureError:
+            return _export(step, (inputs, targets), kept, free=False)
+        except (CaptureError, UnsuitableError):
             raise
         except Exception:
-            raise _explain(free_error) from free_error
+            raise explain(free_error) from free_error
 
 
-def _export(step: Step, batch: tuple[Any, Any], *, free: bool) -> ExportedProgram:
+def _export(step: Step, batch: tuple[Any, Any], kept: Kept, *, free: bool) -> ExportedProgram:
     shapes = pytree.tree_map(_free_batch, batch) if free else None
-    with _quiet(), recorded_functions() as functions:
+    with ExitStack() as stack:
+        stack.enter_context(_quiet())
+        stack.enter_context(refused_draws())
+        calls = stack.enter_context(traced(step, kept))
+        functions = stack.enter_context(recorded_functions())
         program = torch.export.export(step, batch, dynamic_shapes=shapes, strict=False)
     call_functions(program, functions)
+    call_modules(program, calls)
     return program
 
 
@@ -77,17 +86,3 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-def _explain(error: Exception) -> CaptureError:
-    """What a failed export means, in one line, with the line of the model that causes it."""
-    first = next((line for line in str(error).splitlines() if line.strip()), "")
-    first = re.sub(r"\s*\(unhinted:.*", "", first).strip()
-    place = user_line(error.__traceback__) or line_in(str(error))
-    if "data-dependent" in str(error).lower() or "unbacked" in str(error).lower():
-        what = "its control flow depends on the values of tensors"
-        cure = "express the choice with torch.where or torch.cond, or move it out of forward()"
-    else:
-        what = f"{type(error).__name__}: {first}"
-        cure = "see whether torch.export.export(model, args, strict=False) takes it, and change it"
-    return CaptureError(f"model: cannot be captured{place}: {what}", cure=cure)

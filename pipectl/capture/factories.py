@@ -8,7 +8,6 @@ import importlib
 import importlib.util
 import inspect
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -77,18 +76,12 @@ def bind(function: Callable[..., Any], factory: str, kwargs: Mapping[str, Any]) 
 def user_line(trace: TracebackType | None) -> str:
     """``" (at file.py:12)"`` for the deepest frame outside installed packages, or nothing."""
     frames = traceback.extract_tb(trace)
-    own = [frame for frame in frames if _is_user_code(frame.filename)]
+    own = [frame for frame in frames if is_user_code(frame.filename)]
     return f" (at {own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
-def line_in(text: str) -> str:
-    """The same for the last user frame in a traceback that torch printed into ``text``."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', text)
-    own = [frame for frame in frames if _is_user_code(frame[0])]
-    return f" (at {own[-1][0]}:{own[-1][1]})" if own else ""
-
-
-def _is_user_code(filename: str) -> bool:
+def is_user_code(filename: str) -> bool:
+    """Whether a file is neither of this package nor of Python or an installed one."""
     package = f"{Path(__file__).parents[1]}{os.sep}"
     library = ("site-packages", "dist-packages", f"{sys.prefix}/lib/python")
     stdlib = str(Path(inspect.__file__).parent)

@@ -7,7 +7,7 @@ gradient cannot be: the graph has no place for it, and it is refused.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
-from pipectl.capture.factories import line_in
+from pipectl.capture.explain import place_in
 from pipectl.errors import CaptureError
 
 
@@ -43,13 +43,19 @@ Functions = dict[str, type[torch.autograd.Function]]
 _HOOK_CURE = "change the gradient by a torch.autograd.Function instead, or remove the hook"
 
 
-def refuse_backward_hooks(model: nn.Module) -> None:
+def refuse_backward_hooks(model: nn.Module, kept: Iterable[nn.Module] = ()) -> None:
     """Raise if a module has a hook on its backward.
+
+    Args:
+        kept: modules that run as they are, with all their hooks.
 
     Raises:
         CaptureError: naming the module.
     """
+    free = {inner for module in kept for inner in module.modules()}
     for name, module in model.named_modules():
+        if module in free:
+            continue
         if module._backward_hooks or module._backward_pre_hooks:
             path = name.removeprefix("model").removeprefix(".") or "the model"
             raise CaptureError(
@@ -110,7 +116,7 @@ def _call_function(module: fx.GraphModule, node: fx.Node, functions: Functions) 
 
 def _refuse_hook(*_: Any) -> None:
     raise CaptureError(
-        f"model: puts a hook on a gradient{line_in(''.join(traceback.format_stack()))}, "
+        f"model: puts a hook on a gradient{place_in(''.join(traceback.format_stack()))}, "
         "which no graph can hold",
         cure=_HOOK_CURE,
     )

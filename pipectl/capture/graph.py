@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from pipectl.capture.aliases import Aliases, find_aliases
+from pipectl.capture.explain import AS_IT_IS, NodeError
 from pipectl.errors import CaptureError
 
 # Checks that export leaves in the graph; the shapes they check are fixed when a stage is built.
@@ -137,9 +138,10 @@ class CapturedGraph:
             return value
         expression = value.node.expr.xreplace(dict.fromkeys(self._symbols, batch))
         if getattr(expression, "free_symbols", None):
-            raise CaptureError(
+            raise NodeError(
+                node,
                 f"model: {node.name} has a size that depends on the data, not on the batch size",
-                cure="give the tensor a fixed size (padding and a mask, for example)",
+                cure=f"give the tensor a fixed size (padding and a mask, say), or {AS_IT_IS}",
             )
         if isinstance(value, torch.SymFloat):
             return float(expression)

@@ -14,11 +14,13 @@ from pipectl.capture import factories, groups
 from pipectl.capture.data import Loader
 from pipectl.capture.deferred import is_deferred
 from pipectl.capture.export import export_step
+from pipectl.capture.fallback import Fallback
 from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.materialize import Materializer
 from pipectl.capture.precision import arithmetic
 from pipectl.capture.randomness import seed_of
-from pipectl.capture.step import Step, seed_everything
+from pipectl.capture.step import Step, as_module, seed_everything
+from pipectl.capture.tracing import Kept
 from pipectl.errors import CaptureError
 from pipectl.spec import JobSpec
 from pipectl.spec.training import Factory
@@ -47,22 +49,20 @@ class CapturedJob:
         seed_everything(spec.training.seed)
         self._materializer = Materializer(spec)
         factory = self.find(spec.model)
+        name = spec.model.factory
         model = self._materializer.build(
-            lambda: factories.call(factory, spec.model.factory, **spec.model.kwargs)
+            lambda: as_module(factories.call(factory, name, **spec.model.kwargs), name)
         )
-        if not isinstance(model, nn.Module):
-            raise CaptureError(
-                f"{spec.model.factory}: returned a {type(model).__name__}, not a torch.nn.Module",
-                cure="return the model from this function",
-            )
         self.step = Step(model, self._loss(), with_outputs=False)
         self.loader = self._loader(spec.data, spec.data.workers, shuffle=spec.data.shuffle)
         self.states: dict[str, Tensor] = {
             **dict(self.step.named_parameters()),
             **dict(self.step.named_buffers()),
         }
+        self._names = {id(tensor): name for name, tensor in self.states.items()}
         self.tied = self._further_names()
         self._materializer.start(self.step, self.states, self.tied)
+        self._fallback = Fallback(self.step, spec.model.opaque, self._values)
         self._graphs: dict[tuple[bool, int], CapturedGraph] = {}
 
     @property
@@ -79,6 +79,11 @@ class CapturedJob:
     def made(self, name: str) -> Tensor:
         """The values of one of ``states`` that has none yet, for the caller alone."""
         return self._materializer.make(name, self.states[name])
+
+    @property
+    def kept(self) -> dict[str, str]:
+        """Why submodules became single operators, by their paths in the user's model."""
+        return self._fallback.found
 
     def training_graph(self, batch: int) -> CapturedGraph:
         """The training graph for micro-batches of ``batch`` samples.
@@ -130,6 +135,13 @@ class CapturedJob:
         """The callable a section of the spec names."""
         return factories.find(item.factory, self.spec.base)
 
+    def _values(self, tensor: Tensor) -> Tensor:
+        """A parameter or buffer of the step with its values, for the caller alone if made now."""
+        if not is_deferred(tensor):
+            return tensor
+        name = self._names[id(tensor)]
+        return self.made(name) if is_deferred(self.states[name]) else self.states[name].clone()
+
     def _further_names(self) -> dict[str, str]:
         first = {id(tensor): name for name, tensor in self.states.items()}
         everything = chain(
@@ -167,9 +179,13 @@ class CapturedJob:
         self.step.with_outputs = not training and bool(self.metrics())
         self.step.train(training)
         precision = self.spec.training.precision
+
+        def capture(kept: Kept) -> CapturedGraph:
+            program = export_step(self.step, inputs, targets, kept)
+            return CapturedGraph(program, self.states, self.tied, size)
+
         with torch.random.fork_rng(devices=[]), arithmetic(precision, torch.device("cpu")):
-            program = export_step(self.step, inputs, targets)
-            graph = CapturedGraph(program, self.states, self.tied, size)
+            graph = self._fallback.capture(size, self.loader.example, capture)
         if graph.fixed and size != batch:
             return self._capture(training, batch, graph)
         if known is not None and list(known.signatures) != list(graph.signatures):

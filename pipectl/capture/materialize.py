@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipectl.capture.deferred import Deferred, is_deferred, make_attributes
+from pipectl.capture.deferred import Deferred, is_deferred, settle
 from pipectl.capture.weights import Weights
 from pipectl.errors import CaptureError
 from pipectl.spec import JobSpec
@@ -32,7 +31,7 @@ class Materializer:
         self._weights = None if spec.weights_path is None else Weights(spec.weights_path)
         self._names: Mapping[str, list[str]] = {}
 
-    def build(self, make: Callable[[], Any]) -> Any:
+    def build(self, make: Callable[[], nn.Module]) -> nn.Module:
         """What ``make`` returns: the model, without memory if each rank makes its own part.
 
         Raises:
@@ -50,8 +49,7 @@ class Materializer:
                 cure="see whether it runs with materialize: eager (and a small model); if it does, "
                 "let the factory use torch operators alone, and no .numpy() of a parameter",
             ) from error
-        if isinstance(model, nn.Module):
-            make_attributes(self._deferred, model)
+        settle(self._deferred, model)
         return model
 
     def start(self, step: nn.Module, states: Mapping[str, Tensor], tied: Mapping[str, str]) -> None:

@@ -6,12 +6,16 @@ So a dropout mask is the same in every plan, whatever ran before it on the same 
 from __future__ import annotations
 
 import hashlib
+import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
 from pipectl.capture.gradients import Applied
+from pipectl.capture.opaque import Opaque
 
 _MASK = (1 << 64) - 1
 
@@ -37,25 +41,49 @@ def seed_operator(base: int, key: int) -> None:
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
 
 
+def seed_libraries(base: int, key: int) -> None:
+    """The same for an operator that runs a user's code, which may use python's and numpy's too."""
+    seed = _mix(base ^ key)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    seed_operator(base, key)
+
+
+Seeder = Callable[[int, int], None]
+
+
+def seeder_of(node: fx.Node, root: fx.GraphModule) -> Seeder | None:
+    """What seeds an operator before it runs; None if it cannot draw random numbers."""
+    if any(isinstance(inner.target, Opaque) for inner in _with_inner(node, root)):
+        return seed_libraries  # whether it draws may depend on values
+    return seed_operator if is_random(node, root) else None
+
+
 def is_random(node: fx.Node, root: fx.GraphModule) -> bool:
     """Whether an operator draws random numbers, itself or in a subgraph, or may do so.
 
     Dropout with probability 0 (attention without dropout, say) draws none.
     """
-    if isinstance(node.target, Applied):
-        return True
+    return any(_draws(inner) for inner in _with_inner(node, root))
+
+
+def _with_inner(node: fx.Node, root: fx.GraphModule) -> Iterator[fx.Node]:
+    """An operator and those of the subgraphs it runs."""
+    yield node
+    for source in node.all_input_nodes:
+        body = root.get_submodule(str(source.target)) if source.op == "get_attr" else None
+        if isinstance(body, fx.GraphModule):
+            for inner in body.graph.nodes:
+                if inner.op == "call_function":
+                    yield from _with_inner(inner, body)
+
+
+def _draws(node: fx.Node) -> bool:
+    if isinstance(node.target, Opaque):
+        return node.target.outline.draws
     tags: Any = getattr(node.target, "tags", ())
-    if torch.Tag.nondeterministic_seeded in tags:
-        return not _drops_nothing(node)
-    called = (source for source in node.all_input_nodes if source.op == "get_attr")
-    bodies = (root.get_submodule(str(source.target)) for source in called)
-    return any(
-        is_random(inner, body)
-        for body in bodies
-        if isinstance(body, fx.GraphModule)
-        for inner in body.graph.nodes
-        if inner.op == "call_function"
-    )
+    seeded = torch.Tag.nondeterministic_seeded in tags and not _drops_nothing(node)
+    return seeded or isinstance(node.target, Applied)
 
 
 def _drops_nothing(node: fx.Node) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from pipectl.capture.cut import Cut, Slot
 from pipectl.capture.graph import CapturedGraph
-from pipectl.capture.randomness import is_random, seed_of, seed_operator
+from pipectl.capture.randomness import seed_of, seeder_of
 from pipectl.errors import CaptureError
 
 
@@ -77,9 +77,9 @@ class _Builder:
             self._local[slot] = self._graph.placeholder("_".join(filter(None, slot)))
         forks = self._forks()
         for node in self._nodes():
-            if is_random(node, self._captured.root):
-                key = seed_of(node.name)
-                self._graph.call_function(seed_operator, (seed, key))
+            seeder = seeder_of(node, self._captured.root)
+            if seeder is not None:
+                self._graph.call_function(seeder, (seed, seed_of(node.name)))
             self._local[Slot(node.name)] = self._copy(node)
             for name in forks.get(node.name, ()):
                 self._fork(name, node.name)

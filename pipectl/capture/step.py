@@ -29,7 +29,7 @@ class Step(nn.Module):
     def __init__(self, model: nn.Module, loss: Loss | None, *, with_outputs: bool) -> None:
         super().__init__()
         self.model = model
-        self.loss = loss
+        self.loss = _LossFunction(loss) if callable(loss) and not _is_module(loss) else loss
         self.with_outputs = with_outputs
 
     def forward(self, inputs: Any, targets: Any) -> Any:
@@ -40,6 +40,37 @@ class Step(nn.Module):
         check_loss(loss)
         _write_assigned(before)
         return (loss, exportable(outputs)) if self.with_outputs else loss
+
+
+class _LossFunction(nn.Module):
+    """A loss that is no module, as one: it has a place in the step like any part of the model."""
+
+    def __init__(self, function: Loss) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, outputs: Any, targets: Any) -> Tensor:
+        """The loss."""
+        return self._function(outputs, targets)
+
+
+def as_module(model: Any, factory: str) -> nn.Module:
+    """The model; a list of layers is one that calls them in order."""
+    layers = list(model) if isinstance(model, list | tuple | nn.ModuleList) else []
+    wrong = next((layer for layer in layers if not isinstance(layer, nn.Module)), None)
+    if layers and wrong is None:
+        return nn.Sequential(*layers)
+    if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
+        return model
+    found = f"a {type(model).__name__}" + (f" with a {type(wrong).__name__}" if layers else "")
+    raise CaptureError(
+        f"{factory}: returned {found}, not a torch.nn.Module",
+        cure="return the model, or a list of layers, from this function",
+    )
+
+
+def _is_module(value: Any) -> bool:
+    return isinstance(value, nn.Module)
 
 
 _Buffers = dict[tuple[nn.Module, str], Tensor]
@@ -83,11 +114,17 @@ def exportable(outputs: Any) -> Any:
 
     Dataclasses are made known to torch; objects that hold no plain data (caches, say) become None.
     """
-    for leaf in pytree.tree_leaves(outputs):
+    known = make_known(outputs)
+    return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, _PLAIN) else None, known)
+
+
+def make_known(value: Any) -> Any:
+    """The value, whose dataclasses torch can take apart from now on."""
+    for leaf in pytree.tree_leaves(value):
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             torch.export.register_dataclass(type(leaf))
-            return exportable(outputs)
-    return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, _PLAIN) else None, outputs)
+            return make_known(value)
+    return value
 
 
 def check_loss(loss: Any) -> None:

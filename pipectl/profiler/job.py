@@ -121,7 +121,8 @@ class _Profiling:
         """The profile, but for what is known of the process."""
         profile = self._measured_in_pieces() if self._in_pieces else self._measured_in_place()
         cost = optimizer_cost(self._job, self._device.torch_device, self._clock)
-        return replace(profile, optimizer=cost)
+        kept = [f"{path} stays one operator: {why}" for path, why in self._job.kept.items()]
+        return replace(profile, optimizer=cost, assumptions=(*profile.assumptions, *kept))
 
     def device(self, neighbours: int) -> MeasuredOn:
         """What was measured on, as far as the process itself knows."""

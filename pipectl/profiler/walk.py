@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedGraph
+from pipectl.capture.opaque import Opaque
 from pipectl.capture.precision import arithmetic
 from pipectl.memory import OperatorMemory
 from pipectl.profiler.costs import Call, Ran, Times, run, value_bytes
@@ -192,6 +193,7 @@ class Walk:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
         schema = getattr(node.target, "_schema", None)
         mutates = bool(schema is not None and schema.is_mutable) or "batch_norm" in str(node.target)
+        mutates = mutates or isinstance(node.target, Opaque)
         return Call(self._in_precision(node.target), args, kwargs, mutates)
 
     def _in_precision(self, target: Any) -> Callable[..., Any]:

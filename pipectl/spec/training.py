@@ -97,6 +97,12 @@ class Model(Factory):
         "are then drawn one by one from `training.seed`: the same for every plan, but not those "
         "that `eager` draws.",
     )
+    opaque: tuple[Line, ...] = Field(
+        default=(),
+        description="Submodules to keep as one operator each, which runs their own code: patterns "
+        "of names as in `model.named_modules()`, such as `blocks.*.router`. Submodules that cannot "
+        "be captured otherwise are found without being named.",
+    )
     weights: Line | None = Field(
         default=None,
         description="Weights to start from, relative to the spec file: a safetensors file, its "

@@ -58,9 +58,10 @@ def test_recomputed_blocks_are_captured_as_operators(make_job, reentrant: bool) 
 def test_a_hook_on_a_gradient_is_refused(make_job) -> None:
     with pytest.raises(CaptureError) as raised:
         make_job("GradientHook").training_graph(4)
-    line = line_of("        y.register_hook(lambda gradient: gradient * 0.5)")
+    source = "y.register_hook(lambda gradient: gradient * 0.5)"
+    line = line_of(f"        {source}")
     assert raised.value.message == (
-        f"model: puts a hook on a gradient (at {MODELS}:{line}), which no graph can hold"
+        f"model: puts a hook on a gradient (at {MODELS}:{line}: {source}), which no graph can hold"
     )
 
 

@@ -13,7 +13,7 @@ import yaml
 from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob
-from pipectl.capture.deferred import Deferred, is_deferred, make_attributes
+from pipectl.capture.deferred import Deferred, is_deferred, settle
 from pipectl.errors import CaptureError
 from pipectl.spec import load
 
@@ -51,6 +51,7 @@ def deferred(factory: Callable[[], nn.Module], seed: int = 3) -> tuple[Deferred,
     notes = Deferred(seed)
     with notes.recording():
         model = factory()
+    settle(notes, model)
     return notes, model
 
 
@@ -126,8 +127,7 @@ def test_values_that_the_factory_reads_are_the_right_ones() -> None:
 
 
 def test_plain_attributes_are_made_at_once() -> None:
-    notes, model = deferred(build)
-    make_attributes(notes, model)
+    _, model = deferred(build)
     assert torch.equal(model[0].levels, torch.tensor([0.5, 0.75]))
 
 
@@ -195,3 +195,70 @@ def test_a_factory_that_needs_values_names_the_way_out(tmp_path: Path) -> None:
         job(tmp_path, "cnn", "per_rank", factory=f"{tmp_path / 'needy.py'}:Needy")
     assert found.value.cure is not None
     assert "materialize: eager" in found.value.cure
+
+
+class Plain(nn.Module):
+    """Two layers; perhaps another one made before them."""
+
+    def __init__(self, *, more: bool = False, look: bool = False) -> None:
+        super().__init__()
+        if more:
+            self.added = nn.Linear(5, 5)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.seen = float(self.second.weight.detach().sum()) if look else 0.0
+
+
+def all_of(factory: Callable[[], nn.Module]) -> dict[str, Tensor]:
+    notes, model = deferred(factory)
+    return {name: notes.make(tensor, name).detach() for name, tensor in tensors(model).items()}
+
+
+def test_a_layer_that_is_added_changes_no_other() -> None:
+    before, after = all_of(Plain), all_of(lambda: Plain(more=True))
+    assert after.keys() - before.keys() == {"added.weight", "added.bias"}
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_what_the_factory_saw_is_what_the_parameter_gets() -> None:
+    notes, model = deferred(lambda: Plain(look=True))
+    made = notes.make(model.second.weight, "second.weight")
+    assert float(made.detach().sum()) == pytest.approx(model.seen)
+
+
+def test_halves_of_one_draw_belong_together() -> None:
+    class Halves(nn.Module):
+        def __init__(self, *, more: bool = False) -> None:
+            super().__init__()
+            if more:
+                self.added = nn.Parameter(torch.randn(3))
+            drawn = torch.randn(2, 8)
+            self.low, self.high = nn.Parameter(drawn[0].clone()), nn.Parameter(drawn[1].clone())
+            self.whole = nn.Parameter(drawn)
+
+    made, more = all_of(Halves), all_of(lambda: Halves(more=True))
+    assert torch.equal(torch.stack([made["low"], made["high"]]), made["whole"])
+    assert torch.equal(made["whole"], more["whole"])
+    assert not torch.equal(made["low"], made["high"])
+
+
+def test_copies_of_a_layer_that_is_not_in_the_model_are_equal() -> None:
+    def factory() -> nn.Module:
+        layer = nn.Linear(4, 4)
+        nn.Linear(4, 4)
+        return nn.Sequential(copy.deepcopy(layer), copy.deepcopy(layer))
+
+    made = all_of(factory)
+    assert torch.equal(made["0.weight"], made["1.weight"])
+
+
+def test_tied_parameters_are_one() -> None:
+    def factory(tie: bool) -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        if tie:
+            model[1].weight = model[0].weight
+        return model
+
+    tied, apart = all_of(lambda: factory(True)), all_of(lambda: factory(False))
+    assert "1.weight" not in tied
+    assert torch.equal(tied["0.weight"], apart["0.weight"])
+    assert torch.equal(tied["1.bias"], apart["1.bias"])

@@ -25,6 +25,7 @@ class Entry:
         package: that must be installed, besides torch.
         quick: whether the default test run has it.
         trait: what it is in the corpus for.
+        opaque: submodules that the spec names as single operators.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Entry:
     package: str | None = None
     quick: bool = False
     trait: str = ""
+    opaque: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.name
@@ -60,7 +62,7 @@ def spec_of(
         "version": 1,
         "name": entry.name,
         "site_defaults": False,
-        "model": _factory(entry.model, entry.kwargs),
+        "model": {**_factory(entry.model, entry.kwargs), "opaque": list(entry.opaque)},
         "loss": _factory(entry.loss, {}),
         "data": _factory(entry.data, entry.data_kwargs),
         "optimizer": {"factory": f"torch.optim:{optimizer}", "kwargs": {"lr": 0.001, **momentum}},
@@ -111,7 +113,11 @@ _OWN = (
     ("reassigned", "Reassigned", _CROSS_ENTROPY, "Images", "a buffer written by assignment"),
     ("running-norm", "RunningNorm", _CROSS_ENTROPY, "Images", "divides by a buffer it writes"),
     ("segmenter", "Segmenter", _SEVERAL, "Images", "losses at two scales, upsampling"),
+    ("unsteady", "unsteady", _CROSS_ENTROPY, "Images", "layers that branch and loop on values"),
+    ("list", "listed", _CROSS_ENTROPY, "Images", "a list of layers with pairs in between"),
+    ("routed", "Routed", _SEVERAL, "Sequences", "experts on the rows that chose them, as they are"),
 )
+_OPAQUE = {"routed": ("blocks.*.router",)}
 
 
 def _own() -> list[Entry]:
@@ -123,6 +129,7 @@ def _own() -> list[Entry]:
             f"own.py:{data}",
             quick=True,
             trait=trait,
+            opaque=_OPAQUE.get(name, ()),
         )
         for name, model, loss, data, trait in _OWN
     ]

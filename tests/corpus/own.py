@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -526,3 +528,120 @@ def magnitude(outputs: Any, targets: Any) -> float:
     """A metric that reads everything a model returned."""
     leaves = torch.utils._pytree.tree_leaves(outputs)
     return float(sum(leaf.double().abs().sum() for leaf in leaves if isinstance(leaf, Tensor)))
+
+
+class Gate(nn.Module):
+    """Branches on a value; one branch hands its input through."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(width, width), nn.BatchNorm1d(width)
+        self.register_buffer("opened", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            self.opened += 1
+            return self.norm(self.up(x)) + x
+        return x
+
+
+class Noisy(nn.Module):
+    """Draws from python and numpy, loops as often as a value says, keeps a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x.mean().item())
+        scale = 1.0 + 0.1 * float(np.tanh(x.detach().numpy()).mean())
+        if self.training:
+            scale += 0.1 * random.random() + 0.1 * float(np.random.rand())
+        for _ in range(1 + int(x.abs().sum().item()) % 3):
+            x = self.drop(x) * scale
+        return x
+
+
+def unsteady() -> nn.Sequential:
+    """Nested layers, of which some follow values, and one is there twice."""
+    gate = Gate(20)
+    return nn.Sequential(
+        nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(48, 20)),
+        gate,
+        nn.Sequential(nn.ReLU(inplace=True), Noisy(), nn.Linear(20, 20)),
+        gate,
+        nn.Linear(20, CLASSES),
+    )
+
+
+class Halves(nn.Module):
+    """A pair, whose sizes and order follow from values."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        chosen = x.detach().mean(0) > 0
+        y = x.clone()
+        y[:, chosen.nonzero().flatten()] *= 0.5
+        return y, {"flat": x * 2, "mask": chosen.expand_as(x)}
+
+
+class Joined(nn.Module):
+    def forward(self, pair: tuple[Tensor, dict[str, Tensor]]) -> Tensor:
+        y, other = pair
+        return torch.where(other["mask"], y, other["flat"])
+
+
+def listed() -> list[nn.Module]:
+    """A list of layers with BatchNorm, dropout and pairs between layers."""
+    return [
+        nn.Conv2d(3, 6, 3),
+        nn.BatchNorm2d(6),
+        nn.ReLU(inplace=True),
+        nn.AvgPool2d(7),
+        nn.Flatten(),
+        Halves(),
+        Joined(),
+        nn.Dropout(0.2),
+        Gate(24),
+        nn.Linear(24, CLASSES),
+    ]
+
+
+class Router(nn.Module):
+    """Sends every token to one expert; each expert sees as many rows as chose it."""
+
+    def __init__(self, experts: nn.ModuleList) -> None:
+        super().__init__()
+        self.choose = nn.Linear(WIDTH, len(experts))
+        self.experts = experts
+
+    def forward(self, x: Tensor, *, scale: float) -> dict[str, Tensor]:
+        rows = x.flatten(0, 1)
+        chances = self.choose(rows).softmax(-1)
+        chosen = chances.argmax(-1)
+        y = torch.zeros_like(rows)
+        for index, expert in enumerate(self.experts):
+            mine = (chosen == index).nonzero().flatten()
+            if mine.numel():
+                y = y.index_add(0, mine, expert(rows[mine]) * chances[mine, index, None] * scale)
+        return {"y": y.view_as(x), "balance": chances.mean(0).square().sum()}
+
+
+class Routed(nn.Module):
+    """Two routers, named in the spec, that share their experts, and tied embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.blocks = nn.ModuleList(
+            [nn.ModuleDict({"norm": nn.LayerNorm(WIDTH), "router": Router(experts)}) for _ in "ab"]
+        )
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        x, balance = self.embed(ids), torch.zeros(())
+        for block in self.blocks:
+            routed = block["router"](block["norm"](x), scale=0.5)
+            x, balance = x + routed["y"], balance + routed["balance"]
+        return {"logits": self.head(x.mean(1)), "balance": balance}

@@ -1,0 +1,124 @@
+"""Why a model cannot be captured: the line of the model that breaks, and what to change there."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import traceback
+from types import TracebackType
+
+from torch import fx, nn
+
+from pipectl.capture.factories import is_user_code
+from pipectl.errors import CaptureError
+
+AS_IT_IS = "put it into a submodule of its own, which then runs as it is, as one operator"
+_KINDS = (
+    (
+        r"^DrawError",
+        "it draws from a generator that is not torch's, which a graph would freeze",
+        "draw with torch.rand",
+    ),
+    (
+        r"data-dependent|unbacked|Eq\(u\d|_local_scalar_dense",
+        "its control flow depends on the values of tensors",
+        "express the choice with torch.where or torch.cond",
+    ),
+    (
+        r"numpy|data_ptr|data pointer|storage",
+        "it hands tensors to code outside torch (numpy, say), which needs their values",
+        "compute it with operators of torch",
+    ),
+    (
+        r"dynamic.{0,10}output.{0,5}shape|size that depends on the data",
+        "a tensor has a size that depends on the data",
+        "give it a fixed size (padding and a mask, for example)",
+    ),
+    (
+        r"is not supported for tensor subclasses|to a Python|tolist",
+        "it reads the values of tensors",
+        "keep them in tensors, with torch.where or torch.cond for choices",
+    ),
+)
+
+
+class NodeError(CaptureError):
+    """An operator of an exported graph that no stage could run.
+
+    Args:
+        node: the operator.
+    """
+
+    def __init__(self, node: fx.Node, message: str, *, cure: str) -> None:
+        super().__init__(message, cure=cure)
+        stack = list((node.meta.get("nn_module_stack") or {}).values())
+        self.path = stack[-1][0] if stack else ""
+
+
+def explain(error: BaseException) -> CaptureError:
+    """What a failed export or run means, with the line of the model that causes it."""
+    text = str(error)
+    first = next((line for line in text.splitlines() if line.strip()), "")
+    first = re.sub(r"\s*\(unhinted:.*", "", first).strip()
+    subject = f"{type(error).__name__}: {first}"
+    other = (subject, "see whether the model takes such a batch outside of pipectl")
+    kinds = (
+        (what, f"{cure}, or {AS_IT_IS}")
+        for pattern, what, cure in _KINDS
+        if re.search(pattern, subject, re.I)
+    )
+    what, cure = next(kinds, other)
+    return CaptureError(f"model: cannot be captured{place_of(error)}: {what}", cure=cure)
+
+
+def place_of(error: BaseException) -> str:
+    """``" (at model.py:12: if x.sum() > 0:)"``: the user's innermost line, or nothing."""
+    for one in _chain(error):
+        frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(one.__traceback__)]
+        found = _user_place(frames)
+        if found:
+            return found
+    return place_in(str(error))
+
+
+def place_in(text: str) -> str:
+    """The same for a traceback that torch printed into ``text``."""
+    printed = re.findall(r'File "([^"]+)", line (\d+)', text)
+    return _user_place([(name, int(line)) for name, line in printed])
+
+
+def _user_place(frames: list[tuple[str, int]]) -> str:
+    own = [frame for frame in frames if is_user_code(frame[0])]
+    if not own:
+        return ""
+    name, line = own[-1]
+    source = linecache.getline(name, line).strip()
+    return f" (at {name}:{line}: {source})" if source else f" (at {name}:{line})"
+
+
+def culprit(error: BaseException) -> nn.Module | None:
+    """The innermost module that was being called when an error arose."""
+    for one in _chain(error):
+        found = _innermost(one.__traceback__)
+        if found is not None:
+            return found
+    return None
+
+
+def _innermost(trace: TracebackType | None) -> nn.Module | None:
+    found: nn.Module | None = None
+    while trace is not None:
+        caller = trace.tb_frame.f_locals.get("self")
+        if trace.tb_frame.f_code.co_name == "_call_impl" and isinstance(caller, nn.Module):
+            found = caller
+        trace = trace.tb_next
+    return found
+
+
+def _chain(error: BaseException | None) -> list[BaseException]:
+    """An error and what it was raised from, the first one first."""
+    found: list[BaseException] = []
+    while error is not None and error not in found:
+        found.insert(0, error)
+        error = error.__cause__ or error.__context__
+    return found

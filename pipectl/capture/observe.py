@@ -1,0 +1,170 @@
+"""Running a model to see what calls of its opaque submodules give."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from pipectl.capture.handing import anchored
+from pipectl.capture.masks import Mask
+from pipectl.capture.opaque import Arguments, States
+from pipectl.capture.outline import Outline, UnpredictableError, outline_of, see
+from pipectl.capture.step import Step, make_known
+
+Make = Callable[[Tensor], Tensor]
+"""The values of a parameter or buffer, which may have none yet."""
+
+
+class UnsuitableError(Exception):
+    """A submodule that cannot be an operator of its own; the text says why.
+
+    Args:
+        path: of the submodule.
+    """
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(why)
+        self.path = path
+
+
+def outlines(
+    step: Step,
+    opaque: Mapping[str, nn.Module],
+    batches: Sequence[tuple[int, Any]],
+    make: Make,
+) -> dict[str, list[Outline]]:
+    """What every call of the opaque submodules gives, in order, by their paths.
+
+    The model runs once for every batch, in its current mode, and is left as it was.
+
+    Args:
+        batches: numbers of samples, each with (inputs, targets).
+
+    Raises:
+        UnsuitableError: a result has no outline.
+    """
+    runs = [_run(step, opaque, batch, make) for _, batch in batches]
+    sizes = [size for size, _ in batches]
+    found: dict[str, list[Outline]] = {}
+    for path in opaque:
+        calls = [run[path] for run in runs]
+        if len({len(some) for some in calls}) > 1:
+            raise UnsuitableError(path, "is called more or less often, depending on the data")
+        try:
+            found[path] = [outline_of(sizes, same) for same in zip(*calls, strict=True)]
+        except UnpredictableError as error:
+            raise UnsuitableError(path, str(error)) from None
+    return found
+
+
+def _run(
+    step: Step, opaque: Mapping[str, nn.Module], batch: tuple[Any, Any], make: Make
+) -> dict[str, list[Outline]]:
+    """One run of the model: what it gave, with the sizes of this batch."""
+    watches = [_Watch(path, module, make) for path, module in opaque.items()]
+    with ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(undisturbed(step))
+        for watch in watches:
+            stack.enter_context(watch.mask.worn())
+        step(*batch)
+    return {watch.path: watch.calls for watch in watches}
+
+
+class _Watch:
+    """Stands in for a submodule, calls it, and notes what it gave."""
+
+    def __init__(self, path: str, module: nn.Module, make: Make) -> None:
+        self.path = path
+        self.calls: list[Outline] = []
+        self.mask = Mask(module, self._call)
+        self._module = module
+        self._states = States(module)
+        self._make = make
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._watched(Arguments(args, kwargs))
+        except UnpredictableError as error:
+            raise UnsuitableError(self.path, str(error)) from None
+
+    def _watched(self, arguments: Arguments) -> Any:
+        given = [*self._states.now(), *arguments.tensors]
+        count = len(self._states.places)
+        made = [self._make(state) for state in given[:count]]
+        tensors = [*made, *map(_sample, given[count:])]
+        versions, generators = [tensor._version for tensor in tensors], _generators()
+        args, kwargs = arguments.filled(tensors[count:], [])
+        with self.mask.lifted(), self._states.replaced(tensors[:count]):
+            result = make_known(self._module(*args, **kwargs))
+        written = {i for i, tensor in enumerate(tensors) if tensor._version != versions[i]}
+        leaves, structure = pytree.tree_flatten(result)
+        draws = _generators() != generators
+        self.calls.append(see(leaves, structure, tensors, frozenset(written), draws))
+        mode = detect_fake_mode(given)
+        return result if mode is None else pytree.tree_map_only(Tensor, _hollow(mode), result)
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """A tensor with values: random, or 0, which is a valid index, where it has none."""
+    if not isinstance(tensor, FakeTensor):
+        return tensor
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    if not tensor.is_floating_point():
+        return made.fill_(tensor.dtype is torch.bool)
+    made = made.normal_()
+    return anchored(made) if tensor.requires_grad else made
+
+
+def _hollow(mode: FakeTensorMode) -> Callable[[Tensor], Tensor]:
+    def hollow(tensor: Tensor) -> Tensor:
+        made = mode.from_tensor(tensor.detach())
+        return anchored(made) if tensor.requires_grad else made
+
+    return hollow
+
+
+@contextmanager
+def undisturbed(module: nn.Module) -> Iterator[None]:
+    """Afterwards buffers, attributes of modules, lists in them and generators are as before."""
+    attributes = [(vars(inner), dict(vars(inner))) for inner in module.modules()]
+    values = [value for own, _ in attributes for value in own.values()]
+    containers = [(v, copy(v)) for v in values if type(v) in (list, dict, set, OrderedDict, deque)]
+    buffers = [(b, b.detach().clone()) for b in module.buffers() if not isinstance(b, FakeTensor)]
+    state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(state)
+        np.random.set_state(numpy_state)
+        for own, before in attributes:
+            _refill(own, before)
+        for container, before in containers:
+            _refill(container, before)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+def _refill(container: Any, before: Any) -> None:
+    container.clear()
+    (container.extend if isinstance(container, list | deque) else container.update)(before)
+
+
+def _generators() -> tuple[Any, ...]:
+    """The states of all generators that a forward may draw from."""
+    own = torch.random.get_rng_state().numpy().tobytes()
+    state: Any = np.random.get_state()
+    return own, random.getstate(), state[1].tobytes(), state[2:]

@@ -1,0 +1,265 @@
+"""Models that no export takes: what breaks becomes one operator, or an error names the line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipectl.capture import CapturedGraph, CapturedJob
+from pipectl.capture.deferred import is_deferred
+from pipectl.capture.opaque import Opaque
+from pipectl.errors import CaptureError
+
+BREAKING = {
+    "branch": ("if x.sum() > 0:\n            x = x * 2", "its control flow depends"),
+    "loop": ("for _ in range(int(x.abs().sum().item())):\n            x = x * 0.9", "control flow"),
+    "numpy": ("x = x * float(np.tanh(x.detach().numpy()).mean())", "outside torch"),
+    "print": ("print(float(x.mean()))", "control flow depends"),
+    "random": ("x = x * random.random()", "generator that is not torch's"),
+    "numpy_random": ("x = x + np.random.rand()", "generator that is not torch's"),
+    "list": ("self.seen.append(float(x.mean()))", "control flow depends"),
+    "nonzero": ("x = x.index_fill(1, x[0].gt(0).nonzero().flatten(), 0.5)", "size that depends"),
+    "c": ("ctypes.memset(x.data_ptr(), 0, 0)", "outside torch"),
+    "tolist": ("x = x * len([v for v in x.tolist() if v[0] > 0])", ""),
+}
+SOURCE = """\
+import ctypes
+import random
+import numpy as np
+import torch
+from torch import nn
+
+class Breaking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.seen = []
+    def forward(self, x):
+        x = self.linear(x)
+        {code}
+        return x
+
+class Whole(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.seen = []
+    def forward(self, x):
+        x = self.linear(x)
+        {code}
+        return self.head(x)
+
+def layers():
+    return [nn.Linear(6, 6), Breaking(), nn.Linear(6, 3)]
+"""
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Any:
+    """A file with a model that breaks in a certain way."""
+
+    def write(kind: str) -> Path:
+        path = tmp_path / f"breaks_by_{kind}.py"
+        path.write_text(SOURCE.format(code=BREAKING[kind][0]))
+        return path
+
+    return write
+
+
+def operators(graph: CapturedGraph) -> list[str]:
+    return [node.target.path for node in graph.operators if isinstance(node.target, Opaque)]
+
+
+@pytest.mark.parametrize("kind", BREAKING)
+def test_a_layer_that_breaks_becomes_one_operator(make_job, written, kind: str) -> None:
+    job = make_job(f"{written(kind)}:layers")
+    graph = job.training_graph(4)
+    assert operators(graph) == ["1"]
+    assert len(graph.operators) == 4
+    assert f"breaks_by_{kind}.py:" in job.kept["1"]
+
+
+@pytest.mark.parametrize("kind", BREAKING)
+def test_code_of_the_model_itself_that_breaks_is_named(make_job, written, kind: str) -> None:
+    path = written(kind)
+    with pytest.raises(CaptureError) as raised:
+        make_job(f"{path}:Whole").training_graph(4)
+    first = BREAKING[kind][0].splitlines()[0]
+    lines = [
+        number for number, line in enumerate(path.read_text().splitlines(), 1) if first in line
+    ]
+    assert f"(at {path}:{lines[1]}: {first})" in raised.value.message
+    assert BREAKING[kind][1] in raised.value.message
+    assert "\n" not in raised.value.message
+    assert raised.value.cure is not None
+    assert "submodule of its own" in raised.value.cure
+
+
+FURTHER = """\
+import torch
+from torch import nn
+
+class Branch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.seen = []
+    def forward(self, x):
+        y = self.norm(self.linear(x))
+        self.seen.append(x.sum().item())
+        if x.sum() > 1e6:
+            return torch.ones_like(y)
+        return y if x.sum() > 0 else x
+
+class Select(nn.Module):
+    def forward(self, x):
+        return x[x > 0]
+
+class Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.select = Select()
+    def forward(self, x):
+        return x + self.select(x).sum()
+
+def one():
+    return nn.Sequential(nn.Linear(6, 6), Branch(), nn.ReLU(inplace=True), nn.Linear(6, 3))
+
+class Counting(nn.Module):
+    def forward(self, x):
+        return x * (1 + sum(v > 0 for v in x.flatten().tolist()))
+
+def two():
+    return nn.Sequential(nn.Linear(6, 6), Branch(), nn.ReLU(True), Counting(), nn.Linear(6, 3))
+
+def many():
+    return nn.Sequential(*(Branch() for _ in range(5)), nn.Linear(6, 3))
+
+def around():
+    return nn.Sequential(nn.Linear(6, 6), Around(), nn.Linear(6, 3))
+
+def selecting():
+    return nn.Sequential(nn.Linear(6, 3), Select())
+
+def plain():
+    return [nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 3)]
+
+def mean(outputs, targets):
+    return outputs.mean()
+
+def loss(outputs, targets):
+    if outputs.mean() > 1e6:
+        return outputs.mean()
+    return nn.functional.cross_entropy(outputs, targets)
+"""
+
+
+@pytest.fixture
+def further(tmp_path: Path) -> str:
+    path = tmp_path / "further_models.py"
+    path.write_text(FURTHER)
+    return str(path)
+
+
+def opaque_of(graph: CapturedGraph) -> Opaque:
+    return next(n.target for n in graph.operators if isinstance(n.target, Opaque))
+
+
+def states_of(job: CapturedJob) -> list[Tensor]:
+    return [tensor for name, tensor in job.states.items() if name.startswith("model.1.")]
+
+
+def test_a_model_is_as_before_when_it_was_observed(make_job, further: str) -> None:
+    job = make_job(f"{further}:one")
+    before = {name: tensor.clone() for name, tensor in job.states.items()}
+    job.training_graph(4)
+    assert all(torch.equal(before[name], tensor) for name, tensor in job.states.items())
+    assert job.model[1].seen == []
+    assert "forward" not in vars(job.model[1])
+
+
+def test_one_graph_serves_every_batch_size(make_job, further: str) -> None:
+    job = make_job(f"{further}:one")
+    assert job.training_graph(4) is job.training_graph(1)
+    outline = opaque_of(job.training_graph(4)).outline
+    assert [n.at(7) for n in outline.forms[0].sizes] == [7, 6]
+
+
+def test_a_branch_without_its_input_still_gives_it_a_gradient(make_job, further: str) -> None:
+    job = make_job(f"{further}:one")
+    operator = opaque_of(job.training_graph(4))
+    x = torch.full((4, 6), 1e9, requires_grad=True)
+    operator(4, *states_of(job), x).sum().backward()
+    assert torch.equal(x.grad, torch.zeros(4, 6))
+
+
+def test_a_result_that_may_be_the_input_can_be_written(make_job, further: str) -> None:
+    job = make_job(f"{further}:one")
+    operator = opaque_of(job.training_graph(4))
+    x = torch.full((4, 6), -1.0, requires_grad=True)
+    operator(4, *states_of(job), x).mul_(2).sum().backward()
+    assert torch.equal(x, torch.full((4, 6), -1.0))
+    assert torch.equal(x.grad, torch.full((4, 6), 2.0))
+
+
+def test_another_size_than_captured_is_an_error(make_job, further: str) -> None:
+    job = make_job(f"{further}:one")
+    operator = opaque_of(job.training_graph(4))
+    with pytest.raises(CaptureError, match=r"model: 1 gave \[4, 6\] .* found \[3, 6\]"):
+        operator(3, *states_of(job), torch.ones(4, 6))
+
+
+def test_layers_of_one_class_are_found_together(make_job, further: str) -> None:
+    assert operators(make_job(f"{further}:many").training_graph(4)) == ["0", "1", "2", "3", "4"]
+
+
+def test_the_module_around_takes_in_a_result_of_any_size(make_job, further: str) -> None:
+    assert operators(make_job(f"{further}:around").training_graph(4)) == ["1"]
+
+
+def test_a_result_of_any_size_with_nothing_around_it_is_an_error(make_job, further: str) -> None:
+    with pytest.raises(CaptureError, match=r"model: 1 cannot be .* size depends on the data"):
+        make_job(f"{further}:selecting", loss=f"{further}:mean").training_graph(4)
+
+
+def test_a_list_of_layers_is_a_model(make_job, further: str) -> None:
+    job = make_job(f"{further}:plain")
+    assert operators(job.training_graph(4)) == []
+    assert list(dict(job.model.named_parameters())) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+def test_a_loss_that_breaks_becomes_one_operator(make_job, further: str) -> None:
+    graph = make_job(f"{further}:plain", loss=f"{further}:loss").training_graph(4)
+    assert operators(graph) == ["loss"]
+    assert graph.requires_grad[graph.loss]
+
+
+def test_submodules_named_in_the_spec_are_kept(make_spec, job_of) -> None:
+    spec = make_spec("mlp")
+    spec = spec.model_copy(update={"model": spec.model.model_copy(update={"opaque": ("0",)})})
+    graph = CapturedJob(spec).training_graph(4)
+    assert operators(graph) == ["0"]
+    assert len(graph.operators) == len(job_of("mlp").training_graph(4).operators)
+
+
+def test_a_pattern_that_matches_nothing_is_an_error(make_spec) -> None:
+    spec = make_spec("mlp")
+    model = spec.model.model_copy(update={"opaque": ("blocks.*",)})
+    with pytest.raises(CaptureError, match=r"^model.opaque: 'blocks.\*' matches no submodule"):
+        CapturedJob(spec.model_copy(update={"model": model}))
+
+
+def test_a_model_without_memory_is_observed_with_parameters_of_one_operator(
+    make_spec, further: str
+) -> None:
+    spec = make_spec(f"{further}:two")
+    model = spec.model.model_copy(update={"materialize": "per_rank"})
+    job = CapturedJob(spec.model_copy(update={"model": model}))
+    graph = job.training_graph(4)
+    assert operators(graph) == ["1", "3"]
+    assert graph.fingerprint == CapturedJob(spec).training_graph(4).fingerprint
+    assert all(is_deferred(tensor) for tensor in job.states.values())
