@@ -21,6 +21,7 @@ from pipectl.capture.gradients import (
     recorded_functions,
     refuse_backward_hooks,
 )
+from pipectl.capture.regions import marked_regions
 from pipectl.capture.step import Step
 from pipectl.errors import CaptureError
 
@@ -55,7 +56,7 @@ def export_step(step: Step, inputs: Any, targets: Any) -> ExportedProgram:
 
 def _export(step: Step, batch: tuple[Any, Any], *, free: bool) -> ExportedProgram:
     shapes = pytree.tree_map(_free_batch, batch) if free else None
-    with _quiet(), recorded_functions() as functions:
+    with _quiet(), marked_regions(), recorded_functions() as functions:
         program = torch.export.export(step, batch, dynamic_shapes=shapes, strict=False)
     call_functions(program, functions)
     return program
