@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 from pipectl.capture.explain import AS_IT_IS, NodeError, place_in
+from pipectl.capture.regions import region_of
 
 if TYPE_CHECKING:
     from pipectl.capture.graph import CapturedGraph
@@ -120,7 +121,8 @@ class _FakeRun:
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         versions = [tensor._version for tensor in tensors]
         try:
-            result = node.target(*args, **kwargs)  # type: ignore[operator]
+            target: Any = node.target
+            result = region_of(node).run(target, *args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
             raise NodeError(
                 node,

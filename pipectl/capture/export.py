@@ -22,6 +22,7 @@ from pipectl.capture.gradients import (
     refuse_backward_hooks,
 )
 from pipectl.capture.observe import UnsuitableError
+from pipectl.capture.regions import marked_regions
 from pipectl.capture.step import Step
 from pipectl.capture.tracing import Kept, call_modules, traced
 from pipectl.errors import CaptureError
@@ -62,6 +63,7 @@ def _export(step: Step, batch: tuple[Any, Any], kept: Kept, *, free: bool) -> Ex
     with ExitStack() as stack:
         stack.enter_context(_quiet())
         stack.enter_context(refused_draws())
+        stack.enter_context(marked_regions())
         calls = stack.enter_context(traced(step, kept))
         functions = stack.enter_context(recorded_functions())
         program = torch.export.export(step, batch, dynamic_shapes=shapes, strict=False)

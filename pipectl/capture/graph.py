@@ -16,6 +16,7 @@ from torch.export.graph_signature import InputKind
 
 from pipectl.capture.aliases import Aliases, find_aliases
 from pipectl.capture.explain import AS_IT_IS, NodeError
+from pipectl.capture.regions import WHOLE, region_of
 from pipectl.errors import CaptureError
 
 # Checks that export leaves in the graph; the shapes they check are fixed when a stage is built.
@@ -169,10 +170,12 @@ class CapturedGraph:
                 return f"{node.name}={value}"
             shape = [str(size) if type(size) is int else "b" for size in value.shape]
             return f"{node.name}:{value.dtype}{shape[self.fixed :]}"
+        region = region_of(node)
+        target = f"{node.target}" if region == WHOLE else f"{node.target} in {region}"
         if self.fixed:  # sizes stand in the arguments, and another size is still the same model
-            return f"{node.name}={node.target}"
+            return f"{node.name}={target}"
         arguments = [_describe_argument(arg, self.root) for arg in (node.args, node.kwargs)]
-        return f"{node.name}={node.target}{arguments}"
+        return f"{node.name}={target}{arguments}"
 
     def _merge_tied(self) -> None:
         """Let one placeholder stand for a state that has several names."""

@@ -8,9 +8,16 @@ this context too.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+
+from pipectl.errors import CaptureError
+
+_DTYPES = {"bf16": torch.bfloat16, "float16": torch.float16}
+_MISSING = re.compile("not implemented for|could not create a primitive|not supported|Half")
 
 
 def arithmetic(precision: str, device: torch.device) -> AbstractContextManager[object]:
@@ -20,6 +27,25 @@ def arithmetic(precision: str, device: torch.device) -> AbstractContextManager[o
         precision: as in the spec.
         device: where the operators run.
     """
-    if precision == "bf16":
-        return torch.autocast(device.type, dtype=torch.bfloat16)
-    return nullcontext()
+    dtype = _DTYPES.get(precision)
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
+@contextmanager
+def missing_kernels(operator: str, precision: str, device: torch.device) -> Iterator[None]:
+    """Say which operator it is that has no kernel for ``float16``; CPUs lack some.
+
+    Raises:
+        CaptureError: what ran inside failed as torch does where a kernel is missing.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        first = str(error).partition("\n")[0]
+        if precision != "float16" or not _MISSING.search(first):
+            raise
+        raise CaptureError(
+            f"model: {operator} cannot run in float16 on {device.type}: {first}",
+            cure="use training.precision: bf16, or run it under "
+            f"torch.autocast({device.type!r}, enabled=False) on .float() values",
+        ) from error

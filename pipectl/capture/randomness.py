@@ -50,6 +50,7 @@ def seed_libraries(base: int, key: int) -> None:
 
 
 Seeder = Callable[[int, int], None]
+SEEDERS: tuple[Seeder, ...] = (seed_operator, seed_libraries)
 
 
 def seeder_of(node: fx.Node, root: fx.GraphModule) -> Seeder | None:

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from pipectl.capture.cut import Cut, Slot
 from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.randomness import seed_of, seeder_of
+from pipectl.capture.regions import WHOLE, Switch, region_of
 from pipectl.errors import CaptureError
 
 
@@ -65,6 +66,7 @@ class _Builder:
         self._batch = batch
         self._stage = stage
         self._graph = fx.Graph()
+        self._switch = Switch(self._graph)
         self._names = cut.operators(stage)
         self._received = cut.received(stage)
         self._local: dict[Slot, fx.Node] = {}
@@ -77,12 +79,14 @@ class _Builder:
             self._local[slot] = self._graph.placeholder("_".join(filter(None, slot)))
         forks = self._forks()
         for node in self._nodes():
+            self._switch.to(region_of(node))
             seeder = seeder_of(node, self._captured.root)
             if seeder is not None:
                 self._graph.call_function(seeder, (seed, seed_of(node.name)))
             self._local[Slot(node.name)] = self._copy(node)
             for name in forks.get(node.name, ()):
                 self._fork(name, node.name)
+        self._switch.to(WHOLE)
         results = self._results()
         self._graph.output(tuple(self._local[slot] for slot in results))
         module = fx.GraphModule(self._captured.root, self._graph, class_name=f"Stage{self._stage}")
@@ -138,6 +142,7 @@ class _Builder:
         position = self._captured.position
         later = position[behind]
         users = [user for user in self._captured.users[name] if position[user] > later]
+        self._switch.to(WHOLE)
         fork = self._graph.call_function(fork_uses, (self._local[Slot(name)], len(users)))
         for index, user in enumerate(users):
             item = self._graph.call_function(_item, (fork, index))

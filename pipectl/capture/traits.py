@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pipectl.capture.job import CapturedJob
 from pipectl.capture.randomness import is_random
+from pipectl.capture.regions import region_of
 from pipectl.capture.stage import uses_of_parameter
 from pipectl.spec import JobSpec
 
@@ -17,10 +18,12 @@ class Traits:
     Args:
         random: operators that draw random numbers.
         shared: trained parameters that several operators use, by their names in the user's model.
+        half: whether some operators run in half precision by an autocast of the model's own.
     """
 
     random: tuple[str, ...]
     shared: tuple[str, ...]
+    half: bool
 
 
 def find_traits(spec: JobSpec, batch: int) -> Traits:
@@ -37,4 +40,5 @@ def find_traits(spec: JobSpec, batch: int) -> Traits:
         if uses_of_parameter(graph, placeholder) and job.states[state.name].requires_grad
     ]
     random = [node.name for node in graph.operators if is_random(node, graph.root)]
-    return Traits(tuple(random), tuple(shared))
+    autocasts = (setting for node in graph.operators for setting in region_of(node).autocasts)
+    return Traits(tuple(random), tuple(shared), any(setting.enabled for setting in autocasts))

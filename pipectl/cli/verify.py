@@ -19,15 +19,21 @@ def command(
     job: JobFile,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks of the pipeline.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to train.")] = 3,
+    between_plans: Annotated[
+        bool, typer.Option("--between-plans", help="Compare with another plan, not one process.")
+    ] = False,
     as_json: Json = False,
     overrides: Overrides = None,
 ) -> None:
-    """Train a few steps here, in a pipeline and in one process, and compare all weights."""
+    """Train a few steps here, in a pipeline and in one process, and compare all weights.
+
+    A model that fits no single process is trained under another plan instead.
+    """
     from pipectl.cli.follow import watch
     from pipectl.jobs.verify import verify
 
     with progress_bar() as progress:
-        found = verify(job, overrides or (), ranks, steps, watch, progress)
+        found = verify(job, overrides or (), ranks, steps, watch, progress, two_plans=between_plans)
     if as_json:
         say_json(found.to_json())
     else:
@@ -44,7 +50,7 @@ def _lines(found: Verification) -> Iterator[str]:
         f"{plan.micro_batches} micro-batches of {plan.micro_batch_size}"
     )
     yield f"reference: {found.reference}"
-    yield from (f"note: {note}" for note in found.notes)
+    yield from (f"note: {note}" for note in found.expected.notes)
     for step, (ours, theirs) in enumerate(comparison.losses, 1):
         yield f"step {step}: loss {ours:.9g}, reference {theirs:.9g}"
     yield from _verdict(found)
@@ -52,8 +58,8 @@ def _lines(found: Verification) -> Iterator[str]:
 
 def _verdict(found: Verification) -> Iterator[str]:
     first, largest = found.comparison.first, found.comparison.largest
-    if found.tolerance:
-        yield f"tolerance: {found.tolerance:g} of the farthest that any weight has moved"
+    if found.expected.tolerance:
+        yield f"tolerance: {found.expected.tolerance:g} of the farthest that any weight has moved"
     if first is None and largest == 0:
         yield "equal: every loss and every weight, to the bit"
     elif first is None:

@@ -1,4 +1,4 @@
-"""Verifying that a job's pipeline trains what one process trains."""
+"""Verifying that a job's pipeline trains what one process trains, or what another plan does."""
 
 from __future__ import annotations
 
@@ -13,8 +13,17 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from pipectl.batch import JobState, process
-from pipectl.errors import PipectlError, WorkerError
+from pipectl.errors import InfeasibleError, PipectlError, WorkerError
 from pipectl.jobs.cancel import cancel
+from pipectl.jobs.expectation import (
+    ONE_RANK,
+    PLAIN,
+    Expectation,
+    against_one_process,
+    between_plans,
+    reason_for_two_plans,
+    too_large_for_a_process,
+)
 from pipectl.jobs.machines import cluster_of
 from pipectl.jobs.places import LOCAL, profile_path
 from pipectl.jobs.plan import find_plan
@@ -31,10 +40,6 @@ if TYPE_CHECKING:
     from pipectl.runtime.compare import Comparison, Trained
     from pipectl.spec import JobSpec
 
-PLAIN = "one plain PyTorch process"
-ONE_RANK = "one rank"
-ROUNDING = {"float32": 1e-4, "bf16": 2e-2}
-"""Tolerance where the same bits cannot be expected, by precision; see ``compare``."""
 _SGD = ("optimizer={factory: 'torch.optim:SGD', kwargs: {lr: 0.1}}", "lr_scheduler=null")
 
 Follow = Callable[[RunDirectory], RunStatus]
@@ -47,15 +52,14 @@ class Verification:
 
     Args:
         plan: of the pipeline.
-        reference: what it was compared with.
-        notes: why the reference or the tolerance is what it is.
-        tolerance: see :func:`pipectl.runtime.compare.compare`; 0 asks for the same bits.
+        other: the plan it was compared with; None if that was one process.
+        reference: what it was compared with, in words.
     """
 
     plan: Plan
+    other: Plan | None
     reference: str
-    notes: tuple[str, ...]
-    tolerance: float
+    expected: Expectation
     comparison: Comparison
 
     def to_json(self) -> dict[str, Any]:
@@ -65,9 +69,10 @@ class Verification:
             "equal": self.comparison.equal,
             "max_abs_difference": self.comparison.largest,
             "first_difference": None if first is None else first._asdict(),
-            "tolerance": self.tolerance,
+            "tolerance": self.expected.tolerance,
+            "compared": "a plan and one process" if self.other is None else "two plans",
             "reference": self.reference,
-            "notes": list(self.notes),
+            "notes": list(self.expected.notes),
             "ranks": self.plan.ranks,
             "stages": len(self.plan.stages),
             "schedule": self.plan.schedule,
@@ -84,21 +89,25 @@ def verify(
     steps: int,
     follow: Follow,
     progress: Progress | None = None,
+    *,
+    two_plans: bool = False,
 ) -> Verification:
     """Train ``steps`` steps in a pipeline and in one process, and compare all losses and weights.
 
+    A model that fits no single process is trained in a second pipeline, of another plan, instead.
     Everything happens on this machine and in a temporary directory, where the weights after every
     step need room twice.
 
     Args:
         overrides: as for :func:`pipectl.spec.load`.
         ranks: processes of the pipeline, whatever ``resources`` asks for.
+        two_plans: whether to compare with another plan in any case.
 
     Raises:
         PipectlError: the spec, the model or one of the trainings fails.
     """
     with TemporaryDirectory(prefix="pipectl-verify-") as directory:
-        verifying = _Verifying(job, overrides, ranks, steps, Path(directory), follow)
+        verifying = _Verifying(job, overrides, ranks, steps, Path(directory), follow, two_plans)
         return verifying.verify(progress)
 
 
@@ -112,6 +121,7 @@ class _Verifying:
     steps: int
     directory: Path
     follow: Follow
+    two_plans: bool
 
     def __post_init__(self) -> None:
         asked = load(self.job, [*self.overrides, *_ranks(self.ranks)])
@@ -120,22 +130,65 @@ class _Verifying:
     def verify(self, progress: Progress | None) -> Verification:
         from pipectl.capture.traits import find_traits
         from pipectl.runtime.compare import PipelineRun, compare
-        from pipectl.runtime.plain import first_weights
+        from pipectl.runtime.plain import FirstWeights
 
         spec = self._spec(self.ranks)
         profile = self._profile(spec, progress)
         plan = find_plan(spec, profile, cluster_of(spec, LOCAL))
         traits = find_traits(spec, plan.micro_batch_size)
-        notes, tolerance = _expectation(spec, traits)
-        if tolerance:
+        other, expected = self._other(spec, profile, plan, traits)
+        if expected.tolerance:
             self.here.extend(_SGD)
             spec = self._spec(self.ranks)
         found = PipelineRun(self._train(spec, profile, plan))
-        reference = self._reference(profile, plan, traits)
-        comparison = compare(found, reference, self.steps, tolerance, first_weights(spec))
-        return Verification(
-            plan, ONE_RANK if traits.random else PLAIN, notes, tolerance, comparison
+        reference = self._reference(profile, plan, other, traits)
+        start = FirstWeights(spec) if expected.tolerance else {}
+        comparison = compare(found, reference, self.steps, expected.tolerance, start)
+        words = ONE_RANK if traits.random else PLAIN
+        if other is not None:
+            words = f"another plan: {other.ranks} ranks, {len(other.stages)} stages"
+        return Verification(plan, other, words, expected, comparison)
+
+    def _other(
+        self, spec: JobSpec, profile: Profile, plan: Plan, traits: Traits
+    ) -> tuple[Plan | None, Expectation]:
+        """The plan to compare with where no single process can be; and what to expect."""
+        reason = reason_for_two_plans(spec, asked=self.two_plans)
+        reason = reason or too_large_for_a_process(self._alone(profile, plan))
+        if reason is None:
+            return None, against_one_process(spec, traits)
+        return self._cut_otherwise(profile, plan), between_plans(spec, traits, reason)
+
+    def _alone(self, profile: Profile, plan: Plan) -> Plan | None:
+        """The plan of one rank; None if one rank has too little memory."""
+        with suppress(InfeasibleError):
+            return self._plan(1, profile, plan)
+        return None
+
+    def _cut_otherwise(self, profile: Profile, plan: Plan) -> Plan:
+        """A plan of one stage more, or else of one less: all of its cuts move.
+
+        Raises:
+            InfeasibleError: the model can be cut in one way only.
+        """
+        for ranks in (plan.ranks + 1, plan.ranks - 1):
+            with suppress(PipectlError):
+                return self._plan(ranks, profile, plan)
+        raise InfeasibleError(
+            f"no other plan to compare with: only {plan.ranks} stages are possible",
+            cure="verify it with more ranks: --ranks",
         )
+
+    def _plan(self, ranks: int, profile: Profile, like: Plan) -> Plan:
+        """A plan with a stage a rank and the micro-batches of another."""
+        spec = self._like(ranks, like)
+        plan = find_plan(spec, profile, cluster_of(spec, LOCAL))
+        assert plan.micro_batch_size == like.micro_batch_size
+        return plan
+
+    def _like(self, ranks: int, plan: Plan) -> JobSpec:
+        fixed = (f"pipeline.micro_batches={plan.micro_batches}", f"pipeline.stages={ranks}")
+        return self._spec(ranks, *fixed, "pipeline.warm_up=auto")
 
     def _spec(self, ranks: int, *more: str) -> JobSpec:
         return load(self.job, [*self.overrides, *self.here, *_ranks(ranks), *more])
@@ -161,16 +214,15 @@ class _Verifying:
             raise
         return run
 
-    def _reference(self, profile: Profile, plan: Plan, traits: Traits) -> Trained:
+    def _reference(
+        self, profile: Profile, plan: Plan, other: Plan | None, traits: Traits
+    ) -> Trained:
         from pipectl.runtime.compare import PipelineRun, PlainRun
 
-        if not traits.random:
+        if other is None and not traits.random:
             return PlainRun(self._train_plainly(plan))
-        fixed = (f"pipeline.micro_batches={plan.micro_batches}", "pipeline.stages=1")
-        spec = self._spec(1, *fixed, "pipeline.warm_up=auto")
-        alone = find_plan(spec, profile, cluster_of(spec, LOCAL))
-        assert alone.micro_batch_size == plan.micro_batch_size
-        return PipelineRun(self._train(spec, profile, alone))
+        other = other or self._plan(1, profile, plan)
+        return PipelineRun(self._train(self._like(other.ranks, plan), profile, other))
 
     def _train_plainly(self, plan: Plan) -> Path:
         directory = self.directory / "plain"
@@ -208,28 +260,6 @@ def _local(spec: JobSpec, steps: int, directory: Path) -> list[str]:
 
 def _ranks(ranks: int) -> tuple[str, str]:
     return "resources.nodes=1", f"resources.tasks_per_node={ranks}"
-
-
-def _expectation(spec: JobSpec, traits: Traits) -> tuple[tuple[str, ...], float]:
-    """Notes for the user, and the tolerance."""
-    notes, inexact = [], []
-    if traits.random:
-        notes.append(
-            f"{_some(traits.random)} draw random numbers, and a plain loop draws others: "
-            "compared with one rank instead"
-        )
-    elif traits.shared:
-        inexact.append(f"{_some(traits.shared)}: used several times, and added in another order")
-    if spec.resources.gpus_per_node:
-        inexact.append("accelerators do not always round alike")
-    if inexact:
-        inexact.append("trained with SGD here: other optimizers turn rounding into whole steps")
-    return (*notes, *inexact), ROUNDING[spec.training.precision] if inexact else 0.0
-
-
-def _some(names: Sequence[str]) -> str:
-    """``a``, or ``a and 7 more``."""
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _require_success(found: RunStatus) -> None:

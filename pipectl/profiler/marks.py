@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from pipectl.capture.randomness import seed_operator
+from pipectl.capture.randomness import SEEDERS
 from pipectl.capture.stage import StageCode
 
 Clock = Callable[[], float]
@@ -185,7 +185,7 @@ def _owners(calls: Sequence[fx.Node], operators: Container[str]) -> list[str]:
         if call.name in operators:
             owners += [call.name] * (waiting + 1)
             waiting = 0
-        elif call.target is seed_operator or not owners:
+        elif call.target in SEEDERS or not owners:
             waiting += 1
         else:
             owners.append(owners[-1])

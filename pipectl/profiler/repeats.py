@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from pipectl.capture.regions import region_of
 from pipectl.profiler.costs import Call, Ran, Times
 from pipectl.profiler.memory import Allocations
 
@@ -81,7 +82,8 @@ def key_of(node: fx.Node, call: Call, states: frozenset[int]) -> tuple[Any, ...]
             described.append((_shape(leaf, place), storage in states))
         else:
             described.append((type(leaf).__name__, str(getattr(leaf, "code", leaf))))
-    return node.target, str(structure), tuple(described), len(node.all_input_nodes)
+    kind = node.target, region_of(node), str(structure)
+    return *kind, tuple(described), len(node.all_input_nodes)
 
 
 def shapes_of(ran: Ran) -> Any:

@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedGraph
 from pipectl.capture.opaque import Opaque
-from pipectl.capture.precision import arithmetic
+from pipectl.capture.precision import arithmetic, missing_kernels
+from pipectl.capture.regions import WHOLE, region_of
 from pipectl.memory import OperatorMemory
 from pipectl.profiler.costs import Call, Ran, Times, run, value_bytes
 from pipectl.profiler.memory import Allocations, measure_allocations
@@ -137,7 +138,8 @@ class Walk:
 
     def _measure(self, node: fx.Node) -> Measured:
         call = self._call(node, self._state)
-        with torch.enable_grad():
+        device = self._device.torch_device
+        with missing_kernels(node.name, self._precision, device), torch.enable_grad():
             times = self._times(node, call)
             allocations = measure_allocations(call, self._device.torch_device)
             ran = run(call)
@@ -194,16 +196,18 @@ class Walk:
         schema = getattr(node.target, "_schema", None)
         mutates = bool(schema is not None and schema.is_mutable) or "batch_norm" in str(node.target)
         mutates = mutates or isinstance(node.target, Opaque)
-        return Call(self._in_precision(node.target), args, kwargs, mutates)
+        return Call(self._as_in_a_stage(node), args, kwargs, mutates)
 
-    def _in_precision(self, target: Any) -> Callable[..., Any]:
+    def _as_in_a_stage(self, node: fx.Node) -> Callable[..., Any]:
         """An operator as a stage runs it, with the casts that autocast makes."""
+        target: Any = node.target
+        region = region_of(node)
 
         def run_target(*args: Any, **kwargs: Any) -> Any:
             with arithmetic(self._precision, self._device.torch_device):
-                return target(*args, **kwargs)
+                return region.run(target, *args, **kwargs)
 
-        return target if self._precision == "float32" else run_target
+        return target if self._precision == "float32" and region == WHOLE else run_target
 
     def _name_saved(self, node: fx.Node, call: Call, ran: Ran) -> tuple[tuple[str, int], ...]:
         """Name what was kept by the value whose memory it is, so that no stage counts it twice."""

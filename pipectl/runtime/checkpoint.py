@@ -8,12 +8,13 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from mpi4py import MPI
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from pipectl.errors import DataFileError
@@ -74,22 +75,50 @@ def load(directory: Path) -> dict[str, Tensor]:
     Raises:
         DataFileError: a file is missing or damaged.
     """
-    path = directory / MANIFEST
-    manifest = Reader(read_json(path, cure=_CURE), file=str(path), cure=_CURE)
-    manifest.check_version(VERSION)
-    found: dict[str, Tensor] = {}
-    for shard in manifest.items("shards"):
-        found.update(_read_shard(directory / Path(shard.text("file")).name, shard.text("sha256")))
-    aliases = manifest.value("aliases")
-    if not isinstance(aliases, dict) or not all(str(name) in found for name in aliases.values()):
-        raise manifest.error("aliases", "must give each further name of a saved weight")
-    return {**found, **{alias: found[str(name)] for alias, name in aliases.items()}}
+    return dict(Stored(directory))
 
 
-def _read_shard(path: Path, checksum: str) -> dict[str, Tensor]:
+class Stored(Mapping[str, Tensor]):
+    """The weights of a checkpoint, each read from its file when it is asked for.
+
+    Raises:
+        DataFileError: a file is missing or damaged.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        path = directory / MANIFEST
+        manifest = Reader(read_json(path, cure=_CURE), file=str(path), cure=_CURE)
+        manifest.check_version(VERSION)
+        self._files: dict[str, Path] = {}
+        for shard in manifest.items("shards"):
+            file = directory / Path(shard.text("file")).name
+            self._files.update(dict.fromkeys(_names(file, shard.text("sha256")), file))
+        aliases = manifest.value("aliases")
+        known = self._files
+        if not isinstance(aliases, dict) or not all(str(n) in known for n in aliases.values()):
+            raise manifest.error("aliases", "must give each further name of a saved weight")
+        self._aliases = {str(alias): str(name) for alias, name in aliases.items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        stored = self._aliases.get(name, name)
+        with safe_open(self._files[stored], "pt") as file:
+            tensor: Tensor = file.get_tensor(stored)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._files
+        yield from self._aliases
+
+    def __len__(self) -> int:
+        return len(self._files) + len(self._aliases)
+
+
+def _names(path: Path, checksum: str) -> list[str]:
+    """The tensors in a file, whose bytes are what they were."""
     if not path.is_file() or _checksum(path) != checksum:
         raise DataFileError(f"{path}: missing or damaged", cure=_CURE)
-    return load_file(path)
+    with safe_open(path, "pt") as file:
+        return list(file.keys())
 
 
 def _write_shard(directory: Path, rank: int, states: Mapping[str, Tensor]) -> dict[str, Any] | None:

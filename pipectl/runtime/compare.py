@@ -1,4 +1,7 @@
-"""Comparing two trainings of one job, step by step and tensor by tensor."""
+"""Comparing two trainings of one job, step by step and tensor by tensor.
+
+Of two pipelines, no more than one tensor of each is in memory at a time.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ class PipelineRun:
 
     def weights(self, step: int) -> Weights:
         """See :class:`Trained`."""
-        return checkpoint.load(self._run.checkpoints / f"step-{step:06d}")
+        return checkpoint.Stored(self._run.checkpoints / f"step-{step:06d}")
 
 
 class PlainRun:
@@ -105,7 +108,7 @@ def compare(
     Args:
         tolerance: what a weight may differ by, as a share of the farthest that training has moved
             any weight since ``start`` (losses: of the loss itself); 0 asks for the same bits.
-        start: the weights before the first step.
+        start: the weights before the first step; not needed without tolerance.
     """
     first: Difference | None = None
     largest = 0.0

@@ -32,12 +32,14 @@ class StepInput:
         weights: weight of every micro-batch in the loss; empty in evaluation.
         batches: yields (inputs, targets) of every micro-batch; empty where no stage reads them.
         seed: parts from which random operators are seeded.
+        scale: of the loss in backwards.
     """
 
     sizes: Sequence[int]
     weights: Sequence[float]
     batches: Iterator[Batch]
     seed: tuple[int | str, ...]
+    scale: float = 1.0
 
 
 @dataclass
@@ -161,8 +163,9 @@ class Engine:
     def _backward(self, stage: int, micro_batch: int, _: int) -> None:
         gradients = self._arrived.pop((TransferKind.GRADIENT, stage, micro_batch), {})
         ordered = dict(sorted(gradients.items(), key=self._latest_use, reverse=True))
-        weight = self._given.weights[micro_batch]
-        made = self._stages[stage].backward(micro_batch, ordered, self._loss, weight)
+        made = self._stages[stage].backward(
+            micro_batch, ordered, self._loss, self._given.weights[micro_batch], self._given.scale
+        )
         self._deliver(TransferKind.GRADIENT, stage, micro_batch, made)
 
     def _evaluate(self, stage: int, micro_batch: int, _: int) -> None:

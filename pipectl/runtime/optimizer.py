@@ -6,12 +6,14 @@ Both give the same bits in every plan: sums and norms are formed in model order,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor, nn
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from pipectl.capture import Slot
 from pipectl.runtime.waiting import wait
@@ -112,7 +114,7 @@ class Clipping:
     """Clipping by the norm of all gradients of all ranks, with torch's formula in model order.
 
     Args:
-        names: every trained parameter in model order, tied ones once.
+        dtypes: of every trained parameter by name, in model order, tied ones once.
         owned: this rank's parameters whose norm no lower rank contributes.
         held: all of this rank's parameters.
     """
@@ -120,18 +122,15 @@ class Clipping:
     def __init__(
         self,
         communicator: MPI.Comm,
-        names: Sequence[str],
+        dtypes: Mapping[str, torch.dtype],
         owned: Mapping[str, nn.Parameter],
         held: Mapping[str, nn.Parameter],
     ) -> None:
         self._communicator = communicator
-        self._index = {name: index for index, name in enumerate(names)}
+        self._dtypes = tuple(dtypes.values())
+        self._index = {name: index for index, name in enumerate(dtypes)}
         self._owned = owned
         self._held = held
-
-    def norm(self) -> float:
-        """The norm of all gradients: of the norms of the parameters, as torch computes it."""
-        return float(self._norm())
 
     def clip(self, largest: float) -> float:
         """Scale all gradients to a norm of at most ``largest``; returns the norm before."""
@@ -143,12 +142,26 @@ class Clipping:
         return float(total)
 
     def _norm(self) -> Tensor:
-        # Row 0 holds the norms, row 1 marks who has a gradient. Adding zeros changes no bit.
-        table = np.zeros((2, len(self._index)), dtype=np.float32)
+        # Row 0 holds the norms, row 1 marks who has a gradient. Adding zeros changes no bit, nor
+        # does float64 on the way: torch's norm is of the widest type among the gradients.
+        table = np.zeros((2, len(self._index)), dtype=np.float64)
         for name, parameter in self._owned.items():
             if parameter.grad is not None:
                 table[0, self._index[name]] = float(torch.linalg.vector_norm(parameter.grad))
                 table[1, self._index[name]] = 1
         wait([self._communicator.Iallreduce(MPI.IN_PLACE, table)])
-        norm: Tensor = torch.linalg.vector_norm(torch.from_numpy(table[0][table[1] > 0]))
+        marked = table[1] > 0
+        dtypes = [dtype for dtype, found in zip(self._dtypes, marked, strict=True) if found]
+        norms = torch.from_numpy(table[0][marked])[_grouped(dtypes)]
+        widest = reduce(torch.promote_types, dtypes or [torch.float32])
+        norm: Tensor = torch.linalg.vector_norm(norms.to(widest))
         return norm
+
+
+def _grouped(dtypes: Sequence[torch.dtype]) -> list[int]:
+    """The order in which torch takes gradients of these types: one type after another."""
+    if len(set(dtypes)) < 2:
+        return list(range(len(dtypes)))
+    alike: list[list[Tensor | None]] = [[torch.empty(0, dtype=dtype) for dtype in dtypes]]
+    groups = _group_tensors_by_device_and_dtype(alike, with_indices=True)
+    return [index for _, indices in groups.values() for index in indices]

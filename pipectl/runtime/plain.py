@@ -8,25 +8,28 @@ and the seeds are those of the pipeline.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.data import Batches, split_batch
+from pipectl.capture.deferred import is_deferred
 from pipectl.capture.precision import arithmetic
 from pipectl.capture.shares import sample_shares, target_shares, weighted
 from pipectl.errors import PipectlError
 from pipectl.files import write_json
 from pipectl.runtime.device import choose_device
+from pipectl.runtime.loss_scale import refuse_half_parameters
 from pipectl.runtime.process import settle_process
-from pipectl.runtime.stepper import make_stepper
+from pipectl.runtime.stepper import Stepper, make_stepper
 from pipectl.spec import JobSpec, load
 
 LOSSES = "losses.json"
@@ -45,15 +48,44 @@ def train(spec: JobSpec, micro_batch_size: int, directory: Path) -> None:
     job.step.to(device).train()
     parameters = dict(job.step.named_parameters())
     stepper = make_stepper(job, parameters)
+    scaler = _scaler(spec, parameters, device)
     losses = []
     for step, batches in enumerate(_batches(job, micro_batch_size), 1):
         shares = _shares(job, batches)
-        losses.append(weighted(_accumulate(job, batches, shares, device), shares))
-        if spec.training.clip_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(parameters.values(), spec.training.clip_grad_norm)
-        stepper.step()
+        losses.append(weighted(_accumulate(job, batches, shares, scaler, device), shares))
+        _update(stepper, scaler, spec.training.clip_grad_norm, parameters)
         save_file(_weights(job), weights_file(directory, step))
     write_json(directory / LOSSES, {"losses": losses})
+
+
+def _scaler(
+    spec: JobSpec, parameters: Mapping[str, nn.Parameter], device: torch.device
+) -> GradScaler:
+    """Torch's own scaler of the loss, which does nothing but in float16."""
+    scale, enabled = spec.training.loss_scale, spec.training.precision == "float16"
+    if enabled:
+        refuse_half_parameters(parameters)
+    interval = scale.growth_interval
+    return GradScaler(device.type, scale.initial, growth_interval=interval, enabled=enabled)
+
+
+def _update(
+    stepper: Stepper,
+    scaler: GradScaler,
+    largest: float | None,
+    parameters: Mapping[str, nn.Parameter],
+) -> None:
+    """The end of a step; the learning rate stays where the scaler skips it."""
+    assert stepper.optimizer is not None
+    scaler.unscale_(stepper.optimizer)
+    if largest is not None:
+        torch.nn.utils.clip_grad_norm_(parameters.values(), largest)
+    before = scaler.get_scale()
+    scaler.step(stepper.optimizer)
+    scaler.update()
+    stepper.skip()
+    if scaler.get_scale() >= before:
+        stepper.step_schedule()
 
 
 def weights_file(directory: Path, step: int) -> Path:
@@ -61,9 +93,28 @@ def weights_file(directory: Path, step: int) -> Path:
     return directory / f"step-{step:06d}.safetensors"
 
 
-def first_weights(spec: JobSpec) -> dict[str, Tensor]:
-    """The weights that a job starts from, by the names of the user's model."""
-    return _weights(CapturedJob(spec))
+class FirstWeights(Mapping[str, Tensor]):
+    """The weights that a job starts from, by the names of the user's model.
+
+    What has no memory yet is made when it is asked for, and not kept.
+    """
+
+    def __init__(self, spec: JobSpec) -> None:
+        self._job = CapturedJob(spec)
+        prefix = "model."
+        names = [name for name in self._job.step.state_dict() if name.startswith(prefix)]
+        self._full = {name.removeprefix(prefix): self._job.tied.get(name, name) for name in names}
+
+    def __getitem__(self, name: str) -> Tensor:
+        full = self._full[name]
+        tensor = self._job.states[full]
+        return (self._job.made(full) if is_deferred(tensor) else tensor).detach()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._full)
+
+    def __len__(self) -> int:
+        return len(self._full)
 
 
 def _weights(job: CapturedJob) -> dict[str, Tensor]:
@@ -92,7 +143,11 @@ def _shares(job: CapturedJob, batches: Sequence[Batch]) -> list[float]:
 
 
 def _accumulate(
-    job: CapturedJob, batches: Sequence[Batch], shares: Sequence[float], device: torch.device
+    job: CapturedJob,
+    batches: Sequence[Batch],
+    shares: Sequence[float],
+    scaler: GradScaler,
+    device: torch.device,
 ) -> list[Tensor]:
     """Add the gradients of all micro-batches; returns their losses."""
     losses = []
@@ -100,7 +155,7 @@ def _accumulate(
         inputs, targets = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
         with arithmetic(job.spec.training.precision, device):
             loss = job.step(inputs, targets)
-        (loss * share).backward()
+        scaler.scale(loss * share).backward()
         losses.append(loss.detach())
     return losses
 

@@ -91,12 +91,15 @@ class StageRuntime:
         self._live[micro_batch] = _Live(received, results, caught)
         return {slot: tensor.detach() for slot, tensor in results.items()}
 
-    def backward(self, micro_batch: int, gradients: Tensors, loss: Slot, weight: float) -> Tensors:
+    def backward(
+        self, micro_batch: int, gradients: Tensors, loss: Slot, weight: float, scale: float = 1.0
+    ) -> Tensors:
         """Run the backward of a micro-batch; parameter gradients accumulate.
 
         Args:
             gradients: of the stage's results and of received values that later stages use too.
             loss: slot of the loss, seeded with ``weight`` where this stage computes it.
+            scale: of the loss, in float16; so are then all gradients.
 
         Returns:
             Gradients of what the stage received, by slot.
@@ -110,7 +113,7 @@ class StageRuntime:
                 seeds.append(gradient)
         if loss in live.results:
             roots.insert(0, live.results[loss])
-            seeds.insert(0, torch.full_like(live.results[loss], weight))
+            seeds.insert(0, torch.full_like(live.results[loss], scale) * weight)
         if roots:
             torch.autograd.backward(roots, seeds)
         return live.caught

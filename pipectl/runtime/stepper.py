@@ -31,9 +31,18 @@ class Stepper:
         """Update the parameters, then the learning rate."""
         if self.optimizer is not None:
             self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+        self.skip()
+        self.step_schedule()
+
+    def step_schedule(self) -> None:
+        """Update the learning rate alone."""
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
+
+    def skip(self) -> None:
+        """Drop the gradients and leave all else."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
 
 
 def make_stepper(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> Stepper:

@@ -21,15 +21,20 @@ from pipectl.runtime.waiting import barrier, wait
 
 _HEARTBEAT_S = 2.0
 _FIELDS = (
-    "step", "loss", "learning_rate", "gradient_norm", "busy_s", "step_time_s", "samples",
-    "rss_bytes", "peak_bytes", "time",
+    "step", "loss", "learning_rate", "gradient_norm", "loss_scale", "skipped", "busy_s",
+    "step_time_s", "samples", "rss_bytes", "peak_bytes", "time",
 )  # fmt: skip
 _TAG = 1
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one rank says of one step; NaN where it does not know."""
+    """What one rank says of one step; NaN where it does not know.
+
+    Args:
+        loss_scale: of this step, in float16.
+        skipped: whether gradients overflowed.
+    """
 
     step: int
     loss: float
@@ -39,6 +44,8 @@ class StepReport:
     step_time_s: float
     samples: int
     peak_bytes: int
+    loss_scale: float = math.nan
+    skipped: bool = False
 
 
 class Telemetry:
@@ -87,6 +94,8 @@ class Telemetry:
                 report.loss,
                 report.learning_rate,
                 report.gradient_norm,
+                report.loss_scale,
+                report.skipped,
                 report.busy_s,
                 report.step_time_s,
                 report.samples,
@@ -149,6 +158,8 @@ class Telemetry:
             name: next((r[name] for r in reports.values() if not math.isnan(r[name])), None)
             for name in ("loss", "learning_rate", "gradient_norm")
         }
+        scaled = not math.isnan(first["loss_scale"])
+        scaling = {"loss_scale": first["loss_scale"], "skipped": bool(first["skipped"])}
         return {
             "attempt": self._attempt,
             "step": step,
@@ -159,6 +170,7 @@ class Telemetry:
             "samples_per_s": first["samples"] / first["step_time_s"],
             "learning_rate": known["learning_rate"],
             "gradient_norm": known["gradient_norm"],
+            **(scaling if scaled else {}),
         }
 
     def _append(self, lines: list[dict[str, Any]]) -> None:

@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch import nn
 
 from pipectl.capture.data import split_batch
 from pipectl.capture.shares import sample_shares, target_shares, weighted
@@ -19,6 +20,7 @@ from pipectl.runs import RunDirectory
 from pipectl.runtime import checkpoint
 from pipectl.runtime.engine import Batch, StepInput, StepOutput
 from pipectl.runtime.evaluation import Metrics
+from pipectl.runtime.loss_scale import LossScale
 from pipectl.runtime.optimizer import Clipping, SharedGradients
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.stage import shared_uses
@@ -51,9 +53,11 @@ class Trainer:
         self._stepper = make_stepper(setup.job, setup.parameters)
         self._shared = self._make_shared()
         self._clipping = self._make_clipping()
+        self._loss_scale = self._make_loss_scale()
         self._metrics = setup.job.metrics()
         self._program = cache(self._lower)
         self._gradient_norm = self._used_rate = math.nan
+        self._skipped = False
 
     def train(self) -> None:
         """Run all steps, evaluations and checkpoints."""
@@ -76,7 +80,8 @@ class Trainer:
         start = time.perf_counter()
         sizes = split_batch(samples, self._setup.plan.micro_batch_size)
         seed = (self._spec.training.seed, step)
-        given = StepInput(sizes, (), islice(loaded, len(sizes)), seed)
+        scale = 1.0 if self._loss_scale is None else self._loss_scale.value
+        given = StepInput(sizes, (), islice(loaded, len(sizes)), seed, scale)
         given = replace(given, **self._weights(given))
         out = self._setup.training.run(self._program(len(sizes)), given, self._update)
         if traced:
@@ -87,6 +92,8 @@ class Trainer:
                 loss=weighted(out.losses, given.weights),
                 learning_rate=self._used_rate,
                 gradient_norm=self._gradient_norm,
+                loss_scale=math.nan if self._loss_scale is None else scale,
+                skipped=self._skipped,
                 busy_s=out.busy_s,
                 step_time_s=time.perf_counter() - start,
                 samples=samples,
@@ -97,9 +104,13 @@ class Trainer:
     def _update(self) -> None:
         self._shared.reduce()
         self._gradient_norm = math.nan
+        self._used_rate = self._stepper.learning_rate
+        self._skipped = self._loss_scale is not None and not self._loss_scale.unscale()
+        if self._skipped:
+            self._stepper.skip()
+            return
         if self._spec.training.clip_grad_norm is not None:
             self._gradient_norm = self._clipping.clip(self._spec.training.clip_grad_norm)
-        self._used_rate = self._stepper.learning_rate
         self._stepper.step()
 
     def _between_steps(self, step: int) -> None:
@@ -216,9 +227,20 @@ class Trainer:
             setup.parameters,
         )
 
+    def _make_loss_scale(self) -> LossScale | None:
+        training = self._spec.training
+        if training.precision != "float16":
+            return None
+        return LossScale(self._setup.communicator.Dup(), training.loss_scale, self._trained())
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters that are not frozen."""
+        return {n: p for n, p in self._setup.parameters.items() if p.requires_grad}
+
     def _make_clipping(self) -> Clipping:
-        held = {n: p for n, p in self._setup.parameters.items() if p.requires_grad}
+        held = self._trained()
         owners = self._setup.owners
-        names = [n for n, tensor in self._setup.job.states.items() if tensor.requires_grad]
+        states = self._setup.job.states.items()
+        dtypes = {name: tensor.dtype for name, tensor in states if tensor.requires_grad}
         owned = {n: p for n, p in held.items() if owners[n] == self._rank}
-        return Clipping(self._setup.communicator.Dup(), names, owned, held)
+        return Clipping(self._setup.communicator.Dup(), dtypes, owned, held)

@@ -56,10 +56,6 @@ class Transport:
             self._tags[lane] = tag
             tag += len(slots) + 1
 
-    def knows(self, lane: Lane, size: int) -> bool:
-        """Whether the layouts for micro-batches of ``size`` samples are known."""
-        return (lane, size) in self._layouts
-
     def start_send(self, lane: Lane, size: int, rank: int, tensors: Tensors) -> Posted:
         """Begin to send; ``tensors`` must not change until the transfer is complete."""
         layouts = self._layouts.get((lane, size))

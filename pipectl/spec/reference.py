@@ -89,10 +89,10 @@ def _parts() -> Iterator[str]:
 
 
 def _lists(name: str, model: type[Section]) -> Iterator[str]:
-    """The sections that stand in lists of a section."""
+    """The sections that stand in a section, alone or in lists."""
     for key, info in model.model_fields.items():
         inner = section_of(info)
-        if inner is not None and is_list_of_sections(info):
+        if inner is not None and not issubclass(inner, Factory):
             yield f"### {name}.{key}\n\n{_paragraphs(inner)}\n"
             yield _table(inner)
 
@@ -121,7 +121,7 @@ def _words(info: FieldInfo, name: str, around: str) -> str:
     if is_list_of_sections(info):
         return f"list of [mappings](#{around}{name})"
     if (model := section_of(info)) is not None:
-        what, place = ("factory", "factories") if model is Factory else ("mapping", name)
+        what, place = ("factory", "factories") if model is Factory else ("mapping", around + name)
         link = f"[{what}](#{place})"
         return (
             f"mapping of names to [factories](#{place})" if is_mapping_of_sections(info) else link

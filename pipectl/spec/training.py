@@ -167,6 +167,21 @@ class Evaluation(Section):
     )
 
 
+class LossScale(Section):
+    """How gradients in `float16` are kept from becoming zero.
+
+    The loss is multiplied by a scale before the backward, and the gradients are divided by it after
+    it. A step in which any gradient of any rank overflows is skipped, the learning-rate schedule
+    too, and the scale halved; it doubles after `growth_interval` steps without one. This is the
+    rule of `torch.amp.GradScaler`.
+    """
+
+    initial: Positive = Field(default=65536.0, description="The scale of the first step.")
+    growth_interval: Count = Field(
+        default=2000, description="Steps without an overflow before the scale doubles."
+    )
+
+
 class Training(Section):
     """How long and on what batches to train."""
 
@@ -178,8 +193,10 @@ class Training(Section):
     precision: Precision = Field(
         default="float32",
         description="Of the arithmetic. `bf16` runs model and loss under `torch.autocast`, which "
-        "decides operator by operator; parameters, gradients and optimizer stay float32.",
+        "decides operator by operator; parameters, gradients and optimizer stay float32. "
+        "`float16` does so too, and scales the loss.",
     )
+    loss_scale: LossScale = Field(default_factory=LossScale)
     clip_grad_norm: Positive | None = Field(
         default=None, description="Largest norm of all gradients; by default they are not clipped."
     )

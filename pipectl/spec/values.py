@@ -115,9 +115,7 @@ Schedule = Annotated[
 ]
 Recompute = Annotated[str | None, auto(choice("auto", "none", later=("all", "full", "stages")))]
 Offload = Annotated[str | None, auto(choice("auto", "none", later=("host", "cpu", "all")))]
-Precision = Annotated[
-    str, choice("float32", "bf16", later=("fp16", "float16", "mixed", "float64", "tf32"))
-]
+Precision = Annotated[str, choice("float32", "bf16", "float16", later=("mixed", "float64", "tf32"))]
 Materialize = Annotated[str, choice("eager", "per_rank")]
 Scheduler = Annotated[str, choice("auto", "local", "slurm", later=("pbs",))]
 Launcher = Annotated[str, choice("auto", "srun", "mpiexec")]

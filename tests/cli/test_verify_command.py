@@ -111,6 +111,38 @@ def test_parameters_with_several_uses_have_a_stated_tolerance(verify: Command) -
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize(
+    "arguments", [["--between-plans"], ["--set", "model.materialize=per_rank"]]
+)
+def test_models_that_fit_no_process_are_compared_between_plans(
+    verify: Command, arguments: list[str]
+) -> None:
+    result = verify("--steps", "2", "--json", "--set", "training.clip_grad_norm=0.1", *arguments)
+    assert (result.code, result.out[:1]) == (0, "{"), result.err
+    answer = json.loads(result.out)
+    assert (answer["compared"], answer["tolerance"]) == ("two plans", 0.0)
+    assert (answer["equal"], answer["max_abs_difference"]) == (True, 0.0)
+    assert answer["first_difference"] is None
+    assert answer["reference"] == "another plan: 3 ranks, 3 stages"
+    assert (answer["ranks"], answer["stages"]) == (2, 2)
+    reason = arguments[-1].removeprefix("model.").replace("=", ": ")
+    assert answer["notes"][0].startswith(f"{reason}: compared with another plan")
+    assert all(one == other for one, other in answer["losses"])
+
+
+@pytest.mark.mpi
+def test_half_precision_with_overflows_equals_torchs_own_scaler(verify: Command) -> None:
+    """The plain process uses ``torch.amp.GradScaler`` itself."""
+    scaling = "training.loss_scale={initial: 1048576, growth_interval: 2}"
+    half = ("--set", "training.precision=float16", "--set", scaling)
+    result = verify("--steps", "8", "--json", *half)
+    assert (result.code, result.out[:1]) == (0, "{"), result.err
+    answer = json.loads(result.out)
+    assert (answer["equal"], answer["max_abs_difference"]) == (True, 0.0)
+    assert answer["compared"] == "a plan and one process"
+
+
+@pytest.mark.mpi
 def test_a_difference_is_found_and_where_it_began(verify: Command) -> None:
     result = verify("--steps", "2", "--set", "model.factory=./model.py:Deceiving")
     lines = result.out.splitlines()

@@ -110,6 +110,8 @@ _OWN = (
     ("siamese", "Siamese", _CROSS_ENTROPY, "Keywords", "one encoder over two inputs"),
     ("experts", "Experts", _SEVERAL, "Sequences", "top-2 routing, balance loss"),
     ("autocast", "Autocast", _CROSS_ENTROPY, "Images", "a part in bfloat16"),
+    ("islands", "Islands", _CROSS_ENTROPY, "Images", "bfloat16 with float32 islands, nested"),
+    ("teacher", "Teacher", _CROSS_ENTROPY, "Images", "parts without gradients, inference mode"),
     ("reassigned", "Reassigned", _CROSS_ENTROPY, "Images", "a buffer written by assignment"),
     ("running-norm", "RunningNorm", _CROSS_ENTROPY, "Images", "divides by a buffer it writes"),
     ("segmenter", "Segmenter", _SEVERAL, "Images", "losses at two scales, upsampling"),

@@ -442,6 +442,53 @@ class Autocast(nn.Module):
         return self.head(y.float())
 
 
+class Islands(nn.Module):
+    """All of it in half precision, but for islands in full, one of them without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.query = nn.Linear(48, 24), nn.Linear(24, 24)
+        self.mix, self.head = nn.Linear(24, 24), nn.Linear(24, CLASSES)
+        self.drop = nn.Dropout(0.2)
+        self.register_buffer("mean", torch.zeros(4, 6))
+
+    @torch.autocast("cpu", torch.bfloat16)
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.drop(self.stem(F.avg_pool2d(x, 4).flatten(1))).view(-1, 4, 6)
+        q = self.query(y.flatten(1)).view(-1, 4, 6)
+        with torch.autocast("cpu", enabled=False):
+            weights = (q.float() @ y.float().transpose(1, 2)).softmax(-1)
+            with torch.no_grad():
+                if self.training:
+                    self.mean.lerp_(y.float().mean(0), 0.1)
+                with torch.autocast("cpu", torch.bfloat16):
+                    shift = self.mix(self.mean.flatten())
+        z = self.mix((weights.to(y.dtype) @ y).flatten(1)) + shift
+        return self.head(self.mix(F.gelu(z))).float()
+
+
+class Teacher(nn.Module):
+    """Values without gradients beside those with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.head = nn.Linear(48, 20), nn.Linear(20, CLASSES)
+        self.teacher = nn.Linear(48, 20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = F.avg_pool2d(x, 4).flatten(1)
+        y = self.student(rows)
+        with torch.no_grad():
+            y[:, 0].mul_(0.5)
+            target = self.teacher(rows)
+            with torch.enable_grad():
+                apart = (y - target).square().mean()
+            sharp = (target * 2).softmax(-1)
+        with torch.inference_mode():
+            usual = target.mean(0)
+        return self.head(y.tanh() * sharp + usual) + apart
+
+
 class Reassigned(nn.Module):
     """Running statistics written by assignment, not in place."""
 

@@ -40,6 +40,7 @@ class Model:
     weight: str = "samples"
     precision: str = "float32"
     groups: str = "[]"
+    loss_scale: str = "{}"
 
 
 def tokens(factory: str, **more: str) -> Model:
@@ -51,6 +52,8 @@ def images(factory: str, **more: str) -> Model:
     return Model(factory, "torch.nn:CrossEntropyLoss", "Images", metrics, **more)
 
 
+OVERFLOWING = "{initial: 2097152, growth_interval: 2}"
+"""The first steps overflow, and later ones again."""
 HERE = Path(__file__).resolve().with_name("models.py")
 MODELS = {
     "gpt": tokens("gpt"),
@@ -65,10 +68,15 @@ MODELS = {
     ),
     "gpt_bf16": tokens("gpt", precision="bf16"),
     "cnn_bf16": images("cnn", precision="bf16"),
+    "gpt_float16": tokens("gpt", precision="float16", loss_scale=OVERFLOWING),
+    "cnn_float16": images("cnn", precision="float16", loss_scale=OVERFLOWING),
+    "own_precision": tokens("own_precision"),
 }
 BATCHES = {"divisible": (8, 4), "smaller_last": (7, 4), "few": (6, 1), "one_left_over": (5, 2)}
 """Name to (samples a batch, micro-batches)."""
-FEWER_BATCHES = {"frozen", "gpt_bf16", "cnn_bf16"}
+FEWER_BATCHES = {
+    "frozen", "gpt_bf16", "cnn_bf16", "gpt_float16", "cnn_float16", "own_precision",
+}  # fmt: skip
 """Models like others of the table but for one thing: two kinds of batch are enough for them."""
 SCHEDULES = ("gpipe", "1f1b")
 STEPS = 10
@@ -114,7 +122,7 @@ evaluation:
   metrics: {model.metrics}
 training:
   {{steps: {steps}, batch_size: {batch_size}, seed: 3, clip_grad_norm: {clip},
-   precision: {model.precision}}}
+   precision: {model.precision}, loss_scale: {model.loss_scale}}}
 pipeline: {{micro_batches: {micro_batches}}}
 """
 

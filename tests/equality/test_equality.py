@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from pipectl.capture.data import Batches, Loader, split_batch
@@ -67,9 +68,10 @@ def weights(run: Path) -> dict[str, Tensor]:
 
 
 def figures(run: Path) -> list[tuple[Any, ...]]:
-    """Losses, gradient norms and evaluations, in order of their steps."""
+    """Losses, gradient norms, loss scales and evaluations, in order of their steps."""
     lines = read_metrics(RunDirectory(run))
-    found = [(line["step"], line.get("loss"), line.get("gradient_norm")) for line in lines]
+    keys = ("loss", "gradient_norm", "loss_scale", "skipped")
+    found = [(line["step"], *map(line.get, keys)) for line in lines]
     evaluations = [line["evaluation"] for line in lines if "evaluation" in line]
     return [*sorted(item for item in found if item[1] is not None), *evaluations]
 
@@ -124,12 +126,24 @@ def test_mixed_precision_is_another_arithmetic(trained: Path, model: str) -> Non
     """The table would also be equal if it were ignored."""
     runs = [
         trained / "3" / str(CELLS.Cell(name, "1f1b", "smaller_last"))
-        for name in (model, f"{model}_bf16")
+        for name in (model, f"{model}_bf16", f"{model}_float16")
     ]
-    (first, *_), (other, *_) = (figures(run) for run in runs)
-    assert first[1] != other[1]
-    assert first[1] == pytest.approx(other[1], rel=0.02)
-    assert all(tensor.dtype != torch.bfloat16 for tensor in weights(runs[1]).values())
+    losses = [figures(run)[0][1] for run in runs]
+    assert len(set(losses)) == 3
+    assert losses == pytest.approx([losses[0]] * 3, rel=0.02)
+    half = {torch.bfloat16, torch.float16}
+    assert not half & {tensor.dtype for run in runs for tensor in weights(run).values()}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("model", ["gpt_float16", "cnn_float16"])
+def test_overflows_skip_steps_at_the_start_and_again_later(trained: Path, model: str) -> None:
+    """Without them the table would not tell whether all ranks skip the same steps."""
+    found = figures(trained / "4" / str(CELLS.Cell(model, "1f1b", "few")))
+    skipped = [item[4] for item in found if isinstance(item, tuple)]
+    assert skipped[0]
+    assert True in skipped[skipped.index(False) :]
+    assert skipped.count(False) >= 3
 
 
 @pytest.mark.mpi
@@ -179,6 +193,12 @@ def _plain_loop(name: str, batch: str, steps: int) -> dict[str, Tensor]:
     loader = Loader(getattr(MODELS, row.data)(), seed=3)
     optimizer = plain_optimizer(name, model)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=12)
+    enabled = row.precision == "float16"
+    scale = yaml.safe_load(row.loss_scale)
+    scaler = torch.amp.GradScaler(
+        "cpu", scale.get("initial", 1.0), growth_interval=scale.get("growth_interval", 1),
+        enabled=enabled,
+    )  # fmt: skip
     batches = Batches(45, batch_size)
     planned = [found for _, found in zip(range(steps), batches, strict=False)]
     loaded = loader.micro_batches(planned, size)
@@ -187,14 +207,19 @@ def _plain_loop(name: str, batch: str, steps: int) -> dict[str, Tensor]:
         masked = name == "frozen"
         counts = [int((targets >= 0).sum()) if masked else len(targets) for _, targets in parts]
         for (inputs, targets), count in zip(parts, counts, strict=True):
-            with torch.autocast("cpu", torch.bfloat16, enabled=row.precision == "bf16"):
+            dtype = getattr(torch, {"bf16": "bfloat16"}.get(row.precision, row.precision))
+            with torch.autocast("cpu", dtype, enabled=dtype.itemsize == 2):
                 loss = loss_of(model(inputs), targets)
-            (loss * (count / sum(counts))).backward()
+            scaler.scale(loss * (count / sum(counts))).backward()
+        scaler.unscale_(optimizer)
         if not tied:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
-        schedule.step()
+        if scaler.get_scale() >= before:
+            schedule.step()
     return {key: tensor.detach().clone() for key, tensor in model.state_dict().items()}
 
 

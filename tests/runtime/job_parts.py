@@ -32,6 +32,14 @@ class Samples(Dataset):
         return self.vectors[index], self.targets[index]
 
 
+class Marked(Samples):
+    """Samples 4 to 7 are marked by a large number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vectors[4:8, 0] = 100.0
+
+
 class RankDependent(Samples):
     """As many samples as this rank's copy of the file system shows."""
 
@@ -58,6 +66,18 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.layers(x)).view(-1, 3, 4)
+
+
+class Overflowing(Model):
+    """Marked samples leave its value alone and make the gradient of one parameter infinite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        huge = (x[:, :1] > 50) * 1e38
+        return super().forward(x.clamp(-3, 3) + self.gate * huge)
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:

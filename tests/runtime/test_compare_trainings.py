@@ -6,13 +6,17 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from pipectl.capture import CapturedJob
+from pipectl.capture.deferred import is_deferred
 from pipectl.runs import RunDirectory
 from pipectl.runtime.compare import Comparison, PipelineRun, PlainRun, compare, distance
+from pipectl.runtime.plain import FirstWeights
 
 START = {"a": torch.zeros(3), "b": torch.ones(2, 2)}
 
@@ -104,3 +108,17 @@ def test_losses_that_are_not_finite_agree_however_they_were_written(tmp_path: Pa
     assert math.isnan(found.loss(1))
     assert math.isnan(reference.loss(1))
     assert found.loss(2) == reference.loss(2) == 0.5
+
+
+def test_first_weights_are_made_one_by_one_where_nobody_holds_them(make_spec: Any) -> None:
+    """The same ones that the ranks start from, tied names and buffers included."""
+    tower = Path(__file__).with_name("tower.py")
+    sections = {"data": {"factory": f"{tower}:Vectors"}, "loss": "torch.nn:CrossEntropyLoss"}
+    model = {"factory": f"{tower}:tower", "kwargs": {"depth": 2}, "materialize": "per_rank"}
+    spec = make_spec(1, model=model, **sections)
+    first = FirstWeights(spec)
+    job = CapturedJob(spec)
+    assert len(first) == len(list(first)) == len(job.model.state_dict())
+    for name, tensor in first.items():
+        assert not is_deferred(tensor)
+        assert torch.equal(tensor, job.made(f"model.{name}"))

@@ -216,3 +216,20 @@ def test_a_plan_that_cannot_be_read(make_spec: Any, make_run: Any, damage: str) 
     assert isinstance(error, DataFileError)
     assert error.message.startswith(str(run.plan))
     assert error.cure == "write a new one with: pipectl plan JOB.yaml"
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(
+    make_spec: Any, make_run: Any, work: Any
+) -> None:
+    """One parameter's gradient does, in step 2; the learning rate waits with the step."""
+    parts = HERE / "job_parts.py"
+    half = {"precision": "float16", "steps": 3, "batch_size": 4}
+    schedule = {"factory": "torch.optim.lr_scheduler:StepLR", "kwargs": {"step_size": 1}}
+    model, data = {"factory": f"{parts}:Overflowing"}, {"factory": f"{parts}:Marked"}
+    run = make_run(make_spec(2, data, model=model, training=half, lr_scheduler=schedule))
+    done = work(2, run)
+    assert done.returncode == 0, done.stderr
+    lines = read_metrics(run)
+    assert [line["skipped"] for line in lines] == [False, True, False]
+    assert [line["loss_scale"] for line in lines] == [65536.0, 65536.0, 32768.0]
+    assert [line["learning_rate"] for line in lines] == pytest.approx([0.1, 0.01, 0.01])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from mpi4py import MPI
@@ -24,7 +22,8 @@ def model_with_gradients() -> nn.Module:
 
 def clipping(model: nn.Module) -> Clipping:
     held = dict(model.named_parameters())
-    return Clipping(MPI.COMM_SELF, list(held), held, held)
+    dtypes = {name: parameter.dtype for name, parameter in held.items()}
+    return Clipping(MPI.COMM_SELF, dtypes, held, held)
 
 
 @pytest.mark.parametrize("largest", [1e-3, 0.5, 30.0, 1e9])
@@ -37,13 +36,27 @@ def test_clipping_on_one_rank_is_torchs_to_the_bit(largest: float) -> None:
         assert ours.grad is None or torch.equal(ours.grad, other.grad)
 
 
-def test_the_norm_alone_changes_no_gradient() -> None:
-    model = model_with_gradients()
-    before = [copy.deepcopy(parameter.grad) for parameter in model.parameters()]
-    total = torch.nn.utils.get_total_norm([g for g in before if g is not None])
-    assert clipping(model).norm() == float(total)
-    for parameter, old in zip(model.parameters(), before, strict=True):
-        assert (parameter.grad is old is None) or torch.equal(parameter.grad, old)
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        [torch.float64],
+        [torch.bfloat16],
+        [torch.float32, torch.float64],
+        [torch.float32, torch.bfloat16, torch.float16, torch.float64],
+    ],
+    ids=str,
+)
+def test_clipping_computes_in_the_types_that_torch_does(dtypes: list[torch.dtype]) -> None:
+    mine, torchs = model_with_gradients(), model_with_gradients()
+    for model in (mine, torchs):
+        for index, parameter in enumerate(model.parameters()):
+            gradient, dtype = parameter.grad, dtypes[index % len(dtypes)]
+            parameter.data = parameter.data.to(dtype)
+            parameter.grad = None if gradient is None else gradient.to(dtype)
+    expected = torch.nn.utils.clip_grad_norm_(torchs.parameters(), 0.5)
+    assert clipping(mine).clip(0.5) == float(expected)
+    for ours, other in zip(mine.parameters(), torchs.parameters(), strict=True):
+        assert ours.grad is None or torch.equal(ours.grad, other.grad)
 
 
 def test_without_any_gradient_the_norm_is_zero() -> None:

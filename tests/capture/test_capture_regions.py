@@ -1,0 +1,177 @@
+"""Autocast and no_grad inside a model: properties of its operators, which can be cut apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from pipectl.capture import CapturedGraph, CapturedJob, Cut, build_stage
+from pipectl.capture.regions import WHOLE, Autocast, Region, region_of
+
+HALF = Autocast("cpu", torch.bfloat16, enabled=True)
+FULL = Autocast("cpu", torch.bfloat16, enabled=False)
+
+
+class Nested(nn.Module):
+    """Half precision with a float32 softmax inside, and a weight used with and without grad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.first(x)
+            with torch.autocast("cpu", enabled=False):
+                weights = (y.float() * 3).softmax(-1)
+                with torch.no_grad():
+                    shift = self.second(weights) * 0.5
+            y = self.second(y * weights) + shift
+        return self.head(y.float())
+
+
+class Inference(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            features = self.first(x)
+        return self.head(features.clone())
+
+
+class Branches(nn.Module):
+    """An autocast within a branch, which is one operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def half(x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.first(x).float()
+
+        y = torch.cond(x.sum() > -1e9, half, lambda x: self.first(x).sin(), (x,))
+        return self.head(y)
+
+
+class Written(nn.Module):
+    """A value of several uses that is written where no gradients are recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        with torch.no_grad():
+            y[:, 0].mul_(0.5)
+        z = self.second(y)
+        return self.head(z + y) + y.mean()
+
+
+class Switched(nn.Module):
+    def __init__(self, enabled: bool) -> None:
+        super().__init__()
+        self.head, self.enabled = nn.Linear(4, 3), enabled
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.enabled):
+            return self.head(x)
+
+
+class Vectors(Dataset):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.sin(torch.arange(4.0) + index), index % 3
+
+
+def job_of(make_spec: Any, model: str, **kwargs: Any) -> CapturedJob:
+    here = Path(__file__)
+    return CapturedJob(make_spec(f"{here}:{model}", data=f"{here}:Vectors", kwargs=kwargs))
+
+
+def regions(graph: CapturedGraph) -> dict[str, Region]:
+    return {node.name: region_of(node) for node in graph.operators}
+
+
+def test_every_operator_knows_what_holds_for_it(make_spec: Any) -> None:
+    found = regions(job_of(make_spec, "Nested").training_graph(4))
+    assert not any("autocast" in name or "grad" in name for name in found)
+    assert found["linear"] == found["mul_2"] == Region((HALF,), gradients=True)
+    assert found["softmax"] == Region((FULL,), gradients=True)
+    assert found["linear_1"] == found["mul_1"] == Region((FULL,), gradients=False)
+    assert found["linear_3"] == found["cross_entropy_loss"] == WHOLE
+
+
+def test_no_grad_in_an_autocast_leaves_no_gradient(make_spec: Any) -> None:
+    graph = job_of(make_spec, "Nested").training_graph(4)
+    assert not graph.requires_grad["mul_1"]
+    assert graph.requires_grad["softmax"]
+
+
+@pytest.mark.parametrize("model", ["Nested", "Branches", "Written"])
+def test_one_stage_equals_the_model_to_the_bit(make_spec: Any, model: str) -> None:
+    job = job_of(make_spec, model)
+    graph = job.training_graph(4)
+    code = build_stage(Cut(graph, {n.name: 0 for n in graph.operators}, training=True), 0, 4)
+    inputs, targets = job.loader.example(4)
+    states = [job.states[graph.states[slot.value].name] for slot in code.states]
+    (loss,) = code.module(0, *states, inputs, targets)
+    assert (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")) == (True, False)
+    loss.backward()
+    found = [parameter.grad for parameter in job.model.parameters()]
+    job.model.zero_grad()
+    expected = F.cross_entropy(job.model(inputs), targets)
+    expected.backward()
+    assert torch.equal(loss, expected)
+    for gradient, parameter in zip(found, job.model.parameters(), strict=True):
+        assert gradient is not None
+        assert torch.equal(gradient, parameter.grad)
+
+
+def test_regions_can_be_cut_and_are_entered_once_for_neighbours(make_spec: Any) -> None:
+    graph = job_of(make_spec, "Nested").training_graph(4)
+    names = [node.name for node in graph.operators]
+    half = names.index("softmax")
+    cut = Cut(graph, {name: int(i >= half) for i, name in enumerate(names)}, training=True)
+    for stage, entered in ((0, 2), (1, 3)):
+        module = build_stage(cut, stage, 4).module
+        called = [n.name for n in module.graph.nodes if n.name.startswith("enter_region")]
+        assert len(called) == entered
+
+
+def test_a_view_without_gradients_lets_none_through(make_spec: Any) -> None:
+    """Torch says of it that it requires one."""
+    graph = job_of(make_spec, "Written").training_graph(4)
+    assert [name for name, passes in graph.requires_grad.items() if not passes] == [
+        name for name, region in regions(graph).items() if not region.gradients
+    ]
+
+
+def test_inference_mode_counts_as_no_grad(make_spec: Any) -> None:
+    enter = torch.inference_mode.__enter__
+    graph = job_of(make_spec, "Inference").training_graph(4)
+    assert region_of(graph.operators[0]) == Region((), gradients=False)
+    assert not graph.requires_grad[graph.operators[0].name]
+    assert torch.inference_mode.__enter__ is enter
+
+
+def test_the_region_is_part_of_an_operators_signature(make_spec: Any) -> None:
+    """The same operators in another arithmetic are another model."""
+    one, other = (
+        job_of(make_spec, "Switched", enabled=enabled).training_graph(4)
+        for enabled in (True, False)
+    )
+    assert [n.name for n in one.operators] == [n.name for n in other.operators]
+    assert "'linear'" in str(one.difference(other.fingerprint, other.signatures))

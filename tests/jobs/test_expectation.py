@@ -1,0 +1,70 @@
+"""With what a job is compared, and how exactly both must agree."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from pipectl.capture.traits import Traits
+from pipectl.jobs.expectation import (
+    against_one_process,
+    between_plans,
+    reason_for_two_plans,
+    too_large_for_a_process,
+)
+
+
+def spec(precision: str = "float32", gpus: int = 0, materialize: str = "eager") -> Any:
+    return SimpleNamespace(
+        training=SimpleNamespace(precision=precision),
+        resources=SimpleNamespace(gpus_per_node=gpus),
+        model=SimpleNamespace(materialize=materialize),
+    )
+
+
+def traits(*, random: bool = False, shared: bool = False, half: bool = False) -> Traits:
+    return Traits(("dropout",) * random, ("tied.weight",) * shared, half)
+
+
+@pytest.mark.parametrize(
+    ("precision", "half", "tolerance"),
+    [("float32", False, 1e-4), ("float32", True, 2e-2), ("bf16", False, 2e-2),
+     ("float16", False, 2e-2)],
+)  # fmt: skip
+def test_rounding_is_that_of_the_coarsest_arithmetic(
+    precision: str, half: bool, tolerance: float
+) -> None:
+    found = against_one_process(spec(precision), traits(shared=True, half=half))
+    assert found.tolerance == tolerance
+    assert found.notes[0].startswith("tied.weight: used several times")
+
+
+def test_without_a_reason_the_same_bits_are_asked_for() -> None:
+    assert against_one_process(spec(), traits(half=True)).tolerance == 0.0
+    assert against_one_process(spec(), traits(random=True, shared=True)).tolerance == 0.0
+
+
+def test_plans_differ_in_no_bit_on_cpus_whatever_the_model() -> None:
+    everything = traits(random=True, shared=True, half=True)
+    assert between_plans(spec(), everything, "why").tolerance == 0.0
+    assert between_plans(spec(gpus=1), everything, "why").tolerance == 2e-2
+    assert between_plans(spec(), everything, "why").notes[0].startswith("why: ")
+
+
+def test_two_plans_are_compared_where_asked_or_where_no_process_holds_the_model() -> None:
+    assert reason_for_two_plans(spec(), asked=False) is None
+    assert reason_for_two_plans(spec(), asked=True) == "--between-plans"
+    assert reason_for_two_plans(spec(materialize="per_rank"), asked=False)
+
+
+def test_two_plans_are_compared_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = SimpleNamespace(available=3 << 30)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    for needed, expected in ((2 << 30, None), (4 << 30, "one process would need 4.00 GiB")):
+        alone: Any = SimpleNamespace(prediction=SimpleNamespace(peak_memory_bytes=(needed,)))
+        found = too_large_for_a_process(alone)
+        assert (found and found[:31]) == expected
+    assert too_large_for_a_process(None) is not None
