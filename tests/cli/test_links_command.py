@@ -44,7 +44,7 @@ def test_links_are_measured_shown_and_used_by_the_plan(
     planned = cli("plan", "job.yaml")
     assert (planned.code, planned.err) == (0, "")
     assert f"cluster: {CLUSTER} ({cluster.source})" in planned.out
-    assert "assumed" not in planned.out
+    assert "assumed: cluster" not in planned.out
     changed = cli("plan", "job.yaml", "--set", "resources.cpus_per_task=2")
     assert f"{CLUSTER} was measured for other resources" in changed.err
     assert "assumed: cluster 'this machine'" in changed.out

@@ -188,7 +188,7 @@ class _Step:
             alone, shared_uses(cut), ranks, runtime.uses, runtime.parameters
         )
         held = {n: p for n, p in runtime.parameters.items() if p.requires_grad}
-        self._clipping = Clipping(alone, list(held), held, held)
+        self._clipping = Clipping(alone, {name: p.dtype for name, p in held.items()}, held, held)
         self._stepper = make_stepper(job, runtime.parameters)
 
     def given(self) -> StepInput:

@@ -12,6 +12,7 @@ import pytest
 
 from pipectl.jobs import cache, device
 from pipectl.jobs.profile import Interrupted, Wish, fresh_profile, measure
+from pipectl.memory import OperatorMemory
 from pipectl.profile import Operator, OptimizerCost, Profile
 from pipectl.profiler.effort import Effort
 from pipectl.profiler.journal import Journal
@@ -48,7 +49,10 @@ class Profiler:
             if journal.find(f"op{index}") is None:
                 self.measured.append(f"op{index}")
                 journal.note(f"op{index}", {"forward_s": 0.01})
-        operators = tuple(Operator(f"op{i}", f"op{i}", 0.01, 0.02, 0, 0, 0) for i in range(3))
+        memory = OperatorMemory(0, "op0", 0, 0)
+        operators = tuple(
+            Operator(f"op{i}", f"op{i}", 0.01, 0.02, 0, 0, 0, memory=memory) for i in range(3)
+        )
         cost = OptimizerCost(2.0, 1e-9)
         return Profile(spec.name, "test", 2, operators, (), "abc", cost, key=profile_key(spec))
 
