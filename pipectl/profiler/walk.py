@@ -21,6 +21,7 @@ from pipectl.profiler.repeats import Pattern, Shape, key_of, shapes_of
 from pipectl.profiler.states import SampleStates
 from pipectl.profiler.timing import Timing
 from pipectl.runtime.device import Device
+from pipectl.runtime.process import release_freed_memory
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,11 @@ class Walk:
         """Measure every operator in order; ``done`` is called with the name of each."""
         found: dict[str, Measured] = {}
         for node in self._graph.operators:
-            found[node.name] = self._repeat(node) or self._measure(node)
+            known = self._repeat(node)
+            found[node.name] = known or self._measure(node)
             self._free(node)
+            if self._patterns is not None and known is None:
+                release_freed_memory()  # parameters of all sizes follow each other, and never again
             done(node.name)
         return found
 

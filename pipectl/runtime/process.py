@@ -23,6 +23,13 @@ def settle_process(threads: int) -> None:
     keep_freed_memory()
 
 
+def release_freed_memory() -> None:
+    """Give back once what this process has kept: what comes next needs other sizes."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def keep_freed_memory() -> bool:
     """Whether the C library could be told so; others than glibc have no need or no way."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

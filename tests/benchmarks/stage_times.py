@@ -4,8 +4,9 @@ Each model is profiled as ``pipectl profile`` does it; then random convex stages
 whole model, run one forward and one backward at a time, as on a rank in the steady state of 1F1B,
 and the time of both together is compared with what the planner takes it to be. Half of the
 measurements come before the profile and half after it, so that drift of the machine cancels; as
-many neighbours compute while measuring as while profiling. Stages are of two kinds: runs of
-neighbouring operators, as plans have them, and parts of random topological orders.
+many neighbours compute while measuring as while profiling: none. Stages are of two kinds: runs of
+neighbouring operators, as plans have them, and parts of random topological orders. Stages that
+take less than a millisecond, most of which is python, no plan has; they are shown apart.
 
 Usage: python tests/benchmarks/stage_times.py [MODEL ...]
 """
@@ -40,7 +41,10 @@ from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.process import settle_process
 
 CUTS_PER_KIND, ROUNDS, FIRST_SEED = 4, 6, 100
-BUDGET_S = 8.0
+BUDGET_S = 4.0
+SHORT_S = 1e-3
+SAMPLES, SAMPLES_OF_IMAGES = 64, 2
+"""Of a micro-batch: the corpus' own and language models are tiny, its vision models are not."""
 GOAL_MEDIAN, GOAL_NINTH = 0.04, 0.10
 
 
@@ -60,9 +64,14 @@ class Stage:
         self.seconds.append(sum(self.stages.run(self.index)))
 
     @property
+    def measured_s(self) -> float:
+        """Median of the runs."""
+        return statistics.median(self.seconds)
+
+    @property
     def error(self) -> float:
         """Share by which the prediction is above the measurement."""
-        return self.predicted_s / statistics.median(self.seconds) - 1
+        return self.predicted_s / self.measured_s - 1
 
 
 def stages_of(entry: Entry, job: CapturedJob, size: int) -> list[Stage]:
@@ -104,7 +113,8 @@ def predict(stages: list[Stage], profile: Profile) -> None:
 
 def compare(entry: Entry) -> list[Stage]:
     with tempfile.TemporaryDirectory() as folder:
-        spec = spec_of(entry, Path(folder) / "job.yaml")
+        samples = SAMPLES_OF_IMAGES if entry.package == "torchvision" else SAMPLES
+        spec = spec_of(entry, Path(folder) / "job.yaml", micro_batch=samples)
         settle_process(1)
         job = CapturedJob(spec)
         size = spec.training.batch_size // (spec.pipeline.micro_batches or 1)
@@ -143,10 +153,12 @@ def main() -> None:
         for stage in stages:
             del stage.stages
         found += stages
+    short = [stage for stage in found if stage.measured_s < SHORT_S]
+    found = [stage for stage in found if stage.measured_s >= SHORT_S]
+    if short:
+        show("all below 1 ms", short)
     for kind in ("neighbours", "any order"):
         show(f"all: {kind}", [stage for stage in found if stage.kind == kind])
-    long = [stage for stage in found if statistics.median(stage.seconds) >= 1e-3]
-    show("all: 1 ms and more", long)
     middle, ninth = show("all", found)
     met = middle <= GOAL_MEDIAN and ninth <= GOAL_NINTH
     print(f"goal: {GOAL_MEDIAN:.0%} and {GOAL_NINTH:.0%}: {'met' if met else 'missed'}")
