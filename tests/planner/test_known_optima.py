@@ -90,7 +90,7 @@ def test_proven_optimum_is_found(name) -> None:
         link_bytes_per_s = document["cluster"]["transfer_bytes_per_s_effective"]
         bandwidth = link_bytes_per_s / entry.get("comm_scale", 1)
         most = entry["devices"]
-        costs = Costs(times, times, 1.0, Link(0.0, bandwidth), [1.0] * most)
+        costs = Costs(times, times, times, 1.0, Link(0.0, bandwidth), [1.0] * most)
         search = Partitioner(space, costs, fewest=2, most=most)
         found = min(
             bottleneck(graph, times, partition, bandwidth)
