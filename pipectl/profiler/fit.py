@@ -24,6 +24,7 @@ from pipectl.profile import StageOverhead
 Floats = npt.NDArray[np.float64]
 CACHE_SHARES = (0.25, 0.5, 0.75, 1.0, 1.5)
 """Parts of the last level cache that stages of a rank may have for themselves."""
+_LEAST_FACTOR, _MOST_FACTOR = 0.5, 2.0
 _REWEIGHTINGS = 30
 _SMALL_ERROR = 1e-3
 _SHORT = 0.1
@@ -111,6 +112,10 @@ def _least_relative_errors(
     matrix = np.array(rows, dtype=float) / size[:, None]
     scale = np.maximum(matrix.max(axis=0), 1e-30)
     found = _reweighted(matrix / scale, measured / size) / scale
+    if not _LEAST_FACTOR <= found[0] <= _MOST_FACTOR:  # too few or too odd stages to tell
+        found[0] = min(_MOST_FACTOR, max(_LEAST_FACTOR, float(found[0])))
+        rest = measured / size - matrix[:, 0] * found[0]
+        found[1:] = _reweighted(matrix[:, 1:] / scale[1:], rest) / scale[1:]
     factor, fixed, entering, leaving = map(float, found)
     error = float(np.abs(matrix @ found - measured / size).mean())
     return _Line(factor, (fixed, entering, leaving), error)

@@ -90,3 +90,11 @@ def test_no_coefficient_is_negative() -> None:
     found += samples(of, StageOverhead(), (1.0, 1.0))[1::2]
     stage = fit_stages(found, operator_times(of, 8), None).stage
     assert min(stage.forward_s, stage.received_s, stage.sent_s, stage.backward_s) >= 0
+
+
+def test_operators_keep_some_time_however_odd_the_samples() -> None:
+    of = profile(cached=False)
+    found = [replace(s, forward_s=1e-3, backward_s=2e-3) for s in samples(of, STAGE, (1.0, 1.0))]
+    fit = fit_stages(found, operator_times(of, 8), None)
+    assert fit.factors == pytest.approx((0.5, 0.5))
+    assert fit.stage.forward_s > 0
