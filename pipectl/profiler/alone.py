@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipectl.capture import CapturedGraph, Cut, Slot
 from pipectl.graph import TransferKind
-from pipectl.profiler.marks import Clock, Cost, Marked, Spent
+from pipectl.profiler.marks import Cost, Marked, Spent, clock_of
 from pipectl.runtime.device import Device
 from pipectl.runtime.stage import StageRuntime
 from pipectl.runtime.transport import Tensors
@@ -52,12 +52,11 @@ class AloneStages:
         size: int,
         device: Device,
         precision: str,
-        clock: Clock,
     ) -> None:
         self.cut = Cut(graph, stage_of, training=True)
         self._size = size
         self._batch = batch
-        self._clock = clock
+        self._clock = clock_of(device)
         self._loss = Slot(graph.loss)
         self._key = (True, size)
         self._stages = [

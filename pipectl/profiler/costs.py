@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
+from pipectl.profiler.marks import Clock, clock_of
 from pipectl.runtime.device import Device
 
 _LEAST_REPEATS = 3
@@ -90,36 +90,33 @@ def measure(call: Call, device: Device, budget_s: float) -> Times:
 
     The median drops repeats that something else on the machine disturbed.
     """
+    clock = clock_of(device)
     forward: list[float] = []
     backward: list[float] = []
-    _once(call, device)
+    _once(call, clock)
     spent = 0.0
     while len(forward) < _MOST_REPEATS and spent < _LONG_S:
         if len(forward) >= _LEAST_REPEATS and spent > budget_s:
             break
-        times = _once(call, device)
+        times = _once(call, clock)
         forward.append(times.forward_s)
         backward.append(times.backward_s)
         spent += times.forward_s + times.backward_s
     return Times(statistics.median(forward), statistics.median(backward))
 
 
-def _once(call: Call, device: Device) -> Times:
+def _once(call: Call, clock: Clock) -> Times:
     args, kwargs, wanted = call.prepared()
-    device.synchronize()
-    start = time.perf_counter()
+    start = clock()
     result = call.target(*args, **kwargs)
-    device.synchronize()
-    middle = time.perf_counter()
+    middle = clock()
     roots = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
     if not wanted or not roots:
         return Times(middle - start, 0.0)
     seeds = [torch.ones_like(root) for root in roots]
-    device.synchronize()
-    begin = time.perf_counter()
+    begin = clock()
     torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
-    device.synchronize()
-    return Times(middle - start, time.perf_counter() - begin)
+    return Times(middle - start, clock() - begin)
 
 
 def value_bytes(value: Any) -> int:

@@ -20,7 +20,7 @@ from pipectl.profiler.alone import AloneStages
 from pipectl.profiler.cache import last_level_bytes
 from pipectl.profiler.effort import Effort, Rounds
 from pipectl.profiler.fit import CACHE_SHARES, Sample
-from pipectl.profiler.marks import Cost, Spent, cost_of_measuring
+from pipectl.profiler.marks import Cost, Spent, clock_of, cost_of_measuring
 from pipectl.profiler.partitions import random_stages, whole, windows
 from pipectl.profiler.records import Pairs, Timed
 from pipectl.runtime.device import CpuDevice, Device
@@ -61,6 +61,7 @@ class InPlace:
         self._device = device
         self._precision = precision
         self._effort = effort
+        self._clock = clock_of(device)
 
     def operators(self, advance: Advance) -> Timed:
         """Times of the operators."""
@@ -73,10 +74,10 @@ class InPlace:
     def samples(self, footprints: Footprints, advance: Advance) -> list[Sample]:
         """Random stages and the whole graph, timed; more of them the less time they take."""
         runs = [_WholeRuns(self._stages(whole(self._graph)))]
-        start = self.clock()
+        start = self._clock()
         runs[0].round()
         rounds = self._effort.stages
-        affordable = rounds.budget_s / (rounds.least * (self.clock() - start))
+        affordable = rounds.budget_s / (rounds.least * (self._clock() - start))
         count = min(_MOST_PARTITIONS, max(_FEWEST_PARTITIONS, int(affordable)))
         cuts = [random_stages(self._graph, seed) for seed in range(count)]
         runs += [_WholeRuns(self._stages(cut)) for cut in cuts]
@@ -91,11 +92,6 @@ class InPlace:
         known = last_level_bytes()
         return known if sum(self._working_set.values()) > CACHE_SHARES[0] * known else None
 
-    def clock(self) -> float:
-        """Seconds, when everything on the device is done."""
-        self._device.synchronize()
-        return time.perf_counter()
-
     def _stages(self, cut: Mapping[str, int]) -> AloneStages:
         return AloneStages(
             self._graph,
@@ -105,12 +101,7 @@ class InPlace:
             self._size,
             self._device,
             self._precision,
-            self._clock,
         )
-
-    @property
-    def _clock(self) -> Callable[[], float]:
-        return time.perf_counter if isinstance(self._device, CpuDevice) else self.clock
 
     @property
     def _windows(self) -> list[dict[str, int]]:
@@ -133,11 +124,11 @@ class InPlace:
         return found
 
     def _copying_s(self, buffer: Tensor) -> float:
-        start = self.clock()
+        start = self._clock()
         for _ in range(_COPIES):
             copy = buffer.clone()
             copy.data = copy.detach()
-        return (self.clock() - start) / _COPIES
+        return (self._clock() - start) / _COPIES
 
 
 class _MarkedRuns:

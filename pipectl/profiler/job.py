@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -120,7 +119,7 @@ class _Profiling:
     def profile(self) -> Profile:
         """The profile, but for what is known of the process."""
         profile = self._measured_in_pieces() if self._in_pieces else self._measured_in_place()
-        cost = optimizer_cost(self._job, self._device.torch_device, self._clock)
+        cost = optimizer_cost(self._job, self._device)
         kept = [f"{path} stays one operator: {why}" for path, why in self._job.kept.items()]
         return replace(profile, optimizer=cost, assumptions=(*profile.assumptions, *kept))
 
@@ -267,10 +266,6 @@ class _Profiling:
         states = [graph.states[s.name] for s in graph.tensor_inputs(node) if s.name in graph.states]
         names = [state.name for state in states if state.kind == "parameter"]
         return tuple((name, self._job.states[name].nbytes) for name in dict.fromkeys(names))
-
-    def _clock(self) -> float:
-        self._device.synchronize()
-        return time.perf_counter()
 
 
 def _scaled(operator: Operator, forward: float, backward: float) -> Operator:

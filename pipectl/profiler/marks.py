@@ -25,11 +25,24 @@ from torch import Tensor, fx
 
 from pipectl.capture.randomness import SEEDERS
 from pipectl.capture.stage import StageCode
+from pipectl.runtime.device import CpuDevice, Device
 
 Clock = Callable[[], float]
 _OUTSIDE = -1
 _TRIALS = 15
 _CHAIN = 200
+
+
+def clock_of(device: Device) -> Clock:
+    """Seconds, when everything that was queued on the device is done."""
+    if isinstance(device, CpuDevice):
+        return time.perf_counter
+
+    def clock() -> float:
+        device.synchronize()
+        return time.perf_counter()
+
+    return clock
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,6 @@ def _compute(spec: JobSpec, size: int, ready: Event, stop: Event) -> None:
         size,
         CpuDevice(),
         spec.training.precision,
-        time.perf_counter,
     )
     ready.set()
     parent = psutil.Process().parent()

@@ -11,17 +11,19 @@ from torch.utils import _pytree as pytree
 from pipectl.capture import CapturedJob
 from pipectl.capture.deferred import is_deferred
 from pipectl.profile import OptimizerCost
-from pipectl.profiler.marks import Clock
+from pipectl.profiler.marks import clock_of
 from pipectl.profiler.memory import measure_step
+from pipectl.runtime.device import Device
 from pipectl.runtime.stepper import make_optimizer
 
 _SAMPLE_BYTES = 64 << 20
 _REPEATS = 5
 
 
-def optimizer_cost(job: CapturedJob, device: torch.device, clock: Clock) -> OptimizerCost:
+def optimizer_cost(job: CapturedJob, device: Device) -> OptimizerCost:
     """State, time and temporary values of a step, per byte of parameters."""
-    sample = _sample(job, device)
+    clock, place = clock_of(device), device.torch_device
+    sample = _sample(job, place)
     size_bytes = sum(parameter.nbytes for parameter in sample.values()) or 1
     for parameter in sample.values():
         parameter.grad = torch.zeros_like(parameter)
@@ -34,7 +36,7 @@ def optimizer_cost(job: CapturedJob, device: torch.device, clock: Clock) -> Opti
     leaves = pytree.tree_leaves([dict(state) for state in optimizer.state.values()])
     state_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
     step_s = statistics.median(times[1:])
-    return OptimizerCost(state_bytes / size_bytes, step_s / size_bytes, measure_step(job, device))
+    return OptimizerCost(state_bytes / size_bytes, step_s / size_bytes, measure_step(job, place))
 
 
 def _sample(job: CapturedJob, device: torch.device) -> dict[str, nn.Parameter]:

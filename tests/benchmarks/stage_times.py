@@ -84,9 +84,7 @@ def stages_of(entry: Entry, job: CapturedJob, size: int) -> list[Stage]:
     found.append(("neighbours", cuts.whole(graph)))
     made = []
     for kind, cut in found:
-        stages = AloneStages(
-            graph, cut, job.states, batch, size, CpuDevice(), "float32", time.perf_counter
-        )
+        stages = AloneStages(graph, cut, job.states, batch, size, CpuDevice(), "float32")
         made += [Stage(entry.name, kind, stages, index, []) for index in range(len(stages))]
     return made
 
