@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 
 from pipectl.batch import JobRequest
 from pipectl.errors import UsageError
-from pipectl.files import make_directory, write_text
+from pipectl.files import make_directory
 from pipectl.jobs.machines import measured_key
-from pipectl.jobs.profile_in_job import PERCENT
+from pipectl.jobs.measuring_run import submit_measuring
 from pipectl.jobs.request import job_request
-from pipectl.jobs.submit import Submission, hand_over
-from pipectl.runs import PROFILING, Record, RunDirectory
-from pipectl.spec import dump
+from pipectl.jobs.submit import Submission
+from pipectl.runs import RunDirectory
 
 if TYPE_CHECKING:
     from pipectl.spec import JobSpec
@@ -49,18 +48,7 @@ def submit_links(
     make_directory(output.parent)
     run = RunDirectory.create(Path(spec.output.directory), f"{spec.name}-links", now)
     request = _request(spec, run, scheduler, output.absolute(), BUDGET_S[effort])
-    record = Record(
-        name=request.name,
-        scheduler=scheduler,
-        tag=request.tag,
-        submitted_at=now,
-        ranks=request.ranks,
-        nodes=request.nodes,
-        steps=PERCENT,
-        kind=PROFILING,
-    )
-    submitted = hand_over(run, request, record, lambda: write_text(run.job, dump(spec)))
-    return Submission(run, submitted, None)
+    return submit_measuring(run, spec, request, scheduler, now)
 
 
 def _request(

@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipectl.files import write_json
+from pipectl.jobs.measuring_run import PERCENT
 from pipectl.jobs.profile import Wish, measure
 from pipectl.jobs.reporting import Heartbeat, reporting_failure
 from pipectl.runs import RunDirectory
 from pipectl.spec import load
-
-PERCENT = 100
 
 
 def arguments_for(run: RunDirectory, output: Path, wish: Wish) -> tuple[str, ...]:

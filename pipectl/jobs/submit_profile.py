@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipectl.batch import JobRequest
-from pipectl.files import make_directory, write_text
+from pipectl.files import make_directory
+from pipectl.jobs.measuring_run import submit_measuring
 from pipectl.jobs.profile import Wish
-from pipectl.jobs.profile_in_job import PERCENT, arguments_for
+from pipectl.jobs.profile_in_job import arguments_for
 from pipectl.jobs.request import MEASURE, job_request
-from pipectl.jobs.submit import Submission, hand_over
-from pipectl.runs import PROFILING, Record, RunDirectory
-from pipectl.spec import dump
+from pipectl.jobs.submit import Submission
+from pipectl.runs import RunDirectory
 
 if TYPE_CHECKING:
     from pipectl.spec import JobSpec
@@ -39,17 +38,7 @@ def submit_profile(
     make_directory(output.parent)
     run = RunDirectory.create(Path(spec.output.directory), f"{spec.name}-profile", now)
     request = _request(spec, run, output, wish)
-    record = Record(
-        name=request.name,
-        scheduler=scheduler,
-        tag=request.tag,
-        submitted_at=now,
-        ranks=1,
-        nodes=1,
-        steps=PERCENT,
-        kind=PROFILING,
-    )
-    return Submission(run, hand_over(run, request, record, _writer(run, spec)), None)
+    return submit_measuring(run, spec, request, scheduler, now)
 
 
 def _request(spec: JobSpec, run: RunDirectory, output: Path, wish: Wish) -> JobRequest:
@@ -58,7 +47,3 @@ def _request(spec: JobSpec, run: RunDirectory, output: Path, wish: Wish) -> JobR
     command = (training.python, "-m", MEASURE, *arguments_for(run, output, wish))
     name = f"{spec.name}-profile"
     return replace(training, name=name, ranks=1, nodes=1, command=command, alone=True)
-
-
-def _writer(run: RunDirectory, spec: JobSpec) -> Callable[[], None]:
-    return lambda: write_text(run.job, dump(spec))

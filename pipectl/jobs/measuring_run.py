@@ -1,0 +1,40 @@
+"""Runs that only measure: of a model's operators, or of the links between ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipectl.batch import JobRequest
+from pipectl.files import write_text
+from pipectl.jobs.submit import Submission, hand_over
+from pipectl.runs import PROFILING, Record, RunDirectory
+from pipectl.spec import dump
+
+if TYPE_CHECKING:
+    from pipectl.spec import JobSpec
+
+PERCENT = 100
+"""Steps of such a run: it tells its progress in percent."""
+
+
+def submit_measuring(
+    run: RunDirectory, spec: JobSpec, request: JobRequest, scheduler: str, now: float
+) -> Submission:
+    """Submit it; see :func:`pipectl.jobs.submit.hand_over`.
+
+    Args:
+        scheduler: its name.
+        now: seconds since the epoch.
+    """
+    record = Record(
+        name=request.name,
+        scheduler=scheduler,
+        tag=request.tag,
+        submitted_at=now,
+        ranks=request.ranks,
+        nodes=request.nodes,
+        steps=PERCENT,
+        kind=PROFILING,
+    )
+    submitted = hand_over(run, request, record, lambda: write_text(run.job, dump(spec)))
+    return Submission(run, submitted, None)
