@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "pipectl"
 
 LAYERS = (
-    ("errors", "units", "files", "fields"),
+    ("errors", "units", "files", "fields", "compiled"),
     ("spec", "graph", "memory", "profile", "link", "cluster", "plan", "timeline"),
     ("planner", "schedule", "simulate"),
     ("batch", "runs", "report"),
@@ -27,6 +27,7 @@ ONLY_IN = {
     "torch": {"capture", "profiler", "runtime"},
     "safetensors": {"capture", "profiler", "runtime"},
     "mpi4py": {"runtime"},
+    "numba": {"compiled"},
     "typer": {"cli"},
     "rich": {"cli"},
     "subprocess": {"batch/process.py"},

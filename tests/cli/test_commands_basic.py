@@ -33,7 +33,7 @@ def test_starting_loads_neither_torch_nor_mpi_nor_the_spec(
 ) -> None:
     program = (
         "import sys; from pipectl.cli import main; code = main(sys.argv[1:]);"
-        "heavy = {'torch', 'mpi4py', 'numpy', 'pipectl.spec', 'pipectl.planner'};"
+        "heavy = {'torch', 'mpi4py', 'numpy', 'numba', 'pipectl.spec', 'pipectl.planner'};"
         "sys.exit(','.join(heavy & set(sys.modules)) or code)"
     )
     done = subprocess.run(
