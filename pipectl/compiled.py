@@ -21,5 +21,9 @@ R = TypeVar("R")
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a kernel; kernels may call each other."""
-    kernel: Callable[P, R] = numba.njit(cache=True)(function)
+    kernel: Callable[P, R]
+    try:
+        kernel = numba.njit(cache=True)(function)
+    except RuntimeError:  # no folder can be written: compile in every process
+        kernel = numba.njit()(function)
     return kernel
