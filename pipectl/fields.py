@@ -74,6 +74,19 @@ class Reader:
         """A whole number, or None where absent."""
         return self.integer(key) if key in self else None
 
+    def size(self, key: str, default: int = _REQUIRED) -> int:
+        """Bytes: a finite number of at least 0; part of a byte counts as one."""
+        return math.ceil(self.number(key, default))
+
+    def sizes(self, key: str) -> dict[str, int]:
+        """An object of bytes by name; empty where absent."""
+        nested = self._nested(self.mapping(key), key)
+        return {name: nested.size(name) for name in nested._document}
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        """An object as it is; empty where absent."""
+        return dict(self._typed(key, dict, "an object", {}))
+
     def number(self, key: str, default: float = _REQUIRED) -> float:
         """A finite number of at least 0."""
         found = self.value(key, default)
@@ -82,6 +95,10 @@ class Reader:
         if not math.isfinite(found) or found < 0:
             raise self.error(key, f"must be a finite number of at least 0, not {found!r}")
         return float(found)
+
+    def optional_number(self, key: str) -> float | None:
+        """A finite number of at least 0, or None where absent."""
+        return self.number(key) if key in self else None
 
     def positive(self, key: str, default: float = _REQUIRED) -> float:
         """A finite number above 0."""

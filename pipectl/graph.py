@@ -6,6 +6,7 @@ Both the planner (on profile costs) and the runtime (on tensors) take their mess
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -95,3 +96,32 @@ def cut_routes(
         uses = [stage_of[user] for user in users]
         found += routes(producer, stage_of[producer], uses, has_gradient=with_gradient[producer])
     return found
+
+
+def topological_order(nodes: Sequence[int], arcs: Iterable[tuple[int, int]]) -> list[int]:
+    """The topological order that always takes the smallest node that is ready.
+
+    Args:
+        nodes: ascending.
+        arcs: distinct (from, to) pairs; one from a node to itself counts for nothing.
+
+    Returns:
+        ``nodes``, without those on a cycle or behind one.
+    """
+    targets: dict[int, list[int]] = {node: [] for node in nodes}
+    missing = dict.fromkeys(nodes, 0)
+    for source, target in arcs:
+        if source != target:
+            targets[source].append(target)
+            missing[target] += 1
+    ready = [node for node in nodes if not missing[node]]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        node = heapq.heappop(ready)
+        order.append(node)
+        for target in targets[node]:
+            missing[target] -= 1
+            if not missing[target]:
+                heapq.heappush(ready, target)
+    return order

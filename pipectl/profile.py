@@ -6,7 +6,7 @@ Times are in seconds and sizes in bytes, for one micro-batch of ``micro_batch_si
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,47 +14,22 @@ from typing import Any
 from pipectl.errors import DataFileError
 from pipectl.fields import Reader
 from pipectl.files import read_json, write_json
-from pipectl.memory import OperatorMemory, StepMemory
+from pipectl.graph import topological_order
+from pipectl.memory import StepMemory
+from pipectl.operators import NO_TEMPORARIES, Operator, Variant
+
+__all__ = [
+    "NO_TEMPORARIES",
+    "MeasuredOn",
+    "Operator",
+    "OptimizerCost",
+    "Profile",
+    "StageOverhead",
+    "Variant",
+]
 
 VERSION = 1
-NO_TEMPORARIES = "the memory of temporary values is not given: taken as none"
 _CURE = "write a new one with: pipectl profile JOB.yaml"
-
-
-@dataclass(frozen=True)
-class Operator:
-    """One operator of the forward graph with the cost of its forward and backward.
-
-    Args:
-        id: unique within the profile; the graph node's name.
-        name: what people read, e.g. ``blocks.3.attention.linear``.
-        parameters: (full name, bytes) of each parameter used; a parameter that several operators
-            of one stage use is stored once.
-        output_bytes: what crosses a cut behind this operator, once per consumer stage.
-        gradient_bytes: what comes back; 0 for integer values and values without gradient.
-        saved: (value, bytes) kept from forward to backward; equal values are one storage.
-        timings: micro-batch size to (forward_s, backward_s), for sizes besides the profile's own.
-        cached: the same for a stage whose data stays in the processor's cache between two
-            micro-batches, for every measured size; empty where that makes no difference.
-        group: operators of an equal group must share a stage.
-        signature: digest of the operator and its arguments; tells where two graphs differ.
-        memory: what it allocates while it runs; None where that was not measured.
-    """
-
-    id: str
-    name: str
-    forward_s: float
-    backward_s: float
-    parameter_bytes: int
-    output_bytes: int
-    gradient_bytes: int
-    parameters: tuple[tuple[str, int], ...] = ()
-    saved: tuple[tuple[str, int], ...] = ()
-    timings: Mapping[int, tuple[float, float]] = field(default_factory=dict)
-    cached: Mapping[int, tuple[float, float]] = field(default_factory=dict)
-    group: str | None = None
-    signature: str | None = None
-    memory: OperatorMemory | None = None
 
 
 @dataclass(frozen=True)
@@ -145,6 +120,8 @@ class Profile:
         key: of the spec sections and factory files it was measured from; tells a stale profile.
         assumptions: what was assumed in measuring, or in reading a file that did not say.
         device: None where an imported profile does not say.
+        edge_bytes: what crosses an edge where that is not its producer's ``output_bytes``.
+        cluster: what an imported profile says of the devices it is meant for, as it says it.
     """
 
     name: str
@@ -159,6 +136,8 @@ class Profile:
     key: str | None = None
     assumptions: tuple[str, ...] = ()
     device: MeasuredOn | None = None
+    edge_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    cluster: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def by_id(self) -> dict[str, Operator]:
@@ -199,8 +178,12 @@ class Profile:
             document["stage"] = {key: value for key, value in stage.items() if value is not None}
         if self.assumptions:
             document["assumptions"] = list(self.assumptions)
-        document["nodes"] = [_operator_json(operator) for operator in self.operators]
+        if self.cluster:
+            document["cluster"] = dict(self.cluster)
+        document["nodes"] = [operator.to_json() for operator in self.operators]
         document["edges"] = [list(edge) for edge in self.edges]
+        if self.edge_bytes:
+            document["edge_bytes"] = [self.edge_bytes[edge] for edge in self.edges]
         return {key: value for key, value in document.items() if value is not None}
 
     @classmethod
@@ -218,14 +201,13 @@ class Profile:
         reader = Reader(document, file=file, cure=_CURE)
         reader.check_version(VERSION)
         assumptions: list[str] = list(reader.texts("assumptions", default=[]))
-        size = reader.integer("micro_batch_size", alias="profile_batch_size", minimum=1)
-        operators = tuple(_operator(item, assumptions) for item in reader.items("nodes"))
+        edges, edge_bytes = _edges(reader)
         profile = cls(
             name=reader.text("name"),
             source=reader.text("source", default="unknown"),
-            micro_batch_size=size,
-            operators=operators,
-            edges=_edges(reader),
+            micro_batch_size=_micro_batch_size(reader, assumptions),
+            operators=tuple(Operator.from_json(i, assumptions) for i in reader.items("nodes")),
+            edges=edges,
             fingerprint=reader.optional_text("fingerprint"),
             optimizer=_optimizer(reader, assumptions),
             stage=_stage(reader),
@@ -233,72 +215,17 @@ class Profile:
             key=reader.optional_text("key"),
             assumptions=tuple(dict.fromkeys(assumptions)),
             device=MeasuredOn.from_json(reader.section("device")) if "device" in reader else None,
+            edge_bytes=edge_bytes,
+            cluster=reader.mapping("cluster"),
         )
         _check_graph(profile, file)
-        return profile
+        return _sorted(profile, file)
 
 
-def _operator_json(operator: Operator) -> dict[str, Any]:
-    item: dict[str, Any] = {
-        "id": operator.id,
-        "name": operator.name,
-        "forward_s": operator.forward_s,
-        "backward_s": operator.backward_s,
-        "parameter_bytes": operator.parameter_bytes,
-        "output_bytes": operator.output_bytes,
-        "gradient_bytes": operator.gradient_bytes,
-    }
-    if operator.parameters:
-        item["parameters"] = [list(pair) for pair in operator.parameters]
-    item["saved"] = [list(pair) for pair in operator.saved]
-    if operator.timings:
-        item["timings"] = _sizes_json(operator.timings)
-    if operator.cached:
-        item["cached"] = _sizes_json(operator.cached)
-    if operator.group is not None:
-        item["group"] = operator.group
-    if operator.signature is not None:
-        item["signature"] = operator.signature
-    if operator.memory is not None:
-        item["memory"] = operator.memory.to_json()
-    return item
-
-
-def _sizes_json(times: Mapping[int, tuple[float, float]]) -> dict[str, list[float]]:
-    return {str(size): list(pair) for size, pair in sorted(times.items())}
-
-
-def _operator(item: Reader, assumptions: list[str]) -> Operator:
-    node_id = item.text("id")
-    output_bytes = item.integer("output_bytes")
-    if "saved" not in item:
-        assumptions.append("saved bytes are not given: each operator is taken to keep its output")
-    if "memory" not in item:
-        assumptions.append(NO_TEMPORARIES)
-    parameter_bytes = item.integer("parameter_bytes")
-    named = item.pairs("parameters")
-    return Operator(
-        id=node_id,
-        name=item.text("name", default=node_id),
-        forward_s=item.number("forward_s"),
-        backward_s=item.number("backward_s"),
-        parameter_bytes=parameter_bytes,
-        output_bytes=output_bytes,
-        gradient_bytes=item.integer("gradient_bytes", default=output_bytes),
-        parameters=named or (((node_id, parameter_bytes),) if parameter_bytes else ()),
-        saved=item.pairs("saved") if "saved" in item else ((node_id, output_bytes),),
-        timings=item.timings("timings"),
-        cached=item.timings("cached"),
-        group=_group(item),
-        signature=item.optional_text("signature"),
-        memory=OperatorMemory.from_json(item.section("memory")) if "memory" in item else None,
-    )
-
-
-def _group(item: Reader) -> str | None:
-    """The operator's group; imported files name it ``colocate`` and may number it."""
-    found = item.value("group", item.value("colocate", ""))
-    return str(found) if found != "" else None
+def _micro_batch_size(reader: Reader, assumptions: list[str]) -> int:
+    if "micro_batch_size" not in reader and "profile_batch_size" not in reader:
+        assumptions.append("the micro-batch size is not given: taken as 1 sample")
+    return reader.integer("micro_batch_size", 1, alias="profile_batch_size", minimum=1)
 
 
 def _optimizer(reader: Reader, assumptions: list[str]) -> OptimizerCost | None:
@@ -324,7 +251,11 @@ def _stage(reader: Reader) -> StageOverhead:
     return StageOverhead(**times, cache_bytes=section.optional_integer("cache_bytes"))
 
 
-def _edges(reader: Reader) -> tuple[tuple[str, str], ...]:
+Edges = tuple[tuple[str, str], ...]
+
+
+def _edges(reader: Reader) -> tuple[Edges, dict[tuple[str, str], int]]:
+    """The edges without duplicates, and the bytes of each, where they are given."""
     pairs = reader.value("edges")
     if not isinstance(pairs, list):
         raise reader.error("edges", "must be a list of [producer, consumer]")
@@ -333,11 +264,15 @@ def _edges(reader: Reader) -> tuple[tuple[str, str], ...]:
             isinstance(pair, list) and len(pair) == 2 and all(isinstance(end, str) for end in pair)
         ):
             raise reader.error(f"edges[{index}]", "must be [producer id, consumer id]")
-    return tuple(dict.fromkeys((source, target) for source, target in pairs))
+    edges = [(source, target) for source, target in pairs]
+    sizes = reader.integers("edge_bytes", default=[])
+    if sizes and len(sizes) != len(edges):
+        raise reader.error("edge_bytes", f"has {len(sizes)} sizes for {len(edges)} edges")
+    return tuple(dict.fromkeys(edges)), dict(zip(edges, sizes, strict=False))
 
 
 def _check_graph(profile: Profile, file: str) -> None:
-    """Ids are unique, edges name them, and they are listed in a topological order."""
+    """Ids are unique and edges name them."""
     position = {operator.id: index for index, operator in enumerate(profile.operators)}
     if not position:
         raise DataFileError(f"{file}: nodes: the graph is empty", cure=_CURE)
@@ -349,8 +284,19 @@ def _check_graph(profile: Profile, file: str) -> None:
         for end in (source, target):
             if end not in position:
                 raise DataFileError(f"{file}: edges: no node has the id {end!r}", cure=_CURE)
-    if any(position[source] >= position[target] for source, target in profile.edges):
+
+
+def _sorted(profile: Profile, file: str) -> Profile:
+    """The profile with its operators in the topological order that changes theirs least."""
+    ids = [operator.id for operator in profile.operators]
+    place = {name: index for index, name in enumerate(ids)}
+    edges = {(place[source], place[target]) for source, target in profile.edges}
+    order = topological_order(range(len(ids)), edges)
+    if len(order) < len(ids):
+        stuck = sorted(set(range(len(ids))) - set(order))
+        named = ", ".join(repr(ids[index]) for index in stuck[:5])
         raise DataFileError(
-            f"{file}: nodes: not in topological order",
-            cure="list every node behind the nodes it reads from",
+            f"{file}: edges: there is a cycle; it is among, or in front of, {named}",
+            cure="an operator cannot depend on its own result: remove one edge of the cycle",
         )
+    return replace(profile, operators=tuple(profile.operators[index] for index in order))

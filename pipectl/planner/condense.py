@@ -9,11 +9,11 @@ stages. Exactly these operators form a strongly connected component after the co
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from pipectl.graph import topological_order
 from pipectl.profile import Operator, Profile
 
 
@@ -132,7 +132,7 @@ def contract(
     component = _components(sorted(set(labels)), sorted(arcs))
     first: dict[int, int] = {}
     home = [first.setdefault(component[label], number) for number, label in enumerate(labels)]
-    order = _topological(sorted(first.values()), {(home[u], home[v]) for u, v in edges})
+    order = topological_order(sorted(first.values()), {(home[u], home[v]) for u, v in edges})
     position = {number: place for place, number in enumerate(order)}
     return _assemble(operators, edges, [position[number] for number in home])
 
@@ -180,27 +180,6 @@ def _postorder(nodes: Iterable[int], targets: Mapping[int, Sequence[int]]) -> li
                 seen.add(target)
                 path.append((target, iter(targets[target])))
     return left
-
-
-def _topological(nodes: Sequence[int], arcs: Iterable[tuple[int, int]]) -> list[int]:
-    """A topological order that always takes the smallest node that is ready."""
-    targets: dict[int, list[int]] = {node: [] for node in nodes}
-    missing = dict.fromkeys(nodes, 0)
-    for source, target in arcs:
-        if source != target:
-            targets[source].append(target)
-            missing[target] += 1
-    ready = [node for node in nodes if not missing[node]]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        node = heapq.heappop(ready)
-        order.append(node)
-        for target in targets[node]:
-            missing[target] -= 1
-            if not missing[target]:
-                heapq.heappush(ready, target)
-    return order
 
 
 def _assemble(

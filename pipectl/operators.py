@@ -1,0 +1,190 @@
+"""The nodes of a profile: operators, what they cost, and their JSON objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from pipectl.fields import Reader
+from pipectl.memory import OperatorMemory
+
+NO_TEMPORARIES = "the memory of temporary values is not given: taken as none"
+NO_SAVED = "saved bytes are not given: each operator is taken to keep its output"
+PHASES = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run an operator on every device of a stage: tensor parallel, with recomputation.
+
+    Args:
+        tensor_parallel: devices that share the operator.
+        recompute: whether its saved values are computed again in the backward.
+        time_s: forward and backward of one micro-batch on each of these devices.
+        parameter_bytes: on each device.
+        mem_per_microbatch_bytes: kept on each device for every micro-batch in flight.
+        mem_fixed_bytes: resident on each device whatever is in flight.
+        sync_fw_bytes, sync_bw_bytes: by neighbour, what the devices exchange besides.
+    """
+
+    tensor_parallel: int
+    recompute: bool
+    time_s: float
+    parameter_bytes: int
+    mem_per_microbatch_bytes: int
+    mem_fixed_bytes: int
+    sync_fw_bytes: Mapping[str, int] = field(default_factory=dict)
+    sync_bw_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, item: Reader) -> Variant:
+        """One object of a node's ``variants``."""
+        return cls(
+            tensor_parallel=item.integer("tensor_parallel", default=1, minimum=1),
+            recompute=item.flag("recompute", default=False),
+            time_s=item.number("time_s"),
+            parameter_bytes=item.size("parameter_bytes"),
+            mem_per_microbatch_bytes=item.size("mem_per_microbatch_bytes", default=0),
+            mem_fixed_bytes=item.size("mem_fixed_bytes", default=0),
+            sync_fw_bytes=item.sizes("sync_fw_bytes"),
+            sync_bw_bytes=item.sizes("sync_bw_bytes"),
+        )
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator of the graph with the cost of its forward and backward.
+
+    Args:
+        id: unique within the profile; the graph node's name.
+        name: what people read, e.g. ``blocks.3.attention.linear``.
+        parameters: (full name, bytes) of each parameter used; a parameter that several operators
+            of one stage use is stored once.
+        output_bytes: what crosses a cut behind this operator, once per consumer stage.
+        gradient_bytes: what comes back; 0 for integer values and values without gradient.
+        saved: (value, bytes) kept from forward to backward; equal values are one storage.
+        timings: micro-batch size to (forward_s, backward_s), for sizes besides the profile's own.
+        cached: the same for a stage whose data stays in the processor's cache between two
+            micro-batches, for every measured size; empty where that makes no difference.
+        group: operators of an equal group must share a stage.
+        signature: digest of the operator and its arguments; tells where two graphs differ.
+        memory: what it allocates while it runs; None where that was not measured.
+        phase: ``forward`` or ``backward`` in graphs where the two are operators of their own, whose
+            values go one way; None where one operator does both.
+        cpu_s: forward and backward on a CPU beside the accelerators; None if unknown.
+        cpu_only: whether no accelerator can run it.
+        memory_bytes: all memory it takes in a stage, where only that is known.
+        transfer_s: to move its output between an accelerator and the host; None if it follows
+            from ``output_bytes``.
+        variants: further ways to run it.
+    """
+
+    id: str
+    name: str
+    forward_s: float
+    backward_s: float
+    parameter_bytes: int
+    output_bytes: int
+    gradient_bytes: int
+    parameters: tuple[tuple[str, int], ...] = ()
+    saved: tuple[tuple[str, int], ...] = ()
+    timings: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    cached: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    group: str | None = None
+    signature: str | None = None
+    memory: OperatorMemory | None = None
+    phase: str | None = None
+    cpu_s: float | None = None
+    cpu_only: bool = False
+    memory_bytes: int | None = None
+    transfer_s: float | None = None
+    variants: tuple[Variant, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented JSON object, without absent options."""
+        item: dict[str, Any] = {
+            "id": self.id,
+            "name": self.name,
+            "forward_s": self.forward_s,
+            "backward_s": self.backward_s,
+            "parameter_bytes": self.parameter_bytes,
+            "output_bytes": self.output_bytes,
+            "gradient_bytes": self.gradient_bytes,
+        }
+        if self.parameters:
+            item["parameters"] = [list(pair) for pair in self.parameters]
+        item["saved"] = [list(pair) for pair in self.saved]
+        if self.timings:
+            item["timings"] = _timings_json(self.timings)
+        if self.cached:
+            item["cached"] = _timings_json(self.cached)
+        if self.memory is not None:
+            item["memory"] = self.memory.to_json()
+        for key in ("group", "signature", "phase", "cpu_s", "memory_bytes", "transfer_s"):
+            if getattr(self, key) is not None:
+                item[key] = getattr(self, key)
+        if self.cpu_only:
+            item["cpu_only"] = True
+        if self.variants:
+            item["variants"] = [asdict(variant) for variant in self.variants]
+        return item
+
+    @classmethod
+    def from_json(cls, item: Reader, assumptions: list[str]) -> Operator:
+        """One node of a profile.
+
+        Args:
+            assumptions: gets what was taken for absent fields.
+
+        Raises:
+            DataFileError: naming the field that is missing or wrong.
+        """
+        node_id = item.text("id")
+        output_bytes = item.size("output_bytes")
+        if "saved" not in item:
+            assumptions.append(NO_SAVED)
+        if "memory" not in item:
+            assumptions.append(NO_TEMPORARIES)
+        parameter_bytes = item.size("parameter_bytes")
+        named = item.pairs("parameters")
+        phase = _phase(item)
+        return cls(
+            id=node_id,
+            name=item.text("name", default=node_id),
+            forward_s=item.number("forward_s"),
+            backward_s=item.number("backward_s"),
+            parameter_bytes=parameter_bytes,
+            output_bytes=output_bytes,
+            gradient_bytes=item.size("gradient_bytes", default=0 if phase else output_bytes),
+            parameters=named or (((node_id, parameter_bytes),) if parameter_bytes else ()),
+            saved=item.pairs("saved") if "saved" in item else ((node_id, output_bytes),),
+            timings=item.timings("timings"),
+            cached=item.timings("cached"),
+            group=_group(item),
+            signature=item.optional_text("signature"),
+            memory=OperatorMemory.from_json(item.section("memory")) if "memory" in item else None,
+            phase=phase,
+            cpu_s=item.optional_number("cpu_s"),
+            cpu_only=item.flag("cpu_only", default=False),
+            memory_bytes=item.size("memory_bytes") if "memory_bytes" in item else None,
+            transfer_s=item.optional_number("transfer_s"),
+            variants=tuple(map(Variant.from_json, item.items("variants", default=[]))),
+        )
+
+
+def _timings_json(times: Mapping[int, tuple[float, float]]) -> dict[str, list[float]]:
+    return {str(size): list(pair) for size, pair in sorted(times.items())}
+
+
+def _group(item: Reader) -> str | None:
+    """The operator's group; imported files name it ``colocate`` and may number it."""
+    found = item.value("group", item.value("colocate", ""))
+    return str(found) if found != "" else None
+
+
+def _phase(item: Reader) -> str | None:
+    phase = item.optional_text("phase")
+    if phase not in (None, *PHASES):
+        raise item.error("phase", f"must be {' or '.join(PHASES)}, not {phase!r}")
+    return phase

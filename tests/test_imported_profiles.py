@@ -1,0 +1,131 @@
+"""Profiles that others wrote: absent fields, any order of nodes, and keys of their own."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from pipectl.errors import DataFileError
+from pipectl.planner.pruning import pipedream_pruned, prepared
+from pipectl.profile import Profile, Variant
+
+DIRECTORY = os.environ.get("PIPECTL_WORKLOADS")
+
+
+def node(name, **more):
+    costs = {"forward_s": 1.0, "backward_s": 2.0, "parameter_bytes": 0, "output_bytes": 8}
+    return {"id": name, "name": name, **costs, **more}
+
+
+def document(nodes, edges, **more):
+    return {"name": "imported", "nodes": nodes, "edges": edges, **more}
+
+
+def read(nodes, edges, **more):
+    return Profile.from_json(document(nodes, edges, **more), file="p.json")
+
+
+def test_absent_micro_batch_size_is_one_and_said_to_be():
+    profile = read([node("a")], [])
+    assert profile.micro_batch_size == 1
+    assert "the micro-batch size is not given: taken as 1 sample" in profile.assumptions
+
+
+def test_given_micro_batch_size_has_two_names():
+    for key in ("micro_batch_size", "profile_batch_size"):
+        profile = read([node("a")], [], **{key: 4})
+        assert profile.micro_batch_size == 4
+        assert not any("micro-batch size" in text for text in profile.assumptions)
+
+
+def test_nodes_are_sorted_as_little_as_possible():
+    nodes = [node(name) for name in "dacb"]
+    profile = read(nodes, [["a", "b"], ["b", "d"]])
+    assert [operator.id for operator in profile.operators] == ["a", "c", "b", "d"]
+
+
+def test_sorted_nodes_stay_where_they_are():
+    profile = read([node(name) for name in "zyx"], [["z", "x"]])
+    assert [operator.id for operator in profile.operators] == ["z", "y", "x"]
+
+
+def test_cycle_is_named():
+    edges = [["a", "b"], ["b", "c"], ["c", "b"]]
+    with pytest.raises(DataFileError, match=r"p\.json: edges: there is a cycle.*'b', 'c'"):
+        read([node(name) for name in "abc"], edges)
+
+
+def test_optional_keys_of_a_node_are_kept():
+    more = {
+        "phase": "backward",
+        "colocate": 3,
+        "cpu_s": 0.5,
+        "cpu_only": True,
+        "memory_bytes": 7,
+        "transfer_s": 0.25,
+        "variants": [
+            {
+                "tensor_parallel": 2,
+                "recompute": True,
+                "time_s": 1.5,
+                "parameter_bytes": 10,
+                "mem_per_microbatch_bytes": 20,
+                "mem_fixed_bytes": 30,
+                "sync_fw_bytes": {"b": 4},
+                "sync_bw_bytes": {},
+            }
+        ],
+    }
+    profile = read([node("a", **more)], [])
+    (operator,) = profile.operators
+    assert (operator.phase, operator.group, operator.cpu_s) == ("backward", "3", 0.5)
+    assert (operator.cpu_only, operator.memory_bytes, operator.transfer_s) == (True, 7, 0.25)
+    assert operator.variants == (Variant(2, True, 1.5, 10, 20, 30, {"b": 4}, {}),)
+    assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
+
+
+def test_values_go_one_way_where_phases_are_nodes():
+    forward, both = read([node("a", phase="forward"), node("b")], []).operators
+    assert (forward.gradient_bytes, both.gradient_bytes) == (0, 8)
+
+
+def test_unknown_phase_is_an_error():
+    with pytest.raises(DataFileError, match=r"nodes\[0\]\.phase: must be forward or backward"):
+        read([node("a", phase="sideways")], [])
+
+
+def test_edges_may_have_sizes():
+    nodes = [node(name) for name in "abc"]
+    profile = read(nodes, [["a", "b"], ["b", "c"]], edge_bytes=[5, 6], cluster={"cpus": 1})
+    assert profile.edge_bytes == {("a", "b"): 5, ("b", "c"): 6}
+    assert profile.cluster == {"cpus": 1}
+    assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
+    with pytest.raises(DataFileError, match="edge_bytes: has 1 sizes for 2 edges"):
+        read(nodes, [["a", "b"], ["b", "c"]], edge_bytes=[5])
+
+
+def test_pipedream_rule_drops_inputs_then_sinks():
+    names = ["Input0", "Conv", "__getitem__(0)", "__getitem__(1)", "Linear"]
+    edges = [
+        ["Input0", "Conv"],
+        ["Conv", "__getitem__(0)"],
+        ["Conv", "__getitem__(1)"],
+        ["__getitem__(1)", "Linear"],
+    ]
+    profile = read([node(name) for name in names], edges)
+    pruned = pipedream_pruned(profile)
+    assert [operator.id for operator in pruned.operators] == ["Conv", "__getitem__(1)", "Linear"]
+    assert pruned.edges == (("Conv", "__getitem__(1)"), ("__getitem__(1)", "Linear"))
+    assert prepared(profile) == profile
+
+
+@pytest.mark.skipif(DIRECTORY is None, reason="PIPECTL_WORKLOADS names no directory of profiles")
+def test_published_profiles_are_read_as_they_are():
+    files = sorted(Path(DIRECTORY).glob("*.json"))
+    assert files
+    for file in files:
+        profile = Profile.load(file)
+        source = json.loads(file.read_text())
+        assert {o.id for o in profile.operators} == {n["id"] for n in source["nodes"]}
+        assert Profile.from_json(profile.to_json()) == profile
