@@ -13,10 +13,17 @@ from enum import StrEnum
 
 
 class TransferKind(StrEnum):
-    """The two directions of a pipeline."""
+    """What a message holds.
+
+    Activations go to later stages, gradients to earlier ones. Where forward and backward of a
+    stage have ranks of their own, saved values go from the first to the second, and new weights
+    back.
+    """
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
+    SAVED = "saved"
+    WEIGHT = "weight"
 
 
 @dataclass(frozen=True, order=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -42,11 +43,13 @@ class StageCost:
         update_s: optimizer step of the stage, once per step.
         parameter_bytes: parameters.
         optimizer_bytes: optimizer state.
-        saved_bytes: kept from forward to backward by one micro-batch.
+        saved_bytes: kept from forward to backward by one micro-batch, without recomputation.
+        input_bytes: the part of them that recomputation starts from.
         gradient_bytes: of the parameters, from the first backward of a step to its end; as much
             as the parameters if None.
         buffer_bytes: buffers, such as BatchNorm's statistics.
-        peaks: None where nothing is known of temporary values.
+        peaks: of the most samples that a replica takes at once; None where nothing is known of
+            temporary values.
     """
 
     forward_s: float
@@ -57,6 +60,7 @@ class StageCost:
     saved_bytes: int
     gradient_bytes: int | None = None
     buffer_bytes: int = 0
+    input_bytes: int = 0
     peaks: StagePeaks | None = None
 
     @property
@@ -70,18 +74,48 @@ class StageCost:
         return self.parameter_bytes + self.optimizer_bytes + self.buffer_bytes
 
 
+class Replication(StrEnum):
+    """How the replicas of a stage share the work: whole micro-batches in turn, or the samples of
+    every micro-batch."""
+
+    WHOLE = "whole"
+    SPLIT = "split"
+
+
 @dataclass(frozen=True)
 class Stage:
-    """A convex part of the graph and the ranks that hold it.
+    """A convex part of the graph, the ranks that hold it, and what they keep for its backward.
 
     Args:
         nodes: operator ids in graph order.
         ranks: one per replica.
+        backward_ranks: where the backward of each replica runs, and its optimizer step; empty
+            if on the same rank as its forward.
+        recompute: whether only the stage's inputs are kept, and the rest computed once more.
+        offload: whether what is kept leaves the device's memory until the backward.
     """
 
     nodes: tuple[str, ...]
     ranks: tuple[int, ...]
     cost: StageCost
+    backward_ranks: tuple[int, ...] = ()
+    recompute: bool = False
+    offload: bool = False
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas."""
+        return len(self.ranks)
+
+    @property
+    def updating_ranks(self) -> tuple[int, ...]:
+        """Where the backward of each replica runs."""
+        return self.backward_ranks or self.ranks
+
+    @property
+    def kept_bytes(self) -> int:
+        """Kept from forward to backward by one full micro-batch, on the device or elsewhere."""
+        return self.cost.input_bytes if self.recompute else self.cost.saved_bytes
 
 
 @dataclass(frozen=True)
@@ -135,11 +169,12 @@ class Plan:
 
     Args:
         fingerprint: of the captured graph; None if the profile was imported (cannot be submitted).
-        warm_up: forwards each stage runs before its first backward.
+        warm_up: forwards each stage runs before its first backward, over all its replicas.
         micro_batch_size: samples of every micro-batch but the last, which may be smaller.
         node_of_rank: node index of every rank, for which the plan was made.
         key: of the spec sections and factory files it was made from; tells a stale plan.
         assumptions: what the planner had to assume.
+        replication: with whole micro-batches, replica i of r takes the micro-batches i, i + r, ...
     """
 
     name: str
@@ -157,6 +192,7 @@ class Plan:
     search: Search | None = None
     key: str | None = None
     assumptions: tuple[str, ...] = field(default=())
+    replication: Replication = Replication.WHOLE
 
     @property
     def ranks(self) -> int:
@@ -175,8 +211,12 @@ class Plan:
         return {node: index for index, stage in enumerate(self.stages) for node in stage.nodes}
 
     def stages_of_rank(self, rank: int) -> tuple[int, ...]:
-        """Stages a rank holds, ascending."""
-        return tuple(index for index, stage in enumerate(self.stages) if rank in stage.ranks)
+        """Stages of which a rank runs a forward or a backward, ascending."""
+        return tuple(
+            index
+            for index, stage in enumerate(self.stages)
+            if rank in stage.ranks or rank in stage.backward_ranks
+        )
 
     def save(self, path: Path) -> None:
         """Write ``plan.json`` whole."""
@@ -216,6 +256,7 @@ class Plan:
             search=_search(reader),
             key=reader.optional_text("key"),
             assumptions=reader.texts("assumptions", default=[]),
+            replication=_replication(reader),
         )
         _check(plan, file)
         return plan
@@ -235,9 +276,20 @@ def _stage(item: Reader) -> Stage:
             saved_bytes=cost.integer("saved_bytes"),
             gradient_bytes=cost.optional_integer("gradient_bytes"),
             buffer_bytes=cost.integer("buffer_bytes", default=0),
+            input_bytes=cost.integer("input_bytes", default=0),
             peaks=_peaks(cost.section("peaks")) if "peaks" in cost else None,
         ),
+        backward_ranks=item.integers("backward_ranks") if "backward_ranks" in item else (),
+        recompute=item.flag("recompute", default=False),
+        offload=item.flag("offload", default=False),
     )
+
+
+def _replication(reader: Reader) -> Replication:
+    found = reader.text("replication", Replication.WHOLE)
+    if found not in tuple(Replication):
+        raise reader.error("replication", f"must be whole or split, not {found!r}")
+    return Replication(found)
 
 
 def _peaks(section: Reader) -> StagePeaks:
@@ -251,7 +303,7 @@ def _peaks(section: Reader) -> StagePeaks:
 
 def _transfer(item: Reader) -> Transfer:
     kind = item.text("kind")
-    if kind not in tuple(TransferKind):
+    if kind not in (TransferKind.ACTIVATION, TransferKind.GRADIENT):
         raise item.error("kind", f"must be activation or gradient, not {kind!r}")
     return Transfer(
         TransferKind(kind),
@@ -297,10 +349,18 @@ def _check(plan: Plan, file: str) -> None:
     if len(set(nodes)) != len(nodes):
         faults.append("stages: a node is in two stages")
     for index, stage in enumerate(plan.stages):
-        if not stage.ranks or not all(0 <= rank < plan.ranks for rank in stage.ranks):
-            faults.append(f"stages[{index}].ranks: {list(stage.ranks)} of {plan.ranks} ranks")
-    known = range(len(plan.stages))
-    if any(end not in known for item in plan.transfers for end in (item.source, item.target)):
+        for name in ("ranks", "backward_ranks"):
+            ranks: tuple[int, ...] = getattr(stage, name)
+            known = all(0 <= rank < plan.ranks for rank in ranks)
+            if not known or len(set(ranks)) != len(ranks) or (not ranks and name == "ranks"):
+                faults.append(f"stages[{index}].{name}: {list(ranks)} of {plan.ranks} ranks")
+        if stage.backward_ranks and len(stage.backward_ranks) != stage.replicas:
+            faults.append(
+                f"stages[{index}].backward_ranks: {len(stage.backward_ranks)} for "
+                f"{stage.replicas} replicas"
+            )
+    stages = range(len(plan.stages))
+    if any(end not in stages for item in plan.transfers for end in (item.source, item.target)):
         faults.append("transfers: a stage that does not exist")
     if faults:
         raise DataFileError(f"{file}: {'; '.join(faults)}", cure=_CURE)

@@ -17,18 +17,29 @@ import numpy.typing as npt
 
 
 class Kind(IntEnum):
-    """What an action does. ``START`` begins a transfer in the background, ``WAIT`` ends it."""
+    """What an action does. ``START`` begins work in the background, ``WAIT`` ends it.
+
+    ``REDUCE`` sums the gradients of a stage over its replicas; ``OFFLOAD`` moves what a
+    micro-batch saved for its backward out of the device's memory, ``FETCH`` brings it back.
+    """
 
     FORWARD = 0
     BACKWARD = 1
     BACKWARD_INPUT = 2
     BACKWARD_WEIGHT = 3
-    UPDATE = 4
-    EVALUATE = 5
-    SEND_START = 6
-    SEND_WAIT = 7
-    RECEIVE_START = 8
-    RECEIVE_WAIT = 9
+    RECOMPUTE = 4
+    UPDATE = 5
+    EVALUATE = 6
+    SEND_START = 7
+    SEND_WAIT = 8
+    RECEIVE_START = 9
+    RECEIVE_WAIT = 10
+    REDUCE_START = 11
+    REDUCE_WAIT = 12
+    OFFLOAD_START = 13
+    OFFLOAD_WAIT = 14
+    FETCH_START = 15
+    FETCH_WAIT = 16
 
     @property
     def is_compute(self) -> bool:
@@ -41,10 +52,11 @@ class Action(NamedTuple):
 
     Args:
         stage: stage that computes; for transfers the local stage.
-        micro_batch: index within the step; -1 for UPDATE.
-        channel: index into the plan's channels for transfers, else -1.
-        start: first sample of the micro-batch this replica takes, with ``stop`` a half-open
-            range; both -1 where the replica takes all of it.
+        micro_batch: index within the step; -1 for what belongs to all: UPDATE, reductions, and
+            messages of weights.
+        channel: index into the plan's channels for messages, else -1.
+        start: first sample of the micro-batch that is computed or moved, with ``stop`` a
+            half-open range; both -1 for all of it.
         weight_version: version of the weights used; 0 is the newest.
     """
 

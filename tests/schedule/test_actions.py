@@ -38,4 +38,5 @@ def test_equal_columns_are_equal_and_hash_equally():
 
 def test_only_computations_are_compute():
     names = {kind.name for kind in Kind if not kind.is_compute}
-    assert names == {"SEND_START", "SEND_WAIT", "RECEIVE_START", "RECEIVE_WAIT"}
+    moves = ("SEND", "RECEIVE", "REDUCE", "OFFLOAD", "FETCH")
+    assert names == {f"{move}_{part}" for move in moves for part in ("START", "WAIT")}

@@ -1,0 +1,64 @@
+"""Reading and writing ``plan.json``."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from pipectl.errors import DataFileError
+from pipectl.plan import Plan, Replication
+
+NEW = ("replication", "backward_ranks", "recompute", "offload", "input_bytes")
+
+
+def without(document, keys):
+    """A JSON value without some keys of its objects."""
+    if isinstance(document, dict):
+        return {key: without(item, keys) for key, item in document.items() if key not in keys}
+    return [without(item, keys) for item in document] if isinstance(document, list) else document
+
+
+def written(plan):
+    return json.loads(json.dumps(plan.to_json()))
+
+
+def test_every_field_is_read_as_it_was_written(pipeline):
+    plan = pipeline(2, 4, node_of_rank=[0, 0, 1, 1])
+    stage = replace(
+        plan.stages[1],
+        ranks=(1, 2),
+        backward_ranks=(2, 3),
+        recompute=True,
+        offload=True,
+        cost=replace(plan.stages[1].cost, input_bytes=7),
+    )
+    plan = replace(plan, stages=(plan.stages[0], stage), replication=Replication.SPLIT)
+    assert Plan.from_json(written(plan)) == plan
+
+
+def test_a_plan_without_the_newer_fields_is_one_without_what_they_say(pipeline):
+    plan = pipeline(3, 4)
+    assert Plan.from_json(without(written(plan), NEW)) == plan
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"ranks": [0, 9]}, r"stages\[1\].ranks: \[0, 9\] of 3 ranks"),
+        ({"ranks": [1, 1]}, r"stages\[1\].ranks: \[1, 1\]"),
+        ({"backward_ranks": [3]}, r"stages\[1\].backward_ranks: \[3\] of 3 ranks"),
+        ({"backward_ranks": [0, 2]}, r"stages\[1\].backward_ranks: 2 for 1 replicas"),
+        ({"recompute": "yes"}, r"stages\[1\].recompute: must be true or false"),
+    ],
+)
+def test_faults_of_a_stage_are_named(pipeline, change, fault):
+    document = written(pipeline(3, 4))
+    document["stages"][1] |= change
+    with pytest.raises(DataFileError, match=fault):
+        Plan.from_json(document)
+
+
+def test_an_unknown_replication_is_named(pipeline):
+    document = written(pipeline(2, 2)) | {"replication": "both"}
+    with pytest.raises(DataFileError, match="replication: must be whole or split, not 'both'"):
+        Plan.from_json(document)
