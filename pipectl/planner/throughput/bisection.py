@@ -1,4 +1,9 @@
-"""The least time that can be kept, by asking for one time after the other."""
+"""The least time that can be kept, by asking for one time after the other.
+
+A plan that keeps a time often is faster than that, so the upper end of the interval is the time of
+a real plan, and mostly soon the best there is. Then one question, for a tick less, proves it. So
+once the interval is short, every other question is that one.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,7 @@ from pipectl.planner.throughput.decision import Cut, Decision
 _FIRST_GUESSES = (1 / 32, 1 / 8, 1 / 2, 2, 8, 64)
 """Above the bound, relative to it. Too short times are refused quickly, long ones take longest."""
 _NEAR = 1 / 64
+"""An interval is short that is at most so long, relative to its start."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +46,13 @@ class Bisection:
     def run(self) -> Least:
         """Search until the best plan is proven best, or time is up; some plan is always found."""
         self._first_plan()
-        improved = True
+        halve = True
         while self._cuts is not None and self._lower < self._upper:
             gap = self._upper - self._lower
-            near = improved and gap <= self._lower * _NEAR
-            before = self._upper
-            if not self._ask(self._upper - 1 if near else self._lower + gap // 2, self._expired):
+            halve = halve or gap > self._lower * _NEAR
+            if not self._ask(self._upper - 1 - halve * (gap // 2), self._expired):
                 break
-            improved = self._upper < before
+            halve = not halve
         return Least(self._cuts, self._upper, min(self._proven, self._upper))
 
     def _first_plan(self) -> None:

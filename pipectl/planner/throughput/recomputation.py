@@ -51,12 +51,11 @@ def choose(
         return IMPOSSIBLE
     if size <= limit_bytes:
         return POSSIBLE
-    useful = np.flatnonzero(gains > 0)
-    taken = np.zeros(len(useful), dtype=np.int64)
-    found = cover(gains[useful], costs[useful], size - limit_bytes, time_left - least_time, taken)
-    for index, switched in zip(useful, taken):  # noqa: B905 (not known to numba)
-        if switched:
-            chosen[index] = 1 - chosen[index]
+    taken = np.zeros(len(inside), dtype=np.int64)
+    found = cover(gains, costs, size - limit_bytes, time_left - least_time, taken)
+    if found == POSSIBLE:
+        for index in range(len(inside)):
+            chosen[index] ^= taken[index]
     return found
 
 
@@ -92,40 +91,45 @@ def cover(gains: Integers, costs: Integers, needed: int, budget: int, taken: Int
     """Take items that gain at least ``needed`` and cost at most ``budget``.
 
     Args:
-        gains: all above 0.
+        gains: items that gain nothing are never taken.
         costs: at least 0.
-        taken: all 0; is filled with 1 for what is taken, if the answer is POSSIBLE.
+        taken: all 0; 1 for what is taken, if the answer is POSSIBLE.
     """
     order = by_ratio(gains, costs)
-    gained, spent = 0, 0
-    for item in order:
-        if gained >= needed:
-            break
-        if (spent + costs[item] * ((needed - gained) / gains[item])) > budget * _MARGIN:
-            taken[:] = 0
+    gained, spent, place = 0, 0, 0
+    while gained < needed:
+        if place == len(order):
+            return IMPOSSIBLE
+        item = order[place]
+        if spent + costs[item] * ((needed - gained) / gains[item]) > budget * _MARGIN:
             return IMPOSSIBLE
         taken[item] = 1
         gained += gains[item]
         spent += costs[item]
-    if gained < needed:
-        taken[:] = 0
-        return IMPOSSIBLE
-    for item in order[::-1]:
-        if taken[item] and gained - gains[item] >= needed:
+        place += 1
+    while place > 0:
+        place -= 1
+        item = order[place]
+        if gained - gains[item] >= needed:
             taken[item] = 0
             gained -= gains[item]
             spent -= costs[item]
     if spent <= budget:
         return POSSIBLE
-    taken[:] = 0
+    for item in order:
+        taken[item] = 0
     return search(gains, costs, order, needed, budget, taken)
 
 
 @compiled
 def by_ratio(gains: Integers, costs: Integers) -> Integers:
-    """Items by rising cost per gain, then by rising cost, then by position (Shell's sort)."""
-    count = len(gains)
-    order = np.arange(count)
+    """Items that gain, by rising cost per gain, cost and position (Shell's sort)."""
+    order = np.empty(len(gains), dtype=np.int64)
+    count = 0
+    for item in range(len(gains)):
+        if gains[item] > 0:
+            order[count] = item
+            count += 1
     gap = count // 2
     while gap > 0:
         for start in range(gap, count):
@@ -146,7 +150,7 @@ def by_ratio(gains: Integers, costs: Integers) -> Integers:
                 place -= gap
             order[place] = item
         gap //= 2
-    return order
+    return order[:count]
 
 
 @compiled
@@ -154,72 +158,76 @@ def search(
     gains: Integers, costs: Integers, order: Integers, needed: int, budget: int, taken: Integers
 ) -> int:
     """Depth-first: take an item, then leave it out and with it all later ones of equal gain."""
-    count = len(order)
-    closed = np.zeros(count, dtype=np.int64)
-    state = np.zeros(count + 1, dtype=np.int64)  # 0 new, 1 taken, 2 left out, 3 passed over
+    state = np.zeros(len(order) + 1, dtype=np.int64)  # 0 new, 1 taken, 2 left out
+    shut = np.zeros(len(order) + 1, dtype=np.int64)
+    twin = _twins(gains, order)
     depth, steps = 0, 0
     while depth >= 0:
+        item = order[depth] if depth < len(order) else -1
         if state[depth] == 0:
             steps += 1
             if steps > _MOST_STEPS:
-                taken[:] = 0
                 return UNKNOWN
-            if hopeless(gains, costs, order, closed, depth, needed, budget):
+            if _hopeless(gains, costs, order, state, twin, shut, depth, needed, budget):
                 depth -= 1
-                continue
-            item = order[depth]
-            if not closed[depth] and costs[item] <= budget:
-                taken[item] = 1
+            elif shut[depth] or costs[item] > budget:
+                state[depth] = 2
+                depth += 1
+            else:
+                state[depth] = taken[item] = 1
                 needed -= gains[item]
                 budget -= costs[item]
                 if needed <= 0:
                     return POSSIBLE
-                state[depth] = 1
-            else:
-                state[depth] = 3
-            depth += 1
+                depth += 1
         elif state[depth] == 1:
-            item = order[depth]
+            state[depth] = 2
             taken[item] = 0
             needed += gains[item]
             budget += costs[item]
-            _mark(gains, order, closed, depth, 1)
-            state[depth] = 2
             depth += 1
         else:
-            if state[depth] == 2:
-                _mark(gains, order, closed, depth, -1)
             state[depth] = 0
             depth -= 1
     return IMPOSSIBLE
 
 
 @compiled
-def _mark(gains: Integers, order: Integers, closed: Integers, depth: int, change: int) -> None:
-    """Close or open again the later items of equal gain."""
-    for later in range(depth + 1, len(order)):
-        if gains[order[later]] == gains[order[depth]]:
-            closed[later] += change
+def _twins(gains: Integers, order: Integers) -> Integers:
+    """The place of the item before that gains the same; -1 where there is none."""
+    twin = np.empty(len(order), dtype=np.int64)
+    for place in range(len(order)):
+        before = place - 1
+        while before >= 0 and gains[order[before]] != gains[order[place]]:
+            before -= 1
+        twin[place] = before
+    return twin
 
 
 @compiled
-def hopeless(
+def _hopeless(
     gains: Integers,
     costs: Integers,
     order: Integers,
-    closed: Integers,
+    state: Integers,
+    twin: Integers,
+    shut: Integers,
     depth: int,
     needed: int,
     budget: int,
 ) -> bool:
-    """Whether even parts of the open items from here on cost more than the budget."""
+    """Whether even parts of the items from here on cost more than the budget.
+
+    Fills in which of those are shut, because a twin before them was left out.
+    """
     spent = 0.0
-    for later in range(depth, len(order)):
-        if closed[later]:
-            continue
-        item = order[later]
-        if gains[item] >= needed:
-            return spent + costs[item] * (needed / gains[item]) > budget * _MARGIN
-        needed -= gains[item]
-        spent += costs[item]
+    for place in range(depth, len(order)):
+        before = twin[place]
+        shut[place] = before >= 0 and (state[before] == 2 or (before >= depth and shut[before] > 0))
+        if not shut[place]:
+            item = order[place]
+            if gains[item] >= needed:
+                return bool(spent + costs[item] * (needed / gains[item]) > budget * _MARGIN)
+            needed -= gains[item]
+            spent += costs[item]
     return True

@@ -89,7 +89,7 @@ def _check_devices(work: Workload, request: ThroughputRequest) -> None:
     """Every block can run on some number of devices that there is."""
     for names, ways in zip(work.names, work.ways, strict=True):
         if not ways or min(ways) > request.devices:
-            needed = f"at least {min(ways)}" if ways else "numbers of devices that exclude each other"
+            needed = f"at least {min(ways)}" if ways else "different numbers"
             raise InfeasibleError(
                 f"no feasible plan: operator {names[0]!r} takes {needed}, of {request.devices}",
                 cure="use more devices, or give the operator a variant with fewer",

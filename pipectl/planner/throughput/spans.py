@@ -3,11 +3,10 @@
 States are downsets by rising size; a span (I, J) with I inside J is the stage of the blocks between
 them. What the blocks cost is a difference of sums over the two states. A crossing (a producer and
 its readers) costs a stage that holds some of them but not all. It is *open* at a state that holds
-the producer but not all readers, so with what is open at I and at J
+the producer but not all readers; no others are looked at, span by span:
 
-    cost(I, J) = leaving of those open at J + entering of those open at I
-                 - for those open at both: leaving (the producer is in front of the stage),
-                   and entering too where the stage holds none of the readers
+    cost(I, J) = leaving, of those open at J with the producer not in I
+               + entering, of those open at I of which J holds more
 """
 
 from __future__ import annotations
@@ -112,15 +111,18 @@ def crossing_ticks(
         open_first, open_items: the crossings open at every state.
         leaving, entering: shape [crossings, t].
     """
-    degrees = leaving.shape[1]
-    found = np.zeros((len(ends), degrees), dtype=np.int64)
+    found = np.zeros((len(ends), leaving.shape[1]), dtype=np.int64)
     for start in range(len(first) - 1):
         for span in range(first[start], first[start + 1]):
             end = ends[span]
-            for item in open_items[open_first[start] : open_first[start + 1]]:
+            for place in range(open_first[start], open_first[start + 1]):
+                item = open_items[place]
                 if held[end, item] > held[start, item]:
-                    found[span] += entering[item]
-            for item in open_items[open_first[end] : open_first[end + 1]]:
+                    for row in range(leaving.shape[1]):
+                        found[span, row] += entering[item, row]
+            for place in range(open_first[end], open_first[end + 1]):
+                item = open_items[place]
                 if held[start, item] == 0:
-                    found[span] += leaving[item]
+                    for row in range(leaving.shape[1]):
+                        found[span, row] += leaving[item, row]
     return found

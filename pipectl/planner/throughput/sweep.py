@@ -78,11 +78,10 @@ def sweep(
     used = fronts.bounds[state + 1, 1]
     fronts.counts[WORK] = 0
     while (
-        state >= 0
-        and fronts.counts[WORK] < _MOST_WORK
-        and used + len(best) <= len(fronts.points)
+        state >= 0 and fronts.counts[WORK] < _MOST_WORK and used + len(best) <= len(fronts.points)
     ):
-        best[:, DEVICES] = tables.most_devices + 1
+        for replicas in range(len(best)):
+            best[replicas, DEVICES] = tables.most_devices + 1
         spare = tables.most_devices - ahead[state]
         for span in range(spans.first[state], spans.first[state + 1]):
             for row in range(len(tables.tensor)):
@@ -102,7 +101,8 @@ def _keep(best: Integers, most_devices: int, points: Integers, used: int) -> int
     for replicas in range(len(best)):
         if best[replicas, DEVICES] < least:
             least = best[replicas, DEVICES]
-            points[used] = best[replicas]
+            for column in range(6):
+                points[used, column] = best[replicas, column]
             used += 1
     return used
 
@@ -138,10 +138,23 @@ def _extend(
             in_flight = -(-behind // replicas) + 1
             time_left = most_ticks * replicas - spans.moved[span, row]
             if _fits(state, end, row, replicas, in_flight, time_left, tables, spans, sums, fronts):
-                if total < best[behind + replicas, DEVICES]:
-                    best[behind + replicas] = (behind + replicas, total, end, row, place, point)
+                _improve(best, behind + replicas, total, end, row, place, point)
                 break
             place += 1
+
+
+@compiled
+def _improve(
+    best: Integers, replicas: int, devices: int, end: int, row: int, degree: int, behind: int
+) -> None:
+    """Enter a point where it takes fewer devices than the one that is there."""
+    if devices < best[replicas, DEVICES]:
+        best[replicas, REPLICAS] = replicas
+        best[replicas, DEVICES] = devices
+        best[replicas, END] = end
+        best[replicas, TENSOR] = row
+        best[replicas, DEGREE] = degree
+        best[replicas, BEHIND] = behind
 
 
 @compiled
@@ -159,28 +172,45 @@ def _fits(
 ) -> bool:
     """Whether a stage is fast enough and fits, with some choice of recomputation."""
     fronts.counts[WORK] += 1
-    least = sums.least[end, row] - sums.least[state, row]
-    if not _within(least, replicas, in_flight, time_left, tables.limit_bytes):
+    limit = tables.limit_bytes
+    if not _within(sums.least, state, end, row, replicas, in_flight, time_left, limit):
         return False
-    quick = sums.quick[end, row] - sums.quick[state, row]
-    if _within(quick, replicas, in_flight, time_left, tables.limit_bytes):
+    if _within(sums.quick, state, end, row, replicas, in_flight, time_left, limit):
         return True
-    inside = np.flatnonzero(spans.rows[end] > spans.rows[state])
+    inside = stage_blocks(spans.rows, state, end)
     fronts.counts[WORK] += 10 * len(inside)
     chosen = np.empty(len(inside), dtype=np.int64)
-    found = choose(
-        tables.ways[row], inside, replicas, in_flight, time_left, tables.limit_bytes, chosen
-    )
+    found = choose(tables.ways[row], inside, replicas, in_flight, time_left, limit, chosen)
     fronts.counts[UNDECIDED] += found == UNKNOWN
     return found == POSSIBLE
 
 
 @compiled
 def _within(
-    figures: Integers, replicas: int, in_flight: int, time_left: int, limit_bytes: int
+    sums: Integers,
+    state: int,
+    end: int,
+    row: int,
+    replicas: int,
+    in_flight: int,
+    time_left: int,
+    limit_bytes: int,
 ) -> bool:
-    """Whether blocks with these figures take no more time and memory than that."""
-    return (
-        figures[TIME] + figures[SYNC] * (replicas - 1) <= time_left
-        and figures[KEPT] * in_flight + figures[FIXED] <= limit_bytes
-    )
+    """Whether the blocks between two states take no more time and memory than that."""
+    time = sums[end, row, TIME] - sums[state, row, TIME]
+    time += (sums[end, row, SYNC] - sums[state, row, SYNC]) * (replicas - 1)
+    size = (sums[end, row, KEPT] - sums[state, row, KEPT]) * in_flight
+    size += sums[end, row, FIXED] - sums[state, row, FIXED]
+    return bool(time <= time_left and size <= limit_bytes)
+
+
+@compiled
+def stage_blocks(rows: Integers, state: int, end: int) -> Integers:
+    """The blocks between two states, ascending."""
+    found = np.empty(rows.shape[1], dtype=np.int64)
+    count = 0
+    for block in range(rows.shape[1]):
+        if rows[end, block] > rows[state, block]:
+            found[count] = block
+            count += 1
+    return found[:count]

@@ -83,11 +83,13 @@ def tables_of(work: Workload, request: ThroughputRequest) -> tuple[Tables, Borde
     """Everything in ticks and bytes."""
     tensor = [t for t in work.tensor_degrees if t <= request.devices]
     seconds, sizes, missing = _columns(work, request, tensor)
-    moved = [_moved(work.crossings, request, tensor, leaving=side) for side in (True, False)]
-    slowest_s = float(seconds.max(axis=(0, 1)).sum() + sum(moved).max(axis=0).sum())
+    leaving_s, entering_s = (
+        _moved(work.crossings, request, tensor, leaving=side) for side in (True, False)
+    )
+    slowest_s = float(seconds.max(axis=(0, 1)).sum() + (leaving_s + entering_s).max(axis=0).sum())
     scale = _scale(slowest_s * request.degrees[-1])
     ways = np.concatenate([_ticks(seconds, scale), sizes], axis=2)
-    leaving, entering = (_ticks(side, scale) for side in moved)
+    leaving, entering = _ticks(leaving_s, scale), _ticks(entering_s, scale)
     limit = request.memory_limit_bytes
     tables = Tables(
         tick_s=1 / scale,
