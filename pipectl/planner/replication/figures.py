@@ -1,0 +1,170 @@
+"""What stages with replicas load, on a cluster whose ranks are taken to be equal.
+
+A micro-batch is split over the replicas of a stage, so its compute is that of the largest part, and
+a replica sends and receives its part of what crosses the stage's borders. Every rank counts with
+the slowest device and the smallest memory of the cluster, every message with the link between
+nodes where there are several. So the figures are cautious, and judging is left to others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pipectl.cluster import Cluster
+from pipectl.planner.condense import Condensed, bits, condense
+from pipectl.planner.costs import operator_times
+from pipectl.planner.ideals import all_downsets, prefix_downsets
+from pipectl.profile import Profile
+
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+
+MOST_STATES = 96
+"""Of all downsets so many are kept: in every part of the work those with the least to send."""
+MOST_DOWNSETS = 2000
+REFERENCE_BYTES = 2**20
+"""A message of this size says what a link takes per byte."""
+
+
+class Figures(NamedTuple):
+    """Sums over the downsets that stages may begin and end at, for every number of replicas.
+
+    Args:
+        follows: 1 where the second state holds all of the first and more; shape [states, states].
+        replicas: the numbers a stage may have, ascending; shape [counts].
+        work_s: forward and backward of a replica's part; shape [counts, states].
+        moved_s: to send what crosses a cut at the state, or what comes back if that is longer;
+            shape [counts, states].
+        reduce_s_per_byte: of summing gradients, spread over the micro-batches; shape [counts].
+        parameter_bytes, resident_bytes, saved_bytes: of the operators inside; shape [states].
+        stage_s: what a stage takes besides.
+        micro_batches: no stage holds more.
+        limit_bytes: memory of a rank.
+    """
+
+    follows: Integers
+    replicas: Integers
+    work_s: Floats
+    moved_s: Floats
+    reduce_s_per_byte: Floats
+    parameter_bytes: Floats
+    resident_bytes: Floats
+    saved_bytes: Floats
+    stage_s: float
+    micro_batches: int
+    limit_bytes: float
+
+
+class States(NamedTuple):
+    """Downsets by rising size, as bitsets of the blocks of a graph."""
+
+    graph: Condensed
+    downsets: list[int]
+
+
+def states_of(profile: Profile) -> States:
+    """At most about ``MOST_STATES`` downsets that cover the work evenly."""
+    graph = condense(profile)
+    found = all_downsets(graph, MOST_DOWNSETS) or prefix_downsets(graph, MOST_DOWNSETS)
+    if len(found) <= MOST_STATES:
+        return States(graph, found)
+    times = operator_times(profile, profile.micro_batch_size).uncached
+    per_block = [sum(sum(times[i]) for i in block.operators) for block in graph.blocks]
+    work = np.array([sum(per_block[block] for block in bits(downset)) for downset in found])
+    moved = _crossing(graph, found).max(axis=0)
+    part = np.floor(work / max(work[-1], 1e-30) * (MOST_STATES / 2 - 1)).astype(np.int64)
+    order = np.lexsort((np.arange(len(found)), moved, part))
+    rank = np.arange(len(found)) - np.searchsorted(part[order], part[order])
+    kept = sorted({0, len(found) - 1, *order[rank < 2].tolist()})
+    return States(graph, [found[index] for index in kept])
+
+
+def figures_of(
+    profile: Profile,
+    cluster: Cluster,
+    states: States,
+    size: int,
+    micro_batches: int,
+    limit_bytes: float,
+) -> Figures:
+    """The figures for micro-batches of ``size`` samples."""
+    graph, downsets = states
+    devices = [node.device for node in cluster.nodes]
+    speed = min(device.speed for device in devices)
+    memory = min((d.memory_bytes for d in devices if d.memory_bytes is not None), default=inf)
+    baseline = profile.process_baseline_bytes or 0
+    counts = _counts(min(cluster.ranks, size), size)
+    members = _members(graph, downsets, len(profile.operators))
+    operators = profile.operators
+    parameters = members @ np.array([float(o.parameter_bytes) for o in operators])
+    saved = members @ np.array([float(sum(b for _, b in o.saved)) for o in operators])
+    scale = size / profile.micro_batch_size
+    state = profile.optimizer.state_bytes_per_parameter_byte if profile.optimizer else 0.0
+    work = [members @ _work(profile, -(-size // count)) / speed for count in counts]
+    return Figures(
+        follows=_follows(downsets),
+        replicas=np.array(counts, dtype=np.int64),
+        work_s=np.array(work),
+        moved_s=_moved(cluster, _crossing(graph, downsets).max(axis=0) * scale, counts),
+        reduce_s_per_byte=_reduce(cluster, counts, micro_batches),
+        parameter_bytes=parameters,
+        resident_bytes=parameters * (2.0 + state),
+        saved_bytes=saved * scale,
+        stage_s=(profile.stage.forward_s + profile.stage.backward_s) / speed,
+        micro_batches=micro_batches,
+        limit_bytes=float(min(memory, limit_bytes) - baseline),
+    )
+
+
+def _counts(most: int, size: int) -> list[int]:
+    """The smallest number of replicas for every size that the largest part can have."""
+    return [r for r in range(1, most + 1) if r == 1 or -(-size // r) < -(-size // (r - 1))]
+
+
+def _work(profile: Profile, size: int) -> Floats:
+    times = operator_times(profile, size).uncached
+    return np.array([forward_s + backward_s for forward_s, backward_s in times])
+
+
+def _members(graph: Condensed, downsets: Sequence[int], operators: int) -> Floats:
+    """1 where a downset holds an operator; shape [downsets, operators]."""
+    found = np.zeros((len(downsets), operators))
+    for row, downset in enumerate(downsets):
+        found[row, graph.operators_of(downset)] = 1.0
+    return found
+
+
+def _crossing(graph: Condensed, downsets: Sequence[int]) -> Floats:
+    """Bytes that a cut at each downset sends on and gets back; shape [2, downsets]."""
+    found = np.zeros((2, len(downsets)))
+    for place, downset in enumerate(downsets):
+        for value in graph.values:
+            if downset >> value.producer & 1 and value.blocks & ~downset:
+                found[:, place] += value.size_bytes, value.gradient_bytes
+    return found
+
+
+def _follows(downsets: Sequence[int]) -> Integers:
+    rows = [[int(a != b and not a & ~b) for b in downsets] for a in downsets]
+    return np.array(rows, dtype=np.int64)
+
+
+def _moved(cluster: Cluster, size_bytes: Floats, counts: Sequence[int]) -> Floats:
+    """Replicas on one node share its link to others."""
+    several = len(cluster.nodes) > 1
+    link = cluster.between_nodes if several else cluster.within_node
+    beside = max(node.ranks for node in cluster.nodes) if several and link.shared else 1
+    shares = [min(beside, count) / count for count in counts]
+    return np.array([[link.hold_s(size * share) for size in size_bytes] for share in shares])
+
+
+def _reduce(cluster: Cluster, counts: Sequence[int], micro_batches: int) -> Floats:
+    """In a ring, every replica passes on an n-th of its gradients 2 (n - 1) times."""
+    link = cluster.between_nodes if len(cluster.nodes) > 1 else cluster.within_node
+    rate = link.hold_s(REFERENCE_BYTES) / REFERENCE_BYTES
+    return np.array([2 * (count - 1) / count * rate / micro_batches for count in counts])
