@@ -25,7 +25,7 @@ REPLICAS, DEVICES, END, TENSOR, DEGREE, BEHIND = range(6)
 """Columns of a point of a front: replicas and devices from here to the end of the pipeline; end
 state, position of t and replicas of the first stage, and the point behind it."""
 UNDECIDED, WORK = range(2)
-_MOST_WORK = 20_000_000
+_MOST_WORK = 2_000_000
 
 
 class Sums(NamedTuple):
@@ -128,16 +128,22 @@ def _extend(
     fronts.counts[WORK] += 1
     if sums.missing[end, row] > sums.missing[state, row]:
         return
+    least, quick = _figures(sums.least, state, end, row), _figures(sums.quick, state, end, row)
+    moved, limit, tensor = spans.moved[span, row], tables.limit_bytes, tables.tensor[row]
     for point in range(fronts.bounds[end, 0], fronts.bounds[end, 1]):
         behind, devices = fronts.points[point, REPLICAS], fronts.points[point, DEVICES]
         while place < len(tables.degrees):
             replicas = tables.degrees[place]
-            total = devices + replicas * tables.tensor[row]
+            total = devices + replicas * tensor
             if total > spare or behind + replicas > tables.most_replicas:
                 break
+            fronts.counts[WORK] += 1
             in_flight = -(-behind // replicas) + 1
-            time_left = most_ticks * replicas - spans.moved[span, row]
-            if _fits(state, end, row, replicas, in_flight, time_left, tables, spans, sums, fronts):
+            left = most_ticks * replicas - moved
+            if _within(least, replicas, in_flight, left, limit) and (
+                _within(quick, replicas, in_flight, left, limit)
+                or _recompute(state, end, row, replicas, in_flight, left, tables, spans, fronts)
+            ):
                 _improve(best, behind + replicas, total, end, row, place, point)
                 break
             place += 1
@@ -158,7 +164,31 @@ def _improve(
 
 
 @compiled
-def _fits(
+def _figures(sums: Integers, state: int, end: int, row: int) -> tuple[int, int, int, int]:
+    """The figures of the blocks between two states."""
+    return (
+        sums[end, row, TIME] - sums[state, row, TIME],
+        sums[end, row, SYNC] - sums[state, row, SYNC],
+        sums[end, row, KEPT] - sums[state, row, KEPT],
+        sums[end, row, FIXED] - sums[state, row, FIXED],
+    )
+
+
+@compiled
+def _within(
+    figures: tuple[int, int, int, int],
+    replicas: int,
+    in_flight: int,
+    time_left: int,
+    limit_bytes: int,
+) -> bool:
+    """Whether blocks with these figures take no more time and memory than that."""
+    time, sync, kept, fixed = figures
+    return time + sync * (replicas - 1) <= time_left and kept * in_flight + fixed <= limit_bytes
+
+
+@compiled
+def _recompute(
     state: int,
     end: int,
     row: int,
@@ -167,41 +197,17 @@ def _fits(
     time_left: int,
     tables: Tables,
     spans: Spans,
-    sums: Sums,
     fronts: Fronts,
 ) -> bool:
-    """Whether a stage is fast enough and fits, with some choice of recomputation."""
-    fronts.counts[WORK] += 1
-    limit = tables.limit_bytes
-    if not _within(sums.least, state, end, row, replicas, in_flight, time_left, limit):
-        return False
-    if _within(sums.quick, state, end, row, replicas, in_flight, time_left, limit):
-        return True
+    """Whether some choice of recomputation makes a stage fast enough and small enough."""
     inside = stage_blocks(spans.rows, state, end)
     fronts.counts[WORK] += 10 * len(inside)
     chosen = np.empty(len(inside), dtype=np.int64)
-    found = choose(tables.ways[row], inside, replicas, in_flight, time_left, limit, chosen)
+    found = choose(
+        tables.ways[row], inside, replicas, in_flight, time_left, tables.limit_bytes, chosen
+    )
     fronts.counts[UNDECIDED] += found == UNKNOWN
     return found == POSSIBLE
-
-
-@compiled
-def _within(
-    sums: Integers,
-    state: int,
-    end: int,
-    row: int,
-    replicas: int,
-    in_flight: int,
-    time_left: int,
-    limit_bytes: int,
-) -> bool:
-    """Whether the blocks between two states take no more time and memory than that."""
-    time = sums[end, row, TIME] - sums[state, row, TIME]
-    time += (sums[end, row, SYNC] - sums[state, row, SYNC]) * (replicas - 1)
-    size = (sums[end, row, KEPT] - sums[state, row, KEPT]) * in_flight
-    size += sums[end, row, FIXED] - sums[state, row, FIXED]
-    return bool(time <= time_left and size <= limit_bytes)
 
 
 @compiled
