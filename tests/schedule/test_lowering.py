@@ -2,10 +2,7 @@
 
 import dataclasses
 
-import pytest
-
 from pipectl import schedule
-from pipectl.errors import ScheduleError
 from pipectl.graph import TransferKind
 from pipectl.plan import Transfer
 from pipectl.schedule import Channel, Kind, lower, lower_evaluation, program_hash
@@ -112,14 +109,6 @@ def test_evaluation_sends_forward_only():
         "receive.0:0 receive.0:1 received.0:0 E:0 received.0:1 E:1"
     )
     assert text(lower_evaluation(chain, [], 2, 2)) == ""
-
-
-def test_replicas_are_refused(pipeline):
-    plan = pipeline(2, 2)
-    double = dataclasses.replace(plan.stages[1], ranks=(0, 1))
-    plan = dataclasses.replace(plan, stages=(plan.stages[0], double))
-    with pytest.raises(ScheduleError, match="stage 1 has 2 ranks"):
-        lower(plan, 0)
 
 
 def test_program_hash_follows_what_the_programs_follow_from(pipeline):
