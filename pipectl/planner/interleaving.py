@@ -6,13 +6,14 @@ Few micro-batches suffice, as the chunks shorten start and end; several numbers 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from math import ceil
 
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan
-from pipectl.planner.request import PlanRequest
+from pipectl.planner.request import PlanRequest, micro_batch_sizes
 from pipectl.profile import Profile
 from pipectl.schedule.interleaved import NAME, warm_up
 from pipectl.schedule.one_f_one_b import NAME as ONE_F_ONE_B
@@ -25,6 +26,8 @@ CHUNKS = 2
 """Stages a rank where their number is open."""
 MICRO_BATCHES_PER_RANK = (1, 2, 4, 8)
 """Numbers to try where it is open."""
+LONG = 8
+"""Micro-batches a stage with which start and end of a step hardly count."""
 
 
 def interleaved_plan(
@@ -48,8 +51,9 @@ def interleaved_plan(
         )
     wide = _one_rank_a_stage(cluster, stages // ranks)
     found = [
-        _predicted(_folded(make_plan(profile, wide, item), cluster, ranks), cluster, baseline)
-        for item in _requests(request, stages, ranks)
+        _predicted(_folded(plan, cluster, request.batch_size, ranks), cluster, baseline)
+        for size in _sizes(request, ranks)
+        for plan in [make_plan(profile, wide, _balanced(request, stages, size))]
     ]
     return _best(found, cluster, request)
 
@@ -68,25 +72,36 @@ def _one_rank_a_stage(cluster: Cluster, chunks: int) -> Cluster:
     return replace(cluster, nodes=nodes)
 
 
-def _requests(request: PlanRequest, stages: int, ranks: int) -> Iterator[PlanRequest]:
-    """One for every number of micro-batches."""
-    whole = replace(request, stages=stages, schedule=ONE_F_ONE_B, memory_limit_bytes=None)
-    open_counts = [count * ranks for count in MICRO_BATCHES_PER_RANK]
-    asked = request.micro_batches
-    for count in sorted({min(count, request.batch_size) for count in open_counts}):
-        if asked is None:
-            yield replace(whole, micro_batches=count)
-    if asked is not None:
-        yield whole
+def _sizes(request: PlanRequest, ranks: int) -> list[int]:
+    """Micro-batch sizes to try, the largest first."""
+    batch = request.batch_size
+    if request.micro_batches is not None:
+        return micro_batch_sizes(request, batch)
+    return sorted({ceil(batch / (count * ranks)) for count in MICRO_BATCHES_PER_RANK}, reverse=True)
 
 
-def _folded(plan: Plan, cluster: Cluster, ranks: int) -> Plan:
-    """Stage s on rank s mod ``ranks``."""
-    count = len(plan.stages)
+def _balanced(request: PlanRequest, stages: int, size: int) -> PlanRequest:
+    """A long step, so that nothing but the largest stage matters."""
+    count = LONG * stages
+    return replace(
+        request,
+        stages=stages,
+        schedule=ONE_F_ONE_B,
+        batch_size=count * size,
+        micro_batches=count,
+        memory_limit_bytes=None,
+    )
+
+
+def _folded(plan: Plan, cluster: Cluster, batch_size: int, ranks: int) -> Plan:
+    """Stage s on rank s mod ``ranks``, in a step of the batch."""
+    stages, micro_batches = len(plan.stages), ceil(batch_size / plan.micro_batch_size)
     return replace(
         plan,
         schedule=NAME,
-        warm_up=warm_up(count, plan.micro_batches, ranks),
+        warm_up=warm_up(stages, micro_batches, ranks),
+        batch_size=batch_size,
+        micro_batches=micro_batches,
         stages=tuple(
             replace(stage, ranks=(index % ranks,)) for index, stage in enumerate(plan.stages)
         ),

@@ -106,6 +106,11 @@ def test_dapple_policies():
     assert one.policy_b(4, 4) == (4, 4, 3, 1)
 
 
+def test_replicas_in_turn_need_a_micro_batch_for_each_behind_them():
+    assert one.policy_a(3, 20, (4, 2, 1)) == (7, 3, 1)
+    assert one.policy_b(3, 20, (4, 2, 1)) == (10, 4, 1)
+
+
 @pytest.mark.parametrize("micro_batches", [1, 2, 3])
 def test_fewer_micro_batches_than_stages(pipeline, micro_batches):
     plan = pipeline(4, micro_batches, warm_up=(4, 3, 2, 1))
