@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pipectl.errors import DataFileError
 from pipectl.fields import Reader
 from pipectl.files import read_json, write_json
 from pipectl.graph import TransferKind
+
+T = TypeVar("T")
 
 VERSION = 1
 _CURE = "write a new one with: pipectl plan JOB.yaml"
@@ -217,6 +219,17 @@ class Plan:
             for index, stage in enumerate(self.stages)
             if rank in stage.ranks or rank in stage.backward_ranks
         )
+
+    def derived(self, make: Callable[[Plan], T]) -> T:
+        """``make(self)``, made once: what a module finds out about a plan is kept with it."""
+        if make not in self._derived:
+            self._derived[make] = make(self)
+        found: T = self._derived[make]
+        return found
+
+    @cached_property
+    def _derived(self) -> dict[Callable[[Plan], Any], Any]:
+        return {}
 
     def save(self, path: Path) -> None:
         """Write ``plan.json`` whole."""

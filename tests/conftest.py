@@ -49,7 +49,9 @@ def make_plan(
         name="pipeline",
         fingerprint=None,
         schedule=schedule,
-        warm_up=tuple(warm_up or default_warm_up(schedule, stages, micro_batches)),
+        warm_up=tuple(
+            warm_up or default_warm_up(schedule, stages, micro_batches, ranks=len(set(ranks)))
+        ),
         batch_size=batch_size or micro_batches * micro_batch_size,
         micro_batch_size=micro_batch_size,
         micro_batches=micro_batches,

@@ -28,6 +28,12 @@ DEFAULT_BASELINE_BYTES = 240 * 2**20
 """A process with Python, torch and MPI, where the profile does not say."""
 
 
+def baseline_bytes(profile: Profile) -> int:
+    """Memory of a process without a stage."""
+    measured = profile.process_baseline_bytes
+    return DEFAULT_BASELINE_BYTES if measured is None else measured
+
+
 @dataclass(frozen=True)
 class Choice:
     """Everything a plan decides.
@@ -67,8 +73,7 @@ class Problem:
     @property
     def baseline_bytes(self) -> int:
         """Memory of a process without a stage."""
-        measured = self.profile.process_baseline_bytes
-        return DEFAULT_BASELINE_BYTES if measured is None else measured
+        return baseline_bytes(self.profile)
 
     @cached_property
     def assumptions(self) -> tuple[str, ...]:

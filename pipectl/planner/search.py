@@ -19,14 +19,16 @@ from pipectl.plan import Plan, Search
 from pipectl.planner.condense import Condensed, condense
 from pipectl.planner.fitting import Fitter
 from pipectl.planner.infeasible import infeasible
+from pipectl.planner.interleaving import interleaved_plan
 from pipectl.planner.judge import Candidate, Judge, Verdict
 from pipectl.planner.neighbours import neighbours
 from pipectl.planner.partition import Bound, Costs, Partitioner, Space
 from pipectl.planner.placement import placements
-from pipectl.planner.problem import Choice, Problem
+from pipectl.planner.problem import Choice, Problem, baseline_bytes
 from pipectl.planner.request import PlanRequest, micro_batch_sizes, stage_counts, warm_ups
 from pipectl.planner.spans import Partition
 from pipectl.profile import Profile
+from pipectl.schedule.interleaved import NAME as INTERLEAVED
 
 PLANNER = "pipectl"
 MICRO_BATCHES_PER_STAGE = 8
@@ -45,6 +47,8 @@ def make_plan(profile: Profile, cluster: Cluster, request: PlanRequest) -> Plan:
     Raises:
         InfeasibleError: nothing fits; says how much is missing and what would help.
     """
+    if request.schedule == INTERLEAVED:
+        return interleaved_plan(make_plan, profile, cluster, request, baseline_bytes(profile))
     started_s = perf_counter()
     graph = condense(profile)
     counts = stage_counts(request, cluster.ranks, len(graph))

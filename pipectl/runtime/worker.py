@@ -23,6 +23,7 @@ from pipectl.runtime.engine import Doing
 from pipectl.runtime.failure import report
 from pipectl.runtime.process import settle_process
 from pipectl.runtime.setup import Setup, check_graph, check_world
+from pipectl.runtime.supported import check_supported
 from pipectl.runtime.telemetry import beat
 from pipectl.runtime.trainer import Trainer
 from pipectl.spec import load
@@ -38,6 +39,7 @@ def run(directory: RunDirectory, communicator: MPI.Comm, doing: Doing) -> None:
     spec, plan = load(directory.job), Plan.load(directory.plan)
     profile = Profile.load(directory.profile)
     check_world(communicator, plan)
+    check_supported(plan)
     attempt = 1 + int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     if communicator.rank == 0:
         beat(directory, "capturing", 0, spec.training.steps, attempt)

@@ -1,15 +1,19 @@
 """Schedules: what every rank does in one optimizer step, as pure functions of the plan."""
 
 from pipectl.schedule.actions import Action, Actions, Kind, Program
-from pipectl.schedule.catalogue import (
-    NAMES,
-    compute_actions,
-    compute_programs,
-    default_warm_up,
-)
-from pipectl.schedule.channel import Channel, channels
+from pipectl.schedule.catalogue import NAMES, default_warm_up
+from pipectl.schedule.channel import Channel, channels, messages
+from pipectl.schedule.computing import compute_actions, compute_programs
 from pipectl.schedule.lowering import lower, lower_evaluation, program_hash
-from pipectl.schedule.memory import memory_bytes, peak_in_flight, peak_memory_bytes
+from pipectl.schedule.memory import (
+    host_bytes,
+    memory_bytes,
+    peak_host_bytes,
+    peak_in_flight,
+    peak_memory_bytes,
+    shares,
+)
+from pipectl.schedule.placement import Portion, portion, rank_of
 from pipectl.schedule.validation import Proof, validate
 
 __all__ = [
@@ -18,17 +22,24 @@ __all__ = [
     "Actions",
     "Channel",
     "Kind",
+    "Portion",
     "Program",
     "Proof",
     "channels",
     "compute_actions",
     "compute_programs",
     "default_warm_up",
+    "host_bytes",
     "lower",
     "lower_evaluation",
     "memory_bytes",
+    "messages",
+    "peak_host_bytes",
     "peak_in_flight",
     "peak_memory_bytes",
+    "portion",
     "program_hash",
+    "rank_of",
+    "shares",
     "validate",
 ]

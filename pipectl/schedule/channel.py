@@ -1,23 +1,26 @@
-"""Channels: the ordered streams of messages between two stages."""
+"""Channels: the ordered streams of messages between replicas of stages."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipectl.errors import ScheduleError
 from pipectl.graph import TransferKind
 from pipectl.plan import Plan
+from pipectl.schedule.placement import Portion, common, is_apart, pairs
 
 
 @dataclass(frozen=True)
 class Channel:
-    """All that one stage sends another in one direction: a message for every micro-batch.
+    """All that a replica of one stage sends one of another: messages by rising micro-batch.
 
     Messages of a channel travel first in, first out. Its index in :func:`channels` is what the
-    ``channel`` column of a program holds.
+    ``channel`` column of a program holds. Where the forward and the backward of a replica have
+    ranks of their own, saved values go from the first to the second, and once a step weights back.
 
     Args:
-        size_bytes: of the message of one full micro-batch, all its values together.
+        size_bytes: of the message of one full micro-batch with all its samples, all its values
+            together.
     """
 
     kind: TransferKind
@@ -26,46 +29,84 @@ class Channel:
     source_rank: int
     target_rank: int
     size_bytes: int
+    source_replica: int = 0
+    target_replica: int = 0
 
     @property
     def is_local(self) -> bool:
-        """Whether both stages share a rank, so that nothing is sent."""
+        """Whether both ends share a rank, so that nothing is sent."""
         return self.source_rank == self.target_rank
 
     def __str__(self) -> str:
+        if self.source_stage == self.target_stage:
+            return f"{self.kind} of stage {self.source_stage}"
         return f"{self.kind} of stage {self.source_stage} for stage {self.target_stage}"
 
 
 def channels(plan: Plan) -> tuple[Channel, ...]:
-    """The channels of a plan, activations first, each by rising (source, target) stage.
+    """The channels of a plan: activations, gradients, saved values, weights.
 
-    Transfers with the same kind and stages share a channel.
-
-    Raises:
-        ScheduleError: for a stage with replicas.
+    Each by rising (source, target) stage, then by replica. Transfers with the same kind and
+    stages share a channel. Replicas that exchange nothing have none.
     """
+    return plan.derived(_channels)
+
+
+def channels_of_rank(plan: Plan, rank: int) -> tuple[tuple[int, Channel], ...]:
+    """The channels that start or end at a rank, local ones included, with their indices."""
+    return plan.derived(_by_rank)[rank]
+
+
+def messages(plan: Plan, channel: Channel, micro_batches: int) -> Portion:
+    """What a channel carries in a step of so many micro-batches; not for weights."""
+    source = channel.source_stage, channel.source_replica
+    target = channel.target_stage, channel.target_replica
+    return common(plan, source, target, micro_batches)
+
+
+def _channels(plan: Plan) -> tuple[Channel, ...]:
     sizes: dict[tuple[TransferKind, int, int], int] = {}
     for item in plan.transfers:
         key = item.kind, item.source, item.target
         sizes[key] = sizes.get(key, 0) + item.size_bytes
-    return tuple(
-        Channel(
-            kind, source, target, rank_of_stage(plan, source), rank_of_stage(plan, target), size
-        )
-        for (kind, source, target), size in sorted(sizes.items())
+    found = [
+        channel for key, size in sorted(sizes.items()) for channel in _between(plan, *key, size)
+    ]
+    return (
+        *found,
+        *_within(plan, TransferKind.SAVED),
+        *_within(plan, TransferKind.WEIGHT),
     )
 
 
-def rank_of_stage(plan: Plan, stage: int) -> int:
-    """The rank that holds a stage.
+def _between(
+    plan: Plan, kind: TransferKind, source: int, target: int, size_bytes: int
+) -> Iterator[Channel]:
+    """Between the replicas of two stages."""
+    ends = plan.stages[source], plan.stages[target]
+    forward = kind is TransferKind.ACTIVATION
+    ranks = [end.ranks if forward else end.updating_ranks for end in ends]
+    for one, other in pairs(plan, source, target):
+        held = ranks[0][one], ranks[1][other]
+        yield Channel(kind, source, target, *held, size_bytes, one, other)
 
-    Raises:
-        ScheduleError: if the stage has replicas, which no schedule here places.
-    """
-    ranks = plan.stages[stage].ranks
-    if len(ranks) != 1:
-        raise ScheduleError(
-            f"stage {stage} has {len(ranks)} ranks; {plan.schedule!r} places a stage on one rank",
-            cure="plan with pipeline.replicas: 1",
-        )
-    return ranks[0]
+
+def _within(plan: Plan, kind: TransferKind) -> Iterator[Channel]:
+    """Between the forward and the backward of replicas that have them on ranks of their own."""
+    for index, stage in enumerate(plan.stages):
+        for replica, ends in enumerate(zip(stage.ranks, stage.updating_ranks, strict=True)):
+            if not is_apart(plan, index, replica):
+                continue
+            if kind is TransferKind.SAVED:
+                yield Channel(kind, index, index, *ends, stage.kept_bytes, replica, replica)
+            else:
+                size, back = stage.cost.parameter_bytes, ends[::-1]
+                yield Channel(kind, index, index, *back, size, replica, replica)
+
+
+def _by_rank(plan: Plan) -> list[tuple[tuple[int, Channel], ...]]:
+    found: list[list[tuple[int, Channel]]] = [[] for _ in range(plan.ranks)]
+    for index, channel in enumerate(channels(plan)):
+        for rank in {channel.source_rank, channel.target_rank}:
+            found[rank].append((index, channel))
+    return [tuple(items) for items in found]

@@ -10,17 +10,18 @@ Four stages, four micro-batches::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
-
-from pipectl.schedule.actions import Actions, Kind
+from pipectl.schedule.actions import Integers
+from pipectl.schedule.order import Order
 
 
-def generate(stages: Sequence[int], micro_batches: int) -> Actions:
-    """What a rank that holds ``stages`` evaluates, by micro-batch, then by stage."""
-    index = np.repeat(np.arange(micro_batches, dtype=np.int32), len(stages))
-    held = np.tile(np.array(sorted(stages), dtype=np.int32), micro_batches)
-    return Actions.of_columns(
-        kind=np.full(len(held), Kind.EVALUATE, dtype=np.int32), stage=held, micro_batch=index
-    )
+def order(stages: int) -> Order:
+    """By micro-batch, then by stage.
+
+    Args:
+        stages: more than any stage's index.
+    """
+
+    def forward(stage: int, micro_batch: Integers) -> Integers:
+        return micro_batch * stages + stage
+
+    return Order(forward, forward)

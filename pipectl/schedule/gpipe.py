@@ -15,10 +15,8 @@ like in every schedule here (the paper runs the backwards in reverse). Source: H
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from pipectl.schedule import one_f_one_b
-from pipectl.schedule.actions import Actions
+from pipectl.schedule.order import Order
 
 NAME = "gpipe"
 
@@ -28,12 +26,6 @@ def warm_up(stages: int, micro_batches: int) -> tuple[int, ...]:
     return (micro_batches,) * stages
 
 
-def generate(stages: Sequence[int], micro_batches: int, _warm_up: Sequence[int]) -> Actions:
-    """What a rank that holds ``stages`` computes in one step: 1F1B that never leaves its warm-up.
-
-    Args:
-        stages: stages of the rank.
-        micro_batches: of the step, at least 1.
-    """
-    depth = warm_up(1 + max(stages, default=0), micro_batches)
-    return one_f_one_b.generate(stages, micro_batches, depth)
+def order(stages: int, micro_batches: int) -> Order:
+    """1F1B that never leaves its warm-up."""
+    return one_f_one_b.order(warm_up(stages, micro_batches), micro_batches)

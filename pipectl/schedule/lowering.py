@@ -1,23 +1,31 @@
-"""Lowering: from what a rank computes to what it does, messages included.
+"""Lowering: from what a rank computes to what it does, messages and memory included.
 
-Around each compute action stand, in this order::
+Around each computation stand, in this order::
 
     RECEIVE_START   of a message that is consumed ``ahead`` messages later
-    RECEIVE_WAIT    for what the action reads
+    FETCH_START     of what the next computation needs
+    RECEIVE_WAIT    for saved values, FETCH_WAIT, RECOMPUTE: what a backward starts from
+    RECEIVE_WAIT    for what else the computation reads
     SEND_WAIT       for the activations whose memory a backward is about to release
-    the action
+    the computation
     SEND_WAIT       for an earlier message of the same channel, usually two before
-    SEND_START      of what the action made
+    OFFLOAD_WAIT    for what the computation before saved
+    SEND_START      of what the computation made
+    OFFLOAD_START   of what it saved
+    REDUCE_START    behind the last backward of a stage with several replicas
 
 so a receive is in place before its message can arrive, a send starts at once, and a wait comes
 as late as the memory of its buffer allows: an activation is sent from the values that its
-backward needs anyway, and few gradients of a channel are on their way at once. All is done before
-UPDATE.
+backward needs anyway, and few other messages of a channel are on their way at once. All is done
+before UPDATE.
 
-How many gradients: the receiver starts to receive micro-batch i before its backward of i - 1. In
-the order of all ranks' actions by which schedules are generated (see ``one_f_one_b``) that comes
-before the sender's backward of i + k if k is at least the difference of their warm-ups; so with k
-gradients on their way no wait can close a circle, whatever the placement.
+Why no wait can close a circle: all ranks compute in one order (see ``order``), in which a receive
+starts by the turn of the computation that it is posted before. A send is awaited behind a later
+turn, and by then, in that order, its receive has started. Reductions are awaited at the end only.
+
+Where forward and backward of a stage have ranks of their own, the second starts to receive saved
+values by the turn of the forward that makes them, so that the first can drop them soon; and a step
+begins with the weights of the last one on their way back.
 """
 
 from __future__ import annotations
@@ -32,25 +40,19 @@ import numpy as np
 from pipectl import __version__
 from pipectl.graph import TransferKind
 from pipectl.plan import Plan
-from pipectl.schedule import evaluation
-from pipectl.schedule.actions import Actions, Columns, Integers, Kind, Program
-from pipectl.schedule.catalogue import compute_actions
-from pipectl.schedule.channel import Channel, channels
+from pipectl.schedule import offloading
+from pipectl.schedule.actions import Integers, Kind, Program
+from pipectl.schedule.channel import Channel, channels, channels_of_rank, messages
+from pipectl.schedule.computing import Block, Computation, evaluating, training
+from pipectl.schedule.placement import Portion, is_apart, roles
+from pipectl.schedule.rows import Phase, Rows
 
 RECEIVE_AHEAD = 1
 """Double buffering: the next message can arrive while one is waited for and used."""
 SENDS_ON_THE_WAY = 2
 """At least, on a channel without backwards to wait for: one moves while the next is made."""
-
-MOVES = {
-    Kind.FORWARD: TransferKind.ACTIVATION,
-    Kind.EVALUATE: TransferKind.ACTIVATION,
-    Kind.BACKWARD: TransferKind.GRADIENT,
-    Kind.BACKWARD_INPUT: TransferKind.GRADIENT,
-}
-"""The messages a compute action reads from the channels into its stage and writes to those out."""
-
-_RECEIVE_START, _RECEIVE_WAIT, _RELEASE, _COMPUTE, _SEND_WAIT, _SEND_START, _UPDATE = range(7)
+SAVED_ON_THE_WAY = 1
+"""The same for saved values, which are large: one moves during the next forward."""
 
 
 def lower(
@@ -58,22 +60,36 @@ def lower(
 ) -> Program:
     """The program of one rank; costs time in proportion to that rank's actions.
 
-    Every rank gets exactly one UPDATE, the last row, with its first stage, or -1 if it has none:
-    idle ranks take part in what all ranks do together at the end of a step.
+    Every rank gets exactly one UPDATE, the last row, with the first stage it updates, or -1 if
+    there is none: idle ranks take part in what all ranks do together at the end of a step.
 
     Args:
         micro_batches: of this step; by default the plan's.
         receive_ahead: receives posted on a channel beyond the one whose message is next.
 
     Raises:
-        ScheduleError: for an unknown schedule or a stage with replicas.
+        ScheduleError: for an unknown schedule, or stages that do not suit it.
     """
-    compute = compute_actions(plan, rank, micro_batches)
-    lowering = _Lowering(compute, receive_ahead, plan.warm_up)
-    lowering.add_channels(channels(plan), rank)
-    stages = plan.stages_of_rank(rank)
-    lowering.add(_UPDATE, [len(compute)], Kind.UPDATE, stages[0] if stages else -1, [-1], -1)
-    return Program(lowering.finish())
+    computation = training(plan, rank, micro_batches or plan.micro_batches)
+    lowering = _Lowering(computation, rank, receive_ahead)
+    for index, channel in channels_of_rank(plan, rank):
+        if channel.kind is TransferKind.WEIGHT:
+            lowering.add_weights(index, channel)
+        elif not channel.is_local:
+            portion = messages(plan, channel, computation.micro_batches)
+            lowering.add_messages(index, channel, portion, kept=_is_kept(plan, channel))
+    updated = [role for role in roles(plan, rank) if role.kind is Kind.BACKWARD]
+    for role in updated:
+        stage = plan.stages[role.stage]
+        lowering.add_stage(
+            role.stage,
+            recompute=stage.recompute,
+            offload=stage.offload,
+            reduce=stage.replicas > 1,
+        )
+    first = min((role.stage for role in updated), default=-1)
+    lowering.rows.add_one(Phase.UPDATE, len(computation), Kind.UPDATE, first)
+    return Program(lowering.rows.sorted())
 
 
 def lower_evaluation(
@@ -90,9 +106,14 @@ def lower_evaluation(
         connections: channels of the evaluation graph; the program holds their indices.
         stages: stages of this rank.
     """
-    lowering = _Lowering(evaluation.generate(stages, micro_batches), receive_ahead)
-    lowering.add_channels(connections, rank)
-    return Program(lowering.finish())
+    ends = [stage for item in connections for stage in (item.source_stage, item.target_stage)]
+    computation = evaluating(stages, micro_batches, of=1 + max([0, *stages, *ends]))
+    lowering = _Lowering(computation, rank, receive_ahead)
+    every = Portion(np.arange(micro_batches))
+    for index, channel in enumerate(connections):
+        if not channel.is_local:
+            lowering.add_messages(index, channel, every, kept=False)
+    return Program(lowering.rows.sorted())
 
 
 def program_hash(plan: Plan) -> str:
@@ -101,95 +122,128 @@ def program_hash(plan: Plan) -> str:
         __version__,
         plan.schedule,
         plan.warm_up,
-        [plan.batch_size, plan.micro_batch_size, plan.micro_batches],
-        [stage.ranks for stage in plan.stages],
+        [plan.batch_size, plan.micro_batch_size, plan.micro_batches, plan.replication],
+        [[s.ranks, s.backward_ranks, s.recompute, s.offload] for s in plan.stages],
         [astuple(channel) for channel in channels(plan)],
     ]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
+def _is_kept(plan: Plan, channel: Channel) -> bool:
+    """Whether what is sent stays on the device until the backward of the stage it is from."""
+    stage = plan.stages[channel.source_stage]
+    stays = not (stage.recompute or stage.offload)
+    apart = is_apart(plan, channel.source_stage, channel.source_replica)
+    return channel.kind is TransferKind.ACTIVATION and stays and not apart
+
+
 class _Lowering:
-    """Rows of one program, each placed at a slot (index of a compute action) and a phase."""
+    """Puts the rows of one program together."""
 
-    def __init__(
-        self, compute: Actions, receive_ahead: int, warm_up: Sequence[int] | None = None
-    ) -> None:
-        self.compute = compute
-        self.receive_ahead = receive_ahead
-        self.warm_up = warm_up
-        self.places: list[Integers] = []
-        self.rows: list[Columns] = []
-        self._place(_COMPUTE, np.arange(len(compute)), compute.rows)
+    def __init__(self, computation: Computation, rank: int, receive_ahead: int) -> None:
+        self.rows = Rows()
+        self._computation = computation
+        self._rank = rank
+        self._ahead = receive_ahead
+        for (kind, stage), block in computation.blocks.items():
+            self.rows.add(Phase.COMPUTE, block.slots, kind, stage, block.portion)
 
-    def add_channels(self, connections: Sequence[Channel], rank: int) -> None:
-        """The messages of every channel that starts or ends here and leaves the rank."""
-        for index, channel in enumerate(connections):
-            if channel.is_local:
-                continue
-            if channel.source_rank == rank:
-                self._add_sends(index, channel)
-            if channel.target_rank == rank:
-                self._add_receives(index, channel)
+    def add_messages(self, index: int, channel: Channel, portion: Portion, *, kept: bool) -> None:
+        """The messages of a channel that starts or ends at this rank and leaves it.
 
-    def add(
-        self,
-        phase: int,
-        slots: Sequence[int] | Integers,
-        kind: Kind,
-        stage: int,
-        micro_batches: Sequence[int] | Integers,
-        channel: int,
-    ) -> None:
-        """Rows of one kind, stage and channel."""
-        count = len(slots)
-        added = Actions.of_columns(
-            kind=np.full(count, kind, dtype=np.int32),
-            stage=np.full(count, stage, dtype=np.int32),
-            micro_batch=np.asarray(micro_batches, dtype=np.int32),
-            channel=np.full(count, channel, dtype=np.int32),
-        )
-        self._place(phase, np.asarray(slots), added.rows)
+        Args:
+            portion: what they hold.
+            kept: whether the sender holds it until its backward anyway.
+        """
+        if channel.source_rank == self._rank:
+            self._add_sends(index, channel, portion, kept)
+        if channel.target_rank == self._rank:
+            self._add_receives(index, channel, portion)
 
-    def finish(self) -> Actions:
-        """All rows by slot and phase, then by channel and the order of its messages."""
-        places, rows = np.concatenate(self.places), np.concatenate(self.rows)
-        return Actions(rows[np.lexsort((places[:, 1], places[:, 0]))])
-
-    def _place(self, phase: int, slots: Integers, rows: Columns) -> None:
-        self.places.append(np.column_stack([slots, np.full(len(slots), phase)]))
-        self.rows.append(rows)
-
-    def _add_receives(self, index: int, channel: Channel) -> None:
-        slots, micro_batches = self._users(channel.kind, channel.target_stage)
-        early = np.concatenate([np.zeros(self.receive_ahead, dtype=slots.dtype), slots])
-        for phase, kind, places in (
-            (_RECEIVE_START, Kind.RECEIVE_START, early[: len(slots)]),
-            (_RECEIVE_WAIT, Kind.RECEIVE_WAIT, slots),
-        ):
-            self.add(phase, places, kind, channel.target_stage, micro_batches, index)
-
-    def _add_sends(self, index: int, channel: Channel) -> None:
-        stage = channel.source_stage
-        slots, micro_batches = self._users(channel.kind, stage)
-        self.add(_SEND_START, slots, Kind.SEND_START, stage, micro_batches, index)
-        back, back_micro_batches = self._users(TransferKind.GRADIENT, stage)
-        if channel.kind is TransferKind.ACTIVATION and len(back):
-            self.add(_RELEASE, back, Kind.SEND_WAIT, stage, back_micro_batches, index)
+    def add_weights(self, index: int, channel: Channel) -> None:
+        """The message with which a step begins: weights, from where they were updated."""
+        end = len(self._computation)
+        if channel.source_rank == self._rank:
+            stage = channel.source_stage
+            self._add_weight(Phase.RECEIVE_START, 0, Kind.SEND_START, stage, index)
+            self._add_weight(Phase.SEND_WAIT, end, Kind.SEND_WAIT, stage, index)
             return
-        most = self._sends_on_the_way(channel)
-        end = np.full(most, len(self.compute), dtype=slots.dtype)
-        late = np.concatenate([slots, end])[most:]
-        self.add(_SEND_WAIT, late, Kind.SEND_WAIT, stage, micro_batches, index)
+        stage = channel.target_stage
+        slots = self._computation.blocks[Kind.FORWARD, stage].slots
+        first = int(slots[0]) if len(slots) else end
+        self._add_weight(Phase.RECEIVE_START, 0, Kind.RECEIVE_START, stage, index)
+        self._add_weight(Phase.RECEIVE_WAIT, first, Kind.RECEIVE_WAIT, stage, index)
 
-    def _sends_on_the_way(self, channel: Channel) -> int:
-        if self.warm_up is None:
-            return SENDS_ON_THE_WAY
-        depths = self.warm_up[channel.target_stage], self.warm_up[channel.source_stage]
-        return max(SENDS_ON_THE_WAY, depths[0] - depths[1])
+    def add_stage(self, stage: int, *, recompute: bool, offload: bool, reduce: bool) -> None:
+        """What the backward of a stage on this rank needs, and the sum of its gradients."""
+        back = self._computation.blocks[Kind.BACKWARD, stage]
+        end = len(self._computation)
+        if recompute:
+            self.rows.add(Phase.RECOMPUTE, back.slots, Kind.RECOMPUTE, stage, back.portion)
+        if offload:
+            offloading.add(self.rows, self._computation.blocks[Kind.FORWARD, stage], back)
+        if reduce:
+            last = int(back.slots[-1]) if len(back.slots) else end
+            self.rows.add_one(Phase.REDUCE_START, last, Kind.REDUCE_START, stage)
+            self.rows.add_one(Phase.REDUCE_WAIT, end, Kind.REDUCE_WAIT, stage)
 
-    def _users(self, moved: TransferKind, stage: int) -> tuple[Integers, Columns]:
-        """Slots and micro-batches of the actions of a stage that read and write such messages."""
-        kinds = [kind for kind, moves in MOVES.items() if moves is moved]
-        mine = np.isin(self.compute.column("kind"), kinds)
-        slots = np.flatnonzero(mine & (self.compute.column("stage") == stage))
-        return slots, self.compute.column("micro_batch")[slots]
+    def _add_weight(self, phase: Phase, slot: int, kind: Kind, stage: int, index: int) -> None:
+        self.rows.add_one(phase, slot, kind, stage, channel=index)
+
+    def _add_receives(self, index: int, channel: Channel, portion: Portion) -> None:
+        stage, saved = channel.target_stage, channel.kind is TransferKind.SAVED
+        slots = self._user(channel, channel.target_stage, target=True).slots_of(
+            portion.micro_batches
+        )
+        if saved:
+            turns = self._turns(Kind.FORWARD, stage, portion)
+            early: Integers = np.searchsorted(self._computation.turns, turns)
+        else:
+            early = _behind(slots, self._ahead, 0)
+        wait = Phase.RECEIVE_SAVED if saved else Phase.RECEIVE_WAIT
+        self.rows.add(Phase.RECEIVE_START, early, Kind.RECEIVE_START, stage, portion, channel=index)
+        self.rows.add(wait, slots, Kind.RECEIVE_WAIT, stage, portion, channel=index)
+
+    def _add_sends(self, index: int, channel: Channel, portion: Portion, kept: bool) -> None:
+        stage = channel.source_stage
+        slots = self._user(channel, stage).slots_of(portion.micro_batches)
+        self.rows.add(Phase.SEND_START, slots, Kind.SEND_START, stage, portion, channel=index)
+        if kept:
+            back = self._computation.blocks[Kind.BACKWARD, stage]
+            phase, late = Phase.RELEASE, back.slots_of(portion.micro_batches)
+        else:
+            phase, late = Phase.SEND_WAIT, self._late(channel, portion, slots)
+        self.rows.add(phase, late, Kind.SEND_WAIT, stage, portion, channel=index)
+
+    def _late(self, channel: Channel, portion: Portion, slots: Integers) -> Integers:
+        """Slots behind which sends are awaited: few messages later, behind their receives."""
+        saved = channel.kind is TransferKind.SAVED
+        most = SAVED_ON_THE_WAY if saved else SENDS_ON_THE_WAY
+        late = np.concatenate([slots, np.full(most, len(self._computation))])[most:]
+        safe = np.searchsorted(self._computation.turns, self._posted(channel, portion), "right")
+        found: Integers = np.maximum(late, safe)
+        return found
+
+    def _posted(self, channel: Channel, portion: Portion) -> Integers:
+        """Turns by which the other end has started to receive."""
+        if channel.kind is TransferKind.SAVED:
+            return self._turns(Kind.FORWARD, channel.target_stage, portion)
+        kind = Kind.BACKWARD if channel.kind is TransferKind.GRADIENT else Kind.FORWARD
+        return _behind(self._turns(kind, channel.target_stage, portion), self._ahead, -1)
+
+    def _turns(self, kind: Kind, stage: int, portion: Portion) -> Integers:
+        return self._computation.order.turns(kind, stage, portion.micro_batches)
+
+    def _user(self, channel: Channel, stage: int, *, target: bool = False) -> Block:
+        """The actions of a stage here that make or read the messages of a channel."""
+        blocks = self._computation.blocks
+        backward = channel.kind is TransferKind.GRADIENT
+        if backward or (target and channel.kind is TransferKind.SAVED):
+            return blocks[Kind.BACKWARD, stage]
+        forward = blocks.get((Kind.FORWARD, stage))
+        return forward if forward is not None else blocks[Kind.EVALUATE, stage]
+
+
+def _behind(values: Integers, count: int, first: int) -> Integers:
+    """Every value ``count`` places later, ``first`` before them."""
+    return np.concatenate([np.full(count, first), values])[: len(values)]

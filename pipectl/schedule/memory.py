@@ -2,9 +2,13 @@
 
 From step to step: parameters, buffers and optimizer state. From the first backward of a stage to
 UPDATE: the gradients of its parameters. A micro-batch adds, from its forward to the end of its
-backward, the saved bytes of the stage; they include what the stage received and what it sends,
-since a backward needs both. On top come buffers: a received value from RECEIVE_START to the end of
-the action that reads it, and a gradient to send from the backward that makes it to its SEND_WAIT.
+backward, what the stage keeps: its saved bytes, or under recomputation its inputs, and the rest
+from RECOMPUTE on. They include what the stage received and what it sends, since a backward needs
+both. While they are offloaded, they take the host's memory instead.
+
+On top come buffers of messages: from RECEIVE_START to the end of the action that reads a value,
+and, unless the sender keeps the value anyway, from the action that makes it to SEND_WAIT. Where
+forward and backward of a stage have ranks of their own, what it keeps is such a message.
 
 While an action runs, it holds more than it leaves behind: see :class:`pipectl.plan.StagePeaks`.
 Where these are not known, an action is taken to hold no temporary values.
@@ -12,46 +16,89 @@ Where these are not known, an action is taken to hold no temporary values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
 import numpy as np
 import numpy.typing as npt
 
 from pipectl.graph import TransferKind
 from pipectl.plan import Plan, StageCost
-from pipectl.schedule.actions import Actions, Kind, Program
-from pipectl.schedule.channel import Channel, channels
+from pipectl.schedule.actions import Actions, Integers, Kind, Program
+from pipectl.schedule.channel import Channel, channels_of_rank, messages
+from pipectl.schedule.placement import Portion, is_apart, roles
 
 Floats = npt.NDArray[np.float64]
+_MADE = {TransferKind.GRADIENT: Kind.BACKWARD}
+"""What makes a message, if not a forward."""
+_READ = {TransferKind.ACTIVATION: Kind.FORWARD}
+"""What a message is released behind, if not a backward."""
 
 
 def memory_bytes(plan: Plan, rank: int, program: Program) -> Floats:
-    """The most bytes a rank holds while it executes each row of ``program.body``; shape [rows].
+    """The most bytes a rank's device holds while it executes each row of ``program.body``.
 
-    The process itself (interpreter, torch, MPI) is not included.
+    Shape [rows]. The process itself (interpreter, torch, MPI) is not included.
     """
     changes = _Changes(plan, rank, program.body)
-    after = np.cumsum(changes.born - changes.dead)
-    before = np.concatenate([np.zeros(1), after])[: len(program.body)]
-    return _resident_bytes(plan, rank) + before + changes.during
+    return resident_bytes(plan, rank) + _before(changes.born - changes.dead) + changes.during
+
+
+def host_bytes(plan: Plan, program: Program) -> Floats:
+    """Bytes that its rank has offloaded while it executes each row; shape [rows]."""
+    rows = program.body
+    kind, moved = rows.column("kind"), _kept(plan)[rows.column("stage")] * shares(plan, rows)
+    there: Floats = moved * (kind == Kind.OFFLOAD_START)
+    return _before(there - moved * (kind == Kind.FETCH_WAIT)) + there
 
 
 def peak_memory_bytes(
     plan: Plan, rank: int, program: Program, *, process_baseline_bytes: int = 0
 ) -> int:
-    """The most a rank holds at once, the process included."""
-    resident = _resident_bytes(plan, rank)
+    """The most a rank's device holds at once, the process included."""
+    resident = resident_bytes(plan, rank)
     peak = memory_bytes(plan, rank, program).max(initial=resident)
     return process_baseline_bytes + round(float(peak))
 
 
-def peak_in_flight(program: Program, stage: int) -> int:
-    """The most micro-batches of a stage that are between forward and backward at once."""
+def peak_host_bytes(plan: Plan, program: Program) -> int:
+    """The most its rank has offloaded at once."""
+    return round(float(host_bytes(plan, program).max(initial=0)))
+
+
+def peak_in_flight(program: Program, stage: int, saved: int | None = None) -> int:
+    """The most micro-batches that wait at once on a rank for their backward of a stage.
+
+    Args:
+        saved: channel of saved values, where the forward has another rank.
+    """
     rows = program.body
-    mine = rows.column("stage") == stage
-    forward = mine & (rows.column("kind") == Kind.FORWARD)
-    backward = mine & (rows.column("kind") == Kind.BACKWARD)
-    return int(np.cumsum(forward.astype(int) - backward).max(initial=0))
+    mine, kind = rows.column("stage") == stage, rows.column("kind")
+    begun = mine & (kind == Kind.FORWARD)
+    if saved is not None:
+        begun = (rows.column("channel") == saved) & (kind == Kind.RECEIVE_START)
+    ended = mine & (kind == Kind.BACKWARD)
+    return int(np.cumsum(begun.astype(int) - ended).max(initial=0))
+
+
+def resident_bytes(plan: Plan, rank: int) -> int:
+    """What a rank holds from step to step; optimizer state only where it updates."""
+    costs = {role.stage: plan.stages[role.stage].cost for role in roles(plan, rank)}
+    updated = {role.stage for role in roles(plan, rank) if role.kind is Kind.BACKWARD}
+    return sum(
+        cost.resident_bytes - (0 if stage in updated else cost.optimizer_bytes)
+        for stage, cost in costs.items()
+    )
+
+
+def shares(plan: Plan, rows: Actions) -> Floats:
+    """The samples each row computes or moves, relative to a full micro-batch; shape [rows].
+
+    1 for rows that belong to no micro-batch.
+    """
+    micro_batch = rows.column("micro_batch")
+    found = np.ones(1 + micro_batch.max(initial=plan.micro_batches))
+    found[: plan.micro_batches] = plan.micro_batch_shares
+    start, stop = rows.column("start"), rows.column("stop")
+    part: Floats = (stop - start) / plan.micro_batch_size
+    return np.where(start >= 0, part, found[micro_batch])
 
 
 class _Changes:
@@ -63,33 +110,77 @@ class _Changes:
     """
 
     def __init__(self, plan: Plan, rank: int, rows: Actions) -> None:
-        self._rows = rows
+        self._plan, self._rank, self._rows = plan, rank, rows
+        self._kind, self._stage = rows.column("kind"), rows.column("stage")
+        self._share = shares(plan, rows)
         self._costs = [stage.cost for stage in plan.stages]
+        self._at = _Positions(rows)
         self.born, self.dead = np.zeros(len(rows)), np.zeros(len(rows))
-        self._add_micro_batches(channels(plan))
-        share = _shares(plan, rows)
-        self.born *= share
-        self.dead *= share
+        self._add_kept()
+        self._add_messages()
         self._add_gradients()
         self.during = self.born.copy()
-        self._set_peaks(plan.stages_of_rank(rank))
+        self._set_peaks()
 
-    def _add_micro_batches(self, connections: Sequence[Channel]) -> None:
-        gradients = [item for item in connections if item.kind is TransferKind.GRADIENT]
-        activations = [
-            item
-            for item in connections
-            if item.kind is TransferKind.ACTIVATION and not item.is_local
-        ]
-        saved = np.array([cost.saved_bytes for cost in self._costs], dtype=float)
-        self._add(self.born, Kind.FORWARD, saved)
-        self._add(self.dead, Kind.FORWARD, self._sums(activations, "target_stage"))
-        self._add(self.born, Kind.BACKWARD, self._sums(gradients, "source_stage"))
-        self._add(self.dead, Kind.BACKWARD, saved + self._sums(gradients, "target_stage"))
-        sizes = [item.size_bytes for item in connections]
-        self._add(self.born, Kind.RECEIVE_START, np.array(sizes, dtype=float), by="channel")
-        sent = [item.size_bytes * (item.kind is TransferKind.GRADIENT) for item in connections]
-        self._add(self.dead, Kind.SEND_WAIT, np.array(sent, dtype=float), by="channel")
+    def _add_kept(self) -> None:
+        """What micro-batches leave for their backwards."""
+        plan, kept = self._plan, _kept(self._plan)
+        full = np.array([cost.saved_bytes for cost in self._costs], dtype=float)
+        here = np.zeros(len(full))
+        for role in roles(plan, self._rank):
+            here[role.stage] = not is_apart(plan, role.stage, role.replica)
+        self._add(self.born, Kind.FORWARD, kept * here)
+        self._add(self.born, Kind.RECOMPUTE, full - kept)
+        self._add(self.dead, Kind.BACKWARD, full - kept * (1 - here))
+        self._add(self.dead, Kind.OFFLOAD_WAIT, kept)
+        self._add(self.born, Kind.FETCH_START, kept)
+
+    def _add_messages(self) -> None:
+        """Buffers of what is received, and of what is sent and not kept."""
+        micro_batches = 1 + int(self._rows.column("micro_batch").max(initial=-1))
+        for index, channel in channels_of_rank(self._plan, self._rank):
+            if channel.kind is TransferKind.WEIGHT:
+                continue
+            if channel.is_local:
+                if channel.kind is TransferKind.GRADIENT:
+                    self._add_local(channel, messages(self._plan, channel, micro_batches))
+            elif channel.target_rank == self._rank:
+                reader = _READ.get(channel.kind, Kind.BACKWARD)
+                self._add_buffer(index, channel, Kind.RECEIVE_START, reader, channel.target_stage)
+            if self._is_buffer(channel):
+                maker = _MADE.get(channel.kind, Kind.FORWARD)
+                self._add_buffer(index, channel, Kind.SEND_WAIT, maker, channel.source_stage)
+
+    def _is_buffer(self, channel: Channel) -> bool:
+        """Whether this rank sends it from memory that it keeps for nothing else."""
+        if channel.is_local or channel.source_rank != self._rank:
+            return False
+        stage = self._plan.stages[channel.source_stage]
+        apart = is_apart(self._plan, channel.source_stage, channel.source_replica)
+        kept = not (apart or stage.recompute or stage.offload)
+        return not (channel.kind is TransferKind.ACTIVATION and kept)
+
+    def _add_buffer(
+        self, index: int, channel: Channel, transfer: Kind, user: Kind, stage: int
+    ) -> None:
+        """A buffer that lives between a transfer's row and the row of its user."""
+        rows = np.flatnonzero((self._rows.column("channel") == index) & (self._kind == transfer))
+        amounts = channel.size_bytes * self._share[rows]
+        users = self._at(user, stage, self._rows.column("micro_batch")[rows])
+        received = transfer is Kind.RECEIVE_START
+        born, dead = (rows, users) if received else (users, rows)
+        np.add.at(self.born, born, amounts)
+        np.add.at(self.dead, dead, amounts)
+
+    def _add_local(self, channel: Channel, portion: Portion) -> None:
+        """A gradient between two stages of this rank, from one backward to the other."""
+        made = self._at(Kind.BACKWARD, channel.source_stage, portion.micro_batches)
+        read = self._at(Kind.BACKWARD, channel.target_stage, portion.micro_batches)
+        part = (portion.stop - portion.start) / self._plan.micro_batch_size
+        whole = isinstance(portion.start, int)
+        amounts = channel.size_bytes * (self._share[made] if whole else part)
+        np.add.at(self.born, made, amounts)
+        np.add.at(self.dead, read, amounts)
 
     def _add_gradients(self) -> None:
         """Gradients of parameters: of each stage from its first backward, of all to UPDATE."""
@@ -97,46 +188,59 @@ class _Changes:
         for row, cost in self._first_backwards():
             sizes[row] = cost.accumulated_bytes
         self.born += sizes
-        self.dead += np.where(self._rows.column("kind") == Kind.UPDATE, sizes.sum(), 0)
+        self.dead += np.where(self._kind == Kind.UPDATE, sizes.sum(), 0)
 
-    def _set_peaks(self, mine: Iterable[int]) -> None:
-        kinds, stages = self._rows.column("kind"), self._rows.column("stage")
-        first = {int(stages[row]): row for row, _ in self._first_backwards()}
-        for stage in mine:
+    def _set_peaks(self) -> None:
+        for stage in {role.stage for role in roles(self._plan, self._rank)}:
             peaks = self._costs[stage].peaks
-            if peaks is not None:
-                here = stages == stage
-                self.during[here & (kinds == Kind.FORWARD)] = peaks.forward_bytes
-                self.during[here & (kinds == Kind.BACKWARD)] = peaks.backward_bytes
-                self.during[kinds == Kind.UPDATE] += peaks.update_bytes
-                self.during[first[stage]] = peaks.first_backward_bytes
+            if peaks is None:
+                continue
+            here = self._stage == stage
+            again = (self._kind == Kind.FORWARD) | (self._kind == Kind.RECOMPUTE)
+            self.during[here & again] = peaks.forward_bytes
+            self.during[here & (self._kind == Kind.BACKWARD)] = peaks.backward_bytes
+        for row, cost in self._first_backwards():
+            if cost.peaks is not None:
+                self.during[self._kind == Kind.UPDATE] += cost.peaks.update_bytes
+                self.during[row] = cost.peaks.first_backward_bytes
 
     def _first_backwards(self) -> list[tuple[int, StageCost]]:
         """Row of the first backward of each stage, and what the stage costs."""
-        backward = np.flatnonzero(self._rows.column("kind") == Kind.BACKWARD)
-        stages, first = np.unique(self._rows.column("stage")[backward], return_index=True)
+        backward = np.flatnonzero(self._kind == Kind.BACKWARD)
+        stages, first = np.unique(self._stage[backward], return_index=True)
         rows = backward[first].tolist()
         return [(row, self._costs[stage]) for row, stage in zip(rows, stages, strict=True)]
 
-    def _add(self, where: Floats, kind: Kind, amounts: Floats, *, by: str = "stage") -> None:
-        chosen = self._rows.column("kind") == kind
-        where[chosen] += amounts[self._rows.column(by)[chosen]]
-
-    def _sums(self, connections: Iterable[Channel], end: str) -> Floats:
-        """Bytes of all messages of one micro-batch by the stage at one end."""
-        total = np.zeros(len(self._costs))
-        for channel in connections:
-            total[getattr(channel, end)] += channel.size_bytes
-        return total
+    def _add(self, where: Floats, kind: Kind, amounts: Floats) -> None:
+        """Amounts by stage, for each row of a kind."""
+        chosen = np.flatnonzero(self._kind == kind)
+        where[chosen] += amounts[self._stage[chosen]] * self._share[chosen]
 
 
-def _resident_bytes(plan: Plan, rank: int) -> int:
-    return sum(plan.stages[stage].cost.resident_bytes for stage in plan.stages_of_rank(rank))
+class _Positions:
+    """Where the computations of a program are."""
+
+    def __init__(self, rows: Actions) -> None:
+        self._columns = rows.column("kind"), rows.column("stage"), rows.column("micro_batch")
+        self._found: dict[tuple[Kind, int], Integers] = {}
+
+    def __call__(self, kind: Kind, stage: int, micro_batches: Integers) -> Integers:
+        """Rows of some micro-batches; each is there once."""
+        if (kind, stage) not in self._found:
+            kinds, stages, index = self._columns
+            rows = np.flatnonzero((kinds == kind) & (stages == stage))
+            table = np.full(1 + int(index.max(initial=-1)), -1)
+            table[index[rows]] = rows
+            self._found[kind, stage] = table
+        found: Integers = self._found[kind, stage][micro_batches]
+        return found
 
 
-def _shares(plan: Plan, rows: Actions) -> Floats:
-    """The size of each row's micro-batch relative to a full one."""
-    micro_batch = rows.column("micro_batch")
-    shares = np.ones(1 + micro_batch.max(initial=plan.micro_batches))
-    shares[: plan.micro_batches] = plan.micro_batch_shares
-    return shares[micro_batch]
+def _before(changes: Floats) -> Floats:
+    """The sum of all earlier rows."""
+    return np.concatenate([np.zeros(1), np.cumsum(changes)])[: len(changes)]
+
+
+def _kept(plan: Plan) -> Floats:
+    """Kept by a full micro-batch from forward to backward, of every stage."""
+    return np.array([stage.kept_bytes for stage in plan.stages], dtype=float)

@@ -16,43 +16,60 @@ policies are DAPPLE's (Fan et al., PPoPP 2021).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
-import numpy as np
-
-from pipectl.schedule.actions import Actions, Kind
+from pipectl.schedule.actions import Integers
+from pipectl.schedule.order import Order
 
 NAME = "1f1b"
 
 
-def policy_a(stages: int, micro_batches: int) -> tuple[int, ...]:
-    """The shallowest warm-up that fills the pipeline: min(m, p - s); the least memory."""
-    return tuple(min(micro_batches, stages - stage) for stage in range(stages))
-
-
-def policy_b(stages: int, micro_batches: int) -> tuple[int, ...]:
-    """Deeper warm-up, min(m, 2 (p - s) - 1), which hides slow messages for more memory."""
-    return tuple(min(micro_batches, 2 * (stages - stage) - 1) for stage in range(stages))
-
-
-def generate(stages: Sequence[int], micro_batches: int, warm_up: Sequence[int]) -> Actions:
-    """What a rank that holds ``stages`` computes in one step.
-
-    Sorts by one order of all actions of all ranks: forward of stage s, micro-batch i at
-    (i, 1, s); its backward at (i + warm_up[s], 0, -s). Where the warm-up never rises with the
-    stage, this order agrees with every dependency, so no placement of stages can deadlock.
+def policy_a(
+    stages: int, micro_batches: int, replicas: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """The shallowest warm-up that fills the pipeline: min(m, p - s); the least memory.
 
     Args:
-        stages: stages of the rank.
-        micro_batches: of the step, at least 1.
-        warm_up: of every stage of the pipeline; more than ``micro_batches`` means all of them.
+        replicas: of each stage, if they take whole micro-batches: as many of these are needed as
+            there are replicas from the stage to the end (PipeDream's number of active ones).
     """
-    held = np.repeat(np.asarray(stages, dtype=np.int32), micro_batches)
-    index = np.tile(np.arange(micro_batches, dtype=np.int32), len(stages))
-    depth = np.asarray(warm_up, dtype=np.int32)[held].clip(1, micro_batches)
-    kind = np.repeat(np.array([Kind.FORWARD, Kind.BACKWARD], dtype=np.int32), len(held))
-    turn = np.concatenate([index, index + depth])
-    side = np.concatenate([held + 1, -held])
-    order = np.lexsort((side, turn))
-    return Actions.of_columns(
-        kind=kind[order], stage=np.tile(held, 2)[order], micro_batch=np.tile(index, 2)[order]
+    return tuple(min(micro_batches, depth) for depth in _behind(stages, replicas))
+
+
+def policy_b(
+    stages: int, micro_batches: int, replicas: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """Deeper warm-up, min(m, 2 (p - s) - 1), which hides slow messages for more memory."""
+    counts = replicas or (1,) * stages
+    behind = _behind(stages, replicas)
+    return tuple(
+        min(micro_batches, 2 * depth - count) for depth, count in zip(behind, counts, strict=True)
     )
+
+
+def order(warm_up: Sequence[int], micro_batches: int) -> Order:
+    """Forward of stage s, micro-batch i at (i, 1, s); its backward at (i + warm_up[s], 0, -s).
+
+    Where the warm-up never rises with the stage, this order agrees with every dependency.
+
+    Args:
+        warm_up: of every stage; more than ``micro_batches`` means all of them.
+        micro_batches: of the step, at least 1.
+    """
+    stages = len(warm_up)
+    width = 2 * stages + 2
+
+    def forward(stage: int, micro_batch: Integers) -> Integers:
+        return micro_batch * width + (stages + 1 + stage)
+
+    def backward(stage: int, micro_batch: Integers) -> Integers:
+        depth = min(max(1, warm_up[stage]), micro_batches)
+        return micro_batch * width + (depth * width + stages - stage)
+
+    return Order(forward, backward)
+
+
+def _behind(stages: int, replicas: Sequence[int] | None) -> list[int]:
+    """Replicas of each stage and all behind it."""
+    counts = replicas or (1,) * stages
+    return list(accumulate(reversed(counts)))[::-1]

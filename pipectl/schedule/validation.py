@@ -6,23 +6,23 @@ with any message. What holds then holds for sends that MPI buffers, too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 
 from pipectl.errors import ScheduleError
 from pipectl.graph import TransferKind
 from pipectl.plan import Plan
-from pipectl.schedule.actions import Integers, Kind, Program
-from pipectl.schedule.channel import Channel, channels, rank_of_stage
+from pipectl.schedule.actions import Kind, Program
+from pipectl.schedule.audit import ONCE, Audit, Item, fault, short
+from pipectl.schedule.channel import Channel, channels, messages
 from pipectl.schedule.deadlock import check_progress
-from pipectl.schedule.memory import peak_in_flight, peak_memory_bytes
+from pipectl.schedule.memory import peak_host_bytes, peak_in_flight, peak_memory_bytes
+from pipectl.schedule.placement import Portion, is_apart, portion, roles
 from pipectl.units import format_bytes
 
-_USERS = {TransferKind.ACTIVATION: Kind.FORWARD, TransferKind.GRADIENT: Kind.BACKWARD}
-"""The action that makes a message on one end and reads it on the other."""
+_AWAY = (Kind.OFFLOAD_START, Kind.OFFLOAD_WAIT, Kind.FETCH_START, Kind.FETCH_WAIT)
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,15 @@ class Proof:
     """What valid programs need.
 
     Args:
-        peak_in_flight: of every stage, micro-batches between forward and backward.
-        peak_memory_bytes: of every rank, the process included.
+        peak_in_flight: of every stage, micro-batches between forward and backward, on the replica
+            with the most.
+        peak_memory_bytes: of every rank's device, the process included.
+        peak_host_bytes: offloaded by every rank.
     """
 
     peak_in_flight: tuple[int, ...]
     peak_memory_bytes: tuple[int, ...]
+    peak_host_bytes: tuple[int, ...]
 
 
 def validate(
@@ -47,10 +50,13 @@ def validate(
 ) -> Proof:
     """Check the programs of all ranks against each other and against the plan.
 
-    Proved are: every stage computes every micro-batch once, backwards (hence the accumulation of
-    gradients) in ascending order, UPDATE last; every message is started and ended once on both
-    ends, in the same order; values are made before they are sent, there before they are read, and
-    not released while they are sent; no ranks wait for each other; memory is within the limit.
+    Proved are: every stage computes every sample of every micro-batch once, backwards (hence the
+    accumulation of gradients) in ascending order on each replica; a backward comes behind its
+    recomputation, that behind what it starts from; what is offloaded is gone before it is fetched,
+    and there before it is needed; every message is started and ended once on both ends, in the
+    same order; values are made before they are sent, there before they are read, and not released
+    while they are sent; gradients of replicas are summed behind the last backward; UPDATE is last;
+    no ranks wait for each other; device memory is within the limit.
 
     Args:
         programs: of every rank; their bodies are checked.
@@ -61,106 +67,145 @@ def validate(
         ScheduleError: naming the ranks, stages and micro-batches of the first fault.
     """
     if len(programs) != plan.ranks:
-        raise _fault(f"{len(programs)} programs for {plan.ranks} ranks")
-    connections = channels(plan)
-    ranks = [
-        _Rank(rank, program, micro_batches or plan.micro_batches)
-        for rank, program in enumerate(programs)
-    ]
+        raise fault(f"{len(programs)} programs for {plan.ranks} ranks")
+    step = _Step(plan, programs, micro_batches or plan.micro_batches)
     for stage in range(len(plan.stages)):
-        _check_stage(ranks[rank_of_stage(plan, stage)], stage)
-    for index, channel in enumerate(connections):
-        _check_channel(ranks[channel.source_rank], ranks[channel.target_rank], index, channel)
-    for rank in ranks:
-        rank.check_nothing_else()
-    check_progress(connections, programs)
+        for replica in range(plan.stages[stage].replicas):
+            step.check_replica(stage, replica)
+    for index, channel in enumerate(channels(plan)):
+        step.check_channel(index, channel)
+    for rank, audit in enumerate(step.audits):
+        updated = (role.stage for role in roles(plan, rank) if role.kind is Kind.BACKWARD)
+        audit.check_nothing_else(min(updated, default=-1))
+    check_progress(channels(plan), programs, _reducers(plan))
     return Proof(
-        tuple(
-            peak_in_flight(programs[rank_of_stage(plan, stage)], stage)
-            for stage in range(len(plan.stages))
-        ),
+        _in_flight(plan, programs),
         _check_memory(plan, programs, process_baseline_bytes),
+        tuple(peak_host_bytes(plan, program) for program in programs),
     )
 
 
-class _Rank:
-    """Where the rows of a program are."""
+class _Step:
+    """One step of all ranks."""
 
-    def __init__(self, rank: int, program: Program, micro_batches: int) -> None:
-        self.rank = rank
-        self.rows = program.body
+    def __init__(self, plan: Plan, programs: Sequence[Program], micro_batches: int) -> None:
+        self.plan = plan
         self.micro_batches = micro_batches
-        self.seen = np.zeros(len(self.rows), dtype=bool)
-        self.at = cache(self._at)
+        self.audits = [Audit(rank, program) for rank, program in enumerate(programs)]
 
-    def _at(self, kind: Kind, index: int) -> Integers:
-        """Row of each micro-batch's action of a stage, or transfer of a channel."""
-        name = "stage" if kind.is_compute else "channel"
-        rows = np.flatnonzero(
-            (self.rows.column("kind") == kind) & (self.rows.column(name) == index)
+    def check_replica(self, stage: int, replica: int) -> None:
+        """What one replica computes, and what it does to its memory and gradients."""
+        held = self.plan.stages[stage]
+        mine = portion(self.plan, stage, replica, self.micro_batches)
+        front, back = (self.audits[ranks[replica]] for ranks in (held.ranks, held.updating_ranks))
+        forward, backward = Item(Kind.FORWARD, stage), Item(Kind.BACKWARD, stage)
+        front.expect(forward, mine)
+        back.expect(backward, mine)
+        back.check_rising(backward, "accumulates gradients")
+        begins = self._begins(stage)
+        if begins != backward:
+            back.expect(begins, mine)
+            back.check_order(begins, backward)
+        if front is back:
+            front.check_order(forward, begins)
+        if held.offload:
+            _check_offload(front, forward, begins, mine)
+        if held.replicas > 1:
+            _check_reduction(back, backward)
+
+    def check_channel(self, index: int, channel: Channel) -> None:
+        """The messages of a channel, from what makes them to what reads them."""
+        ends = self.audits[channel.source_rank], self.audits[channel.target_rank]
+        made, read = self._users(channel)
+        if channel.is_local:
+            ends[0].check_order(made, read)
+            return
+        weights = channel.kind is TransferKind.WEIGHT
+        carried = ONCE if weights else messages(self.plan, channel, self.micro_batches)
+        send, sent = Item(Kind.SEND_START, index), Item(Kind.SEND_WAIT, index)
+        receive, received = Item(Kind.RECEIVE_START, index), Item(Kind.RECEIVE_WAIT, index)
+        for item in send, sent:
+            ends[0].expect(item, carried, channel.source_stage)
+        for item in receive, received:
+            ends[1].expect(item, carried, channel.target_stage)
+        ends[0].check_chain(*([] if weights else [made]), send, sent)
+        ends[1].check_chain(receive, received, read)
+        if self._is_kept(channel):
+            ends[0].check_order(sent, Item(Kind.BACKWARD, channel.source_stage))
+        _check_same_order(channel, ends, carried, send, receive)
+
+    def _begins(self, stage: int) -> Item:
+        """What a backward begins with."""
+        again = self.plan.stages[stage].recompute
+        return Item(Kind.RECOMPUTE if again else Kind.BACKWARD, stage)
+
+    def _users(self, channel: Channel) -> tuple[Item, Item]:
+        """What makes a channel's messages, and what reads them."""
+        source, target = channel.source_stage, channel.target_stage
+        if channel.kind is TransferKind.GRADIENT:
+            return Item(Kind.BACKWARD, source), Item(Kind.BACKWARD, target)
+        saved = channel.kind is TransferKind.SAVED
+        read = self._begins(target) if saved else Item(Kind.FORWARD, target)
+        return Item(Kind.FORWARD, source), read
+
+    def _is_kept(self, channel: Channel) -> bool:
+        """Whether a backward releases what is sent."""
+        stage, replica = channel.source_stage, channel.source_replica
+        held = self.plan.stages[stage]
+        goes = held.recompute or held.offload or is_apart(self.plan, stage, replica)
+        return channel.kind is TransferKind.ACTIVATION and not goes
+
+
+def _check_offload(audit: Audit, forward: Item, begins: Item, mine: Portion) -> None:
+    """Some micro-batches leave the device, all steps of the way, in order."""
+    items = [Item(kind, forward.owner) for kind in _AWAY]
+    gone = np.isin(mine.micro_batches, audit.micro_batches(items[0]))
+    for item in items:
+        audit.expect(item, mine.some(np.flatnonzero(gone)))
+    audit.check_chain(forward, *items, begins)
+
+
+def _check_reduction(audit: Audit, backward: Item) -> None:
+    items = [Item(kind, backward.owner) for kind in (Kind.REDUCE_START, Kind.REDUCE_WAIT)]
+    for item in items:
+        audit.expect(item, ONCE)
+    audit.check_chain(backward, *items)
+
+
+def _check_same_order(
+    channel: Channel, ends: tuple[Audit, Audit], carried: Portion, send: Item, receive: Item
+) -> None:
+    orders = [
+        carried.micro_batches[np.argsort(audit.rows(item))]
+        for audit, item in zip(ends, (send, receive), strict=True)
+    ]
+    if not np.array_equal(orders[0], orders[1]):
+        raise fault(
+            f"{channel}: rank {ends[0].rank} sends micro-batches {short(orders[0])}, "
+            f"rank {ends[1].rank} receives {short(orders[1])}"
         )
-        micro_batch = self.rows.column("micro_batch")[rows]
-        if not np.array_equal(np.sort(micro_batch), np.arange(self.micro_batches)):
-            raise _fault(
-                f"rank {self.rank} has {kind.name} of {name} {index} for micro-batches "
-                f"{_short(micro_batch)} instead of once for each of {self.micro_batches}"
-            )
-        self.seen[rows] = True
-        return rows[np.argsort(micro_batch)]
-
-    def check_order(self, first: tuple[Kind, int], second: tuple[Kind, int]) -> None:
-        """The rows of ``first`` come before those of ``second``, micro-batch by micro-batch."""
-        late = np.flatnonzero(self.at(*first) >= self.at(*second))
-        if len(late):
-            raise _fault(
-                f"rank {self.rank}: {_words(*second)} comes before {_words(*first)} "
-                f"for micro-batch {late[0]}"
-            )
-
-    def check_nothing_else(self) -> None:
-        """Every row has been looked at but one UPDATE, the last."""
-        rest = np.flatnonzero(~self.seen)
-        kinds = [Kind(kind).name for kind in self.rows.column("kind")[rest]]
-        if kinds != ["UPDATE"] or rest[0] != len(self.rows) - 1:
-            raise _fault(
-                f"rank {self.rank} has {_short(kinds)} beyond its stages and channels; "
-                "one UPDATE at the end belongs there"
-            )
 
 
-def _check_stage(rank: _Rank, stage: int) -> None:
-    rank.check_order((Kind.FORWARD, stage), (Kind.BACKWARD, stage))
-    backward = rank.at(Kind.BACKWARD, stage)
-    if np.any(np.diff(backward) < 0):
-        raise _fault(
-            f"rank {rank.rank} accumulates gradients of stage {stage} in micro-batch order "
-            f"{_short(np.argsort(backward))}, which is not ascending"
+def _reducers(plan: Plan) -> Mapping[int, Sequence[int]]:
+    """Ranks that sum the gradients of a stage together, of every stage with replicas."""
+    return {
+        index: stage.updating_ranks for index, stage in enumerate(plan.stages) if stage.replicas > 1
+    }
+
+
+def _in_flight(plan: Plan, programs: Sequence[Program]) -> tuple[int, ...]:
+    saved = {
+        (channel.target_stage, channel.target_rank): index
+        for index, channel in enumerate(channels(plan))
+        if channel.kind is TransferKind.SAVED
+    }
+    return tuple(
+        max(
+            peak_in_flight(programs[rank], index, saved.get((index, rank)))
+            for rank in stage.updating_ranks
         )
-
-
-def _check_channel(source: _Rank, target: _Rank, index: int, channel: Channel) -> None:
-    user = _USERS[channel.kind]
-    made, read = (user, channel.source_stage), (user, channel.target_stage)
-    if channel.is_local:
-        source.check_order(made, read)
-        return
-    send, sent = (Kind.SEND_START, index), (Kind.SEND_WAIT, index)
-    receive, received = (Kind.RECEIVE_START, index), (Kind.RECEIVE_WAIT, index)
-    for rank, first, second in (
-        (source, made, send),
-        (source, send, sent),
-        (target, receive, received),
-        (target, received, read),
-    ):
-        rank.check_order(first, second)
-    if channel.kind is TransferKind.ACTIVATION:
-        source.check_order(sent, (Kind.BACKWARD, channel.source_stage))
-    orders = np.argsort(source.at(*send)), np.argsort(target.at(*receive))
-    if not np.array_equal(*orders):
-        raise _fault(
-            f"{channel}: rank {source.rank} sends micro-batches {_short(orders[0])}, "
-            f"rank {target.rank} receives {_short(orders[1])}"
-        )
+        for index, stage in enumerate(plan.stages)
+    )
 
 
 def _check_memory(plan: Plan, programs: Sequence[Program], baseline: int) -> tuple[int, ...]:
@@ -176,18 +221,3 @@ def _check_memory(plan: Plan, programs: Sequence[Program], baseline: int) -> tup
             cure="plan again: with more ranks, smaller micro-batches or a smaller warm_up",
         )
     return peaks
-
-
-def _fault(message: str) -> ScheduleError:
-    return ScheduleError(
-        f"rank programs: {message}", cure="write a new plan: pipectl plan JOB.yaml"
-    )
-
-
-def _words(kind: Kind, index: int) -> str:
-    return f"{kind.name} of {'stage' if kind.is_compute else 'channel'} {index}"
-
-
-def _short(items: Sequence[object] | Integers, most: int = 12) -> str:
-    shown = ", ".join(str(item) for item in items[:most])
-    return f"[{shown}{', ...' if len(items) > most else ''}]"

@@ -48,7 +48,16 @@ def _is_file(path: Path) -> bool:
 
 
 def _stages_fit_ranks(pipeline: Pipeline, resources: Resources) -> Iterator[Finding]:
-    if pipeline.stages is not None and pipeline.stages > resources.ranks:
+    if pipeline.stages is None or pipeline.stages <= resources.ranks:
+        return
+    if pipeline.schedule == "interleaved":
+        if pipeline.stages % resources.ranks:
+            yield (
+                ("pipeline", "stages"),
+                f"{pipeline.stages} stages cannot go round over {resources.ranks} ranks; schedule "
+                "interleaved takes a multiple of them",
+            )
+    else:
         asked = f"nodes x tasks_per_node = {resources.nodes} x {resources.tasks_per_node}"
         yield (
             ("pipeline", "stages"),
@@ -76,6 +85,8 @@ def _warm_up_fits(pipeline: Pipeline) -> Iterator[Finding]:
         yield path, f"has length {given}, but pipeline.stages is {pipeline.stages}"
     if pipeline.schedule == "gpipe":
         yield path, "has no meaning with schedule gpipe, which runs all forwards first"
+    if pipeline.schedule == "interleaved":
+        yield path, "has no meaning with schedule interleaved, which has one of its own"
     most = max(pipeline.warm_up, default=0)
     if pipeline.micro_batches is not None and most > pipeline.micro_batches:
         yield (

@@ -205,12 +205,17 @@ class Training(Section):
 class Pipeline(Section):
     """How the model is spread over the ranks. The planner chooses where it says `auto`."""
 
-    stages: AutoCount = Field(default=None, description="Parts the model is cut into.")
+    stages: AutoCount = Field(
+        default=None,
+        description="Parts the model is cut into: at most one a rank, or with schedule "
+        "`interleaved` a multiple of the ranks.",
+    )
     micro_batches: AutoCount = Field(default=None, description="Parts each batch is cut into.")
     schedule: Schedule = Field(
         default=None,
         description="Order of work: `gpipe` runs all forwards before the backwards, `1f1b` "
-        "alternates them and keeps fewer activations.",
+        "alternates them and keeps fewer activations, `interleaved` does so with several stages a "
+        "rank (two, unless `stages` says otherwise), for less waiting and more messages.",
     )
     warm_up: AutoCounts = Field(
         default=None,

@@ -111,7 +111,7 @@ AutoCounts = Annotated[tuple[Count, ...] | None, auto_list("a list of whole numb
 AutoReplicas = Annotated[int | None, auto(_replicas())]
 Schedule = Annotated[
     str | None,
-    auto(choice("auto", "gpipe", "1f1b", later=("interleaved", "zero-bubble", "pipedream", "2bw"))),
+    auto(choice("auto", "gpipe", "1f1b", "interleaved", later=("zero-bubble", "pipedream", "2bw"))),
 ]
 Recompute = Annotated[str | None, auto(choice("auto", "none", later=("all", "full", "stages")))]
 Offload = Annotated[str | None, auto(choice("auto", "none", later=("host", "cpu", "all")))]

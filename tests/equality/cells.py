@@ -79,6 +79,10 @@ FEWER_BATCHES = {
 }  # fmt: skip
 """Models like others of the table but for one thing: two kinds of batch are enough for them."""
 SCHEDULES = ("gpipe", "1f1b")
+INTERLEAVED = {"gpt": ("divisible", "smaller_last"), "dense": ("smaller_last", "few")}
+"""Models, and their batches, that are also trained with two stages a rank."""
+CHUNKS = {"interleaved": 2}
+"""Stages a rank, where not one."""
 STEPS = 10
 COST = StageCost(1.0, 2.0, 0.0, 0, 0, 0)
 
@@ -98,6 +102,8 @@ def cells() -> Iterator[Cell]:
         for schedule in SCHEDULES:
             for batch in ("smaller_last", "few") if model in FEWER_BATCHES else BATCHES:
                 yield Cell(model, schedule, batch)
+        for batch in INTERLEAVED.get(model, ()):
+            yield Cell(model, "interleaved", batch)
 
 
 def spec_text(cell: Cell, *, plain: bool) -> str:
@@ -183,7 +189,8 @@ def find_cycle(after: dict[str, set[str]]) -> list[str] | None:
     return None
 
 
-def make_plan(graph: CapturedGraph, stage_of: dict[str, int], cell: Cell, stages: int) -> Plan:
+def make_plan(graph: CapturedGraph, stage_of: dict[str, int], cell: Cell, ranks: int) -> Plan:
+    stages = 1 + max(stage_of.values())
     batch_size, micro_batches = BATCHES[cell.batch]
     found = cut_routes(stage_of, graph.edges, graph.requires_grad)
     lanes = sorted({(route.kind, route.source, route.target) for route in found})
@@ -193,15 +200,15 @@ def make_plan(graph: CapturedGraph, stage_of: dict[str, int], cell: Cell, stages
         name=str(cell),
         fingerprint=graph.fingerprint,
         schedule=cell.schedule,
-        warm_up=tuple(default_warm_up(cell.schedule, stages, -(-batch_size // size))),
+        warm_up=default_warm_up(cell.schedule, stages, -(-batch_size // size), ranks=ranks),
         batch_size=batch_size,
         micro_batch_size=size,
         micro_batches=-(-batch_size // size),
-        stages=tuple(Stage(nodes[stage], (stage,), COST) for stage in range(stages)),
+        stages=tuple(Stage(nodes[stage], (stage % ranks,), COST) for stage in range(stages)),
         transfers=tuple(Transfer(*lane, size_bytes=1) for lane in lanes),
-        node_of_rank=(0,) * stages,
+        node_of_rank=(0,) * ranks,
     )
-    validate(plan, [lower(plan, rank) for rank in range(stages)])
+    validate(plan, [lower(plan, rank) for rank in range(ranks)])
     return plan
 
 
@@ -226,7 +233,8 @@ def train(directory: Path, communicator: MPI.Comm, *, plain: bool) -> None:
         for name, tensor in job.states.items():
             tensor.data = first[name].clone()
         graph = job.training_graph(2)
-        stages = random_stages(graph, communicator.size, number)
+        count = communicator.size * CHUNKS.get(cell.schedule, 1)
+        stages = random_stages(graph, count, number)
         plan = make_plan(graph, stages, cell, communicator.size)
         if communicator.rank == 0:
             split = Cut(graph, stages, training=True).split_uses

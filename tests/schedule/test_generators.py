@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipectl.errors import ScheduleError
-from pipectl.schedule import Action, Kind, compute_actions, compute_programs, evaluation, gpipe
+from pipectl.schedule import (
+    Action,
+    Kind,
+    compute_actions,
+    compute_programs,
+    evaluation,
+    gpipe,
+    lower_evaluation,
+)
 from pipectl.schedule import one_f_one_b as one
 
 GPIPE = """\
@@ -34,23 +42,29 @@ stage 3  ...0123
 DURATION = {Kind.FORWARD: 1, Kind.EVALUATE: 1, Kind.BACKWARD: 2}
 
 
-def draw(rows_of_stage):
-    """Start every action of a chain as soon as its stage and its neighbour allow."""
-    pending = [list(rows) for rows in rows_of_stage]
-    ends = {}
-    lines = ["" for _ in pending]
+def draw(plan):
+    """Start every action as soon as its rank and its neighbours allow; a line for every stage."""
+    pending = [list(program.body) for program in compute_programs(plan)]
+    return drawing(pending, len(plan.stages))
+
+
+def drawing(pending, stages):
+    ends, lines, free = {}, [""] * stages, [0] * len(pending)
     while any(pending):
-        for stage, rows in enumerate(pending):
-            while rows and needs(rows[0], len(pending)) <= ends.keys():
+        for rank, rows in enumerate(pending):
+            while rows and needs(rows[0], stages) <= ends.keys():
                 action = rows.pop(0)
-                need = needs(action, len(pending))
-                start = max([len(lines[stage]), *(ends[key] for key in need)])
-                lines[stage] = lines[stage].ljust(start, ".") + mark(action)
-                ends[action.kind, stage, action.micro_batch] = len(lines[stage])
+                need = needs(action, stages)
+                start = max([free[rank], *(ends[key] for key in need)])
+                line = lines[action.stage].ljust(start, ".") + mark(action)
+                lines[action.stage], free[rank] = line, len(line)
+                ends[action.kind, action.stage, action.micro_batch] = len(line)
     return "".join(f"stage {stage}  {line}\n" for stage, line in enumerate(lines))
 
 
 def needs(action, stages):
+    if action.kind is Kind.BACKWARD and action.stage == stages - 1:
+        return {(Kind.FORWARD, action.stage, action.micro_batch)}
     neighbour = action.stage + (1 if action.kind is Kind.BACKWARD else -1)
     if neighbour in range(stages):
         return {(action.kind, neighbour, action.micro_batch)}
@@ -68,17 +82,18 @@ def mark(action):
 )
 def test_schedule_is_the_drawn_table(pipeline, schedule, micro_batches, table, module):
     plan = pipeline(4, micro_batches, schedule=schedule)
-    assert draw([program.body for program in compute_programs(plan)]) == table
+    assert draw(plan) == table
     assert textwrap.indent(table, "    ") in module.__doc__
 
 
 def test_evaluation_is_the_drawn_table():
-    assert draw([evaluation.generate([stage], 4) for stage in range(4)]) == EVALUATION
+    evaluations = [list(lower_evaluation([], [stage], stage, 4).body) for stage in range(4)]
+    assert drawing(evaluations, 4) == EVALUATION
     assert textwrap.indent(EVALUATION, "    ") in evaluation.__doc__
 
 
 def test_evaluation_of_several_stages_goes_micro_batch_by_micro_batch():
-    actions = list(evaluation.generate([2, 0], 2))
+    actions = list(lower_evaluation([], [2, 0], 0, 2).body)
     assert actions == [
         Action(Kind.EVALUATE, stage, index) for index in range(2) for stage in (0, 2)
     ]
@@ -89,6 +104,11 @@ def test_dapple_policies():
     assert one.policy_b(4, 8) == (7, 5, 3, 1)
     assert one.policy_a(4, 2) == (2, 2, 2, 1)
     assert one.policy_b(4, 4) == (4, 4, 3, 1)
+
+
+def test_replicas_in_turn_need_a_micro_batch_for_each_behind_them():
+    assert one.policy_a(3, 20, (4, 2, 1)) == (7, 3, 1)
+    assert one.policy_b(3, 20, (4, 2, 1)) == (10, 4, 1)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3])
@@ -105,8 +125,9 @@ def test_fewer_micro_batches_than_planned(pipeline):
     assert compute_actions(plan, 0, 3) == compute_actions(pipeline(2, 3), 0)
 
 
-def test_a_rank_with_two_stages_keeps_their_order():
-    actions = [(a.kind.name[0], a.stage, a.micro_batch) for a in one.generate([0, 1], 2, (2, 1))]
+def test_a_rank_with_two_stages_keeps_their_order(pipeline):
+    plan = pipeline(2, 2, ranks=[0, 0], warm_up=(2, 1))
+    actions = [(a.kind.name[0], a.stage, a.micro_batch) for a in compute_actions(plan, 0)]
     assert actions == [
         ("F", 0, 0),
         ("F", 1, 0),
@@ -128,9 +149,10 @@ def test_ranks_without_stages_compute_nothing(pipeline):
     warm_up=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     micro_batches=st.integers(1, 9),
 )
-def test_any_warm_up_is_the_forwards_before_the_first_backward(warm_up, micro_batches):
+def test_any_warm_up_is_the_forwards_before_the_first_backward(pipeline, warm_up, micro_batches):
+    plan = pipeline(len(warm_up), micro_batches, warm_up=warm_up)
     for stage, depth in enumerate(warm_up):
-        actions = list(one.generate([stage], micro_batches, warm_up))
+        actions = list(compute_actions(plan, stage))
         kinds = [action.kind for action in actions]
         backwards = [a.micro_batch for a in actions if a.kind is Kind.BACKWARD]
         assert kinds.index(Kind.BACKWARD) == min(depth, micro_batches)

@@ -7,7 +7,7 @@ import pytest
 from pipectl import schedule
 from pipectl.errors import ScheduleError
 from pipectl.graph import TransferKind
-from pipectl.plan import Transfer
+from pipectl.plan import Replication, Transfer
 from pipectl.schedule import Channel, Kind, lower, lower_evaluation, program_hash
 
 SHORT = {
@@ -19,6 +19,13 @@ SHORT = {
     Kind.SEND_WAIT: "sent",
     Kind.RECEIVE_START: "receive",
     Kind.RECEIVE_WAIT: "received",
+    Kind.RECOMPUTE: "R",
+    Kind.REDUCE_START: "reduce",
+    Kind.REDUCE_WAIT: "reduced",
+    Kind.OFFLOAD_START: "offload",
+    Kind.OFFLOAD_WAIT: "offloaded",
+    Kind.FETCH_START: "fetch",
+    Kind.FETCH_WAIT: "fetched",
 }
 
 
@@ -27,8 +34,15 @@ def text(program):
     words = []
     for action in program.body:
         channel = "" if action.channel < 0 else f".{action.channel}"
-        words.append(f"{SHORT[action.kind]}{channel}:{action.micro_batch}")
+        samples = "" if action.start < 0 else f"[{action.start},{action.stop})"
+        words.append(f"{SHORT[action.kind]}{channel}:{action.micro_batch}{samples}")
     return " ".join(words)
+
+
+def first_stage(plan, **changes):
+    """The plan with another first stage."""
+    first, *others = plan.stages
+    return dataclasses.replace(plan, stages=(dataclasses.replace(first, **changes), *others))
 
 
 def test_channels_join_transfers_by_kind_and_stages(pipeline):
@@ -114,12 +128,79 @@ def test_evaluation_sends_forward_only():
     assert text(lower_evaluation(chain, [], 2, 2)) == ""
 
 
-def test_replicas_are_refused(pipeline):
-    plan = pipeline(2, 2)
-    double = dataclasses.replace(plan.stages[1], ranks=(0, 1))
-    plan = dataclasses.replace(plan, stages=(plan.stages[0], double))
-    with pytest.raises(ScheduleError, match="stage 1 has 2 ranks"):
-        lower(plan, 0)
+def test_a_backward_recomputes_while_its_gradient_is_on_the_way(pipeline):
+    plan = first_stage(pipeline(2, 2, warm_up=(1, 1)), recompute=True)
+    assert text(lower(plan, 0)) == (
+        "receive.1:0 F:0 send.0:0 receive.1:1 R:0 received.1:0 B:0 "
+        "F:1 send.0:1 R:1 received.1:1 B:1 sent.0:0 sent.0:1 update:-1"
+    )
+
+
+def test_what_waits_long_is_offloaded_beside_one_computation_and_fetched_beside_one(pipeline):
+    plan = first_stage(pipeline(1, 5, warm_up=(3,)), offload=True)
+    assert text(lower(plan, 0)) == (
+        "F:0 F:1 offload:1 F:2 offloaded:1 offload:2 B:0 offloaded:2 fetch:1 F:3 offload:3 "
+        "fetched:1 B:1 offloaded:3 fetch:2 F:4 fetch:3 fetched:2 B:2 fetched:3 B:3 B:4 update:-1"
+    )
+
+
+def test_nothing_is_offloaded_for_less_than_a_computation(pipeline):
+    plan = first_stage(pipeline(1, 5, warm_up=(2,)), offload=True)
+    assert lower(plan, 0) == lower(pipeline(1, 5, warm_up=(2,)), 0)
+
+
+def test_replicas_take_turns_and_sum_behind_their_last_backward(pipeline):
+    plan = first_stage(pipeline(1, 3, node_of_rank=[0, 0]), ranks=(0, 1))
+    assert text(lower(plan, 0)) == "F:0 B:0 F:2 B:2 reduce:-1 reduced:-1 update:-1"
+    assert text(lower(plan, 1)) == "F:1 B:1 reduce:-1 reduced:-1 update:-1"
+    assert text(lower(plan, 1, 1)) == "reduce:-1 reduced:-1 update:-1"
+
+
+def test_unequal_replicas_have_channels_where_they_share_a_micro_batch(pipeline):
+    plan = pipeline(2, 6, node_of_rank=[0] * 5, size_bytes=6)
+    counts = ((0, 1), (2, 3, 4))
+    stages = [
+        dataclasses.replace(stage, ranks=ranks)
+        for stage, ranks in zip(plan.stages, counts, strict=True)
+    ]
+    plan = dataclasses.replace(plan, stages=tuple(stages))
+    forward = [c for c in schedule.channels(plan) if c.kind is TransferKind.ACTIVATION]
+    ends = [(c.source_rank, c.target_rank) for c in forward]
+    carried = [schedule.messages(plan, c, 6).micro_batches.tolist() for c in forward]
+    assert ends == [(0, 2), (0, 3), (0, 4), (1, 2), (1, 3), (1, 4)]
+    assert carried == [[0], [4], [2], [3], [1], [5]]
+
+
+def test_samples_of_a_micro_batch_go_to_the_replicas_that_take_them(pipeline):
+    plan = first_stage(pipeline(2, 1, node_of_rank=[0] * 3, micro_batch_size=4), ranks=(0, 2))
+    plan = dataclasses.replace(plan, replication=Replication.SPLIT)
+    assert text(lower(plan, 2)) == (
+        "receive.3:0[2,4) F:0[2,4) send.1:0[2,4) received.3:0[2,4) sent.1:0[2,4) B:0[2,4) "
+        "reduce:-1 reduced:-1 update:-1"
+    )
+    assert text(lower(plan, 1)) == (
+        "receive.0:0[0,2) receive.1:0[2,4) received.0:0[0,2) received.1:0[2,4) F:0 B:0 "
+        "send.2:0[0,2) send.3:0[2,4) sent.2:0[0,2) sent.3:0[2,4) update:-1"
+    )
+
+
+def test_saved_values_go_to_the_rank_of_the_backward_and_weights_come_back(pipeline):
+    plan = pipeline(1, 3, warm_up=[2], node_of_rank=[0, 0])
+    plan = first_stage(plan, backward_ranks=(1,))
+    assert text(lower(plan, 0)) == (
+        "receive.1:-1 received.1:-1 F:0 send.0:0 F:1 sent.0:0 send.0:1 F:2 sent.0:1 send.0:2 "
+        "sent.0:2 update:-1"
+    )
+    assert text(lower(plan, 1)) == (
+        "receive.0:0 receive.0:1 send.1:-1 received.0:0 B:0 receive.0:2 received.0:1 B:1 "
+        "received.0:2 B:2 sent.1:-1 update:-1"
+    )
+
+
+def test_a_backward_elsewhere_is_not_offloaded(pipeline):
+    plan = pipeline(1, 3, node_of_rank=[0, 0])
+    with pytest.raises(ScheduleError, match="stage 0 has a backward on other ranks and offloads"):
+        lower(first_stage(plan, backward_ranks=(1,), offload=True), 0)
 
 
 def test_program_hash_follows_what_the_programs_follow_from(pipeline):
@@ -131,6 +212,10 @@ def test_program_hash_follows_what_the_programs_follow_from(pipeline):
         dataclasses.replace(plan, micro_batches=7),
         dataclasses.replace(plan, transfers=(*plan.transfers, other_route)),
         pipeline(3, 6, ranks=[0, 2, 1]),
+        dataclasses.replace(plan, replication=Replication.SPLIT),
+        first_stage(plan, recompute=True),
+        first_stage(plan, offload=True),
+        first_stage(plan, backward_ranks=(1,)),
     ]
     assert program_hash(dataclasses.replace(plan, name="same")) == program_hash(plan)
     assert len({program_hash(item) for item in [plan, *changed]}) == 1 + len(changed)

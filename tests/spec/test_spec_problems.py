@@ -63,7 +63,7 @@ TOP_LEVEL = (
         # choices and flags
         ("launch: {scheduler: pbs}", "7:21: launch.scheduler: 'pbs' is not supported yet; choose auto, local or slurm"),
         ("launch: {launcher: mpirun}", "7:20: launch.launcher: must be auto, srun or mpiexec, not 'mpirun'"),
-        ("pipeline: {schedule: gpip}", "7:22: pipeline.schedule: must be auto, gpipe or 1f1b, not 'gpip'"),
+        ("pipeline: {schedule: gpip}", "7:22: pipeline.schedule: must be auto, gpipe, 1f1b or interleaved, not 'gpip'"),
         ("pipeline: {replicas: 2}", "7:22: pipeline.replicas: 2 is not supported yet; write 1 or auto"),
         ("pipeline: {recompute: all}", "7:23: pipeline.recompute: 'all' is not supported yet; choose auto or none"),
         ("slurm: {exclusive: yes}", "7:20: slurm.exclusive: must be true or false, not 'yes'"),
@@ -88,6 +88,8 @@ TOP_LEVEL = (
         ("pipeline: {warm_up: [2, 1]}", "7:21: pipeline.warm_up: needs pipeline.stages: 2 as well"),
         ("pipeline: {stages: 1, warm_up: [2, 1]}", "7:32: pipeline.warm_up: has length 2, but pipeline.stages is 1"),
         ("pipeline: {stages: 1, micro_batches: 2, warm_up: [3]}", "7:50: pipeline.warm_up: 3 forwards, but there are 2 micro-batches"),
+        ("pipeline: {stages: 3, schedule: interleaved}\nresources: {tasks_per_node: 2}", "7:20: pipeline.stages: 3 stages cannot go round over 2 ranks; schedule interleaved takes a multiple of them"),
+        ("pipeline: {stages: 1, schedule: interleaved, warm_up: [1]}", "7:55: pipeline.warm_up: has no meaning with schedule interleaved, which has one of its own"),
         ("pipeline: {stages: 1, schedule: gpipe, warm_up: [1]}", "7:49: pipeline.warm_up: has no meaning with schedule gpipe, which runs all forwards first"),
         # repeated and dangerous
         ("name: other", "7:1: name: given twice; first on line 2"),

@@ -1,0 +1,157 @@
+"""Which rank does what: replicas of a stage, their part of the work, and what they exchange.
+
+Replicas that take whole micro-batches take them in turn; between a stage with two replicas and one
+with three, a message of micro-batch i goes from replica i mod 2 to replica i mod 3. Otherwise every
+micro-batch is split by samples, six samples for example like this::
+
+    replica of two      0 0 0 1 1 1
+    replica of three    0 0 1 1 2 2      messages 0-0, 0-1, 1-1, 1-2
+"""
+
+from __future__ import annotations
+
+from math import lcm
+from typing import NamedTuple
+
+import numpy as np
+
+from pipectl.errors import ScheduleError
+from pipectl.plan import Plan, Replication
+from pipectl.schedule.actions import Integers, Kind
+
+Column = Integers | int
+"""One value a micro-batch, or one for all."""
+
+
+class Role(NamedTuple):
+    """One replica's part of a stage on one rank; ``kind`` is FORWARD or BACKWARD."""
+
+    kind: Kind
+    stage: int
+    replica: int
+
+
+class Portion(NamedTuple):
+    """What of a step one replica computes, or one message holds, by rising micro-batch.
+
+    Args:
+        start: first sample of each micro-batch, with ``stop`` a half-open range; -1 for whole
+            micro-batches.
+    """
+
+    micro_batches: Integers
+    start: Column = -1
+    stop: Column = -1
+
+    def some(self, chosen: Integers) -> Portion:
+        """The micro-batches at some places."""
+        start, stop = (
+            edge if isinstance(edge, int) else edge[chosen] for edge in (self.start, self.stop)
+        )
+        return Portion(self.micro_batches[chosen], start, stop)
+
+
+def rank_of(plan: Plan, stage: int, kind: Kind, micro_batch: int, sample: int = 0) -> int:
+    """The rank that computes one sample of a micro-batch in one stage."""
+    held = plan.stages[stage]
+    ranks = held.ranks if kind in (Kind.FORWARD, Kind.EVALUATE) else held.updating_ranks
+    if plan.replication is Replication.WHOLE:
+        return ranks[micro_batch % len(ranks)]
+    edges = _edges(_sizes(plan, plan.micro_batches)[micro_batch : micro_batch + 1], len(ranks))
+    return ranks[int((edges[1:, 0] <= sample).sum())]
+
+
+def roles(plan: Plan, rank: int) -> tuple[Role, ...]:
+    """What a rank computes, forwards first, by rising stage."""
+    return plan.derived(_roles)[rank]
+
+
+def is_apart(plan: Plan, stage: int, replica: int) -> bool:
+    """Whether forward and backward of a replica have ranks of their own."""
+    held = plan.stages[stage]
+    return held.updating_ranks[replica] != held.ranks[replica]
+
+
+def portion(plan: Plan, stage: int, replica: int, micro_batches: int) -> Portion:
+    """What a replica computes of a step of so many micro-batches."""
+    count = plan.stages[stage].replicas
+    if count == 1:
+        return Portion(np.arange(micro_batches))
+    if plan.replication is Replication.WHOLE:
+        return Portion(np.arange(replica, micro_batches, count))
+    edges = _edges(_sizes(plan, micro_batches), count)
+    return _nonempty(edges[replica], edges[replica + 1])
+
+
+def common(plan: Plan, source: tuple[int, int], target: tuple[int, int], number: int) -> Portion:
+    """What two (stage, replica) have in common: the messages between them.
+
+    Args:
+        number: of the step's micro-batches.
+    """
+    (first, one), (second, other) = source, target
+    counts = plan.stages[first].replicas, plan.stages[second].replicas
+    if counts == (1, 1):
+        return Portion(np.arange(number))
+    if plan.replication is Replication.WHOLE:
+        shared = np.arange(one, number, counts[0])
+        return Portion(shared[shared % counts[1] == other])
+    sizes = _sizes(plan, number)
+    ours, theirs = _edges(sizes, counts[0]), _edges(sizes, counts[1])
+    return _nonempty(
+        np.maximum(ours[one], theirs[other]), np.minimum(ours[one + 1], theirs[other + 1])
+    )
+
+
+def pairs(plan: Plan, source: int, target: int) -> list[tuple[int, int]]:
+    """Replicas of two stages that exchange something, by rising replica."""
+    one, other = plan.stages[source].replicas, plan.stages[target].replicas
+    if plan.replication is Replication.WHOLE:
+        period = min(plan.micro_batches, lcm(one, other))
+        return sorted({(index % one, index % other) for index in range(period)})
+    sizes = np.unique(_sizes(plan, plan.micro_batches))
+    ours, theirs = _edges(sizes, one), _edges(sizes, other)
+    first = np.maximum(ours[:-1, None], theirs[None, :-1])
+    overlap = first < np.minimum(ours[1:, None], theirs[None, 1:])
+    return [(int(a), int(b)) for a, b in np.argwhere(overlap.any(axis=2))]
+
+
+def _roles(plan: Plan) -> list[tuple[Role, ...]]:
+    """Of every rank."""
+    found: list[list[Role]] = [[] for _ in range(plan.ranks)]
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        for index, stage in enumerate(plan.stages):
+            _check(plan, index)
+            ranks = stage.ranks if kind is Kind.FORWARD else stage.updating_ranks
+            for replica, rank in enumerate(ranks):
+                found[rank].append(Role(kind, index, replica))
+    return [tuple(items) for items in found]
+
+
+def _check(plan: Plan, stage: int) -> None:
+    held = plan.stages[stage]
+    if held.offload and held.backward_ranks:
+        raise ScheduleError(
+            f"stage {stage} has a backward on other ranks and offloads: what it would offload "
+            "leaves the rank at once",
+            cure="offload, or set backward_ranks, but not both",
+        )
+
+
+def _sizes(plan: Plan, micro_batches: int) -> Integers:
+    """Samples of each micro-batch."""
+    sizes = np.full(micro_batches, plan.micro_batch_size)
+    if micro_batches == plan.micro_batches:
+        sizes[-1] = plan.batch_size - (micro_batches - 1) * plan.micro_batch_size
+    return sizes
+
+
+def _edges(sizes: Integers, replicas: int) -> Integers:
+    """Where the samples of each replica begin, and the end; shape [replicas + 1, sizes]."""
+    found: Integers = np.arange(replicas + 1)[:, None] * sizes // replicas
+    return found
+
+
+def _nonempty(start: Integers, stop: Integers) -> Portion:
+    index = np.flatnonzero(start < stop)
+    return Portion(index, start[index], stop[index])

@@ -1,0 +1,30 @@
+"""Plans that the engine cannot run are refused by name."""
+
+from dataclasses import replace
+
+import pytest
+
+from pipectl.errors import MismatchError
+from pipectl.runtime.supported import check_supported
+
+
+@pytest.mark.parametrize(
+    ("change", "feature"),
+    [
+        ({"ranks": (1, 2)}, r"stages\[1\].ranks asks for replicas"),
+        ({"recompute": True}, r"stages\[1\].recompute asks for recomputation"),
+        ({"offload": True}, r"stages\[1\].offload asks for offload"),
+        ({"backward_ranks": (2,)}, r"stages\[1\].backward_ranks asks for a backward on other"),
+    ],
+)
+def test_what_the_engine_cannot_do_is_named(pipeline, change, feature):
+    plan = pipeline(2, 4, node_of_rank=[0, 0, 0])
+    changed = replace(plan, stages=(plan.stages[0], replace(plan.stages[1], **change)))
+    with pytest.raises(MismatchError, match=feature) as caught:
+        check_supported(changed)
+    assert caught.value.exit_code == 3
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_every_schedule_runs_with_several_stages_a_rank(pipeline, schedule):
+    check_supported(pipeline(4, 4, schedule=schedule, ranks=[0, 1, 0, 1]))

@@ -1,0 +1,335 @@
+"""Random plans of the whole search space: what is proved of their programs, and what is found."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipectl.errors import ScheduleError
+from pipectl.graph import TransferKind, routes
+from pipectl.plan import Plan, Replication, Stage, StageCost, Transfer
+from pipectl.schedule import (
+    Action,
+    Actions,
+    Kind,
+    Program,
+    channels,
+    host_bytes,
+    lower,
+    memory_bytes,
+    messages,
+    rank_of,
+    validate,
+)
+
+COST = StageCost(
+    1.0, 2.0, 0.5, parameter_bytes=100, optimizer_bytes=50, saved_bytes=10, input_bytes=4
+)
+RANKS = 6
+
+
+@st.composite
+def plans(draw):
+    """Up to six stages on six ranks: replicas, apart backwards, recomputation, offload."""
+    schedule = draw(st.sampled_from(["gpipe", "1f1b", "interleaved"]))
+    micro_batches = draw(st.integers(1, 8))
+    size = draw(st.integers(1, 5))
+    stages = draw(_rounds() if schedule == "interleaved" else _anywhere())
+    count = len(stages)
+    falls = draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
+    warm_up = [1 + sum(falls[stage:]) for stage in range(count)]
+    return Plan(
+        name="random",
+        fingerprint=None,
+        schedule=schedule,
+        warm_up=tuple(warm_up if schedule == "1f1b" else [1] * count),
+        batch_size=micro_batches * size - draw(st.integers(0, size - 1)),
+        micro_batch_size=size,
+        micro_batches=micro_batches,
+        stages=tuple(stages),
+        transfers=tuple(draw(_transfers(count))),
+        node_of_rank=(0,) * RANKS,
+        replication=draw(st.sampled_from(Replication)),
+    )
+
+
+def _some_ranks(count):
+    return st.permutations(range(RANKS)).map(lambda ranks: tuple(ranks[:count]))
+
+
+@st.composite
+def _stage(draw, ranks):
+    backward = draw(st.one_of(st.just(()), _some_ranks(len(ranks))))
+    return Stage(
+        ("n",),
+        ranks,
+        COST,
+        backward_ranks=backward,
+        recompute=draw(st.booleans()),
+        offload=not backward and draw(st.booleans()),
+    )
+
+
+@st.composite
+def _anywhere(draw):
+    counts = draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
+    return [draw(_stage(draw(_some_ranks(count)))) for count in counts]
+
+
+@st.composite
+def _rounds(draw):
+    """Stages that go round over one to three sets of ranks."""
+    order = draw(_some_ranks(RANKS))
+    sizes = draw(st.lists(st.integers(1, 2), min_size=1, max_size=3))
+    sets = [order[sum(sizes[:i]) : sum(sizes[: i + 1])] for i in range(len(sizes))]
+    return [draw(_stage(ranks)) for _ in range(draw(st.integers(1, 2))) for ranks in sets]
+
+
+@st.composite
+def _transfers(draw, stages):
+    values = [(stage, (stage + 1,), True) for stage in range(stages - 1)]
+    if stages > 2:
+        uses = draw(st.sampled_from([(), (2,), (1, 2), (2, 1)]))
+        values += [(0, uses, draw(st.booleans()))]
+    found = [
+        route
+        for index, (producer, uses, has_gradient) in enumerate(values)
+        for route in routes(f"v{index}", producer, uses, has_gradient=has_gradient)
+    ]
+    return [Transfer(r.kind, r.source, r.target, 6) for r in found]
+
+
+def programs_of(plan):
+    return [lower(plan, rank) for rank in range(plan.ranks)]
+
+
+def samples_of(plan, micro_batch):
+    return round(plan.micro_batch_shares[micro_batch] * plan.micro_batch_size)
+
+
+@settings(max_examples=300, deadline=None)
+@given(plan=plans())
+def test_programs_of_any_plan_are_proved(plan):
+    validate(plan, programs_of(plan))
+
+
+@settings(deadline=None)
+@given(plan=plans())
+def test_every_sample_is_computed_once_on_the_rank_that_is_said(plan):
+    found = []
+    for rank, program in enumerate(programs_of(plan)):
+        for action in program.body:
+            if action.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.RECOMPUTE):
+                whole = 0, samples_of(plan, action.micro_batch)
+                span = (action.start, action.stop) if action.start >= 0 else whole
+                found += [(*action[:3], sample, rank) for sample in range(*span)]
+    expected = [
+        (kind, stage, index, sample, rank_of(plan, stage, kind, index, sample))
+        for stage, held in enumerate(plan.stages)
+        for kind in [Kind.FORWARD, Kind.BACKWARD, *([Kind.RECOMPUTE] if held.recompute else [])]
+        for index in range(plan.micro_batches)
+        for sample in range(samples_of(plan, index))
+    ]
+    assert sorted(found) == sorted(expected)
+
+
+def damaged(programs, rank, change):
+    rows = list(programs[rank].body)
+    change(rows)
+    return [*programs[:rank], Program(Actions.of(rows)), *programs[rank + 1 :]]
+
+
+def drawn_row(data, programs, wanted=lambda row: True):
+    """A rank, one of its rows, and where that is; None where there is none."""
+    places = [
+        (rank, position)
+        for rank, program in enumerate(programs)
+        for position, row in enumerate(program.body)
+        if wanted(row)
+    ]
+    return data.draw(st.sampled_from(places)) if places else None
+
+
+@settings(deadline=None)
+@given(plan=plans(), data=st.data())
+def test_no_row_can_be_missing_or_there_twice(plan, data):
+    programs = programs_of(plan)
+    rank, position = drawn_row(data, programs)
+    for change in (
+        lambda rows: rows.pop(position),
+        lambda rows: rows.insert(position, rows[position]),
+    ):
+        with pytest.raises(ScheduleError):
+            validate(plan, damaged(programs, rank, change))
+
+
+BEFORE = {
+    Kind.SEND_WAIT: Kind.SEND_START,
+    Kind.RECEIVE_WAIT: Kind.RECEIVE_START,
+    Kind.REDUCE_WAIT: Kind.REDUCE_START,
+    Kind.OFFLOAD_WAIT: Kind.OFFLOAD_START,
+    Kind.FETCH_START: Kind.OFFLOAD_WAIT,
+    Kind.FETCH_WAIT: Kind.FETCH_START,
+    Kind.BACKWARD: Kind.RECOMPUTE,
+    Kind.RECOMPUTE: Kind.FORWARD,
+    Kind.REDUCE_START: Kind.BACKWARD,
+}
+"""What must come earlier on the same rank, for the same message or micro-batch, if it is there."""
+
+
+@settings(deadline=None)
+@given(plan=plans(), data=st.data())
+def test_no_row_can_change_places_with_what_it_follows(plan, data):
+    programs = programs_of(plan)
+    drawn = drawn_row(data, programs, lambda row: row.kind in BEFORE)
+    if drawn is None:
+        return
+    rank, later = drawn
+    rows = list(programs[rank].body)
+    wanted = rows[later]._replace(kind=BEFORE[rows[later].kind])
+    if wanted.kind is Kind.BACKWARD:
+        earlier = [at for at, row in enumerate(rows) if row[:2] == wanted[:2]][-1:]
+    else:
+        earlier = [at for at, row in enumerate(rows) if row == wanted]
+    if not earlier:
+        return
+
+    def swap(rows):
+        rows[earlier[0]], rows[later] = rows[later], rows[earlier[0]]
+
+    with pytest.raises(ScheduleError):
+        validate(plan, damaged(programs, rank, swap))
+
+
+@settings(deadline=None)
+@given(plan=plans(), data=st.data())
+def test_no_row_can_be_about_something_else(plan, data):
+    programs = programs_of(plan)
+    rank, position = drawn_row(data, programs)
+    field = data.draw(st.sampled_from(["kind", "stage", "micro_batch", "start", "stop"]))
+    row = programs[rank].body.rows[position].tolist()
+    row[Action._fields.index(field)] += 1
+
+    def change(rows):
+        rows[position] = Action(Kind(row[0] % len(Kind)), *row[1:])
+
+    with pytest.raises(ScheduleError):
+        validate(plan, damaged(programs, rank, change))
+
+
+@settings(deadline=None)
+@given(plan=plans())
+def test_bytes_of_every_row_are_those_of_a_ledger_of_buffers(plan):
+    for rank, program in enumerate(programs_of(plan)):
+        device, host = ledger(plan, rank, program)
+        assert memory_bytes(plan, rank, program).tolist() == pytest.approx(device)
+        assert host_bytes(plan, program).tolist() == pytest.approx(host)
+
+
+def ledger(plan, rank, program):
+    """Bytes on the device and on the host in every row, by keeping every buffer by name."""
+    book = Ledger(plan, rank, program)
+    device, host = [], []
+    for action in program.body:
+        book.done = []
+        book.enter(action)
+        device.append(book.resident + float(sum(book.held.values())))
+        host.append(float(sum(book.host.values())))
+        for name in book.done:
+            book.held.pop(name, None)
+        if action.kind is Kind.FETCH_WAIT:
+            del book.host[action.stage, action.micro_batch]
+    assert not book.held
+    assert not book.host
+    return device, host
+
+
+class Ledger:
+    def __init__(self, plan, rank, program):
+        sends = (row for row in program.body if row.kind is Kind.SEND_START)
+        self.sends = {(row.channel, row.micro_batch): row for row in sends}
+        self.plan, self.rank, self.held, self.host, self.done = plan, rank, {}, {}, []
+        self.channels = list(enumerate(channels(plan)))
+        self.resident = 0
+        for stage in plan.stages:
+            if rank in stage.updating_ranks:
+                self.resident += 150
+            elif rank in stage.ranks:
+                self.resident += 100
+
+    def size(self, full, action):
+        whole = 0, samples_of(self.plan, action.micro_batch)
+        start, stop = (action.start, action.stop) if action.start >= 0 else whole
+        return Fraction(full * (stop - start), self.plan.micro_batch_size)
+
+    def mine(self, kind, stage, end):
+        """Channels of a kind at one end of which is this stage on this rank."""
+        return [
+            (index, item)
+            for index, item in self.channels
+            if item.kind is kind
+            and getattr(item, f"{end}_stage") == stage
+            and getattr(item, f"{end}_rank") == self.rank
+        ]
+
+    def enter(self, action):
+        stage, index = action.stage, action.micro_batch
+        held = self.plan.stages[stage] if stage >= 0 else None
+        name = action.kind.name.lower()
+        getattr(self, name, lambda *_: None)(action, held, stage, index)
+
+    def forward(self, action, held, stage, index):
+        apart = self.mine(TransferKind.SAVED, stage, "source")
+        if not apart:
+            self.held["kept", stage, index] = self.size(held.kept_bytes, action)
+        self.make(TransferKind.SAVED, stage, index)
+        if apart or held.recompute or held.offload:
+            self.make(TransferKind.ACTIVATION, stage, index)
+        received = self.mine(TransferKind.ACTIVATION, stage, "target")
+        self.done += [("in", c, index) for c, _ in received]
+
+    def make(self, kind, stage, index):
+        """Buffers of what is sent, or stays on the rank for another stage's backward."""
+        for c, item in self.mine(kind, stage, "source"):
+            if (c, index) in self.sends:
+                self.held["out", c, index] = self.size(item.size_bytes, self.sends[c, index])
+            elif item.is_local and kind is TransferKind.GRADIENT:
+                portion = messages(self.plan, item, self.plan.micro_batches)
+                at = portion.micro_batches.tolist()
+                if index in at:
+                    part = portion.some(np.array([at.index(index)]))
+                    span = (int(np.max(part.start)), int(np.max(part.stop)))
+                    message = Action(Kind.SEND_START, stage, index, c, *span)
+                    self.held["in", c, index] = self.size(item.size_bytes, message)
+
+    def recompute(self, action, held, stage, index):
+        self.held["rest", stage, index] = self.size(10 - 4, action)
+
+    def backward(self, action, held, stage, index):
+        self.held["gradients", stage] = 100
+        self.make(TransferKind.GRADIENT, stage, index)
+        for kind in (TransferKind.GRADIENT, TransferKind.SAVED):
+            self.done += [("in", c, index) for c, _ in self.mine(kind, stage, "target")]
+        self.done += [("kept", stage, index), ("rest", stage, index)]
+
+    def update(self, action, held, stage, index):
+        self.done += [name for name in self.held if name[0] == "gradients"]
+
+    def receive_start(self, action, held, stage, index):
+        channel = dict(self.channels)[action.channel]
+        if channel.kind is not TransferKind.WEIGHT:
+            self.held["in", action.channel, index] = self.size(channel.size_bytes, action)
+
+    def send_wait(self, action, held, stage, index):
+        self.done.append(("out", action.channel, index))
+
+    def offload_start(self, action, held, stage, index):
+        self.host[stage, index] = self.size(held.kept_bytes, action)
+
+    def offload_wait(self, action, held, stage, index):
+        self.done.append(("kept", stage, index))
+
+    def fetch_start(self, action, held, stage, index):
+        self.held["kept", stage, index] = self.size(held.kept_bytes, action)
