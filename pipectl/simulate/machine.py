@@ -79,7 +79,7 @@ class Machine:
 
     def peak_memory_bytes(self, process_baseline_bytes: int) -> tuple[int, ...]:
         """The most each rank holds at once, the process included."""
-        if peaks.knows(self._plan, self.programs):
+        if peaks.knows(self._plan, self._connections, self.programs):
             amounts = peaks.amounts_of(self._plan, self._connections)
             found = peaks.peak_bytes(self.programs, self.costs.share, amounts).tolist()
             return tuple(process_baseline_bytes + round(peak) for peak in found)

@@ -1,11 +1,14 @@
-"""The most memory every rank holds, for plans without replicas, recomputation and offload.
+"""The most memory every rank holds, for most plans.
 
 The same as :func:`pipectl.schedule.memory.peak_memory_bytes`, whose docstring says what is counted,
-in one pass over the rows of all ranks. Compiled.
+in one compiled pass over the rows of all ranks. It takes what a computation reads to be as large as
+what it makes: so it holds where each stage has its forward and backward on the same ranks, and
+where stages with replicas share no ranks with others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,25 +29,15 @@ from pipectl.simulate.tables import (
     Programs,
 )
 
-KNOWN = np.array(
-    [
-        Kind.FORWARD,
-        Kind.BACKWARD,
-        Kind.UPDATE,
-        Kind.SEND_START,
-        Kind.SEND_WAIT,
-        Kind.RECEIVE_START,
-        Kind.RECEIVE_WAIT,
-        MEET,
-    ]
-)
-"""Kinds that programs may hold."""
+UNKNOWN = [Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.EVALUATE]
+"""Kinds that programs may not hold."""
 
-COMPUTES, BACKWARD, UPDATE, RECEIVE, SENT, OTHER = range(6)
+BY_STAGE, BACKWARD, UPDATE, RECEIVE, SENT, OTHER = range(6)
 """What a row does to memory."""
 
 ROLES = np.full(MEET + 1, OTHER, dtype=np.int64)
-ROLES[[Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE]] = COMPUTES, BACKWARD, UPDATE
+ROLES[[Kind.FORWARD, Kind.RECOMPUTE, Kind.OFFLOAD_WAIT, Kind.FETCH_START]] = BY_STAGE
+ROLES[[Kind.BACKWARD, Kind.UPDATE]] = BACKWARD, UPDATE
 ROLES[[Kind.RECEIVE_START, Kind.SEND_WAIT]] = RECEIVE, SENT
 
 
@@ -57,8 +50,8 @@ class Amounts(NamedTuple):
         received, sent: by stream, of full micro-batches.
         gradient: by stage, from its first backward to UPDATE.
         most: by kind and stage, the most a row allocates; below 0 where it is not known.
-        most_first: the same of a stage's first backward.
-        resident, most_update: by rank.
+        most_first, most_update: the same of a stage's first backward, and of its update.
+        resident: by rank.
     """
 
     role: Integers
@@ -79,7 +72,7 @@ def peak_bytes(programs: Programs, share: Floats, amounts: Amounts) -> Floats:
     peaks = amounts.resident.copy()
     seen = np.full(len(amounts.gradient), -1, dtype=np.int64)
     for rank in range(len(peaks)):
-        held, gradients = amounts.resident[rank], 0.0
+        held, gradients, updating = amounts.resident[rank], 0.0, 0.0
         for position in range(programs.first[rank], programs.end[rank]):
             kind = programs.rows[position, KIND]
             role = amounts.role[kind]
@@ -94,9 +87,10 @@ def peak_bytes(programs: Programs, share: Floats, amounts: Amounts) -> Floats:
                     seen[stage] = rank
                     born += amounts.gradient[stage]
                     gradients += amounts.gradient[stage]
+                    updating += amounts.most_update[stage]
                     most = amounts.most_first[stage]
             elif role == UPDATE:
-                most = amounts.most_update[rank]
+                most = updating
                 dead = gradients
             elif role != OTHER:
                 stream = programs.streams[
@@ -111,41 +105,67 @@ def peak_bytes(programs: Programs, share: Floats, amounts: Amounts) -> Floats:
     return peaks
 
 
-def knows(plan: Plan, programs: Programs) -> bool:
+def knows(plan: Plan, connections: Sequence[Channel], programs: Programs) -> bool:
     """Whether the memory of these programs follows from the tables here."""
-    plain = not any(
-        stage.recompute or stage.offload or stage.replicas > 1 or stage.backward_ranks
-        for stage in plan.stages
-    )
     kinds = np.bincount(programs.rows[:, KIND], minlength=MEET + 1)
-    return plain and int(kinds.sum() - kinds[KNOWN].sum()) == 0
+    if kinds[UNKNOWN].any() or any(stage.backward_ranks for stage in plan.stages):
+        return False
+    has_replicas = any(stage.replicas > 1 for stage in plan.stages)
+    return not (has_replicas and any(channel.is_local for channel in connections))
 
 
-def amounts_of(plan: Plan, connections: tuple[Channel, ...]) -> Amounts:
+def amounts_of(plan: Plan, connections: Sequence[Channel]) -> Amounts:
     """The tables of a plan."""
     stages, streams = len(plan.stages), len(connections)
     born, dead = np.zeros((MEET + 1, stages)), np.zeros((MEET + 1, stages))
-    most, most_first = np.full((MEET + 1, stages), -1.0), np.full(stages, -1.0)
     received, sent = np.zeros(streams), np.zeros(streams)
-    resident, most_update = np.zeros(plan.ranks), np.zeros(plan.ranks)
     for index, stage in enumerate(plan.stages):
-        cost, rank = stage.cost, stage.ranks[0]
-        born[Kind.FORWARD, index] = dead[Kind.BACKWARD, index] = cost.saved_bytes
-        resident[rank] += cost.resident_bytes
-        if cost.peaks is not None:
-            most[Kind.FORWARD, index] = cost.peaks.forward_bytes
-            most[Kind.BACKWARD, index] = cost.peaks.backward_bytes
-            most_first[index] = cost.peaks.first_backward_bytes
-            most_update[rank] += cost.peaks.update_bytes
+        kept, full = stage.kept_bytes, stage.cost.saved_bytes
+        born[[Kind.FORWARD, Kind.FETCH_START], index] = kept
+        born[Kind.RECOMPUTE, index] = full - kept
+        dead[Kind.OFFLOAD_WAIT, index] = kept
+        dead[Kind.BACKWARD, index] = full
     for stream, channel in enumerate(connections):
         received[stream] = channel.size_bytes
-        if channel.kind is TransferKind.GRADIENT:
+        if _is_buffer(plan, channel):
             sent[stream] = channel.size_bytes
-            born[Kind.BACKWARD, channel.source_stage] += channel.size_bytes
-            dead[Kind.BACKWARD, channel.target_stage] += channel.size_bytes
-        elif not channel.is_local:
-            dead[Kind.FORWARD, channel.target_stage] += channel.size_bytes
+    for channel in _one_a_pair_of_stages(connections):
+        user = _USERS[channel.kind]
+        if _is_buffer(plan, channel):
+            born[user, channel.source_stage] += channel.size_bytes
+        if user is Kind.BACKWARD or not channel.is_local:
+            dead[user, channel.target_stage] += channel.size_bytes
+    return Amounts(ROLES, born, dead, received, sent, *_of_stages(plan))
+
+
+_USERS = {TransferKind.ACTIVATION: Kind.FORWARD, TransferKind.GRADIENT: Kind.BACKWARD}
+
+
+def _of_stages(plan: Plan) -> tuple[Floats, Floats, Floats, Floats, Floats]:
+    """The tables that follow from single stages."""
+    stages = len(plan.stages)
+    most, most_first = np.full((MEET + 1, stages), -1.0), np.full(stages, -1.0)
+    most_update, resident = np.zeros(stages), np.zeros(plan.ranks)
+    for index, stage in enumerate(plan.stages):
+        ranks, peaks = list(stage.ranks), stage.cost.peaks
+        resident[ranks] += stage.cost.resident_bytes
+        if peaks is not None:
+            most[[Kind.FORWARD, Kind.RECOMPUTE], index] = peaks.forward_bytes
+            most[Kind.BACKWARD, index] = peaks.backward_bytes
+            most_first[index] = peaks.first_backward_bytes
+            most_update[index] = peaks.update_bytes
     gradient = np.array([stage.cost.accumulated_bytes for stage in plan.stages], dtype=np.float64)
-    return Amounts(
-        ROLES, born, dead, received, sent, gradient, most, most_first, resident, most_update
-    )
+    return gradient, most, most_first, resident, most_update
+
+
+def _is_buffer(plan: Plan, channel: Channel) -> bool:
+    """Whether it is sent, or left on the rank, in memory that the sender keeps for nothing else."""
+    stage = plan.stages[channel.source_stage]
+    if channel.kind is TransferKind.GRADIENT:
+        return True
+    return not channel.is_local and (stage.recompute or stage.offload)
+
+
+def _one_a_pair_of_stages(connections: Sequence[Channel]) -> Iterable[Channel]:
+    """Between replicas of two stages, every micro-batch goes once in all."""
+    return {(c.kind, c.source_stage, c.target_stage): c for c in connections}.values()

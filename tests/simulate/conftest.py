@@ -1,12 +1,13 @@
 """Random plans and clusters; random figures, so that hardly two things happen at once."""
 
+import dataclasses
 import random
 
 import pytest
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
-from pipectl.plan import StageCost
+from pipectl.plan import Plan, Replication, Stage, StageCost
 
 
 def random_link(draw, *, between=False):
@@ -46,9 +47,40 @@ def random_cost(draw):
     )  # fmt: skip
 
 
+def random_stages(draw, plan, ranks):
+    """Replicas, backwards elsewhere, recomputation and offload; all stages once round the ranks."""
+    stages = []
+    for stage in plan.stages:
+        chosen = draw.sample(range(ranks), draw.randint(1, min(3, ranks)))
+        apart = draw.random() < 0.2
+        stages.append(
+            Stage(
+                stage.nodes,
+                tuple(chosen),
+                stage.cost,
+                backward_ranks=tuple(draw.sample(range(ranks), len(chosen))) if apart else (),
+                recompute=draw.random() < 0.3,
+                offload=not apart and draw.random() < 0.4,
+            )
+        )
+    return tuple(stages)
+
+
+def disjoint(draw, stages, ranks):
+    """The same stages without ranks in common, as far as the ranks go; every rank is used once."""
+    left = draw.sample(range(ranks), ranks)
+    found = []
+    for place, stage in enumerate(stages):
+        most = len(left) - (len(stages) - 1 - place)
+        count = draw.randint(1, min(3, most))
+        found.append(dataclasses.replace(stage, ranks=tuple(left[:count]), backward_ranks=()))
+        left = left[count:]
+    return tuple(found)
+
+
 @pytest.fixture(scope="session")
 def random_case(pipeline):
-    """A function from a seed to a plan of single ranks, and its cluster."""
+    """A function from a seed to a plan and a cluster; a third has one rank a stage only."""
 
     def make(seed):
         draw = random.Random(seed)
@@ -70,6 +102,15 @@ def random_case(pipeline):
             micro_batch_size=4,
             batch_size=4 * micro_batches - draw.randint(0, 3),
         )
-        return plan, random_cluster(draw, sizes)
+        return _extended(draw, plan, seed % 3), random_cluster(draw, sizes)
 
     return make
+
+
+def _extended(draw: random.Random, plan: Plan, extent: int) -> Plan:
+    if extent == 0:
+        return plan
+    stages = random_stages(draw, plan, plan.ranks)
+    if extent == 1 and len(stages) <= plan.ranks:
+        stages = disjoint(draw, stages, plan.ranks)
+    return dataclasses.replace(plan, stages=stages, replication=draw.choice([*Replication]))
