@@ -18,6 +18,8 @@ ASSUMED_WITHIN = Link(latency_s=20e-6, bandwidth_bytes_per_s=2e9, assumed=True)
 """Shared memory, where nobody measured."""
 ASSUMED_BETWEEN = Link(latency_s=50e-6, bandwidth_bytes_per_s=1.1e9, assumed=True)
 """Ethernet of 10 Gbit/s, where nobody measured."""
+ASSUMED_HOST = Link(latency_s=10e-6, bandwidth_bytes_per_s=10e9, assumed=True)
+"""A device's way to its host's memory, where nobody measured: PCIe 3.0 with 16 lanes."""
 _CURE = (
     "see docs/formats.md; pipectl profile --links measures one, and without one it is assumed from "
     "resources:"
@@ -31,11 +33,13 @@ class Device:
     Args:
         speed: relative to the device the profile was measured on.
         memory_bytes: of one rank; None where unknown.
+        host_link: the rank's way to the memory of its host, for offloading; None where unknown.
     """
 
     kind: str
     speed: float = 1.0
     memory_bytes: int | None = None
+    host_link: Link | None = None
 
 
 @dataclass(frozen=True)
@@ -45,12 +49,14 @@ class Node:
     Args:
         ranks: ranks it hosts.
         cores: how many of its ranks can compute at once without slowing each other.
+        switch: name of the switch it is connected to; None where all nodes share one.
     """
 
     name: str
     ranks: int
     cores: int
     device: Device
+    switch: str | None = None
 
 
 @dataclass(frozen=True)
@@ -62,9 +68,10 @@ class Cluster:
     Args:
         source: where the figures are from, for people.
         assumed: whether the figures are guesses rather than measurements.
-        allreduce: (ranks, bytes, seconds) of sums over the first ranks; for people, neither planner
-            nor simulator reads it.
+        allreduce: (ranks, bytes, seconds) of sums over the first ranks.
         key: hash of what it was measured for; None where it comes from elsewhere.
+        between_switches: the way from one switch to another, which a message between nodes of
+            different switches takes besides ``between_nodes``; None where it costs nothing.
     """
 
     name: str
@@ -75,6 +82,7 @@ class Cluster:
     assumed: bool = False
     allreduce: tuple[tuple[int, int, float], ...] = ()
     key: str | None = None
+    between_switches: Link | None = None
 
     @cached_property
     def node_of_rank(self) -> tuple[int, ...]:
@@ -91,6 +99,8 @@ class Cluster:
             found.append("the link within a node is assumed, not measured")
         if self.between_nodes.assumed and len(self.nodes) > 1:
             found.append("the link between nodes is assumed, not measured")
+        if self._has_assumed_switches:
+            found.append("the link between switches is assumed, not measured")
         return tuple(found)
 
     @property
@@ -98,8 +108,13 @@ class Cluster:
         """Number of ranks."""
         return len(self.node_of_rank)
 
+    @property
+    def _has_assumed_switches(self) -> bool:
+        link = self.between_switches
+        return link is not None and link.assumed and len({n.switch for n in self.nodes}) > 1
+
     def link(self, source_rank: int, target_rank: int) -> Link:
-        """The link between two ranks."""
+        """The link between two ranks, or, for two nodes, that to their switches."""
         same = self.node_of_rank[source_rank] == self.node_of_rank[target_rank]
         return self.within_node if same else self.between_nodes
 
@@ -113,16 +128,19 @@ class Cluster:
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON object."""
+        links = {
+            "within_node": self.within_node.to_json(),
+            "between_nodes": self.between_nodes.to_json(),
+        }
+        if self.between_switches is not None:
+            links["between_switches"] = self.between_switches.to_json()
         document: dict[str, Any] = {
             "version": VERSION,
             "name": self.name,
             "source": self.source,
             "assumed": self.assumed,
             "nodes": [_node_json(node) for node in self.nodes],
-            "links": {
-                "within_node": self.within_node.to_json(),
-                "between_nodes": self.between_nodes.to_json(),
-            },
+            "links": links,
         }
         if self.allreduce:
             document["allreduce"] = [list(row) for row in self.allreduce]
@@ -160,6 +178,7 @@ class Cluster:
                 for ranks, size, time_s in reader.rows("allreduce", 3)
             ),
             key=reader.optional_text("key"),
+            between_switches=_optional_link(links, "between_switches"),
         )
 
 
@@ -183,10 +202,13 @@ def assumed_cluster(
 
 
 def _node_json(node: Node) -> dict[str, Any]:
-    device = {"kind": node.device.kind, "speed": node.device.speed}
+    device: dict[str, Any] = {"kind": node.device.kind, "speed": node.device.speed}
     if node.device.memory_bytes is not None:
         device["memory_bytes"] = node.device.memory_bytes
-    return {"name": node.name, "ranks": node.ranks, "cores": node.cores, "device": device}
+    if node.device.host_link is not None:
+        device["host_link"] = node.device.host_link.to_json()
+    found = {"name": node.name, "ranks": node.ranks, "cores": node.cores, "device": device}
+    return found if node.switch is None else {**found, "switch": node.switch}
 
 
 def _node(item: Reader) -> Node:
@@ -200,5 +222,11 @@ def _node(item: Reader) -> Node:
             kind=device.text("kind"),
             speed=device.positive("speed", default=1.0),
             memory_bytes=device.optional_integer("memory_bytes"),
+            host_link=_optional_link(device, "host_link"),
         ),
+        switch=item.optional_text("switch"),
     )
+
+
+def _optional_link(item: Reader, name: str) -> Link | None:
+    return Link.read(item.section(name)) if name in item else None

@@ -4,6 +4,7 @@ A kernel is a plain function of numbers and NumPy arrays. numba compiles it when
 with given types, and keeps the result on disk, so a fresh installation is slow once. Kernels follow
 IEEE arithmetic in the order written (no ``fastmath``, no threads): results are the same on every
 machine, and the same as Python's with ``NUMBA_DISABLE_JIT=1``, which is the way to debug one.
+A stale cache is told by the time of a kernel's own file: after a change, touch those that call it.
 
 Importing numba takes a third of a second: only what plans or simulates imports this module.
 """
@@ -11,19 +12,43 @@ Importing numba takes a third of a second: only what plans or simulates imports 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numba
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_IN_PLACE = {"_nrt": False}
+_PART = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, **_IN_PLACE}
+
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a kernel; kernels may call each other."""
+    return _jit(function, {})
+
+
+def compiled_in_place(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a kernel that makes no arrays.
+
+    It does not count references to the arrays it is given, which for many small steps takes longer
+    than the steps. (``_nrt`` is an option that numba has but does not document.)
+    """
+    return _jit(function, _IN_PLACE)
+
+
+def part_of_kernel(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function that makes no arrays and that only kernels call.
+
+    It needs no way in from Python, which takes longest to compile.
+    """
+    return _jit(function, _PART)
+
+
+def _jit(function: Callable[P, R], options: dict[str, Any]) -> Callable[P, R]:
     kernel: Callable[P, R]
     try:
-        kernel = numba.njit(cache=True)(function)
+        kernel = numba.njit(cache=True, **options)(function)
     except RuntimeError:  # no folder can be written: compile in every process
-        kernel = numba.njit()(function)
+        kernel = numba.njit(**options)(function)
     return kernel

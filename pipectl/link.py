@@ -63,6 +63,9 @@ class Link:
         duplex: whether both directions run at once at full bandwidth.
         shared: between nodes, whether all ranks of two nodes share one link; within a node every
             two ranks have their own.
+        interface: between nodes, whether all that a node sends, and all that it receives, passes
+            one network interface of this link, whatever the other node; goes before ``shared``.
+            Both hold between switches, too, with "switch" for "node".
         timings: of single messages by size; without them a message takes the latency and its bytes
             over the bandwidth.
         assumed: whether the figures are guesses rather than measurements.
@@ -75,6 +78,7 @@ class Link:
     timings: Timings = ()
     assumed: bool = False
     observed: Observed | None = None
+    interface: bool = False
 
     def transfer_s(self, size_bytes: float) -> float:
         """Time of one message that has the link to itself."""
@@ -109,6 +113,8 @@ class Link:
         }
         if not self.shared:
             found["shared"] = False
+        if self.interface:
+            found["interface"] = True
         if self.assumed:
             found["assumed"] = True
         if self.timings:
@@ -132,6 +138,7 @@ class Link:
             timings=_timings(item),
             assumed=item.flag("assumed", default=False),
             observed=Observed.read(item.section("observed")) if "observed" in item else None,
+            interface=item.flag("interface", default=False),
         )
 
 

@@ -89,6 +89,18 @@ def test_a_measured_cluster_survives_the_file(tmp_path: Path) -> None:
     assert Cluster.load(tmp_path / "cluster.json") == CLUSTER
 
 
+def test_switches_interfaces_and_host_links_survive_the_file(tmp_path: Path) -> None:
+    device = replace(CLUSTER.nodes[0].device, host_link=Link(1e-5, 2e10))
+    nodes = tuple(
+        replace(node, device=device, switch=name)
+        for node, name in zip(CLUSTER.nodes, "ab", strict=True)
+    )
+    between = replace(CLUSTER.between_nodes, interface=True)
+    cluster = replace(CLUSTER, nodes=nodes, between_nodes=between, between_switches=LINK)
+    cluster.save(tmp_path / "cluster.json")
+    assert Cluster.load(tmp_path / "cluster.json") == cluster
+
+
 def test_a_file_without_the_new_fields_is_read_as_before() -> None:
     document = assumed_cluster("old", [2, 2], 2, None).to_json()
     for link in document["links"].values():
@@ -96,6 +108,8 @@ def test_a_file_without_the_new_fields_is_read_as_before() -> None:
     found = Cluster.from_json(document)
     assert found.between_nodes == Link(50e-6, 1.1e9, duplex=True, shared=True)
     assert (found.allreduce, found.key) == ((), None)
+    assert found.between_switches is None
+    assert {(node.switch, node.device.host_link) for node in found.nodes} == {(None, None)}
 
 
 @pytest.mark.parametrize(
@@ -123,6 +137,17 @@ def test_a_bad_link_is_named(change: dict[str, Any], message: str) -> None:
     assert message in caught.value.message
 
 
+def test_a_bad_switch_or_host_link_is_named() -> None:
+    document = CLUSTER.to_json()
+    document["nodes"][1]["switch"] = 3
+    with pytest.raises(DataFileError, match=r"nodes\[1\]\.switch"):
+        Cluster.from_json(document)
+    document = CLUSTER.to_json()
+    document["nodes"][0]["device"]["host_link"] = {"latency_s": 1e-6}
+    with pytest.raises(DataFileError, match=r"device\.host_link\.bandwidth_bytes_per_s"):
+        Cluster.from_json(document)
+
+
 def test_bad_sums_are_named() -> None:
     with pytest.raises(DataFileError, match=r"c\.json: allreduce: must be a list of 3 numbers"):
         Cluster.from_json({**CLUSTER.to_json(), "allreduce": [[2, 4096]]}, file="c.json")
@@ -136,3 +161,7 @@ def test_only_links_that_are_used_and_assumed_are_assumptions() -> None:
     within = replace(CLUSTER, within_node=replace(LINK, assumed=True))
     assert within.assumptions == ("the link within a node is assumed, not measured",)
     assert len(assumed_cluster("a", [2, 2], 2, None).assumptions) == 1
+    nodes = (replace(CLUSTER.nodes[0], switch="a"), replace(CLUSTER.nodes[1], switch="b"))
+    switched = replace(CLUSTER, nodes=nodes, between_switches=ASSUMED_BETWEEN)
+    assert switched.assumptions == ("the link between switches is assumed, not measured",)
+    assert replace(switched, nodes=CLUSTER.nodes).assumptions == ()

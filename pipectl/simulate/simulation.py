@@ -2,8 +2,14 @@
 
 What is modelled:
 
-- A rank runs its rows in order. START rows take no time, WAIT rows last until the message is over.
-- A message moves once both ends have started it (rendezvous) and shares its link with others.
+- A rank runs its rows in order. START rows take no time, WAIT rows last until what was started is
+  over. Computing takes its share of what a full micro-batch takes, over the device's speed;
+  a recomputation takes as long as the forward, and each half of a split backward half of it.
+- A message moves once both ends have started it (rendezvous) and passes links that it may share
+  (:mod:`pipectl.simulate.network`, :mod:`pipectl.simulate.way`).
+- Copies to and from the memory of the host follow one another in each direction.
+- Gradients are summed over the replicas of a stage once all of them have started that, while they
+  compute on; sums do not share links with anything else (:mod:`pipectl.simulate.reduction`).
 - Ranks of a node share its cores evenly while more of them compute than there are cores.
 - At UPDATE all ranks meet, then each updates its stages.
 
@@ -13,16 +19,14 @@ results.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from pipectl.cluster import Cluster
 from pipectl.errors import MismatchError, ScheduleError
 from pipectl.plan import Plan, Prediction
 from pipectl.schedule.actions import Kind, Program
-from pipectl.schedule.lowering import lower
-from pipectl.schedule.memory import peak_memory_bytes
 from pipectl.simulate.machine import Machine, Record
 from pipectl.timeline import Event, Timeline
 
@@ -30,6 +34,7 @@ COMPUTE_KINDS = tuple(kind.name.lower() for kind in Kind if kind.is_compute)
 """Names of the timeline's events in which a rank computes; in all others it waits."""
 
 _EVENT_NAMES = (*(kind.name.lower() for kind in Kind), "update_wait")
+_SUMS = "sums of gradients over replicas share no links with messages or with each other"
 
 
 @dataclass(frozen=True)
@@ -37,24 +42,26 @@ class Simulation:
     """One simulated optimizer step.
 
     Args:
-        records: rank, start, end, kind, stage and micro-batch of every computation and wait.
         bubble: share of the ranks' time in which they do not compute.
         utilisation: share of the step each rank computes.
         peak_memory_bytes: the most each rank holds at once.
+        approximations: what was simplified, in words; nothing in most plans.
+        record: executes the step once more and says what every rank did.
     """
 
-    records: Sequence[Record]
     step_time_s: float
     bubble: float
     utilisation: tuple[float, ...]
     peak_memory_bytes: tuple[int, ...]
+    approximations: tuple[str, ...]
+    record: Callable[[], Sequence[Record]] = field(repr=False, compare=False)
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The records by rank and start; waits that lasted no time are left out."""
+        """What took time, by rank and start; waits that lasted no time are left out."""
         events = (
             Event(rank, start, end, _EVENT_NAMES[kind], stage, micro_batch)
-            for rank, start, end, kind, stage, micro_batch in sorted(self.records)
+            for rank, start, end, kind, stage, micro_batch in self.record()
             if end > start or kind < Kind.SEND_START
         )
         return Timeline(tuple(events), len(self.utilisation))
@@ -83,8 +90,6 @@ def simulate(
         ScheduleError: if the programs wait for each other for ever.
     """
     _check_nodes(plan, cluster)
-    if programs is None:
-        programs = [lower(plan, rank) for rank in range(plan.ranks)]
     machine = Machine(plan, cluster, programs)
     step_time_s = machine.run()
     if machine.unfinished():
@@ -92,17 +97,22 @@ def simulate(
             f"plan {plan.name!r}: ranks {machine.unfinished()} wait for ever",
             cure="schedule.validate says who waits for whom",
         )
-    utilisation = tuple(busy / step_time_s if step_time_s else 0.0 for busy in machine.busy_s)
+    busy_s = machine.busy_s()
+    utilisation = tuple(busy / step_time_s if step_time_s else 0.0 for busy in busy_s)
     return Simulation(
-        records=machine.records,
         step_time_s=step_time_s,
         bubble=1 - sum(utilisation) / len(utilisation),
         utilisation=utilisation,
-        peak_memory_bytes=tuple(
-            peak_memory_bytes(plan, rank, program, process_baseline_bytes=process_baseline_bytes)
-            for rank, program in enumerate(programs)
-        ),
+        peak_memory_bytes=machine.peak_memory_bytes(process_baseline_bytes),
+        approximations=(_SUMS,) if any(stage.replicas > 1 for stage in plan.stages) else (),
+        record=lambda: _record(plan, cluster, programs),
     )
+
+
+def _record(plan: Plan, cluster: Cluster, programs: Sequence[Program] | None) -> list[Record]:
+    machine = Machine(plan, cluster, programs, record=True)
+    machine.run()
+    return machine.records()
 
 
 def _check_nodes(plan: Plan, cluster: Cluster) -> None:

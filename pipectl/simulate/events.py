@@ -1,0 +1,244 @@
+"""The event loop: executes the rows of all ranks in the order of time.
+
+Compiled; the arrays are described in :mod:`pipectl.simulate.tables`. The queue holds (time, number,
+rank or pool of cores); numbers rise with every event foreseen, so events at one time are taken in
+the order they were foreseen.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from pipectl.compiled import compiled_in_place, part_of_kernel
+from pipectl.simulate.cores import begin_work, end_work, next_end
+from pipectl.simulate.heap import drop_first, push
+from pipectl.simulate.tables import (
+    KIND,
+    MEETING,
+    MET,
+    MICRO_BATCH,
+    NUMBER,
+    QUEUED,
+    RECORDED,
+    SIZE,
+    STAGE,
+    START,
+    STREAM,
+    UPDATE,
+    WAIT,
+    Costs,
+    Network,
+    Programs,
+    State,
+)
+from pipectl.simulate.way import arrival
+
+
+@compiled_in_place
+def advance(programs: Programs, costs: Costs, network: Network, state: State, events: int) -> int:
+    """Take the next events, at most so many; returns how many are known to come."""
+    ranks = len(programs.first)
+    for _ in range(events):
+        if state.counter[QUEUED] == 0:
+            break
+        now, number, item = state.event_time[0], state.event_number[0], state.event_item[0]
+        drop_first(state.event_time, state.event_number, state.event_item, 0, state.counter[QUEUED])
+        state.counter[QUEUED] -= 1
+        if item < ranks:
+            state.now[0] = now
+            _go_on(programs, costs, network, state, item, now)
+        elif state.pool_alarm[item - ranks] == number:
+            state.now[0] = now
+            rank = end_work(costs, state, item - ranks, now)
+            _set_alarm(costs, state, item - ranks)
+            _go_on(programs, costs, network, state, rank, now)
+    return int(state.counter[QUEUED])
+
+
+@part_of_kernel
+def _go_on(
+    programs: Programs, costs: Costs, network: Network, state: State, rank: int, now: float
+) -> None:
+    """Execute rows of a rank until one takes time."""
+    begun = state.since[rank]
+    position = state.position[rank]
+    while position < programs.end[rank]:
+        operation = programs.operation[programs.rows[position, KIND]]
+        if operation == START:
+            _start(programs, costs, network, state, rank, position, now)
+            position += 1
+            continue
+        if operation == WAIT:
+            pending = _is_pending(programs, network, state, rank, position, now)
+        elif begun >= 0:
+            pending = False
+        elif operation == MEETING:
+            _meet(state, rank, now)
+            pending = True
+        else:
+            _compute(programs, costs, state, rank, position, now)
+            pending = True
+        if pending:
+            state.position[rank] = position
+            state.since[rank] = now
+            return
+        if begun >= 0:
+            if operation <= UPDATE:
+                state.busy_s[rank] += now - begun
+            _record(state, rank, position, begun, now)
+            begun = -1.0
+        position += 1
+    state.position[rank] = position
+
+
+@part_of_kernel
+def _record(state: State, rank: int, position: int, begun: float, now: float) -> None:
+    if len(state.recorded):
+        index = state.counter[RECORDED]
+        state.recorded[index, 0] = begun
+        state.recorded[index, 1] = now
+        state.recorded_row[index, 0] = rank
+        state.recorded_row[index, 1] = position
+        state.counter[RECORDED] += 1
+
+
+@part_of_kernel
+def _foresee(state: State, time: float, item: int) -> None:
+    """Put an event into the queue; makes room by removing alarms that are void."""
+    state.counter[NUMBER] += 1
+    if state.counter[QUEUED] == len(state.event_time):
+        _remove_void(state)
+    push(
+        state.event_time,
+        state.event_number,
+        state.event_item,
+        0,
+        state.counter[QUEUED],
+        time,
+        state.counter[NUMBER],
+        item,
+    )
+    state.counter[QUEUED] += 1
+
+
+@part_of_kernel
+def _remove_void(state: State) -> None:
+    """Every rank has at most one event, and every pool of cores one that is valid."""
+    ranks, kept = len(state.since), 0
+    for index in range(state.counter[QUEUED]):
+        time, number = state.event_time[index], state.event_number[index]
+        item = state.event_item[index]
+        if item < ranks or state.pool_alarm[item - ranks] == number:
+            push(
+                state.event_time,
+                state.event_number,
+                state.event_item,
+                0,
+                kept,
+                time,
+                number,
+                item,
+            )
+            kept += 1
+    state.counter[QUEUED] = kept
+
+
+@part_of_kernel
+def _stream(programs: Programs, rank: int, position: int) -> int:
+    """The stream of a transfer that a row starts or waits for."""
+    return int(programs.streams[programs.stream_base[rank] + programs.rows[position, STREAM]])
+
+
+@part_of_kernel
+def _transfer(programs: Programs, network: Network, stream: int, position: int) -> int:
+    """Index of the transfer; a stream without micro-batches has one."""
+    return int(network.first_transfer[stream]) + max(0, int(programs.rows[position, MICRO_BATCH]))
+
+
+@part_of_kernel
+def _start(
+    programs: Programs,
+    costs: Costs,
+    network: Network,
+    state: State,
+    rank: int,
+    position: int,
+    now: float,
+) -> None:
+    """Start a transfer; it moves once all of its ends have."""
+    stream = _stream(programs, rank, position)
+    transfer = _transfer(programs, network, stream, position)
+    state.started[transfer] += 1
+    if state.started[transfer] < network.starters[stream]:
+        return
+    size_bytes = network.size_bytes[stream] * costs.share[programs.rows[position, SIZE]]
+    end = arrival(network, state.free_at, stream, size_bytes, now)
+    state.over_at[transfer] = end
+    last = state.waiting[transfer]
+    if last >= 0:
+        waiting = state.next_waiting[last]
+        while waiting != last:
+            _foresee(state, end, waiting)
+            waiting = state.next_waiting[waiting]
+        _foresee(state, end, last)
+
+
+@part_of_kernel
+def _is_pending(
+    programs: Programs, network: Network, state: State, rank: int, position: int, now: float
+) -> bool:
+    """Whether a rank must wait for a transfer; it goes on when that is over."""
+    transfer = _transfer(programs, network, _stream(programs, rank, position), position)
+    end = state.over_at[transfer]
+    if end <= now:
+        return False
+    if end < inf:
+        _foresee(state, end, rank)
+        return True
+    last = state.waiting[transfer]
+    state.next_waiting[rank] = rank if last < 0 else state.next_waiting[last]
+    if last >= 0:
+        state.next_waiting[last] = rank
+    state.waiting[transfer] = rank
+    return True
+
+
+@part_of_kernel
+def _meet(state: State, rank: int, now: float) -> None:
+    """All ranks go on when the last one is there."""
+    state.met[state.counter[MET]] = rank
+    state.counter[MET] += 1
+    if state.counter[MET] == len(state.met):
+        for index in range(len(state.met)):
+            _foresee(state, now, state.met[index])
+        state.counter[MET] = 0
+
+
+@part_of_kernel
+def _compute(
+    programs: Programs, costs: Costs, state: State, rank: int, position: int, now: float
+) -> None:
+    """Begin to compute; the rank goes on at the end of it."""
+    kind = programs.rows[position, KIND]
+    if programs.operation[kind] == UPDATE:
+        work_s = costs.update_s[rank] / costs.speed[rank]
+    else:
+        stage = programs.stages[programs.stage_base[rank] + programs.rows[position, STAGE]]
+        work_s = costs.work_s[kind, stage] / costs.speed[rank]
+        work_s *= costs.share[programs.rows[position, SIZE]]
+    pool = costs.pool[rank]
+    if pool < 0:
+        _foresee(state, now + work_s, rank)
+    else:
+        begin_work(costs, state, pool, rank, work_s, now)
+        _set_alarm(costs, state, pool)
+
+
+@part_of_kernel
+def _set_alarm(costs: Costs, state: State, pool: int) -> None:
+    """Return to a pool of cores when its next work ends; voids its older alarms."""
+    state.pool_alarm[pool] = state.counter[NUMBER] + 1
+    if state.pool_size[pool]:
+        _foresee(state, next_end(costs, state, pool), len(state.since) + pool)
+    else:
+        state.counter[NUMBER] += 1

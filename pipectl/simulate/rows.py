@@ -1,0 +1,198 @@
+"""The programs of all ranks as the rows of the event loop.
+
+What a rank executes follows from its stages and their neighbours, hardly ever from the rest of the
+plan. So the program of a rank is made from a plan that holds only those, and ranks for which these
+small plans are equal share it: of a pipeline with 10,000 stages, few programs differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from pipectl.plan import Plan, StageCost, Transfer
+from pipectl.schedule import gpipe, one_f_one_b
+from pipectl.schedule.actions import Actions, Kind, Program
+from pipectl.schedule.lowering import lower
+from pipectl.simulate.streams import Numbering
+from pipectl.simulate.tables import FULL, LAST, MEET, OPERATIONS, SAMPLES, Integers, Programs, Rows
+
+LOCAL_SCHEDULES = (gpipe.NAME, one_f_one_b.NAME)
+"""Schedules in which what a rank does follows from its stages and their neighbours alone."""
+
+_NO_COST = StageCost(0.0, 0.0, 0.0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank executes.
+
+    Args:
+        rows: see :mod:`pipectl.simulate.tables`.
+        stages, streams: the rank's; the rows hold indices into them.
+    """
+
+    rows: Rows
+    stages: Sequence[int]
+    streams: Sequence[int]
+
+
+def flatten(parts: Sequence[Part]) -> Programs:
+    """The tables of the event loop; equal rows are held once."""
+    known: dict[int, tuple[int, Rows]] = {}
+    total = 0
+    for part in parts:
+        if id(part.rows) not in known:
+            known[id(part.rows)] = total, part.rows
+            total += len(part.rows)
+    stages, stage_base = _joined([part.stages for part in parts])
+    streams, stream_base = _joined([part.streams for part in parts])
+    first = np.array([known[id(part.rows)][0] for part in parts], dtype=np.int64)
+    return Programs(
+        rows=np.concatenate([rows for _, rows in known.values()]),
+        first=first,
+        end=first + np.array([len(part.rows) for part in parts], dtype=np.int64),
+        stages=stages,
+        stage_base=stage_base,
+        streams=streams,
+        stream_base=stream_base,
+        operation=OPERATIONS,
+    )
+
+
+def given_parts(plan: Plan, numbering: Numbering, programs: Sequence[Program]) -> list[Part]:
+    """Programs that somebody else made."""
+    stages, streams = range(len(plan.stages)), range(numbering.streams)
+    return [
+        Part(_rows(plan, numbering, rank, program.body), stages, streams)
+        for rank, program in enumerate(programs)
+    ]
+
+
+def parts_of(plan: Plan, numbering: Numbering) -> list[Part]:
+    """The programs of a plan.
+
+    Raises:
+        ScheduleError: see :func:`pipectl.schedule.lower`.
+    """
+    skeleton = _skeleton(plan)
+    if not _is_local(plan):
+        stages, streams = range(len(plan.stages)), range(numbering.streams)
+        return [Part(rows, stages, streams) for rows in _rows_of_all(skeleton)]
+    surroundings = _Surroundings(skeleton, numbering)
+    made: dict[Plan, Rows] = {}
+    parts = []
+    for rank in range(plan.ranks):
+        small, stages_of_rank, streams_of_rank = surroundings.of_rank(rank)
+        rows = made.get(small)
+        if rows is None:
+            rows = made[small] = _rows_of_first(small)
+        parts.append(Part(rows, stages_of_rank, streams_of_rank))
+    return parts
+
+
+def _is_local(plan: Plan) -> bool:
+    """Whether small plans tell what ranks do."""
+    return plan.schedule in LOCAL_SCHEDULES and not any(
+        len(stage.ranks) > 1 or stage.backward_ranks for stage in plan.stages
+    )
+
+
+class _Surroundings:
+    """Small plans of single ranks; each costs time in proportion to the rank's channels."""
+
+    def __init__(self, plan: Plan, numbering: Numbering) -> None:
+        self._plan = plan
+        self._numbering = numbering
+        self._stages: list[list[int]] = [[] for _ in range(plan.ranks)]
+        for index, stage in enumerate(plan.stages):
+            self._stages[stage.ranks[0]].append(index)
+        self._channels: list[list[int]] = [[] for _ in range(plan.ranks)]
+        for index, channel in enumerate(numbering.connections):
+            for rank in {channel.source_rank, channel.target_rank}:
+                self._channels[rank].append(index)
+
+    def of_rank(self, rank: int) -> tuple[Plan, list[int], list[int]]:
+        """A plan in which it is rank 0 and others rank 1; its stages and streams in this one."""
+        channels = [self._numbering.connections[index] for index in self._channels[rank]]
+        ends = {end for item in channels for end in (item.source_stage, item.target_stage)}
+        stages = sorted(ends.union(self._stages[rank]))
+        position = {stage: index for index, stage in enumerate(stages)}
+        whole = self._plan
+        small = replace(
+            whole,
+            stages=tuple(
+                replace(whole.stages[stage], ranks=(int(whole.stages[stage].ranks[0] != rank),))
+                for stage in stages
+            ),
+            warm_up=tuple(whole.warm_up[stage] for stage in stages),
+            transfers=tuple(
+                Transfer(item.kind, position[item.source_stage], position[item.target_stage], 0)
+                for item in channels
+            ),
+            node_of_rank=(0, 0),
+        )
+        return small, stages, self._numbering.around(self._channels[rank], stages, rank)
+
+
+def _skeleton(plan: Plan) -> Plan:
+    """The plan without all that no program depends on, so that more plans are equal."""
+    return replace(
+        plan,
+        name="",
+        fingerprint=None,
+        stages=tuple(replace(stage, nodes=(), cost=_NO_COST) for stage in plan.stages),
+        transfers=tuple(replace(item, size_bytes=0) for item in plan.transfers),
+        memory_limit_bytes=None,
+        prediction=None,
+        search=None,
+        key=None,
+        assumptions=(),
+    )
+
+
+@lru_cache(maxsize=256)
+def _rows_of_first(plan: Plan) -> Rows:
+    return _rows(plan, Numbering(plan), 0, lower(plan, 0).body)
+
+
+@lru_cache(maxsize=4)
+def _rows_of_all(plan: Plan) -> tuple[Rows, ...]:
+    numbering = Numbering(plan)
+    return tuple(_rows(plan, numbering, rank, lower(plan, rank).body) for rank in range(plan.ranks))
+
+
+def _rows(plan: Plan, numbering: Numbering, rank: int, actions: Actions) -> Rows:
+    """The columns the loop reads, with a meeting before every UPDATE."""
+    kind, micro_batch = actions.column("kind"), actions.column("micro_batch")
+    start, stop = actions.column("start"), actions.column("stop")
+    size = np.where(micro_batch == plan.micro_batches - 1, LAST, FULL)
+    rows = np.stack(
+        [
+            kind,
+            actions.column("stage"),
+            numbering.of_rows(rank, actions),
+            micro_batch,
+            np.where(start < 0, size, SAMPLES + stop - start),
+        ],
+        axis=1,
+    ).astype(np.int32)
+    updates = np.flatnonzero(kind == Kind.UPDATE)
+    meetings = rows[updates]
+    meetings[:, 0] = MEET
+    return np.ascontiguousarray(np.insert(rows, updates, meetings, axis=0))
+
+
+def _joined(lists: Sequence[Sequence[int]]) -> tuple[Integers, Integers]:
+    """All lists in one array, and where each begins; the same list is held once."""
+    bases: dict[int, int] = {}
+    joined: list[int] = []
+    for items in lists:
+        if id(items) not in bases:
+            bases[id(items)] = len(joined)
+            joined.extend(items)
+    starts = [bases[id(items)] for items in lists]
+    return np.array(joined, dtype=np.int64), np.array(starts, dtype=np.int64)

@@ -1,0 +1,207 @@
+"""The arrays the event loop works on: what ranks execute, what it costs, how far they are.
+
+A row of a program is (kind, stage, stream, micro-batch, size). Stage and stream are indices among
+those the rank knows, so ranks that do the same with other stages and streams share their rows.
+
+A *stream* is a sequence of transfers that follow the same way: the messages of a channel, the
+reduction of a stage's gradients, or the copies of a stage's activations between device and host.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pipectl.schedule.actions import Kind
+
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+Rows = npt.NDArray[np.int32]
+
+KIND, STAGE, STREAM, MICRO_BATCH, SIZE = range(5)
+"""Columns of a row."""
+
+FULL, LAST, SAMPLES = range(3)
+"""Sizes of what a row works on: a full micro-batch, the step's last, or ``SAMPLES + n`` samples."""
+
+MEET = len(Kind)
+"""A row of the simulator's own: all ranks meet before UPDATE."""
+
+COMPUTE, UPDATE, MEETING, START, WAIT = range(5)
+"""What the event loop does with a row; up to UPDATE the rank computes."""
+
+
+def _operation(kind: Kind) -> int:
+    if kind.is_compute:
+        return UPDATE if kind is Kind.UPDATE else COMPUTE
+    return START if kind.name.endswith("_START") else WAIT
+
+
+OPERATIONS = np.array([*map(_operation, Kind), MEETING], dtype=np.int64)
+"""Operation of every kind, MEET last."""
+
+
+class Programs(NamedTuple):
+    """What every rank executes.
+
+    Args:
+        rows: of all different programs; shape [rows, 5].
+        first, end: where each rank's program is in them.
+        stages, stage_base: a rank's stage s is ``stages[stage_base[rank] + s]`` of the plan.
+        streams, stream_base: the same of streams.
+        operation: by kind.
+    """
+
+    rows: Rows
+    first: Integers
+    end: Integers
+    stages: Integers
+    stage_base: Integers
+    streams: Integers
+    stream_base: Integers
+    operation: Integers
+
+
+class Costs(NamedTuple):
+    """What computing takes.
+
+    Args:
+        work_s: seconds of a full micro-batch by kind and stage, on a device of speed 1.
+        update_s: of every rank, on a device of speed 1.
+        speed: of every rank's device.
+        share: by the size of a row, its work and bytes over those of a full micro-batch.
+        pool: of every rank, the shared cores it computes on; -1 if it has a core of its own.
+        pool_cores: cores of every pool.
+        pool_base: where the ranks that compute on a pool are in the arrays of :class:`State`.
+    """
+
+    work_s: Floats
+    update_s: Floats
+    speed: Floats
+    share: Floats
+    pool: Integers
+    pool_cores: Integers
+    pool_base: Integers
+
+
+class Network(NamedTuple):
+    """What moves and how.
+
+    Args:
+        first_transfer: index of the first transfer of every stream.
+        starters: how many rows must have started a transfer before it moves.
+        size_bytes: of a full micro-batch, by stream.
+        latency_s: from the end of the last part of its way to its arrival, by stream.
+        way: where the parts of each stream's way begin; one entry more than streams.
+        queue: what each part is shared with: parts with equal numbers take turns.
+        link: index of each part's link.
+        link_bandwidth, link_latency_s: by link.
+        timing: where each link's measured times begin; one entry more than links.
+        timing_bytes, timing_s: measured times by size.
+    """
+
+    first_transfer: Integers
+    starters: Integers
+    size_bytes: Floats
+    latency_s: Floats
+    way: Integers
+    queue: Integers
+    link: Integers
+    link_bandwidth: Floats
+    link_latency_s: Floats
+    timing: Integers
+    timing_bytes: Floats
+    timing_s: Floats
+
+
+QUEUED, NUMBER, MET, RECORDED, COUNTERS = range(5)
+"""Indices of ``State.counter``: events in the queue, foreseen so far, ranks that met, records."""
+
+
+class State(NamedTuple):
+    """How far everything is.
+
+    Args:
+        now: one element, the time of the last event.
+        counter: see ``COUNTERS``.
+        position, since: of every rank, its row, and when it began that; below 0 if it has not.
+        busy_s: of every rank.
+        started: of every transfer, how many rows have started it.
+        over_at: of every transfer; infinite while it does not move.
+        waiting: of every transfer, the last rank that waits for it, -1 if none does.
+        next_waiting: of every waiting rank, the next one, behind the last the first.
+        free_at: of every queue of the network.
+        met: ranks that met, in order.
+        event_time, event_number, event_item: heap of events: ranks, and behind them pools.
+        pool_size, pool_clock, pool_time, pool_alarm: of every pool of cores: ranks that compute,
+            its virtual clock, when that was set, and the number of its valid event.
+        work_end, work_number, work_rank: heaps of the ranks that compute on each pool.
+        recorded: start and end of rows that took time; no rows if nothing is recorded.
+        recorded_row: rank and row of each.
+    """
+
+    now: Floats
+    counter: Integers
+    position: Integers
+    since: Floats
+    busy_s: Floats
+    started: Rows
+    over_at: Floats
+    waiting: Rows
+    next_waiting: Integers
+    free_at: Floats
+    met: Integers
+    event_time: Floats
+    event_number: Integers
+    event_item: Integers
+    pool_size: Integers
+    pool_clock: Floats
+    pool_time: Floats
+    pool_alarm: Integers
+    work_end: Floats
+    work_number: Integers
+    work_rank: Integers
+    recorded: Floats
+    recorded_row: Integers
+
+
+def new_state(programs: Programs, costs: Costs, network: Network, *, record: bool) -> State:
+    """Nothing has happened yet, and all ranks are about to begin, one after the other.
+
+    Args:
+        record: whether to keep when every row began and ended.
+    """
+    ranks, pools = len(programs.first), len(costs.pool_cores)
+    transfers = int(network.first_transfer[-1])
+    events = 2 * (ranks + pools)
+    counter = np.zeros(COUNTERS, dtype=np.int64)
+    counter[[QUEUED, NUMBER]] = ranks
+    shared = int(costs.pool_base[-1])
+    rows = int((programs.end - programs.first).sum()) if record else 0
+    return State(
+        now=np.zeros(1),
+        counter=counter,
+        position=programs.first.copy(),
+        since=np.full(ranks, -1.0),
+        busy_s=np.zeros(ranks),
+        started=np.zeros(transfers, dtype=np.int32),
+        over_at=np.full(transfers, np.inf),
+        waiting=np.full(transfers, -1, dtype=np.int32),
+        next_waiting=np.zeros(ranks, dtype=np.int64),
+        free_at=np.zeros(int(network.queue.max(initial=-1)) + 1),
+        met=np.zeros(ranks, dtype=np.int64),
+        event_time=np.zeros(events),
+        event_number=np.arange(1, events + 1),
+        event_item=np.arange(events),
+        pool_size=np.zeros(pools, dtype=np.int64),
+        pool_clock=np.zeros(pools),
+        pool_time=np.zeros(pools),
+        pool_alarm=np.zeros(pools, dtype=np.int64),
+        work_end=np.zeros(shared),
+        work_number=np.zeros(shared, dtype=np.int64),
+        work_rank=np.zeros(shared, dtype=np.int64),
+        recorded=np.zeros((rows, 2)),
+        recorded_row=np.zeros((rows, 2), dtype=np.int64),
+    )

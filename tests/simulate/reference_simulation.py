@@ -1,0 +1,168 @@
+"""A second simulator, written for obviousness: no queue, no virtual clocks, nothing compiled.
+
+It advances from one instant at which anything ends to the next. Its ways, sums and copies follow
+the descriptions in docs/formats.md and the docstrings, not the code.
+"""
+
+from pipectl.cluster import ASSUMED_HOST
+from pipectl.schedule import Kind, channels
+
+TINY = 1e-9
+STARTS = {Kind.SEND_START, Kind.RECEIVE_START, Kind.REDUCE_START, Kind.OFFLOAD_START}
+STARTS |= {Kind.FETCH_START}
+COMPUTATIONS = {kind for kind in Kind if kind.is_compute}
+
+
+class Reference:
+    def __init__(self, plan, cluster, programs):
+        self.plan, self.cluster = plan, cluster
+        self.todo = [list(program.body) for program in programs]
+        self.left = {}  # rank -> work it still has in its current computation
+        self.begun = {}  # transfer -> number of rows that started it
+        self.over = {}  # transfer -> time
+        self.free = {}  # part of a way -> time
+        self.busy = [0.0] * plan.ranks
+        self.now, self.met = 0.0, False
+
+    def run(self):
+        while True:
+            while any(self.step(rank) for rank in range(self.plan.ranks)):
+                pass
+            if not any(self.todo):
+                return self.now
+            self.advance()
+
+    def step(self, rank):
+        """Execute one row if that is possible at this instant."""
+        if not self.todo[rank]:
+            return False
+        action = self.todo[rank][0]
+        if action.kind in STARTS:
+            self.start(rank, action)
+        elif action.kind not in COMPUTATIONS:
+            if self.over.get(self.name(rank, action), float("inf")) > self.now + TINY:
+                return False
+        elif rank not in self.left:
+            if action.kind is Kind.UPDATE and not self.meet():
+                return False
+            self.left[rank] = self.work(rank, action)
+            return True
+        elif self.left[rank] > TINY:
+            return False
+        else:
+            del self.left[rank]
+        self.todo[rank].pop(0)
+        return True
+
+    def meet(self):
+        """Whether all ranks have been at UPDATE at once."""
+        self.met = self.met or all(rows and rows[0].kind is Kind.UPDATE for rows in self.todo)
+        return self.met
+
+    def work(self, rank, action):
+        speed = self.cluster.nodes[self.plan.node_of_rank[rank]].device.speed
+        if action.kind is Kind.UPDATE:
+            mine = [stage for stage in self.plan.stages if rank in stage.updating_ranks]
+            return sum(stage.cost.update_s for stage in mine) / speed
+        cost = self.plan.stages[action.stage].cost
+        forward = action.kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.EVALUATE)
+        work = cost.forward_s if forward else cost.backward_s
+        return work * self.share(action) / speed
+
+    def share(self, action):
+        if action.start >= 0:
+            return (action.stop - action.start) / self.plan.micro_batch_size
+        if action.micro_batch < 0:
+            return 1.0
+        return self.plan.micro_batch_shares[action.micro_batch]
+
+    def name(self, rank, action):
+        """What is moved: both ends of it have the same name for it."""
+        if action.kind in (Kind.REDUCE_START, Kind.REDUCE_WAIT):
+            return ("sum", action.stage)
+        if action.kind in (Kind.OFFLOAD_START, Kind.OFFLOAD_WAIT):
+            return ("out", rank, action.stage, action.micro_batch)
+        if action.kind in (Kind.FETCH_START, Kind.FETCH_WAIT):
+            return ("back", rank, action.stage, action.micro_batch)
+        return ("message", action.channel, action.micro_batch)
+
+    def start(self, rank, action):
+        name = self.name(rank, action)
+        self.begun[name] = self.begun.get(name, 0) + 1
+        stage = self.plan.stages[action.stage]
+        if name[0] == "sum":
+            if self.begun[name] == stage.replicas:
+                self.over[name] = self.now + self.sum_s(stage)
+        elif name[0] == "message":
+            channel = channels(self.plan)[action.channel]
+            if self.begun[name] == 2:
+                way = self.way(channel.source_rank, channel.target_rank)
+                self.over[name] = self.pass_through(way, channel.size_bytes * self.share(action))
+        else:
+            node = self.cluster.nodes[self.plan.node_of_rank[rank]]
+            link = node.device.host_link or ASSUMED_HOST
+            direction = name[0] if link.duplex else "both"
+            size = stage.kept_bytes * self.share(action)
+            self.over[name] = self.pass_through([(("host", rank, direction), link)], size)
+
+    def way(self, source, target):
+        """The parts of the way between two ranks: who takes turns, and the link."""
+        cluster = self.cluster
+        nodes = [self.plan.node_of_rank[rank] for rank in (source, target)]
+        if nodes[0] == nodes[1]:
+            link = cluster.within_node
+            return self.turns(link, [source, target], "within")
+        switches = [cluster.nodes[node].switch for node in nodes]
+        link, more = cluster.between_nodes, []
+        if switches[0] != switches[1] and cluster.between_switches:
+            more = self.between(cluster.between_switches, switches, source, target, "switch")
+        ends = self.between(link, nodes, source, target, "node")
+        return [ends[0], *more, *ends[1:]]
+
+    def between(self, link, places, source, target, name):
+        if link.interface:
+            leaves = (name, places[0], "leaves" if link.duplex else "any")
+            enters = (name, places[1], "enters" if link.duplex else "any")
+            return [(leaves, link), (enters, link)]
+        return self.turns(link, places if link.shared else [source, target], name)
+
+    def turns(self, link, ends, name):
+        return [((name, *(ends if link.duplex else sorted(ends))), link)]
+
+    def latency(self, way):
+        return sum({id(link): link.latency_s for _, link in way}.values())
+
+    def pass_through(self, way, size):
+        """Parts carry a transfer in turn, each from when the one before has begun."""
+        begin = end = self.now
+        for part, link in way:
+            begin = max(begin, self.free.get(part, 0.0))
+            self.free[part] = begin + link.hold_s(size)
+            end = max(end, self.free[part])
+        return end + self.latency(way)
+
+    def sum_s(self, stage):
+        """2 (n - 1) rounds, as slow as the part with the most to carry."""
+        ranks = sorted(stage.updating_ranks)
+        size = stage.cost.accumulated_bytes / len(ranks)
+        ways = [self.way(a, b) for a, b in zip(ranks, ranks[1:] + ranks[:1], strict=True)]
+        parts = [item for way in ways for item in way]
+        slowest = max(
+            sum(link.hold_s(size) for part, link in parts if part == name) for name, _ in parts
+        )
+        return 2 * (len(ranks) - 1) * (max(map(self.latency, ways)) + slowest)
+
+    def advance(self):
+        """To the next end of a computation or a transfer."""
+        rates = {}
+        for rank in self.left:
+            node = self.plan.node_of_rank[rank]
+            computing = sum(self.plan.node_of_rank[other] == node for other in self.left)
+            rates[rank] = min(1.0, self.cluster.nodes[node].cores / computing)
+        ends = [self.now + self.left[rank] / rates[rank] for rank in self.left]
+        ends += [time for time in self.over.values() if time > self.now + TINY]
+        step = min(ends) - self.now
+        for rank, rate in rates.items():
+            self.left[rank] -= step * rate
+            self.busy[rank] += step
+        self.now += step

@@ -1,0 +1,173 @@
+"""Sums over replicas, copies to the host, and ways through switches, by hand."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from pipectl.cluster import Cluster, Device, Node
+from pipectl.link import Link
+from pipectl.plan import StageCost
+from pipectl.schedule.actions import Action, Actions, Kind, Program
+from pipectl.simulate import machine, simulate
+from pipectl.simulate.network import Stream, tables
+from pipectl.simulate.reduction import reduction_s
+from pipectl.simulate.way import hold_s
+
+WITHIN, BETWEEN = Link(0.25, 100.0), Link(1.0, 10.0)
+
+
+def cluster(nodes=2, ranks=2, **changes):
+    device = Device("gpu", host_link=changes.pop("host_link", None))
+    switches = changes.pop("switches", [None] * nodes)
+    found = Cluster(
+        "c",
+        "test",
+        tuple(Node(f"n{i}", ranks, ranks, device, switches[i]) for i in range(nodes)),
+        WITHIN,
+        BETWEEN,
+    )
+    return dataclasses.replace(found, **changes)
+
+
+def replicated(pipeline, ranks, node_of_rank, size_bytes=400):
+    """One stage of several replicas."""
+    cost = StageCost(1.0, 2.0, 0.0, size_bytes, 0, 20)
+    plan = pipeline(1, len(ranks), costs=[cost], ranks=[0], node_of_rank=node_of_rank)
+    stage = dataclasses.replace(plan.stages[0], ranks=tuple(ranks))
+    return dataclasses.replace(plan, stages=(stage,))
+
+
+def program(*rows):
+    return Program(Actions.of([*rows, Action(Kind.UPDATE, 0)]))
+
+
+def summing(*before, between=()):
+    start, wait = Action(Kind.REDUCE_START, 0), Action(Kind.REDUCE_WAIT, 0)
+    return program(*before, start, *between, wait)
+
+
+def test_a_ring_takes_its_slowest_link_in_every_round():
+    found = reduction_s(cluster(), (0, 0, 1, 1), (0, 1, 2, 3), 400)
+    assert found == pytest.approx(2 * 3 * (1.0 + 100 / 10))
+    assert reduction_s(cluster(), (0, 0, 1, 1), (0, 1), 400) == pytest.approx(2 * (0.25 + 2))
+    assert reduction_s(cluster(), (0, 0, 1, 1), (1,), 400) == 0
+
+
+def test_a_ring_of_two_over_a_half_duplex_link_takes_turns():
+    half = cluster(between_nodes=dataclasses.replace(BETWEEN, duplex=False))
+    assert reduction_s(half, (0, 0, 1, 1), (0, 2), 400) == pytest.approx(2 * (1 + 2 * 20))
+
+
+def test_measured_sums_count_where_as_many_ranks_are_spread_alike():
+    measured = cluster(allreduce=((2, 100, 3.0), (2, 500, 5.0), (4, 100, 50.0)))
+    nodes = (0, 0, 1, 1)
+    assert reduction_s(measured, nodes, (2, 3), 300) == pytest.approx(4.0)
+    assert reduction_s(measured, nodes, (1, 2), 300) == reduction_s(cluster(), nodes, (1, 2), 300)
+    assert reduction_s(measured, nodes, (0, 1, 2, 3), 50) == pytest.approx(50.0)
+
+
+def test_a_sum_begins_with_the_last_replica_and_runs_beside_computations(pipeline):
+    plan = replicated(pipeline, (0, 1), [0, 0])
+    forward = Action(Kind.FORWARD, 0, 0)
+    programs = [
+        summing(forward, between=[Action(Kind.BACKWARD, 0, 0)]),
+        summing(forward, forward),
+    ]
+    found = simulate(plan, cluster(1), programs)
+    sum_s = 2 * (0.25 + 200 / 100)
+    assert found.step_time_s == pytest.approx(2 + sum_s)
+    waits = [event for event in found.timeline.events if event.kind == "reduce_wait"]
+    assert [(event.rank, event.start_s, event.end_s) for event in waits] == [
+        (0, 3.0, 2 + sum_s),
+        (1, 2.0, 2 + sum_s),
+    ]
+    assert found.approximations
+
+
+def copies(kind):
+    return [Action(kind, 0, index) for index in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("duplex", "end"),
+    [(True, 2 * 4 + 0.5), (False, 4 * 4 + 0.5)],
+)
+def test_copies_follow_one_another_in_each_direction(pipeline, duplex, end):
+    plan = pipeline(1, 2, costs=[StageCost(1.0, 1.0, 0.0, 0, 0, 20)])
+    stage = dataclasses.replace(plan.stages[0], offload=True)
+    plan = dataclasses.replace(plan, stages=(stage,))
+    kinds = Kind.OFFLOAD_START, Kind.FETCH_START, Kind.OFFLOAD_WAIT, Kind.FETCH_WAIT
+    rows = [row for kind in kinds for row in copies(kind)]
+    host = cluster(1, 1, host_link=Link(0.5, 5.0, duplex=duplex))
+    assert simulate(plan, host, [program(*rows)]).step_time_s == pytest.approx(end)
+
+
+def test_a_recomputation_takes_as_long_as_the_forward(pipeline):
+    plan = pipeline(1, 1)
+    found = simulate(plan, cluster(1, 1), [program(Action(Kind.RECOMPUTE, 0, 0))])
+    assert found.step_time_s == pytest.approx(1.0)
+    assert found.utilisation == (1.0,)
+
+
+def messages(pipeline, ends, shape, nodes=range(4), size=100):
+    """Messages of one size that are all ready at 0; when the last has arrived."""
+    stages = 1 + max(map(max, ends))
+    free = StageCost(0.0, 0.0, 0.0, 0, 0, 0)
+    plan = pipeline(
+        stages, 1, costs=[free] * stages, node_of_rank=nodes[:stages], size_bytes=size,
+        skips=[(a, (b,), False) for a, b in ends],
+    )  # fmt: skip
+    moves = tuple(t for t in plan.transfers if (t.source, t.target) in ends)
+    moves = tuple(dict.fromkeys(moves))
+    return simulate(dataclasses.replace(plan, transfers=moves), shape).step_time_s
+
+
+@pytest.mark.parametrize(
+    ("interface", "end"),
+    [
+        (False, 1 + 10),  # pairs of nodes have links of their own
+        (True, 1 + 20),  # both leave, or enter, through one interface
+    ],
+)
+@pytest.mark.parametrize("ends", [[(0, 1), (0, 2)], [(0, 2), (1, 2)]])
+def test_all_that_leaves_or_enters_a_node_may_share_its_interface(pipeline, ends, interface, end):
+    link = dataclasses.replace(BETWEEN, interface=interface)
+    assert messages(pipeline, ends, cluster(3, 1, between_nodes=link)) == pytest.approx(end)
+
+
+@pytest.mark.parametrize(("duplex", "end"), [(True, 1 + 10), (False, 1 + 20)])
+def test_an_interface_carries_both_directions_at_once_if_it_is_duplex(pipeline, duplex, end):
+    link = dataclasses.replace(BETWEEN, interface=True, duplex=duplex)
+    found = messages(pipeline, [(0, 1), (2, 3)], cluster(3, between_nodes=link), [0, 1, 1, 2])
+    assert found == pytest.approx(end)
+
+
+def test_nodes_of_different_switches_share_the_way_between_these(pipeline):
+    ends, switches = [(0, 2), (1, 3)], ["a", "a", "b", "b"]
+    between = Link(2.0, 5.0)
+    apart = cluster(4, 1, switches=switches, between_switches=between)
+    assert messages(pipeline, ends, apart) == pytest.approx(2 + 1 + 2 * 20)
+    own = dataclasses.replace(between, shared=False)
+    found = messages(pipeline, ends, dataclasses.replace(apart, between_switches=own))
+    assert found == pytest.approx(2 + 1 + 20)
+    together = dataclasses.replace(apart, nodes=cluster(4, 1).nodes)
+    assert messages(pipeline, ends, together) == pytest.approx(1 + 10)
+
+
+def test_tables_give_the_times_of_links():
+    link = Link(0.5, 7.0, timings=((1, 0.4), (10, 1.5), (20, 4.0)))
+    network = tables(
+        [Stream(1, 0.0, (("a", link),), 2, 1), Stream(1, 0.0, (("b", BETWEEN),), 2, 1)]
+    )
+    held_s = getattr(hold_s, "py_func", hold_s)
+    for size in np.linspace(0, 40, 81):
+        assert held_s(network, 0, size) == link.hold_s(size)
+        assert held_s(network, 1, size) == BETWEEN.hold_s(size)
+
+
+def test_returning_to_python_between_events_changes_nothing(random_case, monkeypatch):
+    plan, shape = random_case(300)
+    expected = simulate(plan, shape)
+    monkeypatch.setattr(machine, "EVENTS_AT_ONCE", 1)
+    assert simulate(plan, shape) == expected
