@@ -1,7 +1,7 @@
 """Proven optima of published profiles, where a directory of them is at hand.
 
-``PIPECTL_WORKLOADS`` names it. Each file lists the best known largest stage loads. The profiles that
-take longest are left to ``tests/benchmarks/planner_optimality.py``, which has them all.
+``PIPECTL_WORKLOADS`` names it. Each file lists the best known largest stage loads. What takes
+longest is left to ``tests/benchmarks/planner_optimality.py``, which has it all.
 """
 
 import json

@@ -1,7 +1,8 @@
 """The smallest largest stage load of a graph on accelerators and CPUs, with a proof.
 
 1. Bounds from the work alone and from minimum cuts (:mod:`~pipectl.planner.exact.stage_bound`).
-2. A partition: the best along several topological orders. Often it meets a bound: done.
+2. A partition: the best along several topological orders, then with single blocks moved. Often it
+   meets a bound: done.
 3. All downsets are enumerated, and it is decided whether any partition is better. Each better one
    asks again, until none is, which proves the last one.
 
@@ -77,10 +78,10 @@ class _Search:
         if not self.done:
             stage_bound = StageBound(self.model).largest(self.value_s, self.expired)
             self.bound_s = min(max(self.bound_s, stage_bound), self.value_s)
-        if not self.done:
-            self._exhaust(most_downsets)
         if not self.done and self.best is not None:
             self._take(improved(self.model, self.best, self.expired))
+        if not self.done:
+            self._exhaust(most_downsets)
 
     def _exhaust(self, most_downsets: int) -> None:
         """Improve until no downset helps."""

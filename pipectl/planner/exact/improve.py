@@ -1,6 +1,7 @@
 """Improve a partition by moving single blocks out of its most loaded stage.
 
-Used where no exhaustive search is possible. A block may move to any stage between those of its
+Where no exhaustive search is possible, that is the last step; where one is, it starts from less. A
+block may move to any stage between those of its
 predecessors and those of its successors; only the loads of the two stages change, because a value
 that other stages use crosses their borders before and after.
 """
