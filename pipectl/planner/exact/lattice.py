@@ -19,7 +19,7 @@ from pipectl.planner.exact.lattice_kernel import flip, grow, rehash
 from pipectl.planner.exact.load_model import LoadModel
 
 _ROOM = 1 << 10
-_CHUNK = 1 << 15
+_CHUNK = 1 << 12
 
 
 @dataclass(frozen=True)
