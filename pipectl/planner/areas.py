@@ -56,11 +56,18 @@ class Areas:
         self._partitioners: dict[tuple[int, int, int], list[Partitioner]] = {}
         self._paths: dict[int, float] = {}
         self._known: dict[tuple[int, int], Area] = {}
+        self._cuts: dict[tuple[int, int], list[Cut]] = {}
+        self._times: dict[int, list[float]] = {}
 
     @cached_property
     def all(self) -> list[Area]:
-        """Every area."""
-        return [self.of(stages, size) for stages in self.counts for size in self._sizes(stages)]
+        """Every area whose stages could hold the model."""
+        return [
+            self.of(stages, size)
+            for stages in self.counts
+            if self._problem.could_hold(stages)
+            for size in self.sizes(stages)
+        ]
 
     def of(self, stages: int, size: int) -> Area:
         """One area, with its bound."""
@@ -78,17 +85,17 @@ class Areas:
     def reference_size(self) -> int:
         """The size stages are first cut for: the one that was measured, if it is open."""
         measured = self._problem.profile.micro_batch_size
-        sizes = self._sizes(self.counts[-1])
+        sizes = self.sizes(self.counts[-1])
         return min(sizes, key=lambda size: (abs(size - measured), size))
 
     def cuts(self, stages: int, size: int | None = None) -> list[Cut]:
         """Good partitions into so many stages, cut for a size."""
-        found = [
-            cut
-            for partitioner in self._partitioner(stages, size or self.reference_size)
-            for cut in partitioner.partitions(stages)
-        ]
-        return list(dict.fromkeys(found))
+        size = size or self.reference_size
+        if (stages, size) not in self._cuts:
+            partitioners = self._partitioner(stages, size)
+            found = [cut for each in partitioners for cut in each.partitions(stages)]
+            self._cuts[stages, size] = list(dict.fromkeys(found))
+        return self._cuts[stages, size]
 
     def choices(self, cut: Cut, size: int) -> Iterator[Choice]:
         """With every placement, schedule and warm-up."""
@@ -151,7 +158,7 @@ class Areas:
     def _orders(self, stages: int, size: int) -> list[tuple[str, tuple[int, ...]]]:
         return warm_ups(self._problem.request, stages, self._problem.micro_batches(size))
 
-    def _sizes(self, stages: int) -> list[int]:
+    def sizes(self, stages: int) -> list[int]:
         """Micro-batch sizes worth trying with so many stages."""
         several = any(operator.timings for operator in self._problem.profile.operators)
         per_stage = MICRO_BATCHES_PER_STAGE if several else MICRO_BATCHES_IF_PROPORTIONAL
@@ -181,7 +188,10 @@ class Areas:
         return speeds[:stages]
 
     def _least_times(self, size: int) -> list[float]:
-        return self._problem.block_times(size, self._space.moved, cached=True)
+        if size not in self._times:
+            moved = self._space.moved
+            self._times[size] = self._problem.block_times(size, moved, cached=True)
+        return self._times[size]
 
     def _path_s(self, size: int) -> float:
         if size not in self._paths:

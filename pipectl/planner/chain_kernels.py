@@ -26,6 +26,7 @@ def _extend_by_span(
     flying: Integers,
     following: Integers,
     used: Integers,
+    reached: Integers,
     cost: Integers,
     before: npt.NDArray[np.int32],
     options: npt.NDArray[np.int8],
@@ -37,7 +38,7 @@ def _extend_by_span(
         fixed, growing: bytes without and for each micro-batch in flight.
         following: the tally behind each; shape [tallies].
     """
-    for tally in range(len(following)):
+    for tally in range(reached[start, 0], reached[start, 1]):
         after = following[tally]
         value = cost[start, tally]
         if after < 0 or value >= UNREACHED:
@@ -53,6 +54,8 @@ def _extend_by_span(
             cost[end, after] = value
             before[end, after] = start
             options[end, after] = option
+            reached[end, 0] = min(reached[end, 0], after)
+            reached[end, 1] = max(reached[end, 1], after + 1)
 
 
 @compiled
@@ -67,6 +70,7 @@ def extend_chains(
     limits: Integers,
     following: Integers,
     used: Integers,
+    reached: Integers,
     cost: Integers,
     before: npt.NDArray[np.int32],
     options: npt.NDArray[np.int8],
@@ -84,6 +88,7 @@ def extend_chains(
             [modes * 2, spans], or [0, 0] if memory does not matter.
         flying: micro-batches in flight, in thousandths, by position of a stage.
         limits: bytes by kind; if empty, memory is the load, by position and kind.
+        reached: range of the tallies that chains to every state have, filled in; shape [states, 2].
         cost, before, options: of the best chain to every state with every tally, filled in.
     """
     limited = held.shape[1] > 0
@@ -107,6 +112,7 @@ def extend_chains(
                     flying,
                     following[:, kind],
                     used,
+                    reached,
                     cost,
                     before,
                     options,

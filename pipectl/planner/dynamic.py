@@ -115,6 +115,9 @@ def best_chains(
     cost = np.full(shape, UNREACHED, dtype=np.int64)
     before, options = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.int8)
     cost[0, 0] = 0
+    reached = np.zeros((shape[0], 2), dtype=np.int64)
+    reached[:, 0] = shape[1]
+    reached[0] = 0, 1
     limits = _NOTHING if memory.limits is None else memory.limits
     arrays = (loads, amounts, bound, memory.held, memory.flying, limits)
     modes = len(loads) // mix.kinds
@@ -126,6 +129,7 @@ def best_chains(
             *arrays,
             mix.following,
             mix.used,
+            reached,
             cost,
             before,
             options,

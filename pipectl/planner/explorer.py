@@ -71,7 +71,7 @@ class Explorer:
 
     def least_step_s(self) -> float:
         """No plan with the numbers of stages and micro-batch sizes that were tried takes less."""
-        return min(min(map(self._least_s, self._areas.all)), self.judge.fastest_s)
+        return min([*map(self._least_s, self._areas.all), self.judge.fastest_s])
 
     def _least_s(self, area: Area) -> float:
         """What was found if all candidates of an area were tried, or else its bound."""
@@ -146,7 +146,7 @@ class Explorer:
     def _fit_with_smaller_micro_batches(self) -> None:
         """More micro-batches than speed asks for, down to single samples; most stages help most."""
         request = self.problem.request
-        known = {area.size for area in self._areas.all if area.stages == self._areas.counts[-1]}
+        known = self._areas.sizes(self._areas.counts[-1])
         for size in micro_batch_sizes(request, request.batch_size):
             for stages in reversed(self._areas.counts) if size < min(known) else ():
                 depths = warm_ups(request, stages, self.problem.micro_batches(size))

@@ -70,7 +70,7 @@ class Fitter:
         return list(dict.fromkeys(cut for cut in found if cut is not None))
 
     def _balanced(self, fit: Fit, messages: int) -> Cut | None:
-        """Looks at spans up to some length, which grows until it is seen to be enough."""
+        """Looks at short spans first, and at all if these are not seen to be enough."""
         limits = np.array([min(limit, UNREACHED) for limit in fit.limits_bytes], dtype=np.int64)
         costs = self._problem.span_costs(fit.size)
         loads = Loads(self._problem.graph, self._downsets, costs)
@@ -83,7 +83,7 @@ class Fitter:
             best = chains.best(stages)
             if length >= total or (best is not None and best * max(costs.speeds) <= length):
                 return None if best is None else _cut(chains, loads.states, stages)
-            length *= 4
+            length = total
 
     def _smallest_peak(self, fit: Fit, messages: int) -> Cut | None:
         """A chain of short spans first; then all spans that demand no more than it does."""

@@ -4,6 +4,7 @@ neighbours stay close."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heappush
 from itertools import groupby, islice
 
 from pipectl.cluster import Cluster
@@ -43,9 +44,13 @@ def _spread(cluster: Cluster, pool: Pool, stages: int) -> Placement:
     members = groupby(pool.ranks, key=cluster.node_of_rank.__getitem__)
     ranks = {node: list(found) for node, found in members}
     held = dict.fromkeys(ranks, 0)
+    queue = [(1 / cluster.nodes[node].cores, node) for node in ranks]
+    heapify(queue)
     for _ in range(stages):
-        free = [node for node in ranks if held[node] < len(ranks[node])]
-        held[min(free, key=lambda node: ((held[node] + 1) / cluster.nodes[node].cores, node))] += 1
+        _, node = heappop(queue)
+        held[node] += 1
+        if held[node] < len(ranks[node]):
+            heappush(queue, ((held[node] + 1) / cluster.nodes[node].cores, node))
     return tuple(rank for node in ranks for rank in ranks[node][: held[node]])
 
 

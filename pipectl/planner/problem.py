@@ -19,6 +19,7 @@ from pipectl.planner.costs import (
     stage_costs,
 )
 from pipectl.planner.devices import Pool, pools
+from pipectl.planner.liveness import parameter_gradients
 from pipectl.planner.loads import Costs
 from pipectl.planner.placement import Placement
 from pipectl.planner.request import PlanRequest
@@ -90,6 +91,20 @@ class Problem:
     def has_limits(self) -> bool:
         """Whether any rank's memory is limited."""
         return any(limit < inf for limit in self.kind_limits_bytes)
+
+    def could_hold(self, stages: int) -> bool:
+        """Whether that many ranks have the memory for what stays there in any cut."""
+        ranks = sorted(map(self.limit_bytes, range(self.cluster.ranks)), reverse=True)[:stages]
+        return self._least_bytes + stages * self.baseline_bytes <= sum(ranks)
+
+    @cached_property
+    def _least_bytes(self) -> float:
+        """Parameters, optimizer state and gradients, each once."""
+        optimizer, operators = self.profile.optimizer, self.profile.operators
+        state = optimizer.state_bytes_per_parameter_byte if optimizer is not None else 0.0
+        named = dict(pair for operator in operators for pair in operator.parameters)
+        trained = dict(pair for operator in operators for pair in parameter_gradients(operator))
+        return sum(named.values()) + (1 + state) * sum(trained.values())
 
     def scale(self, size: int) -> float:
         """A micro-batch size over the profile's."""

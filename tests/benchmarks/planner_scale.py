@@ -92,9 +92,11 @@ def _block(graph: Builder, at: str, value: str, stream: int) -> str:
         made = graph.linear(at + part, norm, WIDTH, WIDTH)
         parts.append(graph.add(f"{at}{part}_heads", made, numbers=stream, saves=False))
     query, key, values = parts
-    product = graph.add(at + "scores", query, key, flops=attention_flops, numbers=scores)
+    product = graph.add(
+        at + "scores", query, key, flops=attention_flops, numbers=scores, saves=False
+    )
     masked = graph.add(at + "mask", product, numbers=scores, saves=False)
-    weights = graph.add(at + "softmax", masked, numbers=scores)
+    weights = graph.add(at + "softmax", masked, numbers=scores, saves=False)
     mixed = graph.add(at + "mix", weights, values, flops=attention_flops, numbers=stream)
     joined = graph.add(at + "join", mixed, numbers=stream, saves=False)
     out = graph.linear(at + "out", joined, WIDTH, WIDTH)
@@ -121,7 +123,7 @@ def measure(ranks: int) -> dict[str, float]:
     make_plan(gpt3_profile(1), cluster_of(8, 8 * MEMORY_BYTES), PlanRequest("gpt3", 8))
     profile, cluster = gpt3_profile(), cluster_of(ranks)
     started = time.perf_counter()
-    plan = make_plan(profile, cluster, PlanRequest("gpt3", BATCH))
+    plan = make_plan(profile, cluster, PlanRequest("gpt3", BATCH, recompute=None))
     search = plan.search
     return {
         "operators": len(profile.operators),
