@@ -155,6 +155,10 @@ class Areas:
         for schedule, warm_up in self._orders(len(choice.placement), choice.size):
             yield replace(choice, schedule=schedule, warm_up=warm_up)
 
+    def orders_of(self, area: Area) -> list[tuple[str, tuple[int, ...]]]:
+        """Schedules and warm-ups, the one with the fewest micro-batches in flight first."""
+        return self._orders(area.stages, area.size)
+
     def _orders(self, stages: int, size: int) -> list[tuple[str, tuple[int, ...]]]:
         return warm_ups(self._problem.request, stages, self._problem.micro_batches(size))
 

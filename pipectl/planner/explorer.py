@@ -53,6 +53,7 @@ class Explorer:
         self._pushed = 0
         self._fits: set[_Fit] = set()
         self._fitted = 0
+        self._hopeless: list[_Fit] = []
         self._complete: dict[Area, list[Candidate]] = {}
 
     def run(self) -> None:
@@ -103,6 +104,9 @@ class Explorer:
 
     def _open(self, area: Area) -> None:
         """From an area to its candidates."""
+        schedule, warm_up = self._areas.orders_of(area)[0]
+        if self._is_hopeless(_Fit(area, schedule, warm_up)):
+            return
         everything = self._areas.everything(area)
         choices = everything if everything is not None else self._proposals(area)
         found = self.judge.candidates(choices)
@@ -125,23 +129,36 @@ class Explorer:
 
     def _fit(self, fit: _Fit) -> None:
         """Cut anew, within the memory limit."""
-        if self._fitted < MOST_FITTINGS:
-            self._fitted += 1
-            self._consider_fit(fit)
+        if self._fitted < MOST_FITTINGS and not self._is_hopeless(fit):
+            if self._consider_fit(fit):
+                self._fitted += 1
+            else:
+                self._hopeless.append(fit)
 
-    def _consider_fit(self, fit: _Fit) -> None:
-        """Judge the partitions that fit best, without and with recomputation."""
-        area = fit.area
+    def _is_hopeless(self, fit: _Fit) -> bool:
+        """Whether less of everything found no stages that fit."""
+        return any(
+            other.area.stages == fit.area.stages
+            and other.area.size <= fit.area.size
+            and all(less <= more for less, more in zip(other.warm_up, fit.warm_up, strict=True))
+            for other in self._hopeless
+        )
+
+    def _consider_fit(self, fit: _Fit) -> bool:
+        """Judge the partitions that fit best, without and with recomputation; are there any?"""
+        area, found = fit.area, False
         for mix in self._areas.mixes(area.stages):
             for recompute in self.problem.request.recompute_choices:
                 wanted = plain_fit(self.problem, area.size, fit.warm_up, mix, recompute=recompute)
                 cuts = self._fitter.balanced(wanted)
+                found |= bool(cuts)
                 self.judge.consider(
                     choice
                     for cut in cuts
                     for choice in self._areas.choices(cut, area.size)
                     if (choice.schedule, choice.warm_up) == (fit.schedule, fit.warm_up)
                 )
+        return found
 
     def _fit_with_smaller_micro_batches(self) -> None:
         """More micro-batches than speed asks for, down to single samples; most stages help most."""

@@ -8,7 +8,7 @@ backward at a time, and computes its forward twice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
@@ -61,13 +61,11 @@ class Fitter:
 
         Once without messages and temporary values (too little), once with (too much).
         """
-        found = [self._balanced(fit, messages) for messages in (0, 1)]
-        return list(dict.fromkeys(cut for cut in found if cut is not None))
+        return _both(lambda messages: self._balanced(fit, messages))
 
     def smallest_peak(self, fit: Fit) -> list[Cut]:
         """Partitions whose most demanding rank, relative to its limit, demands least."""
-        found = [self._smallest_peak(fit, messages) for messages in (0, 1)]
-        return list(dict.fromkeys(cut for cut in found if cut is not None))
+        return _both(lambda messages: self._smallest_peak(fit, messages))
 
     def _balanced(self, fit: Fit, messages: int) -> Cut | None:
         """Looks at short spans first, and at all if these are not seen to be enough."""
@@ -108,29 +106,24 @@ class Fitter:
         self, fit: Fit, messages: int, states: States, length: int, limits: Integers
     ) -> tuple[Spans, Memory]:
         """Spans up to some length that fit some device where the fewest are in flight."""
-        spans = find_spans(states, length)
+        sizes = self._boundaries(states).up_to(min(length, int(states.compute[-1])))
         scale = self._problem.scale(fit.size)
         flying = np.rint(1000 * scale * np.array(fit.warm_up)).astype(np.int64)
-        held = self._held(fit, messages, spans)
+        held = self._held(fit, messages, sizes)
         least = held[0::2] + held[1::2] * flying.min() // 1000
         kept = (least <= limits.max()).any(axis=0)
-        return spans.only(kept), Memory(np.ascontiguousarray(held[:, kept]), flying, limits)
+        return sizes.spans.only(kept), Memory(held[:, kept].copy(), flying, limits)
 
-    def _held(self, fit: Fit, messages: int, spans: Spans) -> Integers:
+    def _held(self, fit: Fit, messages: int, sizes: _Sizes) -> Integers:
         """Bytes by mode, without and for each micro-batch in flight; shape [modes * 2, spans]."""
         optimizer, scale = self._problem.profile.optimizer, self._problem.scale(fit.size)
         state = optimizer.state_bytes_per_parameter_byte if optimizer is not None else 0.0
-        parts = self._boundaries(spans.states)
-        resident = self._problem.baseline_bytes + parts.gradients.touched(spans)
-        resident = resident + (1 + state) * parts.parameters.touched(spans)
+        resident = self._problem.baseline_bytes + sizes.gradients + (1 + state) * sizes.parameters
         resident = (resident + messages * scale * self._temporary).astype(np.int64)
-        saved = parts.saved.touched(spans)
-        crossing = parts.messages.crossing(spans)
-        rows = [resident, saved + messages * crossing]
+        rows = [resident, sizes.saved + messages * sizes.crossing]
         if fit.recompute:
-            received = parts.messages.entering(spans)
-            whole = (scale * np.maximum(saved - received, 0)).astype(np.int64)
-            rows += [resident + whole, received + messages * crossing]
+            whole = scale * np.maximum(sizes.saved - sizes.entering, 0)
+            rows += [resident + whole.astype(np.int64), sizes.entering + messages * sizes.crossing]
         return np.stack(rows)
 
     def _with_recomputation(self, fit: Fit, loads: Loads, spans: Spans) -> Integers:
@@ -143,7 +136,7 @@ class Fitter:
         speeds = np.array(self._problem.speeds)
         again = np.rint(amounts / speeds[:, None]).astype(np.int64)
         return np.ascontiguousarray(
-            np.stack([times, times + again], axis=1).reshape(-1, len(spans))
+            np.stack([times, times + again], axis=1).reshape(2 * len(times), len(spans))
         )
 
     @cached_property
@@ -174,12 +167,26 @@ class Fitter:
         return max(max(one.forward_bytes - one.made_bytes, one.backward_bytes) for one in memory)
 
 
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of spans; shapes [spans]."""
+
+    spans: Spans
+    parameters: Integers
+    gradients: Integers
+    saved: Integers
+    crossing: Integers
+    entering: Integers
+
+
 class _Boundaries:
     """How everything that takes memory lies to some states."""
 
     def __init__(self, problem: Problem, states: States) -> None:
         graph, operators = problem.graph, problem.profile.operators
         sizes = np.array([value.size_bytes for value in graph.values], dtype=np.int64)
+        self._states = states
+        self._all: _Sizes | None = None
         self.messages = Boundary(states, Items([value.blocks for value in graph.values], sizes))
         self.parameters = Boundary(states, named_items(graph, lambda block: block.parameters))
         self.saved = Boundary(states, named_items(graph, lambda block: block.saved))
@@ -193,6 +200,31 @@ class _Boundaries:
             }
 
         self.gradients = Boundary(states, named_items(graph, gradients))
+
+    def up_to(self, length: int) -> _Sizes:
+        """Sizes of the spans of at most some compute; those of all spans are kept."""
+        if length < int(self._states.compute[-1]):
+            return self._sizes(find_spans(self._states, length))
+        if self._all is None:
+            self._all = self._sizes(find_spans(self._states, length))
+        return self._all
+
+    def _sizes(self, spans: Spans) -> _Sizes:
+        return _Sizes(
+            spans,
+            self.parameters.touched(spans),
+            self.gradients.touched(spans),
+            self.saved.touched(spans),
+            self.messages.crossing(spans),
+            self.messages.entering(spans),
+        )
+
+
+def _both(cut: Callable[[int], Cut | None]) -> list[Cut]:
+    """What is found without messages, and if that is anything, with them."""
+    first = cut(0)
+    found = [] if first is None else [first, cut(1)]
+    return list(dict.fromkeys(one for one in found if one is not None))
 
 
 def _cut(chains: Chains, states: States, stages: int) -> Cut:
