@@ -54,6 +54,7 @@ class Explorer:
         self._fits: set[_Fit] = set()
         self._fitted = 0
         self._hopeless: list[_Fit] = []
+        self._memory_is_short = False
         self._complete: dict[Area, list[Candidate]] = {}
 
     def run(self) -> None:
@@ -104,8 +105,7 @@ class Explorer:
 
     def _open(self, area: Area) -> None:
         """From an area to its candidates."""
-        schedule, warm_up = self._areas.orders_of(area)[0]
-        if self._is_hopeless(_Fit(area, schedule, warm_up)):
+        if self._memory_is_short and not self._can_fit(area):
             return
         everything = self._areas.everything(area)
         choices = everything if everything is not None else self._proposals(area)
@@ -114,6 +114,18 @@ class Explorer:
             self._push(candidate.bound_s, candidate.simplicity, candidate)
         if everything is not None:
             self._complete[area] = found
+        if not self._memory_is_short and not any(map(self.judge.may_fit, found)):
+            self._memory_is_short = self.problem.has_limits
+
+    def _can_fit(self, area: Area) -> bool:
+        """Whether there are stages that fit with the fewest micro-batches in flight; if so, these
+        are judged. Asked before other cuts are looked for, once these were seen not to fit."""
+        fit = _Fit(area, *self._areas.orders_of(area)[0])
+        if fit in self._fits:
+            return not self._is_hopeless(fit)
+        self._fits.add(fit)
+        self._fit(fit)
+        return not self._is_hopeless(fit)
 
     def _proposals(self, area: Area) -> Iterator[Choice]:
         for cut in self._areas.cuts(area.stages):

@@ -122,8 +122,8 @@ class Fitter:
         resident = (resident + messages * scale * self._temporary).astype(np.int64)
         rows = [resident, sizes.saved + messages * sizes.crossing]
         if fit.recompute:
-            whole = scale * np.maximum(sizes.saved - sizes.entering, 0)
-            rows += [resident + whole.astype(np.int64), sizes.entering + messages * sizes.crossing]
+            whole = np.maximum(sizes.saved - sizes.entering, 0) + messages * sizes.crossing
+            rows += [resident + (scale * whole).astype(np.int64), sizes.entering]
         return np.stack(rows)
 
     def _with_recomputation(self, fit: Fit, loads: Loads, spans: Spans) -> Integers:

@@ -73,7 +73,7 @@ class Judge:
 
     def judge(self, candidate: Candidate) -> bool:
         """False if the candidate does not fit; one that cannot be best is not simulated."""
-        if not self._may_fit(candidate.choice):
+        if not self.may_fit(candidate):
             self._outcomes[candidate.choice] = inf
             return False
         if self.is_beaten(candidate.bound_s) or self._ties_at_best(candidate):
@@ -141,9 +141,9 @@ class Judge:
         micro_batches = self._problem.micro_batches(choice.size)
         return Candidate(choice, micro_batches, self._bounds[key])
 
-    def _may_fit(self, choice: Choice) -> bool:
+    def may_fit(self, candidate: Candidate) -> bool:
         """Whether the parts of the memory that no schedule avoids are within the limits."""
-        problem = self._problem
+        problem, choice = self._problem, candidate.choice
         table, shares = problem.table(choice.partition, choice.size), problem.shares(choice.size)
         peaks = least_peaks_bytes(table, choice.warm_up, shares, choice.recompute)
         return all(
