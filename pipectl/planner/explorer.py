@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import islice
 from math import inf
 
+from pipectl.errors import OutOfTimeError
 from pipectl.planner.areas import Area, Areas
 from pipectl.planner.dynamic import Check
 from pipectl.planner.fitting import Fitter, plain_fit
@@ -69,7 +71,10 @@ class Explorer:
 
     def bound(self, stages: int, size: int, *, finished: bool) -> Bound:
         """What is proven about partitions into so many stages; quickly if time is up."""
-        return (self._areas.bound if finished else self._areas.quick_bound)(stages, size)
+        if finished:
+            with suppress(OutOfTimeError):
+                return self._areas.bound(stages, size)
+        return self._areas.quick_bound(stages, size)
 
     def least_step_s(self) -> float:
         """No plan with the numbers of stages and micro-batch sizes that were tried takes less."""

@@ -150,14 +150,14 @@ class Fitter:
         return States(self._problem.graph, self._downsets, compute)
 
     def _boundaries(self, states: States) -> _Boundaries:
-        key = tuple(states.downsets)
+        key = states.compute.tobytes()
         if key not in self._known:
             self._known[key] = _Boundaries(self._problem, states)
         return self._known[key]
 
     @cached_property
-    def _known(self) -> dict[tuple[int, ...], _Boundaries]:
-        """By order of the states, which depends on the times."""
+    def _known(self) -> dict[bytes, _Boundaries]:
+        """By the times of the states, which also order them."""
         return {}
 
     @cached_property
