@@ -1,0 +1,131 @@
+"""Plans of small random graphs against everything there is: cuts, ranks, sizes and orders."""
+
+import random
+from dataclasses import replace
+from itertools import permutations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipectl.cluster import Cluster, Device, Node
+from pipectl.link import Link
+from pipectl.planner import PlanRequest, make_plan
+from pipectl.planner.condense import bits, condense
+from pipectl.planner.judge import TIE
+from pipectl.planner.problem import Choice, Problem
+from pipectl.planner.request import micro_batch_sizes, warm_ups
+from pipectl.simulate import simulate
+
+FAST = Device("fast", 3.0)
+SLOW = Device("slow", 1.0)
+LINK = Link(1e-4, 1e7)
+
+
+def cluster_of(*devices, ranks=1):
+    nodes = tuple(Node(f"n{i}", ranks, ranks, device) for i, device in enumerate(devices))
+    return Cluster("c", "test", nodes, LINK, replace(LINK, bandwidth_bytes_per_s=3e6))
+
+
+def every_choice(problem, partitions_of, size):
+    """Written to be obviously complete, not fast."""
+    ranks = range(problem.cluster.ranks)
+    for stages in range(1, problem.cluster.ranks + 1):
+        for partition in partitions_of(problem.graph, stages):
+            for placement in permutations(ranks, stages):
+                micro_batches = problem.micro_batches(size)
+                for order in warm_ups(problem.request, stages, micro_batches):
+                    yield Choice(partition, placement, size, *order)
+
+
+def best_step_s(problem, partitions_of, sizes):
+    return min(
+        simulate(problem.plan(choice), problem.cluster).step_time_s
+        for size in sizes
+        for choice in every_choice(problem, partitions_of, size)
+    )
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), count=st.sampled_from([1, 4]))
+def test_no_plan_is_below_the_lower_bound_and_none_above_the_best_if_the_gap_is_0(
+    data, count, profiles, partitions_of
+) -> None:
+    profile = data.draw(profiles(most=4))
+    devices = data.draw(st.lists(st.sampled_from([FAST, SLOW]), min_size=1, max_size=3))
+    cluster = cluster_of(*devices)
+    request = PlanRequest("job", 8 * count, micro_batches=count)
+    problem = Problem(profile, cluster, request, condense(profile))
+    best_s = best_step_s(problem, partitions_of, micro_batch_sizes(request, count))
+    plan = make_plan(profile, cluster, request)
+    step_s, search = plan.prediction.step_time_s, plan.search
+    assert search.finished
+    assert best_s * (1 - 1e-9) <= step_s
+    assert search.step_lower_bound_s <= best_s * (1 + 1e-9)
+    assert search.gap == pytest.approx(step_s / search.step_lower_bound_s - 1 if step_s else 0.0)
+    if search.gap <= TIE:
+        assert step_s <= best_s * (1 + 2 * TIE)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_the_least_possible_load_is_found_on_any_mix_of_devices(
+    data, profiles, partitions_of
+) -> None:
+    profile = data.draw(profiles(most=6))
+    graph = condense(profile)
+    devices = data.draw(st.lists(st.sampled_from([FAST, SLOW]), min_size=1, max_size=4))
+    stages = data.draw(st.integers(1, min(len(devices), len(graph))))
+    loads = [
+        sum(profile.operators[i].forward_s + profile.operators[i].backward_s for i in b.operators)
+        for b in graph.blocks
+    ]
+    everything = list(partitions_of(graph, stages))
+    if not everything:
+        return
+    speeds = [device.speed for device in devices]
+    best_s = min(
+        max(
+            sum(loads[b] for b in bits(part)) / speed
+            for part, speed in zip(one, order, strict=True)
+        )
+        for one in everything
+        for order in set(permutations(speeds, stages))
+    )
+    request = PlanRequest("job", 8, micro_batches=1, stages=stages)
+    search = make_plan(profile, cluster_of(*devices), request).search
+    assert search.exact
+    assert search.lower_bound_s == pytest.approx(best_s, abs=1e-11)
+
+
+def test_the_best_plan_of_mixed_devices_is_nearly_always_found(
+    make_profile, make_operator, partitions_of
+) -> None:
+    """On 6 random problems of two fast and two slow ranks: the best of all choices, or 1% above."""
+    rng = random.Random(1)
+    gaps = []
+    for _ in range(6):
+        count = rng.randint(5, 6)
+        operators = [
+            make_operator(
+                i,
+                forward_s=rng.random() * 1e-2,
+                backward_s=rng.random() * 2e-2,
+                output_bytes=rng.randint(0, 10**5),
+                gradient_bytes=rng.randint(0, 10**5),
+            )
+            for i in range(count)
+        ]
+        edges = [(i, i + 1) for i in range(count - 1)]
+        profile = make_profile(operators, edges)
+        cluster = cluster_of(SLOW, FAST, ranks=2)
+        request = PlanRequest("job", 32, micro_batches=4, stages=rng.randint(2, 3))
+        problem = Problem(profile, cluster, request, condense(profile))
+        best_s = min(
+            simulate(problem.plan(choice), cluster).step_time_s
+            for choice in every_choice(problem, partitions_of, 8)
+            if len(choice.placement) == request.stages
+        )
+        gaps.append(make_plan(profile, cluster, request).prediction.step_time_s / best_s - 1)
+    assert sum(gap <= TIE for gap in gaps) >= 5
+    assert max(gaps) < 0.01

@@ -1,0 +1,78 @@
+"""Clusters whose nodes differ in speed and memory."""
+
+from dataclasses import replace
+
+import pytest
+
+from pipectl.cluster import Cluster, Device, Node
+from pipectl.link import Link
+from pipectl.planner import PlanRequest, make_plan
+from pipectl.planner.devices import mixes, pools
+from pipectl.planner.mix import Mix
+from pipectl.simulate import simulate
+
+LINK = Link(1e-5, 1e9)
+SLOW, FAST = Device("slow", 1.0, 10**9), Device("fast", 3.0, 10**8)
+
+
+def cluster_of(*devices, ranks=2):
+    nodes = tuple(Node(f"n{i}", ranks, ranks, device) for i, device in enumerate(devices))
+    return Cluster("c", "test", nodes, LINK, LINK)
+
+
+def test_faster_devices_get_more_work(chain) -> None:
+    request = PlanRequest("job", 128, micro_batches=16, stages=4)
+    plan = make_plan(chain(16), cluster_of(SLOW, FAST), request)
+    sizes = {stage.ranks[0]: len(stage.nodes) for stage in plan.stages}
+    assert sizes == {0: 2, 1: 2, 2: 6, 3: 6}
+    assert plan.search.exact
+
+
+def test_what_plans_for_equal_devices_lose_is_gained(chain) -> None:
+    """The best plan that takes all devices for equal, on the devices as they are."""
+    mixed = cluster_of(SLOW, FAST)
+    equal = cluster_of(SLOW, replace(SLOW, kind="fast"))
+    request = PlanRequest("job", 128, micro_batches=16)
+    naive_s = simulate(make_plan(chain(16), equal, request), mixed).step_time_s
+    assert make_plan(chain(16), mixed, request).prediction.step_time_s < 0.75 * naive_s
+
+
+def test_slow_devices_that_only_delay_stay_idle(chain) -> None:
+    crawling = replace(SLOW, speed=0.01)
+    plan = make_plan(chain(8), cluster_of(crawling, FAST), PlanRequest("job", 64, micro_batches=8))
+    assert sorted(stage.ranks[0] for stage in plan.stages) == [2, 3]
+
+
+def test_large_parts_go_where_memory_is(make_operator, make_profile) -> None:
+    """The first operator fits only a slow device."""
+    large = (("p0", 3 * 10**7),)
+    operators = [make_operator(i, **({"parameters": large} if i == 0 else {})) for i in range(8)]
+    profile = make_profile(operators, [(i, i + 1) for i in range(7)])
+    plan = make_plan(profile, cluster_of(SLOW, FAST), PlanRequest("job", 64, micro_batches=8))
+    assert plan.stages[0].ranks[0] in (0, 1)
+    assert {2, 3} & {stage.ranks[0] for stage in plan.stages}
+
+
+@pytest.mark.parametrize(
+    ("available", "most", "tallies"), [([2, 1], 3, 6), ([2, 1], 2, 5), ([4], 3, 4)]
+)
+def test_tallies_count_devices_of_each_kind(available, most, tallies) -> None:
+    mix = Mix.free(available, most)
+    assert len(mix) == tallies
+    assert mix.used.tolist() == sorted(mix.used)
+    for tally, used in enumerate(mix.used):
+        for after in mix.following[tally]:
+            assert after < 0 or mix.used[after] == used + 1
+
+
+def test_many_mixed_devices_are_tried_in_a_few_orders() -> None:
+    cluster = cluster_of(SLOW, FAST, SLOW, ranks=200)
+    devices = pools(cluster)
+    assert [pool.speed for pool in devices] == [3.0, 1.0]
+    found = mixes(devices, 2000, 2, 400)
+    assert not any(mix.complete for mix in found)
+    orders = [[int((row >= 0).argmax()) for row in mix.following[:-1]] for mix in found]
+    assert orders == [
+        [1] * 200 + [0] * 200,
+        [0] * 200 + [1] * 200,
+    ]

@@ -1,0 +1,102 @@
+"""Ending the search early, what else was found, and recomputation."""
+
+from dataclasses import replace
+
+import pytest
+
+from pipectl.cluster import Cluster, Device, Node
+from pipectl.errors import InfeasibleError, OutOfTimeError
+from pipectl.link import Link
+from pipectl.plan import Plan
+from pipectl.planner import Found, PlanRequest, make_plan, search_plans
+from pipectl.planner.condense import condense
+from pipectl.planner.fitting import Fitter, plain_fit
+from pipectl.planner.mix import Mix
+from pipectl.planner.problem import Problem
+
+LINK = Link(1e-4, 1e7)
+CLUSTER = Cluster("c", "test", (Node("n", 4, 4, Device("cpu")),), LINK, LINK)
+REQUEST = PlanRequest("job", 64)
+
+
+class After:
+    """A clock that expires after some looks."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    def __call__(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+
+def test_without_any_time_there_is_an_error_and_no_plan(chain) -> None:
+    with pytest.raises(OutOfTimeError, match="before any plan was found"):
+        make_plan(chain(12), CLUSTER, REQUEST, After(0))
+
+
+def test_a_search_that_is_cut_short_returns_its_best_and_says_so(chain, tmp_path) -> None:
+    whole = make_plan(chain(12), CLUSTER, REQUEST)
+    assert whole.search.finished
+    steps = []
+    for looks in range(1, 2000):
+        try:
+            plan = make_plan(chain(12), CLUSTER, REQUEST, After(looks))
+        except OutOfTimeError:
+            assert not steps
+            continue
+        steps.append(plan.prediction.step_time_s)
+        if plan.search.finished:
+            break
+        plan.save(tmp_path / "plan.json")
+        assert not Plan.load(tmp_path / "plan.json").search.finished
+    assert plan.search.finished
+    assert len(steps) > 1
+    assert replace(plan, search=None) == replace(whole, search=None)
+
+
+def test_bound_and_gap_agree_with_the_prediction(chain) -> None:
+    plan = make_plan(chain(12), CLUSTER, REQUEST)
+    search = plan.search
+    assert search.step_lower_bound_s <= plan.prediction.step_time_s
+    assert search.gap == pytest.approx(plan.prediction.step_time_s / search.step_lower_bound_s - 1)
+
+
+def test_alternatives_differ_in_shape_and_are_no_better(chain) -> None:
+    found = search_plans(chain(12), CLUSTER, REQUEST)
+    assert isinstance(found, Found)
+    assert found.alternatives
+    plans = (found.plan, *found.alternatives)
+    shapes = [(len(p.stages), p.micro_batches, p.schedule, p.warm_up) for p in plans]
+    assert len(set(shapes)) == len(shapes)
+    steps = [plan.prediction.step_time_s for plan in found.alternatives]
+    assert steps == sorted(steps)
+    assert min(steps) >= found.plan.prediction.step_time_s / (1 + 1e-3)
+
+
+def test_more_ranks_than_are_useful_stay_idle(chain) -> None:
+    """Messages take longer than what a further stage saves."""
+    slow = Link(1e-1, 1e5)
+    cluster = Cluster("c", "test", (Node("n", 8, 8, Device("cpu")),), slow, slow)
+    plan = make_plan(chain(8), cluster, PlanRequest("job", 8))
+    assert len(plan.stages) == 1
+
+
+@pytest.fixture
+def hungry(make_profile, make_operator):
+    """Each operator saves much more than it receives."""
+    operators = [make_operator(i, saved=((f"n{i}:own", 50_000),)) for i in range(8)]
+    return make_profile(operators, [(i, i + 1) for i in range(7)])
+
+
+def test_stages_recompute_where_nothing_else_fits(hungry) -> None:
+    request = PlanRequest("job", 64, micro_batches=8, stages=4, memory_limit_bytes=200_000)
+    with pytest.raises(InfeasibleError):
+        make_plan(hungry, CLUSTER, request)
+    problem = Problem(hungry, CLUSTER, request, condense(hungry))
+    fitter, mix = Fitter(problem), Mix.free([4], 4)
+    assert fitter.balanced(plain_fit(problem, 8, (4, 3, 2, 1), mix)) == []
+    cuts = fitter.balanced(plain_fit(problem, 8, (4, 3, 2, 1), mix, recompute=True))
+    again = cuts[0].recompute
+    assert any(again)
+    assert not all(again), "the last stage has one micro-batch in flight and need not"
