@@ -2,6 +2,7 @@
 
     PipectlError                1   a job or a worker failed, or anything not named below
     ├── WorkerError             1   training failed on a rank
+    ├── OutOfTimeError          1   planning was ended before there was a plan
     ├── UsageError              2   a wrong command line, a directory that cannot be written
     ├── InvalidInputError       3   a spec, profile, cluster or plan that cannot be used
     │   ├── SpecError           3   the job spec; lists every problem with line and column
@@ -43,6 +44,10 @@ class PipectlError(Exception):
 
 class WorkerError(PipectlError):
     """Training failed on a rank."""
+
+
+class OutOfTimeError(PipectlError):
+    """A search was ended, by its budget or the user, before it had found anything."""
 
 
 class UsageError(PipectlError):

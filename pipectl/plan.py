@@ -154,6 +154,10 @@ class Search:
         lower_bound_s: no partition into as many stages has a lower bottleneck.
         exact: whether a partition attains the bound; the chosen one may still have a larger
             bottleneck, where the simulator found it faster.
+        step_lower_bound_s: no plan with the numbers of stages and the micro-batch sizes that were
+            tried has a shorter step, whatever its cuts, ranks and order; None if not known.
+        gap: how far the plan's step is above that at most; 0.1 is 10 percent.
+        finished: whether the search came to its end, and was not cut short by its budget.
     """
 
     planner: str
@@ -161,6 +165,9 @@ class Search:
     lower_bound_s: float
     exact: bool
     planning_s: float
+    step_lower_bound_s: float | None = None
+    gap: float | None = None
+    finished: bool = True
 
 
 @dataclass(frozen=True)
@@ -335,7 +342,14 @@ def _search(reader: Reader) -> Search | None:
         lower_bound_s=section.number("lower_bound_s"),
         exact=section.flag("exact"),
         planning_s=section.number("planning_s"),
+        step_lower_bound_s=_optional_number(section, "step_lower_bound_s"),
+        gap=_optional_number(section, "gap"),
+        finished=section.flag("finished", default=True),
     )
+
+
+def _optional_number(section: Reader, name: str) -> float | None:
+    return section.number(name) if name in section else None
 
 
 def _check(plan: Plan, file: str) -> None:

@@ -107,6 +107,7 @@ class Footprint:
         memory: of every stage.
         transfers: messages of one micro-batch, one per kind and pair of stages.
         values: how many values enter and leave every stage.
+        received_bytes: activations that enter every stage.
     """
 
     nodes: tuple[tuple[str, ...], ...]
@@ -115,6 +116,7 @@ class Footprint:
     memory: tuple[StageMemory, ...]
     transfers: tuple[Transfer, ...]
     values: tuple[Values, ...]
+    received_bytes: tuple[int, ...]
 
     @property
     def saved_bytes(self) -> tuple[int, ...]:
@@ -167,6 +169,7 @@ class Footprints:
             memory=tuple(map(self._memories.of, stages, crossings)),
             transfers=tuple(Transfer(*key, size) for key, size in sorted(messages.items())),
             values=tuple(values),
+            received_bytes=tuple(sum(crossing.received.values()) for crossing in crossings),
         )
 
     def _routes(self, stages: Sequence[Sequence[int]]) -> Iterator[tuple[Route, int]]:
@@ -220,6 +223,7 @@ def _stage_cost(
         saved_bytes=ceil(memory.saved * scale),
         gradient_bytes=memory.accumulated,
         buffer_bytes=memory.buffers,
+        input_bytes=ceil(parts.received_bytes[index] * scale),
         peaks=memory.peaks(scale, profile.optimizer),
     )
 

@@ -2,81 +2,142 @@
 
 Over all downsets it is exact (Tarnawski et al., "Efficient algorithms for device placement of DNN
 graph operators", NeurIPS 2020, solve the same problem this way); over a sample of them it is the
-best among the chains of the sample. Figures are integers, ties go to the smallest start, so the
-result is the same on every machine.
+best among the chains of the sample. It also decides which kind of device takes which stage. Figures
+are integers, ties go to the smallest start and then to the first kind, so the result is the same on
+every machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
-from pipectl.planner.spans import Integers, Spans
+from pipectl.planner.chain_kernels import UNREACHED, extend_chains
+from pipectl.planner.mix import Mix
+from pipectl.planner.span_kernels import Integers
+from pipectl.planner.spans import Spans
 
-UNREACHED = 2**61
-"""Above every load; sums of two stay within 64 bits."""
+CHUNK = 10**8
+"""Steps of the inner loop between two looks at the time."""
 
-Extend = Callable[[Integers, Spans], Integers]
-"""(cost of the best chain to each start by number of stages, spans) -> cost with the span added;
-both of shape [starts, stages]."""
-Load = Callable[[Spans], Integers]
-"""Load of each span as a stage; shape [starts, stages], by the stage's position, or [starts, 1]."""
+Check = Callable[[], None]
+"""Called now and then; raises to end the search."""
+
+_NOTHING: Integers = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of every span as a stage.
+
+    Args:
+        held: by mode, bytes without and for each micro-batch in flight; shape [modes * 2, spans].
+        flying: micro-batches in flight, in thousandths of one of the profile's size, by position.
+        limits: bytes of each kind of device; None where the largest memory shall be smallest.
+    """
+
+    held: Integers
+    flying: Integers
+    limits: Integers | None
+
+
+_NO_MEMORY = Memory(np.zeros((0, 0), dtype=np.int64), _NOTHING, None)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """States from the empty to the full one, with kind of device and mode of the stages between."""
+
+    states: tuple[int, ...]
+    kinds: tuple[int, ...]
+    modes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Chains:
-    """The best chain to every state with every number of stages.
+    """The best chain to every state with every tally.
 
     Args:
-        cost: shape [states, stages + 1].
+        cost: shape [states, tallies].
         before: the state in front of the last stage; same shape.
+        options: kind and mode of the last stage; same shape.
+        modes: how many there are.
     """
 
+    mix: Mix
+    modes: int
     cost: Integers
-    before: Integers
+    before: npt.NDArray[np.int32]
+    options: npt.NDArray[np.int8]
 
     def best(self, stages: int) -> int | None:
         """Cost of the best chain of all blocks with so many stages; None if there is none."""
-        cost = int(self.cost[-1, stages])
+        cost = int(self.cost[-1, self.mix.tallies(stages)].min(initial=UNREACHED))
         return cost if cost < UNREACHED else None
 
-    def states(self, stages: int) -> list[int]:
-        """The states of the best chain, from the empty to the full one."""
-        state, path = len(self.cost) - 1, []
-        for count in range(stages, 0, -1):
-            path.append(state)
-            state = int(self.before[state, count])
-        return [0, *path[::-1]]
+    def chain(self, stages: int) -> Chain:
+        """The best chain with so many stages."""
+        tallies = self.mix.tallies(stages)
+        tally = int(tallies[self.cost[-1, tallies].argmin()])
+        states = [len(self.cost) - 1]
+        taken: list[tuple[int, int]] = []
+        while len(taken) < stages:
+            kind, mode = divmod(int(self.options[states[-1], tally]), self.modes)
+            taken.append((kind, mode))
+            states.append(int(self.before[states[-1], tally]))
+            tally = int(np.flatnonzero(self.mix.following[:, kind] == tally)[0])
+        kinds, modes = zip(*taken[::-1], strict=True)
+        return Chain(tuple(states[::-1]), kinds, modes)
 
 
-def best_chains(spans: Sequence[Spans], stages: int, extend: Extend) -> Chains:
-    """Extend chains span by span; ``spans[i]`` are those that end at state i."""
-    cost = np.full((len(spans), stages + 1), UNREACHED, dtype=np.int64)
-    before = np.zeros((len(spans), stages + 1), dtype=np.int64)
-    cost[0, 0] = 0
-    positions = np.arange(stages)
-    for end, ending in enumerate(spans):
-        if len(ending.starts):
-            extended = extend(cost[ending.starts, :-1], ending)
-            choice = extended.argmin(axis=0)
-            cost[end, 1:] = np.minimum(extended[choice, positions], UNREACHED)
-            before[end, 1:] = ending.starts[choice]
-    return Chains(cost, before)
-
-
-def smallest_bottleneck(spans: Sequence[Spans], stages: int, load: Load) -> Chains:
-    """Chains whose most loaded stage has the smallest load."""
-    return best_chains(spans, stages, lambda cost, ending: np.maximum(cost, load(ending)))
-
-
-def smallest_sum(
-    spans: Sequence[Spans], stages: int, amount: Load, load: Load, bound: int
+def best_chains(
+    spans: Spans,
+    mix: Mix,
+    loads: Integers,
+    *,
+    amounts: Integers = _NOTHING,
+    bound: int = UNREACHED,
+    memory: Memory = _NO_MEMORY,
+    check: Check = lambda: None,
 ) -> Chains:
-    """Chains with the smallest sum of ``amount`` among those without a load beyond ``bound``."""
+    """Chains with the smallest largest load, or the smallest sum of ``amounts``.
 
-    def extend(cost: Integers, ending: Spans) -> Integers:
-        return cost + np.where(load(ending) <= bound, amount(ending), UNREACHED)
+    Args:
+        loads: of every span as a stage by kind and mode; shape [kinds * modes, spans].
+        amounts: shape [spans]; if given, their sum is what counts.
+        bound: no stage may have a larger load.
+    """
+    shape = len(spans.states), len(mix)
+    cost = np.full(shape, UNREACHED, dtype=np.int64)
+    before, options = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.int8)
+    cost[0, 0] = 0
+    limits = _NOTHING if memory.limits is None else memory.limits
+    arrays = (loads, amounts, bound, memory.held, memory.flying, limits)
+    modes = len(loads) // mix.kinds
+    for begin, stop in _chunks(spans, CHUNK // (modes * mix.following.size)):
+        check()
+        extend_chains(
+            spans.first,
+            spans.starts,
+            *arrays,
+            mix.following,
+            mix.used,
+            cost,
+            before,
+            options,
+            begin,
+            stop,
+        )
+    return Chains(mix, modes, cost, before, options)
 
-    return best_chains(spans, stages, extend)
+
+def _chunks(spans: Spans, most: int) -> list[tuple[int, int]]:
+    """Ranges of ends with about as many spans each."""
+    count = len(spans.states)
+    marks = np.arange(0, len(spans), max(1, most))
+    borders = np.unique([0, *np.searchsorted(spans.first, marks[1:]), count])
+    return [(a, b) for a, b in pairwise(borders.tolist())]

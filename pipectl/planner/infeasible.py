@@ -8,8 +8,11 @@ from math import ceil
 
 from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan
-from pipectl.planner.fitting import Fitter
+from pipectl.planner.devices import mixes
+from pipectl.planner.fitting import Fit, Fitter, plain_fit
 from pipectl.planner.memory import largest_peak_bytes
+from pipectl.planner.mix import Mix
+from pipectl.planner.partition import Cut
 from pipectl.planner.placement import placements
 from pipectl.planner.problem import Choice, Problem
 from pipectl.planner.request import PlanRequest, micro_batch_sizes, warm_ups
@@ -17,6 +20,8 @@ from pipectl.schedule.gpipe import NAME as GPIPE
 from pipectl.schedule.one_f_one_b import NAME as ONE_F_ONE_B
 from pipectl.simulate import simulate
 from pipectl.units import format_bytes
+
+_FEW = 8
 
 
 def infeasible(problem: Problem, fitter: Fitter, counts: Sequence[int]) -> InfeasibleError:
@@ -44,15 +49,32 @@ def _smallest_peaks(
     """Plans made for little memory, with what each of their ranks needs."""
     request = problem.request
     size = micro_batch_sizes(request, request.batch_size)[-1]
-    for stages in counts:
+    for stages in _some(counts):
         schedule, warm_up = warm_ups(request, stages, problem.micro_batches(size))[0]
-        for placement in placements(problem.cluster, stages):
-            limits = [problem.limit_bytes(rank) for rank in placement]
-            for partition in fitter.smallest_peak(limits, size, warm_up):
-                plan = problem.plan(Choice(partition, placement, size, schedule, warm_up))
+        for cut in _smallest(problem, fitter, size, warm_up):
+            for placement in placements(problem.cluster, problem.devices, cut.kinds):
+                again = cut.recompute
+                plan = problem.plan(
+                    Choice(cut.partition, placement, size, schedule, warm_up, again)
+                )
                 baseline = problem.baseline_bytes
                 found = simulate(plan, problem.cluster, process_baseline_bytes=baseline)
                 yield plan, found.peak_memory_bytes
+
+
+def _some(counts: Sequence[int]) -> Sequence[int]:
+    """The most stages of all, and the fewest; more stages rarely need more memory."""
+    return sorted({*counts[:_FEW], *counts[-_FEW:]})
+
+
+def _smallest(problem: Problem, fitter: Fitter, size: int, warm_up: Sequence[int]) -> list[Cut]:
+    stages, recompute = len(warm_up), problem.request.recompute is not False
+    states = len(problem.graph) + 1
+    return [
+        cut
+        for mix in mixes(problem.devices, states, stages, stages)
+        for cut in fitter.smallest_peak(plain_fit(problem, size, warm_up, mix, recompute=recompute))
+    ]
 
 
 def _worst(problem: Problem, peaks: Sequence[int]) -> tuple[float, int]:
@@ -119,9 +141,9 @@ def _estimate(
     """The smallest peak found under a changed request, without buffers of messages."""
     size = micro_batch_sizes(request, request.batch_size)[-1]
     _, warm_up = warm_ups(request, stages, problem.micro_batches(size))[0]
-    partitions = fitter.smallest_peak([limit] * stages, size, warm_up)
+    fit = Fit(size, warm_up, Mix.ordered([0] * stages, 1), (limit,))
     count, baseline = problem.micro_batches(size), problem.baseline_bytes
     return min(
-        largest_peak_bytes(problem.costs(found, size)[0], warm_up, baseline, count)
-        for found in partitions
+        largest_peak_bytes(problem.table(cut.partition, size).costs, warm_up, baseline, count)
+        for cut in fitter.smallest_peak(fit)
     )

@@ -11,41 +11,49 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipectl.plan import Plan, StageCost, StagePeaks
+import numpy as np
+
+from pipectl.plan import StageCost
+from pipectl.planner.tables import Floats, StageTable
 
 
-def peak_bytes(plan: Plan, stage: int, baseline_bytes: int) -> float:
-    """Lower bound on the memory of the rank that holds a stage."""
-    cost = plan.stages[stage].cost
-    shares = plan.micro_batch_shares[: plan.warm_up[stage]]
-    return baseline_bytes + _held_bytes(cost, shares, plan.micro_batches > len(shares))
+def least_peaks_bytes(
+    table: StageTable,
+    warm_up: Sequence[int],
+    shares: Sequence[float],
+    recompute: Sequence[bool] = (),
+) -> Floats:
+    """Lower bounds on the memory of the ranks of all stages, without the process.
+
+    Args:
+        warm_up: micro-batches in flight.
+        shares: sizes of the step's micro-batches, relative to a full one.
+        recompute: stages that keep only their inputs, and hold the rest in one backward.
+    """
+    depth = np.minimum(np.array(warm_up), len(shares))
+    goes_on = depth < len(shares)
+    flying = np.where(goes_on, depth, len(shares) - 1 + shares[-1])
+    again = np.array(recompute, dtype=np.int64) if len(recompute) else np.zeros_like(depth)
+    kept = np.where(again, table.saved_bytes[1], table.saved_bytes[0])
+    saved, last, gradients = flying * kept, shares[0] * kept, table.gradient_bytes
+    whole = np.where(again, shares[0] * (table.saved_bytes[0] - kept), 0)
+    forward, first_backward, backward, update = table.peaks
+    later = np.where(goes_on, gradients, 0)  # there in the last forward of a full pipeline
+    moments = (
+        later + saved,
+        later + saved - last + forward,
+        saved + whole + first_backward,
+        gradients + np.where(goes_on, saved, saved - last) + whole + backward * (depth > 1),
+        gradients + update,
+    )
+    highest: Floats = np.maximum.reduce(moments) + table.resident_bytes
+    return highest
 
 
 def largest_peak_bytes(
     costs: Sequence[StageCost], warm_up: Sequence[int], baseline_bytes: int, micro_batches: int
 ) -> int:
     """The same for the most demanding of some stages, when every micro-batch is full."""
-    return baseline_bytes + max(
-        round(_held_bytes(cost, (1.0,) * depth, micro_batches > depth))
-        for cost, depth in zip(costs, warm_up, strict=True)
-    )
-
-
-def _held_bytes(cost: StageCost, shares: Sequence[float], goes_on: bool) -> float:
-    """The most a stage holds, messages of its neighbours left out.
-
-    Args:
-        shares: sizes of the micro-batches in flight, relative to a full one.
-        goes_on: whether forwards follow the first backward, which makes the gradients.
-    """
-    saved, last = sum(shares) * cost.saved_bytes, shares[0] * cost.saved_bytes
-    gradients = cost.accumulated_bytes
-    peaks = cost.peaks or StagePeaks(0, 0, gradients, 0)
-    later = gradients if goes_on else 0  # there in the last forward of a full pipeline
-    return cost.resident_bytes + max(
-        later + saved,
-        later + saved - last + peaks.forward_bytes,
-        saved + peaks.first_backward_bytes,
-        gradients + (saved if goes_on else saved - last) + peaks.backward_bytes * (len(shares) > 1),
-        gradients + peaks.update_bytes,
-    )
+    table = StageTable(tuple(costs), ())
+    peaks = least_peaks_bytes(table, warm_up, (1.0,) * micro_batches)
+    return baseline_bytes + round(float(peaks.max()))

@@ -1,35 +1,71 @@
-"""Partitions near a given one, for improving it by simulation.
+"""Choices near a given one, for improving it by simulation.
 
 Balance alone does not make a step short: with few micro-batches the way of the first one in and of
 the last one out counts as much, and so does what is sent. Moving a border back and forth finds
-what the balanced partitions miss.
+what the balanced partitions miss, and so does exchanging the ranks of two stages where ranks
+differ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations
 
-from pipectl.planner.condense import bits, bitset
+from pipectl.planner.condense import Condensed, bits, bitset
+from pipectl.planner.problem import Choice
 from pipectl.planner.spans import Partition
 
 FRACTIONS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 0.0)
 """Of a stage's load that moves to its neighbour; 0 is a single block."""
+_MOST_EXCHANGES = 16
+"""Stages up to which any two exchange their ranks; of more, only neighbours do."""
 
 
-def neighbours(partition: Partition, loads: Sequence[float]) -> Iterator[Partition]:
-    """Every partition in which one stage gives some load to the next or to the previous one.
+def neighbours(choice: Choice, graph: Condensed, loads: Sequence[float]) -> Iterator[Choice]:
+    """Every choice in which one stage gives some load to a neighbour, or two exchange ranks.
 
-    What moves is the end (or the beginning) of the stage in graph order, so stages stay convex.
+    Borders of the stages with the most load come first.
 
     Args:
         loads: of every block.
     """
-    for border in range(1, len(partition)):
+    for partition in near_partitions(choice.partition, graph, loads):
+        yield replace(choice, partition=partition)
+    for placement in _exchanges(choice.placement):
+        yield replace(choice, placement=placement)
+
+
+def near_partitions(
+    partition: Partition, graph: Condensed, loads: Sequence[float]
+) -> Iterator[Partition]:
+    """Every partition in which one stage gives some load to the next or to the previous one.
+
+    What moves is the end (or the beginning) of the stage in graph order, or a single block
+    behind (or before) which nothing is left in the stage; so stages stay convex.
+    """
+    totals = [sum(loads[block] for block in bits(stage)) for stage in partition]
+    borders = range(1, len(partition))
+    for border in sorted(borders, key=lambda at: (-max(totals[at - 1 : at + 1]), at)):
         before, after = partition[border - 1 : border + 1]
-        for moved in _ends(list(bits(before))[::-1], loads):
+        for moved in dict.fromkeys((*_tail(before, loads), *_free(before, graph.successors))):
             yield _with_border(partition, border, before & ~moved, after | moved)
-        for moved in _ends(list(bits(after)), loads):
+        for moved in dict.fromkeys((*_head(after, loads), *_free(after, graph.predecessors))):
             yield _with_border(partition, border, before | moved, after & ~moved)
+
+
+def _tail(stage: int, loads: Sequence[float]) -> Iterator[int]:
+    return _ends(list(bits(stage))[::-1], loads)
+
+
+def _head(stage: int, loads: Sequence[float]) -> Iterator[int]:
+    return _ends(list(bits(stage)), loads)
+
+
+def _free(stage: int, onward: Sequence[int]) -> Iterator[int]:
+    """Single blocks of a stage with several that no other block of it is behind (or before)."""
+    if stage & (stage - 1):
+        yield from (1 << block for block in bits(stage) if not onward[block] & stage)
 
 
 def _ends(blocks: Sequence[int], loads: Sequence[float]) -> Iterator[int]:
@@ -50,3 +86,14 @@ def _count(blocks: Sequence[int], loads: Sequence[float], amount: float) -> int:
 
 def _with_border(partition: Partition, border: int, before: int, after: int) -> Partition:
     return (*partition[: border - 1], before, after, *partition[border + 1 :])
+
+
+def _exchanges(placement: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Placements with the ranks of two stages exchanged."""
+    stages = range(len(placement))
+    near = len(placement) > _MOST_EXCHANGES
+    for one, other in combinations(stages, 2):
+        if not near or other == one + 1:
+            changed = list(placement)
+            changed[one], changed[other] = placement[other], placement[one]
+            yield tuple(changed)

@@ -11,23 +11,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
-from pipectl.link import Link
 from pipectl.planner.condense import Condensed
-from pipectl.planner.dynamic import Chains, smallest_bottleneck, smallest_sum
+from pipectl.planner.dynamic import Chains, Check, best_chains
 from pipectl.planner.ideals import all_downsets, prefix_downsets
+from pipectl.planner.loads import PER_SECOND, Costs, Loads
+from pipectl.planner.mix import Mix
 from pipectl.planner.negligible import merge_negligible
-from pipectl.planner.spans import Boundary, Integers, Items, Partition, Spans, States, spans_by_end
+from pipectl.planner.span_kernels import Integers
+from pipectl.planner.spans import Partition, Spans, find_spans
 from pipectl.profile import Profile
 
-Floats = npt.NDArray[np.float64]
-
-PER_SECOND = 10**12
-"""The programme counts in picoseconds."""
-MOST_DOWNSETS = 2000
+MOST_DOWNSETS = 4000
 """Above, only a sample of the downsets is searched."""
 NEGLIGIBLE = (0.001, 0.01)
 """Shares of the whole time that small blocks may take to be merged into others."""
@@ -71,27 +69,6 @@ class Space:
 
 
 @dataclass(frozen=True)
-class Costs:
-    """What blocks and messages cost at one micro-batch size.
-
-    Args:
-        compute_s: forward and backward of every block.
-        cached_s: the same at its least, in stages whose data stays in the cache.
-        least_s: that, without operators of merged negligible blocks.
-        scale: micro-batch size over the profile's, which sizes of messages are given for.
-        link: what messages pass through.
-        speeds: of the device of every stage, by position.
-    """
-
-    compute_s: Sequence[float]
-    cached_s: Sequence[float]
-    least_s: Sequence[float]
-    scale: float
-    link: Link
-    speeds: Sequence[float]
-
-
-@dataclass(frozen=True)
 class Bound:
     """What is known of the smallest possible bottleneck.
 
@@ -104,117 +81,153 @@ class Bound:
     exact: bool
 
 
+@dataclass(frozen=True)
+class Cut:
+    """A partition, the kind of device of every stage, and which stages recompute (empty: none)."""
+
+    partition: Partition
+    kinds: tuple[int, ...]
+    recompute: tuple[bool, ...] = ()
+
+
 class Partitioner:
     """Partitions of one graph under one set of costs.
 
     Args:
+        mix: the devices that stages may use.
         most: largest number of stages that will be asked for.
         fewest: smallest one above 1 that will be asked for.
+        check: called now and then; raises to end the search.
     """
 
-    def __init__(self, space: Space, costs: Costs, *, fewest: int, most: int) -> None:
+    def __init__(
+        self,
+        space: Space,
+        costs: Costs,
+        mix: Mix,
+        *,
+        fewest: int,
+        most: int,
+        check: Check = lambda: None,
+    ) -> None:
         self._graph = space.graph
         self._space = space
         self._costs = costs
-        self._most = most
+        self._mix = mix
         self._fewest = min(max(2, fewest), most)
-        self._compute = [round(time * PER_SECOND) for time in costs.compute_s]
-        self._speeds = np.asarray(costs.speeds[:most], dtype=float)
-        self._columns = self._speeds if len(set(costs.speeds[:most])) > 1 else self._speeds[:1]
+        self._check = check
 
-    def bound(self, stages: int) -> Bound:
-        """The proven lower bound on the bottleneck of so many stages."""
-        best = self._bottlenecks.best(stages)
-        speeds = self._speeds[:stages]
-        least = [round(time * PER_SECOND) for time in self._costs.cached_s]
-        share = sum(least) / float(speeds.sum())
-        proven = max(share, max(least) / float(speeds.max()))
-        if best is not None and (self._space.complete or stages == 1):
-            proven = max(proven, self._least_bottleneck(stages, best))
-        exact = best is not None and best <= proven + 1
-        return Bound(proven / PER_SECOND, exact)
+    def bound(self, stages: int, speeds: Sequence[float]) -> Bound:
+        """The proven lower bound on the bottleneck of so many stages.
 
-    def _least_bottleneck(self, stages: int, best: int) -> float:
-        """The smallest bottleneck if blocks take their least and merged negligible ones nothing."""
-        if not self._space.moved and self._costs.cached_s == self._costs.compute_s:
+        Args:
+            speeds: of the fastest devices, one for each stage.
+        """
+        least_s = self._costs.least_s
+        proven = max(sum(least_s) / sum(speeds), max(least_s) / max(speeds)) * PER_SECOND
+        best = self._bottlenecks.best(stages) if stages > 1 else None
+        if stages == 1:
+            best = int(self._whole.min())
+        if best is None:
+            return Bound(proven / PER_SECOND, False)
+        if (self._space.complete and self._mix.complete) or stages == 1:
+            proven = max(proven, self._least_bottleneck(stages, speeds, best))
+        return Bound(proven / PER_SECOND, self._attained(stages) <= proven + 1)
+
+    def _least_bottleneck(self, stages: int, speeds: Sequence[float], best: int) -> float:
+        """The smallest bottleneck if merged negligible blocks take nothing."""
+        if not self._space.moved:
             return best
         space = replace(self._space, moved=())
-        least_s = self._costs.least_s
-        costs = replace(self._costs, compute_s=least_s, cached_s=least_s)
-        free = Partitioner(space, costs, fewest=stages, most=stages)
-        return free.bound(stages).load_s * PER_SECOND
+        settings = {"fewest": stages, "most": stages, "check": self._check}
+        free = Partitioner(space, self._costs.least, self._mix, **settings)  # type: ignore[arg-type]
+        return free.bound(stages, speeds).load_s * PER_SECOND
 
-    def partitions(self, stages: int) -> list[Partition]:
+    def _attained(self, stages: int) -> int:
+        """The largest load of the best chain, each stage taken at its most."""
+        if stages == 1:
+            return int(self._whole.min())
+        chain = self._bottlenecks.chain(stages)
+        loads = self._most_loads
+        found = (self._spans.find(*ends) for ends in pairwise(chain.states))
+        return max(int(loads[kind, span]) for kind, span in zip(chain.kinds, found, strict=True))
+
+    def partitions(self, stages: int) -> list[Cut]:
         """Distinct good partitions, the best balanced first."""
         if stages == 1:
-            return [(self._graph.everything,)]
+            everything = (self._graph.everything,)
+            kinds = np.flatnonzero(self._mix.following[0] >= 0)
+            return [Cut(everything, (int(kind),)) for kind in kinds]
         best = self._bottlenecks.best(stages)
         if best is None:
             return []
-        chains = [self._least_sent(round(best * (1 + extra))) for extra in TOLERANCES]
+        chains = [self._least_sent(stages, round(best * (1 + extra))) for extra in TOLERANCES]
         chains.append(self._bottlenecks_with_messages)
-        found = (self._states.cut(chain.states(stages)) for chain in chains)
-        return list(dict.fromkeys(found))
+        found = (chain.chain(stages) for chain in chains)
+        cut = self._loads.states.cut
+        return list(dict.fromkeys(Cut(cut(chain.states), chain.kinds) for chain in found))
 
     @cached_property
-    def _states(self) -> States:
-        return States(self._graph, self._space.downsets, self._compute)
+    def _loads(self) -> Loads:
+        return Loads(self._graph, self._space.downsets, self._costs)
 
     @cached_property
-    def _spans(self) -> list[Spans]:
+    def _whole(self) -> Integers:
+        """The load of all blocks in one stage, on each kind of device."""
+        loads = Loads(self._graph, [0, self._graph.everything], self._costs)
+        return loads.compute(find_spans(loads.states, int(loads.states.compute[-1])))[:, 0]
+
+    @cached_property
+    def _spans(self) -> Spans:
         """Spans that no optimum or near tie exceeds: a single order gives an upper bound."""
-        order = [(1 << place) - 1 for place in range(len(self._graph) + 1)]
-        states = States(self._graph, order, self._compute)
-        spans = spans_by_end(states, self._boundary(states), int(states.compute[-1]))
-        best = smallest_bottleneck(spans, self._most, self._load_with_messages)
-        longest = (best.best(self._fewest) or 0) * float(self._speeds.max())
-        window = int(longest * (1 + TOLERANCES[-1])) + 1
-        return spans_by_end(self._states, self._boundary(self._states), window)
+        window = int(self._longest * (1 + TOLERANCES[-1])) + 1
+        return find_spans(self._loads.states, window)
 
-    def _boundary(self, states: States) -> Boundary:
-        values = self._graph.values
-        sizes = [value.size_bytes + value.gradient_bytes for value in values]
-        weights = np.array(sizes, dtype=np.int64)
-        return Boundary(states, Items([value.blocks for value in values], weights))
+    @cached_property
+    def _longest(self) -> float:
+        """Compute that no stage exceeds which is balanced, with messages, along the graph's order.
+
+        Only spans up to some length are looked at; it grows until it is seen to be enough.
+        """
+        order = [(1 << place) - 1 for place in range(len(self._graph) + 1)]
+        loads, fastest = Loads(self._graph, order, self._costs), max(self._costs.speeds)
+        total = int(loads.states.compute[-1])
+        length = 2 * total // self._fewest + round(max(self._costs.compute_s) * PER_SECOND) + 1
+        while True:
+            spans = find_spans(loads.states, length)
+            chains = self._chains(spans, loads.compute(spans) + loads.sending(spans))
+            needed = (chains.best(self._fewest) or 0) * fastest
+            if 0 < needed <= length:
+                return needed
+            if length >= total:
+                return total
+            length *= 4
+
+    @cached_property
+    def _least_loads(self) -> Integers:
+        return self._loads.compute(self._spans)
+
+    @cached_property
+    def _most_loads(self) -> Integers:
+        exact = not self._costs.cache_matters
+        return self._least_loads if exact else self._loads.most_compute(self._spans)
+
+    @cached_property
+    def _sending(self) -> Integers:
+        return self._loads.sending(self._spans)
 
     @cached_property
     def _bottlenecks(self) -> Chains:
-        return smallest_bottleneck(self._spans, self._most, self._load)
+        return self._chains(self._spans, self._least_loads)
 
     @cached_property
     def _bottlenecks_with_messages(self) -> Chains:
-        return smallest_bottleneck(self._spans, self._most, self._load_with_messages)
+        return self._chains(self._spans, self._least_loads + self._sending)
 
-    def _least_sent(self, bound: int) -> Chains:
-        return smallest_sum(self._spans, self._most, self._sending, self._load, bound)
+    def _least_sent(self, stages: int, bound: int) -> Chains:
+        mix = self._mix.up_to(stages)
+        extra = {"amounts": self._sending, "bound": bound, "check": self._check}
+        return best_chains(self._spans, mix, self._least_loads, **extra)  # type: ignore[arg-type]
 
-    def _load(self, spans: Spans) -> Integers:
-        """Compute by position (one column if devices are alike), in picoseconds."""
-        loads: Integers = np.rint(spans.compute[:, None] / self._columns).astype(np.int64)
-        return loads
-
-    def _sending(self, spans: Spans) -> Integers:
-        """Time of all bytes that cross the border, in picoseconds.
-
-        Values between two stages travel as one message, so latency is no matter of the cut.
-        """
-        crossing = spans.crossing[:, None].astype(np.float64)
-        scale, link = self._costs.scale, self._costs.link
-        if link.timings:
-            times = _hold_s(link, crossing * scale) * PER_SECOND
-        else:
-            times = crossing * (scale / link.bandwidth_bytes_per_s * PER_SECOND)
-        sending: Integers = np.rint(times).astype(np.int64)
-        return sending
-
-    def _load_with_messages(self, spans: Spans) -> Integers:
-        loads: Integers = self._load(spans) + self._sending(spans)
-        return loads
-
-
-def _hold_s(link: Link, sizes: Floats) -> Floats:
-    """:meth:`pipectl.link.Link.hold_s` of many sizes, for a link with timings."""
-    known, times = np.array(link.timings, dtype=float).T
-    beyond = np.maximum(sizes - known[-1], 0.0) / link.bandwidth_bytes_per_s
-    held: Floats = np.maximum(np.interp(sizes, known, times) + beyond - link.latency_s, 0.0)
-    return held
+    def _chains(self, spans: Spans, loads: Integers) -> Chains:
+        return best_chains(spans, self._mix, loads, check=self._check)

@@ -8,7 +8,7 @@ from functools import cached_property
 from math import ceil, inf
 
 from pipectl.cluster import Cluster
-from pipectl.plan import Plan, Stage, StageCost, Transfer
+from pipectl.plan import Plan, Stage
 from pipectl.planner.condense import Condensed
 from pipectl.planner.costs import (
     Footprint,
@@ -17,11 +17,13 @@ from pipectl.planner.costs import (
     operator_times,
     scaled_transfers,
     stage_costs,
-    working_set_bytes,
 )
+from pipectl.planner.devices import Pool, pools
+from pipectl.planner.loads import Costs
 from pipectl.planner.placement import Placement
 from pipectl.planner.request import PlanRequest
 from pipectl.planner.spans import Partition
+from pipectl.planner.tables import StageTable
 from pipectl.profile import Profile
 
 DEFAULT_BASELINE_BYTES = 240 * 2**20
@@ -33,7 +35,9 @@ class Choice:
     """Everything a plan decides.
 
     Args:
+        placement: rank of every stage.
         size: samples of a micro-batch.
+        recompute: whether each stage computes its forward again for its backward; empty if none.
     """
 
     partition: Partition
@@ -41,6 +45,7 @@ class Choice:
     size: int
     schedule: str
     warm_up: tuple[int, ...]
+    recompute: tuple[bool, ...] = ()
 
 
 class Problem:
@@ -60,9 +65,7 @@ class Problem:
         self._times: dict[int, Times] = {}
         self._cutter = Footprints(profile)
         self._footprints: dict[Partition, Footprint] = {}
-        self._parts: dict[
-            tuple[Partition, int], tuple[tuple[StageCost, ...], tuple[Transfer, ...]]
-        ] = {}
+        self._tables: dict[tuple[Partition, int], StageTable] = {}
 
     @property
     def baseline_bytes(self) -> int:
@@ -82,6 +85,11 @@ class Problem:
         """Memory that a rank may take: the smaller of the job's limit and its device's memory."""
         limits = (self.request.memory_limit_bytes, self.cluster.device(rank).memory_bytes)
         return min((limit for limit in limits if limit is not None), default=inf)
+
+    @property
+    def has_limits(self) -> bool:
+        """Whether any rank's memory is limited."""
+        return any(limit < inf for limit in self.kind_limits_bytes)
 
     def scale(self, size: int) -> float:
         """A micro-batch size over the profile's."""
@@ -104,25 +112,71 @@ class Problem:
 
         Args:
             free: indices of operators that are not counted.
-            cached: whether every stage shall find its data in the cache; otherwise as many as if
-                all ranks had an equal share of the model.
+            cached: in a stage that finds its data in the cache; otherwise in one that does not.
         """
         times, skipped = self.times(size), set(free)
-        share = 0.0 if cached else self._uncached_share(size)
+        pairs = times.cached if cached else times.uncached
         return [
-            sum(times.total((i for i in block.operators if i not in skipped), share))
+            sum(sum(pairs[index]) for index in block.operators if index not in skipped)
             for block in self.graph.blocks
         ]
 
-    def _uncached_share(self, size: int) -> float:
-        everything = self._cutter.of([range(len(self.profile.operators))])
-        share_bytes = working_set_bytes(everything, 0, self.scale(size)) / self.cluster.ranks
-        return self.profile.stage.uncached(share_bytes)
+    def forward_block_times(self, size: int) -> list[float]:
+        """Forward of every block, in seconds, where data does not stay in the cache."""
+        pairs = self.times(size).uncached
+        return [sum(pairs[index][0] for index in block.operators) for block in self.graph.blocks]
+
+    def span_costs(self, size: int, moved: Sequence[int] = ()) -> Costs:
+        """What stages and messages cost the dynamic programme.
+
+        Args:
+            moved: operators of negligible blocks that were merged into others.
+        """
+        most = min(self.cluster.ranks, len(self.graph))
+        several_nodes = self.cluster.node_of_rank[most - 1] > 0
+        return Costs(
+            compute_s=self.block_times(size, cached=True),
+            uncached_s=self.block_times(size),
+            least_s=self.block_times(size, moved, cached=True),
+            least_uncached_s=self.block_times(size, moved),
+            scale=self.scale(size),
+            link=self.cluster.between_nodes if several_nodes else self.cluster.within_node,
+            speeds=self.speeds,
+            overhead=self.profile.stage,
+        )
+
+    @cached_property
+    def devices(self) -> tuple[Pool, ...]:
+        """The cluster's devices by kind, the fastest first."""
+        return pools(self.cluster)
+
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        """Of each kind of device."""
+        return tuple(pool.speed for pool in self.devices)
+
+    @cached_property
+    def kind_limits_bytes(self) -> tuple[float, ...]:
+        """Memory that a rank of each kind may take."""
+        return tuple(self.limit_bytes(pool.ranks[0]) for pool in self.devices)
+
+    def shares(self, size: int) -> tuple[float, ...]:
+        """Size of every micro-batch of a step relative to a full one."""
+        count = self.micro_batches(size)
+        last = self.request.batch_size - (count - 1) * size
+        return (1.0,) * (count - 1) + (last / size,)
 
     def plan(self, choice: Choice) -> Plan:
         """The plan a choice makes, without prediction."""
-        costs, transfers = self.costs(choice.partition, choice.size)
-        nodes = self._footprints[choice.partition].nodes
+        table = self.table(choice.partition, choice.size)
+        again = choice.recompute or (False,) * len(choice.placement)
+        parts = zip(
+            self._footprints[choice.partition].nodes,
+            choice.placement,
+            table.costs,
+            again,
+            strict=True,
+        )
         request = self.request
         return Plan(
             name=request.name,
@@ -133,28 +187,25 @@ class Problem:
             micro_batch_size=choice.size,
             micro_batches=self.micro_batches(choice.size),
             stages=tuple(
-                Stage(inside, (rank,), cost)
-                for inside, rank, cost in zip(nodes, choice.placement, costs, strict=True)
+                Stage(inside, (rank,), cost, recompute=twice) for inside, rank, cost, twice in parts
             ),
-            transfers=transfers,
+            transfers=table.transfers,
             node_of_rank=self.cluster.node_of_rank,
             memory_limit_bytes=request.memory_limit_bytes,
             key=request.key,
             assumptions=self.assumptions + self._size_assumptions(choice.size),
         )
 
-    def costs(
-        self, partition: Partition, size: int
-    ) -> tuple[tuple[StageCost, ...], tuple[Transfer, ...]]:
+    def table(self, partition: Partition, size: int) -> StageTable:
         """Costs of the stages and the messages between them."""
         if partition not in self._footprints:
             stages = [self.graph.operators_of(blocks) for blocks in partition]
             self._footprints[partition] = self._cutter.of(stages)
-        if (partition, size) not in self._parts:
+        if (partition, size) not in self._tables:
             parts, scale = self._footprints[partition], self.scale(size)
             costs = stage_costs(parts, self.times(size), scale, self.profile)
-            self._parts[partition, size] = costs, scaled_transfers(parts, scale)
-        return self._parts[partition, size]
+            self._tables[partition, size] = StageTable(costs, scaled_transfers(parts, scale))
+        return self._tables[partition, size]
 
     def _size_assumptions(self, size: int) -> tuple[str, ...]:
         found = []

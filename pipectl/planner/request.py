@@ -26,6 +26,8 @@ class PlanRequest:
         batch_size: samples of one optimizer step.
         warm_up: forwards each stage runs before its first backward, one entry per stage.
         memory_limit_bytes: resident memory of any rank, its process included.
+        recompute: whether stages compute their forward again for their backward instead of keeping
+            what it needs: all of them, none, or those that do not fit otherwise.
         key: recorded in the plan; see :class:`pipectl.plan.Plan`.
 
     Raises:
@@ -39,6 +41,7 @@ class PlanRequest:
     schedule: str | None = None
     warm_up: tuple[int, ...] | None = None
     memory_limit_bytes: int | None = None
+    recompute: bool | None = False
     key: str | None = None
 
     def __post_init__(self) -> None:
@@ -67,6 +70,11 @@ class PlanRequest:
                 f"warm_up: {list(warm_up)} must not rise from stage to stage, nor be below 1",
                 cure="for 4 stages for example [4, 3, 2, 1]",
             )
+
+    @property
+    def recompute_choices(self) -> tuple[bool, ...]:
+        """Whether stages may recompute, in the order to try."""
+        return (False, True) if self.recompute is None else (self.recompute,)
 
     @property
     def fixed_stages(self) -> int | None:

@@ -22,9 +22,17 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from pipectl.planner.condense import Condensed
-
-Integers = npt.NDArray[np.int64]
+from pipectl.planner.condense import Condensed, bits
+from pipectl.planner.span_kernels import (
+    CROSSING,
+    ENTERING,
+    TOUCHED,
+    Integers,
+    Words,
+    count_held,
+    fill_spans,
+    weigh_spans,
+)
 
 Partition = tuple[int, ...]
 """Bitset of blocks of every stage, in pipeline order."""
@@ -54,7 +62,7 @@ class States:
 
     def __init__(self, graph: Condensed, downsets: Sequence[int], compute: Sequence[int]) -> None:
         rows = _membership(downsets, len(graph))
-        amounts = rows.astype(np.int64) @ np.asarray(compute, dtype=np.int64)
+        amounts = _sums(rows, compute)
         order = sorted(
             range(len(downsets)),
             key=lambda index: (amounts[index], downsets[index].bit_count(), downsets[index]),
@@ -67,83 +75,129 @@ class States:
         return len(self.downsets)
 
     @cached_property
-    def words(self) -> npt.NDArray[np.uint64]:
+    def words(self) -> Words:
         """The states as packed bits; shape [states, words]."""
         packed = np.packbits(self.rows, axis=1)
         packed = np.pad(packed, ((0, 0), (0, -packed.shape[1] % 8)))
         return np.ascontiguousarray(packed).view(np.uint64)
+
+    def sums(self, amounts: Sequence[float], unit: int = 1) -> Integers:
+        """The sum of figures of the blocks that each state holds, in parts of a unit."""
+        return _sums(self.rows, [round(amount * unit) for amount in amounts])
 
     def cut(self, path: Sequence[int]) -> Partition:
         """The stages between consecutive states."""
         ends = [self.downsets[state] for state in path]
         return tuple(after & ~before for before, after in pairwise(ends))
 
-    def starts(self, end: int, longest: int) -> Integers:
-        """States that are a proper subset of ``end``, with at most ``longest`` compute between."""
-        first = int(np.searchsorted(self.compute, self.compute[end] - longest, side="left"))
-        outside = self.words[first:end] & ~self.words[end]
-        inside: Integers = np.flatnonzero(~outside.any(axis=1)) + first
-        return inside
+
+@dataclass(frozen=True)
+class Spans:
+    """Spans, grouped by the state they end at.
+
+    Args:
+        states: whose spans they are.
+        first: spans that end at state e are first[e] to first[e + 1]; shape [states + 1].
+        starts: states they start at, ascending for each end.
+    """
+
+    states: States
+    first: Integers
+    starts: Integers
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @cached_property
+    def ends(self) -> Integers:
+        """States they end at."""
+        return np.repeat(np.arange(len(self.states)), np.diff(self.first))
+
+    @property
+    def compute(self) -> Integers:
+        """Between start and end."""
+        return self.between(self.states.compute)
+
+    def between(self, sums: Integers) -> Integers:
+        """The difference of a figure of states between end and start of every span."""
+        found: Integers = sums[self.ends] - sums[self.starts]
+        return found
+
+    def only(self, kept: npt.NDArray[np.bool_]) -> Spans:
+        """Those that are kept; shape [spans]."""
+        before = np.concatenate([[0], np.cumsum(kept)])
+        return Spans(self.states, before[self.first].astype(np.int64), self.starts[kept])
+
+    def find(self, start: int, end: int) -> int:
+        """The position of one of them."""
+        low, high = int(self.first[end]), int(self.first[end + 1])
+        return low + int(np.searchsorted(self.starts[low:high], start))
+
+
+def find_spans(states: States, longest: int) -> Spans:
+    """All spans of at most ``longest`` compute."""
+    first = np.zeros(len(states) + 1, dtype=np.int64)
+    starts = np.zeros(16 * len(states), dtype=np.int64)
+    count = fill_spans(states.words, states.compute, longest, first, starts)
+    if count > len(starts):
+        starts = np.zeros(count, dtype=np.int64)
+        fill_spans(states.words, states.compute, longest, first, starts)
+    return Spans(states, first, starts[:count])
 
 
 class Boundary:
     """How items lie to the states: for sums over the items that a span touches or that cross it."""
 
     def __init__(self, states: States, items: Items) -> None:
-        incidence = _membership(items.blocks, states.rows.shape[1])
-        held = states.rows.astype(np.float32) @ incidence.T.astype(np.float32)
+        count = np.array([members.bit_count() for members in items.blocks], dtype=np.int64)
         self.weights = items.weights
-        self.held = held.astype(np.int16)
-        whole = self.held == incidence.sum(axis=1)
-        self.partial = (self.held > 0) & ~whole
-        self.whole_sum: Integers = whole.astype(np.int64) @ self.weights
-        self.partial_sum: Integers = self.partial.astype(np.int64) @ self.weights
+        self.held = np.zeros((len(states), len(count)), dtype=np.int16)
+        blocks = [block for members in items.blocks for block in bits(members)]
+        count_held(states.rows, _starts_of(count), np.array(blocks, dtype=np.int64), self.held)
+        whole = self.held == count
+        partial = (self.held > 0) & ~whole
+        self.whole_sum: Integers = whole @ self.weights
+        self.partial_sum: Integers = partial @ self.weights
+        self._items: Integers = np.nonzero(partial)[1]
+        self._first = _starts_of(partial.sum(axis=1))
 
-    def touched(self, starts: Integers, end: int) -> Integers:
-        """Summed weight of the items that each span (start, end) touches; shape [starts]."""
-        items = np.flatnonzero(self.partial[end])
-        more = self.held[np.ix_(starts, items)] != self.held[end, items]
-        found: Integers = self.whole_sum[end] - self.whole_sum[starts] + more @ self.weights[items]
-        return found
+    def touched(self, spans: Spans) -> Integers:
+        """Summed weight of the items that each span touches; shape [spans]."""
+        return self._weigh(spans, spans.between(self.whole_sum), TOUCHED)
 
-    def crossing(self, starts: Integers, end: int) -> Integers:
-        """Summed weight of the items that cross the border of each span; shape [starts].
+    def crossing(self, spans: Spans) -> Integers:
+        """Summed weight of the items that cross the border of each span; shape [spans].
 
         An item that started before and is whole at the end counts in ``partial_sum`` of the
         start; of those still partial at the end, the untouched are taken out again.
         """
-        items = np.flatnonzero(self.partial[end])
-        held = self.held[np.ix_(starts, items)]
-        change = (held != self.held[end, items]).astype(np.int64) - (held > 0)
-        found: Integers = self.partial_sum[starts] + change @ self.weights[items]
-        return found
+        return self._weigh(spans, self.partial_sum[spans.starts], CROSSING)
+
+    def entering(self, spans: Spans) -> Integers:
+        """Summed weight of the items that each span has some of, but not the first."""
+        return self._weigh(spans, self.partial_sum[spans.starts], ENTERING)
+
+    def _weigh(self, spans: Spans, sums: Integers, what: int) -> Integers:
+        weigh_spans(
+            spans.first,
+            spans.starts,
+            self.held,
+            self.weights,
+            self._first,
+            self._items,
+            what,
+            sums,
+        )
+        return sums
 
 
-@dataclass(frozen=True)
-class Spans:
-    """The spans that end at one state.
-
-    Args:
-        end: the state.
-        starts: states they start at.
-        compute: between start and end.
-        crossing: summed weight of the items that cross their border; shape [starts].
-    """
-
-    end: int
-
-    starts: Integers
-    compute: Integers
-    crossing: Integers
+def _starts_of(counts: Integers) -> Integers:
+    """Where each group begins, and the end of the last, if groups of these sizes are joined."""
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
-def spans_by_end(states: States, boundary: Boundary, longest: int) -> list[Spans]:
-    """All spans of at most ``longest`` compute, for every state they can end at."""
-    found = []
-    for end in range(len(states)):
-        starts = states.starts(end, longest)
-        compute = states.compute[end] - states.compute[starts]
-        found.append(Spans(end, starts, compute, boundary.crossing(starts, end)))
+def _sums(rows: npt.NDArray[np.bool_], amounts: Sequence[int]) -> Integers:
+    found: Integers = rows.astype(np.int64) @ np.asarray(amounts, dtype=np.int64)
     return found
 
 

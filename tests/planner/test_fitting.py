@@ -1,11 +1,19 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipectl.cluster import assumed_cluster
+from pipectl.cluster import (
+    ASSUMED_BETWEEN,
+    ASSUMED_WITHIN,
+    Cluster,
+    Device,
+    Node,
+    assumed_cluster,
+)
 from pipectl.planner import PlanRequest
 from pipectl.planner.condense import condense
-from pipectl.planner.fitting import Fitter
+from pipectl.planner.fitting import Fit, Fitter
 from pipectl.planner.memory import largest_peak_bytes
+from pipectl.planner.mix import Mix
 from pipectl.planner.problem import Problem
 
 
@@ -15,8 +23,18 @@ def problem_of(profile, limit_bytes=None):
     return Problem(profile, cluster, request, condense(profile))
 
 
+def fit_of(limits, warm_up):
+    """Stages of 8 samples, in the order of kinds of one device each."""
+    kinds = len(limits)
+    return Fit(8, tuple(warm_up), Mix.ordered(range(kinds), kinds), tuple(limits))
+
+
+def one_kind(limit, warm_up):
+    return Fit(8, tuple(warm_up), Mix.ordered([0] * len(warm_up), 1), (limit,))
+
+
 def peak(problem, partition, warm_up):
-    costs = problem.costs(partition, 8)[0]
+    costs = problem.table(partition, 8).costs
     return largest_peak_bytes(costs, warm_up, problem.baseline_bytes, 1 + max(warm_up))
 
 
@@ -39,8 +57,8 @@ def test_smallest_peak_of_a_chain_equals_that_of_trying_every_cut(
     problem = problem_of(make_profile(operators, [(i, i + 1) for i in range(count - 1)]))
     warm_up = tuple(range(stages, 0, -1))
     best = min(peak(problem, one, warm_up) for one in partitions_of(problem.graph, stages))
-    found = Fitter(problem).smallest_peak([float("inf")] * stages, 8, warm_up)
-    assert min(peak(problem, one, warm_up) for one in found) == best
+    found = Fitter(problem).smallest_peak(one_kind(float("inf"), warm_up))
+    assert min(peak(problem, one.partition, warm_up) for one in found) == best
 
 
 def test_balanced_stages_respect_the_limit(make_profile, make_operator) -> None:
@@ -48,24 +66,32 @@ def test_balanced_stages_respect_the_limit(make_profile, make_operator) -> None:
     operators = [make_operator(i, **(heavy if i == 0 else {})) for i in range(8)]
     problem = problem_of(make_profile(operators, [(i, i + 1) for i in range(7)]))
     warm_up = (2, 1)
-    free = Fitter(problem).balanced([float("inf")] * 2, 8, warm_up)
-    assert [stage.bit_count() for stage in free[0]] == [4, 4]
+    free = Fitter(problem).balanced(one_kind(float("inf"), warm_up))
+    assert [stage.bit_count() for stage in free[0].partition] == [4, 4]
     limit = peak(problem, (0b1, 0b11111110), warm_up) + 1500
-    tight = Fitter(problem).balanced([limit, limit], 8, warm_up)
-    assert min(peak(problem, one, warm_up) for one in tight) <= limit
-    assert all(one[0].bit_count() < 4 for one in tight)
+    tight = Fitter(problem).balanced(one_kind(limit, warm_up))
+    assert min(peak(problem, one.partition, warm_up) for one in tight) <= limit
+    assert all(one.partition[0].bit_count() < 4 for one in tight)
 
 
 def test_ranks_with_more_memory_take_more(chain) -> None:
-    fitter = Fitter(problem_of(chain(8)))
-    (first, second), *_ = fitter.smallest_peak([20_000, 60_000], 8, (1, 1))
+    cluster = Cluster(
+        "c",
+        "test",
+        tuple(Node(f"n{size}", 1, 1, Device("cpu", 1.0, size)) for size in (20_000, 60_000)),
+        ASSUMED_WITHIN,
+        ASSUMED_BETWEEN,
+    )
+    profile = chain(8)
+    fitter = Fitter(Problem(profile, cluster, PlanRequest("job", 8), condense(profile)))
+    first, second = fitter.smallest_peak(fit_of([20_000, 60_000], (1, 1)))[0].partition
     assert first.bit_count() < second.bit_count()
 
 
 def test_nothing_fits_gives_nothing(chain) -> None:
-    assert Fitter(problem_of(chain(4))).balanced([100, 100], 8, (1, 1)) == []
+    assert Fitter(problem_of(chain(4))).balanced(one_kind(100, (1, 1))) == []
 
 
 def test_unlimited_ranks_count_as_equal(chain) -> None:
-    found = Fitter(problem_of(chain(8))).smallest_peak([float("inf")] * 2, 8, (1, 1))
-    assert any([stage.bit_count() for stage in one] == [4, 4] for one in found)
+    found = Fitter(problem_of(chain(8))).smallest_peak(one_kind(float("inf"), (1, 1)))
+    assert any([stage.bit_count() for stage in one.partition] == [4, 4] for one in found)

@@ -14,7 +14,9 @@ import pytest
 
 from pipectl.link import Link
 from pipectl.planner.condense import bits, condense
-from pipectl.planner.partition import Costs, Partitioner, Space
+from pipectl.planner.loads import Costs
+from pipectl.planner.mix import Mix
+from pipectl.planner.partition import Partitioner, Space
 from pipectl.profile import Operator, Profile
 
 DIRECTORY = os.environ.get("PIPECTL_WORKLOADS")
@@ -90,11 +92,11 @@ def test_proven_optimum_is_found(name) -> None:
         link_bytes_per_s = document["cluster"]["transfer_bytes_per_s_effective"]
         bandwidth = link_bytes_per_s / entry.get("comm_scale", 1)
         most = entry["devices"]
-        costs = Costs(times, times, times, 1.0, Link(0.0, bandwidth), [1.0] * most)
-        search = Partitioner(space, costs, fewest=2, most=most)
+        costs = Costs(times, times, times, times, 1.0, Link(0.0, bandwidth), [1.0])
+        search = Partitioner(space, costs, Mix.free([most], most), fewest=2, most=most)
         found = min(
-            bottleneck(graph, times, partition, bandwidth)
+            bottleneck(graph, times, cut.partition, bandwidth)
             for stages in range(1, most + 1)
-            for partition in search.partitions(stages)
+            for cut in search.partitions(stages)
         )
         assert found == pytest.approx(entry["value"], rel=1e-6), entry["devices"]

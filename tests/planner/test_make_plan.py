@@ -75,7 +75,7 @@ def test_every_operator_has_one_stage_and_nothing_flows_back(data, batch, cores,
     order = {operator.id: place for place, operator in enumerate(profile.operators)}
     for stage in plan.stages:
         assert list(stage.nodes) == sorted(stage.nodes, key=order.__getitem__)
-    assert ranks(plan) == sorted(set(ranks(plan)))
+    assert len(set(ranks(plan))) == len(plan.stages)
     assert (plan.micro_batches - 1) * plan.micro_batch_size < batch
     assert plan.micro_batches * plan.micro_batch_size >= batch
 
@@ -109,7 +109,7 @@ def test_plans_are_near_the_best_of_all(make_profile, make_operator, partitions_
         best_s = min(
             simulate(problem.plan(Choice(one, placement, 8, *order)), cluster).step_time_s
             for one in partitions_of(problem.graph, stages)
-            for placement in placements(cluster, stages)
+            for placement in placements(cluster, problem.devices, [0] * stages)
             for order in warm_ups(request, stages, micro_batches)
         )
         gaps.append(make_plan(profile, cluster, request).prediction.step_time_s / best_s - 1)

@@ -1,6 +1,7 @@
 import pytest
 
 from pipectl.cluster import assumed_cluster
+from pipectl.planner.devices import pools
 from pipectl.planner.placement import placements
 
 
@@ -16,4 +17,5 @@ from pipectl.planner.placement import placements
     ],
 )
 def test_node_by_node_and_spread(ranks, cores, stages, expected) -> None:
-    assert placements(assumed_cluster("c", ranks, cores, None), stages) == expected
+    cluster = assumed_cluster("c", ranks, cores, None)
+    assert placements(cluster, pools(cluster), [0] * stages) == expected

@@ -1,0 +1,190 @@
+"""What can be tried: numbers of stages, micro-batch sizes, and the cuts of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from pipectl.planner.devices import mixes
+from pipectl.planner.dynamic import Check
+from pipectl.planner.enumeration import every_partition
+from pipectl.planner.mix import Mix
+from pipectl.planner.outlook import longest_path_s, outlook_s
+from pipectl.planner.partition import Bound, Cut, Partitioner, Space
+from pipectl.planner.placement import every_placement, placements
+from pipectl.planner.problem import Choice, Problem
+from pipectl.planner.request import micro_batch_sizes, warm_ups
+from pipectl.planner.spans import Partition
+
+MICRO_BATCHES_PER_STAGE = 8
+"""More add little: the bubble is then about a tenth."""
+MICRO_BATCHES_IF_PROPORTIONAL = 4
+"""The same where what a small micro-batch costs was not measured but scaled from a larger one."""
+MOST_CHOICES = 300
+"""An area with fewer partitions and placements is tried in full."""
+
+
+@dataclass(frozen=True)
+class Area:
+    """A number of stages and a micro-batch size.
+
+    Args:
+        size: samples of a micro-batch.
+        least_s: no plan with them has a shorter step.
+    """
+
+    stages: int
+    size: int
+    micro_batches: int
+    least_s: float
+
+
+class Areas:
+    """The areas of a problem, and what is in them.
+
+    Args:
+        counts: numbers of stages to try, ascending.
+        check: called now and then; raises to end the search.
+    """
+
+    def __init__(self, problem: Problem, space: Space, counts: Sequence[int], check: Check) -> None:
+        self.counts = counts
+        self._problem = problem
+        self._space = space
+        self._check = check
+        self._partitioners: dict[tuple[int, int, int], list[Partitioner]] = {}
+        self._paths: dict[int, float] = {}
+        self._known: dict[tuple[int, int], Area] = {}
+
+    @cached_property
+    def all(self) -> list[Area]:
+        """Every area."""
+        return [self.of(stages, size) for stages in self.counts for size in self._sizes(stages)]
+
+    def of(self, stages: int, size: int) -> Area:
+        """One area, with its bound."""
+        if (stages, size) not in self._known:
+            problem = self._problem
+            speeds = self._fastest(stages)
+            bottleneck_s = self.quick_bound(stages, size).load_s
+            shares = problem.shares(size)
+            least_s = outlook_s(bottleneck_s, self._path_s(size), shares, stages, speeds[0])
+            area = Area(stages, size, problem.micro_batches(size), least_s)
+            self._known[stages, size] = area
+        return self._known[stages, size]
+
+    @cached_property
+    def reference_size(self) -> int:
+        """The size stages are first cut for: the one that was measured, if it is open."""
+        measured = self._problem.profile.micro_batch_size
+        sizes = self._sizes(self.counts[-1])
+        return min(sizes, key=lambda size: (abs(size - measured), size))
+
+    def cuts(self, stages: int, size: int | None = None) -> list[Cut]:
+        """Good partitions into so many stages, cut for a size."""
+        found = [
+            cut
+            for partitioner in self._partitioner(stages, size or self.reference_size)
+            for cut in partitioner.partitions(stages)
+        ]
+        return list(dict.fromkeys(found))
+
+    def choices(self, cut: Cut, size: int) -> Iterator[Choice]:
+        """With every placement, schedule and warm-up."""
+        problem = self._problem
+        places = placements(problem.cluster, problem.devices, cut.kinds)
+        yield from self._choices(cut.partition, places, size, cut.recompute)
+
+    def everything(self, area: Area) -> list[Choice] | None:
+        """All choices of an area without recomputation; None if they are many."""
+        if not self._space.complete or self._space.moved:
+            return None
+        places = list(every_placement(self._problem.cluster, area.stages, MOST_CHOICES))
+        if not places:
+            return None
+        room = MOST_CHOICES // len(places)
+        partitions = every_partition(self._space.downsets, area.stages, room)
+        if partitions is None:
+            return None
+        return [
+            choice
+            for partition in partitions
+            for choice in self._choices(partition, places, area.size)
+        ]
+
+    def bound(self, stages: int, size: int) -> Bound:
+        """What is proven about partitions into so many stages."""
+        speeds = self._fastest(stages)
+        found = [each.bound(stages, speeds) for each in self._partitioner(stages, size, stages)]
+        return Bound(max(one.load_s for one in found), any(one.exact for one in found))
+
+    def quick_bound(self, stages: int, size: int) -> Bound:
+        """The same from sums alone."""
+        times = self._least_times(size)
+        speeds = self._fastest(stages)
+        return Bound(max(sum(times) / sum(speeds), max(times) / speeds[0]), False)
+
+    def mixes(self, stages: int) -> list[Mix]:
+        """Ways for so many stages to use the devices."""
+        return mixes(self._problem.devices, len(self._space.downsets), stages, stages)
+
+    def _choices(
+        self,
+        partition: Partition,
+        places: Iterable[tuple[int, ...]],
+        size: int,
+        recompute: tuple[bool, ...] = (),
+    ) -> Iterator[Choice]:
+        if self._problem.request.recompute:
+            recompute = (True,) * len(partition)
+        orders = self._orders(len(partition), size)
+        for place in places:
+            for order in orders:
+                yield Choice(partition, place, size, *order, recompute=recompute)
+
+    def orders(self, choice: Choice) -> Iterator[Choice]:
+        """With every schedule and warm-up."""
+        for schedule, warm_up in self._orders(len(choice.placement), choice.size):
+            yield replace(choice, schedule=schedule, warm_up=warm_up)
+
+    def _orders(self, stages: int, size: int) -> list[tuple[str, tuple[int, ...]]]:
+        return warm_ups(self._problem.request, stages, self._problem.micro_batches(size))
+
+    def _sizes(self, stages: int) -> list[int]:
+        """Micro-batch sizes worth trying with so many stages."""
+        several = any(operator.timings for operator in self._problem.profile.operators)
+        per_stage = MICRO_BATCHES_PER_STAGE if several else MICRO_BATCHES_IF_PROPORTIONAL
+        return micro_batch_sizes(self._problem.request, per_stage * stages)
+
+    def _partitioner(self, stages: int, size: int, only: int | None = None) -> list[Partitioner]:
+        """One for each way to use the devices; numbers of stages share them by doublings."""
+        fewest, most = (only, only) if only else self._group(stages)
+        key = (size, fewest, most)
+        if key not in self._partitioners:
+            costs = self._problem.span_costs(size, self._space.moved)
+            ways = mixes(self._problem.devices, len(self._space.downsets), fewest, most)
+            self._partitioners[key] = [
+                Partitioner(self._space, costs, mix, fewest=fewest, most=most, check=self._check)
+                for mix in ways
+            ]
+        return self._partitioners[key]
+
+    def _group(self, stages: int) -> tuple[int, int]:
+        """Fewest and most of the counts between the same powers of two."""
+        members = [n for n in self.counts if (n - 1).bit_length() == (stages - 1).bit_length()]
+        return (members[0], members[-1]) if members else (stages, stages)
+
+    def _fastest(self, stages: int) -> list[float]:
+        """Speeds of the fastest devices."""
+        speeds = [pool.speed for pool in self._problem.devices for _ in pool.ranks]
+        return speeds[:stages]
+
+    def _least_times(self, size: int) -> list[float]:
+        return self._problem.block_times(size, self._space.moved, cached=True)
+
+    def _path_s(self, size: int) -> float:
+        if size not in self._paths:
+            times = self._least_times(size)
+            self._paths[size] = longest_path_s(self._problem.graph, times)
+        return self._paths[size]
