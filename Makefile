@@ -3,12 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 JOB := configs/gpt-stdlib.yaml
+PLANNER := $(wildcard tests/benchmarks/*planner_*.py) tests/benchmarks/cnn_profiles.py
+BENCHMARKS := $(filter-out $(PLANNER),$(wildcard tests/benchmarks/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench golden clean
+.PHONY: help demo test check bench bench-planner golden clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /  \1\t/p' Makefile | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' Makefile | expand -t 18
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pipectl needs Python 3.11 or newer: make PYTHON=python3.11")'
@@ -34,7 +36,10 @@ check: $(INSTALLED) ## lint, formatting and types, as CI checks them
 	$(BIN)/mypy
 
 bench: $(INSTALLED) ## measure the tool itself
-	@for file in tests/benchmarks/*.py; do echo "$$file"; $(BIN)/python "$$file" || exit 1; done
+	@for file in $(BENCHMARKS); do echo "$$file"; $(BIN)/python "$$file" || exit 1; done
+
+bench-planner: $(INSTALLED) ## compare the planner with others; rewrites docs/planner-benchmarks.md
+	$(BIN)/python tests/benchmarks/write_planner_tables.py
 
 golden: $(INSTALLED) ## rewrite the golden files and the generated reference; look at the diff
 	PIPECTL_GOLDEN=write $(BIN)/python -m pytest $$(grep -rl --include='*.py' PIPECTL_GOLDEN tests)

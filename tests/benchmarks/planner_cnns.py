@@ -1,0 +1,117 @@
+"""Ten convolutional networks at 4 and 8 devices: planning time and simulated speed-up.
+
+Profiles are measured by ``cnn_profiles.py``. The speed-up is that of the simulated step over one
+device at its own best micro-batch size, for plans with one rank a stage and for hybrid ones. The
+bound of p stages and m micro-batches is min(total / largest operator, m p / (m + p - 1)).
+
+Usage: python tests/benchmarks/planner_cnns.py [--folder DIR] [NAME ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from cnn_profiles import BATCH, FOLDER, PIXELS, profile_of
+
+from pipectl.cluster import Cluster, assumed_cluster
+from pipectl.plan import Plan
+from pipectl.planner import PlanRequest, make_plan
+from pipectl.profile import Profile
+
+DEVICES = (4, 8)
+PAPER_S = {
+    "vgg16": (0.01, 0.03),
+    "resnet18": (0.07, 0.21),
+    "resnet50": (0.38, 1.17),
+    "resnet101": (1.20, 3.69),
+    "alexnet": (0.02, 0.01),
+    "resnext50_32x4d": (0.41, 1.17),
+    "resnext101_32x8d": (1.21, 3.58),
+    "inception_v3": (2.64, 3.76),
+    "densenet121": (1.28, 3.73),
+    "squeezenet1_0": (0.06, 0.20),
+}
+"""Planning seconds in the antichain paper's Table 1, at 4 and 8 devices: its best column."""
+REPEATS = 3
+COLUMNS = (
+    *("network", "devices", "operators", "paper s", "planning s", "with replicas s", "speed-up"),
+    *("bound", "with replicas", "stages x micro-batches", "replicas x micro-batches"),
+)
+
+
+def cluster_of(devices: int) -> Cluster:
+    """Nodes of one rank each on 10 Gbit/s Ethernet."""
+    return assumed_cluster("ethernet", [1] * devices, 1, None)
+
+
+def timed_plan(profile: Profile, cluster: Cluster, request: PlanRequest) -> tuple[Plan, float]:
+    """The plan, and the median of a few planning times."""
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        plan = make_plan(profile, cluster, request)
+        times.append(time.perf_counter() - start)
+    return plan, sorted(times)[REPEATS // 2]
+
+
+def step_s(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.step_time_s
+
+
+def bound(plan: Plan, profile: Profile, devices: int) -> float:
+    """What no plan with the micro-batches of this one exceeds on so many devices."""
+    times = [operator.forward_s + operator.backward_s for operator in profile.operators]
+    m = plan.micro_batches
+    return min(sum(times) / max(times), m * devices / (m + devices - 1))
+
+
+def row(name: str, profile: Profile, devices: int) -> str:
+    request = PlanRequest(name, BATCH)
+    alone = step_s(make_plan(profile, cluster_of(1), request))
+    straight, straight_s = timed_plan(profile, cluster_of(devices), replace(request, replicas=1))
+    hybrid, hybrid_s = timed_plan(profile, cluster_of(devices), request)
+    paper_s = PAPER_S[name][DEVICES.index(devices)]
+    cells = (
+        *(name, devices, len(profile.operators), f"{paper_s:g}"),
+        *(f"{straight_s:.3f}", f"{hybrid_s:.3f}"),
+        *(f"{alone / step_s(straight):.2f}", f"{bound(straight, profile, devices):.2f}"),
+        f"{alone / step_s(hybrid):.2f}",
+        f"{len(straight.stages)} x {straight.micro_batches}",
+        f"{' '.join(str(len(stage.ranks)) for stage in hybrid.stages)} x {hybrid.micro_batches}",
+    )
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+HEADER = """## Ten convolutional networks on 4 and 8 devices
+
+`python tests/benchmarks/planner_cnns.py`. Batch 128, images of 32 pixels (AlexNet 64, Inception-v3
+75 without its auxiliary classifier: the smallest they take), operators measured on one core; every
+device is a node of its own on 10 Gbit/s Ethernet (50 us, 1.1 GB/s each way). Planning covers
+stages, micro-batches, schedule and warm-up. The speed-up is that of the simulated step over one
+device with its best micro-batch size; *bound* is min(total / largest operator, m p / (m + p - 1)),
+which no pipeline of p stages with the plan's m micro-batches exceeds if times are proportional to
+the micro-batch size. *Paper* is the antichain paper's planning time (its Table 1).
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    parser.add_argument("names", nargs="*", help="all by default")
+    given = parser.parse_args()
+    profiles = {name: profile_of(name, given.folder) for name in given.names or PIXELS}
+    for name, profile in profiles.items():
+        make_plan(profile, cluster_of(2), PlanRequest(name, BATCH))
+    print(HEADER)
+    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
+    for name, profile in profiles.items():
+        for devices in DEVICES:
+            print(row(name, profile, devices), flush=True)
+
+
+if __name__ == "__main__":
+    main()
