@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from pipectl.capture import CapturedGraph, Cut, Slot
+from pipectl.capture import Cut, Slot
 from pipectl.graph import TransferKind
 from pipectl.profiler.marks import Cost, Marked, Spent, clock_of
-from pipectl.runtime.device import Device
+from pipectl.profiler.subject import Subject
 from pipectl.runtime.stage import StageRuntime
 from pipectl.runtime.transport import Tensors
 
@@ -36,36 +36,26 @@ class AloneStages:
     """Runs and times the stages of one cut.
 
     Args:
-        stage_of: stage of every operator of the training graph.
         states: parameters and buffers by full name.
-        batch: the tensors of a micro-batch by name, on the device.
-        size: samples in it.
-        precision: as in the spec.
+        stage_of: stage of every operator of the training graph.
     """
 
     def __init__(
-        self,
-        graph: CapturedGraph,
-        stage_of: Mapping[str, int],
-        states: Mapping[str, Tensor],
-        batch: Mapping[str, Tensor],
-        size: int,
-        device: Device,
-        precision: str,
+        self, subject: Subject, states: Mapping[str, Tensor], stage_of: Mapping[str, int]
     ) -> None:
-        self.cut = Cut(graph, stage_of, training=True)
-        self._size = size
-        self._batch = batch
-        self._clock = clock_of(device)
-        self._loss = Slot(graph.loss)
-        self._key = (True, size)
+        self.cut = Cut(subject.graph, stage_of, training=True)
+        self._size = subject.size
+        self._clock = clock_of(subject.device)
+        self._loss = Slot(subject.graph.loss)
+        self._key = (True, subject.size)
+        device, precision = subject.device, subject.precision
         self._stages = [
             StageRuntime(index, {self._key: self.cut}, states, device, precision=precision)
             for index in range(1 + max(stage_of.values()))
         ]
         self._marked: dict[int, Marked] = {}
         self._given = [
-            _Given({name: batch[name] for name in stage.inputs(*self._key)}, {}, {})
+            _Given({name: subject.batch[name] for name in stage.inputs(*self._key)}, {}, {})
             for stage in self._stages
         ]
         self._first_pass()

@@ -14,7 +14,6 @@ from functools import cached_property
 
 from torch import Tensor
 
-from pipectl.capture import CapturedGraph
 from pipectl.planner.costs import Footprints
 from pipectl.profiler.alone import AloneStages
 from pipectl.profiler.cache import last_level_bytes
@@ -23,7 +22,8 @@ from pipectl.profiler.fit import CACHE_SHARES, Sample
 from pipectl.profiler.marks import Cost, Spent, clock_of, cost_of_measuring
 from pipectl.profiler.partitions import random_stages, whole, windows
 from pipectl.profiler.records import Pairs, Timed
-from pipectl.runtime.device import CpuDevice, Device
+from pipectl.profiler.subject import Subject
+from pipectl.runtime.device import CpuDevice
 
 Advance = Callable[[float], None]
 """Called with the share of a measurement that is done."""
@@ -36,32 +36,22 @@ class InPlace:
 
     Args:
         states: parameters and buffers by full name.
-        batch: the tensors of a micro-batch by name, on the device.
-        size: samples in it.
         working_set: bytes that every operator touches, about.
-        precision: as in the spec.
     """
 
     def __init__(
         self,
-        graph: CapturedGraph,
+        subject: Subject,
         states: Mapping[str, Tensor],
-        batch: Mapping[str, Tensor],
-        size: int,
         working_set: Mapping[str, float],
-        device: Device,
-        precision: str,
         effort: Effort,
     ) -> None:
-        self._graph = graph
+        self._graph = subject.graph
+        self._subject = subject
         self._states = states
-        self._batch = batch
-        self._size = size
         self._working_set = working_set
-        self._device = device
-        self._precision = precision
         self._effort = effort
-        self._clock = clock_of(device)
+        self._clock = clock_of(subject.device)
 
     def operators(self, advance: Advance) -> Timed:
         """Times of the operators."""
@@ -87,21 +77,13 @@ class InPlace:
     @cached_property
     def cache_bytes(self) -> int | None:
         """The last level cache; None on an accelerator, or if all data is in a small part of it."""
-        if not isinstance(self._device, CpuDevice):
+        if not isinstance(self._subject.device, CpuDevice):
             return None
         known = last_level_bytes()
         return known if sum(self._working_set.values()) > CACHE_SHARES[0] * known else None
 
     def _stages(self, cut: Mapping[str, int]) -> AloneStages:
-        return AloneStages(
-            self._graph,
-            cut,
-            self._states,
-            self._batch,
-            self._size,
-            self._device,
-            self._precision,
-        )
+        return AloneStages(self._subject, self._states, cut)
 
     @property
     def _windows(self) -> list[dict[str, int]]:

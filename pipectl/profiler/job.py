@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import psutil
 import torch
-from torch import Tensor, fx
-from torch.utils import _pytree as pytree
+from torch import fx
 
-from pipectl.capture import CapturedGraph, CapturedJob
+from pipectl.capture import CapturedJob
 from pipectl.capture.deferred import is_deferred
 from pipectl.planner.costs import Footprints, operator_times
 from pipectl.profile import MeasuredOn, Operator, Profile
@@ -26,6 +24,7 @@ from pipectl.profiler.progress import Progress, Work
 from pipectl.profiler.records import Records, Timed
 from pipectl.profiler.sizes import measured_sizes
 from pipectl.profiler.states import SampleStates
+from pipectl.profiler.subject import Subject
 from pipectl.profiler.timing import Timing
 from pipectl.profiler.walk import Measured, Walk
 from pipectl.runtime.device import choose_device
@@ -175,34 +174,17 @@ class _Profiling:
         return replace(profile, operators=operators, stage=fit.stage)
 
     def _in_place(self, size: int, working_set: Mapping[str, float]) -> InPlace:
-        graph, scale = self._job.training_graph(size), size / self._sizes[0]
-        scaled = {name: amount * max(1.0, scale) for name, amount in working_set.items()}
-        return InPlace(
-            graph,
-            self._job.states,
-            self._inputs(graph, size),
-            size,
-            scaled,
-            self._device,
-            self._job.spec.training.precision,
-            self._effort,
-        )
+        scale = max(1.0, size / self._sizes[0])
+        scaled = {name: amount * scale for name, amount in working_set.items()}
+        return InPlace(self._subject(size), self._job.states, scaled, self._effort)
 
     def _walk(self, size: int, part: str, timing: Timing | None) -> dict[str, Measured]:
         """Every operator by itself, for what it keeps, and for its times if asked."""
-        graph = self._job.training_graph(size)
-        walk = Walk(
-            graph,
-            SampleStates(self._job, self._device.torch_device),
-            self._inputs(graph, size),
-            size,
-            self._device,
-            timing,
-            self._job.spec.training.precision,
-            once=self._in_pieces,
-        )
-        done = iter(range(1, 1 + len(graph.operators)))
-        total = len(graph.operators)
+        subject = self._subject(size)
+        states = SampleStates(self._job, self._device.torch_device)
+        walk = Walk(subject, states, timing, once=self._in_pieces)
+        total = len(subject.graph.operators)
+        done = iter(range(1, 1 + total))
         found = walk.measure(lambda name: self._work.advance(part, next(done) / total, name))
         self._work.end(part)
         return found
@@ -221,11 +203,8 @@ class _Profiling:
         needed = sum(saved.values()) * size / self._sizes[0]
         return needed < _MEMORY_SHARE * psutil.virtual_memory().available
 
-    def _inputs(self, graph: CapturedGraph, size: int) -> dict[str, Any]:
-        leaves = pytree.tree_leaves(self._job.loader.example(size))
-        target = self._device.torch_device
-        moved = [leaf.to(target) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return dict(zip(graph.inputs, moved, strict=True))
+    def _subject(self, size: int) -> Subject:
+        return Subject.of(self._job, size, self._device)
 
     def _assembled(self, kept: Mapping[str, Measured], times: Mapping[int, Timed]) -> Profile:
         spec, graph = self._job.spec, self._graph

@@ -16,11 +16,11 @@ from types import TracebackType
 from typing import Self
 
 import psutil
-from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedJob
 from pipectl.profiler.alone import AloneStages
 from pipectl.profiler.partitions import whole
+from pipectl.profiler.subject import Subject
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.process import settle_process
 from pipectl.spec import JobSpec
@@ -108,17 +108,8 @@ def _compute(spec: JobSpec, size: int, ready: Event, stop: Event) -> None:
     """Train until told to stop, or until whoever measures is gone."""
     settle_process(spec.resources.cpus_per_task)
     job = CapturedJob(spec)
-    graph = job.training_graph(size)
-    leaves = pytree.tree_leaves(job.loader.example(size))
-    stages = AloneStages(
-        graph,
-        whole(graph),
-        job.states,
-        dict(zip(graph.inputs, leaves, strict=True)),
-        size,
-        CpuDevice(),
-        spec.training.precision,
-    )
+    subject = Subject.of(job, size, CpuDevice())
+    stages = AloneStages(subject, job.states, whole(subject.graph))
     ready.set()
     parent = psutil.Process().parent()
     while not stop.is_set() and parent is not None and parent.is_running():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from pipectl.capture import CapturedGraph
 from pipectl.capture.opaque import Opaque
 from pipectl.capture.precision import arithmetic, missing_kernels
 from pipectl.capture.regions import WHOLE, region_of
@@ -19,8 +18,8 @@ from pipectl.profiler.costs import Call, Ran, Times, run, value_bytes
 from pipectl.profiler.memory import Allocations, measure_allocations
 from pipectl.profiler.repeats import Pattern, Shape, key_of, shapes_of
 from pipectl.profiler.states import SampleStates
+from pipectl.profiler.subject import Subject
 from pipectl.profiler.timing import Timing
-from pipectl.runtime.device import Device
 from pipectl.runtime.process import release_freed_memory
 
 
@@ -47,37 +46,29 @@ class Walk:
 
     Args:
         states: parameters and buffers.
-        inputs: the batch's tensors by placeholder name.
         timing: takes an operator's times; None leaves them out.
-        precision: as in the spec.
         once: whether operators equal to one measured before are not measured again.
     """
 
     def __init__(
         self,
-        graph: CapturedGraph,
+        subject: Subject,
         states: SampleStates,
-        inputs: Mapping[str, Tensor],
-        batch: int,
-        device: Device,
         timing: Timing | None,
-        precision: str = "float32",
         *,
         once: bool,
     ) -> None:
-        self._graph = graph
-        self._batch = batch
-        self._device = device
+        self._graph = subject.graph
+        self._subject = subject
         self._timing = timing
-        self._precision = precision
         self._states = states
         self._patterns: dict[Any, Pattern] | None = {} if once else None
         self._values: dict[fx.Node, Any] = {}
         self._storage_names: dict[fx.Node, str] = {}
         self._last = self._last_readers()
-        for node in graph.graph.nodes:
-            if node.op == "placeholder" and node.name not in graph.states:
-                self._values[node] = inputs.get(node.name)
+        for node in self._graph.graph.nodes:
+            if node.op == "placeholder" and node.name not in self._graph.states:
+                self._values[node] = subject.batch.get(node.name)
 
     def measure(self, done: Callable[[str], None]) -> dict[str, Measured]:
         """Measure every operator in order; ``done`` is called with the name of each."""
@@ -101,7 +92,7 @@ class Walk:
             return None
         names = pattern.renamed(node.name, self._argument_names(node))
         leaves = pytree.tree_leaves((call.args, dict(call.kwargs)))
-        self._values[node] = pattern.value(leaves, self._device.torch_device)
+        self._values[node] = pattern.value(leaves, self._subject.device.torch_device)
         self._storage_names[node] = names[pattern.storage_name]
         saved = tuple((names[name], size) for name, size in pattern.saved)
         memory = self._named(node, call, pattern.allocations)
@@ -142,10 +133,10 @@ class Walk:
 
     def _measure(self, node: fx.Node) -> Measured:
         call = self._call(node, self._state)
-        device = self._device.torch_device
-        with missing_kernels(node.name, self._precision, device), torch.enable_grad():
+        device = self._subject.device.torch_device
+        with missing_kernels(node.name, self._subject.precision, device), torch.enable_grad():
             times = self._times(node, call)
-            allocations = measure_allocations(call, self._device.torch_device)
+            allocations = measure_allocations(call, self._subject.device.torch_device)
             ran = run(call)
         saved = self._name_saved(node, call, ran)
         self._values[node] = pytree.tree_map_only(
@@ -159,7 +150,7 @@ class Walk:
     def _times(self, node: fx.Node, call: Call) -> Times:
         if self._timing is None:
             return Times(0.0, 0.0)
-        return self._timing.of(f"{self._batch}:{node.name}", call, self._device)
+        return self._timing.of(f"{self._subject.size}:{node.name}", call, self._subject.device)
 
     def _named(self, node: fx.Node, call: Call, allocations: Allocations) -> OperatorMemory:
         """What an operator allocates, by the names of values, parameters and buffers."""
@@ -193,7 +184,7 @@ class Walk:
             if source.op == "get_attr":
                 return self._graph.root.get_submodule(str(source.target))
             if self._graph.is_size(source):
-                return self._graph.size_at(source, self._batch)
+                return self._graph.size_at(source, self._subject.size)
             return self._values[source]
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
@@ -208,10 +199,10 @@ class Walk:
         region = region_of(node)
 
         def run_target(*args: Any, **kwargs: Any) -> Any:
-            with arithmetic(self._precision, self._device.torch_device):
+            with arithmetic(self._subject.precision, self._subject.device.torch_device):
                 return region.run(target, *args, **kwargs)
 
-        return target if self._precision == "float32" and region == WHOLE else run_target
+        return target if self._subject.precision == "float32" and region == WHOLE else run_target
 
     def _name_saved(self, node: fx.Node, call: Call, ran: Ran) -> tuple[tuple[str, int], ...]:
         """Name what was kept by the value whose memory it is, so that no stage counts it twice."""

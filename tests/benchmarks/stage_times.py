@@ -23,7 +23,6 @@ from pathlib import Path
 
 import psutil
 import torch
-from torch.utils import _pytree as pytree
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "corpus"))
 
@@ -37,6 +36,7 @@ from pipectl.profile import Profile
 from pipectl.profiler import profile_job
 from pipectl.profiler.alone import AloneStages
 from pipectl.profiler.partitions import random_stages
+from pipectl.profiler.subject import Subject
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.process import settle_process
 
@@ -75,16 +75,15 @@ class Stage:
 
 
 def stages_of(entry: Entry, job: CapturedJob, size: int) -> list[Stage]:
-    graph = job.training_graph(size)
-    leaves = pytree.tree_leaves(job.loader.example(size))
-    batch = dict(zip(graph.inputs, leaves, strict=True))
+    subject = Subject.of(job, size, CpuDevice())
+    graph = subject.graph
     seeds = range(FIRST_SEED, FIRST_SEED + CUTS_PER_KIND)
     found = [("neighbours", random_stages(graph, seed)) for seed in seeds]
     found += [("any order", cuts.random_cut(graph, 2 + seed % 5, seed)) for seed in seeds]
     found.append(("neighbours", cuts.whole(graph)))
     made = []
     for kind, cut in found:
-        stages = AloneStages(graph, cut, job.states, batch, size, CpuDevice(), "float32")
+        stages = AloneStages(subject, job.states, cut)
         made += [Stage(entry.name, kind, stages, index, []) for index in range(len(stages))]
     return made
 
