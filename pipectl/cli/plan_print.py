@@ -48,6 +48,8 @@ def print_text(found: Found) -> None:
 def _remarks(found: Found) -> Iterator[str]:
     """What to know of the search, and of doing without a pipeline."""
     if found.stopped:
-        yield f"stopped {found.stopped}: the best so far"
+        gap = None if found.plan.search is None else found.plan.search.gap
+        proven = "the best so far" if gap is None else f"within {gap:.1%} of the best possible"
+        yield f"stopped {found.stopped}: {proven}"
     if found.without is not None:
         yield from worth_lines(found.plan, found.without)

@@ -56,16 +56,16 @@ def answer(ask: Ask) -> None:
 
 def _find(ask: Ask, subject: Subject) -> Found:
     from pipectl.jobs.deadline import Deadline
-    from pipectl.jobs.engines import PIPECTL, planner_named
+    from pipectl.jobs.engines import PIPECTL, planner_named, searcher_named
     from pipectl.planner.data_parallel import without_pipeline
     from pipectl.planner.explain import explain
 
     made_of = subject.profile, subject.cluster, subject.request
     deadline = Deadline(ask.budget_s)
-    planner = planner_named(ask.planner, deadline)
+    search, planner = searcher_named(ask.planner, deadline), planner_named(ask.planner, deadline)
     without = explanation = None
     with stoppable(deadline) as watch:
-        plan = planner(*made_of)
+        first = search(*made_of)
         stopped = ""
         if deadline.cut_short:
             stopped = "by Ctrl-C" if deadline.interrupted else f"after {ask.budget_s} s"
@@ -74,5 +74,7 @@ def _find(ask: Ask, subject: Subject) -> Found:
             without = without_pipeline(*made_of, planner_named(PIPECTL, deadline))
         if ask.explain:
             watch.tell("explaining")
-            explanation = explain(plan, *made_of, planner, expired=lambda: deadline.interrupted)
-    return Found(subject, plan, stopped, without, explanation)
+            explanation = explain(
+                first.plan, *made_of, planner, first.alternatives, lambda: deadline.interrupted
+            )
+    return Found(subject, first.plan, stopped, without, explanation)

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from pipectl.cli.console import plain
 from pipectl.cli.plan_table import load_s, mark_lines, shown_stages, stage_table
-from pipectl.plan import Plan, Prediction, Stage
+from pipectl.plan import Plan, Prediction, Search, Stage
 from pipectl.report.gantt import gantt, legend
 from pipectl.timeline import Timeline
 from pipectl.units import format_bytes, format_time
@@ -100,6 +100,16 @@ def _search_lines(plan: Plan) -> Iterator[str]:
             f"search: largest stage load {format_time(plan.search.max_stage_load_s)} ({least}: "
             f"{format_time(plan.search.lower_bound_s)}), by {plan.search.planner} "
             f"in {format_time(plan.search.planning_s)}"
+        )
+        yield from _bound(plan.search)
+
+
+def _bound(search: Search) -> Iterator[str]:
+    """How good the step is, where that is known."""
+    if search.step_lower_bound_s is not None and search.gap is not None:
+        yield (
+            f"bound: with the micro-batch sizes that were tried, no step is shorter than "
+            f"{format_time(search.step_lower_bound_s)}: this one is within {search.gap:.1%}"
         )
 
 

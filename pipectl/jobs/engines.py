@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pipectl.cluster import Cluster
 from pipectl.errors import UsageError
 from pipectl.jobs.deadline import Deadline
 from pipectl.plan import Plan
-from pipectl.planner import PlanRequest, make_plan
+from pipectl.planner import PlanRequest
+from pipectl.planner.search import Found, search_plans
 from pipectl.planner.sweep import Planner
 from pipectl.profile import Profile
 from pipectl.units import did_you_mean
 
 PIPECTL = "pipectl"
 NAMES = (PIPECTL,)
+Searcher = Callable[[Profile, Cluster, PlanRequest], Found]
+"""Finds the best plan it can, and the next best."""
 
 
-def planner_named(name: str, deadline: Deadline) -> Planner:
+def searcher_named(name: str, deadline: Deadline) -> Searcher:
     """The planner of a name, with a budget that begins anew for every plan.
 
     Raises:
@@ -27,8 +32,18 @@ def planner_named(name: str, deadline: Deadline) -> Planner:
             cure=f"one of: {', '.join(NAMES)}",
         )
 
-    def planner(profile: Profile, cluster: Cluster, request: PlanRequest) -> Plan:
+    def search(profile: Profile, cluster: Cluster, request: PlanRequest) -> Found:
         deadline.restart()
-        return make_plan(profile, cluster, request)
+        return search_plans(profile, cluster, request, deadline)
+
+    return search
+
+
+def planner_named(name: str, deadline: Deadline) -> Planner:
+    """The same, of which only the best plan is wanted."""
+    search = searcher_named(name, deadline)
+
+    def planner(profile: Profile, cluster: Cluster, request: PlanRequest) -> Plan:
+        return search(profile, cluster, request).plan
 
     return planner

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from pipectl.cluster import Cluster
-from pipectl.errors import InfeasibleError
+from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
 from pipectl.planner.other_clusters import with_nodes, with_ranks
 from pipectl.planner.request import PlanRequest
@@ -111,7 +111,7 @@ def _whole(
         wanted = replace(wanted, micro_batches=None)
     try:
         plan = planner(profile, cluster, wanted)
-    except InfeasibleError:
+    except (InfeasibleError, OutOfTimeError):
         return None
     assert plan.prediction is not None
     return Estimate(ranks, predicted_step_s(plan), 0.0, max(plan.prediction.peak_memory_bytes))

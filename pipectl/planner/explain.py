@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipectl.cluster import Cluster
-from pipectl.errors import InfeasibleError
+from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
 from pipectl.planner.other_clusters import with_faster_links, with_memory, with_nodes
 from pipectl.planner.request import PlanRequest
@@ -98,7 +98,7 @@ def explain(
 
     def while_time(profile: Profile, cluster: Cluster, request: PlanRequest) -> Plan:
         if expired():
-            raise InfeasibleError(STOPPED)
+            raise OutOfTimeError(STOPPED)
         return planner(profile, cluster, request)
 
     several = any(operator.timings for operator in profile.operators)
@@ -163,7 +163,7 @@ def _twice_the_micro_batches(subject: _Subject) -> Offer:
 def _offer(change: str, plan: Callable[[], Plan]) -> Offer:
     try:
         return Offer(change, predicted_step_s(plan()))
-    except InfeasibleError as error:
+    except (InfeasibleError, OutOfTimeError) as error:
         return Offer(change, reason=error.message)
 
 
@@ -184,7 +184,7 @@ def _variations(subject: _Subject) -> Iterator[Plan]:
     for changes in _changes(subject):
         try:
             yield subject.again(**changes)
-        except InfeasibleError:
+        except (InfeasibleError, OutOfTimeError):
             continue
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from pipectl.cluster import Cluster
-from pipectl.errors import InfeasibleError
+from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
 from pipectl.planner.other_clusters import with_nodes
 from pipectl.planner.request import PlanRequest
@@ -115,7 +115,7 @@ def _count(profile: Profile, cluster: Cluster, request: PlanRequest, planner: Pl
     nodes, ranks = len(cluster.nodes), cluster.ranks
     try:
         return Count(nodes, ranks, planner(profile, cluster, request))
-    except InfeasibleError as error:
+    except (InfeasibleError, OutOfTimeError) as error:
         return Count(nodes, ranks, None, error.message)
 
 
