@@ -111,7 +111,7 @@ def bitset(positions: Iterable[int]) -> int:
 
 def condense(profile: Profile) -> Condensed:
     """Contract groups and whatever lies between their members."""
-    return contract(profile.operators, edges_by_index(profile), _group_labels(profile.operators))
+    return contract(profile.operators, edges_by_index(profile), group_labels(profile.operators))
 
 
 def edges_by_index(profile: Profile) -> list[tuple[int, int]]:
@@ -137,7 +137,7 @@ def contract(
     return _assemble(operators, edges, [position[number] for number in home])
 
 
-def _group_labels(operators: Sequence[Operator]) -> list[int]:
+def group_labels(operators: Sequence[Operator]) -> list[int]:
     """The index of the first operator of each operator's group."""
     first: dict[str, int] = {}
     return [

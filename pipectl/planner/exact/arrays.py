@@ -1,0 +1,74 @@
+"""The arrays that kernels take, in named groups."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+
+
+class Moves(NamedTuple):
+    """Values that several blocks use.
+
+    Args:
+        transfer_s: of every value.
+        users_at, users: the blocks of value v are ``users[users_at[v]:users_at[v + 1]]``.
+        values_at, values: the values of every block, in the same way.
+    """
+
+    transfer_s: Floats
+    users_at: Ints
+    users: Ints
+    values_at: Ints
+    values: Ints
+
+
+class Arcs(NamedTuple):
+    """Neighbours in a graph.
+
+    Args:
+        before_at, before: the predecessors of every block.
+        after_at, after: the successors.
+    """
+
+    before_at: Ints
+    before: Ints
+    after_at: Ints
+    after: Ints
+
+
+class Steps(NamedTuple):
+    """Downsets, and the way from each to those with one block more.
+
+    Args:
+        sets: [downsets, words]; bit b of a row is block b.
+        larger_at, larger: for every downset the ones with one block more, by rising block.
+        added: that block, beside ``larger``.
+    """
+
+    sets: Words
+    larger_at: Ints
+    larger: Ints
+    added: Ints
+
+
+class Growth(NamedTuple):
+    """Downsets while they are enumerated.
+
+    Args:
+        sets, addable: [capacity, words] blocks in a downset, and blocks that can be added to it.
+        table: hash table of rows, -1 where free; its length is a power of two.
+        arcs: [capacity of arcs, 3] (smaller downset, block, larger downset).
+        counts: downsets that were extended, downsets found, arcs found.
+    """
+
+    sets: Words
+    addable: Words
+    table: Ints
+    arcs: Ints
+    counts: Ints

@@ -1,0 +1,182 @@
+"""Kernels of the decision: which downsets can be the end of a stage below a bound.
+
+A walk goes from a downset to larger ones. What is added is the stage; blocks are added by rising
+index, so every larger downset is met once, by one path. On the way the load changes only by what
+touches the block that comes in::
+
+    load = compute
+         + values with a user in front of the stage     they never stop crossing: fixed
+         + values without one, of which a user is in the stage and another not yet    may end
+
+so a walk turns back where compute and the fixed part alone exceed the bound.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from pipectl.compiled import compiled
+from pipectl.planner.exact.arrays import Floats, Ints, Moves, Steps
+from pipectl.planner.exact.lattice_kernel import has
+
+NEVER = 1 << 30
+
+
+class Limits(NamedTuple):
+    """What a stage may be.
+
+    Args:
+        bound_s: loads must be below.
+        bytes_: most memory of an accelerator.
+        costs: [blocks, 3] seconds on an accelerator and on a CPU, bytes.
+        allowed: [downsets, CPUs + 1] most accelerators in front of the rest.
+    """
+
+    bound_s: float
+    bytes_: float
+    costs: Floats
+    allowed: Ints
+
+
+class Reached(NamedTuple):
+    """How downsets are filled.
+
+    Args:
+        fewest: [downsets, CPUs + 1] accelerators; NEVER where there is no way.
+        before: downset in front of the last stage, or -1 less it if that is on a CPU.
+    """
+
+    fewest: Ints
+    before: Ints
+
+
+@compiled
+def _enter(
+    transfer_s: Floats,
+    users_at: Ints,
+    values_at: Ints,
+    values: Ints,
+    count: Ints,
+    fresh: Ints,
+    sums: Floats,
+    depth: int,
+    block: int,
+) -> None:
+    """Add what a block moves to the sums of a depth."""
+    for place in range(values_at[block], values_at[block + 1]):
+        value = values[place]
+        count[value] += 1
+        if count[value] == 1:
+            sums[depth, fresh[value]] += transfer_s[value]
+        if fresh[value] == 1 and count[value] == users_at[value + 1] - users_at[value]:
+            sums[depth, 1] -= transfer_s[value]
+
+
+@compiled
+def _leave(values_at: Ints, values: Ints, count: Ints, block: int) -> None:
+    for place in range(values_at[block], values_at[block + 1]):
+        count[values[place]] -= 1
+
+
+@compiled
+def _note(
+    fewest: Ints, before: Ints, allowed: Ints, start: int, end: int, accelerators: int
+) -> None:
+    """Enter a stage if it fills its end with fewer accelerators, and few enough for the rest.
+
+    Args:
+        accelerators: 1, or 0 for a stage on a CPU.
+    """
+    for cpus in range(fewest.shape[1] - 1 + accelerators):
+        needed, after = fewest[start, cpus] + accelerators, cpus + 1 - accelerators
+        if needed < fewest[end, after] and needed <= allowed[end, after]:
+            fewest[end, after] = needed
+            before[end, after] = start if accelerators == 1 else -1 - start
+
+
+@compiled
+def _look_around(steps: Steps, moves: Moves, start: int, fresh: Ints) -> None:
+    """Mark the values of which no user is in front of a stage."""
+    for value in range(len(fresh)):
+        fresh[value] = 1
+        for place in range(moves.users_at[value], moves.users_at[value + 1]):
+            if has(steps.sets, start, moves.users[place]):
+                fresh[value] = 0
+
+
+@compiled
+def _walk(
+    steps: Steps, moves: Moves, limits: Limits, reached: Reached, start: int, fresh: Ints
+) -> int:
+    """Note all stages that start at a downset; returns the steps it took.
+
+    By depth: downset, next arc, block and four sums: compute with fixed transfers, transfers that
+    may end, CPU seconds, bytes.
+    """
+    _, larger_at, larger, added = steps
+    transfer_s, users_at, _, values_at, values = moves
+    bound_s, most_bytes, costs, allowed = limits
+    fewest, before = reached
+    at, arc, blocks = np.zeros((3, len(costs) + 1), dtype=np.int64)
+    sums = np.zeros((len(costs) + 1, 4))
+    count = np.zeros(len(transfer_s), dtype=np.int64)
+    taken, depth = 0, 0
+    at[0], arc[0], blocks[0] = start, larger_at[start], -1
+    while depth >= 0:
+        here = arc[depth]
+        arc[depth] += 1
+        if here == larger_at[at[depth] + 1]:
+            if depth > 0:
+                _leave(values_at, values, count, blocks[depth])
+            depth -= 1
+            continue
+        block = added[here]
+        if block < blocks[depth]:
+            continue
+        taken += 1
+        depth += 1
+        sums[depth, 0] = sums[depth - 1, 0] + costs[block, 0]
+        sums[depth, 1] = sums[depth - 1, 1]
+        sums[depth, 2] = sums[depth - 1, 2] + costs[block, 1]
+        sums[depth, 3] = sums[depth - 1, 3] + costs[block, 2]
+        _enter(transfer_s, users_at, values_at, values, count, fresh, sums, depth, block)
+        possible = sums[depth, 0] < bound_s and sums[depth, 3] <= most_bytes
+        on_cpu = sums[depth, 2] < bound_s
+        if not possible and not on_cpu:
+            _leave(values_at, values, count, block)
+            depth -= 1
+            continue
+        at[depth], arc[depth], blocks[depth] = larger[here], larger_at[larger[here]], block
+        if possible and sums[depth, 0] + sums[depth, 1] < bound_s:
+            _note(fewest, before, allowed, start, larger[here], 1)
+        if on_cpu:
+            _note(fewest, before, allowed, start, larger[here], 0)
+    return taken
+
+
+@compiled
+def reach(
+    steps: Steps, moves: Moves, limits: Limits, reached: Reached, first: int, most: int
+) -> int:
+    """Walk from every downset that is reached, smaller ones first.
+
+    Args:
+        first: downset to begin with.
+        most: steps after which to return.
+
+    Returns:
+        The downset to go on with; the full one once all is done, or once that is reached.
+    """
+    full, taken = len(steps.sets) - 1, 0
+    fresh = np.zeros(len(moves.transfer_s), dtype=np.int64)
+    for start in range(first, full):
+        if taken > most:
+            return start
+        if reached.fewest[start].min() < NEVER:
+            _look_around(steps, moves, start, fresh)
+            taken += _walk(steps, moves, limits, reached, start, fresh)
+            if reached.fewest[full].min() < NEVER:
+                break
+    return full

@@ -1,0 +1,237 @@
+"""The exact balance against an enumeration of every chain of convex stages, and its promises."""
+
+from functools import cache
+from itertools import combinations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipectl.planner.exact.balance import balance
+from pipectl.planner.exact.request import BalanceRequest, DeviceKind
+from pipectl.profile import Operator, Profile
+
+SEARCHES = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.data_too_large]
+)
+
+
+def operator(index, **more):
+    costs = {"forward_s": 1.0, "backward_s": 0.0, "parameter_bytes": 0, "output_bytes": 0}
+    return Operator(
+        **{"id": f"n{index}", "name": f"n{index}", "gradient_bytes": 0, **costs, **more}
+    )
+
+
+def profile_of(operators, edges):
+    return Profile("graph", "test", 1, tuple(operators), tuple(edges))
+
+
+def chain(count, **more):
+    edges = [(f"n{index}", f"n{index + 1}") for index in range(count - 1)]
+    return profile_of([operator(index, **more) for index in range(count)], edges)
+
+
+@st.composite
+def profiles(draw, most=8):
+    """Small DAGs with groups, free operators, CPU times, memory and operators for CPUs only."""
+    count = draw(st.integers(1, most))
+    pairs = list(combinations(range(count), 2))
+    arcs = draw(st.lists(st.sampled_from(pairs), unique=True, max_size=12)) if pairs else []
+    operators = [
+        operator(
+            index,
+            forward_s=float(draw(st.integers(0, 5))),
+            backward_s=float(draw(st.integers(0, 2))),
+            transfer_s=draw(st.sampled_from([0.0, 0.0, 0.5, 1.0, 3.0])),
+            cpu_s=draw(st.sampled_from([None, 0.0, 2.0, 9.0])),
+            cpu_only=draw(st.integers(0, 9)) == 0,
+            memory_bytes=draw(st.integers(0, 3)),
+            group=draw(st.sampled_from([None, None, None, "a", "b"])),
+        )
+        for index in range(count)
+    ]
+    return profile_of(operators, [(f"n{u}", f"n{v}") for u, v in sorted(arcs)])
+
+
+requests = st.builds(
+    BalanceRequest,
+    devices=st.integers(0, 4),
+    cpus=st.integers(0, 2),
+    memory_limit_bytes=st.sampled_from([None, None, 4, 8]),
+    communication_scale=st.sampled_from([1.0, 2.0]),
+)
+
+
+def load(profile, request, inside, device):
+    """Load of a stage, straight from the definition; None if the device cannot run it."""
+    members = [o for o in profile.operators if o.id in inside]
+    if device is DeviceKind.CPU:
+        return None if any(o.cpu_s is None for o in members) else sum(o.cpu_s for o in members)
+    limit = request.memory_limit_bytes
+    if any(o.cpu_only for o in members):
+        return None
+    if limit is not None and sum(o.memory_bytes for o in members) > limit:
+        return None
+    total = sum(o.forward_s + o.backward_s for o in members)
+    for o in profile.operators:
+        users = {o.id} | {target for source, target in profile.edges if source == o.id}
+        if users & inside and users - inside:
+            total += o.transfer_s * request.communication_scale
+    return total
+
+
+class Enumeration:
+    """The smallest largest load over all chains of stages, by trying every set as the next."""
+
+    def __init__(self, profile, request):
+        self.profile = profile
+        self.request = request
+        self.ids = [o.id for o in profile.operators]
+        self.rest = cache(self._rest)
+        self.loads = cache(self._loads)
+
+    def _loads(self, inside):
+        return {kind: load(self.profile, self.request, inside, kind) for kind in DeviceKind}
+
+    def _rest(self, done, accelerators, cpus):
+        if len(done) == len(self.ids):
+            return 0.0
+        choices = self._choices(done, accelerators, cpus)
+        return min(choices, default=float("inf"))
+
+    def _choices(self, done, accelerators, cpus):
+        for inside in self._next_stages(done):
+            found, after = self.loads(inside), done | inside
+            if accelerators and found[DeviceKind.ACCELERATOR] is not None:
+                tail = self.rest(after, accelerators - 1, cpus)
+                yield max(found[DeviceKind.ACCELERATOR], tail)
+            if cpus and found[DeviceKind.CPU] is not None:
+                yield max(found[DeviceKind.CPU], self.rest(after, accelerators, cpus - 1))
+
+    def _next_stages(self, done):
+        left = [i for i in self.ids if i not in done]
+        for size in range(1, len(left) + 1):
+            for chosen in combinations(left, size):
+                if self._admissible(done, frozenset(chosen)):
+                    yield frozenset(chosen)
+
+    def _admissible(self, done, inside):
+        if any(v in inside and u not in done | inside for u, v in self.profile.edges):
+            return False
+        groups = [{o.group or o.id for o in self.profile.operators if o.id in inside}]
+        groups += [{o.group or o.id for o in self.profile.operators if o.id not in inside}]
+        return not groups[0] & groups[1]
+
+
+def enumerated(profile, request):
+    return Enumeration(profile, request).rest(frozenset(), request.devices, request.cpus)
+
+
+def check_stages(profile, request, found):
+    """The stages are admissible and have the loads they are said to have."""
+    place = {node: s for s, stage in enumerate(found.stages) for node in stage.nodes}
+    assert sorted(place) == sorted(o.id for o in profile.operators)
+    assert all(place[source] <= place[target] for source, target in profile.edges)
+    groups = {(o.group, place[o.id]) for o in profile.operators if o.group}
+    assert len(groups) == len({group for group, _ in groups})
+    kinds = [stage.device for stage in found.stages]
+    assert kinds.count(DeviceKind.ACCELERATOR) <= request.devices
+    assert kinds.count(DeviceKind.CPU) <= request.cpus
+    for stage in found.stages:
+        again = load(profile, request, set(stage.nodes), stage.device)
+        assert again == pytest.approx(stage.load_s, rel=1e-12)
+    assert found.value_s == max(stage.load_s for stage in found.stages)
+
+
+@SEARCHES
+@given(profiles(), requests)
+def test_value_is_that_of_the_enumeration(profile, request):
+    expected = enumerated(profile, request)
+    found = balance(profile, request)
+    if expected == float("inf"):
+        assert found is None
+        return
+    check_stages(profile, request, found)
+    assert found.exact
+    assert found.value_s == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert found.gap <= 1e-9
+
+
+@SEARCHES
+@given(profiles(), requests, st.integers(0, 6))
+def test_bound_holds_wherever_the_search_ends(profile, request, looks):
+    remaining = iter(range(looks))
+    found = balance(profile, request, lambda: next(remaining, None) is None)
+    if found is not None:
+        check_stages(profile, request, found)
+        expected = enumerated(profile, request)
+        assert found.lower_bound_s <= expected * (1 + 1e-9)
+        assert found.value_s >= expected * (1 - 1e-9)
+
+
+@SEARCHES
+@given(profiles(most=7), requests)
+def test_bound_holds_for_graphs_with_too_many_downsets(profile, request):
+    found = balance(profile, request, most_downsets=1)
+    if found is not None:
+        check_stages(profile, request, found)
+        expected = enumerated(profile, request)
+        assert found.lower_bound_s <= expected * (1 + 1e-9)
+        assert found.value_s >= expected * (1 - 1e-9)
+
+
+def test_chain_is_cut_evenly():
+    found = balance(chain(6), BalanceRequest(3))
+    assert [stage.nodes for stage in found.stages] == [("n0", "n1"), ("n2", "n3"), ("n4", "n5")]
+    assert (found.value_s, found.lower_bound_s) == (2.0, pytest.approx(2.0))
+
+
+def test_bandwidth_counts_both_ways_at_both_ends():
+    found = balance(chain(2, output_bytes=3), BalanceRequest(2, bandwidth_bytes_per_s=60.0))
+    assert found.value_s == pytest.approx(1.0 + 2 * 3 / 60.0)
+
+
+def test_cpu_stage_pays_no_transfer():
+    profile = chain(2, transfer_s=0.5, cpu_s=1.25)
+    found = balance(profile, BalanceRequest(1, 1))
+    assert sorted(stage.load_s for stage in found.stages) == [1.25, 1.5]
+
+
+def test_backward_operators_follow_their_forward_ones():
+    """The backward runs the other way, in the stages of its groups; its values cross, too."""
+    forward = [operator(i, phase="forward", group=str(i), transfer_s=0.25) for i in range(2)]
+    backward = [operator(i + 2, phase="backward", group=str(i), transfer_s=0.25) for i in range(2)]
+    profile = profile_of([*forward, *backward], [("n0", "n1"), ("n1", "n3"), ("n3", "n2")])
+    found = balance(profile, BalanceRequest(2))
+    assert [stage.nodes for stage in found.stages] == [("n0", "n2"), ("n1", "n3")]
+    assert found.value_s == 2.5
+
+
+def test_backward_operator_without_a_forward_one_stands_where_its_forward_would():
+    """n3 reads the gradient of n1 and makes that of n0: no stage may hold it in front of n0."""
+    forward = [operator(i, phase="forward", group=str(i)) for i in range(2)]
+    backward = [operator(i + 2, phase="backward", group=str(i)) for i in range(2)]
+    alone = operator(4, phase="backward")
+    edges = [("n0", "n1"), ("n1", "n3"), ("n3", "n4"), ("n4", "n2")]
+    found = balance(profile_of([*forward, *backward, alone], edges), BalanceRequest(3))
+    assert [stage.nodes for stage in found.stages] == [("n0", "n2"), ("n4",), ("n1", "n3")]
+
+
+def test_nothing_fits():
+    assert balance(chain(2, memory_bytes=5), BalanceRequest(4, memory_limit_bytes=4)) is None
+    assert balance(chain(2, cpu_only=True), BalanceRequest(4)) is None
+
+
+def test_same_answer_twice():
+    profile = profile_of([operator(i) for i in range(9)], [("n0", "n8")])
+    assert balance(profile, BalanceRequest(4)) == balance(profile, BalanceRequest(4))
+
+
+def test_larger_lattices_than_the_first_room():
+    """Eleven independent operators: 2,048 downsets, and the arrays grow on the way."""
+    sizes = [7.0, 6.0, 5.0, 5.0, 4.0, 4.0, 3.0, 3.0, 3.0, 2.0, 2.0]
+    operators = [operator(i, forward_s=s, transfer_s=0.0) for i, s in enumerate(sizes)]
+    found = balance(profile_of(operators, []), BalanceRequest(3))
+    assert found.exact
+    assert found.value_s == 15.0
