@@ -67,7 +67,9 @@ def command(
         as_json=as_json,
     )
     check(ask)
-    if ask.nodes is not None:
+    if ask.objective is Objective.MAX_STAGE_LOAD:
+        from pipectl.cli.plan_balance import answer
+    elif ask.nodes is not None:
         from pipectl.cli.plan_nodes import answer
     else:
         from pipectl.cli.plan_step import answer
