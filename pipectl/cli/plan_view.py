@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from pipectl.cli.console import plain
-from pipectl.plan import Plan, Prediction, Stage
-from pipectl.report.gantt import LEGEND, gantt
+from pipectl.cli.plan_table import load_s, mark_lines, shown_stages, stage_table
+from pipectl.plan import Plan, Prediction, Search, Stage
+from pipectl.report.gantt import gantt, legend
 from pipectl.timeline import Timeline
 from pipectl.units import format_bytes, format_time
 
@@ -19,18 +19,20 @@ _STYLES = {
     "backward": "magenta",
     "backward_input": "magenta",
     "backward_weight": "blue",
+    "recompute": "blue",
+    "reduce_wait": "yellow",
     "update": "green",
     "evaluate": "cyan",
 }
 _FIGURES_WIDTH = 70
-_FIGURES = (
-    *("stage", "rank", "node", "ops", "parameters"),
-    *("forward", "backward", "load", "peak memory"),
-)
 
 
 def plan_view(
-    plan: Plan, timeline: Timeline | None, width: int, names: Mapping[str, str]
+    plan: Plan,
+    timeline: Timeline | None,
+    width: int,
+    names: Mapping[str, str],
+    remarks: Sequence[str] = (),
 ) -> RenderableType:
     """Everything `pipectl plan` shows.
 
@@ -39,17 +41,20 @@ def plan_view(
         timeline: the predicted step; None leaves the Gantt out.
         width: columns there are.
         names: readable name of operator ids, where known.
+        remarks: lines that follow the predicted figures.
     """
     ends = [_ends(stage, names) for stage in plan.stages]
     room = width - _FIGURES_WIDTH - 2
-    beside = max(map(len, (end for pair in ends for end in pair))) * 2 <= room
+    beside = all(len(end) * 2 <= room for index in shown_stages(plan) for end in ends[index])
     parts: list[RenderableType] = [plain(headline(plan), "bold")]
     parts.append(stage_table(plan, ends if beside else None))
+    parts += [plain(line) for line in mark_lines(plan)]
     if not beside:
-        parts += [plain(f"stage {index}: {a} … {b}") for index, (a, b) in enumerate(ends)]
-    parts += [plain(line) for line in (*prediction_lines(plan), *_search_lines(plan))]
+        shown = ((index, *ends[index]) for index in shown_stages(plan))
+        parts += [plain(f"stage {index}: {a} … {b}") for index, a, b in shown]
+    parts += [plain(line) for line in (*prediction_lines(plan), *_search_lines(plan), *remarks)]
     if timeline is not None:
-        parts += ["", *gantt_lines(timeline, width), plain(LEGEND, "dim")]
+        parts += ["", *gantt_lines(timeline, width), plain(legend(timeline), "dim")]
     parts += [plain(f"assumed: {assumption}", "dim") for assumption in plan.assumptions]
     return Group(*parts)
 
@@ -59,48 +64,21 @@ def headline(plan: Plan) -> str:
     plural = "es" if plan.micro_batches > 1 else ""
     batches = f"{plan.micro_batches} micro-batch{plural} of {plan.micro_batch_size}"
     return (
-        f"{plan.name}: {_count(len(plan.stages), 'stage')} on {_count(plan.ranks, 'rank')}, "
+        f"{plan.name}: {counted(len(plan.stages), 'stage')} on {_ranks(plan)}, "
         f"schedule {plan.schedule}, {batches} (batch {plan.batch_size})"
     )
 
 
-def stage_table(plan: Plan, ends: Sequence[tuple[str, str]] | None) -> Table:
-    """One row per stage replica.
-
-    Args:
-        ends: first and last operator of every stage; None where there is no room for them.
-    """
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in _FIGURES:
-        table.add_column(column, justify="right", no_wrap=True)
-    for column in ("from", "to") if ends else ():
-        table.add_column(column, no_wrap=True)
-    load_s = sum(_load(stage) for stage in plan.stages) or 1.0
-    for index, stage in enumerate(plan.stages):
-        for rank in stage.ranks:
-            cells = _cells(plan, index, rank, _load(stage) / load_s)
-            table.add_row(*map(plain, (*cells, *(ends[index] if ends else ()))))
-    return table
+def _ranks(plan: Plan) -> str:
+    """How many ranks there are, and how many have work."""
+    used = {rank for stage in plan.stages for rank in (*stage.ranks, *stage.backward_ranks)}
+    all_ranks = counted(plan.ranks, "rank")
+    return all_ranks if len(used) == plan.ranks else f"{len(used)} of {all_ranks}"
 
 
 def _ends(stage: Stage, names: Mapping[str, str]) -> tuple[str, str]:
     first, last = stage.nodes[0], stage.nodes[-1]
     return names.get(first, first), names.get(last, last)
-
-
-def _cells(plan: Plan, index: int, rank: int, share: float) -> tuple[object, ...]:
-    stage = plan.stages[index]
-    return (
-        index,
-        rank,
-        plan.node_of_rank[rank],
-        len(stage.nodes),
-        format_bytes(stage.cost.parameter_bytes),
-        format_time(stage.cost.forward_s),
-        format_time(stage.cost.backward_s),
-        f"{share:.1%}",
-        "" if plan.prediction is None else format_bytes(plan.prediction.peak_memory_bytes[rank]),
-    )
 
 
 def prediction_lines(plan: Plan) -> Iterator[str]:
@@ -123,6 +101,16 @@ def _search_lines(plan: Plan) -> Iterator[str]:
             f"{format_time(plan.search.lower_bound_s)}), by {plan.search.planner} "
             f"in {format_time(plan.search.planning_s)}"
         )
+        yield from _bound(plan.search)
+
+
+def _bound(search: Search) -> Iterator[str]:
+    """How good the step is, where that is known."""
+    if search.step_lower_bound_s is not None and search.gap is not None:
+        yield (
+            f"bound: with the micro-batch sizes that were tried, no step is shorter than "
+            f"{format_time(search.step_lower_bound_s)}: this one is within {search.gap:.1%}"
+        )
 
 
 def gantt_lines(timeline: Timeline, width: int) -> list[Text]:
@@ -137,7 +125,7 @@ def gantt_lines(timeline: Timeline, width: int) -> list[Text]:
 
 
 def _binding(plan: Plan) -> str:
-    loads = [_load(stage) for stage in plan.stages]
+    loads = [load_s(stage) for stage in plan.stages]
     index = loads.index(max(loads))
     return f"stage {index} binds ({format_time(loads[index])} a micro-batch)"
 
@@ -148,9 +136,6 @@ def _memory(prediction: Prediction, limit_bytes: int | None) -> str:
     return most if limit_bytes is None else f"{most}, limit {format_bytes(limit_bytes)}"
 
 
-def _load(stage: Stage) -> float:
-    return stage.cost.forward_s + stage.cost.backward_s
-
-
-def _count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """A number with its noun in the plural where it needs one."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

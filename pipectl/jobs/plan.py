@@ -28,8 +28,13 @@ def find_plan(spec: JobSpec, profile: Profile, cluster: Cluster) -> Plan:
     Raises:
         InfeasibleError: nothing fits; the message says how much is missing.
     """
+    return make_plan(profile, cluster, request_of(spec, profile, cluster))
+
+
+def request_of(spec: JobSpec, profile: Profile, cluster: Cluster) -> PlanRequest:
+    """What a job asks of the planner."""
     pipeline = spec.pipeline
-    request = PlanRequest(
+    return PlanRequest(
         name=spec.name,
         batch_size=spec.training.batch_size,
         micro_batches=pipeline.micro_batches,
@@ -39,7 +44,6 @@ def find_plan(spec: JobSpec, profile: Profile, cluster: Cluster) -> Plan:
         memory_limit_bytes=pipeline.memory_limit_bytes or memory_of_task(spec),
         key=_key(spec, profile, cluster),
     )
-    return make_plan(profile, cluster, request)
 
 
 def fresh_plan(spec: JobSpec, profile: Profile, cluster: Cluster, path: Path) -> Plan | None:

@@ -6,13 +6,16 @@ Two stages and two micro-batches, 40 columns wide::
     rank 1       0░░░░░0███████1░░░░░1███████UU
 
 ``░`` is forward, ``█`` backward, ``U`` the optimizer step, a blank is idle; the digits at the start
-of a block are its micro-batch, shown where the block is wider than they are.
+of a block are its micro-batch, shown where the block is wider than they are. Where blocks would be
+too many for the columns, the shares of the characters are those of the time. :func:`legend` names
+what else occurs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from pipectl.timeline import Event, Timeline
 
@@ -21,11 +24,25 @@ FILLS = {
     "backward": "█",
     "backward_input": "█",
     "backward_weight": "▓",
+    "recompute": "▒",
+    "reduce_wait": "R",
     "update": "U",
     "evaluate": "E",
 }
 IDLE = "idle"
-LEGEND = "░ forward  █ backward  U update  (digits: micro-batch, blank: idle)"
+_LEAST_COLUMNS = 2
+"""Of a block on average; with less, the small ones would push the others away."""
+MOST_RANKS = 32
+_NAMES = {
+    "forward": "forward",
+    "recompute": "forward again",
+    "backward": "backward",
+    "backward_input": "backward (inputs)",
+    "backward_weight": "backward (weights)",
+    "reduce_wait": "sum of gradients",
+    "update": "update",
+    "evaluate": "evaluation",
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +64,16 @@ class Row:
         return (self.label + "".join(segment.text for segment in self.segments)).rstrip()
 
 
-def gantt(timeline: Timeline, width: int, *, max_ranks: int = 32) -> list[Row]:
+def legend(timeline: Timeline, *, max_ranks: int = MOST_RANKS) -> str:
+    """What the characters mean, of those that occur; and whether ranks are left out."""
+    kinds = {event.kind for event in timeline.events}
+    marks = "  ".join(f"{FILLS[kind]} {name}" for kind, name in _NAMES.items() if kind in kinds)
+    left_out = timeline.ranks > max_ranks
+    some = f", {max_ranks} of {timeline.ranks:,} ranks are shown" if left_out else ""
+    return f"{marks}  (digits: micro-batch, blank: idle{some})"
+
+
+def gantt(timeline: Timeline, width: int, *, max_ranks: int = MOST_RANKS) -> list[Row]:
     """Rows of a timeline.
 
     Args:
@@ -58,7 +84,7 @@ def gantt(timeline: Timeline, width: int, *, max_ranks: int = 32) -> list[Row]:
     end_s = timeline.end_s
     if end_s <= 0:
         return []
-    ranks = _shown(timeline.ranks, max_ranks)
+    ranks = shown_ranks(timeline.ranks, max_ranks)
     by_rank: dict[int, list[Event]] = {rank: [] for rank in ranks}
     for event in timeline.events:
         if event.rank in by_rank and event.kind in FILLS:
@@ -66,15 +92,48 @@ def gantt(timeline: Timeline, width: int, *, max_ranks: int = 32) -> list[Row]:
     digits = len(str(timeline.ranks - 1))
     columns = max(10, width - len("rank ") - digits - 1)
     return [
-        Row(f"rank {rank:>{digits}} ", tuple(_segments(by_rank[rank], columns, end_s)))
-        for rank in ranks
+        Row(f"rank {rank:>{digits}} ", tuple(_row(by_rank[rank], columns, end_s))) for rank in ranks
     ]
 
 
-def _shown(ranks: int, max_ranks: int) -> Sequence[int]:
+def shown_ranks(ranks: int, max_ranks: int) -> Sequence[int]:
+    """All ranks, or at most so many of them, evenly spread from the first to the last."""
     if ranks <= max_ranks:
         return range(ranks)
     return sorted({round(row * (ranks - 1) / (max_ranks - 1)) for row in range(max_ranks)})
+
+
+def _row(events: Sequence[Event], columns: int, end_s: float) -> Iterator[Segment]:
+    """Blocks while there is room for them, else textures."""
+    dense = len(events) * _LEAST_COLUMNS > columns
+    return _textures(events, columns, end_s) if dense else _segments(events, columns, end_s)
+
+
+def _textures(events: Sequence[Event], columns: int, end_s: float) -> Iterator[Segment]:
+    """Every column shows one of the kinds in it, each as often as its share of the time.
+
+    What a column cannot show of its kinds is carried to the next.
+    """
+    owed: dict[str, float] = {}
+    for spent in _spent(events, columns, end_s):
+        for kind, share in spent.items():
+            owed[kind] = owed.get(kind, 0.0) + share
+        kind = max(spent, key=lambda each: owed[each])
+        owed[kind] -= 1.0
+        yield Segment(kind, FILLS.get(kind, " "))
+
+
+def _spent(events: Sequence[Event], columns: int, end_s: float) -> list[dict[str, float]]:
+    """Share of every column that each kind takes, idle time included."""
+    found: list[dict[str, float]] = [{} for _ in range(columns)]
+    for event in events:
+        start, stop = event.start_s / end_s * columns, event.end_s / end_s * columns
+        for column in range(int(start), min(columns, ceil(stop))):
+            share = min(stop, column + 1) - max(start, column)
+            found[column][event.kind] = found[column].get(event.kind, 0.0) + share
+    for spent in found:
+        spent[IDLE] = max(0.0, 1.0 - sum(spent.values()))
+    return found
 
 
 def _segments(events: Sequence[Event], columns: int, end_s: float) -> Iterator[Segment]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from html import escape
 
-from pipectl.report.gantt import FILLS
+from pipectl.report.gantt import FILLS, shown_ranks
 from pipectl.timeline import Event, Timeline
 from pipectl.units import format_time
 
@@ -15,6 +15,8 @@ _NAMES = {
     "backward": "backward",
     "backward_input": "backward (inputs)",
     "backward_weight": "backward (weights)",
+    "recompute": "forward again",
+    "reduce_wait": "sum of gradients",
     "update": "optimizer step",
     "evaluate": "evaluation",
 }
@@ -23,7 +25,8 @@ text { fill: #24292f } .title { font-size: 14px; font-weight: 600 } .faint { fil
 .page { fill: #ffffff } .idle { fill: #eaeef2 } .tick { stroke: #d0d7de }
 .bar { fill: #1b1f24; text-anchor: middle }
 .forward { fill: #7fb3d5 } .backward, .backward_input { fill: #e59866 }
-.backward_weight { fill: #c9a9dc } .update { fill: #82b366 } .evaluate { fill: #aab7b8 }
+.backward_weight { fill: #c9a9dc } .recompute { fill: #b6d3e6 } .reduce_wait { fill: #e3c567 }
+.update { fill: #82b366 } .evaluate { fill: #aab7b8 }
 @media (prefers-color-scheme: dark) {
   text { fill: #e6edf3 } .faint { fill: #9198a1 } .bar { fill: #0d1117 }
   .page { fill: #0d1117 } .idle { fill: #21262d } .tick { stroke: #3d444d }
@@ -32,10 +35,11 @@ _LEFT, _RIGHT, _ROW_HEIGHT, _BAR_HEIGHT, _AXIS = 64, 24, 30, 24, 30
 _LINE, _LEGEND_HEIGHT = 18, 30
 _LETTER = 7  # width of a letter at most, in pixels
 _TICKS = 10  # at most, about
+_MOST_RANKS, _MOST_BARS = 64, 20_000  # a picture that a browser still shows at once
 
 
 def gantt_svg(timeline: Timeline, title: str, *notes: str, width: int = 960) -> str:
-    """The timeline as a self-contained SVG document.
+    """The timeline as a self-contained SVG document; of very many ranks it shows some.
 
     Args:
         timeline: one optimizer step.
@@ -43,22 +47,32 @@ def gantt_svg(timeline: Timeline, title: str, *notes: str, width: int = 960) -> 
         notes: lines below the title.
         width: in pixels.
     """
+    drawn = [event for event in timeline.events if event.kind in FILLS]
+    rows = _rows_of(timeline.ranks, len(drawn))
+    if len(rows) < timeline.ranks:
+        notes = (*notes, f"{len(rows)} of {timeline.ranks:,} ranks are shown")
     top = 28 + _LINE * len(notes) + _LEGEND_HEIGHT
-    bottom = top + timeline.ranks * _ROW_HEIGHT
+    bottom = top + len(rows) * _ROW_HEIGHT
     scale = (width - _LEFT - _RIGHT) / (timeline.end_s or 1.0)
-    events = [event for event in timeline.events if event.kind in FILLS]
     body = [
         *_heading(title, notes),
-        *_legend({event.kind for event in events}, top - 18),
-        *_rows(timeline, top, width),
+        *_legend({event.kind for event in drawn}, top - 18),
+        *_rows(rows, top, width),
         *_axis(timeline.end_s, scale, top, bottom),
-        *(_bar(event, scale, top) for event in events),
+        *(_bar(e, scale, top + rows[e.rank] * _ROW_HEIGHT) for e in drawn if e.rank in rows),
     ]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + _AXIS}" '
         f'width="{width}" height="{bottom + _AXIS}" role="img" '
         'font-family="sans-serif" font-size="12">\n' + "\n".join(body) + "\n</svg>\n"
     )
+
+
+def _rows_of(ranks: int, events: int) -> dict[int, int]:
+    """The row of every rank that is shown."""
+    affordable = _MOST_BARS * ranks // max(1, events)
+    shown = shown_ranks(ranks, max(2, min(_MOST_RANKS, affordable)))
+    return {rank: row for row, rank in enumerate(shown)}
 
 
 def _heading(title: str, notes: tuple[str, ...]) -> Iterator[str]:
@@ -81,9 +95,9 @@ def _legend(kinds: set[str], y: int) -> Iterator[str]:
     yield f'<text class="faint" x="{x}" y="{y}">number: micro-batch; empty: waiting</text>'
 
 
-def _rows(timeline: Timeline, top: int, width: int) -> Iterator[str]:
-    for rank in range(timeline.ranks):
-        y = top + rank * _ROW_HEIGHT
+def _rows(rows: Mapping[int, int], top: int, width: int) -> Iterator[str]:
+    for rank, row in rows.items():
+        y = top + row * _ROW_HEIGHT
         yield f'<text x="8" y="{y + 16}">rank {rank}</text>'
         yield (
             f'<rect class="idle" x="{_LEFT}" y="{y}" width="{width - _LEFT - _RIGHT}" '
@@ -112,9 +126,8 @@ def _round_interval(time_s: float) -> float:
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= time_s * 0.999)
 
 
-def _bar(event: Event, scale: float, top: int) -> str:
+def _bar(event: Event, scale: float, y: int) -> str:
     x = _LEFT + event.start_s * scale
-    y = top + event.rank * _ROW_HEIGHT
     wide = max(0.5, (event.end_s - event.start_s) * scale - 0.5)
     rect = (
         f'<rect class="{event.kind}" x="{x:.2f}" y="{y}" width="{wide:.2f}" '

@@ -1,0 +1,111 @@
+"""Why a plan is as it is, in lines for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipectl.cluster import Cluster
+from pipectl.plan import Plan
+from pipectl.planner.data_parallel import WithoutPipeline
+from pipectl.planner.explain import NOTHING, Explanation, Offer
+from pipectl.planner.step_parts import LinkLoad
+from pipectl.planner.sweep import predicted_step_s
+from pipectl.units import format_bytes, format_time
+
+_BAR = 24
+_PARTS = (
+    ("compute_s", "forward and backward"),
+    ("recompute_s", "recomputation"),
+    ("update_s", "optimizer step"),
+    ("reduction_s", "waits for the sum of gradients"),
+    ("offload_s", "waits for offloaded values"),
+    ("communication_s", "waits for messages"),
+    ("bubble_s", "fills, drains, waits for others"),
+)
+
+
+def worth_lines(plan: Plan, without: WithoutPipeline) -> Iterator[str]:
+    """Whether a pipeline is worth it at all; nothing where it is."""
+    better, step_s = without.better_than(plan), predicted_step_s(plan)
+    if better is not None and better.ranks == 1:
+        yield (
+            f"a pipeline is not worth it here: one rank takes {format_time(better.step_s)} a step, "
+            f"this plan {format_time(step_s)}"
+        )
+    elif better is not None:
+        yield (
+            f"a pipeline is not worth it here: data parallelism on {better.ranks} ranks would take "
+            f"about {format_time(better.step_s)} a step ({format_time(better.reduction_s)} of it "
+            f"to sum gradients), this plan {format_time(step_s)}; pipectl does not run it yet"
+        )
+    elif len(plan.stages) == 1 and plan.stages[0].replicas < plan.ranks:
+        yield "a pipeline is not worth it here: no cut makes a step shorter than one rank alone"
+
+
+def explanation_lines(found: Explanation, cluster: Cluster) -> Iterator[str]:
+    """What binds, what came next, what more would buy."""
+    yield ""
+    yield from _binding(found)
+    if found.link is not None:
+        yield _link_line(found.link, found.parts.step_s, cluster)
+    yield ""
+    yield "other plans:" if found.alternatives else "other plans: none was found"
+    yield from _table(
+        (other.difference, format_time(_step), f"{_step / found.parts.step_s - 1:+.1%}")
+        for other in found.alternatives
+        for _step in (predicted_step_s(other.plan),)
+    )
+    yield ""
+    yield "what more would buy:"
+    yield from _table(_offer(offer, predicted_step_s(found.plan)) for offer in found.offers)
+    if found.measured_size is not None:
+        yield (
+            f"(only micro-batches of {found.measured_size} were measured, other sizes are scaled: "
+            "small ones may take longer than said here)"
+        )
+
+
+def _binding(found: Explanation) -> Iterator[str]:
+    """The step of the busiest rank, part by part."""
+    parts = found.parts
+    stages = " and ".join(map(str, parts.stages))
+    plural = "s" if len(parts.stages) > 1 else ""
+    if found.link_binds:
+        yield f"the busiest link binds; the busiest rank, {parts.rank} (stage{plural} {stages}):"
+    else:
+        yield f"rank {parts.rank} (stage{plural} {stages}) binds; its {format_time(parts.step_s)}:"
+    for name, words in _PARTS:
+        time_s: float = getattr(parts, name)
+        share = time_s / parts.step_s if parts.step_s else 0.0
+        if share >= NOTHING:
+            bar = "█" * round(share * _BAR)
+            yield f"  {words:<32}{format_time(time_s):>9}{share:>7.1%}  {bar}".rstrip()
+
+
+def _link_line(link: LinkLoad, step_s: float, cluster: Cluster) -> str:
+    ends = [
+        cluster.nodes[end].name if link.between_nodes else f"rank {end}"
+        for end in (link.source, link.target)
+    ]
+    share = link.busy_s / step_s if step_s else 0.0
+    return (
+        f"busiest link: {ends[0]} to {ends[1]}, {format_bytes(link.bytes_per_step)} a step, "
+        f"in use for {format_time(link.busy_s)} ({share:.1%} of the step)"
+    )
+
+
+def _offer(offer: Offer, step_s: float) -> tuple[str, str, str]:
+    """Change, step time, and what it is better; or why nothing can be said."""
+    if offer.step_s is None:
+        return offer.change, offer.reason, ""
+    gain = offer.gain(step_s)
+    if not gain:
+        return offer.change, "nothing", ""
+    return offer.change, format_time(offer.step_s), f"{-gain:+.1%}"
+
+
+def _table(rows: Iterator[tuple[str, str, str]]) -> Iterator[str]:
+    found = list(rows)
+    width = max((len(row[0]) for row in found), default=0)
+    for words, value, change in found:
+        yield f"  {words:<{width}}  {value:>9}  {change:>7}".rstrip()

@@ -1,0 +1,45 @@
+"""`pipectl plan --nodes 1,2,4`: the same step on different numbers of nodes."""
+
+from __future__ import annotations
+
+from pipectl.cli.console import output, plain, say_json
+from pipectl.cli.plan_ask import Ask
+from pipectl.cli.plan_nodes_view import sweep_lines, sweep_table
+from pipectl.cli.plan_subject import find_subject
+from pipectl.cli.plan_wait import stoppable
+from pipectl.planner.sweep import sweep
+
+_LEAST_WIDTH = 100
+
+
+def answer(ask: Ask) -> None:
+    """Plan for every number, and print the table."""
+    from pipectl.jobs.answer import sweep_json
+    from pipectl.jobs.deadline import Deadline
+    from pipectl.jobs.engines import planner_named
+
+    assert ask.nodes is not None, "checked"
+    subject, _ = find_subject(ask)
+    deadline = Deadline(ask.budget_s)
+    planner = planner_named(ask.planner, deadline)
+    with stoppable(deadline) as watch:
+        found = sweep(
+            subject.profile,
+            subject.cluster,
+            subject.request,
+            ask.nodes,
+            planner,
+            lambda nodes: watch.tell(f"planning for {nodes} nodes"),
+        )
+    if ask.as_json:
+        say_json({**sweep_json(found), "cut_short": deadline.cut_short})
+        return
+    console = output()
+    request = subject.request
+    title = f"{request.name}: {request.batch_size} samples a step; node-hours are of 1000 steps"
+    console.print(plain(title, "bold"))
+    console.print(sweep_table(found, wide=console.width >= _LEAST_WIDTH))
+    for line in sweep_lines(found):
+        console.print(plain(line))
+    for assumption in (*subject.profile.assumptions, *subject.cluster.assumptions):
+        console.print(plain(f"assumed: {assumption}", "dim"))

@@ -1,0 +1,68 @@
+"""Finds what `pipectl plan` is to plan, and warns of what does not fit together."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipectl.cli.console import note
+from pipectl.cli.plan_ask import Ask
+
+if TYPE_CHECKING:
+    from pipectl.jobs.subject import Subject
+    from pipectl.profile import Profile
+    from pipectl.spec import JobSpec
+
+
+def find_subject(ask: Ask) -> tuple[Subject, Path | None]:
+    """What to plan, and where its plan belongs; None where it is no job's own plan."""
+    from pipectl.jobs.subject import subject_of_profile
+    from pipectl.profile import Profile
+
+    if ask.job is None:
+        assert ask.profile_file is not None, "checked"
+        wishes = ask.wishes
+        if ask.nodes is not None and wishes.cluster is None:  # every device is a node
+            wishes = replace(wishes, devices=max(ask.nodes))
+        return subject_of_profile(Profile.load(ask.profile_file), wishes), ask.output
+    return _of_job(ask, ask.job)
+
+
+def _of_job(ask: Ask, job: Path) -> tuple[Subject, Path | None]:
+    from pipectl.jobs.places import plan_path, scheduler_name
+    from pipectl.jobs.subject import subject_of_job
+    from pipectl.spec import load
+
+    overrides = [*ask.overrides, *ask.wishes.in_job()]
+    spec = load(job, overrides)
+    profile = _profile(spec, job, ask.profile_file, overrides)
+    subject = subject_of_job(spec, profile, scheduler_name(spec, ask.scheduler), ask.wishes)
+    if subject.warning:
+        note(f"warning: {subject.warning}")
+    own = None if ask.wishes.changes_machines else plan_path(spec)
+    return subject, ask.output or own
+
+
+def _profile(spec: JobSpec, job: Path, path: Path | None, overrides: Sequence[str]) -> Profile:
+    """The profile to plan with; a stale one is used, and said to be stale."""
+    from pipectl.jobs.places import profile_path
+    from pipectl.jobs.profile import is_fresh
+    from pipectl.profile import Profile
+
+    path = path or profile_path(spec)
+    profile = Profile.load(path)
+    if not is_fresh(spec, profile):
+        again = shlex.join(["pipectl", "profile", str(job), *_options(overrides)])
+        note(
+            f"warning: {path} was measured for other settings (model, data, optimizer, batch or "
+            f"ranks a node); measure again with: {again}"
+        )
+    return profile
+
+
+def _options(overrides: Sequence[str]) -> Iterator[str]:
+    for override in overrides:
+        yield from ("--set", override)

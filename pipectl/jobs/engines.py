@@ -1,0 +1,49 @@
+"""The planners that can be asked for by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pipectl.cluster import Cluster
+from pipectl.errors import UsageError
+from pipectl.jobs.deadline import Deadline
+from pipectl.plan import Plan
+from pipectl.planner import PlanRequest
+from pipectl.planner.search import Found, search_plans
+from pipectl.planner.sweep import Planner
+from pipectl.profile import Profile
+from pipectl.units import did_you_mean
+
+PIPECTL = "pipectl"
+NAMES = (PIPECTL,)
+Searcher = Callable[[Profile, Cluster, PlanRequest], Found]
+"""Finds the best plan it can, and the next best."""
+
+
+def searcher_named(name: str, deadline: Deadline) -> Searcher:
+    """The planner of a name, with a budget that begins anew for every plan.
+
+    Raises:
+        UsageError: there is none of this name.
+    """
+    if name not in NAMES:
+        raise UsageError(
+            f"--planner: there is no planner {name!r}{did_you_mean(name, NAMES)}",
+            cure=f"one of: {', '.join(NAMES)}",
+        )
+
+    def search(profile: Profile, cluster: Cluster, request: PlanRequest) -> Found:
+        deadline.restart()
+        return search_plans(profile, cluster, request, deadline)
+
+    return search
+
+
+def planner_named(name: str, deadline: Deadline) -> Planner:
+    """The same, of which only the best plan is wanted."""
+    search = searcher_named(name, deadline)
+
+    def planner(profile: Profile, cluster: Cluster, request: PlanRequest) -> Plan:
+        return search(profile, cluster, request).plan
+
+    return planner

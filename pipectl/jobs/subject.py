@@ -1,0 +1,144 @@
+"""What is to be planned: from a job file, or from a profile alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipectl.cluster import ASSUMED_BETWEEN, Cluster, Device, Node
+from pipectl.errors import UsageError
+from pipectl.jobs.machines import find_machines
+from pipectl.jobs.plan import request_of
+from pipectl.jobs.wishes import Wishes
+from pipectl.planner import PlanRequest
+from pipectl.planner.other_clusters import with_bandwidth, with_ranks, with_slower_links
+from pipectl.profile import Profile
+
+if TYPE_CHECKING:
+    from pipectl.spec import JobSpec
+
+MICRO_BATCHES_PER_DEVICE = 4
+_EQUAL = "equal devices"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Everything a planner needs, and what people should know of it.
+
+    Args:
+        file: the cluster is from; None for an assumed one.
+        warning: about the machines; empty where all is well.
+    """
+
+    profile: Profile
+    cluster: Cluster
+    request: PlanRequest
+    file: Path | None = None
+    warning: str = ""
+
+
+def subject_of_job(spec: JobSpec, profile: Profile, scheduler: str, wishes: Wishes) -> Subject:
+    """A job, on its own machines or on what the wishes make of them.
+
+    Raises:
+        UsageError: more devices are wished for than the job has ranks.
+        InvalidInputError: a cluster description is wrong or is not of this job.
+    """
+    machines = find_machines(spec, scheduler)
+    cluster = _wished(machines.cluster, wishes, cure="--nodes 1,2,4 plans for other sizes")
+    request = request_of(spec, profile, cluster)
+    return Subject(profile, cluster, request, machines.file, machines.warning)
+
+
+def subject_of_profile(profile: Profile, wishes: Wishes) -> Subject:
+    """A profile on its own.
+
+    Raises:
+        UsageError: nothing says on how many devices.
+        InvalidInputError: a cluster description is wrong.
+    """
+    if wishes.cluster is not None:
+        cluster = Cluster.load(wishes.cluster)
+    else:
+        cluster = equal_devices(_devices(profile, wishes))
+        shipped = _shipped(profile, "bandwidth_bytes_per_s", "transfer_bytes_per_s_effective")
+        cluster = cluster if shipped is None else with_bandwidth(cluster, shipped)
+    cluster = _wished(cluster, wishes, cure="describe more of them in the cluster file")
+    batch_size = wishes.batch_size or profile.micro_batch_size * micro_batches_for(cluster.ranks)
+    request = PlanRequest(
+        name=profile.name,
+        batch_size=batch_size,
+        micro_batches=wishes.micro_batches,
+        memory_limit_bytes=memory_limit_bytes(profile, wishes),
+    )
+    if wishes.batch_size is None:
+        said = f"the batch is not given: taken as {batch_size} samples (--batch-size sets it)"
+        profile = replace(profile, assumptions=(*profile.assumptions, said))
+    return Subject(profile, cluster, request, wishes.cluster)
+
+
+def micro_batches_for(ranks: int) -> int:
+    """Micro-batches of a step where nobody says how large the batch is."""
+    return MICRO_BATCHES_PER_DEVICE * ranks
+
+
+def memory_limit_bytes(profile: Profile, wishes: Wishes) -> int | None:
+    """The limit that is wished for, else the one an imported profile ships."""
+    if wishes.memory_limit_bytes is not None:
+        return wishes.memory_limit_bytes
+    shipped = _shipped(profile, "memory_limit_bytes")
+    return None if shipped is None else int(shipped)
+
+
+def accelerators(profile: Profile, wishes: Wishes) -> int | None:
+    """The devices that are wished for, else those an imported profile ships."""
+    if wishes.devices is not None:
+        return wishes.devices
+    shipped = _shipped(profile, "accelerators", "devices")
+    return None if shipped is None else int(shipped)
+
+
+def cpus(profile: Profile, wishes: Wishes) -> int:
+    """CPUs beside the accelerators: those wished for, else those an imported profile ships."""
+    return int(_shipped(profile, "cpus") or 0) if wishes.cpus is None else wishes.cpus
+
+
+def equal_devices(count: int) -> Cluster:
+    """So many equal devices, each a node of its own; how they are linked is assumed."""
+    nodes = tuple(Node(f"device{index}", 1, 1, Device("device")) for index in range(count))
+    link = ASSUMED_BETWEEN
+    return Cluster(_EQUAL, f"{count} equal devices", nodes, link, link)
+
+
+def _devices(profile: Profile, wishes: Wishes) -> int:
+    found = accelerators(profile, wishes)
+    if found is None:
+        raise UsageError(
+            "nothing says on how many devices to plan",
+            cure="give --devices N, or describe the machines: --cluster FILE",
+        )
+    return found
+
+
+def _wished(cluster: Cluster, wishes: Wishes, *, cure: str) -> Cluster:
+    """The cluster with fewer devices and other links, where that is wished for."""
+    devices, bandwidth = wishes.devices, wishes.bandwidth_bytes_per_s
+    if devices is not None and devices > cluster.ranks:
+        raise UsageError(
+            f"--devices {devices}: the cluster {cluster.name!r} has {cluster.ranks} ranks",
+            cure=cure,
+        )
+    if devices is not None:
+        cluster = with_ranks(cluster, devices)
+    if bandwidth is not None:
+        cluster = with_bandwidth(cluster, bandwidth)
+    if wishes.communication_scale is not None:
+        cluster = with_slower_links(cluster, wishes.communication_scale)
+    return cluster
+
+
+def _shipped(profile: Profile, *keys: str) -> Any:
+    """What an imported profile says of the devices it is meant for; None if nothing."""
+    found = (profile.cluster.get(key) for key in keys)
+    return next((value for value in found if isinstance(value, int | float) and value > 0), None)

@@ -1,0 +1,121 @@
+"""What a step takes without a pipeline: on one rank, or with the whole model on every rank.
+
+Both are estimates to compare a plan with. Data parallelism is taken as one ring all-reduce of the
+gradients after the last backward: every rank sends ``2 (p - 1) / p`` of them to its neighbour, in
+``2 (p - 1)`` messages (Patarasuk and Yuan, 2009), and the slowest connection of the ring sets the
+pace. What libraries hide of it behind the backward is not subtracted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+from pipectl.cluster import Cluster
+from pipectl.errors import InfeasibleError, OutOfTimeError
+from pipectl.plan import Plan
+from pipectl.planner.other_clusters import with_nodes, with_ranks
+from pipectl.planner.request import PlanRequest
+from pipectl.planner.sweep import Planner, predicted_step_s
+from pipectl.profile import Profile
+
+CLEARLY = 0.99
+"""A pipeline must be slower than this share to be called not worth it."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A step without a pipeline.
+
+    Args:
+        ranks: that hold the whole model each.
+        reduction_s: the all-reduce of the gradients, contained in ``step_s``.
+        peak_memory_bytes: of the fullest rank.
+    """
+
+    ranks: int
+    step_s: float
+    reduction_s: float
+    peak_memory_bytes: int
+
+
+@dataclass(frozen=True)
+class WithoutPipeline:
+    """None where the whole model does not fit into a rank's memory, or its size is unknown."""
+
+    single: Estimate | None
+    data_parallel: Estimate | None
+
+    def better_than(self, plan: Plan) -> Estimate | None:
+        """What is as fast as a pipeline or faster; the simplest of these, or the fastest.
+
+        A plan that has one stage is no pipeline, and only beaten by what is faster.
+        """
+        step_s = predicted_step_s(plan)
+        found = [each for each in (self.single, self.data_parallel) if each is not None]
+        fast = [each for each in found if each.step_s < CLEARLY * step_s]
+        return min(fast, key=lambda each: each.step_s, default=None)
+
+
+def without_pipeline(
+    profile: Profile, cluster: Cluster, request: PlanRequest, planner: Planner
+) -> WithoutPipeline:
+    """Estimates for the same step on one rank, and with data parallelism on all ranks."""
+    alone = _whole(profile, with_ranks(with_nodes(cluster, 1), 1), request, planner, ranks=1)
+    return WithoutPipeline(alone, _data_parallel(profile, cluster, request, planner))
+
+
+def all_reduce_s(cluster: Cluster, size_bytes: float) -> float:
+    """A ring over all ranks, in the order of their numbers."""
+    ranks = cluster.ranks
+    if ranks == 1:
+        return 0.0
+    links = (cluster.link(rank, (rank + 1) % ranks) for rank in range(ranks))
+    return 2 * (ranks - 1) * max(link.transfer_s(size_bytes / ranks) for link in set(links))
+
+
+def _data_parallel(
+    profile: Profile, cluster: Cluster, request: PlanRequest, planner: Planner
+) -> Estimate | None:
+    """A whole model on every rank, each with an equal share of the batch."""
+    ranks, gradient_bytes = min(cluster.ranks, request.batch_size), _gradient_bytes(profile)
+    if ranks == 1 or not gradient_bytes:
+        return None
+    found = [
+        _whole(profile, with_ranks(alone, 1), request, planner, ranks=ranks)
+        for alone in _distinct_nodes(cluster)
+    ]
+    fitting = [each for each in found if each is not None]
+    if len(fitting) < len(found):
+        return None
+    slowest = max(fitting, key=lambda each: each.step_s)
+    crowding = max(1.0, max(node.ranks / node.cores for node in cluster.nodes))
+    reduction_s = all_reduce_s(with_ranks(cluster, ranks), gradient_bytes)
+    step_s = slowest.step_s * crowding + reduction_s
+    return Estimate(ranks, step_s, reduction_s, slowest.peak_memory_bytes)
+
+
+def _distinct_nodes(cluster: Cluster) -> list[Cluster]:
+    """One node of every kind of device."""
+    nodes = {node.device: node for node in cluster.nodes}
+    return [replace(cluster, nodes=(node,)) for node in nodes.values()]
+
+
+def _whole(
+    profile: Profile, cluster: Cluster, request: PlanRequest, planner: Planner, *, ranks: int
+) -> Estimate | None:
+    """One rank with the whole model and its share of the batch."""
+    share = ceil(request.batch_size / ranks)
+    wanted = replace(request, batch_size=share, stages=1, warm_up=None, key=None)
+    if ranks > 1:
+        wanted = replace(wanted, micro_batches=None)
+    try:
+        plan = planner(profile, cluster, wanted)
+    except (InfeasibleError, OutOfTimeError):
+        return None
+    assert plan.prediction is not None
+    return Estimate(ranks, predicted_step_s(plan), 0.0, max(plan.prediction.peak_memory_bytes))
+
+
+def _gradient_bytes(profile: Profile) -> int:
+    return sum(dict(pair for each in profile.operators for pair in each.parameters).values())

@@ -1,0 +1,92 @@
+"""The same machines with something changed: what "what if" questions are asked of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pipectl.cluster import Cluster, Node
+from pipectl.link import Link
+
+_UNLIMITED_BYTES_PER_S = 1e18
+
+
+def with_nodes(cluster: Cluster, nodes: int) -> Cluster:
+    """The first nodes of a cluster; beyond those it has, further ones like its last."""
+    last = cluster.nodes[-1]
+    more = (replace(last, name=f"{last.name}+{index}") for index in range(1, nodes + 1))
+    return replace(cluster, nodes=(*cluster.nodes, *more)[:nodes])
+
+
+def with_ranks(cluster: Cluster, ranks: int) -> Cluster:
+    """The first ranks of a cluster, which has at least as many."""
+    kept: list[Node] = []
+    for node in cluster.nodes:
+        left = ranks - sum(before.ranks for before in kept)
+        if left > 0:
+            kept.append(replace(node, ranks=min(left, node.ranks)))
+    return replace(cluster, nodes=tuple(kept))
+
+
+def with_memory(cluster: Cluster, more_bytes: int) -> Cluster:
+    """Every device whose memory is known gets so much more."""
+
+    def larger(node: Node) -> Node:
+        memory = node.device.memory_bytes
+        if memory is None:
+            return node
+        return replace(node, device=replace(node.device, memory_bytes=memory + more_bytes))
+
+    return replace(cluster, nodes=tuple(map(larger, cluster.nodes)))
+
+
+def with_bandwidth(cluster: Cluster, bytes_per_s: float) -> Cluster:
+    """Every link with this bandwidth and its own latency."""
+    return _with_links(
+        cluster,
+        *(
+            replace(
+                link, bandwidth_bytes_per_s=bytes_per_s, timings=(), assumed=False, observed=None
+            )
+            for link in (cluster.within_node, cluster.between_nodes)
+        ),
+    )
+
+
+def with_slower_links(cluster: Cluster, factor: float) -> Cluster:
+    """Every message takes ``factor`` times as long; 0 makes messages free."""
+    return _with_links(
+        cluster, _slower(cluster.within_node, factor), _slower(cluster.between_nodes, factor)
+    )
+
+
+def with_faster_links(cluster: Cluster, factor: float) -> Cluster:
+    """Links of ``factor`` times the bandwidth and the same latency."""
+    return _with_links(
+        cluster, _faster(cluster.within_node, factor), _faster(cluster.between_nodes, factor)
+    )
+
+
+def _with_links(cluster: Cluster, within: Link, between: Link) -> Cluster:
+    return replace(cluster, within_node=within, between_nodes=between)
+
+
+def _slower(link: Link, factor: float) -> Link:
+    bandwidth = link.bandwidth_bytes_per_s / factor if factor else _UNLIMITED_BYTES_PER_S
+    return replace(
+        link,
+        latency_s=link.latency_s * factor,
+        bandwidth_bytes_per_s=bandwidth,
+        timings=tuple((size, time_s * factor) for size, time_s in link.timings) if factor else (),
+    )
+
+
+def _faster(link: Link, factor: float) -> Link:
+    latency_s = link.latency_s
+    return replace(
+        link,
+        bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * factor,
+        timings=tuple(
+            (size, latency_s + max(0.0, time_s - latency_s) / factor)
+            for size, time_s in link.timings
+        ),
+    )

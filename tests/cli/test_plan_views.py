@@ -1,0 +1,247 @@
+"""The tables and lines of `plan`, complete, for plans with given figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from rich.console import Console, RenderableType
+
+from pipectl.cli.plan_explanation import explanation_lines, worth_lines
+from pipectl.cli.plan_nodes_view import sweep_lines, sweep_table
+from pipectl.cli.plan_table import mark_lines, number_ranges, shown_stages, stage_table
+from pipectl.cli.plan_view import headline
+from pipectl.cluster import assumed_cluster
+from pipectl.plan import Plan, Prediction, Replication, StageCost
+from pipectl.planner.data_parallel import Estimate, WithoutPipeline
+from pipectl.planner.explain import Alternative, Explanation, Offer
+from pipectl.planner.step_parts import LinkLoad, StepParts
+from pipectl.planner.sweep import Count, Sweep
+
+COST = StageCost(1e-3, 2e-3, 0.0, 2**20, 2**21, 0)
+
+
+def timed(plan: Plan, step_s: float) -> Plan:
+    peaks = tuple(2**20 * (rank + 1) for rank in range(plan.ranks))
+    return replace(plan, prediction=Prediction(step_s, 0.25, (), peaks))
+
+
+def printed(found: RenderableType, width: int) -> list[str]:
+    console = Console(file=StringIO(), width=width)
+    console.print(found)
+    assert isinstance(console.file, StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+@pytest.fixture
+def replicated(pipeline: Callable[..., Plan]) -> Plan:
+    """Three stages on ranks 0-2, 3 and 4; the last recomputes and has a rank for its backward."""
+    plan = pipeline(3, 4, costs=[COST] * 3, node_of_rank=(0, 0, 1, 1, 2, 2))
+    first, second, third = plan.stages
+    stages = (
+        replace(first, ranks=(0, 1, 2)),
+        replace(second, ranks=(3,), offload=True),
+        replace(third, ranks=(4,), backward_ranks=(5,), recompute=True, offload=True),
+    )
+    return timed(replace(plan, stages=stages), 1.0)
+
+
+def test_the_table_of_a_plan_with_replicas_and_marks(replicated: Plan) -> None:
+    assert headline(replicated).startswith("pipeline: 3 stages on 6 ranks, ")
+    assert printed(stage_table(replicated, None), 80) == [
+        "stage  rank  node  ops  parameters  forward  backward   load  peak memory",
+        "    0   0-2   0-1    1    1.00 MiB  1.00 ms   2.00 ms  14.3%     3.00 MiB",
+        "    1     3     1    1    1.00 MiB  1.00 ms   2.00 ms  42.9%     4.00 MiB",
+        "    2   4-5     2    1    1.00 MiB  1.00 ms   2.00 ms  42.9%     6.00 MiB",
+    ]
+    assert list(mark_lines(replicated)) == [
+        "replicas: the ranks of a stage take whole micro-batches in turn",
+        "backward on ranks of their own: stage 2",
+        "recomputed in the backward: stage 2",
+        "offloaded until the backward: stages 1-2",
+    ]
+
+
+def test_how_replicas_share_their_work(replicated: Plan) -> None:
+    split = replace(replicated, replication=Replication.SPLIT)
+    first = next(mark_lines(split))
+    assert first == "replicas: the ranks of a stage take samples of every micro-batch"
+
+
+def test_a_plain_plan_has_no_marks(pipeline: Callable[..., Plan]) -> None:
+    assert list(mark_lines(pipeline(4, 8))) == []
+
+
+def test_ranks_without_work_are_not_counted(pipeline: Callable[..., Plan]) -> None:
+    plan = pipeline(2, 4, node_of_rank=(0, 0, 0))
+    assert headline(plan).startswith("pipeline: 2 stages on 2 of 3 ranks, ")
+
+
+def test_a_thousand_stages_show_their_ends_and_their_extremes(
+    pipeline: Callable[..., Plan],
+) -> None:
+    costs = [replace(COST, forward_s=5e-3 if index == 500 else 1e-3) for index in range(1024)]
+    plan = timed(pipeline(1024, 4, costs=costs), 1.0)
+    assert shown_stages(plan) == [*range(12), 500, *range(1020, 1024)]
+    rows = printed(stage_table(plan, None), 80)
+    assert len(rows) == 1 + 17 + 2
+    assert rows[13].split() == ["…"] * 9
+    assert rows[14].split()[:3] == ["500", "500", "0"]
+    everywhere = replace(plan, stages=tuple(replace(s, recompute=True) for s in plan.stages))
+    assert list(mark_lines(everywhere)) == ["recomputed in the backward: all stages"]
+    odd = (replace(s, recompute=index % 2 == 1) for index, s in enumerate(plan.stages))
+    some = replace(plan, stages=tuple(odd))
+    assert list(mark_lines(some)) == ["recomputed in the backward: 512 of 1,024 stages"]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [([3], "3"), ([0, 1, 2], "0-2"), ([5, 1, 0, 8, 9], "0-1,5,8-9"), ([2, 2], "2")],
+)
+def test_neighbouring_numbers_are_put_together(numbers: Sequence[int], text: str) -> None:
+    assert number_ranges(numbers) == text
+
+
+def explanation(pipeline: Callable[..., Plan]) -> Explanation:
+    plan = timed(pipeline(2, 4), 1.0)
+    return Explanation(
+        plan=plan,
+        measured_size=4,
+        parts=StepParts(0, (0,), 1.0, 0.5, 0.1, 0.05, 0.1, 0.0, 0.05, 0.2),
+        link=LinkLoad(between_nodes=True, source=0, target=1, busy_s=0.25, bytes_per_step=2**30),
+        alternatives=(
+            Alternative("schedule gpipe", timed(plan, 1.25)),
+            Alternative("1 stage, 8 micro-batches of 2", timed(plan, 2.0)),
+        ),
+        offers=(
+            Offer("one more node", 0.8),
+            Offer("1 GiB more for every rank", 1.0),
+            Offer("16 micro-batches", reason="the batch has only 8 samples"),
+        ),
+    )
+
+
+def test_an_explanation_from_top_to_bottom(pipeline: Callable[..., Plan]) -> None:
+    found = explanation(pipeline)
+    cluster = assumed_cluster("test", [1, 1], 1, None)
+    lines = list(explanation_lines(found, cluster))
+    assert lines == [
+        "",
+        "rank 0 (stage 0) binds; its 1.00 s:",
+        "  forward and backward               500 ms  50.0%  ████████████",
+        "  recomputation                      100 ms  10.0%  ██",
+        "  optimizer step                    50.0 ms   5.0%  █",
+        "  waits for the sum of gradients     100 ms  10.0%  ██",
+        "  waits for messages                50.0 ms   5.0%  █",
+        "  fills, drains, waits for others    200 ms  20.0%  █████",
+        "busiest link: node0 to node1, 1.00 GiB a step, in use for 250 ms (25.0% of the step)",
+        "",
+        "other plans:",
+        "  schedule gpipe                    1.25 s   +25.0%",
+        "  1 stage, 8 micro-batches of 2     2.00 s  +100.0%",
+        "",
+        "what more would buy:",
+        "  one more node                 800 ms   -20.0%",
+        "  1 GiB more for every rank    nothing",
+        "  16 micro-batches           the batch has only 8 samples",
+        "(only micro-batches of 4 were measured, other sizes are scaled: small ones may take "
+        "longer than said here)",
+    ]
+    assert max(map(len, lines[:-1])) <= 90
+
+
+def test_a_link_that_works_longer_than_any_rank_binds(pipeline: Callable[..., Plan]) -> None:
+    found = explanation(pipeline)
+    assert found.link is not None
+    busy = replace(found, link=replace(found.link, busy_s=0.9, between_nodes=False))
+    lines = list(explanation_lines(busy, assumed_cluster("test", [2], 2, None)))
+    assert lines[1] == "the busiest link binds; the busiest rank, 0 (stage 0):"
+    assert lines[8].startswith("busiest link: rank 0 to rank 1, ")
+
+
+@pytest.fixture
+def counts(pipeline: Callable[..., Plan]) -> Callable[..., Sweep]:
+    """``counts({1: 8.0, 2: None})``: step times by number of nodes; None does not fit."""
+
+    def sweep_of(times_s: dict[int, float | None]) -> Sweep:
+        plans = {
+            nodes: None if step_s is None else timed(pipeline(min(nodes, 4), 4), step_s)
+            for nodes, step_s in times_s.items()
+        }
+        return Sweep(
+            tuple(
+                Count(nodes, 2 * nodes, plan, "" if plan else "no feasible plan: too large")
+                for nodes, plan in plans.items()
+            )
+        )
+
+    return sweep_of
+
+
+def test_the_table_of_node_counts(counts: Callable[..., Sweep]) -> None:
+    found = counts({1: None, 2: 7.2, 4: 4.0, 8: 3.9})
+    assert printed(sweep_table(found, wide=True), 120) == [
+        "nodes  ranks  stages    step  samples/s  efficiency  bubble  node-h/1000  "
+        "samples/s, · ideal",
+        "    1      2       -       -          -           -       -            -",
+        "    2      4       2  7.20 s        0.6        100%   25.0%            4  ██████",
+        "    4      8       4  4.00 s        1.0         90%   25.0%         4.44  ███████████·",
+        "    8     16       4  3.90 s        1.0         46%   25.0%         8.67  "
+        "███████████·············",
+    ]
+    assert list(sweep_lines(found)) == [
+        "1 node: too large",
+        "efficiency is against 2 nodes, the fewest on which the model fits",
+        "scaling pays up to 4 nodes: 8 would be 1.03 times as fast, of 2.00 possible",
+    ]
+
+
+def test_a_narrow_terminal_has_no_room_for_the_bars(counts: Callable[..., Sweep]) -> None:
+    rows = printed(sweep_table(counts({1: 8.0, 2: 4.0}), wide=False), 80)
+    assert rows[1:] == [
+        "    1      2       1  8.00 s        0.5        100%   25.0%         2.22",
+        "    2      4       2  4.00 s        1.0        100%   25.0%         2.22",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("times_s", "lines"),
+    [
+        ({1: 8.0, 2: 4.0}, ["scaling pays up to 2 nodes, the most that was tried"]),
+        ({1: 8.0, 2: 8.0}, ["scaling pays up to 1 node: 2 would be no faster"]),
+        ({1: None}, ["1 node: too large", "the model fits on none of these"]),
+    ],
+)
+def test_where_scaling_stops(counts: Callable[..., Sweep], times_s, lines) -> None:
+    assert list(sweep_lines(counts(times_s))) == lines
+
+
+@pytest.mark.parametrize(
+    ("single", "parallel", "line"),
+    [
+        (None, None, ""),
+        (1.1, 1.2, ""),
+        (0.5, None, "one rank takes 500 ms a step, this plan 1.00 s"),
+        (
+            0.9,
+            0.5,
+            "data parallelism on 4 ranks would take about 500 ms a step (100 ms of it to sum "
+            "gradients), this plan 1.00 s; pipectl does not run it yet",
+        ),
+    ],
+)
+def test_a_pipeline_that_is_not_worth_it(pipeline, single, parallel, line) -> None:
+    without = WithoutPipeline(
+        None if single is None else Estimate(1, single, 0.0, 0),
+        None if parallel is None else Estimate(4, parallel, 0.1, 0),
+    )
+    found = list(worth_lines(timed(pipeline(2, 4), 1.0), without))
+    assert found == ([f"a pipeline is not worth it here: {line}"] if line else [])
+
+
+def test_a_plan_of_one_stage_says_that_no_cut_helps(pipeline: Callable[..., Plan]) -> None:
+    plan = timed(pipeline(1, 4, node_of_rank=(0, 1)), 1.0)
+    (line,) = worth_lines(plan, WithoutPipeline(None, None))
+    assert line.endswith("no cut makes a step shorter than one rank alone")

@@ -1,0 +1,84 @@
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from pipectl.cluster import Cluster, Device, Node, assumed_cluster
+from pipectl.link import Link
+from pipectl.planner import PlanRequest, make_plan
+from pipectl.planner.data_parallel import Estimate, WithoutPipeline, all_reduce_s, without_pipeline
+from pipectl.profile import Profile
+
+LINK = Link(0.0, 1e6)
+REQUEST = PlanRequest(name="test", batch_size=64)
+
+
+def cluster(*ranks: int, cores: int = 1) -> Cluster:
+    found = assumed_cluster("test", ranks, cores, None)
+    return replace(found, within_node=LINK, between_nodes=LINK)
+
+
+def estimates(profile: Profile, machines: Cluster, **changes: object) -> WithoutPipeline:
+    return without_pipeline(profile, machines, replace(REQUEST, **changes), make_plan)
+
+
+def test_a_ring_passes_all_but_a_share_twice():
+    assert all_reduce_s(cluster(1), 1e6) == 0.0
+    assert all_reduce_s(cluster(1, 1), 1e6) == pytest.approx(1.0)
+    assert all_reduce_s(cluster(1, 1, 1, 1), 1e6) == pytest.approx(1.5)
+
+
+def test_the_slowest_link_of_the_ring_sets_its_pace():
+    slow = replace(cluster(2, 2, cores=2), between_nodes=Link(0.01, 5e5))
+    assert all_reduce_s(slow, 1e6) == pytest.approx(6 * (0.01 + 0.5))
+
+
+def test_four_chained_operators_on_one_rank_and_on_two(chain: Callable[..., Profile]):
+    found = estimates(chain(4), cluster(1, 1))
+    assert found.single is not None
+    assert found.data_parallel is not None
+    assert found.single.step_s == pytest.approx(8 * 12e-3, rel=1e-3)  # 64 samples, 8 in 12 ms
+    reduction_s = 400 / 1e6
+    assert found.data_parallel.reduction_s == pytest.approx(reduction_s)
+    assert found.data_parallel.step_s == pytest.approx(4 * 12e-3 + reduction_s, rel=1e-3)
+
+
+def test_tied_parameters_are_summed_once(chain: Callable[..., Profile]):
+    tied = chain(4, parameters=(("shared", 1000),))
+    found = estimates(tied, cluster(1, 1)).data_parallel
+    assert found is not None
+    assert found.reduction_s == pytest.approx(1000 / 1e6)
+
+
+def test_the_slowest_device_is_waited_for(chain: Callable[..., Profile]):
+    fast, slow = Node("a", 1, 1, Device("cpu")), Node("b", 1, 1, Device("old", speed=0.5))
+    found = estimates(chain(4), replace(cluster(1, 1), nodes=(fast, slow))).data_parallel
+    assert found is not None
+    assert found.step_s - found.reduction_s == pytest.approx(2 * 4 * 12e-3, rel=1e-3)
+
+
+def test_ranks_that_share_cores_slow_each_other_down(chain: Callable[..., Profile]):
+    found = estimates(chain(4), cluster(2, cores=1)).data_parallel
+    assert found is not None
+    assert found.step_s - found.reduction_s == pytest.approx(2 * 4 * 12e-3, rel=1e-3)
+
+
+def test_a_model_that_fits_no_rank_has_no_estimate(chain: Callable[..., Profile]):
+    assert estimates(chain(4), cluster(1, 1), memory_limit_bytes=6000) == WithoutPipeline(
+        None, None
+    )
+
+
+def test_without_parameters_there_is_nothing_to_estimate(chain: Callable[..., Profile]):
+    bare = chain(4, parameters=(), parameter_bytes=0)
+    assert estimates(bare, cluster(1, 1)).data_parallel is None
+
+
+def test_only_what_is_clearly_faster_is_better(chain: Callable[..., Profile]):
+    plan = make_plan(chain(4), cluster(1, 1), REQUEST)
+    assert plan.prediction is not None
+    step_s = plan.prediction.step_time_s
+    same, fast = Estimate(1, step_s * 0.995, 0.0, 0), Estimate(2, step_s * 0.9, 0.0, 0)
+    assert WithoutPipeline(same, None).better_than(plan) is None
+    assert WithoutPipeline(same, fast).better_than(plan) is fast
+    assert WithoutPipeline(None, None).better_than(plan) is None

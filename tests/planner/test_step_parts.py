@@ -1,0 +1,87 @@
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipectl.cluster import Cluster, assumed_cluster
+from pipectl.link import Link
+from pipectl.plan import Plan, StageCost
+from pipectl.planner.step_parts import StepParts, busiest_link, step_parts
+from pipectl.simulate import simulate
+
+COST = StageCost(1.0, 2.0, 0.5, 0, 0, 0)
+
+
+def cluster(*ranks: int, bandwidth: float = 1e9, **link: bool) -> Cluster:
+    found = assumed_cluster("test", ranks, max(ranks), None)
+    slow = Link(0.0, bandwidth, **link)
+    return replace(found, within_node=slow, between_nodes=slow)
+
+
+def parts(plan: Plan, machines: Cluster) -> StepParts:
+    return step_parts(plan, machines, simulate(plan, machines))
+
+
+def test_one_rank_only_computes(pipeline: Callable[..., Plan]):
+    found = parts(pipeline(1, 4, costs=[COST]), cluster(1))
+    assert (found.compute_s, found.update_s, found.step_s) == pytest.approx((12.0, 0.5, 12.5))
+    assert (found.communication_s, found.bubble_s) == pytest.approx((0.0, 0.0))
+
+
+def test_filling_and_draining_is_what_free_messages_leave(pipeline: Callable[..., Plan]):
+    found = parts(pipeline(2, 4, node_of_rank=(0, 1)), cluster(1, 1))
+    assert (found.rank, found.stages) == (0, (0,))
+    assert (found.step_s, found.compute_s, found.bubble_s) == pytest.approx((15.0, 12.0, 3.0))
+
+
+def test_messages_cost_what_they_delay(pipeline: Callable[..., Plan]):
+    slow = cluster(1, 1, bandwidth=1.0)
+    found = parts(pipeline(2, 1, size_bytes=7, node_of_rank=(0, 1)), slow)
+    assert found.communication_s == pytest.approx(14.0)
+    assert found.bubble_s == pytest.approx(3.0)
+
+
+@given(
+    costs=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    micro_batches=st.integers(1, 6),
+    size_bytes=st.integers(0, 10),
+)
+def test_the_parts_add_up_to_the_step(
+    pipeline: Callable[..., Plan], costs: Sequence[int], micro_batches: int, size_bytes: int
+):
+    stages = [replace(COST, forward_s=float(cost)) for cost in costs]
+    nodes = range(len(costs))
+    plan = pipeline(
+        len(costs), micro_batches, costs=stages, size_bytes=size_bytes, node_of_rank=nodes
+    )
+    found = parts(plan, cluster(*[1] * len(costs), bandwidth=2.0))
+    times = (found.busy_s, found.reduction_s, found.offload_s, found.communication_s)
+    assert sum(times) + found.bubble_s == pytest.approx(found.step_s)
+    assert min(*times, found.bubble_s) >= 0
+
+
+def test_no_messages_no_link(pipeline: Callable[..., Plan]):
+    assert busiest_link(pipeline(1, 4), cluster(1)) is None
+
+
+@pytest.mark.parametrize(("shared", "messages"), [(True, 2), (False, 1)])
+def test_ranks_of_two_nodes_share_a_link_or_have_their_own(
+    pipeline: Callable[..., Plan], shared: bool, messages: int
+):
+    skips = [(0, (2,), True), (1, (3,), True)]
+    plan = pipeline(4, 8, size_bytes=1000, skips=skips, node_of_rank=(0, 0, 1, 1))
+    plan = replace(plan, transfers=tuple(t for t in plan.transfers if abs(t.source - t.target) > 1))
+    found = busiest_link(plan, cluster(2, 2, shared=shared))
+    assert found is not None
+    assert found.between_nodes == shared
+    assert found.bytes_per_step == messages * 8000
+    assert found.busy_s == pytest.approx(messages * 8e-6)
+
+
+def test_a_half_duplex_link_carries_both_directions(pipeline: Callable[..., Plan]):
+    plan = pipeline(2, 8, size_bytes=1000, node_of_rank=(0, 1))
+    found = busiest_link(plan, cluster(1, 1, duplex=False))
+    assert found is not None
+    assert found.bytes_per_step == 16000
