@@ -122,3 +122,19 @@ def _largest(model: Model, devices: int) -> int:
     """The largest entry of the replica counts that takes at most so many devices; -1 if none."""
     counts = model.layout.replicas[: model.most + 1]
     return int(np.searchsorted(counts, devices, side="right")) - 1
+
+
+def kicks(model: Model, plan: Plan) -> list[Plan]:
+    """Every merge of two stages, and every stage split evenly; to start again from."""
+    cuts, picks = plan
+    rows = list(_merged(model, plan))
+    work = model.costs.forward_s[0] + model.costs.backward_s[0]
+    for stage, (start, end) in enumerate(pairwise(cuts)):
+        states = _states(model, start, end)
+        replicas = int(model.layout.replicas[picks[stage]])
+        if len(states) and replicas > 1:
+            middle = states[np.argmin(np.abs(2 * work[states] - work[start] - work[end]))]
+            half = _largest(model, replicas // 2), _largest(model, replicas - replicas // 2)
+            pair = np.array([half], np.int64)
+            rows.append(_split_rows(plan, stage, np.array([middle], np.int64), pair))
+    return [(tuple(c[0].tolist()), tuple(p[0].tolist())) for c, p in rows]

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipectl.compiled import compiled
+from pipectl.planner.hybrid.few import few_stages
 from pipectl.planner.hybrid.model import Model
 from pipectl.planner.hybrid.moves import Plan
 from pipectl.planner.recurrence import Integers
@@ -40,7 +41,9 @@ def first_seeds(model: Model) -> list[Plan]:
 
 def more_seeds(model: Model) -> list[Plan]:
     """Further plans to begin with."""
-    return list(dict.fromkeys(_shortest(model, _sampled(model, MOST_STATES), SLACKS)))
+    states = _sampled(model, MOST_STATES)
+    few = few_stages(model, states) if model.layout.devices <= MOST_DEVICES else ()
+    return list(dict.fromkeys([*few, *_shortest(model, states, SLACKS)]))
 
 
 def _sampled(model: Model, most: int) -> Integers:
