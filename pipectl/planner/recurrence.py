@@ -11,7 +11,9 @@ forward of micro-batch t. Three stages, warm-up (3, 2, 1)::
 
 Where the warm-up never rises with the stage, everything an action waits for stands before it, so
 each end follows from ends that are known: one pass of (stages + transfers) x micro-batches steps.
-It equals the event simulation of the same plan wherever no two transfers share a link.
+It equals the event simulation of the same plan where no two transfers share a link and messages
+are shorter than computations; longer ones may begin later there, because receives are posted only
+a little ahead.
 
 In the steady state all ends move by the same time a turn (a max-plus system at its eigenvalue);
 once that held for a whole cycle of the backwards in flight, the turns up to the last micro-batch
@@ -237,7 +239,7 @@ def _advance(before: Floats, clocks: _Clocks) -> float:
 @compiled
 def _skip(turns: int, advance_s: float, clocks: _Clocks) -> int:
     """Let as many whole rings of turns pass as fit; returns the number of turns."""
-    ring = clocks.back.shape[1]
+    ring: int = clocks.back.shape[1]
     passed = turns // ring * ring
     shift = passed * advance_s
     for way in range(len(clocks.ahead)):

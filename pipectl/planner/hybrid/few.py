@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 
 import numpy as np
 
@@ -52,6 +52,6 @@ def _cuts(model: Model, states: Integers, count: int) -> Integers:
     found = [
         (int(states[0]), *borders, int(states[-1]))
         for borders in combinations(inner, count - 1)
-        if all(model.follows[a, b] for a, b in zip(borders, borders[1:], strict=False))
+        if all(model.follows[a, b] for a, b in pairwise(borders))
     ]
     return np.array(found, np.int64).reshape(-1, count + 1)

@@ -95,7 +95,7 @@ class ClusterRules:
     def reduce_s(self, size_bytes: float, ranks: Sequence[int]) -> float:
         """A ring over the ranks in their order."""
         count = len(ranks)
-        if count == 1 or size_bytes == 0:
+        if count == 1:
             return 0.0
         links = (self._link(ranks[i - 1], rank)[0] for i, rank in enumerate(ranks))
         return 2 * (count - 1) * max(link.transfer_s(size_bytes / count) for link in links)

@@ -124,7 +124,8 @@ def costs_of(
         gradient_bytes=crossing @ np.array([float(o.gradient_bytes) for o in operators]) * scale,
         reduced_bytes=parameters,
         resident_bytes=parameters * (2.0 + optimizer.state_bytes_per_parameter_byte),
-        saved_bytes=members @ np.array([float(_saved(profile, i)) for i in range(len(operators))])
+        saved_bytes=members
+        @ np.array([float(_saved(profile, i)) for i in range(len(operators))])
         * scale,
     )
 
@@ -133,9 +134,7 @@ def _saved(profile: Profile, index: int) -> int:
     return sum(size for _, size in profile.operators[index].saved)
 
 
-def _times(
-    profile: Profile, size: int, replicas: int, *, fractions: bool
-) -> tuple[Floats, Floats]:
+def _times(profile: Profile, size: int, replicas: int, *, fractions: bool) -> tuple[Floats, Floats]:
     """Forward and backward of every operator on the replica with the most samples."""
     own = profile.micro_batch_size
     samples = own if fractions else ceil(size / replicas)

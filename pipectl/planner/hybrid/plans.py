@@ -100,7 +100,10 @@ def placed_parts(
         forward_s=(_held(costs.forward_s, pick, start, end) + costs.stage_s[0]) * slow,
         backward_s=(_held(costs.backward_s, pick, start, end) + costs.stage_s[1]) * slow,
         reduce_s=np.array(
-            [rules.reduce_s(float(size), on) for size, on in zip(reduced, ranks, strict=True)]
+            [
+                rules.reduce_s(float(size), on) if size > 0 else 0.0
+                for size, on in zip(reduced, ranks, strict=True)
+            ]
         ),
         update_s=(costs.update_s[end] - costs.update_s[start]) * slow,
         activation_s=np.array([message.hold_s for message in there]),
@@ -113,9 +116,7 @@ def placed_parts(
     )
 
 
-def _held(
-    costs: NDArray[np.float64], pick: Integers, start: Integers, end: Integers
-) -> Floats:
+def _held(costs: NDArray[np.float64], pick: Integers, start: Integers, end: Integers) -> Floats:
     """What lies between two states, for the replicas of every stage."""
     found: Floats = costs[pick, end] - costs[pick, start]
     return found

@@ -12,6 +12,7 @@ shortest way; a rising cap gives plans from balanced with many stages to short w
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,7 +69,7 @@ def _even(model: Model, states: Integers) -> Iterator[Plan]:
         targets = work[-1] * np.arange(stages + 1) / stages
         near = [int(np.argmin(np.abs(work - target))) for target in targets]
         cuts = tuple(int(state) for state in states[[0, *near[1:-1], len(states) - 1]])
-        if all(model.follows[a, b] for a, b in zip(cuts, cuts[1:], strict=False)):
+        if all(model.follows[a, b] for a, b in pairwise(cuts)):
             yield cuts, (pick,) * stages
 
 
@@ -176,9 +177,7 @@ def _stage_s(model: Model, start: int, end: int, pick: int, place: int, cap_s: f
 
 
 @compiled
-def _border_s(
-    model: Model, state: int, begin: int, before: int, pick: int, cap_s: float
-) -> float:
+def _border_s(model: Model, state: int, begin: int, before: int, pick: int, cap_s: float) -> float:
     """Messages there and back; infinite if one of them is above the cap."""
     costs, layout = model.costs, model.layout
     row = begin % layout.slowness.shape[0]
