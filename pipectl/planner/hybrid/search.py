@@ -12,8 +12,9 @@ Deterministic; with a deadline only the amount of search differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import log
 
 import numpy as np
 
@@ -28,6 +29,8 @@ from pipectl.planner.hybrid.states import States
 from pipectl.planner.hybrid.value import DOES_NOT_FIT_S, value_s
 from pipectl.profile import Profile
 
+MICRO_BATCHES_PER_DEVICE = 2
+"""Sizes that give about so many micro-batches are looked at first."""
 FIRST_DESCENTS = 2
 """Seeds of each micro-batch size that are improved at first."""
 MORE_DESCENTS = 10
@@ -36,8 +39,8 @@ PROMISING = 1.2
 """A size is, if its best plan takes at most so many times as long as the best of all."""
 KICKED = 3
 """So many of the best plans of a size are disturbed and improved again."""
-FINALISTS = 3
-"""Plans kept of every size, for every one that is asked for."""
+FINALISTS = 2
+"""Plans that get ranks and warm-up, for every one that is asked for."""
 
 Expired = Callable[[], bool]
 
@@ -101,10 +104,12 @@ def hybrid_plans(
         expired: whether time is up; the best so far is returned then.
     """
     fields = _fields(profile, states, rules, request)
-    for place in fields:
-        _descend(place, first_seeds(place.model), FIRST_DESCENTS, expired)
+    for number, place in enumerate(fields):
+        if number == 0 or not expired():
+            _descend(place, first_seeds(place.model), FIRST_DESCENTS, expired)
     for place in _promising(fields):
-        _descend(place, more_seeds(place.model), MORE_DESCENTS, expired)
+        if not expired():
+            _descend(place, more_seeds(place.model), MORE_DESCENTS, expired)
     for place in _promising(fields)[:2]:
         _kick(place, expired)
     return _finished(fields, rules, request)
@@ -119,9 +124,11 @@ def _fields(
         order: layout_of(rules, order, replicas)
         for order in (orders if request.scatter else orders[:1])
     }
+    several = MICRO_BATCHES_PER_DEVICE * len(rules.machine_of)
+    sizes = sorted(request.sizes, key=lambda size: abs(log(request.micro_batches(size) / several)))
     return [
         _Field(size, order, _model(profile, states, request, size, layout))
-        for size in request.sizes
+        for size in sizes
         if size >= request.least_samples
         for order, layout in layouts.items()
     ]
@@ -171,28 +178,32 @@ def _finished(
 ) -> list[HybridPlan]:
     """The best plans with ranks and warm-up."""
     bound_s = min((_least_s(place.model) for place in fields), default=0.0)
-    found = {
-        (plan.cuts, plan.ranks, plan.micro_batch_size): plan
-        for place in fields
-        for plan in _finalists(place, rules, request, bound_s)
-    }
+    close = [
+        (value, len(plan[1]), number, plan)
+        for number, place in enumerate(fields)
+        for value, plan in place.ranked()[: request.keep]
+        if value < DOES_NOT_FIT_S
+    ]
+    found = {}
+    for _, _, number, plan in sorted(close)[: request.keep * FINALISTS]:
+        chosen = _chosen(fields[number], plan, rules, request, bound_s)
+        found[chosen.cuts, chosen.ranks, chosen.micro_batch_size] = chosen
     ranked = sorted(
         found.values(), key=lambda p: (p.step_time_s, len(p.ranks), p.micro_batches, p.cuts)
     )
     return ranked[: request.keep]
 
 
-def _finalists(
-    place: _Field, rules: LinkRules, request: HybridRequest, bound_s: float
-) -> Iterator[HybridPlan]:
-    for value, (cuts, picks) in place.ranked()[: request.keep * FINALISTS]:
-        if value >= DOES_NOT_FIT_S:
-            continue
-        replicas = [int(place.model.layout.replicas[pick]) for pick in picks]
-        choices = rank_choices(rules, place.order, replicas, scatter=request.scatter)
-        step_s, ranks, depths = best_ranks(place.model, rules, cuts, picks, choices)
-        count = place.model.micro_batches
-        yield HybridPlan(cuts, ranks, place.size, count, depths, step_s, bound_s)
+def _chosen(
+    place: _Field, plan: Plan, rules: LinkRules, request: HybridRequest, bound_s: float
+) -> HybridPlan:
+    """The plan on its best ranks with its best warm-up."""
+    cuts, picks = plan
+    replicas = [int(place.model.layout.replicas[pick]) for pick in picks]
+    choices = rank_choices(rules, place.order, replicas, scatter=request.scatter)
+    step_s, ranks, depths = best_ranks(place.model, rules, cuts, picks, choices)
+    count = place.model.micro_batches
+    return HybridPlan(cuts, ranks, place.size, count, depths, step_s, bound_s)
 
 
 def _least_s(model: Model) -> float:
