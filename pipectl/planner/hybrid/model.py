@@ -1,0 +1,202 @@
+"""The stage-level model of a hybrid pipeline as arrays that the compiled searches read.
+
+Devices stand in one order, and every stage takes the next ones, so a stage is known by where it
+begins and how many replicas it has. What its messages and its reduction cost is read from tables
+by (begin modulo the period of the machines, replicas). Costs of a stage between two states are
+differences of what the states hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipectl.planner.condense import edges_by_index
+from pipectl.planner.costs import operator_times
+from pipectl.planner.hybrid.links import LinkRules
+from pipectl.planner.hybrid.states import States
+from pipectl.planner.recurrence import Floats, Integers
+from pipectl.profile import OptimizerCost, Profile
+
+EVERY_COUNT = 24
+"""Up to so many devices, every number of replicas is tried; beyond, about six per doubling."""
+REFERENCE_BYTES = 2**20
+"""Messages of this size say what a link takes per byte."""
+
+
+class Costs(NamedTuple):
+    """What the states hold, for one micro-batch size; bytes as float64.
+
+    Args:
+        forward_s, backward_s: shape (replica counts, states); on one of so many replicas.
+        stage_s: shape (2,); what every stage adds to a forward and a backward.
+        update_s: of the optimizer.
+        activation_bytes, gradient_bytes: what crosses a cut at the state, and comes back.
+        reduced_bytes: gradients of the parameters.
+        resident_bytes: parameters, their gradients and the optimizer's state.
+        saved_bytes: kept for the backward of a whole micro-batch.
+    """
+
+    forward_s: NDArray[np.float64]
+    backward_s: NDArray[np.float64]
+    stage_s: Floats
+    update_s: Floats
+    activation_bytes: Floats
+    gradient_bytes: Floats
+    reduced_bytes: Floats
+    resident_bytes: Floats
+    saved_bytes: Floats
+
+
+class Layout(NamedTuple):
+    """What the devices and links cost, by where a stage begins in the order of devices.
+
+    Args:
+        devices: how many there are.
+        replicas: the numbers of replicas a stage may have, rising.
+        slowness: shape (period, counts); of the slowest replica, relative to the profile's device.
+        limit_bytes: shape (period, counts); of the smallest.
+        late_s, s_per_byte: shape (period, counts, counts); of messages from a stage to the next.
+        reduce_late_s, reduce_s_per_byte: shape (period, counts).
+    """
+
+    devices: int
+    replicas: Integers
+    slowness: NDArray[np.float64]
+    limit_bytes: NDArray[np.float64]
+    late_s: NDArray[np.float64]
+    s_per_byte: NDArray[np.float64]
+    reduce_late_s: NDArray[np.float64]
+    reduce_s_per_byte: NDArray[np.float64]
+
+
+class Model(NamedTuple):
+    """Everything that gives a plan its step time.
+
+    Args:
+        follows: shape (states, states); which state can follow which.
+        most: entry of ``replicas`` up to which a stage may be split.
+        last_share: size of the last micro-batch relative to the others.
+    """
+
+    costs: Costs
+    layout: Layout
+    follows: NDArray[np.bool_]
+    most: int
+    micro_batches: int
+    last_share: float
+
+
+def replica_counts(devices: int) -> Integers:
+    """Numbers of replicas to try, rising, up to all devices."""
+    counts = list(range(1, min(devices, EVERY_COUNT) + 1))
+    while counts[-1] < devices:
+        counts.append(min(devices, max(counts[-1] + 1, round(counts[-1] * 1.125))))
+    return np.array(counts, np.int64)
+
+
+def costs_of(
+    profile: Profile, states: States, size: int, replicas: Sequence[int], *, fractions: bool
+) -> Costs:
+    """Costs of all states at a micro-batch size.
+
+    Args:
+        fractions: whether replicas may get fractions of a sample, at proportional times.
+    """
+    members = states.members.astype(np.float64)
+    scale = size / profile.micro_batch_size
+    crossing = states.crossing(edges_by_index(profile)).astype(np.float64)
+    times = [_times(profile, size, count, fractions=fractions) for count in replicas]
+    optimizer = profile.optimizer or OptimizerCost(0.0, 0.0)
+    operators = profile.operators
+    parameters = members @ np.array([float(o.parameter_bytes) for o in operators])
+    overhead = profile.stage
+    return Costs(
+        forward_s=np.array([members @ forward for forward, _ in times]),
+        backward_s=np.array([members @ backward for _, backward in times]),
+        stage_s=np.array([overhead.forward_s, overhead.backward_s]),
+        update_s=parameters * optimizer.step_s_per_byte,
+        activation_bytes=crossing @ np.array([float(o.output_bytes) for o in operators]) * scale,
+        gradient_bytes=crossing @ np.array([float(o.gradient_bytes) for o in operators]) * scale,
+        reduced_bytes=parameters,
+        resident_bytes=parameters * (2.0 + optimizer.state_bytes_per_parameter_byte),
+        saved_bytes=members
+        @ np.array([float(_saved(profile, i)) for i in range(len(operators))])
+        * scale,
+    )
+
+
+def _saved(profile: Profile, index: int) -> int:
+    return sum(size for _, size in profile.operators[index].saved)
+
+
+def _times(profile: Profile, size: int, replicas: int, *, fractions: bool) -> tuple[Floats, Floats]:
+    """Forward and backward of every operator on the replica with the most samples."""
+    own = profile.micro_batch_size
+    samples = own if fractions else ceil(size / replicas)
+    share = size / replicas / own if fractions else 1.0
+    pairs = np.array(operator_times(profile, samples).uncached, np.float64).reshape(-1, 2) * share
+    return pairs[:, 0], pairs[:, 1]
+
+
+def layout_of(rules: LinkRules, order: Sequence[int], replicas: Integers) -> Layout:
+    """The tables of an order of the ranks."""
+    period = _period(rules, order)
+    counts = replicas.tolist()
+    shape = (period, len(counts))
+    slowness, limits = np.ones(shape), np.full(shape, np.inf)
+    reduce_late_s, reduce_s_per_byte = np.zeros(shape), np.zeros(shape)
+    late_s, s_per_byte = np.zeros((*shape, len(counts))), np.zeros((*shape, len(counts)))
+    for begin, row in _starts(period, counts, len(order)):
+        ranks = order[begin : begin + counts[row]]
+        slowness[begin, row] = 1.0 / min(rules.speed(rank) for rank in ranks)
+        limits[begin, row] = min(rules.memory_bytes(rank) for rank in ranks)
+        none_s = rules.reduce_s(0.0, ranks)
+        reduce_late_s[begin, row] = none_s
+        reduce_s_per_byte[begin, row] = (
+            rules.reduce_s(REFERENCE_BYTES, ranks) - none_s
+        ) / REFERENCE_BYTES
+        for column, count in enumerate(counts):
+            after = order[begin + len(ranks) : begin + len(ranks) + count]
+            if len(after) == count:
+                message = rules.transfer_s(REFERENCE_BYTES, ranks, after)
+                late_s[begin, row, column] = message.late_s
+                s_per_byte[begin, row, column] = message.hold_s / REFERENCE_BYTES
+    return Layout(
+        len(order),
+        replicas,
+        slowness,
+        limits,
+        late_s,
+        s_per_byte,
+        reduce_late_s,
+        reduce_s_per_byte,
+    )
+
+
+def _starts(period: int, counts: Sequence[int], devices: int) -> list[tuple[int, int]]:
+    """(begin, entry of counts) of all stages within one period that fit the devices."""
+    return [
+        (begin, row)
+        for begin in range(period)
+        for row, count in enumerate(counts)
+        if begin + count <= devices
+    ]
+
+
+def _period(rules: LinkRules, order: Sequence[int]) -> int:
+    """After how many devices the order looks the same again: equal machines, one after another."""
+    devices = [
+        (rules.machine_of[rank], rules.speed(rank), rules.memory_bytes(rank)) for rank in order
+    ]
+    size = next((i for i, d in enumerate(devices) if d[0] != devices[0][0]), len(devices))
+    kinds = {device[1:] for device in devices}
+    blocks = [{d[0] for d in devices[at : at + size]} for at in range(0, len(devices), size)]
+    equal = len(kinds) == 1 and len(devices) % size == 0
+    alike = equal and all(len(block) == 1 for block in blocks)
+    machines = {device[0] for device in devices}
+    return size if alike and len(blocks) == len(machines) else len(devices)

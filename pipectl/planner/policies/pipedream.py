@@ -1,0 +1,156 @@
+"""PipeDream's planner: the least time per micro-batch in the steady state, with replicas.
+
+A stage of time T and parameters W on m devices takes (T + 4 (m - 1) W / (B m)) / m a micro-batch, a
+message of a bytes to a stage on m devices 2 a / (B m). The dynamic programme minimises the largest
+of these over prefixes of the state sequence and devices; on a hierarchy it is solved level by
+level, the stages of one level being what a machine of the level below achieves. Fill and drain of
+the pipeline do not count. Source: Narayanan et al., "PipeDream", SOSP 2019, section 3.1 (work
+partitioning). Many plans tie; the first found in ascending order of cuts and replicas is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipectl.planner.hybrid.links import LinkRules
+from pipectl.planner.policies.antichains import antichain_states
+from pipectl.planner.policies.policy import PolicyPlan, Prefixes, Work, consecutive
+from pipectl.profile import Profile
+
+NAME = "pipedream"
+
+
+@dataclass(frozen=True)
+class _Level:
+    """One level of the hierarchy, solved.
+
+    Args:
+        best_s: shape (devices, states, states); of the stages between two states.
+        split, tail: where the last stage begins and how many devices it has; -1 if there is one
+            stage on all devices.
+    """
+
+    best_s: NDArray[np.float64]
+    split: NDArray[np.int64]
+    tail: NDArray[np.int64]
+
+
+def plan(profile: Profile, rules: LinkRules, work: Work) -> PolicyPlan:
+    """The plan for the rules' machines, their bandwidths taken from messages of one megabyte."""
+    states = antichain_states(profile)
+    prefixes = Prefixes.of(profile, states, work.micro_batch_size)
+    machines = max(rules.machine_of) + 1
+    within = len(rules.machine_of) // machines
+    bandwidths = [_bandwidth(rules, 0, 1)] if within > 1 else []
+    bandwidths += [_bandwidth(rules, 0, len(rules.machine_of) - 1)] if machines > 1 else []
+    counts = [count for count in (within, machines) if count > 1]
+    return solved(profile, work, counts, bandwidths, straight=False, prefixes=prefixes)
+
+
+def _bandwidth(rules: LinkRules, sender: int, receiver: int) -> float:
+    size = 1e6
+    return size / rules.transfer_s(size, [sender], [receiver]).hold_s
+
+
+def solved(
+    profile: Profile,
+    work: Work,
+    counts: Sequence[int],
+    bandwidths: Sequence[float],
+    *,
+    straight: bool,
+    prefixes: Prefixes | None = None,
+) -> PolicyPlan:
+    """The plan for a hierarchy.
+
+    Args:
+        counts: devices in the innermost group, groups in the next, and so on.
+        bandwidths: bytes per second of each level.
+        straight: whether no stage has more than one replica.
+    """
+    states = antichain_states(profile)
+    prefixes = prefixes or Prefixes.of(profile, states, work.micro_batch_size)
+    times = prefixes.time_s[None, :] - prefixes.time_s[:, None]
+    times = np.where(states.follows, times, np.inf)
+    levels: list[_Level] = []
+    inner = 1
+    for count, bandwidth in zip(counts, bandwidths, strict=True):
+        levels.append(_level(prefixes, times, count, bandwidth, inner, straight=straight))
+        times = levels[-1].best_s[-1]
+        inner *= count
+    if not levels:
+        last = len(states) - 1
+        return PolicyPlan(states, (0, last), ((0,),), float(prefixes.time_s[-1]))
+    stages = _stages(levels, len(counts) - 1, (0, len(states) - 1), counts[-1], 1)
+    cuts = (0, *(end for _, end, _ in stages))
+    ranks = consecutive(tuple(replicas for _, _, replicas in stages))
+    return PolicyPlan(states, cuts, ranks, float(times[0, -1]))
+
+
+def _level(
+    prefixes: Prefixes,
+    times: NDArray[np.float64],
+    count: int,
+    bandwidth: float,
+    inner: int,
+    *,
+    straight: bool,
+) -> _Level:
+    """All stages on up to ``count`` groups of ``inner`` devices each."""
+    weights = np.maximum(prefixes.parameter_bytes[None, :] - prefixes.parameter_bytes[:, None], 0)
+    single = [
+        (times + 4 * (m - 1) * weights / (bandwidth * m) / inner) / m
+        if m == 1 or not straight
+        else np.full_like(times, np.inf)
+        for m in range(1, count + 1)
+    ]
+    sends = 2 * prefixes.output_bytes / bandwidth
+    best = np.array(single)
+    split = np.full(best.shape, -1, np.int64)
+    tail = np.full(best.shape, -1, np.int64)
+    for devices in range(2, count + 1):
+        for last in range(1, devices):
+            head = np.maximum(best[devices - last - 1], (sends / last)[None, :])
+            _join(best, split, tail, devices - 1, last, head, single[last - 1])
+    return _Level(best, split, tail)
+
+
+def _join(
+    best: NDArray[np.float64],
+    split: NDArray[np.int64],
+    tail: NDArray[np.int64],
+    entry: int,
+    last: int,
+    head: NDArray[np.float64],
+    single: NDArray[np.float64],
+) -> None:
+    """Try every state between head and last stage, for all pairs of ends at once."""
+    for end in range(len(single)):
+        values = np.maximum(head, single[:, end][None, :])
+        where = values.argmin(axis=1)
+        found = values[np.arange(len(values)), where]
+        better = found < best[entry, :, end]
+        best[entry, better, end] = found[better]
+        split[entry, better, end] = where[better]
+        tail[entry, better, end] = last
+
+
+def _stages(
+    levels: Sequence[_Level], level: int, ends: tuple[int, int], devices: int, copies: int
+) -> list[tuple[int, int, int]]:
+    """(start, end, replicas) of the stages between two states on groups of a level."""
+    if level < 0:
+        return [(*ends, copies)]
+    found: list[tuple[int, int, int]] = []
+    start, end = ends
+    inside = levels[level - 1].best_s.shape[0] if level else 1
+    while levels[level].tail[devices - 1, start, end] > 0:
+        at = int(levels[level].split[devices - 1, start, end])
+        last = int(levels[level].tail[devices - 1, start, end])
+        found = [*_stages(levels, level - 1, (at, end), inside, copies * last), *found]
+        devices, end = devices - last, at
+    return [*_stages(levels, level - 1, (start, end), inside, copies * devices), *found]

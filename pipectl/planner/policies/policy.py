@@ -1,0 +1,97 @@
+"""What the planners of the literature have in common here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from pipectl.planner.condense import edges_by_index
+from pipectl.planner.hybrid.links import LinkRules
+from pipectl.planner.hybrid.placing import Ranks
+from pipectl.planner.hybrid.states import States
+from pipectl.planner.recurrence import Floats
+from pipectl.profile import Profile
+
+
+@dataclass(frozen=True)
+class Work:
+    """One optimizer step.
+
+    Args:
+        batch_size: samples.
+        micro_batch_size: samples of a micro-batch.
+    """
+
+    batch_size: int
+    micro_batch_size: int
+
+    @property
+    def micro_batches(self) -> float:
+        """How many micro-batches a step has."""
+        return self.batch_size / self.micro_batch_size
+
+
+@dataclass(frozen=True)
+class PolicyPlan:
+    """The stages a policy chose, and what its own objective says of them.
+
+    Args:
+        cuts: entries of ``states``, one more than stages.
+        ranks: of every stage, one a replica.
+        value_s: the policy's objective; not comparable with other policies'.
+    """
+
+    states: States
+    cuts: tuple[int, ...]
+    ranks: Ranks
+    value_s: float
+
+    def nodes(self, profile: Profile) -> tuple[tuple[str, ...], ...]:
+        """Operator ids of every stage, in graph order."""
+        return tuple(
+            tuple(profile.operators[index].id for index in self.states.between(start, end))
+            for start, end in pairwise(self.cuts)
+        )
+
+
+Policy = Callable[[Profile, LinkRules, Work], PolicyPlan]
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """What states hold, for one micro-batch of a given size on one device.
+
+    Args:
+        time_s: forward and backward of all that is inside.
+        parameter_bytes: of all that is inside.
+        output_bytes: of what is read behind the state.
+    """
+
+    time_s: Floats
+    parameter_bytes: Floats
+    output_bytes: Floats
+
+    @classmethod
+    def of(cls, profile: Profile, states: States, size: float) -> Prefixes:
+        """Times and messages in proportion to ``size`` samples."""
+        scale = size / profile.micro_batch_size
+        members = states.members.astype(np.float64)
+        crossing = states.crossing(edges_by_index(profile)).astype(np.float64)
+        operators = profile.operators
+        return cls(
+            members @ np.array([o.forward_s + o.backward_s for o in operators]) * scale,
+            members @ np.array([float(o.parameter_bytes) for o in operators]),
+            crossing @ np.array([float(o.output_bytes) for o in operators]) * scale,
+        )
+
+
+def consecutive(replicas: tuple[int, ...]) -> Ranks:
+    """Ranks in order, stage by stage."""
+    found, place = [], 0
+    for count in replicas:
+        found.append(tuple(range(place, place + count)))
+        place += count
+    return tuple(found)
