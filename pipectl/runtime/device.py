@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import psutil
@@ -9,10 +10,35 @@ import torch
 from torch import Tensor
 
 
+class Outgoing:
+    """A vector in memory that MPI may read, or will be able to soon.
+
+    Args:
+        buffer: the memory.
+        copied: events behind which each piece of it is there; none where all is there.
+    """
+
+    def __init__(self, buffer: Tensor, copied: Sequence[torch.Event] = ()) -> None:
+        self.buffer = buffer
+        self._copied = copied
+
+    def wait(self, piece: int) -> None:
+        """Return when MPI may read a piece."""
+        if self._copied:
+            self._copied[piece].synchronize()
+
+
 class Device(Protocol):
-    """The device a rank computes on, and how its tensors reach MPI."""
+    """The device a rank computes on, and how its tensors reach MPI.
+
+    Attributes:
+        route: how, in words.
+        staged: whether messages are copied through host memory, piece by piece.
+    """
 
     torch_device: torch.device
+    route: str
+    staged: bool
 
     def synchronize(self) -> None:
         """Return when everything queued on the device is done."""
@@ -20,8 +46,8 @@ class Device(Protocol):
     def message_buffer(self, count: int, dtype: torch.dtype) -> Tensor:
         """Memory that MPI can write ``count`` elements into."""
 
-    def to_message(self, vector: Tensor) -> Tensor:
-        """``vector`` in memory that MPI can read."""
+    def to_message(self, vector: Tensor, piece_bytes: int) -> Outgoing:
+        """``vector`` for MPI, which reads it in pieces of so many bytes."""
 
     def from_message(self, buffer: Tensor) -> Tensor:
         """A received buffer as a tensor on the device."""
@@ -34,6 +60,8 @@ class CpuDevice:
     """Tensors live in host memory: MPI reads and writes them in place."""
 
     torch_device = torch.device("cpu")
+    route = "in place"
+    staged = False
 
     def synchronize(self) -> None:
         """Operators on the CPU are done when they return."""
@@ -42,9 +70,9 @@ class CpuDevice:
         """Host memory; the allocator hands freed blocks of this size out again."""
         return torch.empty(count, dtype=dtype)
 
-    def to_message(self, vector: Tensor) -> Tensor:
+    def to_message(self, vector: Tensor, piece_bytes: int) -> Outgoing:  # noqa: ARG002
         """The vector itself."""
-        return vector
+        return Outgoing(vector)
 
     def from_message(self, buffer: Tensor) -> Tensor:
         """The buffer itself."""
@@ -55,56 +83,103 @@ class CpuDevice:
         return _peak_resident_bytes()
 
 
+class Staging:
+    """Copies between a device and host memory that MPI can reach.
+
+    Args:
+        device: where the tensors are; copies of the CPU's own memory serve tests.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pinned = device.type != "cpu"
+
+    def buffer(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Host memory, pinned where there is an accelerator; torch keeps freed blocks."""
+        return torch.empty(count, dtype=dtype, pin_memory=self._pinned)
+
+    def outgoing(self, vector: Tensor, piece_bytes: int) -> Outgoing:
+        """Queue the copies of all pieces; the first can leave while the second is copied."""
+        buffer = self.buffer(vector.numel(), vector.dtype)
+        if not vector.numel():
+            return Outgoing(buffer)
+        source, target = vector.view(torch.uint8), buffer.view(torch.uint8)
+        copied = []
+        for offset in range(0, target.numel(), piece_bytes):
+            piece = slice(offset, offset + piece_bytes)
+            target[piece].copy_(source[piece], non_blocking=self._pinned)
+            copied += self._mark()
+        return Outgoing(buffer, copied)
+
+    def incoming(self, buffer: Tensor) -> Tensor:
+        """A copy on the device. The buffer's memory is not reused before the copy has ended."""
+        tensor = torch.empty_like(buffer, device=self._device, pin_memory=False)
+        return tensor.copy_(buffer, non_blocking=self._pinned)
+
+    def _mark(self) -> list[torch.Event]:
+        """An event behind what is queued now; the CPU queues nothing."""
+        if not self._pinned:
+            return []
+        event = torch.Event(self._device)
+        event.record()
+        return [event]
+
+
 class AcceleratorDevice:
-    """Tensors live on an accelerator (CUDA, XPU, ...): messages pass through pinned host memory.
+    """Tensors live on an accelerator (CUDA, XPU, ...).
 
     Args:
         index: of the accelerator on this node.
+        in_place: whether MPI can read and write its memory; else messages pass through host memory.
     """
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, *, in_place: bool = False) -> None:
         accelerator = torch.accelerator.current_accelerator()
         assert accelerator is not None
         self.torch_device = torch.device(accelerator.type, index)
         torch.accelerator.set_device_index(index)
+        self.staged = not in_place
+        self.route = "in place" if in_place else "through pinned host memory"
+        self._staging = Staging(self.torch_device)
 
     def synchronize(self) -> None:
         """Wait for the current stream, which holds all of the rank's work."""
         torch.accelerator.current_stream().synchronize()
 
     def message_buffer(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Pinned host memory."""
-        return torch.empty(count, dtype=dtype, pin_memory=True)
+        """Memory of the accelerator, or pinned host memory."""
+        if self.staged:
+            return self._staging.buffer(count, dtype)
+        return torch.empty(count, dtype=dtype, device=self.torch_device)
 
-    def to_message(self, vector: Tensor) -> Tensor:
-        """A copy in pinned host memory."""
-        buffer = self.message_buffer(vector.numel(), vector.dtype)
-        buffer.copy_(vector, non_blocking=True)
+    def to_message(self, vector: Tensor, piece_bytes: int) -> Outgoing:
+        """The vector once it is computed, or a copy that is made piece by piece."""
+        if self.staged:
+            return self._staging.outgoing(vector, piece_bytes)
         self.synchronize()
-        return buffer
+        return Outgoing(vector)
 
     def from_message(self, buffer: Tensor) -> Tensor:
-        """A copy on the device; complete before the pinned buffer can be reused."""
-        tensor = buffer.to(self.torch_device, non_blocking=True)
-        self.synchronize()
-        return tensor
+        """The buffer itself, or a copy on the accelerator."""
+        return self._staging.incoming(buffer) if self.staged else buffer
 
     def peak_bytes(self) -> int:
         """Most bytes allocated on the accelerator."""
         return int(torch.accelerator.max_memory_allocated(self.torch_device))
 
 
-def choose_device(accelerators_per_node: int, local_rank: int) -> Device:
+def choose_device(accelerators_per_node: int, local_rank: int, *, in_place: bool = False) -> Device:
     """The accelerator of this rank where the job asks for some, else the CPU.
 
     Args:
         accelerators_per_node: as the job spec asks; 0 for CPU ranks.
         local_rank: index of the rank on its node; ranks share accelerators in turn.
+        in_place: whether MPI can read and write an accelerator's memory.
     """
     if accelerators_per_node == 0 or not torch.accelerator.is_available():
         return CpuDevice()
     count = min(accelerators_per_node, torch.accelerator.device_count())
-    return AcceleratorDevice(local_rank % count)
+    return AcceleratorDevice(local_rank % count, in_place=in_place)
 
 
 def _peak_resident_bytes() -> int:

@@ -15,7 +15,7 @@ from pipectl.capture.randomness import seed_of
 from pipectl.graph import TransferKind
 from pipectl.runtime.device import Device
 from pipectl.runtime.stage import StageRuntime
-from pipectl.runtime.transport import Posted, Tensors, Transport
+from pipectl.runtime.transport import Message, Posted, Tensors, Transport
 from pipectl.schedule import Actions, Channel, Kind
 from pipectl.timeline import Event
 
@@ -190,7 +190,7 @@ class Engine:
     def _send_start(self, stage: int, micro_batch: int, channel: int) -> None:
         lane = self._lanes[channel]
         self._sends[channel, micro_batch] = self._transport.start_send(
-            lane,
+            Message(lane, micro_batch),
             self._given.sizes[micro_batch],
             self._channels[channel].target_rank,
             self._made[lane.kind, stage],
@@ -201,7 +201,7 @@ class Engine:
 
     def _receive_start(self, _: int, micro_batch: int, channel: int) -> None:
         self._receives[channel, micro_batch] = self._transport.start_receive(
-            self._lanes[channel],
+            Message(self._lanes[channel], micro_batch),
             self._given.sizes[micro_batch],
             self._channels[channel].source_rank,
         )
@@ -209,7 +209,7 @@ class Engine:
     def _receive_wait(self, stage: int, micro_batch: int, channel: int) -> None:
         lane = self._lanes[channel]
         tensors = self._transport.finish_receive(
-            lane,
+            Message(lane, micro_batch),
             self._given.sizes[micro_batch],
             self._channels[channel].source_rank,
             self._receives.pop((channel, micro_batch)),

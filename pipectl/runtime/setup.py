@@ -16,7 +16,7 @@ from pipectl.profile import Profile
 from pipectl.runtime.device import Device
 from pipectl.runtime.engine import Doing, Engine
 from pipectl.runtime.stage import StageRuntime
-from pipectl.runtime.transport import Transport
+from pipectl.runtime.transport import Progress, Transport
 from pipectl.schedule import Channel, channels, program_hash
 from pipectl.spec import JobSpec
 
@@ -87,7 +87,9 @@ class Setup:
         plan: Plan,
         device: Device,
         doing: Doing,
+        progress: Progress | None = None,
     ) -> None:
+        self.progress = progress or Progress()
         self.job, self.plan, self.communicator, self.device = job, plan, communicator, device
         self.doing = doing
         self.rank_of_stage = [stage.ranks[0] for stage in plan.stages]
@@ -109,6 +111,9 @@ class Setup:
             index: StageRuntime(index, cuts, job.states, device, spec.training.precision)
             for index in plan.stages_of_rank(communicator.rank)
         }
+        if self.progress.mode == "poll":
+            for stage in self.stages.values():
+                stage.let_advance(self.progress.tick)
         self.cut = cuts[True, plan.micro_batch_size]
         self._make_engines(cuts)
         reads = any(stage.inputs(True, n) for stage in self.stages.values() for n in self.sizes)
@@ -196,15 +201,24 @@ class Setup:
             )
         for lane in lanes:
             self.cut.lanes.setdefault(lane, [])
-        wires = Transport(self.communicator.Dup(), self.device, self.cut.lanes)
+        wires = self._transport(self.cut)
         self.training = self._engine(self.cut, planned, wires)
         self.evaluating: Engine | None = None
         self.evaluation_channels: tuple[Channel, ...] = ()
         if self.evaluation_sizes:
             cut = cuts[False, self.evaluation_sizes[0]]
             self.evaluation_channels = tuple(self._channel(lane) for lane in sorted(cut.lanes))
-            wires = Transport(self.communicator.Dup(), self.device, cut.lanes)
+            wires = self._transport(cut)
             self.evaluating = self._engine(cut, self.evaluation_channels, wires)
+
+    def _transport(self, cut: Cut) -> Transport:
+        return Transport(
+            self.communicator.Dup(),
+            self.device,
+            cut.lanes,
+            self.progress,
+            check=self.job.spec.launch.check_messages,
+        )
 
     def _engine(self, cut: Cut, found: tuple[Channel, ...], wires: Transport) -> Engine:
         rank = self.communicator.rank

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from pipectl.capture import Cut, Slot, build_stage
 from pipectl.capture.precision import arithmetic
 from pipectl.capture.stage import Receive, uses_of_parameter
 from pipectl.runtime.device import Device
 from pipectl.runtime.transport import Tensors
+from pipectl.runtime.transport.ticks import insert_ticks
 
 
 @dataclass
@@ -125,6 +126,12 @@ class StageRuntime:
         received = {slot: arrived[slot] for slot in self.codes[False, size].received}
         with torch.no_grad():
             return dict(self._call((False, size), seed, inputs, received))
+
+    def let_advance(self, advance: Callable[[], None]) -> None:
+        """Have ``advance`` called between operators, forward and backward."""
+        for code in self.codes.values():
+            assert isinstance(code.module, fx.GraphModule)
+            insert_ticks(code.module, advance)
 
     def forget(self) -> None:
         """Drop gradients and unfinished micro-batches."""

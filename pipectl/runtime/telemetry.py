@@ -7,7 +7,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,7 @@ class Telemetry:
         steps: of the whole run.
         attempt: 1 for the first start of the job, then one more after every requeue.
         stages: of this rank.
+        messages: how they travel.
     """
 
     def __init__(
@@ -65,7 +66,9 @@ class Telemetry:
         steps: int,
         attempt: int,
         stages: tuple[int, ...],
+        messages: Mapping[str, Any] | None = None,
     ) -> None:
+        self._messages = messages
         self._communicator = communicator
         self._run = run
         self._steps = steps
@@ -184,7 +187,7 @@ class Telemetry:
         self._beat_at = now
         assert self._ranks is not None
         ranks = [self._rank_json(rank) for rank in self._ranks]
-        beat(self._run, self._state, self._step, self._steps, self._attempt, ranks)
+        beat(self._run, self._state, self._step, self._steps, self._attempt, ranks, self._messages)
 
     def _rank_json(self, identity: dict[str, Any]) -> dict[str, Any]:
         latest = self._latest.get(identity["rank"])
@@ -205,6 +208,7 @@ def beat(
     steps: int,
     attempt: int,
     ranks: Sequence[dict[str, Any]] = (),
+    messages: Mapping[str, Any] | None = None,
 ) -> None:
     """Write ``heartbeat.json``: what the job does now, and how its ranks are."""
     document = {
@@ -215,6 +219,7 @@ def beat(
         "step": step,
         "steps": steps,
         "ranks": list(ranks),
+        **({"messages": dict(messages)} if messages else {}),
     }
     write_json(run.heartbeat, document)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import islice
@@ -39,16 +39,25 @@ class Trainer:
     Args:
         setup: what the rank holds.
         attempt: number of the job's start, from 1.
+        messages: how they travel, for the heartbeat.
     """
 
-    def __init__(self, setup: Setup, run: RunDirectory, attempt: int) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        run: RunDirectory,
+        attempt: int,
+        messages: Mapping[str, Any] | None = None,
+    ) -> None:
         self._setup = setup
         self._spec = setup.job.spec
         self._run = run
         self._rank = setup.communicator.rank
         stages = tuple(setup.stages)
         communicator = setup.communicator.Dup()
-        self._telemetry = Telemetry(communicator, run, self._spec.training.steps, attempt, stages)
+        self._telemetry = Telemetry(
+            communicator, run, self._spec.training.steps, attempt, stages, messages
+        )
         self._weight = setup.job.weight()
         self._stepper = make_stepper(setup.job, setup.parameters)
         self._shared = self._make_shared()

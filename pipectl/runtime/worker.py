@@ -7,10 +7,12 @@ wrong, and where, to a file of its own in the run directory.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from pathlib import Path
 
+import torch
 from mpi4py import MPI
 
 from pipectl.capture import CapturedJob
@@ -18,7 +20,7 @@ from pipectl.errors import PipectlError
 from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory
-from pipectl.runtime.device import choose_device
+from pipectl.runtime.device import Device, choose_device
 from pipectl.runtime.engine import Doing
 from pipectl.runtime.failure import report
 from pipectl.runtime.process import settle_process
@@ -26,7 +28,8 @@ from pipectl.runtime.setup import Setup, check_graph, check_world
 from pipectl.runtime.supported import check_supported
 from pipectl.runtime.telemetry import beat
 from pipectl.runtime.trainer import Trainer
-from pipectl.spec import load
+from pipectl.runtime.transport import Choice, choose_progress, gpu_aware
+from pipectl.spec import JobSpec, load
 
 
 def run(directory: RunDirectory, communicator: MPI.Comm, doing: Doing) -> None:
@@ -48,10 +51,27 @@ def run(directory: RunDirectory, communicator: MPI.Comm, doing: Doing) -> None:
     job = CapturedJob(spec)
     check_graph(communicator, job, plan, profile)
     local_rank = communicator.rank % spec.resources.tasks_per_node
-    device = choose_device(spec.resources.gpus_per_node, local_rank)
+    doing.action = "trying out messages"
+    device, choice = _wires(communicator, spec, local_rank)
+    messages = {"route": device.route, **choice.to_json()}
+    if communicator.rank == 0:
+        sys.stderr.write(f"pipectl: messages: {json.dumps(messages)}\n")
     doing.action = "building the stages"
-    setup = Setup(communicator, job, plan, device, doing)
-    Trainer(setup, directory, attempt).train()
+    with choice.progress(staged=device.staged) as progress:
+        setup = Setup(communicator, job, plan, device, doing, progress)
+        Trainer(setup, directory, attempt, messages).train()
+
+
+def _wires(communicator: MPI.Comm, spec: JobSpec, local_rank: int) -> tuple[Device, Choice]:
+    """The device of this rank, and how messages reach it and move."""
+    accelerators, in_place = spec.resources.gpus_per_node, False
+    if accelerators and torch.accelerator.is_available():
+        finding = gpu_aware.find(communicator, spec.launch.gpu_aware, asks=local_rank == 0)
+        in_place = finding.able
+        if communicator.rank == 0:
+            sys.stderr.write(f"pipectl: MPI and accelerators: {finding.why}\n")
+    device = choose_device(accelerators, local_rank, in_place=in_place)
+    return device, choose_progress(communicator.Dup(), spec.launch.progress)
 
 
 def main() -> None:

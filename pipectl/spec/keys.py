@@ -39,7 +39,8 @@ def links_key(spec: JobSpec, machine: str) -> str:
     """
     data = spec.model_dump()
     resources = {key: value for key, value in data["resources"].items() if key != "walltime"}
-    launch = {key: value for key, value in data["launch"].items() if key != "scheduler"}
+    started = ("launcher", "mpi", "bind", "args")
+    launch = {key: data["launch"][key] for key in started}
     where = {key: data["slurm"][key] for key in ("partition", "constraint", "reservation")}
     return _digest([machine, resources, launch, data["environment"], where])
 

@@ -12,9 +12,11 @@ from pipectl.spec.values import (
     Count,
     Directive,
     Flag,
+    GpuAware,
     Launcher,
     Line,
     Natural,
+    Progress,
     Scheduler,
     Script,
     Seconds,
@@ -71,6 +73,20 @@ class Launch(Section):
     )
     args: tuple[Line, ...] = Field(
         default=(), description="Further arguments of the launcher, verbatim."
+    )
+    progress: Progress = Field(
+        default="auto",
+        description="What moves messages while ranks compute: `none` where MPI does it by itself, "
+        "`poll` between operators, or a `thread`; `auto` tries them out when the ranks start.",
+    )
+    gpu_aware: GpuAware = Field(
+        default="auto",
+        description="Whether MPI is given an accelerator's memory: `always`, `never`, or `auto`, "
+        "if MPI says that it can and a test message arrives.",
+    )
+    check_messages: Flag = Field(
+        default=False,
+        description="Compare every message with what its sender says of it; slow, for debugging.",
     )
 
 

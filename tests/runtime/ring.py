@@ -1,9 +1,12 @@
 """Three ranks in a ring: each sends strided tensors to the next and checks what it receives.
 
-Started as ``mpiexec -n 3 python -m mpi4py ring.py``; a difference aborts all.
+Started as ``mpiexec -n 3 python -m mpi4py ring.py MODE PIECE_BYTES UNDER_WAY [staged] [check]``; a
+difference aborts all.
 """
 
 from __future__ import annotations
+
+import sys
 
 import torch
 from mpi4py import MPI
@@ -12,12 +15,31 @@ from torch import Tensor
 from pipectl.capture import Lane, Slot
 from pipectl.errors import WorkerError
 from pipectl.graph import TransferKind
-from pipectl.runtime.device import CpuDevice
-from pipectl.runtime.transport import Transport
+from pipectl.runtime.device import CpuDevice, Outgoing, Staging
+from pipectl.runtime.transport import Message, Progress, Transport
+from pipectl.runtime.transport.transfer import Pieces
 
 SLOTS = [
-    Slot(name) for name in ("plain", "turned", "gaps", "rows", "none", "whole", "large", "dot")
+    Slot(name)
+    for name in ("plain", "turned", "gaps", "rows", "none", "whole", "large", "dot", "empty")
 ]
+
+
+class StagedCpu(CpuDevice):
+    """Sends copies, as an accelerator does whose memory MPI cannot reach."""
+
+    staged = True
+
+    def __init__(self) -> None:
+        self.staging = Staging(torch.device("cpu"))
+
+    def to_message(self, vector: Tensor, piece_bytes: int) -> Outgoing:
+        outgoing = self.staging.outgoing(vector, piece_bytes)
+        assert not vector.numel() or outgoing.buffer.data_ptr() != vector.data_ptr()
+        return outgoing
+
+    def from_message(self, buffer: Tensor) -> Tensor:
+        return self.staging.incoming(buffer)
 
 
 def tensors(rank: int, micro_batch: int, size: int) -> dict[Slot, Tensor | None]:
@@ -31,6 +53,7 @@ def tensors(rank: int, micro_batch: int, size: int) -> dict[Slot, Tensor | None]
         base.to(torch.int64),
         base.repeat(100, 50).bfloat16(),
         base.sum(),
+        base[:0],
     )
     return dict(zip(SLOTS, values, strict=True))
 
@@ -41,19 +64,28 @@ def main() -> None:
     lanes = {
         Lane(TransferKind.ACTIVATION, r, (r + 1) % world.size): SLOTS for r in range(world.size)
     }
-    transport = Transport(world.Dup(), CpuDevice(), lanes)
+    mode, piece_bytes, under_way = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    device = StagedCpu() if "staged" in sys.argv else CpuDevice()
+    with Progress(mode, Pieces(piece_bytes, under_way or None)) as progress:
+        transport = Transport(world.Dup(), device, lanes, progress, check="check" in sys.argv)
+        go_round(world, transport, before, after)
+        world.Barrier()
+
+
+def go_round(world: MPI.Comm, transport: Transport, before: int, after: int) -> None:
     outgoing = Lane(TransferKind.ACTIVATION, world.rank, after)
     incoming = Lane(TransferKind.ACTIVATION, before, world.rank)
     for micro_batch, size in enumerate((4, 4, 1, 4, 1)):
         known = micro_batch in (1, 3, 4)
-        receiving = transport.start_receive(incoming, size, before)
+        receiving = transport.start_receive(Message(incoming, micro_batch), size, before)
         assert (receiving is not None) is known
-        sent = transport.start_send(outgoing, size, after, tensors(world.rank, micro_batch, size))
-        found = transport.finish_receive(incoming, size, before, receiving)
+        sent = transport.start_send(
+            Message(outgoing, micro_batch), size, after, tensors(world.rank, micro_batch, size)
+        )
+        found = transport.finish_receive(Message(incoming, micro_batch), size, before, receiving)
         transport.finish_send(sent)
         compare(found, tensors(before, micro_batch, size))
     refuse(transport, outgoing, after)
-    world.Barrier()
 
 
 def compare(found: dict[Slot, Tensor | None], expected: dict[Slot, Tensor | None]) -> None:
@@ -72,7 +104,7 @@ def refuse(transport: Transport, lane: Lane, rank: int) -> None:
     wrong = {**tensors(0, 0, 4), SLOTS[0]: torch.zeros(3, 6)}
     message = ""
     try:
-        transport.start_send(lane, 4, rank, wrong)
+        transport.start_send(Message(lane, 0), 4, rank, wrong)
     except WorkerError as error:
         message = error.message
     assert "should be torch.float32 [4, 6], but is torch.float32 [3, 6]" in message

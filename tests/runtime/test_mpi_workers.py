@@ -21,8 +21,19 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(180)]
 HERE = Path(__file__).parent
 
 
-def test_strided_tensors_go_round_a_ring(launch: Any) -> None:
-    done = launch(3, HERE / "ring.py")
+@pytest.mark.parametrize(
+    "how",
+    [
+        "none 1073741824 0",
+        "poll 7 3",
+        "thread 64 2 check",
+        "thread 1000 2 staged",
+        "none 40 0 staged",
+    ],
+)
+def test_strided_tensors_go_round_a_ring(launch: Any, how: str) -> None:
+    """Whole and in pieces, with and without help, in place and through copies."""
+    done = launch(3, HERE / "ring.py", *how.split())
     assert done.returncode == 0, done.stderr
 
 
@@ -66,6 +77,24 @@ def whole_batch_loss() -> float:
     torch.manual_seed(0)
     model, data = parts.Model(), parts.Samples()
     return float(parts.loss(model(data.vectors[:4]), data.targets[:4]).detach())
+
+
+@pytest.mark.parametrize("progress", ["poll", "thread"])
+def test_help_and_checks_change_no_bit(
+    make_spec: Any, make_run: Any, work: Any, progress: str
+) -> None:
+    launch = {"progress": progress, "check_messages": True}
+    one, two = make_run(make_spec(1)), make_run(make_spec(2, launch=launch))
+    for ranks, run in ((0, one), (2, two)):
+        done = work(ranks, run)
+        assert done.returncode == 0, done.stderr
+    weights = [checkpoint.load(run.checkpoints / "step-000005") for run in (one, two)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    beat = read_heartbeat(two)
+    assert beat is not None
+    found = {key: beat["messages"][key] for key in ("route", "progress", "why")}
+    assert found == {"route": "in place", "progress": progress, "why": "set in the job"}
+    assert 'pipectl: messages: {"route": "in place"' in done.stderr
 
 
 def test_a_rank_that_fails_in_step_3_ends_all_and_is_named(

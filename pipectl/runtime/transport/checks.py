@@ -1,0 +1,131 @@
+"""What a message is, in words, so that both of its sides can compare (``launch.check_messages``).
+
+The sender's words travel in a small message of their own. A difference means that ranks run other
+programs than each other, that memory was changed while it was sent, or that MPI damaged it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipectl.capture import Lane, Slot
+from pipectl.errors import WorkerError
+from pipectl.runtime.layout import Layout
+
+
+class Message(NamedTuple):
+    """One message of a pass."""
+
+    lane: Lane
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a message.
+
+    Args:
+        checksum: CRC-32 of its bytes; None for a tensor that is not there.
+    """
+
+    value: str
+    use: str
+    dtype: str
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    checksum: int | None
+
+    def __str__(self) -> str:
+        if self.checksum is None:
+            return f"nothing for {self.value!r}"
+        what = f"{self.dtype} {list(self.sizes)} with strides {list(self.strides)}"
+        return f"{self.value!r}, {what}, checksum {self.checksum:08x}"
+
+
+@dataclass(frozen=True)
+class Note:
+    """A whole message."""
+
+    kind: str
+    source: int
+    target: int
+    micro_batch: int
+    parts: tuple[Part, ...]
+
+    @property
+    def name(self) -> str:
+        """The message without its contents."""
+        return (
+            f"{self.kind} of micro-batch {self.micro_batch} "
+            f"from stage {self.source} to {self.target}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """For the message that accompanies a message."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Note:
+        """The inverse of :meth:`to_json`."""
+        parts = tuple(
+            Part(**{**part, "sizes": tuple(part["sizes"]), "strides": tuple(part["strides"])})
+            for part in fields["parts"]
+        )
+        return cls(**{**fields, "parts": parts})
+
+    def check_unchanged(self, buffers: Mapping[Slot, Tensor]) -> None:
+        """Compare the memory of a message that was sent with what it was.
+
+        Raises:
+            WorkerError: something wrote to it meanwhile.
+        """
+        for part in self.parts:
+            buffer = buffers.get(Slot(part.value, part.use))
+            if buffer is not None and checksum(buffer) != part.checksum:
+                raise WorkerError(
+                    f"{part.value!r} changed while it was sent ({self.name})",
+                    cure="an operator of the model writes to a value that it does not own",
+                )
+
+
+def note_of(
+    message: Message, layouts: Mapping[Slot, Layout | None], buffers: Mapping[Slot, Tensor]
+) -> Note:
+    """What one side holds of a message."""
+    lane = message.lane
+    parts = tuple(_part(slot, layout, buffers) for slot, layout in layouts.items())
+    return Note(str(lane.kind), lane.source, lane.target, message.micro_batch, parts)
+
+
+def differences(said: Note, arrived: Note) -> list[str]:
+    """What differs between the sender's words and the receiver's, in sentences."""
+    if said.name != arrived.name:
+        return [f"the sender sent the {said.name}, the receiver expects the {arrived.name}"]
+    if len(said.parts) != len(arrived.parts):
+        counts = len(said.parts), len(arrived.parts)
+        return ["{}: {} tensors were sent, {} expected".format(said.name, *counts)]
+    return [
+        f"{said.name}: sent was {one}, arrived is {other}"
+        for one, other in zip(said.parts, arrived.parts, strict=True)
+        if one != other
+    ]
+
+
+def checksum(buffer: Tensor) -> int:
+    """CRC-32 of a contiguous tensor's bytes."""
+    host = buffer.cpu().view(-1)
+    return zlib.crc32(host.view(torch.uint8).numpy().data) if host.numel() else 0
+
+
+def _part(slot: Slot, layout: Layout | None, buffers: Mapping[Slot, Tensor]) -> Part:
+    if layout is None:
+        return Part(slot.value, slot.use, "", (), (), None)
+    dtype = str(layout.dtype).removeprefix("torch.")
+    found = checksum(buffers[slot])
+    return Part(slot.value, slot.use, dtype, layout.sizes, layout.strides, found)

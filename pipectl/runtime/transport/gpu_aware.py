@@ -1,0 +1,130 @@
+"""Whether MPI can read and write an accelerator's memory.
+
+A wrong yes is a crash, or data that never arrive. So what MPI says of itself counts only if a test
+message, in a process of its own, arrives too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from mpi4py import MPI
+
+from pipectl.batch import process
+from pipectl.errors import PipectlError
+
+SELF_TEST = "pipectl.runtime.transport.self_test"
+_TIMEOUT_S = 120.0
+_QUERIES = {
+    "cuda": ("MPIX_Query_cuda_support", 0),
+    "rocm": ("MPIX_Query_rocm_support", 2),
+    "xpu": ("MPIX_Query_ze_support", 1),
+}
+"""By kind of accelerator: Open MPI's function, and the number in MPICH's MPIX_GPU_query_support."""
+_SWITCHES = ("MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA", "MV2_USE_ROCM", "PSP_CUDA")
+_LAUNCHED = re.compile(r"^(PMI|PMIX|PRTE|HYD|OMPI_COMM_|OMPI_UNIVERSE|MPI_LOCAL|SLURM_|PALS_)")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Whether MPI is given the accelerator's memory, and why."""
+
+    able: bool
+    why: str
+
+
+def find(communicator: MPI.Comm, wanted: str, *, asks: bool) -> Finding:
+    """What to do, the same on all ranks. Collective.
+
+    Args:
+        wanted: ``auto``, ``always`` or ``never``, as in the job spec.
+        asks: whether this rank runs the test message; one rank a node is enough.
+    """
+    if wanted != "auto":
+        return Finding(wanted == "always", "set in the job")
+    mine = judge(_kind(), os.environ, passes_self_test if asks else _trusting)
+    found: list[Finding] = communicator.allgather(mine)
+    return next((finding for finding in found if not finding.able), found[0])
+
+
+def judge(kind: str, environment: Mapping[str, str], test: Callable[[str], bool]) -> Finding:
+    """From what MPI and the environment say, and the test, to a finding.
+
+    Args:
+        kind: of accelerator: ``cuda``, ``rocm`` or ``xpu``.
+        test: sends the message, given torch's name of the device.
+    """
+    claimed, source = _claim(kind, environment)
+    if claimed is False:
+        return Finding(False, f"{source} says that MPI cannot")
+    if not test("cuda" if kind == "rocm" else kind):
+        return Finding(False, f"{source} says that MPI can, but a test message does not arrive")
+    return Finding(True, f"{source} says that MPI can, and a test message arrives")
+
+
+def passes_self_test(device: str) -> bool:
+    """Whether a message from the device to itself arrives, in a process that may crash."""
+    alone = {name: text for name, text in os.environ.items() if not _LAUNCHED.match(name)}
+    command = [sys.executable, "-m", "mpi4py", "-m", SELF_TEST, device]
+    try:
+        done = process.run(command, cure="", env=alone, timeout_s=_TIMEOUT_S)
+    except PipectlError:
+        return False
+    return done.returncode == 0
+
+
+def _claim(kind: str, environment: Mapping[str, str]) -> tuple[bool | None, str]:
+    """The first answer of those who might know, and who gave it."""
+    queried = _queried(kind)
+    if queried is not None:
+        return queried, "its own query"
+    kinds = MPI.COMM_WORLD.Get_info().get("mpi_memory_alloc_kinds")
+    if kinds is not None:
+        return any(found.split(":")[0] == kind for found in kinds.split(",")), "its list of memory"
+    switches = [name for name in _SWITCHES if name in environment]
+    if switches:
+        return any(environment[name] not in ("", "0") for name in switches), switches[0]
+    return False, "nobody"
+
+
+def _queried(kind: str) -> bool | None:
+    """What the extension functions of the library answer; None where it has none."""
+    library = _library()
+    open_mpi, number = _QUERIES.get(kind, ("", -1))
+    query = getattr(library, open_mpi, None) if open_mpi else None
+    if query is not None:
+        return bool(query())
+    query = getattr(library, "MPIX_GPU_query_support", None)
+    if query is None:
+        return None
+    supported = ctypes.c_int(0)
+    failed = query(ctypes.c_int(number), ctypes.byref(supported))
+    return None if failed else bool(supported.value)
+
+
+def _library() -> ctypes.CDLL | None:
+    """The MPI library that mpi4py has loaded."""
+    try:
+        mapped = Path("/proc/self/maps").read_text(encoding="utf-8")
+        found = re.search(r"\S+/libmpi(_\w+|ch)?\.so\S*", mapped)
+        return ctypes.CDLL(found[0]) if found else None
+    except OSError:
+        return None
+
+
+def _kind() -> str:
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return "none"
+    return "rocm" if accelerator.type == "cuda" and torch.version.hip else accelerator.type
+
+
+def _trusting(_: str) -> bool:
+    return True

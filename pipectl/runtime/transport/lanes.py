@@ -1,0 +1,245 @@
+"""Messages of tensors over MPI: nonblocking, without copies, without headers.
+
+A lane (one direction between two stages) carries the same tensors for every micro-batch of one
+size. Their layouts are announced once, in the first exchange of that size (``learn``), and known
+to both ends from then on.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from pipectl.capture import Lane, Slot
+from pipectl.errors import MismatchError, WorkerError
+from pipectl.runtime.device import Device
+from pipectl.runtime.layout import Layout
+from pipectl.runtime.transport.checks import Message, Note, differences, note_of
+from pipectl.runtime.transport.progress import Progress
+from pipectl.runtime.transport.transfer import Transfer, memory
+
+Tensors = dict[Slot, Tensor | None]
+"""Tensors of one message; None where a slot has no gradient."""
+Layouts = dict[Slot, Layout | None]
+_HEADER, _NOTE, _EXTRA = 0, 1, 2
+"""Tags of a lane behind those of its slots."""
+
+
+@dataclass
+class Posted:
+    """A message under way. Holds the memory MPI reads or writes until it is complete."""
+
+    transfers: list[Transfer] = field(default_factory=list)
+    buffers: dict[Slot, Tensor] = field(default_factory=dict)
+    layouts: Layouts = field(default_factory=dict)
+    note: Note | None = None
+
+
+class Transport:
+    """Sends and receives along the lanes of one cut.
+
+    Args:
+        communicator: of its own, so that no other message can match.
+        lanes: every lane of the cut with its slots, the same on all ranks.
+        progress: keeps messages moving; by default nobody does while the rank computes.
+        check: whether every message is compared with what its sender says of it; the same on all
+            ranks.
+
+    Raises:
+        MismatchError: the cut has more kinds of messages than MPI has tags.
+    """
+
+    def __init__(
+        self,
+        communicator: MPI.Comm,
+        device: Device,
+        lanes: dict[Lane, list[Slot]],
+        progress: Progress | None = None,
+        *,
+        check: bool = False,
+    ) -> None:
+        self._communicator = communicator
+        self._device = device
+        self._lanes = lanes
+        self._progress = progress or Progress()
+        self._check = check
+        self._tags = _tags(lanes, largest_tag(communicator))
+        self._layouts: dict[tuple[Lane, int], Layouts] = {}
+
+    def start_send(self, message: Message, size: int, rank: int, tensors: Tensors) -> Posted:
+        """Begin to send; ``tensors`` must not change until the message has left."""
+        layouts = self._layouts.get((message.lane, size))
+        posted = Posted()
+        if layouts is None:
+            layouts = self._announce(message.lane, size, rank, tensors, posted)
+        tags = self._tags[message.lane]
+        for index, (slot, layout) in enumerate(layouts.items()):
+            if layout is not None:
+                vector = self._flat(message.lane, slot, layout, tensors.get(slot))
+                self._send_tensor(posted, slot, vector, rank, tags[index])
+        if self._check:
+            posted.note = note_of(message, layouts, posted.buffers)
+            self._send_text(posted, Slot("note"), posted.note.to_json(), rank, tags[~_NOTE])
+        return posted
+
+    def start_receive(self, message: Message, size: int, rank: int) -> Posted | None:
+        """Post the buffers of a message; None while its layouts are not known."""
+        layouts = self._layouts.get((message.lane, size))
+        return None if layouts is None else self._post(message.lane, layouts, rank)
+
+    def finish_receive(
+        self, message: Message, size: int, rank: int, posted: Posted | None
+    ) -> Tensors:
+        """Wait for a message; its tensors lie in memory of their own.
+
+        Raises:
+            WorkerError: messages are checked, and this one is not what its sender sent.
+        """
+        if posted is None:
+            posted = self._post(message.lane, self._learn(message.lane, size, rank), rank)
+        self._progress.wait(posted.transfers)
+        if self._check:
+            self._compare(message, rank, posted)
+        found: Tensors = {}
+        for slot, layout in posted.layouts.items():
+            found[slot] = None
+            if layout is not None:
+                found[slot] = layout.unflatten(self._device.from_message(posted.buffers[slot]))
+        return found
+
+    def finish_send(self, posted: Posted) -> None:
+        """Wait until the memory of a message may be reused.
+
+        Raises:
+            WorkerError: messages are checked, and this one changed while it was sent.
+        """
+        self._progress.wait(posted.transfers)
+        if posted.note is not None:
+            posted.note.check_unchanged(posted.buffers)
+
+    def progress(self) -> None:
+        """Let MPI work on what is under way; to be called between actions."""
+        self._progress.advance()
+
+    def _post(self, lane: Lane, layouts: Layouts, rank: int) -> Posted:
+        posted = Posted(layouts=layouts)
+        for index, (slot, layout) in enumerate(layouts.items()):
+            if layout is not None:
+                buffer = self._device.message_buffer(layout.count, layout.dtype)
+                posted.buffers[slot] = buffer
+                self._receive(posted, buffer, rank, self._tags[lane][index])
+        return posted
+
+    def _send_tensor(self, posted: Posted, slot: Slot, vector: Tensor, rank: int, tag: int) -> None:
+        """Send a vector on the device, each piece as soon as MPI may read it."""
+        pieces, communicator = self._progress.pieces, self._communicator
+        outgoing = self._device.to_message(vector, pieces.size_bytes)
+        posted.buffers[slot] = outgoing.buffer
+
+        def start(offset: int, size_bytes: int) -> MPI.Request:
+            outgoing.wait(offset // pieces.size_bytes)
+            return communicator.Isend(memory(outgoing.buffer, offset, size_bytes), rank, tag)
+
+        total_bytes = outgoing.buffer.nbytes
+        posted.transfers.append(
+            self._progress.begin(lambda: Transfer.send(start, total_bytes, pieces))
+        )
+
+    def _receive(self, posted: Posted, buffer: Tensor, rank: int, tag: int) -> None:
+        pieces, communicator = self._progress.pieces, self._communicator
+
+        def start(offset: int, size_bytes: int) -> MPI.Request:
+            return communicator.Irecv(memory(buffer, offset, size_bytes), rank, tag)
+
+        posted.transfers.append(
+            self._progress.begin(lambda: Transfer.receive(start, buffer.nbytes, pieces))
+        )
+
+    def _flat(self, lane: Lane, slot: Slot, layout: Layout, tensor: Tensor | None) -> Tensor:
+        if tensor is None or tensor.dtype != layout.dtype or tuple(tensor.shape) != layout.sizes:
+            found = "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+            raise WorkerError(
+                f"the {lane.kind} of {slot.value!r} from stage {lane.source} to {lane.target} "
+                f"should be {layout.dtype} {list(layout.sizes)}, but is {found}",
+                cure="a model whose shapes depend on the data cannot be split here",
+            )
+        return layout.flatten(tensor.detach())
+
+    def _announce(
+        self, lane: Lane, size: int, rank: int, tensors: Tensors, posted: Posted
+    ) -> Layouts:
+        layouts = {slot: _layout(tensors.get(slot)) for slot in self._lanes[lane]}
+        fields = [layout and layout.to_json() for layout in layouts.values()]
+        self._send_text(posted, Slot("header"), fields, rank, self._tags[lane][~_HEADER])
+        self._layouts[lane, size] = layouts
+        return layouts
+
+    def _learn(self, lane: Lane, size: int, rank: int) -> Layouts:
+        fields = self._receive_text(rank, self._tags[lane][~_HEADER])
+        slots = zip(self._lanes[lane], fields, strict=True)
+        layouts = {slot: item and Layout.from_json(item) for slot, item in slots}
+        self._layouts[lane, size] = layouts
+        return layouts
+
+    def _compare(self, message: Message, rank: int, posted: Posted) -> None:
+        said = Note.from_json(self._receive_text(rank, self._tags[message.lane][~_NOTE]))
+        arrived = note_of(message, posted.layouts, posted.buffers)
+        found = differences(said, arrived)
+        if found:
+            lane = message.lane
+            raise WorkerError(
+                f"a message from stage {lane.source} (rank {rank}) to stage {lane.target} "
+                f"(rank {self._communicator.rank}) is not what was sent: {'; '.join(found)}",
+                cure="ranks with different plans or versions, or an MPI that damages messages: "
+                "see docs/troubleshooting.md",
+            )
+
+    def _send_text(self, posted: Posted, slot: Slot, fields: Any, rank: int, tag: int) -> None:
+        text = torch.frombuffer(bytearray(json.dumps(fields).encode()), dtype=torch.uint8)
+        posted.buffers[slot] = text
+
+        def start(offset: int, size_bytes: int) -> MPI.Request:
+            return self._communicator.Isend(memory(text, offset, size_bytes), rank, tag)
+
+        posted.transfers.append(self._progress.begin(lambda: Transfer.send(start, text.nbytes)))
+
+    def _receive_text(self, rank: int, tag: int) -> Any:
+        status = MPI.Status()
+        self._progress.until(lambda: bool(self._communicator.Iprobe(rank, tag, status)))
+        text = bytearray(status.Get_count(MPI.BYTE))
+        self._communicator.Recv([text, MPI.BYTE], rank, tag)
+        return json.loads(text)
+
+
+def largest_tag(communicator: MPI.Comm) -> int:
+    """The largest tag that this MPI takes; the standard grants 32767."""
+    found = communicator.Get_attr(MPI.TAG_UB)
+    return 32767 if found is None else int(found)
+
+
+def _tags(lanes: dict[Lane, list[Slot]], largest: int) -> dict[Lane, range]:
+    """Tags of every lane: one a slot, one for the note, one for the header.
+
+    Raises:
+        MismatchError: MPI has fewer.
+    """
+    found: dict[Lane, range] = {}
+    first = 0
+    for lane, slots in lanes.items():
+        found[lane] = range(first, first + len(slots) + _EXTRA)
+        first = found[lane].stop
+    if first - 1 > largest:
+        raise MismatchError(
+            f"the plan has {first} kinds of messages, but this MPI has tags for {largest + 1}",
+            cure="plan fewer stages, or use another MPI",
+        )
+    return found
+
+
+def _layout(tensor: Tensor | None) -> Layout | None:
+    return None if tensor is None else Layout.of(tensor)

@@ -1,0 +1,84 @@
+"""Notes that travel with messages, and what they find."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipectl.capture import Lane, Slot
+from pipectl.errors import WorkerError
+from pipectl.graph import TransferKind
+from pipectl.runtime.layout import Layout
+from pipectl.runtime.transport.checks import Message, Note, differences, note_of
+
+LANE = Lane(TransferKind.GRADIENT, 2, 1)
+A, B = Slot("a"), Slot("b", "user")
+VALUES = {A: torch.arange(6.0).view(2, 3), B: None}
+
+
+def note(micro_batch: int = 4, **changed: Any) -> Note:
+    tensors = {A: VALUES[A], B: VALUES[B], **changed}
+    layouts = {slot: None if t is None else Layout.of(t) for slot, t in tensors.items()}
+    buffers = {s: layout.flatten(tensors[s]) for s, layout in layouts.items() if layout}
+    return note_of(Message(LANE, micro_batch), layouts, buffers)
+
+
+def test_a_note_survives_its_journey() -> None:
+    assert Note.from_json(note().to_json()) == note()
+    assert differences(note(), note()) == []
+
+
+def test_another_micro_batch_is_named() -> None:
+    assert differences(note(3), note(4)) == [
+        "the sender sent the gradient of micro-batch 3 from stage 2 to 1, "
+        "the receiver expects the gradient of micro-batch 4 from stage 2 to 1"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (torch.arange(6.0).view(2, 3) + 1, "checksum"),
+        (torch.arange(6.0).view(3, 2), r"float32 \[3, 2\] with strides \[2, 1\]"),
+        (torch.arange(6).view(2, 3), r"int64 \[2, 3\]"),
+        (torch.arange(6.0).view(2, 3).t().contiguous().t(), r"strides \[1, 2\]"),
+        (None, "nothing for 'a'"),
+    ],
+)
+def test_another_tensor_is_found(tensor: Any, words: str) -> None:
+    layouts = {A: tensor if tensor is None else Layout.of(tensor), B: None}
+    buffers = {A: Layout.of(tensor).flatten(tensor)} if tensor is not None else {}
+    other = note_of(Message(LANE, 4), layouts, buffers)
+    (found,) = differences(note(), other)
+    assert "gradient of micro-batch 4 from stage 2 to 1: sent was 'a', float32 [2, 3]" in found
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(found)
+
+
+def test_memory_that_changes_while_it_is_sent_is_found() -> None:
+    tensor = torch.arange(6.0)
+    sent = note_of(Message(LANE, 0), {A: Layout.of(tensor)}, {A: tensor})
+    sent.check_unchanged({A: tensor})
+    tensor[2] = 7.0
+    with pytest.raises(WorkerError, match="'a' changed while it was sent"):
+        sent.check_unchanged({A: tensor})
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("byte", "a message from stage 0 (rank 0) to stage 1 (rank 1) is not what was sent: "
+         "activation of micro-batch 1 from stage 0 to 1: sent was 'a', float32 [2, 3]"),
+        ("micro-batch", "the sender sent the activation of micro-batch 7 from stage 0 to 1, "
+         "the receiver expects the activation of micro-batch 1"),
+        ("write", "'a' changed while it was sent (activation of micro-batch 1"),
+    ],
+)  # fmt: skip
+def test_a_damaged_message_ends_both_ranks(launch: Any, damage: str, words: str) -> None:
+    done = launch(2, Path(__file__).with_name("damage.py"), damage)
+    assert done.returncode not in (0, 17)
+    assert words in done.stderr

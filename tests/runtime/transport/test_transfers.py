@@ -1,0 +1,126 @@
+"""Messages in pieces, from this process to itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from pipectl.capture import Lane, Slot
+from pipectl.errors import MismatchError
+from pipectl.graph import TransferKind
+from pipectl.runtime.transport.lanes import _tags, largest_tag
+from pipectl.runtime.transport.progress import Progress
+from pipectl.runtime.transport.transfer import Pieces, Transfer, memory
+
+
+class Counted:
+    """Starts messages to this process and remembers their sizes."""
+
+    def __init__(self, sent: Tensor, received: Tensor) -> None:
+        self.sent, self.received = sent, received
+        self.sizes: list[int] = []
+
+    def send(self, offset: int, size_bytes: int) -> MPI.Request:
+        self.sizes.append(size_bytes)
+        return MPI.COMM_SELF.Issend(memory(self.sent, offset, size_bytes), 0, 5)
+
+    def receive(self, offset: int, size_bytes: int) -> MPI.Request:
+        return MPI.COMM_SELF.Irecv(memory(self.received, offset, size_bytes), 0, 5)
+
+
+def pair(count: int, dtype: torch.dtype) -> Counted:
+    numbers = torch.arange(count).to(dtype)
+    return Counted(numbers, torch.full_like(numbers, 99))
+
+
+@pytest.mark.parametrize("mode", ["none", "poll", "thread"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
+@pytest.mark.parametrize("pieces", [Pieces(), Pieces(16, 1), Pieces(10, 3), Pieces(100)])
+def test_what_is_sent_arrives(mode: str, dtype: torch.dtype, pieces: Pieces) -> None:
+    both = pair(25, dtype)
+    size_bytes = both.sent.nbytes
+    with Progress(mode, pieces) as progress:
+        transfers = [
+            progress.begin(lambda: Transfer.send(both.send, size_bytes, pieces)),
+            progress.begin(lambda: Transfer.receive(both.receive, size_bytes, pieces)),
+        ]
+        progress.wait(transfers)
+    assert torch.equal(both.sent, both.received)
+    assert sum(both.sizes) == size_bytes
+    assert max(both.sizes) <= pieces.size_bytes
+
+
+def test_no_more_pieces_are_under_way_than_allowed() -> None:
+    both = pair(100, torch.uint8)
+    sending = Transfer.send(both.send, 100, Pieces(10, 2))
+    assert not sending.advance()
+    assert both.sizes == [10, 10]  # synchronous sends: none ends before it is received
+    receiving = Transfer.receive(both.receive, 100, Pieces(10, 2))
+    while not (sending.advance() & receiving.advance()):
+        pass
+    assert both.sizes == [10] * 10
+
+
+def test_a_message_without_bytes_is_a_message() -> None:
+    both = pair(0, torch.float32)
+    sending = Transfer.send(both.send, 0)
+    assert not sending.advance()
+    receiving = Transfer.receive(both.receive, 0)
+    while not (sending.advance() & receiving.advance()):
+        pass
+    assert both.sizes == [0]
+
+
+def test_strided_memory_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"must be contiguous, not of strides \(1, 3\)"):
+        memory(torch.ones(2, 3).t(), 0, 24)
+    with pytest.raises(ValueError, match="contiguous"):
+        memory(torch.ones(6)[::2], 0, 12)
+
+
+def test_a_helper_moves_a_message_while_nobody_calls() -> None:
+    """A thread starts the later pieces; the rank only looks at what arrived."""
+    both = pair(1000, torch.uint8)
+    pieces = Pieces(10, 1)
+    with Progress("thread", pieces) as progress:
+        progress.begin(lambda: Transfer.send(both.send, 1000, pieces))
+        progress.begin(lambda: Transfer.receive(both.receive, 1000, pieces))
+        for _ in range(2000):
+            if torch.equal(both.sent, both.received):
+                break
+            torch.ones(300, 300) @ torch.ones(300, 300)
+    assert len(both.sizes) == 100
+
+
+def test_what_fails_in_the_helper_is_raised_by_the_next_wait() -> None:
+    both = pair(20, torch.uint8)
+    pieces = Pieces(10, 1)
+
+    def broken(offset: int, size_bytes: int) -> MPI.Request:
+        if offset:
+            raise RuntimeError("no second piece")
+        return both.send(offset, size_bytes)
+
+    receiving = Transfer.receive(both.receive, 20, pieces)
+    with Progress("thread", pieces) as progress:
+        transfer = progress.begin(lambda: Transfer.send(broken, 20, pieces))
+        with pytest.raises(RuntimeError, match="no second piece"):
+            progress.wait([transfer])
+    both.send(10, 10)
+    while not receiving.advance():
+        pass
+
+
+def lanes(slots: int) -> dict[Lane, list[Slot]]:
+    kinds = (TransferKind.ACTIVATION, TransferKind.GRADIENT)
+    return {Lane(kind, 0, 1): [Slot(str(n)) for n in range(slots)] for kind in kinds}
+
+
+def test_every_message_of_a_lane_has_its_own_tag() -> None:
+    tags = [tag for found in _tags(lanes(3), 9).values() for tag in found]
+    assert tags == list(range(10))
+    with pytest.raises(MismatchError, match=r"10 kinds of messages, .* tags for 9"):
+        _tags(lanes(3), 8)
+    assert largest_tag(MPI.COMM_WORLD) >= 32767
