@@ -37,6 +37,14 @@ def baseline_bytes(profile: Profile) -> int:
     return DEFAULT_BASELINE_BYTES if measured is None else measured
 
 
+def assumptions_of(profile: Profile, cluster: Cluster) -> tuple[str, ...]:
+    """What neither a profile nor a cluster says."""
+    found = list(profile.assumptions)
+    if profile.process_baseline_bytes is None:
+        found.append(f"a process without a stage takes {DEFAULT_BASELINE_BYTES >> 20} MiB")
+    return (*found, *cluster.assumptions)
+
+
 @dataclass(frozen=True)
 class Choice:
     """Everything a plan decides.
@@ -82,10 +90,7 @@ class Problem:
     @cached_property
     def assumptions(self) -> tuple[str, ...]:
         """What neither the profile nor the cluster says."""
-        found = list(self.profile.assumptions)
-        if self.profile.process_baseline_bytes is None:
-            found.append(f"a process without a stage takes {DEFAULT_BASELINE_BYTES >> 20} MiB")
-        return (*found, *self.cluster.assumptions)
+        return assumptions_of(self.profile, self.cluster)
 
     def limit_bytes(self, rank: int) -> float:
         """Memory that a rank may take: the smaller of the job's limit and its device's memory."""

@@ -8,6 +8,7 @@ from itertools import pairwise
 from math import ceil, log
 
 from pipectl.errors import InfeasibleError, InvalidInputError
+from pipectl.plan import Replication
 from pipectl.schedule import NAMES
 from pipectl.schedule.gpipe import NAME as GPIPE
 from pipectl.schedule.gpipe import warm_up as gpipe_warm_up
@@ -28,6 +29,9 @@ class PlanRequest:
         memory_limit_bytes: resident memory of any rank, its process included.
         recompute: whether stages compute their forward again for their backward instead of keeping
             what it needs: all of them, none, or those that do not fit otherwise.
+        replicas: of every stage; None leaves it to the planner, stage by stage.
+        replication: how replicas share the work; None tries both ways. Split samples change results
+            where an operator looks at a whole micro-batch, as BatchNorm does.
         key: recorded in the plan; see :class:`pipectl.plan.Plan`.
 
     Raises:
@@ -42,6 +46,8 @@ class PlanRequest:
     warm_up: tuple[int, ...] | None = None
     memory_limit_bytes: int | None = None
     recompute: bool | None = False
+    replicas: int | None = 1
+    replication: Replication | None = Replication.WHOLE
     key: str | None = None
 
     def __post_init__(self) -> None:
@@ -75,6 +81,11 @@ class PlanRequest:
     def recompute_choices(self) -> tuple[bool, ...]:
         """Whether stages may recompute, in the order to try."""
         return (False, True) if self.recompute is None else (self.recompute,)
+
+    @property
+    def replications(self) -> tuple[Replication, ...]:
+        """How replicas may share the work."""
+        return tuple(Replication) if self.replication is None else (self.replication,)
 
     @property
     def fixed_stages(self) -> int | None:

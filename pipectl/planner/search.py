@@ -15,11 +15,12 @@ the one they were cut for, and the borders of its stages move while that makes t
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import perf_counter
 
 from pipectl.cluster import Cluster
-from pipectl.errors import OutOfTimeError
+from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan, Search
 from pipectl.planner.condense import Condensed, condense
 from pipectl.planner.explorer import Explorer
@@ -29,6 +30,7 @@ from pipectl.planner.interleaving import interleaved_plan
 from pipectl.planner.judge import Verdict
 from pipectl.planner.partition import Space
 from pipectl.planner.problem import Problem, baseline_bytes
+from pipectl.planner.replicated import replicated_plans, step_time_s
 from pipectl.planner.request import PlanRequest, stage_counts
 from pipectl.profile import Profile
 from pipectl.schedule.interleaved import NAME as INTERLEAVED
@@ -77,6 +79,8 @@ def search_plans(
     if request.schedule == INTERLEAVED:
         baseline = baseline_bytes(profile)
         return Found(interleaved_plan(make_plan, profile, cluster, request, baseline))
+    if request.replicas != 1:
+        return _plans_with_replicas(profile, cluster, request, expired)
     started_s = perf_counter()
     graph = condense(profile)
     counts = stage_counts(request, cluster.ranks, len(graph))
@@ -91,6 +95,28 @@ def search_plans(
     search = _search(explorer, best, finished=finished)
     plan = replace(_predicted(best), search=replace(search, planning_s=perf_counter() - started_s))
     return Found(plan, tuple(map(_predicted, others)))
+
+
+def _plans_with_replicas(
+    profile: Profile, cluster: Cluster, request: PlanRequest, expired: Callable[[], bool]
+) -> Found:
+    """The best plan with or, unless their number is fixed, without replicas; and the next best."""
+    started_s = perf_counter()
+    found = replicated_plans(profile, cluster, request, expired)
+    if request.replicas is None:
+        with suppress(*((InfeasibleError, OutOfTimeError) if found else ())):
+            straight = search_plans(profile, cluster, replace(request, replicas=1), expired)
+            found = [straight.plan, *straight.alternatives, *found]
+    if not found:
+        raise InfeasibleError(
+            f"no feasible plan: no stages with {request.replicas} replicas each fit on "
+            f"{cluster.ranks} ranks",
+            cure="use fewer replicas or more ranks, or leave the number to the planner",
+        )
+    plan, *others = sorted(found, key=step_time_s)  # of equals the first, without replicas
+    assert plan.search is not None
+    search = replace(plan.search, planning_s=perf_counter() - started_s)
+    return Found(replace(plan, search=search), tuple(others[:MOST_ALTERNATIVES]))
 
 
 class _Deadline:

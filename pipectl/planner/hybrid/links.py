@@ -59,11 +59,15 @@ class ClusterRules:
     Args:
         cluster: ranks, devices and links.
         limit_bytes: memory of any rank, if less than its device has.
+        taken_bytes: what every process needs of it.
     """
 
-    def __init__(self, cluster: Cluster, limit_bytes: float = float("inf")) -> None:
+    def __init__(
+        self, cluster: Cluster, limit_bytes: float = float("inf"), taken_bytes: float = 0.0
+    ) -> None:
         self._cluster = cluster
         self._limit_bytes = limit_bytes
+        self._taken_bytes = taken_bytes
 
     @property
     def machine_of(self) -> Sequence[int]:
@@ -75,9 +79,10 @@ class ClusterRules:
         return self._cluster.device(rank).speed
 
     def memory_bytes(self, rank: int) -> float:
-        """The smaller of the device's memory and the limit."""
+        """The smaller of the device's memory and the limit, less what a process takes."""
         device_bytes = self._cluster.device(rank).memory_bytes
-        return self._limit_bytes if device_bytes is None else min(self._limit_bytes, device_bytes)
+        most = self._limit_bytes if device_bytes is None else min(self._limit_bytes, device_bytes)
+        return max(0.0, most - self._taken_bytes)
 
     def transfer_s(
         self, size_bytes: float, senders: Sequence[int], receivers: Sequence[int]

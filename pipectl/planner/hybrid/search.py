@@ -119,7 +119,9 @@ def _fields(
     profile: Profile, states: States, rules: LinkRules, request: HybridRequest
 ) -> list[_Field]:
     orders = device_orders(rules.machine_of)
-    replicas = replica_counts(len(rules.machine_of))
+    devices = len(rules.machine_of)
+    fixed = request.replicas
+    replicas = replica_counts(devices) if fixed is None else np.array([fixed], np.int64)
     layouts = {
         order: layout_of(rules, order, replicas)
         for order in (orders if request.scatter else orders[:1])
