@@ -110,14 +110,14 @@ def costs_of(
     members = states.members.astype(np.float64)
     scale = size / profile.micro_batch_size
     crossing = states.crossing(edges_by_index(profile)).astype(np.float64)
-    times = [_times(profile, size, count, fractions=fractions) for count in replicas]
+    columns = members @ _times(profile, size, replicas, fractions=fractions)
     optimizer = profile.optimizer or OptimizerCost(0.0, 0.0)
     operators = profile.operators
     parameters = members @ np.array([float(o.parameter_bytes) for o in operators])
     overhead = profile.stage
     return Costs(
-        forward_s=np.array([members @ forward for forward, _ in times]),
-        backward_s=np.array([members @ backward for _, backward in times]),
+        forward_s=np.ascontiguousarray(columns[:, : len(replicas)].T),
+        backward_s=np.ascontiguousarray(columns[:, len(replicas) :].T),
         stage_s=np.array([overhead.forward_s, overhead.backward_s]),
         update_s=parameters * optimizer.step_s_per_byte,
         activation_bytes=crossing @ np.array([float(o.output_bytes) for o in operators]) * scale,
@@ -134,13 +134,23 @@ def _saved(profile: Profile, index: int) -> int:
     return sum(size for _, size in profile.operators[index].saved)
 
 
-def _times(profile: Profile, size: int, replicas: int, *, fractions: bool) -> tuple[Floats, Floats]:
-    """Forward and backward of every operator on the replica with the most samples."""
+def _times(
+    profile: Profile, size: int, replicas: Sequence[int], *, fractions: bool
+) -> NDArray[np.float64]:
+    """Forward, then backward of every operator on the replica with the most samples.
+
+    Returns:
+        Shape (operators, 2 x replica counts).
+    """
     own = profile.micro_batch_size
-    samples = own if fractions else ceil(size / replicas)
-    share = size / replicas / own if fractions else 1.0
-    pairs = np.array(operator_times(profile, samples).uncached, np.float64).reshape(-1, 2) * share
-    return pairs[:, 0], pairs[:, 1]
+    shares = [size / count if fractions else float(ceil(size / count)) for count in replicas]
+    if fractions or not any(operator.timings for operator in profile.operators):
+        base = np.array([(o.forward_s, o.backward_s) for o in profile.operators], np.float64)
+        scales = np.array(shares) / own
+        return np.hstack([base[:, :1] * scales, base[:, 1:] * scales])
+    measured = {share: operator_times(profile, int(share)).uncached for share in set(shares)}
+    pairs = np.array([measured[share] for share in shares], np.float64)
+    return np.hstack([pairs[:, :, 0].T, pairs[:, :, 1].T])
 
 
 def layout_of(rules: LinkRules, order: Sequence[int], replicas: Integers) -> Layout:

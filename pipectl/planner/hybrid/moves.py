@@ -22,6 +22,10 @@ Plan = tuple[tuple[int, ...], tuple[int, ...]]
 Rows = tuple[NDArray[np.int64], NDArray[np.int64]]
 """Cuts and picks of several plans with equally many stages, a row each."""
 
+MOST_STATES = 240
+"""Up to so many states between two, a border is tried at all of them."""
+NEAR = 20
+"""Of more, it is tried at so many on each side of where it is, besides an even sample."""
 BETTER = 1 - 1e-9
 """A plan must be better by more than rounding."""
 
@@ -47,7 +51,7 @@ def _neighbours(model: Model, plan: Plan) -> Iterator[Rows]:
 def _moved_borders(model: Model, plan: Plan) -> Iterator[Rows]:
     cuts, picks = plan
     for border in range(1, len(picks)):
-        states = _states(model, cuts[border - 1], cuts[border + 1])
+        states = _states(model, cuts[border - 1], cuts[border + 1], near=cuts[border])
         for shift in (0, -1, 1):
             shifted = _shifted(model, picks, {border - 1: shift, border: -shift})
             if shifted is not None:
@@ -56,9 +60,16 @@ def _moved_borders(model: Model, plan: Plan) -> Iterator[Rows]:
                 yield rows, np.tile(np.array(shifted, np.int64), (len(states), 1))
 
 
-def _states(model: Model, after: int, before: int) -> Integers:
-    """States strictly between two."""
-    return np.flatnonzero(model.follows[after] & model.follows[:, before])
+def _states(model: Model, after: int, before: int, near: int | None = None) -> Integers:
+    """States strictly between two; of many, an even sample and those next to ``near``."""
+    found: Integers = np.flatnonzero(model.follows[after] & model.follows[:, before])
+    if len(found) <= MOST_STATES:
+        return found
+    sample = np.linspace(0, len(found) - 1, MOST_STATES // 4).astype(np.int64)
+    place = int(np.searchsorted(found, near)) if near is not None else 0
+    around = np.arange(max(0, place - NEAR), min(len(found), place + NEAR) if near else 0)
+    chosen: Integers = found[np.union1d(sample, around)]
+    return chosen
 
 
 def _moved_replicas(model: Model, plan: Plan) -> Rows:

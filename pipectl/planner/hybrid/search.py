@@ -20,7 +20,14 @@ import numpy as np
 
 from pipectl.planner.hybrid.finish import best_ranks, rank_choices
 from pipectl.planner.hybrid.links import LinkRules
-from pipectl.planner.hybrid.model import Layout, Model, costs_of, layout_of, replica_counts
+from pipectl.planner.hybrid.model import (
+    Costs,
+    Layout,
+    Model,
+    costs_of,
+    layout_of,
+    replica_counts,
+)
 from pipectl.planner.hybrid.moves import Plan, improved, kicks
 from pipectl.planner.hybrid.placing import device_orders
 from pipectl.planner.hybrid.plans import HybridPlan, HybridRequest
@@ -128,21 +135,22 @@ def _fields(
     }
     several = MICRO_BATCHES_PER_DEVICE * len(rules.machine_of)
     sizes = sorted(request.sizes, key=lambda size: abs(log(request.micro_batches(size) / several)))
-    return [
-        _Field(size, order, _model(profile, states, request, size, layout))
-        for size in sizes
-        if size >= request.least_samples
-        for order, layout in layouts.items()
-    ]
+    found = []
+    for size in sizes:
+        if size >= request.least_samples:
+            costs = costs_of(profile, states, size, replicas.tolist(), fractions=request.fractions)
+            for order, layout in layouts.items():
+                model = _model(states, costs, request, size, layout)
+                found.append(_Field(size, order, model))
+    return found
 
 
 def _model(
-    profile: Profile, states: States, request: HybridRequest, size: int, layout: Layout
+    states: States, costs: Costs, request: HybridRequest, size: int, layout: Layout
 ) -> Model:
     counts = layout.replicas
     samples = request.least_samples if request.fractions else max(1.0, request.least_samples)
     allowed = counts if samples == 0 else counts[counts * samples <= size * (1 + 1e-12)]
-    costs = costs_of(profile, states, size, counts.tolist(), fractions=request.fractions)
     most = max(len(allowed), 1) - 1
     count, share = request.micro_batches(size), request.last_share(size)
     return Model(costs, layout, states.follows, most, count, share)

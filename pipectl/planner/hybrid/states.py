@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipectl.planner.condense import Condensed, bits, condense
+from pipectl.planner.condense import Condensed, condense
 from pipectl.planner.ideals import all_downsets, prefix_downsets
 from pipectl.profile import Profile
 
@@ -68,10 +68,14 @@ class States:
         cls, graph: Condensed, downsets: Sequence[int], operators: int, *, complete: bool
     ) -> States:
         """Given downsets of the condensed graph, as bitsets of its blocks by rising size."""
-        members = np.zeros((len(downsets), operators), np.bool_)
-        for row, downset in zip(members, downsets, strict=True):
-            row[[i for block in bits(downset) for i in graph.blocks[block].operators]] = True
-        return cls(members, _follows(downsets), complete)
+        size = len(graph) + 7 >> 3
+        packed = b"".join(downset.to_bytes(size, "little") for downset in downsets)
+        rows = np.frombuffer(packed, np.uint8).reshape(len(downsets), size)
+        blocks = np.unpackbits(rows, axis=1, bitorder="little").astype(np.bool_)
+        block_of = np.zeros(operators, np.int64)
+        for number, block in enumerate(graph.blocks):
+            block_of[list(block.operators)] = number
+        return cls(blocks[:, block_of], _follows(downsets), complete)
 
 
 def _follows(downsets: Sequence[int]) -> Flags:
