@@ -7,15 +7,17 @@ in the ways that are allowed, the second with the samples that one replica got o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import ceil, inf
 
 from pipectl.cluster import Cluster
+from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan, Replication, Search
 from pipectl.planner.costs import operator_times
 from pipectl.planner.hybrid import ClusterRules, HybridPlan, HybridRequest, States, hybrid_plans
+from pipectl.planner.other_clusters import with_ranks
 from pipectl.planner.problem import assumptions_of, baseline_bytes
 from pipectl.planner.replica_costs import ReplicaChoice, ReplicaPlans
 from pipectl.planner.request import PlanRequest, micro_batch_sizes
@@ -46,12 +48,74 @@ def replicated_plans(
     nothing fits.
 
     Args:
-        request: ``replicas`` of every stage, or None.
         expired: asked now and then; once it is true, what was found so far is returned.
     """
+    return _judged(profile, cluster, request, _choices(profile, cluster, request, expired), expired)
+
+
+def copied_plans(
+    profile: Profile, cluster: Cluster, request: PlanRequest, alone: Sequence[Plan]
+) -> list[Plan]:
+    """The same for copies of whole pipelines.
+
+    Args:
+        request: ``replicas`` is the number of copies.
+        alone: plans of one copy for its share of the samples, on the first of every ``replicas``
+            ranks.
+    """
+    choices = (choice for plan in alone for choice in _copies(profile, plan, request))
+    return _judged(profile, cluster, request, choices, lambda: False)
+
+
+def one_copy(cluster: Cluster, request: PlanRequest) -> tuple[Cluster, PlanRequest]:
+    """What one of several copies of a pipeline has for itself: ranks, and samples of a step.
+
+    Raises:
+        InfeasibleError: more copies than ranks.
+    """
+    count = request.replicas or 1
+    if count > cluster.ranks:
+        raise InfeasibleError(
+            f"no feasible plan: {count} replicas of every stage, but only {cluster.ranks} ranks",
+            cure="use fewer replicas, or ask for more ranks",
+        )
+    batches = request.micro_batches
+    share = replace(
+        request,
+        replicas=1,
+        batch_size=ceil(request.batch_size / count),
+        micro_batches=None if batches is None else ceil(batches / count),
+    )
+    return with_ranks(cluster, cluster.ranks // count), share
+
+
+def _copies(profile: Profile, plan: Plan, request: PlanRequest) -> Iterator[ReplicaChoice]:
+    """Copies side by side (replicas are neighbours) and one behind the other."""
+    count = request.replicas or 1
+    index = {operator.id: number for number, operator in enumerate(profile.operators)}
+    members = tuple(tuple(sorted(index[node] for node in stage.nodes)) for stage in plan.stages)
+    firsts = [stage.ranks[0] for stage in plan.stages]
+    for ranks in (
+        tuple(tuple(rank * count + copy for copy in range(count)) for rank in firsts),
+        tuple(tuple(rank + copy * plan.ranks for copy in range(count)) for rank in firsts),
+    ):
+        for replication in request.replications:
+            size = plan.micro_batch_size * (count if replication is Replication.SPLIT else 1)
+            replicas = (count,) * len(firsts)
+            for schedule, warm_up in _orders(replicas, replication, size, request):
+                yield ReplicaChoice(members, ranks, size, replication, schedule, warm_up)
+
+
+def _judged(
+    profile: Profile,
+    cluster: Cluster,
+    request: PlanRequest,
+    choices: Iterable[ReplicaChoice],
+    expired: Callable[[], bool],
+) -> list[Plan]:
     makers = ReplicaPlans(profile, cluster, request, assumptions_of(profile, cluster))
     judge = _Judge(profile, cluster, request)
-    for choice in _choices(profile, cluster, request, expired):
+    for choice in choices:
         if judge.has_enough or (judge.found and expired()):
             break
         judge.consider(makers.plan(choice))
@@ -65,7 +129,7 @@ def _choices(
     """The proposals in every way that is allowed, as far as a stage has replicas."""
     states = States.of(profile)
     sizes = tuple(micro_batch_sizes(request, MICRO_BATCHES_PER_RANK * cluster.ranks))
-    wanted = HybridRequest(request.batch_size, sizes, keep=PROPOSALS, replicas=request.replicas)
+    wanted = HybridRequest(request.batch_size, sizes, keep=PROPOSALS)
     limit = inf if request.memory_limit_bytes is None else float(request.memory_limit_bytes)
     rules = ClusterRules(cluster, limit, baseline_bytes(profile))
     for proposal in hybrid_plans(profile, states, rules, wanted, expired):
@@ -73,7 +137,9 @@ def _choices(
             members = tuple(tuple(states.between(*ends)) for ends in pairwise(proposal.cuts))
             for replication in request.replications:
                 for size in _sizes(proposal, replication, request):
-                    for schedule, warm_up in _orders(proposal, replication, size, request):
+                    proposed = (proposal.warm_up,) if replication is Replication.SPLIT else ()
+                    orders = _orders(proposal.replicas, replication, size, request, proposed)
+                    for schedule, warm_up in orders:
                         yield ReplicaChoice(
                             members, proposal.ranks, size, replication, schedule, warm_up
                         )
@@ -87,14 +153,22 @@ def _sizes(proposal: HybridPlan, replication: Replication, request: PlanRequest)
 
 
 def _orders(
-    proposal: HybridPlan, replication: Replication, size: int, request: PlanRequest
+    replicas: Sequence[int],
+    replication: Replication,
+    size: int,
+    request: PlanRequest,
+    proposed: Sequence[tuple[int, ...]] = (),
 ) -> list[tuple[str, tuple[int, ...]]]:
-    """Schedules and warm-ups, without duplicates."""
-    stages, count = len(proposal.ranks), ceil(request.batch_size / size)
-    whole = replication is Replication.WHOLE
-    replicas = proposal.replicas if whole else None
+    """Schedules and warm-ups, without duplicates.
+
+    Args:
+        proposed: further warm-ups of 1F1B.
+    """
+    stages, count = len(replicas), ceil(request.batch_size / size)
+    if replication is Replication.SPLIT:
+        replicas = (1,) * stages
     found = [
-        *([] if whole else [(ONE_F_ONE_B, proposal.warm_up)]),
+        *((ONE_F_ONE_B, warm_up) for warm_up in proposed),
         (ONE_F_ONE_B, policy_a(stages, count, replicas)),
         (ONE_F_ONE_B, policy_b(stages, count, replicas)),
         (GPIPE, gpipe_warm_up(stages, count)),

@@ -30,7 +30,7 @@ from pipectl.planner.interleaving import interleaved_plan
 from pipectl.planner.judge import Verdict
 from pipectl.planner.partition import Space
 from pipectl.planner.problem import Problem, baseline_bytes
-from pipectl.planner.replicated import replicated_plans, step_time_s
+from pipectl.planner.replicated import copied_plans, one_copy, replicated_plans, step_time_s
 from pipectl.planner.request import PlanRequest, stage_counts
 from pipectl.profile import Profile
 from pipectl.schedule.interleaved import NAME as INTERLEAVED
@@ -102,16 +102,18 @@ def _plans_with_replicas(
 ) -> Found:
     """The best plan with or, unless their number is fixed, without replicas; and the next best."""
     started_s = perf_counter()
-    found = replicated_plans(profile, cluster, request, expired)
     if request.replicas is None:
+        found = replicated_plans(profile, cluster, request, expired)
         with suppress(*((InfeasibleError, OutOfTimeError) if found else ())):
             straight = search_plans(profile, cluster, replace(request, replicas=1), expired)
             found = [straight.plan, *straight.alternatives, *found]
+    else:
+        alone = search_plans(profile, *one_copy(cluster, request), expired)
+        found = copied_plans(profile, cluster, request, [alone.plan, *alone.alternatives])
     if not found:
         raise InfeasibleError(
-            f"no feasible plan: no stages with {request.replicas} replicas each fit on "
-            f"{cluster.ranks} ranks",
-            cure="use fewer replicas or more ranks, or leave the number to the planner",
+            f"no feasible plan: {request.replicas} replicas of every stage take too much memory",
+            cure="use fewer replicas, so that every pipeline has more ranks",
         )
     plan, *others = sorted(found, key=step_time_s)  # of equals the first, without replicas
     assert plan.search is not None

@@ -32,7 +32,6 @@ class HybridRequest:
         scatter: whether stages may be spread over machines in other ways than one device after
             another in the order of the ranks.
         keep: how many of the best plans are returned.
-        replicas: of every stage; None leaves it to the search.
     """
 
     batch_size: int
@@ -41,7 +40,6 @@ class HybridRequest:
     fractions: bool = False
     scatter: bool = True
     keep: int = 8
-    replicas: int | None = None
 
     def micro_batches(self, size: int) -> int:
         """Of a step, with micro-batches of ``size`` samples."""

@@ -127,8 +127,7 @@ def _fields(
 ) -> list[_Field]:
     orders = device_orders(rules.machine_of)
     devices = len(rules.machine_of)
-    fixed = request.replicas
-    replicas = replica_counts(devices) if fixed is None else np.array([fixed], np.int64)
+    replicas = replica_counts(devices)
     layouts = {
         order: layout_of(rules, order, replicas)
         for order in (orders if request.scatter else orders[:1])
