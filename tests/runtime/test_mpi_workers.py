@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
         "poll 7 3",
         "thread 64 2 check",
         "thread 1000 2 staged",
-        "none 40 0 staged",
+        "none 4000 0 staged",
     ],
 )
 def test_strided_tensors_go_round_a_ring(launch: Any, how: str) -> None:
