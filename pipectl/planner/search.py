@@ -23,6 +23,7 @@ from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan, Search
 from pipectl.planner.condense import Condensed, condense
+from pipectl.planner.copies import copied_plans, one_copy
 from pipectl.planner.explorer import Explorer
 from pipectl.planner.fitting import Fitter
 from pipectl.planner.infeasible import infeasible
@@ -30,7 +31,8 @@ from pipectl.planner.interleaving import interleaved_plan
 from pipectl.planner.judge import Verdict
 from pipectl.planner.partition import Space
 from pipectl.planner.problem import Problem, baseline_bytes
-from pipectl.planner.replicated import copied_plans, one_copy, replicated_plans, step_time_s
+from pipectl.planner.replica_judge import step_time_s
+from pipectl.planner.replicated import replicated_plans
 from pipectl.planner.request import PlanRequest, stage_counts
 from pipectl.profile import Profile
 from pipectl.schedule.interleaved import NAME as INTERLEAVED
@@ -108,13 +110,10 @@ def _plans_with_replicas(
             straight = search_plans(profile, cluster, replace(request, replicas=1), expired)
             found = [straight.plan, *straight.alternatives, *found]
     else:
-        alone = search_plans(profile, *one_copy(cluster, request), expired)
-        found = copied_plans(profile, cluster, request, [alone.plan, *alone.alternatives])
-    if not found:
-        raise InfeasibleError(
-            f"no feasible plan: {request.replicas} replicas of every stage take too much memory",
-            cure="use fewer replicas, so that every pipeline has more ranks",
-        )
+        copies = request.replicas
+        alone = search_plans(profile, *one_copy(cluster, request, copies), expired)
+        plans = [alone.plan, *alone.alternatives]
+        found = copied_plans(profile, cluster, request, plans, copies)
     plan, *others = sorted(found, key=step_time_s)  # of equals the first, without replicas
     assert plan.search is not None
     search = replace(plan.search, planning_s=perf_counter() - started_s)
