@@ -17,7 +17,7 @@ from pipectl.simulate import simulate
 
 PLANNER = "pipectl"
 MOST_ACTIONS = 400_000
-"""Simulated forwards and backwards in all."""
+"""Simulated forwards and backwards of all replicas."""
 
 
 def judged(
@@ -61,7 +61,7 @@ class _Judge:
 
     def consider(self, plan: Plan) -> None:
         """Keep a plan if it fits."""
-        self._actions += 2 * plan.micro_batches * len(plan.stages)
+        self._actions += 2 * plan.micro_batches * sum(stage.replicas for stage in plan.stages)
         simulation = simulate(plan, self._cluster, process_baseline_bytes=self._baseline_bytes)
         peaks = enumerate(simulation.peak_memory_bytes)
         if all(peak <= self._limit_of(rank) for rank, peak in peaks):

@@ -34,8 +34,8 @@ PROPOSALS = 8
 """Of the hybrid search, tried in every way."""
 MANY_RANKS = 48
 """Beyond, the hybrid search takes too long."""
-SIZES = 3
-"""Micro-batch sizes that are then tried, the largest ones."""
+SIZES = 8
+"""Micro-batch sizes that are then tried, the smallest ones."""
 
 Expired = Callable[[], bool]
 
@@ -119,14 +119,19 @@ def _of_few_ranks(
 def _of_many_ranks(
     profile: Profile, cluster: Cluster, request: PlanRequest, expired: Expired
 ) -> Iterator[_Proposal]:
+    """Those with the shortest steps, if a step takes its bottleneck for every micro-batch, and
+    once more for every stage but one."""
     index = {operator.id: number for number, operator in enumerate(profile.operators)}
     limit = inf if request.memory_limit_bytes is None else float(request.memory_limit_bytes)
-    for size in micro_batch_sizes(request, request.batch_size)[:SIZES]:
-        count = ceil(request.batch_size / size)
-        found = replica_counts(profile, cluster, size, count, limit_bytes=limit, expired=expired)
-        for proposal in sorted(found, key=lambda one: one.load_s)[:PROPOSALS]:
-            members = tuple(tuple(index[node] for node in nodes) for nodes in proposal.stages)
-            yield _Proposal(members, consecutive(proposal.replicas), size)
+    found = [
+        (one.load_s * (count + len(one.stages) - 1), size, one)
+        for size in micro_batch_sizes(request, request.batch_size)[-SIZES:]
+        for count in [ceil(request.batch_size / size)]
+        for one in replica_counts(profile, cluster, size, count, limit_bytes=limit, expired=expired)
+    ]
+    for _, size, one in sorted(found, key=lambda rated: rated[:2])[:PROPOSALS]:
+        members = tuple(tuple(index[node] for node in nodes) for nodes in one.stages)
+        yield _Proposal(members, consecutive(one.replicas), size)
 
 
 def _ways(proposal: _Proposal, request: PlanRequest) -> Iterator[ReplicaChoice]:
