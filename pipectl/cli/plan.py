@@ -69,6 +69,8 @@ def command(
     check(ask)
     if ask.objective is Objective.MAX_STAGE_LOAD:
         from pipectl.cli.plan_balance import answer
+    elif ask.objective is Objective.THROUGHPUT:
+        from pipectl.cli.plan_throughput import answer
     elif ask.nodes is not None:
         from pipectl.cli.plan_nodes import answer
     else:

@@ -44,12 +44,12 @@ def check(ask: Ask) -> None:
     """
     if ask.job is None:
         _check_without_job(ask)
-    if ask.objective is Objective.MAX_STAGE_LOAD:
-        why = "has no meaning for --objective max-stage-load"
+    if ask.objective is not Objective.STEP_TIME:
+        why = f"has no meaning for --objective {ask.objective}"
         _refuse(why, **{"--nodes": ask.nodes, "--explain": ask.explain})
         _refuse(why, **{"-o": ask.output, "--svg": ask.svg})
         _refuse(why, **{"--planner": ask.planner != PIPECTL})
-    else:
+    if ask.objective is not Objective.MAX_STAGE_LOAD:
         ask.wishes.refuse("only --objective max-stage-load has CPUs beside the devices", "cpus")
     if ask.nodes is not None:
         ask.wishes.refuse("--nodes says how many; choose one", "devices")

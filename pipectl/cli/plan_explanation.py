@@ -40,6 +40,8 @@ def worth_lines(plan: Plan, without: WithoutPipeline) -> Iterator[str]:
         )
     elif len(plan.stages) == 1 and plan.stages[0].replicas < plan.ranks:
         yield "a pipeline is not worth it here: no cut makes a step shorter than one rank alone"
+    if without.reason:
+        yield f"data parallelism is not compared with: {without.reason}"
 
 
 def explanation_lines(found: Explanation, cluster: Cluster) -> Iterator[str]:

@@ -105,7 +105,10 @@ CommunicationScale = Annotated[
 ]
 ObjectiveOption = Annotated[Objective, typer.Option(help="What makes a plan good.")]
 PlannerName = Annotated[
-    str, typer.Option("--planner", metavar="NAME", help="Plan as others would, to compare.")
+    str,
+    typer.Option(
+        "--planner", metavar="NAME", help="dapple, pipedream, …: plan as others do, to compare."
+    ),
 ]
 Budget = Annotated[
     int | None,

@@ -47,9 +47,14 @@ def print_text(found: Found) -> None:
 
 def _remarks(found: Found) -> Iterator[str]:
     """What to know of the search, and of doing without a pipeline."""
+    from pipectl.runtime.supported import unsupported
+
     if found.stopped:
         gap = None if found.plan.search is None else found.plan.search.gap
         proven = "the best so far" if gap is None else f"within {gap:.1%} of the best possible"
         yield f"stopped {found.stopped}: {proven}"
+    features = unsupported(found.plan)
+    if features and found.subject.request.from_job:
+        yield f"not to be submitted: the ranks cannot run a plan with {' and '.join(features)} yet"
     if found.without is not None:
         yield from worth_lines(found.plan, found.without)

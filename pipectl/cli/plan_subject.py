@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pipectl.cli.console import note
 from pipectl.cli.plan_ask import Ask
+from pipectl.jobs.wishes import Objective
 
 if TYPE_CHECKING:
     from pipectl.jobs.subject import Subject
@@ -19,16 +20,23 @@ if TYPE_CHECKING:
 
 def find_subject(ask: Ask) -> tuple[Subject, Path | None]:
     """What to plan, and where its plan belongs; None where it is no job's own plan."""
+    from pipectl.jobs.subject import for_steps
+
+    subject, path = _of_profile(ask) if ask.job is None else _of_job(ask, ask.job)
+    if ask.objective is not Objective.MAX_STAGE_LOAD:
+        subject = for_steps(subject)
+    return subject, path
+
+
+def _of_profile(ask: Ask) -> tuple[Subject, Path | None]:
     from pipectl.jobs.subject import subject_of_profile
     from pipectl.profile import Profile
 
-    if ask.job is None:
-        assert ask.profile_file is not None, "checked"
-        wishes = ask.wishes
-        if ask.nodes is not None and wishes.cluster is None:  # every device is a node
-            wishes = replace(wishes, devices=max(ask.nodes))
-        return subject_of_profile(Profile.load(ask.profile_file), wishes), ask.output
-    return _of_job(ask, ask.job)
+    assert ask.profile_file is not None, "checked"
+    wishes = ask.wishes
+    if ask.nodes is not None and wishes.cluster is None:  # every device is a node
+        wishes = replace(wishes, devices=max(ask.nodes))
+    return subject_of_profile(Profile.load(ask.profile_file), wishes), ask.output
 
 
 def _of_job(ask: Ask, job: Path) -> tuple[Subject, Path | None]:

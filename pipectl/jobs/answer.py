@@ -18,6 +18,8 @@ def plan_json(plan: Plan, without: WithoutPipeline | None) -> dict[str, Any]:
     Args:
         without: None where no estimate was made.
     """
+    from pipectl.runtime.supported import unsupported
+
     document = plan.to_json()
     for stage in document["stages"]:
         stage |= {"replicas": len(stage["ranks"]), "devices": stage["ranks"]}
@@ -30,6 +32,7 @@ def plan_json(plan: Plan, without: WithoutPipeline | None) -> dict[str, Any]:
         "gap": search and search.gap,
         "planning_s": search and search.planning_s,
         "predicted": document["prediction"],
+        "cannot_run": unsupported(plan),
         "without_pipeline": without and _without_json(plan, without),
     }
 
@@ -90,6 +93,7 @@ def _without_json(plan: Plan, without: WithoutPipeline) -> dict[str, Any]:
     return {
         "single_rank": _estimate_json(without.single),
         "data_parallel": _estimate_json(without.data_parallel),
+        "data_parallel_reason": without.reason or None,
         "pipeline_is_worth_it": better is None,
     }
 

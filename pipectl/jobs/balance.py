@@ -14,6 +14,7 @@ from pipectl.jobs.wishes import Objective, Wishes
 from pipectl.plan import Plan
 from pipectl.planner.exact.balance import balance
 from pipectl.planner.exact.request import Balance, BalanceRequest, DeviceKind
+from pipectl.planner.folding import folded
 from pipectl.planner.given_stages import plan_of_stages
 from pipectl.planner.other_clusters import with_nodes, with_ranks
 from pipectl.planner.pruning import prepared
@@ -75,12 +76,13 @@ def find_balance(subject: Subject, wishes: Wishes, deadline: Deadline) -> Balanc
     found = balance(profile, request, deadline)
     planning_s = time.perf_counter() - began
     if found is None:
-        raise _nothing(request, deadline)
+        raise _nothing(subject, request, deadline)
+    stages = [stage.nodes for stage in found.stages]
     plan = plan_of_stages(
-        profile,
-        _machines(subject.cluster, len(found.stages)),
+        folded(profile, stages),
+        _machines(subject.cluster, len(stages)),
         subject.request,
-        [stage.nodes for stage in found.stages],
+        stages,
         [
             None if stage.device is DeviceKind.ACCELERATOR else stage.load_s
             for stage in found.stages
@@ -89,15 +91,15 @@ def find_balance(subject: Subject, wishes: Wishes, deadline: Deadline) -> Balanc
     return Balanced(request, found, planning_s, plan)
 
 
-def _nothing(request: BalanceRequest, deadline: Deadline) -> PipectlError:
+def _nothing(subject: Subject, request: BalanceRequest, deadline: Deadline) -> PipectlError:
     """The error where there is no partition."""
     if deadline.cut_short:
         return PipectlError("planning was ended before any plan was found", cure="allow more time")
-    limit = request.memory_limit_bytes
+    limit, asked = request.memory_limit_bytes, subject.request
     within = "" if limit is None else f" of {format_bytes(limit)} each"
     return InfeasibleError(
         f"no feasible plan: no partition fits on {request.devices} devices{within}",
-        cure="give more --devices, or a larger --memory-limit",
+        cure=f"give {asked.named('ranks')}, or a larger {asked.named('memory_limit')}",
     )
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 from pipectl.cluster import Cluster
 from pipectl.errors import UsageError
 from pipectl.jobs.deadline import Deadline
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest
+from pipectl.planner.policies import NAMES, OWN
+from pipectl.planner.policy_plans import policy_plan
 from pipectl.planner.search import Found, search_plans
 from pipectl.planner.sweep import Planner
 from pipectl.profile import Profile
 from pipectl.units import did_you_mean
 
-PIPECTL = "pipectl"
-NAMES = (PIPECTL,)
+PIPECTL = OWN
 Searcher = Callable[[Profile, Cluster, PlanRequest], Found]
 """Finds the best plan it can, and the next best."""
 
@@ -34,9 +38,20 @@ def searcher_named(name: str, deadline: Deadline) -> Searcher:
 
     def search(profile: Profile, cluster: Cluster, request: PlanRequest) -> Found:
         deadline.restart()
-        return search_plans(profile, cluster, request, deadline)
+        if name == PIPECTL:
+            return search_plans(profile, cluster, request, deadline)
+        return Found(_timed(partial(policy_plan, name, profile, cluster, request, deadline)))
 
     return search
+
+
+def _timed(planner: Callable[[], Plan]) -> Plan:
+    """The plan, with the time it took to find."""
+    started_s = time.perf_counter()
+    plan = planner()
+    assert plan.search is not None, "planners say how they found a plan"
+    taken_s = time.perf_counter() - started_s
+    return replace(plan, search=replace(plan.search, planning_s=taken_s))
 
 
 def planner_named(name: str, deadline: Deadline) -> Planner:

@@ -12,7 +12,9 @@ from pipectl.jobs.machines import find_machines
 from pipectl.jobs.plan import request_of
 from pipectl.jobs.wishes import Wishes
 from pipectl.planner import PlanRequest
+from pipectl.planner.folding import folded
 from pipectl.planner.other_clusters import with_bandwidth, with_ranks, with_slower_links
+from pipectl.planner.pruning import prepared
 from pipectl.profile import Profile
 
 if TYPE_CHECKING:
@@ -65,17 +67,29 @@ def subject_of_profile(profile: Profile, wishes: Wishes) -> Subject:
         shipped = _shipped(profile, "bandwidth_bytes_per_s", "transfer_bytes_per_s_effective")
         cluster = cluster if shipped is None else with_bandwidth(cluster, shipped)
     cluster = _wished(cluster, wishes, cure="describe more of them in the cluster file")
-    batch_size = wishes.batch_size or profile.micro_batch_size * micro_batches_for(cluster.ranks)
+    shipped_count = None if wishes.micro_batches else _shipped(profile, "microbatches_in_batch")
+    count = wishes.micro_batches or shipped_count or micro_batches_for(cluster.ranks)
+    batch_size = wishes.batch_size or profile.micro_batch_size * int(count)
     request = PlanRequest(
         name=profile.name,
         batch_size=batch_size,
         micro_batches=wishes.micro_batches,
         memory_limit_bytes=memory_limit_bytes(profile, wishes),
+        from_job=False,
     )
-    if wishes.batch_size is None:
+    if wishes.batch_size is None and shipped_count is None:
         said = f"the batch is not given: taken as {batch_size} samples (--batch-size sets it)"
         profile = replace(profile, assumptions=(*profile.assumptions, said))
     return Subject(profile, cluster, request, wishes.cluster)
+
+
+def for_steps(subject: Subject) -> Subject:
+    """The subject as planners of whole steps take it.
+
+    Nodes that no device computes are dropped, and backward operators that are nodes of their own
+    stand where their forward does; other profiles stay as they are.
+    """
+    return replace(subject, profile=folded(prepared(subject.profile)))
 
 
 def micro_batches_for(ranks: int) -> int:

@@ -64,8 +64,11 @@ def gather(spec: JobSpec, scheduler: str | None, progress: Progress | None = Non
     Raises:
         InfeasibleError: no plan fits.
         InvalidInputError: a file or the model cannot be used; nothing was submitted.
+        MismatchError: the profile is not of this model, or the plan asks for what cannot be run.
         SchedulerError: there is no MPI to start the ranks with.
     """
+    from pipectl.runtime.supported import check_supported
+
     name = scheduler_name(spec, scheduler)
     machines = find_machines(spec, name)
     cluster, warning = machines.cluster, machines.warning
@@ -84,6 +87,7 @@ def gather(spec: JobSpec, scheduler: str | None, progress: Progress | None = Non
             cure="remove it; the model is then measured",
         )
     plan = _plan(spec, profile, cluster)
+    check_supported(plan, str(plan_path(spec)))
     return Inputs(spec, name, cluster, profile, plan, measurement, warning)
 
 

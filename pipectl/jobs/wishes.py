@@ -14,6 +14,7 @@ class Objective(StrEnum):
 
     STEP_TIME = "step-time"
     MAX_STAGE_LOAD = "max-stage-load"
+    THROUGHPUT = "throughput"
 
 
 @dataclass(frozen=True)

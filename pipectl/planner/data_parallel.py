@@ -21,6 +21,8 @@ from pipectl.profile import Profile
 
 CLEARLY = 0.99
 """A pipeline must be slower than this share to be called not worth it."""
+_NO_SIZE = "the profile has no parameter bytes, which say how large the sum of gradients is"
+_NO_ROOM = "the whole model with a share of the batch does not fit into a rank's memory"
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,15 @@ class Estimate:
 
 @dataclass(frozen=True)
 class WithoutPipeline:
-    """None where the whole model does not fit into a rank's memory, or its size is unknown."""
+    """None where the whole model does not fit into a rank's memory, or its size is unknown.
+
+    Args:
+        reason: why data parallelism was not estimated; empty where it was, or has no ranks.
+    """
 
     single: Estimate | None
     data_parallel: Estimate | None
+    reason: str = ""
 
     def better_than(self, plan: Plan) -> Estimate | None:
         """What is as fast as a pipeline or faster; the simplest of these, or the fastest.
@@ -62,7 +69,12 @@ def without_pipeline(
 ) -> WithoutPipeline:
     """Estimates for the same step on one rank, and with data parallelism on all ranks."""
     alone = _whole(profile, with_ranks(with_nodes(cluster, 1), 1), request, planner, ranks=1)
-    return WithoutPipeline(alone, _data_parallel(profile, cluster, request, planner))
+    if min(cluster.ranks, request.batch_size) == 1:
+        return WithoutPipeline(alone, None)
+    if not _gradient_bytes(profile):
+        return WithoutPipeline(alone, None, _NO_SIZE)
+    found = _data_parallel(profile, cluster, request, planner)
+    return WithoutPipeline(alone, found, _NO_ROOM if found is None else "")
 
 
 def all_reduce_s(cluster: Cluster, size_bytes: float) -> float:
@@ -78,9 +90,7 @@ def _data_parallel(
     profile: Profile, cluster: Cluster, request: PlanRequest, planner: Planner
 ) -> Estimate | None:
     """A whole model on every rank, each with an equal share of the batch."""
-    ranks, gradient_bytes = min(cluster.ranks, request.batch_size), _gradient_bytes(profile)
-    if ranks == 1 or not gradient_bytes:
-        return None
+    ranks = min(cluster.ranks, request.batch_size)
     found = [
         _whole(profile, with_ranks(alone, 1), request, planner, ranks=ranks)
         for alone in _distinct_nodes(cluster)
@@ -90,7 +100,7 @@ def _data_parallel(
         return None
     slowest = max(fitting, key=lambda each: each.step_s)
     crowding = max(1.0, max(node.ranks / node.cores for node in cluster.nodes))
-    reduction_s = all_reduce_s(with_ranks(cluster, ranks), gradient_bytes)
+    reduction_s = all_reduce_s(with_ranks(cluster, ranks), _gradient_bytes(profile))
     step_s = slowest.step_s * crowding + reduction_s
     return Estimate(ranks, step_s, reduction_s, slowest.peak_memory_bytes)
 

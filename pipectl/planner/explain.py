@@ -14,6 +14,7 @@ from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
 from pipectl.planner.other_clusters import with_faster_links, with_memory, with_nodes
+from pipectl.planner.policies import OWN
 from pipectl.planner.request import PlanRequest
 from pipectl.planner.step_parts import LinkLoad, StepParts, busiest_link, step_parts
 from pipectl.planner.sweep import Planner, predicted_step_s
@@ -130,7 +131,11 @@ class _Subject:
 
 
 def _offers(subject: _Subject) -> Iterator[Offer]:
-    """What changes buy; each is planned anew."""
+    """What changes buy; each is planned anew.
+
+    Links twice as fast mean the same on every network; one GB/s more would be eight networks of
+    1 Gbit/s, and nothing to one of 200 Gbit/s.
+    """
     cluster = subject.cluster
     nodes = len(cluster.nodes)
     yield _offer("one more node", lambda: subject.again(with_nodes(cluster, nodes + 1)))
@@ -140,6 +145,15 @@ def _offers(subject: _Subject) -> Iterator[Offer]:
         faster = with_faster_links(cluster, 2.0)
         yield _offer(f"links {where} twice as fast", lambda: subject.again(faster))
     yield _twice_the_micro_batches(subject)
+    if _may_gain_replicas(subject):
+        yield _offer("stages with replicas", lambda: subject.again(replicas=None))
+
+
+def _may_gain_replicas(subject: _Subject) -> bool:
+    """Whether our own search, which knows replicas, has been kept from them on several ranks."""
+    search, request = subject.plan.search, subject.request
+    own = search is not None and search.planner == OWN
+    return own and request.replicas == 1 and subject.cluster.ranks > 1
 
 
 def _more_memory(subject: _Subject) -> Offer:

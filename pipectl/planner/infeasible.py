@@ -105,7 +105,8 @@ def _cures(
     """Changes that need less memory, each with the peak it is estimated to have."""
     limit = problem.limit_bytes(rank)
     if limit == problem.request.memory_limit_bytes:
-        yield f"pipeline.memory_limit: {ceil(max(peaks) / 2**20)}MiB would do"
+        name = problem.request.named("memory_limit")
+        yield f"{name} {ceil(max(peaks) / 2**20)}MiB would do"
     else:
         yield f"ranks with {ceil(max(peaks) / 2**20)} MiB of memory would do"
     if limit <= problem.baseline_bytes:
@@ -124,15 +125,22 @@ def _changes(problem: Problem, plan: Plan) -> Iterator[tuple[str, PlanRequest, i
     more = min(2 * stages, len(problem.graph))
     if more > stages:
         free = replace(request, stages=None, warm_up=None)
-        within = more <= problem.cluster.ranks
-        name = f"pipeline.stages {more}" if within else f"{more} stages on {more} ranks"
-        yield name, free, more
+        yield _more_stages(problem, more), free, more
     if request.schedule == GPIPE:
         yield "schedule 1f1b", replace(request, schedule=ONE_F_ONE_B), stages
     for factor in (2, 4, 8):
         count = plan.micro_batches * factor
         if request.micro_batches is not None and count <= request.batch_size:
-            yield f"micro_batches {count}", replace(request, micro_batches=count), stages
+            name = f"{request.named('micro_batches')} {count}"
+            yield name, replace(request, micro_batches=count), stages
+
+
+def _more_stages(problem: Problem, stages: int) -> str:
+    """How a user gets so many stages."""
+    if not problem.request.from_job:
+        return f"--devices {stages}"
+    within = stages <= problem.cluster.ranks
+    return f"pipeline.stages {stages}" if within else f"{stages} stages on {stages} ranks"
 
 
 def _estimate(

@@ -17,6 +17,12 @@ from pipectl.schedule.one_f_one_b import policy_a, policy_b
 
 _EVERY_STAGE_COUNT = 8
 _SNAP = 1.34
+_NAMES = {
+    "memory_limit": ("pipeline.memory_limit", "--memory-limit"),
+    "micro_batches": ("pipeline.micro_batches", "--micro-batches"),
+    "ranks": ("more ranks in resources", "more --devices"),
+}
+"""Settings in a job file, and as options."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,7 @@ class PlanRequest:
         replication: how replicas share the work; None tries both ways. Split samples change results
             where an operator looks at a whole micro-batch, as BatchNorm does.
         key: recorded in the plan; see :class:`pipectl.plan.Plan`.
+        from_job: whether a job file asks. Errors then name its keys, otherwise options.
 
     Raises:
         InvalidInputError: choices that contradict each other.
@@ -49,6 +56,7 @@ class PlanRequest:
     replicas: int | None = 1
     replication: Replication | None = Replication.WHOLE
     key: str | None = None
+    from_job: bool = True
 
     def __post_init__(self) -> None:
         if self.schedule is not None and self.schedule not in NAMES:
@@ -76,6 +84,10 @@ class PlanRequest:
                 f"warm_up: {list(warm_up)} must not rise from stage to stage, nor be below 1",
                 cure="for 4 stages for example [4, 3, 2, 1]",
             )
+
+    def named(self, setting: str) -> str:
+        """What the user calls one of ``memory_limit``, ``micro_batches`` and ``ranks``."""
+        return _NAMES[setting][0 if self.from_job else 1]
 
     @property
     def recompute_choices(self) -> tuple[bool, ...]:
@@ -138,7 +150,7 @@ def micro_batch_sizes(request: PlanRequest, most: int) -> list[int]:
         if request.micro_batches > batch:
             raise InfeasibleError(
                 f"no feasible plan: {request.micro_batches} micro-batches of {batch} samples",
-                cure=f"set pipeline.micro_batches to {batch} or less, or to auto",
+                cure=f"set {request.named('micro_batches')} to {batch} or less, or leave it out",
             )
         return [ceil(batch / request.micro_batches)]
     most = min(batch, most)

@@ -25,6 +25,7 @@ from pipectl.plan import Plan, Search
 from pipectl.planner.condense import Condensed, condense
 from pipectl.planner.copies import copied_plans, one_copy
 from pipectl.planner.explorer import Explorer
+from pipectl.planner.first_plan import first_choices
 from pipectl.planner.fitting import Fitter
 from pipectl.planner.infeasible import infeasible
 from pipectl.planner.interleaving import interleaved_plan
@@ -62,11 +63,12 @@ def make_plan(
     """The fastest plan found by simulation that fits into memory, with its prediction.
 
     Args:
-        expired: asked now and then; once it is true, the best plan so far is returned.
+        expired: asked now and then; once it is true, the best plan so far is returned, or, where
+            there is none, an even cut.
 
     Raises:
         InfeasibleError: nothing fits; says how much is missing and what would help.
-        OutOfTimeError: time was over before any plan was found.
+        OutOfTimeError: time was over before any plan was found, and even cuts do not fit.
     """
     return search_plans(profile, cluster, request, expired).plan
 
@@ -90,6 +92,8 @@ def search_plans(
     problem = Problem(profile, cluster, request, space.graph)
     explorer = Explorer(problem, space, counts, _Deadline(expired).check)
     finished = _run(explorer)
+    if not finished and explorer.judge.best() is None:
+        explorer.judge.consider(first_choices(problem, counts))
     best = explorer.judge.best()
     if best is None:
         raise infeasible(problem, Fitter(problem), counts) if finished else _nothing_yet()

@@ -3,29 +3,45 @@
 from __future__ import annotations
 
 from pipectl.errors import MismatchError
-from pipectl.plan import Plan
+from pipectl.plan import Plan, Stage
+
+_FEATURES = {
+    "replicas": "ranks",
+    "recomputation": "recompute",
+    "offload": "offload",
+    "a backward on other ranks than the forward": "backward_ranks",
+}
+"""By the key of a stage that asks for it."""
 
 
-def check_supported(plan: Plan) -> None:
+def check_supported(plan: Plan, file: str = "plan.json") -> None:
     """Refuse a plan before anything is built for it.
 
     Raises:
-        MismatchError: naming the stages and what they ask for.
+        MismatchError: naming the file, the stage and what it asks for.
     """
-    for feature, key, stages in (
-        ("replicas", "ranks", [stage.replicas > 1 for stage in plan.stages]),
-        ("recomputation", "recompute", [stage.recompute for stage in plan.stages]),
-        ("offload", "offload", [stage.offload for stage in plan.stages]),
-        (
-            "a backward on other ranks than the forward",
-            "backward_ranks",
-            [stage.updating_ranks != stage.ranks for stage in plan.stages],
-        ),
-    ):
-        asking = [index for index, asks in enumerate(stages) if asks]
+    for feature, key in _FEATURES.items():
+        asking = [index for index, stage in enumerate(plan.stages) if _asks(stage, key)]
         if asking:
             raise MismatchError(
-                f"plan.json: stages[{asking[0]}].{key} asks for {feature}; plans with that can be "
+                f"{file}: stages[{asking[0]}].{key} asks for {feature}; plans with that can be "
                 "simulated, but not run",
                 cure="plan the job again with pipectl plan, which chooses what can be run",
             )
+
+
+def unsupported(plan: Plan) -> list[str]:
+    """What the plan asks for that cannot be run, in words; empty if it can be."""
+    return [
+        feature
+        for feature, key in _FEATURES.items()
+        if any(_asks(stage, key) for stage in plan.stages)
+    ]
+
+
+def _asks(stage: Stage, key: str) -> bool:
+    if key == "ranks":
+        return stage.replicas > 1
+    if key == "backward_ranks":
+        return stage.updating_ranks != stage.ranks
+    return bool(getattr(stage, key))

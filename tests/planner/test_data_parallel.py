@@ -64,14 +64,17 @@ def test_ranks_that_share_cores_slow_each_other_down(chain: Callable[..., Profil
 
 
 def test_a_model_that_fits_no_rank_has_no_estimate(chain: Callable[..., Profile]):
-    assert estimates(chain(4), cluster(1, 1), memory_limit_bytes=6000) == WithoutPipeline(
-        None, None
-    )
+    found = estimates(chain(4), cluster(1, 1), memory_limit_bytes=6000)
+    assert (found.single, found.data_parallel) == (None, None)
+    assert "does not fit" in found.reason
 
 
 def test_without_parameters_there_is_nothing_to_estimate(chain: Callable[..., Profile]):
     bare = chain(4, parameters=(), parameter_bytes=0)
-    assert estimates(bare, cluster(1, 1)).data_parallel is None
+    found = estimates(bare, cluster(1, 1))
+    assert found.data_parallel is None
+    assert found.reason.startswith("the profile has no parameter bytes")
+    assert estimates(bare, cluster(1)).reason == ""
 
 
 def test_only_what_is_clearly_faster_is_better(chain: Callable[..., Profile]):

@@ -8,7 +8,7 @@ from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.explain import STOPPED, Explanation, Offer, difference, explain
 from pipectl.planner.sweep import predicted_step_s
-from pipectl.profile import Profile
+from pipectl.profile import Operator, Profile
 
 REQUEST = PlanRequest(name="test", batch_size=64)
 
@@ -62,13 +62,29 @@ def test_twice_the_micro_batches_need_samples(chain: Callable[..., Profile]):
     assert offers(found)["128 micro-batches"].reason == "the batch has only 64 samples"
 
 
+def test_replicas_are_offered_where_one_operator_has_the_work(
+    make_profile: Callable[..., Profile], make_operator: Callable[..., Operator]
+):
+    free = {"parameters": (), "parameter_bytes": 0}
+    times = (1e-3, 9e-3, 1e-3)
+    operators = [
+        make_operator(i, forward_s=time_s, backward_s=time_s, **free)
+        for i, time_s in enumerate(times)
+    ]
+    profile = make_profile(operators, [(0, 1), (1, 2)])
+    found = explained(profile, cluster(4))
+    offer = offers(found)["stages with replicas"]
+    assert offer.gain(predicted_step_s(found.plan)) > 0.3
+    assert "stages with replicas" not in offers(explained(profile, cluster(1)))
+
+
 def test_alternatives_differ_and_are_ranked(chain: Callable[..., Profile]):
     found = explained(chain(8), cluster(4))
     times = [predicted_step_s(other.plan) for other in found.alternatives]
     assert len(times) >= 2
     assert times == sorted(times)
     assert all(difference(found.plan, other.plan) for other in found.alternatives)
-    assert any("3 stages" in other.difference for other in found.alternatives)
+    assert any("schedule gpipe" in other.difference for other in found.alternatives)
 
 
 def test_what_the_user_has_fixed_has_no_alternative(chain: Callable[..., Profile]):

@@ -278,7 +278,7 @@ def test_infeasible_error_names_rank_stage_figures_and_cures(chain) -> None:
         "17.2 KiB more than its limit of 29.3 KiB"
     )
     assert error.cure == (
-        "pipeline.memory_limit: 1MiB would do; 4 stages on 4 ranks: about 29.1 KiB (fits); "
+        "pipeline.memory_limit 1MiB would do; 4 stages on 4 ranks: about 29.1 KiB (fits); "
         "schedule 1f1b: about 12.7 KiB (fits)"
     )
 
@@ -295,7 +295,7 @@ def test_smaller_micro_batches_are_offered_as_a_cure(chain) -> None:
 def test_a_limit_below_the_process_itself_blames_only_the_limit(chain) -> None:
     with pytest.raises(InfeasibleError) as caught:
         make_plan(chain(8), cluster_of([2], 2), PlanRequest("job", 64, memory_limit_bytes=4_000))
-    assert caught.value.cure == "pipeline.memory_limit: 1MiB would do"
+    assert caught.value.cure == "pipeline.memory_limit 1MiB would do"
 
 
 def test_more_stages_than_cuts(chain) -> None:

@@ -30,9 +30,28 @@ class After:
         return self.looks < 0
 
 
-def test_without_any_time_there_is_an_error_and_no_plan(chain) -> None:
+def test_without_any_time_there_is_an_even_cut(chain) -> None:
+    plan = make_plan(chain(12), CLUSTER, REQUEST, After(0))
+    assert [len(stage.nodes) for stage in plan.stages] == [3, 3, 3, 3]
+    assert not plan.search.finished
+    assert plan.search.lower_bound_s <= plan.search.max_stage_load_s
+    alone = make_plan(chain(1), CLUSTER, REQUEST, After(0))
+    assert len(alone.stages) == 1
+
+
+def test_without_any_time_there_is_no_plan_that_does_not_fit(chain) -> None:
+    small = replace(REQUEST, memory_limit_bytes=6000)
     with pytest.raises(OutOfTimeError, match="before any plan was found"):
-        make_plan(chain(12), CLUSTER, REQUEST, After(0))
+        make_plan(chain(12), CLUSTER, small, After(0))
+
+
+def test_even_cuts_leave_no_stage_empty(make_profile, make_operator) -> None:
+    times = [9e-3, 0.0, 0.0, 0.0, 0.0, 1e-3]
+    operators = [make_operator(i, forward_s=t, backward_s=t) for i, t in enumerate(times)]
+    profile = make_profile(operators, [(i, i + 1) for i in range(5)])
+    plan = make_plan(profile, CLUSTER, replace(REQUEST, stages=4), After(0))
+    assert [node for stage in plan.stages for node in stage.nodes] == [f"n{i}" for i in range(6)]
+    assert all(stage.nodes for stage in plan.stages)
 
 
 def test_a_search_that_is_cut_short_returns_its_best_and_says_so(chain, tmp_path) -> None:

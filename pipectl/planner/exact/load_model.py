@@ -125,7 +125,7 @@ def load_model(profile: Profile, request: BalanceRequest) -> LoadModel:
     """The arrays for a profile; it must have been prepared (:mod:`pipectl.planner.pruning`)."""
     operators = profile.operators
     edges = edges_by_index(profile)
-    arcs = _stage_edges(operators, edges)
+    arcs = stage_edges(operators, edges)
     costs = _Costs(operators, request)
     graph = contract(operators, arcs, group_labels(operators))
     users, _ = _values(graph, edges, costs.transfer_s)
@@ -194,7 +194,7 @@ def _model(graph: Condensed, edges: Sequence[tuple[int, int]], costs: _Costs) ->
     )
 
 
-def _stage_edges(
+def stage_edges(
     operators: Sequence[Operator], edges: Sequence[tuple[int, int]]
 ) -> list[tuple[int, int]]:
     """The edges that stages have to follow."""

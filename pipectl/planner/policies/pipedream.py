@@ -29,7 +29,8 @@ class _Level:
     """One level of the hierarchy, solved.
 
     Args:
-        best_s: shape (devices, states, states); of the stages between two states.
+        best_s: shape (devices, starts, states); of the stages between two states. The outermost
+            level starts at nothing only.
         split, tail: where the last stage begins and how many devices it has; -1 if there is one
             stage on all devices.
     """
@@ -41,14 +42,12 @@ class _Level:
 
 def plan(profile: Profile, rules: LinkRules, work: Work) -> PolicyPlan:
     """The plan for the rules' machines, their bandwidths taken from messages of one megabyte."""
-    states = antichain_states(profile)
-    prefixes = Prefixes.of(profile, states, work.micro_batch_size)
     machines = max(rules.machine_of) + 1
     within = len(rules.machine_of) // machines
     bandwidths = [_bandwidth(rules, 0, 1)] if within > 1 else []
     bandwidths += [_bandwidth(rules, 0, len(rules.machine_of) - 1)] if machines > 1 else []
     counts = [count for count in (within, machines) if count > 1]
-    return solved(profile, work, counts, bandwidths, straight=False, prefixes=prefixes)
+    return solved(profile, work, counts, bandwidths, straight=False)
 
 
 def _bandwidth(rules: LinkRules, sender: int, receiver: int) -> float:
@@ -63,7 +62,6 @@ def solved(
     bandwidths: Sequence[float],
     *,
     straight: bool,
-    prefixes: Prefixes | None = None,
 ) -> PolicyPlan:
     """The plan for a hierarchy.
 
@@ -73,13 +71,15 @@ def solved(
         straight: whether no stage has more than one replica.
     """
     states = antichain_states(profile)
-    prefixes = prefixes or Prefixes.of(profile, states, work.micro_batch_size)
+    prefixes = Prefixes.of(profile, states, work.micro_batch_size)
     times = prefixes.time_s[None, :] - prefixes.time_s[:, None]
     times = np.where(states.follows, times, np.inf)
     levels: list[_Level] = []
     inner = 1
     for count, bandwidth in zip(counts, bandwidths, strict=True):
-        levels.append(_level(prefixes, times, count, bandwidth, inner, straight=straight))
+        starts = len(states) if len(levels) + 1 < len(counts) else 1
+        level = _level(prefixes, times, count, bandwidth, inner, starts, straight=straight)
+        levels.append(level)
         times = levels[-1].best_s[-1]
         inner *= count
     if not levels:
@@ -97,10 +97,11 @@ def _level(
     count: int,
     bandwidth: float,
     inner: int,
+    starts: int,
     *,
     straight: bool,
 ) -> _Level:
-    """All stages on up to ``count`` groups of ``inner`` devices each."""
+    """All stages on up to ``count`` groups of ``inner`` devices each, from the first states on."""
     weights = np.maximum(prefixes.parameter_bytes[None, :] - prefixes.parameter_bytes[:, None], 0)
     single = [
         (times + 4 * (m - 1) * weights / (bandwidth * m) / inner) / m
@@ -109,7 +110,7 @@ def _level(
         for m in range(1, count + 1)
     ]
     sends = 2 * prefixes.output_bytes / bandwidth
-    best = np.array(single)
+    best = np.array(single)[:, :starts].copy()
     split = np.full(best.shape, -1, np.int64)
     tail = np.full(best.shape, -1, np.int64)
     for devices in range(2, count + 1):

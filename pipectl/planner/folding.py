@@ -1,0 +1,98 @@
+"""Profiles whose backward operators are nodes of their own, as a step in a pipeline sees them.
+
+A backward operator stands where the forward operator would that it is the backward of: what it
+reads from other backward operators comes back to it from them, as gradients do::
+
+    f0 ──► f1          f0 ──► f1           values of f0, gradients of b0's
+           │     is                        f0 and b0 in one stage, f1 and b1 in one
+    b0 ◄── b1          b0 ──► b1
+
+The stage graph is that of :mod:`pipectl.planner.exact.load_model`, so both objectives cut alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from pipectl.graph import topological_order
+from pipectl.planner.condense import contract, edges_by_index, group_labels
+from pipectl.planner.exact.load_model import stage_edges
+from pipectl.profile import Operator, Profile
+
+BACKWARD = "backward"
+
+
+def folded(profile: Profile, stages: Sequence[Sequence[str]] = ()) -> Profile:
+    """The profile with the edges of backward operators turned to the way the pipeline goes.
+
+    Values that backward operators send become gradients; they keep nothing for a backward. Values
+    of forward operators that a backward operator reads travel with the forward, or, where that is
+    in front of it, with the backward.
+
+    Args:
+        profile: returned as it is if no operator is a backward one.
+        stages: ids of the operators of stages that are chosen already, in their order; values
+            then travel between these, even where the graph alone leaves open which comes first.
+    """
+    if all(operator.phase != BACKWARD for operator in profile.operators):
+        return profile
+    place = _places(profile, stages)
+    edges: set[tuple[int, int]] = set()
+    gradients = [operator.gradient_bytes for operator in profile.operators]
+    for source, target in edges_by_index(profile):
+        turned, is_gradient = _turned(profile.operators, place, source, target)
+        if turned is not None:
+            edges.add(turned)
+        if turned is not None and is_gradient:
+            size_bytes = profile.operators[source].output_bytes
+            gradients[turned[0]] = max(gradients[turned[0]], size_bytes)
+    return _rebuilt(profile, sorted(edges), gradients)
+
+
+def _turned(
+    operators: Sequence[Operator], place: Sequence[tuple[int, int]], source: int, target: int
+) -> tuple[tuple[int, int] | None, bool]:
+    """An edge as the pipeline goes, and whether its value travels with the backward.
+
+    None where it stays in one place and says nothing about the forward.
+    """
+    sends, reads = (operators[index].phase == BACKWARD for index in (source, target))
+    if place[source] == place[target] and sends:
+        return ((target, source) if reads else None), True
+    if place[source] <= place[target]:
+        return (source, target), sends
+    return (target, source), True
+
+
+def _places(profile: Profile, stages: Sequence[Sequence[str]]) -> list[tuple[int, int]]:
+    """Stage and block of every operator: what travels goes to a larger one in the forward."""
+    operators = profile.operators
+    arcs = stage_edges(operators, edges_by_index(profile))
+    graph = contract(operators, arcs, group_labels(operators))
+    block_of = {index: b for b, block in enumerate(graph.blocks) for index in block.operators}
+    stage_of: Mapping[str, int] = {node: s for s, nodes in enumerate(stages) for node in nodes}
+    return [(stage_of.get(o.id, 0), block_of[index]) for index, o in enumerate(operators)]
+
+
+def _rebuilt(
+    profile: Profile, edges: Sequence[tuple[int, int]], gradients: Sequence[int]
+) -> Profile:
+    """The profile with other edges and gradients, its operators in an order of these edges."""
+    order = topological_order(range(len(profile.operators)), edges)
+    operators = [
+        _folded(operator, gradient_bytes)
+        for operator, gradient_bytes in zip(profile.operators, gradients, strict=True)
+    ]
+    return replace(
+        profile,
+        operators=tuple(operators[index] for index in order),
+        edges=tuple((operators[u].id, operators[v].id) for u, v in edges),
+        edge_bytes={},
+    )
+
+
+def _folded(operator: Operator, gradient_bytes: int) -> Operator:
+    if operator.phase != BACKWARD:
+        return replace(operator, phase=None, gradient_bytes=gradient_bytes)
+    return replace(operator, phase=None, output_bytes=0, gradient_bytes=gradient_bytes, saved=())
