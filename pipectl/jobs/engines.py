@@ -13,8 +13,8 @@ from pipectl.jobs.deadline import Deadline
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest
 from pipectl.planner.policies import NAMES, OWN
-from pipectl.planner.policy_plans import policy_plan
-from pipectl.planner.search import Found, search_plans
+from pipectl.planner.policy_plans import policy_plans
+from pipectl.planner.search import MOST_ALTERNATIVES, Found, search_plans
 from pipectl.planner.sweep import Planner
 from pipectl.profile import Profile
 from pipectl.units import did_you_mean
@@ -40,18 +40,19 @@ def searcher_named(name: str, deadline: Deadline) -> Searcher:
         deadline.restart()
         if name == PIPECTL:
             return search_plans(profile, cluster, request, deadline)
-        return Found(_timed(partial(policy_plan, name, profile, cluster, request, deadline)))
+        return _timed(partial(policy_plans, name, profile, cluster, request, deadline))
 
     return search
 
 
-def _timed(planner: Callable[[], Plan]) -> Plan:
-    """The plan, with the time it took to find."""
+def _timed(planner: Callable[[], list[Plan]]) -> Found:
+    """What a planner found, with the time it took."""
     started_s = time.perf_counter()
-    plan = planner()
+    plan, *others = planner()
     assert plan.search is not None, "planners say how they found a plan"
     taken_s = time.perf_counter() - started_s
-    return replace(plan, search=replace(plan.search, planning_s=taken_s))
+    timed = replace(plan, search=replace(plan.search, planning_s=taken_s))
+    return Found(timed, tuple(others[:MOST_ALTERNATIVES]))
 
 
 def planner_named(name: str, deadline: Deadline) -> Planner:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -84,7 +84,7 @@ class ReplicaPlans:
             node_of_rank=self._cluster.node_of_rank,
             memory_limit_bytes=request.memory_limit_bytes,
             key=request.key,
-            assumptions=self._assumptions,
+            assumptions=(*self._assumptions, *self._size_assumptions(choice.size)),
             replication=choice.replication,
         )
 
@@ -116,6 +116,11 @@ class ReplicaPlans:
         if members not in self._parts:
             self._parts[members] = self._footprints.of(members)
         return self._parts[members]
+
+    def _size_assumptions(self, size: int) -> Iterator[str]:
+        measured = self._profile.micro_batch_size
+        if size != measured and not any(one.timings for one in self._profile.operators):
+            yield f"times of {size} samples are taken as proportional to those of {measured}"
 
     def _scale(self, size: int) -> float:
         return size / self._profile.micro_batch_size

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import ceil, inf
 
 from pipectl.cluster import Cluster
-from pipectl.plan import Plan, Search
+from pipectl.plan import Plan, Search, Stage
 from pipectl.planner.costs import operator_times
 from pipectl.planner.problem import assumptions_of, baseline_bytes
 from pipectl.planner.replica_costs import ReplicaChoice, ReplicaPlans
@@ -26,6 +26,8 @@ def judged(
     request: PlanRequest,
     choices: Iterable[ReplicaChoice],
     expired: Callable[[], bool] = lambda: False,
+    *,
+    planner: str = PLANNER,
 ) -> list[Plan]:
     """The plans of choices that fit, with predictions, the fastest first.
 
@@ -33,15 +35,19 @@ def judged(
 
     Args:
         expired: asked now and then; once it is true, what was found so far is returned.
+        planner: who chose.
     """
     makers = ReplicaPlans(profile, cluster, request, assumptions_of(profile, cluster))
     judge = _Judge(profile, cluster, request)
+    finished = True
     for choice in choices:
         if judge.has_enough or (judge.found and expired()):
+            finished = False
             break
         judge.consider(makers.plan(choice))
     bound_s = _work_s(profile, cluster, request)
-    return [replace(plan, search=_search(plan, bound_s)) for plan in judge.ranked()]
+    said = Search(planner, 0.0, 0.0, exact=False, planning_s=0.0, finished=finished)
+    return [replace(plan, search=_search(plan, cluster, said, bound_s)) for plan in judge.ranked()]
 
 
 class _Judge:
@@ -101,17 +107,18 @@ def _work_s(profile: Profile, cluster: Cluster, request: PlanRequest) -> float:
     return min(samples_s) * request.batch_size / speed
 
 
-def _search(plan: Plan, bound_s: float) -> Search:
+def _search(plan: Plan, cluster: Cluster, search: Search, bound_s: float) -> Search:
     """What is known of how good a plan is: of its step, nothing but the work there is."""
-    load_s = max(
-        (stage.cost.forward_s + stage.cost.backward_s) / stage.replicas for stage in plan.stages
-    )
-    return Search(
-        planner=PLANNER,
-        max_stage_load_s=load_s,
+    return replace(
+        search,
+        max_stage_load_s=max(_load_s(stage, cluster) for stage in plan.stages),
         lower_bound_s=bound_s / plan.micro_batches,
-        exact=False,
-        planning_s=0.0,
         step_lower_bound_s=bound_s,
         gap=step_time_s(plan) / bound_s - 1 if bound_s else None,
     )
+
+
+def _load_s(stage: Stage, cluster: Cluster) -> float:
+    """Of a micro-batch, on replicas that work side by side."""
+    slowest = min(cluster.device(rank).speed for rank in stage.ranks)
+    return (stage.cost.forward_s + stage.cost.backward_s) / (stage.replicas * slowest)

@@ -91,6 +91,8 @@ def orders(
         warm_ups: of 1F1B, tried besides.
     """
     stages, count = len(replicas), ceil(request.batch_size / size)
+    if request.warm_up is not None:
+        return [(ONE_F_ONE_B, tuple(min(depth, count) for depth in request.warm_up))]
     if replication is Replication.SPLIT:
         replicas = (1,) * stages
     found = [

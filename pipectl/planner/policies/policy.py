@@ -49,11 +49,15 @@ class PolicyPlan:
     ranks: Ranks
     value_s: float
 
+    @property
+    def members(self) -> tuple[tuple[int, ...], ...]:
+        """Indices of the operators of every stage, in graph order."""
+        return tuple(tuple(self.states.between(*ends)) for ends in pairwise(self.cuts))
+
     def nodes(self, profile: Profile) -> tuple[tuple[str, ...], ...]:
         """Operator ids of every stage, in graph order."""
         return tuple(
-            tuple(profile.operators[index].id for index in self.states.between(start, end))
-            for start, end in pairwise(self.cuts)
+            tuple(profile.operators[index].id for index in inside) for inside in self.members
         )
 
 
