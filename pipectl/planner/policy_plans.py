@@ -75,14 +75,21 @@ def _check(name: str, request: PlanRequest) -> None:
 
 
 def _plans(name: str, profile: Profile, cluster: Cluster, request: PlanRequest) -> Iterator[Plan]:
-    """Every micro-batch size and schedule, without prediction."""
+    """Every micro-batch size and schedule, without prediction; none with idle replicas."""
     makers: dict[GivenStages, Maker] = {}
     for size in micro_batch_sizes(request, _MICRO_BATCHES_PER_RANK * cluster.ranks):
         given = _given(name, profile, cluster, request, size)
+        if _leaves_replicas_idle(given, size):
+            continue
         if given not in makers:
             makers[given] = Maker(profile, cluster, request, given)
         for schedule, warm_up in _orders(request, given, ceil(request.batch_size / size)):
             yield makers[given].plan(size, schedule, warm_up)
+
+
+def _leaves_replicas_idle(given: GivenStages, size: int) -> bool:
+    """Whether a micro-batch has fewer samples than a stage has replicas that share it."""
+    return given.replication is Replication.SPLIT and max(map(len, given.ranks)) > size
 
 
 def _given(
@@ -131,6 +138,11 @@ def _nothing(
     if not finished:
         return OutOfTimeError(
             "planning was ended before any plan was found", cure="allow more time"
+        )
+    if excess_bytes == inf:
+        return InfeasibleError(
+            f"no feasible plan: {name} wants more replicas than a micro-batch has samples",
+            cure=f"set {request.named('micro_batches')} lower, or use --planner pipectl",
         )
     return InfeasibleError(
         f"no feasible plan: the stages that {name} chooses need at least "
