@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 MICRO_BATCHES_PER_DEVICE = 4
 _EQUAL = "equal devices"
+_TOTALS = "total memory of nodes (memory_bytes) counts for --objective max-stage-load only"
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,10 @@ def for_steps(subject: Subject) -> Subject:
     Nodes that no device computes are dropped, and backward operators that are nodes of their own
     stand where their forward does; other profiles stay as they are.
     """
-    return replace(subject, profile=folded(prepared(subject.profile)))
+    profile = folded(prepared(subject.profile))
+    if any(operator.memory_bytes for operator in profile.operators):
+        profile = replace(profile, assumptions=(*profile.assumptions, _TOTALS))
+    return replace(subject, profile=profile)
 
 
 def micro_batches_for(ranks: int) -> int:

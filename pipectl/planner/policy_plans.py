@@ -51,7 +51,7 @@ def policy_plans(
     if not found:
         raise InfeasibleError(
             f"no feasible plan: the stages that {name} chooses need more memory than a rank may "
-            f"take; {name} does not look at it",
+            f"take, or more replicas than a micro-batch has samples; {name} does not look at it",
             cure=f"raise {request.named('memory_limit')}, or use --planner pipectl",
         )
     return found
@@ -60,13 +60,20 @@ def policy_plans(
 def _choices(
     name: str, profile: Profile, cluster: Cluster, request: PlanRequest
 ) -> Iterator[ReplicaChoice]:
-    """Every micro-batch size, schedule and warm-up."""
+    """Every micro-batch size, schedule and warm-up; none in which a replica gets no sample."""
     way = REPLICATING.get(name, Replication.WHOLE)
     for size in micro_batch_sizes(request, _MICRO_BATCHES_PER_RANK * cluster.ranks):
         found = _given(name, profile, cluster, request, size)
         members, replicas = found.members, tuple(map(len, found.ranks))
+        if way is Replication.SPLIT and max(replicas) > size:
+            continue
         for schedule, warm_up in orders(replicas, way, size, request):
             yield ReplicaChoice(members, found.ranks, size, way, schedule, warm_up)
+
+
+def _leaves_replicas_idle(given: GivenStages, size: int) -> bool:
+    """Whether a micro-batch has fewer samples than a stage has replicas that share it."""
+    return given.replication is Replication.SPLIT and max(map(len, given.ranks)) > size
 
 
 def _given(

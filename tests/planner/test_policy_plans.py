@@ -74,6 +74,15 @@ def test_replicas_share_the_work_as_their_planner_has_it(
     assert plan.prediction.step_time_s < straight.prediction.step_time_s
 
 
+def test_no_replica_is_left_without_samples(chain):
+    """One operator without messages or parameters: as many replicas as there are ranks."""
+    profile = chain(1, parameters=())
+    plan = best("dapple", profile, cluster(4), REQUEST)
+    assert plan.micro_batch_size >= plan.stages[0].replicas == 4
+    with pytest.raises(InfeasibleError, match="more replicas than a micro-batch has"):
+        best("dapple", profile, cluster(4), replace(REQUEST, micro_batches=64))
+
+
 def test_what_a_replica_allocates_is_for_its_own_samples(chain):
     """The temporaries of a stage shrink with the samples that a replica takes."""
     from pipectl.memory import OperatorMemory
