@@ -71,11 +71,6 @@ def _choices(
             yield ReplicaChoice(members, found.ranks, size, way, schedule, warm_up)
 
 
-def _leaves_replicas_idle(given: GivenStages, size: int) -> bool:
-    """Whether a micro-batch has fewer samples than a stage has replicas that share it."""
-    return given.replication is Replication.SPLIT and max(map(len, given.ranks)) > size
-
-
 def _given(
     name: str, profile: Profile, cluster: Cluster, request: PlanRequest, size: int
 ) -> PolicyPlan:
