@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
+from pipectl.planner.bounds import Layout
 from pipectl.planner.devices import mixes
 from pipectl.planner.dynamic import Check
 from pipectl.planner.enumeration import every_partition
@@ -13,16 +14,15 @@ from pipectl.planner.mix import Mix
 from pipectl.planner.outlook import longest_path_s, outlook_s
 from pipectl.planner.partition import Bound, Cut, Partitioner, Space
 from pipectl.planner.placement import every_placement, placements
-from pipectl.planner.problem import Choice, Problem
+from pipectl.planner.problem import Order, Problem
 from pipectl.planner.request import micro_batch_sizes, warm_ups
-from pipectl.planner.spans import Partition
 
 MICRO_BATCHES_PER_STAGE = 8
 """More add little: the bubble is then about a tenth."""
 MICRO_BATCHES_IF_PROPORTIONAL = 4
 """The same where what a small micro-batch costs was not measured but scaled from a larger one."""
-MOST_CHOICES = 300
-"""An area with fewer partitions and placements is tried in full."""
+MOST_LAYOUTS = 300
+"""An area with fewer partitions times placements is tried in full."""
 
 
 @dataclass(frozen=True)
@@ -97,28 +97,28 @@ class Areas:
             self._cuts[stages, size] = list(dict.fromkeys(found))
         return self._cuts[stages, size]
 
-    def choices(self, cut: Cut, size: int) -> Iterator[Choice]:
-        """With every placement, schedule and warm-up."""
+    def layouts(self, cuts: Iterable[Cut]) -> list[Layout]:
+        """Cuts with every placement."""
         problem = self._problem
-        places = placements(problem.cluster, problem.devices, cut.kinds)
-        yield from self._choices(cut.partition, places, size, cut.recompute)
+        return [
+            Layout(cut.partition, place, self._recompute(cut))
+            for cut in cuts
+            for place in placements(problem.cluster, problem.devices, cut.kinds)
+        ]
 
-    def everything(self, area: Area) -> list[Choice] | None:
-        """All choices of an area without recomputation; None if they are many."""
+    def everything(self, area: Area) -> list[Layout] | None:
+        """All layouts of an area without recomputation; None if they are many."""
         if not self._space.complete or self._space.moved:
             return None
-        places = list(every_placement(self._problem.cluster, area.stages, MOST_CHOICES))
+        places = list(every_placement(self._problem.cluster, area.stages, MOST_LAYOUTS))
         if not places:
             return None
-        room = MOST_CHOICES // len(places)
+        room = MOST_LAYOUTS // len(places)
         partitions = every_partition(self._space.downsets, area.stages, room)
         if partitions is None:
             return None
-        return [
-            choice
-            for partition in partitions
-            for choice in self._choices(partition, places, area.size)
-        ]
+        again = (True,) * area.stages if self._problem.request.recompute else ()
+        return [Layout(partition, place, again) for partition in partitions for place in places]
 
     def bound(self, stages: int, size: int) -> Bound:
         """What is proven about partitions into so many stages."""
@@ -136,30 +136,12 @@ class Areas:
         """Ways for so many stages to use the devices."""
         return mixes(self._problem.devices, len(self._space.downsets), stages, stages)
 
-    def _choices(
-        self,
-        partition: Partition,
-        places: Iterable[tuple[int, ...]],
-        size: int,
-        recompute: tuple[bool, ...] = (),
-    ) -> Iterator[Choice]:
-        if self._problem.request.recompute:
-            recompute = (True,) * len(partition)
-        orders = self._orders(len(partition), size)
-        for place in places:
-            for order in orders:
-                yield Choice(partition, place, size, *order, recompute=recompute)
+    def _recompute(self, cut: Cut) -> tuple[bool, ...]:
+        everywhere = self._problem.request.recompute
+        return (True,) * len(cut.partition) if everywhere else cut.recompute
 
-    def orders(self, choice: Choice) -> Iterator[Choice]:
-        """With every schedule and warm-up."""
-        for schedule, warm_up in self._orders(len(choice.placement), choice.size):
-            yield replace(choice, schedule=schedule, warm_up=warm_up)
-
-    def orders_of(self, area: Area) -> list[tuple[str, tuple[int, ...]]]:
+    def orders(self, stages: int, size: int) -> list[Order]:
         """Schedules and warm-ups, the one with the fewest micro-batches in flight first."""
-        return self._orders(area.stages, area.size)
-
-    def _orders(self, stages: int, size: int) -> list[tuple[str, tuple[int, ...]]]:
         return warm_ups(self._problem.request, stages, self._problem.micro_batches(size))
 
     def sizes(self, stages: int) -> list[int]:

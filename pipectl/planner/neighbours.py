@@ -1,4 +1,4 @@
-"""Choices near a given one, for improving it by simulation.
+"""Layouts near a given one, for improving it by simulation.
 
 Balance alone does not make a step short: with few micro-batches the way of the first one in and of
 the last one out counts as much, and so does what is sent. Moving a border back and forth finds
@@ -9,11 +9,10 @@ differ.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import combinations
 
+from pipectl.planner.bounds import Layout
 from pipectl.planner.condense import Condensed, bits, bitset
-from pipectl.planner.problem import Choice
 from pipectl.planner.spans import Partition
 
 FRACTIONS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 0.0)
@@ -22,18 +21,18 @@ _MOST_EXCHANGES = 16
 """Stages up to which any two exchange their ranks; of more, only neighbours do."""
 
 
-def neighbours(choice: Choice, graph: Condensed, loads: Sequence[float]) -> Iterator[Choice]:
-    """Every choice in which one stage gives some load to a neighbour, or two exchange ranks.
+def neighbours(layout: Layout, graph: Condensed, loads: Sequence[float]) -> Iterator[Layout]:
+    """Every layout in which one stage gives some load to a neighbour, or two exchange ranks.
 
     Borders of the stages with the most load come first.
 
     Args:
         loads: of every block.
     """
-    for partition in near_partitions(choice.partition, graph, loads):
-        yield replace(choice, partition=partition)
-    for placement in _exchanges(choice.placement):
-        yield replace(choice, placement=placement)
+    for partition in near_partitions(layout.partition, graph, loads):
+        yield layout._replace(partition=partition)
+    for placement in _exchanges(layout.placement):
+        yield layout._replace(placement=placement)
 
 
 def near_partitions(

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, inf
 
+import numpy as np
+
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan, Stage
+from pipectl.planner.bounds import Bounds, Layout, first_of_each
 from pipectl.planner.condense import Condensed
 from pipectl.planner.costs import (
     Footprint,
@@ -18,9 +21,10 @@ from pipectl.planner.costs import (
     scaled_transfers,
     stage_costs,
 )
+from pipectl.planner.cuts import Cutter, Timings
 from pipectl.planner.devices import Pool, pools
 from pipectl.planner.liveness import parameter_gradients
-from pipectl.planner.loads import Costs
+from pipectl.planner.loads import Costs, Floats
 from pipectl.planner.placement import Placement
 from pipectl.planner.request import PlanRequest
 from pipectl.planner.spans import Partition
@@ -43,6 +47,10 @@ def assumptions_of(profile: Profile, cluster: Cluster) -> tuple[str, ...]:
     if profile.process_baseline_bytes is None:
         found.append(f"a process without a stage takes {DEFAULT_BASELINE_BYTES >> 20} MiB")
     return (*found, *cluster.assumptions)
+
+
+Order = tuple[str, tuple[int, ...]]
+"""Schedule and warm-up."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,8 @@ class Problem:
         self.request = request
         self.graph = graph
         self._times: dict[int, Times] = {}
-        self._cutter = Footprints(profile)
+        self._bounds = Bounds(cluster)
+        self._timings: dict[int, Timings] = {}
         self._footprints: dict[Partition, Footprint] = {}
         self._tables: dict[tuple[Partition, int], StageTable] = {}
 
@@ -129,6 +138,16 @@ class Problem:
         if size not in self._times:
             self._times[size] = operator_times(self.profile, size)
         return self._times[size]
+
+    def timings(self, size: int) -> Timings:
+        """The same as arrays."""
+        if size not in self._timings:
+            times = self.times(size)
+            cached, uncached = (
+                np.array(pairs).T.copy() for pairs in (times.cached, times.uncached)
+            )
+            self._timings[size] = cached, uncached
+        return self._timings[size]
 
     def block_times(
         self, size: int, free: Sequence[int] = (), *, cached: bool = False
@@ -225,12 +244,31 @@ class Problem:
         """Costs of the stages and the messages between them."""
         if partition not in self._footprints:
             stages = [self.graph.operators_of(blocks) for blocks in partition]
-            self._footprints[partition] = self._cutter.of(stages)
+            self._footprints[partition] = self._exact.of(stages)
         if (partition, size) not in self._tables:
             parts, scale = self._footprints[partition], self.scale(size)
             costs = stage_costs(parts, self.times(size), scale, self.profile)
             self._tables[partition, size] = StageTable(costs, scaled_transfers(parts, scale))
         return self._tables[partition, size]
+
+    def bounds_s(self, layouts: Sequence[Layout], size: int, orders: Sequence[Order]) -> Floats:
+        """No execution of these layouts in these orders takes less; shape [layouts, orders]."""
+        return self._bounds.steps_s(
+            layouts,
+            self._cutter.cut(first_of_each(layouts)),
+            self.timings(size),
+            self.scale(size),
+            self.shares(size),
+            [warm_up for _, warm_up in orders],
+        )
+
+    @cached_property
+    def _cutter(self) -> Cutter:
+        return Cutter(self.profile, self.graph)
+
+    @cached_property
+    def _exact(self) -> Footprints:
+        return Footprints(self.profile)
 
     def _size_assumptions(self, size: int) -> tuple[str, ...]:
         found = []

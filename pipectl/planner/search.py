@@ -66,7 +66,7 @@ def make_plan(
         InfeasibleError: nothing fits; says how much is missing and what would help.
         OutOfTimeError: time was over before any plan was found.
     """
-    return search_plans(profile, cluster, request, expired).plan
+    return _search_plans(profile, cluster, request, expired, 0).plan
 
 
 def search_plans(
@@ -76,6 +76,16 @@ def search_plans(
     expired: Callable[[], bool] = lambda: False,
 ) -> Found:
     """As :func:`make_plan`, with the next best plans."""
+    return _search_plans(profile, cluster, request, expired, MOST_ALTERNATIVES)
+
+
+def _search_plans(
+    profile: Profile,
+    cluster: Cluster,
+    request: PlanRequest,
+    expired: Callable[[], bool],
+    alternatives: int,
+) -> Found:
     if request.schedule == INTERLEAVED:
         baseline = baseline_bytes(profile)
         return Found(interleaved_plan(make_plan, profile, cluster, request, baseline))
@@ -91,8 +101,8 @@ def search_plans(
     best = explorer.judge.best()
     if best is None:
         raise infeasible(problem, Fitter(problem), counts) if finished else _nothing_yet()
-    others = explorer.judge.alternatives(MOST_ALTERNATIVES)
     search = _search(explorer, best, finished=finished)
+    others = explorer.alternatives(best, alternatives) if alternatives and finished else []
     plan = replace(_predicted(best), search=replace(search, planning_s=perf_counter() - started_s))
     return Found(plan, tuple(map(_predicted, others)))
 
