@@ -9,11 +9,11 @@ from functools import cached_property
 from pipectl.planner.bounds import Layout
 from pipectl.planner.devices import mixes
 from pipectl.planner.dynamic import Check
-from pipectl.planner.enumeration import every_partition
+from pipectl.planner.enumeration import Enumeration
 from pipectl.planner.mix import Mix
 from pipectl.planner.outlook import longest_path_s, outlook_s
 from pipectl.planner.partition import Bound, Cut, Partitioner, Space
-from pipectl.planner.placement import every_placement, placements
+from pipectl.planner.placement import Placement, every_placement, placements
 from pipectl.planner.problem import Order, Problem
 from pipectl.planner.request import micro_batch_sizes, warm_ups
 
@@ -58,6 +58,8 @@ class Areas:
         self._known: dict[tuple[int, int], Area] = {}
         self._cuts: dict[tuple[int, int], list[Cut]] = {}
         self._times: dict[int, list[float]] = {}
+        self._everything: dict[int, list[Layout] | None] = {}
+        self._places: dict[tuple[int, ...], list[Placement]] = {}
 
     @cached_property
     def all(self) -> list[Area]:
@@ -99,26 +101,42 @@ class Areas:
 
     def layouts(self, cuts: Iterable[Cut]) -> list[Layout]:
         """Cuts with every placement."""
-        problem = self._problem
         return [
             Layout(cut.partition, place, self._recompute(cut))
             for cut in cuts
-            for place in placements(problem.cluster, problem.devices, cut.kinds)
+            for place in self._placements(cut.kinds)
         ]
+
+    def _placements(self, kinds: tuple[int, ...]) -> list[Placement]:
+        if kinds not in self._places:
+            problem = self._problem
+            self._places[kinds] = placements(problem.cluster, problem.devices, kinds)
+        return self._places[kinds]
 
     def everything(self, area: Area) -> list[Layout] | None:
         """All layouts of an area without recomputation; None if they are many."""
-        if not self._space.complete or self._space.moved:
+        if area.stages not in self._everything:
+            self._everything[area.stages] = self._every_layout(area.stages)
+        return self._everything[area.stages]
+
+    def _every_layout(self, stages: int) -> list[Layout] | None:
+        if self._enumeration is None:
             return None
-        places = list(every_placement(self._problem.cluster, area.stages, MOST_LAYOUTS))
+        places = every_placement(self._problem.cluster, stages, MOST_LAYOUTS)
         if not places:
             return None
-        room = MOST_LAYOUTS // len(places)
-        partitions = every_partition(self._space.downsets, area.stages, room)
+        partitions = self._enumeration.every_partition(stages, MOST_LAYOUTS // len(places))
         if partitions is None:
             return None
-        again = (True,) * area.stages if self._problem.request.recompute else ()
+        again = (True,) * stages if self._problem.request.recompute else ()
         return [Layout(partition, place, again) for partition in partitions for place in places]
+
+    @cached_property
+    def _enumeration(self) -> Enumeration | None:
+        """Where partitions can be few."""
+        few = len(self._space.downsets) <= MOST_LAYOUTS + 2
+        whole = self._space.complete and not self._space.moved
+        return Enumeration(self._space.downsets) if few and whole else None
 
     def bound(self, stages: int, size: int) -> Bound:
         """What is proven about partitions into so many stages."""

@@ -43,7 +43,7 @@ class Cuts:
         """
         overhead, sums = self.profile.stage, self.sums
         shape = sums.saved_bytes.shape
-        share = np.ones(shape)
+        share: Floats = np.ones(shape)
         if overhead.cache_bytes:
             working_set = 2 * sums.parameter_bytes + sums.saved_bytes * scale
             share = np.clip(2 * (working_set / overhead.cache_bytes - 1), 0.0, 1.0)
@@ -53,7 +53,7 @@ class Cuts:
         returned_s = (overhead.gradient_received_s, overhead.gradient_sent_s)
         times[0] += overhead.forward_s + sums.values[:, :, :2] @ np.array(received_s)
         more = overhead.backward_s + sums.values[:, :, 2:] @ np.array(returned_s)
-        times[1] += np.where(times[1] > 0, more, 0.0)
+        times[1] = np.where(times[1] > 0, times[1] + more, 0.0)
         return times
 
     def update_s(self) -> Floats:
@@ -85,11 +85,15 @@ class Cutter:
         rows = membership(flat, self._blocks).reshape(len(partitions), stages, self._blocks)
         stage_of = np.ascontiguousarray(rows.argmax(axis=1)[:, self._block_of])
         room = len(partitions) * 2 * min(edges, stages * (stages - 1) // 2)
+        shape = len(partitions), stages
         sums = Sums(
-            *(np.zeros((len(partitions), stages), dtype=np.int64) for _ in range(2)),
-            np.zeros((len(partitions), stages, 4), dtype=np.int64),
-            *(np.zeros(room, dtype=np.int64) for _ in range(3)),
-            np.zeros(2 * len(partitions) + 1, dtype=np.int64),
+            parameter_bytes=np.zeros(shape, dtype=np.int64),
+            saved_bytes=np.zeros(shape, dtype=np.int64),
+            values=np.zeros((*shape, 4), dtype=np.int64),
+            source=np.zeros(room, dtype=np.int64),
+            target=np.zeros(room, dtype=np.int64),
+            size_bytes=np.zeros(room, dtype=np.int64),
+            first=np.zeros(2 * len(partitions) + 1, dtype=np.int64),
         )
         sum_cuts(self._graph, stage_of, sums)
         return Cuts(stage_of, sums, self._profile)

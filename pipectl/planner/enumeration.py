@@ -3,31 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice, pairwise
+from itertools import pairwise
 
-from pipectl.planner.spans import Partition
+import numpy as np
+
+from pipectl.planner.spans import Partition, membership
 
 
-def every_partition(downsets: Sequence[int], stages: int, most: int) -> list[Partition] | None:
-    """Every chain of downsets with so many stages, or None if there are more than ``most``.
+class Enumeration:
+    """Chains of downsets, each inside the next.
 
     Args:
         downsets: all there are, the empty one first and the full one last.
     """
-    if len(downsets) > most + 2:
-        return None
-    inner, full = downsets[1:-1], downsets[-1]
 
-    def extend(below: int, left: int) -> Iterator[tuple[int, ...]]:
-        if left == 0:
-            yield (full,)
-            return
-        for downset in inner:
-            if downset != below and not below & ~downset:
-                for tail in extend(downset, left - 1):
-                    yield (downset, *tail)
+    def __init__(self, downsets: Sequence[int]) -> None:
+        self._downsets = downsets
+        rows = membership(downsets, downsets[-1].bit_length()).astype(np.int64)
+        # Entry (i, j): nothing of i is outside of j.
+        self._larger = (rows @ (1 - rows).T == 0) & ~np.eye(len(rows), dtype=np.bool_)
 
-    found = list(islice(extend(0, stages - 1), most + 1))
-    if len(found) > most:
-        return None
-    return [tuple(after & ~before for before, after in pairwise((0, *chain))) for chain in found]
+    def every_partition(self, stages: int, most: int) -> list[Partition] | None:
+        """Every chain from the empty to the full one, or None if there are more than ``most``."""
+        # By number of stages: chains from each downset to the full one.
+        count = [np.zeros(len(self._downsets))]
+        count[0][-1] = 1
+        for _ in range(stages):
+            count.append(self._larger @ count[-1])
+        if count[stages][0] > most:
+            return None
+        following = [self._larger & (ways > 0) for ways in count[:stages]]
+
+        def extend(state: int, left: int) -> Iterator[tuple[int, ...]]:
+            if not left:
+                yield ()
+                return
+            for after in np.flatnonzero(following[left - 1][state]).tolist():
+                for tail in extend(after, left - 1):
+                    yield (self._downsets[after], *tail)
+
+        return [
+            tuple(after & ~before for before, after in pairwise((0, *chain)))
+            for chain in extend(0, stages)
+        ]

@@ -16,12 +16,12 @@ from pipectl.planner.condense import Condensed
 from pipectl.planner.costs import (
     Footprint,
     Footprints,
+    OperatorTimes,
     Times,
-    operator_times,
     scaled_transfers,
     stage_costs,
 )
-from pipectl.planner.cuts import Cutter, Timings
+from pipectl.planner.cuts import Cuts, Cutter, Timings
 from pipectl.planner.devices import Pool, pools
 from pipectl.planner.liveness import parameter_gradients
 from pipectl.planner.loads import Costs, Floats
@@ -33,6 +33,8 @@ from pipectl.profile import Profile
 
 DEFAULT_BASELINE_BYTES = 240 * 2**20
 """A process with Python, torch and MPI, where the profile does not say."""
+MOST_CUTS = 16
+"""Lists of partitions whose sums are kept."""
 
 
 def baseline_bytes(profile: Profile) -> int:
@@ -88,6 +90,7 @@ class Problem:
         self._times: dict[int, Times] = {}
         self._bounds = Bounds(cluster)
         self._timings: dict[int, Timings] = {}
+        self._known_cuts: dict[tuple[Partition, ...], Cuts] = {}
         self._footprints: dict[Partition, Footprint] = {}
         self._tables: dict[tuple[Partition, int], StageTable] = {}
 
@@ -136,16 +139,14 @@ class Problem:
     def times(self, size: int) -> Times:
         """Forward and backward of every operator."""
         if size not in self._times:
-            self._times[size] = operator_times(self.profile, size)
+            self._times[size] = self._operator_times.at(size)
         return self._times[size]
 
     def timings(self, size: int) -> Timings:
         """The same as arrays."""
         if size not in self._timings:
             times = self.times(size)
-            cached, uncached = (
-                np.array(pairs).T.copy() for pairs in (times.cached, times.uncached)
-            )
+            cached, uncached = np.array([times.cached, times.uncached]).transpose(0, 2, 1).copy()
             self._timings[size] = cached, uncached
         return self._timings[size]
 
@@ -255,12 +256,24 @@ class Problem:
         """No execution of these layouts in these orders takes less; shape [layouts, orders]."""
         return self._bounds.steps_s(
             layouts,
-            self._cutter.cut(first_of_each(layouts)),
+            self._cuts(tuple(first_of_each(layouts))),
             self.timings(size),
             self.scale(size),
             self.shares(size),
             [warm_up for _, warm_up in orders],
         )
+
+    def _cuts(self, partitions: tuple[Partition, ...]) -> Cuts:
+        """Kept for a while: several micro-batch sizes have the same."""
+        if partitions not in self._known_cuts:
+            if len(self._known_cuts) == MOST_CUTS:
+                del self._known_cuts[next(iter(self._known_cuts))]
+            self._known_cuts[partitions] = self._cutter.cut(partitions)
+        return self._known_cuts[partitions]
+
+    @cached_property
+    def _operator_times(self) -> OperatorTimes:
+        return OperatorTimes(self.profile)
 
     @cached_property
     def _cutter(self) -> Cutter:
