@@ -141,7 +141,9 @@ class Areas:
     def bound(self, stages: int, size: int) -> Bound:
         """What is proven about partitions into so many stages."""
         speeds = self._fastest(stages)
-        found = [each.bound(stages, speeds) for each in self._partitioner(stages, size, stages)]
+        known = self._partitioners.get((size, *self._group(stages)))
+        partitioners = known or self._partitioner(stages, size, stages)
+        found = [each.bound(stages, speeds) for each in partitioners]
         return Bound(max(one.load_s for one in found), any(one.exact for one in found))
 
     def quick_bound(self, stages: int, size: int) -> Bound:

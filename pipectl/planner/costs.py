@@ -92,12 +92,14 @@ def _interpolate(sizes: Sequence[int], times: Floats, size: int) -> Floats:
         sizes: ascending.
         times: by size first.
     """
-    first, last = times[0], times[-1]
+    first: Floats = times[0]
+    last: Floats = times[-1]
+    found: Floats = first * size / sizes[0]
     if len(sizes) == 1:
-        return first * size / sizes[0]
+        return found
     low = next((at for at in range(len(sizes) - 1) if size <= sizes[at + 1]), len(sizes) - 2)
     slope = (times[low + 1] - times[low]) / (sizes[low + 1] - sizes[low])
-    found: Floats = times[low] + slope * (size - sizes[low])
+    found = times[low] + slope * (size - sizes[low])
     if size < sizes[0]:
         return np.minimum(np.maximum(found, first * size / sizes[0]), first)
     return np.maximum(found, last) if size > sizes[-1] else found

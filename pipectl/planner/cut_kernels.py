@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipectl.compiled import compiled
+from pipectl.compiled import compiled, part_of_kernel
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -69,13 +69,17 @@ class _Scratch(NamedTuple):
     """Room for one partition.
 
     Args:
+        stage_of: of every operator.
         head, following, target, size_bytes: lists of transfers by kind and source.
         producer, home, consumer: of every activation route.
         used: transfers and routes so far.
-        stamp: of stages or names, where they were last seen.
+        stamp, arrived: where a name or stage was last seen.
         size_seen: of every name.
+        member, sender, receiver: operators and routes by stage.
+        first_member, first_sender, first_receiver: where those of each stage begin.
     """
 
+    stage_of: Integers
     head: Integers
     following: Integers
     target: Integers
@@ -87,6 +91,12 @@ class _Scratch(NamedTuple):
     stamp: Integers
     arrived: Integers
     size_seen: Integers
+    member: Integers
+    sender: Integers
+    receiver: Integers
+    first_member: Integers
+    first_sender: Integers
+    first_receiver: Integers
 
 
 @compiled
@@ -96,56 +106,79 @@ def sum_cuts(graph: Graph, stage_of: Integers, sums: Sums) -> None:
     Args:
         stage_of: of every operator; shape [partitions, operators].
     """
-    stages, edges = sums.parameter_bytes.shape[1], len(graph.reader)
-    longest = max(stages, graph.names)
+    operators, stages = stage_of.shape[1], sums.parameter_bytes.shape[1]
+    edges, longest = len(graph.reader), max(stages, graph.names)
+    scratch = _Scratch(
+        np.empty(operators, np.int64),
+        np.empty(2 * stages, np.int64),
+        np.empty(2 * edges, np.int64),
+        np.empty(2 * edges, np.int64),
+        np.empty(2 * edges, np.int64),
+        np.empty(edges, np.int64),
+        np.empty(edges, np.int64),
+        np.empty(edges, np.int64),
+        np.empty(2, np.int64),
+        np.empty(longest, np.int64),
+        np.empty(longest, np.int64),
+        np.empty(longest, np.int64),
+        np.empty(operators, np.int64),
+        np.empty(edges, np.int64),
+        np.empty(edges, np.int64),
+        np.empty(stages + 1, np.int64),
+        np.empty(stages + 1, np.int64),
+        np.empty(stages + 1, np.int64),
+    )
     sums.first[0] = 0
     for partition in range(len(stage_of)):
-        scratch = _Scratch(
-            np.full((2, stages), -1, np.int64),
-            np.empty(2 * edges, np.int64),
-            np.empty(2 * edges, np.int64),
-            np.empty(2 * edges, np.int64),
-            np.empty(edges, np.int64),
-            np.empty(edges, np.int64),
-            np.empty(edges, np.int64),
-            np.zeros(2, np.int64),
-            np.full(longest, -1, np.int64),
-            np.full(longest, -1, np.int64),
-            np.zeros(longest, np.int64),
-        )
-        home = stage_of[partition]
-        for producer in range(len(home)):
-            _send(graph, producer, home, sums.values[partition], scratch)
-        _flatten(partition, sums, scratch)
-        members, first = _by_stage(home, stages)
-        scratch.stamp[:] = -1
-        for stage in range(stages):
-            inside = members[first[stage] : first[stage + 1]]
-            sums.parameter_bytes[partition, stage] = _parameter_bytes(graph, inside, stage, scratch)
-        scratch.stamp[:] = -1
-        senders, first_sender = _by_stage(scratch.home[: scratch.used[1]], stages)
-        receivers, first_receiver = _by_stage(scratch.consumer[: scratch.used[1]], stages)
-        for stage in range(stages):
-            sums.saved_bytes[partition, stage] = _saved_bytes(
-                graph,
-                members[first[stage] : first[stage + 1]],
-                receivers[first_receiver[stage] : first_receiver[stage + 1]],
-                senders[first_sender[stage] : first_sender[stage + 1]],
-                stage,
-                scratch,
-            )
+        for operator in range(operators):
+            scratch.stage_of[operator] = stage_of[partition, operator]
+        _sum_cut(graph, partition, sums, scratch)
 
 
-@compiled
+@part_of_kernel
+def _sum_cut(graph: Graph, partition: int, sums: Sums, scratch: _Scratch) -> None:
+    """Fill in what one partition needs."""
+    stages = len(scratch.first_member) - 1
+    scratch.used[0] = scratch.used[1] = 0
+    for place in range(len(scratch.head)):
+        scratch.head[place] = -1
+    _forget(scratch.stamp)
+    for producer in range(len(scratch.stage_of)):
+        _send(graph, producer, partition, sums.values, scratch)
+    _flatten(partition, sums, scratch)
+    routes = scratch.used[1]
+    _by_stage(scratch.stage_of, len(scratch.stage_of), scratch.member, scratch.first_member)
+    _by_stage(scratch.home, routes, scratch.sender, scratch.first_sender)
+    _by_stage(scratch.consumer, routes, scratch.receiver, scratch.first_receiver)
+    _forget(scratch.stamp)
+    for stage in range(stages):
+        sums.parameter_bytes[partition, stage] = _parameter_bytes(graph, stage, scratch)
+    _forget(scratch.stamp)
+    _forget(scratch.arrived)
+    for stage in range(stages):
+        sums.saved_bytes[partition, stage] = _saved_bytes(graph, stage, scratch)
+
+
+@part_of_kernel
+def _forget(stamp: Integers) -> None:
+    for name in range(len(stamp)):
+        stamp[name] = -1
+
+
+@part_of_kernel
 def _send(
-    graph: Graph, producer: int, stage_of: Integers, values: Integers, scratch: _Scratch
+    graph: Graph,
+    producer: int,
+    partition: int,
+    values: npt.NDArray[np.int64],
+    scratch: _Scratch,
 ) -> None:
     """The routes of one value, and of its gradient; see :func:`pipectl.graph.routes`."""
     begin, end = graph.first_reader[producer], graph.first_reader[producer + 1]
-    home = stage_of[producer]
+    home = scratch.stage_of[producer]
     before, crosses, chained = home, False, True
     for edge in range(begin, end):
-        use = stage_of[graph.reader[edge]]
+        use = scratch.stage_of[graph.reader[edge]]
         crosses |= use != home
         chained &= before <= use
         before = use
@@ -154,7 +187,7 @@ def _send(
     back = graph.gradient_bytes[producer]
     previous = home
     for edge in range(begin, end):
-        use = stage_of[graph.reader[edge]]
+        use = scratch.stage_of[graph.reader[edge]]
         if use == home or scratch.stamp[use] == producer:
             continue
         scratch.stamp[use] = producer
@@ -167,18 +200,19 @@ def _send(
         if back > 0:
             target = previous if chained else home
             _add_message(GRADIENT, use, target, back, scratch)
-            values[use, RECEIVED] += 1
-            values[use, GRADIENTS_SENT] += 1
-            values[target, GRADIENTS_RECEIVED] += 1
+            values[partition, use, RECEIVED] += 1
+            values[partition, use, GRADIENTS_SENT] += 1
+            values[partition, target, GRADIENTS_RECEIVED] += 1
             previous = use
     if back > 0:
-        values[home, SENT] += 1
+        values[partition, home, SENT] += 1
 
 
-@compiled
+@part_of_kernel
 def _add_message(kind: int, source: int, target: int, size_bytes: int, scratch: _Scratch) -> None:
     """Add to the transfer between two stages; the list of a source rises by target."""
-    before, at = -1, scratch.head[kind, source]
+    head = kind * (len(scratch.head) // 2) + source
+    before, at = -1, scratch.head[head]
     while at >= 0 and scratch.target[at] < target:
         before, at = at, scratch.following[at]
     if at >= 0 and scratch.target[at] == target:
@@ -190,90 +224,89 @@ def _add_message(kind: int, source: int, target: int, size_bytes: int, scratch: 
     scratch.size_bytes[new] = size_bytes
     scratch.following[new] = at
     if before < 0:
-        scratch.head[kind, source] = new
+        scratch.head[head] = new
     else:
         scratch.following[before] = new
 
 
-@compiled
+@part_of_kernel
 def _flatten(partition: int, sums: Sums, scratch: _Scratch) -> None:
     """The lists of transfers one after the other."""
     place = sums.first[2 * partition]
-    for kind in range(2):
-        for source in range(scratch.head.shape[1]):
-            at = scratch.head[kind, source]
-            while at >= 0:
-                sums.source[place] = source
-                sums.target[place] = scratch.target[at]
-                sums.size_bytes[place] = scratch.size_bytes[at]
-                place += 1
-                at = scratch.following[at]
-        sums.first[2 * partition + kind + 1] = place
+    stages = len(scratch.head) // 2
+    for head in range(len(scratch.head)):
+        if head == stages:
+            sums.first[2 * partition + 1] = place
+        at = scratch.head[head]
+        while at >= 0:
+            sums.source[place] = head % stages
+            sums.target[place] = scratch.target[at]
+            sums.size_bytes[place] = scratch.size_bytes[at]
+            place += 1
+            at = scratch.following[at]
+    sums.first[2 * partition + 2] = place
 
 
-@compiled
-def _by_stage(stage_of: Integers, stages: int) -> tuple[Integers, Integers]:
+@part_of_kernel
+def _by_stage(stage_of: Integers, count: int, found: Integers, first: Integers) -> None:
     """Indices by stage, rising within each, and where each stage begins."""
-    first = np.zeros(stages + 1, np.int64)
-    for index in range(len(stage_of)):
+    stages = len(first) - 1
+    for stage in range(stages + 1):
+        first[stage] = 0
+    for index in range(count):
         first[stage_of[index] + 1] += 1
     for stage in range(stages):
         first[stage + 1] += first[stage]
-    place = first.copy()
-    found = np.empty(len(stage_of), np.int64)
-    for index in range(len(stage_of)):
+    for index in range(count):
         stage = stage_of[index]
-        found[place[stage]] = index
-        place[stage] += 1
-    return found, first
+        found[first[stage]] = index
+        first[stage] += 1
+    for stage in range(stages, 0, -1):
+        first[stage] = first[stage - 1]
+    first[0] = 0
 
 
-@compiled
-def _parameter_bytes(graph: Graph, inside: Integers, stage: int, scratch: _Scratch) -> int:
+@part_of_kernel
+def _parameter_bytes(graph: Graph, stage: int, scratch: _Scratch) -> int:
     """Of one stage; a parameter that several operators use counts once."""
     total = 0
-    for operator in inside:
+    for place in range(scratch.first_member[stage], scratch.first_member[stage + 1]):
+        operator = scratch.member[place]
         for entry in range(graph.first_parameter[operator], graph.first_parameter[operator + 1]):
-            name, size = graph.parameter[entry], graph.parameter_bytes[entry]
-            total += size
-            if scratch.stamp[name] == stage:
-                total -= scratch.size_seen[name]
-            scratch.stamp[name] = stage
-            scratch.size_seen[name] = size
+            total += _size_if_new(
+                graph.parameter[entry], graph.parameter_bytes[entry], stage, scratch
+            )
     return total
 
 
-@compiled
-def _saved_bytes(
-    graph: Graph,
-    inside: Integers,
-    received: Integers,
-    sent: Integers,
-    stage: int,
-    scratch: _Scratch,
-) -> int:
+@part_of_kernel
+def _size_if_new(name: int, size_bytes: int, stage: int, scratch: _Scratch) -> int:
+    """By how much a name of a stage adds to what was seen: the last of equal names counts."""
+    seen = scratch.size_seen[name] if scratch.stamp[name] == stage else 0
+    scratch.stamp[name] = stage
+    scratch.size_seen[name] = size_bytes
+    return size_bytes - seen
+
+
+@part_of_kernel
+def _saved_bytes(graph: Graph, stage: int, scratch: _Scratch) -> int:
     """What a stage keeps of a micro-batch; equal names once, those received as they came."""
     total = 0
-    for route in received:
-        producer = scratch.producer[route]
+    for place in range(scratch.first_receiver[stage], scratch.first_receiver[stage + 1]):
+        producer = scratch.producer[scratch.receiver[place]]
         scratch.arrived[graph.storage[producer]] = stage
         total += graph.output_bytes[producer]
-    for operator in inside:
+    for place in range(scratch.first_member[stage], scratch.first_member[stage + 1]):
+        operator = scratch.member[place]
         for entry in range(graph.first_saved[operator], graph.first_saved[operator + 1]):
-            name, size = graph.saved[entry], graph.saved_bytes[entry]
-            if scratch.arrived[name] == stage:
-                continue
-            total += size
-            if scratch.stamp[name] == stage:
-                total -= scratch.size_seen[name]
-            scratch.stamp[name] = stage
-            scratch.size_seen[name] = size
-    for route in sent:
-        producer = scratch.producer[route]
+            name = graph.saved[entry]
+            if scratch.arrived[name] != stage:
+                total += _size_if_new(name, graph.saved_bytes[entry], stage, scratch)
+    for place in range(scratch.first_sender[stage], scratch.first_sender[stage + 1]):
+        producer = scratch.producer[scratch.sender[place]]
         name = graph.storage[producer]
         if scratch.arrived[name] != stage and scratch.stamp[name] != stage:
-            scratch.stamp[name] = stage
-            total += graph.kept_bytes[producer]
+            total += _size_if_new(name, graph.kept_bytes[producer], stage, scratch)
     return total
 
 

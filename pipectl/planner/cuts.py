@@ -46,8 +46,8 @@ class Cuts:
         share: Floats = np.ones(shape)
         if overhead.cache_bytes:
             working_set = 2 * sums.parameter_bytes + sums.saved_bytes * scale
-            share = np.clip(2 * (working_set / overhead.cache_bytes - 1), 0.0, 1.0)
-        times = np.zeros((2, *shape))
+            share[:] = np.clip(2 * (working_set / overhead.cache_bytes - 1), 0.0, 1.0)
+        times: Floats = np.zeros((2, *shape))
         sum_times(self.stage_of, share, *timings, times)
         received_s = (overhead.received_s, overhead.sent_s)
         returned_s = (overhead.gradient_received_s, overhead.gradient_sent_s)
@@ -73,9 +73,7 @@ class Cutter:
     def __init__(self, profile: Profile, graph: Condensed) -> None:
         self._profile = profile
         self._graph = _arrays(profile)
-        self._block_of = np.zeros(len(profile.operators), dtype=np.int64)
-        for position, block in enumerate(graph.blocks):
-            self._block_of[list(block.operators)] = position
+        self._block_of = block_of(graph, len(profile.operators))
         self._blocks = len(graph)
 
     def cut(self, partitions: Sequence[Partition]) -> Cuts:
@@ -97,6 +95,14 @@ class Cutter:
         )
         sum_cuts(self._graph, stage_of, sums)
         return Cuts(stage_of, sums, self._profile)
+
+
+def block_of(graph: Condensed, operators: int) -> Integers:
+    """The block of every operator."""
+    found = np.zeros(operators, dtype=np.int64)
+    for position, block in enumerate(graph.blocks):
+        found[list(block.operators)] = position
+    return found
 
 
 def _arrays(profile: Profile) -> Graph:

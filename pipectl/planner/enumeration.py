@@ -32,13 +32,16 @@ class Enumeration:
             count.append(self._larger @ count[-1])
         if count[stages][0] > most:
             return None
-        following = [self._larger & (ways > 0) for ways in count[:stages]]
+        following = [
+            [np.flatnonzero(row).tolist() for row in self._larger & (ways > 0)]
+            for ways in count[:stages]
+        ]
 
         def extend(state: int, left: int) -> Iterator[tuple[int, ...]]:
             if not left:
                 yield ()
                 return
-            for after in np.flatnonzero(following[left - 1][state]).tolist():
+            for after in following[left - 1][state]:
                 for tail in extend(after, left - 1):
                     yield (self._downsets[after], *tail)
 

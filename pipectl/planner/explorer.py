@@ -69,8 +69,9 @@ class Explorer:
         self._work()
         if self.judge.best() is None:
             self._fit_with_smaller_micro_batches()
-        self._refine()
-        self._improve()
+        if not self._is_final():
+            self._refine()
+            self._improve()
 
     def bound(self, stages: int, size: int, *, finished: bool) -> Bound:
         """What is proven about partitions into so many stages; quickly if time is up."""
@@ -210,6 +211,14 @@ class Explorer:
                 self._consider_fit(_Fit(self._areas.of(stages, size), *depths[0]))
             if self.judge.best() is not None:
                 return
+
+    def _is_final(self) -> bool:
+        """Whether the best plan is from an area of which everything was tried."""
+        best = self.judge.best()
+        if best is None or best.candidate.choice.recompute:
+            return best is None
+        choice = best.candidate.choice
+        return self._areas.of(len(choice.placement), choice.size) in self._complete
 
     def _refine(self) -> None:
         """Stages that are balanced at one size need not be at another."""

@@ -21,12 +21,13 @@ from pipectl.planner.costs import (
     scaled_transfers,
     stage_costs,
 )
-from pipectl.planner.cuts import Cuts, Cutter, Timings
+from pipectl.planner.cuts import Cuts, Cutter, Timings, block_of
 from pipectl.planner.devices import Pool, pools
 from pipectl.planner.liveness import parameter_gradients
 from pipectl.planner.loads import Costs, Floats
 from pipectl.planner.placement import Placement
 from pipectl.planner.request import PlanRequest
+from pipectl.planner.span_kernels import Integers
 from pipectl.planner.spans import Partition
 from pipectl.planner.tables import StageTable
 from pipectl.profile import Profile
@@ -159,17 +160,23 @@ class Problem:
             free: indices of operators that are not counted.
             cached: in a stage that finds its data in the cache; otherwise in one that does not.
         """
-        times, skipped = self.times(size), set(free)
-        pairs = times.cached if cached else times.uncached
-        return [
-            sum(sum(pairs[index]) for index in block.operators if index not in skipped)
-            for block in self.graph.blocks
-        ]
+        cached_s, uncached_s = self.timings(size)
+        times_s = (cached_s if cached else uncached_s).sum(axis=0)
+        times_s[list(free)] = 0.0
+        return self._by_block(times_s)
 
     def forward_block_times(self, size: int) -> list[float]:
         """Forward of every block, in seconds, where data does not stay in the cache."""
-        pairs = self.times(size).uncached
-        return [sum(pairs[index][0] for index in block.operators) for block in self.graph.blocks]
+        return self._by_block(self.timings(size)[1][0])
+
+    def _by_block(self, figures: Floats) -> list[float]:
+        """Sums over the operators of every block."""
+        found: list[float] = np.bincount(self._block_of, figures, len(self.graph)).tolist()
+        return found
+
+    @cached_property
+    def _block_of(self) -> Integers:
+        return block_of(self.graph, len(self.profile.operators))
 
     def span_costs(self, size: int, moved: Sequence[int] = ()) -> Costs:
         """What stages and messages cost the dynamic programme.
