@@ -58,6 +58,8 @@ class Areas:
         self._known: dict[tuple[int, int], Area] = {}
         self._cuts: dict[tuple[int, int], list[Cut]] = {}
         self._times: dict[int, list[float]] = {}
+        self._work: dict[int, tuple[float, float]] = {}
+        self._sizes: dict[int, list[int]] = {}
         self._everything: dict[int, list[Layout] | None] = {}
         self._places: dict[tuple[int, ...], list[Placement]] = {}
 
@@ -148,9 +150,9 @@ class Areas:
 
     def quick_bound(self, stages: int, size: int) -> Bound:
         """The same from sums alone."""
-        times = self._least_times(size)
+        total_s, largest_s = self._least_work(size)
         speeds = self._fastest(stages)
-        return Bound(max(sum(times) / sum(speeds), max(times) / speeds[0]), False)
+        return Bound(max(total_s / sum(speeds), largest_s / speeds[0]), False)
 
     def mixes(self, stages: int) -> list[Mix]:
         """Ways for so many stages to use the devices."""
@@ -166,9 +168,11 @@ class Areas:
 
     def sizes(self, stages: int) -> list[int]:
         """Micro-batch sizes worth trying with so many stages."""
-        several = any(operator.timings for operator in self._problem.profile.operators)
-        per_stage = MICRO_BATCHES_PER_STAGE if several else MICRO_BATCHES_IF_PROPORTIONAL
-        return micro_batch_sizes(self._problem.request, per_stage * stages)
+        if stages not in self._sizes:
+            several = any(operator.timings for operator in self._problem.profile.operators)
+            per_stage = MICRO_BATCHES_PER_STAGE if several else MICRO_BATCHES_IF_PROPORTIONAL
+            self._sizes[stages] = micro_batch_sizes(self._problem.request, per_stage * stages)
+        return self._sizes[stages]
 
     def _partitioner(self, stages: int, size: int, only: int | None = None) -> list[Partitioner]:
         """One for each way to use the devices; numbers of stages share them by doublings."""
@@ -198,6 +202,13 @@ class Areas:
             moved = self._space.moved
             self._times[size] = self._problem.block_times(size, moved, cached=True)
         return self._times[size]
+
+    def _least_work(self, size: int) -> tuple[float, float]:
+        """Of all blocks together, and of the largest."""
+        if size not in self._work:
+            times = self._least_times(size)
+            self._work[size] = sum(times), max(times)
+        return self._work[size]
 
     def _path_s(self, size: int) -> float:
         if size not in self._paths:

@@ -59,7 +59,16 @@ class OperatorTimes:
 
     def at(self, size: int) -> Times:
         """Forward and backward time of every operator for ``size`` samples."""
-        return Times(self._uncached.at(size), self._cached.at(size))
+        cached, uncached = self.arrays_at(size)
+        return Times(_pairs(uncached), _pairs(cached))
+
+    def arrays_at(self, size: int) -> tuple[Floats, Floats]:
+        """The same as arrays, cached and uncached; shapes [2, operators]."""
+        return self._cached.at(size), self._uncached.at(size)
+
+
+def _pairs(times: Floats) -> Pairs:
+    return [(forward_s, backward_s) for forward_s, backward_s in times.T.tolist()]
 
 
 class _Points:
@@ -71,15 +80,24 @@ class _Points:
         for index, known in enumerate(points):
             groups.setdefault(tuple(sorted(known)), []).append(index)
         self._groups = [
-            (members, sizes, np.array([[points[i][at] for i in members] for at in sizes]))
+            (
+                members,
+                sizes,
+                np.array([[points[i][at] for i in members] for at in sizes]).transpose(0, 2, 1),
+            )
             for sizes, members in groups.items()
         ]
 
-    def at(self, size: int) -> Pairs:
-        found = np.zeros((self._count, 2))
+    def at(self, size: int) -> Floats:
+        found = np.zeros((2, self._count))
         for members, sizes, times in self._groups:
-            found[members] = _interpolate(sizes, times, size)
-        return [(forward_s, backward_s) for forward_s, backward_s in found.tolist()]
+            found[:, members] = _interpolate(sizes, times, size)
+        return found
+
+
+def _table(times: Sequence[Sequence[tuple[float, float]]]) -> Floats:
+    """Of pairs by size and operator; shape [sizes, 2, operators]."""
+    return np.array(times).transpose(0, 2, 1)
 
 
 def _interpolate(sizes: Sequence[int], times: Floats, size: int) -> Floats:

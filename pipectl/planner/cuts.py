@@ -59,8 +59,7 @@ class Cuts:
     def update_s(self) -> Floats:
         """Optimizer step; shape [partitions, stages]."""
         optimizer = self.profile.optimizer or OptimizerCost(0.0, 0.0)
-        found: Floats = optimizer.step_s_per_byte * self.sums.parameter_bytes
-        return found
+        return np.asarray(optimizer.step_s_per_byte * self.sums.parameter_bytes, dtype=np.float64)
 
 
 class Cutter:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -32,20 +32,9 @@ class Enumeration:
             count.append(self._larger @ count[-1])
         if count[stages][0] > most:
             return None
-        following = [
-            [np.flatnonzero(row).tolist() for row in self._larger & (ways > 0)]
-            for ways in count[:stages]
-        ]
-
-        def extend(state: int, left: int) -> Iterator[tuple[int, ...]]:
-            if not left:
-                yield ()
-                return
-            for after in following[left - 1][state]:
-                for tail in extend(after, left - 1):
-                    yield (self._downsets[after], *tail)
-
-        return [
-            tuple(after & ~before for before, after in pairwise((0, *chain)))
-            for chain in extend(0, stages)
-        ]
+        chains = np.zeros((1, 1), dtype=np.int64)
+        for ways in count[stages - 1 :: -1]:
+            before, after = np.nonzero(self._larger[chains[:, -1]] & (ways > 0))
+            chains = np.column_stack((chains[before], after))
+        held = [[self._downsets[state] for state in chain] for chain in chains.tolist()]
+        return [tuple(after & ~before for before, after in pairwise(chain)) for chain in held]

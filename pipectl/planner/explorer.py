@@ -18,11 +18,13 @@ from pipectl.planner.fitting import Fitter, plain_fit
 from pipectl.planner.judge import Judge, Verdict, family_of
 from pipectl.planner.neighbours import neighbours
 from pipectl.planner.partition import Bound, Space
-from pipectl.planner.problem import Problem
+from pipectl.planner.problem import Choice, Problem
 from pipectl.planner.request import micro_batch_sizes, warm_ups
 
-MOST_LOOKS = 400_000
+MOST_LOOKS = 2_000_000
 """At operators while borders move: partitions times operators."""
+LEAST_GAIN = 1e-6
+"""Share of the step by which a move of borders makes it shorter at least."""
 MOST_FITTINGS = 24
 """Memory-limited searches, the most promising first."""
 
@@ -61,6 +63,8 @@ class Explorer:
         self._memory_is_short = False
         self._complete: dict[Area, Candidates] = {}
         self._opened: list[Candidates] = []
+        self._minima: set[Choice] = set()
+        self._looks = MOST_LOOKS // len(problem.profile.operators)
 
     def run(self) -> None:
         """Find the best plan; what is found so far is with the judge at any time."""
@@ -69,9 +73,7 @@ class Explorer:
         self._work()
         if self.judge.best() is None:
             self._fit_with_smaller_micro_batches()
-        if not self._is_final():
-            self._refine()
-            self._improve()
+        self._improve()
 
     def bound(self, stages: int, size: int, *, finished: bool) -> Bound:
         """What is proven about partitions into so many stages; quickly if time is up."""
@@ -119,6 +121,8 @@ class Explorer:
     def _turn(self, item: _Item) -> None:
         if isinstance(item, Candidates):
             candidate = item.take()
+            if self.judge.best() is None and not self.problem.has_limits:
+                self.judge.judge(self._polished(candidate))
             if not self.judge.judge(candidate):
                 self._push_fit(candidate)
             self._push_candidates(item)
@@ -165,11 +169,10 @@ class Explorer:
 
     def _push_fit(self, candidate: Candidate) -> None:
         choice = candidate.choice
-        area = self._areas.of(len(choice.placement), choice.size)
-        fit = _Fit(area, choice.schedule, choice.warm_up)
+        fit = _Fit(self._area_of(candidate), choice.schedule, choice.warm_up)
         if fit not in self._fits and self.problem.has_limits:
             self._fits.add(fit)
-            self._push(area.least_s, candidate.simplicity, fit)
+            self._push(fit.area.least_s, candidate.simplicity, fit)
 
     def _fit(self, fit: _Fit) -> None:
         """Cut anew, within the memory limit."""
@@ -212,38 +215,69 @@ class Explorer:
             if self.judge.best() is not None:
                 return
 
-    def _is_final(self) -> bool:
-        """Whether the best plan is from an area of which everything was tried."""
-        best = self.judge.best()
-        if best is None or best.candidate.choice.recompute:
-            return best is None
-        choice = best.candidate.choice
-        return self._areas.of(len(choice.placement), choice.size) in self._complete
-
-    def _refine(self) -> None:
-        """Stages that are balanced at one size need not be at another."""
-        best = self.judge.best()
-        if best is None:
-            return
-        choice = best.candidate.choice
-        if choice.size != self._areas.reference_size:
-            area = self._areas.of(len(choice.placement), choice.size)
-            cuts = self._areas.cuts(area.stages, area.size)
-            self.judge.consider(self._candidates(self._areas.layouts(cuts), area))
-
     def _improve(self) -> None:
-        """Move the borders of the best partition while that makes the step shorter."""
+        """Move borders of the best partition while that makes its simulated step shorter."""
         best = self.judge.best()
-        left = MOST_LOOKS // len(self.problem.profile.operators)
-        while best is not None and left > 0 and not self.judge.is_beaten(0.0):
-            choice, before = best.candidate.choice, best
-            area = self._areas.of(len(choice.placement), choice.size)
-            times = self.problem.block_times(choice.size)
-            layout = Layout(choice.partition, choice.placement, choice.recompute)
-            near = list(islice(neighbours(layout, self.problem.graph, times), left))
-            left -= len(near)
-            self._check()
-            self.judge.consider(self._candidates(near, area))
-            best = self.judge.best()
-            if best is before:
+        if best is None or self._area_of(best.candidate) in self._complete:
+            return
+        if self.problem.has_limits:
+            self.judge.consider(self._recut(self._area_of(best.candidate)))
+        else:
+            self.judge.judge(self._polished(best.candidate))
+        while not self.judge.is_beaten(0.0):
+            before = self.judge.best()
+            if before is None or self._is_settled(before):
                 return
+            self.judge.consider(self._near(before.candidate))
+            if self.judge.best() is before:
+                return
+
+    def _is_settled(self, best: Verdict) -> bool:
+        """Whether no neighbour can be better, because the bounds are what is simulated."""
+        candidate = best.candidate
+        exact = best.simulation.step_time_s <= candidate.bound_s * (1 + LEAST_GAIN)
+        return exact and candidate.choice in self._minima
+
+    def _polished(self, candidate: Candidate) -> Candidate:
+        """The best by its bound that is found by cutting anew and by moving borders.
+
+        Stages that are balanced at one micro-batch size need not be at another.
+        """
+        area = self._area_of(candidate)
+        if area in self._complete or candidate.choice in self._minima:
+            return candidate
+        recut = self._recut(area)
+        if recut.next_s < candidate.bound_s:
+            candidate = recut.take()
+        every = False
+        while self._looks > 0:
+            near = self._near(candidate, every=every)
+            if near.next_s < candidate.bound_s * (1 - LEAST_GAIN):
+                candidate, every = near.take(), False
+            elif every:
+                self._minima.add(candidate.choice)
+                break
+            else:
+                every = True
+        return candidate
+
+    def _recut(self, area: Area) -> Candidates:
+        """Good cuts for the size of an area, if that is another than all are cut for first."""
+        is_other = area.size != self._areas.reference_size
+        cuts = self._areas.cuts(area.stages, area.size) if is_other else []
+        return self._candidates(self._areas.layouts(cuts), area)
+
+    def _near(self, candidate: Candidate, *, every: bool = False) -> Candidates:
+        """The neighbours of a candidate, in every order; none once enough were looked at."""
+        self._check()
+        area, choice = self._area_of(candidate), candidate.choice
+        times = self.problem.block_times(area.size)
+        layout = Layout(choice.partition, choice.placement, choice.recompute)
+        found = neighbours(layout, self.problem.graph, times, every=every)
+        near = list(islice(found, max(0, self._looks)))
+        self._looks -= len(near)
+        return self._candidates(near, area)
+
+    def _area_of(self, candidate: Candidate) -> Area:
+        choice = candidate.choice
+        return self._areas.of(len(choice.placement), choice.size)

@@ -146,9 +146,7 @@ class Problem:
     def timings(self, size: int) -> Timings:
         """The same as arrays."""
         if size not in self._timings:
-            times = self.times(size)
-            cached, uncached = np.array([times.cached, times.uncached]).transpose(0, 2, 1).copy()
-            self._timings[size] = cached, uncached
+            self._timings[size] = self._operator_times.arrays_at(size)
         return self._timings[size]
 
     def block_times(
