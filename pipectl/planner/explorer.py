@@ -22,7 +22,7 @@ from pipectl.planner.problem import Choice, Problem
 from pipectl.planner.request import micro_batch_sizes, warm_ups
 
 MOST_LOOKS = 2_000_000
-"""At operators while borders move: partitions times operators."""
+"""While borders move: partitions times what one costs, in operators, actions and messages."""
 LEAST_GAIN = 1e-6
 """Share of the step by which a move of borders makes it shorter at least."""
 MOST_FITTINGS = 24
@@ -64,7 +64,7 @@ class Explorer:
         self._complete: dict[Area, Candidates] = {}
         self._opened: list[Candidates] = []
         self._minima: set[Choice] = set()
-        self._looks = MOST_LOOKS // len(problem.profile.operators)
+        self._looks = MOST_LOOKS
 
     def run(self) -> None:
         """Find the best plan; what is found so far is with the judge at any time."""
@@ -274,8 +274,9 @@ class Explorer:
         times = self.problem.block_times(area.size)
         layout = Layout(choice.partition, choice.placement, choice.recompute)
         found = neighbours(layout, self.problem.graph, times, every=every)
-        near = list(islice(found, max(0, self._looks)))
-        self._looks -= len(near)
+        look = len(self.problem.profile.operators) + 2 * area.micro_batches * area.stages
+        near = list(islice(found, max(0, self._looks // look)))
+        self._looks -= max(1, len(near)) * look
         return self._candidates(near, area)
 
     def _area_of(self, candidate: Candidate) -> Area:

@@ -5,11 +5,14 @@ Everything that can be tried waits in one queue, by the least its step can take:
 - an *area*: a number of stages and a micro-batch size. It becomes candidates: good partitions
   from the dynamic programme (all there are, if they are few) with every schedule, warm-up and
   placement.
-- a *candidate*. The judge simulates it, or finds that it does not fit into memory.
+- a *candidate*, known by its bound: the time of its step by the recurrence. The judge simulates it,
+  or finds that it does not fit into memory.
 - a *fit*: what did not fit is cut once more, for the memory limit, in a later turn.
 
-When nothing left in the queue can beat the best, stages are cut anew if its micro-batch size is not
-the one they were cut for, and the borders of its stages move while that makes the step shorter.
+The first candidate is made better before it is simulated: its stages are cut anew if its micro-batch
+size is not the one they were cut for, and their borders move while that lowers its bound. When
+nothing left in the queue can beat the best, the borders of the best move once more, while that makes
+its simulated step shorter.
 """
 
 from __future__ import annotations
