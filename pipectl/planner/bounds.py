@@ -58,6 +58,7 @@ class Bounds:
     def steps_s(
         self,
         layouts: Sequence[Layout],
+        cut: Integers,
         cuts: Cuts,
         timings: Timings,
         scale: float,
@@ -67,11 +68,12 @@ class Bounds:
         """No execution of these layouts in these orders takes less; shape [layouts, orders].
 
         Args:
-            cuts: the distinct partitions of the layouts, in their order.
+            cut: which of the partitions each layout has.
+            cuts: the distinct partitions of the layouts.
             scale: micro-batch size over the profile's.
             shares: size of every micro-batch relative to a full one.
         """
-        pipelines = self._pipelines(layouts, cuts, timings, scale, shares[-1])
+        pipelines = self._pipelines(layouts, cut, cuts, timings, scale, shares[-1])
         depths = np.array(warm_ups, dtype=np.int64)
         found = np.zeros((len(layouts), len(depths)))
         transfers = len(pipelines.source) // len(cuts.stage_of)
@@ -90,13 +92,12 @@ class Bounds:
     def _pipelines(
         self,
         layouts: Sequence[Layout],
+        cut: Integers,
         cuts: Cuts,
         timings: Timings,
         scale: float,
         last_share: float,
     ) -> Pipelines:
-        places: dict[Partition, int] = {}
-        cut = np.array([places.setdefault(one.partition, len(places)) for one in layouts])
         forward, backward = cuts.times_s(timings, scale)[:, cut]
         nodes = self._nodes[np.array([one.placement for one in layouts])]
         speeds = self._speeds[nodes]
@@ -128,6 +129,8 @@ class Bounds:
 
 def _again(layouts: Sequence[Layout]) -> Integers:
     """1 for every stage that recomputes, which it may do while it waits; else 0."""
+    if not any(one.recompute for one in layouts):
+        return np.zeros((1, 1), dtype=np.int64)
     none = (False,) * len(layouts[0].partition)
     return np.array([one.recompute or none for one in layouts], dtype=np.int64)
 
@@ -144,6 +147,8 @@ def _way_hold_s(way: Sequence[Link], sizes: Floats, last_share: float) -> Floats
     return found
 
 
-def first_of_each(layouts: Sequence[Layout]) -> list[Partition]:
-    """The distinct partitions of some layouts, in their order."""
-    return list(dict.fromkeys(one.partition for one in layouts))
+def numbered_partitions(layouts: Sequence[Layout]) -> tuple[tuple[Partition, ...], Integers]:
+    """The distinct partitions of some layouts, and which of them each layout has."""
+    places: dict[Partition, int] = {}
+    cut = np.array([places.setdefault(one.partition, len(places)) for one in layouts])
+    return tuple(places), cut

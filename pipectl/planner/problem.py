@@ -11,7 +11,7 @@ import numpy as np
 
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan, Stage
-from pipectl.planner.bounds import Bounds, Layout, first_of_each
+from pipectl.planner.bounds import Bounds, Layout, numbered_partitions
 from pipectl.planner.condense import Condensed
 from pipectl.planner.costs import (
     Footprint,
@@ -259,9 +259,11 @@ class Problem:
 
     def bounds_s(self, layouts: Sequence[Layout], size: int, orders: Sequence[Order]) -> Floats:
         """No execution of these layouts in these orders takes less; shape [layouts, orders]."""
+        partitions, cut = numbered_partitions(layouts)
         return self._bounds.steps_s(
             layouts,
-            self._cuts(tuple(first_of_each(layouts))),
+            cut,
+            self._cuts(partitions),
             self.timings(size),
             self.scale(size),
             self.shares(size),

@@ -9,10 +9,10 @@ Everything that can be tried waits in one queue, by the least its step can take:
   or finds that it does not fit into memory.
 - a *fit*: what did not fit is cut once more, for the memory limit, in a later turn.
 
-The first candidate is made better before it is simulated: its stages are cut anew if its micro-batch
-size is not the one they were cut for, and their borders move while that lowers its bound. When
-nothing left in the queue can beat the best, the borders of the best move once more, while that makes
-its simulated step shorter.
+The first candidate is made better before it is simulated: its stages are cut anew if its
+micro-batch size is not the one they were cut for, and their borders move while that lowers its
+bound. When nothing left in the queue can beat the best, the borders of the best move once more,
+while that makes its simulated step shorter.
 """
 
 from __future__ import annotations
