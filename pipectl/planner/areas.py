@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
+from pipectl.planner.bounds import Layout
 from pipectl.planner.devices import mixes
 from pipectl.planner.dynamic import Check
-from pipectl.planner.enumeration import every_partition
+from pipectl.planner.enumeration import Enumeration
 from pipectl.planner.mix import Mix
 from pipectl.planner.outlook import longest_path_s, outlook_s
 from pipectl.planner.partition import Bound, Cut, Partitioner, Space
-from pipectl.planner.placement import every_placement, placements
-from pipectl.planner.problem import Choice, Problem
+from pipectl.planner.placement import Placement, every_placement, placements
+from pipectl.planner.problem import Order, Problem
 from pipectl.planner.request import micro_batch_sizes, warm_ups
-from pipectl.planner.spans import Partition
 
 MICRO_BATCHES_PER_STAGE = 8
 """More add little: the bubble is then about a tenth."""
 MICRO_BATCHES_IF_PROPORTIONAL = 4
 """The same where what a small micro-batch costs was not measured but scaled from a larger one."""
-MOST_CHOICES = 300
-"""An area with fewer partitions and placements is tried in full."""
+MOST_LAYOUTS = 300
+"""An area with fewer partitions times placements is tried in full."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,10 @@ class Areas:
         self._known: dict[tuple[int, int], Area] = {}
         self._cuts: dict[tuple[int, int], list[Cut]] = {}
         self._times: dict[int, list[float]] = {}
+        self._work: dict[int, tuple[float, float]] = {}
+        self._sizes: dict[int, list[int]] = {}
+        self._everything: dict[int, list[Layout] | None] = {}
+        self._places: dict[tuple[int, ...], list[Placement]] = {}
 
     @cached_property
     def all(self) -> list[Area]:
@@ -97,76 +101,78 @@ class Areas:
             self._cuts[stages, size] = list(dict.fromkeys(found))
         return self._cuts[stages, size]
 
-    def choices(self, cut: Cut, size: int) -> Iterator[Choice]:
-        """With every placement, schedule and warm-up."""
-        problem = self._problem
-        places = placements(problem.cluster, problem.devices, cut.kinds)
-        yield from self._choices(cut.partition, places, size, cut.recompute)
+    def layouts(self, cuts: Iterable[Cut]) -> list[Layout]:
+        """Cuts with every placement."""
+        return [
+            Layout(cut.partition, place, self._recompute(cut))
+            for cut in cuts
+            for place in self._placements(cut.kinds)
+        ]
 
-    def everything(self, area: Area) -> list[Choice] | None:
-        """All choices of an area without recomputation; None if they are many."""
-        if not self._space.complete or self._space.moved:
+    def _placements(self, kinds: tuple[int, ...]) -> list[Placement]:
+        if kinds not in self._places:
+            problem = self._problem
+            self._places[kinds] = placements(problem.cluster, problem.devices, kinds)
+        return self._places[kinds]
+
+    def everything(self, area: Area) -> list[Layout] | None:
+        """All layouts of an area without recomputation; None if they are many."""
+        if area.stages not in self._everything:
+            self._everything[area.stages] = self._every_layout(area.stages)
+        return self._everything[area.stages]
+
+    def _every_layout(self, stages: int) -> list[Layout] | None:
+        if self._enumeration is None:
             return None
-        places = list(every_placement(self._problem.cluster, area.stages, MOST_CHOICES))
+        places = every_placement(self._problem.cluster, stages, MOST_LAYOUTS)
         if not places:
             return None
-        room = MOST_CHOICES // len(places)
-        partitions = every_partition(self._space.downsets, area.stages, room)
+        partitions = self._enumeration.every_partition(stages, MOST_LAYOUTS // len(places))
         if partitions is None:
             return None
-        return [
-            choice
-            for partition in partitions
-            for choice in self._choices(partition, places, area.size)
-        ]
+        again = (True,) * stages if self._problem.request.recompute else ()
+        return [Layout(partition, place, again) for partition in partitions for place in places]
+
+    @cached_property
+    def _enumeration(self) -> Enumeration | None:
+        """Where partitions can be few."""
+        few = len(self._space.downsets) <= MOST_LAYOUTS + 2
+        whole = self._space.complete and not self._space.moved
+        return Enumeration(self._space.downsets) if few and whole else None
 
     def bound(self, stages: int, size: int) -> Bound:
         """What is proven about partitions into so many stages."""
         speeds = self._fastest(stages)
-        found = [each.bound(stages, speeds) for each in self._partitioner(stages, size, stages)]
+        known = self._partitioners.get((size, *self._group(stages)))
+        partitioners = known or self._partitioner(stages, size, stages)
+        found = [each.bound(stages, speeds) for each in partitioners]
         return Bound(max(one.load_s for one in found), any(one.exact for one in found))
 
     def quick_bound(self, stages: int, size: int) -> Bound:
         """The same from sums alone."""
-        times = self._least_times(size)
+        total_s, largest_s = self._least_work(size)
         speeds = self._fastest(stages)
-        return Bound(max(sum(times) / sum(speeds), max(times) / speeds[0]), False)
+        return Bound(max(total_s / sum(speeds), largest_s / speeds[0]), False)
 
     def mixes(self, stages: int) -> list[Mix]:
         """Ways for so many stages to use the devices."""
         return mixes(self._problem.devices, len(self._space.downsets), stages, stages)
 
-    def _choices(
-        self,
-        partition: Partition,
-        places: Iterable[tuple[int, ...]],
-        size: int,
-        recompute: tuple[bool, ...] = (),
-    ) -> Iterator[Choice]:
-        if self._problem.request.recompute:
-            recompute = (True,) * len(partition)
-        orders = self._orders(len(partition), size)
-        for place in places:
-            for order in orders:
-                yield Choice(partition, place, size, *order, recompute=recompute)
+    def _recompute(self, cut: Cut) -> tuple[bool, ...]:
+        everywhere = self._problem.request.recompute
+        return (True,) * len(cut.partition) if everywhere else cut.recompute
 
-    def orders(self, choice: Choice) -> Iterator[Choice]:
-        """With every schedule and warm-up."""
-        for schedule, warm_up in self._orders(len(choice.placement), choice.size):
-            yield replace(choice, schedule=schedule, warm_up=warm_up)
-
-    def orders_of(self, area: Area) -> list[tuple[str, tuple[int, ...]]]:
+    def orders(self, stages: int, size: int) -> list[Order]:
         """Schedules and warm-ups, the one with the fewest micro-batches in flight first."""
-        return self._orders(area.stages, area.size)
-
-    def _orders(self, stages: int, size: int) -> list[tuple[str, tuple[int, ...]]]:
         return warm_ups(self._problem.request, stages, self._problem.micro_batches(size))
 
     def sizes(self, stages: int) -> list[int]:
         """Micro-batch sizes worth trying with so many stages."""
-        several = any(operator.timings for operator in self._problem.profile.operators)
-        per_stage = MICRO_BATCHES_PER_STAGE if several else MICRO_BATCHES_IF_PROPORTIONAL
-        return micro_batch_sizes(self._problem.request, per_stage * stages)
+        if stages not in self._sizes:
+            several = any(operator.timings for operator in self._problem.profile.operators)
+            per_stage = MICRO_BATCHES_PER_STAGE if several else MICRO_BATCHES_IF_PROPORTIONAL
+            self._sizes[stages] = micro_batch_sizes(self._problem.request, per_stage * stages)
+        return self._sizes[stages]
 
     def _partitioner(self, stages: int, size: int, only: int | None = None) -> list[Partitioner]:
         """One for each way to use the devices; numbers of stages share them by doublings."""
@@ -196,6 +202,13 @@ class Areas:
             moved = self._space.moved
             self._times[size] = self._problem.block_times(size, moved, cached=True)
         return self._times[size]
+
+    def _least_work(self, size: int) -> tuple[float, float]:
+        """Of all blocks together, and of the largest."""
+        if size not in self._work:
+            times = self._least_times(size)
+            self._work[size] = sum(times), max(times)
+        return self._work[size]
 
     def _path_s(self, size: int) -> float:
         if size not in self._paths:

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import ceil
+
+import numpy as np
+import numpy.typing as npt
 
 from pipectl.graph import Route, TransferKind, routes
 from pipectl.plan import StageCost, Transfer
 from pipectl.planner.stage_memory import Crossing, StageMemories, StageMemory
 from pipectl.profile import Operator, OptimizerCost, Profile, StageOverhead
 
+Floats = npt.NDArray[np.float64]
 Pairs = list[tuple[float, float]]
 """(forward_s, backward_s) of every operator."""
 
@@ -42,38 +45,82 @@ class Times:
 
 def operator_times(profile: Profile, size: int) -> Times:
     """Forward and backward time of every operator for ``size`` samples."""
-    own = profile.micro_batch_size
-    uncached = [
-        _times({**operator.timings, own: (operator.forward_s, operator.backward_s)}, size)
-        for operator in profile.operators
-    ]
-    cached = [
-        _times(operator.cached, size) if operator.cached else pair
-        for operator, pair in zip(profile.operators, uncached, strict=True)
-    ]
-    return Times(uncached, cached)
+    return OperatorTimes(profile).at(size)
 
 
-def _times(points: Mapping[int, tuple[float, float]], size: int) -> tuple[float, float]:
-    forward = _interpolate({at: pair[0] for at, pair in points.items()}, size)
-    return forward, _interpolate({at: pair[1] for at, pair in points.items()}, size)
+class OperatorTimes:
+    """Times of one profile's operators at any micro-batch size."""
+
+    def __init__(self, profile: Profile) -> None:
+        own, operators = profile.micro_batch_size, profile.operators
+        uncached = [{**o.timings, own: (o.forward_s, o.backward_s)} for o in operators]
+        cached = [o.cached or points for o, points in zip(operators, uncached, strict=True)]
+        self._uncached, self._cached = _Points(uncached), _Points(cached)
+
+    def at(self, size: int) -> Times:
+        """Forward and backward time of every operator for ``size`` samples."""
+        cached, uncached = self.arrays_at(size)
+        return Times(_pairs(uncached), _pairs(cached))
+
+    def arrays_at(self, size: int) -> tuple[Floats, Floats]:
+        """The same as arrays, cached and uncached; shapes [2, operators]."""
+        return self._cached.at(size), self._uncached.at(size)
 
 
-def _interpolate(points: dict[int, float], size: int) -> float:
-    """A time at ``size`` from times at other sizes.
+def _pairs(times: Floats) -> Pairs:
+    return [(forward_s, backward_s) for forward_s, backward_s in times.T.tolist()]
+
+
+class _Points:
+    """Times of operators at some sizes each, grouped by these."""
+
+    def __init__(self, points: Sequence[Mapping[int, tuple[float, float]]]) -> None:
+        self._count = len(points)
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for index, known in enumerate(points):
+            groups.setdefault(tuple(sorted(known)), []).append(index)
+        self._groups = [
+            (
+                members,
+                sizes,
+                np.array([[points[i][at] for i in members] for at in sizes]).transpose(0, 2, 1),
+            )
+            for sizes, members in groups.items()
+        ]
+
+    def at(self, size: int) -> Floats:
+        found = np.zeros((2, self._count))
+        for members, sizes, times in self._groups:
+            found[:, members] = _interpolate(sizes, times, size)
+        return found
+
+
+def _table(times: Sequence[Sequence[tuple[float, float]]]) -> Floats:
+    """Of pairs by size and operator; shape [sizes, 2, operators]."""
+    return np.array(times).transpose(0, 2, 1)
+
+
+def _interpolate(sizes: Sequence[int], times: Floats, size: int) -> Floats:
+    """Times at ``size`` from times at other sizes.
 
     Noise can tilt the line through two points. Below the smallest size a time is therefore kept
     between proportional and constant, above the largest it does not fall.
+
+    Args:
+        sizes: ascending.
+        times: by size first.
     """
-    sizes = sorted(points)
+    first: Floats = times[0]
+    last: Floats = times[-1]
+    found: Floats = first * size / sizes[0]
     if len(sizes) == 1:
-        return points[sizes[0]] * size / sizes[0]
-    low, high = next((pair for pair in pairwise(sizes) if size <= pair[1]), (sizes[-2], sizes[-1]))
-    slope = (points[high] - points[low]) / (high - low)
-    time = points[low] + slope * (size - low)
+        return found
+    low = next((at for at in range(len(sizes) - 1) if size <= sizes[at + 1]), len(sizes) - 2)
+    slope = (times[low + 1] - times[low]) / (sizes[low + 1] - sizes[low])
+    found = times[low] + slope * (size - sizes[low])
     if size < sizes[0]:
-        return min(max(time, points[low] * size / low), points[low])
-    return max(time, points[high]) if size > sizes[-1] else time
+        return np.minimum(np.maximum(found, first * size / sizes[0]), first)
+    return np.maximum(found, last) if size > sizes[-1] else found
 
 
 @dataclass

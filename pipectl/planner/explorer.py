@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -11,16 +11,20 @@ from math import inf
 
 from pipectl.errors import OutOfTimeError
 from pipectl.planner.areas import Area, Areas
+from pipectl.planner.bounds import Layout
+from pipectl.planner.candidates import Candidate, Candidates
 from pipectl.planner.dynamic import Check
 from pipectl.planner.fitting import Fitter, plain_fit
-from pipectl.planner.judge import Candidate, Judge
+from pipectl.planner.judge import Judge, Verdict, family_of
 from pipectl.planner.neighbours import neighbours
 from pipectl.planner.partition import Bound, Space
 from pipectl.planner.problem import Choice, Problem
 from pipectl.planner.request import micro_batch_sizes, warm_ups
 
-MOST_LOOKS = 400_000
-"""At operators while borders move: partitions times operators."""
+MOST_LOOKS = 2_000_000
+"""While borders move: partitions times what one costs, in operators, actions and messages."""
+LEAST_GAIN = 1e-6
+"""Share of the step by which a move of borders makes it shorter at least."""
 MOST_FITTINGS = 24
 """Memory-limited searches, the most promising first."""
 
@@ -34,7 +38,7 @@ class _Fit:
     warm_up: tuple[int, ...]
 
 
-_Item = Area | Candidate | _Fit
+_Item = Area | Candidates | _Fit
 
 
 class Explorer:
@@ -57,7 +61,10 @@ class Explorer:
         self._fitted = 0
         self._hopeless: list[_Fit] = []
         self._memory_is_short = False
-        self._complete: dict[Area, list[Candidate]] = {}
+        self._complete: dict[Area, Candidates] = {}
+        self._opened: list[Candidates] = []
+        self._minima: set[Choice] = set()
+        self._looks = MOST_LOOKS
 
     def run(self) -> None:
         """Find the best plan; what is found so far is with the judge at any time."""
@@ -66,7 +73,6 @@ class Explorer:
         self._work()
         if self.judge.best() is None:
             self._fit_with_smaller_micro_batches()
-        self._refine()
         self._improve()
 
     def bound(self, stages: int, size: int, *, finished: bool) -> Bound:
@@ -80,11 +86,24 @@ class Explorer:
         """No plan with the numbers of stages and micro-batch sizes that were tried takes less."""
         return min([*map(self._least_s, self._areas.all), self.judge.fastest_s])
 
+    def alternatives(self, best: Verdict, most: int) -> list[Verdict]:
+        """The next best plans of other shapes; most were not simulated because they are beaten."""
+        options = [each for opened in self._opened for each in opened.best_of_orders()]
+        known = self.judge.families()
+        for candidate in sorted(options, key=lambda each: (each.bound_s, each.simplicity)):
+            if len(known) > most:
+                break
+            if family_of(candidate) not in known and self.judge.may_fit(candidate):
+                self.judge.examine(candidate)
+                known = self.judge.families()
+        return self.judge.alternatives(best, most)
+
     def _least_s(self, area: Area) -> float:
         """What was found if all candidates of an area were tried, or else its bound."""
         if area not in self._complete:
             return area.least_s
-        return min(map(self.judge.least_s, self._complete[area]), default=inf)
+        candidates = self._complete[area]
+        return min([candidates.next_s, *map(self.judge.least_s, candidates.taken)])
 
     def _push(self, bound_s: float, simplicity: tuple[int, ...], item: _Item) -> None:
         self._pushed += 1
@@ -100,9 +119,13 @@ class Explorer:
             self._turn(item)
 
     def _turn(self, item: _Item) -> None:
-        if isinstance(item, Candidate):
-            if not self.judge.judge(item):
-                self._push_fit(item)
+        if isinstance(item, Candidates):
+            candidate = item.take()
+            if self.judge.best() is None and not self.problem.has_limits:
+                self.judge.judge(self._polished(candidate))
+            if not self.judge.judge(candidate):
+                self._push_fit(candidate)
+            self._push_candidates(item)
         elif isinstance(item, Area):
             self._open(item)
         else:
@@ -113,10 +136,10 @@ class Explorer:
         if self._memory_is_short and not self._can_fit(area):
             return
         everything = self._areas.everything(area)
-        choices = everything if everything is not None else self._proposals(area)
-        found = self.judge.candidates(choices)
-        for candidate in found:
-            self._push(candidate.bound_s, candidate.simplicity, candidate)
+        layouts = self._proposals(area) if everything is None else everything
+        found = self._candidates(layouts, area)
+        self._opened.append(found)
+        self._push_candidates(found)
         if everything is not None:
             self._complete[area] = found
         if not self._memory_is_short and not any(map(self.judge.may_fit, found)):
@@ -125,24 +148,31 @@ class Explorer:
     def _can_fit(self, area: Area) -> bool:
         """Whether there are stages that fit with the fewest micro-batches in flight; if so, these
         are judged. Asked before other cuts are looked for, once these were seen not to fit."""
-        fit = _Fit(area, *self._areas.orders_of(area)[0])
+        fit = _Fit(area, *self._areas.orders(area.stages, area.size)[0])
         if fit in self._fits:
             return not self._is_hopeless(fit)
         self._fits.add(fit)
         self._fit(fit)
         return not self._is_hopeless(fit)
 
-    def _proposals(self, area: Area) -> Iterator[Choice]:
-        for cut in self._areas.cuts(area.stages):
-            yield from self._areas.choices(cut, area.size)
+    def _proposals(self, area: Area) -> list[Layout]:
+        return self._areas.layouts(self._areas.cuts(area.stages))
+
+    def _candidates(self, layouts: Sequence[Layout], area: Area) -> Candidates:
+        """Layouts of an area in every order."""
+        orders = self._areas.orders(area.stages, area.size)
+        return Candidates(self.problem, layouts, area.size, orders)
+
+    def _push_candidates(self, candidates: Candidates) -> None:
+        if candidates.next_s < inf:
+            self._push(candidates.next_s, candidates.simplicity, candidates)
 
     def _push_fit(self, candidate: Candidate) -> None:
         choice = candidate.choice
-        area = self._areas.of(len(choice.placement), choice.size)
-        fit = _Fit(area, choice.schedule, choice.warm_up)
+        fit = _Fit(self._area_of(candidate), choice.schedule, choice.warm_up)
         if fit not in self._fits and self.problem.has_limits:
             self._fits.add(fit)
-            self._push(area.least_s, candidate.simplicity, fit)
+            self._push(fit.area.least_s, candidate.simplicity, fit)
 
     def _fit(self, fit: _Fit) -> None:
         """Cut anew, within the memory limit."""
@@ -169,12 +199,9 @@ class Explorer:
                 wanted = plain_fit(self.problem, area.size, fit.warm_up, mix, recompute=recompute)
                 cuts = self._fitter.balanced(wanted)
                 found |= bool(cuts)
-                self.judge.consider(
-                    choice
-                    for cut in cuts
-                    for choice in self._areas.choices(cut, area.size)
-                    if (choice.schedule, choice.warm_up) == (fit.schedule, fit.warm_up)
-                )
+                layouts = self._areas.layouts(cuts)
+                order = fit.schedule, fit.warm_up
+                self.judge.consider(Candidates(self.problem, layouts, area.size, [order]))
         return found
 
     def _fit_with_smaller_micro_batches(self) -> None:
@@ -188,27 +215,70 @@ class Explorer:
             if self.judge.best() is not None:
                 return
 
-    def _refine(self) -> None:
-        """Stages that are balanced at one size need not be at another."""
-        best = self.judge.best()
-        if best is None:
-            return
-        choice = best.candidate.choice
-        if choice.size != self._areas.reference_size:
-            for cut in self._areas.cuts(len(choice.placement), choice.size):
-                self.judge.consider(self._areas.choices(cut, choice.size))
-
     def _improve(self) -> None:
-        """Move the borders of the best partition while that makes the step shorter."""
+        """Move borders of the best partition while that makes its simulated step shorter."""
         best = self.judge.best()
-        left = MOST_LOOKS // len(self.problem.profile.operators)
-        while best is not None and left > 0 and not self.judge.is_beaten(0.0):
-            choice, before = best.candidate.choice, best
-            times = self.problem.block_times(choice.size)
-            near = list(islice(neighbours(choice, self.problem.graph, times), left))
-            left -= len(near)
-            self._check()
-            self.judge.consider(other for one in near for other in self._areas.orders(one))
-            best = self.judge.best()
-            if best is before:
+        if best is None or self._area_of(best.candidate) in self._complete:
+            return
+        if self.problem.has_limits:
+            self.judge.consider(self._recut(self._area_of(best.candidate)))
+        else:
+            self.judge.judge(self._polished(best.candidate))
+        while not self.judge.is_beaten(0.0):
+            before = self.judge.best()
+            if before is None or self._is_settled(before):
                 return
+            self.judge.consider(self._near(before.candidate))
+            if self.judge.best() is before:
+                return
+
+    def _is_settled(self, best: Verdict) -> bool:
+        """Whether no neighbour can be better, because the bounds are what is simulated."""
+        candidate = best.candidate
+        exact = best.simulation.step_time_s <= candidate.bound_s * (1 + LEAST_GAIN)
+        return exact and candidate.choice in self._minima
+
+    def _polished(self, candidate: Candidate) -> Candidate:
+        """The best by its bound that is found by cutting anew and by moving borders.
+
+        Stages that are balanced at one micro-batch size need not be at another.
+        """
+        area = self._area_of(candidate)
+        if area in self._complete or candidate.choice in self._minima:
+            return candidate
+        recut = self._recut(area)
+        if recut.next_s < candidate.bound_s:
+            candidate = recut.take()
+        every = False
+        while self._looks > 0:
+            near = self._near(candidate, every=every)
+            if near.next_s < candidate.bound_s * (1 - LEAST_GAIN):
+                candidate, every = near.take(), False
+            elif every:
+                self._minima.add(candidate.choice)
+                break
+            else:
+                every = True
+        return candidate
+
+    def _recut(self, area: Area) -> Candidates:
+        """Good cuts for the size of an area, if that is another than all are cut for first."""
+        is_other = area.size != self._areas.reference_size
+        cuts = self._areas.cuts(area.stages, area.size) if is_other else []
+        return self._candidates(self._areas.layouts(cuts), area)
+
+    def _near(self, candidate: Candidate, *, every: bool = False) -> Candidates:
+        """The neighbours of a candidate, in every order; none once enough were looked at."""
+        self._check()
+        area, choice = self._area_of(candidate), candidate.choice
+        times = self.problem.block_times(area.size)
+        layout = Layout(choice.partition, choice.placement, choice.recompute)
+        found = neighbours(layout, self.problem.graph, times, every=every)
+        look = len(self.problem.profile.operators) + 2 * area.micro_batches * area.stages
+        near = list(islice(found, max(0, self._looks // look)))
+        self._looks -= max(1, len(near)) * look
+        return self._candidates(near, area)
+
+    def _area_of(self, candidate: Candidate) -> Area:
+        choice = candidate.choice
+        return self._areas.of(len(choice.placement), choice.size)

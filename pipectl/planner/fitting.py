@@ -16,11 +16,11 @@ from math import isfinite
 import numpy as np
 
 from pipectl.planner.chain_kernels import UNREACHED
-from pipectl.planner.condense import Block
+from pipectl.planner.condense import Block, held_by
 from pipectl.planner.dynamic import Chains, Check, Memory, best_chains
 from pipectl.planner.ideals import prefix_downsets
 from pipectl.planner.liveness import memory_of, parameter_gradients
-from pipectl.planner.loads import PER_SECOND, Loads, named_items
+from pipectl.planner.loads import PER_SECOND, Loads, items_of
 from pipectl.planner.mix import Mix
 from pipectl.planner.partition import Cut
 from pipectl.planner.problem import Problem
@@ -188,8 +188,8 @@ class _Boundaries:
         self._states = states
         self._all: _Sizes | None = None
         self.messages = Boundary(states, Items([value.blocks for value in graph.values], sizes))
-        self.parameters = Boundary(states, named_items(graph, lambda block: block.parameters))
-        self.saved = Boundary(states, named_items(graph, lambda block: block.saved))
+        self.parameters = Boundary(states, items_of(graph.parameters))
+        self.saved = Boundary(states, items_of(graph.saved))
 
         def gradients(block: Block) -> dict[str, int]:
             """One that several operators use has a gradient for each."""
@@ -199,7 +199,7 @@ class _Boundaries:
                 for name, size in parameter_gradients(operators[index])
             }
 
-        self.gradients = Boundary(states, named_items(graph, gradients))
+        self.gradients = Boundary(states, items_of(held_by(map(gradients, graph.blocks))))
 
     def up_to(self, length: int) -> _Sizes:
         """Sizes of the spans of at most some compute; those of all spans are kept."""

@@ -1,13 +1,13 @@
-"""The judge: bounds what a candidate can take, and simulates those that could be best."""
+"""The judge: simulates the candidates that could be best."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 
 from pipectl.plan import Plan
-from pipectl.planner.bounds import step_bound_s
+from pipectl.planner.bounds import ROUNDING
+from pipectl.planner.candidates import Candidate, Candidates, Simplicity
 from pipectl.planner.memory import least_peaks_bytes
 from pipectl.planner.problem import Choice, Problem
 from pipectl.simulate import Simulation, simulate
@@ -16,28 +16,9 @@ TIE = 1e-3
 """Step times that differ by less than this share are equal: the simplest of these plans wins."""
 MOST_ACTIONS = 200_000
 """Simulated forwards and backwards in all; keeps planning for many ranks to seconds."""
-Simplicity = tuple[int, int, int, int]
 
-
-@dataclass(frozen=True)
-class Candidate:
-    """A choice and the least its step can take.
-
-    Args:
-        micro_batches: of a step.
-    """
-
-    choice: Choice
-    micro_batches: int
-    bound_s: float
-
-    @property
-    def simplicity(self) -> Simplicity:
-        """Stages, recomputed stages, micro-batches in flight, micro-batches: fewer are better
-        where times tie."""
-        choice = self.choice
-        again = sum(choice.recompute)
-        return len(choice.placement), again, sum(choice.warm_up), self.micro_batches
+Family = tuple[int, int, str, tuple[int, ...]]
+"""Stages, micro-batch size, schedule and warm-up."""
 
 
 @dataclass(frozen=True)
@@ -54,30 +35,34 @@ class Judge:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._seen: set[Choice] = set()
         self._verdicts: list[Verdict] = []
-        self._bounds: dict[object, float] = {}
         self._outcomes: dict[Choice, float] = {}
         self._actions = 0
         self.gave_up = False
 
-    def candidates(self, choices: Iterable[Choice]) -> list[Candidate]:
-        """Those that were not there before, the most promising first."""
-        fresh = [choice for choice in dict.fromkeys(choices) if choice not in self._seen]
-        self._seen.update(fresh)
-        return sorted(map(self._candidate, fresh), key=lambda item: (item.bound_s, item.simplicity))
-
-    def consider(self, choices: Iterable[Choice]) -> list[Candidate]:
-        """Judge every new candidate and return those that do not fit."""
-        return [candidate for candidate in self.candidates(choices) if not self.judge(candidate)]
+    def consider(self, candidates: Candidates) -> list[Candidate]:
+        """Judge the candidates that could be best and return those that do not fit."""
+        unfit = []
+        while candidates.next_s < inf and not self.is_beaten(candidates.next_s):
+            candidate = candidates.take()
+            if not self.judge(candidate):
+                unfit.append(candidate)
+        return unfit
 
     def judge(self, candidate: Candidate) -> bool:
         """False if the candidate does not fit; one that cannot be best is not simulated."""
+        known = self._outcomes.get(candidate.choice)
+        if known is not None:
+            return known < inf
         if not self.may_fit(candidate):
             self._outcomes[candidate.choice] = inf
             return False
         if self.is_beaten(candidate.bound_s) or self._ties_at_best(candidate):
             return True
+        return self.examine(candidate)
+
+    def examine(self, candidate: Candidate) -> bool:
+        """Simulate a candidate even if it cannot be best; whether it fits."""
         plan = self._problem.plan(candidate.choice)
         simulation = self._simulate(plan)
         peaks = enumerate(simulation.peak_memory_bytes)
@@ -94,13 +79,16 @@ class Judge:
         ties = [v for v in self._verdicts if v.simulation.step_time_s <= self.fastest_s * (1 + TIE)]
         return min(ties, key=_preference)
 
-    def alternatives(self, most: int) -> list[Verdict]:
+    def alternatives(self, best: Verdict, most: int) -> list[Verdict]:
         """The next best that differ from the best, and from each other, in more than their cuts."""
-        best = self.best()
-        found = {} if best is None else {_family(best): best}
+        found = {family_of(best.candidate): best}
         for verdict in sorted(self._verdicts, key=lambda v: v.simulation.step_time_s):
-            found.setdefault(_family(verdict), verdict)
+            found.setdefault(family_of(verdict.candidate), verdict)
         return list(found.values())[1 : most + 1]
+
+    def families(self) -> set[Family]:
+        """Of all that was simulated and fits."""
+        return {family_of(verdict.candidate) for verdict in self._verdicts}
 
     def is_beaten(self, bound_s: float) -> bool:
         """Whether a plan that takes at least so long cannot even tie, or enough were simulated."""
@@ -123,27 +111,18 @@ class Judge:
         return min((v.simulation.step_time_s for v in self._verdicts), default=inf)
 
     def _ties_at_best(self, candidate: Candidate) -> bool:
-        """Whether a candidate can at most tie, and is less simple than what it would tie with."""
+        """Whether a candidate can at most tie, and is no simpler than what it would tie with."""
         best = self.best() if candidate.bound_s >= self.fastest_s * (1 - TIE) else None
-        return best is not None and candidate.simplicity > best.candidate.simplicity
-
-    def _candidate(self, choice: Choice) -> Candidate:
-        """Bounds do not depend on schedule and warm-up."""
-        key = (choice.partition, choice.placement, choice.size, choice.recompute)
-        if key not in self._bounds:
-            self._bounds[key] = step_bound_s(
-                self._problem.table(choice.partition, choice.size),
-                choice.placement,
-                self._problem.shares(choice.size),
-                self._problem.cluster,
-                choice.recompute,
-            )
-        micro_batches = self._problem.micro_batches(choice.size)
-        return Candidate(choice, micro_batches, self._bounds[key])
+        if best is None or candidate.simplicity < best.candidate.simplicity:
+            return False
+        equal = candidate.simplicity == best.candidate.simplicity
+        return not equal or candidate.bound_s >= best.simulation.step_time_s * (1 - 2 * ROUNDING)
 
     def may_fit(self, candidate: Candidate) -> bool:
         """Whether the parts of the memory that no schedule avoids are within the limits."""
         problem, choice = self._problem, candidate.choice
+        if not problem.has_limits:
+            return True
         table, shares = problem.table(choice.partition, choice.size), problem.shares(choice.size)
         peaks = least_peaks_bytes(table, choice.warm_up, shares, choice.recompute)
         return all(
@@ -163,6 +142,7 @@ def _preference(verdict: Verdict) -> tuple[Simplicity, float, tuple[int, ...]]:
     return candidate.simplicity, verdict.simulation.step_time_s, candidate.choice.placement
 
 
-def _family(verdict: Verdict) -> tuple[object, ...]:
-    choice = verdict.candidate.choice
+def family_of(candidate: Candidate) -> Family:
+    """What tells plans apart that differ in more than their cuts."""
+    choice = candidate.choice
     return len(choice.placement), choice.size, choice.schedule, choice.warm_up

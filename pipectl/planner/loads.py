@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipectl.link import Link
-from pipectl.planner.condense import Block, Condensed
+from pipectl.planner.condense import Condensed, Held
 from pipectl.planner.span_kernels import Integers
 from pipectl.planner.spans import Boundary, Items, Spans, States
 from pipectl.profile import StageOverhead
@@ -120,22 +120,17 @@ class Loads:
 
     @cached_property
     def _parameters(self) -> Boundary:
-        return Boundary(self.states, named_items(self._graph, lambda block: block.parameters))
+        return Boundary(self.states, items_of(self._graph.parameters))
 
     @cached_property
     def _saved(self) -> Boundary:
-        return Boundary(self.states, named_items(self._graph, lambda block: block.saved))
+        return Boundary(self.states, items_of(self._graph.saved))
 
 
-def named_items(graph: Condensed, held: Callable[[Block], Mapping[str, int]]) -> Items:
-    """What blocks name, equal names once."""
-    users: dict[str, int] = {}
-    sizes: dict[str, int] = {}
-    for position, block in enumerate(graph.blocks):
-        for name, size in held(block).items():
-            users[name] = users.get(name, 0) | 1 << position
-            sizes[name] = size
-    return Items(list(users.values()), np.array(list(sizes.values()), dtype=np.int64))
+def items_of(held: Sequence[Held]) -> Items:
+    """What blocks name as items."""
+    weights = np.array([size for _, size in held], dtype=np.int64)
+    return Items([users for users, _ in held], weights)
 
 
 def hold_s(link: Link, sizes: Floats) -> Floats:

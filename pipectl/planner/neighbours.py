@@ -1,4 +1,4 @@
-"""Choices near a given one, for improving it by simulation.
+"""Layouts near a given one, for improving it by simulation.
 
 Balance alone does not make a step short: with few micro-batches the way of the first one in and of
 the last one out counts as much, and so does what is sent. Moving a border back and forth finds
@@ -9,11 +9,10 @@ differ.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import combinations
 
+from pipectl.planner.bounds import Layout
 from pipectl.planner.condense import Condensed, bits, bitset
-from pipectl.planner.problem import Choice
 from pipectl.planner.spans import Partition
 
 FRACTIONS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 0.0)
@@ -22,44 +21,45 @@ _MOST_EXCHANGES = 16
 """Stages up to which any two exchange their ranks; of more, only neighbours do."""
 
 
-def neighbours(choice: Choice, graph: Condensed, loads: Sequence[float]) -> Iterator[Choice]:
-    """Every choice in which one stage gives some load to a neighbour, or two exchange ranks.
+def neighbours(
+    layout: Layout, graph: Condensed, loads: Sequence[float], *, every: bool = False
+) -> Iterator[Layout]:
+    """Every layout in which one stage gives some load to a neighbour, or two exchange ranks.
 
     Borders of the stages with the most load come first.
 
     Args:
         loads: of every block.
+        every: whether any number of blocks moves, and not only some fractions of the load.
     """
-    for partition in near_partitions(choice.partition, graph, loads):
-        yield replace(choice, partition=partition)
-    for placement in _exchanges(choice.placement):
-        yield replace(choice, placement=placement)
+    fractions = () if every else FRACTIONS
+    for partition in near_partitions(layout.partition, graph, loads, fractions):
+        yield layout._replace(partition=partition)
+    for placement in _exchanges(layout.placement):
+        yield layout._replace(placement=placement)
 
 
 def near_partitions(
-    partition: Partition, graph: Condensed, loads: Sequence[float]
+    partition: Partition, graph: Condensed, loads: Sequence[float], fractions: Sequence[float]
 ) -> Iterator[Partition]:
     """Every partition in which one stage gives some load to the next or to the previous one.
 
     What moves is the end (or the beginning) of the stage in graph order, or a single block
     behind (or before) which nothing is left in the stage; so stages stay convex.
+
+    Args:
+        fractions: of a stage's load that move; if empty, any number of blocks does.
     """
     totals = [sum(loads[block] for block in bits(stage)) for stage in partition]
     borders = range(1, len(partition))
     for border in sorted(borders, key=lambda at: (-max(totals[at - 1 : at + 1]), at)):
         before, after = partition[border - 1 : border + 1]
-        for moved in dict.fromkeys((*_tail(before, loads), *_free(before, graph.successors))):
+        tail = _ends(list(bits(before))[::-1], loads, fractions)
+        for moved in dict.fromkeys((*tail, *_free(before, graph.successors))):
             yield _with_border(partition, border, before & ~moved, after | moved)
-        for moved in dict.fromkeys((*_head(after, loads), *_free(after, graph.predecessors))):
+        head = _ends(list(bits(after)), loads, fractions)
+        for moved in dict.fromkeys((*head, *_free(after, graph.predecessors))):
             yield _with_border(partition, border, before | moved, after & ~moved)
-
-
-def _tail(stage: int, loads: Sequence[float]) -> Iterator[int]:
-    return _ends(list(bits(stage))[::-1], loads)
-
-
-def _head(stage: int, loads: Sequence[float]) -> Iterator[int]:
-    return _ends(list(bits(stage)), loads)
 
 
 def _free(stage: int, onward: Sequence[int]) -> Iterator[int]:
@@ -68,11 +68,14 @@ def _free(stage: int, onward: Sequence[int]) -> Iterator[int]:
         yield from (1 << block for block in bits(stage) if not onward[block] & stage)
 
 
-def _ends(blocks: Sequence[int], loads: Sequence[float]) -> Iterator[int]:
+def _ends(
+    blocks: Sequence[int], loads: Sequence[float], fractions: Sequence[float]
+) -> Iterator[int]:
     """The first few of some blocks, for each fraction of their load, never all of them."""
     total = sum(loads[block] for block in blocks)
-    counts = {_count(blocks, loads, fraction * total) for fraction in FRACTIONS}
-    return (bitset(blocks[:count]) for count in sorted(counts) if count < len(blocks))
+    counts = {_count(blocks, loads, fraction * total) for fraction in fractions}
+    wanted = sorted(counts) if fractions else range(1, len(blocks))
+    return (bitset(blocks[:count]) for count in wanted if count < len(blocks))
 
 
 def _count(blocks: Sequence[int], loads: Sequence[float], amount: float) -> int:

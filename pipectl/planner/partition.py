@@ -27,6 +27,8 @@ from pipectl.profile import Profile
 
 MOST_DOWNSETS = 4000
 """Above, only a sample of the downsets is searched."""
+FEW_DOWNSETS = 100
+"""Up to so many, all spans are looked at."""
 NEGLIGIBLE = (0.001, 0.01)
 """Shares of the whole time that small blocks may take to be merged into others."""
 TOLERANCES = (0.0, 0.02, 0.1)
@@ -187,8 +189,11 @@ class Partitioner:
     def _longest(self) -> float:
         """Compute that no stage exceeds which is balanced, with messages, along the graph's order.
 
-        Only spans up to some length are looked at; it grows until it is seen to be enough.
+        Only spans up to some length are looked at; it grows until it is seen to be enough. Where
+        there are few spans in all, that is more work than it saves.
         """
+        if len(self._space.downsets) <= FEW_DOWNSETS:
+            return sum(self._costs.compute_s) * PER_SECOND + len(self._graph)
         order = [(1 << place) - 1 for place in range(len(self._graph) + 1)]
         loads, fastest = Loads(self._graph, order, self._costs), max(self._costs.speeds)
         total = int(loads.states.compute[-1])

@@ -7,28 +7,35 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, inf
 
+import numpy as np
+
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan, Stage
+from pipectl.planner.bounds import Bounds, Layout, numbered_partitions
 from pipectl.planner.condense import Condensed
 from pipectl.planner.costs import (
     Footprint,
     Footprints,
+    OperatorTimes,
     Times,
-    operator_times,
     scaled_transfers,
     stage_costs,
 )
+from pipectl.planner.cuts import Cuts, Cutter, Timings, block_of
 from pipectl.planner.devices import Pool, pools
 from pipectl.planner.liveness import parameter_gradients
-from pipectl.planner.loads import Costs
+from pipectl.planner.loads import Costs, Floats
 from pipectl.planner.placement import Placement
 from pipectl.planner.request import PlanRequest
+from pipectl.planner.span_kernels import Integers
 from pipectl.planner.spans import Partition
 from pipectl.planner.tables import StageTable
 from pipectl.profile import Profile
 
 DEFAULT_BASELINE_BYTES = 240 * 2**20
 """A process with Python, torch and MPI, where the profile does not say."""
+MOST_CUTS = 16
+"""Lists of partitions whose sums are kept."""
 
 
 def baseline_bytes(profile: Profile) -> int:
@@ -43,6 +50,10 @@ def assumptions_of(profile: Profile, cluster: Cluster) -> tuple[str, ...]:
     if profile.process_baseline_bytes is None:
         found.append(f"a process without a stage takes {DEFAULT_BASELINE_BYTES >> 20} MiB")
     return (*found, *cluster.assumptions)
+
+
+Order = tuple[str, tuple[int, ...]]
+"""Schedule and warm-up."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +89,9 @@ class Problem:
         self.request = request
         self.graph = graph
         self._times: dict[int, Times] = {}
-        self._cutter = Footprints(profile)
+        self._bounds = Bounds(cluster)
+        self._timings: dict[int, Timings] = {}
+        self._known_cuts: dict[tuple[Partition, ...], Cuts] = {}
         self._footprints: dict[Partition, Footprint] = {}
         self._tables: dict[tuple[Partition, int], StageTable] = {}
 
@@ -127,8 +140,14 @@ class Problem:
     def times(self, size: int) -> Times:
         """Forward and backward of every operator."""
         if size not in self._times:
-            self._times[size] = operator_times(self.profile, size)
+            self._times[size] = self._operator_times.at(size)
         return self._times[size]
+
+    def timings(self, size: int) -> Timings:
+        """The same as arrays."""
+        if size not in self._timings:
+            self._timings[size] = self._operator_times.arrays_at(size)
+        return self._timings[size]
 
     def block_times(
         self, size: int, free: Sequence[int] = (), *, cached: bool = False
@@ -139,17 +158,23 @@ class Problem:
             free: indices of operators that are not counted.
             cached: in a stage that finds its data in the cache; otherwise in one that does not.
         """
-        times, skipped = self.times(size), set(free)
-        pairs = times.cached if cached else times.uncached
-        return [
-            sum(sum(pairs[index]) for index in block.operators if index not in skipped)
-            for block in self.graph.blocks
-        ]
+        cached_s, uncached_s = self.timings(size)
+        times_s = (cached_s if cached else uncached_s).sum(axis=0)
+        times_s[list(free)] = 0.0
+        return self._by_block(times_s)
 
     def forward_block_times(self, size: int) -> list[float]:
         """Forward of every block, in seconds, where data does not stay in the cache."""
-        pairs = self.times(size).uncached
-        return [sum(pairs[index][0] for index in block.operators) for block in self.graph.blocks]
+        return self._by_block(self.timings(size)[1][0])
+
+    def _by_block(self, figures: Floats) -> list[float]:
+        """Sums over the operators of every block."""
+        found: list[float] = np.bincount(self._block_of, figures, len(self.graph)).tolist()
+        return found
+
+    @cached_property
+    def _block_of(self) -> Integers:
+        return block_of(self.graph, len(self.profile.operators))
 
     def span_costs(self, size: int, moved: Sequence[int] = ()) -> Costs:
         """What stages and messages cost the dynamic programme.
@@ -225,12 +250,45 @@ class Problem:
         """Costs of the stages and the messages between them."""
         if partition not in self._footprints:
             stages = [self.graph.operators_of(blocks) for blocks in partition]
-            self._footprints[partition] = self._cutter.of(stages)
+            self._footprints[partition] = self._exact.of(stages)
         if (partition, size) not in self._tables:
             parts, scale = self._footprints[partition], self.scale(size)
             costs = stage_costs(parts, self.times(size), scale, self.profile)
             self._tables[partition, size] = StageTable(costs, scaled_transfers(parts, scale))
         return self._tables[partition, size]
+
+    def bounds_s(self, layouts: Sequence[Layout], size: int, orders: Sequence[Order]) -> Floats:
+        """No execution of these layouts in these orders takes less; shape [layouts, orders]."""
+        partitions, cut = numbered_partitions(layouts)
+        return self._bounds.steps_s(
+            layouts,
+            cut,
+            self._cuts(partitions),
+            self.timings(size),
+            self.scale(size),
+            self.shares(size),
+            [warm_up for _, warm_up in orders],
+        )
+
+    def _cuts(self, partitions: tuple[Partition, ...]) -> Cuts:
+        """Kept for a while: several micro-batch sizes have the same."""
+        if partitions not in self._known_cuts:
+            if len(self._known_cuts) == MOST_CUTS:
+                del self._known_cuts[next(iter(self._known_cuts))]
+            self._known_cuts[partitions] = self._cutter.cut(partitions)
+        return self._known_cuts[partitions]
+
+    @cached_property
+    def _operator_times(self) -> OperatorTimes:
+        return OperatorTimes(self.profile)
+
+    @cached_property
+    def _cutter(self) -> Cutter:
+        return Cutter(self.profile, self.graph)
+
+    @cached_property
+    def _exact(self) -> Footprints:
+        return Footprints(self.profile)
 
     def _size_assumptions(self, size: int) -> tuple[str, ...]:
         found = []

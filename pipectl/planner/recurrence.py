@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipectl.compiled import compiled
+from pipectl.compiled import compiled, part_of_kernel
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -179,7 +179,7 @@ def step_s(
     return ready_s + update_s
 
 
-@compiled
+@part_of_kernel
 def _backward(
     stage: int,
     slot: int,
@@ -199,7 +199,7 @@ def _backward(
         back[target, slot] = max(back[target, slot], behind[way] + gradients.late_s[way])
 
 
-@compiled
+@part_of_kernel
 def _forward(
     stage: int,
     share: float,
@@ -218,7 +218,7 @@ def _forward(
         arrived[target] = max(arrived[target], ahead[way] + activations.late_s[way])
 
 
-@compiled
+@part_of_kernel
 def _advance(before: Floats, clocks: _Clocks) -> float:
     """By how much all clocks moved since the last call, -1 if not alike; ``before`` is renewed."""
     count, more = len(clocks.ends), len(clocks.ends) + len(clocks.ahead)
@@ -236,7 +236,7 @@ def _advance(before: Floats, clocks: _Clocks) -> float:
     return step if alike else -1.0
 
 
-@compiled
+@part_of_kernel
 def _skip(turns: int, advance_s: float, clocks: _Clocks) -> int:
     """Let as many whole rings of turns pass as fit; returns the number of turns."""
     ring: int = clocks.back.shape[1]

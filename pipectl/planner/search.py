@@ -5,11 +5,14 @@ Everything that can be tried waits in one queue, by the least its step can take:
 - an *area*: a number of stages and a micro-batch size. It becomes candidates: good partitions
   from the dynamic programme (all there are, if they are few) with every schedule, warm-up and
   placement.
-- a *candidate*. The judge simulates it, or finds that it does not fit into memory.
+- a *candidate*, known by its bound: the time of its step by the recurrence. The judge simulates it,
+  or finds that it does not fit into memory.
 - a *fit*: what did not fit is cut once more, for the memory limit, in a later turn.
 
-When nothing left in the queue can beat the best, stages are cut anew if its micro-batch size is not
-the one they were cut for, and the borders of its stages move while that makes the step shorter.
+The first candidate is made better before it is simulated: its stages are cut anew if its
+micro-batch size is not the one they were cut for, and their borders move while that lowers its
+bound. When nothing left in the queue can beat the best, the borders of the best move once more,
+while that makes its simulated step shorter.
 """
 
 from __future__ import annotations
@@ -70,7 +73,7 @@ def make_plan(
         InfeasibleError: nothing fits; says how much is missing and what would help.
         OutOfTimeError: time was over before any plan was found, and even cuts do not fit.
     """
-    return search_plans(profile, cluster, request, expired).plan
+    return _search_plans(profile, cluster, request, expired, 0).plan
 
 
 def search_plans(
@@ -80,6 +83,16 @@ def search_plans(
     expired: Callable[[], bool] = lambda: False,
 ) -> Found:
     """As :func:`make_plan`, with the next best plans."""
+    return _search_plans(profile, cluster, request, expired, MOST_ALTERNATIVES)
+
+
+def _search_plans(
+    profile: Profile,
+    cluster: Cluster,
+    request: PlanRequest,
+    expired: Callable[[], bool],
+    alternatives: int,
+) -> Found:
     if request.schedule == INTERLEAVED:
         baseline = baseline_bytes(profile)
         return Found(interleaved_plan(make_plan, profile, cluster, request, baseline))
@@ -97,8 +110,8 @@ def search_plans(
     best = explorer.judge.best()
     if best is None:
         raise infeasible(problem, Fitter(problem), counts) if finished else _nothing_yet()
-    others = explorer.judge.alternatives(MOST_ALTERNATIVES)
     search = _search(explorer, best, finished=finished)
+    others = explorer.alternatives(best, alternatives) if alternatives and finished else []
     plan = replace(_predicted(best), search=replace(search, planning_s=perf_counter() - started_s))
     return Found(plan, tuple(map(_predicted, others)))
 

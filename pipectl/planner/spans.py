@@ -61,7 +61,7 @@ class States:
     """
 
     def __init__(self, graph: Condensed, downsets: Sequence[int], compute: Sequence[int]) -> None:
-        rows = _membership(downsets, len(graph))
+        rows = membership(downsets, len(graph))
         amounts = _sums(rows, compute)
         order = sorted(
             range(len(downsets)),
@@ -201,7 +201,7 @@ def _sums(rows: npt.NDArray[np.bool_], amounts: Sequence[int]) -> Integers:
     return found
 
 
-def _membership(bitsets: Sequence[int], width: int) -> npt.NDArray[np.bool_]:
+def membership(bitsets: Sequence[int], width: int) -> npt.NDArray[np.bool_]:
     """Bitsets as rows of booleans; shape [bitsets, width]."""
     size = -(-width // 8)
     packed = b"".join(members.to_bytes(size, "little") for members in bitsets)

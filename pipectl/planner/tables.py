@@ -1,15 +1,13 @@
-"""The costs of a partition's stages and messages as arrays, for bounds on many candidates."""
+"""The costs of a partition's stages and messages, their memory as arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from pipectl.graph import TransferKind
 from pipectl.plan import StageCost, StagePeaks, Transfer
 
 Floats = npt.NDArray[np.float64]
@@ -18,25 +16,10 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class StageTable:
-    """Costs of one full micro-batch; shapes [stages] and [transfers]."""
+    """Costs of one full micro-batch; arrays have the shape [stages]."""
 
     costs: tuple[StageCost, ...]
     transfers: tuple[Transfer, ...]
-
-    @cached_property
-    def forward_s(self) -> Floats:
-        """Forward of every stage."""
-        return np.array([cost.forward_s for cost in self.costs])
-
-    @cached_property
-    def backward_s(self) -> Floats:
-        """Backward of every stage."""
-        return np.array([cost.backward_s for cost in self.costs])
-
-    @cached_property
-    def update_s(self) -> Floats:
-        """Optimizer step of every stage."""
-        return np.array([cost.update_s for cost in self.costs])
 
     @cached_property
     def resident_bytes(self) -> Integers:
@@ -58,32 +41,6 @@ class StageTable:
     def peaks(self) -> Integers:
         """Of forward, first and later backwards, and update; shape [4, stages]."""
         return np.array([_peaks(cost) for cost in self.costs]).T
-
-    @cached_property
-    def routes(self) -> Integers:
-        """Source and target of every transfer, activations by rising source before gradients by
-        rising target; shape [2, transfers]."""
-        pairs = [(item.source, item.target) for item in self._ordered]
-        return np.array(pairs, dtype=np.int64).reshape(-1, 2).T
-
-    @cached_property
-    def size_bytes(self) -> Floats:
-        """Of every transfer, in the same order."""
-        return np.array([item.size_bytes for item in self._ordered], dtype=float)
-
-    @cached_property
-    def activations(self) -> int:
-        """How many of the transfers are activations."""
-        return sum(item.kind is TransferKind.ACTIVATION for item in self.transfers)
-
-    @cached_property
-    def _ordered(self) -> Sequence[Transfer]:
-        return sorted(self.transfers, key=_order)
-
-
-def _order(item: Transfer) -> tuple[bool, int]:
-    backward = item.kind is TransferKind.GRADIENT
-    return backward, item.target if backward else item.source
 
 
 def _peaks(cost: StageCost) -> tuple[int, int, int, int]:

@@ -4,7 +4,8 @@ from hypothesis import strategies as st
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
 from pipectl.planner import PlanRequest
-from pipectl.planner.bounds import step_bound_s
+from pipectl.planner.bounds import Layout
+from pipectl.planner.candidates import Candidates
 from pipectl.planner.condense import condense
 from pipectl.planner.judge import Judge
 from pipectl.planner.memory import least_peaks_bytes
@@ -60,8 +61,9 @@ def test_nothing_is_simulated_below_the_bounds(
     plan = problem.plan(choice)
     found = simulate(plan, cluster, process_baseline_bytes=problem.baseline_bytes)
     table, shares = problem.table(choice.partition, size), problem.shares(size)
-    bound_s = step_bound_s(table, placement, shares, cluster)
-    assert bound_s <= found.step_time_s * (1 + 1e-9)
+    layout, order = Layout(choice.partition, placement), (choice.schedule, choice.warm_up)
+    ((bound_s,),) = problem.bounds_s([layout], size, [order])
+    assert bound_s <= found.step_time_s * (1 + 1e-12)
     least = least_peaks_bytes(table, choice.warm_up, shares)
     for stage in range(stages):
         assert problem.baseline_bytes + least[stage] <= found.peak_memory_bytes[stage] + 1
@@ -72,7 +74,8 @@ def test_judge_returns_what_does_not_fit(chain) -> None:
     request = PlanRequest("job", 8, memory_limit_bytes=10_000)
     problem = Problem(profile, CLUSTERS[0], request, condense(profile))
     judge = Judge(problem)
-    small = Choice((0b1, 0b1110), (0, 1), 1, "1f1b", (2, 1))
-    large = Choice((0b1111,), (0,), 8, "gpipe", (1,))
-    assert [item.choice for item in judge.consider([small, large])] == [large]
-    assert judge.best().candidate.choice == small
+    small = Candidates(problem, [Layout((0b1, 0b1110), (0, 1))], 1, [("1f1b", (2, 1))])
+    large = Candidates(problem, [Layout((0b1111,), (0,))], 8, [("gpipe", (1,))])
+    assert judge.consider(large) == large.taken
+    assert judge.consider(small) == []
+    assert judge.best().candidate == small.taken[0]
