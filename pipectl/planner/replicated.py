@@ -119,7 +119,7 @@ def _judged(
         if judge.has_enough or (judge.found and expired()):
             break
         judge.consider(makers.plan(choice))
-    bound_s = _work_s(profile, cluster, request)
+    bound_s = work_s(profile, cluster, request)
     return [replace(plan, search=_search(plan, bound_s)) for plan in judge.ranked()]
 
 
@@ -223,7 +223,7 @@ def step_time_s(plan: Plan) -> float:
     return plan.prediction.step_time_s
 
 
-def _work_s(profile: Profile, cluster: Cluster, request: PlanRequest) -> float:
+def work_s(profile: Profile, cluster: Cluster, request: PlanRequest) -> float:
     """All work of a step, at the size at which a sample takes least, spread over all devices."""
     speed = sum(cluster.device(rank).speed for rank in range(cluster.ranks))
     sizes = micro_batch_sizes(request, request.batch_size)

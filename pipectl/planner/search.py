@@ -32,6 +32,7 @@ from pipectl.planner.partition import Space
 from pipectl.planner.problem import Problem, baseline_bytes
 from pipectl.planner.replicated import copied_plans, one_copy, replicated_plans, step_time_s
 from pipectl.planner.request import PlanRequest, stage_counts
+from pipectl.planner.variants import varied_plans
 from pipectl.profile import Profile
 from pipectl.schedule.interleaved import NAME as INTERLEAVED
 
@@ -76,6 +77,8 @@ def search_plans(
     expired: Callable[[], bool] = lambda: False,
 ) -> Found:
     """As :func:`make_plan`, with the next best plans."""
+    if request.has_variants:
+        return _plans_with_variants(profile, cluster, request, expired)
     if request.schedule == INTERLEAVED:
         baseline = baseline_bytes(profile)
         return Found(interleaved_plan(make_plan, profile, cluster, request, baseline))
@@ -119,6 +122,24 @@ def _plans_with_replicas(
     assert plan.search is not None
     search = replace(plan.search, planning_s=perf_counter() - started_s)
     return Found(replace(plan, search=search), tuple(others[:MOST_ALTERNATIVES]))
+
+
+def _plans_with_variants(
+    profile: Profile, cluster: Cluster, request: PlanRequest, expired: Callable[[], bool]
+) -> Found:
+    """The best plan with or without what else is allowed, and the next best."""
+    started_s = perf_counter()
+    plan, *others = varied_plans(_listed, profile, cluster, request, expired)
+    assert plan.search is not None
+    search = replace(plan.search, planning_s=perf_counter() - started_s)
+    return Found(replace(plan, search=search), tuple(others[:MOST_ALTERNATIVES]))
+
+
+def _listed(
+    profile: Profile, cluster: Cluster, request: PlanRequest, expired: Callable[[], bool]
+) -> list[Plan]:
+    found = search_plans(profile, cluster, request, expired)
+    return [found.plan, *found.alternatives]
 
 
 class _Deadline:
