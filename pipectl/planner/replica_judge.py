@@ -45,7 +45,7 @@ def judged(
             finished = False
             break
         judge.consider(makers.plan(choice))
-    bound_s = _work_s(profile, cluster, request)
+    bound_s = work_s(profile, cluster, request)
     said = Search(planner, 0.0, 0.0, exact=False, planning_s=0.0, finished=finished)
     return [replace(plan, search=_search(plan, cluster, said, bound_s)) for plan in judge.ranked()]
 
@@ -96,7 +96,7 @@ def _preference(plan: Plan) -> tuple[float, int, int, int]:
     return step_time_s(plan), len(plan.stages), sum(plan.warm_up), plan.micro_batches
 
 
-def _work_s(profile: Profile, cluster: Cluster, request: PlanRequest) -> float:
+def work_s(profile: Profile, cluster: Cluster, request: PlanRequest) -> float:
     """All work of a step, at the size at which a sample takes least, spread over all devices."""
     speed = sum(cluster.device(rank).speed for rank in range(cluster.ranks))
     sizes = micro_batch_sizes(request, request.batch_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil, log
 
@@ -38,6 +38,11 @@ class PlanRequest:
         replicas: of every stage; None leaves it to the planner, stage by stage.
         replication: how replicas share the work; None tries both ways. Split samples change results
             where an operator looks at a whole micro-batch, as BatchNorm does.
+        offload: whether what stages keep for their backward leaves the device meanwhile: all of
+            them, none, or those for which it pays.
+        backward_apart: whether the backward of a stage has a rank of its own: all, none, or those
+            for which it pays.
+        interleave: whether ranks may hold several stages where the schedule is open.
         key: recorded in the plan; see :class:`pipectl.plan.Plan`.
         from_job: whether a job file asks. Errors then name its keys, otherwise options.
 
@@ -55,6 +60,9 @@ class PlanRequest:
     recompute: bool | None = False
     replicas: int | None = 1
     replication: Replication | None = Replication.WHOLE
+    offload: bool | None = False
+    backward_apart: bool | None = False
+    interleave: bool = False
     key: str | None = None
     from_job: bool = True
 
@@ -66,6 +74,11 @@ class PlanRequest:
         if self.warm_up is not None:
             object.__setattr__(self, "warm_up", tuple(self.warm_up))
             self._check_warm_up(tuple(self.warm_up))
+        if self.offload and self.backward_apart:
+            raise InvalidInputError(
+                "offload: what a stage with its backward elsewhere would offload leaves it at once",
+                cure="ask for offload or backward_apart, but not both",
+            )
 
     def _check_warm_up(self, warm_up: tuple[int, ...]) -> None:
         if self.schedule not in (None, ONE_F_ONE_B):
@@ -93,6 +106,21 @@ class PlanRequest:
     def recompute_choices(self) -> tuple[bool, ...]:
         """Whether stages may recompute, in the order to try."""
         return (False, True) if self.recompute is None else (self.recompute,)
+
+    @property
+    def offload_choices(self) -> tuple[bool, ...]:
+        """Whether stages may offload, in the order to try."""
+        return (False, True) if self.offload is None else (self.offload,)
+
+    @property
+    def has_variants(self) -> bool:
+        """Whether more may be varied than the search itself does."""
+        return self.offload is not False or self.backward_apart is not False or self.interleave
+
+    @property
+    def without_variants(self) -> PlanRequest:
+        """What the search itself is asked."""
+        return replace(self, offload=False, backward_apart=False, interleave=False)
 
     @property
     def replications(self) -> tuple[Replication, ...]:

@@ -1,18 +1,8 @@
-"""The search for the best plan.
+"""The search for the best plan, with whatever the request allows.
 
-Everything that can be tried waits in one queue, by the least its step can take:
-
-- an *area*: a number of stages and a micro-batch size. It becomes candidates: good partitions
-  from the dynamic programme (all there are, if they are few) with every schedule, warm-up and
-  placement.
-- a *candidate*, known by its bound: the time of its step by the recurrence. The judge simulates it,
-  or finds that it does not fit into memory.
-- a *fit*: what did not fit is cut once more, for the memory limit, in a later turn.
-
-The first candidate is made better before it is simulated: its stages are cut anew if its
-micro-batch size is not the one they were cut for, and their borders move while that lowers its
-bound. When nothing left in the queue can beat the best, the borders of the best move once more,
-while that makes its simulated step shorter.
+With one rank a stage, see :mod:`pipectl.planner.straight`; with replicas,
+:mod:`pipectl.planner.replicated` and :mod:`pipectl.planner.copies`; with offload, backwards on
+other ranks and several stages a rank, :mod:`pipectl.planner.variants`.
 """
 
 from __future__ import annotations
@@ -24,25 +14,20 @@ from time import perf_counter
 
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
-from pipectl.plan import Plan, Search
-from pipectl.planner.condense import Condensed, condense
+from pipectl.plan import Plan
 from pipectl.planner.copies import copied_plans, one_copy
-from pipectl.planner.explorer import Explorer
-from pipectl.planner.first_plan import first_choices
-from pipectl.planner.fitting import Fitter
-from pipectl.planner.infeasible import infeasible
 from pipectl.planner.interleaving import interleaved_plan
-from pipectl.planner.judge import Verdict
-from pipectl.planner.partition import Space
-from pipectl.planner.problem import Problem, baseline_bytes
+from pipectl.planner.problem import baseline_bytes
 from pipectl.planner.replica_judge import step_time_s
 from pipectl.planner.replicated import replicated_plans
-from pipectl.planner.request import PlanRequest, stage_counts
+from pipectl.planner.request import PlanRequest
+from pipectl.planner.straight import straight_plans
+from pipectl.planner.variants import varied_plans
 from pipectl.profile import Profile
 from pipectl.schedule.interleaved import NAME as INTERLEAVED
 
-PLANNER = "pipectl"
 MOST_ALTERNATIVES = 5
+Expired = Callable[[], bool]
 
 
 @dataclass(frozen=True)
@@ -61,7 +46,7 @@ def make_plan(
     profile: Profile,
     cluster: Cluster,
     request: PlanRequest,
-    expired: Callable[[], bool] = lambda: False,
+    expired: Expired = lambda: False,
 ) -> Plan:
     """The fastest plan found by simulation that fits into memory, with its prediction.
 
@@ -73,124 +58,57 @@ def make_plan(
         InfeasibleError: nothing fits; says how much is missing and what would help.
         OutOfTimeError: time was over before any plan was found, and even cuts do not fit.
     """
-    return _search_plans(profile, cluster, request, expired, 0).plan
+    return _ranked(profile, cluster, request, expired, 0)[0]
 
 
 def search_plans(
     profile: Profile,
     cluster: Cluster,
     request: PlanRequest,
-    expired: Callable[[], bool] = lambda: False,
+    expired: Expired = lambda: False,
 ) -> Found:
     """As :func:`make_plan`, with the next best plans."""
-    return _search_plans(profile, cluster, request, expired, MOST_ALTERNATIVES)
+    plan, *others = _ranked(profile, cluster, request, expired, MOST_ALTERNATIVES)
+    return Found(plan, tuple(others[:MOST_ALTERNATIVES]))
 
 
-def _search_plans(
-    profile: Profile,
-    cluster: Cluster,
-    request: PlanRequest,
-    expired: Callable[[], bool],
-    alternatives: int,
-) -> Found:
-    if request.schedule == INTERLEAVED:
+def _ranked(
+    profile: Profile, cluster: Cluster, request: PlanRequest, expired: Expired, alternatives: int
+) -> list[Plan]:
+    """The best plan, and the next best."""
+    started_s = perf_counter()
+    if request.has_variants:
+        found = varied_plans(_several, profile, cluster, request, expired)
+    elif request.schedule == INTERLEAVED:
         baseline = baseline_bytes(profile)
-        return Found(interleaved_plan(make_plan, profile, cluster, request, baseline))
-    if request.replicas != 1:
-        return _plans_with_replicas(profile, cluster, request, expired)
-    started_s = perf_counter()
-    graph = condense(profile)
-    counts = stage_counts(request, cluster.ranks, len(graph))
-    space = _space(graph, profile, counts[-1])
-    problem = Problem(profile, cluster, request, space.graph)
-    explorer = Explorer(problem, space, counts, _Deadline(expired).check)
-    finished = _run(explorer)
-    if not finished and explorer.judge.best() is None:
-        explorer.judge.consider(first_choices(problem, counts))
-    best = explorer.judge.best()
-    if best is None:
-        raise infeasible(problem, Fitter(problem), counts) if finished else _nothing_yet()
-    search = _search(explorer, best, finished=finished)
-    others = explorer.alternatives(best, alternatives) if alternatives and finished else []
-    plan = replace(_predicted(best), search=replace(search, planning_s=perf_counter() - started_s))
-    return Found(plan, tuple(map(_predicted, others)))
-
-
-def _plans_with_replicas(
-    profile: Profile, cluster: Cluster, request: PlanRequest, expired: Callable[[], bool]
-) -> Found:
-    """The best plan with or, unless their number is fixed, without replicas; and the next best."""
-    started_s = perf_counter()
-    if request.replicas is None:
-        found = replicated_plans(profile, cluster, request, expired)
-        with suppress(*((InfeasibleError, OutOfTimeError) if found else ())):
-            straight = search_plans(profile, cluster, replace(request, replicas=1), expired)
-            found = [straight.plan, *straight.alternatives, *found]
+        found = [interleaved_plan(make_plan, profile, cluster, request, baseline)]
+    elif request.replicas is None:
+        found = _with_replicas(profile, cluster, request, expired)
+    elif request.replicas > 1:
+        alone = _several(profile, *one_copy(cluster, request, request.replicas), expired)
+        found = copied_plans(profile, cluster, request, alone, request.replicas)
     else:
-        copies = request.replicas
-        alone = search_plans(profile, *one_copy(cluster, request, copies), expired)
-        plans = [alone.plan, *alone.alternatives]
-        found = copied_plans(profile, cluster, request, plans, copies)
-    plan, *others = sorted(found, key=step_time_s)  # of equals the first, without replicas
-    assert plan.search is not None
-    search = replace(plan.search, planning_s=perf_counter() - started_s)
-    return Found(replace(plan, search=search), tuple(others[:MOST_ALTERNATIVES]))
+        return straight_plans(profile, cluster, request, expired, alternatives)
+    return [_timed(found[0], perf_counter() - started_s), *found[1:]]
 
 
-class _Deadline:
-    """Ends the search by an exception, wherever it is."""
-
-    def __init__(self, expired: Callable[[], bool]) -> None:
-        self._expired = expired
-
-    def check(self) -> None:
-        if self._expired():
-            raise _nothing_yet()
+def _several(
+    profile: Profile, cluster: Cluster, request: PlanRequest, expired: Expired
+) -> list[Plan]:
+    return _ranked(profile, cluster, request, expired, MOST_ALTERNATIVES)
 
 
-def _nothing_yet() -> OutOfTimeError:
-    return OutOfTimeError("planning was ended before any plan was found", cure="allow more time")
+def _with_replicas(
+    profile: Profile, cluster: Cluster, request: PlanRequest, expired: Expired
+) -> list[Plan]:
+    """Plans with and without replicas; of equals the ones without come first."""
+    found = replicated_plans(profile, cluster, request, expired)
+    with suppress(*((InfeasibleError, OutOfTimeError) if found else ())):
+        found = [*_several(profile, cluster, replace(request, replicas=1), expired), *found]
+    return sorted(found, key=step_time_s)
 
 
-def _run(explorer: Explorer) -> bool:
-    """Whether the search came to its end."""
-    try:
-        explorer.run()
-    except OutOfTimeError:
-        return False
-    return True
-
-
-def _predicted(verdict: Verdict) -> Plan:
-    return replace(verdict.plan, prediction=verdict.simulation.prediction)
-
-
-def _search(explorer: Explorer, best: Verdict, *, finished: bool) -> Search:
-    """What is known of how good the plan is."""
-    plan = best.plan
-    bound = explorer.bound(len(plan.stages), plan.micro_batch_size, finished=finished)
-    least_s = explorer.least_step_s()
-    return Search(
-        planner=PLANNER,
-        max_stage_load_s=_largest_load_s(plan, explorer.problem.cluster),
-        lower_bound_s=bound.load_s,
-        exact=bound.exact,
-        planning_s=0.0,
-        step_lower_bound_s=least_s,
-        gap=best.simulation.step_time_s / least_s - 1 if least_s else 0.0,
-        finished=finished and not explorer.judge.gave_up,
-    )
-
-
-def _space(graph: Condensed, profile: Profile, stages: int) -> Space:
-    """What to search; small blocks stay apart if there would be too few for the stages."""
-    space = Space.of(graph, profile)
-    return space if len(space.graph) >= stages else Space.sample(graph)
-
-
-def _largest_load_s(plan: Plan, cluster: Cluster) -> float:
-    """Forward and backward of the most loaded stage on its device."""
-    return max(
-        (stage.cost.forward_s + stage.cost.backward_s) / cluster.device(stage.ranks[0]).speed
-        for stage in plan.stages
-    )
+def _timed(plan: Plan, planning_s: float) -> Plan:
+    if plan.search is None:
+        return plan
+    return replace(plan, search=replace(plan.search, planning_s=planning_s))

@@ -1,0 +1,134 @@
+"""The search for the best plan with one rank a stage.
+
+Everything that can be tried waits in one queue, by the least its step can take:
+
+- an *area*: a number of stages and a micro-batch size. It becomes candidates: good partitions
+  from the dynamic programme (all there are, if they are few) with every schedule, warm-up and
+  placement.
+- a *candidate*, known by its bound: the time of its step by the recurrence. The judge simulates it,
+  or finds that it does not fit into memory.
+- a *fit*: what did not fit is cut once more, for the memory limit, in a later turn.
+
+The first candidate is made better before it is simulated: its stages are cut anew if its
+micro-batch size is not the one they were cut for, and their borders move while that lowers its
+bound. When nothing left in the queue can beat the best, the borders of the best move once more,
+while that makes its simulated step shorter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from time import perf_counter
+
+from pipectl.cluster import Cluster
+from pipectl.errors import OutOfTimeError
+from pipectl.plan import Plan, Search
+from pipectl.planner.candidates import Candidate
+from pipectl.planner.condense import Condensed, condense
+from pipectl.planner.explorer import Explorer
+from pipectl.planner.first_plan import first_choices
+from pipectl.planner.fitting import Fitter
+from pipectl.planner.infeasible import infeasible
+from pipectl.planner.judge import Verdict
+from pipectl.planner.partition import Space
+from pipectl.planner.problem import Problem
+from pipectl.planner.request import PlanRequest, stage_counts
+from pipectl.profile import Profile
+
+PLANNER = "pipectl"
+
+
+def straight_plans(
+    profile: Profile,
+    cluster: Cluster,
+    request: PlanRequest,
+    expired: Callable[[], bool],
+    alternatives: int,
+) -> list[Plan]:
+    """The best plan with one rank a stage, and the next best of other shapes, with predictions.
+
+    Args:
+        expired: asked now and then; once it is true, the search ends.
+        alternatives: how many plans besides the best.
+
+    Raises:
+        InfeasibleError: nothing fits; says how much is missing and what would help.
+        OutOfTimeError: time was over before any plan was found, and even cuts do not fit.
+    """
+    started_s = perf_counter()
+    graph = condense(profile)
+    counts = stage_counts(request, cluster.ranks, len(graph))
+    space = _space(graph, profile, counts[-1])
+    problem = Problem(profile, cluster, request, space.graph)
+    explorer = Explorer(problem, space, counts, _Deadline(expired).check)
+    finished = _run(explorer)
+    if not finished and explorer.judge.best() is None:
+        for choice in first_choices(problem, counts):
+            explorer.judge.examine(Candidate(choice, problem.micro_batches(choice.size), 0.0))
+    best = explorer.judge.best()
+    if best is None:
+        raise infeasible(problem, Fitter(problem), counts) if finished else _nothing_yet()
+    search = _search(explorer, best, finished=finished)
+    others = explorer.alternatives(best, alternatives) if alternatives and finished else []
+    plan = replace(_predicted(best), search=replace(search, planning_s=perf_counter() - started_s))
+    return [plan, *map(_predicted, others)]
+
+
+class _Deadline:
+    """Ends the search by an exception, wherever it is."""
+
+    def __init__(self, expired: Callable[[], bool]) -> None:
+        self._expired = expired
+
+    def check(self) -> None:
+        if self._expired():
+            raise _nothing_yet()
+
+
+def _nothing_yet() -> OutOfTimeError:
+    return OutOfTimeError("planning was ended before any plan was found", cure="allow more time")
+
+
+def _run(explorer: Explorer) -> bool:
+    """Whether the search came to its end."""
+    try:
+        explorer.run()
+    except OutOfTimeError:
+        return False
+    return True
+
+
+def _predicted(verdict: Verdict) -> Plan:
+    return replace(verdict.plan, prediction=verdict.simulation.prediction)
+
+
+def _search(explorer: Explorer, best: Verdict, *, finished: bool) -> Search:
+    """What is known of how good the plan is."""
+    plan = best.plan
+    bound = explorer.bound(len(plan.stages), plan.micro_batch_size, finished=finished)
+    least_s = explorer.least_step_s()
+    return Search(
+        planner=PLANNER,
+        max_stage_load_s=_largest_load_s(plan, explorer.problem.cluster),
+        lower_bound_s=bound.load_s,
+        exact=bound.exact,
+        planning_s=0.0,
+        step_lower_bound_s=least_s,
+        gap=best.simulation.step_time_s / least_s - 1 if least_s else 0.0,
+        finished=finished and not explorer.judge.gave_up,
+    )
+
+
+def _space(graph: Condensed, profile: Profile, stages: int) -> Space:
+    """What to search; small blocks stay apart if there would be too few for the stages."""
+    space = Space.of(graph, profile)
+    return space if len(space.graph) >= stages else Space.sample(graph)
+
+
+def _largest_load_s(plan: Plan, cluster: Cluster) -> float:
+    """Forward and backward of the most loaded stage on its device."""
+    return max(
+        (stage.cost.forward_s + stage.cost.backward_s) / cluster.device(stage.ranks[0]).speed
+        for stage in plan.stages
+    )

@@ -1,0 +1,68 @@
+"""Plans on trial: simulated under each rank's memory limit, as many as can be afforded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf
+
+from pipectl.cluster import Cluster
+from pipectl.plan import Plan
+from pipectl.simulate import simulate
+
+MOST_ACTIONS = 1_000_000
+"""Simulated forwards and backwards in all."""
+
+
+class Trials:
+    """Simulates plans.
+
+    Args:
+        limit_bytes: of every rank, besides its device's memory.
+        baseline_bytes: of a process without a stage.
+        expired: asked now and then; once it is true, no more is tried.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        limit_bytes: int | None,
+        baseline_bytes: int,
+        expired: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._cluster = cluster
+        self._limit_bytes = limit_bytes
+        self._baseline_bytes = baseline_bytes
+        self._expired = expired
+        self._actions = 0
+
+    @property
+    def are_over(self) -> bool:
+        """Whether no more should be tried, once there is something."""
+        return self._actions > MOST_ACTIONS or self._expired()
+
+    def run(self, plan: Plan) -> Plan:
+        """The plan with its prediction."""
+        self._actions += 2 * plan.micro_batches * len(plan.stages)
+        baseline = self._baseline_bytes
+        simulation = simulate(plan, self._cluster, process_baseline_bytes=baseline)
+        return replace(plan, prediction=simulation.prediction)
+
+    def fits(self, tried: Plan) -> bool:
+        """Whether every rank of a plan that was run stays within its limit."""
+        return all(self.rank_fits(tried, rank) for rank in range(tried.ranks))
+
+    def stage_fits(self, tried: Plan, stage: int) -> bool:
+        """Whether the ranks of a stage do."""
+        held = tried.stages[stage]
+        return all(self.rank_fits(tried, rank) for rank in (*held.ranks, *held.backward_ranks))
+
+    def rank_fits(self, tried: Plan, rank: int) -> bool:
+        """Whether one rank does."""
+        assert tried.prediction is not None
+        return tried.prediction.peak_memory_bytes[rank] <= self.limit_of(rank)
+
+    def limit_of(self, rank: int) -> float:
+        """Bytes that a rank may hold."""
+        limits = (self._limit_bytes, self._cluster.device(rank).memory_bytes)
+        return min((limit for limit in limits if limit is not None), default=inf)

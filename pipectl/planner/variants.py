@@ -1,0 +1,228 @@
+"""Plans that offload, run backwards on ranks of their own, or hold several stages a rank.
+
+The search without any of this comes first. From what it finds, with the memory there is and as if
+there were enough, proposals are derived; each is simulated as if its stages kept everything, and in
+the order of these times gets ways to stay within memory, until no proposal can be better than the
+best. What the search found stays if nothing is faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from math import inf
+
+from pipectl.cluster import ASSUMED_HOST, Cluster
+from pipectl.errors import InfeasibleError, OutOfTimeError
+from pipectl.plan import Plan
+from pipectl.plan import Search as Findings
+from pipectl.planner.keeping import TIE, alike, ways, within_memory
+from pipectl.planner.problem import baseline_bytes
+from pipectl.planner.proposals import Proposals, Search
+from pipectl.planner.replica_judge import PLANNER, step_time_s, work_s
+from pipectl.planner.request import PlanRequest
+from pipectl.planner.trials import Trials
+from pipectl.profile import Profile
+
+Key = tuple[object, ...]
+
+
+def varied_plans(
+    search: Search,
+    profile: Profile,
+    cluster: Cluster,
+    request: PlanRequest,
+    expired: Callable[[], bool] = lambda: False,
+) -> list[Plan]:
+    """Plans with predictions, the fastest first; of equals, those without variants.
+
+    Raises:
+        InfeasibleError, OutOfTimeError: nothing fits, or nothing was found in time.
+    """
+    variants = _Variants(search, profile, cluster, request, expired)
+    found = variants.found()
+    bound_s, finished = work_s(profile, cluster, request), variants.finished
+    return [_described(plan, cluster, bound_s, finished=finished) for plan in found]
+
+
+class _Variants:
+    """One search for variants."""
+
+    def __init__(
+        self,
+        search: Search,
+        profile: Profile,
+        cluster: Cluster,
+        request: PlanRequest,
+        expired: Callable[[], bool],
+    ) -> None:
+        self._search = search
+        self._inputs = profile, cluster
+        self._cluster = cluster
+        self._request = request
+        self._expired = expired
+        self._ways = ways(request.recompute_choices, request.offload_choices)
+        limit = request.memory_limit_bytes
+        self._trials = Trials(cluster, limit, baseline_bytes(profile), expired)
+        self._proposals = Proposals(search, profile, cluster, request, expired)
+        self._seen: set[Key] = set()
+        self._plans: list[Plan] = []
+
+    def found(self) -> list[Plan]:
+        """Plans that fit, the fastest first."""
+        plain, reason = self._plain()
+        self._plans = [plan for plan in plain if self._is_as_asked(plan)]
+        if not self._expired():
+            self._try_all(plain)
+        if not self._plans:
+            raise reason or self._nothing()
+        return self._ranked(plain[:1])
+
+    def _try_all(self, plain: Sequence[Plan]) -> None:
+        """Everything that can be derived from what the search found."""
+        offloads = self._is_limited and self._request.offload is not False
+        saves = offloads or (self._is_limited and self._request.recompute is None)
+        start = [*plain, *(self._proposals.unlimited() if saves else [])]
+        self._consider([*start, *(self._proposals.deeper(start) if saves else [])])
+        self._consider(self._proposals.elsewhere(start))
+        if offloads:
+            self._consider(self._proposals.offloaded.like(start))
+            self._consider_sizes()
+
+    @property
+    def finished(self) -> bool:
+        """Whether all that there was to try was tried."""
+        return not self._trials.are_over
+
+    def _plain(self) -> tuple[list[Plan], Exception | None]:
+        """What there is without variants, or why there is nothing."""
+        found: list[Plan] = []
+        reason: Exception | None = None
+        for wanted in self._plain_requests():
+            try:
+                found += self._search(*self._inputs, wanted, self._expired)
+            except (InfeasibleError, OutOfTimeError) as error:
+                reason = error
+        return sorted(found, key=_preference), reason
+
+    def _plain_requests(self) -> list[PlanRequest]:
+        """Where memory is short, recomputation of some stages also ends the search for plans that
+        do with smaller micro-batches; so these are asked for, too."""
+        wanted = self._request.without_variants
+        if wanted.recompute is None and self._is_limited:
+            return [replace(wanted, recompute=False), wanted]
+        return [wanted]
+
+    def _consider_sizes(self) -> None:
+        """Smaller and smaller micro-batches, until something fits."""
+        with suppress(InfeasibleError):
+            for proposed in self._proposals.offloaded.sizes():
+                if self._plans or self._expired():
+                    return
+                self._consider(proposed)
+
+    def _consider(self, proposed: Iterable[Plan]) -> None:
+        """Keep what fits and could be best."""
+        fresh = [plan for plan in proposed if self._is_new(plan)]
+        tried: list[Plan] = []
+        for plan in fresh:
+            if self._trials.are_over and (self._plans or tried):
+                break
+            tried.append(self._trials.run(alike(plan, self._ways[0])))
+        for plan in sorted(tried, key=_preference):
+            if self._plans and (self._trials.are_over or not self._can_win(plan)):
+                return
+            best = within_memory(plan, self._ways, self._trials, self._cluster)
+            if best is not None and self._is_as_asked(best):
+                self._plans.append(best)
+
+    def _can_win(self, plan: Plan) -> bool:
+        return step_time_s(plan) < min(map(step_time_s, self._plans)) * (1 - TIE)
+
+    def _is_new(self, plan: Plan) -> bool:
+        stages = tuple((s.nodes, s.ranks, s.backward_ranks) for s in plan.stages)
+        key = (stages, plan.micro_batch_size, plan.schedule, plan.warm_up, plan.replication)
+        is_new = key not in self._seen
+        self._seen.add(key)
+        return is_new
+
+    def _is_as_asked(self, plan: Plan) -> bool:
+        """Whether it has what must be everywhere."""
+        request, stages = self._request, plan.stages
+        return (not request.offload or all(stage.offload for stage in stages)) and (
+            not request.backward_apart or all(stage.backward_ranks for stage in stages)
+        )
+
+    @property
+    def _is_limited(self) -> bool:
+        return any(self._trials.limit_of(rank) < inf for rank in range(self._cluster.ranks))
+
+    def _ranked(self, plain: Sequence[Plan]) -> list[Plan]:
+        """The best plan of every shape; first what the search found, if that is not slower."""
+        shapes: dict[Key, Plan] = {}
+        ordered = sorted(self._plans, key=_preference)
+        kept = [plan for plan in plain if plan in ordered and not self._is_beaten(plan)]
+        for plan in [*kept, *ordered]:
+            shapes.setdefault(_shape(plan), plan)
+        return list(shapes.values())
+
+    def _is_beaten(self, plan: Plan) -> bool:
+        return min(map(step_time_s, self._plans)) < step_time_s(plan) * (1 - TIE)
+
+    def _nothing(self) -> InfeasibleError:
+        return InfeasibleError(
+            "no feasible plan: none has all its stages offload, or all backwards on other ranks",
+            cure="leave offload and backward_apart to the planner, or ask for more ranks",
+        )
+
+
+def _preference(plan: Plan) -> tuple[float, int, int, int]:
+    return step_time_s(plan), len(plan.stages), sum(plan.warm_up), plan.micro_batches
+
+
+def _shape(plan: Plan) -> Key:
+    stages = tuple(
+        (stage.replicas, bool(stage.backward_ranks), stage.recompute, stage.offload)
+        for stage in plan.stages
+    )
+    return stages, plan.schedule, plan.warm_up, plan.micro_batches, plan.replication
+
+
+def _described(plan: Plan, cluster: Cluster, bound_s: float, *, finished: bool) -> Plan:
+    """With what is known of how good it is, and what it rests on."""
+    found = plan.search or Findings(
+        planner=PLANNER,
+        max_stage_load_s=_largest_load_s(plan, cluster),
+        lower_bound_s=bound_s / plan.micro_batches,
+        exact=False,
+        planning_s=0.0,
+    )
+    gap = step_time_s(plan) / bound_s - 1 if bound_s else None
+    found = replace(found, step_lower_bound_s=bound_s, gap=gap)
+    return replace(
+        plan,
+        search=replace(found, finished=found.finished and finished),
+        assumptions=tuple(dict.fromkeys((*plan.assumptions, *_assumed_host(plan, cluster)))),
+    )
+
+
+def _largest_load_s(plan: Plan, cluster: Cluster) -> float:
+    """What the most loaded rank computes for one micro-batch."""
+    loads = [0.0] * plan.ranks
+    for stage in plan.stages:
+        for ranks, time_s in (
+            (stage.ranks, stage.cost.forward_s),
+            (stage.updating_ranks, stage.cost.backward_s),
+        ):
+            for rank in ranks:
+                loads[rank] += time_s / stage.replicas / cluster.device(rank).speed
+    return max(loads)
+
+
+def _assumed_host(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
+    """Whether stages offload over a link that nobody measured."""
+    devices = [cluster.device(r) for stage in plan.stages if stage.offload for r in stage.ranks]
+    if any((device.host_link or ASSUMED_HOST).assumed for device in devices):
+        return ("the link between a device and its host's memory is assumed, not measured",)
+    return ()

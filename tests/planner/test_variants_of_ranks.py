@@ -1,0 +1,171 @@
+"""Plans whose stages have two ranks, or whose ranks have several stages."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipectl.cluster import Cluster, Device, Node
+from pipectl.errors import InfeasibleError
+from pipectl.link import Link
+from pipectl.planner import PlanRequest, make_plan, search_plans
+from pipectl.planner.apart import apart_cut, ranks_of
+from pipectl.planner.hybrid import States
+from pipectl.schedule import lower, validate
+from pipectl.schedule.interleaved import NAME as INTERLEAVED
+from pipectl.simulate import simulate
+
+FAST = Link(1e-6, 1e11)
+SLOW = Link(1e-3, 1e4)
+
+
+def cluster_of(machines, within=FAST, between=FAST, memory_bytes=None):
+    device = Device("gpu", 1.0, memory_bytes)
+    nodes = tuple(Node(f"n{i}", count, count, device) for i, count in enumerate(machines))
+    return Cluster("c", "test", nodes, within, between)
+
+
+@pytest.fixture
+def lopsided(make_operator, make_profile):
+    """Six operators, the third of which takes eight times as long as each of the others."""
+    times = [(8e-3 if index == 2 else 1e-3) for index in range(6)]
+    operators = [
+        make_operator(index, forward_s=time_s, backward_s=1.2 * time_s)
+        for index, time_s in enumerate(times)
+    ]
+    return make_profile(operators, list(pairwise(range(6))))
+
+
+def check(plan, cluster):
+    validate(plan, [lower(plan, rank) for rank in range(plan.ranks)], process_baseline_bytes=5000)
+    assert plan.prediction == simulate(plan, cluster, process_baseline_bytes=5000).prediction
+    return plan
+
+
+def planned(profile, cluster, **more):
+    return check(make_plan(profile, cluster, PlanRequest("job", 64, **more)), cluster)
+
+
+@pytest.mark.parametrize("machines", [[2], [4], [2, 2], [1, 1, 1]])
+def test_two_ranks_for_an_operator_beat_one(lopsided, machines) -> None:
+    cluster = cluster_of(machines)
+    plain, plan = planned(lopsided, cluster), planned(lopsided, cluster, backward_apart=None)
+    assert plan.prediction.step_time_s < 0.8 * plain.prediction.step_time_s
+    (heavy,) = [stage for stage in plan.stages if "n2" in stage.nodes]
+    assert heavy.backward_ranks
+    held = [rank for stage in plan.stages for rank in (*stage.ranks, *stage.backward_ranks)]
+    assert len(held) == len(set(held))
+    used = [plan.node_of_rank[rank] for rank in (*heavy.ranks, *heavy.backward_ranks)]
+    assert machines != [2, 2] or used[0] == used[1]
+
+
+def test_all_backwards_elsewhere_if_that_is_asked(lopsided) -> None:
+    plan = planned(lopsided, cluster_of([4]), backward_apart=True)
+    assert all(stage.backward_ranks for stage in plan.stages)
+    fixed = planned(lopsided, cluster_of([8]), backward_apart=True, stages=3)
+    assert len(fixed.stages) == 3
+    assert all(stage.backward_ranks for stage in fixed.stages)
+    with pytest.raises(InfeasibleError, match="all backwards on other ranks"):
+        make_plan(lopsided, cluster_of([1]), PlanRequest("job", 64, backward_apart=True))
+
+
+def test_saved_values_that_travel_too_long_stay(lopsided) -> None:
+    cluster = cluster_of([4], within=Link(1e-3, 1e5))
+    plan = planned(lopsided, cluster, backward_apart=None)
+    assert not any(stage.backward_ranks for stage in plan.stages)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_no_chain_has_a_smaller_bottleneck(profiles, data) -> None:
+    profile = data.draw(profiles(6))
+    ranks = data.draw(st.integers(2, 5))
+    states = States.of(profile)
+    cluster = cluster_of([ranks])
+    every = data.draw(st.booleans())
+    cut = apart_cut(profile, cluster, states, 8, every=every)
+    least_s = _least_s(profile, states, ranks, every=every)
+    assert cut is not None
+    loads = [_loads(profile, members) for members in cut.members]
+    pairs = zip(loads, cut.apart, strict=True)
+    found_s = max(max(pair) if alone else sum(pair) for pair, alone in pairs)
+    assert sum(1 + alone for alone in cut.apart) <= ranks
+    assert found_s <= least_s + 1e-5
+    assert sorted(i for members in cut.members for i in members) == list(
+        range(len(profile.operators))
+    )
+
+
+def _loads(profile, members):
+    operators = [profile.operators[index] for index in members]
+    return sum(o.forward_s for o in operators), sum(o.backward_s for o in operators)
+
+
+def _least_s(profile, states, ranks, *, every):
+    """By trying everything."""
+
+    def best(state, left):
+        if state == len(states) - 1:
+            return 0.0
+        found = [np.inf]
+        for end in np.flatnonzero(states.follows[state]):
+            forward, backward = _loads(profile, states.between(state, int(end)))
+            if left >= 1 and not every:
+                found.append(max(forward + backward, best(int(end), left - 1)))
+            if left >= 2:
+                found.append(max(forward, backward, best(int(end), left - 2)))
+        return min(found)
+
+    return best(0, ranks)
+
+
+def test_pairs_of_ranks_share_a_node_where_one_has_two() -> None:
+    cluster = cluster_of([2, 2])
+    assert ranks_of([False, True, False], cluster) == [(0,), (2, 3), (1,)]
+    assert ranks_of([True, True], cluster) == [(0, 1), (2, 3)]
+    assert ranks_of([True, False], cluster_of([1, 1, 1])) == [(0, 1), (2,)]
+
+
+def test_several_stages_a_rank_are_faster_with_few_micro_batches(chain) -> None:
+    cluster, few = cluster_of([4]), {"micro_batches": 4}
+    plain, plan = (
+        planned(chain(16), cluster, **few),
+        planned(chain(16), cluster, interleave=True, **few),
+    )
+    assert plan.schedule == INTERLEAVED
+    assert len(plan.stages) in (8, 16)
+    assert plan.prediction.step_time_s < 0.9 * plain.prediction.step_time_s
+
+
+def test_several_stages_a_rank_are_not_worth_slow_messages(chain) -> None:
+    plan = planned(chain(16), cluster_of([4], within=SLOW), interleave=True, micro_batches=4)
+    assert plan.schedule != INTERLEAVED
+
+
+@pytest.mark.parametrize(
+    "named", [{"schedule": "1f1b"}, {"schedule": "gpipe"}, {"warm_up": (4, 3, 2, 1)}]
+)
+def test_schedules_that_are_named_stay(chain, named) -> None:
+    found = search_plans(
+        chain(16),
+        cluster_of([4]),
+        PlanRequest("job", 32, micro_batches=4, interleave=True, backward_apart=None, **named),
+    )
+    for plan in (found.plan, *found.alternatives):
+        assert plan.schedule == named.get("schedule", "1f1b")
+
+
+def test_so_many_stages_may_go_round(chain) -> None:
+    plan = planned(chain(16), cluster_of([4]), interleave=True, stages=8)
+    assert [stage.ranks for stage in plan.stages] == [(0,), (1,), (2,), (3,)] * 2
+    with pytest.raises(InfeasibleError):
+        make_plan(chain(16), cluster_of([4]), PlanRequest("job", 32, stages=6, interleave=True))
+
+
+def test_several_stages_a_rank_stay_within_memory(chain) -> None:
+    free = planned(chain(16), cluster_of([4]), interleave=True, micro_batches=4)
+    limit = max(free.prediction.peak_memory_bytes) - 1000
+    plan = planned(chain(16), cluster_of([4], memory_bytes=limit), interleave=True, micro_batches=4)
+    assert max(plan.prediction.peak_memory_bytes) <= limit
