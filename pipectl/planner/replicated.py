@@ -79,14 +79,18 @@ def one_copy(cluster: Cluster, request: PlanRequest) -> tuple[Cluster, PlanReque
             f"no feasible plan: {count} replicas of every stage, but only {cluster.ranks} ranks",
             cure="use fewer replicas, or ask for more ranks",
         )
-    batches = request.micro_batches
-    share = replace(
+    return with_ranks(cluster, cluster.ranks // count), share_of_one_copy(request)
+
+
+def share_of_one_copy(request: PlanRequest) -> PlanRequest:
+    """The samples and micro-batches of one of several copies."""
+    count, batches = request.replicas or 1, request.micro_batches
+    return replace(
         request,
         replicas=1,
         batch_size=ceil(request.batch_size / count),
         micro_batches=None if batches is None else ceil(batches / count),
     )
-    return with_ranks(cluster, cluster.ranks // count), share
 
 
 def _copies(profile: Profile, plan: Plan, request: PlanRequest) -> Iterator[ReplicaChoice]:

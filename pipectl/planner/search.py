@@ -30,6 +30,7 @@ from pipectl.planner.interleaving import interleaved_plan
 from pipectl.planner.judge import Verdict
 from pipectl.planner.partition import Space
 from pipectl.planner.problem import Problem, baseline_bytes
+from pipectl.planner.proof import proven
 from pipectl.planner.replicated import copied_plans, one_copy, replicated_plans, step_time_s
 from pipectl.planner.request import PlanRequest, stage_counts
 from pipectl.profile import Profile
@@ -76,6 +77,25 @@ def search_plans(
     expired: Callable[[], bool] = lambda: False,
 ) -> Found:
     """As :func:`make_plan`, with the next best plans."""
+    started_s = perf_counter()
+    found = _searched(profile, cluster, request, expired)
+    best = proven(found.plan, profile, cluster, request, expired)
+    assert best.search is not None
+    plan = replace(best, search=replace(best.search, planning_s=perf_counter() - started_s))
+    others = (found.plan, *found.alternatives)
+    return Found(plan, tuple(other for other in others if _shape(other) != _shape(plan)))
+
+
+def _shape(plan: Plan) -> tuple[object, ...]:
+    """What the next best plans differ in."""
+    replicas = tuple(stage.replicas for stage in plan.stages)
+    return replicas, plan.replication, plan.micro_batches, plan.schedule, plan.warm_up
+
+
+def _searched(
+    profile: Profile, cluster: Cluster, request: PlanRequest, expired: Callable[[], bool]
+) -> Found:
+    """What the search finds, without proof."""
     if request.schedule == INTERLEAVED:
         baseline = baseline_bytes(profile)
         return Found(interleaved_plan(make_plan, profile, cluster, request, baseline))
@@ -105,17 +125,19 @@ def _plans_with_replicas(
     if request.replicas is None:
         found = replicated_plans(profile, cluster, request, expired)
         with suppress(*((InfeasibleError, OutOfTimeError) if found else ())):
-            straight = search_plans(profile, cluster, replace(request, replicas=1), expired)
+            straight = _searched(profile, cluster, replace(request, replicas=1), expired)
             found = [straight.plan, *straight.alternatives, *found]
     else:
-        alone = search_plans(profile, *one_copy(cluster, request), expired)
+        alone = _searched(profile, *one_copy(cluster, request), expired)
         found = copied_plans(profile, cluster, request, [alone.plan, *alone.alternatives])
     if not found:
         raise InfeasibleError(
             f"no feasible plan: {request.replicas} replicas of every stage take too much memory",
             cure="use fewer replicas, so that every pipeline has more ranks",
         )
-    plan, *others = sorted(found, key=step_time_s)  # of equals the first, without replicas
+    # Of equals the first, without replicas; the next best of a search never replace its best.
+    plan = min((one for one in found if one.search is not None), key=step_time_s)
+    others = sorted((one for one in found if one is not plan), key=step_time_s)
     assert plan.search is not None
     search = replace(plan.search, planning_s=perf_counter() - started_s)
     return Found(replace(plan, search=search), tuple(others[:MOST_ALTERNATIVES]))
