@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import pairwise, permutations, product
 from math import ceil
+from random import Random
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -15,6 +16,7 @@ from pipectl.plan import Replication
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.areas import MICRO_BATCHES_IF_PROPORTIONAL
 from pipectl.planner.condense import condense
+from pipectl.planner.proof import proven
 from pipectl.planner.proof.search import SAME
 from pipectl.planner.replica_costs import ReplicaChoice, ReplicaPlans
 from pipectl.planner.request import micro_batch_sizes
@@ -221,3 +223,49 @@ def test_every_small_problem_is_proven(
         "job", 32, micro_batches=micro_batches, replicas=replicas, replication=way
     )
     assert make_plan(profile, cluster, request).search.gap == 0.0
+
+
+@settings(SLOW_TO_DRAW, max_examples=5)
+@given(
+    rng=st.randoms(use_true_random=False),
+    replicas=st.sampled_from([1, None]),
+    micro_batches=st.sampled_from([2, 4]),
+)
+def test_no_plan_is_below_the_lower_bound_where_ranks_share_cores(
+    rng, replicas, micro_batches, make_operator, make_profile, partitions_of
+):
+    profile = random_profile(rng, 4, 0.6, make_operator, make_profile)
+    nodes = tuple(Node(f"n{index}", 2, 1, KINDS[index]) for index in range(2))
+    cluster = Cluster("c", "test", nodes, LINK, LINK)
+    request = PlanRequest("job", 32, micro_batches=micro_batches, replicas=replicas)
+    search = make_plan(profile, cluster, request).search
+    best_s = min(
+        simulate(plan, cluster).step_time_s
+        for plan in every_plan(profile, cluster, request, partitions_of)
+    )
+    assert search.step_lower_bound_s <= best_s * (1 + SAME)
+
+
+def test_without_time_the_plan_and_its_gap_stay(make_operator, make_profile):
+    profile = random_profile(Random(1), 8, 0.3, make_operator, make_profile)
+    nodes = tuple(Node(f"n{index}", 1, 1, kind) for index, kind in enumerate(KINDS * 2))
+    cluster = Cluster("c", "test", nodes, LINK, LINK)
+    request = PlanRequest("job", 32, micro_batches=4, stages=2)
+    best = make_plan(profile, cluster, request)
+    worse_s = best.prediction.step_time_s * 1.5
+    worse = replace(
+        best,
+        prediction=replace(best.prediction, step_time_s=worse_s),
+        search=replace(best.search, step_lower_bound_s=1e-3, gap=worse_s / 1e-3 - 1),
+    )
+    assert proven(worse, profile, cluster, request, lambda: True) == worse
+    again = proven(worse, profile, cluster, request)
+    assert again.search.gap == 0.0
+    assert again.prediction.step_time_s == pytest.approx(best.prediction.step_time_s, rel=SAME)
+
+
+def test_large_problems_are_left_as_they_are(chain):
+    nodes = (Node("n", 4, 4, KINDS[0]),)
+    cluster = Cluster("c", "test", nodes, LINK, LINK)
+    plan = make_plan(chain(20), cluster, PlanRequest("job", 32))
+    assert proven(plan, chain(20), cluster, PlanRequest("job", 32)) is plan

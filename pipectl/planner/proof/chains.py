@@ -120,14 +120,7 @@ def explore(
         The ``begin`` to go on with; the number of downsets if everything was looked at.
     """
     stages, full = len(shape.first) - 1, len(graph.downsets) - 1
-    units = len(shape.stage)
-    loads = Loads(
-        np.zeros((2, 2, units), np.float64),
-        np.full((2, units, units), -1.0),
-        layout.late_s,
-        np.zeros(stages, np.float64),
-        0.0,
-    )
+    loads = _no_loads(layout, stages, len(shape.stage))
     chain = np.zeros(stages + 1, np.int64)  # chain[s]: where stage s begins, chain[s + 1]: ends
     level, spent = 0, 0
     chain[1] = (full if stages == 1 else begin) - 1
@@ -153,6 +146,18 @@ def explore(
         last_one = level == stages - 1
         chain[level + 1] = full - 1 if last_one else chain[level]
     return full + 1
+
+
+@compiled
+def _no_loads(layout: Layout, stages: int, units: int) -> Loads:
+    """Room for what the units take."""
+    return Loads(
+        np.zeros((2, 2, units), np.float64),
+        np.full((2, units, units), -1.0),
+        layout.late_s,
+        np.zeros(stages, np.float64),
+        0.0,
+    )
 
 
 @part_of_kernel
