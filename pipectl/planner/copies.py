@@ -28,14 +28,18 @@ def one_copy(cluster: Cluster, request: PlanRequest, copies: int) -> tuple[Clust
             f"no feasible plan: {copies} replicas of every stage, but only {cluster.ranks} ranks",
             cure="use fewer replicas, or ask for more ranks",
         )
+    return with_ranks(cluster, cluster.ranks // copies), share_of_one_copy(request, copies)
+
+
+def share_of_one_copy(request: PlanRequest, copies: int) -> PlanRequest:
+    """The samples and micro-batches of one of several copies."""
     batches = request.micro_batches
-    share = replace(
+    return replace(
         request,
         replicas=1,
         batch_size=ceil(request.batch_size / copies),
         micro_batches=None if batches is None else ceil(batches / copies),
     )
-    return with_ranks(cluster, cluster.ranks // copies), share
 
 
 def copied_plans(

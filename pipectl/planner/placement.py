@@ -79,9 +79,11 @@ def every_placement(cluster: Cluster, stages: int, most: int) -> list[Placement]
 
 
 def _alike(cluster: Cluster, one: int, other: int) -> bool:
-    first, second = cluster.nodes[one], cluster.nodes[other]
-    kept = (first.ranks, first.cores, first.device.speed, first.device.memory_bytes)
-    return kept == (second.ranks, second.cores, second.device.speed, second.device.memory_bytes)
+    kept = [
+        (node.ranks, node.cores, node.device.speed, node.device.memory_bytes, node.switch)
+        for node in (cluster.nodes[one], cluster.nodes[other])
+    ]
+    return kept[0] == kept[1]
 
 
 def _ranks_by_node(cluster: Cluster) -> list[list[int]]:

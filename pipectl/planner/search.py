@@ -2,7 +2,8 @@
 
 With one rank a stage, see :mod:`pipectl.planner.straight`; with replicas,
 :mod:`pipectl.planner.replicated` and :mod:`pipectl.planner.copies`; with offload, backwards on
-other ranks and several stages a rank, :mod:`pipectl.planner.variants`.
+other ranks and several stages a rank, :mod:`pipectl.planner.variants`. Of small problems
+:mod:`pipectl.planner.proof` looks at everything.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pipectl.plan import Plan
 from pipectl.planner.copies import copied_plans, one_copy
 from pipectl.planner.interleaving import interleaved_plan
 from pipectl.planner.problem import baseline_bytes
+from pipectl.planner.proof import proven
 from pipectl.planner.replica_judge import step_time_s
 from pipectl.planner.replicated import replicated_plans
 from pipectl.planner.request import PlanRequest
@@ -58,7 +60,8 @@ def make_plan(
         InfeasibleError: nothing fits; says how much is missing and what would help.
         OutOfTimeError: time was over before any plan was found, and even cuts do not fit.
     """
-    return _ranked(profile, cluster, request, expired, 0)[0]
+    plan = _ranked(profile, cluster, request, expired, 0)[0]
+    return proven(plan, profile, cluster, request, expired)
 
 
 def search_plans(
@@ -69,7 +72,8 @@ def search_plans(
 ) -> Found:
     """As :func:`make_plan`, with the next best plans."""
     plan, *others = _ranked(profile, cluster, request, expired, MOST_ALTERNATIVES)
-    return Found(plan, tuple(others[:MOST_ALTERNATIVES]))
+    best = proven(plan, profile, cluster, request, expired)
+    return Found(best, tuple(others[:MOST_ALTERNATIVES]))
 
 
 def _ranked(

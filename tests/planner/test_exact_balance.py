@@ -1,5 +1,6 @@
 """The exact balance against an enumeration of every chain of convex stages, and its promises."""
 
+from dataclasses import replace
 from functools import cache
 from itertools import combinations
 
@@ -33,9 +34,9 @@ def chain(count, **more):
 
 
 @st.composite
-def profiles(draw, most=8):
+def profiles(draw, most=8, least=1):
     """Small DAGs with groups, free operators, CPU times, memory and operators for CPUs only."""
-    count = draw(st.integers(1, most))
+    count = draw(st.integers(least, most))
     pairs = list(combinations(range(count), 2))
     arcs = draw(st.lists(st.sampled_from(pairs), unique=True, max_size=12)) if pairs else []
     operators = [
@@ -156,6 +157,17 @@ def test_value_is_that_of_the_enumeration(profile, request):
     assert found.exact
     assert found.value_s == pytest.approx(expected, rel=1e-9, abs=1e-12)
     assert found.gap <= 1e-9
+
+
+@settings(SEARCHES, max_examples=20)
+@given(profiles(least=9, most=10), requests)
+def test_value_of_ten_operators_on_four_devices_is_that_of_the_enumeration(profile, request):
+    request = replace(request, devices=4)
+    expected, found = enumerated(profile, request), balance(profile, request)
+    if expected < float("inf"):
+        assert found.exact
+        assert found.value_s == pytest.approx(expected, rel=1e-9, abs=1e-12)
+        assert found.gap <= 1e-9
 
 
 @SEARCHES

@@ -1,0 +1,147 @@
+"""All that can be chosen besides the cuts: replicas, ranks, micro-batches and orders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise, product
+from math import ceil
+
+from pipectl.cluster import Cluster
+from pipectl.plan import Replication
+from pipectl.planner.areas import MICRO_BATCHES_IF_PROPORTIONAL, MICRO_BATCHES_PER_STAGE
+from pipectl.planner.copies import share_of_one_copy
+from pipectl.planner.placement import every_placement
+from pipectl.planner.replicated import MICRO_BATCHES_PER_RANK
+from pipectl.planner.request import PlanRequest, micro_batch_sizes, warm_ups
+from pipectl.profile import Profile
+from pipectl.schedule.gpipe import NAME as GPIPE
+from pipectl.schedule.gpipe import warm_up as gpipe_warm_up
+from pipectl.schedule.one_f_one_b import NAME as ONE_F_ONE_B
+from pipectl.schedule.one_f_one_b import policy_a, policy_b
+
+MOST_PLACEMENTS = 200
+Orders = list[tuple[str, tuple[int, ...]]]
+"""Schedules and warm-ups."""
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Everything but the cuts and the order.
+
+    Args:
+        ranks: of every stage, one a replica.
+        size: samples of a micro-batch.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    size: int
+    replication: Replication
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Of every stage."""
+        return tuple(map(len, self.ranks))
+
+
+def arrangements(
+    profile: Profile, cluster: Cluster, request: PlanRequest, blocks: int
+) -> Iterator[Arrangement] | None:
+    """All that differ; None if there are too many placements. Equal ranks are not told apart."""
+    vectors = list(_replicas(request, cluster.ranks, blocks))
+    places = {
+        units: every_placement(cluster, units, MOST_PLACEMENTS) for units in set(map(sum, vectors))
+    }
+    if not all(places.values()):
+        return None
+    return (
+        Arrangement(_by_stage(flat, replicas), size, replication)
+        for replicas in vectors
+        for replication in _replications(request, replicas)
+        for size in _sizes(profile, cluster, request, replicas, replication)
+        for flat in places[sum(replicas)]
+    )
+
+
+def orders_of(request: PlanRequest, arrangement: Arrangement) -> Orders:
+    """Schedules and warm-ups of an arrangement.
+
+    Without replicas and with whole micro-batches: the two policies and GPipe. With split ones all
+    warm-ups from the one policy to the other, among which the search chooses, and GPipe.
+    """
+    replicas = arrangement.replicas
+    stages, count = len(replicas), ceil(request.batch_size / arrangement.size)
+    if max(replicas) == 1:
+        return warm_ups(request, stages, count)
+    whole = arrangement.replication is Replication.WHOLE
+    least = policy_a(stages, count, replicas if whole else None)
+    most = policy_b(stages, count, replicas if whole else None)
+    depths = [least, most] if whole else list(_between(least, most))
+    found = [
+        *((ONE_F_ONE_B, warm_up) for warm_up in depths),
+        (GPIPE, gpipe_warm_up(stages, count)),
+    ]
+    allowed = [pair for pair in found if request.schedule in (None, pair[0])]
+    return list({warm_up: (name, warm_up) for name, warm_up in reversed(allowed)}.values())[::-1]
+
+
+def _between(least: Sequence[int], most: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Warm-ups that never rise."""
+    ranges = [range(low, high + 1) for low, high in zip(least, most, strict=True)]
+    for warm_up in product(*ranges):
+        if all(early >= late for early, late in pairwise(warm_up)):
+            yield warm_up
+
+
+def _replicas(request: PlanRequest, ranks: int, blocks: int) -> Iterator[tuple[int, ...]]:
+    """Numbers of replicas of all stages."""
+    fixed = request.fixed_stages
+    counts = range(1, min(ranks, blocks) + 1) if fixed is None else [fixed]
+    for stages in counts:
+        if request.replicas is not None:
+            if stages * request.replicas <= ranks:
+                yield (request.replicas,) * stages
+            continue
+        most = ranks - stages + 1
+        for found in product(range(1, most + 1), repeat=stages):
+            if sum(found) <= ranks:
+                yield found
+
+
+def _replications(request: PlanRequest, replicas: Sequence[int]) -> tuple[Replication, ...]:
+    return request.replications if max(replicas) > 1 else (Replication.WHOLE,)
+
+
+def _sizes(
+    profile: Profile,
+    cluster: Cluster,
+    request: PlanRequest,
+    replicas: Sequence[int],
+    replication: Replication,
+) -> list[int]:
+    """Micro-batch sizes; replicas without any work would only cost time."""
+    batch, most = request.batch_size, max(replicas)
+    if request.replicas is None and most > 1:
+        found = micro_batch_sizes(request, MICRO_BATCHES_PER_RANK * cluster.ranks)
+        if replication is Replication.WHOLE and request.micro_batches is None:
+            found = [ceil(size / count) for size in found for count in range(1, most + 1)]
+    else:
+        found = _sizes_of_copies(profile, request, len(replicas))
+        if replication is Replication.SPLIT:
+            found = [size * most for size in found]
+    if replication is Replication.SPLIT and most > 1:
+        return sorted({size for size in found if size >= most}, reverse=True)
+    return sorted({size for size in found if ceil(batch / size) >= most}, reverse=True)
+
+
+def _sizes_of_copies(profile: Profile, request: PlanRequest, stages: int) -> list[int]:
+    """Micro-batch sizes of one copy of a pipeline for its share of the samples."""
+    alone = share_of_one_copy(request, request.replicas or 1)
+    several = any(operator.timings for operator in profile.operators)
+    per_stage = MICRO_BATCHES_PER_STAGE if several else MICRO_BATCHES_IF_PROPORTIONAL
+    return micro_batch_sizes(alone, per_stage * stages)
+
+
+def _by_stage(flat: Sequence[int], replicas: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    ends = [0, *accumulate(replicas)]
+    return tuple(tuple(flat[begin:end]) for begin, end in pairwise(ends))
