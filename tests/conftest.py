@@ -3,10 +3,14 @@
 from collections.abc import Callable, Sequence
 
 import pytest
+from hypothesis import settings
 
 from pipectl.graph import routes
 from pipectl.plan import Plan, Stage, StageCost, Transfer
 from pipectl.schedule import default_warm_up
+
+settings.register_profile("busy machines", deadline=None)
+settings.load_profile("busy machines")
 
 COST = StageCost(
     forward_s=1.0,

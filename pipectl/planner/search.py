@@ -92,7 +92,7 @@ def _ranked(
         alone = _several(profile, *one_copy(cluster, request, request.replicas), expired)
         found = copied_plans(profile, cluster, request, alone, request.replicas)
     else:
-        return straight_plans(profile, cluster, request, expired, alternatives)
+        found = straight_plans(profile, cluster, request, expired, alternatives)
     return [_timed(found[0], perf_counter() - started_s), *found[1:]]
 
 

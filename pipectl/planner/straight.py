@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from time import perf_counter
 
 from pipectl.cluster import Cluster
 from pipectl.errors import OutOfTimeError
@@ -56,7 +55,6 @@ def straight_plans(
         InfeasibleError: nothing fits; says how much is missing and what would help.
         OutOfTimeError: time was over before any plan was found, and even cuts do not fit.
     """
-    started_s = perf_counter()
     graph = condense(profile)
     counts = stage_counts(request, cluster.ranks, len(graph))
     space = _space(graph, profile, counts[-1])
@@ -69,10 +67,12 @@ def straight_plans(
     best = explorer.judge.best()
     if best is None:
         raise infeasible(problem, Fitter(problem), counts) if finished else _nothing_yet()
-    search = _search(explorer, best, finished=finished)
     others = explorer.alternatives(best, alternatives) if alternatives and finished else []
-    plan = replace(_predicted(best), search=replace(search, planning_s=perf_counter() - started_s))
-    return [plan, *map(_predicted, others)]
+    least_s = explorer.least_step_s()
+    return [
+        _predicted(verdict, _search(explorer, verdict, least_s, finished=finished))
+        for verdict in (best, *others)
+    ]
 
 
 class _Deadline:
@@ -99,15 +99,14 @@ def _run(explorer: Explorer) -> bool:
     return True
 
 
-def _predicted(verdict: Verdict) -> Plan:
-    return replace(verdict.plan, prediction=verdict.simulation.prediction)
+def _predicted(verdict: Verdict, search: Search) -> Plan:
+    return replace(verdict.plan, prediction=verdict.simulation.prediction, search=search)
 
 
-def _search(explorer: Explorer, best: Verdict, *, finished: bool) -> Search:
-    """What is known of how good the plan is."""
-    plan = best.plan
+def _search(explorer: Explorer, found: Verdict, least_s: float, *, finished: bool) -> Search:
+    """What is known of how good a plan is."""
+    plan = found.plan
     bound = explorer.bound(len(plan.stages), plan.micro_batch_size, finished=finished)
-    least_s = explorer.least_step_s()
     return Search(
         planner=PLANNER,
         max_stage_load_s=_largest_load_s(plan, explorer.problem.cluster),
@@ -115,7 +114,7 @@ def _search(explorer: Explorer, best: Verdict, *, finished: bool) -> Search:
         exact=bound.exact,
         planning_s=0.0,
         step_lower_bound_s=least_s,
-        gap=best.simulation.step_time_s / least_s - 1 if least_s else 0.0,
+        gap=found.simulation.step_time_s / least_s - 1 if least_s else 0.0,
         finished=finished and not explorer.judge.gave_up,
     )
 

@@ -27,6 +27,7 @@ from pipectl.runtime.layout import Layout
 from pipectl.runtime.optimizer import Clipping, SharedGradients
 from pipectl.runtime.stage import StageRuntime, shared_uses
 from pipectl.runtime.stepper import make_stepper
+from pipectl.runtime.transport import Message
 from pipectl.schedule import channels, lower, memory_bytes
 from pipectl.schedule.one_f_one_b import policy_a
 
@@ -87,18 +88,20 @@ class Replay:
     def __init__(self, messages: Messages) -> None:
         self._messages = messages
 
-    def start_send(self, lane: Lane, _size: int, _rank: int, tensors: Any) -> _Posted:
-        known = {slot: tensors.get(slot) for slot in self._messages[lane]}
+    def start_send(self, message: Message, _size: int, _rank: int, tensors: Any) -> _Posted:
+        known = {slot: tensors.get(slot) for slot in self._messages[message.lane]}
         kept = {s: Layout.of(t).flatten(t.detach()) for s, t in known.items() if t is not None}
         return _Posted(kept)
 
-    def start_receive(self, lane: Lane, _size: int, _rank: int) -> _Posted:
-        layouts = {s: Layout.of(t) for s, t in self._messages[lane].items() if t is not None}
+    def start_receive(self, message: Message, _size: int, _rank: int) -> _Posted:
+        layouts = {
+            s: Layout.of(t) for s, t in self._messages[message.lane].items() if t is not None
+        }
         return _Posted({s: torch.empty(o.count, dtype=o.dtype) for s, o in layouts.items()})
 
-    def finish_receive(self, lane: Lane, _size: int, _rank: int, posted: _Posted) -> Any:
+    def finish_receive(self, message: Message, _size: int, _rank: int, posted: _Posted) -> Any:
         found: dict[Slot, Tensor | None] = {}
-        for slot, tensor in self._messages[lane].items():
+        for slot, tensor in self._messages[message.lane].items():
             found[slot] = None
             if tensor is not None:
                 layout = Layout.of(tensor)
