@@ -34,6 +34,7 @@ def command(
     planner: given.PlannerName = "pipectl",
     budget: given.Budget = None,
     nodes: given.NodeCounts = None,
+    allow: given.Allow = None,
     explain: given.Explain = False,
     as_json: Json = False,
     overrides: Overrides = None,
@@ -50,6 +51,7 @@ def command(
         memory_limit_bytes=memory_limit,
         bandwidth_bytes_per_s=bandwidth,
         communication_scale=communication_scale,
+        allow=given.techniques(allow),
     )
     ask = Ask(
         job=job,

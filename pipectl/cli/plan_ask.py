@@ -48,7 +48,9 @@ def check(ask: Ask) -> None:
         why = f"has no meaning for --objective {ask.objective}"
         _refuse(why, **{"--nodes": ask.nodes, "--explain": ask.explain})
         _refuse(why, **{"-o": ask.output, "--svg": ask.svg})
-        _refuse(why, **{"--planner": ask.planner != PIPECTL})
+        _refuse(why, **{"--planner": ask.planner != PIPECTL, "--allow": ask.wishes.allow})
+    if ask.planner != PIPECTL:
+        _refuse(f"{ask.planner} chooses by its own rules", **{"--allow": ask.wishes.allow})
     if ask.objective is not Objective.MAX_STAGE_LOAD:
         ask.wishes.refuse("only --objective max-stage-load has CPUs beside the devices", "cpus")
     if ask.nodes is not None:

@@ -10,8 +10,8 @@ from typing import Annotated, TypeVar
 import typer
 
 from pipectl.errors import UsageError
-from pipectl.jobs.wishes import Objective
-from pipectl.units import parse_bytes, parse_duration
+from pipectl.jobs.wishes import Objective, Technique
+from pipectl.units import did_you_mean, parse_bytes, parse_duration
 
 T = TypeVar("T")
 _BITS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]?)bit\s*")
@@ -54,6 +54,22 @@ def counts(texts: list[str] | None) -> tuple[int, ...] | None:
     if not all(0 < number <= _MOST_NODES for number in found):
         raise UsageError(f"--nodes: {text!r}: each must be from 1 to {_MOST_NODES:,}")
     return found
+
+
+def techniques(texts: list[str] | None) -> tuple[Technique, ...]:
+    """Names with commas between them, each once.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    names = [name.strip() for text in texts or () for name in text.split(",")]
+    for name in names:
+        if name not in tuple(Technique):
+            raise UsageError(
+                f"--allow: there is no technique {name!r}{did_you_mean(name, [one.value for one in Technique])}",
+                cure=f"any of: {', '.join(Technique)}",
+            )
+    return tuple(dict.fromkeys(map(Technique, names)))
 
 
 def _read(parse: Callable[[str], T]) -> Callable[[str], T]:
@@ -117,5 +133,13 @@ Budget = Annotated[
 NodeCounts = Annotated[
     list[str] | None,
     typer.Option("--nodes", metavar="N,N,…", help="Compare these numbers of nodes."),
+]
+Allow = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow",
+        metavar="NAME,…",
+        help="Let the planner choose: replicas, split, recompute, offload, pipefb, interleave.",
+    ),
 ]
 Explain = Annotated[bool, typer.Option("--explain", help="Say why, and what would help.")]

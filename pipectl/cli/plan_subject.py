@@ -50,7 +50,7 @@ def _of_job(ask: Ask, job: Path) -> tuple[Subject, Path | None]:
     subject = subject_of_job(spec, profile, scheduler_name(spec, ask.scheduler), ask.wishes)
     if subject.warning:
         note(f"warning: {subject.warning}")
-    own = None if ask.wishes.changes_machines else plan_path(spec)
+    own = None if ask.wishes.is_what_if else plan_path(spec)
     return subject, ask.output or own
 
 

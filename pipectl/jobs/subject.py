@@ -10,7 +10,8 @@ from pipectl.cluster import ASSUMED_BETWEEN, Cluster, Device, Node
 from pipectl.errors import UsageError
 from pipectl.jobs.machines import find_machines
 from pipectl.jobs.plan import request_of
-from pipectl.jobs.wishes import Wishes
+from pipectl.jobs.wishes import Technique, Wishes
+from pipectl.plan import Replication
 from pipectl.planner import PlanRequest
 from pipectl.planner.folding import folded
 from pipectl.planner.other_clusters import with_bandwidth, with_ranks, with_slower_links
@@ -50,7 +51,7 @@ def subject_of_job(spec: JobSpec, profile: Profile, scheduler: str, wishes: Wish
     """
     machines = find_machines(spec, scheduler)
     cluster = _wished(machines.cluster, wishes, cure="--nodes 1,2,4 plans for other sizes")
-    request = request_of(spec, profile, cluster)
+    request = _allowed(request_of(spec, profile, cluster), wishes)
     return Subject(profile, cluster, request, machines.file, machines.warning)
 
 
@@ -81,7 +82,26 @@ def subject_of_profile(profile: Profile, wishes: Wishes) -> Subject:
     if wishes.batch_size is None and shipped_count is None:
         said = f"the batch is not given: taken as {batch_size} samples (--batch-size sets it)"
         profile = replace(profile, assumptions=(*profile.assumptions, said))
-    return Subject(profile, cluster, request, wishes.cluster)
+    return Subject(profile, cluster, _allowed(request, wishes), wishes.cluster)
+
+
+def _allowed(request: PlanRequest, wishes: Wishes) -> PlanRequest:
+    """The request with the techniques that the planner may choose."""
+    allow = set(wishes.allow)
+    split, replicas = Technique.SPLIT in allow, Technique.REPLICAS in allow
+    return replace(
+        request,
+        replicas=None if split or replicas else request.replicas,
+        replication=None
+        if split and replicas
+        else Replication.SPLIT
+        if split
+        else Replication.WHOLE,
+        recompute=None if Technique.RECOMPUTE in allow else request.recompute,
+        offload=None if Technique.OFFLOAD in allow else request.offload,
+        backward_apart=None if Technique.PIPEFB in allow else request.backward_apart,
+        interleave=Technique.INTERLEAVE in allow or request.interleave,
+    )
 
 
 def for_steps(subject: Subject) -> Subject:

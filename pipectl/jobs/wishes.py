@@ -17,6 +17,18 @@ class Objective(StrEnum):
     THROUGHPUT = "throughput"
 
 
+class Technique(StrEnum):
+    """What the planner chooses only where it is allowed: ranks cannot run all of it yet, or results
+    change (split samples)."""
+
+    REPLICAS = "replicas"
+    SPLIT = "split"
+    RECOMPUTE = "recompute"
+    OFFLOAD = "offload"
+    PIPEFB = "pipefb"
+    INTERLEAVE = "interleave"
+
+
 @dataclass(frozen=True)
 class Wishes:
     """Settings of `pipectl plan`; None leaves each to the job file, the profile or the planner.
@@ -27,6 +39,7 @@ class Wishes:
         cpus: besides the accelerators, for the objective ``max-stage-load``.
         bandwidth_bytes_per_s: of every link.
         communication_scale: how many times as long every message takes.
+        allow: techniques that the planner may choose.
     """
 
     batch_size: int | None = None
@@ -37,6 +50,7 @@ class Wishes:
     memory_limit_bytes: int | None = None
     bandwidth_bytes_per_s: float | None = None
     communication_scale: float | None = None
+    allow: tuple[Technique, ...] = ()
 
     def in_job(self) -> list[str]:
         """Those that a job file has keys for, as its overrides."""
@@ -49,10 +63,10 @@ class Wishes:
         return [f"{key}={value}" for key, value in keys.items() if value is not None]
 
     @property
-    def changes_machines(self) -> bool:
-        """Whether the machines are others than those a job would run on."""
+    def is_what_if(self) -> bool:
+        """Whether the plan may be for other machines, or of another kind, than a job would run."""
         names = ("devices", "bandwidth_bytes_per_s", "communication_scale")
-        return any(getattr(self, name) is not None for name in names)
+        return bool(self.allow) or any(getattr(self, name) is not None for name in names)
 
     def refuse(self, why: str, *names: str) -> None:
         """Raise an error about options that were given and have no meaning here.
