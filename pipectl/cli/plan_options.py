@@ -65,8 +65,9 @@ def techniques(texts: list[str] | None) -> tuple[Technique, ...]:
     names = [name.strip() for text in texts or () for name in text.split(",")]
     for name in names:
         if name not in tuple(Technique):
+            meant = did_you_mean(name, [technique.value for technique in Technique])
             raise UsageError(
-                f"--allow: there is no technique {name!r}{did_you_mean(name, [one.value for one in Technique])}",
+                f"--allow: there is no technique {name!r}{meant}",
                 cure=f"any of: {', '.join(Technique)}",
             )
     return tuple(dict.fromkeys(map(Technique, names)))
