@@ -165,6 +165,8 @@ class Partitioner:
             return []
         chains = [self._least_sent(stages, round(best * (1 + extra))) for extra in TOLERANCES]
         chains.append(self._bottlenecks_with_messages)
+        if self._links_bind(stages, best):
+            chains.append(self._bottlenecks_of_links)
         found = (chain.chain(stages) for chain in chains)
         cut = self._loads.states.cut
         return list(dict.fromkeys(Cut(cut(chain.states), chain.kinds) for chain in found))
@@ -228,6 +230,17 @@ class Partitioner:
     @cached_property
     def _bottlenecks_with_messages(self) -> Chains:
         return self._chains(self._spans, self._least_loads + self._sending)
+
+    @cached_property
+    def _bottlenecks_of_links(self) -> Chains:
+        """Messages pass while stages compute: what takes longer counts, a border at a time."""
+        return self._chains(self._spans, np.maximum(self._least_loads, self._sending // 2))
+
+    def _links_bind(self, stages: int, best: int) -> bool:
+        """Whether balanced stages would wait for their messages."""
+        chain = self._bottlenecks.chain(stages)
+        found = (self._spans.find(*ends) for ends in pairwise(chain.states))
+        return max(int(self._sending[..., span].max()) for span in found) // 2 > best
 
     def _least_sent(self, stages: int, bound: int) -> Chains:
         mix = self._mix.up_to(stages)

@@ -33,11 +33,14 @@ def policy_plans(
     cluster: Cluster,
     request: PlanRequest,
     expired: Callable[[], bool] = lambda: False,
+    *,
+    planner: str | None = None,
 ) -> list[Plan]:
     """The plans that fit with a policy's stages, fastest first, over micro-batch sizes and orders.
 
     Args:
         name: of the policy.
+        planner: that the plans name, if not the policy.
         expired: asked before every simulation; once it is true, what was found so far is returned.
 
     Raises:
@@ -47,7 +50,7 @@ def policy_plans(
     if request.schedule == INTERLEAVED:
         raise InfeasibleError(f"no feasible plan: {name} gives every rank one stage", cure=_CURE)
     choices = _choices(name, profile, cluster, request)
-    found = judged(profile, cluster, request, choices, expired, planner=name)
+    found = judged(profile, cluster, request, choices, expired, planner=planner or name)
     if not found:
         raise InfeasibleError(
             f"no feasible plan: the stages that {name} chooses need more memory than a rank may "
