@@ -12,6 +12,7 @@ from pipectl.planner.hybrid.moves import Plan
 from pipectl.planner.hybrid.value import best_row
 from pipectl.planner.recurrence import Integers
 
+FEW_DEVICES = 4
 MOST_ROWS = 120_000
 """Plans that are tried for each number of stages; where there are more, none."""
 
@@ -33,14 +34,19 @@ def few_stages(model: Model, states: Integers) -> Iterator[Plan]:
 
 
 def _picks(model: Model, count: int) -> Integers:
-    """Replica counts of every stage that leave fewer devices idle than any stage could use."""
+    """Replica counts of every stage: on few devices all, or else those that leave fewer devices
+    idle than any stage could use."""
     replicas, devices, most = model.layout.replicas, model.layout.devices, model.most
     found = [
         picks
         for picks in product(range(most + 1), repeat=count)
         if (used := int(replicas[list(picks)].sum())) <= devices
-        and not any(
-            pick < most and used - replicas[pick] + replicas[pick + 1] <= devices for pick in picks
+        and (
+            devices <= FEW_DEVICES
+            or not any(
+                pick < most and used - replicas[pick] + replicas[pick + 1] <= devices
+                for pick in picks
+            )
         )
     ]
     return np.array(found, np.int64).reshape(-1, count)
