@@ -97,9 +97,10 @@ HEADER = """## Ten convolutional networks on 4 and 8 devices
 device is a node of its own on a link of 100 Gbit/s (2 us, 12 GB/s each way). Planning covers
 stages, micro-batches, schedule and warm-up; *with replicas* stages may have several devices, which
 take whole micro-batches in turn or share the samples of each. The speed-up is that of the simulated
-step over one device with its best micro-batch size; *bound* is min(total / largest operator, m p / (m + p - 1)),
-which no pipeline of p stages with the plan's m micro-batches exceeds if times are proportional to
-the micro-batch size. *Paper* is the antichain paper's planning time (its Table 1).
+step over one device with its best micro-batch size; *bound* is min(total / largest operator,
+m p / (m + p - 1)), which no pipeline of p stages with the plan's m micro-batches exceeds if times
+are proportional to the micro-batch size. They are not: a sample takes longer in a small
+micro-batch, so few are best here. *Paper* is the antichain paper's planning time (its Table 1).
 """
 
 

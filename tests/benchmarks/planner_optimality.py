@@ -33,7 +33,7 @@ PROVEN_TEXT = """\
 
 Seconds are of one core, without reading the file and without compiling (once for each
 installation). *original*: the published programme over all downsets; *pruned*: the same in C++
-with pruning; both as their sources report them. Every value is proven anew.
+with pruning; both measured on a similar machine. Every value is proven anew.
 
 | profile | devices | link | proven ms | ours ms | difference | downsets | s | original | pruned |
 |---|---|---|---|---|---|---|---|---|---|"""
