@@ -1,6 +1,23 @@
-"""The planner: from a profile and a cluster to the fastest plan that fits."""
+"""The planner: from a profile and a cluster to the fastest plan that fits.
 
-from pipectl.planner.request import PlanRequest
-from pipectl.planner.search import Found, make_plan, search_plans
+What is named here is loaded when it is asked for: the search brings numba along, and the process
+that measures what a rank's process needs (``profiler``) uses only the planner's cost model.
+"""
 
-__all__ = ["Found", "PlanRequest", "make_plan", "search_plans"]
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipectl.planner.request import PlanRequest
+    from pipectl.planner.search import make_plan
+
+__all__ = ["PlanRequest", "make_plan"]
+_MODULES = {"PlanRequest": "request", "make_plan": "search"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
