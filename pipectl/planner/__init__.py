@@ -11,10 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipectl.planner.request import PlanRequest
-    from pipectl.planner.search import make_plan
+    from pipectl.planner.search import Found, make_plan, search_plans
 
-__all__ = ["PlanRequest", "make_plan"]
-_MODULES = {"PlanRequest": "request", "make_plan": "search"}
+__all__ = ["Found", "PlanRequest", "make_plan", "search_plans"]
+_MODULES = {
+    "Found": "search",
+    "PlanRequest": "request",
+    "make_plan": "search",
+    "search_plans": "search",
+}
 
 
 def __getattr__(name: str) -> Any:
