@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,16 @@ class Cluster:
     def device(self, rank: int) -> Device:
         """The device of a rank."""
         return self.nodes[self.node_of_rank[rank]].device
+
+    @property
+    def widest_link(self) -> Link:
+        """The link between nodes, or within the only one."""
+        return self.between_nodes if len(self.nodes) > 1 else self.within_node
+
+    def memory_of(self, rank: int, limit_bytes: float | None) -> float:
+        """Bytes that a rank may take: the smaller of a limit and its device's memory."""
+        limits = (limit_bytes, self.device(rank).memory_bytes)
+        return min((limit for limit in limits if limit is not None), default=inf)
 
     def save(self, path: Path) -> None:
         """Write ``cluster.json`` whole."""

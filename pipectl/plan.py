@@ -204,6 +204,12 @@ class Plan:
     replication: Replication = Replication.WHOLE
 
     @property
+    def predicted_step_s(self) -> float:
+        """Predicted time of one optimizer step; only plans with a prediction have one."""
+        assert self.prediction is not None
+        return self.prediction.step_time_s
+
+    @property
     def ranks(self) -> int:
         """Number of MPI ranks the plan needs."""
         return len(self.node_of_rank)

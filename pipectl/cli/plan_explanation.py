@@ -9,7 +9,6 @@ from pipectl.plan import Plan
 from pipectl.planner.data_parallel import WithoutPipeline
 from pipectl.planner.explain import NOTHING, Explanation, Offer
 from pipectl.planner.step_parts import LinkLoad
-from pipectl.planner.sweep import predicted_step_s
 from pipectl.units import format_bytes, format_time
 
 _BAR = 24
@@ -26,7 +25,7 @@ _PARTS = (
 
 def worth_lines(plan: Plan, without: WithoutPipeline) -> Iterator[str]:
     """Whether a pipeline is worth it at all; nothing where it is."""
-    better, step_s = without.better_than(plan), predicted_step_s(plan)
+    better, step_s = without.better_than(plan), plan.predicted_step_s
     if better is not None and better.ranks == 1:
         yield (
             f"a pipeline is not worth it here: one rank takes {format_time(better.step_s)} a step, "
@@ -55,11 +54,11 @@ def explanation_lines(found: Explanation, cluster: Cluster) -> Iterator[str]:
     yield from _table(
         (other.difference, format_time(_step), f"{_step / found.parts.step_s - 1:+.1%}")
         for other in found.alternatives
-        for _step in (predicted_step_s(other.plan),)
+        for _step in (other.plan.predicted_step_s,)
     )
     yield ""
     yield "what more would buy:"
-    yield from _table(_offer(offer, predicted_step_s(found.plan)) for offer in found.offers)
+    yield from _table(_offer(offer, found.plan.predicted_step_s) for offer in found.offers)
     if found.measured_size is not None:
         yield (
             f"(only micro-batches of {found.measured_size} were measured, other sizes are scaled: "

@@ -9,7 +9,7 @@ from pipectl.jobs.wishes import Objective
 from pipectl.plan import Plan
 from pipectl.planner.data_parallel import Estimate, WithoutPipeline
 from pipectl.planner.explain import Explanation
-from pipectl.planner.sweep import Count, Sweep, predicted_step_s
+from pipectl.planner.sweep import Count, Sweep
 
 
 def plan_json(plan: Plan, without: WithoutPipeline | None) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def plan_json(plan: Plan, without: WithoutPipeline | None) -> dict[str, Any]:
     return {
         **document,
         "objective": Objective.STEP_TIME,
-        "value_s": predicted_step_s(plan),
+        "value_s": plan.predicted_step_s,
         "lower_bound_s": search and search.step_lower_bound_s,
         "gap": search and search.gap,
         "planning_s": search and search.planning_s,
@@ -39,13 +39,13 @@ def plan_json(plan: Plan, without: WithoutPipeline | None) -> dict[str, Any]:
 
 def explanation_json(found: Explanation) -> dict[str, Any]:
     """All answers of ``--explain``."""
-    step_s = predicted_step_s(found.plan)
+    step_s = found.plan.predicted_step_s
     return {
         "binds": "link" if found.link_binds else "rank",
         "busiest_rank": asdict(found.parts),
         "busiest_link": found.link and asdict(found.link),
         "alternatives": [
-            {"difference": other.difference, "step_time_s": predicted_step_s(other.plan)}
+            {"difference": other.difference, "step_time_s": other.plan.predicted_step_s}
             for other in found.alternatives
         ],
         "offers": [

@@ -115,10 +115,8 @@ def _request(subject: Subject, wishes: Wishes) -> BalanceRequest:
 
 def _bandwidth(subject: Subject, wishes: Wishes) -> float | None:
     """Of the links, if the user says what they are; the scale of messages is already in it."""
-    cluster = subject.cluster
-    link = cluster.between_nodes if len(cluster.nodes) > 1 else cluster.within_node
     said = wishes.bandwidth_bytes_per_s is not None or subject.file is not None
-    return link.bandwidth_bytes_per_s if said else None
+    return subject.cluster.widest_link.bandwidth_bytes_per_s if said else None
 
 
 def _machines(cluster: Cluster, ranks: int) -> Cluster:

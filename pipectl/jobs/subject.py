@@ -88,15 +88,12 @@ def subject_of_profile(profile: Profile, wishes: Wishes) -> Subject:
 def _allowed(request: PlanRequest, wishes: Wishes) -> PlanRequest:
     """The request with the techniques that the planner may choose."""
     allow = set(wishes.allow)
-    split, replicas = Technique.SPLIT in allow, Technique.REPLICAS in allow
+    named = {Technique.REPLICAS: Replication.WHOLE, Technique.SPLIT: Replication.SPLIT}
+    shared: list[Replication | None] = [way for name, way in named.items() if name in allow]
     return replace(
         request,
-        replicas=None if split or replicas else request.replicas,
-        replication=None
-        if split and replicas
-        else Replication.SPLIT
-        if split
-        else Replication.WHOLE,
+        replicas=None if shared else request.replicas,
+        replication=None if len(shared) > 1 else (shared or [request.replication])[0],
         recompute=None if Technique.RECOMPUTE in allow else request.recompute,
         offload=None if Technique.OFFLOAD in allow else request.offload,
         backward_apart=None if Technique.PIPEFB in allow else request.backward_apart,

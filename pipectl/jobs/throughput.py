@@ -116,12 +116,11 @@ def find_throughput(subject: Subject, deadline: Deadline) -> Throughput:
 
 def _request(subject: Subject) -> ThroughputRequest:
     cluster, request, profile = subject.cluster, subject.request, subject.profile
-    link = cluster.between_nodes if len(cluster.nodes) > 1 else cluster.within_node
     own = -(-request.batch_size // profile.micro_batch_size)
     return ThroughputRequest(
         devices=cluster.ranks,
         memory_limit_bytes=request.memory_limit_bytes,
-        bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
+        bandwidth_bytes_per_s=cluster.widest_link.bandwidth_bytes_per_s,
         micro_batches=request.micro_batches or own,
     )
 

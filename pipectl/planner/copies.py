@@ -10,7 +10,7 @@ from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan, Replication
 from pipectl.planner.other_clusters import with_ranks
-from pipectl.planner.replica_costs import ReplicaChoice
+from pipectl.planner.replica_costs import ReplicaChoice, members_of
 from pipectl.planner.replica_judge import judged
 from pipectl.planner.replicated import orders
 from pipectl.planner.request import PlanRequest
@@ -71,8 +71,7 @@ def _copied(
     profile: Profile, plan: Plan, request: PlanRequest, copies: int
 ) -> Iterator[ReplicaChoice]:
     """With replicas that are neighbours, and with copies one behind the other."""
-    index = {operator.id: number for number, operator in enumerate(profile.operators)}
-    members = tuple(tuple(sorted(index[node] for node in stage.nodes)) for stage in plan.stages)
+    members = members_of(profile, (stage.nodes for stage in plan.stages))
     firsts = [stage.ranks[0] for stage in plan.stages]
     together = tuple(tuple(first * copies + copy for copy in range(copies)) for first in firsts)
     apart = tuple(tuple(first + copy * plan.ranks for copy in range(copies)) for first in firsts)

@@ -14,9 +14,10 @@ from math import ceil
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
+from pipectl.planner.hybrid import ClusterRules
 from pipectl.planner.other_clusters import with_nodes, with_ranks
 from pipectl.planner.request import PlanRequest
-from pipectl.planner.sweep import Planner, predicted_step_s
+from pipectl.planner.sweep import Planner
 from pipectl.profile import Profile
 
 CLEARLY = 0.99
@@ -58,7 +59,7 @@ class WithoutPipeline:
 
         A plan that has one stage is no pipeline, and only beaten by what is faster.
         """
-        step_s = predicted_step_s(plan)
+        step_s = plan.predicted_step_s
         found = [each for each in (self.single, self.data_parallel) if each is not None]
         fast = [each for each in found if each.step_s < CLEARLY * step_s]
         return min(fast, key=lambda each: each.step_s, default=None)
@@ -77,15 +78,6 @@ def without_pipeline(
     return WithoutPipeline(alone, found, _NO_ROOM if found is None else "")
 
 
-def all_reduce_s(cluster: Cluster, size_bytes: float) -> float:
-    """A ring over all ranks, in the order of their numbers."""
-    ranks = cluster.ranks
-    if ranks == 1:
-        return 0.0
-    links = (cluster.link(rank, (rank + 1) % ranks) for rank in range(ranks))
-    return 2 * (ranks - 1) * max(link.transfer_s(size_bytes / ranks) for link in set(links))
-
-
 def _data_parallel(
     profile: Profile, cluster: Cluster, request: PlanRequest, planner: Planner
 ) -> Estimate | None:
@@ -100,7 +92,7 @@ def _data_parallel(
         return None
     slowest = max(fitting, key=lambda each: each.step_s)
     crowding = max(1.0, max(node.ranks / node.cores for node in cluster.nodes))
-    reduction_s = all_reduce_s(with_ranks(cluster, ranks), _gradient_bytes(profile))
+    reduction_s = ClusterRules(cluster).reduce_s(_gradient_bytes(profile), range(ranks))
     step_s = slowest.step_s * crowding + reduction_s
     return Estimate(ranks, step_s, reduction_s, slowest.peak_memory_bytes)
 
@@ -124,7 +116,7 @@ def _whole(
     except (InfeasibleError, OutOfTimeError):
         return None
     assert plan.prediction is not None
-    return Estimate(ranks, predicted_step_s(plan), 0.0, max(plan.prediction.peak_memory_bytes))
+    return Estimate(ranks, plan.predicted_step_s, 0.0, max(plan.prediction.peak_memory_bytes))
 
 
 def _gradient_bytes(profile: Profile) -> int:

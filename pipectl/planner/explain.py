@@ -17,7 +17,7 @@ from pipectl.planner.other_clusters import with_faster_links, with_memory, with_
 from pipectl.planner.policies import OWN
 from pipectl.planner.request import PlanRequest
 from pipectl.planner.step_parts import LinkLoad, StepParts, busiest_link, step_parts
-from pipectl.planner.sweep import Planner, predicted_step_s
+from pipectl.planner.sweep import Planner
 from pipectl.profile import Profile
 from pipectl.schedule import NAMES
 from pipectl.simulate import simulate
@@ -176,7 +176,7 @@ def _twice_the_micro_batches(subject: _Subject) -> Offer:
 
 def _offer(change: str, plan: Callable[[], Plan]) -> Offer:
     try:
-        return Offer(change, predicted_step_s(plan()))
+        return Offer(change, plan().predicted_step_s)
     except (InfeasibleError, OutOfTimeError) as error:
         return Offer(change, reason=error.message)
 
@@ -187,9 +187,9 @@ def _alternatives(subject: _Subject, others: Iterable[Plan]) -> tuple[Alternativ
     for other in (*others, *_variations(subject)):
         words = difference(subject.plan, other)
         known = found.get(words)
-        if words and (known is None or predicted_step_s(other) < predicted_step_s(known)):
+        if words and (known is None or other.predicted_step_s < known.predicted_step_s):
             found[words] = other
-    ranked = sorted(found.items(), key=lambda item: (predicted_step_s(item[1]), item[0]))
+    ranked = sorted(found.items(), key=lambda item: (item[1].predicted_step_s, item[0]))
     return tuple(Alternative(words, other) for words, other in ranked[:MOST_ALTERNATIVES])
 
 

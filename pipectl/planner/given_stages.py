@@ -9,7 +9,7 @@ from math import ceil
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan, Replication, StageCost
 from pipectl.planner.problem import assumptions_of, baseline_bytes
-from pipectl.planner.replica_costs import ReplicaChoice, ReplicaPlans
+from pipectl.planner.replica_costs import ReplicaChoice, ReplicaPlans, members_of
 from pipectl.planner.request import PlanRequest
 from pipectl.profile import Profile
 from pipectl.schedule import default_warm_up
@@ -34,9 +34,8 @@ def plan_of_stages(
             on another kind of device than the profile was measured on; None elsewhere.
     """
     size = ceil(request.batch_size / _micro_batches(profile, request))
-    index = {operator.id: number for number, operator in enumerate(profile.operators)}
     choice = ReplicaChoice(
-        members=tuple(tuple(sorted(index[node] for node in nodes)) for nodes in stages),
+        members=members_of(profile, stages),
         ranks=tuple((rank,) for rank in range(len(stages))),
         size=size,
         replication=Replication.WHOLE,

@@ -128,24 +128,14 @@ def _best(plans: list[Plan], cluster: Cluster, request: PlanRequest) -> Plan:
             "memory limit of a rank",
             cure="set pipeline.schedule to auto, use more ranks, or raise the limit",
         )
-    chosen = min(fitting, key=_step_time_s)
+    chosen = min(fitting, key=lambda plan: plan.predicted_step_s)
     return replace(chosen, memory_limit_bytes=request.memory_limit_bytes)
-
-
-def _step_time_s(plan: Plan) -> float:
-    assert plan.prediction is not None
-    return plan.prediction.step_time_s
 
 
 def _excess(plan: Plan, cluster: Cluster, request: PlanRequest) -> float:
     """The most that a rank holds beyond its limit."""
     assert plan.prediction is not None
-    limits = (
-        min(
-            limit if limit is not None else float("inf")
-            for limit in (request.memory_limit_bytes, cluster.device(rank).memory_bytes)
-        )
-        for rank in range(cluster.ranks)
+    return max(
+        peak - cluster.memory_of(rank, request.memory_limit_bytes)
+        for rank, peak in enumerate(plan.prediction.peak_memory_bytes)
     )
-    peaks = plan.prediction.peak_memory_bytes
-    return max(peak - limit for peak, limit in zip(peaks, limits, strict=True))

@@ -16,11 +16,8 @@ from typing import NamedTuple
 
 from pipectl.cluster import ASSUMED_HOST, Cluster
 from pipectl.plan import Plan, Stage
-from pipectl.planner.replica_judge import step_time_s
+from pipectl.planner.judge import TIE
 from pipectl.planner.trials import Trials
-
-TIE = 1e-3
-"""A step that is shorter by less than this share is not worth a change."""
 
 
 class Way(NamedTuple):
@@ -133,7 +130,7 @@ def _better(best: Plan, index: int, way: Way, trials: Trials) -> Plan:
 
 
 def _is_faster(tried: Plan, best: Plan | None) -> bool:
-    return best is None or step_time_s(tried) < step_time_s(best) * (1 - TIE)
+    return best is None or tried.predicted_step_s < best.predicted_step_s * (1 - TIE)
 
 
 def _shares_ranks(plan: Plan, index: int) -> bool:

@@ -9,7 +9,7 @@ from math import ceil
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan, Replication
 from pipectl.planner.problem import assumptions_of
-from pipectl.planner.replica_costs import Members, ReplicaChoice, ReplicaPlans
+from pipectl.planner.replica_costs import Members, ReplicaChoice, ReplicaPlans, members_of
 from pipectl.planner.request import PlanRequest, warm_ups
 from pipectl.profile import Profile
 from pipectl.schedule.interleaved import NAME as INTERLEAVED
@@ -22,15 +22,13 @@ class Maker:
 
     def __init__(self, profile: Profile, cluster: Cluster, request: PlanRequest) -> None:
         self._request = request
-        self._index = {operator.id: at for at, operator in enumerate(profile.operators)}
+        self._profile = profile
         assumptions = assumptions_of(profile, cluster)
         self._plans = ReplicaPlans(profile, cluster, request, assumptions)
 
     def members(self, plan: Plan) -> Members:
         """Operator indices of a plan's stages."""
-        return tuple(
-            tuple(sorted(self._index[node] for node in stage.nodes)) for stage in plan.stages
-        )
+        return members_of(self._profile, (stage.nodes for stage in plan.stages))
 
     def flushed(
         self, members: Members, ranks: Sequence[tuple[int, ...]], size: int

@@ -107,8 +107,7 @@ class Problem:
 
     def limit_bytes(self, rank: int) -> float:
         """Memory that a rank may take: the smaller of the job's limit and its device's memory."""
-        limits = (self.request.memory_limit_bytes, self.cluster.device(rank).memory_bytes)
-        return min((limit for limit in limits if limit is not None), default=inf)
+        return self.cluster.memory_of(rank, self.request.memory_limit_bytes)
 
     @property
     def has_limits(self) -> bool:

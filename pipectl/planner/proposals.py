@@ -71,6 +71,10 @@ class Proposals:
         if request.interleave:
             yield from interleaved_proposals(self._problem, self._fitter, self._maker, found)
 
+    def plain(self, request: PlanRequest) -> Sequence[Plan]:
+        """What the search finds for a request without variants."""
+        return self._search(self._profile, self._cluster, request, self._expired)
+
     def _check(self) -> None:
         if self._expired():
             raise OutOfTimeError("planning was ended while stages were cut", cure="allow more time")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -20,6 +20,12 @@ from pipectl.profile import Profile
 
 Members = tuple[tuple[int, ...], ...]
 """Indices of the operators of every stage, ascending."""
+
+
+def members_of(profile: Profile, stages: Iterable[Iterable[str]]) -> Members:
+    """Indices of operators that are given by their ids, stage by stage."""
+    index = {operator.id: number for number, operator in enumerate(profile.operators)}
+    return tuple(tuple(sorted(index[node] for node in nodes)) for nodes in stages)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from pipectl.plan import Plan, Replication
 from pipectl.planner.hybrid import ClusterRules, HybridRequest, States, hybrid_plans
 from pipectl.planner.policies.policy import consecutive
 from pipectl.planner.problem import baseline_bytes
-from pipectl.planner.replica_costs import Members, ReplicaChoice
+from pipectl.planner.replica_costs import Members, ReplicaChoice, members_of
 from pipectl.planner.replica_judge import judged
 from pipectl.planner.replication import replica_counts
 from pipectl.planner.request import PlanRequest, micro_batch_sizes
@@ -123,7 +123,6 @@ def _of_many_ranks(
 ) -> Iterator[_Proposal]:
     """Those with the shortest steps, if a step takes its bottleneck for every micro-batch, and
     once more for every stage but one."""
-    index = {operator.id: number for number, operator in enumerate(profile.operators)}
     limit = inf if request.memory_limit_bytes is None else float(request.memory_limit_bytes)
     found = [
         (one.load_s * (count + len(one.stages) - 1), size, one)
@@ -132,8 +131,7 @@ def _of_many_ranks(
         for one in replica_counts(profile, cluster, size, count, limit_bytes=limit, expired=expired)
     ]
     for _, size, one in sorted(found, key=lambda rated: rated[:2])[:PROPOSALS]:
-        members = tuple(tuple(index[node] for node in nodes) for nodes in one.stages)
-        yield _Proposal(members, consecutive(one.replicas), size)
+        yield _Proposal(members_of(profile, one.stages), consecutive(one.replicas), size)
 
 
 def _ways(proposal: _Proposal, request: PlanRequest) -> Iterator[ReplicaChoice]:

@@ -23,7 +23,7 @@ from pipectl.planner.policies import antichain
 from pipectl.planner.policy_plans import policy_plans
 from pipectl.planner.problem import baseline_bytes
 from pipectl.planner.proof import proven
-from pipectl.planner.replica_judge import PLANNER, step_time_s
+from pipectl.planner.rating import PLANNER
 from pipectl.planner.replicated import MANY_RANKS, replicated_plans
 from pipectl.planner.request import PlanRequest
 from pipectl.planner.straight import straight_plans
@@ -99,7 +99,7 @@ def _ranked(
     else:
         found = straight_plans(profile, cluster, request, expired, alternatives)
         others = _as_others_cut(profile, cluster, request, expired)
-        if others and step_time_s(others[0]) < step_time_s(found[0]) * (1 - TIE):
+        if others and others[0].predicted_step_s < found[0].predicted_step_s * (1 - TIE):
             found = [others[0], *found]
     return [_timed(found[0], perf_counter() - started_s), *found[1:]]
 
@@ -133,7 +133,7 @@ def _with_replicas(
     found = replicated_plans(profile, cluster, request, expired)
     with suppress(*((InfeasibleError, OutOfTimeError) if found else ())):
         found = [*_several(profile, cluster, replace(request, replicas=1), expired), *found]
-    return sorted(found, key=step_time_s)
+    return sorted(found, key=lambda plan: plan.predicted_step_s)
 
 
 def _timed(plan: Plan, planning_s: float) -> Plan:

@@ -32,10 +32,9 @@ from pipectl.planner.infeasible import infeasible
 from pipectl.planner.judge import Verdict
 from pipectl.planner.partition import Space
 from pipectl.planner.problem import Problem
+from pipectl.planner.rating import PLANNER, largest_load_s
 from pipectl.planner.request import PlanRequest, stage_counts
 from pipectl.profile import Profile
-
-PLANNER = "pipectl"
 
 
 def straight_plans(
@@ -109,7 +108,7 @@ def _search(explorer: Explorer, found: Verdict, least_s: float, *, finished: boo
     bound = explorer.bound(len(plan.stages), plan.micro_batch_size, finished=finished)
     return Search(
         planner=PLANNER,
-        max_stage_load_s=_largest_load_s(plan, explorer.problem.cluster),
+        max_stage_load_s=largest_load_s(plan, explorer.problem.cluster),
         lower_bound_s=bound.load_s,
         exact=bound.exact,
         planning_s=0.0,
@@ -123,11 +122,3 @@ def _space(graph: Condensed, profile: Profile, stages: int) -> Space:
     """What to search; small blocks stay apart if there would be too few for the stages."""
     space = Space.of(graph, profile)
     return space if len(space.graph) >= stages else Space.sample(graph)
-
-
-def _largest_load_s(plan: Plan, cluster: Cluster) -> float:
-    """Forward and backward of the most loaded stage on its device."""
-    return max(
-        (stage.cost.forward_s + stage.cost.backward_s) / cluster.device(stage.ranks[0]).speed
-        for stage in plan.stages
-    )

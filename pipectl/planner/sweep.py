@@ -38,7 +38,7 @@ class Count:
     @property
     def step_s(self) -> float | None:
         """Predicted time of one optimizer step."""
-        return None if self.plan is None else predicted_step_s(self.plan)
+        return None if self.plan is None else self.plan.predicted_step_s
 
     @property
     def samples_per_s(self) -> float | None:
@@ -103,12 +103,6 @@ def sweep(
             yield _count(profile, with_nodes(cluster, number), request, planner)
 
     return Sweep(tuple(found()))
-
-
-def predicted_step_s(plan: Plan) -> float:
-    """The predicted step of a plan that has a prediction."""
-    assert plan.prediction is not None, "the planner predicts"
-    return plan.prediction.step_time_s
 
 
 def _count(profile: Profile, cluster: Cluster, request: PlanRequest, planner: Planner) -> Count:

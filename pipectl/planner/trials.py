@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from math import inf
 
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan
 from pipectl.simulate import simulate
 
 MOST_ACTIONS = 1_000_000
-"""Simulated forwards and backwards in all."""
+"""Simulated forwards and backwards of all replicas in all."""
 
 
 class Trials:
@@ -21,6 +20,7 @@ class Trials:
         limit_bytes: of every rank, besides its device's memory.
         baseline_bytes: of a process without a stage.
         expired: asked now and then; once it is true, no more is tried.
+        most_actions: to simulate, forwards and backwards of all replicas in all.
     """
 
     def __init__(
@@ -29,21 +29,24 @@ class Trials:
         limit_bytes: int | None,
         baseline_bytes: int,
         expired: Callable[[], bool] = lambda: False,
+        *,
+        most_actions: int = MOST_ACTIONS,
     ) -> None:
         self._cluster = cluster
         self._limit_bytes = limit_bytes
         self._baseline_bytes = baseline_bytes
         self._expired = expired
+        self._most_actions = most_actions
         self._actions = 0
 
     @property
     def are_over(self) -> bool:
         """Whether no more should be tried, once there is something."""
-        return self._actions > MOST_ACTIONS or self._expired()
+        return self._actions > self._most_actions or self._expired()
 
     def run(self, plan: Plan) -> Plan:
         """The plan with its prediction."""
-        self._actions += 2 * plan.micro_batches * len(plan.stages)
+        self._actions += 2 * plan.micro_batches * sum(stage.replicas for stage in plan.stages)
         baseline = self._baseline_bytes
         simulation = simulate(plan, self._cluster, process_baseline_bytes=baseline)
         return replace(plan, prediction=simulation.prediction)
@@ -64,5 +67,4 @@ class Trials:
 
     def limit_of(self, rank: int) -> float:
         """Bytes that a rank may hold."""
-        limits = (self._limit_bytes, self._cluster.device(rank).memory_bytes)
-        return min((limit for limit in limits if limit is not None), default=inf)
+        return self._cluster.memory_of(rank, self._limit_bytes)

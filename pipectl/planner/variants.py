@@ -17,10 +17,11 @@ from pipectl.cluster import ASSUMED_HOST, Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
 from pipectl.plan import Search as Findings
-from pipectl.planner.keeping import TIE, alike, ways, within_memory
+from pipectl.planner.judge import TIE
+from pipectl.planner.keeping import alike, ways, within_memory
 from pipectl.planner.problem import baseline_bytes
 from pipectl.planner.proposals import Proposals, Search
-from pipectl.planner.replica_judge import PLANNER, step_time_s, work_s
+from pipectl.planner.rating import PLANNER, preference, work_s
 from pipectl.planner.request import PlanRequest
 from pipectl.planner.trials import Trials
 from pipectl.profile import Profile
@@ -40,7 +41,10 @@ def varied_plans(
     Raises:
         InfeasibleError, OutOfTimeError: nothing fits, or nothing was found in time.
     """
-    variants = _Variants(search, profile, cluster, request, expired)
+    limit, baseline = request.memory_limit_bytes, baseline_bytes(profile)
+    trials = Trials(cluster, limit, baseline, expired)
+    proposals = Proposals(search, profile, cluster, request, expired)
+    variants = _Variants(proposals, trials, cluster, request, expired)
     found = variants.found()
     bound_s, finished = work_s(profile, cluster, request), variants.finished
     return [_described(plan, cluster, bound_s, finished=finished) for plan in found]
@@ -51,21 +55,18 @@ class _Variants:
 
     def __init__(
         self,
-        search: Search,
-        profile: Profile,
+        proposals: Proposals,
+        trials: Trials,
         cluster: Cluster,
         request: PlanRequest,
         expired: Callable[[], bool],
     ) -> None:
-        self._search = search
-        self._inputs = profile, cluster
+        self._proposals = proposals
+        self._trials = trials
         self._cluster = cluster
         self._request = request
         self._expired = expired
         self._ways = ways(request.recompute_choices, request.offload_choices)
-        limit = request.memory_limit_bytes
-        self._trials = Trials(cluster, limit, baseline_bytes(profile), expired)
-        self._proposals = Proposals(search, profile, cluster, request, expired)
         self._seen: set[Key] = set()
         self._plans: list[Plan] = []
 
@@ -101,10 +102,10 @@ class _Variants:
         reason: Exception | None = None
         for wanted in self._plain_requests():
             try:
-                found += self._search(*self._inputs, wanted, self._expired)
+                found += self._proposals.plain(wanted)
             except (InfeasibleError, OutOfTimeError) as error:
                 reason = error
-        return sorted(found, key=_preference), reason
+        return sorted(found, key=preference), reason
 
     def _plain_requests(self) -> list[PlanRequest]:
         """Where memory is short, recomputation of some stages also ends the search for plans that
@@ -130,15 +131,19 @@ class _Variants:
             if self._trials.are_over and (self._plans or tried):
                 break
             tried.append(self._trials.run(alike(plan, self._ways[0])))
-        for plan in sorted(tried, key=_preference):
+        for plan in sorted(tried, key=preference):
             if self._plans and (self._trials.are_over or not self._can_win(plan)):
                 return
             best = within_memory(plan, self._ways, self._trials, self._cluster)
             if best is not None and self._is_as_asked(best):
                 self._plans.append(best)
 
+    @property
+    def _fastest_s(self) -> float:
+        return min(plan.predicted_step_s for plan in self._plans)
+
     def _can_win(self, plan: Plan) -> bool:
-        return step_time_s(plan) < min(map(step_time_s, self._plans)) * (1 - TIE)
+        return plan.predicted_step_s < self._fastest_s * (1 - TIE)
 
     def _is_new(self, plan: Plan) -> bool:
         stages = tuple((s.nodes, s.ranks, s.backward_ranks) for s in plan.stages)
@@ -161,24 +166,20 @@ class _Variants:
     def _ranked(self, plain: Sequence[Plan]) -> list[Plan]:
         """The best plan of every shape; first what the search found, if that is not slower."""
         shapes: dict[Key, Plan] = {}
-        ordered = sorted(self._plans, key=_preference)
+        ordered = sorted(self._plans, key=preference)
         kept = [plan for plan in plain if plan in ordered and not self._is_beaten(plan)]
         for plan in [*kept, *ordered]:
             shapes.setdefault(_shape(plan), plan)
         return list(shapes.values())
 
     def _is_beaten(self, plan: Plan) -> bool:
-        return min(map(step_time_s, self._plans)) < step_time_s(plan) * (1 - TIE)
+        return self._fastest_s < plan.predicted_step_s * (1 - TIE)
 
     def _nothing(self) -> InfeasibleError:
         return InfeasibleError(
             "no feasible plan: none has all its stages offload, or all backwards on other ranks",
             cure="leave offload and backward_apart to the planner, or ask for more ranks",
         )
-
-
-def _preference(plan: Plan) -> tuple[float, int, int, int]:
-    return step_time_s(plan), len(plan.stages), sum(plan.warm_up), plan.micro_batches
 
 
 def _shape(plan: Plan) -> Key:
@@ -198,7 +199,7 @@ def _described(plan: Plan, cluster: Cluster, bound_s: float, *, finished: bool) 
         exact=False,
         planning_s=0.0,
     )
-    gap = step_time_s(plan) / bound_s - 1 if bound_s else None
+    gap = plan.predicted_step_s / bound_s - 1 if bound_s else None
     found = replace(found, step_lower_bound_s=bound_s, gap=gap)
     return replace(
         plan,

@@ -6,7 +6,8 @@ import pytest
 from pipectl.cluster import Cluster, Device, Node, assumed_cluster
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.data_parallel import Estimate, WithoutPipeline, all_reduce_s, without_pipeline
+from pipectl.planner.data_parallel import Estimate, WithoutPipeline, without_pipeline
+from pipectl.planner.hybrid import ClusterRules
 from pipectl.profile import Profile
 
 LINK = Link(0.0, 1e6)
@@ -20,6 +21,10 @@ def cluster(*ranks: int, cores: int = 1) -> Cluster:
 
 def estimates(profile: Profile, machines: Cluster, **changes: object) -> WithoutPipeline:
     return without_pipeline(profile, machines, replace(REQUEST, **changes), make_plan)
+
+
+def all_reduce_s(machines, size_bytes):
+    return ClusterRules(machines).reduce_s(size_bytes, range(machines.ranks))
 
 
 def test_a_ring_passes_all_but_a_share_twice():

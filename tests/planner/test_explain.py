@@ -7,7 +7,6 @@ from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.explain import STOPPED, Explanation, Offer, difference, explain
-from pipectl.planner.sweep import predicted_step_s
 from pipectl.profile import Operator, Profile
 
 REQUEST = PlanRequest(name="test", batch_size=64)
@@ -31,13 +30,13 @@ def offers(found: Explanation) -> dict[str, Offer]:
 def test_another_node_helps_a_model_that_can_be_cut_further(chain: Callable[..., Profile]):
     found = explained(chain(12), cluster(2))
     offer = offers(found)["one more node"]
-    assert offer.step_s == predicted_step_s(make_plan(chain(12), cluster(3), REQUEST))
-    assert offer.gain(predicted_step_s(found.plan)) > 0.2
+    assert offer.step_s == make_plan(chain(12), cluster(3), REQUEST).predicted_step_s
+    assert offer.gain(found.plan.predicted_step_s) > 0.2
 
 
 def test_another_node_is_nothing_to_a_model_that_cannot(chain: Callable[..., Profile]):
     found = explained(chain(2), cluster(2))
-    assert offers(found)["one more node"].gain(predicted_step_s(found.plan)) == 0.0
+    assert offers(found)["one more node"].gain(found.plan.predicted_step_s) == 0.0
 
 
 def test_memory_is_offered_where_it_is_limited(chain: Callable[..., Profile]):
@@ -74,13 +73,13 @@ def test_replicas_are_offered_where_one_operator_has_the_work(
     profile = make_profile(operators, [(0, 1), (1, 2)])
     found = explained(profile, cluster(4))
     offer = offers(found)["stages with replicas"]
-    assert offer.gain(predicted_step_s(found.plan)) > 0.3
+    assert offer.gain(found.plan.predicted_step_s) > 0.3
     assert "stages with replicas" not in offers(explained(profile, cluster(1)))
 
 
 def test_alternatives_differ_and_are_ranked(chain: Callable[..., Profile]):
     found = explained(chain(8), cluster(4))
-    times = [predicted_step_s(other.plan) for other in found.alternatives]
+    times = [other.plan.predicted_step_s for other in found.alternatives]
     assert len(times) >= 2
     assert times == sorted(times)
     assert all(difference(found.plan, other.plan) for other in found.alternatives)

@@ -80,9 +80,7 @@ class ClusterRules:
 
     def memory_bytes(self, rank: int) -> float:
         """The smaller of the device's memory and the limit, less what a process takes."""
-        device_bytes = self._cluster.device(rank).memory_bytes
-        most = self._limit_bytes if device_bytes is None else min(self._limit_bytes, device_bytes)
-        return max(0.0, most - self._taken_bytes)
+        return max(0.0, self._cluster.memory_of(rank, self._limit_bytes) - self._taken_bytes)
 
     def transfer_s(
         self, size_bytes: float, senders: Sequence[int], receivers: Sequence[int]

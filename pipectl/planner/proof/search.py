@@ -138,7 +138,7 @@ class _Proof:
 
     def search(self, *, complete: bool) -> Search:
         """What is known of the best plan now."""
-        given, step_s = self._given.search, _step_s(self.best)
+        given, step_s = self._given.search, self.best.predicted_step_s
         assert given is not None
         least_s = given.step_lower_bound_s or 0.0
         if complete:
@@ -159,7 +159,7 @@ class _Proof:
     @property
     def _limit_s(self) -> float:
         """Steps from here on are not better."""
-        return _step_s(self.best) * (1 - SAME)
+        return self.best.predicted_step_s * (1 - SAME)
 
     def _explore(self, arrangement: Arrangement) -> bool:
         """Queue what could be better; whether everything was looked at."""
@@ -265,8 +265,3 @@ def _room(stages: int) -> Promising:
         np.zeros(room, np.int64),
         np.zeros(2, np.int64),
     )
-
-
-def _step_s(plan: Plan) -> float:
-    assert plan.prediction is not None
-    return plan.prediction.step_time_s

@@ -165,6 +165,6 @@ def _moved(cluster: Cluster, size_bytes: Floats, counts: Sequence[int]) -> Float
 
 def _reduce(cluster: Cluster, counts: Sequence[int], micro_batches: int) -> Floats:
     """In a ring, every replica passes on an n-th of its gradients 2 (n - 1) times."""
-    link = cluster.between_nodes if len(cluster.nodes) > 1 else cluster.within_node
+    link = cluster.widest_link
     rate = link.hold_s(REFERENCE_BYTES) / REFERENCE_BYTES
     return np.array([2 * (count - 1) / count * rate / micro_batches for count in counts])

@@ -1,0 +1,39 @@
+"""What plans are compared by, and what bounds their steps."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from pipectl.cluster import Cluster
+from pipectl.plan import Plan, Stage
+from pipectl.planner.costs import operator_times
+from pipectl.planner.request import PlanRequest, micro_batch_sizes
+from pipectl.profile import Profile
+
+PLANNER = "pipectl"
+
+
+def preference(plan: Plan) -> tuple[float, int, int, int]:
+    """Lower is better: the predicted step, then the simpler plan."""
+    return plan.predicted_step_s, len(plan.stages), sum(plan.warm_up), plan.micro_batches
+
+
+def largest_load_s(plan: Plan, cluster: Cluster) -> float:
+    """Forward and backward of a micro-batch in the most loaded stage, whose replicas share it."""
+    return max(_load_s(stage, cluster) for stage in plan.stages)
+
+
+def work_s(profile: Profile, cluster: Cluster, request: PlanRequest) -> float:
+    """All work of a step, at the size at which a sample takes least, spread over all devices."""
+    speed = sum(cluster.device(rank).speed for rank in range(cluster.ranks))
+    sizes = micro_batch_sizes(request, request.batch_size)
+    slices = {ceil(size / count) for size in sizes for count in range(1, cluster.ranks + 1)}
+    samples_s = (
+        sum(map(sum, operator_times(profile, size).cached)) / size for size in sorted(slices)
+    )
+    return min(samples_s) * request.batch_size / speed
+
+
+def _load_s(stage: Stage, cluster: Cluster) -> float:
+    slowest = min(cluster.device(rank).speed for rank in stage.ranks)
+    return (stage.cost.forward_s + stage.cost.backward_s) / (stage.replicas * slowest)
