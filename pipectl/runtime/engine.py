@@ -16,10 +16,9 @@ from pipectl.graph import TransferKind
 from pipectl.runtime.device import Device
 from pipectl.runtime.stage import StageRuntime
 from pipectl.runtime.transport import Message, Posted, Tensors, Transport
-from pipectl.schedule import Actions, Channel, Kind
+from pipectl.schedule import Action, Actions, Channel, Kind
 from pipectl.timeline import Event
 
-Row = tuple[int, ...]
 Batch = tuple[Any, Any]
 
 
@@ -101,7 +100,7 @@ class Engine:
         self._loss = Slot(cut.graph.loss)
         # Called with (samples, results, targets) where the loss of an evaluation is computed.
         self.on_evaluated: Callable[[int, Tensors, Any], None] | None = None
-        self._handlers: dict[int, Callable[[int, int, int], None]] = {
+        self._handlers: dict[int, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.EVALUATE: self._evaluate,
@@ -125,104 +124,116 @@ class Engine:
         self._made: dict[tuple[TransferKind, int], Tensors] = {}
         self._loaded: dict[int, Batch] = {}
         self._count = 0
-        for kind, stage, micro_batch, channel, *_ in actions.rows.tolist():
+        for row in actions.rows.tolist():
+            action = Action(*row)
             start = time.perf_counter()
-            self._doing.stage = stage
-            self._doing.action = f"{Kind(kind).name} micro-batch {micro_batch}"
-            if Kind(kind).is_compute:
+            self._doing.stage = action.stage
+            self._doing.action = f"{Kind(action.kind).name} micro-batch {action.micro_batch}"
+            if Kind(action.kind).is_compute:
                 self._made.clear()  # what was made before is sent, or waits with its send
-            if kind == Kind.UPDATE:
+            if action.kind == Kind.UPDATE:
                 update()
             else:
-                self._handlers[kind](stage, micro_batch, channel)
-            self._record(Kind(kind), stage, micro_batch, start)
+                self._handlers[action.kind](action)
+            self._record(action, start)
         return self._out
 
-    def _record(self, kind: Kind, stage: int, micro_batch: int, start: float) -> None:
-        end = time.perf_counter()
+    def _record(self, action: Action, start: float) -> None:
+        end, kind = time.perf_counter(), Kind(action.kind)
         if kind.is_compute:
             self._out.busy_s += end - start if kind is not Kind.UPDATE else 0.0
             self._transport.progress()
         elif kind not in (Kind.SEND_WAIT, Kind.RECEIVE_WAIT):
             return
         name = kind.name.lower() if kind.is_compute else "wait"
-        self._out.events.append(Event(self._rank, start, end, name, stage, micro_batch))
+        self._out.events.append(
+            Event(self._rank, start, end, name, action.stage, action.micro_batch)
+        )
 
-    def _forward(self, stage: int, micro_batch: int, _: int) -> None:
-        runtime, size = self._stages[stage], self._given.sizes[micro_batch]
+    def _forward(self, action: Action) -> None:
+        stage, micro_batch = action.stage, action.micro_batch
+        runtime, size = self._stages[stage], self._samples(action)
         arrived = self._arrived.pop((TransferKind.ACTIVATION, stage, micro_batch), {})
-        inputs = self._inputs(runtime, micro_batch)
-        self._release(stage, micro_batch)
+        inputs = self._inputs(runtime, action)
+        self._release(action)
         made = runtime.forward(micro_batch, size, self._seed(micro_batch), inputs, arrived)
         if self._loss in made:
             loss = made[self._loss]
             assert loss is not None
             self._out.losses.append(loss)
-        self._deliver(TransferKind.ACTIVATION, stage, micro_batch, made)
+        self._deliver(TransferKind.ACTIVATION, action, made)
 
-    def _backward(self, stage: int, micro_batch: int, _: int) -> None:
+    def _backward(self, action: Action) -> None:
+        stage, micro_batch = action.stage, action.micro_batch
         gradients = self._arrived.pop((TransferKind.GRADIENT, stage, micro_batch), {})
         ordered = dict(sorted(gradients.items(), key=self._latest_use, reverse=True))
         made = self._stages[stage].backward(
             micro_batch, ordered, self._loss, self._given.weights[micro_batch], self._given.scale
         )
-        self._deliver(TransferKind.GRADIENT, stage, micro_batch, made)
+        self._deliver(TransferKind.GRADIENT, action, made)
 
-    def _evaluate(self, stage: int, micro_batch: int, _: int) -> None:
-        runtime, size = self._stages[stage], self._given.sizes[micro_batch]
+    def _evaluate(self, action: Action) -> None:
+        stage, micro_batch = action.stage, action.micro_batch
+        runtime, size = self._stages[stage], self._samples(action)
         arrived = self._arrived.pop((TransferKind.ACTIVATION, stage, micro_batch), {})
-        inputs = self._inputs(runtime, micro_batch, training=False)
+        inputs = self._inputs(runtime, action, training=False)
         made = runtime.evaluate(size, self._seed(micro_batch), inputs, arrived)
         if stage == self._cut.loss_stage and self.on_evaluated is not None:
             targets = self._batch(micro_batch)[1]
             self.on_evaluated(size, {**arrived, **made}, targets)
-        self._release(stage, micro_batch)
-        self._deliver(TransferKind.ACTIVATION, stage, micro_batch, made)
+        self._release(action)
+        self._deliver(TransferKind.ACTIVATION, action, made)
 
-    def _deliver(self, kind: TransferKind, stage: int, micro_batch: int, made: Tensors) -> None:
+    def _deliver(self, kind: TransferKind, action: Action, made: Tensors) -> None:
         """Keep results for the sends that follow; hand them to stages on this rank at once."""
-        self._made[kind, stage] = made
+        self._made[kind, action.stage] = made
         for lane in self._local:
-            if lane.kind is kind and lane.source == stage:
-                target = self._arrived.setdefault((kind, lane.target, micro_batch), {})
+            if lane.kind is kind and lane.source == action.stage:
+                place = kind, lane.target, action.micro_batch
+                target = self._arrived.setdefault(place, {})
                 target.update({slot: made.get(slot) for slot in self._cut.lanes[lane]})
 
-    def _send_start(self, stage: int, micro_batch: int, channel: int) -> None:
-        lane = self._lanes[channel]
-        self._sends[channel, micro_batch] = self._transport.start_send(
-            Message(lane, micro_batch),
-            self._given.sizes[micro_batch],
-            self._channels[channel].target_rank,
-            self._made[lane.kind, stage],
+    def _send_start(self, action: Action) -> None:
+        lane = self._lanes[action.channel]
+        self._sends[action.channel, action.micro_batch] = self._transport.start_send(
+            Message(lane, action.micro_batch),
+            self._samples(action),
+            self._channels[action.channel].target_rank,
+            self._made[lane.kind, action.stage],
         )
 
-    def _send_wait(self, _: int, micro_batch: int, channel: int) -> None:
-        self._transport.finish_send(self._sends.pop((channel, micro_batch)))
+    def _send_wait(self, action: Action) -> None:
+        self._transport.finish_send(self._sends.pop((action.channel, action.micro_batch)))
 
-    def _receive_start(self, _: int, micro_batch: int, channel: int) -> None:
-        self._receives[channel, micro_batch] = self._transport.start_receive(
-            Message(self._lanes[channel], micro_batch),
-            self._given.sizes[micro_batch],
-            self._channels[channel].source_rank,
+    def _receive_start(self, action: Action) -> None:
+        self._receives[action.channel, action.micro_batch] = self._transport.start_receive(
+            Message(self._lanes[action.channel], action.micro_batch),
+            self._samples(action),
+            self._channels[action.channel].source_rank,
         )
 
-    def _receive_wait(self, stage: int, micro_batch: int, channel: int) -> None:
-        lane = self._lanes[channel]
+    def _receive_wait(self, action: Action) -> None:
+        lane = self._lanes[action.channel]
         tensors = self._transport.finish_receive(
-            Message(lane, micro_batch),
-            self._given.sizes[micro_batch],
-            self._channels[channel].source_rank,
-            self._receives.pop((channel, micro_batch)),
+            Message(lane, action.micro_batch),
+            self._samples(action),
+            self._channels[action.channel].source_rank,
+            self._receives.pop((action.channel, action.micro_batch)),
         )
-        self._arrived.setdefault((lane.kind, stage, micro_batch), {}).update(tensors)
+        place = lane.kind, action.stage, action.micro_batch
+        self._arrived.setdefault(place, {}).update(tensors)
+
+    def _samples(self, action: Action) -> int:
+        """Samples that an action computes or moves."""
+        return self._given.sizes[action.micro_batch]
 
     def _inputs(
-        self, runtime: StageRuntime, micro_batch: int, *, training: bool = True
+        self, runtime: StageRuntime, action: Action, *, training: bool = True
     ) -> dict[str, Tensor]:
-        names = runtime.inputs(training, self._given.sizes[micro_batch])
+        names = runtime.inputs(training, self._samples(action))
         if not names:
             return {}
-        leaves = pytree.tree_leaves(self._batch(micro_batch))
+        leaves = pytree.tree_leaves(self._batch(action.micro_batch))
         known = dict(zip(self._cut.graph.inputs, leaves, strict=True))
         target = self._device.torch_device
         return {name: known[name].to(target) for name in names}
@@ -234,10 +245,10 @@ class Engine:
             self._count += 1
         return self._loaded[micro_batch]
 
-    def _release(self, stage: int, micro_batch: int) -> None:
+    def _release(self, action: Action) -> None:
         """Drop a loaded micro-batch behind the last stage of this rank."""
-        if stage == max(self._stages):
-            self._loaded.pop(micro_batch, None)
+        if action.stage == max(self._stages):
+            self._loaded.pop(action.micro_batch, None)
 
     def _seed(self, micro_batch: int) -> int:
         return seed_of(*self._given.seed, micro_batch)
