@@ -9,6 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipectl.planner.exact.balance import balance
+from pipectl.planner.exact.decide import Decider
+from pipectl.planner.exact.lattice import all_downsets
+from pipectl.planner.exact.load_model import load_model
 from pipectl.planner.exact.request import BalanceRequest, DeviceKind
 from pipectl.profile import Operator, Profile
 
@@ -171,6 +174,19 @@ def test_value_of_ten_operators_on_four_devices_is_that_of_the_enumeration(profi
 
 
 @SEARCHES
+@given(profiles(), requests)
+def test_a_bound_just_above_the_enumeration_is_kept_and_one_below_is_not(profile, request):
+    expected = enumerated(profile, request)
+    model = load_model(profile, request)
+    lattice = all_downsets(model, 10_000, lambda: False)
+    decider = Decider(model, request, lattice)
+    if 0 < expected < float("inf"):
+        found = decider.below(expected * (1 + 1e-9) + 1e-12, lambda: False)
+        assert found.value_s(model) == pytest.approx(expected, rel=1e-8, abs=1e-11)
+        assert decider.below(expected * (1 - 1e-9), lambda: False) is None
+
+
+@SEARCHES
 @given(profiles(), requests, st.integers(0, 6))
 def test_bound_holds_wherever_the_search_ends(profile, request, looks):
     remaining = iter(range(looks))
@@ -197,6 +213,18 @@ def test_chain_is_cut_evenly():
     found = balance(chain(6), BalanceRequest(3))
     assert [stage.nodes for stage in found.stages] == [("n0", "n1"), ("n2", "n3"), ("n4", "n5")]
     assert (found.value_s, found.lower_bound_s) == (2.0, pytest.approx(2.0))
+
+
+def test_a_larger_first_stage_is_worse_where_its_value_takes_longer_to_move():
+    seconds, moved = (1.0, 1.0, 5.0, 5.0), (0.5, 3.0, 0.5, 0.0)
+    costs = zip(seconds, moved, strict=True)
+    operators = [operator(n, forward_s=s, transfer_s=t) for n, (s, t) in enumerate(costs)]
+    profile = profile_of(operators, [(f"n{n}", f"n{n + 1}") for n in range(3)])
+    model = load_model(profile, BalanceRequest(3))
+    decider = Decider(model, BalanceRequest(3), all_downsets(model, 10, lambda: False))
+    found = decider.below(7.1, lambda: False)
+    assert found.blocks == ((0,), (1, 2), (3,))
+    assert found.loads_s(model) == [1.5, 7.0, 5.5]
 
 
 def test_bandwidth_counts_both_ways_at_both_ends():

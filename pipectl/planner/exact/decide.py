@@ -51,7 +51,7 @@ class Decider:
         fewest = np.full_like(allowed, NEVER)
         fewest[0] = 0
         reached = Reached(fewest, np.zeros_like(allowed))
-        limits = Limits(bound_s, model.limit_bytes, model.costs, allowed)
+        limits = Limits(bound_s, model.limit_bytes, model.costs, self._cut_s, allowed)
         start = 0
         while start < len(lattice) - 1:
             if expired():

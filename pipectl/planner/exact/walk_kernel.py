@@ -31,12 +31,14 @@ class Limits(NamedTuple):
         bound_s: loads must be below.
         bytes_: most memory of an accelerator.
         costs: [blocks, 3] seconds on an accelerator and on a CPU, bytes.
+        cut_s: transfers across the border of every downset.
         allowed: [downsets, CPUs + 1] most accelerators in front of the rest.
     """
 
     bound_s: float
     bytes_: float
     costs: Floats
+    cut_s: Floats
     allowed: Ints
 
 
@@ -117,7 +119,7 @@ def _walk(
     """
     _, larger_at, larger, added = steps
     transfer_s, users_at, _, values_at, values = moves
-    bound_s, most_bytes, costs, allowed = limits
+    bound_s, most_bytes, costs, _, allowed = limits
     fewest, before = reached
     at, arc, blocks = np.zeros((3, len(costs) + 1), dtype=np.int64)
     sums = np.zeros((len(costs) + 1, 4))
@@ -157,6 +159,25 @@ def _walk(
 
 
 @compiled
+def _dominated(steps: Steps, limits: Limits, fewest: Ints, start: int) -> bool:
+    """Whether a downset with one block more is reached with as little, and no worse to go on from.
+
+    Loads are submodular: a block without which the load of all that remains is no larger, adds to
+    every later stage that holds it, so the same stages without it are none the worse.
+    """
+    for place in range(steps.larger_at[start], steps.larger_at[start + 1]):
+        larger = steps.larger[place]
+        grown_s = limits.cut_s[larger] - limits.cut_s[start]
+        if grown_s <= limits.costs[steps.added[place], 0]:
+            worse = 0
+            for cpus in range(fewest.shape[1]):
+                worse += fewest[larger, cpus] > fewest[start, cpus]
+            if worse == 0:
+                return True
+    return False
+
+
+@compiled
 def reach(
     steps: Steps, moves: Moves, limits: Limits, reached: Reached, first: int, most: int
 ) -> int:
@@ -174,7 +195,9 @@ def reach(
     for start in range(first, full):
         if taken > most:
             return start
-        if reached.fewest[start].min() < NEVER:
+        if reached.fewest[start].min() < NEVER and not _dominated(
+            steps, limits, reached.fewest, start
+        ):
             _look_around(steps, moves, start, fresh)
             taken += _walk(steps, moves, limits, reached, start, fresh)
             if reached.fewest[full].min() < NEVER:
