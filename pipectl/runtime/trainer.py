@@ -71,7 +71,7 @@ class Trainer:
     def train(self) -> None:
         """Run all steps, evaluations and checkpoints."""
         self._telemetry.state("warming up")
-        self._learn_layouts()
+        self.learn_layouts()
         self._telemetry.state("training")
         steps, training = self._spec.training.steps, self._setup.batches
         planned = list(islice(iter(training), steps))
@@ -92,7 +92,7 @@ class Trainer:
         scale = 1.0 if self._loss_scale is None else self._loss_scale.value
         given = StepInput(sizes, (), islice(loaded, len(sizes)), seed, scale)
         given = replace(given, **self._weights(given))
-        out = self._setup.training.run(self._program(len(sizes)), given, self._update)
+        out = self._setup.training.run(self._program(len(sizes)), given, self.update)
         if traced:
             self._write_timeline(out, start)
         self._telemetry.report(
@@ -110,7 +110,8 @@ class Trainer:
             )
         )
 
-    def _update(self) -> None:
+    def update(self) -> None:
+        """End a step: shared gradients, loss scale, clipping, optimizer and learning rate."""
         self._shared.reduce()
         self._gradient_norm = math.nan
         self._used_rate = self._stepper.learning_rate
@@ -153,7 +154,7 @@ class Trainer:
     def _lower(self, micro_batches: int) -> Actions:
         return lower(self._setup.plan, self._rank, micro_batches).body
 
-    def _learn_layouts(self) -> None:
+    def learn_layouts(self) -> None:
         """Send one micro-batch of every size through, so that both ends know all layouts.
 
         It leaves no trace: buffers are put back, gradients are dropped.

@@ -1,0 +1,128 @@
+"""A rank of ``peer.py``: trains one model in turns by pipectl's engine and by torch's pipelining.
+
+Both run in the same processes, so that whatever else the machine does hits them alike. Started as
+``mpiexec -n RANKS python -m mpi4py peer.py FOLDER``; the folder holds ``case.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch.distributed import pipelining
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "corpus"))
+
+import packages
+
+from pipectl.capture import CapturedJob
+from pipectl.capture.data import split_batch
+from pipectl.plan import Plan
+from pipectl.runs import RunDirectory
+from pipectl.runtime.device import CpuDevice
+from pipectl.runtime.engine import Doing, StepInput
+from pipectl.runtime.setup import Setup
+from pipectl.runtime.trainer import Trainer
+from pipectl.runtime.transport import Progress, choose_progress
+from pipectl.schedule import lower
+from pipectl.spec import JobSpec, load
+
+Step = Callable[[int], None]
+Case = dict[str, Any]
+
+
+def ours(spec: JobSpec, plan: Plan, progress: Progress, folder: Path, batch: Any) -> Step:
+    """A training step of pipectl's engine, as the worker runs it."""
+    job = CapturedJob(spec)
+    setup = Setup(MPI.COMM_WORLD, job, plan, CpuDevice(), Doing(), progress)
+    trainer = Trainer(setup, RunDirectory(folder), 1)
+    trainer.learn_layouts()
+    program = lower(plan, MPI.COMM_WORLD.rank).body
+    sizes = split_batch(spec.training.batch_size, plan.micro_batch_size)
+    weights = [size / spec.training.batch_size for size in sizes]
+    pieces = list(zip(*(tensor.split(plan.micro_batch_size) for tensor in batch), strict=True))
+
+    def step(number: int) -> None:
+        given = StepInput(sizes, weights, iter(pieces), (0, number))
+        setup.training.run(program, given, trainer.update)
+
+    return step
+
+
+def theirs(spec: JobSpec, split: list[str], name: str, batch: Any, micro_batches: int) -> Step:
+    """The same by torch.distributed.pipelining over gloo, split in front of the named modules."""
+    step = CapturedJob(spec).step
+    size = spec.training.batch_size // micro_batches
+    points = dict.fromkeys(split, pipelining.SplitPoint.BEGINNING)
+    pipe = pipelining.pipeline(step.model, (batch[0][:size],), split_spec=points)
+    mine = range(MPI.COMM_WORLD.rank, pipe.num_stages, MPI.COMM_WORLD.size)
+    stages = [pipe.build_stage(index, torch.device("cpu")) for index in mine]
+    schedule = getattr(pipelining, f"Schedule{name}")
+    held = stages if issubclass(schedule, PipelineScheduleMulti) else stages[0]
+    runs = schedule(held, micro_batches, loss_fn=step.loss)
+    parameters = [p for stage in stages for p in stage.submod.parameters()]
+    optimizer = torch.optim.AdamW(parameters, **spec.optimizer.kwargs)
+    given = (batch[0],) if any(stage.is_first for stage in stages) else ()
+    target = {"target": batch[1]} if any(stage.is_last for stage in stages) else {}
+
+    def train(_: int) -> None:
+        runs.step(*given, **target)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return train
+
+
+def timed(step: Step, steps: int) -> float:
+    """Seconds a step, over all ranks, behind one that is not counted."""
+    step(0)
+    MPI.COMM_WORLD.Barrier()
+    start = time.perf_counter()
+    for number in range(1, steps + 1):
+        step(number)
+    MPI.COMM_WORLD.Barrier()
+    return (time.perf_counter() - start) / steps
+
+
+def contenders(case: Case, folder: Path, progress: Progress) -> Iterator[tuple[str, Step]]:
+    """All that take part, by name."""
+    spec = load(folder / "job.yaml")
+    batch = CapturedJob(spec).loader.example(spec.training.batch_size)
+    for name in case["plans"]:
+        plan = Plan.load(folder / f"{name}.json")
+        yield name, ours(spec, plan, progress, folder / name, batch)
+    for name, split in case["theirs"].items():
+        yield name, theirs(spec, split, name.split("/")[-1], batch, case["micro_batches"])
+
+
+def main(folder: Path) -> None:
+    case = json.loads((folder / "case.json").read_text())
+    torch.set_num_threads(1)
+    packages.declare_torchvision()
+    world = MPI.COMM_WORLD
+    store = dist.TCPStore(case["host"], case["port"], world.size, world.rank == 0)
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+    found: dict[str, list[float]] = {}
+    with choose_progress(world.Dup(), "auto").progress(staged=False) as progress:
+        steps = dict(contenders(case, folder, progress))
+        for _ in range(case["rounds"]):
+            for name, step in steps.items():
+                found.setdefault(name, []).append(timed(step, case["steps"]))
+    peaks = world.gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    if world.rank == 0:
+        result = {"seconds": found, "peak_bytes": peaks}
+        (folder / "result.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
