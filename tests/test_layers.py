@@ -13,7 +13,18 @@ PACKAGE = Path(__file__).parents[1] / "pipectl"
 
 LAYERS = (
     ("errors", "units", "files", "fields", "compiled"),
-    ("spec", "graph", "memory", "operators", "profile", "link", "cluster", "plan", "timeline"),
+    (
+        "spec",
+        "graph",
+        "memory",
+        "operators",
+        "profile",
+        "link",
+        "cluster",
+        "plan",
+        "timeline",
+        "rehearsal",
+    ),
     ("planner", "schedule", "simulate"),
     ("batch", "runs", "report"),
     ("capture", "profiler", "runtime"),

@@ -12,6 +12,7 @@ from pipectl.cli.console import note, say, say_json, short
 from pipectl.cli.interruption import resumable
 from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption
 from pipectl.cli.progress import progress_bar
+from pipectl.cli.rehearse import rehearse
 
 if TYPE_CHECKING:
     from pipectl.jobs.submit import Submission
@@ -25,6 +26,10 @@ def command(
         bool, typer.Option("--test-only", help="Only ask when it would start.")
     ] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")] = False,
+    rehearsal: Annotated[
+        bool,
+        typer.Option("--rehearse", help="Wait instead of computing; on this machine by default."),
+    ] = False,
     scheduler: SchedulerOption = None,
     as_json: Json = False,
     overrides: Overrides = None,
@@ -39,6 +44,8 @@ def command(
         sys.stdout.write(render(spec, name, time.time()))
     elif test_only:
         say(estimate(spec, name, time.time()) or "valid; there is no queue, it would start at once")
+    elif rehearsal:
+        rehearse(spec, name, wait=wait, as_json=as_json)
     else:
         _submit(spec, name, wait=wait, as_json=as_json)
 

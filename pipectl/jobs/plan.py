@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from pipectl.cluster import Cluster
 from pipectl.files import write_json
 from pipectl.jobs.machines import memory_of_task
+from pipectl.jobs.places import plan_path
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Profile
@@ -56,6 +57,20 @@ def fresh_plan(spec: JobSpec, profile: Profile, cluster: Cluster, path: Path) ->
         return None
     plan = Plan.load(path)
     return plan if plan.key == _key(spec, profile, cluster) else None
+
+
+def planned(spec: JobSpec, profile: Profile, cluster: Cluster) -> Plan:
+    """The plan that lies there if it is still good, else a new one, put there.
+
+    Raises:
+        InfeasibleError: nothing fits.
+        DataFileError: there is a plan, but it cannot be read.
+    """
+    plan = fresh_plan(spec, profile, cluster, plan_path(spec))
+    if plan is None:
+        plan = find_plan(spec, profile, cluster)
+        plan.save(plan_path(spec))
+    return plan
 
 
 def predicted(plan: Plan, cluster: Cluster) -> Timeline:

@@ -16,7 +16,7 @@ from pipectl.errors import MismatchError, PipectlError
 from pipectl.files import make_directory, write_text
 from pipectl.jobs.machines import find_machines
 from pipectl.jobs.places import LOCAL, plan_path, profile_path, scheduler_name
-from pipectl.jobs.plan import find_plan, fresh_plan, write_plan
+from pipectl.jobs.plan import planned, write_plan
 from pipectl.jobs.profile import Measurement, Progress, fresh_profile, measure
 from pipectl.jobs.request import job_request
 from pipectl.plan import Plan
@@ -86,7 +86,7 @@ def gather(spec: JobSpec, scheduler: str | None, progress: Progress | None = Non
             f"{profile_path(spec)}: an imported profile can be planned, not submitted",
             cure="remove it; the model is then measured",
         )
-    plan = _plan(spec, profile, cluster)
+    plan = planned(spec, profile, cluster)
     check_supported(plan, str(plan_path(spec)))
     return Inputs(spec, name, cluster, profile, plan, measurement, warning)
 
@@ -139,15 +139,6 @@ def hand_over(
     record = record.after(record.submitted_at, "submitted", job_id=job_id)
     record.save(run.record)
     return record
-
-
-def _plan(spec: JobSpec, profile: Profile, cluster: Cluster) -> Plan:
-    """The plan that lies there if it is still good, else a new one, put there."""
-    plan = fresh_plan(spec, profile, cluster, plan_path(spec))
-    if plan is None:
-        plan = find_plan(spec, profile, cluster)
-        plan.save(plan_path(spec))
-    return plan
 
 
 def _record(inputs: Inputs, request: JobRequest, now: float) -> Record:

@@ -9,10 +9,11 @@ from pipectl.runs.readers import (
     read_heartbeat,
     read_metrics,
 )
-from pipectl.runs.record import PROFILING, Event, Record
+from pipectl.runs.record import PROFILING, REHEARSAL, Event, Record
 
 __all__ = [
     "PROFILING",
+    "REHEARSAL",
     "Event",
     "Record",
     "RunDirectory",

@@ -138,6 +138,16 @@ class RunDirectory:
         return self.trace / "predicted.json"
 
     @property
+    def measured(self) -> Path:
+        """Timeline of a step as it was."""
+        return self.trace / "measured.json"
+
+    @property
+    def rehearsal(self) -> Path:
+        """What the ranks of a rehearsal wait for."""
+        return self.path / "rehearsal.json"
+
+    @property
     def checkpoints(self) -> Path:
         """One folder per saved step."""
         return self.path / "checkpoints"

@@ -10,7 +10,7 @@ from pipectl.files import read_json, write_json
 
 VERSION = 1
 STATES = ("submitting", "submitted", "cancelled")
-TRAINING, PROFILING = "training", "profile"
+TRAINING, PROFILING, REHEARSAL = "training", "profile", "rehearsal"
 _CURE = "restore it from a backup, or submit the job again"
 
 
@@ -37,7 +37,8 @@ class Record:
         submitted_at: seconds since the epoch.
         job_id: as the scheduler gave it; for local jobs it names host, pid and process start.
         state: ``submitting``, ``submitted`` or ``cancelled`` - what *we* did, not the job's state.
-        kind: ``training``, or ``profile`` for a run that only measures and makes no steps.
+        kind: ``training``, ``profile`` for a run that only measures and makes no steps, or
+            ``rehearsal``.
     """
 
     name: str

@@ -56,7 +56,7 @@ class Machine:
             if programs is None
             else given_parts(plan, numbering, programs)
         )
-        self.costs = _costs(plan, cluster)
+        self.costs = costs_of(plan, cluster)
         self.network = tables(streams_of(plan, cluster, numbering))
         self.state = new_state(self.programs, self.costs, self.network, record=record)
 
@@ -103,7 +103,8 @@ class Machine:
         return sorted(zip(*(column.tolist() for column in columns), strict=True))
 
 
-def _costs(plan: Plan, cluster: Cluster) -> Costs:
+def costs_of(plan: Plan, cluster: Cluster) -> Costs:
+    """What computing takes on a cluster."""
     work_s = np.zeros((len(Kind), len(plan.stages)))
     for index, stage in enumerate(plan.stages):
         for kind, time_s in _works(stage.cost):

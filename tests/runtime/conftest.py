@@ -83,14 +83,16 @@ def launch() -> Launch:
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
     assert mpiexec, "no mpiexec: pip install mpich"
 
-    def start(ranks: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    def start(
+        ranks: int, *arguments: object, timeout: float = 120
+    ) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "mpi4py", *map(str, arguments)]
         return subprocess.run(
             [mpiexec, "-n", str(ranks), *command] if ranks else command,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=timeout,
             check=False,
         )
 

@@ -1,0 +1,87 @@
+"""`pipectl submit --rehearse`: a plan's ranks and messages, with waits instead of computations."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import typer
+
+from pipectl.cli.console import note, say, say_json, short
+from pipectl.cli.interruption import resumable
+from pipectl.cli.progress import progress_bar
+from pipectl.units import format_time
+
+if TYPE_CHECKING:
+    from pipectl.jobs.rehearse import Rehearsed, Subject
+    from pipectl.jobs.submit import Submission
+    from pipectl.spec import JobSpec
+
+
+def rehearse(spec: JobSpec, scheduler: str | None, *, wait: bool, as_json: bool) -> None:
+    """Rehearse the plan of a job; on this machine, to the end."""
+    from pipectl.jobs.places import LOCAL
+    from pipectl.jobs.rehearse import gather, submit_rehearsal
+
+    with resumable(), progress_bar("profiling") as progress:
+        subject = gather(spec, scheduler, progress)
+    submission = submit_rehearsal(subject, time.time())
+    _tell(subject, submission)
+    if wait or subject.scheduler == LOCAL:
+        _follow(submission, as_json=as_json)
+    elif as_json:
+        say_json({"run": submission.run.name, "directory": str(submission.run.path)})
+    else:
+        say(f"see: pipectl status {submission.run.name}")
+
+
+def _tell(subject: Subject, submission: Submission) -> None:
+    from pipectl.jobs.rehearse import seconds_of
+    from pipectl.rehearsal import Rehearsal
+
+    rehearsal = Rehearsal.load(submission.run.rehearsal)
+    steps = f"{rehearsal.steps} step{'s' if rehearsal.steps > 1 else ''}"
+    note(
+        f"rehearsing {subject.plan.ranks} ranks ({subject.scheduler}): {steps} in about "
+        f"{format_time(seconds_of(rehearsal))}, times stretched by {rehearsal.stretch:g}"
+    )
+
+
+def _follow(submission: Submission, *, as_json: bool) -> None:
+    from pipectl.cli.follow import exit_code, follow
+    from pipectl.cli.status_view import show_run
+    from pipectl.jobs.rehearse import result_of
+
+    found = follow(submission.run)
+    if code := exit_code(found):
+        show_run(found)
+        raise typer.Exit(code)
+    result = result_of(submission.run)
+    if as_json:
+        say_json({"run": submission.run.name, **result.to_json()})
+        return
+    for line in _lines(result):
+        say(line)
+    say(f"timelines: {short(submission.run.trace)}")
+
+
+def _lines(found: Rehearsed) -> Iterator[str]:
+    rehearsal, planned = found.rehearsal, found.plan.prediction
+    yield f"predicted: {format_time(rehearsal.predicted_s)} a step"
+    yield f"rehearsed: {format_time(found.step_s)} a step, {found.ratio:.3f} times that"
+    if planned is not None and abs(planned.step_time_s / rehearsal.predicted_s - 1) > _SHARED:
+        yield (
+            f"plan: {format_time(planned.step_time_s)} a step, with cores and links that ranks "
+            "share, which a rehearsal leaves out"
+        )
+    if rehearsal.message_share < 1:
+        yield f"messages: {rehearsal.message_share:.2g} of their size, their links' time in full"
+    if found.late_s > rehearsal.late_s / rehearsal.stretch:
+        yield (
+            f"a rank came {format_time(found.late_s)} too late (in time of the plan): this machine "
+            "was busy, or too small for so many ranks"
+        )
+
+
+_SHARED = 0.005

@@ -1,0 +1,1 @@
+"""The rehearsal of a plan: another program for the same ranks, without torch."""

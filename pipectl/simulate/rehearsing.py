@@ -1,0 +1,171 @@
+"""What the ranks of a rehearsal wait for: the costs that the simulator works with, as plain data.
+
+A rehearsal runs many ranks on few cores, so it takes its time:
+
+- Its ranks look at their messages with pauses, so long that looking takes little of the cores.
+- Time is stretched until an average computation is much longer than a pause, and 20 ms at least.
+- Messages are made smaller where ranks share cores, so that copying them takes little, too.
+
+What different pairs of ranks share on their way (a link between nodes, an interface, the two
+directions of a link) and cores that several ranks compute on are left to the simulator: the
+rehearsal is compared with :func:`as_rehearsed`, a cluster without these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from pipectl.cluster import Cluster
+from pipectl.link import Link
+from pipectl.plan import Plan
+from pipectl.rehearsal import Meeting, Passage, Rehearsal
+from pipectl.schedule.actions import Actions, Kind, Program
+from pipectl.schedule.lowering import lower
+from pipectl.schedule.memory import shares
+from pipectl.simulate.machine import costs_of
+from pipectl.simulate.network import Stream
+from pipectl.simulate.simulation import simulate
+from pipectl.simulate.streams import Numbering, streams_of
+from pipectl.simulate.tables import Floats
+
+SHORTEST_S = 0.020
+"""Of an average computation, in time of the rehearsal."""
+PAUSES = 10
+"""The same in pauses, at least."""
+PAUSE_S = 0.00025
+LOOK_S = 20e-6
+"""Processor time of one look at the messages (measured)."""
+LOOKING = 0.15
+"""Share of the cores that goes into looking."""
+LATE = 0.5
+"""Lateness that a rank makes up for, over the time of an average computation."""
+BYTES_PER_S = 256 * 2**20
+"""Messages that a core may be busy with, where ranks share it."""
+LARGEST_BYTES = 2**30
+"""Of a message; some MPIs do not take 2 GiB at once."""
+MOST_STEPS, WANTED_S = 3, 30.0
+_IDLE = 0.1
+
+
+def rehearsal_of(plan: Plan, cluster: Cluster, ranks_per_core: float) -> Rehearsal:
+    """What to wait for.
+
+    Args:
+        ranks_per_core: where the rehearsal runs.
+
+    Raises:
+        ScheduleError: see :func:`pipectl.schedule.lower`.
+        MismatchError: the plan uses nodes the cluster lacks.
+    """
+    seen = as_rehearsed(cluster)
+    programs = [lower(plan, rank) for rank in range(plan.ranks)]
+    simulation = simulate(plan, seen, programs)
+    step_s = simulation.step_time_s
+    pause_s = max(PAUSE_S, LOOK_S * ranks_per_core / LOOKING)
+    busy_s = [share * step_s for share in simulation.utilisation]
+    average_s = _average_s(programs, busy_s)
+    stretch = _rounded(max(1.0, max(SHORTEST_S, PAUSES * pause_s) / average_s))
+    costs = costs_of(plan, seen)
+    numbering = Numbering(plan)
+    streams = streams_of(plan, seen, numbering)
+    return Rehearsal(
+        stretch=stretch,
+        message_share=_message_share(plan, programs, numbering, step_s * stretch, ranks_per_core),
+        pause_s=pause_s,
+        late_s=LATE * average_s * stretch,
+        steps=int(min(MOST_STEPS, max(1.0, WANTED_S / max(step_s * stretch, 1e-9)))),
+        predicted_s=step_s,
+        work_s={kind.name: tuple(costs.work_s[kind].tolist()) for kind in Kind if kind.is_compute},
+        update_s=tuple(costs.update_s.tolist()),
+        speed=tuple(costs.speed.tolist()),
+        messages=tuple(_passage(stream) for stream in streams[: len(numbering.connections)]),
+        meetings=tuple(_meetings(plan, programs, numbering, streams)),
+    )
+
+
+def as_rehearsed(cluster: Cluster) -> Cluster:
+    """The cluster with a core for every rank, and links that nobody shares."""
+    nodes = tuple(replace(node, cores=max(node.cores, node.ranks)) for node in cluster.nodes)
+    switches = cluster.between_switches
+    return replace(
+        cluster,
+        nodes=nodes,
+        within_node=_alone(cluster.within_node),
+        between_nodes=_alone(cluster.between_nodes),
+        between_switches=None if switches is None else _alone(switches),
+    )
+
+
+def _alone(link: Link) -> Link:
+    return replace(link, duplex=True, shared=False, interface=False)
+
+
+def _average_s(programs: Sequence[Program], busy_s: Sequence[float]) -> float:
+    """The shortest average of a rank's computations; of ranks that have much to do."""
+    much_s = _IDLE * max(busy_s)
+    counts = [int((program.body.column("kind") < Kind.UPDATE).sum()) for program in programs]
+    found = [
+        rank_s / count
+        for rank_s, count in zip(busy_s, counts, strict=True)
+        if count and rank_s >= much_s > 0
+    ]
+    return min(found, default=SHORTEST_S)
+
+
+def _rounded(stretch: float) -> float:
+    """Two digits, upwards; 1 stays."""
+    if stretch <= 1.0:
+        return 1.0
+    unit = 10.0 ** (math.floor(math.log10(stretch)) - 1)
+    return round(math.ceil(stretch / unit - 1e-9) * unit, 12)
+
+
+def _message_share(
+    plan: Plan,
+    programs: Sequence[Program],
+    numbering: Numbering,
+    step_s: float,
+    ranks_per_core: float,
+) -> float:
+    """Bytes of messages over those of the plan."""
+    sizes = np.array([channel.size_bytes for channel in numbering.connections], dtype=float)
+    largest = min(1.0, LARGEST_BYTES / sizes.max(initial=1.0))
+    if ranks_per_core <= 1 or not len(sizes):
+        return float(largest)
+    sent = sum(_sent_bytes(plan, sizes, program.body) for program in programs)
+    able = BYTES_PER_S * step_s * plan.ranks / ranks_per_core
+    return float(min(largest, able / max(sent, 1.0)))
+
+
+def _sent_bytes(plan: Plan, sizes: Floats, rows: Actions) -> float:
+    sends = np.flatnonzero(rows.column("kind") == Kind.SEND_START)
+    return float((sizes[rows.column("channel")[sends]] * shares(plan, rows)[sends]).sum())
+
+
+def _passage(stream: Stream) -> Passage:
+    """Of a full micro-batch; the parts of its way carry it at once."""
+    hold_s = max((link.hold_s(stream.size_bytes) for _, link in stream.way), default=0.0)
+    return Passage(stream.size_bytes, hold_s, stream.latency_s)
+
+
+def _meetings(
+    plan: Plan, programs: Sequence[Program], numbering: Numbering, streams: Sequence[Stream]
+) -> Iterator[Meeting]:
+    """Everything besides messages that a row starts, once for every rank and stage."""
+    for rank, program in enumerate(programs):
+        kind, stage = program.body.column("kind"), program.body.column("stage")
+        chosen = (kind > Kind.EVALUATE) & (program.body.column("channel") < 0)
+        pairs = np.column_stack([kind, stage])
+        _, firsts = np.unique(pairs[chosen], axis=0, return_index=True)
+        for row in program.body.rows[chosen][firsts]:
+            name, of = Kind(row[0]).name, int(row[1])
+            if name.endswith("_START"):
+                (index,) = numbering.of_rows(rank, Actions(row[None]))
+                stream = streams[index]
+                ranks = plan.stages[of].updating_ranks if stream.starters > 1 else (rank,)
+                what = name.removesuffix("_START")
+                yield Meeting(rank, what, of, _passage(stream), ranks)

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Command
+
+LINE = '{"attempt":1,"step":1,"steps":1,"time":1,"loss":null,"step_time_s":0.5,"late_s":%s}'
+RANKS = """\
+run="${@: -1}"
+[[ "$*" == *" -n 4 "* || "$1 $2" == "-n 4" ]] || exit 9
+[[ "$*" == *"pipectl.runtime.rehearsal.worker"* ]] || exit 8
+"""
+FOUR = ("--set", "resources.nodes=4", "--set", "pipeline.stages=4")
+
+
+@pytest.fixture
+def mpi(
+    place: Path, program: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], Path]:
+    """An mpiexec that checks its arguments and does as told."""
+    (place / "bin/python").symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(place / "bin/python"))
+    return lambda text: program("mpiexec", RANKS + text)
+
+
+def test_a_rehearsal_runs_here_and_compares(
+    cli: Command, profile: Path, mpi: Callable[[str], Path]
+) -> None:
+    mpi(f"echo '{LINE % 0}' > $run/metrics.jsonl")
+    result = cli("submit", "job.yaml", *FOUR, "--set", "launch.scheduler=slurm", "--rehearse")
+    assert result.code == 0, result.err
+    assert "rehearsing 4 ranks (local): " in result.err
+    predicted, rehearsed, *_ = result.out.splitlines()
+    assert predicted.startswith("predicted: ")
+    assert rehearsed.startswith("rehearsed: 500 ms a step, ")
+    assert " REHEARSAL" not in result.out
+    assert cli("status", "last").out.count("COMPLETED") == 1
+
+
+def test_a_rehearsal_for_programs_says_when_it_was_disturbed(
+    cli: Command, profile: Path, mpi: Callable[[str], Path]
+) -> None:
+    mpi(f"echo '{LINE % 3.5}' > $run/metrics.jsonl")
+    result = cli("submit", "job.yaml", *FOUR, "--rehearse", "--json")
+    answer = json.loads(result.out)
+    assert (answer["ranks"], answer["late_s"], answer["rehearsed_step_time_s"]) == (4, 3.5, 0.5)
+    assert answer["rehearsed_over_predicted"] == pytest.approx(
+        0.5 / answer["predicted_step_time_s"]
+    )
+    words = cli("submit", "job.yaml", *FOUR, "--rehearse").out
+    assert "a rank came 3.50 s too late" in words
+
+
+def test_a_rehearsal_that_fails_has_an_exit_code(
+    cli: Command, profile: Path, mpi: Callable[[str], Path]
+) -> None:
+    mpi("exit 7")
+    result = cli("submit", "job.yaml", *FOUR, "--rehearse")
+    assert (result.code, result.out.split()[1]) == (1, "FAILED")
+
+
+def test_without_a_profile_a_job_for_slurm_has_no_plan_to_rehearse(cli: Command, job: Path) -> None:
+    result = cli("submit", "job.yaml", "--set", "launch.scheduler=slurm", "--rehearse")
+    assert result.code == 2
+    assert "no plan to rehearse" in result.err
+    assert "pipectl profile --submit" in result.err

@@ -1,0 +1,89 @@
+import dataclasses
+
+import pytest
+
+from pipectl.cluster import Cluster, Device, Node
+from pipectl.link import Link
+from pipectl.plan import StageCost
+from pipectl.rehearsal import Rehearsal
+from pipectl.schedule import Kind
+from pipectl.simulate import simulate
+from pipectl.simulate.rehearsing import as_rehearsed, rehearsal_of
+
+
+def cluster(cores):
+    node = Node("n", 4, cores, Device("cpu", speed=2.0))
+    return Cluster("c", "test", (node,), Link(0.0, 1e9, duplex=False), Link(0.0, 1e6))
+
+
+def cost(scale):
+    return StageCost(scale, 2 * scale, scale / 2, 8, 0, 8)
+
+
+def plan_of(pipeline, scale=1.0):
+    return pipeline(4, 8, costs=[cost(scale)] * 4, size_bytes=1000)
+
+
+def test_waits_are_what_the_simulator_counts(pipeline):
+    plan = plan_of(pipeline)
+    found = rehearsal_of(plan, cluster(4), 1.0)
+    assert found.work_s["FORWARD"] == (1.0,) * 4
+    assert found.work_s["BACKWARD"] == (2.0,) * 4
+    assert (found.update_s, found.speed) == ((0.5,) * 4, (2.0,) * 4)
+    assert found.messages[0].hold_s == pytest.approx(1e-6)
+    assert found.predicted_s == simulate(plan, as_rehearsed(cluster(4))).step_time_s
+
+
+def test_long_computations_are_not_stretched_and_short_ones_are(pipeline):
+    assert rehearsal_of(plan_of(pipeline), cluster(4), 1.0).stretch == 1.0
+    found = rehearsal_of(plan_of(pipeline, 0.001), cluster(4), 1.0)
+    average_s = (8 * 3 * 0.001) / (8 * 2) / 2
+    assert 0.020 <= found.stretch * average_s < 0.024
+    crowded = rehearsal_of(plan_of(pipeline, 0.001), cluster(4), 64.0)
+    assert crowded.stretch * average_s >= 10 * crowded.pause_s
+    assert crowded.pause_s > found.pause_s
+
+
+def test_ranks_that_share_cores_send_less(pipeline):
+    plan = dataclasses.replace(
+        plan_of(pipeline),
+        transfers=tuple(
+            dataclasses.replace(item, size_bytes=2**34) for item in plan_of(pipeline).transfers
+        ),
+    )
+    alone = rehearsal_of(plan, cluster(4), 1.0)
+    assert alone.message_share == 2**30 / 2**34  # no message above 1 GiB
+    crowded = rehearsal_of(plan, cluster(4), 32.0)
+    bytes_per_s = 48 * 2**34 * crowded.message_share / (crowded.predicted_s * crowded.stretch)
+    assert bytes_per_s == pytest.approx(256 * 2**20 * 4 / 32, rel=0.01)
+
+
+def test_cores_and_links_that_others_share_are_left_to_the_simulator(pipeline):
+    plan = plan_of(pipeline)
+    seen = as_rehearsed(cluster(1))
+    assert seen.nodes[0].cores == 4
+    assert seen.within_node.duplex
+    assert not seen.between_nodes.shared
+    crowded = simulate(plan, cluster(1)).step_time_s
+    assert rehearsal_of(plan, cluster(1), 1.0).predicted_s < crowded
+
+
+def test_a_rehearsal_survives_its_file(pipeline, tmp_path):
+    first, second, *others = plan_of(pipeline).stages
+    stages = (
+        dataclasses.replace(first, offload=True),
+        dataclasses.replace(second, ranks=(1, 3)),
+        *others,
+    )
+    plan = dataclasses.replace(plan_of(pipeline), stages=stages)
+    found = rehearsal_of(plan, cluster(4), 8.0)
+    kinds = {(item.rank, item.kind, item.stage): item.ranks for item in found.meetings}
+    assert kinds == {
+        (0, "OFFLOAD", 0): (0,),
+        (0, "FETCH", 0): (0,),
+        (1, "REDUCE", 1): (1, 3),
+        (3, "REDUCE", 1): (1, 3),
+    }
+    assert set(found.work_s) == {kind.name for kind in Kind if kind.is_compute}
+    found.save(tmp_path / "rehearsal.json")
+    assert Rehearsal.load(tmp_path / "rehearsal.json") == found
