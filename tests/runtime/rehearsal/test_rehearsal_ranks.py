@@ -100,3 +100,12 @@ def test_every_kind_of_row_is_rehearsed(pipeline, rehearse):
         assert {Kind.OFFLOAD_START, Kind.FETCH_WAIT, Kind.REDUCE_START, Kind.RECOMPUTE} <= kinds
         waits, line, _ = rehearse(asked, cluster_of(6))
         assert line["step_time_s"] == pytest.approx(waits.predicted_s, rel=0.05)
+
+
+def test_its_worker_loads_neither_torch_nor_a_compiler(launch):
+    code = (
+        "import sys; import pipectl.runtime.rehearsal.worker; "
+        "print([name for name in ('torch', 'numba', 'pydantic') if name in sys.modules])"
+    )
+    done = launch(0, "-c", code)
+    assert (done.returncode, done.stdout) == (0, "[]\n")
