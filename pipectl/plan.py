@@ -13,67 +13,23 @@ from pipectl.errors import DataFileError
 from pipectl.fields import Reader
 from pipectl.files import read_json, write_json
 from pipectl.graph import TransferKind
+from pipectl.stage_cost import StageCost, StagePeaks, stage_cost
+
+__all__ = [
+    "Plan",
+    "Prediction",
+    "Replication",
+    "Search",
+    "Stage",
+    "StageCost",
+    "StagePeaks",
+    "Transfer",
+]
 
 T = TypeVar("T")
 
 VERSION = 1
 _CURE = "write a new one with: pipectl plan JOB.yaml"
-
-
-@dataclass(frozen=True)
-class StagePeaks:
-    """Most bytes a stage allocates at once, above what it held before; full micro-batches.
-
-    Args:
-        forward_bytes: in a forward; saved bytes included, received values not.
-        backward_bytes: in a backward that adds to gradients from before.
-        first_backward_bytes: in a backward that makes the parameters' gradients.
-        update_bytes: in an optimizer step.
-    """
-
-    forward_bytes: int
-    backward_bytes: int
-    first_backward_bytes: int
-    update_bytes: int
-
-
-@dataclass(frozen=True)
-class StageCost:
-    """Predicted cost of a stage: seconds for one full micro-batch, and resident bytes.
-
-    Args:
-        update_s: optimizer step of the stage, once per step.
-        parameter_bytes: parameters.
-        optimizer_bytes: optimizer state.
-        saved_bytes: kept from forward to backward by one micro-batch, without recomputation.
-        input_bytes: the part of them that recomputation starts from.
-        gradient_bytes: of the parameters, from the first backward of a step to its end; as much
-            as the parameters if None.
-        buffer_bytes: buffers, such as BatchNorm's statistics.
-        peaks: of the most samples that a replica takes at once; None where nothing is known of
-            temporary values.
-    """
-
-    forward_s: float
-    backward_s: float
-    update_s: float
-    parameter_bytes: int
-    optimizer_bytes: int
-    saved_bytes: int
-    gradient_bytes: int | None = None
-    buffer_bytes: int = 0
-    input_bytes: int = 0
-    peaks: StagePeaks | None = None
-
-    @property
-    def accumulated_bytes(self) -> int:
-        """The parameters' gradients."""
-        return self.parameter_bytes if self.gradient_bytes is None else self.gradient_bytes
-
-    @property
-    def resident_bytes(self) -> int:
-        """What is there from one step to the next: parameters, optimizer state and buffers."""
-        return self.parameter_bytes + self.optimizer_bytes + self.buffer_bytes
 
 
 class Replication(StrEnum):
@@ -289,22 +245,10 @@ class Plan:
 
 
 def _stage(item: Reader) -> Stage:
-    cost = item.section("cost")
     return Stage(
         nodes=item.texts("nodes"),
         ranks=item.integers("ranks"),
-        cost=StageCost(
-            forward_s=cost.number("forward_s"),
-            backward_s=cost.number("backward_s"),
-            update_s=cost.number("update_s"),
-            parameter_bytes=cost.integer("parameter_bytes"),
-            optimizer_bytes=cost.integer("optimizer_bytes"),
-            saved_bytes=cost.integer("saved_bytes"),
-            gradient_bytes=cost.optional_integer("gradient_bytes"),
-            buffer_bytes=cost.integer("buffer_bytes", default=0),
-            input_bytes=cost.integer("input_bytes", default=0),
-            peaks=_peaks(cost.section("peaks")) if "peaks" in cost else None,
-        ),
+        cost=stage_cost(item.section("cost")),
         backward_ranks=item.integers("backward_ranks") if "backward_ranks" in item else (),
         recompute=item.flag("recompute", default=False),
         offload=item.flag("offload", default=False),
@@ -316,15 +260,6 @@ def _replication(reader: Reader) -> Replication:
     if found not in tuple(Replication):
         raise reader.error("replication", f"must be whole or split, not {found!r}")
     return Replication(found)
-
-
-def _peaks(section: Reader) -> StagePeaks:
-    return StagePeaks(
-        forward_bytes=section.integer("forward_bytes"),
-        backward_bytes=section.integer("backward_bytes"),
-        first_backward_bytes=section.integer("first_backward_bytes"),
-        update_bytes=section.integer("update_bytes"),
-    )
 
 
 def _transfer(item: Reader) -> Transfer:
@@ -361,14 +296,10 @@ def _search(reader: Reader) -> Search | None:
         lower_bound_s=section.number("lower_bound_s"),
         exact=section.flag("exact"),
         planning_s=section.number("planning_s"),
-        step_lower_bound_s=_optional_number(section, "step_lower_bound_s"),
-        gap=_optional_number(section, "gap"),
+        step_lower_bound_s=section.optional_number("step_lower_bound_s"),
+        gap=section.optional_number("gap"),
         finished=section.flag("finished", default=True),
     )
-
-
-def _optional_number(section: Reader, name: str) -> float | None:
-    return section.number(name) if name in section else None
 
 
 def _check(plan: Plan, file: str) -> None:

@@ -21,6 +21,7 @@ LAYERS = (
         "profile",
         "link",
         "cluster",
+        "stage_cost",
         "plan",
         "timeline",
         "rehearsal",

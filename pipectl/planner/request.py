@@ -9,11 +9,14 @@ from math import ceil, log
 
 from pipectl.errors import InfeasibleError, InvalidInputError
 from pipectl.plan import Replication
-from pipectl.schedule import NAMES
 from pipectl.schedule.gpipe import NAME as GPIPE
 from pipectl.schedule.gpipe import warm_up as gpipe_warm_up
+from pipectl.schedule.interleaved import NAME as INTERLEAVED
 from pipectl.schedule.one_f_one_b import NAME as ONE_F_ONE_B
 from pipectl.schedule.one_f_one_b import policy_a, policy_b
+
+SCHEDULES = (GPIPE, ONE_F_ONE_B, INTERLEAVED)
+"""Those that the planner makes plans for."""
 
 _EVERY_STAGE_COUNT = 8
 _SNAP = 1.34
@@ -67,9 +70,9 @@ class PlanRequest:
     from_job: bool = True
 
     def __post_init__(self) -> None:
-        if self.schedule is not None and self.schedule not in NAMES:
+        if self.schedule is not None and self.schedule not in SCHEDULES:
             raise InvalidInputError(
-                f"schedule: {self.schedule!r} is not known", cure=f"one of: {', '.join(NAMES)}"
+                f"schedule: {self.schedule!r} is not known", cure=f"one of: {', '.join(SCHEDULES)}"
             )
         if self.warm_up is not None:
             object.__setattr__(self, "warm_up", tuple(self.warm_up))

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from pipectl.errors import ScheduleError
 from pipectl.plan import Plan, Replication
-from pipectl.schedule import gpipe, interleaved, one_f_one_b
+from pipectl.schedule import (
+    dual_pipe_v,
+    gpipe,
+    interleaved,
+    looped_bfs,
+    one_f_one_b,
+    zb_h1,
+    zb_v,
+)
 from pipectl.schedule.order import Order
 
 
@@ -40,18 +50,34 @@ def default_warm_up(
         ranks: over which the stages go round, if they do.
         replicas: of every stage, if they take whole micro-batches in turn.
     """
-    if schedule == gpipe.NAME:
+    if schedule in (gpipe.NAME, looped_bfs.NAME):
         return gpipe.warm_up(stages, micro_batches)
+    if schedule in _V_SHAPED:
+        order = _V_SHAPED[schedule](stages // 2, micro_batches)
+        return _first_forwards(order, stages, micro_batches)
     if schedule == interleaved.NAME:
         shared_by = min(replicas or [1])
         return interleaved.warm_up(stages, micro_batches, ranks or stages, shared_by)
     return one_f_one_b.policy_a(stages, micro_batches, replicas)
 
 
+def _first_forwards(order: Order, stages: int, micro_batches: int) -> tuple[int, ...]:
+    """Forwards of each stage before its first backward."""
+    index = np.arange(micro_batches)
+    return tuple(
+        int((order.forward(stage, index) < order.backward(stage, index[:1])).sum())
+        for stage in range(stages)
+    )
+
+
 def _interleaved(plan: Plan, _: int) -> Order:
     shared = plan.replication is Replication.WHOLE
     replicas = min(stage.replicas for stage in plan.stages) if shared else 1
     return interleaved.order(len(plan.stages), plan.derived(_round), shared_by=replicas)
+
+
+def _looped_bfs(plan: Plan, micro_batches: int) -> Order:
+    return looped_bfs.order(len(plan.stages), plan.derived(_round), micro_batches)
 
 
 def _round(plan: Plan) -> int:
@@ -64,10 +90,25 @@ def _round(plan: Plan) -> int:
     period = len(set(ranks))
     if ranks != ranks[:period] * (len(ranks) // period):
         raise ScheduleError(
-            f"schedule {interleaved.NAME}: stages are on ranks {_short(ranks)}",
+            f"schedule {plan.schedule}: stages are on ranks {_short(ranks)}",
             cure="give every rank as many stages, in turn: 4 stages of 2 ranks are on 0, 1, 0, 1",
         )
     return period
+
+
+def _v_shaped(plan: Plan, micro_batches: int) -> Order:
+    """The order of a schedule with two stages a rank.
+
+    Raises:
+        ScheduleError: if they do not lie in a V.
+    """
+    ranks = [stage.ranks for stage in plan.stages]
+    if ranks != ranks[::-1] or len(ranks) != 2 * len(set(ranks)):
+        raise ScheduleError(
+            f"schedule {plan.schedule}: stages are on ranks {_short(ranks)}",
+            cure="give every rank two stages, in a V: 4 stages of 2 ranks are on 0, 1, 1, 0",
+        )
+    return _V_SHAPED[plan.schedule](len(ranks) // 2, micro_batches)
 
 
 def _short(ranks: Sequence[tuple[int, ...]], most: int = 12) -> str:
@@ -75,10 +116,18 @@ def _short(ranks: Sequence[tuple[int, ...]], most: int = 12) -> str:
     return f"{shown}{', ...' if len(ranks) > most else ''}"
 
 
+_V_SHAPED: dict[str, Callable[[int, int], Order]] = {
+    zb_v.NAME: zb_v.order,
+    dual_pipe_v.NAME: dual_pipe_v.order,
+}
+
 _ORDERS: dict[str, Callable[[Plan, int], Order]] = {
     gpipe.NAME: lambda plan, micro_batches: gpipe.order(len(plan.stages), micro_batches),
     one_f_one_b.NAME: lambda plan, micro_batches: one_f_one_b.order(plan.warm_up, micro_batches),
     interleaved.NAME: _interleaved,
+    looped_bfs.NAME: _looped_bfs,
+    zb_h1.NAME: lambda plan, micro_batches: zb_h1.order(plan.warm_up, micro_batches),
+    **dict.fromkeys(_V_SHAPED, _v_shaped),
 }
 
 NAMES = tuple(_ORDERS)

@@ -75,10 +75,13 @@ def training(plan: Plan, rank: int, micro_batches: int) -> Computation:
     Raises:
         ScheduleError: if the plan names no known schedule, or its stages do not suit it.
     """
+    order = order_of(plan, micro_batches)
     parts = [
-        (role, portion(plan, role.stage, role.replica, micro_batches)) for role in roles(plan, rank)
+        (role._replace(kind=kind), portion(plan, role.stage, role.replica, micro_batches))
+        for role in roles(plan, rank)
+        for kind in order.parts(role.kind)
     ]
-    return Computation.of(parts, order_of(plan, micro_batches), micro_batches)
+    return Computation.of(parts, order, micro_batches)
 
 
 def evaluating(stages: Sequence[int], micro_batches: int, *, of: int) -> Computation:

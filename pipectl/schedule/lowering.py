@@ -17,7 +17,8 @@ Around each computation stand, in this order::
 so a receive is in place before its message can arrive, a send starts at once, and a wait comes
 as late as the memory of its buffer allows: an activation is sent from the values that its
 backward needs anyway, and few other messages of a channel are on their way at once. All is done
-before UPDATE.
+before UPDATE. Where a schedule splits backwards, their input halves receive, recompute, release and
+send; gradients are summed behind the last weight half.
 
 Why no wait can close a circle: all ranks compute in one order (see ``order``), in which a receive
 starts by the turn of the computation that it is posted before. A send is awaited behind a later
@@ -176,14 +177,15 @@ class _Lowering:
 
     def add_stage(self, stage: int, *, recompute: bool, offload: bool, reduce: bool) -> None:
         """What the backward of a stage on this rank needs, and the sum of its gradients."""
-        back = self._computation.blocks[Kind.BACKWARD, stage]
+        back, last_half = self._backward(stage), self._computation.order.last_half
         end = len(self._computation)
         if recompute:
             self.rows.add(Phase.RECOMPUTE, back.slots, Kind.RECOMPUTE, stage, back.portion)
         if offload:
             offloading.add(self.rows, self._computation.blocks[Kind.FORWARD, stage], back)
         if reduce:
-            last = int(back.slots[-1]) if len(back.slots) else end
+            slots = self._computation.blocks[last_half, stage].slots
+            last = int(slots[-1]) if len(slots) else end
             self.rows.add_one(Phase.REDUCE_START, last, Kind.REDUCE_START, stage)
             self.rows.add_one(Phase.REDUCE_WAIT, end, Kind.REDUCE_WAIT, stage)
 
@@ -209,7 +211,7 @@ class _Lowering:
         slots = self._user(channel, stage).slots_of(portion.micro_batches)
         self.rows.add(Phase.SEND_START, slots, Kind.SEND_START, stage, portion, channel=index)
         if kept:
-            back = self._computation.blocks[Kind.BACKWARD, stage]
+            back = self._backward(stage)
             phase, late = Phase.RELEASE, back.slots_of(portion.micro_batches)
         else:
             phase, late = Phase.SEND_WAIT, self._late(channel, portion, slots)
@@ -231,6 +233,10 @@ class _Lowering:
         kind = Kind.BACKWARD if channel.kind is TransferKind.GRADIENT else Kind.FORWARD
         return _behind(self._turns(kind, channel.target_stage, portion), self._ahead, -1)
 
+    def _backward(self, stage: int) -> Block:
+        """The actions of a stage here with which its backwards begin."""
+        return self._computation.blocks[self._computation.order.first_half, stage]
+
     def _turns(self, kind: Kind, stage: int, portion: Portion) -> Integers:
         return self._computation.order.turns(kind, stage, portion.micro_batches)
 
@@ -239,7 +245,7 @@ class _Lowering:
         blocks = self._computation.blocks
         backward = channel.kind is TransferKind.GRADIENT
         if backward or (target and channel.kind is TransferKind.SAVED):
-            return blocks[Kind.BACKWARD, stage]
+            return self._backward(stage)
         forward = blocks.get((Kind.FORWARD, stage))
         return forward if forward is not None else blocks[Kind.EVALUATE, stage]
 

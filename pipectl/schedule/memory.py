@@ -4,7 +4,8 @@ From step to step: parameters, buffers and optimizer state. From the first backw
 UPDATE: the gradients of its parameters. A micro-batch adds, from its forward to the end of its
 backward, what the stage keeps: its saved bytes, or under recomputation its inputs, and the rest
 from RECOMPUTE on. They include what the stage received and what it sends, since a backward needs
-both. While they are offloaded, they take the host's memory instead.
+both. While they are offloaded, they take the host's memory instead. Between the halves of a split
+backward, a micro-batch keeps what its weight half needs.
 
 On top come buffers of messages: from RECEIVE_START to the end of the action that reads a value,
 and, unless the sender keeps the value anyway, from the action that makes it to SEND_WAIT. Where
@@ -20,16 +21,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pipectl.graph import TransferKind
-from pipectl.plan import Plan, StageCost
+from pipectl.plan import Plan, StageCost, StagePeaks
 from pipectl.schedule.actions import Actions, Integers, Kind, Program
 from pipectl.schedule.channel import Channel, channels_of_rank, messages
 from pipectl.schedule.placement import Portion, is_apart, roles
 
 Floats = npt.NDArray[np.float64]
-_MADE = {TransferKind.GRADIENT: Kind.BACKWARD}
-"""What makes a message, if not a forward."""
-_READ = {TransferKind.ACTIVATION: Kind.FORWARD}
-"""What a message is released behind, if not a backward."""
+_BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+"""What a backward begins with; it makes and reads gradients."""
 
 
 def memory_bytes(plan: Plan, rank: int, program: Program) -> Floats:
@@ -74,7 +73,7 @@ def peak_in_flight(program: Program, stage: int, saved: int | None = None) -> in
     begun = mine & (kind == Kind.FORWARD)
     if saved is not None:
         begun = (rows.column("channel") == saved) & (kind == Kind.RECEIVE_START)
-    ended = mine & (kind == Kind.BACKWARD)
+    ended = mine & ((kind == Kind.BACKWARD) | (kind == Kind.BACKWARD_WEIGHT))
     return int(np.cumsum(begun.astype(int) - ended).max(initial=0))
 
 
@@ -101,6 +100,18 @@ def shares(plan: Plan, rows: Actions) -> Floats:
     return np.where(start >= 0, part, found[micro_batch])
 
 
+def halves_peaks(cost: StageCost, peaks: StagePeaks) -> tuple[tuple[Kind, int], ...]:
+    """The most bytes that the halves of a backward allocate.
+
+    The input half holds what a whole backward does, and what it leaves; the weight half adds to
+    gradients that are there, one operator's at a time.
+    """
+    return (
+        (Kind.BACKWARD_INPUT, peaks.backward_bytes + cost.grown_bytes),
+        (Kind.BACKWARD_WEIGHT, min(peaks.backward_bytes, cost.accumulated_bytes)),
+    )
+
+
 class _Changes:
     """Bytes by row.
 
@@ -115,6 +126,8 @@ class _Changes:
         self._share = shares(plan, rows)
         self._costs = [stage.cost for stage in plan.stages]
         self._at = _Positions(rows)
+        splits = bool((self._kind == Kind.BACKWARD_INPUT).any())
+        self._backward = Kind.BACKWARD_INPUT if splits else Kind.BACKWARD
         self.born, self.dead = np.zeros(len(rows)), np.zeros(len(rows))
         self._add_kept()
         self._add_messages()
@@ -132,8 +145,25 @@ class _Changes:
         self._add(self.born, Kind.FORWARD, kept * here)
         self._add(self.born, Kind.RECOMPUTE, full - kept)
         self._add(self.dead, Kind.BACKWARD, full - kept * (1 - here))
+        self._add_between_halves(kept * (1 - here))
         self._add(self.dead, Kind.OFFLOAD_WAIT, kept)
         self._add(self.born, Kind.FETCH_START, kept)
+
+    def _add_between_halves(self, received: Floats) -> None:
+        """What the weight half of a backward needs.
+
+        Args:
+            received: of what the input half starts from, the part that is a message.
+        """
+        grown, freed, between = (
+            np.array(amounts, dtype=float)
+            for amounts in zip(
+                *((c.grown_bytes, c.freed_bytes, c.between_bytes) for c in self._costs), strict=True
+            )
+        )
+        self._add(self.born, Kind.BACKWARD_INPUT, grown)
+        self._add(self.dead, Kind.BACKWARD_INPUT, freed - received)
+        self._add(self.dead, Kind.BACKWARD_WEIGHT, between)
 
     def _add_messages(self) -> None:
         """Buffers of what is received, and of what is sent and not kept."""
@@ -145,10 +175,12 @@ class _Changes:
                 if channel.kind is TransferKind.GRADIENT:
                     self._add_local(channel, messages(self._plan, channel, micro_batches))
             elif channel.target_rank == self._rank:
-                reader = _READ.get(channel.kind, Kind.BACKWARD)
+                activation = channel.kind is TransferKind.ACTIVATION
+                reader = Kind.FORWARD if activation else self._backward
                 self._add_buffer(index, channel, Kind.RECEIVE_START, reader, channel.target_stage)
             if self._is_buffer(channel):
-                maker = _MADE.get(channel.kind, Kind.FORWARD)
+                gradient = channel.kind is TransferKind.GRADIENT
+                maker = self._backward if gradient else Kind.FORWARD
                 self._add_buffer(index, channel, Kind.SEND_WAIT, maker, channel.source_stage)
 
     def _is_buffer(self, channel: Channel) -> bool:
@@ -174,8 +206,8 @@ class _Changes:
 
     def _add_local(self, channel: Channel, portion: Portion) -> None:
         """A gradient between two stages of this rank, from one backward to the other."""
-        made = self._at(Kind.BACKWARD, channel.source_stage, portion.micro_batches)
-        read = self._at(Kind.BACKWARD, channel.target_stage, portion.micro_batches)
+        made = self._at(self._backward, channel.source_stage, portion.micro_batches)
+        read = self._at(self._backward, channel.target_stage, portion.micro_batches)
         part = (portion.stop - portion.start) / self._plan.micro_batch_size
         whole = isinstance(portion.start, int)
         amounts = channel.size_bytes * (self._share[made] if whole else part)
@@ -199,14 +231,17 @@ class _Changes:
             again = (self._kind == Kind.FORWARD) | (self._kind == Kind.RECOMPUTE)
             self.during[here & again] = peaks.forward_bytes
             self.during[here & (self._kind == Kind.BACKWARD)] = peaks.backward_bytes
+            for half, most in halves_peaks(self._costs[stage], peaks):
+                self.during[here & (self._kind == half)] = most
         for row, cost in self._first_backwards():
             if cost.peaks is not None:
                 self.during[self._kind == Kind.UPDATE] += cost.peaks.update_bytes
-                self.during[row] = cost.peaks.first_backward_bytes
+                more = cost.grown_bytes if self._kind[row] == Kind.BACKWARD_INPUT else 0
+                self.during[row] = cost.peaks.first_backward_bytes + more
 
     def _first_backwards(self) -> list[tuple[int, StageCost]]:
         """Row of the first backward of each stage, and what the stage costs."""
-        backward = np.flatnonzero(self._kind == Kind.BACKWARD)
+        backward = np.flatnonzero(np.isin(self._kind, _BACKWARDS))
         stages, first = np.unique(self._stage[backward], return_index=True)
         rows = backward[first].tolist()
         return [(row, self._costs[stage]) for row, stage in zip(rows, stages, strict=True)]

@@ -24,7 +24,10 @@ Column = Integers | int
 
 
 class Role(NamedTuple):
-    """One replica's part of a stage on one rank; ``kind`` is FORWARD or BACKWARD."""
+    """One replica's part of a stage on one rank; ``kind`` is FORWARD or BACKWARD.
+
+    Where a schedule splits backwards, what a rank computes has a role for each half.
+    """
 
     kind: Kind
     stage: int

@@ -16,6 +16,7 @@ from pipectl.graph import TransferKind
 from pipectl.plan import Plan
 from pipectl.schedule.actions import Kind, Program
 from pipectl.schedule.audit import ONCE, Audit, Item, fault, short
+from pipectl.schedule.catalogue import order_of
 from pipectl.schedule.channel import Channel, channels, messages
 from pipectl.schedule.deadlock import check_progress
 from pipectl.schedule.memory import peak_host_bytes, peak_in_flight, peak_memory_bytes
@@ -52,7 +53,8 @@ def validate(
 
     Proved are: every stage computes every sample of every micro-batch once, backwards (hence the
     accumulation of gradients) in ascending order on each replica; a backward comes behind its
-    recomputation, that behind what it starts from; what is offloaded is gone before it is fetched,
+    recomputation, that behind what it starts from, and the weight half of one behind its input
+    half; what is offloaded is gone before it is fetched,
     and there before it is needed; every message is started and ended once on both ends, in the
     same order; values are made before they are sent, there before they are read, and not released
     while they are sent; gradients of replicas are summed behind the last backward; UPDATE is last;
@@ -92,16 +94,21 @@ class _Step:
         self.plan = plan
         self.micro_batches = micro_batches
         self.audits = [Audit(rank, program) for rank, program in enumerate(programs)]
+        self._order = order_of(plan, micro_batches)
 
     def check_replica(self, stage: int, replica: int) -> None:
         """What one replica computes, and what it does to its memory and gradients."""
         held = self.plan.stages[stage]
         mine = portion(self.plan, stage, replica, self.micro_batches)
         front, back = (self.audits[ranks[replica]] for ranks in (held.ranks, held.updating_ranks))
-        forward, backward = Item(Kind.FORWARD, stage), Item(Kind.BACKWARD, stage)
+        forward, backward = Item(Kind.FORWARD, stage), Item(self._order.first_half, stage)
+        complete = Item(self._order.last_half, stage)
         front.expect(forward, mine)
-        back.expect(backward, mine)
-        back.check_rising(backward, "accumulates gradients")
+        for item in dict.fromkeys((backward, complete)):
+            back.expect(item, mine)
+            back.check_rising(item, "accumulates gradients")
+        if complete != backward:
+            back.check_order(backward, complete)
         begins = self._begins(stage)
         if begins != backward:
             back.expect(begins, mine)
@@ -111,7 +118,7 @@ class _Step:
         if held.offload:
             _check_offload(front, forward, begins, mine)
         if held.replicas > 1:
-            _check_reduction(back, backward)
+            _check_reduction(back, complete)
 
     def check_channel(self, index: int, channel: Channel) -> None:
         """The messages of a channel, from what makes them to what reads them."""
@@ -131,19 +138,20 @@ class _Step:
         ends[0].check_chain(*([] if weights else [made]), send, sent)
         ends[1].check_chain(receive, received, read)
         if self._is_kept(channel):
-            ends[0].check_order(sent, Item(Kind.BACKWARD, channel.source_stage))
+            ends[0].check_order(sent, Item(self._order.first_half, channel.source_stage))
         _check_same_order(channel, ends, carried, send, receive)
 
     def _begins(self, stage: int) -> Item:
         """What a backward begins with."""
         again = self.plan.stages[stage].recompute
-        return Item(Kind.RECOMPUTE if again else Kind.BACKWARD, stage)
+        return Item(Kind.RECOMPUTE if again else self._order.first_half, stage)
 
     def _users(self, channel: Channel) -> tuple[Item, Item]:
         """What makes a channel's messages, and what reads them."""
         source, target = channel.source_stage, channel.target_stage
         if channel.kind is TransferKind.GRADIENT:
-            return Item(Kind.BACKWARD, source), Item(Kind.BACKWARD, target)
+            half = self._order.first_half
+            return Item(half, source), Item(half, target)
         saved = channel.kind is TransferKind.SAVED
         read = self._begins(target) if saved else Item(Kind.FORWARD, target)
         return Item(Kind.FORWARD, source), read

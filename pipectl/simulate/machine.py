@@ -131,13 +131,14 @@ def costs_of(plan: Plan, cluster: Cluster) -> Costs:
 
 
 def _works(cost: StageCost) -> Iterator[tuple[Kind, float]]:
-    """Seconds of the kinds of computation; the two halves of a backward are taken as equal."""
+    """Seconds of the kinds of computation."""
+    input_s, weight_s = cost.halves_s
     yield Kind.FORWARD, cost.forward_s
     yield Kind.EVALUATE, cost.forward_s
     yield Kind.RECOMPUTE, cost.forward_s
     yield Kind.BACKWARD, cost.backward_s
-    yield Kind.BACKWARD_INPUT, cost.backward_s / 2
-    yield Kind.BACKWARD_WEIGHT, cost.backward_s / 2
+    yield Kind.BACKWARD_INPUT, input_s
+    yield Kind.BACKWARD_WEIGHT, weight_s
 
 
 def _shares(plan: Plan) -> Floats:

@@ -18,6 +18,7 @@ from pipectl.graph import TransferKind
 from pipectl.plan import Plan
 from pipectl.schedule.actions import Kind
 from pipectl.schedule.channel import Channel
+from pipectl.schedule.memory import halves_peaks
 from pipectl.simulate.tables import (
     KIND,
     MEET,
@@ -29,7 +30,7 @@ from pipectl.simulate.tables import (
     Programs,
 )
 
-UNKNOWN = [Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.EVALUATE]
+UNKNOWN = [Kind.EVALUATE]
 """Kinds that programs may not hold."""
 
 BY_STAGE, BACKWARD, UPDATE, RECEIVE, SENT, OTHER = range(6)
@@ -37,7 +38,8 @@ BY_STAGE, BACKWARD, UPDATE, RECEIVE, SENT, OTHER = range(6)
 
 ROLES = np.full(MEET + 1, OTHER, dtype=np.int64)
 ROLES[[Kind.FORWARD, Kind.RECOMPUTE, Kind.OFFLOAD_WAIT, Kind.FETCH_START]] = BY_STAGE
-ROLES[[Kind.BACKWARD, Kind.UPDATE]] = BACKWARD, UPDATE
+ROLES[[Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.UPDATE]] = BACKWARD, BACKWARD, UPDATE
+ROLES[Kind.BACKWARD_WEIGHT] = BY_STAGE
 ROLES[[Kind.RECEIVE_START, Kind.SEND_WAIT]] = RECEIVE, SENT
 
 
@@ -50,7 +52,8 @@ class Amounts(NamedTuple):
         received, sent: by stream, of full micro-batches.
         gradient: by stage, from its first backward to UPDATE.
         most: by kind and stage, the most a row allocates; below 0 where it is not known.
-        most_first, most_update: the same of a stage's first backward, and of its update.
+        most_first: the same of the stage's first.
+        most_update: the same of a stage's update.
         resident: by rank.
     """
 
@@ -88,7 +91,7 @@ def peak_bytes(programs: Programs, share: Floats, amounts: Amounts) -> Floats:
                     born += amounts.gradient[stage]
                     gradients += amounts.gradient[stage]
                     updating += amounts.most_update[stage]
-                    most = amounts.most_first[stage]
+                    most = amounts.most_first[kind, stage]
             elif role == UPDATE:
                 most = updating
                 dead = gradients
@@ -125,26 +128,33 @@ def amounts_of(plan: Plan, connections: Sequence[Channel]) -> Amounts:
         born[Kind.RECOMPUTE, index] = full - kept
         dead[Kind.OFFLOAD_WAIT, index] = kept
         dead[Kind.BACKWARD, index] = full
+        born[Kind.BACKWARD_INPUT, index] = stage.cost.grown_bytes
+        dead[Kind.BACKWARD_INPUT, index] = stage.cost.freed_bytes
+        dead[Kind.BACKWARD_WEIGHT, index] = stage.cost.between_bytes
     for stream, channel in enumerate(connections):
         received[stream] = channel.size_bytes
         if _is_buffer(plan, channel):
             sent[stream] = channel.size_bytes
     for channel in _one_a_pair_of_stages(connections):
-        user = _USERS[channel.kind]
+        users = _USERS[channel.kind]
         if _is_buffer(plan, channel):
-            born[user, channel.source_stage] += channel.size_bytes
-        if user is Kind.BACKWARD or not channel.is_local:
-            dead[user, channel.target_stage] += channel.size_bytes
+            born[users, channel.source_stage] += channel.size_bytes
+        if channel.kind is TransferKind.GRADIENT or not channel.is_local:
+            dead[users, channel.target_stage] += channel.size_bytes
     return Amounts(ROLES, born, dead, received, sent, *_of_stages(plan))
 
 
-_USERS = {TransferKind.ACTIVATION: Kind.FORWARD, TransferKind.GRADIENT: Kind.BACKWARD}
+_USERS = {
+    TransferKind.ACTIVATION: [Kind.FORWARD],
+    TransferKind.GRADIENT: [Kind.BACKWARD, Kind.BACKWARD_INPUT],
+}
+"""What makes a message, and what reads it."""
 
 
 def _of_stages(plan: Plan) -> tuple[Floats, Floats, Floats, Floats, Floats]:
     """The tables that follow from single stages."""
     stages = len(plan.stages)
-    most, most_first = np.full((MEET + 1, stages), -1.0), np.full(stages, -1.0)
+    most, most_first = (np.full((MEET + 1, stages), -1.0) for _ in range(2))
     most_update, resident = np.zeros(stages), np.zeros(plan.ranks)
     for index, stage in enumerate(plan.stages):
         ranks, peaks = list(stage.ranks), stage.cost.peaks
@@ -152,7 +162,12 @@ def _of_stages(plan: Plan) -> tuple[Floats, Floats, Floats, Floats, Floats]:
         if peaks is not None:
             most[[Kind.FORWARD, Kind.RECOMPUTE], index] = peaks.forward_bytes
             most[Kind.BACKWARD, index] = peaks.backward_bytes
-            most_first[index] = peaks.first_backward_bytes
+            for half, at_most in halves_peaks(stage.cost, peaks):
+                most[half, index] = at_most
+            most_first[Kind.BACKWARD, index] = peaks.first_backward_bytes
+            most_first[Kind.BACKWARD_INPUT, index] = (
+                peaks.first_backward_bytes + stage.cost.grown_bytes
+            )
             most_update[index] = peaks.update_bytes
     gradient = np.array([stage.cost.accumulated_bytes for stage in plan.stages], dtype=np.float64)
     return gradient, most, most_first, resident, most_update

@@ -4,7 +4,7 @@ What is modelled:
 
 - A rank runs its rows in order. START rows take no time, WAIT rows last until what was started is
   over. Computing takes its share of what a full micro-batch takes, over the device's speed;
-  a recomputation takes as long as the forward, and each half of a split backward half of it.
+  a recomputation takes as long as the forward, the halves of a split backward what the plan says.
 - A message moves once both ends have started it (rendezvous) and passes links that it may share
   (:mod:`pipectl.simulate.network`, :mod:`pipectl.simulate.way`).
 - Copies to and from the memory of the host follow one another in each direction.

@@ -1,5 +1,6 @@
 """Random plans of the whole search space: what is proved of their programs, and what is found."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -33,10 +34,12 @@ RANKS = 6
 @st.composite
 def plans(draw):
     """Up to six stages on six ranks: replicas, apart backwards, recomputation, offload."""
-    schedule = draw(st.sampled_from(["gpipe", "1f1b", "interleaved"]))
+    placed = {"gpipe": _anywhere, "1f1b": _anywhere, "zb-h1": _anywhere, "interleaved": _rounds}
+    placed |= {"looped-bfs": _rounds, "zb-v": _v_shaped, "dualpipev": _v_shaped}
+    schedule = draw(st.sampled_from(list(placed)))
     micro_batches = draw(st.integers(1, 8))
     size = draw(st.integers(1, 5))
-    stages = draw(_rounds() if schedule == "interleaved" else _anywhere())
+    stages = draw(placed[schedule]())
     count = len(stages)
     falls = draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
     warm_up = [1 + sum(falls[stage:]) for stage in range(count)]
@@ -44,7 +47,7 @@ def plans(draw):
         name="random",
         fingerprint=None,
         schedule=schedule,
-        warm_up=tuple(warm_up if schedule == "1f1b" else [1] * count),
+        warm_up=tuple(warm_up if schedule in ("1f1b", "zb-h1") else [1] * count),
         batch_size=micro_batches * size - draw(st.integers(0, size - 1)),
         micro_batch_size=size,
         micro_batches=micro_batches,
@@ -65,7 +68,7 @@ def _stage(draw, ranks):
     return Stage(
         ("n",),
         ranks,
-        COST,
+        replace(COST, deferred_bytes=draw(st.sampled_from([None, 7, 13]))),
         backward_ranks=backward,
         recompute=draw(st.booleans()),
         offload=not backward and draw(st.booleans()),
@@ -85,6 +88,15 @@ def _rounds(draw):
     sizes = draw(st.lists(st.integers(1, 2), min_size=1, max_size=3))
     sets = [order[sum(sizes[:i]) : sum(sizes[: i + 1])] for i in range(len(sizes))]
     return [draw(_stage(ranks)) for _ in range(draw(st.integers(1, 2))) for ranks in sets]
+
+
+@st.composite
+def _v_shaped(draw):
+    """Two stages on each of one to three sets of ranks, the last ones in reverse."""
+    order = draw(_some_ranks(RANKS))
+    sizes = draw(st.lists(st.integers(1, 2), min_size=1, max_size=3))
+    sets = [order[sum(sizes[:i]) : sum(sizes[: i + 1])] for i in range(len(sizes))]
+    return [draw(_stage(ranks)) for ranks in [*sets, *sets[::-1]]]
 
 
 @st.composite
@@ -121,14 +133,16 @@ def test_every_sample_is_computed_once_on_the_rank_that_is_said(plan):
     found = []
     for rank, program in enumerate(programs_of(plan)):
         for action in program.body:
-            if action.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.RECOMPUTE):
+            if action.kind is Kind.RECOMPUTE or action.kind <= Kind.BACKWARD_WEIGHT:
                 whole = 0, samples_of(plan, action.micro_batch)
                 span = (action.start, action.stop) if action.start >= 0 else whole
                 found += [(*action[:3], sample, rank) for sample in range(*span)]
+    whole = plan.schedule in ("gpipe", "1f1b", "interleaved", "looped-bfs")
+    backwards = [Kind.BACKWARD] if whole else [Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT]
     expected = [
         (kind, stage, index, sample, rank_of(plan, stage, kind, index, sample))
         for stage, held in enumerate(plan.stages)
-        for kind in [Kind.FORWARD, Kind.BACKWARD, *([Kind.RECOMPUTE] if held.recompute else [])]
+        for kind in [Kind.FORWARD, *backwards, *([Kind.RECOMPUTE] if held.recompute else [])]
         for index in range(plan.micro_batches)
         for sample in range(samples_of(plan, index))
     ]
@@ -173,6 +187,8 @@ BEFORE = {
     Kind.FETCH_START: Kind.OFFLOAD_WAIT,
     Kind.FETCH_WAIT: Kind.FETCH_START,
     Kind.BACKWARD: Kind.RECOMPUTE,
+    Kind.BACKWARD_INPUT: Kind.RECOMPUTE,
+    Kind.BACKWARD_WEIGHT: Kind.BACKWARD_INPUT,
     Kind.RECOMPUTE: Kind.FORWARD,
     Kind.REDUCE_START: Kind.BACKWARD,
 }
@@ -190,7 +206,9 @@ def test_no_row_can_change_places_with_what_it_follows(plan, data):
     rows = list(programs[rank].body)
     wanted = rows[later]._replace(kind=BEFORE[rows[later].kind])
     if wanted.kind is Kind.BACKWARD:
-        earlier = [at for at, row in enumerate(rows) if row[:2] == wanted[:2]][-1:]
+        complete = Kind.BACKWARD, Kind.BACKWARD_WEIGHT
+        same = [at for at, row in enumerate(rows) if row[0] in complete and row[1] == wanted[1]]
+        earlier = same[-1:]
     else:
         earlier = [at for at, row in enumerate(rows) if row == wanted]
     if not earlier:
@@ -233,12 +251,13 @@ def ledger(plan, rank, program):
     book = Ledger(plan, rank, program)
     device, host = [], []
     for action in program.body:
-        book.done = []
+        book.done, book.afterwards = [], {}
         book.enter(action)
         device.append(book.resident + float(sum(book.held.values())))
         host.append(float(sum(book.host.values())))
         for name in book.done:
             book.held.pop(name, None)
+        book.held.update(book.afterwards)
         if action.kind is Kind.FETCH_WAIT:
             del book.host[action.stage, action.micro_batch]
     assert not book.held
@@ -313,6 +332,15 @@ class Ledger:
         for kind in (TransferKind.GRADIENT, TransferKind.SAVED):
             self.done += [("in", c, index) for c, _ in self.mine(kind, stage, "target")]
         self.done += [("kept", stage, index), ("rest", stage, index)]
+
+    def backward_input(self, action, held, stage, index):
+        self.backward(action, held, stage, index)
+        self.held["between", stage, index] = self.size(held.cost.grown_bytes, action)
+        between = self.size(held.cost.between_bytes, action)
+        self.afterwards["between", stage, index] = between
+
+    def backward_weight(self, action, held, stage, index):
+        self.done.append(("between", stage, index))
 
     def update(self, action, held, stage, index):
         self.done += [name for name in self.held if name[0] == "gradients"]

@@ -44,6 +44,7 @@ def random_cost(draw):
     return StageCost(
         draw.uniform(0.5, 2), draw.uniform(1, 4), draw.uniform(0, 1), *byte_counts,
         input_bytes=draw.randint(0, byte_counts[2]),
+        weight_s=draw.choice([None, 0.3]), deferred_bytes=draw.choice([None, draw.randint(1, 300)]),
     )  # fmt: skip
 
 
@@ -92,7 +93,7 @@ def random_case(pipeline):
         plan = pipeline(
             stages,
             micro_batches,
-            schedule=draw.choice(["gpipe", "1f1b"]),
+            schedule=draw.choice(["gpipe", "1f1b", "zb-h1"]),
             warm_up=depth,
             ranks=[draw.randrange(ranks) for _ in range(stages)],
             node_of_rank=[node for node, size in enumerate(sizes) for _ in range(size)],

@@ -66,7 +66,12 @@ class Reference:
             return sum(stage.cost.update_s for stage in mine) / speed
         cost = self.plan.stages[action.stage].cost
         forward = action.kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.EVALUATE)
+        weight_s = cost.backward_s / 2 if cost.weight_s is None else cost.weight_s
         work = cost.forward_s if forward else cost.backward_s
+        if action.kind is Kind.BACKWARD_WEIGHT:
+            work = weight_s
+        elif action.kind is Kind.BACKWARD_INPUT:
+            work -= weight_s
         return work * self.share(action) / speed
 
     def share(self, action):

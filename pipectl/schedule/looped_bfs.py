@@ -1,0 +1,48 @@
+"""Looped breadth-first: several stages a rank, and every micro-batch through one before the next.
+
+Stage s is on rank s mod p. Two ranks, four micro-batches; stages 0 and 2 are the first rank's; a
+backward is drawn twice as long as a forward; digits are forwards, letters (a = micro-batch 0) are
+backwards::
+
+    stage 0  0123...............aabbccdd
+    stage 1  .0123............aabbccdd
+    stage 2  ....0123...aabbccdd
+    stage 3  .....0123aabbccdd
+
+The bubble is that of GPipe in v-th parts, (p - 1) / (v m + p - 1) of the step, and every activation
+is kept; a stage's gradients are complete early, one stage after the other, so sums over replicas
+have most of the backward to hide behind. Source: Lamy-Poirier, "Breadth-First Pipeline
+Parallelism", MLSys 2023 (there the backwards run by falling micro-batch).
+"""
+
+from __future__ import annotations
+
+from pipectl.schedule.actions import Integers
+from pipectl.schedule.order import Order
+
+NAME = "looped-bfs"
+
+
+def order(stages: int, ranks: int, micro_batches: int) -> Order:
+    """Stage s, chunk c = s // p: forward of micro-batch i at c g + i + s mod p, g = max(m, p).
+
+    Backwards follow behind all forwards, in the same way from the last stage to the first.
+
+    Args:
+        ranks: over which the stages go round; divides ``stages``.
+    """
+    group, chunks = max(micro_batches, ranks), stages // ranks
+    forwards = chunks * group + ranks
+
+    def forward(stage: int, micro_batch: Integers) -> Integers:
+        return micro_batch + (stage // ranks * group + stage % ranks)
+
+    def backward(stage: int, micro_batch: Integers) -> Integers:
+        return forward(stages - 1 - stage, micro_batch) + forwards
+
+    return Order(forward, backward)
+
+
+def warm_up(stages: int, micro_batches: int) -> tuple[int, ...]:
+    """Every forward comes before the first backward."""
+    return (micro_batches,) * stages

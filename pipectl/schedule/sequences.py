@@ -1,0 +1,138 @@
+"""Schedules that are lists: for every rank, all that it computes, one after the other.
+
+Turns follow from the lists: they are the times at which the actions would start if messages took
+no time, a forward and each half of a backward one unit, and a whole backward two. So lists that can
+run give a sound order, and those that wait for each other are found out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from pipectl.compiled import compiled
+from pipectl.errors import ScheduleError
+from pipectl.schedule.actions import Integers, Kind
+from pipectl.schedule.order import Order, Turns
+
+FORWARD, BACKWARD, WEIGHT = range(3)
+"""What of a micro-batch in a stage: ``BACKWARD`` is a whole one, or its input half."""
+_PART = np.full(len(Kind), -1, dtype=np.int64)
+_PART[[Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT]] = FORWARD, BACKWARD, BACKWARD
+_PART[Kind.BACKWARD_WEIGHT] = WEIGHT
+
+Table = npt.NDArray[np.int64]
+
+
+def order_of(sequences: Sequence[Integers], stages: int, micro_batches: int) -> Order:
+    """The order in which every rank computes what its list says.
+
+    Args:
+        sequences: of every rank: kind, stage and micro-batch of its actions; shape [actions, 3].
+            Backwards are all whole, or all in halves.
+
+    Raises:
+        ScheduleError: an action is missing or there twice, or ranks wait for each other.
+    """
+    rows = np.concatenate(sequences).astype(np.int64)
+    splits = bool((rows[:, 0] == Kind.BACKWARD_INPUT).any())
+    duration = np.where(rows[:, 0] == Kind.BACKWARD, 2, 1)
+    rows[:, 0] = _PART[rows[:, 0]]
+    _check_complete(rows, stages, micro_batches, splits=splits)
+    ends = np.cumsum([len(sequence) for sequence in sequences])
+    over_at = np.full((len(_NAMES), stages, micro_batches), -1, dtype=np.int64)
+    turns, position = over_at.copy(), np.concatenate([[0], ends[:-1]])
+    _run(rows, duration, position, ends, over_at, turns)
+    if np.any(position < ends):
+        raise _stuck(rows, position, ends)
+    weight = _looked_up(turns[WEIGHT]) if splits else None
+    return Order(_looked_up(turns[FORWARD]), _looked_up(turns[BACKWARD]), weight)
+
+
+_NAMES = ("forward", "backward", "weight half of the backward")
+
+
+def _looked_up(table: Table) -> Turns:
+    def turns(stage: int, micro_batches: Integers) -> Integers:
+        found: Integers = table[stage, micro_batches]
+        return found
+
+    return turns
+
+
+def _check_complete(rows: Table, stages: int, micro_batches: int, *, splits: bool) -> None:
+    """Every part of every micro-batch in every stage is there once, and nothing else."""
+    shape = WEIGHT + 1, stages, micro_batches
+    if np.any(rows < 0) or np.any(rows >= shape):
+        raise _fault("an action of a kind, stage or micro-batch that the step does not have")
+    counts = np.zeros(shape, dtype=np.int64)
+    np.add.at(counts, tuple(rows.T), 1)
+    counts = counts if splits else counts[:WEIGHT]
+    if np.any(counts != 1):
+        part, stage, index = np.argwhere(counts != 1)[0].tolist()
+        often = int(counts[part, stage, index])
+        raise _fault(
+            f"the {_NAMES[part]} of micro-batch {index} in stage {stage} is there {often} times"
+        )
+
+
+@compiled
+def _run(
+    rows: Table, duration: Table, position: Table, ends: Table, over_at: Table, turns: Table
+) -> None:
+    """Start every action when its rank and what it depends on are ready; fills ``turns``.
+
+    Args:
+        position: of every rank, its next row; at its end when it is done.
+        over_at: below 0 for what is not done.
+    """
+    clock = np.zeros(len(ends), np.int64)
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(len(ends)):
+            while position[rank] < ends[rank]:
+                row = position[rank]
+                part, stage, index = rows[row]
+                ready = _ready_at(over_at, part, stage, index)
+                if ready < 0:
+                    break
+                start = max(clock[rank], ready)
+                turns[part, stage, index] = start
+                clock[rank] = over_at[part, stage, index] = start + duration[row]
+                position[rank] += 1
+                moved = True
+
+
+@compiled
+def _ready_at(over_at: Table, part: int, stage: int, index: int) -> int:
+    """When all that an action depends on is over; below 0 if that is not known."""
+    if part == FORWARD:
+        return 0 if stage == 0 else int(over_at[FORWARD, stage - 1, index])
+    if part == WEIGHT:
+        return int(over_at[BACKWARD, stage, index])
+    made = over_at[FORWARD, stage, index]
+    if stage == over_at.shape[1] - 1 or made < 0:
+        return int(made)
+    later = over_at[BACKWARD, stage + 1, index]
+    return int(later if later < 0 else max(made, later))
+
+
+def _stuck(rows: Table, position: Table, ends: Table) -> ScheduleError:
+    ranks = np.flatnonzero(position < ends)[:4].tolist()
+    waits = []
+    for rank in ranks:
+        part, stage, index = rows[position[rank]].tolist()
+        waits.append(
+            f"rank {rank} cannot begin the {_NAMES[part]} of micro-batch {index} in stage {stage}"
+        )
+    return _fault("ranks wait for each other: " + "; ".join(waits))
+
+
+def _fault(message: str) -> ScheduleError:
+    return ScheduleError(
+        f"schedule: {message}",
+        cure="list every action once, behind all that it depends on",
+    )

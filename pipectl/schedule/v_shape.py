@@ -1,0 +1,43 @@
+"""V-shaped placement: two stages a rank, the first and the last, the second and the last but one.
+
+Of 2p stages, rank r holds stages r and 2p - 1 - r: its first and its second *chunk*. Activations
+go down the ranks and come back up, so the rank that computes the loss also begins the model.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pipectl.schedule.actions import Integers, Kind
+
+Step = tuple[Kind, int]
+"""What is done, and to which chunk."""
+
+F0, F1 = (Kind.FORWARD, 0), (Kind.FORWARD, 1)
+I0, I1 = (Kind.BACKWARD_INPUT, 0), (Kind.BACKWARD_INPUT, 1)
+W0, W1 = (Kind.BACKWARD_WEIGHT, 0), (Kind.BACKWARD_WEIGHT, 1)
+
+
+class Listing:
+    """The actions of one rank while they are listed; each step takes the next micro-batch."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self._stages = rank, 2 * ranks - 1 - rank
+        self._next: dict[Step, int] = {}
+        self._parts: list[Integers] = []
+
+    def repeat(self, times: int, *steps: Step) -> None:
+        """So many times, one behind the other, some different steps."""
+        rows = np.empty((times, len(steps), 3), dtype=np.int64)
+        for place, (kind, chunk) in enumerate(steps):
+            first = self._next.get((kind, chunk), 0)
+            rows[:, place, 0], rows[:, place, 1] = kind, self._stages[chunk]
+            rows[:, place, 2] = np.arange(first, first + times)
+            self._next[kind, chunk] = first + times
+        self._parts.append(rows.reshape(-1, 3))
+
+    def up_to(self, micro_batches: int) -> Integers:
+        """What was listed, without further micro-batches; shape [actions, 3]."""
+        rows = np.concatenate(self._parts)
+        found: Integers = rows[rows[:, 2] < micro_batches]
+        return found
