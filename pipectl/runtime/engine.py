@@ -103,6 +103,8 @@ class Engine:
         self._handlers: dict[int, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
             Kind.EVALUATE: self._evaluate,
             Kind.SEND_START: self._send_start,
             Kind.SEND_WAIT: self._send_wait,
@@ -171,6 +173,9 @@ class Engine:
             micro_batch, ordered, self._loss, self._given.weights[micro_batch], self._given.scale
         )
         self._deliver(TransferKind.GRADIENT, action, made)
+
+    def _backward_weight(self, action: Action) -> None:
+        self._stages[action.stage].finish_backward(action.micro_batch)
 
     def _evaluate(self, action: Action) -> None:
         stage, micro_batch = action.stage, action.micro_batch

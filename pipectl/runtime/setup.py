@@ -17,7 +17,7 @@ from pipectl.runtime.device import Device
 from pipectl.runtime.engine import Doing, Engine
 from pipectl.runtime.stage import StageRuntime
 from pipectl.runtime.transport import Progress, Transport
-from pipectl.schedule import Channel, channels, program_hash
+from pipectl.schedule import Channel, channels, program_hash, splits_backwards
 from pipectl.spec import JobSpec
 
 
@@ -111,6 +111,9 @@ class Setup:
             index: StageRuntime(index, cuts, job.states, device, spec.training.precision)
             for index in plan.stages_of_rank(communicator.rank)
         }
+        if splits_backwards(plan):
+            for stage in self.stages.values():
+                stage.split_backwards()
         if self.progress.mode == "poll":
             for stage in self.stages.values():
                 stage.let_advance(self.progress.tick)

@@ -13,6 +13,7 @@ from pipectl.capture import Cut, Slot, build_stage
 from pipectl.capture.precision import arithmetic
 from pipectl.capture.stage import Receive, uses_of_parameter
 from pipectl.runtime.device import Device
+from pipectl.runtime.halves import Deferred, split_backwards
 from pipectl.runtime.transport import Tensors
 from pipectl.runtime.transport.ticks import insert_ticks
 
@@ -24,6 +25,7 @@ class _Live:
     received: dict[Slot, Tensor]
     results: dict[Slot, Tensor]
     caught: dict[Slot, Tensor | None]
+    deferred: Deferred
 
 
 class StageRuntime:
@@ -56,6 +58,8 @@ class StageRuntime:
         self._cuts = cuts
         self._anchor = torch.zeros((), requires_grad=True)
         self._live: dict[int, _Live] = {}
+        self._deferring = Deferred()
+        self._deferred: dict[int, Deferred] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, Tensor] = {}
         self.uses: dict[Slot, Tensor] = {}
@@ -88,14 +92,15 @@ class StageRuntime:
             received[slot] = (
                 Receive.apply(self._anchor, tensor, caught, slot) if grad else tensor  # type: ignore[no-untyped-call]
             )
+        self._deferring = Deferred()
         results = self._call((True, size), seed, inputs, received)
-        self._live[micro_batch] = _Live(received, results, caught)
+        self._live[micro_batch] = _Live(received, results, caught, self._deferring)
         return {slot: tensor.detach() for slot, tensor in results.items()}
 
     def backward(
         self, micro_batch: int, gradients: Tensors, loss: Slot, weight: float, scale: float = 1.0
     ) -> Tensors:
-        """Run the backward of a micro-batch; parameter gradients accumulate.
+        """Run the backward of a micro-batch, or its first half; parameter gradients accumulate.
 
         Args:
             gradients: of the stage's results and of received values that later stages use too.
@@ -117,7 +122,15 @@ class StageRuntime:
             seeds.insert(0, torch.full_like(live.results[loss], scale) * weight)
         if roots:
             torch.autograd.backward(roots, seeds)
+        if live.deferred.roots:
+            self._deferred[micro_batch] = live.deferred
         return live.caught
+
+    def finish_backward(self, micro_batch: int) -> None:
+        """Run the second half of a backward: the gradients of weights that were put off."""
+        deferred = self._deferred.pop(micro_batch, None)
+        if deferred is not None:
+            deferred.run()
 
     def evaluate(
         self, size: int, seed: int, inputs: Mapping[str, Tensor], arrived: Tensors
@@ -126,6 +139,13 @@ class StageRuntime:
         received = {slot: arrived[slot] for slot in self.codes[False, size].received}
         with torch.no_grad():
             return dict(self._call((False, size), seed, inputs, received))
+
+    def split_backwards(self) -> None:
+        """Have every backward leave work for :meth:`finish_backward`."""
+        for (training, size), code in self.codes.items():
+            if training:
+                states = self._cuts[training, size].graph.states
+                split_backwards(code, states, lambda: self._deferring)
 
     def let_advance(self, advance: Callable[[], None]) -> None:
         """Have ``advance`` called between operators, forward and backward."""
@@ -136,6 +156,7 @@ class StageRuntime:
     def forget(self) -> None:
         """Drop gradients and unfinished micro-batches."""
         self._live.clear()
+        self._deferred.clear()
         for tensor in (*self.parameters.values(), *self.uses.values()):
             tensor.grad = None
 

@@ -1,7 +1,7 @@
 """Schedules: what every rank does in one optimizer step, as pure functions of the plan."""
 
 from pipectl.schedule.actions import Action, Actions, Kind, Program
-from pipectl.schedule.catalogue import NAMES, default_warm_up
+from pipectl.schedule.catalogue import NAMES, default_warm_up, splits_backwards
 from pipectl.schedule.channel import Channel, channels, messages
 from pipectl.schedule.computing import compute_actions, compute_programs
 from pipectl.schedule.lowering import lower, lower_evaluation, program_hash
@@ -41,5 +41,6 @@ __all__ = [
     "program_hash",
     "rank_of",
     "shares",
+    "splits_backwards",
     "validate",
 ]

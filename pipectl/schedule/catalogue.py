@@ -36,6 +36,11 @@ def order_of(plan: Plan, micro_batches: int) -> Order:
     return _ORDERS[plan.schedule](plan, micro_batches)
 
 
+def splits_backwards(plan: Plan) -> bool:
+    """Whether a plan's backwards are made in two halves; see :class:`Order`."""
+    return order_of(plan, plan.micro_batches).weight is not None
+
+
 def default_warm_up(
     schedule: str,
     stages: int,

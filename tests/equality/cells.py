@@ -79,10 +79,25 @@ FEWER_BATCHES = {
 }  # fmt: skip
 """Models like others of the table but for one thing: two kinds of batch are enough for them."""
 SCHEDULES = ("gpipe", "1f1b")
-INTERLEAVED = {"gpt": ("divisible", "smaller_last"), "dense": ("smaller_last", "few")}
-"""Models, and their batches, that are also trained with two stages a rank."""
-CHUNKS = {"interleaved": 2}
+FURTHER = {
+    "interleaved": {"gpt": ("divisible", "smaller_last"), "dense": ("smaller_last", "few")},
+    "looped-bfs": {"gpt": ("smaller_last",), "cnn": ("divisible",)},
+    "zb-h1": {
+        "gpt": ("divisible", "few"), "cnn": ("smaller_last", "few"), "tied": ("smaller_last",),
+        "gpt_float16": ("smaller_last",), "frozen": ("smaller_last",),
+    },
+    "zb-v": {
+        "gpt": ("smaller_last",), "cnn": ("divisible", "few"), "dense": ("one_left_over",),
+        "cnn_bf16": ("smaller_last",),
+    },
+    "dualpipev": {"gpt": ("divisible", "few"), "cnn": ("smaller_last",)},
+}  # fmt: skip
+"""Models, and their batches, that are also trained in other schedules."""
+CHUNKS = {"interleaved": 2, "looped-bfs": 2, "zb-v": 2, "dualpipev": 2}
 """Stages a rank, where not one."""
+V_SHAPED = ("zb-v", "dualpipev")
+ON_MANY_RANKS = {"zb-v": "gpt", "dualpipev": "gpt"}
+"""What is also trained on more ranks than there are cores."""
 STEPS = 10
 COST = StageCost(1.0, 2.0, 0.0, 0, 0, 0)
 
@@ -102,8 +117,14 @@ def cells() -> Iterator[Cell]:
         for schedule in SCHEDULES:
             for batch in ("smaller_last", "few") if model in FEWER_BATCHES else BATCHES:
                 yield Cell(model, schedule, batch)
-        for batch in INTERLEAVED.get(model, ()):
-            yield Cell(model, "interleaved", batch)
+        for schedule, batches in FURTHER.items():
+            for batch in batches.get(model, ()):
+                yield Cell(model, schedule, batch)
+
+
+def cells_on_many_ranks() -> list[Cell]:
+    found = [cell for cell in cells() if ON_MANY_RANKS.get(cell.schedule) == cell.model]
+    return [cell for cell in found if cell.batch in ("smaller_last", "divisible")]
 
 
 def spec_text(cell: Cell, *, plain: bool) -> str:
@@ -204,7 +225,10 @@ def make_plan(graph: CapturedGraph, stage_of: dict[str, int], cell: Cell, ranks:
         batch_size=batch_size,
         micro_batch_size=size,
         micro_batches=-(-batch_size // size),
-        stages=tuple(Stage(nodes[stage], (stage % ranks,), COST) for stage in range(stages)),
+        stages=tuple(
+            Stage(nodes[stage], (rank,), COST)
+            for stage, rank in enumerate(places(cell.schedule, stages, ranks))
+        ),
         transfers=tuple(Transfer(*lane, size_bytes=1) for lane in lanes),
         node_of_rank=(0,) * ranks,
     )
@@ -212,11 +236,18 @@ def make_plan(graph: CapturedGraph, stage_of: dict[str, int], cell: Cell, ranks:
     return plan
 
 
+def places(schedule: str, stages: int, ranks: int) -> list[int]:
+    """The rank of every stage."""
+    if schedule in V_SHAPED:
+        return [*range(ranks), *reversed(range(ranks))]
+    return [stage % ranks for stage in range(stages)]
+
+
 def train(directory: Path, communicator: MPI.Comm, *, plain: bool) -> None:
     torch.set_num_threads(1)
     folder = directory / ("plain" if plain else str(communicator.size))
     jobs: dict[str, tuple[CapturedJob, dict[str, torch.Tensor]]] = {}
-    for number, cell in enumerate(cells()):
+    for number, cell in enumerate(cells_on_many_ranks() if communicator.size > 4 else cells()):
         run = RunDirectory(folder / str(cell))
         if communicator.rank == 0:
             run.trace.mkdir(parents=True)

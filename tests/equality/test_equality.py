@@ -44,13 +44,13 @@ ALL = list(CELLS.cells())
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every cell, trained on 1, 2, 3 and 4 ranks, and on one without dropout."""
+    """Every cell, trained on 1, 2, 3 and 4 ranks, some on 8, and all on one without dropout."""
     directory = tmp_path_factory.mktemp("equality")
     beside = Path(sys.prefix) / "bin" / "mpiexec"
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
     assert mpiexec, "no mpiexec: pip install mpich"
     command = [sys.executable, "-m", "mpi4py", str(HERE / "cells.py"), str(directory)]
-    for ranks, extra in ((1, []), (2, []), (3, []), (4, []), (1, ["plain"])):
+    for ranks, extra in ((1, []), (2, []), (3, []), (4, []), (8, []), (1, ["plain"])):
         done = subprocess.run(
             [mpiexec, "-n", str(ranks), *command, *extra],
             capture_output=True,
@@ -78,8 +78,12 @@ def figures(run: Path) -> list[tuple[Any, ...]]:
 
 @pytest.mark.mpi
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("cell", ALL, ids=str)
+@pytest.mark.parametrize(
+    ("cell", "ranks"),
+    [(cell, ranks) for cell in ALL for ranks in (1, 2, 3, 4)]
+    + [(cell, 8) for cell in CELLS.cells_on_many_ranks()],
+    ids=str,
+)
 def test_weights_and_losses_equal_one_rank_to_the_bit(trained: Path, cell: Any, ranks: int) -> None:
     reference = trained / "1" / str(CELLS.Cell(cell.model, "gpipe", cell.batch))
     found = trained / str(ranks) / str(cell)

@@ -1,0 +1,189 @@
+"""Backwards in two halves: gradients of values first, gradients of weights later.
+
+In the code of a stage, operators that multiply by weights (linear layers, convolutions, products of
+matrices) become a :class:`_Split`: its forward builds the operator's own small autograd graph, its
+backward asks that graph for the gradients of the values alone and leaves the rest in a
+:class:`Deferred`, which asks the same graph for those of the weights. So both halves run the
+kernels that a whole backward runs, on the same numbers. Between them only what the weights need is
+kept: the operator's input and the gradient of its output.
+
+All other operators make the gradients of their parameters in the first half: for norms and
+embeddings little is gained by waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils import _pytree as pytree
+
+from pipectl.capture.graph import State
+from pipectl.capture.stage import StageCode
+
+_ATEN = torch.ops.aten
+SPLIT = frozenset(
+    {
+        _ATEN.linear.default,
+        _ATEN.addmm.default,
+        _ATEN.mm.default,
+        _ATEN.matmul.default,
+        _ATEN.conv1d.default,
+        _ATEN.conv1d.padding,
+        _ATEN.conv2d.default,
+        _ATEN.conv2d.padding,
+        _ATEN.conv3d.default,
+        _ATEN.conv3d.padding,
+        _ATEN.conv_transpose1d.default,
+        _ATEN.conv_transpose2d.input,
+        _ATEN.conv_transpose3d.input,
+    }
+)
+"""Operators with much work for weights."""
+_VIEWS = frozenset(
+    {_ATEN.t.default, _ATEN.transpose.int, _ATEN.permute.default, _ATEN.numpy_T.default}
+)
+"""What may stand between a weight and its operator."""
+
+
+@dataclass
+class Deferred:
+    """The weight half of one micro-batch's backward.
+
+    Attributes:
+        roots, gradients: results of operators, and what came back for them.
+        weights: that get a gradient.
+    """
+
+    roots: list[GradientEdge] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Add to the gradients of the weights."""
+        if self.roots:
+            torch.autograd.backward(self.roots, self.gradients, inputs=self.weights)
+
+
+def split_backwards(
+    code: StageCode, states: Mapping[str, State], current: Callable[[], Deferred]
+) -> None:
+    """Let the operators of a stage's code defer the gradients of their weights.
+
+    Args:
+        states: of the captured graph, by placeholder.
+        current: the weight half of the micro-batch whose forward runs.
+    """
+    module = code.module
+    assert isinstance(module, fx.GraphModule)
+    _, *arguments = module.graph.find_nodes(op="placeholder")
+    bound = zip(code.states, arguments, strict=False)
+    parameters = [node for slot, node in bound if states[slot.value].kind == "parameter"]
+    weights = _weights(parameters)
+    for node in module.graph.nodes:
+        held = [item for item in node.all_input_nodes if item in weights]
+        if node.target in SPLIT and held:
+            leaves = tuple(weights[item] for item in held)
+            node.args = (leaves, tuple(held), *node.args)
+            node.target = _Splitting(node.target, current)
+    module.recompile()
+
+
+def _weights(parameters: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Parameters and views of them, each with its parameter, that have one user only."""
+    found = {node: node for node in parameters if len(node.users) == 1}
+    for node in list(found):
+        user = next(iter(node.users))
+        while user.target in _VIEWS and len(user.users) == 1:
+            found[user] = node
+            user = next(iter(user.users))
+    return found
+
+
+class _Splitting:
+    """An operator as a function of a graph, whose backward is split."""
+
+    def __init__(self, target: Callable[..., Tensor], current: Callable[[], Deferred]) -> None:
+        self._target = target
+        self._current = current
+        self._anchor = torch.zeros((), requires_grad=True)
+        self.__name__ = "split"
+
+    def __call__(
+        self, leaves: Sequence[Tensor], fixed: Sequence[Tensor], *args: Any, **kwargs: Any
+    ) -> Tensor:
+        weights = [leaf for leaf in leaves if leaf.requires_grad]
+        if not weights or not torch.is_grad_enabled():
+            return self._target(*args, **kwargs)
+        flat, structure = pytree.tree_flatten((args, kwargs))
+        apart = {id(tensor) for tensor in fixed}
+        places = [
+            place
+            for place, item in enumerate(flat)
+            if isinstance(item, Tensor) and id(item) not in apart
+        ]
+
+        def run(values: Sequence[Tensor]) -> Tensor:
+            for place, value in zip(places, values, strict=True):
+                flat[place] = value
+            given, named = pytree.tree_unflatten(flat, structure)
+            return self._target(*given, **named)
+
+        values = [flat[place] for place in places]
+        found: Tensor = _Split.apply(self._anchor, run, weights, self._current(), *values)  # type: ignore[no-untyped-call]
+        return found
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        run: Callable[[Sequence[Tensor]], Tensor],
+        weights: list[Tensor],
+        deferred: Deferred,
+        *values: Tensor,
+    ) -> Tensor:
+        """The operator's result; the first argument makes it require a gradient."""
+        ctx.set_materialize_grads(False)
+        with torch.enable_grad():
+            inner = [
+                _Enter.apply(anchor, value) if value.requires_grad else value  # type: ignore[no-untyped-call]
+                for value in values
+            ]
+            result = run(inner)
+        ctx.edges = [get_gradient_edge(value) if value.requires_grad else None for value in inner]
+        ctx.root, ctx.weights, ctx.deferred = get_gradient_edge(result), weights, deferred
+        return result.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients of the values; those of the weights are put off."""
+        root, edges, deferred = ctx.root, ctx.edges, ctx.deferred
+        ctx.root = ctx.edges = ctx.deferred = None
+        found: dict[GradientEdge, Tensor] = {}
+        if gradient is not None:
+            wanted = [edge for edge in edges if edge is not None]
+            if wanted:
+                made = torch.autograd.grad([root], wanted, [gradient], retain_graph=True)
+                found = dict(zip(wanted, made, strict=True))
+            deferred.roots.append(root)
+            deferred.gradients.append(gradient)
+            deferred.weights += ctx.weights
+        return (None, None, None, None, *(found.get(edge) for edge in edges))
+
+
+class _Enter(torch.autograd.Function):
+    """Where the graph of an operator begins; unlike a leaf, it does not keep the value."""
+
+    @staticmethod
+    def forward(_: Any, __: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(*_: Any) -> tuple[None, None]:
+        return None, None

@@ -1,0 +1,189 @@
+"""Split backwards of single operators, against whole ones: values, gradients, layouts, memory."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from pipectl.capture import Slot
+from pipectl.capture.stage import StageCode
+from pipectl.runtime.halves import Deferred, split_backwards
+
+
+class Product(nn.Module):
+    """Weights as they stand, transposed, and with a bias added."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.weight = nn.Parameter(torch.randn(6, 5) if form == "transposed" else torch.randn(5, 6))
+        self.bias = nn.Parameter(torch.randn(6)) if form == "addmm" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.form == "addmm":
+            return torch.addmm(self.bias, x, self.weight)
+        if self.form == "mm":
+            return torch.mm(x, self.weight)
+        return x @ (self.weight.t() if self.form == "transposed" else self.weight)
+
+
+CASES = {
+    "linear": (nn.Linear(5, 6), (3, 5)),
+    "linear, three dimensions": (nn.Linear(5, 6), (2, 3, 5)),
+    "linear without bias": (nn.Linear(5, 6, bias=False), (2, 3, 5)),
+    "matmul": (Product("matmul"), (2, 3, 5)),
+    "matmul with a transposed weight": (Product("transposed"), (2, 3, 5)),
+    "mm": (Product("mm"), (3, 5)),
+    "addmm": (Product("addmm"), (3, 5)),
+    "conv1d, groups": (nn.Conv1d(4, 6, 3, padding=1, groups=2), (3, 4, 9)),
+    "conv2d, stride": (nn.Conv2d(4, 6, 3, stride=2, padding=1), (3, 4, 9, 9)),
+    "conv2d, dilation": (nn.Conv2d(4, 6, 3, dilation=2, bias=False), (3, 4, 9, 9)),
+    "conv2d, depthwise": (nn.Conv2d(4, 4, 3, groups=4), (3, 4, 9, 9)),
+    "conv2d, 1x1": (nn.Conv2d(4, 6, 1), (3, 4, 9, 9)),
+    "conv2d, same padding": (nn.Conv2d(4, 6, 3, padding="same"), (3, 4, 9, 9)),
+    "conv3d": (nn.Conv3d(2, 3, 3), (2, 2, 5, 5, 5)),
+    "conv_transpose1d": (nn.ConvTranspose1d(4, 6, 3, stride=2), (3, 4, 9)),
+    "conv_transpose2d": (nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2), (3, 4, 9, 9)),
+}
+
+
+def code_of(model: nn.Module, value: Tensor) -> tuple[StageCode, list[nn.Parameter]]:
+    """The code of a stage that is the whole model, and its parameters as it takes them."""
+    exported = torch.export.export(model, (value,))
+    graph, copied = fx.Graph(), {}
+    graph.placeholder("seed")
+    for node in exported.graph.nodes:
+        if node.op == "output":
+            graph.output(copied[node.args[0][0]])
+        else:
+            copied[node] = graph.node_copy(node, copied.__getitem__)
+    names = [spec.target for spec in exported.graph_signature.input_specs if spec.target]
+    module = fx.GraphModule(nn.Module(), graph)
+    found = dict(model.named_parameters())
+    code = StageCode(module, tuple(map(Slot, names)), ("x",), (), ())
+    return code, [found[name] for name in names]
+
+
+def split(code: StageCode, current: list[Deferred]) -> StageCode:
+    module = copy.deepcopy(code.module)
+    apart = StageCode(module, code.states, code.inputs, code.received, code.results)
+    states = {slot.value: SimpleNamespace(kind="parameter") for slot in code.states}
+    split_backwards(apart, states, lambda: current[-1])
+    return apart
+
+
+def trained(code, parameters, inputs, precision, deferred=None):
+    """Results, gradients and layouts of two micro-batches."""
+    found = []
+    for parameter in parameters:
+        parameter.grad = None
+    for value in inputs:
+        value = value.detach().requires_grad_()
+        if deferred is not None:
+            deferred.append(Deferred())
+        context = torch.autocast("cpu", dtype=precision) if precision else nullcontext()
+        with context:
+            result = code.module(0, *parameters, value * 1)
+        result.backward(torch.linspace(-1, 1, result.numel()).reshape(result.shape).to(result))
+        found += [result.detach(), value.grad]
+        if deferred is not None:
+            before = [None if p.grad is None else p.grad.clone() for p in parameters]
+            assert len(deferred[-1].roots) == 1
+            deferred[-1].run()
+            changed = [p.grad for p in parameters]
+            assert all(b is None or not b.equal(a) for b, a in zip(before, changed, strict=True))
+    return [*found, *(p.grad for p in parameters)]
+
+
+@pytest.mark.parametrize("precision", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", CASES)
+def test_halves_give_the_bits_of_a_whole_backward(case, precision):
+    model, shape = CASES[case]
+    torch.manual_seed(0)
+    inputs = [torch.randn(shape) for _ in range(2)]
+    if len(shape) == 4:
+        inputs.append(torch.randn(shape).to(memory_format=torch.channels_last))
+    code, parameters = code_of(model, inputs[0])
+    whole = trained(code, parameters, inputs, precision)
+    current: list[Deferred] = []
+    halves = trained(split(code, current), parameters, inputs, precision, current)
+    assert all(torch.equal(one, other) for one, other in zip(whole, halves, strict=True))
+    strides = [[tensor.stride() for tensor in tensors] for tensors in (whole, halves)]
+    assert strides[0] == strides[1]
+
+
+def one_linear(**more):
+    model = nn.Linear(5, 6, **more)
+    code, parameters = code_of(model, torch.randn(3, 5))
+    current = [Deferred()]
+    return model, split(code, current), parameters, current
+
+
+def test_frozen_weights_are_not_deferred():
+    model, code, parameters, current = one_linear()
+    model.requires_grad_(False)
+    value = torch.randn(3, 5, requires_grad=True)
+    code.module(0, *parameters, value).sum().backward()
+    assert current[0].roots == []
+    assert value.grad is not None
+
+
+def test_without_gradients_nothing_is_prepared():
+    _, code, parameters, _ = one_linear()
+    with torch.no_grad():
+        assert not code.module(0, *parameters, torch.randn(3, 5)).requires_grad
+
+
+def test_inputs_without_gradient_are_enough_for_weights():
+    model, code, parameters, current = one_linear(bias=False)
+    value = torch.randn(3, 5)
+    code.module(0, *parameters, value).sum().backward()
+    assert model.weight.grad is None
+    current[0].run()
+    assert torch.equal(model.weight.grad, torch.ones(6, 3) @ value)
+
+
+def test_results_may_be_written_in_place():
+    model, code, parameters, current = one_linear()
+    value = torch.randn(3, 5, requires_grad=True)
+    code.module(0, *parameters, value).relu_().sum().backward()
+    current[0].run()
+    found = [value.grad, model.weight.grad]
+    model.weight.grad = value.grad = None
+    model(value).relu().sum().backward()
+    assert all(map(torch.equal, found, [value.grad, model.weight.grad]))
+
+
+def test_a_weight_with_two_users_is_not_split():
+    """Its gradient would be summed in another order."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(5, 5))
+
+        def forward(self, x):
+            return (x @ self.weight) @ self.weight
+
+    code, parameters = code_of(Twice(), torch.randn(3, 5))
+    current = [Deferred()]
+    value = torch.randn(3, 5, requires_grad=True)
+    split(code, current).module(0, *parameters, value).sum().backward()
+    assert current[0].roots == []
+
+
+def test_neither_results_nor_autocast_inputs_are_kept_for_the_second_half():
+    _, code, parameters, current = one_linear()
+    value = torch.randn(3, 5, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = code.module(0, *parameters, value * 1)
+    seen = torch.multiprocessing.reductions.StorageWeakRef(result.untyped_storage())
+    result.backward(torch.ones_like(result))
+    assert len(current[0].roots) == 1
+    del result
+    assert seen.expired()
