@@ -28,7 +28,7 @@ demo: $(INSTALLED) ## train a small GPT in a pipeline of four ranks on this mach
 	$(BIN)/pipectl status last
 
 test: $(INSTALLED) ## run all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n logical --maxprocesses 4
 
 check: $(INSTALLED) ## lint, formatting and types, as CI checks them
 	$(BIN)/ruff check .

@@ -1,6 +1,8 @@
-"""Builders that several test folders share."""
+"""Builders that several test folders share, and how tests are spread over processes."""
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -11,6 +13,9 @@ from pipectl.schedule import default_warm_up
 
 settings.register_profile("busy machines", deadline=None)
 settings.load_profile("busy machines")
+
+TOGETHER = ("tests/slurm/", "tests/capture/")
+"""Folders whose files share what takes long to make, and so go to one process of ``pytest -n``."""
 
 COST = StageCost(
     forward_s=1.0,
@@ -73,3 +78,24 @@ def make_plan(
 def pipeline() -> Callable[..., Plan]:
     """:func:`make_plan`."""
     return make_plan
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One file after the other goes to a process that is free, some folders whole."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFileOrFolder(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            shared = (folder for folder in TOGETHER if nodeid.startswith(folder))
+            return next(shared, super()._split_scope(nodeid))
+
+    return ByFileOrFolder(config, log)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_waiting_for_disks() -> Iterator[None]:
+    """What tests write need not outlive the machine; syncing it may take longer than the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
