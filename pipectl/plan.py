@@ -140,6 +140,8 @@ class Plan:
         key: of the spec sections and factory files it was made from; tells a stale plan.
         assumptions: what the planner had to assume.
         replication: with whole micro-batches, replica i of r takes the micro-batches i, i + r, ...
+        actions: where ``schedule`` is a user's own: what every rank computes, in its order; see
+            :mod:`pipectl.schedule.listed`.
     """
 
     name: str
@@ -158,6 +160,7 @@ class Plan:
     key: str | None = None
     assumptions: tuple[str, ...] = field(default=())
     replication: Replication = Replication.WHOLE
+    actions: tuple[str, ...] = ()
 
     @property
     def predicted_step_s(self) -> float:
@@ -239,6 +242,7 @@ class Plan:
             key=reader.optional_text("key"),
             assumptions=reader.texts("assumptions", default=[]),
             replication=_replication(reader),
+            actions=reader.texts("actions", default=[]),
         )
         _check(plan, file)
         return plan

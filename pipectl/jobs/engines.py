@@ -38,6 +38,11 @@ def searcher_named(name: str, deadline: Deadline) -> Searcher:
 
     def search(profile: Profile, cluster: Cluster, request: PlanRequest) -> Found:
         deadline.restart()
+        if name != PIPECTL and request.listed is not None:
+            raise UsageError(
+                f"--planner {name}: chooses a schedule, but the job has {request.listed.name}",
+                cure="leave --planner out, or set pipeline.schedule: auto",
+            )
         if name == PIPECTL:
             return search_plans(profile, cluster, request, deadline)
         return _timed(partial(policy_plans, name, profile, cluster, request, deadline))

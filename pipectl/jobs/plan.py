@@ -11,6 +11,7 @@ from pipectl.cluster import Cluster
 from pipectl.files import write_json
 from pipectl.jobs.machines import memory_of_task
 from pipectl.jobs.places import plan_path
+from pipectl.jobs.schedules import listed_of
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Profile
@@ -35,12 +36,14 @@ def find_plan(spec: JobSpec, profile: Profile, cluster: Cluster) -> Plan:
 def request_of(spec: JobSpec, profile: Profile, cluster: Cluster) -> PlanRequest:
     """What a job asks of the planner."""
     pipeline = spec.pipeline
+    listed = listed_of(spec)
     return PlanRequest(
         name=spec.name,
         batch_size=spec.training.batch_size,
         micro_batches=pipeline.micro_batches,
         stages=pipeline.stages,
-        schedule=pipeline.schedule,
+        schedule=None if listed else pipeline.schedule,
+        listed=listed,
         warm_up=pipeline.warm_up,
         memory_limit_bytes=pipeline.memory_limit_bytes or memory_of_task(spec),
         key=_key(spec, profile, cluster),

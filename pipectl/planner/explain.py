@@ -204,6 +204,8 @@ def _variations(subject: _Subject) -> Iterator[Plan]:
 def _changes(subject: _Subject) -> Iterator[dict[str, Any]]:
     """What the planner was free to choose, with another choice."""
     plan, request = subject.plan, subject.request
+    if request.listed is not None:
+        return
     if request.fixed_stages is None:
         for stages in _near(len(plan.stages), subject.cluster.ranks):
             yield {"stages": stages}

@@ -49,16 +49,16 @@ def interleaved_plan(
             f"no feasible plan: {stages} stages cannot go round over {ranks} ranks",
             cure=f"set pipeline.stages to a multiple of {ranks}, or to auto",
         )
-    wide = _one_rank_a_stage(cluster, stages // ranks)
+    wide = one_rank_a_stage(cluster, stages // ranks)
     found = [
         _predicted(_folded(plan, cluster, request.batch_size, ranks), cluster, baseline)
         for size in _sizes(request, ranks)
-        for plan in [make_plan(profile, wide, _balanced(request, stages, size))]
+        for plan in [make_plan(profile, wide, balanced(request, stages, size))]
     ]
     return _best(found, cluster, request)
 
 
-def _one_rank_a_stage(cluster: Cluster, chunks: int) -> Cluster:
+def one_rank_a_stage(cluster: Cluster, chunks: int) -> Cluster:
     """The cluster with every rank as often as it has chunks, and memory for all."""
     nodes = tuple(
         replace(
@@ -80,7 +80,7 @@ def _sizes(request: PlanRequest, ranks: int) -> list[int]:
     return sorted({ceil(batch / (count * ranks)) for count in MICRO_BATCHES_PER_RANK}, reverse=True)
 
 
-def _balanced(request: PlanRequest, stages: int, size: int) -> PlanRequest:
+def balanced(request: PlanRequest, stages: int, size: int) -> PlanRequest:
     """A long step, so that nothing but the largest stage matters."""
     count = LONG * stages
     return replace(
@@ -120,9 +120,9 @@ def _best(plans: list[Plan], cluster: Cluster, request: PlanRequest) -> Plan:
     Raises:
         InfeasibleError: none does.
     """
-    fitting = [plan for plan in plans if _excess(plan, cluster, request) <= 0]
+    fitting = [plan for plan in plans if excess_bytes(plan, cluster, request) <= 0]
     if not fitting:
-        least = min(_excess(plan, cluster, request) for plan in plans)
+        least = min(excess_bytes(plan, cluster, request) for plan in plans)
         raise InfeasibleError(
             f"no feasible plan: schedule {NAME} needs {format_bytes(round(least))} more than the "
             "memory limit of a rank",
@@ -132,7 +132,7 @@ def _best(plans: list[Plan], cluster: Cluster, request: PlanRequest) -> Plan:
     return replace(chosen, memory_limit_bytes=request.memory_limit_bytes)
 
 
-def _excess(plan: Plan, cluster: Cluster, request: PlanRequest) -> float:
+def excess_bytes(plan: Plan, cluster: Cluster, request: PlanRequest) -> float:
     """The most that a rank holds beyond its limit."""
     assert plan.prediction is not None
     return max(

@@ -12,6 +12,7 @@ from pipectl.plan import Replication
 from pipectl.schedule.gpipe import NAME as GPIPE
 from pipectl.schedule.gpipe import warm_up as gpipe_warm_up
 from pipectl.schedule.interleaved import NAME as INTERLEAVED
+from pipectl.schedule.listed import Listed
 from pipectl.schedule.one_f_one_b import NAME as ONE_F_ONE_B
 from pipectl.schedule.one_f_one_b import policy_a, policy_b
 
@@ -46,6 +47,7 @@ class PlanRequest:
         backward_apart: whether the backward of a stage has a rank of its own: all, none, or those
             for which it pays.
         interleave: whether ranks may hold several stages where the schedule is open.
+        listed: a user's own schedule, which also says how many stages and micro-batches there are.
         key: recorded in the plan; see :class:`pipectl.plan.Plan`.
         from_job: whether a job file asks. Errors then name its keys, otherwise options.
 
@@ -66,6 +68,7 @@ class PlanRequest:
     offload: bool | None = False
     backward_apart: bool | None = False
     interleave: bool = False
+    listed: Listed | None = None
     key: str | None = None
     from_job: bool = True
 

@@ -19,6 +19,7 @@ from pipectl.plan import Plan
 from pipectl.planner.copies import copied_plans, one_copy
 from pipectl.planner.interleaving import interleaved_plan
 from pipectl.planner.judge import TIE
+from pipectl.planner.listed import listed_plan
 from pipectl.planner.policies import antichain
 from pipectl.planner.policy_plans import policy_plans
 from pipectl.planner.problem import baseline_bytes
@@ -66,6 +67,8 @@ def make_plan(
         OutOfTimeError: time was over before any plan was found, and even cuts do not fit.
     """
     plan = _ranked(profile, cluster, request, expired, 0)[0]
+    if request.listed is not None:
+        return plan
     return proven(plan, profile, cluster, request, expired)
 
 
@@ -77,6 +80,8 @@ def search_plans(
 ) -> Found:
     """As :func:`make_plan`, with the next best plans."""
     plan, *others = _ranked(profile, cluster, request, expired, MOST_ALTERNATIVES)
+    if request.listed is not None:
+        return Found(plan, ())
     best = proven(plan, profile, cluster, request, expired)
     return Found(best, tuple(others[:MOST_ALTERNATIVES]))
 
@@ -86,7 +91,9 @@ def _ranked(
 ) -> list[Plan]:
     """The best plan, and the next best."""
     started_s = perf_counter()
-    if request.has_variants:
+    if request.listed is not None:
+        found = [listed_plan(make_plan, profile, cluster, request, baseline_bytes(profile))]
+    elif request.has_variants:
         found = varied_plans(_several, profile, cluster, request, expired)
     elif request.schedule == INTERLEAVED:
         baseline = baseline_bytes(profile)

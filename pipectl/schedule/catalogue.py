@@ -17,6 +17,7 @@ from pipectl.schedule import (
     zb_h1,
     zb_v,
 )
+from pipectl.schedule.listed_order import listed_order
 from pipectl.schedule.order import Order
 
 
@@ -29,6 +30,8 @@ def order_of(plan: Plan, micro_batches: int) -> Order:
     Raises:
         ScheduleError: if the plan names no known schedule, or its stages do not suit it.
     """
+    if plan.actions:
+        return plan.derived(listed_order)
     if plan.schedule not in _ORDERS:
         raise ScheduleError(
             f"schedule: {plan.schedule!r} is not known", cure=f"one of: {', '.join(NAMES)}"

@@ -123,6 +123,7 @@ def program_hash(plan: Plan) -> str:
         __version__,
         plan.schedule,
         plan.warm_up,
+        plan.actions,
         [plan.batch_size, plan.micro_batch_size, plan.micro_batches, plan.replication],
         [[s.ranks, s.backward_ranks, s.recompute, s.offload] for s in plan.stages],
         [astuple(channel) for channel in channels(plan)],
@@ -185,7 +186,7 @@ class _Lowering:
             offloading.add(self.rows, self._computation.blocks[Kind.FORWARD, stage], back)
         if reduce:
             slots = self._computation.blocks[last_half, stage].slots
-            last = int(slots[-1]) if len(slots) else end
+            last = int(slots.max(initial=-1)) if len(slots) else end
             self.rows.add_one(Phase.REDUCE_START, last, Kind.REDUCE_START, stage)
             self.rows.add_one(Phase.REDUCE_WAIT, end, Kind.REDUCE_WAIT, stage)
 
@@ -201,7 +202,10 @@ class _Lowering:
             turns = self._turns(Kind.FORWARD, stage, portion)
             early: Integers = np.searchsorted(self._computation.turns, turns)
         else:
-            early = _behind(slots, self._ahead, 0)
+            made = self._made(channel, portion)
+            rising = made.argsort()
+            slots, portion = slots[rising], portion.some(rising)
+            early = _posted(slots, made[rising], self._ahead, 0)
         wait = Phase.RECEIVE_SAVED if saved else Phase.RECEIVE_WAIT
         self.rows.add(Phase.RECEIVE_START, early, Kind.RECEIVE_START, stage, portion, channel=index)
         self.rows.add(wait, slots, Kind.RECEIVE_WAIT, stage, portion, channel=index)
@@ -221,7 +225,7 @@ class _Lowering:
         """Slots behind which sends are awaited: few messages later, behind their receives."""
         saved = channel.kind is TransferKind.SAVED
         most = SAVED_ON_THE_WAY if saved else SENDS_ON_THE_WAY
-        late = np.concatenate([slots, np.full(most, len(self._computation))])[most:]
+        late = -_behind(-slots, most, -len(self._computation))
         safe = np.searchsorted(self._computation.turns, self._posted(channel, portion), "right")
         found: Integers = np.maximum(late, safe)
         return found
@@ -231,7 +235,13 @@ class _Lowering:
         if channel.kind is TransferKind.SAVED:
             return self._turns(Kind.FORWARD, channel.target_stage, portion)
         kind = Kind.BACKWARD if channel.kind is TransferKind.GRADIENT else Kind.FORWARD
-        return _behind(self._turns(kind, channel.target_stage, portion), self._ahead, -1)
+        read = self._turns(kind, channel.target_stage, portion)
+        return _posted(read, self._made(channel, portion), self._ahead, -1)
+
+    def _made(self, channel: Channel, portion: Portion) -> Integers:
+        """Turns at which the messages of a channel are made, and sent."""
+        kind = Kind.BACKWARD if channel.kind is TransferKind.GRADIENT else Kind.FORWARD
+        return self._turns(kind, channel.source_stage, portion)
 
     def _backward(self, stage: int) -> Block:
         """The actions of a stage here with which its backwards begin."""
@@ -251,5 +261,24 @@ class _Lowering:
 
 
 def _behind(values: Integers, count: int, first: int) -> Integers:
-    """Every value ``count`` places later, ``first`` before them."""
-    return np.concatenate([np.full(count, first), values])[: len(values)]
+    """Of every value the one that is ``count`` places below it, ``first`` for the lowest ones."""
+    rising = values.argsort()
+    found = np.empty_like(values)
+    found[rising] = np.concatenate([np.full(count, first), values[rising]])[: len(values)]
+    return found
+
+
+def _posted(read: Integers, made: Integers, count: int, first: int) -> Integers:
+    """When receives start: in the order of the sends, ``count`` messages before each is read.
+
+    Where messages are read in another order than they are sent, the earliest of all later ones
+    counts, so that receives start in the order of the sends and in time.
+
+    Args:
+        read, made: when each message is read, and made.
+    """
+    rising = made.argsort()
+    needed = np.minimum.accumulate(read[rising][::-1])[::-1]
+    found = np.empty_like(read)
+    found[rising] = np.concatenate([np.full(count, first), needed])[: len(read)]
+    return found

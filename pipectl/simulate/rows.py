@@ -96,9 +96,8 @@ def parts_of(plan: Plan, numbering: Numbering) -> list[Part]:
 
 def _is_local(plan: Plan) -> bool:
     """Whether small plans tell what ranks do."""
-    return plan.schedule in LOCAL_SCHEDULES and not any(
-        len(stage.ranks) > 1 or stage.backward_ranks for stage in plan.stages
-    )
+    named = plan.schedule in LOCAL_SCHEDULES and not plan.actions
+    return named and not any(len(stage.ranks) > 1 or stage.backward_ranks for stage in plan.stages)
 
 
 class _Surroundings:

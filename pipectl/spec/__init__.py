@@ -15,6 +15,7 @@ from pipectl.spec.launching import (
 from pipectl.spec.layers import site_files
 from pipectl.spec.load import load
 from pipectl.spec.models import JobSpec
+from pipectl.spec.schedules import GROUP as SCHEDULES_GROUP
 from pipectl.spec.schema import json_schema
 from pipectl.spec.training import (
     Data,
@@ -27,6 +28,7 @@ from pipectl.spec.training import (
 )
 
 __all__ = [
+    "SCHEDULES_GROUP",
     "Checkpoint",
     "Data",
     "Environment",

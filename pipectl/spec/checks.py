@@ -14,6 +14,10 @@ from pipectl.spec.training import Loss, Pipeline, Training
 Finding = tuple[tuple[str, ...], str]
 
 
+_WITHOUT_LISTS = ("gpipe", "1f1b", "interleaved")
+"""Schedules that do not say themselves which rank has which stage."""
+
+
 def cross_check(sections: Mapping[str, Any]) -> Iterator[Finding]:
     """What does not fit together in the sections given (those that are right themselves)."""
     for names, check in _CHECKS:
@@ -29,6 +33,8 @@ def missing_files(spec: JobSpec) -> Iterator[Finding]:
             yield path, f"no such file: {file}"
     if spec.cluster_file is not None and not _is_file(spec.cluster_file):
         yield ("cluster",), f"no such file: {spec.cluster_file}"
+    if spec.schedule_file is not None and not _is_file(spec.schedule_file):
+        yield ("pipeline", "schedule"), f"no such file: {spec.schedule_file}"
     if spec.weights_path is not None and not _exists(spec.weights_path):
         yield ("model", "weights"), f"no such file or directory: {spec.weights_path}"
 
@@ -48,7 +54,8 @@ def _is_file(path: Path) -> bool:
 
 
 def _stages_fit_ranks(pipeline: Pipeline, resources: Resources) -> Iterator[Finding]:
-    if pipeline.stages is None or pipeline.stages <= resources.ranks:
+    own = pipeline.schedule not in (None, *_WITHOUT_LISTS)
+    if pipeline.stages is None or pipeline.stages <= resources.ranks or own:
         return
     if pipeline.schedule == "interleaved":
         if pipeline.stages % resources.ranks:
@@ -87,6 +94,8 @@ def _warm_up_fits(pipeline: Pipeline) -> Iterator[Finding]:
         yield path, "has no meaning with schedule gpipe, which runs all forwards first"
     if pipeline.schedule == "interleaved":
         yield path, "has no meaning with schedule interleaved, which has one of its own"
+    if pipeline.schedule not in (None, *_WITHOUT_LISTS):
+        yield path, f"has no meaning with schedule {pipeline.schedule}, which has one of its own"
     most = max(pipeline.warm_up, default=0)
     if pipeline.micro_batches is not None and most > pipeline.micro_batches:
         yield (

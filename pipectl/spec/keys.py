@@ -28,7 +28,8 @@ def plan_key(spec: JobSpec) -> str:
     data = spec.model_dump()
     resources = {key: value for key, value in data["resources"].items() if key != "walltime"}
     cluster = None if spec.cluster_file is None else _content(spec.cluster_file)
-    return _digest([_profiled(spec), data["pipeline"], resources, cluster])
+    order = None if spec.schedule_file is None else _content(spec.schedule_file)
+    return _digest([_profiled(spec), data["pipeline"], resources, cluster, order])
 
 
 def links_key(spec: JobSpec, machine: str) -> str:

@@ -20,6 +20,7 @@ from pipectl.spec.launching import (
     Resources,
     Slurm,
 )
+from pipectl.spec.schedules import SUFFIX
 from pipectl.spec.section import Section
 from pipectl.spec.training import (
     Data,
@@ -81,6 +82,12 @@ class JobSpec(Section):
     def cluster_file(self) -> Path | None:
         """Absolute path of the cluster file, if one is named."""
         return None if self.cluster is None else self.base / self.cluster
+
+    @property
+    def schedule_file(self) -> Path | None:
+        """Absolute path of the user's own schedule, if a file is named."""
+        name: str | None = self.pipeline.schedule
+        return self.base / name if name is not None and name.endswith(SUFFIX) else None
 
     @property
     def weights_path(self) -> Path | None:

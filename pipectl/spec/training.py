@@ -215,7 +215,9 @@ class Pipeline(Section):
         default=None,
         description="Order of work: `gpipe` runs all forwards before the backwards, `1f1b` "
         "alternates them and keeps fewer activations, `interleaved` does so with several stages a "
-        "rank (two, unless `stages` says otherwise), for less waiting and more messages.",
+        "rank (two, unless `stages` says otherwise), for less waiting and more messages. Or your "
+        "own: a `.csv` file of actions, relative to this file, or the name of one that a package "
+        "offers.",
     )
     warm_up: AutoCounts = Field(
         default=None,

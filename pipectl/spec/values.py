@@ -20,6 +20,7 @@ from pipectl.spec.kinds import (
     text,
     whole,
 )
+from pipectl.spec.schedules import schedule
 from pipectl.spec.section import without_nulls
 from pipectl.spec.tree import Scalar
 from pipectl.units import is_name
@@ -111,7 +112,13 @@ AutoCounts = Annotated[tuple[Count, ...] | None, auto_list("a list of whole numb
 AutoReplicas = Annotated[int | None, auto(_replicas())]
 Schedule = Annotated[
     str | None,
-    auto(choice("auto", "gpipe", "1f1b", "interleaved", later=("zero-bubble", "pipedream", "2bw"))),
+    schedule(
+        auto(
+            choice(
+                "auto", "gpipe", "1f1b", "interleaved", later=("zero-bubble", "pipedream", "2bw")
+            )
+        )
+    ),
 ]
 Recompute = Annotated[str | None, auto(choice("auto", "none", later=("all", "full", "stages")))]
 Offload = Annotated[str | None, auto(choice("auto", "none", later=("host", "cpu", "all")))]

@@ -1,0 +1,106 @@
+"""Users' own schedules: files, and functions that a package offers by name.
+
+A package offers one as an entry point of the group ``pipectl.schedules``: a function of the numbers
+of ranks, stages and micro-batches that gives, for every rank, its actions, as in a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipectl.errors import InvalidInputError, UsageError
+from pipectl.schedule import NAMES
+from pipectl.schedule.listed import Listed
+from pipectl.spec import SCHEDULES_GROUP
+
+if TYPE_CHECKING:
+    from pipectl.spec import JobSpec
+
+
+def listed_of(spec: JobSpec) -> Listed | None:
+    """A job's own schedule; None where it uses a built-in one.
+
+    Raises:
+        InvalidInputError: the schedule cannot be used, or the job contradicts it.
+    """
+    pipeline = spec.pipeline
+    name: str | None = pipeline.schedule
+    if name is None or name in NAMES:
+        return None
+    if spec.schedule_file is not None:
+        listed = read_listed(spec.schedule_file, name)
+    else:
+        if pipeline.micro_batches is None:
+            raise InvalidInputError(
+                f"pipeline.schedule: {name} is made for a number of micro-batches",
+                cure="set pipeline.micro_batches",
+            )
+        ranks = spec.resources.ranks
+        listed = made_listed(name, ranks, pipeline.stages or ranks, pipeline.micro_batches)
+    _check_wishes(spec, listed)
+    return listed
+
+
+def read_listed(path: Path, name: str) -> Listed:
+    """The schedule in a file.
+
+    Args:
+        name: of the file, for messages and plans.
+
+    Raises:
+        ScheduleError: naming line and action.
+        UsageError: the file cannot be read.
+    """
+    try:
+        return Listed.read(path.read_text(encoding="utf-8"), name)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"{path}: cannot be read: {error}", cure="name a CSV file of actions, a line a rank"
+        ) from None
+
+
+def made_listed(name: str, ranks: int, stages: int, micro_batches: int) -> Listed:
+    """The schedule that an entry point makes.
+
+    Raises:
+        UsageError: there is none of this name, or it fails.
+        ScheduleError: what it makes is no schedule.
+    """
+    found = entry_points(group=SCHEDULES_GROUP, name=name)
+    if not found:
+        known = ", ".join((*NAMES, *offered()))
+        raise UsageError(
+            f"there is no schedule {name!r}", cure=f"one of: {known}, or a file that ends in .csv"
+        )
+    try:
+        lists = next(iter(found)).load()(ranks, stages, micro_batches)
+        text = "\n".join(_line(actions) for actions in lists)
+    except Exception as error:
+        raise UsageError(
+            f"schedule {name}: its function fails: {type(error).__name__}: {error}",
+            cure="it takes (ranks, stages, micro_batches) and gives a list of actions a rank",
+        ) from error
+    return Listed.read(text, name)
+
+
+def offered() -> list[str]:
+    """Names of the schedules that installed packages offer."""
+    return sorted(entry_points(group=SCHEDULES_GROUP).names)
+
+
+def _line(actions: str | Iterable[Any]) -> str:
+    return actions if isinstance(actions, str) else ",".join(map(str, actions))
+
+
+def _check_wishes(spec: JobSpec, listed: Listed) -> None:
+    """The job wants no other numbers than the schedule has."""
+    for key in ("stages", "micro_batches"):
+        wanted, found = getattr(spec.pipeline, key), getattr(listed, key)
+        if wanted not in (None, found):
+            raise InvalidInputError(
+                f"pipeline.{key}: {wanted}, but schedule {listed.name} has {found}",
+                cure=f"leave pipeline.{key} out, or change the schedule",
+            )

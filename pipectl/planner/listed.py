@@ -1,0 +1,107 @@
+"""Plans for a user's own schedule: its lists say how many stages, on which ranks, in which order.
+
+What is left is where to cut. The stages are those of a 1F1B step that is long enough for nothing
+but the largest stage to matter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil
+
+from pipectl.cluster import Cluster
+from pipectl.errors import InfeasibleError
+from pipectl.plan import Plan
+from pipectl.planner.interleaving import Planner, balanced, excess_bytes, one_rank_a_stage
+from pipectl.planner.request import PlanRequest
+from pipectl.profile import Profile
+from pipectl.schedule.listed import Listed
+from pipectl.simulate import simulate
+from pipectl.units import format_bytes
+
+
+def listed_plan(
+    make_plan: Planner, profile: Profile, cluster: Cluster, request: PlanRequest, baseline: int
+) -> Plan:
+    """The plan with the order of ``request.listed``.
+
+    Args:
+        make_plan: cuts the model into stages.
+        baseline: bytes of a process without a stage.
+
+    Raises:
+        InfeasibleError: the lists are for more ranks or micro-batches than there are, or the plan
+            does not fit into memory.
+    """
+    listed = request.listed
+    assert listed is not None
+    size = _micro_batch_size(listed, request)
+    _check_ranks(listed, cluster)
+    wide = one_rank_a_stage(cluster, ceil(listed.stages / cluster.ranks))
+    open_request = replace(request, listed=None, schedule=None, warm_up=None)
+    cut = make_plan(profile, wide, balanced(open_request, listed.stages, size))
+    plan = _ordered(cut, listed, cluster, request)
+    found = simulate(plan, cluster, process_baseline_bytes=baseline)
+    plan = replace(plan, prediction=found.prediction)
+    excess = excess_bytes(plan, cluster, request)
+    if excess > 0:
+        raise InfeasibleError(
+            f"no feasible plan: schedule {listed.name} needs {format_bytes(round(excess))} more "
+            "than the memory limit of a rank",
+            cure="set pipeline.schedule to auto, use more ranks, or raise the limit",
+        )
+    return plan
+
+
+def _micro_batch_size(listed: Listed, request: PlanRequest) -> int:
+    """Samples of a micro-batch.
+
+    Raises:
+        InfeasibleError: the batch cannot be cut into as many as the lists have.
+    """
+    size = ceil(request.batch_size / listed.micro_batches)
+    if ceil(request.batch_size / size) != listed.micro_batches:
+        raise InfeasibleError(
+            f"no feasible plan: schedule {listed.name} has {listed.micro_batches} micro-batches, "
+            f"into which a batch of {request.batch_size} cannot be cut",
+            cure="change training.batch_size, a multiple is best, or the schedule",
+        )
+    return size
+
+
+def _check_ranks(listed: Listed, cluster: Cluster) -> None:
+    if len(listed.ranks) > cluster.ranks:
+        raise InfeasibleError(
+            f"no feasible plan: schedule {listed.name} has {len(listed.ranks)} ranks, "
+            f"there are {cluster.ranks}",
+            cure="use more ranks, or a schedule of fewer",
+        )
+
+
+def _ordered(cut: Plan, listed: Listed, cluster: Cluster, request: PlanRequest) -> Plan:
+    """The stages of a plan in the order, and on the ranks, of the lists."""
+    stages = zip(cut.stages, listed.rank_of_stage, strict=True)
+    return replace(
+        cut,
+        schedule=listed.name,
+        actions=listed.text,
+        warm_up=listed.warm_up,
+        batch_size=request.batch_size,
+        micro_batches=listed.micro_batches,
+        stages=tuple(replace(stage, ranks=(rank,)) for stage, rank in stages),
+        node_of_rank=cluster.node_of_rank,
+        memory_limit_bytes=request.memory_limit_bytes,
+        assumptions=(*cut.assumptions, *notices(listed)),
+    )
+
+
+def notices(listed: Listed) -> tuple[str, ...]:
+    """What changes with the lists besides time and memory."""
+    stages = listed.unordered_stages()
+    if not stages:
+        return ()
+    return (
+        f"{listed.name} adds up the gradients of stage {stages[0]}"
+        f"{f' and {len(stages) - 1} more' if stages[1:] else ''} in another order than by "
+        "micro-batch: results equal those of other schedules within rounding, not to the bit",
+    )

@@ -1,0 +1,227 @@
+"""Schedules of users: lists of what every rank computes, one behind the other.
+
+A line a rank; its actions are a stage, a letter and a micro-batch::
+
+    0F0,0F1,0B0,0B1
+    1F0,1B0,1F1,1B1
+
+``F`` is a forward and ``B`` a backward; ``I`` and ``W`` are the halves of one, for inputs and for
+weights. Blanks stand for nothing, lines that are empty or begin with ``#`` are left out. This is
+what torch.distributed.pipelining writes and reads as *compute only*. Of what else it knows,
+``(0F1;1B0)OVERLAP_F_B`` is read as both, one behind the other, and ``0REDUCE_GRAD`` is left out:
+messages and sums follow from the lists.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from pipectl.errors import ScheduleError
+from pipectl.schedule.actions import Integers, Kind
+
+KINDS = {
+    "F": Kind.FORWARD,
+    "B": Kind.BACKWARD,
+    "I": Kind.BACKWARD_INPUT,
+    "W": Kind.BACKWARD_WEIGHT,
+}
+_LETTERS = {kind: letter for letter, kind in KINDS.items()}
+_ACTION = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")
+_LEFT_OUT = re.compile(r"\d+REDUCE_GRAD")
+_BOTH = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_CURE = "see docs/schedules.md: every action once, behind all that it depends on"
+
+
+class Entry(NamedTuple):
+    """One action where it stands; line and position count from 1."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+    line: int
+    position: int
+
+    @property
+    def key(self) -> tuple[Kind, int, int]:
+        """What it does."""
+        return self.kind, self.stage, self.micro_batch
+
+    def __str__(self) -> str:
+        return f"{self.stage}{_LETTERS[self.kind]}{self.micro_batch}"
+
+    @property
+    def place(self) -> str:
+        """Where it stands, in words."""
+        return f"line {self.line}, action {self.position}"
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A schedule as it was written.
+
+    Args:
+        name: of the file, or of the function that made it.
+        ranks: what each computes.
+    """
+
+    name: str
+    ranks: tuple[tuple[Entry, ...], ...]
+
+    @classmethod
+    def read(cls, text: str, name: str) -> Listed:
+        """Read and check the lists.
+
+        Raises:
+            ScheduleError: naming file, line and action.
+        """
+        rows = enumerate(csv.reader(text.splitlines()), 1)
+        chosen = [(line, row) for line, row in rows if _is_meant(row)]
+        listed = cls(name, tuple(tuple(_entries(row, line, name)) for line, row in chosen))
+        listed._check()
+        return listed
+
+    @property
+    def text(self) -> tuple[str, ...]:
+        """A line a rank, as :meth:`read` reads it."""
+        return tuple(",".join(map(str, entries)) for entries in self.ranks)
+
+    @cached_property
+    def stages(self) -> int:
+        """Number of stages."""
+        return 1 + max(entry.stage for entries in self.ranks for entry in entries)
+
+    @cached_property
+    def micro_batches(self) -> int:
+        """Number of micro-batches."""
+        return 1 + max(entry.micro_batch for entries in self.ranks for entry in entries)
+
+    @cached_property
+    def rank_of_stage(self) -> tuple[int, ...]:
+        """The rank of every stage."""
+        found = {entry.stage: rank for rank, held in enumerate(self.ranks) for entry in held}
+        return tuple(found[stage] for stage in range(self.stages))
+
+    @cached_property
+    def splits(self) -> bool:
+        """Whether backwards are in halves."""
+        return any(e.kind is Kind.BACKWARD_WEIGHT for held in self.ranks for e in held)
+
+    @cached_property
+    def warm_up(self) -> tuple[int, ...]:
+        """Forwards of every stage before its first backward."""
+        counts, over = [0] * self.stages, [False] * self.stages
+        for entry in (entry for held in self.ranks for entry in held):
+            forward = entry.kind is Kind.FORWARD
+            over[entry.stage] = over[entry.stage] or not forward
+            counts[entry.stage] += forward and not over[entry.stage]
+        return tuple(counts)
+
+    def unordered_stages(self) -> list[int]:
+        """Stages whose gradients do not add up by rising micro-batch."""
+        last = Kind.BACKWARD_WEIGHT if self.splits else Kind.BACKWARD
+        return sorted({entry.stage for entry in self._falling(last)})
+
+    def sequences(self) -> list[Integers]:
+        """Kind, stage and micro-batch of every rank's actions; shape [actions, 3]."""
+        return [
+            np.array([entry.key for entry in self._halved(held)], dtype=np.int64).reshape(-1, 3)
+            for held in self.ranks
+        ]
+
+    def _halved(self, held: Sequence[Entry]) -> Iterator[Entry]:
+        """Whole backwards as both halves, where others are in halves."""
+        for entry in held:
+            if self.splits and entry.kind is Kind.BACKWARD:
+                yield entry._replace(kind=Kind.BACKWARD_INPUT)
+                yield entry._replace(kind=Kind.BACKWARD_WEIGHT)
+            else:
+                yield entry
+
+    def _falling(self, kind: Kind) -> Iterator[Entry]:
+        """Actions of a kind that come behind one of a later micro-batch."""
+        latest = [-1] * self.stages
+        for entry in (entry for held in self.ranks for entry in self._halved(held)):
+            if entry.kind is kind:
+                if entry.micro_batch < latest[entry.stage]:
+                    yield entry
+                latest[entry.stage] = max(latest[entry.stage], entry.micro_batch)
+
+    def _check(self) -> None:
+        if not any(self.ranks):
+            raise ScheduleError(f"{self.name}: no action", cure=_CURE)
+        known = self._check_once()
+        for stage in range(self.stages):
+            for index in range(self.micro_batches):
+                self._check_there(known, stage, index)
+        for entry in self._falling(Kind.FORWARD):
+            raise self._fault(entry, "comes behind a later micro-batch; forwards of a stage rise")
+
+    def _check_once(self) -> dict[tuple[Kind, int, int], Entry]:
+        """No action is there twice, and a stage is on one rank."""
+        known: dict[tuple[Kind, int, int], Entry] = {}
+        lines: dict[int, Entry] = {}
+        for entry in (entry for held in self.ranks for entry in held):
+            if entry.key in known:
+                raise self._fault(entry, f"is there before: {known[entry.key].place}")
+            if lines.setdefault(entry.stage, entry).line != entry.line:
+                where = lines[entry.stage].line
+                raise self._fault(entry, f"stage {entry.stage} is on line {where} already")
+            known[entry.key] = entry
+        return known
+
+    def _check_there(
+        self, known: dict[tuple[Kind, int, int], Entry], stage: int, index: int
+    ) -> None:
+        """A micro-batch has all of its parts in a stage."""
+        there = {kind for kind in _LETTERS if (kind, stage, index) in known}
+        if there in _COMPLETE:
+            return
+        missing = "a forward" if Kind.FORWARD not in there else "one backward, whole or both halves"
+        words = ", ".join(f"{stage}{_LETTERS[kind]}{index}" for kind in sorted(there)) or "nothing"
+        raise ScheduleError(
+            f"{self.name}: micro-batch {index} lacks {missing} in stage {stage}: there is {words}",
+            cure=_CURE,
+        )
+
+    def _fault(self, entry: Entry, what: str) -> ScheduleError:
+        return ScheduleError(
+            f"{self.name}:{entry.line}: action {entry.position}, {entry}: {what}", cure=_CURE
+        )
+
+
+_HALVES = {Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
+_COMPLETE = ({Kind.FORWARD, Kind.BACKWARD}, _HALVES)
+
+
+def _is_meant(row: Sequence[str]) -> bool:
+    """Whether a line is a rank's."""
+    return any(cell.strip() for cell in row) and not row[0].lstrip().startswith("#")
+
+
+def _entries(row: Sequence[str], line: int, name: str) -> Iterator[Entry]:
+    cells = [cell.strip() for cell in row]
+    meant = (cell for cell in cells if cell and not _LEFT_OUT.fullmatch(cell))
+    actions = [part for cell in meant for part in _parts(cell)]
+    for position, text in enumerate(actions, 1):
+        found = _ACTION.fullmatch(text)
+        if found is None:
+            raise ScheduleError(
+                f"{name}:{line}: action {position}: {text[:40]!r} is no action such as 2F0 (stage, "
+                "F, B, I or W, micro-batch)",
+                cure="leave messages out: they follow from the lists",
+            )
+        kind, stage, index = KINDS[found[2]], int(found[1]), int(found[3])
+        yield Entry(kind, stage, index, line, position)
+
+
+def _parts(cell: str) -> list[str]:
+    """The actions of one cell."""
+    both = _BOTH.fullmatch(cell)
+    return [part.strip() for part in both[1].split(";")] if both else [cell]
