@@ -10,7 +10,19 @@ from typing import Annotated
 import typer
 
 from pipectl import __version__
-from pipectl.cli import cancel, check, init, logs, plan, profile, schema, status, submit, verify
+from pipectl.cli import (
+    cancel,
+    check,
+    init,
+    logs,
+    plan,
+    profile,
+    schema,
+    simulate,
+    status,
+    submit,
+    verify,
+)
 from pipectl.cli.console import print_anything, say
 from pipectl.cli.failure import DEBUG_VARIABLE, report
 
@@ -23,7 +35,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (init, check, schema, profile, plan, submit, status, logs, cancel, verify):
+for module in (init, check, schema, profile, plan, simulate, submit, status, logs, cancel, verify):
     app.command(module.__name__.rpartition(".")[2])(module.command)
 
 

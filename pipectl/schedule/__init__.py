@@ -1,7 +1,7 @@
 """Schedules: what every rank does in one optimizer step, as pure functions of the plan."""
 
 from pipectl.schedule.actions import Action, Actions, Kind, Program
-from pipectl.schedule.catalogue import NAMES, default_warm_up, splits_backwards
+from pipectl.schedule.catalogue import NAMES, default_ranks, default_warm_up, splits_backwards
 from pipectl.schedule.channel import Channel, channels, messages
 from pipectl.schedule.computing import compute_actions, compute_programs
 from pipectl.schedule.lowering import lower, lower_evaluation, program_hash
@@ -28,6 +28,7 @@ __all__ = [
     "channels",
     "compute_actions",
     "compute_programs",
+    "default_ranks",
     "default_warm_up",
     "host_bytes",
     "lower",

@@ -44,6 +44,32 @@ def splits_backwards(plan: Plan) -> bool:
     return order_of(plan, plan.micro_batches).weight is not None
 
 
+def default_ranks(schedule: str, stages: int, ranks: int | None = None) -> tuple[int, ...]:
+    """The rank of every stage, one replica each.
+
+    Args:
+        ranks: over which the stages go round, if they do; by default every rank gets two.
+
+    Raises:
+        ScheduleError: the stages do not go round over so many, or are odd where ranks have two.
+    """
+    if schedule in _V_SHAPED and stages % 2:
+        raise ScheduleError(
+            f"schedule {schedule}: {stages} stages", cure="give every rank two: an even number"
+        )
+    if schedule in _V_SHAPED:
+        return (*range(stages // 2), *reversed(range(stages // 2)))
+    if schedule not in (interleaved.NAME, looped_bfs.NAME):
+        return tuple(range(stages))
+    around = ranks or max(1, stages // 2)
+    if stages % around:
+        raise ScheduleError(
+            f"schedule {schedule}: {stages} stages do not go round over {around} ranks",
+            cure="give every rank as many stages",
+        )
+    return tuple(stage % around for stage in range(stages))
+
+
 def default_warm_up(
     schedule: str,
     stages: int,

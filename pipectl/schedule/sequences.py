@@ -12,13 +12,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pipectl.compiled import compiled
 from pipectl.errors import ScheduleError
 from pipectl.schedule.actions import Integers, Kind
 from pipectl.schedule.order import Order, Turns
+from pipectl.schedule.parts import BACKWARD, FORWARD, WEIGHT
 
-FORWARD, BACKWARD, WEIGHT = range(3)
-"""What of a micro-batch in a stage: ``BACKWARD`` is a whole one, or its input half."""
 _PART = np.full(len(Kind), -1, dtype=np.int64)
 _PART[[Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT]] = FORWARD, BACKWARD, BACKWARD
 _PART[Kind.BACKWARD_WEIGHT] = WEIGHT
@@ -36,6 +34,8 @@ def order_of(sequences: Sequence[Integers], stages: int, micro_batches: int) -> 
     Raises:
         ScheduleError: an action is missing or there twice, or ranks wait for each other.
     """
+    from pipectl.schedule.sequences_kernel import run  # a compiler: only lists need it
+
     rows = np.concatenate(sequences).astype(np.int64)
     splits = bool((rows[:, 0] == Kind.BACKWARD_INPUT).any())
     duration = np.where(rows[:, 0] == Kind.BACKWARD, 2, 1)
@@ -44,7 +44,7 @@ def order_of(sequences: Sequence[Integers], stages: int, micro_batches: int) -> 
     ends = np.cumsum([len(sequence) for sequence in sequences])
     over_at = np.full((len(_NAMES), stages, micro_batches), -1, dtype=np.int64)
     turns, position = over_at.copy(), np.concatenate([[0], ends[:-1]])
-    _run(rows, duration, position, ends, over_at, turns)
+    run(rows, duration, position, ends, over_at, turns)
     if np.any(position < ends):
         raise _stuck(rows, position, ends)
     weight = _looked_up(turns[WEIGHT]) if splits else None
@@ -76,48 +76,6 @@ def _check_complete(rows: Table, stages: int, micro_batches: int, *, splits: boo
         raise _fault(
             f"the {_NAMES[part]} of micro-batch {index} in stage {stage} is there {often} times"
         )
-
-
-@compiled
-def _run(
-    rows: Table, duration: Table, position: Table, ends: Table, over_at: Table, turns: Table
-) -> None:
-    """Start every action when its rank and what it depends on are ready; fills ``turns``.
-
-    Args:
-        position: of every rank, its next row; at its end when it is done.
-        over_at: below 0 for what is not done.
-    """
-    clock = np.zeros(len(ends), np.int64)
-    moved = True
-    while moved:
-        moved = False
-        for rank in range(len(ends)):
-            while position[rank] < ends[rank]:
-                row = position[rank]
-                part, stage, index = rows[row]
-                ready = _ready_at(over_at, part, stage, index)
-                if ready < 0:
-                    break
-                start = max(clock[rank], ready)
-                turns[part, stage, index] = start
-                clock[rank] = over_at[part, stage, index] = start + duration[row]
-                position[rank] += 1
-                moved = True
-
-
-@compiled
-def _ready_at(over_at: Table, part: int, stage: int, index: int) -> int:
-    """When all that an action depends on is over; below 0 if that is not known."""
-    if part == FORWARD:
-        return 0 if stage == 0 else int(over_at[FORWARD, stage - 1, index])
-    if part == WEIGHT:
-        return int(over_at[BACKWARD, stage, index])
-    made = over_at[FORWARD, stage, index]
-    if stage == over_at.shape[1] - 1 or made < 0:
-        return int(made)
-    later = over_at[BACKWARD, stage + 1, index]
-    return int(later if later < 0 else max(made, later))
 
 
 def _stuck(rows: Table, position: Table, ends: Table) -> ScheduleError:

@@ -27,7 +27,7 @@ def schedule(built_in: Kind) -> Kind:
             name = scalar.text
         return name
 
-    schema = {"anyOf": [built_in.schema, {"type": "string"}]}
+    schema = {"anyOf": [built_in.schema, {"type": "string", "pattern": r"\.csv$"}]}
     return replace(built_in, words=words, schema=schema, read=read)
 
 

@@ -11,7 +11,7 @@ import json
 import random
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,6 +26,7 @@ from pipectl.runtime.engine import Doing
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.trainer import Trainer
 from pipectl.schedule import default_warm_up, lower, validate
+from pipectl.schedule.listed import Listed
 from pipectl.spec import load
 
 
@@ -93,7 +94,9 @@ FURTHER = {
     "dualpipev": {"gpt": ("divisible", "few"), "cnn": ("smaller_last",)},
 }  # fmt: skip
 """Models, and their batches, that are also trained in other schedules."""
-CHUNKS = {"interleaved": 2, "looped-bfs": 2, "zb-v": 2, "dualpipev": 2}
+OWN = {"folded": False, "back_to_front": True}
+"""Schedules of users, as lists of actions: name to whether backwards run by falling micro-batch."""
+CHUNKS = {"interleaved": 2, "looped-bfs": 2, "zb-v": 2, "dualpipev": 2, **dict.fromkeys(OWN, 2)}
 """Stages a rank, where not one."""
 V_SHAPED = ("zb-v", "dualpipev")
 ON_MANY_RANKS = {"zb-v": "gpt", "dualpipev": "gpt"}
@@ -120,6 +123,8 @@ def cells() -> Iterator[Cell]:
         for schedule, batches in FURTHER.items():
             for batch in batches.get(model, ()):
                 yield Cell(model, schedule, batch)
+    for schedule in OWN:
+        yield Cell("gpt", schedule, "divisible")
 
 
 def cells_on_many_ranks() -> list[Cell]:
@@ -232,6 +237,11 @@ def make_plan(graph: CapturedGraph, stage_of: dict[str, int], cell: Cell, ranks:
         transfers=tuple(Transfer(*lane, size_bytes=1) for lane in lanes),
         node_of_rank=(0,) * ranks,
     )
+    if cell.schedule in OWN:
+        listed = folded(ranks, micro_batches, falling=OWN[cell.schedule])
+        held = zip(plan.stages, listed.rank_of_stage, strict=True)
+        stages_there = tuple(replace(stage, ranks=(rank,)) for stage, rank in held)
+        plan = replace(plan, actions=listed.text, warm_up=listed.warm_up, stages=stages_there)
     validate(plan, [lower(plan, rank) for rank in range(ranks)])
     return plan
 
@@ -241,6 +251,19 @@ def places(schedule: str, stages: int, ranks: int) -> list[int]:
     if schedule in V_SHAPED:
         return [*range(ranks), *reversed(range(ranks))]
     return [stage % ranks for stage in range(stages)]
+
+
+def folded(ranks: int, micro_batches: int, *, falling: bool) -> Listed:
+    """Two stages a rank, in a V; all forwards of each, then all backwards."""
+    rising = range(micro_batches)
+    back = rising[::-1] if falling else rising
+    lines = []
+    for first in range(ranks):
+        second = 2 * ranks - 1 - first
+        forwards = [f"{stage}F{index}" for stage in (first, second) for index in rising]
+        backwards = [f"{stage}B{index}" for stage in (second, first) for index in back]
+        lines.append(",".join(forwards + backwards))
+    return Listed.read("\n".join(lines), "folded.csv")
 
 
 def train(directory: Path, communicator: MPI.Comm, *, plain: bool) -> None:

@@ -1,0 +1,196 @@
+"""One simulated step of a schedule: of a plan, or of equal stages that somebody only imagines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pipectl.cluster import Cluster, Device, Node, assumed_cluster
+from pipectl.errors import UsageError
+from pipectl.graph import TransferKind
+from pipectl.jobs.schedules import made_listed, read_listed
+from pipectl.link import Link
+from pipectl.plan import Plan, Stage, StageCost, Transfer
+from pipectl.schedule import NAMES, Proof, default_ranks, default_warm_up, lower, validate
+from pipectl.schedule.listed import Listed
+from pipectl.simulate import Simulation, simulate
+
+SUFFIX = ".csv"
+_FAST = 1e15
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Equal stages with messages that take nothing but a latency; None where it may follow.
+
+    Args:
+        forward_s, backward_s: of a micro-batch, in any unit.
+        latency_s: of a message between ranks, in the same.
+    """
+
+    stages: int | None = None
+    micro_batches: int | None = None
+    ranks: int | None = None
+    forward_s: float = 1.0
+    backward_s: float = 2.0
+    latency_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A step, and what its programs need."""
+
+    plan: Plan
+    simulation: Simulation
+    proof: Proof
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        found = self.simulation
+        return {
+            "schedule": self.plan.schedule,
+            "stages": len(self.plan.stages),
+            "ranks": self.plan.ranks,
+            "micro_batches": self.plan.micro_batches,
+            "step_time_s": found.step_time_s,
+            "bubble": found.bubble,
+            "utilisation": list(found.utilisation),
+            "peak_in_flight": list(self.proof.peak_in_flight),
+            "peak_memory_bytes": list(found.peak_memory_bytes),
+        }
+
+
+def simulate_shape(schedule: str, shape: Shape) -> Simulated:
+    """A schedule on equal stages.
+
+    Args:
+        schedule: built in, a file, or what a package offers.
+
+    Raises:
+        UsageError: numbers that the schedule needs are missing, or contradict it.
+        ScheduleError: the schedule cannot run.
+    """
+    listed = _listed(schedule, shape)
+    plan = (
+        _named(schedule, shape) if listed is None else _in_order(_chain_of(listed, shape), listed)
+    )
+    nodes = (Node("one", plan.ranks, plan.ranks, Device("any")),)
+    link = Link(shape.latency_s, _FAST)
+    return _run(plan, Cluster("equal devices", "imagined", nodes, link, link))
+
+
+def simulate_plan(plan: Plan, cluster: Cluster | None, schedule: str | None) -> Simulated:
+    """A plan's own step, or that of its stages in the order of a user's schedule.
+
+    Args:
+        cluster: by default assumed: shared memory within nodes, 10 Gbit/s Ethernet between.
+
+    Raises:
+        UsageError: the schedule is not a user's own, or not of as many stages and micro-batches.
+        ScheduleError: the schedule cannot run.
+    """
+    if schedule is not None:
+        plan = _reordered(plan, schedule)
+    if cluster is None:
+        counts = [plan.node_of_rank.count(node) for node in range(1 + max(plan.node_of_rank))]
+        cluster = assumed_cluster("assumed", counts, max(counts), None)
+    return _run(plan, cluster)
+
+
+def _run(plan: Plan, cluster: Cluster) -> Simulated:
+    programs = [lower(plan, rank) for rank in range(plan.ranks)]
+    proof = validate(plan, programs)
+    return Simulated(plan, simulate(plan, cluster, programs), proof)
+
+
+def _listed(schedule: str, shape: Shape) -> Listed | None:
+    if schedule in NAMES:
+        return None
+    if schedule.endswith(SUFFIX):
+        listed = read_listed(Path(schedule), schedule)
+    else:
+        stages, micro_batches = _numbers(schedule, shape)
+        listed = made_listed(schedule, shape.ranks or stages, stages, micro_batches)
+    for name in ("stages", "micro_batches"):
+        wanted, found = getattr(shape, name), getattr(listed, name)
+        if wanted not in (None, found):
+            raise UsageError(
+                f"{schedule} has {found} {name.replace('_', '-')}, not {wanted}",
+                cure=f"leave --{name.replace('_', '-')} out",
+            )
+    return listed
+
+
+def _numbers(schedule: str, shape: Shape) -> tuple[int, int]:
+    if shape.stages is None or shape.micro_batches is None:
+        raise UsageError(
+            f"schedule {schedule}: of how many stages and micro-batches?",
+            cure="add for example --stages 4 --micro-batches 8",
+        )
+    return shape.stages, shape.micro_batches
+
+
+def _named(schedule: str, shape: Shape) -> Plan:
+    stages, micro_batches = _numbers(schedule, shape)
+    ranks = default_ranks(schedule, stages, shape.ranks)
+    warm_up = default_warm_up(schedule, stages, micro_batches, ranks=len(set(ranks)))
+    return _chain(schedule, shape, ranks, micro_batches, warm_up)
+
+
+def _chain_of(listed: Listed, shape: Shape) -> Plan:
+    return _chain(listed.name, shape, listed.rank_of_stage, listed.micro_batches, listed.warm_up)
+
+
+def _chain(
+    schedule: str, shape: Shape, ranks: Sequence[int], micro_batches: int, warm_up: Sequence[int]
+) -> Plan:
+    cost = StageCost(shape.forward_s, shape.backward_s, 0.0, 0, 0, 0)
+    pairs = list(zip(range(len(ranks) - 1), range(1, len(ranks)), strict=True))
+    return Plan(
+        name=schedule,
+        fingerprint=None,
+        schedule=schedule,
+        warm_up=tuple(warm_up),
+        batch_size=micro_batches,
+        micro_batch_size=1,
+        micro_batches=micro_batches,
+        stages=tuple(Stage((f"stage{s}",), (rank,), cost) for s, rank in enumerate(ranks)),
+        transfers=(
+            *(Transfer(TransferKind.ACTIVATION, a, b, 0) for a, b in pairs),
+            *(Transfer(TransferKind.GRADIENT, b, a, 0) for a, b in pairs),
+        ),
+        node_of_rank=(0,) * (1 + max(ranks)),
+    )
+
+
+def _reordered(plan: Plan, schedule: str) -> Plan:
+    if not schedule.endswith(SUFFIX):
+        raise UsageError(
+            f"--schedule {schedule}: a plan's stages are cut for its own schedule",
+            cure="name a .csv file, or plan again with pipeline.schedule",
+        )
+    listed = read_listed(Path(schedule), schedule)
+    have = len(plan.stages), plan.micro_batches, plan.ranks
+    needs = listed.stages, listed.micro_batches, len(listed.ranks)
+    if have[:2] != needs[:2] or needs[2] > have[2]:
+        raise UsageError(
+            "{} has {} stages, {} micro-batches and {} ranks; the plan {}, {} and {}".format(
+                schedule, *needs, *have
+            ),
+            cure="use a schedule made for the plan, or plan again with pipeline.schedule",
+        )
+    return _in_order(plan, listed)
+
+
+def _in_order(plan: Plan, listed: Listed) -> Plan:
+    """The plan's stages in the order, and on the ranks, of the lists."""
+    held = zip(plan.stages, listed.rank_of_stage, strict=True)
+    return replace(
+        plan,
+        schedule=listed.name,
+        actions=listed.text,
+        warm_up=listed.warm_up,
+        stages=tuple(replace(stage, ranks=(rank,)) for stage, rank in held),
+    )

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Command
+
+PLAIN = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+SHAPE = ("--stages", "4", "--micro-batches", "8")
+
+
+@pytest.fixture
+def mine(place: Path) -> str:
+    (place / "mine.csv").write_text(PLAIN)
+    return "mine.csv"
+
+
+def test_a_built_in_schedule_is_drawn(cli: Command, place: Path) -> None:
+    result = cli("simulate", "--schedule", "1f1b", *SHAPE, "--svg", "out/step.svg")
+    lines = result.out.splitlines()
+    assert lines[0] == "4 stages on 4 ranks, schedule 1f1b, 8 micro-batches of 1 (batch 8)"
+    assert lines[1] == "step 33, bubble 27.3%, micro-batches in flight by stage: 4 3 2 1"
+    assert [line.split()[1] for line in lines[2:6]] == ["0", "1", "2", "3"]
+    assert Path("out/step.svg").read_text().startswith("<svg")
+
+
+def test_a_file_is_drawn_with_times_of_its_own(cli: Command, mine: str) -> None:
+    times = ("--forward", "2", "--backward", "3", "--latency", "1")
+    answer = json.loads(cli("simulate", "--schedule", mine, *times, "--json").out)
+    assert (answer["stages"], answer["ranks"], answer["micro_batches"]) == (2, 2, 2)
+    # 0F0, message, 1F0, 1B0, 1F1, 1B1, message, 0B1
+    assert answer["step_time_s"] == pytest.approx(2 + 1 + 2 * (2 + 3) + 1 + 3)
+    assert answer["peak_in_flight"] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "bubble"), [("interleaved", 8, 0.158), ("zb-v", 8, 0.059)]
+)
+def test_several_stages_a_rank(
+    cli: Command, place: Path, name: str, stages: int, bubble: float
+) -> None:
+    shape = ("--stages", str(stages), "--micro-batches", "8", "--json")
+    answer = json.loads(cli("simulate", "--schedule", name, *shape).out)
+    assert answer["ranks"] == 4
+    assert answer["bubble"] == pytest.approx(bubble, abs=0.001)
+
+
+def test_a_plan_and_its_stages_in_another_order(cli: Command, profile: Path) -> None:
+    assert cli("plan", "job.yaml").code == 0
+    plan = ("--plan", "runs/tiny.plan.json")
+    planned = json.loads(cli("simulate", *plan, "--json").out)
+    assert planned["schedule"] == "1f1b"
+    serial = "0F0,0B0,0F1,0B1,0F2,0B2,0F3,0B3\n"
+    Path("serial.csv").write_text(serial + serial.replace("0F", "1F").replace("0B", "1B"))
+    other = json.loads(cli("simulate", *plan, "--schedule", "serial.csv", "--json").out)
+    assert other["step_time_s"] > planned["step_time_s"]
+    assert other["peak_memory_bytes"][0] < planned["peak_memory_bytes"][0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ((), 2, "nothing to simulate"),
+        (("--schedule", "1f1b"), 2, "of how many stages and micro-batches?"),
+        (("--schedule", "zigzag", *SHAPE), 2, "there is no schedule 'zigzag'"),
+        (("--schedule", "mine.csv", "--stages", "3"), 2, "mine.csv has 2 stages, not 3"),
+        (("--schedule", "none.csv"), 2, "none.csv: cannot be read"),
+        (("--schedule", "zb-v", "--stages", "3", "--micro-batches", "4"), 3, "3 stages"),
+        (("--schedule", "bad.csv"), 3, "bad.csv:1: action 2: '0X0' is no action"),
+    ],
+)
+def test_what_cannot_be_simulated_is_said(
+    cli: Command, mine: str, arguments: tuple[str, ...], code: int, message: str
+) -> None:
+    Path("bad.csv").write_text("0F0,0X0")
+    result = cli("simulate", *arguments)
+    assert result.out == ""
+    assert message in result.err
+    assert result.code == code
