@@ -122,14 +122,12 @@ class Areas:
         return self._everything[area.stages]
 
     def _every_layout(self, stages: int) -> list[Layout] | None:
-        if self._enumeration is None:
+        if self._enumeration is None or self._enumeration.count(stages) > MOST_LAYOUTS:
             return None
         places = every_placement(self._problem.cluster, stages, MOST_LAYOUTS)
-        if not places:
+        if not places or self._enumeration.count(stages) > MOST_LAYOUTS // len(places):
             return None
-        partitions = self._enumeration.every_partition(stages, MOST_LAYOUTS // len(places))
-        if partitions is None:
-            return None
+        partitions = self._enumeration.every_partition(stages)
         again = (True,) * stages if self._problem.request.recompute else ()
         return [Layout(partition, place, again) for partition in partitions for place in places]
 
@@ -194,8 +192,12 @@ class Areas:
 
     def _fastest(self, stages: int) -> list[float]:
         """Speeds of the fastest devices."""
-        speeds = [pool.speed for pool in self._problem.devices for _ in pool.ranks]
-        return speeds[:stages]
+        return self._speeds[:stages]
+
+    @cached_property
+    def _speeds(self) -> list[float]:
+        """Of all devices, the fastest first."""
+        return [pool.speed for pool in self._problem.devices for _ in pool.ranks]
 
     def _least_times(self, size: int) -> list[float]:
         if size not in self._times:

@@ -140,7 +140,9 @@ def _way_hold_s(way: Sequence[Link], sizes: Floats, last_share: float) -> Floats
 
     A smaller last message takes its share of it; less, if it is faster than that.
     """
-    found: Floats = np.maximum.reduce([hold_s(link, sizes) for link in way])
+    found = hold_s(way[0], sizes)
+    for link in way[1:]:
+        found = np.maximum(found, hold_s(link, sizes))
     if last_share < 1 and any(link.timings for link in way):
         last = np.maximum.reduce([hold_s(link, sizes * last_share) for link in way])
         found = np.minimum(found, last / last_share)

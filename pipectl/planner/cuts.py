@@ -46,7 +46,7 @@ class Cuts:
         share: Floats = np.ones(shape)
         if overhead.cache_bytes:
             working_set = 2 * sums.parameter_bytes + sums.saved_bytes * scale
-            share[:] = np.clip(2 * (working_set / overhead.cache_bytes - 1), 0.0, 1.0)
+            share = np.minimum(np.maximum(2 * (working_set / overhead.cache_bytes - 1), 0.0), 1.0)
         times: Floats = np.zeros((2, *shape))
         sum_times(self.stage_of, share, *timings, times)
         received_s = (overhead.received_s, overhead.sent_s)

@@ -89,7 +89,7 @@ class Chains:
             kind, mode = divmod(int(self.options[states[-1], tally]), self.modes)
             taken.append((kind, mode))
             states.append(int(self.before[states[-1], tally]))
-            tally = int(np.flatnonzero(self.mix.following[:, kind] == tally)[0])
+            tally = int(self.mix.preceding[tally, kind])
         kinds, modes = zip(*taken[::-1], strict=True)
         return Chain(tuple(states[::-1]), kinds, modes)
 

@@ -22,18 +22,22 @@ class Enumeration:
         rows = membership(downsets, downsets[-1].bit_length()).astype(np.int64)
         # Entry (i, j): nothing of i is outside of j.
         self._larger = (rows @ (1 - rows).T == 0) & ~np.eye(len(rows), dtype=np.bool_)
-
-    def every_partition(self, stages: int, most: int) -> list[Partition] | None:
-        """Every chain from the empty to the full one, or None if there are more than ``most``."""
         # By number of stages: chains from each downset to the full one.
-        count = [np.zeros(len(self._downsets))]
-        count[0][-1] = 1
-        for _ in range(stages):
-            count.append(self._larger @ count[-1])
-        if count[stages][0] > most:
-            return None
+        self._ways = [np.zeros(len(downsets))]
+        self._ways[0][-1] = 1
+
+    def count(self, stages: int) -> float:
+        """The number of partitions into so many stages."""
+        while len(self._ways) <= stages:
+            self._ways.append(self._larger @ self._ways[-1])
+        return float(self._ways[stages][0])
+
+    def every_partition(self, stages: int) -> list[Partition]:
+        """Every chain from the empty to the full one with so many stages."""
+        if not self.count(stages):
+            return []
         chains = np.zeros((1, 1), dtype=np.int64)
-        for ways in count[stages - 1 :: -1]:
+        for ways in self._ways[stages - 1 :: -1]:
             before, after = np.nonzero(self._larger[chains[:, -1]] & (ways > 0))
             chains = np.column_stack((chains[before], after))
         held = [[self._downsets[state] for state in chain] for chain in chains.tolist()]

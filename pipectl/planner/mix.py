@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 
 import numpy as np
@@ -48,6 +49,14 @@ class Mix:
     def tallies(self, stages: int) -> Integers:
         """Those with so many stages."""
         return np.flatnonzero(self.used == stages)
+
+    @cached_property
+    def preceding(self) -> Integers:
+        """The tally before one more stage on each kind, -1 if there is none; as ``following``."""
+        found = np.full_like(self.following, -1)
+        tally, kind = np.nonzero(self.following >= 0)
+        found[self.following[tally, kind], kind] = tally
+        return found
 
     def up_to(self, stages: int) -> Mix:
         """For at most so many stages."""

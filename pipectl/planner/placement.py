@@ -60,14 +60,14 @@ def every_placement(cluster: Cluster, stages: int, most: int) -> list[Placement]
     Ranks of a node are alike, and so are equal nodes.
     """
 
+    twins = _twins_before(cluster)
+
     def extend(nodes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         if len(nodes) == stages:
             yield nodes
             return
         for node, place in enumerate(cluster.nodes):
-            twins = (other for other in range(node) if _alike(cluster, other, node))
-            free = nodes.count(node) < place.ranks
-            if free and all(other in nodes for other in twins):
+            if nodes.count(node) < place.ranks and twins[node].issubset(nodes):
                 yield from extend((*nodes, node))
 
     if stages > _MOST_NODES:
@@ -78,12 +78,16 @@ def every_placement(cluster: Cluster, stages: int, most: int) -> list[Placement]
     )
 
 
-def _alike(cluster: Cluster, one: int, other: int) -> bool:
-    kept = [
-        (node.ranks, node.cores, node.device.speed, node.device.memory_bytes, node.switch)
-        for node in (cluster.nodes[one], cluster.nodes[other])
-    ]
-    return kept[0] == kept[1]
+def _twins_before(cluster: Cluster) -> list[set[int]]:
+    """For every node the earlier ones that are just like it."""
+    alike: dict[object, list[int]] = {}
+    found = []
+    for place, node in enumerate(cluster.nodes):
+        device = node.device
+        kind = node.ranks, node.cores, device.speed, device.memory_bytes, node.switch
+        found.append(set(alike.setdefault(kind, [])))
+        alike[kind].append(place)
+    return found
 
 
 def _ranks_by_node(cluster: Cluster) -> list[list[int]]:

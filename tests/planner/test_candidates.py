@@ -25,9 +25,8 @@ def test_enumeration_finds_every_partition_once(data, stages, profiles, partitio
     graph = condense(data.draw(profiles(most=6)))
     expected = sorted(partitions_of(graph, stages))
     enumeration = Enumeration(all_downsets(graph, 1000))
-    assert sorted(enumeration.every_partition(stages, len(expected))) == expected
-    if expected:
-        assert enumeration.every_partition(stages, len(expected) - 1) is None
+    assert enumeration.count(stages) == len(expected)
+    assert sorted(enumeration.every_partition(stages)) == expected
 
 
 def test_candidates_come_by_their_bounds_and_the_simplest_of_equals_first(

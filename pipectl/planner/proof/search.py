@@ -18,7 +18,7 @@ import numpy as np
 
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan, Search
-from pipectl.planner.condense import Condensed, condense
+from pipectl.planner.condense import condense
 from pipectl.planner.ideals import all_downsets
 from pipectl.planner.problem import Choice, Problem
 from pipectl.planner.proof.chains import FOUND, VISITED, Promising, explore
@@ -79,8 +79,10 @@ def proven(
         plan: a good one, with prediction and search.
         expired: asked now and then; once it is true, what is known so far is returned.
     """
+    if cluster.ranks > MOST_RANKS or not _is_known(request):
+        return plan
     graph = condense(profile)
-    downsets = _downsets(graph, cluster, request)
+    downsets = all_downsets(graph, MOST_DOWNSETS) if len(graph) <= MOST_BLOCKS else None
     if downsets is None:
         return plan
     proof = _Proof(plan, Problem(profile, cluster, request, graph), downsets, expired)
@@ -88,12 +90,10 @@ def proven(
     return replace(proof.best, search=proof.search(complete=complete))
 
 
-def _downsets(graph: Condensed, cluster: Cluster, request: PlanRequest) -> list[int] | None:
-    """All of a problem that is small and of the kinds that are looked at."""
-    small = len(graph) <= MOST_BLOCKS and cluster.ranks <= MOST_RANKS
+def _is_known(request: PlanRequest) -> bool:
+    """Whether a request is of the kinds that are looked at."""
     known = request.schedule != INTERLEAVED and not request.recompute
-    known &= request.warm_up is None or request.replicas == 1
-    return all_downsets(graph, MOST_DOWNSETS) if small and known else None
+    return known and (request.warm_up is None or request.replicas == 1)
 
 
 class _Proof:
