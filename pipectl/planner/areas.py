@@ -81,6 +81,7 @@ class Areas:
             bottleneck_s = self.quick_bound(stages, size).load_s
             shares = problem.shares(size)
             least_s = outlook_s(bottleneck_s, self._path_s(size), shares, stages, speeds[0])
+            least_s = max(least_s, sum(shares) * self._least_work(size)[0] / self._capacity)
             area = Area(stages, size, problem.micro_batches(size), least_s)
             self._known[stages, size] = area
         return self._known[stages, size]
@@ -193,6 +194,12 @@ class Areas:
     def _fastest(self, stages: int) -> list[float]:
         """Speeds of the fastest devices."""
         return self._speeds[:stages]
+
+    @cached_property
+    def _capacity(self) -> float:
+        """Work that all cores do in a second, however many ranks share them."""
+        nodes = self._problem.cluster.nodes
+        return sum(min(node.ranks, node.cores) * node.device.speed for node in nodes)
 
     @cached_property
     def _speeds(self) -> list[float]:

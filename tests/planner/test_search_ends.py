@@ -40,7 +40,7 @@ def test_without_any_time_there_is_an_even_cut(chain) -> None:
 
 
 def test_without_any_time_there_is_no_plan_that_does_not_fit(chain) -> None:
-    small = replace(REQUEST, memory_limit_bytes=6000)
+    small = replace(REQUEST, memory_limit_bytes=7500)
     with pytest.raises(OutOfTimeError, match="before any plan was found"):
         make_plan(chain(12), CLUSTER, small, After(0))
 
