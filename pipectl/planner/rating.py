@@ -23,6 +23,24 @@ def largest_load_s(plan: Plan, cluster: Cluster) -> float:
     return max(_load_s(stage, cluster) for stage in plan.stages)
 
 
+def least_step_s(plan: Plan, cluster: Cluster) -> float:
+    """No simulation of a plan takes less: its busiest rank computes all it has to.
+
+    Replicas count as if they shared their stage's work by their speeds.
+    """
+    share = plan.batch_size / plan.micro_batch_size
+    loads = [0.0] * plan.ranks
+    for stage in plan.stages:
+        for ranks, time_s in (
+            (stage.ranks, stage.cost.forward_s),
+            (stage.updating_ranks, stage.cost.backward_s),
+        ):
+            speed = sum(cluster.device(rank).speed for rank in ranks)
+            for rank in ranks:
+                loads[rank] += time_s * share / speed
+    return max(loads)
+
+
 def work_s(profile: Profile, cluster: Cluster, request: PlanRequest) -> float:
     """All work of a step, at the size at which a sample takes least, spread over all devices."""
     speed = sum(cluster.device(rank).speed for rank in range(cluster.ranks))

@@ -21,7 +21,7 @@ from pipectl.planner.judge import TIE
 from pipectl.planner.keeping import alike, ways, within_memory
 from pipectl.planner.problem import baseline_bytes
 from pipectl.planner.proposals import Proposals, Search
-from pipectl.planner.rating import PLANNER, preference, work_s
+from pipectl.planner.rating import PLANNER, least_step_s, preference, work_s
 from pipectl.planner.request import PlanRequest
 from pipectl.planner.trials import Trials
 from pipectl.profile import Profile
@@ -130,6 +130,8 @@ class _Variants:
         for plan in fresh:
             if self._trials.are_over and (self._plans or tried):
                 break
+            if self._plans and least_step_s(plan, self._cluster) >= self._fastest_s * (1 - TIE):
+                continue
             tried.append(self._trials.run(alike(plan, self._ways[0])))
         for plan in sorted(tried, key=preference):
             if self._plans and (self._trials.are_over or not self._can_win(plan)):
