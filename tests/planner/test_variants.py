@@ -9,6 +9,7 @@ from pipectl.cluster import Cluster, Device, Node
 from pipectl.errors import InfeasibleError, InvalidInputError, OutOfTimeError
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan, search_plans
+from pipectl.planner.rating import least_step_s
 from pipectl.schedule import lower, validate
 from pipectl.simulate import simulate
 
@@ -41,6 +42,7 @@ def check(plan, cluster):
     """The plan does what its prediction says, within what there is."""
     validate(plan, [lower(plan, rank) for rank in range(plan.ranks)], process_baseline_bytes=5000)
     assert plan.prediction == simulate(plan, cluster, process_baseline_bytes=5000).prediction
+    assert 0 < least_step_s(plan, cluster) <= plan.predicted_step_s
     limits = [cluster.device(rank).memory_bytes or 1e18 for rank in range(plan.ranks)]
     peaks = plan.prediction.peak_memory_bytes
     assert all(peak <= limit for peak, limit in zip(peaks, limits, strict=True))
