@@ -1,13 +1,17 @@
-"""Trains every cell of the equality table over the ranks it is started on.
+"""Trains every cell of the equality table on 4, 3, 2 and 1 of the ranks it is started on.
 
-Started as ``mpiexec -n RANKS python -m mpi4py cells.py DIRECTORY [plain]``. Every cell trains ten
-steps and leaves its weights in ``DIRECTORY/<ranks>/<cell>``; with ``plain``, without dropout, in
-``DIRECTORY/plain/<cell>``. A model is captured once and put back to its first weights each time.
+Started as ``mpiexec -n 4 python -m mpi4py cells.py DIRECTORY``; started on more, it trains on all
+of them what is also tried on many. Every cell trains ten steps and leaves its weights in
+``DIRECTORY/<ranks>/<cell>``, and once more on one rank and without dropout, in
+``DIRECTORY/plain/<cell>``. Starting MPI and capturing take longest, so there is one start for all
+numbers up to four, and each process captures a model once and puts it back to its first weights for
+every training.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 from collections.abc import Iterator
@@ -101,6 +105,8 @@ CHUNKS = {"interleaved": 2, "looped-bfs": 2, "zb-v": 2, "dualpipev": 2, **dict.f
 V_SHAPED = ("zb-v", "dualpipev")
 ON_MANY_RANKS = {"zb-v": "gpt", "dualpipev": "gpt"}
 """What is also trained on more ranks than there are cores."""
+CAPTURED: dict[tuple[str, bool], tuple[CapturedJob, dict[str, torch.Tensor]]] = {}
+"""By model and whether plain: the job, and the weights that it began with."""
 STEPS = 10
 COST = StageCost(1.0, 2.0, 0.0, 0, 0, 0)
 
@@ -269,7 +275,6 @@ def folded(ranks: int, micro_batches: int, *, falling: bool) -> Listed:
 def train(directory: Path, communicator: MPI.Comm, *, plain: bool) -> None:
     torch.set_num_threads(1)
     folder = directory / ("plain" if plain else str(communicator.size))
-    jobs: dict[str, tuple[CapturedJob, dict[str, torch.Tensor]]] = {}
     for number, cell in enumerate(cells_on_many_ranks() if communicator.size > 4 else cells()):
         run = RunDirectory(folder / str(cell))
         if communicator.rank == 0:
@@ -277,12 +282,13 @@ def train(directory: Path, communicator: MPI.Comm, *, plain: bool) -> None:
             run.job.write_text(spec_text(cell, plain=plain))
         communicator.Barrier()
         spec = load(run.job)
-        if cell.model not in jobs:
+        if (cell.model, plain) not in CAPTURED:
             job = CapturedJob(spec)
             job.training_graph(2)
             job.evaluation_graph(4)
-            jobs[cell.model] = job, {n: t.detach().clone() for n, t in job.states.items()}
-        job, first = jobs[cell.model]
+            first = {name: tensor.detach().clone() for name, tensor in job.states.items()}
+            CAPTURED[cell.model, plain] = job, first
+        job, first = CAPTURED[cell.model, plain]
         job.spec = spec
         for name, tensor in job.states.items():
             tensor.data = first[name].clone()
@@ -296,5 +302,18 @@ def train(directory: Path, communicator: MPI.Comm, *, plain: bool) -> None:
         Trainer(Setup(communicator, job, plan, CpuDevice(), Doing()), run, 1).train()
 
 
+def train_on_four_and_fewer(directory: Path, world: MPI.Comm) -> None:
+    """On four ranks; on three beside one; on two beside the one that trains without dropout."""
+    train(directory, world, plain=False)
+    train(directory, world.Split(world.rank // 3), plain=False)
+    part = world.Split((0, 0, 1, 2)[world.rank])
+    if world.rank < 3:
+        train(directory, part, plain=world.rank == 2)
+
+
 if __name__ == "__main__":
-    train(Path(sys.argv[1]), MPI.COMM_WORLD, plain="plain" in sys.argv[2:])
+    os.fsync = lambda _: None  # nothing here need outlive the machine
+    if MPI.COMM_WORLD.size > 4:
+        train(Path(sys.argv[1]), MPI.COMM_WORLD, plain=False)
+    else:
+        train_on_four_and_fewer(Path(sys.argv[1]), MPI.COMM_WORLD)
