@@ -13,9 +13,9 @@ from math import ceil, inf
 from pipectl.errors import OutOfTimeError
 from pipectl.plan import Plan
 from pipectl.planner.fitting import Fit, Fitter
-from pipectl.planner.interleaving import MICRO_BATCHES_PER_RANK
 from pipectl.planner.making import Maker
 from pipectl.planner.mix import Mix
+from pipectl.planner.placed import MICRO_BATCHES_PER_RANK
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import PlanRequest, micro_batch_sizes
 

@@ -15,7 +15,7 @@ from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
 from pipectl.planner.other_clusters import with_faster_links, with_memory, with_nodes
 from pipectl.planner.policies import OWN
-from pipectl.planner.request import SCHEDULES, PlanRequest
+from pipectl.planner.request import MEASURED, PlanRequest
 from pipectl.planner.step_parts import LinkLoad, StepParts, busiest_link, step_parts
 from pipectl.planner.sweep import Planner
 from pipectl.profile import Profile
@@ -210,7 +210,7 @@ def _changes(subject: _Subject) -> Iterator[dict[str, Any]]:
         for stages in _near(len(plan.stages), subject.cluster.ranks):
             yield {"stages": stages}
     if request.schedule is None and request.warm_up is None:
-        yield from ({"schedule": name} for name in SCHEDULES if name != plan.schedule)
+        yield from ({"schedule": name} for name in MEASURED if name != plan.schedule)
     if request.micro_batches is None:
         for count in _near(plan.micro_batches, request.batch_size):
             yield {"micro_batches": count}

@@ -12,9 +12,11 @@ from math import ceil
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan
-from pipectl.planner.interleaving import Planner, balanced, excess_bytes, one_rank_a_stage
+from pipectl.planner.halves import with_halves
+from pipectl.planner.placed import Planner, balanced, excess_bytes, one_rank_a_stage
 from pipectl.planner.request import PlanRequest
 from pipectl.profile import Profile
+from pipectl.schedule import splits_backwards
 from pipectl.schedule.listed import Listed
 from pipectl.simulate import simulate
 from pipectl.units import format_bytes
@@ -41,6 +43,8 @@ def listed_plan(
     open_request = replace(request, listed=None, schedule=None, warm_up=None)
     cut = make_plan(profile, wide, balanced(open_request, listed.stages, size))
     plan = _ordered(cut, listed, cluster, request)
+    if splits_backwards(plan):
+        plan = with_halves(plan, profile)
     found = simulate(plan, cluster, process_baseline_bytes=baseline)
     plan = replace(plan, prediction=found.prediction)
     excess = excess_bytes(plan, cluster, request)

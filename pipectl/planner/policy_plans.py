@@ -17,9 +17,8 @@ from pipectl.planner.policies import POLICIES, PolicyPlan, Work, dapple, pipedre
 from pipectl.planner.replica_costs import ReplicaChoice
 from pipectl.planner.replica_judge import judged
 from pipectl.planner.replicated import orders
-from pipectl.planner.request import PlanRequest, micro_batch_sizes
+from pipectl.planner.request import PLACED, PlanRequest, micro_batch_sizes
 from pipectl.profile import Profile
-from pipectl.schedule.interleaved import NAME as INTERLEAVED
 
 _MICRO_BATCHES_PER_RANK = 4
 _CURE = "leave it to the planner, or use --planner pipectl"
@@ -47,8 +46,8 @@ def policy_plans(
         InfeasibleError: the policy cannot do what is asked, or does not fit: most of them do not
             consider memory.
     """
-    if request.schedule == INTERLEAVED:
-        raise InfeasibleError(f"no feasible plan: {name} gives every rank one stage", cure=_CURE)
+    if request.schedule in PLACED:
+        raise InfeasibleError(f"no feasible plan: {name} plans for gpipe and 1f1b only", cure=_CURE)
     choices = _choices(name, profile, cluster, request)
     found = judged(profile, cluster, request, choices, expired, planner=planner or name)
     if not found:

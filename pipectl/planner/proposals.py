@@ -17,9 +17,8 @@ from pipectl.planner.hybrid import States
 from pipectl.planner.making import Maker
 from pipectl.planner.offloaded import OffloadedCuts
 from pipectl.planner.problem import Problem
-from pipectl.planner.request import PlanRequest, micro_batch_sizes
+from pipectl.planner.request import PLACED, PlanRequest, micro_batch_sizes
 from pipectl.profile import Profile
-from pipectl.schedule.interleaved import NAME as INTERLEAVED
 
 Search = Callable[[Profile, Cluster, PlanRequest, Callable[[], bool]], Sequence[Plan]]
 """Plans for a request without variants, the best first.
@@ -81,7 +80,7 @@ class Proposals:
 
     @property
     def _is_flushed(self) -> bool:
-        return self._request.schedule != INTERLEAVED
+        return self._request.schedule not in PLACED
 
     def unlimited(self) -> list[Plan]:
         """Plans as if memory were no matter."""

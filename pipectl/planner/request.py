@@ -9,15 +9,25 @@ from math import ceil, log
 
 from pipectl.errors import InfeasibleError, InvalidInputError
 from pipectl.plan import Replication
+from pipectl.schedule.dual_pipe_v import NAME as DUAL_PIPE_V
 from pipectl.schedule.gpipe import NAME as GPIPE
 from pipectl.schedule.gpipe import warm_up as gpipe_warm_up
 from pipectl.schedule.interleaved import NAME as INTERLEAVED
 from pipectl.schedule.listed import Listed
+from pipectl.schedule.looped_bfs import NAME as LOOPED_BFS
 from pipectl.schedule.one_f_one_b import NAME as ONE_F_ONE_B
 from pipectl.schedule.one_f_one_b import policy_a, policy_b
+from pipectl.schedule.zb_h1 import NAME as ZB_H1
+from pipectl.schedule.zb_v import NAME as ZB_V
 
-SCHEDULES = (GPIPE, ONE_F_ONE_B, INTERLEAVED)
+ROUND, V_SHAPED = (INTERLEAVED, LOOPED_BFS), (ZB_V, DUAL_PIPE_V)
+"""Schedules with several stages a rank, by the way these lie on the ranks."""
+PLACED = (*ROUND, *V_SHAPED, ZB_H1)
+"""Schedules that are planned only where they are named."""
+SCHEDULES = (GPIPE, ONE_F_ONE_B, *PLACED)
 """Those that the planner makes plans for."""
+MEASURED = (GPIPE, ONE_F_ONE_B, INTERLEAVED)
+"""Those that it compares plans with; for others it has to assume what half a backward takes."""
 
 _EVERY_STAGE_COUNT = 8
 _SNAP = 1.34
@@ -87,10 +97,10 @@ class PlanRequest:
             )
 
     def _check_warm_up(self, warm_up: tuple[int, ...]) -> None:
-        if self.schedule not in (None, ONE_F_ONE_B):
+        if self.schedule not in (None, ONE_F_ONE_B, ZB_H1):
             raise InvalidInputError(
                 f"warm_up: schedule {self.schedule!r} has no warm-up to choose",
-                cure=f"use schedule {ONE_F_ONE_B!r}, or leave warm_up out",
+                cure=f"use schedule {ONE_F_ONE_B!r} or {ZB_H1!r}, or leave warm_up out",
             )
         if self.stages not in (None, len(warm_up)):
             raise InvalidInputError(

@@ -17,20 +17,19 @@ from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
 from pipectl.planner.copies import copied_plans, one_copy
-from pipectl.planner.interleaving import interleaved_plan
 from pipectl.planner.judge import TIE
 from pipectl.planner.listed import listed_plan
+from pipectl.planner.placed import placed_plan
 from pipectl.planner.policies import antichain
 from pipectl.planner.policy_plans import policy_plans
 from pipectl.planner.problem import baseline_bytes
 from pipectl.planner.proof import proven
 from pipectl.planner.rating import PLANNER
 from pipectl.planner.replicated import MANY_RANKS, replicated_plans
-from pipectl.planner.request import PlanRequest
+from pipectl.planner.request import PLACED, PlanRequest
 from pipectl.planner.straight import straight_plans
 from pipectl.planner.variants import varied_plans
 from pipectl.profile import Profile
-from pipectl.schedule.interleaved import NAME as INTERLEAVED
 
 MOST_ALTERNATIVES = 5
 MANY_OPERATORS = 600
@@ -95,9 +94,9 @@ def _ranked(
         found = [listed_plan(make_plan, profile, cluster, request, baseline_bytes(profile))]
     elif request.has_variants:
         found = varied_plans(_several, profile, cluster, request, expired)
-    elif request.schedule == INTERLEAVED:
+    elif request.schedule in PLACED:
         baseline = baseline_bytes(profile)
-        found = [interleaved_plan(make_plan, profile, cluster, request, baseline)]
+        found = [placed_plan(make_plan, profile, cluster, request, baseline)]
     elif request.replicas is None:
         found = _with_replicas(profile, cluster, request, expired)
     elif request.replicas > 1:

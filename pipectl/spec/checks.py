@@ -14,8 +14,10 @@ from pipectl.spec.training import Loss, Pipeline, Training
 Finding = tuple[tuple[str, ...], str]
 
 
-_WITHOUT_LISTS = ("gpipe", "1f1b", "interleaved")
-"""Schedules that do not say themselves which rank has which stage."""
+_ROUND, _V_SHAPED = ("interleaved", "looped-bfs"), ("zb-v", "dualpipev")
+"""Schedules with several stages a rank."""
+_ONE_STAGE = ("gpipe", "1f1b", "zb-h1")
+"""Schedules with one; all others are the user's own, and say which rank has which stage."""
 
 
 def cross_check(sections: Mapping[str, Any]) -> Iterator[Finding]:
@@ -54,15 +56,22 @@ def _is_file(path: Path) -> bool:
 
 
 def _stages_fit_ranks(pipeline: Pipeline, resources: Resources) -> Iterator[Finding]:
-    own = pipeline.schedule not in (None, *_WITHOUT_LISTS)
+    own = pipeline.schedule not in (None, *_ONE_STAGE, *_ROUND, *_V_SHAPED)
     if pipeline.stages is None or pipeline.stages <= resources.ranks or own:
         return
-    if pipeline.schedule == "interleaved":
+    if pipeline.schedule in _ROUND:
         if pipeline.stages % resources.ranks:
             yield (
                 ("pipeline", "stages"),
                 f"{pipeline.stages} stages cannot go round over {resources.ranks} ranks; schedule "
-                "interleaved takes a multiple of them",
+                f"{pipeline.schedule} takes a multiple of them",
+            )
+    elif pipeline.schedule in _V_SHAPED:
+        if pipeline.stages % 2 or pipeline.stages > 2 * resources.ranks:
+            yield (
+                ("pipeline", "stages"),
+                f"{pipeline.stages} stages cannot lie in a V over {resources.ranks} ranks; "
+                f"schedule {pipeline.schedule} takes two a rank",
             )
     else:
         asked = f"nodes x tasks_per_node = {resources.nodes} x {resources.tasks_per_node}"
@@ -92,9 +101,7 @@ def _warm_up_fits(pipeline: Pipeline) -> Iterator[Finding]:
         yield path, f"has length {given}, but pipeline.stages is {pipeline.stages}"
     if pipeline.schedule == "gpipe":
         yield path, "has no meaning with schedule gpipe, which runs all forwards first"
-    if pipeline.schedule == "interleaved":
-        yield path, "has no meaning with schedule interleaved, which has one of its own"
-    if pipeline.schedule not in (None, *_WITHOUT_LISTS):
+    if pipeline.schedule not in (None, *_ONE_STAGE):
         yield path, f"has no meaning with schedule {pipeline.schedule}, which has one of its own"
     most = max(pipeline.warm_up, default=0)
     if pipeline.micro_batches is not None and most > pipeline.micro_batches:

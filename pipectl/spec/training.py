@@ -207,17 +207,20 @@ class Pipeline(Section):
 
     stages: AutoCount = Field(
         default=None,
-        description="Parts the model is cut into: at most one a rank, or with schedule "
-        "`interleaved` a multiple of the ranks.",
+        description="Parts the model is cut into: at most one a rank, with the schedules "
+        "`interleaved` and `looped-bfs` a multiple of the ranks, with `zb-v` and `dualpipev` two "
+        "a rank.",
     )
     micro_batches: AutoCount = Field(default=None, description="Parts each batch is cut into.")
     schedule: Schedule = Field(
         default=None,
         description="Order of work: `gpipe` runs all forwards before the backwards, `1f1b` "
         "alternates them and keeps fewer activations, `interleaved` does so with several stages a "
-        "rank (two, unless `stages` says otherwise), for less waiting and more messages. Or your "
-        "own: a `.csv` file of actions, relative to this file, or the name of one that a package "
-        "offers.",
+        "rank (two, unless `stages` says otherwise), for less waiting and more messages; "
+        "`looped-bfs` is `gpipe` with several stages a rank. `zb-h1`, `zb-v` and `dualpipev` "
+        "(the last two with two stages a rank) make the gradients of weights while they would "
+        "wait otherwise. Or your own: a `.csv` file of actions, relative to this file, or the name "
+        "of one that a package offers.",
     )
     warm_up: AutoCounts = Field(
         default=None,

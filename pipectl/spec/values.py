@@ -115,7 +115,15 @@ Schedule = Annotated[
     schedule(
         auto(
             choice(
-                "auto", "gpipe", "1f1b", "interleaved", later=("zero-bubble", "pipedream", "2bw")
+                "auto",
+                "gpipe",
+                "1f1b",
+                "interleaved",
+                "looped-bfs",
+                "zb-h1",
+                "zb-v",
+                "dualpipev",
+                later=("pipedream", "2bw"),
             )
         )
     ),

@@ -105,7 +105,7 @@ def test_what_the_job_fixes_holds(chain):
 def test_what_a_policy_cannot_do_is_infeasible(chain):
     with pytest.raises(InfeasibleError, match=r"dapple makes \d stages? here, not 3"):
         best("dapple", chain(8), cluster(4), replace(REQUEST, stages=3, micro_batches=1))
-    with pytest.raises(InfeasibleError, match="uniform gives every rank one stage"):
+    with pytest.raises(InfeasibleError, match="uniform plans for gpipe and 1f1b only"):
         best("uniform", chain(8), cluster(4), replace(REQUEST, schedule="interleaved"))
 
 

@@ -27,9 +27,8 @@ from pipectl.planner.proof.layouts import Arrangement, Orders, arrangements, ord
 from pipectl.planner.proof.links import Ways
 from pipectl.planner.proof.plan_bound import plan_bound_s
 from pipectl.planner.replica_costs import ReplicaChoice, ReplicaPlans
-from pipectl.planner.request import PlanRequest
+from pipectl.planner.request import PLACED, PlanRequest
 from pipectl.profile import Profile
-from pipectl.schedule.interleaved import NAME as INTERLEAVED
 from pipectl.simulate import simulate
 
 MOST_BLOCKS = 12
@@ -92,7 +91,7 @@ def proven(
 
 def _is_known(request: PlanRequest) -> bool:
     """Whether a request is of the kinds that are looked at."""
-    known = request.schedule != INTERLEAVED and not request.recompute
+    known = request.schedule not in PLACED and not request.recompute
     return known and (request.warm_up is None or request.replicas == 1)
 
 

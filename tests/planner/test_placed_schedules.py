@@ -1,0 +1,105 @@
+"""Plans for schedules with several stages a rank, or with split backwards."""
+
+import pytest
+
+from pipectl.cluster import Cluster, Device, Node
+from pipectl.errors import InfeasibleError
+from pipectl.link import Link
+from pipectl.planner import PlanRequest, make_plan
+from pipectl.planner.halves import ASSUMED
+from pipectl.schedule import lower, validate
+from pipectl.simulate import simulate
+
+FAST = Link(latency_s=1e-6, bandwidth_bytes_per_s=1e11)
+
+
+def cluster_of(ranks, memory_bytes=None):
+    node = Node("n", ranks, ranks, Device("cpu", 1.0, memory_bytes))
+    return Cluster("c", "test", (node,), FAST, FAST)
+
+
+def request(schedule="interleaved", **more):
+    return PlanRequest("job", 32, schedule=schedule, **more)
+
+
+def test_stages_go_round_over_the_ranks(chain) -> None:
+    plan = make_plan(chain(12), cluster_of(2), request(stages=6, micro_batches=4))
+    assert [stage.ranks for stage in plan.stages] == [(0,), (1,)] * 3
+    assert [len(stage.nodes) for stage in plan.stages] == [2] * 6
+    assert (plan.schedule, plan.micro_batches, plan.ranks) == ("interleaved", 4, 2)
+    validate(plan, [lower(plan, rank) for rank in range(2)])
+    assert plan.prediction == simulate(plan, cluster_of(2), process_baseline_bytes=5000).prediction
+
+
+def test_two_stages_a_rank_where_nothing_is_said(chain) -> None:
+    plan = make_plan(chain(12), cluster_of(3), request())
+    assert [stage.ranks for stage in plan.stages] == [(0,), (1,), (2,)] * 2
+    assert plan.micro_batches in (3, 6, 11, 16)
+
+
+def test_it_waits_less_than_one_stage_a_rank(chain) -> None:
+    chunks = make_plan(chain(16), cluster_of(4), request(micro_batches=4))
+    whole = make_plan(chain(16), cluster_of(4), PlanRequest("job", 32, micro_batches=4))
+    assert chunks.prediction.bubble < 0.75 * whole.prediction.bubble
+
+
+def test_stages_that_cannot_go_round_are_refused(chain) -> None:
+    with pytest.raises(InfeasibleError, match="5 stages cannot go round over 2 ranks"):
+        make_plan(chain(12), cluster_of(2), request(stages=5))
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "dualpipev"])
+def test_two_stages_a_rank_lie_in_a_v(chain, schedule) -> None:
+    plan = make_plan(chain(12), cluster_of(3), request(schedule))
+    assert [stage.ranks for stage in plan.stages] == [(0,), (1,), (2,), (2,), (1,), (0,)]
+    assert plan.schedule == schedule
+    validate(plan, [lower(plan, rank) for rank in range(3)])
+    fewer = make_plan(chain(12), cluster_of(3), request(schedule, stages=4))
+    assert [stage.ranks for stage in fewer.stages] == [(0,), (1,), (1,), (0,)]
+
+
+def test_split_backwards_cost_what_is_assumed_of_them(chain) -> None:
+    profile = chain(12)
+    plan = make_plan(profile, cluster_of(3), request("zb-h1", micro_batches=8))
+    assert plan.assumptions.count(ASSUMED) == 1
+    scale = plan.micro_batch_size / profile.micro_batch_size
+    for stage in plan.stages:
+        operators = [profile.by_id[node] for node in stage.nodes]
+        assert all(operator.parameters for operator in operators)
+        assert stage.cost.weight_s == pytest.approx(stage.cost.backward_s / 2)
+        kept = sum(sum(dict(o.saved).values()) + o.gradient_bytes for o in operators)
+        assert stage.cost.deferred_bytes == pytest.approx(kept * scale, abs=1)
+
+
+def test_split_backwards_wait_less(chain) -> None:
+    found = {
+        schedule: make_plan(chain(16), cluster_of(4), request(schedule, micro_batches=8))
+        for schedule in ("1f1b", "zb-h1", "zb-v")
+    }
+    bubbles = [plan.prediction.bubble for plan in found.values()]
+    assert bubbles == sorted(bubbles, reverse=True)
+    assert bubbles[1] < 0.6 * bubbles[0]
+    assert bubbles[2] < 0.6 * bubbles[1]
+
+
+def test_zb_h1_takes_a_warm_up(chain) -> None:
+    plan = make_plan(chain(12), cluster_of(2), request("zb-h1", warm_up=[5, 2]))
+    assert plan.warm_up == (5, 2)
+
+
+@pytest.mark.parametrize("stages", [3, 6])
+def test_stages_that_cannot_lie_in_a_v_are_refused(chain, stages) -> None:
+    with pytest.raises(
+        InfeasibleError, match=rf"{stages} stages cannot lie in a V over 2 ranks\n.*4"
+    ):
+        make_plan(chain(12), cluster_of(2), request("zb-v", stages=stages))
+
+
+@pytest.mark.parametrize("where", ["job", "device"])
+def test_what_does_not_fit_is_refused_with_what_is_missing(chain, where) -> None:
+    limit = 10_000
+    given = {"memory_limit_bytes": limit} if where == "job" else {}
+    cluster = cluster_of(2, limit if where == "device" else None)
+    assert min(make_plan(chain(12), cluster_of(2), request()).prediction.peak_memory_bytes) > limit
+    with pytest.raises(InfeasibleError, match="more than the memory limit"):
+        make_plan(chain(12), cluster, request(**given))
