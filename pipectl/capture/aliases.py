@@ -38,6 +38,7 @@ class Aliases:
         returned_argument: the argument node that an in-place operator returned itself.
         settled: for values that are written after they are made: the operator of the last write.
         rewritten: placeholders of the buffers that are written, other than by a norm itself.
+        written: placeholders of all buffers and inputs that are written.
     """
 
     groups: dict[str, str] = field(default_factory=dict)
@@ -45,6 +46,7 @@ class Aliases:
     returned_argument: dict[str, fx.Node] = field(default_factory=dict)
     settled: dict[str, str] = field(default_factory=dict)
     rewritten: set[str] = field(default_factory=set)
+    written: set[str] = field(default_factory=set)
 
 
 def find_aliases(graph: CapturedGraph, states: Mapping[str, Tensor]) -> Aliases:
@@ -177,6 +179,11 @@ class _FakeRun:
         for node, value in self._values.items():
             if node.name in self._graph.states and value._version != self._first_version[node]:
                 self._found.rewritten.add(node.name)
+            if node.op == "placeholder" and not self._last_write.keys().isdisjoint(
+                _storages(value)
+            ):
+                self._found.written.add(node.name)
+        self._found.written |= self._found.rewritten
 
     def _join(self, nodes: list[fx.Node]) -> None:
         for node in nodes[1:]:

@@ -57,7 +57,8 @@ class CapturedGraph:
         loss: name of the node that gives the loss.
         outputs: what the model returned, flattened: node names, or constants as they are.
         output_spec: pytree structure of ``outputs``.
-        groups, requires_grad, settled, rewritten: see :class:`pipectl.capture.aliases.Aliases`.
+        groups, requires_grad, settled, rewritten, written: see
+            :class:`pipectl.capture.aliases.Aliases`.
         batch_size: the size it was exported with, and, if ``fixed``, the only one it holds for.
     """
 
@@ -83,6 +84,7 @@ class CapturedGraph:
         self.requires_grad = aliases.requires_grad
         self.settled = aliases.settled
         self.rewritten = aliases.rewritten
+        self.written = aliases.written
         self.loss, self.outputs, self.output_spec = _results(program)
 
     @cached_property

@@ -23,6 +23,9 @@ from pipectl.timeline import Timeline
 if TYPE_CHECKING:
     from pipectl.spec import JobSpec
 
+_WANTED = {None: None, "none": False, "all": True}
+"""What all stages do, by the word of the spec; None leaves it to the planner."""
+
 
 def find_plan(spec: JobSpec, profile: Profile, cluster: Cluster) -> Plan:
     """The best plan for a job.
@@ -46,6 +49,7 @@ def request_of(spec: JobSpec, profile: Profile, cluster: Cluster) -> PlanRequest
         listed=listed,
         warm_up=pipeline.warm_up,
         memory_limit_bytes=pipeline.memory_limit_bytes or memory_of_task(spec),
+        recompute=_WANTED[pipeline.recompute],
         key=_key(spec, profile, cluster),
     )
 

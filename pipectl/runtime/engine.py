@@ -102,6 +102,7 @@ class Engine:
         self.on_evaluated: Callable[[int, Tensors, Any], None] | None = None
         self._handlers: dict[int, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
+            Kind.RECOMPUTE: self._recompute,
             Kind.BACKWARD: self._backward,
             Kind.BACKWARD_INPUT: self._backward,
             Kind.BACKWARD_WEIGHT: self._backward_weight,
@@ -164,6 +165,9 @@ class Engine:
             assert loss is not None
             self._out.losses.append(loss)
         self._deliver(TransferKind.ACTIVATION, action, made)
+
+    def _recompute(self, action: Action) -> None:
+        self._stages[action.stage].recompute(action.micro_batch)
 
     def _backward(self, action: Action) -> None:
         stage, micro_batch = action.stage, action.micro_batch

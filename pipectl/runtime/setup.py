@@ -108,7 +108,14 @@ class Setup:
         self.owners = self._owners(cuts)
         job.materialize(self._held(cuts))
         self.stages = {
-            index: StageRuntime(index, cuts, job.states, device, spec.training.precision)
+            index: StageRuntime(
+                index,
+                cuts,
+                job.states,
+                device,
+                spec.training.precision,
+                recompute=plan.stages[index].recompute,
+            )
             for index in plan.stages_of_rank(communicator.rank)
         }
         if splits_backwards(plan):

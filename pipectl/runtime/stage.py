@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipectl.capture import Cut, Slot, build_stage
 from pipectl.capture.precision import arithmetic
@@ -18,12 +20,32 @@ from pipectl.runtime.transport import Tensors
 from pipectl.runtime.transport.ticks import insert_ticks
 
 
+@dataclass(frozen=True)
+class _Start:
+    """What a forward starts from, and starts from again where it is computed twice.
+
+    Args:
+        size: samples.
+        buffers: values before the forward of those it writes, by index of the state argument.
+    """
+
+    size: int
+    seed: int
+    inputs: Mapping[str, Tensor]
+    arrived: Tensors
+    buffers: Mapping[int, Tensor]
+
+
 @dataclass
 class _Live:
-    """A micro-batch between its forward and its backward."""
+    """A micro-batch between its forward and its backward.
 
-    received: dict[Slot, Tensor]
-    results: dict[Slot, Tensor]
+    It holds where the backward enters the graph, not the values there: only what the graph itself
+    has saved stays in memory. The loss is small, and its seed is like it.
+    """
+
+    roots: dict[Slot, GradientEdge]
+    losses: dict[Slot, Tensor]
     caught: dict[Slot, Tensor | None]
     deferred: Deferred
 
@@ -37,6 +59,7 @@ class StageRuntime:
         states: the model's parameters and buffers by full name; those of this stage are moved to
             the device in place.
         precision: as in the spec.
+        recompute: whether a forward keeps only what it starts from, until :meth:`recompute`.
 
     Attributes:
         codes: what it runs, by (training, micro-batch size).
@@ -49,8 +72,11 @@ class StageRuntime:
         states: Mapping[str, Tensor],
         device: Device,
         precision: str = "float32",
+        *,
+        recompute: bool = False,
     ) -> None:
         self.index = index
+        self._recompute = recompute
         self._device = device
         self._precision = precision
         self._states = states
@@ -60,6 +86,7 @@ class StageRuntime:
         self._live: dict[int, _Live] = {}
         self._deferring = Deferred()
         self._deferred: dict[int, Deferred] = {}
+        self._starts: dict[int, _Start] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, Tensor] = {}
         self.uses: dict[Slot, Tensor] = {}
@@ -82,20 +109,19 @@ class StageRuntime:
         Returns:
             The stage's results by slot.
         """
-        code, cut = self.codes[True, size], self._cuts[True, size]
-        caught: dict[Slot, Tensor | None] = {}
-        received: dict[Slot, Tensor] = {}
-        for slot in code.received:
-            tensor = arrived[Slot(slot.value)]
-            assert tensor is not None
-            grad = cut.graph.requires_grad[slot.value]
-            received[slot] = (
-                Receive.apply(self._anchor, tensor, caught, slot) if grad else tensor  # type: ignore[no-untyped-call]
-            )
-        self._deferring = Deferred()
-        results = self._call((True, size), seed, inputs, received)
-        self._live[micro_batch] = _Live(received, results, caught, self._deferring)
+        start = _Start(size, seed, inputs, arrived, {})
+        if self._recompute:
+            self._starts[micro_batch] = self._preserved(start)
+            # Its graph ends here. Gradients stay on, since operators may choose their kernels by
+            # whether their inputs have one.
+            _, results = self._run(start, again=False)
+        else:
+            self._live[micro_batch], results = self._run(start, again=False)
         return {slot: tensor.detach() for slot, tensor in results.items()}
+
+    def recompute(self, micro_batch: int) -> None:
+        """Run a forward once more, just before its backward; buffers stay as they are."""
+        self._live[micro_batch], _ = self._run(self._starts.pop(micro_batch), again=True)
 
     def backward(
         self, micro_batch: int, gradients: Tensors, loss: Slot, weight: float, scale: float = 1.0
@@ -111,15 +137,16 @@ class StageRuntime:
             Gradients of what the stage received, by slot.
         """
         live = self._live.pop(micro_batch)
-        roots, seeds = [], []
+        roots: list[Any] = []
+        seeds = []
         for slot, gradient in gradients.items():
-            root = live.results.get(slot, live.received.get(slot))
+            root = live.roots.get(slot)
             if gradient is not None and root is not None:
                 roots.append(root)
                 seeds.append(gradient)
-        if loss in live.results:
-            roots.insert(0, live.results[loss])
-            seeds.insert(0, torch.full_like(live.results[loss], scale) * weight)
+        if loss in live.losses:
+            roots.insert(0, live.losses[loss])
+            seeds.insert(0, torch.full_like(live.losses[loss], scale) * weight)
         if roots:
             torch.autograd.backward(roots, seeds)
         if live.deferred.roots:
@@ -137,8 +164,8 @@ class StageRuntime:
     ) -> Tensors:
         """Run the evaluation forward of a micro-batch; returns the results by slot."""
         received = {slot: arrived[slot] for slot in self.codes[False, size].received}
-        with torch.no_grad():
-            return dict(self._call((False, size), seed, inputs, received))
+        with torch.no_grad(), self._rewriting((False, size)) as states:
+            return dict(self._call((False, size), seed, states, inputs, received))
 
     def split_backwards(self) -> None:
         """Have every backward leave work for :meth:`finish_backward`."""
@@ -157,21 +184,50 @@ class StageRuntime:
         """Drop gradients and unfinished micro-batches."""
         self._live.clear()
         self._deferred.clear()
+        self._starts.clear()
         for tensor in (*self.parameters.values(), *self.uses.values()):
             tensor.grad = None
+
+    def _run(self, start: _Start, *, again: bool) -> tuple[_Live, dict[Slot, Tensor]]:
+        """A training forward; ``again`` if it was run before and is to leave no trace."""
+        key = True, start.size
+        caught: dict[Slot, Tensor | None] = {}
+        received = self._entered(start, caught)
+        self._deferring = deferring = Deferred()
+        with self._replaying(key, start) if again else self._rewriting(key) as states:
+            results = self._call(key, start.seed, states, start.inputs, received)
+        loss = Slot(self._cuts[key].graph.loss)
+        losses = {loss: results[loss]} if loss in results else {}
+        values = {**received, **results}.items()
+        roots = {slot: get_gradient_edge(value) for slot, value in values if value.requires_grad}
+        return _Live(roots, losses, caught, deferring), results
+
+    def _entered(self, start: _Start, caught: dict[Slot, Tensor | None]) -> dict[Slot, Tensor]:
+        """What arrived, as values of a graph that catches their gradients."""
+        code, graph = self.codes[True, start.size], self._cuts[True, start.size].graph
+        received: dict[Slot, Tensor] = {}
+        for slot in code.received:
+            tensor = start.arrived[Slot(slot.value)]
+            assert tensor is not None
+            received[slot] = (
+                Receive.apply(self._anchor, tensor, caught, slot)  # type: ignore[no-untyped-call]
+                if graph.requires_grad[slot.value]
+                else tensor
+            )
+        return received
 
     def _call(
         self,
         key: tuple[bool, int],
         seed: int,
+        states: list[Tensor],
         inputs: Mapping[str, Tensor],
         received: Mapping[Slot, Tensor | None],
     ) -> dict[Slot, Tensor]:
         code = self.codes[key]
         batch = [inputs[name] for name in code.inputs]
         values = [received[slot] for slot in code.received]
-        precise = arithmetic(self._precision, self._device.torch_device)
-        with precise, self._rewriting(key) as states:
+        with arithmetic(self._precision, self._device.torch_device):
             results = code.module(seed, *states, *batch, *values)
         return dict(zip(code.results, results, strict=True))
 
@@ -179,16 +235,39 @@ class StageRuntime:
     def _rewriting(self, key: tuple[bool, int]) -> Iterator[list[Tensor]]:
         """The state arguments, where buffers that the call writes are copies, kept afterwards.
 
-        Autograd may keep a buffer for a backward that comes after the next forward wrote it.
+        Autograd may keep a buffer for a backward that comes after the next forward wrote it, and
+        a forward that is run again starts from what stood in it.
         """
-        states, rewritten = list(self._arguments[key]), self._cuts[key].graph.rewritten
-        slots = self.codes[key].states
-        written = [index for index, slot in enumerate(slots) if slot.value in rewritten]
-        for index in written:
+        states = list(self._arguments[key])
+        for index in self._written(key):
             states[index] = states[index].clone()
         yield states
-        for index in written:
+        for index in self._written(key):
             self._arguments[key][index].data = states[index].detach()
+
+    @contextmanager
+    def _replaying(self, key: tuple[bool, int], start: _Start) -> Iterator[list[Tensor]]:
+        """The state arguments as they were before a forward; what it writes is dropped."""
+        states = list(self._arguments[key])
+        for index, before in start.buffers.items():
+            states[index] = before
+        yield states
+
+    def _preserved(self, start: _Start) -> _Start:
+        """What a forward starts from, safe from what it writes."""
+        key = True, start.size
+        written = self._cuts[key].graph.written
+        inputs = {n: t.clone() if n in written else t for n, t in start.inputs.items()}
+        arguments = self._arguments[key]
+        # The forward leaves this memory behind: see _rewriting.
+        buffers = {index: arguments[index].detach() for index in self._written(key)}
+        return replace(start, inputs=inputs, buffers=buffers)
+
+    def _written(self, key: tuple[bool, int]) -> list[int]:
+        """The buffers among the state arguments that must not be written where they are."""
+        graph = self._cuts[key].graph
+        names = graph.written if self._recompute and key[0] else graph.rewritten
+        return [index for index, slot in enumerate(self.codes[key].states) if slot.value in names]
 
     def _bind(self, key: tuple[bool, int]) -> list[Tensor]:
         """The state arguments of a stage's code."""

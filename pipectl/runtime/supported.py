@@ -7,7 +7,6 @@ from pipectl.plan import Plan, Stage
 
 _FEATURES = {
     "replicas": "ranks",
-    "recomputation": "recompute",
     "offload": "offload",
     "a backward on other ranks than the forward": "backward_ranks",
 }

@@ -228,7 +228,9 @@ class Pipeline(Section):
     )
     replicas: AutoReplicas = Field(default=None, description="Copies of each stage.")
     recompute: Recompute = Field(
-        default=None, description="Whether backward repeats the forward to save memory."
+        default=None,
+        description="Which stages keep only what they receive, and compute their forward once more "
+        "before their backward. `auto`: those that do not fit into memory otherwise.",
     )
     offload: Offload = Field(
         default=None, description="Whether saved activations wait in host memory."

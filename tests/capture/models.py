@@ -436,6 +436,18 @@ class RunningScale(nn.Module):
         return self.head(y / self.scale)
 
 
+class WritingInput(nn.Module):
+    """Changes its input where it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1.5
+        return self.head(x).relu()
+
+
 class NamingOutputs(nn.Module):
     """Returns texts, one of which is the name of an operator."""
 

@@ -149,7 +149,13 @@ def peak_of_stage(job: CapturedJob, cut: Cut, plan: Plan, stage: int, messages: 
 
     What is there before (parameters, buffers, optimizer state) is added as it is.
     """
-    runtime = StageRuntime(stage, {(True, plan.micro_batch_size): cut}, _copies(job), CpuDevice())
+    runtime = StageRuntime(
+        stage,
+        {(True, plan.micro_batch_size): cut},
+        _copies(job),
+        CpuDevice(),
+        recompute=plan.stages[stage].recompute,
+    )
     engine = Engine(
         stage,
         {stage: runtime},

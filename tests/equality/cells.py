@@ -107,18 +107,30 @@ ON_MANY_RANKS = {"zb-v": "gpt", "dualpipev": "gpt"}
 """What is also trained on more ranks than there are cores."""
 CAPTURED: dict[tuple[str, bool], tuple[CapturedJob, dict[str, torch.Tensor]]] = {}
 """By model and whether plain: the job, and the weights that it began with."""
+SHORT_OF_MEMORY = {
+    "gpt": (*SCHEDULES, "interleaved", "zb-h1"),
+    "cnn": (*SCHEDULES, "interleaved"),
+}
+"""Models, and schedules, that are also trained without keeping what backwards need."""
+MEMORY = {"gpt": "smaller_last", "cnn": "few", "dense": "divisible"}
+"""Models, and their batch, that are also trained without keeping what backwards need."""
+MEMORY = {"recompute": {"recompute": True}}
+"""Fields of their stages."""
 STEPS = 10
 COST = StageCost(1.0, 2.0, 0.0, 0, 0, 0)
 
 
 @dataclass(frozen=True)
 class Cell:
+    """Memory is what stages do with what their backward needs; "" if they keep it."""
+
     model: str
     schedule: str
     batch: str
+    memory: str = ""
 
     def __str__(self) -> str:
-        return f"{self.model}-{self.schedule}-{self.batch}"
+        return "-".join(filter(None, (self.model, self.schedule, self.batch, self.memory)))
 
 
 def cells() -> Iterator[Cell]:
@@ -131,6 +143,17 @@ def cells() -> Iterator[Cell]:
                 yield Cell(model, schedule, batch)
     for schedule in OWN:
         yield Cell("gpt", schedule, "divisible")
+    for model, schedules in SHORT_OF_MEMORY.items():
+        for schedule in schedules:
+            for memory in MEMORY:
+                yield Cell(model, schedule, "smaller_last", memory)
+
+
+def cells_over(ranks: int) -> list[Cell]:
+    """The cells that are trained over so many ranks."""
+    if ranks > 4:
+        return cells_on_many_ranks()
+    return [cell for cell in cells() if not cell.memory or ranks in (2, 4)]
 
 
 def cells_on_many_ranks() -> list[Cell]:
@@ -237,7 +260,7 @@ def make_plan(graph: CapturedGraph, stage_of: dict[str, int], cell: Cell, ranks:
         micro_batch_size=size,
         micro_batches=-(-batch_size // size),
         stages=tuple(
-            Stage(nodes[stage], (rank,), COST)
+            Stage(nodes[stage], (rank,), COST, **MEMORY.get(cell.memory, {}))
             for stage, rank in enumerate(places(cell.schedule, stages, ranks))
         ),
         transfers=tuple(Transfer(*lane, size_bytes=1) for lane in lanes),
@@ -275,7 +298,7 @@ def folded(ranks: int, micro_batches: int, *, falling: bool) -> Listed:
 def train(directory: Path, communicator: MPI.Comm, *, plain: bool) -> None:
     torch.set_num_threads(1)
     folder = directory / ("plain" if plain else str(communicator.size))
-    for number, cell in enumerate(cells_on_many_ranks() if communicator.size > 4 else cells()):
+    for number, cell in enumerate(cells_over(communicator.size)):
         run = RunDirectory(folder / str(cell))
         if communicator.rank == 0:
             run.trace.mkdir(parents=True)

@@ -39,7 +39,6 @@ def imported(name: str) -> ModuleType:
 
 CELLS = imported("cells")
 MODELS = imported("models")
-ALL = [cell for cell in CELLS.cells() if not CELLS.OWN.get(cell.schedule)]
 
 
 @pytest.fixture(scope="session")
@@ -80,8 +79,12 @@ def figures(run: Path) -> list[tuple[Any, ...]]:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("cell", "ranks"),
-    [(cell, ranks) for cell in ALL for ranks in (1, 2, 3, 4)]
-    + [(cell, 8) for cell in CELLS.cells_on_many_ranks()],
+    [
+        (cell, ranks)
+        for ranks in (1, 2, 3, 4, 8)
+        for cell in CELLS.cells_over(ranks)
+        if not CELLS.OWN.get(cell.schedule)
+    ],
     ids=str,
 )
 def test_weights_and_losses_equal_one_rank_to_the_bit(trained: Path, cell: Any, ranks: int) -> None:
@@ -164,7 +167,9 @@ def test_overflows_skip_steps_at_the_start_and_again_later(trained: Path, model:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    "cell", [cell for cell in ALL if cell.schedule == "1f1b" and cell.model != "tied"], ids=str
+    "cell",
+    [c for c in CELLS.cells_over(1) if c.schedule == "1f1b" and c.model != "tied"],
+    ids=str,
 )
 def test_one_rank_equals_a_plain_loop_to_the_bit(trained: Path, cell: Any) -> None:
     plain = plain_loop(cell.model, cell.batch, steps=CELLS.STEPS)
