@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from pipectl.errors import ScheduleError
-from pipectl.schedule.actions import Action, Actions, Kind, Program
+from pipectl.schedule.actions import Actions, Kind, Program
 from pipectl.schedule.channel import Channel
 
-_OTHER_END = {
-    int(Kind.SEND_WAIT): int(Kind.RECEIVE_START),
-    int(Kind.RECEIVE_WAIT): int(Kind.SEND_START),
-    int(Kind.REDUCE_WAIT): int(Kind.REDUCE_START),
-}
-"""What the other rank must have done before a wait can end."""
+_STARTS = (Kind.SEND_START, Kind.RECEIVE_START, Kind.REDUCE_START)
+_WAITS = (Kind.RECEIVE_WAIT, Kind.SEND_WAIT, Kind.REDUCE_WAIT)
+"""Each waits for what the other rank must have done: the start in the same place of ``_STARTS``."""
 
+Table = npt.NDArray[np.int64]
 Start = tuple[int, int, int]
 """Kind, channel, micro-batch; of a reduction kind, stage, rank."""
 
@@ -38,39 +37,83 @@ def check_progress(
     Raises:
         ScheduleError: with the ranks that wait for each other, in a circle, in words.
     """
-    transfers = [
-        _transfers(program.body, rank, reducers or {}) for rank, program in enumerate(programs)
-    ]
-    started: set[Start] = set()
-    waiting: dict[Start, list[int]] = {}
-    able = list(range(len(programs)))
-    while able:
-        rank = able.pop()
-        for start in transfers[rank]:
-            awaited = _OTHER_END.get(start[0])
-            if awaited is None:
-                started.add(start)
-                if start in waiting:
-                    able += waiting.pop(start)
-            elif (awaited, *start[1:]) not in started:
-                waiting.setdefault((awaited, *start[1:]), []).append(rank)
-                break
-    if waiting:
-        waits = {rank: start for start, ranks in waiting.items() for rank in ranks}
+    from pipectl.schedule.progress_kernel import run  # a compiler: only who validates needs it
+
+    numbers = _Numbers(connections, programs, reducers or {})
+    rows = [numbers.of(program.body) for program in programs]
+    ends = np.cumsum([len(part) for part in rows])
+    position = np.concatenate([[0], ends[:-1]])
+    started = np.zeros(numbers.first_sum + len(numbers.sums), dtype=np.int64)
+    everything = np.concatenate(rows)
+    run(everything, position, ends, started, numbers.first_sum, numbers.sums)
+    stopped = np.flatnonzero(position < ends).tolist()
+    if stopped:
+        begun = {r: everything[ends[r] - len(rows[r]) : position[r]] for r in stopped}
+        awaited = {r: ~int(everything[position[r]]) for r in stopped}
+        waits = {r: numbers.start(number, begun) for r, number in awaited.items()}
         raise _deadlock(connections, waits)
 
 
-def _transfers(rows: Actions, rank: int, reducers: Mapping[int, Sequence[int]]) -> Iterator[Start]:
-    """The rows that start a transfer, or wait for its other ends."""
-    fields = [Action._fields.index(name) for name in ("kind", "stage", "micro_batch", "channel")]
-    chosen = rows.rows[np.isin(rows.column("kind"), [*_OTHER_END, *_OTHER_END.values()])]
-    for kind, stage, micro_batch, channel in chosen[:, fields].tolist():
-        if kind == Kind.REDUCE_WAIT:
-            yield from ((kind, stage, other) for other in reducers[stage])
-        elif kind == Kind.REDUCE_START:
-            yield kind, stage, rank
-        else:
-            yield kind, channel, micro_batch
+class _Numbers:
+    """A number for everything that is started.
+
+    Messages come by channel, then micro-batch (-1 first), the send before the receive; behind them
+    the sums by stage.
+
+    Attributes:
+        first_sum: number of the first of these.
+        sums: by stage, how many ranks start it.
+    """
+
+    def __init__(
+        self,
+        connections: Sequence[Channel],
+        programs: Sequence[Program],
+        reducers: Mapping[int, Sequence[int]],
+    ) -> None:
+        latest = [program.body.column("micro_batch").max(initial=-1) for program in programs]
+        self._width = 2 * (2 + int(max(latest, default=-1)))
+        self._reducers = reducers
+        self.first_sum = len(connections) * self._width
+        self.sums = np.zeros(1 + max(reducers, default=-1), dtype=np.int64)
+        for stage, ranks in reducers.items():
+            self.sums[stage] = len(ranks)
+
+    def of(self, actions: Actions) -> Table:
+        """What each row starts, and ``~`` of what it waits for; the other rows are left out."""
+        kind = actions.column("kind")
+        chosen = np.flatnonzero(_IS_TRANSFER[kind])
+        kind = kind[chosen]
+        channel, index = (actions.column(n)[chosen] for n in ("channel", "micro_batch"))
+        found = channel.astype(np.int64) * self._width + 2 * (index + 1) + _RECEIVES[kind]
+        sums = np.flatnonzero(_SUMS[kind])
+        found[sums] = self.first_sum + actions.column("stage")[chosen][sums]
+        numbers: Table = np.where(_IS_WAIT[kind], ~found, found)
+        return numbers
+
+    def start(self, number: int, begun: Mapping[int, Table]) -> Start:
+        """What a number means.
+
+        Args:
+            begun: rows that stopped ranks have executed.
+        """
+        if number < self.first_sum:
+            channel, place = divmod(number, self._width)
+            return int(_STARTS[place % 2]), channel, place // 2 - 1
+        stage = number - self.first_sum
+        late = (r for r in self._reducers[stage] if r in begun and number not in begun[r])
+        return int(Kind.REDUCE_START), stage, next(late)
+
+
+def _marks(kinds: Sequence[Kind]) -> npt.NDArray[np.bool_]:
+    found = np.zeros(len(Kind), dtype=bool)
+    found[list(kinds)] = True
+    return found
+
+
+_IS_TRANSFER, _IS_WAIT = _marks([*_STARTS, *_WAITS]), _marks(_WAITS)
+_RECEIVES = _marks([Kind.RECEIVE_START, Kind.SEND_WAIT])
+_SUMS = _marks([Kind.REDUCE_START, Kind.REDUCE_WAIT])
 
 
 def _deadlock(connections: Sequence[Channel], waits: dict[int, Start]) -> ScheduleError:

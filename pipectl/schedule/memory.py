@@ -43,7 +43,10 @@ def memory_bytes(plan: Plan, rank: int, program: Program) -> Floats:
 def host_bytes(plan: Plan, program: Program) -> Floats:
     """Bytes that its rank has offloaded while it executes each row; shape [rows]."""
     rows = program.body
-    kind, moved = rows.column("kind"), _kept(plan)[rows.column("stage")] * shares(plan, rows)
+    kind = rows.column("kind")
+    if not (kind == Kind.OFFLOAD_START).any():
+        return np.zeros(len(rows))
+    moved = plan.derived(_kept)[rows.column("stage")] * shares(plan, rows)
     there: Floats = moved * (kind == Kind.OFFLOAD_START)
     return _before(there - moved * (kind == Kind.FETCH_WAIT)) + there
 
@@ -137,8 +140,8 @@ class _Changes:
 
     def _add_kept(self) -> None:
         """What micro-batches leave for their backwards."""
-        plan, kept = self._plan, _kept(self._plan)
-        full = np.array([cost.saved_bytes for cost in self._costs], dtype=float)
+        plan, kept = self._plan, self._plan.derived(_kept)
+        full = plan.derived(_saved)
         here = np.zeros(len(full))
         for role in roles(plan, self._rank):
             here[role.stage] = not is_apart(plan, role.stage, role.replica)
@@ -155,12 +158,7 @@ class _Changes:
         Args:
             received: of what the input half starts from, the part that is a message.
         """
-        grown, freed, between = (
-            np.array(amounts, dtype=float)
-            for amounts in zip(
-                *((c.grown_bytes, c.freed_bytes, c.between_bytes) for c in self._costs), strict=True
-            )
-        )
+        grown, freed, between = self._plan.derived(_between_halves)
         self._add(self.born, Kind.BACKWARD_INPUT, grown)
         self._add(self.dead, Kind.BACKWARD_INPUT, freed - received)
         self._add(self.dead, Kind.BACKWARD_WEIGHT, between)
@@ -279,3 +277,15 @@ def _before(changes: Floats) -> Floats:
 def _kept(plan: Plan) -> Floats:
     """Kept by a full micro-batch from forward to backward, of every stage."""
     return np.array([stage.kept_bytes for stage in plan.stages], dtype=float)
+
+
+def _saved(plan: Plan) -> Floats:
+    """The same without recomputation."""
+    return np.array([stage.cost.saved_bytes for stage in plan.stages], dtype=float)
+
+
+def _between_halves(plan: Plan) -> Floats:
+    """What a full micro-batch grows, frees and keeps between halves; shape [3, stages]."""
+    costs = [stage.cost for stage in plan.stages]
+    rows = [(cost.grown_bytes, cost.freed_bytes, cost.between_bytes) for cost in costs]
+    return np.array(rows, dtype=float).T
