@@ -31,6 +31,7 @@ from pipectl.jobs.profile import Progress, fresh_profile, measure
 from pipectl.jobs.status import RunStatus
 from pipectl.jobs.submit import Inputs, submit
 from pipectl.plan import Plan
+from pipectl.planner.request import PLACED, ROUND, V_SHAPED
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory
 from pipectl.spec import dump, load
@@ -188,7 +189,8 @@ class _Verifying:
 
     def _like(self, ranks: int, plan: Plan) -> JobSpec:
         fixed = (f"pipeline.micro_batches={plan.micro_batches}", f"pipeline.stages={ranks}")
-        return self._spec(ranks, *fixed, "pipeline.warm_up=auto")
+        simple = ("pipeline.schedule=1f1b",) if plan.schedule in PLACED else ()
+        return self._spec(ranks, *fixed, *simple, "pipeline.warm_up=auto")
 
     def _spec(self, ranks: int, *more: str) -> JobSpec:
         return load(self.job, [*self.overrides, *self.here, *_ranks(ranks), *more])
@@ -242,7 +244,8 @@ class _Verifying:
 
 def _local(spec: JobSpec, steps: int, directory: Path) -> list[str]:
     """What differs from the job as the user wrote it: here, short, one thread a rank."""
-    stages = spec.pipeline.stages or spec.resources.ranks  # fewer would leave ranks unverified
+    chunks = 2 if spec.pipeline.schedule in (*ROUND, *V_SHAPED) else 1
+    stages = spec.pipeline.stages or chunks * spec.resources.ranks  # all ranks are to be verified
     launcher = ["launch={launcher: mpiexec}"] if spec.launch.launcher == "srun" else []
     return [
         *launcher,

@@ -88,11 +88,16 @@ def test_a_pipeline_equals_a_plain_loop_to_the_bit(verify: Command) -> None:
 
 
 @pytest.mark.mpi
-def test_random_operators_are_compared_with_one_rank(verify: Command) -> None:
-    result = verify("--steps", "2", "--set", "model.factory=./model.py:dropping")
+@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 2), ("zb-v", 4)])
+def test_random_operators_are_compared_with_one_rank(
+    verify: Command, schedule: str, stages: int
+) -> None:
+    changes = ("model.factory=./model.py:dropping", f"pipeline.schedule={schedule}")
+    changes += (f"pipeline.stages={stages}",)
+    result = verify("--steps", "2", *(word for change in changes for word in ("--set", change)))
     lines = result.out.splitlines()
     assert result.code == 0
-    assert lines[0] == "pipeline: 2 ranks, 2 stages, 1f1b, 4 micro-batches of 2"
+    assert lines[0].startswith(f"pipeline: 2 ranks, {stages} stages, {schedule}, ")
     assert lines[1] == "reference: one rank"
     assert lines[2].startswith("note: dropout draw")
     assert lines[-1] == "equal: every loss and every weight, to the bit"
