@@ -36,7 +36,7 @@ class Expectation:
 
 def against_one_process(spec: JobSpec, traits: Traits) -> Expectation:
     """A pipeline against one process."""
-    notes, inexact = [], _of_the_device(spec)
+    notes, inexact = [], _inexact(spec)
     if traits.random:
         notes.append(
             f"{_some(traits.random)} draw random numbers, and a plain loop draws others: "
@@ -51,7 +51,7 @@ def against_one_process(spec: JobSpec, traits: Traits) -> Expectation:
 def between_plans(spec: JobSpec, traits: Traits, reason: str) -> Expectation:
     """A pipeline against another pipeline, for ``reason``; plans differ in no bit on CPUs."""
     note = f"{reason}: compared with another plan instead of one process"
-    return _expectation(spec, traits, [note], _of_the_device(spec))
+    return _expectation(spec, traits, [note], _inexact(spec))
 
 
 def reason_for_two_plans(spec: JobSpec, *, asked: bool) -> str | None:
@@ -77,8 +77,13 @@ def too_large_for_a_process(alone: Plan | None) -> str | None:
     return f"one process would need {format_bytes(needed)}, and {format_bytes(available)} are free"
 
 
-def _of_the_device(spec: JobSpec) -> list[str]:
-    return ["accelerators do not always round alike"] if spec.resources.gpus_per_node else []
+def _inexact(spec: JobSpec) -> list[str]:
+    """Why results are not the same to the bit, as far as the spec tells."""
+    reasons = {
+        "accelerators do not always round alike": spec.resources.gpus_per_node,
+        "training.compile: fused operators round differently": spec.training.compile,
+    }
+    return [reason for reason, holds in reasons.items() if holds]
 
 
 def _expectation(

@@ -121,8 +121,10 @@ class Setup:
         if splits_backwards(plan):
             for stage in self.stages.values():
                 stage.split_backwards()
-        if self.progress.mode == "poll":
-            for stage in self.stages.values():
+        for stage in self.stages.values():
+            if spec.training.compile:
+                stage.compile()
+            elif self.progress.mode == "poll":
                 stage.let_advance(self.progress.tick)
         self.cut = cuts[True, plan.micro_batch_size]
         self._make_engines(cuts)

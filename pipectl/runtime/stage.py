@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pipectl.capture import Cut, Slot, build_stage
 from pipectl.capture.precision import arithmetic
 from pipectl.capture.stage import Receive, uses_of_parameter
+from pipectl.runtime.compiling import compile_stage
 from pipectl.runtime.device import Device
 from pipectl.runtime.halves import Deferred, split_backwards
 from pipectl.runtime.transport import Tensors
@@ -173,6 +174,12 @@ class StageRuntime:
             if training:
                 states = self._cuts[training, size].graph.states
                 split_backwards(code, states, lambda: self._deferring)
+
+    def compile(self) -> None:
+        """Have ``torch.compile`` compile the training code, each size when it is first run."""
+        for key in self.codes:
+            if key[0]:
+                self.codes[key] = compile_stage(self.codes[key])
 
     def let_advance(self, advance: Callable[[], None]) -> None:
         """Have ``advance`` called between operators, forward and backward."""

@@ -196,6 +196,12 @@ class Training(Section):
         "decides operator by operator; parameters, gradients and optimizer stay float32. "
         "`float16` does so too, and scales the loss.",
     )
+    compile: Flag = Field(
+        default=False,
+        description="Whether the ranks run their stages through `torch.compile`. It needs a C++ "
+        "compiler on the nodes, takes a minute or more before the first step, and fuses operators, "
+        "so results agree within rounding only. Profiles and plans are of what is not compiled.",
+    )
     loss_scale: LossScale = Field(default_factory=LossScale)
     clip_grad_norm: Positive | None = Field(
         default=None, description="Largest norm of all gradients; by default they are not clipped."

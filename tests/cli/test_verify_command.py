@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +14,8 @@ import pytest
 if TYPE_CHECKING:
     from conftest import Command
 
+PATH = os.environ["PATH"]
+"""With the compiler on it; tests of commands have a shorter one."""
 MODEL = """\
 import torch
 from torch import nn
@@ -113,6 +117,28 @@ def test_parameters_with_several_uses_have_a_stated_tolerance(verify: Command) -
     assert answer["notes"][0].startswith("layer.weight and 1 more: used several times")
     assert "SGD" in answer["notes"][1]
     assert answer["max_abs_difference"] < 1e-5
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
+def test_compiled_stages_agree_within_rounding(
+    verify: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", PATH)
+    result = verify("--steps", "2", "--json", "--set", "training.compile=true")
+    assert (result.code, result.out[:1]) == (0, "{"), result.err
+    answer = json.loads(result.out)
+    assert (answer["equal"], answer["tolerance"]) == (True, 1e-4)
+    assert answer["notes"][0] == "training.compile: fused operators round differently"
+
+
+@pytest.mark.mpi
+def test_a_missing_compiler_is_named(verify: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    result = verify("--steps", "2", "--set", "training.compile=true")
+    assert result.code == 3
+    assert "training.compile: torch.compile fails" in result.err
+    assert "set training.compile: false" in result.err
 
 
 @pytest.mark.mpi
