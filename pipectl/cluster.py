@@ -13,6 +13,7 @@ from pipectl.errors import DataFileError
 from pipectl.fields import Reader
 from pipectl.files import read_json, write_json
 from pipectl.link import Link
+from pipectl.plan import OffloadTarget
 
 VERSION = 1
 ASSUMED_WITHIN = Link(latency_s=20e-6, bandwidth_bytes_per_s=2e9, assumed=True)
@@ -21,6 +22,8 @@ ASSUMED_BETWEEN = Link(latency_s=50e-6, bandwidth_bytes_per_s=1.1e9, assumed=Tru
 """Ethernet of 10 Gbit/s, where nobody measured."""
 ASSUMED_HOST = Link(latency_s=10e-6, bandwidth_bytes_per_s=10e9, assumed=True)
 """A device's way to its host's memory, where nobody measured: PCIe 3.0 with 16 lanes."""
+ASSUMED_DISK = Link(latency_s=100e-6, bandwidth_bytes_per_s=1e9, assumed=True)
+"""A rank's way to a disk of its node and back, where nobody measured."""
 _CURE = (
     "see docs/formats.md; pipectl profile --links measures one, and without one it is assumed from "
     "resources:"
@@ -35,12 +38,20 @@ class Device:
         speed: relative to the device the profile was measured on.
         memory_bytes: of one rank; None where unknown.
         host_link: the rank's way to the memory of its host, for offloading; None where unknown.
+        disk_link: its way to a disk of its node, likewise.
     """
 
     kind: str
     speed: float = 1.0
     memory_bytes: int | None = None
     host_link: Link | None = None
+    disk_link: Link | None = None
+
+    def offload_link(self, target: OffloadTarget) -> Link:
+        """The way of what is offloaded; an assumed one where nobody measured."""
+        if target is OffloadTarget.DISK:
+            return self.disk_link or ASSUMED_DISK
+        return self.host_link or ASSUMED_HOST
 
 
 @dataclass(frozen=True)
@@ -218,6 +229,8 @@ def _node_json(node: Node) -> dict[str, Any]:
         device["memory_bytes"] = node.device.memory_bytes
     if node.device.host_link is not None:
         device["host_link"] = node.device.host_link.to_json()
+    if node.device.disk_link is not None:
+        device["disk_link"] = node.device.disk_link.to_json()
     found = {"name": node.name, "ranks": node.ranks, "cores": node.cores, "device": device}
     return found if node.switch is None else {**found, "switch": node.switch}
 
@@ -234,6 +247,7 @@ def _node(item: Reader) -> Node:
             speed=device.positive("speed", default=1.0),
             memory_bytes=device.optional_integer("memory_bytes"),
             host_link=_optional_link(device, "host_link"),
+            disk_link=_optional_link(device, "disk_link"),
         ),
         switch=item.optional_text("switch"),
     )

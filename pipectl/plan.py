@@ -16,6 +16,7 @@ from pipectl.graph import TransferKind
 from pipectl.stage_cost import StageCost, StagePeaks, stage_cost
 
 __all__ = [
+    "OffloadTarget",
     "Plan",
     "Prediction",
     "Replication",
@@ -27,9 +28,17 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+E = TypeVar("E", bound=StrEnum)
 
 VERSION = 1
 _CURE = "write a new one with: pipectl plan JOB.yaml"
+
+
+class OffloadTarget(StrEnum):
+    """Where what stages offload waits: memory of their host, or a disk of their node."""
+
+    HOST = "host"
+    DISK = "disk"
 
 
 class Replication(StrEnum):
@@ -139,6 +148,7 @@ class Plan:
         node_of_rank: node index of every rank, for which the plan was made.
         key: of the spec sections and factory files it was made from; tells a stale plan.
         assumptions: what the planner had to assume.
+        offload_to: where what stages offload waits.
         replication: with whole micro-batches, replica i of r takes the micro-batches i, i + r, ...
         actions: where ``schedule`` is a user's own: what every rank computes, in its order; see
             :mod:`pipectl.schedule.listed`.
@@ -160,6 +170,7 @@ class Plan:
     key: str | None = None
     assumptions: tuple[str, ...] = field(default=())
     replication: Replication = Replication.WHOLE
+    offload_to: OffloadTarget = OffloadTarget.HOST
     actions: tuple[str, ...] = ()
 
     @property
@@ -241,7 +252,8 @@ class Plan:
             search=_search(reader),
             key=reader.optional_text("key"),
             assumptions=reader.texts("assumptions", default=[]),
-            replication=_replication(reader),
+            replication=_one_of(Replication, reader, "replication"),
+            offload_to=_one_of(OffloadTarget, reader, "offload_to"),
             actions=reader.texts("actions", default=[]),
         )
         _check(plan, file)
@@ -259,11 +271,13 @@ def _stage(item: Reader) -> Stage:
     )
 
 
-def _replication(reader: Reader) -> Replication:
-    found = reader.text("replication", Replication.WHOLE)
-    if found not in tuple(Replication):
-        raise reader.error("replication", f"must be whole or split, not {found!r}")
-    return Replication(found)
+def _one_of(names: type[E], reader: Reader, key: str) -> E:
+    """A member of an enumeration by its value; the first if the key is absent."""
+    known = list(names)
+    found = reader.text(key, known[0])
+    if found not in known:
+        raise reader.error(key, f"must be {' or '.join(known)}, not {found!r}")
+    return names(found)
 
 
 def _transfer(item: Reader) -> Transfer:

@@ -12,7 +12,7 @@ from pipectl.files import write_json
 from pipectl.jobs.machines import memory_of_task
 from pipectl.jobs.places import plan_path
 from pipectl.jobs.schedules import listed_of
-from pipectl.plan import Plan
+from pipectl.plan import OffloadTarget, Plan
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory
@@ -50,6 +50,8 @@ def request_of(spec: JobSpec, profile: Profile, cluster: Cluster) -> PlanRequest
         warm_up=pipeline.warm_up,
         memory_limit_bytes=pipeline.memory_limit_bytes or memory_of_task(spec),
         recompute=_WANTED[pipeline.recompute],
+        offload=_offload(spec, cluster),
+        offload_to=_offload_to(spec),
         key=_key(spec, profile, cluster),
     )
 
@@ -89,6 +91,23 @@ def write_plan(run: RunDirectory, plan: Plan, cluster: Cluster) -> None:
     """Put a plan and its predicted timeline into a run directory."""
     plan.save(run.plan)
     write_json(run.predicted, predicted(plan, cluster).to_json())
+
+
+def _offload_to(spec: JobSpec) -> OffloadTarget:
+    """As the job says, or else what is not the memory that ranks compute in."""
+    if spec.pipeline.offload in tuple(OffloadTarget):
+        return OffloadTarget(spec.pipeline.offload)
+    return OffloadTarget.HOST if spec.resources.gpus_per_node else OffloadTarget.DISK
+
+
+def _offload(spec: JobSpec, cluster: Cluster) -> bool | None:
+    """All stages, none, or those for which it pays; on an unknown disk that cannot be told."""
+    if spec.pipeline.offload is not None:
+        return spec.pipeline.offload != "none"
+    if _offload_to(spec) is OffloadTarget.HOST:
+        return None
+    known = all(node.device.disk_link is not None for node in cluster.nodes)
+    return None if known else False
 
 
 def _key(spec: JobSpec, profile: Profile, cluster: Cluster) -> str:

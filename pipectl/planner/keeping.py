@@ -14,8 +14,8 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
-from pipectl.cluster import ASSUMED_HOST, Cluster
-from pipectl.plan import Plan, Stage
+from pipectl.cluster import Cluster
+from pipectl.plan import OffloadTarget, Plan, Stage
 from pipectl.planner.judge import TIE
 from pipectl.planner.trials import Trials
 
@@ -54,7 +54,7 @@ def within_memory(
     uniform = {allowed[0]: plan, **{way: trials.run(alike(plan, way)) for way in allowed[1:]}}
     fitting = {way: _fitting_stages(tried, trials) for way, tried in uniform.items()}
     best: Plan | None = None
-    for order in (_cost_s(cluster), _offload_first, _recompute_first):
+    for order in (_cost_s(cluster, plan.offload_to), _offload_first, _recompute_first):
         chosen = _assigned(plan, fitting, order)
         tried = None if chosen is None else trials.run(_with_ways(plan, chosen))
         if tried is not None and trials.fits(tried) and _is_faster(tried, best):
@@ -85,7 +85,7 @@ def _assigned(plan: Plan, fitting: Mapping[Way, Sequence[bool]], order: Order) -
     return chosen
 
 
-def _cost_s(cluster: Cluster) -> Order:
+def _cost_s(cluster: Cluster, target: OffloadTarget) -> Order:
     """About what a way takes longer, for one micro-batch."""
 
     def cost_s(way: Way, stage: Stage) -> float:
@@ -93,7 +93,7 @@ def _cost_s(cluster: Cluster) -> Order:
         forward_s = stage.cost.forward_s / device.speed
         backward_s = stage.cost.backward_s / device.speed
         kept = stage.cost.input_bytes if way.recompute else stage.cost.saved_bytes
-        copy_s = (device.host_link or ASSUMED_HOST).transfer_s(kept) if way.offload else 0.0
+        copy_s = device.offload_link(target).transfer_s(kept) if way.offload else 0.0
         late_s = max(0.0, copy_s - forward_s) + max(0.0, copy_s - backward_s)
         return late_s + way.recompute * forward_s
 

@@ -242,6 +242,7 @@ class Problem:
             node_of_rank=self.cluster.node_of_rank,
             memory_limit_bytes=request.memory_limit_bytes,
             key=request.key,
+            offload_to=request.offload_to,
             assumptions=self.assumptions + self._size_assumptions(choice.size),
         )
 

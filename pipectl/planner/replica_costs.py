@@ -90,6 +90,7 @@ class ReplicaPlans:
             node_of_rank=self._cluster.node_of_rank,
             memory_limit_bytes=request.memory_limit_bytes,
             key=request.key,
+            offload_to=request.offload_to,
             assumptions=(*self._assumptions, *self._size_assumptions(choice.size)),
             replication=choice.replication,
         )

@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import ceil, log
 
 from pipectl.errors import InfeasibleError, InvalidInputError
-from pipectl.plan import Replication
+from pipectl.plan import OffloadTarget, Replication
 from pipectl.schedule.dual_pipe_v import NAME as DUAL_PIPE_V
 from pipectl.schedule.gpipe import NAME as GPIPE
 from pipectl.schedule.gpipe import warm_up as gpipe_warm_up
@@ -54,6 +54,7 @@ class PlanRequest:
             where an operator looks at a whole micro-batch, as BatchNorm does.
         offload: whether what stages keep for their backward leaves the device meanwhile: all of
             them, none, or those for which it pays.
+        offload_to: where it waits then.
         backward_apart: whether the backward of a stage has a rank of its own: all, none, or those
             for which it pays.
         interleave: whether ranks may hold several stages where the schedule is open.
@@ -76,6 +77,7 @@ class PlanRequest:
     replicas: int | None = 1
     replication: Replication | None = Replication.WHOLE
     offload: bool | None = False
+    offload_to: OffloadTarget = OffloadTarget.HOST
     backward_apart: bool | None = False
     interleave: bool = False
     listed: Listed | None = None

@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import replace
 from math import inf
 
-from pipectl.cluster import ASSUMED_HOST, Cluster
+from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
-from pipectl.plan import Plan
+from pipectl.plan import OffloadTarget, Plan
 from pipectl.plan import Search as Findings
 from pipectl.planner.judge import TIE
 from pipectl.planner.keeping import alike, ways, within_memory
@@ -226,6 +226,8 @@ def _largest_load_s(plan: Plan, cluster: Cluster) -> float:
 def _assumed_host(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
     """Whether stages offload over a link that nobody measured."""
     devices = [cluster.device(r) for stage in plan.stages if stage.offload for r in stage.ranks]
-    if any((device.host_link or ASSUMED_HOST).assumed for device in devices):
-        return ("the link between a device and its host's memory is assumed, not measured",)
-    return ()
+    if not any(device.offload_link(plan.offload_to).assumed for device in devices):
+        return ()
+    if plan.offload_to is OffloadTarget.DISK:
+        return ("the bandwidth of the nodes' disks is assumed, not measured",)
+    return ("the link between a device and its host's memory is assumed, not measured",)

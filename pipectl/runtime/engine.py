@@ -20,6 +20,8 @@ from pipectl.schedule import Action, Actions, Channel, Kind
 from pipectl.timeline import Event
 
 Batch = tuple[Any, Any]
+_WAITS = (Kind.SEND_WAIT, Kind.RECEIVE_WAIT, Kind.OFFLOAD_WAIT, Kind.FETCH_WAIT)
+_OFFLOAD = (Kind.OFFLOAD_START, Kind.OFFLOAD_WAIT, Kind.FETCH_START, Kind.FETCH_WAIT)
 
 
 @dataclass
@@ -111,6 +113,7 @@ class Engine:
             Kind.SEND_WAIT: self._send_wait,
             Kind.RECEIVE_START: self._receive_start,
             Kind.RECEIVE_WAIT: self._receive_wait,
+            **dict.fromkeys(_OFFLOAD, self._offload),
         }
 
     @property
@@ -146,9 +149,9 @@ class Engine:
         if kind.is_compute:
             self._out.busy_s += end - start if kind is not Kind.UPDATE else 0.0
             self._transport.progress()
-        elif kind not in (Kind.SEND_WAIT, Kind.RECEIVE_WAIT):
+        elif kind not in _WAITS:
             return
-        name = kind.name.lower() if kind.is_compute else "wait"
+        name = "wait" if kind in (Kind.SEND_WAIT, Kind.RECEIVE_WAIT) else kind.name.lower()
         self._out.events.append(
             Event(self._rank, start, end, name, action.stage, action.micro_batch)
         )
@@ -231,6 +234,11 @@ class Engine:
         )
         place = lane.kind, action.stage, action.micro_batch
         self._arrived.setdefault(place, {}).update(tensors)
+
+    def _offload(self, action: Action) -> None:
+        offload = self._stages[action.stage].offload
+        assert offload is not None
+        offload.run(Kind(action.kind), action.micro_batch)
 
     def _samples(self, action: Action) -> int:
         """Samples that an action computes or moves."""

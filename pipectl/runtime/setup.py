@@ -15,6 +15,7 @@ from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runtime.device import Device
 from pipectl.runtime.engine import Doing, Engine
+from pipectl.runtime.offload import StageOffload, directory_of, mover_of
 from pipectl.runtime.stage import StageRuntime
 from pipectl.runtime.transport import Progress, Transport
 from pipectl.schedule import Channel, channels, program_hash, splits_backwards
@@ -107,6 +108,8 @@ class Setup:
         cuts = self._cuts()
         self.owners = self._owners(cuts)
         job.materialize(self._held(cuts))
+        directory = directory_of(spec.pipeline.offload_directory)
+        self._mover = mover_of(plan, communicator.rank, device.torch_device, directory)
         self.stages = {
             index: StageRuntime(
                 index,
@@ -115,6 +118,7 @@ class Setup:
                 device,
                 spec.training.precision,
                 recompute=plan.stages[index].recompute,
+                offload=self._offload(index),
             )
             for index in plan.stages_of_rank(communicator.rank)
         }
@@ -133,6 +137,16 @@ class Setup:
         self.loader: Loader | None = job.loader if reads or weighs else None
         self.evaluation_loader = held_out if self.stages else None
         self._release()
+
+    def close(self) -> None:
+        """Free what is not memory: threads and files."""
+        if self._mover is not None:
+            self._mover.close()
+
+    def _offload(self, stage: int) -> StageOffload | None:
+        if self._mover is None or not self.plan.stages[stage].offload:
+            return None
+        return StageOffload(self._mover, self.device.torch_device)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:

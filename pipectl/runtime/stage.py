@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from pipectl.capture.stage import Receive, uses_of_parameter
 from pipectl.runtime.compiling import compile_stage
 from pipectl.runtime.device import Device
 from pipectl.runtime.halves import Deferred, split_backwards
+from pipectl.runtime.offload import Pool, StageOffload, unpack
 from pipectl.runtime.transport import Tensors
 from pipectl.runtime.transport.ticks import insert_ticks
 
@@ -32,9 +33,22 @@ class _Start:
 
     size: int
     seed: int
-    inputs: Mapping[str, Tensor]
-    arrived: Tensors
+    inputs: Mapping[str, Any]
+    arrived: Mapping[Slot, Any]
     buffers: Mapping[int, Tensor]
+
+    def packed(self, pool: Pool) -> _Start:
+        """With its tensors in a pool."""
+        return self._each(pool.pack)
+
+    def unpacked(self) -> _Start:
+        """With tensors in place of those that are in a pool."""
+        return self._each(unpack)
+
+    def _each(self, change: Callable[[Any], Any]) -> _Start:
+        inputs = {name: change(tensor) for name, tensor in self.inputs.items()}
+        arrived = {s: None if t is None else change(t) for s, t in self.arrived.items()}
+        return replace(self, inputs=inputs, arrived=arrived)
 
 
 @dataclass
@@ -61,6 +75,7 @@ class StageRuntime:
             the device in place.
         precision: as in the spec.
         recompute: whether a forward keeps only what it starts from, until :meth:`recompute`.
+        offload: takes what forwards keep; None if it stays.
 
     Attributes:
         codes: what it runs, by (training, micro-batch size).
@@ -75,9 +90,11 @@ class StageRuntime:
         precision: str = "float32",
         *,
         recompute: bool = False,
+        offload: StageOffload | None = None,
     ) -> None:
         self.index = index
         self._recompute = recompute
+        self.offload = offload
         self._device = device
         self._precision = precision
         self._states = states
@@ -110,19 +127,21 @@ class StageRuntime:
         Returns:
             The stage's results by slot.
         """
-        start = _Start(size, seed, inputs, arrived, {})
+        start, pool = _Start(size, seed, inputs, arrived, {}), self._pool(micro_batch, size)
         if self._recompute:
-            self._starts[micro_batch] = self._preserved(start)
+            kept = self._preserved(start)
+            self._starts[micro_batch] = kept if pool is None else kept.packed(pool)
             # Its graph ends here. Gradients stay on, since operators may choose their kernels by
             # whether their inputs have one.
             _, results = self._run(start, again=False)
         else:
-            self._live[micro_batch], results = self._run(start, again=False)
+            self._live[micro_batch], results = self._run(start, again=False, pool=pool)
         return {slot: tensor.detach() for slot, tensor in results.items()}
 
     def recompute(self, micro_batch: int) -> None:
         """Run a forward once more, just before its backward; buffers stay as they are."""
-        self._live[micro_batch], _ = self._run(self._starts.pop(micro_batch), again=True)
+        start = self._starts.pop(micro_batch).unpacked()
+        self._live[micro_batch], _ = self._run(start, again=True)
 
     def backward(
         self, micro_batch: int, gradients: Tensors, loss: Slot, weight: float, scale: float = 1.0
@@ -138,6 +157,8 @@ class StageRuntime:
             Gradients of what the stage received, by slot.
         """
         live = self._live.pop(micro_batch)
+        if self.offload is not None:
+            self.offload.end(micro_batch)
         roots: list[Any] = []
         seeds = []
         for slot, gradient in gradients.items():
@@ -192,16 +213,27 @@ class StageRuntime:
         self._live.clear()
         self._deferred.clear()
         self._starts.clear()
+        if self.offload is not None:
+            self.offload.forget()
         for tensor in (*self.parameters.values(), *self.uses.values()):
             tensor.grad = None
 
-    def _run(self, start: _Start, *, again: bool) -> tuple[_Live, dict[Slot, Tensor]]:
+    def _pool(self, micro_batch: int, size: int) -> Pool | None:
+        """What takes what a micro-batch keeps."""
+        if self.offload is None:
+            return None
+        return self.offload.pool(micro_batch, self._arguments[True, size])
+
+    def _run(
+        self, start: _Start, *, again: bool, pool: Pool | None = None
+    ) -> tuple[_Live, dict[Slot, Tensor]]:
         """A training forward; ``again`` if it was run before and is to leave no trace."""
         key = True, start.size
         caught: dict[Slot, Tensor | None] = {}
         received = self._entered(start, caught)
         self._deferring = deferring = Deferred()
-        with self._replaying(key, start) if again else self._rewriting(key) as states:
+        states_of = self._replaying(key, start) if again else self._rewriting(key)
+        with states_of as states, nullcontext() if pool is None else pool.hooks():
             results = self._call(key, start.seed, states, start.inputs, received)
         loss = Slot(self._cuts[key].graph.loss)
         losses = {loss: results[loss]} if loss in results else {}

@@ -7,7 +7,6 @@ from pipectl.plan import Plan, Stage
 
 _FEATURES = {
     "replicas": "ranks",
-    "offload": "offload",
     "a backward on other ranks than the forward": "backward_ranks",
 }
 """By the key of a stage that asks for it."""

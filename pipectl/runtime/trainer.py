@@ -82,6 +82,7 @@ class Trainer:
             self._step(step, len(positions), loaded, traced=step == traced)
             self._between_steps(step)
         self._telemetry.finish()
+        self._setup.close()
 
     def _step(self, step: int, samples: int, loaded: Iterator[Batch], *, traced: bool) -> None:
         if traced:

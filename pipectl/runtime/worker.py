@@ -23,10 +23,11 @@ from pipectl.runs import RunDirectory
 from pipectl.runtime.device import Device, choose_device
 from pipectl.runtime.engine import Doing
 from pipectl.runtime.failure import report
+from pipectl.runtime.offload import check_space, directory_of
 from pipectl.runtime.process import settle_process
 from pipectl.runtime.setup import Setup, check_graph, check_world
 from pipectl.runtime.supported import check_supported
-from pipectl.runtime.telemetry import beat
+from pipectl.runtime.telemetry import beat, node_name
 from pipectl.runtime.trainer import Trainer
 from pipectl.runtime.transport import Choice, choose_progress, gpu_aware
 from pipectl.spec import JobSpec, load
@@ -43,6 +44,7 @@ def run(directory: RunDirectory, communicator: MPI.Comm, doing: Doing) -> None:
     profile = Profile.load(directory.profile)
     check_world(communicator, plan)
     check_supported(plan)
+    check_space(communicator, plan, node_name(), directory_of(spec.pipeline.offload_directory))
     attempt = 1 + int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     if communicator.rank == 0:
         beat(directory, "capturing", 0, spec.training.steps, attempt)

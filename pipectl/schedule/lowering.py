@@ -126,6 +126,7 @@ def program_hash(plan: Plan) -> str:
         plan.actions,
         [plan.batch_size, plan.micro_batch_size, plan.micro_batches, plan.replication],
         [[s.ranks, s.backward_ranks, s.recompute, s.offload] for s in plan.stages],
+        plan.offload_to,
         [astuple(channel) for channel in channels(plan)],
     ]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pipectl.cluster import ASSUMED_HOST, Cluster
+from pipectl.cluster import Cluster
 from pipectl.plan import Plan
 from pipectl.schedule.actions import Actions, Kind
 from pipectl.schedule.channel import channels
@@ -92,7 +92,8 @@ def _sums(plan: Plan, cluster: Cluster) -> Iterator[Stream]:
 def _copies(plan: Plan, cluster: Cluster) -> Iterator[Stream]:
     for stage in plan.stages:
         for rank in stage.ranks if stage.offload else ():
-            link = cluster.nodes[plan.node_of_rank[rank]].device.host_link or ASSUMED_HOST
+            device = cluster.nodes[plan.node_of_rank[rank]].device
+            link = device.offload_link(plan.offload_to)
             for to_host in (True, False):
                 way = host_way(link, rank, to_host=to_host)
                 yield Stream(stage.kept_bytes, link.latency_s, way, 1, plan.micro_batches)

@@ -111,6 +111,14 @@ def _warm_up_fits(pipeline: Pipeline) -> Iterator[Finding]:
         )
 
 
+def _offload_frees_memory(pipeline: Pipeline, resources: Resources) -> Iterator[Finding]:
+    if pipeline.offload == "host" and not resources.gpus_per_node:
+        yield (
+            ("pipeline", "offload"),
+            "frees nothing on ranks that compute on the CPU, in the host's memory; write disk",
+        )
+
+
 def _loss_has_use_of_kwargs(loss: Loss) -> Iterator[Finding]:
     if loss.factory == "model" and loss.kwargs:
         yield ("loss", "kwargs"), "has no meaning where the model returns its loss"
@@ -120,5 +128,6 @@ _CHECKS: tuple[tuple[tuple[str, ...], Callable[..., Iterator[Finding]]], ...] = 
     (("pipeline", "resources"), _stages_fit_ranks),
     (("pipeline", "training"), _micro_batches_fit_batch),
     (("pipeline",), _warm_up_fits),
+    (("pipeline", "resources"), _offload_frees_memory),
     (("loss",), _loss_has_use_of_kwargs),
 )

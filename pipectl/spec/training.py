@@ -239,7 +239,15 @@ class Pipeline(Section):
         "before their backward. `auto`: those that do not fit into memory otherwise.",
     )
     offload: Offload = Field(
-        default=None, description="Whether saved activations wait in host memory."
+        default=None,
+        description="Where what stages keep for their backward waits meanwhile: `host` is the "
+        "memory beside accelerators, `disk` a file on each node. `auto`: on accelerators `host`, "
+        "on CPUs `disk` where the cluster file gives its bandwidth; for stages for which it pays.",
+    )
+    offload_directory: Line | None = Field(
+        default=None,
+        description="Directory of each node for `disk`, where variables of its environment may "
+        "stand; by default its directory for temporary files (`TMPDIR`).",
     )
     memory_limit: Bytes | None = Field(
         default=None,

@@ -39,7 +39,7 @@ def peaks_of(entry: Entry, size: int, seeds: int, folder: Path) -> Iterator[Peak
         cut, messages = record(job, size, stage_of)
         plan = plan_of(profile, stage_of, size, MICRO_BATCHES)
         for stage in range(len(plan.stages)):
-            yield peak_of_stage(job, cut, plan, stage, messages)
+            yield peak_of_stage(job, cut, plan, stage, messages, folder)
 
 
 def holds(peak: Peak) -> bool:

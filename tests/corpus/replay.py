@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from pipectl.profiler.allocated import record_allocated
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.engine import Doing, Engine, StepInput
 from pipectl.runtime.layout import Layout
+from pipectl.runtime.offload import StageOffload, mover_of
 from pipectl.runtime.optimizer import Clipping, SharedGradients
 from pipectl.runtime.stage import StageRuntime, shared_uses
 from pipectl.runtime.stepper import make_stepper
@@ -144,17 +146,24 @@ class Peak:
     measured: int
 
 
-def peak_of_stage(job: CapturedJob, cut: Cut, plan: Plan, stage: int, messages: Messages) -> Peak:
+def peak_of_stage(
+    job: CapturedJob, cut: Cut, plan: Plan, stage: int, messages: Messages, directory: Path
+) -> Peak:
     """Train one stage for two steps on the engine; the second step is measured.
 
     What is there before (parameters, buffers, optimizer state) is added as it is.
+
+    Args:
+        directory: for what the stage offloads.
     """
+    mover = mover_of(plan, plan.stages[stage].ranks[0], torch.device("cpu"), directory)
     runtime = StageRuntime(
         stage,
         {(True, plan.micro_batch_size): cut},
         _copies(job),
         CpuDevice(),
         recompute=plan.stages[stage].recompute,
+        offload=None if mover is None else StageOffload(mover, torch.device("cpu")),
     )
     engine = Engine(
         stage,
@@ -170,6 +179,8 @@ def peak_of_stage(job: CapturedJob, cut: Cut, plan: Plan, stage: int, messages: 
     engine.run(program.body, step.given(), step.update)
     with record_allocated(torch.device("cpu")) as recording:
         engine.run(program.body, step.given(), step.update)
+    if mover is not None:
+        mover.close()
     resident = step.resident_bytes()
     measured = resident + recording.phases[-1].peak_bytes
     return Peak(round(memory_bytes(plan, stage, program).max()), measured)

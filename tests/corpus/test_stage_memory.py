@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ from catalogue import entries, spec_of
 from replay import peak_of_stage, plan_of, record
 
 from pipectl.capture import CapturedJob
-from pipectl.plan import Plan
+from pipectl.plan import OffloadTarget, Plan
 from pipectl.profiler import profile_job
+from pipectl.runtime.offload import StageOffload
 
-SIZE, MICRO_BATCHES = 8, 4
+SIZE, MICRO_BATCHES, IN_FLIGHT = 8, 4, 8
 MODELS = ("lstm", "encoder-decoder", "recommender", "unet", "siamese", "checkpointed", "experts")
 OWN_CHECKPOINTS = ("checkpointed",)
 """What torch's checkpoints keep of a forward without a backward waits for the garbage collector."""
@@ -28,23 +30,51 @@ SMALL = 64 << 10
 """These models are small: what the loader and the engine hold would hide behind 8 MiB."""
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("entry", [e for e in entries() if e.name in MODELS], ids=str)
 def test_peaks_of_live_bytes_are_as_predicted(entry: Any, tmp_path: Path) -> None:
     spec = spec_of(entry, tmp_path / "job.yaml", MICRO_BATCHES, micro_batch=SIZE, optimizer="AdamW")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     profile, job = profile_job(spec), CapturedJob(spec)
     graph = job.training_graph(SIZE)
     for seed in (0, 1):
         stage_of = cuts.random_cut(graph, 2 + seed, seed)
         cut, messages = record(job, SIZE, stage_of)
         plan = plan_of(profile, stage_of, SIZE, MICRO_BATCHES)
-        for tried in (plan, *([] if entry.name in OWN_CHECKPOINTS else [_recomputed(plan)])):
+        again = [] if entry.name in OWN_CHECKPOINTS else [_with(plan, recompute=True)]
+        for tried in (plan, *again):
             for stage in range(len(plan.stages)):
-                peak = peak_of_stage(job, cut, tried, stage, messages)
+                peak = peak_of_stage(job, cut, tried, stage, messages, tmp_path)
                 assert peak.predicted == pytest.approx(peak.measured, rel=0.05, abs=SMALL)
-    torch.set_num_threads(threads)
 
 
-def _recomputed(plan: Plan) -> Plan:
-    return replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
+def test_what_waits_on_a_disk_takes_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With eight micro-batches in flight, a stage keeps two or three of them."""
+    monkeypatch.setattr(StageOffload, "least_bytes", 0)
+    entry = next(e for e in entries() if e.name == "lstm")
+    spec = spec_of(entry, tmp_path / "job.yaml", IN_FLIGHT, micro_batch=SIZE, optimizer="AdamW")
+    profile, job = profile_job(spec), CapturedJob(spec)
+    stage_of = cuts.random_cut(job.training_graph(SIZE), 2, 0)
+    cut, messages = record(job, SIZE, stage_of)
+    plan = replace(plan_of(profile, stage_of, SIZE, IN_FLIGHT), schedule="gpipe")
+    peaks = [
+        peak_of_stage(job, cut, tried, 0, messages, tmp_path)
+        for tried in (plan, _with(plan, offload=True), _with(plan, offload=True, recompute=True))
+    ]
+    for peak in peaks:
+        assert peak.predicted == pytest.approx(peak.measured, rel=0.05)
+    assert peaks[1].measured < 0.6 * peaks[0].measured
+    assert peaks[2].measured < peaks[1].measured
+
+
+def _with(plan: Plan, **ways: bool) -> Plan:
+    stages = tuple(replace(stage, **ways) for stage in plan.stages)
+    return replace(plan, stages=stages, offload_to=OffloadTarget.DISK)

@@ -17,16 +17,18 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from mpi4py import MPI
 
 from pipectl.capture import CapturedGraph, CapturedJob, Cut
 from pipectl.graph import cut_routes
-from pipectl.plan import Plan, Stage, StageCost, Transfer
+from pipectl.plan import OffloadTarget, Plan, Stage, StageCost, Transfer
 from pipectl.runs import RunDirectory
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.engine import Doing
+from pipectl.runtime.offload import StageOffload
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.trainer import Trainer
 from pipectl.schedule import default_warm_up, lower, validate
@@ -114,8 +116,13 @@ SHORT_OF_MEMORY = {
 """Models, and schedules, that are also trained without keeping what backwards need."""
 MEMORY = {"gpt": "smaller_last", "cnn": "few", "dense": "divisible"}
 """Models, and their batch, that are also trained without keeping what backwards need."""
-MEMORY = {"recompute": {"recompute": True}}
-"""Fields of their stages."""
+MEMORY: dict[str, dict[str, Any]] = {
+    "recompute": {"recompute": True},
+    "disk": {"offload": True},
+    "host": {"offload": True},
+    "recompute_disk": {"recompute": True, "offload": True},
+}
+"""Fields of their stages; the name also says where is offloaded to."""
 STEPS = 10
 COST = StageCost(1.0, 2.0, 0.0, 0, 0, 0)
 
@@ -143,10 +150,15 @@ def cells() -> Iterator[Cell]:
                 yield Cell(model, schedule, batch)
     for schedule in OWN:
         yield Cell("gpt", schedule, "divisible")
+    yield from cells_short_of_memory()
+
+
+def cells_short_of_memory() -> Iterator[Cell]:
     for model, schedules in SHORT_OF_MEMORY.items():
         for schedule in schedules:
             for memory in MEMORY:
-                yield Cell(model, schedule, "smaller_last", memory)
+                if memory != "recompute_disk" or schedule == "1f1b":
+                    yield Cell(model, schedule, "smaller_last", memory)
 
 
 def cells_over(ranks: int) -> list[Cell]:
@@ -265,6 +277,7 @@ def make_plan(graph: CapturedGraph, stage_of: dict[str, int], cell: Cell, ranks:
         ),
         transfers=tuple(Transfer(*lane, size_bytes=1) for lane in lanes),
         node_of_rank=(0,) * ranks,
+        offload_to=OffloadTarget.DISK if "disk" in cell.memory else OffloadTarget.HOST,
     )
     if cell.schedule in OWN:
         listed = folded(ranks, micro_batches, falling=OWN[cell.schedule])
@@ -297,6 +310,7 @@ def folded(ranks: int, micro_batches: int, *, falling: bool) -> Listed:
 
 def train(directory: Path, communicator: MPI.Comm, *, plain: bool) -> None:
     torch.set_num_threads(1)
+    StageOffload.least_bytes = 0
     folder = directory / ("plain" if plain else str(communicator.size))
     for number, cell in enumerate(cells_over(communicator.size)):
         run = RunDirectory(folder / str(cell))

@@ -12,7 +12,6 @@ from pipectl.runtime.supported import check_supported
     ("change", "feature"),
     [
         ({"ranks": (1, 2)}, r"stages\[1\].ranks asks for replicas"),
-        ({"offload": True}, r"stages\[1\].offload asks for offload"),
         ({"backward_ranks": (2,)}, r"stages\[1\].backward_ranks asks for a backward on other"),
     ],
 )

@@ -94,6 +94,7 @@ def test_defaults(read, minimal) -> None:
         "replicas": "auto",
         "recompute": "auto",
         "offload": "auto",
+        "offload_directory": None,
         "memory_limit": None,
     }
     assert (spec.resources.ranks, spec.resources.walltime_s) == (1, 3600)

@@ -52,6 +52,7 @@ TOP_LEVEL = (
         ("checkpoint: {keep: 0}", "7:20: checkpoint.keep: must be at least 1, not 0"),
         ("pipeline: {warm_up: [2, 0, x]}", "7:25: pipeline.warm_up[1]: must be at least 1, not 0\njob.yaml:7:28: pipeline.warm_up[2]: must be a whole number of at least 1, not 'x'"),
         ("pipeline: {warm_up: fast}", "7:21: pipeline.warm_up: must be auto or a list of whole numbers, one a stage, not 'fast'"),
+        ("pipeline: {offload: host}", "7:21: pipeline.offload: frees nothing on ranks that compute on the CPU, in the host's memory; write disk"),
         ("pipeline: {stages: many}", "7:20: pipeline.stages: must be auto or a whole number of at least 1, not 'many'"),
         # sizes and durations
         ("resources: {memory_per_node: 4Gigs}", "7:30: resources.memory_per_node: '4Gigs' is not a size; write for example 4GiB or 512MiB"),

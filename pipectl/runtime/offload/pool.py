@@ -1,0 +1,108 @@
+"""What autograd saves in one forward, each storage once, so that it can leave and come back.
+
+    forward     saved tensors  ->  handles (shape, strides, offset)  ->  blocks (one a storage)
+    leaving     the blocks' storages are copied elsewhere and dropped
+    backward    handle + the block's storage, fetched  ->  tensor
+
+Storages are told apart by identity, through weak references that keep an identity from being used
+again while they exist. Addresses of memory would not do: a freed one is soon another tensor's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class Block:
+    """One storage.
+
+    Attributes:
+        memory: all its bytes, as a vector; None while it is elsewhere.
+    """
+
+    __slots__ = ("__weakref__", "memory")
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory: Tensor | None = memory
+
+
+class Handle(NamedTuple):
+    """A tensor in a block; sizes and the offset count elements."""
+
+    block: Block
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Pool:
+    """The blocks of one micro-batch. It does not keep them alive; handles do.
+
+    Args:
+        staying: tensors whose memory stays where it is, as that of parameters.
+        least_bytes: smaller storages stay, too: their overhead is larger than their use.
+        device: storages on others stay.
+    """
+
+    def __init__(self, staying: Iterable[Tensor], least_bytes: int, device: torch.device) -> None:
+        self._staying = {_identity(tensor) for tensor in staying}
+        self._least_bytes = least_bytes
+        self._device = device
+        self._blocks: WeakValueDictionary[StorageWeakRef, Block] = WeakValueDictionary()
+
+    @property
+    def blocks(self) -> list[Block]:
+        """Those that somebody still needs."""
+        return list(self._blocks.values())
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Entered around a forward, it takes what autograd saves."""
+        return saved_tensors_hooks(self.pack, unpack)
+
+    def pack(self, tensor: Tensor) -> Tensor | Handle:
+        """A handle for a tensor, or the tensor itself where it stays."""
+        if not self._may_leave(tensor):
+            return tensor
+        key = _identity(tensor)
+        if key in self._staying:
+            return tensor
+        block = self._blocks.get(key)
+        if block is None:
+            block = self._blocks[key] = Block(_bytes_of(tensor.untyped_storage()))
+        size, stride = tuple(tensor.size()), tuple(tensor.stride())
+        return Handle(block, tensor.dtype, size, stride, int(tensor.storage_offset()))
+
+    def _may_leave(self, tensor: Tensor) -> bool:
+        plain = type(tensor) is Tensor and tensor.layout is torch.strided
+        if not plain or tensor.device != self._device or tensor.is_quantized:
+            return False
+        if tensor.is_conj() or tensor.is_neg():  # flags that no storage holds
+            return False
+        return tensor.untyped_storage().nbytes() >= self._least_bytes
+
+
+def _identity(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def unpack(packed: Tensor | Handle) -> Tensor:
+    """The tensor that was packed; its block is in the device's memory."""
+    if isinstance(packed, Tensor):
+        return packed
+    memory = packed.block.memory
+    assert memory is not None
+    empty = torch.empty(0, dtype=packed.dtype, device=memory.device)
+    return empty.set_(memory.untyped_storage(), packed.offset, packed.size, packed.stride)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return empty.set_(storage)
