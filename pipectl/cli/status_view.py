@@ -12,10 +12,11 @@ from rich.text import Text
 from pipectl.batch import JobState
 from pipectl.cli.console import joined, output, plain, short
 from pipectl.cli.plan_view import headline
-from pipectl.jobs.status import RunStatus
+from pipectl.jobs.status import Peak, RunStatus
 from pipectl.runs import PROFILING, last_checkpoint
-from pipectl.units import format_time
+from pipectl.units import format_bytes, format_time
 
+_SHOWN_PEAKS = 4
 _GAP = Text("  ")
 _FIGURES = ("step", "loss", "a step", "predicted", "remaining")
 _HEADS = ("run", "state", "on", *_FIGURES)
@@ -97,6 +98,7 @@ def status_json(status: RunStatus) -> dict[str, Any]:
         "evaluation_step": found.evaluation_step,
         "evaluation": dict(found.evaluation),
         "ranks": [dict(rank) for rank in status.ranks],
+        "peaks": [peak._asdict() for peak in status.peaks],
         "error": None if fault is None else {"where": fault.where, "message": fault.message},
     }
 
@@ -185,8 +187,24 @@ def _speed(status: RunStatus) -> Iterator[tuple[str, str]]:
     if predicted is not None:
         against = "" if ratio is None else f"; measured is {ratio:.2f} times that"
         yield "predicted", f"{format_time(predicted)} a step{against}"
+    if status.peaks:
+        yield "peak memory", _peaks(status.peaks)
     if status.job.state.alive and found.remaining_s is not None:
         yield "remaining", format_time(found.remaining_s)
+
+
+def _peaks(peaks: Sequence[Peak]) -> str:
+    """Of the ranks that have held most."""
+    largest = sorted(peaks, key=lambda peak: peak.measured_bytes, reverse=True)[:_SHOWN_PEAKS]
+    more = f", {len(peaks) - len(largest)} ranks less" if len(peaks) > len(largest) else ""
+    return ", ".join(map(_peak, sorted(largest))) + more
+
+
+def _peak(peak: Peak) -> str:
+    text = f"rank {peak.rank} {format_bytes(peak.measured_bytes)}"
+    if peak.predicted_bytes is None:
+        return text
+    return f"{text} (predicted {format_bytes(peak.predicted_bytes)})"
 
 
 def _failure(status: RunStatus) -> Iterator[Text]:

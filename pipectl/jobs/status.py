@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipectl.batch import Evidence, JobState, JobStatus, get, resolve
 from pipectl.errors import DataFileError, PipectlError
@@ -19,6 +19,14 @@ from pipectl.runs import (
     read_heartbeat,
     read_metrics,
 )
+
+
+class Peak(NamedTuple):
+    """The most memory a rank has held, the process included, and what was predicted."""
+
+    rank: int
+    measured_bytes: int
+    predicted_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,17 @@ class RunStatus:
         if self.plan is None or not self.measured.step_time_s:
             return None
         return efficiency(self.plan, self.measured.step_time_s)
+
+    @property
+    def peaks(self) -> list[Peak]:
+        """The most memory of every rank that has reported it."""
+        prediction = None if self.plan is None else self.plan.prediction
+        predicted = dict(enumerate(() if prediction is None else prediction.peak_memory_bytes))
+        return [
+            Peak(int(rank["rank"]), int(rank["peak_bytes"]), predicted.get(int(rank["rank"])))
+            for rank in self.ranks
+            if "peak_bytes" in rank
+        ]
 
     @property
     def steps(self) -> int | None:
