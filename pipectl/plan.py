@@ -152,6 +152,8 @@ class Plan:
         replication: with whole micro-batches, replica i of r takes the micro-batches i, i + r, ...
         actions: where ``schedule`` is a user's own: what every rank computes, in its order; see
             :mod:`pipectl.schedule.listed`.
+        shard_optimizer: whether each replica keeps the optimizer state of a part of its stage's
+            parameters; the costs of the stages then count that part.
     """
 
     name: str
@@ -172,6 +174,7 @@ class Plan:
     replication: Replication = Replication.WHOLE
     offload_to: OffloadTarget = OffloadTarget.HOST
     actions: tuple[str, ...] = ()
+    shard_optimizer: bool = False
 
     @property
     def predicted_step_s(self) -> float:
@@ -255,6 +258,7 @@ class Plan:
             replication=_one_of(Replication, reader, "replication"),
             offload_to=_one_of(OffloadTarget, reader, "offload_to"),
             actions=reader.texts("actions", default=[]),
+            shard_optimizer=reader.flag("shard_optimizer", default=False),
         )
         _check(plan, file)
         return plan

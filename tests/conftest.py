@@ -14,7 +14,7 @@ from pipectl.schedule import default_warm_up
 settings.register_profile("busy machines", deadline=None)
 settings.load_profile("busy machines")
 
-TOGETHER = ("tests/slurm/", "tests/capture/")
+TOGETHER = ("tests/slurm/", "tests/capture/", "tests/equality/")
 """Folders whose files share what takes long to make, and so go to one process of ``pytest -n``."""
 
 COST = StageCost(

@@ -8,7 +8,8 @@ see the same augmentation.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any
@@ -30,12 +31,22 @@ from pipectl.errors import CaptureError
 
 Sample = tuple[int, int]
 """(epoch, index) of a sample."""
+Pieces = Callable[[int], Sequence[range]]
+"""From the samples of a batch to the positions in it that are loaded, piece by piece."""
 
 
 def split_batch(samples: int, micro_batch_size: int) -> list[int]:
     """Sizes of the micro-batches of a batch: all full but the last, which takes the rest."""
     full, rest = divmod(samples, micro_batch_size)
     return [micro_batch_size] * full + ([rest] if rest else [])
+
+
+def micro_batches_of(samples: int, micro_batch_size: int) -> list[range]:
+    """Positions within a batch of its micro-batches."""
+    return [
+        range(start, min(start + micro_batch_size, samples))
+        for start in range(0, samples, micro_batch_size)
+    ]
 
 
 @dataclass(frozen=True)
@@ -117,12 +128,24 @@ class Loader:
         self, batches: Iterable[tuple[int, range]], micro_batch_size: int
     ) -> Iterator[tuple[Any, Any]]:
         """(inputs, targets) of every micro-batch of ``batches``, in order."""
+        return self.pieces(batches, lambda samples: micro_batches_of(samples, micro_batch_size))
+
+    def pieces(
+        self, batches: Iterable[tuple[int, range]], pieces_of: Pieces
+    ) -> Iterator[tuple[Any, Any]]:
+        """(inputs, targets) of parts of ``batches``, in order; other samples are not loaded.
+
+        Of an iterable data set, they are read and dropped.
+
+        Args:
+            pieces_of: positions within a batch of so many samples that are loaded at once, rising.
+        """
         if self._iterable:
-            collated: Iterable[Any] = self._stream(batches, micro_batch_size)
+            collated: Iterable[Any] = self._stream(batches, pieces_of)
         else:
             collated = DataLoader(
                 _Seeded(self._dataset, self._seed),
-                batch_sampler=_Sampler(self, batches, micro_batch_size),
+                batch_sampler=_Sampler(self, batches, pieces_of),
                 collate_fn=self._collate,
                 num_workers=self._workers,
             )
@@ -142,11 +165,15 @@ class Loader:
         seeded = _Seeded(self._dataset, self._seed)
         return [seeded[0, index] for index in range(size)]
 
-    def _stream(self, batches: Iterable[tuple[int, range]], micro_batch_size: int) -> Iterator[Any]:
+    def _stream(self, batches: Iterable[tuple[int, range]], pieces_of: Pieces) -> Iterator[Any]:
         samples = self._endless()
         for _, positions in batches:
-            for size in split_batch(len(positions), micro_batch_size):
-                yield self._collate(list(islice(samples, size)))
+            position = 0
+            for piece in pieces_of(len(positions)):
+                _skip(samples, piece.start - position)
+                yield self._collate(list(islice(samples, len(piece))))
+                position = piece.stop
+            _skip(samples, len(positions) - position)
 
     def _endless(self) -> Iterator[Any]:
         for epoch in count():
@@ -169,6 +196,10 @@ class Loader:
                 f"data: samples cannot be joined to a batch: {type(error).__name__}: {error}",
                 cure="make samples of equal shape, or give the data set a collate_fn",
             ) from error
+
+
+def _skip(samples: Iterator[Any], count: int) -> None:
+    deque(islice(samples, count), maxlen=0)
 
 
 def seed_sample(seed: int, epoch: int, index: int) -> None:
@@ -218,21 +249,19 @@ class _SeededStream(IterableDataset[Any]):
 
 
 class _Sampler:
-    """Samples of every micro-batch, for ``DataLoader(batch_sampler=...)``."""
+    """Samples of every piece, for ``DataLoader(batch_sampler=...)``."""
 
     def __init__(
-        self, loader: Loader, batches: Iterable[tuple[int, range]], micro_batch_size: int
+        self, loader: Loader, batches: Iterable[tuple[int, range]], pieces_of: Pieces
     ) -> None:
         self._loader = loader
         self._batches = batches
-        self._micro_batch_size = micro_batch_size
+        self._pieces_of = pieces_of
 
     def __iter__(self) -> Iterator[list[Sample]]:
         known, order = -1, list[int]()
         for epoch, positions in self._batches:
             if epoch != known:
                 known, order = epoch, self._loader.order(epoch)
-            start = positions.start
-            for size in split_batch(len(positions), self._micro_batch_size):
-                yield [(epoch, order[position]) for position in range(start, start + size)]
-                start += size
+            for piece in self._pieces_of(len(positions)):
+                yield [(epoch, order[positions.start + position]) for position in piece]

@@ -60,6 +60,7 @@ class CapturedGraph:
         groups, requires_grad, settled, rewritten, written: see
             :class:`pipectl.capture.aliases.Aliases`.
         batch_size: the size it was exported with, and, if ``fixed``, the only one it holds for.
+        symbols: that stand for the number of samples in sizes; none if ``fixed``.
     """
 
     def __init__(
@@ -76,8 +77,8 @@ class CapturedGraph:
         self._merge_tied()
         self.operators = tuple(n for n in self.graph.nodes if _computes(n))
         self.constants: dict[str, Any] = dict(program.constants)
-        self._symbols = _batch_symbols(self.graph, self.inputs)
-        self.fixed = not self._symbols
+        self.symbols = _batch_symbols(self.graph, self.inputs)
+        self.fixed = not self.symbols
         aliases = find_aliases(self, states)
         self._rename_mutated(aliases)
         self.groups = aliases.groups
@@ -139,7 +140,7 @@ class CapturedGraph:
         value = node.meta.get("val")
         if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             return value
-        expression = value.node.expr.xreplace(dict.fromkeys(self._symbols, batch))
+        expression = value.node.expr.xreplace(dict.fromkeys(self.symbols, batch))
         if getattr(expression, "free_symbols", None):
             raise NodeError(
                 node,

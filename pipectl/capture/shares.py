@@ -25,9 +25,18 @@ def target_shares(weigh: Callable[[Any], Any], name: str, targets: Sequence[Any]
     Args:
         name: of ``weigh``, for errors.
     """
-    weights = [float(call(weigh, name, item)) for item in targets]
+    weights = [target_weight(weigh, name, item) for item in targets]
     total = sum(weights)
     return [weight / total if total else 0.0 for weight in weights]
+
+
+def target_weight(weigh: Callable[[Any], Any], name: str, targets: Any) -> float:
+    """What ``weigh`` says of some targets.
+
+    Args:
+        name: of ``weigh``, for errors.
+    """
+    return float(call(weigh, name, targets))
 
 
 def weighted(losses: Sequence[Tensor], shares: Sequence[float]) -> float:

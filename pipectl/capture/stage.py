@@ -11,8 +11,9 @@ from torch import Tensor, fx
 
 from pipectl.capture.cut import Cut, Slot
 from pipectl.capture.graph import CapturedGraph
-from pipectl.capture.randomness import seed_of, seeder_of
+from pipectl.capture.randomness import is_random, seed_of, seeder_of
 from pipectl.capture.regions import WHOLE, Switch, region_of
+from pipectl.capture.slices import Rows, Samples, count_of, whole_draw
 from pipectl.errors import CaptureError
 
 
@@ -38,16 +39,19 @@ class StageCode:
     results: tuple[Slot, ...]
 
 
-def build_stage(cut: Cut, stage: int, batch: int) -> StageCode:
-    """The code of ``stage`` for micro-batches of ``batch`` samples.
+def build_stage(cut: Cut, stage: int, samples: Samples) -> StageCode:
+    """The code of ``stage`` for micro-batches of so many samples, or for a part of them.
 
     Raises:
         CaptureError: the graph was captured for another, fixed, batch size.
     """
     graph = cut.graph
-    if graph.fixed and graph.batch_size != batch:
-        raise CaptureError(f"model: captured for {graph.batch_size} samples, not for {batch}")
-    return _Builder(cut, stage, batch).build()
+    if graph.fixed and graph.batch_size != samples:
+        raise CaptureError(
+            f"model: captured for {graph.batch_size} samples, not for {count_of(samples)}",
+            cure="let replicas take whole micro-batches",
+        )
+    return _Builder(cut, stage, samples).build()
 
 
 def uses_of_parameter(graph: CapturedGraph, placeholder: str) -> tuple[str, ...]:
@@ -60,10 +64,10 @@ def uses_of_parameter(graph: CapturedGraph, placeholder: str) -> tuple[str, ...]
 class _Builder:
     """Copies a stage's operators into a graph of its own."""
 
-    def __init__(self, cut: Cut, stage: int, batch: int) -> None:
+    def __init__(self, cut: Cut, stage: int, samples: Samples) -> None:
         self._cut = cut
         self._captured = cut.graph
-        self._batch = batch
+        self._samples = samples
         self._stage = stage
         self._graph = fx.Graph()
         self._switch = Switch(self._graph)
@@ -124,18 +128,24 @@ class _Builder:
         return found
 
     def _copy(self, node: fx.Node) -> fx.Node:
+        target: Any = node.target
+        batch = count_of(self._samples)
+        if isinstance(self._samples, Rows) and is_random(node, self._captured.root):
+            target = whole_draw(self._captured, node, self._samples)
+            batch = self._samples.whole
+
         def local(source: fx.Node) -> Any:
             if source.op == "get_attr":
                 return self._graph.get_attr(str(source.target))
             if self._captured.is_size(source):
-                return self._captured.size_at(source, self._batch)
+                return self._captured.size_at(source, batch)
             if source.name in self._captured.states:
                 return self._local[self._state_slot(source.name, node.name)]
             own_use = self._local.get(Slot(source.name, node.name))
             return own_use if own_use is not None else self._local[Slot(source.name)]
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), local)
-        return self._graph.create_node("call_function", node.target, args, kwargs, node.name)
+        return self._graph.create_node("call_function", target, args, kwargs, node.name)
 
     def _fork(self, name: str, behind: str) -> None:
         """Give every later use of a value an alias of its own, with gradients summed in order."""

@@ -35,7 +35,8 @@ def worth_lines(plan: Plan, without: WithoutPipeline) -> Iterator[str]:
         yield (
             f"a pipeline is not worth it here: data parallelism on {better.ranks} ranks would take "
             f"about {format_time(better.step_s)} a step ({format_time(better.reduction_s)} of it "
-            f"to sum gradients), this plan {format_time(step_s)}; pipectl does not run it yet"
+            f"to sum gradients), this plan {format_time(step_s)}; "
+            "pipeline.replicas: any considers it"
         )
     elif len(plan.stages) == 1 and plan.stages[0].replicas < plan.ranks:
         yield "a pipeline is not worth it here: no cut makes a step shorter than one rank alone"

@@ -94,7 +94,8 @@ def mark_lines(plan: Plan) -> Iterator[str]:
     if any(stage.replicas > 1 for stage in plan.stages):
         split = plan.replication is Replication.SPLIT
         share = "samples of every micro-batch" if split else "whole micro-batches in turn"
-        yield f"replicas: the ranks of a stage take {share}"
+        changed = "; operators such as BatchNorm see only these" if split else ""
+        yield f"replicas: the ranks of a stage take {share}{changed}"
     marks: Mapping[str, Callable[[Stage], bool]] = {
         "backward on ranks of their own": lambda stage: bool(stage.backward_ranks),
         "recomputed in the backward": lambda stage: stage.recompute,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,9 +34,9 @@ class Expectation:
     tolerance: float
 
 
-def against_one_process(spec: JobSpec, traits: Traits) -> Expectation:
+def against_one_process(spec: JobSpec, traits: Traits, plan: Plan) -> Expectation:
     """A pipeline against one process."""
-    notes, inexact = [], _inexact(spec)
+    notes, inexact = [], [*_of_replicas(plan), *_inexact(spec)]
     if traits.random:
         notes.append(
             f"{_some(traits.random)} draw random numbers, and a plain loop draws others: "
@@ -48,10 +48,19 @@ def against_one_process(spec: JobSpec, traits: Traits) -> Expectation:
     return _expectation(spec, traits, notes, inexact)
 
 
-def between_plans(spec: JobSpec, traits: Traits, reason: str) -> Expectation:
-    """A pipeline against another pipeline, for ``reason``; plans differ in no bit on CPUs."""
+def between_plans(spec: JobSpec, traits: Traits, plan: Plan, reason: str) -> Expectation:
+    """A pipeline against another one without replicas; such plans differ in no bit on CPUs.
+
+    Args:
+        reason: why not against one process.
+    """
     note = f"{reason}: compared with another plan instead of one process"
-    return _expectation(spec, traits, [note], _inexact(spec))
+    return _expectation(spec, traits, [note], [*_of_replicas(plan), *_inexact(spec)])
+
+
+def averaged_buffers(buffers: Collection[str], plan: Plan) -> frozenset[str]:
+    """What replicas make means of, which no single process has."""
+    return frozenset(buffers) if _of_replicas(plan) else frozenset()
 
 
 def reason_for_two_plans(spec: JobSpec, *, asked: bool) -> str | None:
@@ -75,6 +84,12 @@ def too_large_for_a_process(alone: Plan | None) -> str | None:
     if needed <= available:
         return None
     return f"one process would need {format_bytes(needed)}, and {format_bytes(available)} are free"
+
+
+def _of_replicas(plan: Plan) -> list[str]:
+    if all(stage.replicas == 1 for stage in plan.stages):
+        return []
+    return ["replicas add up gradients in another order (buffers they average are not compared)"]
 
 
 def _inexact(spec: JobSpec) -> list[str]:

@@ -52,6 +52,8 @@ def request_of(spec: JobSpec, profile: Profile, cluster: Cluster) -> PlanRequest
         recompute=_WANTED[pipeline.recompute],
         offload=_offload(spec, cluster),
         offload_to=_offload_to(spec),
+        replicas=None if pipeline.replicas == "any" else int(pipeline.replicas or 1),
+        shard_optimizer=pipeline.shard_optimizer,
         key=_key(spec, profile, cluster),
     )
 

@@ -93,9 +93,19 @@ class ReplicaPlans:
             offload_to=request.offload_to,
             assumptions=(*self._assumptions, *self._size_assumptions(choice.size)),
             replication=choice.replication,
+            shard_optimizer=request.shard_optimizer,
         )
 
     def _stage_costs(self, choice: ReplicaChoice) -> list[StageCost]:
+        found = self._costs_of_replicas(choice)
+        if not self._request.shard_optimizer:
+            return found
+        return [
+            replace(cost, optimizer_bytes=ceil(cost.optimizer_bytes / count))
+            for cost, count in zip(found, choice.replicas, strict=True)
+        ]
+
+    def _costs_of_replicas(self, choice: ReplicaChoice) -> list[StageCost]:
         whole = self._costs_of(choice.members, choice.size)
         if choice.replication is Replication.WHOLE:
             return list(whole)

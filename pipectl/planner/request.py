@@ -59,6 +59,7 @@ class PlanRequest:
             for which it pays.
         interleave: whether ranks may hold several stages where the schedule is open.
         listed: a user's own schedule, which also says how many stages and micro-batches there are.
+        shard_optimizer: whether each replica of a stage keeps a part of its optimizer state.
         key: recorded in the plan; see :class:`pipectl.plan.Plan`.
         from_job: whether a job file asks. Errors then name its keys, otherwise options.
 
@@ -81,6 +82,7 @@ class PlanRequest:
     backward_apart: bool | None = False
     interleave: bool = False
     listed: Listed | None = None
+    shard_optimizer: bool = False
     key: str | None = None
     from_job: bool = True
 

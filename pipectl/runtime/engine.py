@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,17 +11,22 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pipectl.capture import Cut, Lane, Slot
+from pipectl.capture import Cut, Slot
 from pipectl.capture.randomness import seed_of
+from pipectl.capture.slices import Rows, Samples
 from pipectl.graph import TransferKind
 from pipectl.runtime.device import Device
+from pipectl.runtime.passes import Batch, Loaded
+from pipectl.runtime.reduction import Reducer
+from pipectl.runtime.slicing import Piece, Slicing
 from pipectl.runtime.stage import StageRuntime
 from pipectl.runtime.transport import Message, Posted, Tensors, Transport
+from pipectl.runtime.wiring import Range, Wiring
 from pipectl.schedule import Action, Actions, Channel, Kind
 from pipectl.timeline import Event
 
-Batch = tuple[Any, Any]
-_WAITS = (Kind.SEND_WAIT, Kind.RECEIVE_WAIT, Kind.OFFLOAD_WAIT, Kind.FETCH_WAIT)
+_FOR_OTHERS = (Kind.SEND_WAIT, Kind.RECEIVE_WAIT, Kind.REDUCE_WAIT)
+_WAITS = (*_FOR_OTHERS, Kind.OFFLOAD_WAIT, Kind.FETCH_WAIT)
 _OFFLOAD = (Kind.OFFLOAD_START, Kind.OFFLOAD_WAIT, Kind.FETCH_START, Kind.FETCH_WAIT)
 
 
@@ -30,10 +36,13 @@ class StepInput:
 
     Args:
         sizes: samples of every micro-batch.
-        weights: weight of every micro-batch in the loss; empty in evaluation.
+        weights: weight in the loss of every micro-batch, or of this rank's part of it; empty in
+            evaluation.
         batches: yields (inputs, targets) of every micro-batch; empty where no stage reads them.
         seed: parts from which random operators are seeded.
         scale: of the loss in backwards.
+        wiring: of the pass; None for the engine's own.
+        pieces: what ``batches`` yields, where that is not every micro-batch as a whole.
     """
 
     sizes: Sequence[int]
@@ -41,6 +50,8 @@ class StepInput:
     batches: Iterator[Batch]
     seed: tuple[int | str, ...]
     scale: float = 1.0
+    wiring: Wiring | None = None
+    pieces: Mapping[int, Range] | None = None
 
 
 @dataclass
@@ -48,7 +59,7 @@ class StepOutput:
     """What one pass gave on this rank.
 
     Attributes:
-        losses: loss of every micro-batch, where this rank computes it.
+        losses: loss of every micro-batch, or part of one, that this rank computes, in order.
         events: what happened when, by ``time.perf_counter``.
         busy_s: time in forwards and backwards.
     """
@@ -73,7 +84,8 @@ class Engine:
     Args:
         stages: the rank's stages by index.
         cut: of the training or evaluation graph; any batch size serves.
-        channels: what the channel column of a program refers to.
+        channels: what the channel column of a program refers to, unless a pass brings its own.
+        reducer: sums gradients over replicas.
     """
 
     def __init__(
@@ -85,20 +97,17 @@ class Engine:
         transport: Transport,
         device: Device,
         doing: Doing,
+        reducer: Reducer | None = None,
     ) -> None:
         self._rank = rank
         self._stages = stages
         self._cut = cut
-        self._channels = channels
-        self._lanes = [Lane(c.kind, c.source_stage, c.target_stage) for c in channels]
+        self._own_wiring = Wiring.plain(channels, rank)
+        self._slicing = Slicing(cut.graph)
+        self._reducer = reducer or Reducer(())
         self._transport = transport
         self._device = device
         self._doing = doing
-        self._local = [
-            lane
-            for lane, c in zip(self._lanes, channels, strict=True)
-            if c.is_local and c.source_rank == rank
-        ]
         self._loss = Slot(cut.graph.loss)
         # Called with (samples, results, targets) where the loss of an evaluation is computed.
         self.on_evaluated: Callable[[int, Tensors, Any], None] | None = None
@@ -114,6 +123,8 @@ class Engine:
             Kind.RECEIVE_START: self._receive_start,
             Kind.RECEIVE_WAIT: self._receive_wait,
             **dict.fromkeys(_OFFLOAD, self._offload),
+            Kind.REDUCE_START: lambda action: self._reducer.start(action.stage),
+            Kind.REDUCE_WAIT: lambda action: self._reducer.finish(action.stage),
         }
 
     @property
@@ -126,11 +137,13 @@ class Engine:
         self._given, self._out = given, StepOutput()
         self._sends: dict[tuple[int, int], Posted] = {}
         self._receives: dict[tuple[int, int], Posted | None] = {}
-        self._arrived: dict[tuple[TransferKind, int, int], Tensors] = {}
+        self._arrived: dict[tuple[TransferKind, int, int], list[Piece]] = {}
         self._made: dict[tuple[TransferKind, int], Tensors] = {}
-        self._loaded: dict[int, Batch] = {}
-        self._count = 0
-        for row in actions.rows.tolist():
+        self._origin: dict[tuple[TransferKind, int], int] = {}
+        self._wiring = given.wiring or self._own_wiring
+        rows = actions.rows.tolist()
+        self._loaded = Loaded(given.batches, given.pieces, _reads(rows))
+        for row in rows:
             action = Action(*row)
             start = time.perf_counter()
             self._doing.stage = action.stage
@@ -149,9 +162,10 @@ class Engine:
         if kind.is_compute:
             self._out.busy_s += end - start if kind is not Kind.UPDATE else 0.0
             self._transport.progress()
+            self._reducer.advance()
         elif kind not in _WAITS:
             return
-        name = "wait" if kind in (Kind.SEND_WAIT, Kind.RECEIVE_WAIT) else kind.name.lower()
+        name = "wait" if kind in _FOR_OTHERS else kind.name.lower()
         self._out.events.append(
             Event(self._rank, start, end, name, action.stage, action.micro_batch)
         )
@@ -159,9 +173,9 @@ class Engine:
     def _forward(self, action: Action) -> None:
         stage, micro_batch = action.stage, action.micro_batch
         runtime, size = self._stages[stage], self._samples(action)
-        arrived = self._arrived.pop((TransferKind.ACTIVATION, stage, micro_batch), {})
+        arrived = self._take(TransferKind.ACTIVATION, action)
         inputs = self._inputs(runtime, action)
-        self._release(action)
+        self._loaded.done(micro_batch)
         made = runtime.forward(micro_batch, size, self._seed(micro_batch), inputs, arrived)
         if self._loss in made:
             loss = made[self._loss]
@@ -174,7 +188,9 @@ class Engine:
 
     def _backward(self, action: Action) -> None:
         stage, micro_batch = action.stage, action.micro_batch
-        gradients = self._arrived.pop((TransferKind.GRADIENT, stage, micro_batch), {})
+        gradients = self._take(TransferKind.GRADIENT, action)
+        if action.kind == Kind.BACKWARD and self._wiring.closing.get(stage) == micro_batch:
+            self._reducer.arm(stage)
         ordered = dict(sorted(gradients.items(), key=self._latest_use, reverse=True))
         made = self._stages[stage].backward(
             micro_batch, ordered, self._loss, self._given.weights[micro_batch], self._given.scale
@@ -186,32 +202,50 @@ class Engine:
 
     def _evaluate(self, action: Action) -> None:
         stage, micro_batch = action.stage, action.micro_batch
-        runtime, size = self._stages[stage], self._samples(action)
-        arrived = self._arrived.pop((TransferKind.ACTIVATION, stage, micro_batch), {})
+        runtime, size = self._stages[stage], self._given.sizes[micro_batch]
+        arrived = self._take(TransferKind.ACTIVATION, action)
         inputs = self._inputs(runtime, action, training=False)
         made = runtime.evaluate(size, self._seed(micro_batch), inputs, arrived)
         if stage == self._cut.loss_stage and self.on_evaluated is not None:
-            targets = self._batch(micro_batch)[1]
+            targets = self._loaded.part(micro_batch, Range())[1]
             self.on_evaluated(size, {**arrived, **made}, targets)
-        self._release(action)
+        self._loaded.done(micro_batch)
         self._deliver(TransferKind.ACTIVATION, action, made)
 
     def _deliver(self, kind: TransferKind, action: Action, made: Tensors) -> None:
         """Keep results for the sends that follow; hand them to stages on this rank at once."""
         self._made[kind, action.stage] = made
-        for lane in self._local:
-            if lane.kind is kind and lane.source == action.stage:
+        self._origin[kind, action.stage] = max(0, action.start)
+        for index, lane, carried in self._wiring.local_lanes:
+            here = carried is None or action.micro_batch in carried
+            if lane.kind is kind and lane.source == action.stage and here:
+                rows = Range() if carried is None else carried[action.micro_batch]
                 place = kind, lane.target, action.micro_batch
-                target = self._arrived.setdefault(place, {})
-                target.update({slot: made.get(slot) for slot in self._cut.lanes[lane]})
+                found = self._message(action._replace(channel=index, start=rows[0], stop=rows[1]))
+                self._arrived.setdefault(place, []).append(Piece(rows, found))
+
+    def _message(self, action: Action) -> Tensors:
+        """What a message holds of what its stage has just made."""
+        lane = self._wiring.lanes[action.channel]
+        place = lane.kind, action.stage
+        made = {slot: self._made[place].get(slot) for slot in self._cut.lanes[lane]}
+        if action.start < 0:
+            return made
+        leads = self._wiring.heads[action.channel, action.micro_batch] == action.start
+        rows = Range(action.start, action.stop)
+        return self._slicing.part(made, self._origin[place], rows, leads=leads)
+
+    def _take(self, kind: TransferKind, action: Action) -> Tensors:
+        """What arrived for a computation, from all stages and replicas."""
+        place = kind, action.stage, action.micro_batch
+        return self._slicing.joined(self._arrived.pop(place, []))
 
     def _send_start(self, action: Action) -> None:
-        lane = self._lanes[action.channel]
         self._sends[action.channel, action.micro_batch] = self._transport.start_send(
-            Message(lane, action.micro_batch),
-            self._samples(action),
-            self._channels[action.channel].target_rank,
-            self._made[lane.kind, action.stage],
+            Message(self._wiring.lanes[action.channel], action.micro_batch),
+            self._given.sizes[action.micro_batch],
+            self._wiring.channels[action.channel].target_rank,
+            self._message(action),
         )
 
     def _send_wait(self, action: Action) -> None:
@@ -219,30 +253,32 @@ class Engine:
 
     def _receive_start(self, action: Action) -> None:
         self._receives[action.channel, action.micro_batch] = self._transport.start_receive(
-            Message(self._lanes[action.channel], action.micro_batch),
-            self._samples(action),
-            self._channels[action.channel].source_rank,
+            Message(self._wiring.lanes[action.channel], action.micro_batch),
+            self._given.sizes[action.micro_batch],
+            self._wiring.channels[action.channel].source_rank,
         )
 
     def _receive_wait(self, action: Action) -> None:
-        lane = self._lanes[action.channel]
+        lane = self._wiring.lanes[action.channel]
         tensors = self._transport.finish_receive(
             Message(lane, action.micro_batch),
-            self._samples(action),
-            self._channels[action.channel].source_rank,
+            self._given.sizes[action.micro_batch],
+            self._wiring.channels[action.channel].source_rank,
             self._receives.pop((action.channel, action.micro_batch)),
         )
         place = lane.kind, action.stage, action.micro_batch
-        self._arrived.setdefault(place, {}).update(tensors)
+        piece = Piece(Range(action.start, action.stop), tensors)
+        self._arrived.setdefault(place, []).append(piece)
 
     def _offload(self, action: Action) -> None:
         offload = self._stages[action.stage].offload
         assert offload is not None
         offload.run(Kind(action.kind), action.micro_batch)
 
-    def _samples(self, action: Action) -> int:
-        """Samples that an action computes or moves."""
-        return self._given.sizes[action.micro_batch]
+    def _samples(self, action: Action) -> Samples:
+        """Samples that an action computes."""
+        whole = self._given.sizes[action.micro_batch]
+        return whole if action.start < 0 else Rows(whole, action.start, action.stop)
 
     def _inputs(
         self, runtime: StageRuntime, action: Action, *, training: bool = True
@@ -250,22 +286,11 @@ class Engine:
         names = runtime.inputs(training, self._samples(action))
         if not names:
             return {}
-        leaves = pytree.tree_leaves(self._batch(action.micro_batch))
+        wanted = Range(action.start, action.stop)
+        leaves = pytree.tree_leaves(self._loaded.part(action.micro_batch, wanted))
         known = dict(zip(self._cut.graph.inputs, leaves, strict=True))
         target = self._device.torch_device
         return {name: known[name].to(target) for name in names}
-
-    def _batch(self, micro_batch: int) -> Batch:
-        """The loaded micro-batch; stages of one rank share it, in rising order."""
-        while micro_batch not in self._loaded:
-            self._loaded[self._count] = next(self._given.batches)
-            self._count += 1
-        return self._loaded[micro_batch]
-
-    def _release(self, action: Action) -> None:
-        """Drop a loaded micro-batch behind the last stage of this rank."""
-        if action.stage == max(self._stages):
-            self._loaded.pop(action.micro_batch, None)
 
     def _seed(self, micro_batch: int) -> int:
         return seed_of(*self._given.seed, micro_batch)
@@ -274,3 +299,8 @@ class Engine:
         """Position of the last use of a value: autograd adds later uses first."""
         users = self._cut.graph.users.get(item[0].value, ("",))
         return self._cut.graph.position.get(users[-1], -1)
+
+
+def _reads(rows: Sequence[Sequence[int]]) -> Counter[int]:
+    """How many actions may read each loaded micro-batch."""
+    return Counter(row[2] for row in rows if row[0] in (Kind.FORWARD, Kind.EVALUATE))

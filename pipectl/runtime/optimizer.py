@@ -20,6 +20,8 @@ from pipectl.runtime.waiting import wait
 
 Uses = list[tuple[Slot, int]]
 """Uses of one parameter in graph order, each with its stage."""
+_Use = tuple[Slot, tuple[int, ...]]
+"""A use, with the ranks of its stage."""
 
 
 class SharedGradients:
@@ -32,7 +34,8 @@ class SharedGradients:
     Args:
         communicator: of its own.
         shared: uses of every such parameter by full name, in model order.
-        rank_of_stage: the rank of every stage.
+        ranks_of_stage: the ranks of every stage, one a replica; each use's gradients are summed
+            over them before.
         leaves: this rank's leaf of every use it computes.
         parameters: this rank's parameters by full name.
     """
@@ -41,7 +44,7 @@ class SharedGradients:
         self,
         communicator: MPI.Comm,
         shared: Mapping[str, Uses],
-        rank_of_stage: Sequence[int],
+        ranks_of_stage: Sequence[Sequence[int]],
         leaves: Mapping[Slot, Tensor],
         parameters: Mapping[str, nn.Parameter],
     ) -> None:
@@ -49,7 +52,7 @@ class SharedGradients:
         self._leaves = leaves
         self._parameters = parameters
         self._users = {
-            name: [(slot, rank_of_stage[stage]) for slot, stage in uses]
+            name: [(slot, tuple(ranks_of_stage[stage])) for slot, stage in uses]
             for name, uses in shared.items()
         }
         self._with_gradient: set[Slot] = set()
@@ -65,32 +68,35 @@ class SharedGradients:
             parameter = self._parameters.get(name)
             if parameter is not None:
                 active = [user for user in users if user[0] in self._with_gradient]
-                gradients = self._exchange(parameter, active, {rank for _, rank in users})
+                holders = {rank for _, ranks in users for rank in ranks}
+                gradients = self._exchange(parameter, active, holders)
                 parameter.grad = _sum_in_order(gradients, parameter)
         for leaf in self._leaves.values():
             leaf.grad = None
 
-    def _exchange(self, parameter: nn.Parameter, users: Uses, holders: set[int]) -> list[Tensor]:
-        """The gradient of every use, own and remote, in graph order."""
+    def _exchange(
+        self, parameter: nn.Parameter, users: Sequence[_Use], holders: set[int]
+    ) -> list[Tensor]:
+        """The gradient of every use, own and remote, in graph order; of others' from the first."""
         me = self._communicator.rank
         requests: list[MPI.Request] = []
         gradients: list[Tensor] = []
         buffers: dict[int, np.ndarray[Any, Any]] = {}
-        for index, (slot, rank) in enumerate(users):
-            if rank == me:
+        for index, (slot, ranks) in enumerate(users):
+            if me in ranks:
                 gradient = self._leaves[slot].grad
                 assert gradient is not None
                 gradients.append(gradient)
                 buffers[index] = _bytes(gradient.detach().contiguous().cpu())
+                readers = sorted(holders - set(ranks)) if me == ranks[0] else ()
                 requests += [
-                    self._communicator.Isend(buffers[index], other, index)
-                    for other in sorted(holders - {me})
+                    self._communicator.Isend(buffers[index], other, index) for other in readers
                 ]
             else:
                 host = torch.empty(parameter.shape, dtype=parameter.dtype)
                 gradients.append(host)
                 buffers[index] = _bytes(host)
-                requests.append(self._communicator.Irecv(buffers[index], rank, index))
+                requests.append(self._communicator.Irecv(buffers[index], ranks[0], index))
         wait(requests)
         return [gradient.to(parameter.device) for gradient in gradients]
 

@@ -105,6 +105,12 @@ class FirstWeights(Mapping[str, Tensor]):
         names = [name for name in self._job.step.state_dict() if name.startswith(prefix)]
         self._full = {name.removeprefix(prefix): self._job.tied.get(name, name) for name in names}
 
+    @property
+    def buffers(self) -> list[str]:
+        """Names of those that are no parameters."""
+        states = self._job.states
+        return [n for n, full in self._full.items() if not isinstance(states[full], nn.Parameter)]
+
     def __getitem__(self, name: str) -> Tensor:
         full = self._full[name]
         tensor = self._job.states[full]

@@ -10,15 +10,19 @@ from torch import Tensor, nn
 from pipectl.capture import CapturedJob, Cut, Lane, evaluation_stages
 from pipectl.capture.data import Batches, Loader, split_batch
 from pipectl.capture.deferred import is_deferred
+from pipectl.capture.slices import Rows, Samples
 from pipectl.errors import CaptureError, MismatchError
-from pipectl.plan import Plan
+from pipectl.plan import Plan, Replication
 from pipectl.profile import Profile
 from pipectl.runtime.device import Device
 from pipectl.runtime.engine import Doing, Engine
 from pipectl.runtime.offload import StageOffload, directory_of, mover_of
+from pipectl.runtime.passes import parts_of
+from pipectl.runtime.replicas import Replicas
 from pipectl.runtime.stage import StageRuntime
 from pipectl.runtime.transport import Progress, Transport
-from pipectl.schedule import Channel, channels, program_hash, splits_backwards
+from pipectl.runtime.wiring import Range
+from pipectl.schedule import Channel, channels, plan_of_trial, program_hash, splits_backwards
 from pipectl.spec import JobSpec
 
 
@@ -76,6 +80,9 @@ class Setup:
         cut: of the training graph at the plan's micro-batch size.
         batches: of the training data.
         loader: of the training data, or None where this rank reads none.
+        reading: this rank's stages that read the training data.
+        replicas: what its stages with replicas do together.
+        evaluated: its stages of which it is the first replica, which evaluates.
         evaluation_loader: of the held-out data, likewise.
         evaluation_samples: size of the held-out data.
         owners: the rank that saves each parameter and buffer, in model order.
@@ -94,6 +101,8 @@ class Setup:
         self.job, self.plan, self.communicator, self.device = job, plan, communicator, device
         self.doing = doing
         self.rank_of_stage = [stage.ranks[0] for stage in plan.stages]
+        me = communicator.rank
+        self.evaluated = tuple(i for i, rank in enumerate(self.rank_of_stage) if rank == me)
         spec = job.spec
         self.batches = Batches(
             self._agree(job.loader.samples), spec.training.batch_size, spec.data.drop_last
@@ -113,7 +122,7 @@ class Setup:
         self.stages = {
             index: StageRuntime(
                 index,
-                cuts,
+                self._cuts_of_stage(cuts, index),
                 job.states,
                 device,
                 spec.training.precision,
@@ -131,11 +140,13 @@ class Setup:
             elif self.progress.mode == "poll":
                 stage.let_advance(self.progress.tick)
         self.cut = cuts[True, plan.micro_batch_size]
+        self.replicas = Replicas(communicator, plan, self.stages, device, self.progress)
+        self.reducer = self.replicas.reducer()
         self._make_engines(cuts)
-        reads = any(stage.inputs(True, n) for stage in self.stages.values() for n in self.sizes)
-        weighs = job.weight() is not None and self.cut.loss_stage in self.stages
-        self.loader: Loader | None = job.loader if reads or weighs else None
-        self.evaluation_loader = held_out if self.stages else None
+        weighing = self.cut.loss_stage if job.weight() is not None else None
+        self.reading = tuple(i for i, s in self.stages.items() if s.reads or i == weighing)
+        self.loader: Loader | None = job.loader if self.reading else None
+        self.evaluation_loader = held_out if self.evaluated else None
         self._release()
 
     def close(self) -> None:
@@ -216,6 +227,20 @@ class Setup:
             cuts[False, size] = Cut(graph, stages, training=False)
         return cuts
 
+    def _cuts_of_stage(
+        self, cuts: Mapping[tuple[bool, int], Cut], stage: int
+    ) -> dict[tuple[bool, Samples], Cut]:
+        """By what this rank computes of a stage at once: micro-batches, or parts of them."""
+        found: dict[tuple[bool, Samples], Cut] = {}
+        for (training, size), cut in cuts.items():
+            trial = plan_of_trial(self.plan, size)
+            parts = parts_of(trial, self.communicator.rank, stage) if training else {}
+            start, stop = parts.get(0, Range())
+            samples: Samples = size if start < 0 else Rows(size, start, stop)
+            if parts or not training or self.plan.replication is Replication.WHOLE:
+                found[training, samples] = cut
+        return found
+
     def _make_engines(self, cuts: Mapping[tuple[bool, int], Cut]) -> None:
         planned = channels(self.plan)
         lanes = [Lane(c.kind, c.source_stage, c.target_stage) for c in planned]
@@ -248,14 +273,14 @@ class Setup:
 
     def _engine(self, cut: Cut, found: tuple[Channel, ...], wires: Transport) -> Engine:
         rank = self.communicator.rank
-        return Engine(rank, self.stages, cut, found, wires, self.device, self.doing)
+        return Engine(rank, self.stages, cut, found, wires, self.device, self.doing, self.reducer)
 
     def _channel(self, lane: Lane) -> Channel:
         ranks = self.rank_of_stage[lane.source], self.rank_of_stage[lane.target]
         return Channel(lane.kind, lane.source, lane.target, *ranks, size_bytes=0)
 
     def _owners(self, cuts: Mapping[tuple[bool, int], Cut]) -> dict[str, int]:
-        """The lowest rank by stage that uses a state; the first stage's for unused ones."""
+        """The first replica of the lowest stage that uses a state; the first stage's otherwise."""
         lowest: dict[str, int] = {}
         for cut in cuts.values():
             for placeholder, state in cut.graph.states.items():
@@ -267,11 +292,12 @@ class Setup:
     def _held(self, cuts: Mapping[tuple[bool, int], Cut]) -> list[str]:
         """Parameters and buffers that this rank's stages read, or that it saves."""
         me = self.communicator.rank
+        mine = set(self.plan.stages_of_rank(me))
         held = {name for name, owner in self.owners.items() if owner == me}
         for cut in cuts.values():
             for placeholder, state in cut.graph.states.items():
                 users = cut.graph.users.get(placeholder, ())
-                if any(self.rank_of_stage[cut.stage_of[user]] == me for user in users):
+                if any(cut.stage_of[user] in mine for user in users):
                     held.add(state.name)
         return [name for name in self.job.states if name in held]
 

@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipectl.capture import Cut, Slot, build_stage
 from pipectl.capture.precision import arithmetic
+from pipectl.capture.slices import Samples
 from pipectl.capture.stage import Receive, uses_of_parameter
 from pipectl.runtime.compiling import compile_stage
 from pipectl.runtime.device import Device
@@ -31,7 +32,7 @@ class _Start:
         buffers: values before the forward of those it writes, by index of the state argument.
     """
 
-    size: int
+    size: Samples
     seed: int
     inputs: Mapping[str, Any]
     arrived: Mapping[Slot, Any]
@@ -70,7 +71,7 @@ class StageRuntime:
 
     Args:
         index: of the stage.
-        cuts: by (training, micro-batch size), for every size that will occur.
+        cuts: by (training, samples), for all that it will compute at once.
         states: the model's parameters and buffers by full name; those of this stage are moved to
             the device in place.
         precision: as in the spec.
@@ -78,13 +79,13 @@ class StageRuntime:
         offload: takes what forwards keep; None if it stays.
 
     Attributes:
-        codes: what it runs, by (training, micro-batch size).
+        codes: what it runs, by (training, samples).
     """
 
     def __init__(
         self,
         index: int,
-        cuts: Mapping[tuple[bool, int], Cut],
+        cuts: Mapping[tuple[bool, Samples], Cut],
         states: Mapping[str, Tensor],
         device: Device,
         precision: str = "float32",
@@ -110,12 +111,22 @@ class StageRuntime:
         self.uses: dict[Slot, Tensor] = {}
         self._arguments = {key: self._bind(key) for key in self.codes}
 
-    def inputs(self, training: bool, size: int) -> tuple[str, ...]:
+    def inputs(self, training: bool, size: Samples) -> tuple[str, ...]:
         """Names of the batch tensors this stage reads."""
         return self.codes[training, size].inputs
 
+    @property
+    def reads(self) -> bool:
+        """Whether it reads the batch in training."""
+        return any(code.inputs for (training, _), code in self.codes.items() if training)
+
     def forward(
-        self, micro_batch: int, size: int, seed: int, inputs: Mapping[str, Tensor], arrived: Tensors
+        self,
+        micro_batch: int,
+        size: Samples,
+        seed: int,
+        inputs: Mapping[str, Tensor],
+        arrived: Tensors,
     ) -> Tensors:
         """Run the training forward of a micro-batch and keep what its backward needs.
 
@@ -218,7 +229,7 @@ class StageRuntime:
         for tensor in (*self.parameters.values(), *self.uses.values()):
             tensor.grad = None
 
-    def _pool(self, micro_batch: int, size: int) -> Pool | None:
+    def _pool(self, micro_batch: int, size: Samples) -> Pool | None:
         """What takes what a micro-batch keeps."""
         if self.offload is None:
             return None
@@ -257,7 +268,7 @@ class StageRuntime:
 
     def _call(
         self,
-        key: tuple[bool, int],
+        key: tuple[bool, Samples],
         seed: int,
         states: list[Tensor],
         inputs: Mapping[str, Tensor],
@@ -271,7 +282,7 @@ class StageRuntime:
         return dict(zip(code.results, results, strict=True))
 
     @contextmanager
-    def _rewriting(self, key: tuple[bool, int]) -> Iterator[list[Tensor]]:
+    def _rewriting(self, key: tuple[bool, Samples]) -> Iterator[list[Tensor]]:
         """The state arguments, where buffers that the call writes are copies, kept afterwards.
 
         Autograd may keep a buffer for a backward that comes after the next forward wrote it, and
@@ -285,7 +296,7 @@ class StageRuntime:
             self._arguments[key][index].data = states[index].detach()
 
     @contextmanager
-    def _replaying(self, key: tuple[bool, int], start: _Start) -> Iterator[list[Tensor]]:
+    def _replaying(self, key: tuple[bool, Samples], start: _Start) -> Iterator[list[Tensor]]:
         """The state arguments as they were before a forward; what it writes is dropped."""
         states = list(self._arguments[key])
         for index, before in start.buffers.items():
@@ -302,13 +313,13 @@ class StageRuntime:
         buffers = {index: arguments[index].detach() for index in self._written(key)}
         return replace(start, inputs=inputs, buffers=buffers)
 
-    def _written(self, key: tuple[bool, int]) -> list[int]:
+    def _written(self, key: tuple[bool, Samples]) -> list[int]:
         """The buffers among the state arguments that must not be written where they are."""
         graph = self._cuts[key].graph
         names = graph.written if self._recompute and key[0] else graph.rewritten
         return [index for index, slot in enumerate(self.codes[key].states) if slot.value in names]
 
-    def _bind(self, key: tuple[bool, int]) -> list[Tensor]:
+    def _bind(self, key: tuple[bool, Samples]) -> list[Tensor]:
         """The state arguments of a stage's code."""
         cut, code = self._cuts[key], self.codes[key]
         return [self._state(cut, slot) for slot in code.states]

@@ -32,6 +32,7 @@ class StepReport:
     """What one rank says of one step; NaN where it does not know.
 
     Args:
+        loss: what this rank adds to it.
         loss_scale: of this step, in float16.
         skipped: whether gradients overflowed.
     """
@@ -57,6 +58,7 @@ class Telemetry:
         attempt: 1 for the first start of the job, then one more after every requeue.
         stages: of this rank.
         messages: how they travel.
+        loss_ranks: that compute the loss, or parts of it.
     """
 
     def __init__(
@@ -67,8 +69,10 @@ class Telemetry:
         attempt: int,
         stages: tuple[int, ...],
         messages: Mapping[str, Any] | None = None,
+        loss_ranks: Sequence[int] = (0,),
     ) -> None:
         self._messages = messages
+        self._loss_ranks = loss_ranks
         self._communicator = communicator
         self._run = run
         self._steps = steps
@@ -159,7 +163,7 @@ class Telemetry:
         first = reports[0]
         known = {
             name: next((r[name] for r in reports.values() if not math.isnan(r[name])), None)
-            for name in ("loss", "learning_rate", "gradient_norm")
+            for name in ("learning_rate", "gradient_norm")
         }
         scaled = not math.isnan(first["loss_scale"])
         scaling = {"loss_scale": first["loss_scale"], "skipped": bool(first["skipped"])}
@@ -168,7 +172,7 @@ class Telemetry:
             "step": step,
             "steps": self._steps,
             "time": first["time"],
-            "loss": known["loss"],
+            "loss": sum(reports[rank]["loss"] for rank in self._loss_ranks),
             "step_time_s": first["step_time_s"],
             "samples_per_s": first["samples"] / first["step_time_s"],
             "learning_rate": known["learning_rate"],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import cache
 from itertools import islice
 from typing import Any
@@ -14,20 +13,22 @@ import torch
 from torch import nn
 
 from pipectl.capture.data import split_batch
-from pipectl.capture.shares import sample_shares, target_shares, weighted
 from pipectl.files import write_json
 from pipectl.runs import RunDirectory
 from pipectl.runtime import checkpoint
-from pipectl.runtime.engine import Batch, StepInput, StepOutput
+from pipectl.runtime.engine import StepInput, StepOutput
 from pipectl.runtime.evaluation import Metrics
+from pipectl.runtime.exchange import group_of
 from pipectl.runtime.loss_scale import LossScale
+from pipectl.runtime.loss_shares import LossShares
 from pipectl.runtime.optimizer import Clipping, SharedGradients
+from pipectl.runtime.passes import Batch, Pass, narrowed, pass_of
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.stage import shared_uses
 from pipectl.runtime.stepper import make_stepper
 from pipectl.runtime.telemetry import StepReport, Telemetry
 from pipectl.runtime.waiting import barrier
-from pipectl.schedule import Actions, lower, lower_evaluation
+from pipectl.schedule import Actions, lower_evaluation, plan_of_step, plan_of_trial
 from pipectl.timeline import Event, Timeline
 
 _TRACED_STEP = 10
@@ -55,16 +56,20 @@ class Trainer:
         self._rank = setup.communicator.rank
         stages = tuple(setup.stages)
         communicator = setup.communicator.Dup()
+        self._loss_ranks = setup.plan.stages[setup.cut.loss_stage].ranks
         self._telemetry = Telemetry(
-            communicator, run, self._spec.training.steps, attempt, stages, messages
-        )
-        self._weight = setup.job.weight()
-        self._stepper = make_stepper(setup.job, setup.parameters)
+            communicator, run, self._spec.training.steps, attempt, stages, messages,
+            self._loss_ranks,
+        )  # fmt: skip
+        self._loss_shares = self._make_loss_shares()
+        self._stepper = make_stepper(setup.job, self._updated())
+        self._sharings = setup.replicas.sharings()
+        self._statistics: tuple[str, ...] = ()
         self._shared = self._make_shared()
         self._clipping = self._make_clipping()
         self._loss_scale = self._make_loss_scale()
         self._metrics = setup.job.metrics()
-        self._program = cache(self._lower)
+        self._pass = cache(self._make_pass)
         self._gradient_norm = self._used_rate = math.nan
         self._skipped = False
 
@@ -88,18 +93,18 @@ class Trainer:
         if traced:
             barrier(self._setup.communicator)
         start = time.perf_counter()
-        sizes = split_batch(samples, self._setup.plan.micro_batch_size)
         seed = (self._spec.training.seed, step)
         scale = 1.0 if self._loss_scale is None else self._loss_scale.value
-        given = StepInput(sizes, (), islice(loaded, len(sizes)), seed, scale)
-        given = replace(given, **self._weights(given))
-        out = self._setup.training.run(self._program(len(sizes)), given, self.update)
+        doing = self._pass(samples)
+        given = self._input(doing, islice(loaded, len(doing.pieces)), seed, scale)
+        out = self._setup.training.run(doing.actions, given, self.update)
+        self._setup.replicas.agree_on_buffers(doing.plan, self._statistics)
         if traced:
             self._write_timeline(out, start)
         self._telemetry.report(
             StepReport(
                 step=step,
-                loss=weighted(out.losses, given.weights),
+                loss=self._loss_shares.loss(doing, out.losses, given.weights),
                 learning_rate=self._used_rate,
                 gradient_norm=self._gradient_norm,
                 loss_scale=math.nan if self._loss_scale is None else scale,
@@ -123,6 +128,8 @@ class Trainer:
         if self._spec.training.clip_grad_norm is not None:
             self._gradient_norm = self._clipping.clip(self._spec.training.clip_grad_norm)
         self._stepper.step()
+        for sharing in self._sharings:
+            sharing.share()
 
     def _between_steps(self, step: int) -> None:
         last = step == self._spec.training.steps
@@ -137,55 +144,76 @@ class Trainer:
             self._save(step)
             self._telemetry.state("training")
 
-    def _weights(self, given: StepInput) -> dict[str, Any]:
-        """The weight of every micro-batch, and the batches again where they had to be read."""
-        if self._weight is None or self._setup.cut.loss_stage not in self._setup.stages:
-            return {"weights": sample_shares(given.sizes)}
-        batches = list(given.batches)
-        targets = [targets for _, targets in batches]
-        shares = target_shares(self._weight, self._spec.loss.weight, targets)
-        return {"weights": shares, "batches": iter(batches)}
+    def _input(
+        self, doing: Pass, batches: Iterator[Batch], seed: tuple[int | str, ...], scale: float = 1.0
+    ) -> StepInput:
+        """What a pass works on; batches are read at once where weights depend on them."""
+        known = list(batches) if self._loss_shares.reads_targets else []
+        return StepInput(
+            sizes=doing.sizes,
+            weights=self._loss_shares.of(doing, known),
+            batches=iter(known) if self._loss_shares.reads_targets else batches,
+            seed=seed,
+            scale=scale,
+            wiring=doing.wiring,
+            pieces=doing.pieces,
+        )
 
     def _load(self, planned: list[tuple[int, range]]) -> Iterator[Batch]:
         loader = self._setup.loader
         if loader is None:
             return iter(())
-        return loader.micro_batches(planned, self._setup.plan.micro_batch_size)
+        return loader.pieces(planned, lambda samples: self._pass(samples).positions)
 
-    def _lower(self, micro_batches: int) -> Actions:
-        return lower(self._setup.plan, self._rank, micro_batches).body
+    def _make_pass(self, samples: int) -> Pass:
+        setup = self._setup
+        return pass_of(plan_of_step(setup.plan, samples), self._rank, setup.reading)
 
     def learn_layouts(self) -> None:
-        """Send one micro-batch of every size through, so that both ends know all layouts.
+        """Send micro-batches of every size over every channel, so that all ends know all layouts.
 
         It leaves no trace: buffers are put back, gradients are dropped.
         """
         setup = self._setup
-        buffers = [tensor for stage in setup.stages.values() for tensor in stage.buffers.values()]
-        before = [tensor.clone() for tensor in buffers]
+        found = {n: t for stage in setup.stages.values() for n, t in stage.buffers.items()}
+        before = {name: tensor.clone() for name, tensor in found.items()}
         for size in setup.sizes:
-            given = self._example(size, setup.job.loader)
-            setup.training.run(self._program(1), given, lambda: None)
-            self._shared.learn()
-            for stage in setup.stages.values():
-                stage.forget()
+            self._try(size)
+        changed = [name for name, old in before.items() if not torch.equal(found[name], old)]
+        everywhere = setup.communicator.allgather(changed)
+        self._statistics = tuple(sorted({name for names in everywhere for name in names}))
         for size in setup.evaluation_sizes:
             held_out = setup.evaluation_loader or setup.job.loader
             assert setup.evaluating is not None
             program = self._lower_evaluation(1)
             setup.evaluating.run(program, self._example(size, held_out), lambda: None)
         with torch.no_grad():
-            for tensor, old in zip(buffers, before, strict=True):
-                tensor.copy_(old)
+            for name, old in before.items():
+                found[name].copy_(old)
+
+    def _try(self, size: int) -> None:
+        """A short step without an update."""
+        setup = self._setup
+        trial = pass_of(plan_of_trial(setup.plan, size), self._rank, setup.reading)
+        whole: Any = setup.job.loader.example(size) if setup.reading else None
+        batches: list[Batch] = [
+            whole if piece.start < 0 else narrowed(whole, *piece) for piece in trial.pieces.values()
+        ]
+        given = self._input(trial, iter(batches), (self._spec.training.seed, "layouts"))
+        setup.training.run(trial.actions, given, lambda: None)
+        self._shared.learn()
+        setup.reducer.learn()
+        for stage in setup.stages.values():
+            stage.forget()
 
     def _example(self, size: int, loader: Any) -> StepInput:
-        batches = iter([loader.example(size)]) if self._setup.stages else iter(())
+        batches = iter([loader.example(size)]) if self._setup.evaluated else iter(())
         return StepInput([size], [1.0], batches, (self._spec.training.seed, "layouts"))
 
     def _lower_evaluation(self, micro_batches: int) -> Actions:
         setup = self._setup
-        stages = tuple(setup.stages)
-        return lower_evaluation(setup.evaluation_channels, stages, self._rank, micro_batches).body
+        found, stages = setup.evaluation_channels, setup.evaluated
+        return lower_evaluation(found, stages, self._rank, micro_batches).body
 
     def _evaluate(self, step: int) -> None:
         setup = self._setup
@@ -233,10 +261,24 @@ class Trainer:
         return SharedGradients(
             setup.communicator.Dup(),
             shared_uses(setup.cut),
-            setup.rank_of_stage,
+            [stage.updating_ranks for stage in setup.plan.stages],
             {slot: leaf for stage in setup.stages.values() for slot, leaf in stage.uses.items()},
             setup.parameters,
         )
+
+    def _make_loss_shares(self) -> LossShares:
+        """Collective among the ranks that compute the loss."""
+        setup, stage = self._setup, self._setup.cut.loss_stage
+        group = None
+        if self._rank in self._loss_ranks:
+            group = group_of(setup.communicator, self._loss_ranks, len(setup.plan.stages))
+        weigh, name = setup.job.weight(), self._spec.loss.weight
+        return LossShares(self._rank, stage, weigh, group, name)
+
+    def _updated(self) -> dict[str, nn.Parameter]:
+        """The parameters that this rank updates."""
+        own = self._setup.replicas.updates
+        return {n: p for n, p in self._setup.parameters.items() if own(n)}
 
     def _make_loss_scale(self) -> LossScale | None:
         training = self._spec.training
@@ -250,8 +292,9 @@ class Trainer:
 
     def _make_clipping(self) -> Clipping:
         held = self._trained()
-        owners = self._setup.owners
+        setup = self._setup
+        counts = {n: setup.replicas.counts(n, first=setup.owners[n] == self._rank) for n in held}
         states = self._setup.job.states.items()
         dtypes = {name: tensor.dtype for name, tensor in states if tensor.requires_grad}
-        owned = {n: p for n, p in held.items() if owners[n] == self._rank}
+        owned = {n: p for n, p in held.items() if counts[n]}
         return Clipping(self._setup.communicator.Dup(), dtypes, owned, held)

@@ -13,7 +13,15 @@ from pipectl.schedule.memory import (
     peak_memory_bytes,
     shares,
 )
-from pipectl.schedule.placement import Portion, portion, rank_of
+from pipectl.schedule.placement import (
+    Portion,
+    Role,
+    plan_of_step,
+    plan_of_trial,
+    portion,
+    rank_of,
+    roles,
+)
 from pipectl.schedule.validation import Proof, validate
 
 __all__ = [
@@ -25,6 +33,7 @@ __all__ = [
     "Portion",
     "Program",
     "Proof",
+    "Role",
     "channels",
     "compute_actions",
     "compute_programs",
@@ -38,9 +47,12 @@ __all__ = [
     "peak_host_bytes",
     "peak_in_flight",
     "peak_memory_bytes",
+    "plan_of_step",
+    "plan_of_trial",
     "portion",
     "program_hash",
     "rank_of",
+    "roles",
     "shares",
     "splits_backwards",
     "validate",

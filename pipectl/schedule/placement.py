@@ -10,7 +10,8 @@ micro-batch is split by samples, six samples for example like this::
 
 from __future__ import annotations
 
-from math import lcm
+from dataclasses import replace
+from math import ceil, lcm
 from typing import NamedTuple
 
 import numpy as np
@@ -52,6 +53,25 @@ class Portion(NamedTuple):
             edge if isinstance(edge, int) else edge[chosen] for edge in (self.start, self.stop)
         )
         return Portion(self.micro_batches[chosen], start, stop)
+
+
+def plan_of_step(plan: Plan, samples: int) -> Plan:
+    """The plan of a step that may have fewer samples than others, as the last of an epoch."""
+    if samples == plan.batch_size:
+        return plan
+    return replace(plan, batch_size=samples, micro_batches=ceil(samples / plan.micro_batch_size))
+
+
+def plan_of_trial(plan: Plan, size: int) -> Plan:
+    """The plan of a short step with micro-batches of one size, which uses every channel.
+
+    Args:
+        size: samples of each.
+    """
+    count = 1
+    if plan.replication is Replication.WHOLE:
+        count = min(plan.micro_batches, lcm(*(stage.replicas for stage in plan.stages)))
+    return replace(plan, micro_batch_size=size, batch_size=count * size, micro_batches=count)
 
 
 def rank_of(plan: Plan, stage: int, kind: Kind, micro_batch: int, sample: int = 0) -> int:

@@ -232,7 +232,18 @@ class Pipeline(Section):
         default=None,
         description="Forwards each stage runs before its first backward, one number a stage.",
     )
-    replicas: AutoReplicas = Field(default=None, description="Copies of each stage.")
+    replicas: AutoReplicas = Field(
+        default=None,
+        description="Copies of each stage, which take micro-batches in turn and add up their "
+        "gradients: a number, or `any` to let the planner choose stage by stage; `auto` is 1. "
+        "Sums over copies round otherwise than one rank does, and the running statistics of a "
+        "BatchNorm become means over the copies.",
+    )
+    shard_optimizer: Flag = Field(
+        default=False,
+        description="Whether each copy of a stage keeps the optimizer state of a part of its "
+        "parameters (ZeRO stage 1): less memory, the same results, messages after each step.",
+    )
     recompute: Recompute = Field(
         default=None,
         description="Which stages keep only what they receive, and compute their forward once more "

@@ -66,13 +66,14 @@ def _version() -> Kind:
 
 
 def _replicas() -> Kind:
-    def read(scalar: Scalar) -> int:
-        value: int = whole(1).read(scalar)
-        if value > 1:
-            raise ValueError(f"{value} is not supported yet; write 1 or auto")
-        return value
+    """A number, or ``any``: as many of each stage as serve the step best."""
+    number = whole(1)
 
-    return Kind("1", {"const": 1}, read)
+    def read(scalar: Scalar) -> int | str:
+        found: int | str = "any" if scalar.text == "any" else number.read(scalar)
+        return found
+
+    return Kind(f"any or {number.words}", {"anyOf": [{"const": "any"}, number.schema]}, read)
 
 
 def _container() -> Kind:
@@ -109,7 +110,7 @@ Container = Annotated[None, _container()]
 Kwargs = dict[str, Any]
 AutoCount = Annotated[int | None, auto(whole(1))]
 AutoCounts = Annotated[tuple[Count, ...] | None, auto_list("a list of whole numbers, one a stage")]
-AutoReplicas = Annotated[int | None, auto(_replicas())]
+AutoReplicas = Annotated[int | str | None, auto(_replicas())]
 Schedule = Annotated[
     str | None,
     schedule(

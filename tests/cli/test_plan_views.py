@@ -67,7 +67,8 @@ def test_the_table_of_a_plan_with_replicas_and_marks(replicated: Plan) -> None:
 def test_how_replicas_share_their_work(replicated: Plan) -> None:
     split = replace(replicated, replication=Replication.SPLIT)
     first = next(mark_lines(split))
-    assert first == "replicas: the ranks of a stage take samples of every micro-batch"
+    expected = "replicas: the ranks of a stage take samples of every micro-batch"
+    assert first == f"{expected}; operators such as BatchNorm see only these"
 
 
 def test_a_plain_plan_has_no_marks(pipeline: Callable[..., Plan]) -> None:
@@ -228,7 +229,7 @@ def test_where_scaling_stops(counts: Callable[..., Sweep], times_s, lines) -> No
             0.9,
             0.5,
             "data parallelism on 4 ranks would take about 500 ms a step (100 ms of it to sum "
-            "gradients), this plan 1.00 s; pipectl does not run it yet",
+            "gradients), this plan 1.00 s; pipeline.replicas: any considers it",
         ),
     ],
 )

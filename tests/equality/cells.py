@@ -10,6 +10,7 @@ every training.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
@@ -173,7 +174,7 @@ def cells_on_many_ranks() -> list[Cell]:
     return [cell for cell in found if cell.batch in ("smaller_last", "divisible")]
 
 
-def spec_text(cell: Cell, *, plain: bool) -> str:
+def spec_text(cell: Any, *, plain: bool) -> str:
     model = MODELS[cell.model]
     batch_size, micro_batches = BATCHES[cell.batch]
     dropout = "{dropout: 0.0}" if plain else "{}"
@@ -256,7 +257,7 @@ def find_cycle(after: dict[str, set[str]]) -> list[str] | None:
     return None
 
 
-def make_plan(graph: CapturedGraph, stage_of: dict[str, int], cell: Cell, ranks: int) -> Plan:
+def make_plan(graph: CapturedGraph, stage_of: dict[str, int], cell: Any, ranks: int) -> Plan:
     stages = 1 + max(stage_of.values())
     batch_size, micro_batches = BATCHES[cell.batch]
     found = cut_routes(stage_of, graph.edges, graph.requires_grad)
@@ -311,32 +312,16 @@ def folded(ranks: int, micro_batches: int, *, falling: bool) -> Listed:
 def train(directory: Path, communicator: MPI.Comm, *, plain: bool) -> None:
     torch.set_num_threads(1)
     StageOffload.least_bytes = 0
-    folder = directory / ("plain" if plain else str(communicator.size))
+    training = Training(directory, communicator, plain=plain)
     for number, cell in enumerate(cells_over(communicator.size)):
-        run = RunDirectory(folder / str(cell))
-        if communicator.rank == 0:
-            run.trace.mkdir(parents=True)
-            run.job.write_text(spec_text(cell, plain=plain))
-        communicator.Barrier()
-        spec = load(run.job)
-        if (cell.model, plain) not in CAPTURED:
-            job = CapturedJob(spec)
-            job.training_graph(2)
-            job.evaluation_graph(4)
-            first = {name: tensor.detach().clone() for name, tensor in job.states.items()}
-            CAPTURED[cell.model, plain] = job, first
-        job, first = CAPTURED[cell.model, plain]
-        job.spec = spec
-        for name, tensor in job.states.items():
-            tensor.data = first[name].clone()
+        job = training.job(cell, spec_text(cell, plain=plain))
         graph = job.training_graph(2)
         count = communicator.size * CHUNKS.get(cell.schedule, 1)
         stages = random_stages(graph, count, number)
-        plan = make_plan(graph, stages, cell, communicator.size)
-        if communicator.rank == 0:
-            split = Cut(graph, stages, training=True).split_uses
-            (run.path / "split_uses.json").write_text(json.dumps(sorted(split)))
-        Trainer(Setup(communicator, job, plan, CpuDevice(), Doing()), run, 1).train()
+        training.run(cell, job, make_plan(graph, stages, cell, communicator.size), stages)
+    for shared in [] if plain else REPLICAS.cells_of(communicator.size):
+        job = training.job(shared, with_sgd(spec_text(shared, plain=False)))
+        training.run(shared, job, *shared_plan(shared, job.training_graph(2)))
 
 
 def train_on_four_and_fewer(directory: Path, world: MPI.Comm) -> None:
@@ -347,6 +332,69 @@ def train_on_four_and_fewer(directory: Path, world: MPI.Comm) -> None:
     if world.rank < 3:
         train(directory, part, plain=world.rank == 2)
 
+
+class Training:
+    """Trains cell after cell; a model is captured once."""
+
+    def __init__(self, directory: Path, communicator: MPI.Comm, *, plain: bool = False) -> None:
+        self.folder = directory / ("plain" if plain else str(communicator.size))
+        self.communicator = communicator
+        self.plain = plain
+
+    def job(self, cell: Any, text: str) -> CapturedJob:
+        run = RunDirectory(self.folder / str(cell))
+        if self.communicator.rank == 0:
+            run.trace.mkdir(parents=True)
+            run.job.write_text(text)
+        self.communicator.Barrier()
+        spec = load(run.job)
+        if (cell.model, self.plain) not in CAPTURED:
+            job = CapturedJob(spec)
+            job.training_graph(2)
+            job.evaluation_graph(4)
+            first = {name: tensor.detach().clone() for name, tensor in job.states.items()}
+            CAPTURED[cell.model, self.plain] = job, first
+        job, first = CAPTURED[cell.model, self.plain]
+        job.spec = spec
+        for name, tensor in job.states.items():
+            tensor.data = first[name].clone()
+        return job
+
+    def run(self, cell: Any, job: CapturedJob, plan: Plan, stages: dict[str, int]) -> None:
+        run = RunDirectory(self.folder / str(cell))
+        if self.communicator.rank == 0:
+            split = Cut(job.training_graph(2), stages, training=True).split_uses
+            (run.path / "split_uses.json").write_text(json.dumps(sorted(split)))
+        Trainer(Setup(self.communicator, job, plan, CpuDevice(), Doing()), run, 1).train()
+
+
+def shared_plan(cell: Any, graph: CapturedGraph) -> tuple[Plan, dict[str, int]]:
+    stages = len(cell.replicas)
+    return REPLICAS.shared_plan(
+        cell,
+        graph,
+        lambda seed: random_stages(graph, stages, seed),
+        lambda found: make_plan(graph, found, cell, stages),
+    )
+
+
+def with_sgd(text: str) -> str:
+    """Under Adam, a tiny gradient of either sign moves a weight by the full rate."""
+    return text.replace("AdamW', kwargs: {lr: 0.003}", "SGD', kwargs: {lr: 0.1}")
+
+
+def beside(name: str) -> Any:
+    """A module of this folder."""
+    spec = importlib.util.spec_from_file_location(f"equality_{name}", HERE.with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+REPLICAS = beside("replica_cells")
 
 if __name__ == "__main__":
     os.fsync = lambda _: None  # nothing here need outlive the machine

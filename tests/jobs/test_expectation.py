@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +13,12 @@ import pytest
 from pipectl.capture.traits import Traits
 from pipectl.jobs.expectation import (
     against_one_process,
+    averaged_buffers,
     between_plans,
     reason_for_two_plans,
     too_large_for_a_process,
 )
+from pipectl.plan import Plan
 
 
 def spec(precision: str = "float32", gpus: int = 0, materialize: str = "eager") -> Any:
@@ -35,23 +39,27 @@ def traits(*, random: bool = False, shared: bool = False, half: bool = False) ->
      ("float16", False, 2e-2)],
 )  # fmt: skip
 def test_rounding_is_that_of_the_coarsest_arithmetic(
-    precision: str, half: bool, tolerance: float
+    pipeline: Callable[..., Plan], precision: str, half: bool, tolerance: float
 ) -> None:
-    found = against_one_process(spec(precision), traits(shared=True, half=half))
+    found = against_one_process(spec(precision), traits(shared=True, half=half), pipeline(2, 2))
     assert found.tolerance == tolerance
     assert found.notes[0].startswith("tied.weight: used several times")
 
 
-def test_without_a_reason_the_same_bits_are_asked_for() -> None:
-    assert against_one_process(spec(), traits(half=True)).tolerance == 0.0
-    assert against_one_process(spec(), traits(random=True, shared=True)).tolerance == 0.0
+def test_without_a_reason_the_same_bits_are_asked_for(pipeline: Callable[..., Plan]) -> None:
+    plan = pipeline(2, 2)
+    assert against_one_process(spec(), traits(half=True), plan).tolerance == 0.0
+    assert against_one_process(spec(), traits(random=True, shared=True), plan).tolerance == 0.0
 
 
-def test_plans_differ_in_no_bit_on_cpus_whatever_the_model() -> None:
+def test_plans_differ_in_no_bit_on_cpus_whatever_the_model(
+    pipeline: Callable[..., Plan],
+) -> None:
     everything = traits(random=True, shared=True, half=True)
-    assert between_plans(spec(), everything, "why").tolerance == 0.0
-    assert between_plans(spec(gpus=1), everything, "why").tolerance == 2e-2
-    assert between_plans(spec(), everything, "why").notes[0].startswith("why: ")
+    plan = pipeline(2, 2)
+    assert between_plans(spec(), everything, plan, "why").tolerance == 0.0
+    assert between_plans(spec(gpus=1), everything, plan, "why").tolerance == 2e-2
+    assert between_plans(spec(), everything, plan, "why").notes[0].startswith("why: ")
 
 
 def test_two_plans_are_compared_where_asked_or_where_no_process_holds_the_model() -> None:
@@ -68,3 +76,15 @@ def test_two_plans_are_compared_where_memory_is_short(monkeypatch: pytest.Monkey
         found = too_large_for_a_process(alone)
         assert (found and found[:31]) == expected
     assert too_large_for_a_process(None) is not None
+
+
+def test_replicas_are_compared_within_rounding_and_without_what_they_average(
+    pipeline: Callable[..., Plan],
+) -> None:
+    plan = pipeline(1, 2, node_of_rank=[0, 0])
+    several = replace(plan, stages=(replace(plan.stages[0], ranks=(0, 1)),))
+    found = against_one_process(spec(), traits(), several)
+    assert found.tolerance == 1e-4
+    assert found.notes[0].startswith("replicas add up gradients in another order")
+    assert averaged_buffers(["running_mean"], several) == {"running_mean"}
+    assert averaged_buffers(["running_mean"], plan) == frozenset()

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from pipectl.errors import MismatchError
+from pipectl.plan import Replication
 from pipectl.runtime.supported import check_supported
 
 
 @pytest.mark.parametrize(
     ("change", "feature"),
     [
-        ({"ranks": (1, 2)}, r"stages\[1\].ranks asks for replicas"),
         ({"backward_ranks": (2,)}, r"stages\[1\].backward_ranks asks for a backward on other"),
     ],
 )
@@ -26,3 +26,11 @@ def test_what_the_engine_cannot_do_is_named(pipeline, change, feature):
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
 def test_every_schedule_runs_with_several_stages_a_rank(pipeline, schedule):
     check_supported(pipeline(4, 4, schedule=schedule, ranks=[0, 1, 0, 1]))
+
+
+def test_stages_may_have_replicas_as_long_as_each_gets_samples(pipeline):
+    plan = pipeline(2, 4, micro_batch_size=2, node_of_rank=[0, 0, 0, 0])
+    several = replace(plan, stages=(plan.stages[0], replace(plan.stages[1], ranks=(1, 2, 3))))
+    check_supported(several)
+    with pytest.raises(MismatchError, match=r"stages\[1\] has 3 replicas for the 2 samples"):
+        check_supported(replace(several, replication=Replication.SPLIT))

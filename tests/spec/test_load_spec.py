@@ -92,6 +92,7 @@ def test_defaults(read, minimal) -> None:
         "schedule": "auto",
         "warm_up": "auto",
         "replicas": "auto",
+        "shard_optimizer": False,
         "recompute": "auto",
         "offload": "auto",
         "offload_directory": None,

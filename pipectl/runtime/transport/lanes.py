@@ -1,8 +1,8 @@
 """Messages of tensors over MPI: nonblocking, without copies, without headers.
 
 A lane (one direction between two stages) carries the same tensors for every micro-batch of one
-size. Their layouts are announced once, in the first exchange of that size (``learn``), and known
-to both ends from then on.
+size. Their layouts are announced once, in the first exchange of that size between two ranks
+(``learn``), and known to both from then on.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class Transport:
         self._progress = progress or Progress()
         self._check = check
         self._tags = _tags(lanes, largest_tag(communicator))
-        self._layouts: dict[tuple[Lane, int], Layouts] = {}
+        self._layouts: dict[tuple[Lane, int, int], Layouts] = {}
 
     def start_send(self, message: Message, size: int, rank: int, tensors: Tensors) -> Posted:
         """Begin to send; ``tensors`` must not change until the message has left."""
-        layouts = self._layouts.get((message.lane, size))
+        layouts = self._layouts.get((message.lane, rank, size))
         posted = Posted()
         if layouts is None:
             layouts = self._announce(message.lane, size, rank, tensors, posted)
@@ -89,7 +89,7 @@ class Transport:
 
     def start_receive(self, message: Message, size: int, rank: int) -> Posted | None:
         """Post the buffers of a message; None while its layouts are not known."""
-        layouts = self._layouts.get((message.lane, size))
+        layouts = self._layouts.get((message.lane, rank, size))
         return None if layouts is None else self._post(message.lane, layouts, rank)
 
     def finish_receive(
@@ -101,7 +101,10 @@ class Transport:
             WorkerError: messages are checked, and this one is not what its sender sent.
         """
         if posted is None:
-            posted = self._post(message.lane, self._learn(message.lane, size, rank), rank)
+            layouts = self._layouts.get((message.lane, rank, size))
+            if layouts is None:
+                layouts = self._learn(message.lane, size, rank)
+            posted = self._post(message.lane, layouts, rank)
         self._progress.wait(posted.transfers)
         if self._check:
             self._compare(message, rank, posted)
@@ -176,14 +179,14 @@ class Transport:
         layouts = {slot: _layout(tensors.get(slot)) for slot in self._lanes[lane]}
         fields = [layout and layout.to_json() for layout in layouts.values()]
         self._send_text(posted, Slot("header"), fields, rank, self._tags[lane][~_HEADER])
-        self._layouts[lane, size] = layouts
+        self._layouts[lane, rank, size] = layouts
         return layouts
 
     def _learn(self, lane: Lane, size: int, rank: int) -> Layouts:
         fields = self._receive_text(rank, self._tags[lane][~_HEADER])
         slots = zip(self._lanes[lane], fields, strict=True)
         layouts = {slot: item and Layout.from_json(item) for slot, item in slots}
-        self._layouts[lane, size] = layouts
+        self._layouts[lane, rank, size] = layouts
         return layouts
 
     def _compare(self, message: Message, rank: int, posted: Posted) -> None:

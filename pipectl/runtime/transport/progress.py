@@ -81,6 +81,10 @@ class Progress:
         finally:
             self._waiting = False
 
+    def finished(self, transfers: Sequence[Transfer]) -> bool:
+        """Whether some transfers are complete; all advance once."""
+        return self._all_done(transfers)
+
     def until(self, done: Callable[[], bool]) -> None:
         """Return when ``done`` says so; all transfers advance meanwhile."""
         poll(lambda: done() or self._all_done(None), self._worked)

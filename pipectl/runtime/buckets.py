@@ -1,0 +1,156 @@
+"""One bucket of gradients on its way to their sum over all replicas.
+
+Every replica owns a part of the bucket. It receives that part of all others, adds them up in the
+order of the replicas, and sends the sum to all (three replicas, parts a, b and c)::
+
+    replica 0   a0 b0 c0    sends b0, c0    a = a0 + a1 + a2    sends a    a b c
+    replica 1   a1 b1 c1    sends a1, c1    b = b0 + b1 + b2    sends b    a b c
+    replica 2   a2 b2 c2    sends a2, b2    c = c0 + c1 + c2    sends c    a b c
+
+A replica sends and receives as many bytes as in a ring, 2 (r - 1) / r of the bucket, in two rounds
+instead of 2 (r - 1). And every sum is formed once, in one order: so its bits do not depend on MPI,
+and all replicas have the same ones, neither of which an all-reduce of MPI promises. Half precision
+is added in float32, which MPI cannot do, and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from pipectl.runtime.exchange import Exchange, Received, Sent
+
+
+class Bucket:
+    """Gradients that travel together.
+
+    Args:
+        leaves: tensors of one type and device, whose ``grad`` is summed; the same on all replicas.
+        owner: the replica that owns all of it, and alone gets the sum; None if each owns a part,
+            and all get everything.
+        tag: of its messages, with the next.
+    """
+
+    def __init__(
+        self, exchange: Exchange, leaves: Sequence[Tensor], owner: int | None, tag: int
+    ) -> None:
+        self._exchange = exchange
+        self.leaves = tuple(leaves)
+        self._owner = owner
+        self._tag = tag
+        ends = torch.tensor([0, *(leaf.numel() for leaf in leaves)]).cumsum(0).tolist()
+        self._edges = list(pairwise(ends))
+        self._parts = _parts(ends[-1], exchange.replicas, owner)
+        self._flat: Tensor | None = None
+        self._incoming: list[tuple[int, Received]] = []
+        self._sums: list[tuple[int, Received]] = []
+        self._sent: list[Sent] = []
+        self._summed = False
+
+    @property
+    def started(self) -> bool:
+        """Whether it is on its way."""
+        return self._flat is not None
+
+    def start(self) -> None:
+        """Send others their parts, and receive one's own."""
+        first = self.leaves[0]
+        flat = torch.empty(self._edges[-1][1], dtype=first.dtype, device=first.device)
+        self._flat = flat
+        for leaf, (start, stop) in zip(self.leaves, self._edges, strict=True):
+            part = flat[start:stop].view(leaf.shape)
+            part.zero_() if leaf.grad is None else part.copy_(leaf.grad)
+        mine, exchange = self._parts[self._exchange.replica], self._exchange
+        for replica in exchange.others:
+            if len(mine):
+                self._incoming.append(
+                    (replica, exchange.receive(len(mine), first.dtype, replica, self._tag))
+                )
+            theirs = self._parts[replica]
+            if len(theirs):
+                part = flat[theirs.start : theirs.stop]
+                self._sent.append(exchange.send(part, replica, self._tag))
+
+    def advance(self) -> None:
+        """Add up one's own part once all have sent it, and send it on."""
+        if self.started and not self._summed:
+            arriving = [message for _, message in self._incoming]
+            if self._exchange.finished(arriving):
+                self._sum()
+
+    def settle(self) -> None:
+        """Wait for what one's own part needs."""
+        if not self._summed:
+            self._exchange.wait([message for _, message in self._incoming])
+            self._sum()
+
+    def finish(self) -> None:
+        """Wait, and put the sums in the place of the gradients; without a sum, none stays."""
+        self.settle()
+        self._exchange.wait([*self._sent, *(message for _, message in self._sums)])
+        assert self._flat is not None
+        for replica, message in self._sums:
+            part = self._parts[replica]
+            self._flat[part.start : part.stop] = self._exchange.arrived(message)
+        for leaf, (start, stop) in zip(self.leaves, self._edges, strict=True):
+            self._put(leaf, self._flat[start:stop].view(leaf.shape))
+        self._reset()
+
+    def _put(self, leaf: Tensor, total: Tensor) -> None:
+        if self._owner not in (None, self._exchange.replica):
+            leaf.grad = None
+        elif leaf.grad is None:
+            leaf.grad = torch.empty_like(leaf).copy_(total)
+        else:
+            leaf.grad.copy_(total)
+
+    def _sum(self) -> None:
+        """One's own part; the others receive it, unless it is nobody else's."""
+        assert self._flat is not None
+        exchange, mine = self._exchange, self._parts[self._exchange.replica]
+        if len(mine):
+            own = self._flat[mine.start : mine.stop]
+            arrived = {replica: exchange.arrived(message) for replica, message in self._incoming}
+            own.copy_(_added([*(arrived[r] for r in arrived if r < exchange.replica), own,
+                              *(arrived[r] for r in arrived if r > exchange.replica)]))  # fmt: skip
+        self._incoming, self._summed = [], True
+        if self._owner is None:
+            self._share(mine)
+
+    def _share(self, mine: range) -> None:
+        assert self._flat is not None
+        for replica in self._exchange.others:
+            theirs = self._parts[replica]
+            if len(theirs):
+                dtype, tag = self._flat.dtype, self._tag + 1
+                found = self._exchange.receive(len(theirs), dtype, replica, tag)
+                self._sums.append((replica, found))
+            if len(mine):
+                part = self._flat[mine.start : mine.stop]
+                self._sent.append(self._exchange.send(part, replica, self._tag + 1))
+
+    def _reset(self) -> None:
+        self._flat, self._summed = None, False
+        self._sums, self._sent = [], []
+
+
+def _parts(count: int, replicas: int, owner: int | None) -> list[range]:
+    """The elements of a bucket that each replica owns."""
+    if owner is not None:
+        return [range(count if index == owner else 0) for index in range(replicas)]
+    return [
+        range(index * count // replicas, (index + 1) * count // replicas)
+        for index in range(replicas)
+    ]
+
+
+def _added(parts: Sequence[Tensor]) -> Tensor:
+    """The sum in the order given, in float32 at least."""
+    wide = torch.promote_types(parts[0].dtype, torch.float32)
+    total = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total

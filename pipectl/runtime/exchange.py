@@ -1,0 +1,96 @@
+"""Vectors between the replicas of a stage, moved by whatever moves the pipeline's messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from pipectl.runtime.device import Device
+from pipectl.runtime.transport import Progress
+from pipectl.runtime.transport.transfer import Transfer, memory
+
+
+@dataclass
+class Sent:
+    """A vector on its way; holds its memory."""
+
+    transfer: Transfer
+    buffer: Tensor
+
+
+@dataclass
+class Received:
+    """A vector that arrives in ``buffer``."""
+
+    transfer: Transfer
+    buffer: Tensor
+
+
+class Exchange:
+    """Point-to-point messages of one stage's replicas.
+
+    Args:
+        communicator: of these replicas alone, in their order.
+    """
+
+    def __init__(self, communicator: MPI.Comm, device: Device, progress: Progress) -> None:
+        self._communicator = communicator
+        self._device = device
+        self._progress = progress
+        self.replica = communicator.rank
+        self.replicas = communicator.size
+
+    @property
+    def others(self) -> list[int]:
+        """All other replicas, ascending."""
+        return [index for index in range(self.replicas) if index != self.replica]
+
+    def send(self, vector: Tensor, replica: int, tag: int) -> Sent:
+        """Begin to send a contiguous vector, which must not change until it has left."""
+        pieces, communicator = self._progress.pieces, self._communicator
+        outgoing = self._device.to_message(vector, pieces.size_bytes)
+
+        def start(offset: int, size_bytes: int) -> MPI.Request:
+            outgoing.wait(offset // pieces.size_bytes)
+            return communicator.Isend(memory(outgoing.buffer, offset, size_bytes), replica, tag)
+
+        size_bytes = outgoing.buffer.nbytes
+        begun = self._progress.begin(lambda: Transfer.send(start, size_bytes, pieces))
+        return Sent(begun, outgoing.buffer)
+
+    def receive(self, count: int, dtype: torch.dtype, replica: int, tag: int) -> Received:
+        """Begin to receive a vector."""
+        pieces, communicator = self._progress.pieces, self._communicator
+        buffer = self._device.message_buffer(count, dtype)
+
+        def start(offset: int, size_bytes: int) -> MPI.Request:
+            return communicator.Irecv(memory(buffer, offset, size_bytes), replica, tag)
+
+        begun = self._progress.begin(lambda: Transfer.receive(start, buffer.nbytes, pieces))
+        return Received(begun, buffer)
+
+    def arrived(self, received: Received) -> Tensor:
+        """A vector that has arrived, on the device."""
+        return self._device.from_message(received.buffer)
+
+    def finished(self, messages: Sequence[Sent | Received]) -> bool:
+        """Whether messages are complete."""
+        return self._progress.finished([message.transfer for message in messages])
+
+    def wait(self, messages: Sequence[Sent | Received]) -> None:
+        """Return when messages are complete."""
+        self._progress.wait([message.transfer for message in messages])
+
+    def agreed(self, names: Sequence[str]) -> set[str]:
+        """What any replica names. Collective."""
+        return set().union(*self._communicator.allgather(list(names)))
+
+
+def group_of(communicator: MPI.Comm, ranks: Sequence[int], tag: int) -> MPI.Comm:
+    """A communicator of some ranks, in this order; collective among them."""
+    assert isinstance(communicator, MPI.Intracomm)
+    return communicator.Create_group(communicator.group.Incl(list(ranks)), tag)

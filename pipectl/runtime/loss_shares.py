@@ -1,0 +1,95 @@
+"""The weight in a step's loss of what a rank computes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+from torch import Tensor
+
+from pipectl.capture.shares import target_weight, weighted
+from pipectl.runtime.passes import Batch, Pass, narrowed, parts_of
+from pipectl.runtime.waiting import wait
+from pipectl.runtime.wiring import Range
+
+
+class LossShares:
+    """Weights of the parts of the loss that this rank's replica of the loss stage computes.
+
+    Args:
+        stage: the loss stage.
+        weigh: the job's function of targets; None weighs by samples.
+        group: of the replicas of the loss stage; None on all other ranks.
+        name: of ``weigh``, for errors.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        stage: int,
+        weigh: Callable[[Any], Any] | None,
+        group: MPI.Comm | None,
+        name: str,
+    ) -> None:
+        self._rank = rank
+        self._stage = stage
+        self._weigh = weigh
+        self._group = group
+        self._name = name
+
+    @property
+    def reads_targets(self) -> bool:
+        """Whether this rank must see all its targets before the step begins."""
+        return self._weigh is not None and self._group is not None
+
+    def of(self, step: Pass, batches: Sequence[Batch] = ()) -> list[float]:
+        """The weight of every micro-batch, or of this rank's part of it. Collective if they
+        depend on targets.
+
+        Args:
+            batches: of the pieces of the pass, where they do.
+        """
+        parts = parts_of(step.plan, self._rank, self._stage)
+        if self.reads_targets:
+            return self._by_targets(step, parts, batches)
+        total = step.plan.batch_size
+        return [
+            _samples(parts.get(index, Range()), size) / total
+            for index, size in enumerate(step.sizes)
+        ]
+
+    def loss(self, step: Pass, losses: Sequence[Tensor], weights: Sequence[float]) -> float:
+        """What this rank adds to the loss of the step; NaN where it computes none of it."""
+        own = parts_of(step.plan, self._rank, self._stage)
+        if not own:
+            return 0.0 if self._group is not None else float("nan")
+        return weighted(losses, [weights[index] for index in own])
+
+    def _by_targets(
+        self, step: Pass, parts: Mapping[int, Range], batches: Sequence[Batch]
+    ) -> list[float]:
+        assert self._weigh is not None
+        assert self._group is not None
+        loaded = dict(zip(step.pieces, batches, strict=True))
+        table = np.zeros((len(step.sizes), self._group.size))
+        for index, part in parts.items():
+            targets = _targets(loaded[index], step.pieces[index], part)
+            table[index, self._group.rank] = target_weight(self._weigh, self._name, targets)
+        if self._group.size > 1:
+            wait([self._group.Iallreduce(MPI.IN_PLACE, table)])  # adding zeros changes no bit
+        total = float(sum(table.ravel().tolist()))
+        mine: list[float] = table[:, self._group.rank].tolist()
+        return [weight / total if total else 0.0 for weight in mine]
+
+
+def _targets(batch: Batch, piece: Range, part: Range) -> Any:
+    if part == piece or part.start < 0:
+        return batch[1]
+    first = max(0, piece.start)
+    return narrowed(batch[1], part.start - first, part.stop - first)
+
+
+def _samples(part: Range, size: int) -> int:
+    return size if part.start < 0 else part.stop - part.start

@@ -1,0 +1,113 @@
+"""Replicas of stages train what one rank trains: up to the order of sums, which only plans share.
+
+Compared with one rank within rounding, under SGD; and to the bit with each other, where they add
+the same parts in the same order.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipectl.runs import RunDirectory, read_metrics
+from pipectl.runtime import checkpoint
+
+
+def beside(name: str) -> ModuleType:
+    file = Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"replicas_{name}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+CELLS = beside("replica_cells")
+Shared = CELLS.Shared
+HALF = ("gpt_bf16", "gpt_float16")
+
+
+def weights(trained: Path, cell: Any) -> dict[str, Tensor]:
+    run = trained / str(cell.ranks) / str(cell)
+    return checkpoint.load(sorted((run / "checkpoints").glob("step-*"))[-1])
+
+
+def figures(trained: Path, cell: Any) -> list[float | None]:
+    """Losses, then norms of gradients, of all steps; None for the norm of a skipped one."""
+    lines = read_metrics(RunDirectory(trained / str(cell.ranks) / str(cell)))
+    return [line[key] for key in ("loss", "gradient_norm") for line in lines if "loss" in line]
+
+
+def assert_close(found: list[float | None], expected: list[float | None], rel: float) -> None:
+    assert [item is None for item in found] == [item is None for item in expected]
+    numbers = [[item for item in items if item is not None] for items in (found, expected)]
+    assert numbers[0] == pytest.approx(numbers[1], rel=rel)
+
+
+def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest, statistics of a norm left out."""
+    names = [name for name in expected if "running" not in name]
+    return max(float((found[name] - expected[name]).abs().max()) for name in names)
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("cell", CELLS.SHARED, ids=str)
+def test_replicas_equal_one_rank_within_rounding(trained: Path, cell: Any) -> None:
+    """Ten steps of SGD move weights by some tenths; sums in another order, by some 1e-7."""
+    found, expected = weights(trained, cell), weights(trained, cell.reference)
+    assert found.keys() == expected.keys()
+    allowed = 2e-4 if cell.model in HALF else 2e-6
+    assert distance(found, expected) <= allowed
+    rel = 1e-3 if cell.model in HALF else 2e-5
+    assert_close(figures(trained, cell), figures(trained, cell.reference), rel)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Shared("gpt", (2,), schedule="gpipe"),
+        Shared("gpt", (2,), shard=True),
+        Shared("gpt", (2, 2)),
+        Shared("gpt", (2, 2), shard=True),
+        Shared("gpt", (2, 2), schedule="zb-h1"),
+        Shared("gpt", (2, 2), memory="recompute"),
+    ],
+    ids=str,
+)
+def test_equal_replicas_give_the_same_bits_in_every_plan(trained: Path, cell: Any) -> None:
+    found, expected = weights(trained, cell), weights(trained, Shared("gpt", (2,)))
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    assert_close(figures(trained, cell), figures(trained, Shared("gpt", (2,))), 1e-12)
+
+
+@pytest.mark.mpi
+def test_replicas_add_in_another_order_than_one_rank(trained: Path) -> None:
+    """The table would also be equal if one replica did all the work."""
+    found, expected = (weights(trained, Shared("gpt", count)) for count in ((2,), (1,)))
+    assert any(not torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("replicas", [(2,), (1, 2, 1)], ids=str)
+def test_statistics_are_means_over_replicas_and_counts_are_exact(
+    trained: Path, replicas: tuple[int, ...]
+) -> None:
+    cell = Shared("cnn", replicas)
+    found, expected = weights(trained, cell), weights(trained, cell.reference)
+    counts = [name for name in expected if name.endswith("num_batches_tracked")]
+    assert counts
+    assert all(torch.equal(found[name], expected[name]) for name in counts)
+    for name in expected:
+        if "running" in name:
+            assert float((found[name] - expected[name]).abs().max()) < 0.5

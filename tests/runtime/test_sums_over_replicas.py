@@ -1,0 +1,78 @@
+"""Sums over replicas on real ranks: the same bits everywhere, in the order of the replicas."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+PROGRAM = Path(__file__).with_name("ranks_that_sum.py")
+_SPEC = importlib.util.spec_from_file_location("ranks_that_sum", PROGRAM)
+assert _SPEC is not None
+assert _SPEC.loader is not None
+RANKS = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(RANKS)
+
+
+@pytest.fixture(scope="module", params=[(2, "none"), (3, "thread")], ids=str)
+def found(
+    request: pytest.FixtureRequest,
+    launch: Callable[..., Any],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> list[dict[str, Any]]:
+    ranks, mode = request.param
+    file = tmp_path_factory.mktemp("sums") / "found.json"
+    done = launch(ranks, PROGRAM, file, mode)
+    assert done.returncode == 0, done.stderr
+    loaded: list[dict[str, Any]] = json.loads(file.read_text())
+    return loaded
+
+
+def expected(name: str, ranks: int, dtype: torch.dtype) -> list[float]:
+    parts = [RANKS.gradient(name, rank, dtype).float() for rank in range(ranks)]
+    total: list[float] = reduce(torch.add, parts).to(dtype).double().tolist()
+    return total
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_replica_has_the_sum_in_float32_by_rising_replica(
+    found: list[dict[str, Any]], dtype: torch.dtype
+) -> None:
+    key = str(dtype).removeprefix("torch.")
+    for mine in found:
+        assert mine[key].pop("unused") is None
+        assert mine[key] == {name: expected(name, len(found), dtype) for name in mine[key]}
+
+
+@pytest.mark.mpi
+def test_sharded_sums_are_at_their_owners_alone(found: list[dict[str, Any]]) -> None:
+    owners = RANKS.owners_of(RANKS.made(torch.float32), len(found))
+    for replica, mine in enumerate(found):
+        for name, owner in owners.items():
+            here = owner == replica and name != "unused"
+            wanted = expected(name, len(found), torch.float32) if here else None
+            assert mine["sharded"][name] == wanted
+
+
+@pytest.mark.mpi
+def test_all_replicas_get_what_an_owner_updated(found: list[dict[str, Any]]) -> None:
+    owners = RANKS.owners_of(RANKS.made(torch.float32), len(found))
+    for mine in found:
+        assert mine["shared"] == {
+            name: [1.0 + owner] * RANKS.SIZES[name] for name, owner in owners.items()
+        }
+
+
+def test_state_is_shared_out_evenly() -> None:
+    parameters = {f"p{index}": torch.zeros(size) for index, size in enumerate((9, 1, 5, 4, 4, 1))}
+    owners = RANKS.owners_of(parameters, 3)
+    assert list(owners) == list(parameters)
+    load = [sum(parameters[n].numel() for n, o in owners.items() if o == r) for r in range(3)]
+    assert sorted(load) == [7, 8, 9]
