@@ -23,7 +23,7 @@ from pipectl.plan import Plan
 
 def spec(precision: str = "float32", gpus: int = 0, materialize: str = "eager") -> Any:
     return SimpleNamespace(
-        training=SimpleNamespace(precision=precision),
+        training=SimpleNamespace(precision=precision, compile=False),
         resources=SimpleNamespace(gpus_per_node=gpus),
         model=SimpleNamespace(materialize=materialize),
     )
