@@ -4,7 +4,7 @@ from pipectl.schedule.actions import Action, Actions, Kind, Program
 from pipectl.schedule.catalogue import NAMES, default_ranks, default_warm_up, splits_backwards
 from pipectl.schedule.channel import Channel, channels, messages
 from pipectl.schedule.computing import compute_actions, compute_programs
-from pipectl.schedule.lowering import lower, lower_evaluation, program_hash
+from pipectl.schedule.lowering import lower, lower_evaluation, lower_stretch, program_hash
 from pipectl.schedule.memory import (
     host_bytes,
     memory_bytes,
@@ -22,6 +22,7 @@ from pipectl.schedule.placement import (
     rank_of,
     roles,
 )
+from pipectl.schedule.unflushed import is_unflushed
 from pipectl.schedule.validation import Proof, validate
 
 __all__ = [
@@ -40,8 +41,10 @@ __all__ = [
     "default_ranks",
     "default_warm_up",
     "host_bytes",
+    "is_unflushed",
     "lower",
     "lower_evaluation",
+    "lower_stretch",
     "memory_bytes",
     "messages",
     "peak_host_bytes",

@@ -53,11 +53,13 @@ class Action(NamedTuple):
     Args:
         stage: stage that computes; for transfers the local stage.
         micro_batch: index within the step; -1 for what belongs to all: UPDATE, reductions, and
-            messages of weights.
+            messages of weights. Where steps overlap, it counts through from step to step, and an
+            UPDATE has that of the last backward before it.
         channel: index into the plan's channels for messages, else -1.
         start: first sample of the micro-batch that is computed or moved, with ``stop`` a
             half-open range; both -1 for all of it.
-        weight_version: version of the weights used; 0 is the newest.
+        weight_version: version of the weights that a computation uses, by its age in updates; 0
+            is the newest.
     """
 
     kind: Kind
@@ -69,6 +71,7 @@ class Action(NamedTuple):
     weight_version: int = 0
 
 
+_MICRO_BATCH = Action._fields.index("micro_batch")
 Columns = npt.NDArray[np.int32]
 Integers = npt.NDArray[np.integer[Any]]
 
@@ -103,6 +106,14 @@ class Actions:
         """One column by its :class:`Action` field name."""
         return self.rows[:, Action._fields.index(name)]
 
+    def shifted(self, more: int) -> Actions:
+        """The same for later micro-batches; what belongs to none stays."""
+        if not more:
+            return self
+        rows = self.rows.copy()
+        rows[:, _MICRO_BATCH] += more * (rows[:, _MICRO_BATCH] >= 0)
+        return Actions(rows)
+
     def __len__(self) -> int:
         return len(self.rows)
 
@@ -124,9 +135,29 @@ EMPTY = Actions.of(())
 class Program:
     """What one rank does: once at the start, every optimizer step, once at the end.
 
-    Flushed (synchronous) schedules have only a body.
+    Flushed (synchronous) schedules have only a body. In others micro-batches are counted through,
+    as if there were one body; see :meth:`parts`.
     """
 
     body: Actions
     prologue: Actions = EMPTY
     epilogue: Actions = EMPTY
+
+    def parts(self, bodies: int, micro_batches: int) -> Iterator[tuple[Actions, int]]:
+        """All rows in order, each part with what is to be added to its micro-batches.
+
+        Args:
+            bodies: how often the body is executed, at least once.
+            micro_batches: of a step, by which one body is ahead of the one before.
+        """
+        yield self.prologue, 0
+        for number in range(bodies):
+            yield self.body, number * micro_batches
+        yield self.epilogue, (bodies - 1) * micro_batches
+
+    def unrolled(self, bodies: int, micro_batches: int) -> Actions:
+        """:meth:`parts` as one sequence."""
+        if bodies == 1 and not len(self.prologue) and not len(self.epilogue):
+            return self.body
+        found = (rows.shifted(more) for rows, more in self.parts(bodies, micro_batches))
+        return Actions(np.concatenate([part.rows for part in found]))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipectl.errors import ScheduleError
-from pipectl.schedule.actions import Action, Integers, Kind, Program
+from pipectl.schedule.actions import Action, Actions, Integers, Kind, Program
 from pipectl.schedule.placement import Portion
 
 ONCE = Portion(np.array([-1]))
@@ -130,8 +130,7 @@ class Audit:
         Args:
             updated: its stage.
         """
-        rest = np.flatnonzero(~self._seen)
-        kinds = [Kind(kind).name for kind in self._rows.column("kind")[rest]]
+        rest, kinds = self._rest()
         if kinds != ["UPDATE"] or rest[0] != len(self._rows) - 1:
             raise fault(
                 f"rank {self.rank} has {short(kinds)} beyond its stages and channels; "
@@ -140,6 +139,34 @@ class Audit:
         expected = Action(Kind.UPDATE, updated)
         if self._rows.rows[-1].tolist() != list(expected):
             raise fault(f"rank {self.rank} ends in {self._rows.rows[-1]} instead of {expected}")
+
+    def check_steps(self, updates: Item, backward: Item, versions: Actions) -> None:
+        """Of steps that are not flushed: each updates behind its own backwards, with weights of the
+        right age in all that it computes, and there is nothing that has not been looked at.
+
+        Args:
+            versions: these rows with the right ages.
+        """
+        rows = self.rows(updates)
+        ends = np.searchsorted(rows, self.rows(backward))
+        steps = np.searchsorted(self.micro_batches(updates), self.micro_batches(backward))
+        if not np.array_equal(ends, steps):
+            raise fault(f"rank {self.rank} updates stage {updates.owner} within a step")
+        wrong = np.flatnonzero((self._rows.rows != versions.rows).any(axis=1))
+        if len(wrong):
+            raise fault(
+                f"rank {self.rank} has {self._rows.rows[wrong[0]]} with weights of another age "
+                f"than {versions.rows[wrong[0]]}"
+            )
+        if self._rest()[1]:
+            raise fault(
+                f"rank {self.rank} has {short(self._rest()[1])} beyond its stages and channels"
+            )
+
+    def _rest(self) -> tuple[Integers, list[str]]:
+        """Rows that nobody has looked at, and their kinds."""
+        rest = np.flatnonzero(~self._seen)
+        return rest, [Kind(kind).name for kind in self._rows.column("kind")[rest]]
 
 
 def fault(message: str) -> ScheduleError:

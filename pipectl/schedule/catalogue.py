@@ -14,6 +14,9 @@ from pipectl.schedule import (
     interleaved,
     looped_bfs,
     one_f_one_b,
+    pipedream,
+    pipedream_2bw,
+    unflushed,
     zb_h1,
     zb_v,
 )
@@ -25,7 +28,8 @@ def order_of(plan: Plan, micro_batches: int) -> Order:
     """The order of a plan's step.
 
     Args:
-        micro_batches: of the step; may be fewer than the plan's.
+        micro_batches: of the step; may be fewer than the plan's. Of a schedule without flushes, of
+            all steps of a stretch.
 
     Raises:
         ScheduleError: if the plan names no known schedule, or its stages do not suit it.
@@ -89,6 +93,10 @@ def default_warm_up(
     if schedule in _V_SHAPED:
         order = _V_SHAPED[schedule](stages // 2, micro_batches)
         return _first_forwards(order, stages, micro_batches)
+    if schedule == pipedream.NAME:
+        return pipedream.warm_up(stages)
+    if schedule == pipedream_2bw.NAME:
+        return pipedream_2bw.warm_up(stages, micro_batches)
     if schedule == interleaved.NAME:
         shared_by = min(replicas or [1])
         return interleaved.warm_up(stages, micro_batches, ranks or stages, shared_by)
@@ -112,6 +120,12 @@ def _interleaved(plan: Plan, _: int) -> Order:
 
 def _looped_bfs(plan: Plan, micro_batches: int) -> Order:
     return looped_bfs.order(len(plan.stages), plan.derived(_round), micro_batches)
+
+
+def _unflushed(plan: Plan, micro_batches: int) -> Order:
+    """That of 1F1B, as if all steps were one."""
+    unflushed.check(plan)
+    return one_f_one_b.order(plan.warm_up, micro_batches)
 
 
 def _round(plan: Plan) -> int:
@@ -162,6 +176,8 @@ _ORDERS: dict[str, Callable[[Plan, int], Order]] = {
     looped_bfs.NAME: _looped_bfs,
     zb_h1.NAME: lambda plan, micro_batches: zb_h1.order(plan.warm_up, micro_batches),
     **dict.fromkeys(_V_SHAPED, _v_shaped),
+    pipedream.NAME: _unflushed,
+    pipedream_2bw.NAME: _unflushed,
 }
 
 NAMES = tuple(_ORDERS)

@@ -24,6 +24,9 @@ Why no wait can close a circle: all ranks compute in one order (see ``order``), 
 starts by the turn of the computation that it is posted before. A send is awaited behind a later
 turn, and by then, in that order, its receive has started. Reductions are awaited at the end only.
 
+Where steps are not flushed, several are lowered as if they were one, with an UPDATE behind the last
+backward of each. From some step on all do the same, and one of these is the body of the program.
+
 Where forward and backward of a stage have ranks of their own, the second starts to receive saved
 values by the turn of the forward that makes them, so that the first can drop them soon; and a step
 begins with the weights of the last one on their way back.
@@ -41,12 +44,13 @@ import numpy as np
 from pipectl import __version__
 from pipectl.graph import TransferKind
 from pipectl.plan import Plan
-from pipectl.schedule import offloading
-from pipectl.schedule.actions import Integers, Kind, Program
+from pipectl.schedule import offloading, unflushed
+from pipectl.schedule.actions import Actions, Integers, Kind, Program
 from pipectl.schedule.channel import Channel, channels, channels_of_rank, messages
 from pipectl.schedule.computing import Block, Computation, evaluating, training
 from pipectl.schedule.placement import Portion, is_apart, roles
 from pipectl.schedule.rows import Phase, Rows
+from pipectl.schedule.unflushed import is_unflushed, with_versions
 
 RECEIVE_AHEAD = 1
 """Double buffering: the next message can arrive while one is waited for and used."""
@@ -61,17 +65,48 @@ def lower(
 ) -> Program:
     """The program of one rank; costs time in proportion to that rank's actions.
 
-    Every rank gets exactly one UPDATE, the last row, with the first stage it updates, or -1 if
-    there is none: idle ranks take part in what all ranks do together at the end of a step.
+    Every rank gets exactly one UPDATE a step, the last row, with the first stage it updates, or -1
+    if there is none: idle ranks take part in what all ranks do together at the end of a step.
 
     Args:
-        micro_batches: of this step; by default the plan's.
+        micro_batches: of this step; by default the plan's. A schedule without flushes has no
+            others.
         receive_ahead: receives posted on a channel beyond the one whose message is next.
 
     Raises:
         ScheduleError: for an unknown schedule, or stages that do not suit it.
     """
-    computation = training(plan, rank, micro_batches or plan.micro_batches)
+    if is_unflushed(plan):
+        return _unflushed_program(plan, rank, receive_ahead)
+    return Program(_rows(plan, rank, micro_batches or plan.micro_batches, receive_ahead))
+
+
+def lower_stretch(
+    plan: Plan, rank: int, steps: int, *, receive_ahead: int = RECEIVE_AHEAD
+) -> Actions:
+    """All that a rank does in some steps that are not flushed, from empty pipeline to empty one.
+
+    Where there are enough, the same as the program of :func:`lower`, unrolled.
+
+    Raises:
+        ScheduleError: see :func:`lower`.
+    """
+    rows = _rows(plan, rank, steps * plan.micro_batches, receive_ahead)
+    return with_versions(plan, rows)
+
+
+def _unflushed_program(plan: Plan, rank: int, receive_ahead: int) -> Program:
+    """A stretch with one body, cut behind the UPDATE before it and the one at its end."""
+    steps = 1 + unflushed.steps_apart(plan)
+    found = lower_stretch(plan, rank, steps, receive_ahead=receive_ahead)
+    first, last = 1 + unflushed.updates(found)[unflushed.steady_from(plan) - 1 :][:2]
+    prologue, body, epilogue = np.split(found.rows, [first, last])
+    return Program(Actions(body), Actions(prologue), Actions(epilogue))
+
+
+def _rows(plan: Plan, rank: int, micro_batches: int, receive_ahead: int) -> Actions:
+    """The rows of a step, or of a stretch of steps that are not flushed."""
+    computation = training(plan, rank, micro_batches)
     lowering = _Lowering(computation, rank, receive_ahead)
     for index, channel in channels_of_rank(plan, rank):
         if channel.kind is TransferKind.WEIGHT:
@@ -89,8 +124,11 @@ def lower(
             reduce=stage.replicas > 1,
         )
     first = min((role.stage for role in updated), default=-1)
-    lowering.rows.add_one(Phase.UPDATE, len(computation), Kind.UPDATE, first)
-    return Program(lowering.rows.sorted())
+    if is_unflushed(plan):
+        lowering.add_updates(first, plan.micro_batches)
+    else:
+        lowering.rows.add_one(Phase.UPDATE, len(computation), Kind.UPDATE, first)
+    return lowering.rows.sorted()
 
 
 def lower_evaluation(
@@ -191,6 +229,17 @@ class _Lowering:
             last = int(slots.max(initial=-1)) if len(slots) else end
             self.rows.add_one(Phase.REDUCE_START, last, Kind.REDUCE_START, stage)
             self.rows.add_one(Phase.REDUCE_WAIT, end, Kind.REDUCE_WAIT, stage)
+
+    def add_updates(self, stage: int, micro_batches: int) -> None:
+        """One behind the last backward of every step of so many micro-batches.
+
+        Args:
+            stage: -1 for a rank without one.
+        """
+        back = self._computation.blocks.get((Kind.BACKWARD, stage))
+        lasts = np.arange(micro_batches - 1, self._computation.micro_batches, micro_batches)
+        slots = np.zeros_like(lasts) if back is None else back.slots_of(lasts)
+        self.rows.add(Phase.UPDATE, slots, Kind.UPDATE, stage, Portion(lasts))
 
     def _add_weight(self, phase: Phase, slot: int, kind: Kind, stage: int, index: int) -> None:
         self.rows.add_one(phase, slot, kind, stage, channel=index)

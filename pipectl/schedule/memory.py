@@ -1,6 +1,7 @@
 """How much memory a rank program holds, row by row; it follows from the order of rows alone.
 
-From step to step: parameters, buffers and optimizer state. From the first backward of a stage to
+From step to step: parameters, buffers and optimizer state; where steps are not flushed, also older
+versions of the parameters that a backward still uses. From the first backward of a stage to
 UPDATE: the gradients of its parameters. A micro-batch adds, from its forward to the end of its
 backward, what the stage keeps: its saved bytes, or under recomputation its inputs, and the rest
 from RECOMPUTE on. They include what the stage received and what it sends, since a backward needs
@@ -25,6 +26,7 @@ from pipectl.plan import Plan, StageCost, StagePeaks
 from pipectl.schedule.actions import Actions, Integers, Kind, Program
 from pipectl.schedule.channel import Channel, channels_of_rank, messages
 from pipectl.schedule.placement import Portion, is_apart, roles
+from pipectl.schedule.unflushed import is_unflushed
 
 Floats = npt.NDArray[np.float64]
 _BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
@@ -32,17 +34,18 @@ _BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
 def memory_bytes(plan: Plan, rank: int, program: Program) -> Floats:
-    """The most bytes a rank's device holds while it executes each row of ``program.body``.
+    """The most bytes a rank's device holds while it executes each row of a program.
 
-    Shape [rows]. The process itself (interpreter, torch, MPI) is not included.
+    Shape [rows of prologue, body, epilogue]; more bodies between them hold as much. The process
+    itself (interpreter, torch, MPI) is not included.
     """
-    changes = _Changes(plan, rank, program.body)
+    changes = _Changes(plan, rank, program.unrolled(1, plan.micro_batches))
     return resident_bytes(plan, rank) + _before(changes.born - changes.dead) + changes.during
 
 
 def host_bytes(plan: Plan, program: Program) -> Floats:
     """Bytes that its rank has offloaded while it executes each row; shape [rows]."""
-    rows = program.body
+    rows = program.unrolled(1, plan.micro_batches)
     kind = rows.column("kind")
     if not (kind == Kind.OFFLOAD_START).any():
         return np.zeros(len(rows))
@@ -71,7 +74,7 @@ def peak_in_flight(program: Program, stage: int, saved: int | None = None) -> in
     Args:
         saved: channel of saved values, where the forward has another rank.
     """
-    rows = program.body
+    rows = program.unrolled(1, 0)
     mine, kind = rows.column("stage") == stage, rows.column("kind")
     begun = mine & (kind == Kind.FORWARD)
     if saved is not None:
@@ -96,8 +99,8 @@ def shares(plan: Plan, rows: Actions) -> Floats:
     1 for rows that belong to no micro-batch.
     """
     micro_batch = rows.column("micro_batch")
-    found = np.ones(1 + micro_batch.max(initial=plan.micro_batches))
-    found[: plan.micro_batches] = plan.micro_batch_shares
+    found = np.ones(1 + micro_batch.max(initial=plan.micro_batches - 1) + 1)
+    found[:-1] = np.resize(plan.micro_batch_shares, len(found) - 1)
     start, stop = rows.column("start"), rows.column("stop")
     part: Floats = (stop - start) / plan.micro_batch_size
     return np.where(start >= 0, part, found[micro_batch])
@@ -135,6 +138,8 @@ class _Changes:
         self._add_kept()
         self._add_messages()
         self._add_gradients()
+        if is_unflushed(plan):
+            self._add_versions()
         self.during = self.born.copy()
         self._set_peaks()
 
@@ -214,11 +219,22 @@ class _Changes:
 
     def _add_gradients(self) -> None:
         """Gradients of parameters: of each stage from its first backward, of all to UPDATE."""
-        sizes = np.zeros(len(self._rows))
         for row, cost in self._first_backwards():
-            sizes[row] = cost.accumulated_bytes
-        self.born += sizes
-        self.dead += np.where(self._kind == Kind.UPDATE, sizes.sum(), 0)
+            self.born[row] += cost.accumulated_bytes
+            self.dead[self._update_behind(row)] += cost.accumulated_bytes
+
+    def _add_versions(self) -> None:
+        """Versions of parameters beside the newest: from the UPDATE that outdates them to the last
+        backward that uses them."""
+        updates = np.flatnonzero(self._kind == Kind.UPDATE)
+        backward = np.flatnonzero(self._kind == Kind.BACKWARD)
+        age = self._rows.column("weight_version")[backward]
+        last = dict(zip((np.searchsorted(updates, backward) - age).tolist(), backward, strict=True))
+        for version, row in last.items():
+            if version < len(updates) and row > updates[version]:
+                size = self._costs[self._stage[row]].parameter_bytes
+                self.born[updates[version]] += size
+                self.dead[row] += size
 
     def _set_peaks(self) -> None:
         for stage in {role.stage for role in roles(self._plan, self._rank)}:
@@ -233,16 +249,23 @@ class _Changes:
                 self.during[here & (self._kind == half)] = most
         for row, cost in self._first_backwards():
             if cost.peaks is not None:
-                self.during[self._kind == Kind.UPDATE] += cost.peaks.update_bytes
+                self.during[self._update_behind(row)] += cost.peaks.update_bytes
                 more = cost.grown_bytes if self._kind[row] == Kind.BACKWARD_INPUT else 0
                 self.during[row] = cost.peaks.first_backward_bytes + more
 
     def _first_backwards(self) -> list[tuple[int, StageCost]]:
-        """Row of the first backward of each stage, and what the stage costs."""
+        """Rows of the first backward of each stage in each step, and what the stage costs."""
         backward = np.flatnonzero(np.isin(self._kind, _BACKWARDS))
-        stages, first = np.unique(self._stage[backward], return_index=True)
-        rows = backward[first].tolist()
-        return [(row, self._costs[stage]) for row, stage in zip(rows, stages, strict=True)]
+        steps = np.cumsum(self._kind == Kind.UPDATE)[backward]
+        stages = self._stage[backward]
+        _, first = np.unique(steps * len(self._costs) + stages, return_index=True)
+        return [(int(backward[index]), self._costs[stages[index]]) for index in first]
+
+    def _update_behind(self, row: int) -> Integers:
+        """The next UPDATE, if there is one."""
+        updates = np.flatnonzero(self._kind == Kind.UPDATE)
+        found: Integers = updates[np.searchsorted(updates, row) :][:1]
+        return found
 
     def _add(self, where: Floats, kind: Kind, amounts: Floats) -> None:
         """Amounts by stage, for each row of a kind."""

@@ -21,7 +21,12 @@ from pipectl.schedule.channel import Channel, channels, messages
 from pipectl.schedule.deadlock import check_progress
 from pipectl.schedule.memory import peak_host_bytes, peak_in_flight, peak_memory_bytes
 from pipectl.schedule.placement import Portion, is_apart, portion, roles
+from pipectl.schedule.unflushed import check as check_unflushed
+from pipectl.schedule.unflushed import is_unflushed, steps_apart, with_versions
 from pipectl.units import format_bytes
+
+BODIES = 2
+"""Where steps are not flushed; so messages of one body meet those of the next."""
 
 _AWAY = (Kind.OFFLOAD_START, Kind.OFFLOAD_WAIT, Kind.FETCH_START, Kind.FETCH_WAIT)
 
@@ -59,10 +64,13 @@ def validate(
     and there before it is needed; every message is started and ended once on both ends, in the
     same order; values are made before they are sent, there before they are read, and not released
     while they are sent; gradients of replicas are summed behind the last backward; UPDATE is last;
-    no ranks wait for each other; device memory is within the limit.
+    no ranks wait for each other; device memory is within the limit. Where steps are not flushed,
+    all that holds from the first prologue to the last epilogue with two bodies between them; every
+    step updates behind its backwards, and all it computes uses weights of the version that the
+    schedule says.
 
     Args:
-        programs: of every rank; their bodies are checked.
+        programs: of every rank; if the schedule flushes, their bodies are checked.
         micro_batches: of the step; by default the plan's.
         process_baseline_bytes: what a process holds before it has a stage.
 
@@ -71,15 +79,19 @@ def validate(
     """
     if len(programs) != plan.ranks:
         raise fault(f"{len(programs)} programs for {plan.ranks} ranks")
-    step = _Step(plan, programs, micro_batches or plan.micro_batches)
+    count = micro_batches or plan.micro_batches
+    if is_unflushed(plan):
+        check_unflushed(plan)
+        count = plan.micro_batches * (BODIES + steps_apart(plan))
+        programs = [Program(item.unrolled(BODIES, plan.micro_batches)) for item in programs]
+    step = _Step(plan, programs, count)
     for stage in range(len(plan.stages)):
         for replica in range(plan.stages[stage].replicas):
             step.check_replica(stage, replica)
     for index, channel in enumerate(channels(plan)):
         step.check_channel(index, channel)
-    for rank, audit in enumerate(step.audits):
-        updated = (role.stage for role in roles(plan, rank) if role.kind is Kind.BACKWARD)
-        audit.check_nothing_else(min(updated, default=-1))
+    for rank in range(plan.ranks):
+        step.check_updates(rank)
     check_progress(channels(plan), programs, _reducers(plan))
     return Proof(
         _in_flight(plan, programs),
@@ -94,6 +106,7 @@ class _Step:
     def __init__(self, plan: Plan, programs: Sequence[Program], micro_batches: int) -> None:
         self.plan = plan
         self.micro_batches = micro_batches
+        self.programs = programs
         self.audits = [Audit(rank, program) for rank, program in enumerate(programs)]
         self._order = order_of(plan, micro_batches)
 
@@ -142,6 +155,20 @@ class _Step:
         if self._is_kept(channel):
             ends[0].check_order(sent, Item(self._order.first_half, channel.source_stage))
         _check_same_order(channel, ends, carried, send, receive)
+
+    def check_updates(self, rank: int) -> None:
+        """Where a rank updates its stages; to be asked when all else is checked."""
+        plan, audit = self.plan, self.audits[rank]
+        held = (role.stage for role in roles(plan, rank) if role.kind is Kind.BACKWARD)
+        stage = min(held, default=-1)
+        if not is_unflushed(plan):
+            audit.check_nothing_else(stage)
+            return
+        updates = Item(Kind.UPDATE, stage)
+        lasts = np.arange(plan.micro_batches - 1, self.micro_batches, plan.micro_batches)
+        audit.expect(updates, Portion(lasts))
+        right = with_versions(plan, self.programs[rank].body)
+        audit.check_steps(updates, Item(Kind.BACKWARD, stage), right)
 
     def _begins(self, stage: int) -> Item:
         """What a backward begins with."""

@@ -19,6 +19,7 @@ from pipectl.plan import Plan
 from pipectl.schedule.actions import Kind
 from pipectl.schedule.channel import Channel
 from pipectl.schedule.memory import halves_peaks
+from pipectl.schedule.unflushed import is_unflushed
 from pipectl.simulate.tables import (
     KIND,
     MEET,
@@ -111,7 +112,11 @@ def peak_bytes(programs: Programs, share: Floats, amounts: Amounts) -> Floats:
 def knows(plan: Plan, connections: Sequence[Channel], programs: Programs) -> bool:
     """Whether the memory of these programs follows from the tables here."""
     kinds = np.bincount(programs.rows[:, KIND], minlength=MEET + 1)
-    if kinds[UNKNOWN].any() or any(stage.backward_ranks for stage in plan.stages):
+    if (
+        is_unflushed(plan)
+        or kinds[UNKNOWN].any()
+        or any(stage.backward_ranks for stage in plan.stages)
+    ):
         return False
     has_replicas = any(stage.replicas > 1 for stage in plan.stages)
     return not (has_replicas and any(channel.is_local for channel in connections))

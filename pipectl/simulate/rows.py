@@ -17,6 +17,7 @@ from pipectl.plan import Plan, StageCost, Transfer
 from pipectl.schedule import gpipe, one_f_one_b
 from pipectl.schedule.actions import Actions, Kind, Program
 from pipectl.schedule.lowering import lower
+from pipectl.schedule.unflushed import is_unflushed
 from pipectl.simulate.streams import Numbering
 from pipectl.simulate.tables import FULL, LAST, MEET, OPERATIONS, SAMPLES, Integers, Programs, Rows
 
@@ -165,7 +166,7 @@ def _rows_of_all(plan: Plan) -> tuple[Rows, ...]:
 
 
 def _rows(plan: Plan, numbering: Numbering, rank: int, actions: Actions) -> Rows:
-    """The columns the loop reads, with a meeting before every UPDATE."""
+    """The columns the loop reads, with a meeting before every UPDATE that ends a flushed step."""
     kind, micro_batch = actions.column("kind"), actions.column("micro_batch")
     start, stop = actions.column("start"), actions.column("stop")
     size = np.where(micro_batch == plan.micro_batches - 1, LAST, FULL)
@@ -179,6 +180,8 @@ def _rows(plan: Plan, numbering: Numbering, rank: int, actions: Actions) -> Rows
         ],
         axis=1,
     ).astype(np.int32)
+    if is_unflushed(plan):
+        return np.ascontiguousarray(rows)
     updates = np.flatnonzero(kind == Kind.UPDATE)
     meetings = rows[updates]
     meetings[:, 0] = MEET

@@ -11,7 +11,8 @@ What is modelled:
 - Gradients are summed over the replicas of a stage once all of them have started that, while they
   compute on; sums do not share links with anything else (:mod:`pipectl.simulate.reduction`).
 - Ranks of a node share its cores evenly while more of them compute than there are cores.
-- At UPDATE all ranks meet, then each updates its stages.
+- At UPDATE all ranks meet, then each updates its stages. Where steps are not flushed they do not
+  meet, and what is simulated is the steady state (:mod:`pipectl.simulate.steady`).
 
 Events at the same time are taken in the order they were foreseen, so equal inputs give equal
 results.
@@ -22,11 +23,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from pipectl.cluster import Cluster
 from pipectl.errors import MismatchError, ScheduleError
 from pipectl.plan import Plan, Prediction
 from pipectl.schedule.actions import Kind, Program
+from pipectl.schedule.unflushed import is_unflushed
+from pipectl.simulate import steady
 from pipectl.simulate.machine import Machine, Record
 from pipectl.timeline import Event, Timeline
 
@@ -39,9 +43,10 @@ _SUMS = "sums of gradients over replicas share no links with messages or with ea
 
 @dataclass(frozen=True)
 class Simulation:
-    """One simulated optimizer step.
+    """One simulated optimizer step; where steps overlap, one of many.
 
     Args:
+        step_time_s: from the start to the end of the step, or between updates where steps overlap.
         bubble: share of the ranks' time in which they do not compute.
         utilisation: share of the step each rank computes.
         peak_memory_bytes: the most each rank holds at once.
@@ -58,7 +63,10 @@ class Simulation:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """What took time, by rank and start; waits that lasted no time are left out."""
+        """What took time, by rank and start; waits that lasted no time are left out.
+
+        Where steps overlap, that of several, from empty pipeline to empty one.
+        """
         events = (
             Event(rank, start, end, _EVENT_NAMES[kind], stage, micro_batch)
             for rank, start, end, kind, stage, micro_batch in self.record()
@@ -90,6 +98,8 @@ def simulate(
         ScheduleError: if the programs wait for each other for ever.
     """
     _check_nodes(plan, cluster)
+    if is_unflushed(plan):
+        return _simulate_steady(plan, cluster, programs, process_baseline_bytes)
     machine = Machine(plan, cluster, programs)
     step_time_s = machine.run()
     if machine.unfinished():
@@ -97,16 +107,32 @@ def simulate(
             f"plan {plan.name!r}: ranks {machine.unfinished()} wait for ever",
             cure="schedule.validate says who waits for whom",
         )
-    busy_s = machine.busy_s()
-    utilisation = tuple(busy / step_time_s if step_time_s else 0.0 for busy in busy_s)
-    return Simulation(
-        step_time_s=step_time_s,
-        bubble=1 - sum(utilisation) / len(utilisation),
-        utilisation=utilisation,
+    return _simulation(
+        step_time_s,
+        machine.busy_s(),
         peak_memory_bytes=machine.peak_memory_bytes(process_baseline_bytes),
         approximations=(_SUMS,) if any(stage.replicas > 1 for stage in plan.stages) else (),
         record=lambda: _record(plan, cluster, programs),
     )
+
+
+def _simulate_steady(
+    plan: Plan, cluster: Cluster, programs: Sequence[Program] | None, baseline: int
+) -> Simulation:
+    found = steady.steady_state(plan, cluster, programs, process_baseline_bytes=baseline)
+    return _simulation(
+        found.step_time_s,
+        found.busy_s,
+        peak_memory_bytes=found.peak_memory_bytes,
+        approximations=(),
+        record=lambda: steady.record(plan, cluster, programs),
+    )
+
+
+def _simulation(step_time_s: float, busy_s: Sequence[float], **others: Any) -> Simulation:
+    utilisation = tuple(busy / step_time_s if step_time_s else 0.0 for busy in busy_s)
+    bubble = 1 - sum(utilisation) / len(utilisation)
+    return Simulation(step_time_s, bubble, utilisation, **others)
 
 
 def _record(plan: Plan, cluster: Cluster, programs: Sequence[Program] | None) -> list[Record]:

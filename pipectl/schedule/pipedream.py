@@ -1,0 +1,51 @@
+"""PipeDream: 1F1B that is never flushed, with an update behind every backward.
+
+Four stages, eight steps of one micro-batch each, a backward drawn twice as long as a forward;
+digits are forwards, letters (a = step 0) are backwards, each with an update at its end::
+
+    stage 0  0123......aa4bb5cc6dd7ee.ff.gg.hh
+    stage 1  .012....aa3bb4cc5dd6ee7ff.gg.hh
+    stage 2  ..01..aa2bb3cc4dd5ee6ff7gg.hh
+    stage 3  ...0aa1bb2cc3dd4ee5ff6gg7hh
+
+Where training goes on, nothing waits for the last stages to end: from the first backward on, every
+stage computes all the time. The price is staleness. With versions counted by updates, from 0 where
+the pipeline was last empty, the forward and the backward of step t (from 0) use, of stage s::
+
+    version(s, t) = max(0, t + 1 - w(s))        w(s) = p - s, its warm-up
+
+while update t makes version t + 1 of version t. So gradients are w(s) - 1 updates old: p - 1 in the
+first stage, none in the last. Of the steps drawn above, these use version::
+
+    stage 0  00001234
+    stage 1  00012345
+    stage 2  00123456
+    stage 3  01234567
+
+A backward uses the version of its forward (*weight stashing*), of which stage s holds w(s). A step
+is one micro-batch of the whole batch. Source: Narayanan et al., "PipeDream", SOSP 2019, whose
+formula is w(t+1) = w(t) - rate * gradient(w_1(t-n+1), w_2(t-n+2), ..., w_n(t)).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pipectl.schedule.actions import Integers
+
+NAME = "pipedream"
+
+
+def warm_up(stages: int) -> tuple[int, ...]:
+    """As many micro-batches in flight as there are stages from here to the end."""
+    return tuple(range(stages, 0, -1))
+
+
+def version(depth: int, steps: Integers) -> Integers:
+    """The updates since the pipeline was empty that the weights have which some steps use.
+
+    Args:
+        depth: warm-up of the stage.
+        steps: from 0, where the pipeline was empty.
+    """
+    return np.maximum(0, steps + 1 - max(1, depth))

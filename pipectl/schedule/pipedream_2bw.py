@@ -1,0 +1,50 @@
+"""PipeDream-2BW: 1F1B that is never flushed, with two versions of the weights.
+
+Three stages, four steps of three micro-batches, a backward drawn twice as long as a forward;
+digits are forwards, letters (a = micro-batch 0 of the first step) are backwards, with an update
+behind every third::
+
+    stage 0  012....aa3bb4cc5dd6ee7ff8gg9hh:ii;jj.kk.ll
+    stage 1  .01..aa2bb3cc4dd5ee6ff7gg8hh9ii:jj;kk.ll
+    stage 2  ..0aa1bb2cc3dd4ee5ff6gg7hh8ii9jj:kk;ll
+
+Gradients add up over the micro-batches of a step, as without staleness. With versions counted by
+updates, from 0 where the pipeline was last empty, all forwards and backwards of step t (from 0) use
+of every stage::
+
+    version(t) = max(0, t - 1)
+
+while update t makes version t + 1 of version t. So gradients are one update old, in every stage
+alike, but for the first step, whose are not. Of the micro-batches drawn above, these use version::
+
+    stage 0  000000111222
+    stage 1  000000111222
+    stage 2  000000111222
+
+Two versions are held: that of the step before stays until the last backward that uses it. The
+warm-up, min(m, p - s), is at most m, so that version t - 1 is there when step t begins.
+Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021, whose
+formula is W(t+1) = W(t) - rate * gradient(W(t-1)).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pipectl.schedule.actions import Integers
+
+NAME = "pipedream-2bw"
+
+
+def warm_up(stages: int, micro_batches: int) -> tuple[int, ...]:
+    """As in PipeDream, but no more than a step has."""
+    return tuple(min(micro_batches, stages - stage) for stage in range(stages))
+
+
+def version(steps: Integers) -> Integers:
+    """The updates since the pipeline was empty that the weights have which some steps use.
+
+    Args:
+        steps: from 0, where the pipeline was empty.
+    """
+    return np.maximum(0, steps - 1)

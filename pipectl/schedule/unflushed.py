@@ -1,0 +1,112 @@
+"""Schedules that no step flushes: what their plans must be, and which weights each action uses.
+
+Steps overlap, so a rank updates behind the last backward of a step, before that of the next, while
+micro-batches of later steps wait for their backwards. From a moment at which the pipeline is empty
+to the next is a *stretch*: evaluation and checkpoints end one. Versions of the weights are counted
+by updates from the start of the stretch; the schedules say which one a step uses.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+import numpy as np
+
+from pipectl.errors import ScheduleError
+from pipectl.plan import Plan
+from pipectl.schedule import pipedream, pipedream_2bw
+from pipectl.schedule.actions import Actions, Integers, Kind
+
+NAMES = (pipedream.NAME, pipedream_2bw.NAME)
+_FIRST_SENDS_AWAITED = 3
+"""Steps after which a rank awaits, in every step, a send of two messages before."""
+
+_USES_WEIGHTS = (
+    Kind.FORWARD,
+    Kind.RECOMPUTE,
+    Kind.BACKWARD,
+    Kind.BACKWARD_INPUT,
+    Kind.BACKWARD_WEIGHT,
+)
+
+
+def is_unflushed(plan: Plan) -> bool:
+    """Whether steps overlap, so that gradients are of older weights than they update."""
+    return plan.schedule in NAMES
+
+
+def check(plan: Plan) -> None:
+    """Refuse what no formula for the versions is known for.
+
+    Raises:
+        ScheduleError: replicas, backwards elsewhere, several stages on a rank, warm-ups that the
+            schedule cannot have, or several micro-batches in a PipeDream step.
+    """
+    ranks = [rank for stage in plan.stages for rank in stage.ranks]
+    if len(set(ranks)) < len(ranks) or len(ranks) > len(plan.stages):
+        raise _refusal(plan, "takes one stage a rank and one rank a stage", "leave replicas out")
+    if any(stage.backward_ranks for stage in plan.stages):
+        raise _refusal(
+            plan, "runs a stage's backward where its forward ran", "leave backward_ranks out"
+        )
+    if plan.schedule == pipedream.NAME and plan.micro_batches > 1:
+        raise _refusal(
+            plan,
+            f"updates behind every micro-batch, but a step has {plan.micro_batches}",
+            f"use one micro-batch, or schedule {pipedream_2bw.NAME}",
+        )
+    if plan.schedule == pipedream_2bw.NAME and max(plan.warm_up) > plan.micro_batches:
+        raise _refusal(
+            plan,
+            f"has a warm-up of at most the {plan.micro_batches} micro-batches of a step, "
+            f"not {max(plan.warm_up)}",
+            "lower warm_up",
+        )
+
+
+def version_of(plan: Plan, stage: int, steps: Integers) -> Integers:
+    """The version that all forwards and backwards of some steps use, counted from the stretch.
+
+    Args:
+        steps: from 0, the first of the stretch.
+    """
+    if plan.schedule == pipedream.NAME:
+        return pipedream.version(plan.warm_up[stage], steps)
+    return pipedream_2bw.version(steps)
+
+
+def with_versions(plan: Plan, rows: Actions) -> Actions:
+    """Rows of a stretch of one rank, with the age of the weights that each uses."""
+    kind, found = rows.column("kind"), rows.rows.copy()
+    made = np.cumsum(kind == Kind.UPDATE)
+    users = np.flatnonzero(np.isin(kind, _USES_WEIGHTS))
+    if len(users):
+        stage = int(rows.column("stage")[users[0]])
+        steps = rows.column("micro_batch")[users] // plan.micro_batches
+        found[users, -1] = made[users] - version_of(plan, stage, steps)
+    return Actions(found)
+
+
+def overlap(plan: Plan) -> int:
+    """Steps that the deepest warm-up reaches into."""
+    return ceil(max(plan.warm_up) / plan.micro_batches)
+
+
+def steady_from(plan: Plan) -> int:
+    """Steps of a stretch after which every rank does the same in each, with weights as old."""
+    return max(_FIRST_SENDS_AWAITED, overlap(plan))
+
+
+def steps_apart(plan: Plan) -> int:
+    """Steps of a stretch besides those that bodies are."""
+    return steady_from(plan) + overlap(plan) + 1
+
+
+def updates(rows: Actions) -> Integers:
+    """The rows that end a step."""
+    found: Integers = np.flatnonzero(rows.column("kind") == Kind.UPDATE)
+    return found
+
+
+def _refusal(plan: Plan, what: str, cure: str) -> ScheduleError:
+    return ScheduleError(f"schedule {plan.schedule}: {what}", cure=cure)
