@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +53,10 @@ class StepInput:
     wiring: Wiring | None = None
     pieces: Mapping[int, Range] | None = None
 
+    def seed_of(self, micro_batch: int) -> int:
+        """What random operators of one micro-batch are seeded from."""
+        return seed_of(*self.seed, micro_batch)
+
 
 @dataclass
 class StepOutput:
@@ -67,6 +71,10 @@ class StepOutput:
     losses: list[Tensor] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     busy_s: float = 0.0
+
+
+Update = Callable[[Action, StepOutput], None]
+"""Called at an UPDATE, with what the pass gave so far."""
 
 
 @dataclass
@@ -134,6 +142,16 @@ class Engine:
 
     def run(self, actions: Actions, given: StepInput, update: Callable[[], None]) -> StepOutput:
         """Execute one body; ``update`` is called for its UPDATE."""
+        return self.run_parts([(actions, 0)], given, lambda *_: update())
+
+    def run_parts(
+        self, parts: Iterable[tuple[Actions, int]], given: StepInput, update: Update
+    ) -> StepOutput:
+        """Execute rows that follow one another.
+
+        Args:
+            parts: rows, with what is to be added to their micro-batches.
+        """
         self._given, self._out = given, StepOutput()
         self._sends: dict[tuple[int, int], Posted] = {}
         self._receives: dict[tuple[int, int], Posted | None] = {}
@@ -141,21 +159,25 @@ class Engine:
         self._made: dict[tuple[TransferKind, int], Tensors] = {}
         self._origin: dict[tuple[TransferKind, int], int] = {}
         self._wiring = given.wiring or self._own_wiring
-        rows = actions.rows.tolist()
-        self._loaded = Loaded(given.batches, given.pieces, _reads(rows))
-        for row in rows:
-            action = Action(*row)
-            start = time.perf_counter()
-            self._doing.stage = action.stage
-            self._doing.action = f"{Kind(action.kind).name} micro-batch {action.micro_batch}"
-            if Kind(action.kind).is_compute:
-                self._made.clear()  # what was made before is sent, or waits with its send
-            if action.kind == Kind.UPDATE:
-                update()
-            else:
-                self._handlers[action.kind](action)
-            self._record(action, start)
+        self._loaded = Loaded(given.batches, given.pieces)
+        for actions, more in parts:
+            rows = actions.shifted(more).rows.tolist()
+            self._loaded.expect(_reads(rows))
+            for row in rows:
+                self._execute(Action(*row), update)
         return self._out
+
+    def _execute(self, action: Action, update: Update) -> None:
+        start = time.perf_counter()
+        self._doing.stage = action.stage
+        self._doing.action = f"{Kind(action.kind).name} micro-batch {action.micro_batch}"
+        if Kind(action.kind).is_compute:
+            self._made.clear()  # what was made before is sent, or waits with its send
+        if action.kind == Kind.UPDATE:
+            update(action, self._out)
+        else:
+            self._handlers[action.kind](action)
+        self._record(action, start)
 
     def _record(self, action: Action, start: float) -> None:
         end, kind = time.perf_counter(), Kind(action.kind)
@@ -176,7 +198,8 @@ class Engine:
         arrived = self._take(TransferKind.ACTIVATION, action)
         inputs = self._inputs(runtime, action)
         self._loaded.done(micro_batch)
-        made = runtime.forward(micro_batch, size, self._seed(micro_batch), inputs, arrived)
+        seed = self._given.seed_of(micro_batch)
+        made = runtime.forward(micro_batch, size, seed, inputs, arrived, action.weight_version)
         if self._loss in made:
             loss = made[self._loss]
             assert loss is not None
@@ -205,7 +228,7 @@ class Engine:
         runtime, size = self._stages[stage], self._given.sizes[micro_batch]
         arrived = self._take(TransferKind.ACTIVATION, action)
         inputs = self._inputs(runtime, action, training=False)
-        made = runtime.evaluate(size, self._seed(micro_batch), inputs, arrived)
+        made = runtime.evaluate(size, self._given.seed_of(micro_batch), inputs, arrived)
         if stage == self._cut.loss_stage and self.on_evaluated is not None:
             targets = self._loaded.part(micro_batch, Range())[1]
             self.on_evaluated(size, {**arrived, **made}, targets)
@@ -291,9 +314,6 @@ class Engine:
         known = dict(zip(self._cut.graph.inputs, leaves, strict=True))
         target = self._device.torch_device
         return {name: known[name].to(target) for name in names}
-
-    def _seed(self, micro_batch: int) -> int:
-        return seed_of(*self._given.seed, micro_batch)
 
     def _latest_use(self, item: tuple[Slot, Any]) -> int:
         """Position of the last use of a value: autograd adds later uses first."""

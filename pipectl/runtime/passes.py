@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from torch import Tensor
@@ -75,20 +77,18 @@ class Loaded:
     Args:
         batches: yields the pieces in order.
         pieces: what each is; None if all are whole micro-batches, in order.
-        reads: how often each micro-batch is asked for, before it is dropped.
     """
 
-    def __init__(
-        self,
-        batches: Iterator[Batch],
-        pieces: Mapping[int, Range] | None,
-        reads: Mapping[int, int],
-    ) -> None:
+    def __init__(self, batches: Iterator[Batch], pieces: Mapping[int, Range] | None) -> None:
         self._batches = batches
         self._pieces = pieces
-        self._waiting = iter(range(len(reads)) if pieces is None else pieces)
-        self._reads = dict(reads)
+        self._waiting = count() if pieces is None else iter(pieces)
+        self._reads: Counter[int] = Counter()
         self._held: dict[int, Batch] = {}
+
+    def expect(self, reads: Mapping[int, int]) -> None:
+        """Say how often each micro-batch will be asked for, before it is dropped."""
+        self._reads.update(reads)
 
     def part(self, micro_batch: int, wanted: Range) -> Batch:
         """Some samples of a micro-batch."""
@@ -107,6 +107,7 @@ class Loaded:
         """One action that may have read a micro-batch is over."""
         self._reads[micro_batch] -= 1
         if not self._reads[micro_batch]:
+            del self._reads[micro_batch]
             self._held.pop(micro_batch, None)
 
 

@@ -21,6 +21,7 @@ from pipectl.runtime.halves import Deferred, split_backwards
 from pipectl.runtime.offload import Pool, StageOffload, unpack
 from pipectl.runtime.transport import Tensors
 from pipectl.runtime.transport.ticks import insert_ticks
+from pipectl.runtime.versions import Version, Versions
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class _Start:
     Args:
         size: samples.
         buffers: values before the forward of those it writes, by index of the state argument.
+        version: of the weights; None where there is only one.
     """
 
     size: Samples
@@ -37,6 +39,7 @@ class _Start:
     inputs: Mapping[str, Any]
     arrived: Mapping[Slot, Any]
     buffers: Mapping[int, Tensor]
+    version: Version | None = None
 
     def packed(self, pool: Pool) -> _Start:
         """With its tensors in a pool."""
@@ -64,6 +67,7 @@ class _Live:
     losses: dict[Slot, Tensor]
     caught: dict[Slot, Tensor | None]
     deferred: Deferred
+    version: Version | None
 
 
 class StageRuntime:
@@ -80,6 +84,7 @@ class StageRuntime:
 
     Attributes:
         codes: what it runs, by (training, samples).
+        versions: of the weights, where steps are not flushed; see :meth:`keep_versions`.
     """
 
     def __init__(
@@ -106,6 +111,7 @@ class StageRuntime:
         self._deferring = Deferred()
         self._deferred: dict[int, Deferred] = {}
         self._starts: dict[int, _Start] = {}
+        self.versions: Versions | None = None
         self.parameters: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, Tensor] = {}
         self.uses: dict[Slot, Tensor] = {}
@@ -127,6 +133,7 @@ class StageRuntime:
         seed: int,
         inputs: Mapping[str, Tensor],
         arrived: Tensors,
+        age: int = 0,
     ) -> Tensors:
         """Run the training forward of a micro-batch and keep what its backward needs.
 
@@ -134,11 +141,14 @@ class StageRuntime:
             seed: of (run, step, micro-batch), for random operators.
             inputs: the batch tensors by name.
             arrived: activations by the slot of their message.
+            age: of the weights, in updates.
 
         Returns:
             The stage's results by slot.
         """
-        start, pool = _Start(size, seed, inputs, arrived, {}), self._pool(micro_batch, size)
+        version = None if self.versions is None else self.versions.of_age(age)
+        start = _Start(size, seed, inputs, arrived, {}, version)
+        pool = self._pool(micro_batch, start)
         if self._recompute:
             kept = self._preserved(start)
             self._starts[micro_batch] = kept if pool is None else kept.packed(pool)
@@ -182,6 +192,8 @@ class StageRuntime:
             seeds.insert(0, torch.full_like(live.losses[loss], scale) * weight)
         if roots:
             torch.autograd.backward(roots, seeds)
+        if self.versions is not None and live.version is not None:
+            self.versions.collect(live.version)
         if live.deferred.roots:
             self._deferred[micro_batch] = live.deferred
         return live.caught
@@ -213,6 +225,20 @@ class StageRuntime:
             if key[0]:
                 self.codes[key] = compile_stage(self.codes[key])
 
+    def keep_versions(self, kept: int) -> None:
+        """From now on, forwards can use the weights of up to ``kept`` - 1 updates ago."""
+        self.versions = Versions(self.parameters.values(), kept)
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Around an update of the parameters, while backwards of older versions are to come."""
+        assert self.versions is not None
+        waiting = [live.version for live in self._live.values()]
+        waiting += [start.version for start in self._starts.values()]
+        self.versions.before_update([version for version in waiting if version is not None])
+        yield
+        self.versions.after_update()
+
     def let_advance(self, advance: Callable[[], None]) -> None:
         """Have ``advance`` called between operators, forward and backward."""
         for code in self.codes.values():
@@ -228,12 +254,16 @@ class StageRuntime:
             self.offload.forget()
         for tensor in (*self.parameters.values(), *self.uses.values()):
             tensor.grad = None
+        if self.versions is not None:
+            self.versions.forget()
 
-    def _pool(self, micro_batch: int, size: Samples) -> Pool | None:
+    def _pool(self, micro_batch: int, start: _Start) -> Pool | None:
         """What takes what a micro-batch keeps."""
         if self.offload is None:
             return None
-        return self.offload.pool(micro_batch, self._arguments[True, size])
+        states = self._arguments[True, start.size]
+        used = states if start.version is None else start.version.among(states)
+        return self.offload.pool(micro_batch, used)
 
     def _run(
         self, start: _Start, *, again: bool, pool: Pool | None = None
@@ -245,12 +275,13 @@ class StageRuntime:
         self._deferring = deferring = Deferred()
         states_of = self._replaying(key, start) if again else self._rewriting(key)
         with states_of as states, nullcontext() if pool is None else pool.hooks():
-            results = self._call(key, start.seed, states, start.inputs, received)
+            used = states if start.version is None else start.version.among(states)
+            results = self._call(key, start.seed, used, start.inputs, received)
         loss = Slot(self._cuts[key].graph.loss)
         losses = {loss: results[loss]} if loss in results else {}
         values = {**received, **results}.items()
         roots = {slot: get_gradient_edge(value) for slot, value in values if value.requires_grad}
-        return _Live(roots, losses, caught, deferring), results
+        return _Live(roots, losses, caught, deferring, start.version), results
 
     def _entered(self, start: _Start, caught: dict[Slot, Tensor | None]) -> dict[Slot, Tensor]:
         """What arrived, as values of a graph that catches their gradients."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cache
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -26,9 +27,11 @@ from pipectl.runtime.passes import Batch, Pass, narrowed, pass_of
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.stage import shared_uses
 from pipectl.runtime.stepper import make_stepper
+from pipectl.runtime.stretches import Stretches
 from pipectl.runtime.telemetry import StepReport, Telemetry
 from pipectl.runtime.waiting import barrier
-from pipectl.schedule import Actions, lower_evaluation, plan_of_step, plan_of_trial
+from pipectl.schedule import Actions, is_unflushed, lower_evaluation, plan_of_step, plan_of_trial
+from pipectl.schedule.one_f_one_b import NAME as ONE_F_ONE_B
 from pipectl.timeline import Event, Timeline
 
 _TRACED_STEP = 10
@@ -80,14 +83,37 @@ class Trainer:
         self._telemetry.state("training")
         steps, training = self._spec.training.steps, self._setup.batches
         planned = list(islice(iter(training), steps))
-        loaded = self._load(planned)
-        traced = min(steps, _TRACED_STEP)
+        if is_unflushed(self._setup.plan):
+            self._train_stretches(planned)
+        else:
+            self._train_steps(planned, self._load(planned))
+        self._telemetry.finish()
+        self._setup.close()
+
+    def _train_steps(self, planned: list[tuple[int, range]], loaded: Iterator[Batch]) -> None:
+        """Each step by itself, with the pipeline empty behind it."""
+        traced = min(len(planned), _TRACED_STEP)
         for step, (_, positions) in enumerate(planned, 1):
             self._setup.doing.step = step
             self._step(step, len(positions), loaded, traced=step == traced)
             self._between_steps(step)
-        self._telemetry.finish()
-        self._setup.close()
+
+    def _train_stretches(self, planned: list[tuple[int, range]]) -> None:
+        """Steps that overlap; the pipeline empties where all ranks meet."""
+        setup = self._setup
+        batches = [positions for _, positions in planned]
+        stretches = Stretches(setup, self._stepper, self._telemetry)
+        loaded: Iterator[Batch] = iter(())
+        if setup.loader is not None:
+            loaded = setup.loader.micro_batches(planned, setup.plan.micro_batch_size)
+        stops = [step for step in range(1, len(batches) + 1) if self._stops_behind(step)]
+        for before, stop in pairwise([0, *stops]):
+            setup.doing.step = before + 1
+            barrier(setup.communicator)
+            stretches.train(before + 1, batches[before:stop], loaded)
+            if not before:
+                self._gather_timeline(stretches.traced)
+            self._between_steps(stop)
 
     def _step(self, step: int, samples: int, loaded: Iterator[Batch], *, traced: bool) -> None:
         if traced:
@@ -132,17 +158,29 @@ class Trainer:
             sharing.share()
 
     def _between_steps(self, step: int) -> None:
-        last = step == self._spec.training.steps
-        evaluation = self._spec.evaluation
-        if evaluation is not None and (last or (evaluation.every and step % evaluation.every == 0)):
+        if self._evaluates_behind(step):
             self._telemetry.state("evaluating")
             self._evaluate(step)
             self._telemetry.state("training")
-        every = self._spec.checkpoint.every
-        if last or (every and step % every == 0):
+        if self._saves_behind(step):
             self._telemetry.state("saving")
             self._save(step)
             self._telemetry.state("training")
+
+    def _stops_behind(self, step: int) -> bool:
+        """Whether the pipeline must be empty behind a step."""
+        return self._evaluates_behind(step) or self._saves_behind(step)
+
+    def _evaluates_behind(self, step: int) -> bool:
+        evaluation = self._spec.evaluation
+        return evaluation is not None and self._is_due(step, evaluation.every)
+
+    def _saves_behind(self, step: int) -> bool:
+        return self._is_due(step, self._spec.checkpoint.every)
+
+    def _is_due(self, step: int, every: int | None) -> bool:
+        """Whether something happens behind a step: every so many, and behind the last."""
+        return step == self._spec.training.steps or bool(every and step % every == 0)
 
     def _input(
         self, doing: Pass, batches: Iterator[Batch], seed: tuple[int | str, ...], scale: float = 1.0
@@ -194,7 +232,10 @@ class Trainer:
     def _try(self, size: int) -> None:
         """A short step without an update."""
         setup = self._setup
-        trial = pass_of(plan_of_trial(setup.plan, size), self._rank, setup.reading)
+        plan = setup.plan
+        if is_unflushed(plan):  # a trial is flushed; its messages are the same
+            plan = replace(plan, schedule=ONE_F_ONE_B)
+        trial = pass_of(plan_of_trial(plan, size), self._rank, setup.reading)
         whole: Any = setup.job.loader.example(size) if setup.reading else None
         batches: list[Batch] = [
             whole if piece.start < 0 else narrowed(whole, *piece) for piece in trial.pieces.values()
@@ -250,6 +291,9 @@ class Trainer:
             event._replace(start_s=event.start_s - start, end_s=event.end_s - start)
             for event in out.events
         ]
+        self._gather_timeline(events)
+
+    def _gather_timeline(self, events: list[Event]) -> None:
         gathered: list[list[Event]] | None = self._setup.communicator.gather(events)
         if gathered is not None:
             everything = tuple(sorted(event for events in gathered for event in events))

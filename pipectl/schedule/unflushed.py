@@ -75,6 +75,11 @@ def version_of(plan: Plan, stage: int, steps: Integers) -> Integers:
     return pipedream_2bw.version(steps)
 
 
+def versions_kept(plan: Plan) -> int:
+    """Of how many of the newest versions a forward may use one."""
+    return 1 if plan.schedule == pipedream.NAME else 2
+
+
 def with_versions(plan: Plan, rows: Actions) -> Actions:
     """Rows of a stretch of one rank, with the age of the weights that each uses."""
     kind, found = rows.column("kind"), rows.rows.copy()

@@ -124,6 +124,16 @@ MEMORY: dict[str, dict[str, Any]] = {
     "recompute_disk": {"recompute": True, "offload": True},
 }
 """Fields of their stages; the name also says where is offloaded to."""
+UNFLUSHED = {
+    "pipedream": (("gpt", "few"), ("cnn", "few"), ("gpt", "few", "disk")),
+    "pipedream-2bw": (
+        ("gpt", "smaller_last"), ("cnn", "divisible"), ("frozen", "divisible"),
+        ("cnn", "divisible", "host"), ("gpt", "smaller_last", "recompute"),
+    ),
+}  # fmt: skip
+"""Models, their batches and memory, that are also trained without flushes."""
+UNFLUSHED_STEPS, UNFLUSHED_STRETCH = 16, 11
+"""Enough for a body on four ranks, and an evaluation on the way, which empties the pipeline."""
 STEPS = 10
 COST = StageCost(1.0, 2.0, 0.0, 0, 0, 0)
 
@@ -162,6 +172,12 @@ def cells_short_of_memory() -> Iterator[Cell]:
                     yield Cell(model, schedule, "smaller_last", memory)
 
 
+def unflushed_cells() -> Iterator[Cell]:
+    for schedule, rows in UNFLUSHED.items():
+        for model, batch, *memory in rows:
+            yield Cell(model, schedule, batch, *memory)
+
+
 def cells_over(ranks: int) -> list[Cell]:
     """The cells that are trained over so many ranks."""
     if ranks > 4:
@@ -181,18 +197,23 @@ def spec_text(cell: Any, *, plain: bool) -> str:
     one_step = plain and cell.model == "tied"  # compared by its first gradients
     optimizer = "SGD', kwargs: {lr: 1.0}" if one_step else "AdamW', kwargs: {lr: 0.003}"
     steps, clip = (1, "null") if one_step else (STEPS, 0.5)
+    drop_last, every = "false", "null"
+    if cell.schedule in UNFLUSHED:
+        steps, clip, every = UNFLUSHED_STEPS, "null", UNFLUSHED_STRETCH
+        drop_last = "true" if micro_batches > 1 else "false"
     return f"""
 version: 1
 name: {cell}
 site_defaults: false
 model: {{factory: '{HERE}:{model.factory}', kwargs: {dropout}}}
 loss: {{factory: '{placed(model.loss)}', weight: '{placed(model.weight)}'}}
-data: {{factory: '{HERE}:{model.data}'}}
+data: {{factory: '{HERE}:{model.data}', drop_last: {drop_last}}}
 optimizer: {{factory: 'torch.optim:{optimizer}, groups: {model.groups}}}
 lr_scheduler: {{factory: 'torch.optim.lr_scheduler:CosineAnnealingLR', kwargs: {{T_max: 12}}}}
 evaluation:
   data: {{factory: '{HERE}:{model.data}', kwargs: {{count: 11}}}}
   batch_size: 4
+  every: {every}
   metrics: {model.metrics}
 training:
   {{steps: {steps}, batch_size: {batch_size}, seed: 3, clip_grad_norm: {clip},
@@ -309,11 +330,22 @@ def folded(ranks: int, micro_batches: int, *, falling: bool) -> Listed:
     return Listed.read("\n".join(lines), "folded.csv")
 
 
+def stages_of_states(graph: CapturedGraph, stage_of: dict[str, int]) -> dict[str, int]:
+    """The first stage that uses each parameter and buffer."""
+    return {
+        state.name: min(stage_of[user] for user in graph.users[placeholder])
+        for placeholder, state in graph.states.items()
+        if graph.users.get(placeholder)
+    }
+
+
 def train(directory: Path, communicator: MPI.Comm, *, plain: bool) -> None:
     torch.set_num_threads(1)
     StageOffload.least_bytes = 0
     training = Training(directory, communicator, plain=plain)
-    for number, cell in enumerate(cells_over(communicator.size)):
+    chosen = cells_over(communicator.size)
+    chosen += [] if plain or communicator.size > 4 else unflushed_cells()
+    for number, cell in enumerate(chosen):
         job = training.job(cell, spec_text(cell, plain=plain))
         graph = job.training_graph(2)
         count = communicator.size * CHUNKS.get(cell.schedule, 1)
@@ -363,8 +395,10 @@ class Training:
     def run(self, cell: Any, job: CapturedJob, plan: Plan, stages: dict[str, int]) -> None:
         run = RunDirectory(self.folder / str(cell))
         if self.communicator.rank == 0:
-            split = Cut(job.training_graph(2), stages, training=True).split_uses
+            graph = job.training_graph(2)
+            split = Cut(graph, stages, training=True).split_uses
             (run.path / "split_uses.json").write_text(json.dumps(sorted(split)))
+            (run.path / "stages.json").write_text(json.dumps(stages_of_states(graph, stages)))
         Trainer(Setup(self.communicator, job, plan, CpuDevice(), Doing()), run, 1).train()
 
 

@@ -37,6 +37,7 @@ def imported(name: str) -> ModuleType:
 
 CELLS = imported("cells")
 MODELS = imported("models")
+STALENESS = imported("staleness")
 
 
 def weights(run: Path) -> dict[str, Tensor]:
@@ -85,6 +86,32 @@ def test_gradients_added_in_another_order_are_equal_within_rounding(
     (step, loss, norm, *_), (first, expected, least, *_) = found[0], reference[0]
     assert (step, first, loss) == (1, 1, expected)
     assert norm == pytest.approx(least, rel=1e-5)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("cell", list(CELLS.unflushed_cells()), ids=str)
+def test_without_flushes_weights_and_losses_are_those_of_their_staleness(
+    trained: Path, cell: Any, ranks: int
+) -> None:
+    run = trained / str(ranks) / str(cell)
+    stage_of = json.loads((run / "stages.json").read_text())
+    stretch = CELLS.UNFLUSHED_STRETCH
+    expected, losses = STALENESS.simulate(run, cell.schedule, stage_of, ranks, stretch, MODELS)
+    actual = weights(run)
+    different = [name for name in expected if not torch.equal(expected[name], actual[name])]
+    assert different == []
+    assert [line["loss"] for line in read_metrics(RunDirectory(run)) if "loss" in line] == losses
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("schedule", CELLS.UNFLUSHED)
+def test_staleness_changes_what_is_computed(trained: Path, schedule: str) -> None:
+    """The comparison would also hold if every step were flushed."""
+    cell = next(cell for cell in CELLS.unflushed_cells() if cell.schedule == schedule)
+    one, four = (weights(trained / str(ranks) / str(cell)) for ranks in (1, 4))
+    equal = [name for name in one if torch.equal(one[name], four[name])]
+    assert (equal == []) if schedule == "pipedream" else (equal == list(one))
 
 
 @pytest.mark.mpi

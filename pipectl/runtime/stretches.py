@@ -1,0 +1,234 @@
+"""Training without flushes: steps overlap, from one evaluation or checkpoint to the next.
+
+At these the pipeline is empty, and the versions of the weights start anew. Between them every rank
+updates on its own, as soon as a step has had its last backward there, so nothing may ask for what
+all ranks know at once.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from pipectl.capture.data import split_batch
+from pipectl.capture.randomness import seed_of
+from pipectl.capture.shares import sample_shares, target_shares, weighted
+from pipectl.errors import CaptureError, MismatchError
+from pipectl.plan import Plan
+from pipectl.runtime.engine import StepInput, StepOutput
+from pipectl.runtime.passes import Batch
+from pipectl.runtime.setup import Setup
+from pipectl.runtime.stage import shared_uses
+from pipectl.runtime.stepper import Stepper
+from pipectl.runtime.telemetry import StepReport, Telemetry
+from pipectl.schedule import Action
+from pipectl.schedule.stretch import stretch
+from pipectl.schedule.unflushed import steps_apart, versions_kept
+from pipectl.spec.training import Training
+from pipectl.timeline import Event
+
+Shares = Callable[[Sequence[Batch]], list[float]]
+
+
+@dataclass
+class StretchInput(StepInput):
+    """What a stretch works on; micro-batches are counted through.
+
+    Args:
+        first: number of its first step.
+        micro_batches: of every step.
+    """
+
+    first: int = 1
+    micro_batches: int = 1
+
+    def seed_of(self, micro_batch: int) -> int:
+        """That of the micro-batch in its step: the same as if steps were flushed."""
+        step, index = divmod(micro_batch, self.micro_batches)
+        return seed_of(*self.seed, self.first + step, index)
+
+
+def refuse(training: Training, schedule: str, shared: Mapping[str, object]) -> None:
+    """Raise for what needs all ranks at once, or has no version of its own.
+
+    Args:
+        shared: parameters that several operators use.
+
+    Raises:
+        MismatchError: the job asks for it.
+        CaptureError: the model does.
+    """
+    if training.clip_grad_norm is not None or training.precision == "float16":
+        key = "precision: float16" if training.clip_grad_norm is None else "clip_grad_norm"
+        raise MismatchError(
+            f"training.{key} needs the gradients of all stages at once, and with schedule "
+            f"{schedule} no two stages update at the same time",
+            cure="leave it out, or use a schedule that flushes",
+        )
+    if shared:
+        raise CaptureError(
+            f"model: {next(iter(shared)).removeprefix('model.')!r} is used by several operators, "
+            f"whose gradients schedule {schedule} would take from different steps",
+            cure="use a weight of its own for each, or a schedule that flushes",
+        )
+
+
+class Stretches:
+    """Trains the stages of one rank, one stretch of steps after the other.
+
+    Attributes:
+        traced: what the first steps of the run did and when, from its start.
+    """
+
+    def __init__(self, setup: Setup, stepper: Stepper, telemetry: Telemetry) -> None:
+        refuse(setup.job.spec.training, setup.plan.schedule, shared_uses(setup.cut))
+        self._setup = setup
+        self._plan: Plan = setup.plan
+        self._stepper = stepper
+        self._telemetry = telemetry
+        self._weigh = setup.job.weight() if setup.cut.loss_stage in setup.stages else None
+        self.traced: list[Event] = []
+        for stage in setup.stages.values():
+            stage.keep_versions(versions_kept(self._plan))
+
+    def train(self, first: int, batches: Sequence[range], loaded: Iterator[Batch]) -> None:
+        """Train some steps, from empty pipeline to empty pipeline.
+
+        Args:
+            first: number of the first.
+            batches: positions of the samples of every step.
+            loaded: the micro-batches of these steps and all later ones.
+
+        Raises:
+            CaptureError: a step has another number of micro-batches than the plan.
+        """
+        for stage in self._setup.stages.values():
+            assert stage.versions is not None
+            stage.versions.restart()
+        self._first, self._batches = first, batches
+        self._given = self._make_input(loaded)
+        self._started = self._since = time.perf_counter()
+        rows = stretch(self._plan, self._setup.communicator.rank, len(batches))
+        self._setup.training.run_parts(rows, self._given, self._update)
+
+    def _make_input(self, loaded: Iterator[Batch]) -> StretchInput:
+        size, count = self._plan.micro_batch_size, self._plan.micro_batches
+        steps = [split_batch(len(positions), size) for positions in self._batches]
+        _check_counts(steps, count, self._plan.schedule)
+        micro_batches: Iterator[Batch] = islice(loaded, len(steps) * count)
+        weights: Sequence[float] = [share for sizes in steps for share in sample_shares(sizes)]
+        if self._weigh is not None:
+            weights = read = _Weights(micro_batches, count, self._shares, needed=self._reads)
+            micro_batches = read.batches()
+        return StretchInput(
+            sizes=[size for sizes in steps for size in sizes],
+            weights=weights,
+            batches=micro_batches,
+            seed=(self._setup.job.spec.training.seed,),
+            first=self._first,
+            micro_batches=count,
+        )
+
+    @property
+    def _reads(self) -> bool:
+        """Whether stages of this rank read the batches themselves."""
+        return any(stage.reads for stage in self._setup.stages.values())
+
+    def _shares(self, step: Sequence[Batch]) -> list[float]:
+        """The weights of a step's micro-batches in its loss, by what their targets are."""
+        assert self._weigh is not None
+        targets = [targets for _, targets in step]
+        return target_shares(self._weigh, self._setup.job.spec.loss.weight, targets)
+
+    def _update(self, action: Action, out: StepOutput) -> None:
+        """The end of a step on this rank."""
+        index = action.micro_batch // self._plan.micro_batches
+        rate = self._stepper.learning_rate
+        if action.stage in self._setup.stages:
+            with self._setup.stages[action.stage].updating():
+                self._stepper.step()
+        self._setup.doing.step = self._first + index + 1
+        self._trace(index, out)
+        self._report(index, rate, out)
+
+    def _report(self, index: int, rate: float, out: StepOutput) -> None:
+        count = self._plan.micro_batches
+        now = time.perf_counter()
+        weights = self._given.weights[index * count : (index + 1) * count]
+        losses = out.losses[:count]
+        del out.losses[:count]
+        self._telemetry.report(
+            StepReport(
+                step=self._first + index,
+                loss=weighted(losses, weights),
+                learning_rate=rate,
+                gradient_norm=math.nan,
+                busy_s=out.busy_s,
+                step_time_s=now - self._since,
+                samples=len(self._batches[index]),
+                peak_bytes=self._setup.device.peak_bytes(),
+            )
+        )
+        self._since, out.busy_s = now, 0.0
+
+    def _trace(self, index: int, out: StepOutput) -> None:
+        """Keep the events of as many steps as the prediction shows."""
+        if self._first == 1 and index <= steps_apart(self._plan):
+            start = self._started
+            self.traced += [
+                event._replace(start_s=event.start_s - start, end_s=event.end_s - start)
+                for event in out.events
+            ]
+        out.events.clear()
+
+
+class _Weights(Sequence[float]):
+    """The weights of micro-batches in the loss, from their targets, read a step at a time.
+
+    Args:
+        loaded: micro-batches; :meth:`batches` gives them once more.
+        count: of a step.
+        needed: whether anybody asks for the batches, too.
+    """
+
+    def __init__(
+        self, loaded: Iterator[Batch], count: int, shares: Shares, *, needed: bool
+    ) -> None:
+        self._loaded, self._count, self._shares, self._needed = loaded, count, shares, needed
+        self._known: list[float] = []
+        self._read: deque[Batch] = deque()
+
+    def batches(self) -> Iterator[Batch]:
+        """All micro-batches; asked for as they are needed."""
+        while self._read or self._read_step():
+            yield self._read.popleft()
+
+    def __getitem__(self, index: Any) -> Any:
+        wanted = index.stop if isinstance(index, slice) else index + 1
+        while len(self._known) < wanted and self._read_step():
+            pass
+        return self._known[index]
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def _read_step(self) -> bool:
+        step = list(islice(self._loaded, self._count))
+        self._known += self._shares(step)
+        self._read.extend(step if self._needed else ())
+        return bool(step)
+
+
+def _check_counts(steps: Sequence[Sequence[int]], count: int, schedule: str) -> None:
+    other = next((len(sizes) for sizes in steps if len(sizes) != count), None)
+    if other is not None:
+        raise CaptureError(
+            f"data: the last batch of an epoch fills {other} of {count} micro-batches; schedule "
+            f"{schedule} takes as many in every step",
+            cure="set data.drop_last: true",
+        )

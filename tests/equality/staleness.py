@@ -1,0 +1,135 @@
+"""What training without flushes should give: one process, deep copies of the weights, no pipeline.
+
+Steps are computed one after the other. Each uses, for the parameters of stage s, the version that
+the papers say; all versions are kept. An evaluation starts the count anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipectl.capture import CapturedJob, Cut, build_stage
+from pipectl.capture.data import Batches, split_batch
+from pipectl.capture.randomness import seed_of
+from pipectl.capture.step import seed_everything
+from pipectl.runtime.stepper import make_stepper
+from pipectl.spec import load
+
+Weights = dict[str, Tensor]
+LossOf = Callable[[Weights, int, Any, Any], Tensor]
+"""(parameters, seed of random operators, inputs, targets) -> loss"""
+
+
+def pipedream(stage: int, stages: int, step: int) -> int:
+    """Updates since the pipeline was empty: as many as were made before the forward began."""
+    return max(0, step - (stages - 1 - stage))
+
+
+def two_versions(stage: int, stages: int, step: int) -> int:
+    return max(0, step - 1)
+
+
+VERSIONS = {"pipedream": pipedream, "pipedream-2bw": two_versions}
+
+
+def simulate(
+    run: Path, schedule: str, stage_of: dict[str, int], stages: int, stretch: int, models: Any
+) -> tuple[Weights, list[float]]:
+    """Weights by the names of the model, and the losses of all steps."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _simulate(run, schedule, stage_of, stages, stretch, models)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _simulate(
+    run: Path, schedule: str, stage_of: dict[str, int], stages: int, stretch: int, models: Any
+) -> tuple[Weights, list[float]]:
+    job = CapturedJob(load(run / "job.yaml"))
+    newest = {n: p for n, p in job.step.named_parameters() if p.requires_grad}
+    stepper = make_stepper(job, newest)
+    model, loss_of = plain(models) if "cnn" in run.name else captured(job)
+    weigh = job.weight() or (lambda targets: len(targets))
+    losses, kept = [], list[Weights]()
+    for step, parts in enumerate(batches(job)):
+        if step % stretch == 0:
+            kept = [copied(newest)]
+        used = {
+            name: kept[VERSIONS[schedule](stage_of[name], stages, step % stretch)][name]
+            for name in newest
+            if name in stage_of
+        }
+        leaves = {name: tensor.clone().requires_grad_() for name, tensor in used.items()}
+        shares = [float(weigh(targets)) for _, targets in parts]
+        shares = [share / sum(shares) for share in shares]
+        found = []
+        for index, ((inputs, targets), share) in enumerate(zip(parts, shares, strict=True)):
+            loss = loss_of(leaves, seed_of(3, step + 1, index), inputs, targets)
+            (loss * share).backward()
+            found.append(float(loss.detach()) * share)
+        for name, leaf in leaves.items():
+            newest[name].grad = leaf.grad
+        stepper.step()
+        kept.append(copied(newest))
+        losses.append(math.fsum(found))
+    trained = {n.removeprefix("model."): p.detach().clone() for n, p in newest.items()}
+    return trained | {n: b.clone() for n, b in model.named_buffers()}, losses
+
+
+def copied(weights: dict[str, nn.Parameter]) -> Weights:
+    return {name: parameter.detach().clone() for name, parameter in weights.items()}
+
+
+def batches(job: CapturedJob) -> Iterator[list[tuple[Any, Any]]]:
+    spec = job.spec
+    size = -(-spec.training.batch_size // spec.pipeline.micro_batches)
+    planned = Batches(job.loader.samples, spec.training.batch_size, spec.data.drop_last)
+    steps = list(islice(iter(planned), spec.training.steps))
+    loaded = job.loader.micro_batches(steps, size)
+    for _, positions in steps:
+        yield list(islice(loaded, len(split_batch(len(positions), size))))
+
+
+def plain(models: Any) -> tuple[nn.Module, LossOf]:
+    """The untouched model; for those that draw no random numbers."""
+    seed_everything(3)
+    model = models.cnn()
+
+    def loss_of(weights: Weights, _: int, inputs: Any, targets: Any) -> Tensor:
+        short = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+        outputs = torch.func.functional_call(model, short, (inputs,))
+        return torch.nn.functional.cross_entropy(outputs, targets)
+
+    return model, loss_of
+
+
+def captured(job: CapturedJob) -> tuple[nn.Module, LossOf]:
+    """The whole captured graph as one function, whose random operators take a seed."""
+
+    def loss_of(weights: Weights, seed: int, inputs: Any, targets: Any) -> Tensor:
+        size = len(inputs)
+        graph = job.training_graph(size)
+        cut = Cut(graph, dict.fromkeys((node.name for node in graph.operators), 0), training=True)
+        code = build_stage(cut, 0, size)
+        states = [_state(job, graph.states[slot.value], weights) for slot in code.states]
+        known = dict(zip(graph.inputs, torch.utils._pytree.tree_leaves((inputs, targets)),
+                         strict=True))  # fmt: skip
+        given = [known[name] for name in code.inputs]
+        results = dict(zip(code.results, code.module(seed, *states, *given), strict=True))
+        return next(value for slot, value in results.items() if slot.value == graph.loss)
+
+    def _state(job: CapturedJob, state: Any, weights: Weights) -> Tensor:
+        if state.kind == "constant":
+            return job.training_graph(2).constants[state.name]
+        return weights.get(state.name, job.states[state.name])
+
+    return job.model, loss_of
