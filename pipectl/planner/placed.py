@@ -50,12 +50,12 @@ def placed_plan(
     places = _places(request, cluster)
     wide = one_rank_a_stage(cluster, ceil(len(places) / cluster.ranks))
     found = [
-        _predicted(plan, cluster, baseline)
+        predicted(plan, cluster, baseline)
         for size in _sizes(request, len(set(places)))
         for cut in [make_plan(profile, wide, balanced(request, len(places), size))]
         for plan in _ordered(_placed(cut, cluster, request, places), profile, request)
     ]
-    return _best(found, cluster, request)
+    return fastest_that_fits(found, cluster, request)
 
 
 def _places(request: PlanRequest, cluster: Cluster) -> list[int]:
@@ -159,12 +159,13 @@ def _ordered(plan: Plan, profile: Profile, request: PlanRequest) -> Iterator[Pla
         yield replace(split, warm_up=tuple(min(depth, count) for depth in warm_up))
 
 
-def _predicted(plan: Plan, cluster: Cluster, baseline: int) -> Plan:
+def predicted(plan: Plan, cluster: Cluster, baseline: int) -> Plan:
+    """With what the simulator says of it."""
     found = simulate(plan, cluster, process_baseline_bytes=baseline)
     return replace(plan, prediction=found.prediction)
 
 
-def _best(plans: list[Plan], cluster: Cluster, request: PlanRequest) -> Plan:
+def fastest_that_fits(plans: list[Plan], cluster: Cluster, request: PlanRequest) -> Plan:
     """The fastest that fits.
 
     Raises:

@@ -17,12 +17,13 @@ from pipectl.schedule.listed import Listed
 from pipectl.schedule.looped_bfs import NAME as LOOPED_BFS
 from pipectl.schedule.one_f_one_b import NAME as ONE_F_ONE_B
 from pipectl.schedule.one_f_one_b import policy_a, policy_b
+from pipectl.schedule.unflushed import NAMES as UNFLUSHED
 from pipectl.schedule.zb_h1 import NAME as ZB_H1
 from pipectl.schedule.zb_v import NAME as ZB_V
 
 ROUND, V_SHAPED = (INTERLEAVED, LOOPED_BFS), (ZB_V, DUAL_PIPE_V)
 """Schedules with several stages a rank, by the way these lie on the ranks."""
-PLACED = (*ROUND, *V_SHAPED, ZB_H1)
+PLACED = (*ROUND, *V_SHAPED, ZB_H1, *UNFLUSHED)
 """Schedules that are planned only where they are named."""
 SCHEDULES = (GPIPE, ONE_F_ONE_B, *PLACED)
 """Those that the planner makes plans for."""
@@ -94,10 +95,26 @@ class PlanRequest:
         if self.warm_up is not None:
             object.__setattr__(self, "warm_up", tuple(self.warm_up))
             self._check_warm_up(tuple(self.warm_up))
+        if self.schedule in UNFLUSHED:
+            self._check_unflushed()
         if self.offload and self.backward_apart:
             raise InvalidInputError(
                 "offload: what a stage with its backward elsewhere would offload leaves it at once",
                 cure="ask for offload or backward_apart, but not both",
+            )
+
+    def _check_unflushed(self) -> None:
+        asked = {
+            "replicas": (self.replicas or 1) > 1,
+            "offload": self.offload,
+            "backward_apart": self.backward_apart,
+        }
+        wrong = next((name for name, wanted in asked.items() if wanted), None)
+        if wrong is not None:
+            raise InvalidInputError(
+                f"{wrong}: schedule {self.schedule!r} takes one rank a stage, which keeps what its "
+                "backward needs",
+                cure=f"leave {wrong} out, or use another schedule",
             )
 
     def _check_warm_up(self, warm_up: tuple[int, ...]) -> None:

@@ -28,8 +28,10 @@ from pipectl.planner.rating import PLANNER
 from pipectl.planner.replicated import MANY_RANKS, replicated_plans
 from pipectl.planner.request import PLACED, PlanRequest
 from pipectl.planner.straight import straight_plans
+from pipectl.planner.unflushed import unflushed_plan
 from pipectl.planner.variants import varied_plans
 from pipectl.profile import Profile
+from pipectl.schedule.unflushed import NAMES as UNFLUSHED
 
 MOST_ALTERNATIVES = 5
 MANY_OPERATORS = 600
@@ -92,6 +94,9 @@ def _ranked(
     started_s = perf_counter()
     if request.listed is not None:
         found = [listed_plan(make_plan, profile, cluster, request, baseline_bytes(profile))]
+    elif request.schedule in UNFLUSHED:
+        baseline = baseline_bytes(profile)
+        found = [unflushed_plan(make_plan, profile, cluster, request, baseline, expired)]
     elif request.has_variants:
         found = varied_plans(_several, profile, cluster, request, expired)
     elif request.schedule in PLACED:

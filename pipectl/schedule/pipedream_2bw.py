@@ -1,12 +1,12 @@
 """PipeDream-2BW: 1F1B that is never flushed, with two versions of the weights.
 
-Three stages, four steps of three micro-batches, a backward drawn twice as long as a forward;
+Three stages, three steps of three micro-batches, a backward drawn twice as long as a forward;
 digits are forwards, letters (a = micro-batch 0 of the first step) are backwards, with an update
-behind every third::
+behind every third, cc, ff and ii::
 
-    stage 0  012....aa3bb4cc5dd6ee7ff8gg9hh:ii;jj.kk.ll
-    stage 1  .01..aa2bb3cc4dd5ee6ff7gg8hh9ii:jj;kk.ll
-    stage 2  ..0aa1bb2cc3dd4ee5ff6gg7hh8ii9jj:kk;ll
+    stage 0  012....aa3bb4cc5dd6ee7ff8gg.hh.ii
+    stage 1  .01..aa2bb3cc4dd5ee6ff7gg8hh.ii
+    stage 2  ..0aa1bb2cc3dd4ee5ff6gg7hh8ii
 
 Gradients add up over the micro-batches of a step, as without staleness. With versions counted by
 updates, from 0 where the pipeline was last empty, all forwards and backwards of step t (from 0) use
@@ -17,9 +17,9 @@ of every stage::
 while update t makes version t + 1 of version t. So gradients are one update old, in every stage
 alike, but for the first step, whose are not. Of the micro-batches drawn above, these use version::
 
-    stage 0  000000111222
-    stage 1  000000111222
-    stage 2  000000111222
+    stage 0  000000111
+    stage 1  000000111
+    stage 2  000000111
 
 Two versions are held: that of the step before stays until the last backward that uses it. The
 warm-up, min(m, p - s), is at most m, so that version t - 1 is there when step t begins.

@@ -16,6 +16,8 @@ Finding = tuple[tuple[str, ...], str]
 
 _ROUND, _V_SHAPED = ("interleaved", "looped-bfs"), ("zb-v", "dualpipev")
 """Schedules with several stages a rank."""
+_UNFLUSHED = ("pipedream", "pipedream-2bw")
+"""Schedules whose steps overlap."""
 _ONE_STAGE = ("gpipe", "1f1b", "zb-h1")
 """Schedules with one; all others are the user's own, and say which rank has which stage."""
 
@@ -56,7 +58,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _stages_fit_ranks(pipeline: Pipeline, resources: Resources) -> Iterator[Finding]:
-    own = pipeline.schedule not in (None, *_ONE_STAGE, *_ROUND, *_V_SHAPED)
+    own = pipeline.schedule not in (None, *_ONE_STAGE, *_ROUND, *_V_SHAPED, *_UNFLUSHED)
     if pipeline.stages is None or pipeline.stages <= resources.ranks or own:
         return
     if pipeline.schedule in _ROUND:
@@ -119,6 +121,30 @@ def _offload_frees_memory(pipeline: Pipeline, resources: Resources) -> Iterator[
         )
 
 
+def _steps_can_overlap(pipeline: Pipeline, training: Training) -> Iterator[Finding]:
+    """Schedules without flushes have no moment at which all stages have their gradients."""
+    if pipeline.schedule not in _UNFLUSHED:
+        return
+    cure = f"leave it out, or use another schedule than {pipeline.schedule}"
+    if training.clip_grad_norm is not None:
+        yield (
+            ("training", "clip_grad_norm"),
+            f"needs the gradients of all stages, which update at different times; {cure}",
+        )
+    if training.precision == "float16":
+        yield (
+            ("training", "precision"),
+            "float16 skips a step if any stage overflows, but stages update at different times; "
+            f"use bf16, or another schedule than {pipeline.schedule}",
+        )
+    if pipeline.schedule == "pipedream" and (pipeline.micro_batches or 1) > 1:
+        yield (
+            ("pipeline", "micro_batches"),
+            f"{pipeline.micro_batches} have no meaning with schedule pipedream, which updates "
+            "behind each; leave it out, or use pipedream-2bw",
+        )
+
+
 def _loss_has_use_of_kwargs(loss: Loss) -> Iterator[Finding]:
     if loss.factory == "model" and loss.kwargs:
         yield ("loss", "kwargs"), "has no meaning where the model returns its loss"
@@ -129,5 +155,6 @@ _CHECKS: tuple[tuple[tuple[str, ...], Callable[..., Iterator[Finding]]], ...] = 
     (("pipeline", "training"), _micro_batches_fit_batch),
     (("pipeline",), _warm_up_fits),
     (("pipeline", "resources"), _offload_frees_memory),
+    (("pipeline", "training"), _steps_can_overlap),
     (("loss",), _loss_has_use_of_kwargs),
 )

@@ -124,6 +124,8 @@ Schedule = Annotated[
                 "zb-h1",
                 "zb-v",
                 "dualpipev",
+                "pipedream",
+                "pipedream-2bw",
                 later=("pipedream", "2bw"),
             )
         )

@@ -15,6 +15,9 @@ from pipectl.schedule import (
     evaluation,
     gpipe,
     lower_evaluation,
+    lower_stretch,
+    pipedream,
+    pipedream_2bw,
 )
 from pipectl.schedule import one_f_one_b as one
 
@@ -30,6 +33,25 @@ stage 0  0123......aa4bb5cc6dd7ee.ff.gg.hh
 stage 1  .012....aa3bb4cc5dd6ee7ff.gg.hh
 stage 2  ..01..aa2bb3cc4dd5ee6ff7gg.hh
 stage 3  ...0aa1bb2cc3dd4ee5ff6gg7hh
+"""
+
+PIPEDREAM_2BW = """\
+stage 0  012....aa3bb4cc5dd6ee7ff8gg.hh.ii
+stage 1  .01..aa2bb3cc4dd5ee6ff7gg8hh.ii
+stage 2  ..0aa1bb2cc3dd4ee5ff6gg7hh8ii
+"""
+
+VERSIONS = """\
+stage 0  00001234
+stage 1  00012345
+stage 2  00123456
+stage 3  01234567
+"""
+
+VERSIONS_2BW = """\
+stage 0  000000111
+stage 1  000000111
+stage 2  000000111
 """
 
 EVALUATION = """\
@@ -84,6 +106,35 @@ def test_schedule_is_the_drawn_table(pipeline, schedule, micro_batches, table, m
     plan = pipeline(4, micro_batches, schedule=schedule)
     assert draw(plan) == table
     assert textwrap.indent(table, "    ") in module.__doc__
+
+
+@pytest.mark.parametrize(
+    ("stages", "micro_batches", "steps", "table", "versions", "module"),
+    [(4, 1, 8, ONE_F_ONE_B, VERSIONS, pipedream),
+     (3, 3, 3, PIPEDREAM_2BW, VERSIONS_2BW, pipedream_2bw)],
+)  # fmt: skip
+def test_steps_that_overlap_are_the_drawn_table(
+    pipeline, stages, micro_batches, steps, table, versions, module
+):
+    plan = pipeline(stages, micro_batches, schedule=module.NAME)
+    pending = [list(program.body) for program in compute_programs(plan, steps * micro_batches)]
+    assert drawing(pending, stages) == table
+    assert textwrap.indent(table, "    ") in module.__doc__
+    assert used_versions(plan, steps) == versions
+    assert textwrap.indent(versions, "    ") in module.__doc__
+
+
+def used_versions(plan, steps):
+    """The updates before each forward, less the age of its weights."""
+    lines = []
+    for rank in range(plan.ranks):
+        rows, line = list(lower_stretch(plan, rank, steps)), f"stage {rank}  "
+        for place, action in enumerate(rows):
+            if action.kind is Kind.FORWARD:
+                made = sum(before.kind is Kind.UPDATE for before in rows[:place])
+                line += str(made - action.weight_version)
+        lines.append(line + "\n")
+    return "".join(lines)
 
 
 def test_evaluation_is_the_drawn_table():

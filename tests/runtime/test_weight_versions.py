@@ -1,0 +1,131 @@
+"""Versions of the weights: what autograd needs, not a copy more."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from pipectl.errors import CaptureError, MismatchError
+from pipectl.runtime.stretches import StretchInput, refuse
+from pipectl.runtime.versions import Versions
+from pipectl.spec.training import Training
+
+
+def forward(versions, age, inputs, weight, bias):
+    version = versions.of_age(age)
+    leaves = [version.leaves[id(each)] for each in (weight, bias)]
+    return version, torch.nn.functional.linear(inputs, *leaves).tanh().square().sum()
+
+
+def step(versions, optimizer, in_use):
+    versions.before_update(in_use)
+    optimizer.step()
+    versions.after_update()
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_old_graphs_give_the_gradients_of_deep_copies(optimizer):
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 2)
+    twin = copy.deepcopy(layer)
+    ours, theirs = optimizer(layer.parameters(), lr=0.1), optimizer(twin.parameters(), lr=0.1)
+    versions = Versions(list(layer.parameters()), kept=1)
+    inputs = [torch.randn(4, 3) for _ in range(6)]
+    waiting, copies = [], []
+    for index, given in enumerate(inputs):
+        waiting.append(forward(versions, 0, given, layer.weight, layer.bias))
+        copies.append((copy.deepcopy(twin), given))
+        if index >= 2:
+            version, loss = waiting.pop(0)
+            loss.backward()
+            versions.collect(version)
+            step(versions, ours, [held for held, _ in waiting])
+            old, then = copies.pop(0)
+            old.zero_grad()
+            torch.nn.functional.linear(then, old.weight, old.bias).tanh().square().sum().backward()
+            for mine, its in zip(twin.parameters(), old.parameters(), strict=True):
+                mine.grad = its.grad
+            theirs.step()
+        assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), twin.parameters()))
+
+
+def test_nothing_is_copied_where_nothing_waits():
+    layer = nn.Linear(3, 2)
+    versions, optimizer = (
+        Versions(list(layer.parameters()), kept=1),
+        torch.optim.SGD(layer.parameters(), lr=0.1),
+    )
+    address = layer.weight.data_ptr()
+    version, loss = forward(versions, 0, torch.ones(1, 3), layer.weight, layer.bias)
+    loss.backward()
+    versions.collect(version)
+    step(versions, optimizer, [])
+    assert layer.weight.data_ptr() == address
+    version, _ = forward(versions, 0, torch.ones(1, 3), layer.weight, layer.bias)
+    step(versions, optimizer, [version])
+    assert layer.weight.data_ptr() != address
+    assert version.leaves[id(layer.weight)].data_ptr() == address
+
+
+def test_the_version_before_stays_where_two_are_kept():
+    layer = nn.Linear(1, 1, bias=False)
+    versions = Versions([layer.weight], kept=2)
+    first = layer.weight.item()
+    for _ in range(3):
+        older = layer.weight.item()
+        versions.before_update([])
+        layer.weight.data.add_(1)
+        versions.after_update()
+        assert [float(versions.of_age(age).leaves[id(layer.weight)]) for age in (0, 1)] == [
+            older + 1,
+            older,
+        ]
+    assert layer.weight.item() == first + 3
+    versions.restart()
+    with pytest.raises(IndexError):
+        versions.of_age(1)
+
+
+def test_gradients_add_up_until_the_update_and_not_beyond():
+    layer = nn.Linear(1, 1, bias=False)
+    versions = Versions([layer.weight], kept=1)
+    for _ in range(2):
+        leaf = versions.of_age(0).leaves[id(layer.weight)]
+        for _ in range(2):
+            (3 * leaf).sum().backward()
+            versions.collect(versions.of_age(0))
+        assert layer.weight.grad.item() == 6
+        versions.before_update([])
+        versions.after_update()
+
+
+def test_frozen_weights_have_one_version():
+    layer = nn.Linear(1, 1)
+    layer.bias.requires_grad_(False)
+    versions = Versions(list(layer.parameters()), kept=1)
+    assert versions.of_age(0).leaves.keys() == {id(layer.weight)}
+
+
+def test_seeds_are_those_of_flushed_steps():
+    one, other = (
+        StretchInput([], [], iter(()), (7,), first=first, micro_batches=count)
+        for first, count in ((4, 2), (5, 2))
+    )
+    assert one.seed_of(3) == other.seed_of(1)
+    assert one.seed_of(2) != one.seed_of(3)
+
+
+@pytest.mark.parametrize(
+    ("training", "message"),
+    [({"clip_grad_norm": 1.0}, "training.clip_grad_norm needs"),
+     ({"precision": "float16"}, "training.precision: float16 needs")],
+)  # fmt: skip
+def test_what_needs_all_stages_at_once_is_refused(training, message):
+    with pytest.raises(MismatchError, match=message):
+        refuse(Training(steps=1, batch_size=1, **training), "pipedream", {})
+
+
+def test_weights_with_several_uses_are_refused():
+    with pytest.raises(CaptureError, match="'head.weight' is used by several operators"):
+        refuse(Training(steps=1, batch_size=1), "pipedream", {"model.head.weight": ()})

@@ -1,0 +1,167 @@
+"""Steps that overlap: one body repeats, every rank's versions are right, memory holds them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipectl.errors import ScheduleError
+from pipectl.plan import StageCost, StagePeaks
+from pipectl.schedule import Action, Actions, Kind, Program, lower, lower_stretch, validate
+from pipectl.schedule.stretch import stretch
+from pipectl.schedule.unflushed import steps_apart
+
+SKIPS = [(0, (1, 2, 3), True), (1, (3,), False)]
+
+
+def programs(plan):
+    return [lower(plan, rank) for rank in range(plan.ranks)]
+
+
+def both(stages, micro_batches):
+    return ("pipedream", stages, 1), ("pipedream-2bw", stages, micro_batches)
+
+
+@given(
+    case=st.builds(both, st.integers(1, 6), st.integers(1, 7)).flatmap(st.sampled_from),
+    bodies=st.integers(1, 5),
+)
+def test_a_program_is_a_stretch_whose_steady_step_repeats(pipeline, case, bodies):
+    schedule, stages, micro_batches = case
+    plan = pipeline(stages, micro_batches, schedule=schedule, skips=SKIPS if stages > 3 else ())
+    steps = bodies + steps_apart(plan)
+    for rank in range(stages):
+        rows = lower(plan, rank).unrolled(bodies, micro_batches)
+        assert rows == lower_stretch(plan, rank, steps)
+        parts = [part.shifted(more).rows for part, more in stretch(plan, rank, steps)]
+        assert np.array_equal(np.concatenate(parts), rows.rows)
+
+
+@given(
+    case=st.builds(both, st.integers(1, 6), st.integers(1, 7)).flatmap(st.sampled_from),
+    smaller=st.booleans(),
+)
+def test_programs_are_proven_whatever_the_shape(pipeline, case, smaller):
+    schedule, stages, micro_batches = case
+    plan = pipeline(
+        stages, micro_batches, schedule=schedule, size_bytes=8, micro_batch_size=3,
+        batch_size=3 * micro_batches - smaller, skips=SKIPS if stages > 3 else (),
+    )  # fmt: skip
+    proof = validate(plan, programs(plan))
+    assert proof.peak_in_flight == plan.warm_up
+
+
+def test_short_stretches_have_no_body(pipeline):
+    plan = pipeline(3, schedule="pipedream", micro_batches=1)
+    assert [part for part, _ in stretch(plan, 0, 2)] == [lower_stretch(plan, 0, 2)]
+    kinds = [action.kind for action in lower_stretch(plan, 0, 2) if action.kind.is_compute]
+    assert kinds == [Kind.FORWARD, Kind.FORWARD] + [Kind.BACKWARD, Kind.UPDATE] * 2
+
+
+def test_a_rank_without_a_stage_still_ends_every_step(pipeline):
+    plan = pipeline(2, 3, schedule="pipedream-2bw", node_of_rank=[0, 0, 0])
+    assert list(lower_stretch(plan, 2, 2)) == [
+        Action(Kind.UPDATE, -1, micro_batch=2),
+        Action(Kind.UPDATE, -1, micro_batch=5),
+    ]
+    validate(plan, programs(plan))
+
+
+def changed(program, name, row, value):
+    rows = program.body.rows.copy()
+    rows[row, Action._fields.index(name)] = value
+    return replace(program, body=Actions(rows))
+
+
+def row_of(program, kind):
+    return int(np.flatnonzero(program.body.column("kind") == kind)[0])
+
+
+def test_weights_of_another_age_are_found(pipeline):
+    plan = pipeline(3, 1, schedule="pipedream")
+    found = programs(plan)
+    found[0] = changed(found[0], "weight_version", row_of(found[0], Kind.FORWARD), 1)
+    with pytest.raises(ScheduleError, match="rank 0 has .* weights of another age"):
+        validate(plan, found)
+
+
+def test_an_update_within_a_step_is_found(pipeline):
+    plan = pipeline(2, 3, schedule="pipedream-2bw")
+    found = programs(plan)
+    rows = list(found[0].body)
+    update = next(index for index, action in enumerate(rows) if action.kind is Kind.UPDATE)
+    first = next(index for index, action in enumerate(rows) if action.kind is Kind.BACKWARD)
+    rows.insert(first, rows.pop(update))
+    found[0] = replace(found[0], body=Actions.of(rows))
+    with pytest.raises(ScheduleError, match="rank 0 updates stage 0 within a step"):
+        validate(plan, found)
+
+
+def test_a_message_that_nobody_receives_is_found(pipeline):
+    plan = pipeline(2, 1, schedule="pipedream")
+    found = programs(plan)
+    rows = [a for a in found[1].body if a.kind not in (Kind.RECEIVE_START, Kind.RECEIVE_WAIT)]
+    found[1] = replace(found[1], body=Actions.of(rows))
+    with pytest.raises(ScheduleError):
+        validate(plan, found)
+
+
+COST = StageCost(1.0, 2.0, 0.1, 1000, 5000, 10, gradient_bytes=900)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "micro_batches", "versions"),
+    [("pipedream", 1, (4, 3, 2, 1)), ("pipedream-2bw", 4, (2, 2, 2, 2))],
+)
+def test_memory_holds_the_versions_that_the_papers_say(pipeline, schedule, micro_batches, versions):
+    plan = pipeline(4, micro_batches, schedule=schedule, costs=[COST] * 4)
+    peaks = validate(plan, programs(plan)).peak_memory_bytes
+    held = [round((peak - 5000 - 900) / 1000) for peak in peaks]
+    assert held == list(versions)
+
+
+def test_one_micro_batch_a_step_needs_two_versions_only_where_steps_wait(pipeline):
+    plan = pipeline(1, 2, schedule="pipedream-2bw", costs=[COST])
+    assert validate(plan, programs(plan)).peak_memory_bytes == (5000 + 2 * 1000 + 900 + 10,)
+
+
+def test_an_update_holds_its_temporary_values_once(pipeline):
+    peaks = StagePeaks(0, 0, 0, update_bytes=7000)
+    plan = pipeline(1, 1, schedule="pipedream", costs=[replace(COST, peaks=peaks)])
+    assert validate(plan, programs(plan)).peak_memory_bytes == (5000 + 1000 + 900 + 7000,)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"micro_batches": 2, "batch_size": 2}, "updates behind every micro-batch, but a step"),
+        ({"schedule": "pipedream-2bw", "warm_up": (3, 1)}, "at most the 1 micro-batches"),
+    ],
+)
+def test_what_has_no_formula_is_refused(pipeline, change, message):
+    plan = replace(pipeline(2, 1, schedule="pipedream"), **change)
+    with pytest.raises(ScheduleError, match=message):
+        lower(plan, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ranks": (0, 2)}, "one stage a rank and one rank a stage"),
+        ({"ranks": (1,)}, "one stage a rank and one rank a stage"),
+        ({"backward_ranks": (2,)}, "backward where its forward ran"),
+    ],
+)
+def test_where_it_cannot_run_is_refused(pipeline, change, message):
+    plan = pipeline(2, 1, schedule="pipedream", node_of_rank=[0, 0, 0])
+    plan = replace(plan, stages=(replace(plan.stages[0], **change), plan.stages[1]))
+    with pytest.raises(ScheduleError, match=message):
+        lower(plan, 1)
+
+
+def test_flushed_programs_have_one_part(pipeline):
+    program = lower(pipeline(2, 4), 0)
+    assert program == Program(program.body)
+    assert program.unrolled(1, 4) == program.body

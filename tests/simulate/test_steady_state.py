@@ -1,0 +1,69 @@
+"""The time between updates where steps overlap."""
+
+from dataclasses import replace
+
+import pytest
+
+from pipectl.cluster import Cluster, Device, Node
+from pipectl.link import Link
+from pipectl.plan import StageCost
+from pipectl.schedule import lower, validate
+from pipectl.simulate import simulate
+
+COST = StageCost(1.0, 2.0, 0.5, 100, 50, 10)
+
+
+def cluster(ranks, latency_s=0.0):
+    link = Link(latency_s, 1e12)
+    return Cluster("c", "test", (Node("n", ranks, ranks, Device("cpu", 1.0)),), link, link)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize(("schedule", "micro_batches"), [("pipedream", 1), ("pipedream-2bw", 4)])
+def test_equal_stages_never_wait(pipeline, schedule, micro_batches, stages):
+    plan = pipeline(stages, micro_batches, schedule=schedule, costs=[COST] * stages)
+    found = simulate(plan, cluster(stages))
+    assert found.step_time_s == pytest.approx(3 * micro_batches + 0.5)
+    assert found.bubble == pytest.approx(0, abs=1e-9)
+
+
+def test_the_slowest_stage_sets_the_pace(pipeline):
+    slow = replace(COST, forward_s=3.0)
+    plan = pipeline(3, 1, schedule="pipedream", costs=[COST, slow, COST])
+    found = simulate(plan, cluster(3))
+    assert found.step_time_s == pytest.approx(5.5)
+    assert found.utilisation == pytest.approx((3.5 / 5.5, 1.0, 3.5 / 5.5))
+
+
+def test_a_flushed_step_is_longer_by_its_start_and_end(pipeline):
+    plans = [pipeline(4, 4, schedule=name, costs=[COST] * 4) for name in ("1f1b", "pipedream-2bw")]
+    flushed, overlapped = (simulate(plan, cluster(4)).step_time_s for plan in plans)
+    assert flushed - overlapped == pytest.approx(3 * 3)
+
+
+def test_smaller_last_micro_batches_count_in_every_step(pipeline):
+    plan = pipeline(1, 2, schedule="pipedream-2bw", costs=[COST], micro_batch_size=4, batch_size=6)
+    assert simulate(plan, cluster(1)).step_time_s == pytest.approx(1.5 * 3 + 0.5)
+
+
+def test_peaks_are_those_that_are_proven(pipeline):
+    plan = pipeline(3, 4, schedule="pipedream-2bw", costs=[COST] * 3, size_bytes=7,
+                    micro_batch_size=2, batch_size=7)  # fmt: skip
+    proof = validate(plan, [lower(plan, rank) for rank in range(3)])
+    assert simulate(plan, cluster(3)).peak_memory_bytes == proof.peak_memory_bytes
+
+
+def test_the_timeline_fills_runs_and_drains(pipeline):
+    plan = pipeline(2, 1, schedule="pipedream", costs=[COST] * 2)
+    timeline = simulate(plan, cluster(2)).timeline
+    updates = [event for event in timeline.of_rank(0) if event.kind == "update"]
+    assert [event.micro_batch for event in updates] == list(range(len(updates)))
+    assert len(updates) > 5
+    gaps = {round(b.end_s - a.end_s, 6) for a, b in zip(updates[1:4], updates[2:5], strict=True)}
+    assert gaps == {3.5}
+
+
+def test_given_programs_are_executed(pipeline):
+    plan = pipeline(2, 1, schedule="pipedream", costs=[COST] * 2)
+    programs = [lower(plan, rank) for rank in range(2)]
+    assert simulate(plan, cluster(2), programs).prediction == simulate(plan, cluster(2)).prediction
