@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from pipectl.batch import JobState, process
-from pipectl.errors import InfeasibleError, PipectlError, WorkerError
+from pipectl.errors import InfeasibleError, PipectlError, UsageError, WorkerError
 from pipectl.jobs.cancel import cancel
 from pipectl.jobs.expectation import (
     ONE_RANK,
@@ -35,6 +35,7 @@ from pipectl.plan import Plan
 from pipectl.planner.request import PLACED, ROUND, V_SHAPED
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory
+from pipectl.schedule.unflushed import NAMES as UNFLUSHED
 from pipectl.spec import dump, load
 
 if TYPE_CHECKING:
@@ -127,6 +128,12 @@ class _Verifying:
 
     def __post_init__(self) -> None:
         asked = load(self.job, [*self.overrides, *_ranks(self.ranks)])
+        if asked.pipeline.schedule in UNFLUSHED:
+            raise UsageError(
+                f"verify: schedule {asked.pipeline.schedule} is asynchronous, so its results are "
+                "not those of one process",
+                cure="verify the model and the job with --set pipeline.schedule=auto",
+            )
         self.here = _local(asked, self.steps, self.directory)
 
     def verify(self, progress: Progress | None) -> Verification:

@@ -112,8 +112,8 @@ class PlanRequest:
         wrong = next((name for name, wanted in asked.items() if wanted), None)
         if wrong is not None:
             raise InvalidInputError(
-                f"{wrong}: schedule {self.schedule!r} takes one rank a stage, which keeps what its "
-                "backward needs",
+                f"{wrong}: schedule {self.schedule!r} takes one rank a stage, which keeps on its "
+                "device what a backward needs",
                 cure=f"leave {wrong} out, or use another schedule",
             )
 

@@ -76,8 +76,10 @@ def _unflushed(plan: Plan, request: PlanRequest) -> Plan:
     """The same stages in a step of the batch."""
     schedule, stages = request.schedule or pipedream.NAME, len(plan.stages)
     micro_batches = ceil(request.batch_size / plan.micro_batch_size)
+    again = bool(request.recompute)
     return replace(
         plan,
+        stages=tuple(replace(stage, recompute=again) for stage in plan.stages),
         schedule=schedule,
         warm_up=default_warm_up(schedule, stages, micro_batches),
         batch_size=request.batch_size,

@@ -20,12 +20,14 @@ from dataclasses import replace
 import numpy as np
 
 from pipectl.cluster import Cluster
+from pipectl.errors import ScheduleError
 from pipectl.link import Link
 from pipectl.plan import Plan
 from pipectl.rehearsal import Meeting, Passage, Rehearsal
 from pipectl.schedule.actions import Actions, Kind, Program
 from pipectl.schedule.lowering import lower
 from pipectl.schedule.memory import shares
+from pipectl.schedule.unflushed import is_unflushed
 from pipectl.simulate.machine import costs_of
 from pipectl.simulate.network import Stream
 from pipectl.simulate.simulation import simulate
@@ -58,9 +60,14 @@ def rehearsal_of(plan: Plan, cluster: Cluster, ranks_per_core: float) -> Rehears
         ranks_per_core: where the rehearsal runs.
 
     Raises:
-        ScheduleError: see :func:`pipectl.schedule.lower`.
+        ScheduleError: steps that overlap, or see :func:`pipectl.schedule.lower`.
         MismatchError: the plan uses nodes the cluster lacks.
     """
+    if is_unflushed(plan):
+        raise ScheduleError(
+            f"plan {plan.name!r}: schedule {plan.schedule} cannot be rehearsed: its steps overlap",
+            cure="rehearse it with --set pipeline.schedule=1f1b, which moves and computes the same",
+        )
     seen = as_rehearsed(cluster)
     programs = [lower(plan, rank) for rank in range(plan.ranks)]
     simulation = simulate(plan, seen, programs)

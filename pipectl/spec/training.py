@@ -226,8 +226,8 @@ class Pipeline(Section):
         "`looped-bfs` is `gpipe` with several stages a rank. `zb-h1`, `zb-v` and `dualpipev` "
         "(the last two with two stages a rank) make the gradients of weights while they would "
         "wait otherwise. `pipedream` and `pipedream-2bw` let steps overlap, with gradients of "
-        "older weights: no waiting, but other results. Or your own: a `.csv` file of actions, relative to this file, or the name "
-        "of one that a package offers.",
+        "older weights: no waiting, but other results. Or your own: a `.csv` file of actions, "
+        "relative to this file, or the name of one that a package offers.",
     )
     warm_up: AutoCounts = Field(
         default=None,

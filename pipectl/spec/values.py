@@ -126,7 +126,7 @@ Schedule = Annotated[
                 "dualpipev",
                 "pipedream",
                 "pipedream-2bw",
-                later=("pipedream", "2bw"),
+                later=("2bw",),
             )
         )
     ),

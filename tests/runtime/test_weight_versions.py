@@ -47,7 +47,8 @@ def test_old_graphs_give_the_gradients_of_deep_copies(optimizer):
             for mine, its in zip(twin.parameters(), old.parameters(), strict=True):
                 mine.grad = its.grad
             theirs.step()
-        assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), twin.parameters()))
+        pairs = zip(layer.parameters(), twin.parameters(), strict=True)
+        assert all(torch.equal(mine, its) for mine, its in pairs)
 
 
 def test_nothing_is_copied_where_nothing_waits():
@@ -77,7 +78,7 @@ def test_the_version_before_stays_where_two_are_kept():
         versions.before_update([])
         layer.weight.data.add_(1)
         versions.after_update()
-        assert [float(versions.of_age(age).leaves[id(layer.weight)]) for age in (0, 1)] == [
+        assert [versions.of_age(age).leaves[id(layer.weight)].item() for age in (0, 1)] == [
             older + 1,
             older,
         ]
@@ -127,5 +128,5 @@ def test_what_needs_all_stages_at_once_is_refused(training, message):
 
 
 def test_weights_with_several_uses_are_refused():
-    with pytest.raises(CaptureError, match="'head.weight' is used by several operators"):
+    with pytest.raises(CaptureError, match=r"'head\.weight' is used by several operators"):
         refuse(Training(steps=1, batch_size=1), "pipedream", {"model.head.weight": ()})

@@ -83,7 +83,7 @@ def test_weights_of_another_age_are_found(pipeline):
     plan = pipeline(3, 1, schedule="pipedream")
     found = programs(plan)
     found[0] = changed(found[0], "weight_version", row_of(found[0], Kind.FORWARD), 1)
-    with pytest.raises(ScheduleError, match="rank 0 has .* weights of another age"):
+    with pytest.raises(ScheduleError, match=r"rank 0 has .* weights of another age"):
         validate(plan, found)
 
 

@@ -3,6 +3,7 @@ import dataclasses
 import pytest
 
 from pipectl.cluster import Cluster, Device, Node
+from pipectl.errors import ScheduleError
 from pipectl.link import Link
 from pipectl.plan import StageCost
 from pipectl.rehearsal import Rehearsal
@@ -87,3 +88,9 @@ def test_a_rehearsal_survives_its_file(pipeline, tmp_path):
     assert set(found.work_s) == {kind.name for kind in Kind if kind.is_compute}
     found.save(tmp_path / "rehearsal.json")
     assert Rehearsal.load(tmp_path / "rehearsal.json") == found
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
+def test_steps_that_overlap_are_not_rehearsed(pipeline, schedule):
+    with pytest.raises(ScheduleError, match=f"schedule {schedule} cannot be rehearsed"):
+        rehearsal_of(pipeline(2, 1, schedule=schedule), None, 1.0)

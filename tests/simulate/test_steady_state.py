@@ -1,6 +1,7 @@
 """The time between updates where steps overlap."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -59,7 +60,7 @@ def test_the_timeline_fills_runs_and_drains(pipeline):
     updates = [event for event in timeline.of_rank(0) if event.kind == "update"]
     assert [event.micro_batch for event in updates] == list(range(len(updates)))
     assert len(updates) > 5
-    gaps = {round(b.end_s - a.end_s, 6) for a, b in zip(updates[1:4], updates[2:5], strict=True)}
+    gaps = {round(last.end_s - first.end_s, 6) for first, last in pairwise(updates[1:5])}
     assert gaps == {3.5}
 
 

@@ -64,7 +64,7 @@ TOP_LEVEL = (
         # choices and flags
         ("launch: {scheduler: pbs}", "7:21: launch.scheduler: 'pbs' is not supported yet; choose auto, local or slurm"),
         ("launch: {launcher: mpirun}", "7:20: launch.launcher: must be auto, srun or mpiexec, not 'mpirun'"),
-        ("pipeline: {schedule: gpip}", "7:22: pipeline.schedule: must be auto, gpipe, 1f1b, interleaved, looped-bfs, zb-h1, zb-v or dualpipev, a .csv file, or a schedule that a package offers, not 'gpip'"),
+        ("pipeline: {schedule: gpip}", "7:22: pipeline.schedule: must be auto, gpipe, 1f1b, interleaved, looped-bfs, zb-h1, zb-v, dualpipev, pipedream or pipedream-2bw, a .csv file, or a schedule that a package offers, not 'gpip'"),
         ("pipeline: {replicas: 0}", "7:22: pipeline.replicas: must be at least 1, not 0"),
         ("slurm: {exclusive: yes}", "7:20: slurm.exclusive: must be true or false, not 'yes'"),
         ("slurm: {exclusive: 'true'}", "7:20: slurm.exclusive: must be true or false, not the text 'true'; remove the quotes"),

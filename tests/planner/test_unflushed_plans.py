@@ -1,0 +1,78 @@
+"""Plans for schedules without flushes, which only their names bring."""
+
+import pytest
+
+from pipectl.cluster import Cluster, Device, Node
+from pipectl.errors import InfeasibleError, InvalidInputError
+from pipectl.link import Link
+from pipectl.planner import PlanRequest, make_plan, search_plans
+from pipectl.schedule import is_unflushed, lower, validate
+from pipectl.simulate import simulate
+
+FAST = Link(latency_s=1e-6, bandwidth_bytes_per_s=1e11)
+
+
+def cluster_of(ranks):
+    return Cluster("c", "test", (Node("n", ranks, ranks, Device("cpu", 1.0)),), FAST, FAST)
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
+def test_stages_are_balanced_and_proven(chain, schedule) -> None:
+    plan = make_plan(chain(12), cluster_of(4), PlanRequest("job", 32, schedule=schedule))
+    assert plan.schedule == schedule
+    assert [len(stage.nodes) for stage in plan.stages] == [3] * 4
+    assert (plan.micro_batches == 1) == (schedule == "pipedream")
+    validate(plan, [lower(plan, rank) for rank in range(4)])
+    assert plan.prediction == simulate(plan, cluster_of(4), process_baseline_bytes=5000).prediction
+    assert plan.prediction.bubble < 0.05
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        ("pipedream", "2, 1, 0 updates old in stages 0 to 2, so results depend on the stages"),
+        ("pipedream-2bw", "one update old, whatever the stages"),
+    ],
+)
+def test_the_plan_says_what_it_changes(chain, schedule, words) -> None:
+    request = PlanRequest("job", 32, schedule=schedule, stages=3)
+    plan = make_plan(chain(12), cluster_of(3), request)
+    assert plan.assumptions[-1].startswith(f"schedule {schedule} is asynchronous")
+    assert plan.assumptions[-1].endswith(words)
+
+
+def test_no_search_chooses_them(chain) -> None:
+    found = search_plans(chain(8), cluster_of(2), PlanRequest("job", 32))
+    assert not any(is_unflushed(plan) for plan in (found.plan, *found.alternatives))
+
+
+def test_two_versions_take_the_micro_batches_asked_for(chain) -> None:
+    request = PlanRequest("job", 32, schedule="pipedream-2bw", micro_batches=5)
+    assert make_plan(chain(8), cluster_of(2), request).micro_batches == 5
+
+
+def test_pipedream_takes_no_micro_batches(chain) -> None:
+    request = PlanRequest("job", 32, schedule="pipedream", micro_batches=4)
+    with pytest.raises(InfeasibleError, match="updates behind every micro-batch"):
+        make_plan(chain(8), cluster_of(2), request)
+
+
+def test_stages_can_recompute(chain) -> None:
+    request = PlanRequest("job", 32, schedule="pipedream", recompute=True)
+    plan = make_plan(chain(8), cluster_of(2), request)
+    assert all(stage.recompute for stage in plan.stages)
+    validate(plan, [lower(plan, rank) for rank in range(2)])
+
+
+def test_what_does_not_fit_is_refused(chain) -> None:
+    request = PlanRequest("job", 32, schedule="pipedream", memory_limit_bytes=10_000)
+    with pytest.raises(InfeasibleError, match=r"schedule pipedream needs .* more than the memory"):
+        make_plan(chain(8), cluster_of(2), request)
+
+
+@pytest.mark.parametrize("name", ["offload", "backward_apart"])
+def test_what_they_cannot_have_is_refused(name) -> None:
+    with pytest.raises(InvalidInputError, match=f"{name}: schedule 'pipedream' takes"):
+        PlanRequest("job", 32, schedule="pipedream", **{name: True})
+    with pytest.raises(InvalidInputError, match="replicas: schedule 'pipedream' takes"):
+        PlanRequest("job", 32, schedule="pipedream", replicas=2)
