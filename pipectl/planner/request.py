@@ -106,14 +106,12 @@ class PlanRequest:
     def _check_unflushed(self) -> None:
         asked = {
             "replicas": (self.replicas or 1) > 1,
-            "offload": self.offload,
             "backward_apart": self.backward_apart,
         }
         wrong = next((name for name, wanted in asked.items() if wanted), None)
         if wrong is not None:
             raise InvalidInputError(
-                f"{wrong}: schedule {self.schedule!r} takes one rank a stage, which keeps on its "
-                "device what a backward needs",
+                f"{wrong}: schedule {self.schedule!r} takes one rank a stage",
                 cure=f"leave {wrong} out, or use another schedule",
             )
 

@@ -47,11 +47,12 @@ def unflushed_plan(
     """
     counts = stage_counts(request, cluster.ranks, len(condense(profile)))
     found: list[Plan] = []
+    plain = replace(request.without_variants, recompute=False)
     for stages in reversed(counts):
         for size in _sizes(request, stages):
             if not (found and expired()):
                 with suppress(*((InfeasibleError, OutOfTimeError) if found else ())):
-                    plan = make_plan(profile, cluster, balanced(request, stages, size), expired)
+                    plan = make_plan(profile, cluster, balanced(plain, stages, size), expired)
                     found.append(predicted(_unflushed(plan, request), cluster, baseline))
     return fastest_that_fits(found, cluster, request)
 
@@ -76,10 +77,10 @@ def _unflushed(plan: Plan, request: PlanRequest) -> Plan:
     """The same stages in a step of the batch."""
     schedule, stages = request.schedule or pipedream.NAME, len(plan.stages)
     micro_batches = ceil(request.batch_size / plan.micro_batch_size)
-    again = bool(request.recompute)
+    again, away = bool(request.recompute), bool(request.offload)
     return replace(
         plan,
-        stages=tuple(replace(stage, recompute=again) for stage in plan.stages),
+        stages=tuple(replace(stage, recompute=again, offload=away) for stage in plan.stages),
         schedule=schedule,
         warm_up=default_warm_up(schedule, stages, micro_batches),
         batch_size=request.batch_size,

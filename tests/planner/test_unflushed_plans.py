@@ -57,10 +57,11 @@ def test_pipedream_takes_no_micro_batches(chain) -> None:
         make_plan(chain(8), cluster_of(2), request)
 
 
-def test_stages_can_recompute(chain) -> None:
-    request = PlanRequest("job", 32, schedule="pipedream", recompute=True)
+@pytest.mark.parametrize("name", ["recompute", "offload"])
+def test_stages_can_do_without_what_backwards_need(chain, name) -> None:
+    request = PlanRequest("job", 32, schedule="pipedream", **{name: True})
     plan = make_plan(chain(8), cluster_of(2), request)
-    assert all(stage.recompute for stage in plan.stages)
+    assert all(getattr(stage, name) for stage in plan.stages)
     validate(plan, [lower(plan, rank) for rank in range(2)])
 
 
@@ -70,9 +71,8 @@ def test_what_does_not_fit_is_refused(chain) -> None:
         make_plan(chain(8), cluster_of(2), request)
 
 
-@pytest.mark.parametrize("name", ["offload", "backward_apart"])
-def test_what_they_cannot_have_is_refused(name) -> None:
-    with pytest.raises(InvalidInputError, match=f"{name}: schedule 'pipedream' takes"):
-        PlanRequest("job", 32, schedule="pipedream", **{name: True})
+def test_what_they_cannot_have_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="backward_apart: schedule 'pipedream' takes"):
+        PlanRequest("job", 32, schedule="pipedream", backward_apart=True)
     with pytest.raises(InvalidInputError, match="replicas: schedule 'pipedream' takes"):
         PlanRequest("job", 32, schedule="pipedream", replicas=2)
