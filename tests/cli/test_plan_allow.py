@@ -35,7 +35,7 @@ def test_replicas_come_only_where_they_are_allowed(cli: Command, heavy: None) ->
     without, several = planned(cli), planned(cli, "--allow", "replicas")
     assert {stage["replicas"] for stage in without["stages"]} == {1}
     assert max(stage["replicas"] for stage in several["stages"]) > 1
-    assert (several["replication"], several["cannot_run"]) == ("whole", ["replicas"])
+    assert (several["replication"], several["cannot_run"]) == ("whole", [])
     assert several["value_s"] < without["value_s"]
     assert planned(cli, "--allow", "split")["replication"] == "split"
 

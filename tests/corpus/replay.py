@@ -202,7 +202,7 @@ class _Step:
         self, job: CapturedJob, plan: Plan, stage: int, runtime: StageRuntime, cut: Cut
     ) -> None:
         self._job, self._plan, self._runtime = job, plan, runtime
-        ranks = range(len(plan.stages))
+        ranks = [(rank,) for rank in range(len(plan.stages))]
         alone: Any = _Alone(stage)
         self._shared = SharedGradients(
             alone, shared_uses(cut), ranks, runtime.uses, runtime.parameters

@@ -72,7 +72,7 @@ def test_gradients_of_several_uses_are_summed_in_graph_order() -> None:
     for slot, part in zip(slots, parts, strict=False):
         leaves[slot].grad = part.clone()
     uses = {"model.weight": [(slot, 0) for slot in slots]}
-    shared = SharedGradients(MPI.COMM_SELF, uses, [0], leaves, {"model.weight": parameter})
+    shared = SharedGradients(MPI.COMM_SELF, uses, [(0,)], leaves, {"model.weight": parameter})
     shared.learn()
     shared.reduce()
     expected = (parts[0] + parts[1]) + parts[2]
@@ -84,7 +84,7 @@ def test_gradients_of_several_uses_are_summed_in_graph_order() -> None:
 def test_a_parameter_that_no_gradient_reaches_has_none() -> None:
     parameter, slot = nn.Parameter(torch.zeros(1)), Slot("w", "use")
     leaves = {slot: torch.zeros(1, requires_grad=True)}
-    shared = SharedGradients(MPI.COMM_SELF, {"w": [(slot, 0)]}, [0], leaves, {"w": parameter})
+    shared = SharedGradients(MPI.COMM_SELF, {"w": [(slot, 0)]}, [(0,)], leaves, {"w": parameter})
     shared.learn()
     shared.reduce()
     assert parameter.grad is None
