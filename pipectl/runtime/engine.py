@@ -16,6 +16,7 @@ from pipectl.capture.randomness import seed_of
 from pipectl.capture.slices import Rows, Samples
 from pipectl.graph import TransferKind
 from pipectl.runtime.device import Device
+from pipectl.runtime.failure import Doing
 from pipectl.runtime.passes import Batch, Loaded
 from pipectl.runtime.reduction import Reducer
 from pipectl.runtime.slicing import Piece, Slicing
@@ -75,15 +76,6 @@ class StepOutput:
 
 Update = Callable[[Action, StepOutput], None]
 """Called at an UPDATE, with what the pass gave so far."""
-
-
-@dataclass
-class Doing:
-    """What the rank is doing right now, for error reports."""
-
-    step: int = 0
-    stage: int = -1
-    action: str = "starting"
 
 
 class Engine:

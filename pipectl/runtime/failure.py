@@ -1,16 +1,57 @@
-"""What a rank leaves behind when it fails."""
+"""The process of a rank, and what it leaves behind when it fails."""
 
 from __future__ import annotations
 
+import argparse
 import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from mpi4py import MPI
 
 from pipectl.errors import PipectlError
 from pipectl.files import write_json
 from pipectl.runs import RunDirectory
+
+
+@dataclass
+class Doing:
+    """What the rank is doing right now, for error reports."""
+
+    step: int = 0
+    stage: int = -1
+    action: str = "starting"
+
+
+Work = Callable[[RunDirectory, MPI.Intracomm, Doing], None]
+
+
+def run_rank(work: Work, description: str | None) -> None:
+    """Do a rank's work in the directory that the command line names.
+
+    Exits, and so lets MPI abort all ranks, where it fails.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--run", type=Path, required=True, help="the run directory")
+    directory = RunDirectory(parser.parse_args().run)
+    communicator, doing = MPI.COMM_WORLD, Doing()
+    try:
+        work(directory, communicator, doing)
+    except BaseException as error:
+        report(
+            directory,
+            communicator.rank,
+            error,
+            action=doing.action,
+            stage=doing.stage,
+            step=doing.step,
+        )
+        sys.exit(error.exit_code if isinstance(error, PipectlError) else 1)
 
 
 def report(

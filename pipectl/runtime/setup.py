@@ -15,7 +15,8 @@ from pipectl.errors import CaptureError, MismatchError
 from pipectl.plan import Plan, Replication
 from pipectl.profile import Profile
 from pipectl.runtime.device import Device
-from pipectl.runtime.engine import Doing, Engine
+from pipectl.runtime.engine import Engine
+from pipectl.runtime.failure import Doing
 from pipectl.runtime.offload import StageOffload, directory_of, mover_of
 from pipectl.runtime.passes import parts_of
 from pipectl.runtime.replicas import Replicas

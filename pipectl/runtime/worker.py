@@ -6,23 +6,19 @@ wrong, and where, to a file of its own in the run directory.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
-from pathlib import Path
 
 import torch
 from mpi4py import MPI
 
 from pipectl.capture import CapturedJob
-from pipectl.errors import PipectlError
 from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory
 from pipectl.runtime.device import Device, choose_device
-from pipectl.runtime.engine import Doing
-from pipectl.runtime.failure import report
+from pipectl.runtime.failure import Doing, run_rank
 from pipectl.runtime.offload import check_space, directory_of
 from pipectl.runtime.process import settle_process
 from pipectl.runtime.setup import Setup, check_graph, check_world
@@ -76,25 +72,5 @@ def _wires(communicator: MPI.Comm, spec: JobSpec, local_rank: int) -> tuple[Devi
     return device, choose_progress(communicator.Dup(), spec.launch.progress)
 
 
-def main() -> None:
-    """Entry point; exits through MPI's abort when this rank fails."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run", type=Path, required=True, help="the run directory")
-    directory = RunDirectory(parser.parse_args().run)
-    communicator, doing = MPI.COMM_WORLD, Doing()
-    try:
-        run(directory, communicator, doing)
-    except BaseException as error:
-        report(
-            directory,
-            communicator.rank,
-            error,
-            action=doing.action,
-            stage=doing.stage,
-            step=doing.step,
-        )
-        sys.exit(error.exit_code if isinstance(error, PipectlError) else 1)
-
-
 if __name__ == "__main__":
-    main()
+    run_rank(run, __doc__)

@@ -6,9 +6,13 @@ go down the ranks and come back up, so the rank that computes the loss also begi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from pipectl.schedule.actions import Integers, Kind
+from pipectl.schedule.order import Order
+from pipectl.schedule.sequences import order_of
 
 Step = tuple[Kind, int]
 """What is done, and to which chunk."""
@@ -41,3 +45,11 @@ class Listing:
         rows = np.concatenate(self._parts)
         found: Integers = rows[rows[:, 2] < micro_batches]
         return found
+
+
+def order_of_listings(
+    listed: Callable[[int, int, int], Integers], ranks: int, micro_batches: int
+) -> Order:
+    """The order of what every rank of so many lists, called with (rank, ranks, micro_batches)."""
+    lists = [listed(rank, ranks, micro_batches) for rank in range(ranks)]
+    return order_of(lists, 2 * ranks, micro_batches)

@@ -20,8 +20,7 @@ from functools import lru_cache
 
 from pipectl.schedule.actions import Integers
 from pipectl.schedule.order import Order
-from pipectl.schedule.sequences import order_of
-from pipectl.schedule.v_shape import F0, F1, I0, I1, W0, W1, Listing
+from pipectl.schedule.v_shape import F0, F1, I0, I1, W0, W1, Listing, order_of_listings
 
 NAME = "zb-v"
 
@@ -33,8 +32,7 @@ def order(ranks: int, micro_batches: int) -> Order:
     Args:
         ranks: p, with stages r and 2p - 1 - r on rank r.
     """
-    listed = [_listed(rank, ranks, micro_batches) for rank in range(ranks)]
-    return order_of(listed, 2 * ranks, micro_batches)
+    return order_of_listings(_listed, ranks, micro_batches)
 
 
 def _listed(rank: int, ranks: int, micro_batches: int) -> Integers:

@@ -23,7 +23,8 @@ from pipectl.planner.costs import Footprints, operator_times, scaled_transfers, 
 from pipectl.profile import Profile
 from pipectl.profiler.allocated import record_allocated
 from pipectl.runtime.device import CpuDevice
-from pipectl.runtime.engine import Doing, Engine, StepInput
+from pipectl.runtime.engine import Engine, StepInput
+from pipectl.runtime.failure import Doing
 from pipectl.runtime.layout import Layout
 from pipectl.runtime.offload import StageOffload, mover_of
 from pipectl.runtime.optimizer import Clipping, SharedGradients

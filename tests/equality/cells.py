@@ -28,7 +28,7 @@ from pipectl.graph import cut_routes
 from pipectl.plan import OffloadTarget, Plan, Stage, StageCost, Transfer
 from pipectl.runs import RunDirectory
 from pipectl.runtime.device import CpuDevice
-from pipectl.runtime.engine import Doing
+from pipectl.runtime.failure import Doing
 from pipectl.runtime.offload import StageOffload
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.trainer import Trainer
@@ -115,8 +115,6 @@ SHORT_OF_MEMORY = {
     "cnn": (*SCHEDULES, "interleaved"),
 }
 """Models, and schedules, that are also trained without keeping what backwards need."""
-MEMORY = {"gpt": "smaller_last", "cnn": "few", "dense": "divisible"}
-"""Models, and their batch, that are also trained without keeping what backwards need."""
 MEMORY: dict[str, dict[str, Any]] = {
     "recompute": {"recompute": True},
     "disk": {"offload": True},

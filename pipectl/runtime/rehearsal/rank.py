@@ -10,28 +10,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 from mpi4py import MPI
 
 from pipectl.rehearsal import Rehearsal
 from pipectl.runtime.clock import CommonClock
+from pipectl.runtime.failure import Doing
 from pipectl.runtime.rehearsal.transfers import Pending, Transfers
 from pipectl.runtime.waiting import wait
 from pipectl.schedule import Action, Actions, Kind
 from pipectl.timeline import Event
 
 Key = tuple[str, int, int]
-
-
-@dataclass
-class Doing:
-    """What the rank is doing right now, for error reports."""
-
-    step: int = 0
-    stage: int = -1
-    action: str = "starting"
 
 
 class Rank:

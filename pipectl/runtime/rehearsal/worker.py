@@ -7,24 +7,21 @@ then executes the steps. Rank 0 writes ``trace/measured.json`` and a line a step
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from pipectl.errors import MismatchError, PipectlError
+from pipectl.errors import MismatchError
 from pipectl.files import write_json
 from pipectl.plan import Plan
 from pipectl.rehearsal import Rehearsal
 from pipectl.runs import RunDirectory
 from pipectl.runtime import clock
-from pipectl.runtime.failure import report
-from pipectl.runtime.rehearsal.rank import Doing, Rank
+from pipectl.runtime.failure import Doing, run_rank
+from pipectl.runtime.rehearsal.rank import Rank
 from pipectl.runtime.rehearsal.transfers import Transfers
 from pipectl.runtime.telemetry import beat
 from pipectl.runtime.waiting import wait
@@ -138,25 +135,5 @@ class _Rehearsing:
             beat(self._run, state, step, self._rehearsal.steps, 1)
 
 
-def main() -> None:
-    """Entry point; exits through MPI's abort when this rank fails."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run", type=Path, required=True, help="the run directory")
-    directory = RunDirectory(parser.parse_args().run)
-    communicator, doing = MPI.COMM_WORLD, Doing()
-    try:
-        rehearse(directory, communicator, doing)
-    except BaseException as error:
-        report(
-            directory,
-            communicator.rank,
-            error,
-            action=doing.action,
-            stage=doing.stage,
-            step=doing.step,
-        )
-        sys.exit(error.exit_code if isinstance(error, PipectlError) else 1)
-
-
 if __name__ == "__main__":
-    main()
+    run_rank(rehearse, __doc__)

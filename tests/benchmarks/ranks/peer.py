@@ -29,7 +29,8 @@ from pipectl.capture.data import split_batch
 from pipectl.plan import Plan
 from pipectl.runs import RunDirectory
 from pipectl.runtime.device import CpuDevice
-from pipectl.runtime.engine import Doing, StepInput
+from pipectl.runtime.engine import StepInput
+from pipectl.runtime.failure import Doing
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.trainer import Trainer
 from pipectl.runtime.transport import Progress, choose_progress
