@@ -1,0 +1,60 @@
+"""What a job's words about memory ask of the planner."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipectl.cluster import assumed_cluster
+from pipectl.jobs.plan import request_of
+from pipectl.link import Link
+from pipectl.plan import OffloadTarget
+from pipectl.profile import Profile
+from pipectl.spec import load
+
+HOST, DISK = OffloadTarget
+
+PROFILE = Profile(
+    name="tiny", source="test", micro_batch_size=1, operators=(), edges=(), fingerprint=None
+)
+JOB = """
+version: 1
+name: tiny
+site_defaults: false
+model: {factory: "torch.nn:ReLU"}
+loss: {factory: "torch.nn:MSELoss"}
+data: {factory: "torch.utils.data:TensorDataset"}
+optimizer: {factory: "torch.optim:SGD"}
+training: {steps: 1, batch_size: 4}
+"""
+
+
+def asked(tmp_path: Path, pipeline: str, accelerators: int = 0, disk: Link | None = None):
+    path = tmp_path / "job.yaml"
+    path.write_text(f"{JOB}pipeline: {pipeline}\nresources: {{gpus_per_node: {accelerators}}}\n")
+    cluster = assumed_cluster("here", [1], 1, None)
+    device = replace(cluster.nodes[0].device, disk_link=disk)
+    cluster = replace(cluster, nodes=(replace(cluster.nodes[0], device=device),))
+    return request_of(load(path), PROFILE, cluster)
+
+
+@pytest.mark.parametrize(("word", "wanted"), [("auto", None), ("none", False), ("all", True)])
+def test_recomputation(tmp_path: Path, word: str, wanted: bool | None) -> None:
+    assert asked(tmp_path, f"{{recompute: {word}}}").recompute is wanted
+
+
+@pytest.mark.parametrize(
+    ("word", "accelerators", "disk", "wanted"),
+    [
+        ("none", 0, Link(1e-4, 1e9), (False, DISK)),
+        ("disk", 0, None, (True, DISK)),
+        ("disk", 1, None, (True, DISK)),
+        ("host", 1, None, (True, HOST)),
+        ("auto", 1, None, (None, HOST)),
+        ("auto", 0, Link(1e-4, 1e9), (None, DISK)),
+        ("auto", 0, None, (False, DISK)),  # nobody knows how fast the disk is
+    ],
+)
+def test_offload(tmp_path: Path, word: str, accelerators: int, disk: Link | None, wanted) -> None:
+    found = asked(tmp_path, f"{{offload: {word}}}", accelerators, disk)
+    assert (found.offload, found.offload_to) == wanted
