@@ -128,9 +128,11 @@ def _as_others_cut(
 
     Such profiles are imported: often with links that bind more than stages do, which is what that
     planner balances, while ours looks for short steps near balanced stages.
+    None of them recomputes.
     """
     several = any(operator.timings for operator in profile.operators)
-    if several or not 1 < cluster.ranks <= MANY_RANKS or len(profile.operators) > MANY_OPERATORS:
+    few = 1 < cluster.ranks <= MANY_RANKS and len(profile.operators) <= MANY_OPERATORS
+    if several or not few or request.recompute:
         return []
     with suppress(InfeasibleError):
         return policy_plans(antichain.NAME, profile, cluster, request, expired, planner=PLANNER)

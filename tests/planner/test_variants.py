@@ -94,6 +94,14 @@ def test_offload_everywhere_if_that_is_asked(deep) -> None:
     assert all(stage.offload and stage.recompute for stage in plan.stages)
 
 
+def test_recompute_everywhere_if_that_is_asked(deep) -> None:
+    """Though plans that keep what they save would be faster, and are found by other planners."""
+    asked = request(recompute=True, stages=None)
+    plan = check(make_plan(deep, cluster_of(8), asked), cluster_of(8))
+    assert all(stage.recompute for stage in plan.stages)
+    assert plan.predicted_step_s > step_s(deep, cluster_of(8))
+
+
 @pytest.mark.parametrize("memory_bytes", [None, 1_000_000, SHORT, 700_000, SHORTER])
 @pytest.mark.parametrize("recompute", [False, None])
 @pytest.mark.parametrize("host_link", [TO_HOST, SLOW_TO_HOST])
