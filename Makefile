@@ -3,8 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 JOB := configs/gpt-stdlib.yaml
-PLANNER := $(wildcard tests/benchmarks/*planner_*.py) tests/benchmarks/cnn_profiles.py
-BENCHMARKS := $(filter-out $(PLANNER),$(wildcard tests/benchmarks/*.py))
+PLANNER := $(wildcard tests/benchmarks/*planner_*.py)
+IMPORTED := tests/benchmarks/cnn_profiles.py tests/benchmarks/in_turns.py
+BENCHMARKS := $(filter-out $(PLANNER) $(IMPORTED),$(wildcard tests/benchmarks/*.py))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check bench bench-planner golden clean

@@ -84,6 +84,14 @@ class Stage:
         """Kept from forward to backward by one full micro-batch, on the device or elsewhere."""
         return self.cost.input_bytes if self.recompute else self.cost.saved_bytes
 
+    @property
+    def reduction_bytes(self) -> int:
+        """Held by each replica, besides its gradients, while these are summed: a copy to send from,
+        and what arrives, first the others' versions of its part, then the sums of theirs."""
+        if self.replicas == 1:
+            return 0
+        return self.cost.accumulated_bytes * (2 * self.replicas - 1) // self.replicas
+
 
 @dataclass(frozen=True)
 class Transfer:

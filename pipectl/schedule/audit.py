@@ -16,6 +16,7 @@ ONCE = Portion(np.array([-1]))
 """What belongs to no micro-batch."""
 
 _WITH_CHANNEL = (Kind.SEND_START, Kind.SEND_WAIT, Kind.RECEIVE_START, Kind.RECEIVE_WAIT)
+_HAS_CHANNEL = np.isin(np.arange(len(Kind)), _WITH_CHANNEL)
 
 
 class Item(NamedTuple):
@@ -43,13 +44,15 @@ class Audit:
         kind, stage, index, channel = (
             self._rows.column(name) for name in ("kind", "stage", "micro_batch", "channel")
         )
-        owner = np.where(np.isin(kind, _WITH_CHANNEL), channel, stage)
-        order = np.lexsort((index, owner, kind))
-        pairs = np.column_stack([kind[order], owner[order]])
-        edges = np.flatnonzero((pairs[1:] != pairs[:-1]).any(axis=1)) + 1
+        owner = np.where(_HAS_CHANNEL[kind], channel, stage).astype(np.int64)
+        owners, width = int(owner.max(initial=-1)) + 2, int(index.max(initial=-1)) + 2
+        number = (kind * owners + owner + 1) * width + index + 1
+        order = number.argsort(kind="stable")
+        item = number[order] // width
+        edges = np.flatnonzero(item[1:] != item[:-1]) + 1
         bounds = [0, *edges.tolist(), len(order)] if len(order) else [0]
-        firsts = pairs[bounds[:-1]].tolist()
-        items = [Item(Kind(kind), owner) for kind, owner in firsts]
+        firsts = (divmod(first, owners) for first in item[bounds[:-1]].tolist())
+        items = [Item(Kind(kind), owner - 1) for kind, owner in firsts]
         return order, dict(zip(items, pairwise(bounds), strict=True))
 
     def rows(self, item: Item) -> Integers:
@@ -100,12 +103,10 @@ class Audit:
             late = positions[0].max(initial=-1) >= positions[1].min(initial=len(self._rows))
             where = ""
         else:
-            _, one, other = np.intersect1d(
-                index[0], index[1], assume_unique=True, return_indices=True
-            )
+            both, one, other = _common(*index)
             wrong = np.flatnonzero(positions[0][one] >= positions[1][other])
             late = bool(len(wrong))
-            where = f" for micro-batch {index[0][one[wrong[0]]]}" if late else ""
+            where = f" for micro-batch {both[wrong[0]]}" if late else ""
         if late:
             raise fault(f"rank {self.rank}: {second} comes before {first}{where}")
 
@@ -167,6 +168,15 @@ class Audit:
         """Rows that nobody has looked at, and their kinds."""
         rest = np.flatnonzero(~self._seen)
         return rest, [Kind(kind).name for kind in self._rows.column("kind")[rest]]
+
+
+def _common(
+    ones: Integers, others: Integers
+) -> tuple[Integers, Integers | slice, Integers | slice]:
+    """Micro-batches that are in both, rising, and their places there."""
+    if np.array_equal(ones, others):
+        return ones, slice(None), slice(None)
+    return np.intersect1d(ones, others, assume_unique=True, return_indices=True)
 
 
 def fault(message: str) -> ScheduleError:

@@ -2,7 +2,8 @@
 
 From step to step: parameters, buffers and optimizer state; where steps are not flushed, also older
 versions of the parameters that a backward still uses. From the first backward of a stage to
-UPDATE: the gradients of its parameters. A micro-batch adds, from its forward to the end of its
+UPDATE: the gradients of its parameters; while they are summed over replicas, their copies on the
+way, and what other replicas send. A micro-batch adds, from its forward to the end of its
 backward, what the stage keeps: its saved bytes, or under recomputation its inputs, and the rest
 from RECOMPUTE on. They include what the stage received and what it sends, since a backward needs
 both. While they are offloaded, they take the host's memory instead. Between the halves of a split
@@ -29,8 +30,6 @@ from pipectl.schedule.placement import Portion, is_apart, roles
 from pipectl.schedule.unflushed import is_unflushed
 
 Floats = npt.NDArray[np.float64]
-_BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-"""What a backward begins with; it makes and reads gradients."""
 
 
 def memory_bytes(plan: Plan, rank: int, program: Program) -> Floats:
@@ -134,10 +133,12 @@ class _Changes:
         self._at = _Positions(rows)
         splits = bool((self._kind == Kind.BACKWARD_INPUT).any())
         self._backward = Kind.BACKWARD_INPUT if splits else Kind.BACKWARD
+        self._first_backwards = self._found_first_backwards()
         self.born, self.dead = np.zeros(len(rows)), np.zeros(len(rows))
         self._add_kept()
         self._add_messages()
         self._add_gradients()
+        self._add_sums()
         if is_unflushed(plan):
             self._add_versions()
         self.during = self.born.copy()
@@ -219,9 +220,15 @@ class _Changes:
 
     def _add_gradients(self) -> None:
         """Gradients of parameters: of each stage from its first backward, of all to UPDATE."""
-        for row, cost in self._first_backwards():
+        for row, cost in self._first_backwards:
             self.born[row] += cost.accumulated_bytes
             self.dead[self._update_behind(row)] += cost.accumulated_bytes
+
+    def _add_sums(self) -> None:
+        """Gradients on their way between replicas."""
+        moved = np.array([stage.reduction_bytes for stage in self._plan.stages], dtype=float)
+        self._add(self.born, Kind.REDUCE_START, moved)
+        self._add(self.dead, Kind.REDUCE_WAIT, moved)
 
     def _add_versions(self) -> None:
         """Versions of parameters beside the newest: from the UPDATE that outdates them to the last
@@ -247,15 +254,16 @@ class _Changes:
             self.during[here & (self._kind == Kind.BACKWARD)] = peaks.backward_bytes
             for half, most in halves_peaks(self._costs[stage], peaks):
                 self.during[here & (self._kind == half)] = most
-        for row, cost in self._first_backwards():
+        for row, cost in self._first_backwards:
             if cost.peaks is not None:
                 self.during[self._update_behind(row)] += cost.peaks.update_bytes
                 more = cost.grown_bytes if self._kind[row] == Kind.BACKWARD_INPUT else 0
                 self.during[row] = cost.peaks.first_backward_bytes + more
 
-    def _first_backwards(self) -> list[tuple[int, StageCost]]:
+    def _found_first_backwards(self) -> list[tuple[int, StageCost]]:
         """Rows of the first backward of each stage in each step, and what the stage costs."""
-        backward = np.flatnonzero(np.isin(self._kind, _BACKWARDS))
+        begins = (self._kind == Kind.BACKWARD) | (self._kind == Kind.BACKWARD_INPUT)
+        backward = np.flatnonzero(begins)
         steps = np.cumsum(self._kind == Kind.UPDATE)[backward]
         stages = self._stage[backward]
         _, first = np.unique(steps * len(self._costs) + stages, return_index=True)

@@ -40,7 +40,7 @@ BY_STAGE, BACKWARD, UPDATE, RECEIVE, SENT, OTHER = range(6)
 ROLES = np.full(MEET + 1, OTHER, dtype=np.int64)
 ROLES[[Kind.FORWARD, Kind.RECOMPUTE, Kind.OFFLOAD_WAIT, Kind.FETCH_START]] = BY_STAGE
 ROLES[[Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.UPDATE]] = BACKWARD, BACKWARD, UPDATE
-ROLES[Kind.BACKWARD_WEIGHT] = BY_STAGE
+ROLES[[Kind.BACKWARD_WEIGHT, Kind.REDUCE_START, Kind.REDUCE_WAIT]] = BY_STAGE
 ROLES[[Kind.RECEIVE_START, Kind.SEND_WAIT]] = RECEIVE, SENT
 
 
@@ -136,6 +136,7 @@ def amounts_of(plan: Plan, connections: Sequence[Channel]) -> Amounts:
         born[Kind.BACKWARD_INPUT, index] = stage.cost.grown_bytes
         dead[Kind.BACKWARD_INPUT, index] = stage.cost.freed_bytes
         dead[Kind.BACKWARD_WEIGHT, index] = stage.cost.between_bytes
+        born[Kind.REDUCE_START, index] = dead[Kind.REDUCE_WAIT, index] = stage.reduction_bytes
     for stream, channel in enumerate(connections):
         received[stream] = channel.size_bytes
         if _is_buffer(plan, channel):

@@ -13,21 +13,17 @@ links, the two ranks live in two network namespaces joined by a shaped link (nee
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
-from overlap import DEVICE, HOSTS, shaped_link
+from in_turns import HOST, Job, cluster_of, gpt, profiled, start, vision
 
-from pipectl.cluster import Cluster, Device, Node
+from pipectl.cluster import Cluster
 from pipectl.link import Link
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
@@ -37,10 +33,6 @@ from pipectl.schedule import default_warm_up
 from pipectl.schedule.one_f_one_b import policy_b
 from pipectl.units import format_bytes
 
-HERE = Path(__file__).resolve().parent
-RANK = HERE / "ranks" / "peer.py"
-CONFIGS = HERE.parents[1] / "configs" / "models"
-CORPUS = HERE.parent / "corpus"
 BATCH, MICRO_BATCHES, RANKS = 32, 8, 2
 ROUNDS, STEPS = 7, 3
 
@@ -49,77 +41,42 @@ ROUNDS, STEPS = 7, 3
 class Model:
     """A model and where the peer halves its layers, and quarters them for two chunks a rank."""
 
-    model: dict[str, Any]
-    loss: str
-    data: dict[str, Any]
+    job: Job
     half: str
     quarters: tuple[str, ...] = ()
     schedules: tuple[str, ...] = ("1F1B", "GPipe")
-    chunked: tuple[str, ...] = field(default=())
+    chunked: tuple[str, ...] = ()
 
 
-def gpt(vocabulary: int) -> Model:
-    kwargs = {"layers": 8, "width": 256, "heads": 8, "dropout": 0.0, "vocabulary": vocabulary}
+def language(vocabulary: int) -> Model:
     return Model(
-        {"factory": f"{CONFIGS}/gpt.py:build", "kwargs": kwargs},
-        f"{CONFIGS}/gpt.py:loss",
-        {"factory": f"{CONFIGS}/text.py:training", "kwargs": {"length": 128, "megabytes": 0.5}},
+        gpt(vocabulary),
         "blocks.4",
         ("blocks.2", "blocks.4", "blocks.6"),
         chunked=("Interleaved1F1B", "InterleavedZeroBubble"),
     )
 
 
-def vision(name: str, half: str) -> Model:
-    return Model(
-        {"factory": f"{CORPUS}/vision.py:build", "kwargs": {"name": name}},
-        "torch.nn:CrossEntropyLoss",
-        {"factory": f"{CORPUS}/vision.py:Images", "kwargs": {"pixels": 64}},
-        half,
-    )
-
-
 MODELS = {
-    "gpt": gpt(98),
-    "gpt-8192": gpt(8192),
-    "resnet50": vision("resnet50", "layer3.1"),
-    "densenet121": vision("densenet121", "features.denseblock3.denselayer12"),
+    "gpt": language(98),
+    "gpt-8192": language(8192),
+    "resnet50": Model(vision("resnet50"), "layer3.1"),
+    "densenet121": Model(vision("densenet121"), "features.denseblock3.denselayer12"),
 }
 CASES = ("gpt", "gpt-8192", "resnet50", "densenet121", "gpt@200", "gpt@100")
 
 
-def job_of(model: Model) -> dict[str, Any]:
-    return {
-        "version": 1,
-        "name": "peer",
-        "site_defaults": False,
-        "model": model.model,
-        "loss": {"factory": model.loss},
-        "data": model.data,
-        "optimizer": {"factory": "torch.optim:AdamW", "kwargs": {"lr": 1e-4}},
-        "training": {"steps": 1, "batch_size": BATCH},
-        "resources": {"nodes": 1, "tasks_per_node": RANKS, "cpus_per_task": 1},
-    }
-
-
-def cluster_of(megabits: int) -> Cluster:
+def cluster_between(megabits: int) -> Cluster:
     """Two nodes and the link between them, or one node."""
-    fast = Link(latency_s=5e-6, bandwidth_bytes_per_s=4e9)
     if not megabits:
-        nodes = (Node("a", ranks=2, cores=2, device=Device("cpu")),)
-        return Cluster("one node", "benchmark", nodes, fast, fast)
-    between = Link(latency_s=1e-4, bandwidth_bytes_per_s=megabits * 1e6 / 8)
-    nodes = tuple(Node(name, ranks=1, cores=1, device=Device("cpu")) for name in "ab")
-    return Cluster("two nodes", "benchmark", nodes, fast, between)
+        return cluster_of(RANKS)
+    return cluster_of(RANKS, Link(latency_s=1e-4, bandwidth_bytes_per_s=megabits * 1e6 / 8))
 
 
 def write_case(folder: Path, model: Model, megabits: int) -> dict[str, Any]:
     """The job, its profile and pipectl's plans; returns who takes part."""
-    (folder / "job.yaml").write_text(yaml.safe_dump(job_of(model)))
-    command = [sys.executable, "-m", "pipectl", "profile", "job.yaml", "-o", "profile.json"]
-    settings = ["--scheduler", "local", "--set", f"pipeline.micro_batches={MICRO_BATCHES}"]
-    subprocess.run([*command, *settings], cwd=folder, check=True, capture_output=True)
-    plans = plans_of(Profile.load(folder / "profile.json"), model, cluster_of(megabits))
+    model.job.write(folder, RANKS)
+    plans = plans_of(profiled(folder, MICRO_BATCHES), model, cluster_between(megabits))
     for name, plan in plans.items():
         plan.save(folder / f"{name}.json")
     theirs = {f"torch/{name}": [model.half] for name in model.schedules}
@@ -130,7 +87,7 @@ def write_case(folder: Path, model: Model, megabits: int) -> dict[str, Any]:
         "micro_batches": MICRO_BATCHES,
         "rounds": ROUNDS,
         "steps": STEPS,
-        "host": next(iter(HOSTS.values())) if megabits else "127.0.0.1",
+        "host": HOST if megabits else "127.0.0.1",
         "port": 29511,
     }
 
@@ -160,13 +117,7 @@ def halves(profile: Profile, module: str) -> list[list[str]]:
 def run(folder: Path, case: dict[str, Any], megabits: int) -> dict[str, Any]:
     """What the ranks measured."""
     (folder / "case.json").write_text(json.dumps(case))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if megabits:
-        environment["GLOO_SOCKET_IFNAME"] = DEVICE
-    alone = nullcontext(["mpiexec", "-n", str(RANKS)])
-    with shaped_link(megabits) if megabits else alone as start:
-        command = [*start, sys.executable, "-W", "ignore", "-m", "mpi4py", str(RANK), str(folder)]
-        subprocess.run(command, env=environment, check=True, timeout=1800)
+    start("peer.py", folder, RANKS, megabits)
     found: dict[str, Any] = json.loads((folder / "result.json").read_text())
     return found
 

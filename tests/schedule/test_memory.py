@@ -76,6 +76,21 @@ def test_what_an_action_allocates_for_itself_counts_while_it_runs(pipeline):
     ]
 
 
+def test_sums_over_replicas_hold_a_copy_of_the_gradients_and_what_arrives(pipeline):
+    for replicas, held in ((2, 150), (3, 166), (4, 175)):
+        plan = pipeline(1, replicas, costs=[COST], node_of_rank=[0] * replicas)
+        stage = replace(plan.stages[0], ranks=tuple(range(replicas)))
+        plan = replace(plan, stages=(stage,))
+        program = lower(plan, 0)
+        kinds = [action.kind for action in program.body]
+        backwards = [Kind.FORWARD, Kind.BACKWARD]
+        assert kinds == [*backwards, Kind.REDUCE_START, Kind.REDUCE_WAIT, Kind.UPDATE]
+        assert memory_bytes(plan, 0, program).tolist() == [
+            RESIDENT + size
+            for size in (10, 10 + GRADIENTS, *[GRADIENTS + held] * 2, GRADIENTS)
+        ]
+
+
 def test_frozen_parameters_have_no_gradient_and_buffers_stay(pipeline):
     cost = replace(COST, gradient_bytes=0, buffer_bytes=5)
     plan = pipeline(1, 1, costs=[cost])

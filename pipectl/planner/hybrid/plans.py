@@ -93,6 +93,7 @@ def placed_parts(
     slow = np.array([1.0 / min(rules.speed(rank) for rank in inside) for inside in ranks])
     start, end, pick = np.array(cuts[:-1]), np.array(cuts[1:]), np.array(picks)
     reduced = costs.reduced_bytes[end] - costs.reduced_bytes[start]
+    replicas = np.array([len(inside) for inside in ranks])
     borders = list(zip(cuts[1:-1], pairwise(ranks), strict=True))
     there = [rules.transfer_s(costs.activation_bytes[s], *pair) for s, pair in borders]
     back = [rules.transfer_s(costs.gradient_bytes[s], *pair) for s, pair in borders]
@@ -110,8 +111,8 @@ def placed_parts(
         gradient_s=np.array([message.hold_s for message in back]),
         late_s=np.array([message.late_s for message in there]),
         resident_bytes=costs.resident_bytes[end] - costs.resident_bytes[start],
-        saved_bytes=(costs.saved_bytes[end] - costs.saved_bytes[start])
-        / np.array([len(inside) for inside in ranks]),
+        saved_bytes=(costs.saved_bytes[end] - costs.saved_bytes[start]) / replicas,
+        summed_bytes=np.where(replicas > 1, reduced * (2.0 - 1.0 / replicas), 0.0),
         limit_bytes=np.array([min(rules.memory_bytes(r) for r in inside) for inside in ranks]),
     )
 

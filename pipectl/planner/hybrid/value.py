@@ -27,6 +27,7 @@ class Parts(NamedTuple):
         activation_s, gradient_s: links are held by a micro-batch over each border.
         late_s: latency of each border.
         resident_bytes, saved_bytes: of one replica, the second for one micro-batch in flight.
+        summed_bytes: held by one replica while gradients are summed, when nothing is in flight.
         limit_bytes: of the replica with the least memory.
     """
 
@@ -39,6 +40,7 @@ class Parts(NamedTuple):
     late_s: Floats
     resident_bytes: Floats
     saved_bytes: Floats
+    summed_bytes: Floats
     limit_bytes: Floats
 
 
@@ -54,6 +56,7 @@ def parts_of(model: Model, cuts: Integers, picks: Integers) -> Parts:
         np.empty(count - 1),
         np.empty(count - 1),
         np.empty(count - 1),
+        np.empty(count),
         np.empty(count),
         np.empty(count),
         np.empty(count),
@@ -86,7 +89,9 @@ def _stage(
     parts.update_s[stage] = (costs.update_s[end] - costs.update_s[start]) * slow
     parts.resident_bytes[stage] = costs.resident_bytes[end] - costs.resident_bytes[start]
     held = costs.saved_bytes[end] - costs.saved_bytes[start]
-    parts.saved_bytes[stage] = held / layout.replicas[pick]
+    replicas = layout.replicas[pick]
+    parts.saved_bytes[stage] = held / replicas
+    parts.summed_bytes[stage] = size * (2.0 - 1.0 / replicas) if replicas > 1 else 0.0
     parts.limit_bytes[stage] = layout.limit_bytes[begin, pick]
 
 
@@ -187,7 +192,8 @@ def scheduled_s(model: Model, parts: Parts, warm_up: Integers) -> float:
     count = len(warm_up)
     excess = 0.0
     for stage in range(count):
-        need = parts.resident_bytes[stage] + warm_up[stage] * parts.saved_bytes[stage]
+        flying = warm_up[stage] * parts.saved_bytes[stage]
+        need = parts.resident_bytes[stage] + max(flying, parts.summed_bytes[stage])
         excess = max(excess, need / parts.limit_bytes[stage] - 1.0)
     if excess > 0.0:
         return DOES_NOT_FIT_S * (1.0 + excess)

@@ -84,5 +84,8 @@ def memory_bytes(figures: Figures, start: int, stop: int, place: int, behind: in
     """Memory of a rank of a stage with so many stages behind it."""
     resident = figures.resident_bytes[stop] - figures.resident_bytes[start]
     saved = figures.saved_bytes[stop] - figures.saved_bytes[start]
-    held = min(behind + 1, figures.micro_batches)
-    return float(resident + saved * held / figures.replicas[place])
+    replicas = figures.replicas[place]
+    flying = saved * min(behind + 1, figures.micro_batches) / replicas
+    parameters = figures.parameter_bytes[stop] - figures.parameter_bytes[start]
+    summed = parameters * (2.0 - 1.0 / replicas) if replicas > 1 else 0.0
+    return float(resident + max(flying, summed))

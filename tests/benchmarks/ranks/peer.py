@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,40 +22,14 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "corpus"))
 
 import packages
+from turns import Step, timed, trained
 
 from pipectl.capture import CapturedJob
-from pipectl.capture.data import split_batch
 from pipectl.plan import Plan
-from pipectl.runs import RunDirectory
-from pipectl.runtime.device import CpuDevice
-from pipectl.runtime.engine import StepInput
-from pipectl.runtime.failure import Doing
-from pipectl.runtime.setup import Setup
-from pipectl.runtime.trainer import Trainer
 from pipectl.runtime.transport import Progress, choose_progress
-from pipectl.schedule import lower
 from pipectl.spec import JobSpec, load
 
-Step = Callable[[int], None]
 Case = dict[str, Any]
-
-
-def ours(spec: JobSpec, plan: Plan, progress: Progress, folder: Path, batch: Any) -> Step:
-    """A training step of pipectl's engine, as the worker runs it."""
-    job = CapturedJob(spec)
-    setup = Setup(MPI.COMM_WORLD, job, plan, CpuDevice(), Doing(), progress)
-    trainer = Trainer(setup, RunDirectory(folder), 1)
-    trainer.learn_layouts()
-    program = lower(plan, MPI.COMM_WORLD.rank).body
-    sizes = split_batch(spec.training.batch_size, plan.micro_batch_size)
-    weights = [size / spec.training.batch_size for size in sizes]
-    pieces = list(zip(*(tensor.split(plan.micro_batch_size) for tensor in batch), strict=True))
-
-    def step(number: int) -> None:
-        given = StepInput(sizes, weights, iter(pieces), (0, number))
-        setup.training.run(program, given, trainer.update)
-
-    return step
 
 
 def theirs(spec: JobSpec, split: list[str], name: str, batch: Any, micro_batches: int) -> Step:
@@ -83,24 +56,13 @@ def theirs(spec: JobSpec, split: list[str], name: str, batch: Any, micro_batches
     return train
 
 
-def timed(step: Step, steps: int) -> float:
-    """Seconds a step, over all ranks, behind one that is not counted."""
-    step(0)
-    MPI.COMM_WORLD.Barrier()
-    start = time.perf_counter()
-    for number in range(1, steps + 1):
-        step(number)
-    MPI.COMM_WORLD.Barrier()
-    return (time.perf_counter() - start) / steps
-
-
 def contenders(case: Case, folder: Path, progress: Progress) -> Iterator[tuple[str, Step]]:
     """All that take part, by name."""
     spec = load(folder / "job.yaml")
     batch = CapturedJob(spec).loader.example(spec.training.batch_size)
     for name in case["plans"]:
         plan = Plan.load(folder / f"{name}.json")
-        yield name, ours(spec, plan, progress, folder / name, batch)
+        yield name, trained(spec, plan, progress, folder / name, batch, MPI.COMM_WORLD).step
     for name, split in case["theirs"].items():
         yield name, theirs(spec, split, name.split("/")[-1], batch, case["micro_batches"])
 
@@ -117,7 +79,7 @@ def main(folder: Path) -> None:
         steps = dict(contenders(case, folder, progress))
         for _ in range(case["rounds"]):
             for name, step in steps.items():
-                found.setdefault(name, []).append(timed(step, case["steps"]))
+                found.setdefault(name, []).append(timed(step, case["steps"], world))
     peaks = world.gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     if world.rank == 0:
         result = {"seconds": found, "peak_bytes": peaks}

@@ -1,0 +1,179 @@
+"""A rank that trains one job by several plans in turns, so that the machine hits all of them alike.
+
+Started as ``mpiexec -n RANKS python -m mpi4py turns.py FOLDER``. The folder holds ``job.yaml``,
+plans and ``case.json``: how many rounds, steps in each, and by name who takes part, with a plan and
+
+- ``on``: ``all`` ranks together, the ``first`` alone while others sleep, or ``each`` for itself;
+- ``sums``: ``late`` if sums of gradients over replicas start when all ranks have done all else.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpi4py import MPI
+
+from pipectl.capture import CapturedJob
+from pipectl.plan import Plan
+from pipectl.runs import RunDirectory
+from pipectl.runtime.device import CpuDevice
+from pipectl.runtime.engine import StepInput
+from pipectl.runtime.failure import Doing
+from pipectl.runtime.passes import pass_of
+from pipectl.runtime.process import settle_process
+from pipectl.runtime.reduction import Reducer
+from pipectl.runtime.setup import Setup
+from pipectl.runtime.trainer import Trainer
+from pipectl.runtime.transport import Progress, choose_progress
+from pipectl.runtime.waiting import barrier
+from pipectl.schedule import Kind
+from pipectl.spec import JobSpec, load
+
+Step = Callable[[int], None]
+
+
+@dataclass
+class Training:
+    """A job under one plan, ready for its steps."""
+
+    setup: Setup
+    step: Step
+    rows: int
+
+
+def trained(
+    spec: JobSpec, plan: Plan, progress: Progress, folder: Path, batch: Any, world: MPI.Intracomm
+) -> Training:
+    """A training step of pipectl's engine, as the worker runs it, always of the same batch."""
+    setup = Setup(world, CapturedJob(spec), plan, CpuDevice(), Doing(), progress)
+    trainer = Trainer(setup, RunDirectory(folder), 1)
+    trainer.learn_layouts()
+    doing = pass_of(plan, world.rank, setup.reading)
+    weights = [size / plan.batch_size for size in doing.sizes]
+    parts = list(zip(*(tensor.split(plan.micro_batch_size) for tensor in batch), strict=True))
+    mine = [parts[index] for index in doing.pieces]
+
+    def step(number: int) -> None:
+        seed, wiring, pieces = (0, number), doing.wiring, doing.pieces
+        given = StepInput(doing.sizes, weights, iter(mine), seed, 1.0, wiring, pieces)
+        setup.training.run(doing.actions, given, trainer.update)
+
+    return Training(setup, step, len(doing.actions))
+
+
+def timed(step: Step, steps: int, world: MPI.Intracomm) -> float:
+    """Seconds a step, over all ranks, behind one that is not counted."""
+    step(0)
+    barrier(world)
+    start = time.perf_counter()
+    for number in range(1, steps + 1):
+        step(number)
+    barrier(world)
+    return (time.perf_counter() - start) / steps
+
+
+class LateSums(Reducer):
+    """Sums that start when all ranks wait for nothing else."""
+
+    def __init__(self, reducer: Reducer, world: MPI.Intracomm) -> None:
+        self._reducer, self._world = reducer, world
+        self._due: list[int] = []
+
+    def arm(self, stage: int) -> None:
+        """Nothing starts within a backward."""
+
+    def start(self, stage: int) -> None:
+        self._due.append(stage)
+
+    def finish(self, stage: int) -> None:
+        if self._due:
+            barrier(self._world)
+        for due in self._due:
+            self._reducer.start(due)
+        self._due = []
+        self._reducer.finish(stage)
+
+    def advance(self) -> None:
+        self._reducer.advance()
+
+
+class Watch:
+    """Times every row that an engine executes, by kind."""
+
+    def __init__(self, training: Training) -> None:
+        engine = training.setup.training
+        self.seconds: dict[str, list[float]] = {}
+        self._execute = engine._execute
+        engine._execute = self._timed  # type: ignore[method-assign]
+
+    def _timed(self, action: Any, update: Any) -> None:
+        start = time.perf_counter()
+        self._execute(action, update)
+        self.seconds.setdefault(Kind(action.kind).name, []).append(time.perf_counter() - start)
+
+    def medians(self) -> dict[str, float]:
+        """Seconds by kind."""
+        return {kind: statistics.median(times) for kind, times in self.seconds.items()}
+
+
+def contender(
+    given: dict[str, Any], spec: JobSpec, progress: Progress, folder: Path, batch: Any
+) -> Training | None:
+    """What this rank does for one that takes part; None if others do it."""
+    plan = Plan.load(folder / given["plan"])
+    on = given.get("on", "all")
+    if on == "first" and MPI.COMM_WORLD.rank:
+        return None
+    world = MPI.COMM_WORLD if on == "all" else MPI.COMM_SELF
+    own = folder / f"{given['plan']}-{on}-{MPI.COMM_WORLD.rank if on == 'each' else 0}"
+    training = trained(spec, plan, progress, own, batch, world)
+    if given.get("sums") == "late":
+        training.setup.training._reducer = LateSums(training.setup.reducer, MPI.COMM_WORLD)
+    return training
+
+
+def measure(case: dict[str, Any], folder: Path, progress: Progress) -> dict[str, Any]:
+    """Seconds a step of everyone in every round, and rows of this rank's programs."""
+    spec, world = load(folder / "job.yaml"), MPI.COMM_WORLD
+    batch = CapturedJob(spec).loader.example(spec.training.batch_size)
+    found = {
+        name: contender(given, spec, progress, folder, batch)
+        for name, given in case["contenders"].items()
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in found}
+    for _ in range(case["rounds"]):
+        for name, training in found.items():
+            step = training.step if training else lambda _: None
+            seconds[name].append(timed(step, case["steps"], world))
+    rows = {name: training.rows for name, training in found.items() if training}
+    kinds = {}
+    for name, training in found.items() if case.get("by_kind") else ():
+        if training:
+            watch = Watch(training)
+            timed(training.step, case["steps"], world)
+            kinds[name] = watch.medians()
+    return {"seconds": seconds, "rows": rows, "kinds": kinds}
+
+
+def main(folder: Path) -> None:
+    case = json.loads((folder / "case.json").read_text())
+    settle_process(1)
+    world = MPI.COMM_WORLD
+    with choose_progress(world.Dup(), "auto").progress(staged=False) as progress:
+        mine = measure(case, folder, progress)
+    mine["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    everyone = world.gather(mine)
+    if everyone is not None:
+        (folder / "result.json").write_text(json.dumps(everyone))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
