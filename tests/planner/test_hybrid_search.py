@@ -115,11 +115,14 @@ def test_memory_asks_for_stages_and_too_little_for_nothing(chain):
     profile = chain(4, parameter_bytes=1000, parameters=(("p", 1000),))
     states = States.of(profile)
     request = HybridRequest(16, (8,))
-    # Parameters, gradients and two of optimizer state: 4000 bytes an operator, 1000 saved.
+    # Parameters, gradients and two of optimizer state: 4000 bytes an operator, 1000 saved. Where
+    # two replicas sum gradients, 1500 more.
     roomy = hybrid_plans(profile, states, ClusterRules(cluster_of([4]), 40_000), request)
-    tight = hybrid_plans(profile, states, ClusterRules(cluster_of([4]), 10_500), request)
+    tight = hybrid_plans(profile, states, ClusterRules(cluster_of([4]), 11_500), request)
     assert min(len(plan.ranks) for plan in roomy) == 1
     assert min(len(plan.ranks) for plan in tight) == 2
+    summing = hybrid_plans(profile, states, ClusterRules(cluster_of([4]), 10_500), request)
+    assert all(len(plan.ranks) > 2 or plan.replicas == (1, 1) for plan in summing)
     assert not hybrid_plans(profile, states, ClusterRules(cluster_of([4]), 4_000), request)
 
 

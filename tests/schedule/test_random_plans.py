@@ -333,6 +333,13 @@ class Ledger:
             self.done += [("in", c, index) for c, _ in self.mine(kind, stage, "target")]
         self.done += [("kept", stage, index), ("rest", stage, index)]
 
+    def reduce_start(self, action, held, stage, index):
+        self.held["copies", stage] = 100
+        self.held["arriving", stage] = 100 * (held.replicas - 1) // held.replicas
+
+    def reduce_wait(self, action, held, stage, index):
+        self.done += [("copies", stage), ("arriving", stage)]
+
     def backward_input(self, action, held, stage, index):
         self.backward(action, held, stage, index)
         self.held["between", stage, index] = self.size(held.cost.grown_bytes, action)
