@@ -86,8 +86,7 @@ def test_sums_over_replicas_hold_a_copy_of_the_gradients_and_what_arrives(pipeli
         backwards = [Kind.FORWARD, Kind.BACKWARD]
         assert kinds == [*backwards, Kind.REDUCE_START, Kind.REDUCE_WAIT, Kind.UPDATE]
         assert memory_bytes(plan, 0, program).tolist() == [
-            RESIDENT + size
-            for size in (10, 10 + GRADIENTS, *[GRADIENTS + held] * 2, GRADIENTS)
+            RESIDENT + size for size in (10, 10 + GRADIENTS, *[GRADIENTS + held] * 2, GRADIENTS)
         ]
 
 
