@@ -1,10 +1,13 @@
 """What published schedules gain, as predicted, as rehearsed over real ranks, and as trained.
 
 Zero-bubble (Qi et al., 2024): ZB-H1 and ZB-V against 1F1B with 8 ranks, 32 micro-batches and
-F = I = W, over links that take no time. DAPPLE (Fan et al., 2021): 1F1B against GPipe within the
-memory that 1F1B needs; GPipe does what the planner finds best there (recomputation, smaller or
-fewer micro-batches). Simulated and rehearsed for a GPT of 24 blocks with GPT-3's shapes on 8
-accelerators; trained for a small GPT on two ranks of this machine, in turns.
+F = I = W, over links that take no time.
+
+DAPPLE (Fan et al., 2021): 1F1B against GPipe at equal memory limit, 5% above what 1F1B needs with
+as little in flight as it can. With micro-batches of the same size, GPipe takes as many as fit, with
+and without recomputation; and it takes the same batch in whichever way the planner finds best.
+Simulated and rehearsed for a GPT with GPT-3's shapes on 8 accelerators; trained for a small GPT on
+two ranks of this machine, in turns.
 
     python tests/benchmarks/rehearsal.py [--short] [zero-bubble] [dapple]
 """
@@ -18,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,9 +47,11 @@ RANKS, MICRO_BATCHES, FORWARD_S = 8, 32, 0.02
 PUBLISHED_ZERO_BUBBLE, PUBLISHED_DAPPLE = "1.23x", "1.6x, 12% less memory"
 AT_LEAST = 0.97
 ROUNDS = 5
-BLOCKS, BATCH = 24, 128
-SAMPLES, TRAINED_RANKS = 32, 2
-ROOM = 1.02
+BLOCKS, LARGE, MANY, SPEED = 24, 128, 64, 8.0
+"""The large GPT, its samples and micro-batches; devices so fast that a step takes seconds."""
+SMALL, TRAINED_MANY, TRAINED_RANKS = 256, 16, 2
+"""Samples, micro-batches and ranks of the small one."""
+ROOM = 1.05
 """Of the limit, over what 1F1B needs."""
 
 
@@ -82,7 +88,7 @@ def free_links(ranks: int) -> Cluster:
 
 def rehearsed(plan: Plan, cluster: Cluster, folder: Path) -> Rehearsed:
     """A rehearsal on this machine, as ``pipectl submit --rehearse`` runs it."""
-    run = RunDirectory.create(folder, plan.schedule, 0.0)
+    run = RunDirectory.create(folder, "rehearsal", 0.0)
     plan.save(run.plan)
     rehearsal_of(plan, cluster, plan.ranks / len(os.sched_getaffinity(0))).save(run.rehearsal)
     mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -94,12 +100,12 @@ def rehearsed(plan: Plan, cluster: Cluster, folder: Path) -> Rehearsed:
 def rehearsed_in_turns(
     plans: Sequence[Plan], cluster: Cluster, rounds: int
 ) -> dict[str, list[Rehearsed]]:
-    """Rehearsals of every plan by its schedule, round after round."""
+    """Rehearsals of every plan by its name, round after round."""
     found: dict[str, list[Rehearsed]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(rounds):
             for plan in plans:
-                found.setdefault(plan.schedule, []).append(rehearsed(plan, cluster, Path(folder)))
+                found.setdefault(plan.name, []).append(rehearsed(plan, cluster, Path(folder)))
     return found
 
 
@@ -108,7 +114,7 @@ def zero_bubble(rounds: int) -> None:
     cluster = free_links(RANKS)
     ideal_s = [simulate(plan, cluster).step_time_s for plan in plans]
     found = rehearsed_in_turns(plans, cluster, rounds)
-    steps_s = [[item.step_s for item in found[plan.schedule]] for plan in plans]
+    steps_s = [[item.step_s for item in found[plan.name]] for plan in plans]
     print(f"\n### Zero-bubble: {RANKS} ranks, {MICRO_BATCHES} micro-batches, F = I = W, {rounds} "
           f"rounds\n")  # fmt: skip
     print("| schedule | predicted step s | rehearsed step s | predicted gain | rehearsed gain "
@@ -116,7 +122,7 @@ def zero_bubble(rounds: int) -> None:
     print("|---|---|---|---|---|---|---|---|")
     for plan, ideal, times in zip(plans, ideal_s, steps_s, strict=True):
         gain, real = ideal_s[0] / ideal - 1, ratio(steps_s[0], times) - 1
-        late_s = max(item.late_s for item in found[plan.schedule])
+        late_s = max(item.late_s for item in found[plan.name])
         gains = f"{gain:.1%} | {real:.1%} | {_share(real, gain)}" if gain else "| |"
         published = PUBLISHED_ZERO_BUBBLE if gain else ""
         print(f"| {plan.schedule} | {ideal:.3f} | {spread(times)} | {gains} | {late_s:.3f} "
@@ -127,27 +133,55 @@ def _share(found: float, ideal: float) -> str:
     return f"{found / ideal:.3f}{'' if found >= AT_LEAST * ideal else f' (below {AT_LEAST})'}"
 
 
-def within(profile: Profile, cluster: Cluster, request: PlanRequest) -> list[Plan]:
-    """1F1B, GPipe within its memory, and GPipe as if there were enough."""
-    one = make_plan(profile, cluster, replace(request, schedule="1f1b"))
-    assert one.prediction is not None
-    limit = round(ROOM * max(one.prediction.peak_memory_bytes))
-    plans = [replace(one, name="1F1B")]
-    gpipe = replace(request, schedule="gpipe", stages=len(one.stages))
-    try:
-        limited = replace(gpipe, memory_limit_bytes=limit, recompute=None)
-        plans.append(replace(make_plan(profile, cluster, limited), name="GPipe within its memory"))
-    except InfeasibleError as error:
-        print(f"\nGPipe does not fit into {format_bytes(limit)}: {error}")
-    same = replace(gpipe, micro_batches=one.micro_batches)
-    return [*plans, replace(make_plan(profile, cluster, same), name="GPipe with all it needs")]
+def first_plan(profile: Profile, cluster: Cluster, request: PlanRequest) -> Plan:
+    """1F1B with as little in flight as it can."""
+    least = tuple(range(cluster.ranks, 0, -1))
+    return make_plan(profile, cluster, replace(request, schedule="1f1b", warm_up=least))
 
 
-def described(plan: Plan) -> str:
+def at_equal_memory(
+    profile: Profile, cluster: Cluster, request: PlanRequest, one: Plan
+) -> dict[str, Plan]:
+    """A plan of 1F1B, and what GPipe can do within its memory; the first two with its stages."""
+    limit, baseline = round(ROOM * peak_of(one)), profile.process_baseline_bytes or 0
+    found = {"1F1B": one}
+    for name, again in (("GPipe", False), ("GPipe, recomputing", True)):
+        many = range(one.micro_batches, 0, -1)
+        plans = (gpipe(one, count, cluster, baseline, recompute=again) for count in many)
+        fitting = next((plan for plan in plans if peak_of(plan) <= limit), None)
+        if fitting is not None:
+            found[name] = fitting
+    limited = replace(request, schedule="gpipe", memory_limit_bytes=limit, recompute=None)
+    with suppress(InfeasibleError):
+        asked = (replace(limited, micro_batches=count) for count in (None, one.micro_batches))
+        best = min((make_plan(profile, cluster, item) for item in asked), key=_step_s)
+        found["GPipe, the same batch"] = best
+    return found
+
+
+def gpipe(one: Plan, count: int, cluster: Cluster, baseline: int, *, recompute: bool) -> Plan:
+    """GPipe with the stages of a plan and so many of its micro-batches."""
+    plan = replace(
+        one,
+        schedule="gpipe",
+        warm_up=(count,) * len(one.stages),
+        micro_batches=count,
+        batch_size=count * one.micro_batch_size,
+        stages=tuple(replace(stage, recompute=recompute) for stage in one.stages),
+    )
+    found = simulate(plan, cluster, process_baseline_bytes=baseline)
+    return replace(plan, prediction=found.prediction)
+
+
+def described(name: str, plan: Plan) -> str:
     """What tells the plans apart."""
     again = sum(stage.recompute for stage in plan.stages)
     more = f", {again} of {len(plan.stages)} stages recompute" if again else ""
-    return f"{plan.name} ({plan.micro_batches} micro-batches{more})"
+    return f"{name}: {plan.micro_batches} micro-batches of {plan.micro_batch_size}{more}"
+
+
+def _step_s(plan: Plan) -> float:
+    return plan.predicted_step_s
 
 
 def peak_of(plan: Plan) -> int:
@@ -156,51 +190,68 @@ def peak_of(plan: Plan) -> int:
     return max(plan.prediction.peak_memory_bytes)
 
 
-def dapple_predicted(rounds: int) -> None:
-    profile, cluster = gpt3_profile(BLOCKS), accelerators(RANKS, 2**50)
-    request = PlanRequest("dapple", BATCH, stages=RANKS, from_job=False)
-    plans = within(profile, cluster, request)
-    rehearsals = [
-        [item.step_s for item in rehearsed_in_turns([plan], cluster, rounds)[plan.schedule]]
-        for plan in plans
-    ]
-    print(f"\n### DAPPLE's comparison, predicted and rehearsed: {RANKS} ranks, {BATCH} samples\n")
-    print("| plan | predicted step s | rehearsed step s | 1F1B is faster, predicted | rehearsed "
-          "| largest peak | 1F1B holds | published |")  # fmt: skip
-    print("|---|---|---|---|---|---|---|---|")
-    for plan, times in zip(plans, rehearsals, strict=True):
-        faster = f"{plan.predicted_step_s / plans[0].predicted_step_s:.2f}x"
-        real = f"{ratio(times, rehearsals[0]):.2f}x"
-        held = f"{format_bytes(peak_of(plan))} | {peak_of(plans[0]) / peak_of(plan):.2f}x"
-        print(f"| {described(plan)} | {plan.predicted_step_s:.3f} | {spread(times)} | {faster} "
-              f"| {real} | {held} | {PUBLISHED_DAPPLE} |", flush=True)  # fmt: skip
+def rates(plan: Plan, steps_s: Sequence[float]) -> list[float]:
+    """Samples a second."""
+    return [plan.batch_size / step_s for step_s in steps_s]
+
+
+def show_dapple(
+    plans: dict[str, Plan], seconds: dict[str, list[float]], peaks: dict[str, int], what: str
+) -> None:
+    """A table of samples a second and peaks.
+
+    Args:
+        what: was done to find the seconds.
+        peaks: where they were measured.
+    """
+    print(f"| plan | predicted samples/s | {what} samples/s | 1F1B is faster, predicted | {what} "
+          "| largest peak, predicted | measured | 1F1B holds | published |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|---|")
+    first = plans["1F1B"]
+    found = {name: rates(plan, seconds[name]) for name, plan in plans.items()}
+    held = peaks or {name: peak_of(plan) for name, plan in plans.items()}
+    for name, plan in plans.items():
+        (expected,) = rates(plan, [plan.predicted_step_s])
+        faster = rates(first, [first.predicted_step_s])[0] / expected
+        size = format_bytes(peaks[name]) if peaks else ""
+        less = f"{held['1F1B'] / held[name] - 1:+.0%}"
+        real = f"{faster:.2f}x | {ratio(found['1F1B'], found[name]):.2f}x"
+        print(f"| {described(name, plan)} | {expected:.3f} | {spread(found[name])} | {real} "
+              f"| {format_bytes(peak_of(plan))} | {size} | {less} "
+              f"| {PUBLISHED_DAPPLE if name == 'GPipe' else ''} |", flush=True)  # fmt: skip
+
+
+def dapple_rehearsed(rounds: int) -> None:
+    (node,) = accelerators(RANKS).nodes
+    fast = replace(node, device=replace(node.device, speed=SPEED, memory_bytes=None))
+    profile, cluster = gpt3_profile(BLOCKS), replace(accelerators(RANKS), nodes=(fast,))
+    request = PlanRequest(
+        "dapple", LARGE, micro_batches=MANY, stages=RANKS, recompute=False, from_job=False
+    )
+    plans = at_equal_memory(profile, cluster, request, first_plan(profile, cluster, request))
+    named = [replace(plan, name=name) for name, plan in plans.items()]
+    found = rehearsed_in_turns(named, cluster, rounds)
+    seconds = {name: [item.step_s for item in items] for name, items in found.items()}
+    print(f"\n### 1F1B and GPipe at equal memory, rehearsed: {RANKS} ranks, {rounds} rounds\n")
+    show_dapple(plans, seconds, {}, "rehearsed")
 
 
 def dapple_trained(rounds: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        gpt(batch=SAMPLES).write(folder, TRAINED_RANKS)
-        request = PlanRequest("dapple", SAMPLES, stages=TRAINED_RANKS)
-        plans = within(profiled(folder, 16), cluster_of(TRAINED_RANKS), request)
-        for plan in plans:
-            plan.save(folder / f"{plan.name}.json")
-        contenders = {plan.name: {"plan": f"{plan.name}.json"} for plan in plans}
-        case = {"contenders": contenders, "rounds": rounds, "steps": 2}
+        gpt(layers=4, batch=SMALL).write(folder, TRAINED_RANKS)
+        profile, cluster = profiled(folder, TRAINED_MANY), cluster_of(TRAINED_RANKS)
+        request = PlanRequest("dapple", SMALL, micro_batches=TRAINED_MANY, stages=TRAINED_RANKS)
+        plans = at_equal_memory(profile, cluster, request, first_plan(profile, cluster, request))
+        for key, plan in plans.items():
+            plan.save(folder / f"{key}.json")
+        contenders = {key: {"plan": f"{key}.json"} for key in plans}
+        case = {"contenders": contenders, "rounds": rounds, "steps": 1}
         seconds = train_in_turns(folder, case, TRAINED_RANKS)[0]["seconds"]
-        peaks = {name: _peak(folder, name, entry) for name, entry in contenders.items()}
-    print(f"\n### DAPPLE's comparison, trained: a GPT on {TRAINED_RANKS} ranks, {SAMPLES} samples, "
+        peaks = {key: _peak(folder, key, entry) for key, entry in contenders.items()}
+    print(f"\n### 1F1B and GPipe at equal memory, trained: a GPT on {TRAINED_RANKS} ranks, "
           f"{rounds} rounds\n")  # fmt: skip
-    print("| plan | step s | predicted | 1F1B is faster | predicted | largest peak | predicted "
-          "| 1F1B holds | published |")  # fmt: skip
-    print("|---|---|---|---|---|---|---|---|---|")
-    first = plans[0]
-    for plan in plans:
-        faster = f"{ratio(seconds[plan.name], seconds[first.name]):.2f}x"
-        expected = f"{plan.predicted_step_s / first.predicted_step_s:.2f}x"
-        held = f"{format_bytes(peaks[plan.name])} | {format_bytes(peak_of(plan))}"
-        print(f"| {described(plan)} | {spread(seconds[plan.name])} | {plan.predicted_step_s:.3f} "
-              f"| {faster} | {expected} | {held} | {peaks[first.name] / peaks[plan.name]:.2f}x "
-              f"| {PUBLISHED_DAPPLE} |", flush=True)  # fmt: skip
+    show_dapple(plans, seconds, peaks, "measured")
 
 
 def _peak(folder: Path, name: str, entry: dict[str, str]) -> int:
@@ -219,7 +270,7 @@ def main() -> None:
     if "zero-bubble" in parts:
         zero_bubble(rounds)
     if "dapple" in parts:
-        dapple_predicted(1 if given.short else 2)
+        dapple_rehearsed(1 if given.short else 3)
         dapple_trained(rounds)
 
 

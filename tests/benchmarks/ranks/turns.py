@@ -52,13 +52,14 @@ class Training:
 def trained(
     spec: JobSpec, plan: Plan, progress: Progress, folder: Path, batch: Any, world: MPI.Intracomm
 ) -> Training:
-    """A training step of pipectl's engine, as the worker runs it, always of the same batch."""
+    """A training step of pipectl's engine, as the worker runs it, always of the same samples."""
     setup = Setup(world, CapturedJob(spec), plan, CpuDevice(), Doing(), progress)
     trainer = Trainer(setup, RunDirectory(folder), 1)
     trainer.learn_layouts()
     doing = pass_of(plan, world.rank, setup.reading)
     weights = [size / plan.batch_size for size in doing.sizes]
-    parts = list(zip(*(tensor.split(plan.micro_batch_size) for tensor in batch), strict=True))
+    cut = (tensor[: plan.batch_size].split(plan.micro_batch_size) for tensor in batch)
+    parts = list(zip(*cut, strict=True))
     mine = [parts[index] for index in doing.pieces]
 
     def step(number: int) -> None:
