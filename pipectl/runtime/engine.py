@@ -15,6 +15,7 @@ from pipectl.capture import Cut, Slot
 from pipectl.capture.randomness import seed_of
 from pipectl.capture.slices import Rows, Samples
 from pipectl.graph import TransferKind
+from pipectl.runtime.apart import BackwardHalf, ForwardHalf
 from pipectl.runtime.device import Device
 from pipectl.runtime.failure import Doing
 from pipectl.runtime.passes import Batch, Loaded
@@ -29,6 +30,7 @@ from pipectl.timeline import Event
 _FOR_OTHERS = (Kind.SEND_WAIT, Kind.RECEIVE_WAIT, Kind.REDUCE_WAIT)
 _WAITS = (*_FOR_OTHERS, Kind.OFFLOAD_WAIT, Kind.FETCH_WAIT)
 _OFFLOAD = (Kind.OFFLOAD_START, Kind.OFFLOAD_WAIT, Kind.FETCH_START, Kind.FETCH_WAIT)
+_BETWEEN_HALVES = (TransferKind.SAVED, TransferKind.WEIGHT)
 
 
 @dataclass
@@ -258,9 +260,9 @@ class Engine:
     def _send_start(self, action: Action) -> None:
         self._sends[action.channel, action.micro_batch] = self._transport.start_send(
             Message(self._wiring.lanes[action.channel], action.micro_batch),
-            self._given.sizes[action.micro_batch],
+            self._whole(action),
             self._wiring.channels[action.channel].target_rank,
-            self._message(action),
+            self._leaving(action),
         )
 
     def _send_wait(self, action: Action) -> None:
@@ -269,7 +271,7 @@ class Engine:
     def _receive_start(self, action: Action) -> None:
         self._receives[action.channel, action.micro_batch] = self._transport.start_receive(
             Message(self._wiring.lanes[action.channel], action.micro_batch),
-            self._given.sizes[action.micro_batch],
+            self._whole(action),
             self._wiring.channels[action.channel].source_rank,
         )
 
@@ -277,18 +279,37 @@ class Engine:
         lane = self._wiring.lanes[action.channel]
         tensors = self._transport.finish_receive(
             Message(lane, action.micro_batch),
-            self._given.sizes[action.micro_batch],
+            self._whole(action),
             self._wiring.channels[action.channel].source_rank,
             self._receives.pop((action.channel, action.micro_batch)),
         )
+        if lane.kind in _BETWEEN_HALVES:
+            seed, size = self._seed(action.micro_batch), self._whole(action)
+            self._half(action).arriving(action.micro_batch, size, seed, tensors)
+            return
         place = lane.kind, action.stage, action.micro_batch
         piece = Piece(Range(action.start, action.stop), tensors)
         self._arrived.setdefault(place, []).append(piece)
+
+    def _leaving(self, action: Action) -> Tensors:
+        """What a message holds."""
+        if self._wiring.lanes[action.channel].kind in _BETWEEN_HALVES:
+            return self._half(action).leaving(action.micro_batch)
+        return self._message(action)
+
+    def _half(self, action: Action) -> ForwardHalf | BackwardHalf:
+        half = self._stages[action.stage]
+        assert isinstance(half, ForwardHalf | BackwardHalf)
+        return half
 
     def _offload(self, action: Action) -> None:
         offload = self._stages[action.stage].offload
         assert offload is not None
         offload.run(Kind(action.kind), action.micro_batch)
+
+    def _whole(self, action: Action) -> int:
+        """Samples of the micro-batch that an action belongs to; 0 for weights."""
+        return self._given.sizes[action.micro_batch] if action.micro_batch >= 0 else 0
 
     def _samples(self, action: Action) -> Samples:
         """Samples that an action computes."""

@@ -23,6 +23,7 @@ class LossShares:
         weigh: the job's function of targets; None weighs by samples.
         group: of the replicas of the loss stage; None on all other ranks.
         name: of ``weigh``, for errors.
+        apart: whether the second rank of the group begins the backwards of the first one's loss.
     """
 
     def __init__(
@@ -32,12 +33,15 @@ class LossShares:
         weigh: Callable[[Any], Any] | None,
         group: MPI.Comm | None,
         name: str,
+        *,
+        apart: bool = False,
     ) -> None:
         self._rank = rank
         self._stage = stage
         self._weigh = weigh
         self._group = group
         self._name = name
+        self._apart = apart
 
     @property
     def reads_targets(self) -> bool:
@@ -80,7 +84,7 @@ class LossShares:
         if self._group.size > 1:
             wait([self._group.Iallreduce(MPI.IN_PLACE, table)])  # adding zeros changes no bit
         total = float(sum(table.ravel().tolist()))
-        mine: list[float] = table[:, self._group.rank].tolist()
+        mine: list[float] = table[:, 0 if self._apart else self._group.rank].tolist()
         return [weight / total if total else 0.0 for weight in mine]
 
 

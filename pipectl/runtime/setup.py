@@ -14,6 +14,7 @@ from pipectl.capture.slices import Rows, Samples
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.plan import Plan, Replication
 from pipectl.profile import Profile
+from pipectl.runtime.apart import Announcements, add_lanes, make_half
 from pipectl.runtime.device import Device
 from pipectl.runtime.engine import Engine
 from pipectl.runtime.failure import Doing
@@ -104,6 +105,7 @@ class Setup:
         self.rank_of_stage = [stage.ranks[0] for stage in plan.stages]
         me = communicator.rank
         self.evaluated = tuple(i for i, rank in enumerate(self.rank_of_stage) if rank == me)
+        self.updating_rank_of_stage = [stage.updating_ranks[0] for stage in plan.stages]
         spec = job.spec
         self.batches = Batches(
             self._agree(job.loader.samples), spec.training.batch_size, spec.data.drop_last
@@ -120,18 +122,7 @@ class Setup:
         job.materialize(self._held(cuts))
         directory = directory_of(spec.pipeline.offload_directory)
         self._mover = mover_of(plan, communicator.rank, device.torch_device, directory)
-        self.stages = {
-            index: StageRuntime(
-                index,
-                self._cuts_of_stage(cuts, index),
-                job.states,
-                device,
-                spec.training.precision,
-                recompute=plan.stages[index].recompute,
-                offload=self._offload(index),
-            )
-            for index in plan.stages_of_rank(communicator.rank)
-        }
+        self.stages = self._stages(cuts)
         if splits_backwards(plan):
             for stage in self.stages.values():
                 stage.split_backwards()
@@ -162,8 +153,14 @@ class Setup:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters by full name."""
-        return {n: p for stage in self.stages.values() for n, p in stage.parameters.items()}
+        """The parameters by full name that this rank updates."""
+        return {n: p for stage in self.updated_stages for n, p in stage.parameters.items()}
+
+    @property
+    def updated_stages(self) -> list[StageRuntime]:
+        """The stages whose backwards run on this rank."""
+        me = self.communicator.rank
+        return [stage for i, stage in self.stages.items() if self.updating_rank_of_stage[i] == me]
 
     @property
     def saved_states(self) -> dict[str, Tensor]:
@@ -180,6 +177,21 @@ class Setup:
         """Further names of saved states, to the name each is saved under."""
         persistent = self.job.step.state_dict(keep_vars=True)
         return {name: first for name, first in self.job.tied.items() if name in persistent}
+
+    def _stages(self, cuts: Mapping[tuple[bool, int], Cut]) -> dict[int, StageRuntime]:
+        announcements = Announcements(self.communicator.Dup(), self.progress)
+        held = self.plan.stages_of_rank(self.communicator.rank)
+        return {index: self._stage(index, cuts, announcements) for index in held}
+
+    def _stage(
+        self, index: int, cuts: Mapping[tuple[bool, int], Cut], announcements: Announcements
+    ) -> StageRuntime:
+        stage, rank = self.plan.stages[index], self.communicator.rank
+        given = self.job.states, self.device, self.job.spec.training.precision
+        if stage.updating_ranks != stage.ranks:
+            return make_half(stage, index, rank, announcements, cuts, *given)
+        own, offload = self._cuts_of_stage(cuts, index), self._offload(index)
+        return StageRuntime(index, own, *given, recompute=stage.recompute, offload=offload)
 
     def _agree(self, samples: int | None) -> int | None:
         """The number of samples, which must be the same on all ranks."""
@@ -251,8 +263,7 @@ class Setup:
                 f"plan.json lacks a message that the model needs: {sorted(missing)[0]}",
                 cure="profile and plan the job again",
             )
-        for lane in lanes:
-            self.cut.lanes.setdefault(lane, [])
+        add_lanes(self.cut, self.job.states, lanes)
         wires = self._transport(self.cut)
         self.training = self._engine(self.cut, planned, wires)
         self.evaluating: Engine | None = None
@@ -281,19 +292,25 @@ class Setup:
         return Channel(lane.kind, lane.source, lane.target, *ranks, size_bytes=0)
 
     def _owners(self, cuts: Mapping[tuple[bool, int], Cut]) -> dict[str, int]:
-        """The first replica of the lowest stage that uses a state; the first stage's otherwise."""
+        """The rank of the lowest stage that uses a state; of the first stage for unused ones.
+
+        Parameters are saved where they are updated, buffers where forwards write them.
+        """
         lowest: dict[str, int] = {}
         for cut in cuts.values():
             for placeholder, state in cut.graph.states.items():
                 for user in cut.graph.users.get(placeholder, ()):
                     stage = cut.stage_of[user]
                     lowest[state.name] = min(stage, lowest.get(state.name, stage))
-        return {name: self.rank_of_stage[lowest.get(name, 0)] for name in self.job.states}
+        ranks = {True: self.updating_rank_of_stage, False: self.rank_of_stage}
+        return {
+            name: ranks[isinstance(tensor, nn.Parameter)][lowest.get(name, 0)]
+            for name, tensor in self.job.states.items()
+        }
 
     def _held(self, cuts: Mapping[tuple[bool, int], Cut]) -> list[str]:
         """Parameters and buffers that this rank's stages read, or that it saves."""
-        me = self.communicator.rank
-        mine = set(self.plan.stages_of_rank(me))
+        me, mine = self.communicator.rank, self.plan.stages_of_rank(self.communicator.rank)
         held = {name for name, owner in self.owners.items() if owner == me}
         for cut in cuts.values():
             for placeholder, state in cut.graph.states.items():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from pipectl.capture import Cut, Slot, build_stage
+from pipectl.capture import CapturedGraph, Cut, Slot, build_stage
 from pipectl.capture.precision import arithmetic
 from pipectl.capture.slices import Samples
 from pipectl.capture.stage import Receive, uses_of_parameter
@@ -83,9 +83,12 @@ class StageRuntime:
         offload: takes what forwards keep; None if it stays.
 
     Attributes:
+        runs_forwards: whether forwards and evaluations run here, and not only backwards.
         codes: what it runs, by (training, samples).
         versions: of the weights, where steps are not flushed; see :meth:`keep_versions`.
     """
+
+    runs_forwards = True
 
     def __init__(
         self,
@@ -125,6 +128,14 @@ class StageRuntime:
     def reads(self) -> bool:
         """Whether it reads the batch in training."""
         return any(code.inputs for (training, _), code in self.codes.items() if training)
+
+    def arguments(self, size: int) -> list[Tensor]:
+        """The state arguments of its training code for micro-batches of a size."""
+        return self._arguments[True, size]
+
+    def graph(self, size: int) -> CapturedGraph:
+        """The captured graph for micro-batches of a size."""
+        return self._cuts[True, size].graph
 
     def forward(
         self,

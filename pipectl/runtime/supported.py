@@ -4,30 +4,32 @@ from __future__ import annotations
 
 from pipectl.errors import MismatchError
 from pipectl.plan import Plan, Replication, Stage
-
-_CURE = "plan the job again with pipectl plan, which chooses what can be run"
-
-_FEATURES = {
-    "a backward on other ranks than the forward": "backward_ranks",
-}
-"""By the key of a stage that asks for it."""
+from pipectl.schedule import is_unflushed, splits_backwards
 
 
 def check_supported(plan: Plan, file: str = "plan.json") -> None:
     """Refuse a plan before anything is built for it.
 
     Raises:
-        MismatchError: naming the file, the stage and what it asks for.
+        MismatchError: naming the file and what it asks for.
     """
-    for feature, key in _FEATURES.items():
-        asking = [index for index, stage in enumerate(plan.stages) if _asks(stage, key)]
-        if asking:
-            raise MismatchError(
-                f"{file}: stages[{asking[0]}].{key} asks for {feature}; plans with that can be "
-                "simulated, but not run",
-                cure=_CURE,
-            )
+    for feature in unsupported(plan):
+        raise MismatchError(
+            f"{file}: the plan has {feature}; it can be simulated, but not run",
+            cure="set pipeline.backward to together, and plan the job again",
+        )
     _check_samples(plan, file)
+
+
+def unsupported(plan: Plan) -> list[str]:
+    """What the plan asks for that cannot be run, in words; empty if it can be."""
+    held = [stage for stage in plan.stages if _is_apart(stage)]
+    clashes = {
+        "split backwards": bool(held) and splits_backwards(plan),
+        "steps that overlap": bool(held) and is_unflushed(plan),
+        "replicas": any(stage.replicas > 1 for stage in held),
+    }
+    return [f"{what} and a backward on other ranks" for what, found in clashes.items() if found]
 
 
 def _check_samples(plan: Plan, file: str) -> None:
@@ -43,16 +45,5 @@ def _check_samples(plan: Plan, file: str) -> None:
             )
 
 
-def unsupported(plan: Plan) -> list[str]:
-    """What the plan asks for that cannot be run, in words; empty if it can be."""
-    return [
-        feature
-        for feature, key in _FEATURES.items()
-        if any(_asks(stage, key) for stage in plan.stages)
-    ]
-
-
-def _asks(stage: Stage, key: str) -> bool:
-    if key == "backward_ranks":
-        return stage.updating_ranks != stage.ranks
-    return bool(getattr(stage, key))
+def _is_apart(stage: Stage) -> bool:
+    return stage.updating_ranks != stage.ranks

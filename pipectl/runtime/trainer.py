@@ -30,7 +30,14 @@ from pipectl.runtime.stepper import make_stepper
 from pipectl.runtime.stretches import Stretches
 from pipectl.runtime.telemetry import StepReport, Telemetry
 from pipectl.runtime.waiting import barrier
-from pipectl.schedule import Actions, is_unflushed, lower_evaluation, plan_of_step, plan_of_trial
+from pipectl.schedule import (
+    Actions,
+    is_unflushed,
+    lower_evaluation,
+    lower_renewal,
+    plan_of_step,
+    plan_of_trial,
+)
 from pipectl.schedule.one_f_one_b import NAME as ONE_F_ONE_B
 from pipectl.timeline import Event, Timeline
 
@@ -160,6 +167,7 @@ class Trainer:
     def _between_steps(self, step: int) -> None:
         if self._evaluates_behind(step):
             self._telemetry.state("evaluating")
+            self._renew_weights()
             self._evaluate(step)
             self._telemetry.state("training")
         if self._saves_behind(step):
@@ -276,6 +284,11 @@ class Trainer:
         if self._rank == 0:
             self._telemetry.evaluation(step, result)
 
+    def _renew_weights(self) -> None:
+        """Send weights to where forwards run without the backwards, as the next step does too."""
+        program = lower_renewal(self._setup.plan, self._rank).body
+        self._setup.training.run(program, StepInput([], [], iter(()), ()), lambda: None)
+
     def _save(self, step: int) -> None:
         checkpoint.save(
             self._setup.communicator,
@@ -306,18 +319,21 @@ class Trainer:
             setup.communicator.Dup(),
             shared_uses(setup.cut),
             [stage.updating_ranks for stage in setup.plan.stages],
-            {slot: leaf for stage in setup.stages.values() for slot, leaf in stage.uses.items()},
+            {slot: leaf for stage in setup.updated_stages for slot, leaf in stage.uses.items()},
             setup.parameters,
         )
 
     def _make_loss_shares(self) -> LossShares:
-        """Collective among the ranks that compute the loss."""
+        """Collective among the ranks that compute the loss or begin its backward."""
         setup, stage = self._setup, self._setup.cut.loss_stage
+        seeding = setup.plan.stages[stage].updating_ranks
+        apart = seeding != self._loss_ranks
+        ranks = (*self._loss_ranks, *seeding) if apart else self._loss_ranks
         group = None
-        if self._rank in self._loss_ranks:
-            group = group_of(setup.communicator, self._loss_ranks, len(setup.plan.stages))
+        if self._rank in ranks:
+            group = group_of(setup.communicator, ranks, len(setup.plan.stages))
         weigh, name = setup.job.weight(), self._spec.loss.weight
-        return LossShares(self._rank, stage, weigh, group, name)
+        return LossShares(self._rank, stage, weigh, group, name, apart=apart)
 
     def _updated(self) -> dict[str, nn.Parameter]:
         """The parameters that this rank updates."""
@@ -331,7 +347,7 @@ class Trainer:
         return LossScale(self._setup.communicator.Dup(), training.loss_scale, self._trained())
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters that are not frozen."""
+        """The parameters this rank updates."""
         return {n: p for n, p in self._setup.parameters.items() if p.requires_grad}
 
     def _make_clipping(self) -> Clipping:

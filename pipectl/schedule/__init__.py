@@ -23,6 +23,7 @@ from pipectl.schedule.placement import (
     roles,
 )
 from pipectl.schedule.unflushed import is_unflushed
+from pipectl.schedule.renewal import lower_renewal
 from pipectl.schedule.validation import Proof, validate
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "lower",
     "lower_evaluation",
     "lower_stretch",
+    "lower_renewal",
     "memory_bytes",
     "messages",
     "peak_host_bytes",

@@ -1,0 +1,122 @@
+"""The half of a stage that computes its backward and updates its weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from pipectl.capture import Slot
+from pipectl.runtime.apart.agreement import Agreement
+from pipectl.runtime.apart.ends import Ends, lasting_states, values_received, written_states
+from pipectl.runtime.apart.refusal import refuse_compiled
+from pipectl.runtime.apart.trace import Graph
+from pipectl.runtime.stage import StageRuntime
+from pipectl.runtime.transport import Tensors
+
+
+class BackwardHalf(StageRuntime):
+    """Runs backwards of what the other half sends, and sends it the updated weights.
+
+    A micro-batch's backward runs through the stage's graph without values; where the stage
+    recomputes, its forward runs here first.
+
+    Args:
+        ends: of the messages between the halves.
+        others: see :class:`StageRuntime`; the cuts are those of training.
+    """
+
+    runs_forwards = False
+
+    def __init__(self, ends: Ends, *args: Any) -> None:
+        super().__init__(*args)
+        self._ends = ends
+        self._agreed: dict[int, Agreement] = {}
+        self._graphs: dict[int, Graph] = {}
+        self._arrived: dict[int, tuple[int, int, list[Tensor]]] = {}
+
+    def inputs(self, training: bool, size: int) -> tuple[str, ...]:  # noqa: ARG002
+        """None: it reads no batches."""
+        return ()
+
+    @property
+    def reads(self) -> bool:
+        """Never: what forwards read is not needed here."""
+        return False
+
+    def leaving(self, _micro_batch: int) -> Tensors:
+        """The parameters that training changes."""
+        trained = sorted((n, p) for n, p in self.parameters.items() if p.requires_grad)
+        return {Slot(name): parameter.detach() for name, parameter in trained}
+
+    def arriving(self, micro_batch: int, size: int, seed: int, message: Tensors) -> None:
+        """Take what the forward of a micro-batch has left for its backward.
+
+        Args:
+            seed: of the micro-batch, for random operators.
+
+        Raises:
+            MismatchError: the code of this stage cannot have its backward here.
+        """
+        agreed = self._agreement(size)
+        values = agreed.contents.unpack(list(message.values()), lasting_states(self, size))
+        self._arrived[micro_batch] = size, seed, values
+
+    def recompute(self, micro_batch: int) -> None:
+        """Run the forward of a micro-batch, from what the other half started it from."""
+        size, seed, values = self._arrived.pop(micro_batch)
+        left = iter([value.data for value in values])  # each may be written, also of one memory
+        code = self.codes[True, size]
+        inputs = {name: next(left) for name in code.inputs}
+        arrived: Tensors = {slot: next(left) for slot in values_received(code)}
+        for _, buffer in written_states(self, size):
+            buffer.data = next(left)
+        self.forward(micro_batch, size, seed, inputs, arrived)
+
+    def backward(
+        self, micro_batch: int, gradients: Tensors, loss: Slot, weight: float, scale: float = 1.0
+    ) -> Tensors:
+        """Run the backward of a micro-batch; parameter gradients accumulate."""
+        if self._ends.recomputes:
+            return super().backward(micro_batch, gradients, loss, weight, scale)
+        size, _, values = self._arrived.pop(micro_batch)
+        graph = self._graphs[size]
+        roots: dict[Slot, Tensor] = {}
+        if loss in self.codes[True, size].results:
+            roots[loss] = graph.filled(loss, scale) * weight
+        for slot, gradient in gradients.items():
+            if gradient is not None and graph.has(slot):
+                roots[slot] = gradient
+        return graph.backward(values, roots)
+
+    def compile(self) -> None:
+        """Compile the training code, which the other half can follow only by computing it again."""
+        if not self._ends.recomputes:
+            refuse_compiled(self.index)
+        super().compile()
+
+    def forget(self) -> None:
+        """Drop gradients and unfinished micro-batches."""
+        super().forget()
+        self._arrived.clear()
+
+    def _agreement(self, size: int) -> Agreement:
+        if size not in self._agreed:
+            agreed = self._ends.announcements.hear(self.index, self._ends.other_rank)
+            self._agreed[size] = agreed
+            if not self._ends.recomputes:
+                self._graphs[size] = self._graph(size, agreed)
+        return self._agreed[size]
+
+    def _graph(self, size: int, agreed: Agreement) -> Graph:
+        key = True, size
+        graph = Graph(
+            self.index,
+            self.codes[key],
+            self._arguments[key],
+            agreed.given,
+            self._precision,
+            self._device.torch_device,
+        )
+        agreed.check(self.index, graph)
+        return graph

@@ -1,0 +1,129 @@
+"""The half of a stage that computes its forward and sends what its backward needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from pipectl.capture import Slot
+from pipectl.errors import WorkerError
+from pipectl.runtime.apart.agreement import Agreement
+from pipectl.runtime.apart.ends import Ends, lasting_states, values_received, written_states
+from pipectl.runtime.apart.packet import memory_of, pack
+from pipectl.runtime.apart.refusal import refuse_compiled
+from pipectl.runtime.apart.trace import TOGETHER, Given, structure_of
+from pipectl.runtime.layout import Layout
+from pipectl.runtime.stage import StageRuntime
+from pipectl.runtime.transport import Tensors
+
+
+class ForwardHalf(StageRuntime):
+    """Runs forwards and evaluations, with the weights that the other half sends.
+
+    Args:
+        ends: of the messages between the halves.
+        others: see :class:`StageRuntime`.
+    """
+
+    def __init__(self, ends: Ends, *args: Any) -> None:
+        super().__init__(*args)
+        self._ends = ends
+        self._agreed: dict[int, Agreement] = {}
+        self._leaving: dict[int, Tensors] = {}
+
+    def forward(
+        self, micro_batch: int, size: int, seed: int, inputs: Mapping[str, Tensor], arrived: Tensors
+    ) -> Tensors:
+        """Run the training forward of a micro-batch; what its backward needs waits to be sent."""
+        given = micro_batch, size, seed, inputs, arrived
+        if self._ends.recomputes:
+            started = self._started(size, inputs, arrived)
+            made = super().forward(*given)
+            del self._live[micro_batch]
+            self._leave(micro_batch, size, started, Given())
+            return made
+        saved: list[Tensor] = []
+        with saved_tensors_hooks(saved.append, _refuse):
+            made = super().forward(*given)
+        live = self._live.pop(micro_batch)
+        structure: list[str] = []
+        if size not in self._agreed:
+            structure = structure_of({**live.received, **live.results})
+        changing = {memory_of(buffer) for _, buffer in written_states(self, size)}
+        kept = [t.clone() if memory_of(t) in changing else t for t in saved]
+        self._leave(micro_batch, size, kept, self._given(size, inputs, arrived), structure)
+        return made
+
+    def leaving(self, micro_batch: int) -> Tensors:
+        """What the backward of a micro-batch needs, once."""
+        return self._leaving.pop(micro_batch)
+
+    def arriving(self, _micro_batch: int, _size: int, _seed: int, weights: Tensors) -> None:
+        """Take the weights that the other half has updated."""
+        for slot, tensor in weights.items():
+            assert tensor is not None
+            self.parameters[slot.value].data.copy_(tensor)
+
+    def compile(self) -> None:
+        """Compile the training code, which the other half can follow only by computing it again."""
+        if not self._ends.recomputes:
+            refuse_compiled(self.index)
+        super().compile()
+
+    def forget(self) -> None:
+        """Drop what is not sent."""
+        super().forget()
+        self._leaving.clear()
+
+    def _leave(
+        self,
+        micro_batch: int,
+        size: int,
+        saved: Sequence[Tensor],
+        given: Given,
+        structure: Sequence[str] = (),
+    ) -> None:
+        """Put what a backward needs into a message that both halves understand.
+
+        Raises:
+            WorkerError: it lies otherwise in memory than that of an earlier micro-batch.
+        """
+        contents, message = pack(saved, lasting_states(self, size), self._ends.places)
+        if size not in self._agreed:
+            forms = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in saved)
+            self._agreed[size] = Agreement(given, contents, forms, tuple(structure))
+            self._ends.announcements.tell(self.index, self._ends.other_rank, self._agreed[size])
+        if contents != self._agreed[size].contents:
+            raise WorkerError(
+                f"stage {self.index} saves other tensors for its backward than before, so that "
+                "they cannot be sent to another rank",
+                cure=TOGETHER,
+            )
+        self._leaving[micro_batch] = {
+            Slot(str(place)): tensor for place, tensor in enumerate(message)
+        }
+
+    def _started(self, size: int, inputs: Mapping[str, Tensor], arrived: Tensors) -> list[Tensor]:
+        """What a forward starts from, safe from what it writes."""
+        code, written = self.codes[True, size], self._cuts[True, size].graph.written
+        batch = [inputs[n].clone() if n in written else inputs[n] for n in code.inputs]
+        buffers = [buffer.clone() for _, buffer in written_states(self, size)]
+        found = [*batch, *(arrived[slot] for slot in values_received(code)), *buffers]
+        return [tensor for tensor in found if tensor is not None]
+
+    def _given(self, size: int, inputs: Mapping[str, Tensor], arrived: Tensors) -> Given:
+        """How the stage's code was called."""
+        code, graph = self.codes[True, size], self._cuts[True, size].graph
+        received = []
+        for slot in code.received:
+            tensor = arrived[Slot(slot.value)]
+            assert tensor is not None
+            received.append((Layout.of(tensor), graph.requires_grad[slot.value]))
+        return Given(tuple(Layout.of(inputs[name]) for name in code.inputs), tuple(received))
+
+
+def _refuse(_: Any) -> NoReturn:
+    raise AssertionError("the backward of this stage runs on another rank")

@@ -1,0 +1,187 @@
+"""The autograd graph of a stage without values: what a backward on another rank runs through.
+
+The stage's code runs once for every size without computing anything. Autograd records it like any
+other run. Where it saves a tensor, it saves the tensor's number instead, and finds in the backward
+of a micro-batch what the forward's rank sent under that number. Parameters are the real ones, so
+gradients accumulate in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from pipectl.capture import Slot
+from pipectl.capture.precision import arithmetic
+from pipectl.capture.stage import Receive, StageCode
+from pipectl.errors import MismatchError
+from pipectl.runtime.apart.valueless import Valueless
+from pipectl.runtime.layout import Layout
+
+TOGETHER = "set pipeline.backward to together: its backward has to stay with its forward"
+_PLAIN = (int, float, str, type(None), torch.dtype, torch.device)
+"""What an autograd function may keep as attributes: it is the same on both ranks."""
+Form = tuple[torch.dtype, tuple[int, ...]]
+"""Type and sizes of a tensor."""
+
+
+class Given(NamedTuple):
+    """What a stage's code is called with, but for its states.
+
+    Args:
+        inputs: layouts of the batch tensors.
+        received: layouts of the received values, and whether each has a gradient.
+    """
+
+    inputs: tuple[Layout, ...] = ()
+    received: tuple[tuple[Layout, bool], ...] = ()
+
+
+class Graph:
+    """A stage's autograd graph at one size.
+
+    Args:
+        states: the arguments of the code; parameters get gradients.
+        precision: as in the spec.
+
+    Attributes:
+        saved: type and sizes of every tensor that autograd would have saved, in order.
+        structure: names of all nodes, in an order that follows from the graph.
+
+    Raises:
+        MismatchError: the code looks at values, which it has none of here.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        code: StageCode,
+        states: Sequence[Tensor],
+        given: Given,
+        precision: str,
+        device: torch.device,
+    ) -> None:
+        self._code = code
+        self._values: list[Tensor | None] = []
+        self._caught: dict[Slot, Tensor | None] = {}
+        self._device = device
+        self.saved: list[Form] = []
+        self._edges: dict[Slot, GradientEdge] = {}
+        self._forms: dict[Slot, Form] = {}
+        try:
+            self._record(states, given, precision)
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise MismatchError(
+                f"plan.json: stages[{stage}] has its backward on another rank, but its code does "
+                f"not run without values: {type(error).__name__}: {reason}",
+                cure=TOGETHER,
+            ) from error
+        nodes = _nodes_behind(edge.node for edge in self._edges.values())
+        self.structure = [node.name() for node in nodes]
+        _check_functions(stage, nodes)
+        self._is_read_once = all(_is_read_once(node) for node in nodes)
+
+    def backward(
+        self, values: list[Tensor], gradients: Mapping[Slot, Tensor]
+    ) -> dict[Slot, Tensor | None]:
+        """Run the backward of a micro-batch; parameter gradients accumulate.
+
+        Args:
+            values: of the saved tensors, in order; the list is emptied.
+            gradients: of results and received values, in the order in which they are roots.
+
+        Returns:
+            Gradients of the received values.
+        """
+        roots = [self._edges[slot] for slot in gradients]
+        self._values = [*values]
+        values.clear()
+        if roots:
+            torch.autograd.backward(roots, list(gradients.values()), retain_graph=True)
+        self._values = []
+        found = dict(self._caught)
+        self._caught.clear()
+        return found
+
+    def has(self, slot: Slot) -> bool:
+        """Whether a gradient of a result or received value goes anywhere."""
+        return slot in self._edges
+
+    def filled(self, slot: Slot, value: float) -> Tensor:
+        """A gradient of a result, the same everywhere."""
+        dtype, sizes = self._forms[slot]
+        return torch.full(sizes, value, dtype=dtype, device=self._device)
+
+    def _record(self, states: Sequence[Tensor], given: Given, precision: str) -> None:
+        anchor = torch.zeros((), requires_grad=True)
+        with Valueless(), torch.enable_grad(), saved_tensors_hooks(self._pack, self._unpack):
+            inputs = [_blank(layout, self._device) for layout in given.inputs]
+            received: dict[Slot, Tensor] = {}
+            for slot, (layout, grad) in zip(self._code.received, given.received, strict=True):
+                value = _blank(layout, self._device)
+                received[slot] = (
+                    Receive.apply(anchor, value, self._caught, slot) if grad else value  # type: ignore[no-untyped-call]
+                )
+            with arithmetic(precision, self._device):
+                results = self._code.module(0, *states, *inputs, *received.values())
+        named = {**received, **dict(zip(self._code.results, results, strict=True))}
+        self._forms = {slot: (t.dtype, tuple(t.shape)) for slot, t in named.items()}
+        self._edges = {s: get_gradient_edge(t) for s, t in named.items() if t.requires_grad}
+
+    def _pack(self, tensor: Tensor) -> int:
+        self.saved.append((tensor.dtype, tuple(tensor.shape)))
+        return len(self.saved) - 1
+
+    def _unpack(self, number: int) -> Tensor:
+        value = self._values[number]
+        assert value is not None
+        if self._is_read_once:
+            self._values[number] = None  # its memory is free when this node is done
+        return value
+
+
+def structure_of(values: Mapping[Slot, Tensor]) -> list[str]:
+    """Names of all nodes behind values of a graph; see :attr:`Graph.structure`."""
+    edges = (get_gradient_edge(value) for value in values.values() if value.requires_grad)
+    return [node.name() for node in _nodes_behind(edge.node for edge in edges)]
+
+
+def _nodes_behind(roots: Iterable[Node]) -> list[Node]:
+    """All nodes of an autograd graph, each once, in an order that follows from its edges."""
+    seen: dict[Node, None] = {}
+    waiting = list(roots)
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen[node] = None
+            waiting += [after for after, _ in node.next_functions if after is not None]
+    return list(seen)
+
+
+def _is_read_once(node: Node) -> bool:
+    """Whether it asks for each saved tensor once: true of all but the user's own functions."""
+    function = getattr(node, "_forward_cls", None)
+    return function is None or function.__module__ == Receive.__module__
+
+
+def _blank(layout: Layout, device: torch.device) -> Tensor:
+    return torch.empty_strided(layout.sizes, layout.strides, dtype=layout.dtype, device=device)
+
+
+def _check_functions(stage: int, nodes: Sequence[Node]) -> None:
+    """Refuse autograd functions that keep values in attributes, where nobody finds them."""
+    for node in nodes:
+        kept: dict[str, Any] = getattr(node, "__dict__", {})
+        if not all(isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(kept)):
+            raise MismatchError(
+                f"plan.json: stages[{stage}] has its backward on another rank, but "
+                f"{node.name()} keeps more than numbers as attributes",
+                cure="keep tensors with ctx.save_for_backward(), or set pipeline.backward to "
+                "together",
+            )

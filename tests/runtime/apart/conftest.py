@@ -1,0 +1,179 @@
+"""Both halves of every stage in one process, and whole stages to compare them with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+
+from pipectl.capture import CapturedJob, Cut, Lane, Slot
+from pipectl.graph import TransferKind
+from pipectl.runtime.apart.agreement import Agreement
+from pipectl.runtime.apart.backward_half import BackwardHalf
+from pipectl.runtime.apart.ends import Ends, places_of
+from pipectl.runtime.apart.forward_half import ForwardHalf
+from pipectl.runtime.device import CpuDevice
+from pipectl.runtime.stage import StageRuntime
+from pipectl.spec import load
+
+HERE = Path(__file__).parent
+MODELS = HERE / "saving_models.py"
+
+
+@dataclass
+class Told:
+    """Announcements without MPI."""
+
+    agreements: dict[int, list[Agreement]] = field(default_factory=dict)
+
+    def tell(self, stage: int, _rank: int, agreement: Agreement) -> None:
+        fields = agreement.to_json()
+        self.agreements.setdefault(stage, []).append(Agreement.from_json(fields))
+
+    def hear(self, stage: int, _rank: int) -> Agreement:
+        return self.agreements[stage].pop(0)
+
+
+@pytest.fixture
+def capture(tmp_path: Path) -> Callable[..., CapturedJob]:
+    def make(model: str, precision: str = "float32") -> CapturedJob:
+        document = {
+            "version": 1,
+            "name": "job",
+            "site_defaults": False,
+            "model": {"factory": f"{MODELS}:{model}"},
+            "loss": {"factory": f"{MODELS}:loss"},
+            "data": {"factory": f"{MODELS}:Samples"},
+            "training": {"steps": 1, "batch_size": 4, "precision": precision},
+        }
+        path = tmp_path / "job.yaml"
+        path.write_text(yaml.safe_dump(document))
+        return CapturedJob(load(path))
+
+    return make
+
+
+def copies(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """States of a process of its own."""
+    return {
+        name: nn.Parameter(t.detach().clone(), t.requires_grad)
+        if isinstance(t, nn.Parameter)
+        else t.detach().clone()
+        for name, t in states.items()
+    }
+
+
+class Step:
+    """Forwards and backwards of some micro-batches through all stages of a cut.
+
+    Args:
+        apart: whether the halves of every stage are processes of their own.
+    """
+
+    def __init__(
+        self, job: CapturedJob, cut: Cut, *, apart: bool, recompute: bool = False, size: int = 2
+    ) -> None:
+        self.cut, self.size = cut, size
+        cuts, told = {(True, size): cut}, Told()
+        stages = range(1 + max(cut.stage_of.values()))
+        shared = (CpuDevice(), job.spec.training.precision)
+        self.forwards: list[StageRuntime] = []
+        self.backwards: list[StageRuntime] = []
+        for index in stages:
+            if not apart:
+                whole = StageRuntime(index, cuts, copies(job.states), *shared)
+                self.forwards.append(whole)
+                self.backwards.append(whole)
+                continue
+            ends = Ends(0, places_of(cut, index), recompute, told)  # type: ignore[arg-type]
+            for halves, kind in ((self.forwards, ForwardHalf), (self.backwards, BackwardHalf)):
+                halves.append(kind(ends, index, cuts, copies(job.states), *shared))
+        self.recompute = apart and recompute
+        self.messages: list[dict[Slot, Tensor | None]] = []
+
+    def run(self, batches: list[tuple[Any, Any]]) -> None:
+        """All forwards, then all backwards; the first half forgets what it sent."""
+        for number, batch in enumerate(batches):
+            self._forward(number, dict(zip(self.cut.graph.inputs, batch, strict=True)))
+        for number in range(len(batches)):
+            self._backward(number)
+
+    def _forward(self, number: int, batch: dict[str, Tensor]) -> None:
+        values: dict[Slot, Tensor | None] = {}
+        for index, (front, back) in enumerate(zip(self.forwards, self.backwards, strict=True)):
+            code = front.codes[True, self.size]
+            inputs = {name: batch[name].clone() for name in code.inputs}
+            arrived = {Slot(s.value): copied(values[Slot(s.value)]) for s in code.received}
+            made = front.forward(number, self.size, 7 + number, inputs, arrived)
+            values.update({Slot(slot.value): tensor for slot, tensor in made.items()})
+            if isinstance(front, ForwardHalf) and isinstance(back, BackwardHalf):
+                message = {slot: copied(t) for slot, t in front.leaving(number).items()}
+                self.messages.append(message)
+                places = places_of(self.cut, index)
+                everything = {Slot(str(p)): message.get(Slot(str(p))) for p in range(places)}
+                back.arriving(number, self.size, 7 + number, everything)
+
+    def _backward(self, number: int) -> None:
+        gradients: dict[tuple[int, Slot], Tensor | None] = {}
+        loss = Slot(self.cut.graph.loss)
+        for index in reversed(range(len(self.backwards))):
+            if self.recompute:
+                self.backwards[index].recompute(number)
+            mine = {slot: t for (stage, slot), t in gradients.items() if stage == index}
+            made = self.backwards[index].backward(number, mine, loss, 0.5)
+            for lane, slots in self.cut.lanes.items():
+                if lane.kind is TransferKind.GRADIENT and lane.source == index:
+                    gradients.update({(lane.target, slot): made.get(slot) for slot in slots})
+
+    def gradients(self) -> dict[tuple[int, str], Tensor]:
+        """Of all parameters and their uses, by stage."""
+        found = {}
+        for index, stage in enumerate(self.backwards):
+            leaves = {**stage.parameters, **{"/".join(s): t for s, t in stage.uses.items()}}
+            found.update({(index, n): t.grad for n, t in leaves.items() if t.grad is not None})
+        return found
+
+    def buffers(self) -> dict[str, Tensor]:
+        """As the forwards left them."""
+        return {n: t for stage in self.forwards for n, t in stage.buffers.items()}
+
+
+def copied(tensor: Tensor | None) -> Tensor | None:
+    """What arrives at another process: the same layout in memory of its own."""
+    return None if tensor is None else tensor.detach().clone()
+
+
+@pytest.fixture
+def steps(capture: Callable[..., CapturedJob]) -> Callable[..., tuple[Step, Step]]:
+    """``steps(model, stages)``: two micro-batches through whole stages, and through halves."""
+
+    def make(model: str, stages: int = 1, precision: str = "float32", *, recompute: bool = False):
+        job = capture(model, precision)
+        graph = job.training_graph(2)
+        count = len(graph.operators)
+        merged: dict[str, int] = {}
+        for index, node in enumerate(graph.operators):
+            stage = index * stages // count
+            group = graph.groups.get(node.name, node.name)
+            merged[node.name] = merged.setdefault(group, stage)
+        cut = Cut(graph, merged, training=True)
+        generator = torch.Generator().manual_seed(1)
+        batches = [job.loader.example(2) for _ in range(2)]
+        batches = [(x + torch.rand(x.shape, generator=generator), y) for x, y in batches]
+        found = []
+        for apart in (False, True):
+            step = Step(job, cut, apart=apart, recompute=recompute)
+            step.run(batches)
+            found.append(step)
+        return found
+
+    return make
+
+
+__all__ = ["Lane", "Step"]

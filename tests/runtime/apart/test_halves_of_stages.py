@@ -1,0 +1,78 @@
+"""Backwards on another rank give the same bits as on the rank of their forward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipectl.errors import MismatchError
+from pipectl.runtime.apart.refusal import check_operators
+
+
+def assert_equal(whole, apart):
+    expected, found = whole.gradients(), apart.gradients()
+    assert expected
+    assert expected.keys() == found.keys()
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    buffers = apart.buffers()
+    assert all(torch.equal(tensor, buffers[name]) for name, tensor in whole.buffers().items())
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("model", ["attention", "normed", "patched", "tied", "own_function"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_and_buffers_are_those_of_whole_stages(steps, model, stages, recompute):
+    assert_equal(*steps(model, stages, recompute=recompute))
+
+
+def test_half_precision_too(steps):
+    assert_equal(*steps("attention", 2, "bf16"))
+
+
+def test_each_memory_travels_once_and_weights_do_not(steps):
+    _, apart = steps("attention")
+    agreed = apart.forwards[0]._agreed[2]
+    states = [view for view in agreed.contents.views if view.source == "state"]
+    assert len(agreed.contents.parts) < len(agreed.contents.views) - len(states)
+    assert {view.index for view in states} >= {
+        index for index, slot in enumerate(apart.forwards[0].codes[True, 2].states)
+        if "out_weight" in slot.value or "qkv_weight" in slot.value
+    }  # fmt: skip
+
+
+def test_recomputation_sends_what_a_forward_starts_from(steps):
+    _, kept = steps("attention", 3)
+    _, again = steps("attention", 3, recompute=True)
+    assert bytes_of(again) < bytes_of(kept) / 2
+
+
+def bytes_of(step):
+    return sum(t.nbytes for message in step.messages for t in message.values() if t is not None)
+
+
+def test_a_function_that_hides_a_tensor_is_refused(steps):
+    with pytest.raises(MismatchError, match=r"stages\[0\].*keeps more than numbers"):
+        steps("hidden_function")
+
+
+def test_code_that_no_graph_holds_is_refused(capture):
+    from pipectl.capture import Cut
+
+    graph = capture("around_numpy").training_graph(2)
+    cut = Cut(graph, {node.name: 0 for node in graph.operators}, training=True)
+    with pytest.raises(MismatchError, match=r"stages\[0\].*inside \(Numpy\) runs code of its own"):
+        check_operators(cut, 0)
+
+
+def test_a_forward_that_makes_another_graph_is_told(steps, monkeypatch):
+    from pipectl.runtime.apart import agreement
+
+    told = agreement.Agreement.check
+
+    def other(self, stage, graph):
+        graph.saved[3] = (torch.float64, (1,))
+        told(self, stage, graph)
+
+    monkeypatch.setattr(agreement.Agreement, "check", other)
+    with pytest.raises(MismatchError, match=r"saved tensor 3 is .* instead of"):
+        steps("attention")
