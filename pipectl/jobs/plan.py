@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _WANTED = {None: None, "none": False, "all": True}
 """What all stages do, by the word of the spec; None leaves it to the planner."""
+_BACKWARD_APART = {"together": False, "apart": True, None: None}
+"""By the word of the spec; None leaves it to the planner."""
 
 
 def find_plan(spec: JobSpec, profile: Profile, cluster: Cluster) -> Plan:
@@ -54,6 +56,7 @@ def request_of(spec: JobSpec, profile: Profile, cluster: Cluster) -> PlanRequest
         offload_to=_offload_to(spec),
         replicas=None if pipeline.replicas == "any" else int(pipeline.replicas or 1),
         shard_optimizer=pipeline.shard_optimizer,
+        backward_apart=_BACKWARD_APART[pipeline.backward],
         key=_key(spec, profile, cluster),
     )
 

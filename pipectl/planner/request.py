@@ -102,6 +102,11 @@ class PlanRequest:
                 "offload: what a stage with its backward elsewhere would offload leaves it at once",
                 cure="ask for offload or backward_apart, but not both",
             )
+        if self.backward_apart and self.schedule not in (None, GPIPE, ONE_F_ONE_B):
+            raise InvalidInputError(
+                f"schedule: {self.schedule!r} leaves no backward to other ranks",
+                cure=f"use {GPIPE!r} or {ONE_F_ONE_B!r}, or leave the schedule to the planner",
+            )
 
     def _check_unflushed(self) -> None:
         asked = {

@@ -284,7 +284,7 @@ class Engine:
             self._receives.pop((action.channel, action.micro_batch)),
         )
         if lane.kind in _BETWEEN_HALVES:
-            seed, size = self._seed(action.micro_batch), self._whole(action)
+            seed, size = self._given.seed_of(action.micro_batch), self._whole(action)
             self._half(action).arriving(action.micro_batch, size, seed, tensors)
             return
         place = lane.kind, action.stage, action.micro_batch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipectl.errors import MismatchError
 from pipectl.plan import Plan, Replication, Stage
-from pipectl.schedule import is_unflushed, splits_backwards
+from pipectl.schedule import splits_backwards
 
 
 def check_supported(plan: Plan, file: str = "plan.json") -> None:
@@ -26,7 +26,6 @@ def unsupported(plan: Plan) -> list[str]:
     held = [stage for stage in plan.stages if _is_apart(stage)]
     clashes = {
         "split backwards": bool(held) and splits_backwards(plan),
-        "steps that overlap": bool(held) and is_unflushed(plan),
         "replicas": any(stage.replicas > 1 for stage in held),
     }
     return [f"{what} and a backward on other ranks" for what, found in clashes.items() if found]

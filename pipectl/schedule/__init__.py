@@ -22,8 +22,8 @@ from pipectl.schedule.placement import (
     rank_of,
     roles,
 )
-from pipectl.schedule.unflushed import is_unflushed
 from pipectl.schedule.renewal import lower_renewal
+from pipectl.schedule.unflushed import is_unflushed
 from pipectl.schedule.validation import Proof, validate
 
 __all__ = [
@@ -45,8 +45,8 @@ __all__ = [
     "is_unflushed",
     "lower",
     "lower_evaluation",
-    "lower_stretch",
     "lower_renewal",
+    "lower_stretch",
     "memory_bytes",
     "messages",
     "peak_host_bytes",

@@ -14,6 +14,7 @@ from pipectl.spec.values import (
     AutoCount,
     AutoCounts,
     AutoReplicas,
+    Backward,
     Bytes,
     Count,
     Flag,
@@ -260,6 +261,12 @@ class Pipeline(Section):
         default=None,
         description="Directory of each node for `disk`, where variables of its environment may "
         "stand; by default its directory for temporary files (`TMPDIR`).",
+    )
+    backward: Backward = Field(
+        default="together",
+        description="Where the backward of a stage runs: `together` with its forward, or `apart`, "
+        "each on a rank of its own, the second with the optimizer. What a backward needs is then "
+        "sent. `auto`: apart where that is faster.",
     )
     memory_limit: Bytes | None = Field(
         default=None,

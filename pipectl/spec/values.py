@@ -133,6 +133,7 @@ Schedule = Annotated[
 ]
 Recompute = Annotated[str | None, auto(choice("auto", "none", "all"))]
 Offload = Annotated[str | None, auto(choice("auto", "none", "host", "disk"))]
+Backward = Annotated[str | None, auto(choice("auto", "together", "apart"))]
 Precision = Annotated[str, choice("float32", "bf16", "float16", later=("mixed", "float64", "tf32"))]
 Materialize = Annotated[str, choice("eager", "per_rank")]
 Scheduler = Annotated[str, choice("auto", "local", "slurm", later=("pbs",))]

@@ -99,12 +99,23 @@ FURTHER = {
         "cnn_bf16": ("smaller_last",),
     },
     "dualpipev": {"gpt": ("divisible", "few"), "cnn": ("smaller_last",)},
+    "1f1b-apart": {
+        "gpt": ("divisible", "smaller_last"), "cnn": ("smaller_last", "few"),
+        "dense": ("smaller_last",), "tied": ("smaller_last",), "frozen": ("smaller_last",),
+        "gpt_float16": ("few",), "own_precision": ("smaller_last",),
+    },
+    "gpipe-inputs": {
+        "gpt": ("smaller_last",), "cnn": ("smaller_last",), "own_precision": ("few",),
+    },
 }  # fmt: skip
 """Models, and their batches, that are also trained in other schedules."""
 OWN = {"folded": False, "back_to_front": True}
 """Schedules of users, as lists of actions: name to whether backwards run by falling micro-batch."""
 CHUNKS = {"interleaved": 2, "looped-bfs": 2, "zb-v": 2, "dualpipev": 2, **dict.fromkeys(OWN, 2)}
 """Stages a rank, where not one."""
+APART = {"1f1b-apart": "1f1b", "gpipe-inputs": "gpipe"}
+"""Schedules with the backward of every stage on the rank behind that of its forward: the second
+sends only what stages receive, and computes the rest again."""
 V_SHAPED = ("zb-v", "dualpipev")
 ON_MANY_RANKS = {"zb-v": "gpt", "dualpipev": "gpt"}
 """What is also trained on more ranks than there are cores."""
@@ -283,11 +294,12 @@ def make_plan(graph: CapturedGraph, stage_of: dict[str, int], cell: Any, ranks: 
     lanes = sorted({(route.kind, route.source, route.target) for route in found})
     nodes = [tuple(n for n, s in stage_of.items() if s == stage) for stage in range(stages)]
     size = -(-batch_size // micro_batches)
+    schedule = APART.get(cell.schedule, cell.schedule)
     plan = Plan(
         name=str(cell),
         fingerprint=graph.fingerprint,
-        schedule=cell.schedule,
-        warm_up=default_warm_up(cell.schedule, stages, -(-batch_size // size), ranks=ranks),
+        schedule=schedule,
+        warm_up=default_warm_up(schedule, stages, -(-batch_size // size), ranks=ranks),
         batch_size=batch_size,
         micro_batch_size=size,
         micro_batches=-(-batch_size // size),
@@ -304,8 +316,20 @@ def make_plan(graph: CapturedGraph, stage_of: dict[str, int], cell: Any, ranks: 
         held = zip(plan.stages, listed.rank_of_stage, strict=True)
         stages_there = tuple(replace(stage, ranks=(rank,)) for stage, rank in held)
         plan = replace(plan, actions=listed.text, warm_up=listed.warm_up, stages=stages_there)
+    if cell.schedule in APART and ranks > 1:
+        plan = apart(plan, recompute=cell.schedule == "gpipe-inputs")
     validate(plan, [lower(plan, rank) for rank in range(ranks)])
     return plan
+
+
+def apart(plan: Plan, *, recompute: bool) -> Plan:
+    """Every backward on the rank behind that of its forward."""
+    ranks = [(stage.ranks[0] + 1) % plan.ranks for stage in plan.stages]
+    stages = (
+        replace(stage, backward_ranks=(rank,), recompute=recompute)
+        for stage, rank in zip(plan.stages, ranks, strict=True)
+    )
+    return replace(plan, stages=tuple(stages))
 
 
 def places(schedule: str, stages: int, ranks: int) -> list[int]:

@@ -96,6 +96,7 @@ def test_defaults(read, minimal) -> None:
         "recompute": "auto",
         "offload": "auto",
         "offload_directory": None,
+        "backward": "together",
         "memory_limit": None,
     }
     assert (spec.resources.ranks, spec.resources.walltime_s) == (1, 3600)

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from pipectl.capture import Slot
+from pipectl.capture.slices import Samples
 from pipectl.runtime.apart.agreement import Agreement
 from pipectl.runtime.apart.ends import Ends, lasting_states, values_received, written_states
 from pipectl.runtime.apart.refusal import refuse_compiled
@@ -35,7 +36,7 @@ class BackwardHalf(StageRuntime):
         self._graphs: dict[int, Graph] = {}
         self._arrived: dict[int, tuple[int, int, list[Tensor]]] = {}
 
-    def inputs(self, training: bool, size: int) -> tuple[str, ...]:  # noqa: ARG002
+    def inputs(self, training: bool, size: Samples) -> tuple[str, ...]:  # noqa: ARG002
         """None: it reads no batches."""
         return ()
 
@@ -84,9 +85,8 @@ class BackwardHalf(StageRuntime):
         roots: dict[Slot, Tensor] = {}
         if loss in self.codes[True, size].results:
             roots[loss] = graph.filled(loss, scale) * weight
-        for slot, gradient in gradients.items():
-            if gradient is not None and graph.has(slot):
-                roots[slot] = gradient
+        given = {slot: found for slot, found in gradients.items() if found is not None}
+        roots |= {slot: gradient for slot, gradient in given.items() if graph.has(slot)}
         return graph.backward(values, roots)
 
     def compile(self) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipectl.capture import Slot
+from pipectl.capture.slices import Samples
 from pipectl.errors import WorkerError
 from pipectl.runtime.apart.agreement import Agreement
 from pipectl.runtime.apart.ends import Ends, lasting_states, values_received, written_states
@@ -35,9 +36,17 @@ class ForwardHalf(StageRuntime):
         self._leaving: dict[int, Tensors] = {}
 
     def forward(
-        self, micro_batch: int, size: int, seed: int, inputs: Mapping[str, Tensor], arrived: Tensors
+        self,
+        micro_batch: int,
+        size: Samples,
+        seed: int,
+        inputs: Mapping[str, Tensor],
+        arrived: Tensors,
+        age: int = 0,
     ) -> Tensors:
         """Run the training forward of a micro-batch; what its backward needs waits to be sent."""
+        assert isinstance(size, int)
+        assert age == 0  # there is one version of the weights
         given = micro_batch, size, seed, inputs, arrived
         if self._ends.recomputes:
             started = self._started(size, inputs, arrived)
@@ -51,7 +60,7 @@ class ForwardHalf(StageRuntime):
         live = self._live.pop(micro_batch)
         structure: list[str] = []
         if size not in self._agreed:
-            structure = structure_of({**live.received, **live.results})
+            structure = structure_of(live.roots.values())
         changing = {memory_of(buffer) for _, buffer in written_states(self, size)}
         kept = [t.clone() if memory_of(t) in changing else t for t in saved]
         self._leave(micro_batch, size, kept, self._given(size, inputs, arrived), structure)

@@ -36,13 +36,13 @@ class View(NamedTuple):
 
     Args:
         source: ``state`` for an argument that both ranks have, else ``part``.
-        index: of the state or part.
+        number: of the state or part.
         offset: of its first element, in elements behind that of the state or part.
         sizes: of the tensor; None if it is the whole part.
     """
 
     source: str
-    index: int
+    number: int
     offset: int = 0
     sizes: tuple[int, ...] | None = None
     strides: tuple[int, ...] = ()
@@ -107,7 +107,7 @@ class Contents:
         )
 
     def _tensor(self, view: View, memories: Mapping[int, Tensor]) -> Tensor:
-        memory = memories[view.index]
+        memory = memories[view.number]
         if view.sizes is None:
             return memory
         offset = memory.storage_offset() + view.offset
@@ -144,7 +144,7 @@ def pack(
 
 def memory_of(tensor: Tensor) -> int:
     """Tells tensors of one memory from others, as long as they are alive."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _check(tensor: Tensor) -> None:
@@ -220,7 +220,7 @@ def _key(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _view(source: str, index: int, tensor: Tensor, whole: Tensor) -> View:
-    offset = tensor.storage_offset() - whole.storage_offset()
+    offset = int(tensor.storage_offset()) - int(whole.storage_offset())
     return View(source, index, offset, tuple(tensor.shape), tensor.stride())
 
 
@@ -240,7 +240,7 @@ def _end(tensor: Tensor) -> int:
     reach = (
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
-    return tensor.storage_offset() + sum(reach) + 1
+    return int(tensor.storage_offset()) + sum(reach) + 1
 
 
 def _unpacked(part: Part, message: Sequence[Tensor | None]) -> Tensor:

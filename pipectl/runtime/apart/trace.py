@@ -146,9 +146,8 @@ class Graph:
         return value
 
 
-def structure_of(values: Mapping[Slot, Tensor]) -> list[str]:
-    """Names of all nodes behind values of a graph; see :attr:`Graph.structure`."""
-    edges = (get_gradient_edge(value) for value in values.values() if value.requires_grad)
+def structure_of(edges: Iterable[GradientEdge]) -> list[str]:
+    """Names of all nodes behind edges of a graph; see :attr:`Graph.structure`."""
     return [node.name() for node in _nodes_behind(edge.node for edge in edges)]
 
 

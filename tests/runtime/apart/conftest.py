@@ -87,14 +87,15 @@ class Step:
         self.backwards: list[StageRuntime] = []
         for index in stages:
             if not apart:
-                whole = StageRuntime(index, cuts, copies(job.states), *shared)
+                states = copies(job.states)
+                whole = StageRuntime(index, cuts, states, *shared, recompute=recompute)
                 self.forwards.append(whole)
                 self.backwards.append(whole)
                 continue
             ends = Ends(0, places_of(cut, index), recompute, told)  # type: ignore[arg-type]
             for halves, kind in ((self.forwards, ForwardHalf), (self.backwards, BackwardHalf)):
                 halves.append(kind(ends, index, cuts, copies(job.states), *shared))
-        self.recompute = apart and recompute
+        self.recompute = recompute
         self.messages: list[dict[Slot, Tensor | None]] = []
 
     def run(self, batches: list[tuple[Any, Any]]) -> None:

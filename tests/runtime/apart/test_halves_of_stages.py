@@ -34,7 +34,7 @@ def test_each_memory_travels_once_and_weights_do_not(steps):
     agreed = apart.forwards[0]._agreed[2]
     states = [view for view in agreed.contents.views if view.source == "state"]
     assert len(agreed.contents.parts) < len(agreed.contents.views) - len(states)
-    assert {view.index for view in states} >= {
+    assert {view.number for view in states} >= {
         index for index, slot in enumerate(apart.forwards[0].codes[True, 2].states)
         if "out_weight" in slot.value or "qkv_weight" in slot.value
     }  # fmt: skip
