@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 _WANTED = {None: None, "none": False, "all": True}
 """What all stages do, by the word of the spec; None leaves it to the planner."""
-_BACKWARD_APART = {"together": False, "apart": True, None: None}
-"""By the word of the spec; None leaves it to the planner."""
+_APART = {"together": False, "apart": True, None: None}
+"""Whether backwards have ranks of their own, likewise."""
 
 
 def find_plan(spec: JobSpec, profile: Profile, cluster: Cluster) -> Plan:
@@ -56,7 +56,7 @@ def request_of(spec: JobSpec, profile: Profile, cluster: Cluster) -> PlanRequest
         offload_to=_offload_to(spec),
         replicas=None if pipeline.replicas == "any" else int(pipeline.replicas or 1),
         shard_optimizer=pipeline.shard_optimizer,
-        backward_apart=_BACKWARD_APART[pipeline.backward],
+        backward_apart=_backward_apart(spec),
         key=_key(spec, profile, cluster),
     )
 
@@ -113,6 +113,13 @@ def _offload(spec: JobSpec, cluster: Cluster) -> bool | None:
         return None
     known = all(node.device.disk_link is not None for node in cluster.nodes)
     return None if known else False
+
+
+def _backward_apart(spec: JobSpec) -> bool | None:
+    """All stages, none, or those for which it pays; never those whose other half is compiled."""
+    followed = not spec.training.compile or spec.pipeline.recompute == "all"
+    found = _APART[spec.pipeline.backward]
+    return found if followed else bool(found)
 
 
 def _key(spec: JobSpec, profile: Profile, cluster: Cluster) -> str:

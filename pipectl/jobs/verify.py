@@ -203,6 +203,7 @@ class _Verifying:
             f"pipeline.micro_batches={plan.micro_batches}",
             f"pipeline.stages={ranks}",
             "pipeline.replicas=1",
+            "pipeline.backward=together",
         )
         simple = ("pipeline.schedule=1f1b",) if plan.schedule in PLACED else ()
         return self._spec(ranks, *fixed, *simple, "pipeline.warm_up=auto")

@@ -36,6 +36,8 @@ _NAMES = {
     "memory_limit": ("pipeline.memory_limit", "--memory-limit"),
     "micro_batches": ("pipeline.micro_batches", "--micro-batches"),
     "ranks": ("more ranks in resources", "more --devices"),
+    "offload": ("pipeline.offload", "offload"),
+    "backward": ("pipeline.backward", "backward_apart"),
 }
 """Settings in a job file, and as options."""
 
@@ -97,16 +99,8 @@ class PlanRequest:
             self._check_warm_up(tuple(self.warm_up))
         if self.schedule in UNFLUSHED:
             self._check_unflushed()
-        if self.offload and self.backward_apart:
-            raise InvalidInputError(
-                "offload: what a stage with its backward elsewhere would offload leaves it at once",
-                cure="ask for offload or backward_apart, but not both",
-            )
-        if self.backward_apart and self.schedule not in (None, GPIPE, ONE_F_ONE_B):
-            raise InvalidInputError(
-                f"schedule: {self.schedule!r} leaves no backward to other ranks",
-                cure=f"use {GPIPE!r} or {ONE_F_ONE_B!r}, or leave the schedule to the planner",
-            )
+        if self.backward_apart:
+            self._check_apart()
 
     def _check_unflushed(self) -> None:
         asked = {
@@ -118,6 +112,23 @@ class PlanRequest:
             raise InvalidInputError(
                 f"{wrong}: schedule {self.schedule!r} takes one rank a stage",
                 cure=f"leave {wrong} out, or use another schedule",
+            )
+
+    def _check_apart(self) -> None:
+        if self.offload:
+            raise InvalidInputError(
+                "offload: what a stage with its backward elsewhere would offload leaves it at once",
+                cure="ask for offload or backward_apart, but not both",
+            )
+        if (self.replicas or 1) > 1:
+            raise InvalidInputError(
+                f"replicas: {self.replicas} of a stage keep their backwards on their own ranks",
+                cure="ask for replicas or backward_apart, but not both",
+            )
+        if self.schedule not in (None, GPIPE, ONE_F_ONE_B):
+            raise InvalidInputError(
+                f"schedule: {self.schedule!r} leaves no backward to other ranks",
+                cure=f"use {GPIPE!r} or {ONE_F_ONE_B!r}, or leave the schedule to the planner",
             )
 
     def _check_warm_up(self, warm_up: tuple[int, ...]) -> None:
@@ -139,7 +150,7 @@ class PlanRequest:
             )
 
     def named(self, setting: str) -> str:
-        """What the user calls one of ``memory_limit``, ``micro_batches`` and ``ranks``."""
+        """What the user calls one of the settings that errors name."""
         return _NAMES[setting][0 if self.from_job else 1]
 
     @property

@@ -20,7 +20,7 @@ from pipectl.plan import Search as Findings
 from pipectl.planner.judge import TIE
 from pipectl.planner.keeping import alike, ways, within_memory
 from pipectl.planner.problem import baseline_bytes
-from pipectl.planner.proposals import Proposals, Search
+from pipectl.planner.proposals import MOST_RANKS, Proposals, Search
 from pipectl.planner.rating import PLANNER, least_step_s, preference, work_s
 from pipectl.planner.request import PlanRequest
 from pipectl.planner.trials import Trials
@@ -178,9 +178,20 @@ class _Variants:
         return self._fastest_s < plan.predicted_step_s * (1 - TIE)
 
     def _nothing(self) -> InfeasibleError:
+        ranks = self._cluster.ranks
+        if self._request.backward_apart and ranks > MOST_RANKS:
+            return InfeasibleError(
+                f"no feasible plan: of {ranks} ranks; all backwards on other ranks are looked for "
+                f"on at most {MOST_RANKS}",
+                cure=f"set {self._request.named('backward')} to together, or ask for fewer ranks",
+            )
+        asked = "all backwards on other ranks"
+        key = "backward"
+        if self._request.offload:
+            asked, key = "all its stages offload", "offload"
         return InfeasibleError(
-            "no feasible plan: none has all its stages offload, or all backwards on other ranks",
-            cure="leave offload and backward_apart to the planner, or ask for more ranks",
+            f"no feasible plan: none has {asked}",
+            cure=f"leave {self._request.named(key)} to the planner (auto), or ask for more ranks",
         )
 
 

@@ -20,6 +20,8 @@ _UNFLUSHED = ("pipedream", "pipedream-2bw")
 """Schedules whose steps overlap."""
 _ONE_STAGE = ("gpipe", "1f1b", "zb-h1")
 """Schedules with one; all others are the user's own, and say which rank has which stage."""
+_APART = ("gpipe", "1f1b")
+"""Schedules that leave backwards to other ranks."""
 
 
 def cross_check(sections: Mapping[str, Any]) -> Iterator[Finding]:
@@ -121,6 +123,26 @@ def _offload_frees_memory(pipeline: Pipeline, resources: Resources) -> Iterator[
         )
 
 
+def _backward_can_be_apart(
+    pipeline: Pipeline, resources: Resources, training: Training
+) -> Iterator[Finding]:
+    """Two ranks a stage, between which nothing else comes."""
+    if pipeline.backward != "apart":
+        return
+    path, stages = ("pipeline", "backward"), pipeline.stages or 1
+    if 2 * stages > resources.ranks:
+        yield path, f"apart takes 2 ranks a stage: {2 * stages}; resources give {resources.ranks}"
+    if pipeline.schedule not in (None, *_APART):
+        others = " or ".join(_APART)
+        yield path, f"cannot be apart with schedule {pipeline.schedule}; use {others}"
+    if pipeline.replicas not in (None, 1, "any"):
+        yield path, f"cannot be apart with {pipeline.replicas} replicas a stage; leave these out"
+    if pipeline.offload in ("host", "disk"):
+        yield path, "cannot be apart with offload: what is offloaded would leave the rank at once"
+    if training.compile and pipeline.recompute != "all":
+        yield path, "with training.compile can be apart only where recompute is all"
+
+
 def _steps_can_overlap(pipeline: Pipeline, training: Training) -> Iterator[Finding]:
     """Schedules without flushes have no moment at which all stages have their gradients."""
     if pipeline.schedule not in _UNFLUSHED:
@@ -156,5 +178,6 @@ _CHECKS: tuple[tuple[tuple[str, ...], Callable[..., Iterator[Finding]]], ...] = 
     (("pipeline",), _warm_up_fits),
     (("pipeline", "resources"), _offload_frees_memory),
     (("pipeline", "training"), _steps_can_overlap),
+    (("pipeline", "resources", "training"), _backward_can_be_apart),
     (("loss",), _loss_has_use_of_kwargs),
 )

@@ -29,9 +29,16 @@ training: {steps: 1, batch_size: 4}
 """
 
 
-def asked(tmp_path: Path, pipeline: str, accelerators: int = 0, disk: Link | None = None):
+def asked(
+    tmp_path: Path,
+    pipeline: str,
+    accelerators: int = 0,
+    disk: Link | None = None,
+    job: str = JOB,
+):
     path = tmp_path / "job.yaml"
-    path.write_text(f"{JOB}pipeline: {pipeline}\nresources: {{gpus_per_node: {accelerators}}}\n")
+    resources = f"{{nodes: 2, gpus_per_node: {accelerators}}}"
+    path.write_text(f"{job}pipeline: {pipeline}\nresources: {resources}\n")
     cluster = assumed_cluster("here", [1], 1, None)
     device = replace(cluster.nodes[0].device, disk_link=disk)
     cluster = replace(cluster, nodes=(replace(cluster.nodes[0], device=device),))
@@ -58,3 +65,15 @@ def test_recomputation(tmp_path: Path, word: str, wanted: bool | None) -> None:
 def test_offload(tmp_path: Path, word: str, accelerators: int, disk: Link | None, wanted) -> None:
     found = asked(tmp_path, f"{{offload: {word}}}", accelerators, disk)
     assert (found.offload, found.offload_to) == wanted
+
+
+@pytest.mark.parametrize(("word", "wanted"), [("auto", None), ("together", False), ("apart", True)])
+def test_backwards_of_their_own(tmp_path: Path, word: str, wanted: bool | None) -> None:
+    assert asked(tmp_path, f"{{backward: {word}, recompute: all}}").backward_apart is wanted
+
+
+def test_no_backward_leaves_a_rank_that_compiles(tmp_path: Path) -> None:
+    compiled = JOB.replace("batch_size: 4", "batch_size: 4, compile: true")
+    assert asked(tmp_path, "{backward: auto}", job=compiled).backward_apart is False
+    again = asked(tmp_path, "{backward: auto, recompute: all}", job=compiled)
+    assert again.backward_apart is None

@@ -158,6 +158,14 @@ def test_time_that_is_up(deep) -> None:
         make_plan(deep, cluster_of(8, SHORT), request(offload=None), lambda: True)
 
 
-def test_contradictions_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match="leaves it at once"):
-        request(offload=True, backward_apart=True)
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"offload": True}, "offload: .* leaves it at once"),
+        ({"replicas": 2}, "replicas: 2 of a stage keep their backwards"),
+        ({"schedule": "zb-h1"}, "'zb-h1' leaves no backward to other ranks"),
+    ],
+)
+def test_what_goes_with_no_backward_elsewhere_is_refused(asked, message) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        request(backward_apart=True, **asked)
