@@ -55,7 +55,8 @@ class ForwardHalf(StageRuntime):
             self._leave(micro_batch, size, started, Given())
             return made
         saved: list[Tensor] = []
-        with saved_tensors_hooks(saved.append, _refuse):
+        # The graph holds the hooks: with its own values in their list, nothing would free it.
+        with saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), _refuse):
             made = super().forward(*given)
         live = self._live.pop(micro_batch)
         structure: list[str] = []

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipectl.errors import MismatchError
+from pipectl.runtime.apart import packet
 from pipectl.runtime.apart.refusal import check_operators
 
 
@@ -44,6 +46,22 @@ def test_recomputation_sends_what_a_forward_starts_from(steps):
     _, kept = steps("attention", 3)
     _, again = steps("attention", 3, recompute=True)
     assert bytes_of(again) < bytes_of(kept) / 2
+
+
+def test_nothing_of_a_forward_outlives_its_message(steps, monkeypatch):
+    monkeypatch.setattr(packet, "BUNDLED_BYTES", 0)  # small tensors would be copied
+    _, apart = steps("attention")
+    (front,) = apart.forwards
+    inputs = {name: torch.zeros(2, 6, 24) for name in front.codes[True, 2].inputs[:1]}
+    inputs |= {name: torch.zeros(2) for name in front.codes[True, 2].inputs[1:]}
+    front.forward(0, 2, 7, inputs, {})
+    message = front.leaving(0)
+    sent = [StorageWeakRef(t.untyped_storage()) for t in message.values() if t is not None]
+    inputs.clear()
+    assert sent
+    assert not any(memory.expired() for memory in sent)
+    message.clear()
+    assert all(memory.expired() for memory in sent)
 
 
 def bytes_of(step):
