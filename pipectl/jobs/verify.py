@@ -276,13 +276,14 @@ def _local(spec: JobSpec, steps: int, directory: Path) -> list[str]:
 
 
 def _stages(spec: JobSpec) -> int | str:
-    """Fewer would leave ranks unverified, unless the planner chooses the replicas."""
+    """Fewer would leave ranks unverified, unless the planner chooses the ranks of a stage."""
     if spec.pipeline.stages is not None:
         return spec.pipeline.stages
-    if spec.pipeline.replicas == "any":
+    if spec.pipeline.replicas == "any" or spec.pipeline.backward is None:
         return "auto"
     chunks = 2 if spec.pipeline.schedule in (*ROUND, *V_SHAPED) else 1
-    return chunks * max(1, spec.resources.ranks // int(spec.pipeline.replicas or 1))
+    of_each = 2 if spec.pipeline.backward == "apart" else int(spec.pipeline.replicas or 1)
+    return chunks * max(1, spec.resources.ranks // of_each)
 
 
 def _ranks(ranks: int) -> tuple[str, str]:

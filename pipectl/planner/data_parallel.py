@@ -108,7 +108,8 @@ def _whole(
 ) -> Estimate | None:
     """One rank with the whole model and its share of the batch."""
     share = ceil(request.batch_size / ranks)
-    wanted = replace(request, batch_size=share, stages=1, warm_up=None, key=None)
+    alone = replace(request, stages=1, warm_up=None, replicas=1, backward_apart=False)
+    wanted = replace(alone, batch_size=share, key=None)
     if ranks > 1:
         wanted = replace(wanted, micro_batches=None)
     try:

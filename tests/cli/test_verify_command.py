@@ -108,6 +108,16 @@ def test_random_operators_are_compared_with_one_rank(
 
 
 @pytest.mark.mpi
+def test_backwards_on_ranks_of_their_own_are_compared_with_one_rank(verify: Command) -> None:
+    changes = ("model.factory=./model.py:dropping", "pipeline={backward: apart, micro_batches: 2}")
+    result = verify("--steps", "2", "--json", *(w for change in changes for w in ("--set", change)))
+    assert (result.code, result.out[:1]) == (0, "{"), result.err
+    answer = json.loads(result.out)
+    assert (answer["equal"], answer["max_abs_difference"]) == (True, 0.0)
+    assert (answer["ranks"], answer["stages"], answer["reference"]) == (2, 1, "one rank")
+
+
+@pytest.mark.mpi
 def test_parameters_with_several_uses_have_a_stated_tolerance(verify: Command) -> None:
     result = verify("--json", "--set", "model.factory=./model.py:Tied")
     assert (result.code, result.out[:1]) == (0, "{"), result.err

@@ -48,6 +48,13 @@ def test_four_chained_operators_on_one_rank_and_on_two(chain: Callable[..., Prof
     assert found.data_parallel.step_s == pytest.approx(4 * 12e-3 + reduction_s, rel=1e-3)
 
 
+@pytest.mark.parametrize("asked", [{"replicas": 2}, {"backward_apart": True}])
+def test_one_rank_is_one_whatever_a_stage_has(
+    chain: Callable[..., Profile], asked: dict[str, object]
+):
+    assert estimates(chain(4), cluster(1, 1), **asked) == estimates(chain(4), cluster(1, 1))
+
+
 def test_tied_parameters_are_summed_once(chain: Callable[..., Profile]):
     tied = chain(4, parameters=(("shared", 1000),))
     found = estimates(tied, cluster(1, 1)).data_parallel
