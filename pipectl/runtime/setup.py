@@ -179,7 +179,9 @@ class Setup:
         return {name: first for name, first in self.job.tied.items() if name in persistent}
 
     def _stages(self, cuts: Mapping[tuple[bool, int], Cut]) -> dict[int, StageRuntime]:
-        announcements = Announcements(self.communicator.Dup(), self.progress)
+        apart = any(stage.backward_ranks for stage in self.plan.stages)
+        own = self.communicator.Dup() if apart else self.communicator  # MPI has some thousands
+        announcements = Announcements(own, self.progress)
         held = self.plan.stages_of_rank(self.communicator.rank)
         return {index: self._stage(index, cuts, announcements) for index in held}
 

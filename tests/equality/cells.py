@@ -387,6 +387,26 @@ def train_on_four_and_fewer(directory: Path, world: MPI.Comm) -> None:
         train(directory, part, plain=world.rank == 2)
 
 
+class Lent(MPI.Intracomm):
+    """Frees what was made of it: MPI has some two thousand communicators in all."""
+
+    def __init__(self, _: MPI.Comm) -> None:
+        self.made: list[MPI.Comm] = []
+
+    def Dup(self, info: MPI.Info | None = None) -> Any:
+        self.made.append(MPI.Intracomm(super().Dup(info)))
+        return self.made[-1]
+
+    def Create_group(self, group: MPI.Group, tag: int = 0) -> Any:
+        self.made.append(MPI.Intracomm(super().Create_group(group, tag)))
+        return self.made[-1]
+
+    def take_back(self) -> None:
+        for made in self.made:
+            made.Free()
+        self.made.clear()
+
+
 class Training:
     """Trains cell after cell; a model is captured once."""
 
@@ -421,7 +441,9 @@ class Training:
             split = Cut(graph, stages, training=True).split_uses
             (run.path / "split_uses.json").write_text(json.dumps(sorted(split)))
             (run.path / "stages.json").write_text(json.dumps(stages_of_states(graph, stages)))
-        Trainer(Setup(self.communicator, job, plan, CpuDevice(), Doing()), run, 1).train()
+        lent = Lent(self.communicator)
+        Trainer(Setup(lent, job, plan, CpuDevice(), Doing()), run, 1).train()
+        lent.take_back()
 
 
 def shared_plan(cell: Any, graph: CapturedGraph) -> tuple[Plan, dict[str, int]]:

@@ -71,6 +71,12 @@ def test_all_backwards_elsewhere_if_that_is_asked(lopsided) -> None:
         make_plan(lopsided, cluster_of([1]), PlanRequest("job", 64, backward_apart=True))
 
 
+def test_all_backwards_are_elsewhere_also_where_that_is_slower(chain) -> None:
+    plain, plan = (planned(chain(12), cluster_of([4]), backward_apart=x) for x in (False, True))
+    assert all(stage.backward_ranks for stage in plan.stages)
+    assert plan.prediction.step_time_s > plain.prediction.step_time_s
+
+
 def test_saved_values_that_travel_too_long_stay(lopsided) -> None:
     cluster = cluster_of([4], within=Link(1e-3, 1e5))
     plan = planned(lopsided, cluster, backward_apart=None)

@@ -92,6 +92,7 @@ def proven(
 def _is_known(request: PlanRequest) -> bool:
     """Whether a request is of the kinds that are looked at."""
     known = request.schedule not in PLACED and not request.recompute
+    known = known and not request.offload and request.backward_apart is False
     return known and (request.warm_up is None or request.replicas == 1)
 
 
