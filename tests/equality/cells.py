@@ -393,11 +393,11 @@ class Lent(MPI.Intracomm):
     def __init__(self, _: MPI.Comm) -> None:
         self.made: list[MPI.Comm] = []
 
-    def Dup(self, info: MPI.Info | None = None) -> Any:
+    def Dup(self, info: MPI.Info | None = None) -> Any:  # noqa: N802
         self.made.append(MPI.Intracomm(super().Dup(info)))
         return self.made[-1]
 
-    def Create_group(self, group: MPI.Group, tag: int = 0) -> Any:
+    def Create_group(self, group: MPI.Group, tag: int = 0) -> Any:  # noqa: N802
         self.made.append(MPI.Intracomm(super().Create_group(group, tag)))
         return self.made[-1]
 
