@@ -11,8 +11,11 @@ from typing import Any
 from pipectl.errors import DataFileError, UsageError
 
 
-def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
+def write_text(path: Path, text: str, *, mode: int = 0o666, durable: bool = True) -> None:
     """Replace ``path`` by ``text`` at once (temporary file, fsync, rename).
+
+    Args:
+        durable: whether to wait for the disk, so that the text outlives a crash of the machine.
 
     Raises:
         UsageError: the directory cannot be written; the previous file is untouched.
@@ -23,7 +26,8 @@ def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
             with os.fdopen(handle, "w", encoding="utf-8") as stream:
                 stream.write(text)
                 stream.flush()
-                os.fsync(stream.fileno())
+                if durable:
+                    os.fsync(stream.fileno())
             Path(name).chmod(mode & ~_umask())
             Path(name).replace(path)
         except BaseException:

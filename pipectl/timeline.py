@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from pipectl.fields import Reader
+from pipectl.files import read_json, write_text
+
+VERSION = 1
+_DIGITS = 9  # of seconds: nanoseconds
+_CURE = "it is written again when the job runs again"
 
 
 class Event(NamedTuple):
@@ -14,6 +23,7 @@ class Event(NamedTuple):
         kind: name of the action's kind in lower case, e.g. ``forward``.
         stage: -1 where the action belongs to no stage.
         micro_batch: -1 where the action belongs to no micro-batch.
+        channel: of messages, index among the plan's channels; -1 for all else.
     """
 
     rank: int
@@ -22,14 +32,23 @@ class Event(NamedTuple):
     kind: str
     stage: int = -1
     micro_batch: int = -1
+    channel: int = -1
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Events of one optimizer step, by rank and start."""
+    """Events of one optimizer step, by rank and start.
+
+    Args:
+        ranks: of the plan; of very many, only some have events.
+        step: number of a measured step.
+        clock_error_s: most by which times of different nodes may be apart.
+    """
 
     events: tuple[Event, ...]
     ranks: int
+    step: int | None = None
+    clock_error_s: float = 0.0
 
     @property
     def end_s(self) -> float:
@@ -46,14 +65,57 @@ class Timeline:
 
     def to_json(self) -> dict[str, Any]:
         """Columns, so that long timelines stay small and readable."""
+        return {**self._head(), "events": [list(event) for event in self.events]}
+
+    def save(self, path: Path) -> None:
+        """Write the file whole, a line an event, to the nanosecond."""
+        rows = ",\n".join(map(_row, self.events))
+        head = "".join(f'"{key}": {json.dumps(value)},\n' for key, value in self._head().items())
+        write_text(path, f'{{\n{head}"events": [\n{rows}\n]\n}}\n', durable=False)
+
+    def _head(self) -> dict[str, Any]:
         return {
-            "version": 1,
+            "version": VERSION,
             "ranks": self.ranks,
+            "step": self.step,
+            "clock_error_s": self.clock_error_s,
             "columns": list(Event._fields),
-            "events": [list(event) for event in self.events],
         }
 
     @classmethod
-    def from_json(cls, document: dict[str, Any]) -> Timeline:
-        """The inverse of :meth:`to_json`."""
-        return cls(tuple(Event(*row) for row in document["events"]), document["ranks"])
+    def from_json(cls, document: dict[str, Any], *, file: str = "timeline") -> Timeline:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            DataFileError: naming the file and the field.
+        """
+        reader = Reader(document, file=file, cure=_CURE)
+        reader.check_version(VERSION)
+        columns = reader.texts("columns")
+        try:
+            events = tuple(
+                Event(**dict(zip(columns, row, strict=True))) for row in reader.value("events")
+            )
+        except (TypeError, ValueError) as error:
+            raise reader.error("events", f"do not fit the columns ({error})") from error
+        return cls(
+            events,
+            reader.integer("ranks", minimum=1),
+            reader.optional_integer("step"),
+            reader.number("clock_error_s", 0.0),
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> Timeline:
+        """Read the file.
+
+        Raises:
+            DataFileError: it is missing or damaged.
+        """
+        return cls.from_json(read_json(path, cure=_CURE), file=str(path))
+
+
+def _row(event: Event) -> str:
+    rank, start_s, end_s, kind, *rest = event
+    times = f"{round(start_s, _DIGITS)}, {round(end_s, _DIGITS)}"
+    return f'[{rank}, {times}, "{kind}", {", ".join(map(str, rest))}]'

@@ -21,6 +21,7 @@ from pipectl.cli import (
     simulate,
     status,
     submit,
+    trace,
     verify,
 )
 from pipectl.cli.console import print_anything, say
@@ -35,7 +36,20 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (init, check, schema, profile, plan, simulate, submit, status, logs, cancel, verify):
+for module in (
+    init,
+    check,
+    schema,
+    profile,
+    plan,
+    simulate,
+    submit,
+    status,
+    logs,
+    trace,
+    cancel,
+    verify,
+):
     app.command(module.__name__.rpartition(".")[2])(module.command)
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipectl.cluster import Cluster
-from pipectl.files import write_json
 from pipectl.jobs.machines import memory_of_task
 from pipectl.jobs.places import plan_path
 from pipectl.jobs.schedules import listed_of
@@ -95,7 +94,7 @@ def predicted(plan: Plan, cluster: Cluster) -> Timeline:
 def write_plan(run: RunDirectory, plan: Plan, cluster: Cluster) -> None:
     """Put a plan and its predicted timeline into a run directory."""
     plan.save(run.plan)
-    write_json(run.predicted, predicted(plan, cluster).to_json())
+    predicted(plan, cluster).save(run.predicted)
 
 
 def _offload_to(spec: JobSpec) -> OffloadTarget:

@@ -4,6 +4,7 @@ from pipectl.runs.directory import RunDirectory
 from pipectl.runs.find import find_run, list_runs
 from pipectl.runs.readers import (
     last_checkpoint,
+    measured_steps,
     read_errors,
     read_exit_code,
     read_heartbeat,
@@ -20,6 +21,7 @@ __all__ = [
     "find_run",
     "last_checkpoint",
     "list_runs",
+    "measured_steps",
     "read_errors",
     "read_exit_code",
     "read_heartbeat",

@@ -137,10 +137,9 @@ class RunDirectory:
         """Timeline of a step as the plan predicts it."""
         return self.trace / "predicted.json"
 
-    @property
-    def measured(self) -> Path:
+    def measured_of(self, step: int) -> Path:
         """Timeline of a step as it was."""
-        return self.trace / "measured.json"
+        return self.trace / f"step-{step:06d}.json"
 
     @property
     def rehearsal(self) -> Path:

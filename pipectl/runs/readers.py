@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,12 @@ def read_exit_code(run: RunDirectory) -> int | None:
         return int(run.exit_code.read_text(encoding="ascii"))
     except (OSError, ValueError):
         return None
+
+
+def measured_steps(run: RunDirectory) -> list[int]:
+    """The steps of which there are timelines, ascending."""
+    found = (re.fullmatch(r"step-(\d+)\.json", path.name) for path in run.trace.glob("step-*"))
+    return sorted(int(match[1]) for match in found if match)
 
 
 def last_checkpoint(run: RunDirectory) -> Path | None:

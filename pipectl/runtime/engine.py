@@ -19,16 +19,14 @@ from pipectl.runtime.apart import BackwardHalf, ForwardHalf
 from pipectl.runtime.device import Device
 from pipectl.runtime.failure import Doing
 from pipectl.runtime.passes import Batch, Loaded
+from pipectl.runtime.recording import Recording
 from pipectl.runtime.reduction import Reducer
 from pipectl.runtime.slicing import Piece, Slicing
 from pipectl.runtime.stage import StageRuntime
 from pipectl.runtime.transport import Message, Posted, Tensors, Transport
 from pipectl.runtime.wiring import Range, Wiring
 from pipectl.schedule import Action, Actions, Channel, Kind
-from pipectl.timeline import Event
 
-_FOR_OTHERS = (Kind.SEND_WAIT, Kind.RECEIVE_WAIT, Kind.REDUCE_WAIT)
-_WAITS = (*_FOR_OTHERS, Kind.OFFLOAD_WAIT, Kind.FETCH_WAIT)
 _OFFLOAD = (Kind.OFFLOAD_START, Kind.OFFLOAD_WAIT, Kind.FETCH_START, Kind.FETCH_WAIT)
 _BETWEEN_HALVES = (TransferKind.SAVED, TransferKind.WEIGHT)
 
@@ -46,6 +44,7 @@ class StepInput:
         scale: of the loss in backwards.
         wiring: of the pass; None for the engine's own.
         pieces: what ``batches`` yields, where that is not every micro-batch as a whole.
+        recording: is told when every row began and ended.
     """
 
     sizes: Sequence[int]
@@ -55,6 +54,7 @@ class StepInput:
     scale: float = 1.0
     wiring: Wiring | None = None
     pieces: Mapping[int, Range] | None = None
+    recording: Recording | None = None
 
     def seed_of(self, micro_batch: int) -> int:
         """What random operators of one micro-batch are seeded from."""
@@ -67,12 +67,10 @@ class StepOutput:
 
     Attributes:
         losses: loss of every micro-batch, or part of one, that this rank computes, in order.
-        events: what happened when, by ``time.perf_counter``.
         busy_s: time in forwards and backwards.
     """
 
     losses: list[Tensor] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
     busy_s: float = 0.0
 
 
@@ -155,7 +153,10 @@ class Engine:
         self._wiring = given.wiring or self._own_wiring
         self._loaded = Loaded(given.batches, given.pieces)
         for actions, more in parts:
-            rows = actions.shifted(more).rows.tolist()
+            found = actions.shifted(more).rows
+            if given.recording is not None:
+                given.recording.expect(found)
+            rows = found.tolist()
             self._loaded.expect(_reads(rows))
             for row in rows:
                 self._execute(Action(*row), update)
@@ -174,17 +175,13 @@ class Engine:
         self._record(action, start)
 
     def _record(self, action: Action, start: float) -> None:
-        end, kind = time.perf_counter(), Kind(action.kind)
-        if kind.is_compute:
-            self._out.busy_s += end - start if kind is not Kind.UPDATE else 0.0
+        end = time.perf_counter()
+        if self._given.recording is not None:
+            self._given.recording.add(start, end)
+        if Kind(action.kind).is_compute:
+            self._out.busy_s += end - start if action.kind != Kind.UPDATE else 0.0
             self._transport.progress()
             self._reducer.advance()
-        elif kind not in _WAITS:
-            return
-        name = "wait" if kind in _FOR_OTHERS else kind.name.lower()
-        self._out.events.append(
-            Event(self._rank, start, end, name, action.stage, action.micro_batch)
-        )
 
     def _forward(self, action: Action) -> None:
         stage, micro_batch = action.stage, action.micro_batch

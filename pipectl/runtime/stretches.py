@@ -26,11 +26,11 @@ from pipectl.runtime.setup import Setup
 from pipectl.runtime.stage import shared_uses
 from pipectl.runtime.stepper import Stepper
 from pipectl.runtime.telemetry import StepReport, Telemetry
+from pipectl.runtime.tracing import Tracing
 from pipectl.schedule import Action
 from pipectl.schedule.stretch import stretch
 from pipectl.schedule.unflushed import steps_apart, versions_kept
 from pipectl.spec.training import Training
-from pipectl.timeline import Event
 
 Shares = Callable[[Sequence[Batch]], list[float]]
 
@@ -81,18 +81,20 @@ def refuse(training: Training, schedule: str, shared: Mapping[str, object]) -> N
 class Stretches:
     """Trains the stages of one rank, one stretch of steps after the other.
 
-    Attributes:
-        traced: what the first steps of the run did and when, from its start.
+    Of a stretch with a step that is to be recorded, its first steps are, as many as the prediction
+    shows.
     """
 
-    def __init__(self, setup: Setup, stepper: Stepper, telemetry: Telemetry) -> None:
+    def __init__(
+        self, setup: Setup, stepper: Stepper, telemetry: Telemetry, tracing: Tracing
+    ) -> None:
         refuse(setup.job.spec.training, setup.plan.schedule, shared_uses(setup.cut))
         self._setup = setup
         self._plan: Plan = setup.plan
         self._stepper = stepper
         self._telemetry = telemetry
+        self._tracing = tracing
         self._weigh = setup.job.weight() if setup.cut.loss_stage in setup.stages else None
-        self.traced: list[Event] = []
         for stage in setup.stages.values():
             stage.keep_versions(versions_kept(self._plan))
 
@@ -112,9 +114,14 @@ class Stretches:
             stage.versions.restart()
         self._first, self._batches = first, batches
         self._given = self._make_input(loaded)
+        steps = range(first, first + len(batches))
+        self._traced = any(map(self._tracing.wants, steps))
+        if self._traced:
+            self._given.recording = self._tracing.begin(first)
         self._started = self._since = time.perf_counter()
         rows = stretch(self._plan, self._setup.communicator.rank, len(batches))
         self._setup.training.run_parts(rows, self._given, self._update)
+        self._end_trace()
 
     def _make_input(self, loaded: Iterator[Batch]) -> StretchInput:
         size, count = self._plan.micro_batch_size, self._plan.micro_batches
@@ -153,7 +160,9 @@ class Stretches:
             with self._setup.stages[action.stage].updating():
                 self._stepper.step()
         self._setup.doing.step = self._first + index + 1
-        self._trace(index, out)
+        if index == steps_apart(self._plan):
+            self._end_trace()
+        self._tracing.advance()
         self._report(index, rate, out)
 
     def _report(self, index: int, rate: float, out: StepOutput) -> None:
@@ -176,15 +185,10 @@ class Stretches:
         )
         self._since, out.busy_s = now, 0.0
 
-    def _trace(self, index: int, out: StepOutput) -> None:
-        """Keep the events of as many steps as the prediction shows."""
-        if self._first == 1 and index <= steps_apart(self._plan):
-            start = self._started
-            self.traced += [
-                event._replace(start_s=event.start_s - start, end_s=event.end_s - start)
-                for event in out.events
-            ]
-        out.events.clear()
+    def _end_trace(self) -> None:
+        if self._traced:
+            self._tracing.end(self._first, self._given.recording, self._started)
+            self._given.recording, self._traced = None, False
 
 
 class _Weights(Sequence[float]):

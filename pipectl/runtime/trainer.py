@@ -14,34 +14,33 @@ import torch
 from torch import nn
 
 from pipectl.capture.data import split_batch
-from pipectl.files import write_json
 from pipectl.runs import RunDirectory
 from pipectl.runtime import checkpoint
-from pipectl.runtime.engine import StepInput, StepOutput
+from pipectl.runtime.engine import StepInput
 from pipectl.runtime.evaluation import Metrics
 from pipectl.runtime.exchange import group_of
 from pipectl.runtime.loss_scale import LossScale
 from pipectl.runtime.loss_shares import LossShares
 from pipectl.runtime.optimizer import Clipping, SharedGradients
 from pipectl.runtime.passes import Batch, Pass, narrowed, pass_of
+from pipectl.runtime.recording import Recording
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.stage import shared_uses
 from pipectl.runtime.stepper import make_stepper
 from pipectl.runtime.stretches import Stretches
 from pipectl.runtime.telemetry import StepReport, Telemetry
+from pipectl.runtime.tracing import Tracing
 from pipectl.runtime.waiting import barrier
 from pipectl.schedule import (
     Actions,
     is_unflushed,
+    lower,
     lower_evaluation,
     lower_renewal,
     plan_of_step,
     plan_of_trial,
 )
 from pipectl.schedule.one_f_one_b import NAME as ONE_F_ONE_B
-from pipectl.timeline import Event, Timeline
-
-_TRACED_STEP = 10
 
 
 class Trainer:
@@ -71,6 +70,11 @@ class Trainer:
             communicator, run, self._spec.training.steps, attempt, stages, messages,
             self._loss_ranks,
         )  # fmt: skip
+        rows = len(lower(setup.plan, self._rank).body)
+        self._tracing = Tracing(
+            setup.communicator, run, self._spec.trace, self._spec.training.steps, rows
+        )
+        self._recording: Recording | None = None
         self._loss_shares = self._make_loss_shares()
         self._stepper = make_stepper(setup.job, self._updated())
         self._sharings = setup.replicas.sharings()
@@ -94,22 +98,22 @@ class Trainer:
             self._train_stretches(planned)
         else:
             self._train_steps(planned, self._load(planned))
+        self._tracing.finish()
         self._telemetry.finish()
         self._setup.close()
 
     def _train_steps(self, planned: list[tuple[int, range]], loaded: Iterator[Batch]) -> None:
         """Each step by itself, with the pipeline empty behind it."""
-        traced = min(len(planned), _TRACED_STEP)
         for step, (_, positions) in enumerate(planned, 1):
             self._setup.doing.step = step
-            self._step(step, len(positions), loaded, traced=step == traced)
+            self._step(step, len(positions), loaded)
             self._between_steps(step)
 
     def _train_stretches(self, planned: list[tuple[int, range]]) -> None:
         """Steps that overlap; the pipeline empties where all ranks meet."""
         setup = self._setup
         batches = [positions for _, positions in planned]
-        stretches = Stretches(setup, self._stepper, self._telemetry)
+        stretches = Stretches(setup, self._stepper, self._telemetry, self._tracing)
         loaded: Iterator[Batch] = iter(())
         if setup.loader is not None:
             loaded = setup.loader.micro_batches(planned, setup.plan.micro_batch_size)
@@ -118,22 +122,22 @@ class Trainer:
             setup.doing.step = before + 1
             barrier(setup.communicator)
             stretches.train(before + 1, batches[before:stop], loaded)
-            if not before:
-                self._gather_timeline(stretches.traced)
             self._between_steps(stop)
 
-    def _step(self, step: int, samples: int, loaded: Iterator[Batch], *, traced: bool) -> None:
-        if traced:
-            barrier(self._setup.communicator)
+    def _step(self, step: int, samples: int, loaded: Iterator[Batch]) -> None:
+        traced = self._tracing.wants(step)
+        self._recording = self._tracing.begin(step) if traced else None
         start = time.perf_counter()
         seed = (self._spec.training.seed, step)
         scale = 1.0 if self._loss_scale is None else self._loss_scale.value
         doing = self._pass(samples)
         given = self._input(doing, islice(loaded, len(doing.pieces)), seed, scale)
+        given.recording = self._recording
         out = self._setup.training.run(doing.actions, given, self.update)
         self._setup.replicas.agree_on_buffers(doing.plan, self._statistics)
         if traced:
-            self._write_timeline(out, start)
+            self._tracing.end(step, self._recording, start)
+        self._tracing.advance()
         self._telemetry.report(
             StepReport(
                 step=step,
@@ -160,6 +164,8 @@ class Trainer:
             return
         if self._spec.training.clip_grad_norm is not None:
             self._gradient_norm = self._clipping.clip(self._spec.training.clip_grad_norm)
+        if self._recording is not None:
+            self._recording.met()
         self._stepper.step()
         for sharing in self._sharings:
             sharing.share()
@@ -298,20 +304,6 @@ class Trainer:
             self._setup.saved_aliases,
             self._spec.checkpoint.keep,
         )
-
-    def _write_timeline(self, out: StepOutput, start: float) -> None:
-        events = [
-            event._replace(start_s=event.start_s - start, end_s=event.end_s - start)
-            for event in out.events
-        ]
-        self._gather_timeline(events)
-
-    def _gather_timeline(self, events: list[Event]) -> None:
-        gathered: list[list[Event]] | None = self._setup.communicator.gather(events)
-        if gathered is not None:
-            everything = tuple(sorted(event for events in gathered for event in events))
-            timeline = Timeline(everything, self._setup.communicator.size)
-            write_json(self._run.trace / "measured.json", timeline.to_json())
 
     def _make_shared(self) -> SharedGradients:
         setup = self._setup

@@ -47,6 +47,10 @@ class Kind(IntEnum):
         return self <= Kind.EVALUATE
 
 
+EVENT_NAMES = (*(kind.name.lower() for kind in Kind), "update_wait")
+"""What timelines call every kind; the last is the wait for all other ranks before UPDATE."""
+
+
 class Action(NamedTuple):
     """One row.
 

@@ -21,13 +21,16 @@ from pipectl.simulate.tables import (
     RECORDED,
     SAMPLES,
     STAGE,
+    STREAM,
     Costs,
     Floats,
+    Integers,
+    Rows,
     new_state,
 )
 
-Record = tuple[int, float, float, int, int, int]
-"""Rank, start, end, kind, stage, micro-batch."""
+Record = tuple[int, float, float, int, int, int, int]
+"""Rank, start, end, kind, stage, micro-batch, channel."""
 
 EVENTS_AT_ONCE = 100_000
 """After so many, the compiled loop returns to Python, which looks at signals."""
@@ -96,11 +99,21 @@ class Machine:
         count = self.state.counter[RECORDED]
         rank, position = self.state.recorded_row[:count].T
         start, end = self.state.recorded[:count].T
-        kind, slot, micro_batch = self.programs.rows[position][:, [KIND, STAGE, MICRO_BATCH]].T
-        known = self.programs.stages
-        held = known[np.minimum(self.programs.stage_base[rank] + slot, len(known) - 1)]
-        columns = rank, start, end, kind, np.where(slot < 0, -1, held), micro_batch
+        used = [KIND, STAGE, MICRO_BATCH, STREAM]
+        kind, stage, micro_batch, stream = self.programs.rows[position][:, used].T
+        stage = _named(self.programs.stages, self.programs.stage_base[rank], stage)
+        stream = _named(self.programs.streams, self.programs.stream_base[rank], stream)
+        channel = np.where(stream < len(self._connections), stream, -1)
+        columns = rank, start, end, kind, stage, micro_batch, channel
         return sorted(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def _named(known: Integers, base: Integers, slots: Rows) -> Integers:
+    """What slots of ranks stand for; -1 stays."""
+    if not len(known):
+        return np.full(len(slots), -1)
+    found: Integers = np.where(slots < 0, -1, known[np.minimum(base + slots, len(known) - 1)])
+    return found
 
 
 def costs_of(plan: Plan, cluster: Cluster) -> Costs:

@@ -28,7 +28,7 @@ from typing import Any
 from pipectl.cluster import Cluster
 from pipectl.errors import MismatchError, ScheduleError
 from pipectl.plan import Plan, Prediction
-from pipectl.schedule.actions import Kind, Program
+from pipectl.schedule.actions import EVENT_NAMES, Kind, Program
 from pipectl.schedule.unflushed import is_unflushed
 from pipectl.simulate import steady
 from pipectl.simulate.machine import Machine, Record
@@ -37,7 +37,6 @@ from pipectl.timeline import Event, Timeline
 COMPUTE_KINDS = tuple(kind.name.lower() for kind in Kind if kind.is_compute)
 """Names of the timeline's events in which a rank computes; in all others it waits."""
 
-_EVENT_NAMES = (*(kind.name.lower() for kind in Kind), "update_wait")
 _SUMS = "sums of gradients over replicas share no links with messages or with each other"
 
 
@@ -68,8 +67,8 @@ class Simulation:
         Where steps overlap, that of several, from empty pipeline to empty one.
         """
         events = (
-            Event(rank, start, end, _EVENT_NAMES[kind], stage, micro_batch)
-            for rank, start, end, kind, stage, micro_batch in self.record()
+            Event(rank, start, end, EVENT_NAMES[kind], *rest)
+            for rank, start, end, kind, *rest in self.record()
             if end > start or kind < Kind.SEND_START
         )
         return Timeline(tuple(events), len(self.utilisation))

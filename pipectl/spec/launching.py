@@ -114,6 +114,27 @@ class Checkpoint(Section):
     keep: Count = Field(default=3, description="Checkpoints to keep; older ones are removed.")
 
 
+class Trace(Section):
+    """Which steps are recorded action by action, for `pipectl trace`."""
+
+    steps: tuple[Count, ...] = Field(
+        default=(10,),
+        description="Numbers of steps; one beyond the last step is the last. `[]` for none.",
+    )
+    every: Count | None = Field(
+        default=None, description="Steps between further ones; 1 records all."
+    )
+
+    def includes(self, step: int, steps: int) -> bool:
+        """Whether a step is recorded.
+
+        Args:
+            steps: of the whole run.
+        """
+        due = self.every is not None and step % self.every == 0
+        return due or any(step == min(wanted, steps) for wanted in self.steps)
+
+
 class Output(Section):
     """Where results go."""
 

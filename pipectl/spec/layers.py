@@ -21,6 +21,7 @@ SITE_KEYS = (
     "launch",
     "environment",
     "checkpoint",
+    "trace",
     "output",
     "cluster",
     "slurm",

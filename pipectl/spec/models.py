@@ -19,6 +19,7 @@ from pipectl.spec.launching import (
     Pbs,
     Resources,
     Slurm,
+    Trace,
 )
 from pipectl.spec.schedules import SUFFIX
 from pipectl.spec.section import Section
@@ -54,6 +55,7 @@ class JobSpec(Section):
     launch: Launch = Field(default_factory=Launch)
     environment: Environment = Field(default_factory=Environment)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    trace: Trace = Field(default_factory=Trace)
     output: Output = Field(default_factory=Output)
     cluster: Line | None = Field(
         default=None,

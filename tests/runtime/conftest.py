@@ -63,6 +63,7 @@ def make_run(tmp_path: Path) -> Callable[..., RunDirectory]:
             spec.training.batch_size,
             micro_batches=spec.pipeline.micro_batches,
             stages=spec.pipeline.stages,
+            schedule=spec.pipeline.schedule,
         )
         run = RunDirectory.create(tmp_path / "runs", spec.name, 0.0)
         run.job.write_text(dump(spec))

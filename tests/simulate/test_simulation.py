@@ -174,13 +174,13 @@ def test_timeline_holds_computations_and_waits(pipeline):
     found = simulate(pipeline(2, 2), cluster((2, 2)))
     timeline = found.timeline
     assert [event[1:] for event in timeline.of_rank(0)] == [
-        (0.0, 1.0, "forward", 0, 0),
-        (1.0, 2.0, "forward", 0, 1),
-        (2.0, 4.0, "receive_wait", 0, 0),
-        (4.0, 6.0, "backward", 0, 0),
-        (6.0, 7.0, "receive_wait", 0, 1),
-        (7.0, 9.0, "backward", 0, 1),
-        (9.0, 9.0, "update", 0, -1),
+        (0.0, 1.0, "forward", 0, 0, -1),
+        (1.0, 2.0, "forward", 0, 1, -1),
+        (2.0, 4.0, "receive_wait", 0, 0, 1),
+        (4.0, 6.0, "backward", 0, 0, -1),
+        (6.0, 7.0, "receive_wait", 0, 1, 1),
+        (7.0, 9.0, "backward", 0, 1, -1),
+        (9.0, 9.0, "update", 0, -1, -1),
     ]
     assert timeline.end_s == found.step_time_s
     assert timeline.busy_s(0, COMPUTE_KINDS) == pytest.approx(found.utilisation[0] * 9)

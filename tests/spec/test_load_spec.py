@@ -105,6 +105,18 @@ def test_defaults(read, minimal) -> None:
     assert spec.output.directory == "runs"
 
 
+def test_which_steps_are_recorded(read, minimal) -> None:
+    def steps(text: str, count: int) -> list[int]:
+        trace = read(minimal + text).trace
+        return [step for step in range(1, count + 1) if trace.includes(step, count)]
+
+    assert steps("", 12) == [10]
+    assert steps("", 4) == [4]
+    assert steps("trace: {steps: []}", 12) == []
+    assert steps("trace: {steps: [2, 30], every: 5}", 12) == [2, 5, 10, 12]
+    assert steps("trace: {every: 1}", 3) == [1, 2, 3]
+
+
 def test_null_and_empty_keys_have_their_defaults(read, minimal) -> None:
     spec = read(minimal + "resources:\nslurm: {partition: }\nlaunch: {args: null}\ncluster: ~\n")
     assert spec == read(minimal)

@@ -82,7 +82,7 @@ def test_absent_and_empty_site_files_say_nothing(tmp_path: Path, minimal: str) -
         (
             "\ntraining: {steps: 3}",
             "2:1: training: a site file cannot set this; known are version, resources, launch, "
-            "environment, checkpoint, output, cluster, slurm, pbs",
+            "environment, checkpoint, trace, output, cluster, slurm, pbs",
         ),
     ],
 )

@@ -76,9 +76,7 @@ class Rank:
                 if kind is Kind.UPDATE:
                     begin = max(begin, self._at - self._work_s(kind, action, share))
                 name = kind.name.lower()
-                events.append(
-                    Event(self._rank, begin, self._at, name, action.stage, action.micro_batch)
-                )
+                events.append(Event(self._rank, begin, self._at, name, *action[1:4]))
         return events
 
     def ended_at(self) -> float:

@@ -1,8 +1,8 @@
 """A rank of a rehearsal: ``python -m mpi4py -m pipectl.runtime.rehearsal.worker --run DIRECTORY``.
 
 It reads ``plan.json`` and ``rehearsal.json``, passes one round of messages to make connections,
-then executes the steps. Rank 0 writes ``trace/measured.json`` and a line a step into
-``metrics.jsonl``, all in time of the plan.
+then executes the steps. Rank 0 writes the timeline of the last step into ``trace/`` and a line a
+step into ``metrics.jsonl``, all in time of the plan.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import numpy as np
 from mpi4py import MPI
 
 from pipectl.errors import MismatchError
-from pipectl.files import write_json
 from pipectl.plan import Plan
 from pipectl.rehearsal import Rehearsal
 from pipectl.runs import RunDirectory
@@ -127,8 +126,9 @@ class _Rehearsing:
         gathered = self._world.gather(mine)
         if gathered is not None:
             everything = tuple(sorted(event for events in gathered for event in events))
-            timeline = Timeline(everything, self._world.size)
-            write_json(self._run.measured, timeline.to_json())
+            step, error_s = self._rehearsal.steps, self._clock.error_s / stretch
+            timeline = Timeline(everything, self._world.size, step, error_s)
+            timeline.save(self._run.measured_of(step))
 
     def _beat(self, state: str, step: int) -> None:
         if self._world.rank == 0:

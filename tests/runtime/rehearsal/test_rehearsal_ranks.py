@@ -1,7 +1,6 @@
 """Rehearsals over a real MPI, with more ranks than cores."""
 
 import dataclasses
-import json
 import os
 
 import pytest
@@ -51,7 +50,8 @@ def rehearse(tmp_path, launch):
         assert Rehearsal.load(run.rehearsal) == waits
         done = launch(plan.ranks, *WORKER, run.path, timeout=250)
         assert done.returncode == 0, done.stderr
-        timeline = Timeline.from_json(json.loads(run.measured.read_text()))
+        timeline = Timeline.load(run.measured_of(1))
+        assert timeline.step == 1
         (line,) = read_metrics(run)
         return waits, line, timeline
 

@@ -1,0 +1,52 @@
+"""`pipectl trace`: recorded steps beside the prediction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipectl.cli.console import note, say_json, short
+from pipectl.cli.options import RUNS, Json, RunName, RunsDirectory
+from pipectl.units import format_bytes
+
+if TYPE_CHECKING:
+    from pipectl.jobs.tracing import Traced
+
+
+def command(
+    name: RunName = "last",
+    directory: RunsDirectory = RUNS,
+    step: Annotated[
+        int | None, typer.Option(min=1, help="Of those recorded; by default the last.")
+    ] = None,
+    perfetto: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare a recorded step with the prediction, action by action."""
+    from pipectl.cli.trace_view import show
+    from pipectl.jobs.tracing import traced
+    from pipectl.runs import find_run
+
+    found = traced(find_run(directory, name), step)
+    if as_json:
+        say_json({"run": found.run.name, "steps": found.steps, **found.comparison().to_json()})
+    else:
+        show(found)
+    if perfetto is not None:
+        _write(perfetto, found)
+
+
+def _write(path: Path, found: Traced) -> None:
+    from pipectl.files import make_directory, write_text
+    from pipectl.report.perfetto import chrome_trace
+
+    make_directory(path.parent)
+    text = chrome_trace(found.groups())
+    write_text(path, text)
+    note(
+        f"{short(path.absolute())} ({format_bytes(len(text))}): open it at https://ui.perfetto.dev"
+    )

@@ -1,0 +1,113 @@
+import pytest
+
+from pipectl.cluster import Cluster, Device, Node
+from pipectl.link import Link
+from pipectl.report.comparison import SPENT, Both, Part, compare
+from pipectl.report.finding import finding
+from pipectl.schedule import channels
+from pipectl.simulate import simulate
+from pipectl.timeline import Event, Timeline
+
+FREE = Link(0.0, 1e15)
+FORWARD_0, BACKWARD_0 = Event(0, 0.0, 1.0, "forward", 0, 0), Event(0, 5.0, 7.0, "backward", 0, 0)
+STEP = (
+    FORWARD_0,
+    Event(0, 1.0, 1.0, "send_start", 0, 0, 0),
+    Event(0, 1.0, 5.0, "receive_wait", 0, 0, 1),
+    BACKWARD_0,
+    Event(0, 7.0, 7.0, "update", -1, -1),
+    Event(1, 0.0, 1.25, "receive_wait", 1, 0, 0),
+    Event(1, 1.25, 2.25, "forward", 1, 0),
+    Event(1, 2.25, 4.25, "backward", 1, 0),
+    Event(1, 4.25, 4.25, "send_start", 1, 0, 1),
+    Event(1, 4.25, 7.0, "update_wait", -1, -1),
+    Event(1, 7.0, 7.0, "update", -1, -1),
+)
+
+
+def test_a_wait_is_for_others_until_the_message_is_sent(pipeline):
+    found = compare(Timeline(STEP, 2), Timeline(STEP, 2), channels(pipeline(2, 1)))
+    spent = [{name: both.measured_s for name, both in rank.spent.items()} for rank in found.ranks]
+    rest = {"sums": 0.0, "offload": 0.0, "between_actions": 0.0}
+    # sent at 4.25 and there at 5; sent at 1 and there at 1.25
+    assert spent == [
+        {"computing": 3.0, "waiting_for_others": 3.25, "communication": 0.75, **rest},
+        {"computing": 3.0, "waiting_for_others": 3.75, "communication": 0.25, **rest},
+    ]
+
+
+def test_without_starts_a_message_is_sent_when_it_is_made(pipeline):
+    steps = [Timeline(STEP, 2), Timeline(tuple(e for e in STEP if e.kind != "send_start"), 2)]
+    found = compare(*steps, channels(pipeline(2, 1)))
+    assert {both.more_s for rank in found.ranks for both in rank.spent.values()} == {0.0}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_a_simulated_step_is_what_was_predicted(pipeline, schedule):
+    plan = pipeline(3, 4, schedule=schedule, size_bytes=1000, node_of_rank=[0, 1, 2])
+    nodes = tuple(Node(f"n{rank}", 1, 1, Device("cpu")) for rank in range(3))
+    timeline = simulate(plan, Cluster("c", "test", nodes, FREE, Link(0.1, 1e3))).timeline
+    found = compare(timeline, timeline, channels(plan))
+    assert found.time.ratio == 1.0
+    assert found.unpaired == 0
+    assert [part.time.ratio for part in found.parts if part.kind != "update"] == pytest.approx(
+        [1.0] * (6 if schedule == "gpipe" else 9)
+    )
+    assert sum(part.actions for part in found.parts if part.kind == "forward") == 3 * 4
+    for rank in found.ranks:
+        assert sum(both.measured_s for both in rank.spent.values()) == pytest.approx(timeline.end_s)
+        assert rank.spent["between_actions"].measured_s == pytest.approx(0.0)
+    # 2.1 s a message, and activations follow one another: no rank hides them all
+    assert found.ranks[1].spent["communication"].predicted_s > 1.0
+    assert finding(found) == "no part of any rank's step differs by 2% of the step or more"
+
+
+def changed(*events):
+    """The step with some events replaced, added by rank and start."""
+    keys = {event[3:6] for event in events}
+    return Timeline(tuple(sorted([*(e for e in STEP if e[3:6] not in keys), *events])), 2, 10, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("measured", "words"),
+    [
+        (
+            changed(BACKWARD_0._replace(end_s=8.0)),
+            "backward of stage 0 takes 1.50 times what was predicted, 1.00 s a step more, on rank 0"
+            ": the nodes are busier",
+        ),
+        (
+            changed(FORWARD_0._replace(start_s=0.5)),
+            "forward of stage 0 takes 0.50 times what was predicted, 500 ms a step less, on rank 0",
+        ),
+        (
+            changed(
+                Event(0, 1.0, 7.0, "receive_wait", 0, 0, 1),
+                BACKWARD_0._replace(start_s=7.0, end_s=9.0),
+            ),
+            "exposed communication takes 3.67 times what was predicted, 2.00 s a step more, on rank"
+            " 0: `pipectl profile --links`",
+        ),
+        (
+            changed(BACKWARD_0._replace(start_s=6.0, end_s=8.0)),
+            "the time between actions takes 1.00 s a step more than predicted on rank 0: larger",
+        ),
+    ],
+)
+def test_what_is_off_is_named(pipeline, measured, words):
+    found = compare(Timeline(STEP, 2), measured, channels(pipeline(2, 1)))
+    assert finding(found).startswith(words)
+    assert (found.step, found.clock_error_s) == (10, 1e-5)
+
+
+def test_actions_are_paired_by_rank_kind_stage_and_micro_batch(pipeline):
+    slower = FORWARD_0._replace(end_s=3.0)
+    other = Event(0, 3.0, 4.0, "forward", 0, 1)
+    measured = Timeline((slower, other), 2, 3)
+    found = compare(Timeline(STEP, 2), measured, channels(pipeline(2, 1)))
+    assert found.parts == (Part(0, 0, "forward", 1, Both(1.0, 3.0)),)
+    assert found.unpaired == 3  # backward and update of rank 0; the second forward
+    document = found.to_json()
+    assert document["parts"][0]["ratio"] == 3.0
+    assert [rank["rank"] for rank in document["ranks"]] == [0]
+    assert set(SPENT) < set(document["ranks"][0])
