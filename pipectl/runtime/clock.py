@@ -22,6 +22,7 @@ from mpi4py import MPI
 from pipectl.runtime.waiting import wait
 
 TRIPS = 30
+TAG = 1
 _BOOT, _NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/time")
 Figures = npt.NDArray[np.float64]
 
@@ -47,7 +48,7 @@ def agree(communicator: MPI.Comm) -> CommonClock:
     """The common clock, for this rank. Collective; takes about ``TRIPS`` short messages a machine.
 
     Args:
-        communicator: on which nothing else is on its way.
+        communicator: on which nothing else with this ``TAG`` is on its way.
     """
     machines = _gathered(communicator, float(_machine())).tolist()
     leaders = [machines.index(machine) for machine in dict.fromkeys(machines)]
@@ -78,9 +79,9 @@ def _compare(communicator: MPI.Comm) -> tuple[float, float]:
     """The side that asks."""
     trips, word = np.zeros((TRIPS, 3)), np.zeros(1)
     for trip in trips:
-        receiving = communicator.Irecv(word, 0)
+        receiving = communicator.Irecv(word, 0, TAG)
         trip[0] = perf_counter()
-        wait([receiving, communicator.Isend(np.zeros(1), 0)])
+        wait([receiving, communicator.Isend(np.zeros(1), 0, TAG)])
         trip[1:] = word[0], perf_counter()
     return estimate(trips)
 
@@ -88,9 +89,9 @@ def _compare(communicator: MPI.Comm) -> tuple[float, float]:
 def _answer(communicator: MPI.Comm, leader: int) -> None:
     word = np.zeros(1)
     for _ in range(TRIPS):
-        wait([communicator.Irecv(word, leader)])
+        wait([communicator.Irecv(word, leader, TAG)])
         word[0] = perf_counter()
-        wait([communicator.Isend(word, leader)])
+        wait([communicator.Isend(word, leader, TAG)])
 
 
 def _gathered(communicator: MPI.Comm, value: float) -> Figures:

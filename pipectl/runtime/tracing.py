@@ -1,12 +1,17 @@
 """Steps that are recorded: from the columns of every rank to one file, in time of rank 0's clock.
 
-Ranks send their columns when a step is over and train on; rank 0 collects them between its steps
-and writes the file when the last have come. Clocks drift apart by up to about 50 us a second, so
-they are compared before a recorded step, and in a row of such every few steps: a comparison that is
-n steps old is wrong by at most 0.005 n % of a step.
+Ranks send their columns when a step is over and train on; rank 0 collects them between its steps,
+and a thread writes the file when the last have come.
+
+Clocks drift apart by up to about 50 us a second, so they are compared before a recorded step, and
+in a row of such every few steps: a comparison that is n steps old is wrong by at most 0.005 n % of
+a step.
 """
 
 from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 from mpi4py import MPI
@@ -23,6 +28,9 @@ from pipectl.timeline import Event, Timeline
 MOST_EVENTS = 1_000_000
 """Of a file (about 60 MB); of more, evenly spread ranks are recorded."""
 STEPS_A_CLOCK = 16
+MOST_WAITING = 8
+"""Files to be written, before rank 0 waits for them."""
+_TAG = clock.TAG + 1
 
 
 class Tracing:
@@ -38,7 +46,7 @@ class Tracing:
         self, communicator: MPI.Comm, run: RunDirectory, trace: Trace, steps: int, rows: int
     ) -> None:
         self._run, self._trace, self._steps = run, trace, steps
-        self._world, self._clock_world = communicator.Dup(), communicator.Dup()
+        self._world = communicator.Dup()
         self._rank, self._size = communicator.rank, communicator.size
         events: int = communicator.allreduce(rows)
         most = max(2, self._size * MOST_EVENTS // max(1, events))
@@ -48,6 +56,8 @@ class Tracing:
         self._sending: list[tuple[MPI.Request, Table]] = []
         self._receiving: list[tuple[MPI.Request, Table, int]] = []
         self._tables: dict[int, dict[int, Table]] = {}
+        self._writer = ThreadPoolExecutor(1, "trace")
+        self._writing: deque[Future[None]] = deque()
 
     def wants(self, step: int) -> bool:
         """Whether a step is recorded."""
@@ -56,7 +66,7 @@ class Tracing:
     def begin(self, step: int) -> Recording | None:
         """What to record a step with; None on ranks that are left out. Collective."""
         if step != self._last + 1 or step - self._compared >= STEPS_A_CLOCK:
-            self._clock = clock.agree(self._clock_world)
+            self._clock = clock.agree(self._world)
             self._compared = step
         self._last = step
         return Recording() if self._rank in self._recorded else None
@@ -76,10 +86,16 @@ class Tracing:
         if self._rank == 0:
             self._accept(0, table)
         else:
-            self._sending.append((self._world.Isend(table, 0), table))
+            self._sending.append((self._world.Isend(table, 0, _TAG), table))
 
     def advance(self) -> None:
-        """Look after what is on its way; between steps."""
+        """Look after what is on its way; between steps.
+
+        Raises:
+            UsageError: a file cannot be written.
+        """
+        while self._writing and (self._writing[0].done() or len(self._writing) > MOST_WAITING):
+            self._writing.popleft().result()
         self._sending = [item for item in self._sending if not item[0].Test()]
         if self._rank == 0 and self._tables:
             self._receive()
@@ -87,14 +103,15 @@ class Tracing:
     def finish(self) -> None:
         """Wait until everything is written."""
         poll(self._is_over, lambda _: False)
+        self._writer.shutdown()
 
     def _is_over(self) -> bool:
         self.advance()
-        return not self._sending and not self._tables
+        return not (self._sending or self._tables or self._writing)
 
     def _receive(self) -> None:
         status = MPI.Status()
-        while (message := self._world.Improbe(status=status)) is not None:
+        while (message := self._world.Improbe(tag=_TAG, status=status)) is not None:
             table = np.empty((status.Get_count(MPI.DOUBLE) // WIDTH, WIDTH))
             self._receiving.append((message.Irecv(table), table, status.source))
         waiting, self._receiving = self._receiving, []
@@ -110,7 +127,10 @@ class Tracing:
         found[rank] = table
         if len(found) == len(self._recorded):
             del self._tables[step]
-            timeline_of(found, self._size).save(self._run.measured_of(step))
+            self._writing.append(self._writer.submit(self._write, step, found))
+
+    def _write(self, step: int, tables: dict[int, Table]) -> None:
+        timeline_of(tables, self._size).save(self._run.measured_of(step))
 
 
 def timeline_of(tables: dict[int, Table], ranks: int) -> Timeline:

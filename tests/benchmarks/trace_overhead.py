@@ -1,0 +1,114 @@
+"""What recording costs: a training with every step recorded against one with none.
+
+Two ranks train a small GPT twice over in the same processes, a few steps of each in turn, round
+after round; what counts is the ratio of step times, round by round. Beside it, what recording one
+action takes on its own.
+
+    python tests/benchmarks/trace_overhead.py [ROUNDS] [STEPS]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from pipectl.cluster import assumed_cluster
+from pipectl.planner import PlanRequest, make_plan
+from pipectl.profile import Profile
+from pipectl.runtime.recording import Recording
+from pipectl.schedule import Action
+
+HERE = Path(__file__).resolve().parent
+RANK = HERE / "ranks" / "trace_overhead.py"
+CONFIGS = HERE.parents[1] / "configs" / "models"
+RANKS, BATCH, MICRO_BATCHES = 2, 16, 8
+ROUNDS, STEPS = 15, 6
+ACTIONS, REPEATS = 20_000, 15
+
+
+def job() -> dict[str, Any]:
+    kwargs = {"layers": 4, "width": 128, "heads": 4, "dropout": 0.0, "vocabulary": 98}
+    return {
+        "version": 1,
+        "name": "trace-overhead",
+        "site_defaults": False,
+        "model": {"factory": f"{CONFIGS}/gpt.py:build", "kwargs": kwargs},
+        "loss": {"factory": f"{CONFIGS}/gpt.py:loss"},
+        "data": {
+            "factory": f"{CONFIGS}/text.py:training",
+            "kwargs": {"length": 64, "megabytes": 0.5},
+        },
+        "training": {"steps": 1, "batch_size": BATCH},
+        "pipeline": {"micro_batches": MICRO_BATCHES, "stages": RANKS},
+        "resources": {"nodes": 1, "tasks_per_node": RANKS, "cpus_per_task": 1},
+    }
+
+
+def prepare(folder: Path, rounds: int, steps: int) -> None:
+    """Job, profile, plan, and how often."""
+    (folder / "job.yaml").write_text(yaml.safe_dump(job()))
+    command = [sys.executable, "-m", "pipectl", "profile", "job.yaml", "-o", "profile.json"]
+    subprocess.run(
+        [*command, "--scheduler", "local", "--fast"], cwd=folder, check=True, capture_output=True
+    )
+    request = PlanRequest("trace", batch_size=BATCH, micro_batches=MICRO_BATCHES, stages=RANKS)
+    cluster = assumed_cluster("here", [RANKS], RANKS, None)
+    make_plan(Profile.load(folder / "profile.json"), cluster, request).save(folder / "plan.json")
+    (folder / "case.json").write_text(json.dumps({"rounds": rounds, "steps": steps}))
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    """Step times of rank 0, by round."""
+    command = ["mpiexec", "-n", str(RANKS), sys.executable, "-m", "mpi4py", RANK, folder]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([*map(str, command)], env=environment, check=True, timeout=1800)
+    found: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return found
+
+
+def show(found: dict[str, Any]) -> None:
+    none, every = found["none"], found["every"]
+    ratios = sorted(e / n for e, n in zip(every, none, strict=True))
+    low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
+    print(f"a step, nothing recorded:  {statistics.median(none) * 1e3:.2f} ms (median)")
+    print(f"a step, every one recorded: {statistics.median(every) * 1e3:.2f} ms")
+    print(
+        f"ratio: {statistics.median(ratios):.4f} (median of {len(ratios)} rounds; "
+        f"half of them {low:.4f} to {high:.4f}, all {ratios[0]:.4f} to {ratios[-1]:.4f})"
+    )
+    print(f"actions a step and rank: {found['rows']}")
+
+
+def record() -> float:
+    """Seconds that recording one action takes; median of some repeats."""
+    rows = np.zeros((ACTIONS, len(Action._fields)), dtype=np.int32)
+    times = []
+    for _ in range(REPEATS):
+        recording = Recording()
+        recording.expect(rows)
+        start = time.perf_counter()
+        for _ in range(ACTIONS):
+            recording.add(1.0, 2.0)
+        times.append((time.perf_counter() - start) / ACTIONS)
+    return statistics.median(times)
+
+
+def main(rounds: int = ROUNDS, steps: int = STEPS) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(Path(folder), rounds, steps)
+        show(measure(Path(folder)))
+    print(f"recording one action: {record() * 1e6:.3f} us")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
