@@ -15,7 +15,6 @@ _MADE_BY = {
     TransferKind.ACTIVATION: ("forward",),
     TransferKind.GRADIENT: ("backward", "backward_input"),
     TransferKind.SAVED: ("forward",),
-    TransferKind.WEIGHT: ("update",),
 }
 _READ_BY = {
     TransferKind.ACTIVATION: ("forward",),
@@ -54,7 +53,8 @@ class Computed:
 def sent_at(timeline: Timeline, channels: Sequence[Channel]) -> dict[Message, float]:
     """When each message that somebody waited for was sent, where that is known.
 
-    Simulated timelines hold no starts; there it is the end of what made the message.
+    Simulated timelines hold no starts; there it is the end of what made the message. Weights are
+    those of the step before.
     """
     started = {(e.channel, e.micro_batch): e for e in timeline.events if e.kind == "send_start"}
     computed = Computed(timeline)
@@ -65,6 +65,8 @@ def sent_at(timeline: Timeline, channels: Sequence[Channel]) -> dict[Message, fl
             continue
         if message in started:
             found[message] = started[message].start_s
+        elif channels[event.channel].kind is TransferKind.WEIGHT:
+            found[message] = 0.0
         elif (made := computed.source(channels[event.channel], event.micro_batch)) is not None:
             found[message] = made.end_s
     return found
