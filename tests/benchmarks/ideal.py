@@ -2,10 +2,10 @@
 
 *Steps*: the measured step against the simulator's with messages that take no time; each round
 profiles anew, with two neighbours. *Actions*: what the engine takes for a row of its program where
-stages compute next to nothing, sends included. *Speed-up* over one rank, against the p m / (m + p -
-1) of even stages. One rank computes with one thread as well; *beside a neighbour* says how fast it
-is while the other core is as busy as in the pipeline: cores share memory and clock, and what they
-lose to each other no pipeline gets back.
+stages compute next to nothing, sends included; a whole step also waits for the other rank.
+*Speed-up* over one rank, against the p m / (m + p - 1) of even stages. One rank computes with one
+thread as well; *beside a neighbour* says how fast it is while the other core is as busy as in the
+pipeline: cores share memory and clock, and what they lose to each other no pipeline gets back.
 
     python tests/benchmarks/ideal.py [--short] [steps] [actions] [speed-up]
 """
@@ -108,14 +108,15 @@ def actions(rounds: int) -> None:
         found = train_in_turns(folder, case, RANKS)
     print(f"\n### What an action of an empty stage takes ({MANY} micro-batches, {rounds} steps, "
           f"goal {GOAL_ACTION_US} us)\n")  # fmt: skip
-    print("| rank | rows a step | us a row | by kind, us (medians, within a step) |")
-    print("|---|---|---|---|")
+    print("| rank | rows a step | step, us a row | median row, us | medians by kind, us |")
+    print("|---|---|---|---|---|")
     for rank, mine in enumerate(found):
         rows = mine["rows"]["1F1B"]
         each = [1e6 * seconds / rows for seconds in mine["seconds"]["1F1B"]]
-        kinds = sorted(mine["kinds"]["1F1B"].items())
-        shown = ", ".join(f"{kind.lower()} {1e6 * median_s:.0f}" for kind, median_s in kinds)
-        print(f"| {rank} | {rows} | {spread(each, '.1f')} | {shown} |", flush=True)
+        kinds = {kind: 1e6 * median_s for kind, median_s in mine["kinds"]["1F1B"].items()}
+        every = kinds.pop("all")
+        shown = ", ".join(f"{kind.lower()} {us:.0f}" for kind, us in sorted(kinds.items()))
+        print(f"| {rank} | {rows} | {spread(each, '.1f')} | {every:.1f} | {shown} |", flush=True)
 
 
 def speed_up(rounds: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import weakref
 from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
@@ -11,6 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+
+from pipectl.plan import Stage, StageCost
+from pipectl.runtime.buckets import Bucket
+from pipectl.runtime.exchange import Received, Sent
 
 PROGRAM = Path(__file__).with_name("ranks_that_sum.py")
 _SPEC = importlib.util.spec_from_file_location("ranks_that_sum", PROGRAM)
@@ -76,3 +81,48 @@ def test_state_is_shared_out_evenly() -> None:
     assert list(owners) == list(parameters)
     load = [sum(parameters[n].numel() for n, o in owners.items() if o == r) for r in range(3)]
     assert sorted(load) == [7, 8, 9]
+
+
+class Counting:
+    """What replicas exchange, with others that answer at once; counts what it holds."""
+
+    def __init__(self, replicas: int) -> None:
+        self.replica, self.replicas = 0, replicas
+        self.others = list(range(1, replicas))
+        self._buffers: list[weakref.ref[torch.Tensor]] = []
+
+    @property
+    def held_bytes(self) -> int:
+        held = [buffer() for buffer in self._buffers]
+        return sum(buffer.nbytes for buffer in held if buffer is not None)
+
+    def send(self, vector: torch.Tensor, *_: int) -> Sent:
+        return Sent(None, vector)  # type: ignore[arg-type]
+
+    def receive(self, count: int, dtype: torch.dtype, *_: int) -> Received:
+        buffer = torch.ones(count, dtype=dtype)
+        self._buffers.append(weakref.ref(buffer))
+        return Received(None, buffer)  # type: ignore[arg-type]
+
+    def arrived(self, received: Received) -> torch.Tensor:
+        return received.buffer
+
+    def wait(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+def test_a_sum_holds_what_the_memory_account_says(replicas: int) -> None:
+    leaf = torch.zeros(12, requires_grad=True)
+    leaf.grad = torch.full_like(leaf, 2.0)
+    exchange = Counting(replicas)
+    bucket = Bucket(exchange, [leaf], None, 0)  # type: ignore[arg-type]
+    cost = StageCost(1.0, 2.0, 0.0, leaf.nbytes, 0, 0)
+    expected = Stage(("n",), tuple(range(replicas)), cost).reduction_bytes
+    bucket.start()
+    assert leaf.nbytes + exchange.held_bytes == expected
+    bucket.settle()
+    assert leaf.nbytes + exchange.held_bytes == expected
+    bucket.finish()
+    assert exchange.held_bytes == 0
+    assert leaf.grad.tolist() == [1.0 + replicas] * (12 // replicas) + [1.0] * (12 - 12 // replicas)

@@ -63,8 +63,14 @@ def trained(
     mine = [parts[index] for index in doing.pieces]
 
     def step(number: int) -> None:
-        seed, wiring, pieces = (0, number), doing.wiring, doing.pieces
-        given = StepInput(doing.sizes, weights, iter(mine), seed, 1.0, wiring, pieces)
+        given = StepInput(
+            sizes=doing.sizes,
+            weights=weights,
+            batches=iter(mine),
+            seed=(0, number),
+            wiring=doing.wiring,
+            pieces=doing.pieces,
+        )
         setup.training.run(doing.actions, given, trainer.update)
 
     return Training(setup, step, len(doing.actions))
@@ -121,8 +127,10 @@ class Watch:
         self.seconds.setdefault(Kind(action.kind).name, []).append(time.perf_counter() - start)
 
     def medians(self) -> dict[str, float]:
-        """Seconds by kind."""
-        return {kind: statistics.median(times) for kind, times in self.seconds.items()}
+        """Seconds by kind, and of all rows together."""
+        every = [second for times in self.seconds.values() for second in times]
+        named = {kind: statistics.median(times) for kind, times in self.seconds.items()}
+        return {"all": statistics.median(every), **named}
 
 
 def contender(
