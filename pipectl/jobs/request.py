@@ -7,13 +7,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipectl.batch import JobRequest, SlurmOptions
+from pipectl.plan import OffloadTarget
 
 if TYPE_CHECKING:
+    from pipectl.plan import Plan
     from pipectl.spec import JobSpec
 
 WORKER = "pipectl.runtime.worker"
 PREPARE = "pipectl.jobs.prepare"
 MEASURE = "pipectl.jobs.profile_in_job"
+TIGHT_HEAP = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"}
+"""Lets glibc join free memory at once. By default it holds the scraps around aligned blocks back,
+so that a block which was freed between two of them is too small for the next of its size, and the
+heap grows. It reads this before a process can say anything."""
 
 
 def job_request(
@@ -23,6 +29,7 @@ def job_request(
     *,
     prepare: bool = False,
     mpiexec: str | None = None,
+    plan: Plan | None = None,
 ) -> JobRequest:
     """The request for one run.
 
@@ -31,6 +38,7 @@ def job_request(
         tag: see :class:`~pipectl.batch.JobRequest`.
         prepare: whether the job has to profile and plan before it trains.
         mpiexec: None finds it.
+        plan: None if it is not known yet.
     """
     directory, python = directory.absolute(), sys.executable
     resources, launch, environment = spec.resources, spec.launch, spec.environment
@@ -50,7 +58,7 @@ def job_request(
         memory_per_node_bytes=resources.memory_per_node,
         modules=tuple(environment.modules),
         setup=tuple(environment.setup),
-        variables=dict(environment.variables),
+        variables={**(TIGHT_HEAP if _offloads(spec, plan) else {}), **environment.variables},
         launcher=launch.launcher,
         mpi=launch.mpi,
         bind=launch.bind,
@@ -58,6 +66,13 @@ def job_request(
         mpiexec=mpiexec,
         slurm=_slurm_options(spec),
     )
+
+
+def _offloads(spec: JobSpec, plan: Plan | None) -> bool:
+    """Whether memory of the ranks is short, and what they offload leaves it."""
+    if plan is None:
+        return spec.pipeline.offload == OffloadTarget.DISK
+    return plan.offload_to is OffloadTarget.DISK and any(stage.offload for stage in plan.stages)
 
 
 def _slurm_options(spec: JobSpec) -> SlurmOptions:

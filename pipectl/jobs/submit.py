@@ -169,4 +169,5 @@ def _writer(run: RunDirectory, inputs: Inputs) -> Callable[[], None]:
 
 def _request(inputs: Inputs, directory: Path) -> JobRequest:
     tag = f"{directory.name} {uuid.uuid4().hex[:8]}"
-    return job_request(inputs.spec, directory, tag, prepare=inputs.plan is None)
+    plan = inputs.plan
+    return job_request(inputs.spec, directory, tag, prepare=plan is None, plan=plan)

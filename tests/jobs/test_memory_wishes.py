@@ -7,8 +7,9 @@ import pytest
 
 from pipectl.cluster import assumed_cluster
 from pipectl.jobs.plan import request_of
+from pipectl.jobs.request import TIGHT_HEAP, job_request
 from pipectl.link import Link
-from pipectl.plan import OffloadTarget
+from pipectl.plan import OffloadTarget, Plan, Stage, StageCost
 from pipectl.profile import Profile
 from pipectl.spec import load
 
@@ -77,3 +78,30 @@ def test_no_backward_leaves_a_rank_that_compiles(tmp_path: Path) -> None:
     assert asked(tmp_path, "{backward: auto}", job=compiled).backward_apart is False
     again = asked(tmp_path, "{backward: auto, recompute: all}", job=compiled)
     assert again.backward_apart is None
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("target", ["disk", "host"])
+def test_ranks_that_offload_to_a_disk_start_with_a_heap_that_joins_what_is_freed(
+    tmp_path: Path, target: str, known: bool
+) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(f"{JOB}pipeline: {{offload: {target}}}\nresources: {{gpus_per_node: 1}}\n")
+    spec = load(path)
+    cost = StageCost(1.0, 1.0, 0.0, 1, 1, 1)
+    stage = Stage(("a",), (0,), cost, offload=True)
+    plan = Plan(
+        "tiny", None, "1f1b", (1,), 4, 4, 1, (stage,), (), (0,), offload_to=OffloadTarget(target)
+    )
+    variables = job_request(spec, tmp_path, "tag", plan=plan if known else None).variables
+    assert variables == (TIGHT_HEAP if target == "disk" else {})
+    kept = replace(plan, stages=(replace(stage, offload=False),))
+    assert job_request(spec, tmp_path, "tag", plan=kept).variables == {}
+
+
+def test_a_job_s_own_setting_of_the_heap_wins(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    own = "environment: {variables: {GLIBC_TUNABLES: glibc.malloc.check=1}}"
+    path.write_text(f"{JOB}pipeline: {{offload: disk}}\n{own}\n")
+    found = job_request(load(path), tmp_path, "tag").variables
+    assert found == {"GLIBC_TUNABLES": "glibc.malloc.check=1"}

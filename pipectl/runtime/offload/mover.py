@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pipectl.plan import OffloadTarget, Plan
+from pipectl.runtime.offload.pages import Pages, paged_bytes
 from pipectl.runtime.offload.stores import DiskStore, HostStore, Place, Store
 
 T = TypeVar("T")
@@ -27,8 +28,15 @@ class Mover:
         self._store = store
         self._device = device
         self._out, self._in = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        self._on_cpu = device.type == "cpu"
-        self._stream = None if self._on_cpu else torch.Stream(device)
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
+        self._pages = Pages()
+
+    def housed(self, vector: Tensor) -> Tensor:
+        """A vector of bytes where it can wait and leave from.
+
+        That is where it is on accelerators, whose allocators keep blocks of sizes that recur.
+        """
+        return self._pages.copy_of(vector) if self._stream is None else vector
 
     def leave(self, pieces: Sequence[Tensor]) -> Future[Place]:
         """Begin to copy them out."""
@@ -36,7 +44,7 @@ class Mover:
 
     def fetch(self, place: Place, sizes: Sequence[int]) -> Future[list[Tensor]]:
         """Begin to copy them back; their memory is taken at once."""
-        into = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
+        into = [self._empty(size) for size in sizes]
         return self._begin(self._in, lambda: self._read(place, into))
 
     def close(self) -> None:
@@ -44,6 +52,11 @@ class Mover:
         self._out.shutdown()
         self._in.shutdown()
         self._store.close()
+
+    def _empty(self, size: int) -> Tensor:
+        if self._stream is None:
+            return self._pages.take(size)
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def _begin(self, threads: ThreadPoolExecutor, work: Callable[[], T]) -> Future[T]:
         if self._stream is None:
@@ -91,4 +104,5 @@ def mover_of(plan: Plan, rank: int, device: torch.device, directory: Path) -> Mo
 
 
 def _pinned(like: Tensor) -> Tensor:
-    return torch.empty(like.numel(), dtype=torch.uint8, pin_memory=True)
+    pages = torch.empty(paged_bytes(like.numel()), dtype=torch.uint8, pin_memory=True)
+    return pages[: like.numel()]

@@ -10,7 +10,7 @@ again while they exist. Addresses of memory would not do: a freed one is soon an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -50,12 +50,20 @@ class Pool:
         staying: tensors whose memory stays where it is, as that of parameters.
         least_bytes: smaller storages stay, too: their overhead is larger than their use.
         device: storages on others stay.
+        housed: says where the bytes of a storage are to be until they leave.
     """
 
-    def __init__(self, staying: Iterable[Tensor], least_bytes: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        staying: Iterable[Tensor],
+        least_bytes: int,
+        device: torch.device,
+        housed: Callable[[Tensor], Tensor] = lambda memory: memory,
+    ) -> None:
         self._staying = {_identity(tensor) for tensor in staying}
         self._least_bytes = least_bytes
         self._device = device
+        self._housed = housed
         self._blocks: WeakValueDictionary[StorageWeakRef, Block] = WeakValueDictionary()
 
     @property
@@ -76,7 +84,7 @@ class Pool:
             return tensor
         block = self._blocks.get(key)
         if block is None:
-            block = self._blocks[key] = Block(_bytes_of(tensor.untyped_storage()))
+            block = self._blocks[key] = Block(self._housed(_bytes_of(tensor.untyped_storage())))
         size, stride = tuple(tensor.size()), tuple(tensor.stride())
         return Handle(block, tensor.dtype, size, stride, int(tensor.storage_offset()))
 

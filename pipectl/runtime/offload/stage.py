@@ -54,8 +54,9 @@ class StageOffload:
 
     def pool(self, micro_batch: int, staying: Iterable[Tensor]) -> Pool:
         """A new pool for what a forward keeps; see :class:`Pool`."""
-        self._pools[micro_batch] = Pool(staying, self.least_bytes, self._device)
-        return self._pools[micro_batch]
+        pool = Pool(staying, self.least_bytes, self._device, self._mover.housed)
+        self._pools[micro_batch] = pool
+        return pool
 
     def run(self, kind: Kind, micro_batch: int) -> None:
         """Do what one of the four kinds of rows says.

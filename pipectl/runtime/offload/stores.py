@@ -6,7 +6,6 @@ Both are called from background threads, with vectors of bytes in memory of the 
 from __future__ import annotations
 
 import errno
-import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,8 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from pipectl.errors import WorkerError
+from pipectl.runtime.offload.disk_file import DiskFile
+from pipectl.runtime.offload.pages import paged_bytes
 from pipectl.units import format_bytes
 
 
@@ -85,13 +86,17 @@ class DiskStore:
     def __init__(self, directory: Path, rank: int) -> None:
         self._directory, self._rank = directory, rank
         try:
-            self._file, name = tempfile.mkstemp(prefix="pipectl-offload-", dir=directory)
-            os.unlink(name)  # noqa: PTH108
+            self._file = DiskFile(*tempfile.mkstemp(prefix="pipectl-offload-", dir=directory))
         except OSError as error:
             raise self._failure(error, 0) from None
         self._end = 0
         self._free: list[DiskStore.Extent] = []
         self._lock = Lock()
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether bytes go between memory and disk without the system's cache between them."""
+        return self._file.is_direct
 
     def write(self, pieces: Sequence[Tensor]) -> Place:
         """Write them into the file.
@@ -99,12 +104,12 @@ class DiskStore:
         Raises:
             WorkerError: the disk is full, or fails.
         """
-        needed = sum(piece.numel() for piece in pieces)
+        needed = sum(paged_bytes(piece.numel()) for piece in pieces)
         extent = self._take(needed)
         offset = extent.offset
         try:
             for piece in pieces:
-                offset = _write(self._file, piece, offset)
+                offset = self._file.write(piece, offset)
         except OSError as error:
             raise self._failure(error, needed) from None
         return extent
@@ -119,7 +124,7 @@ class DiskStore:
         offset = place.offset
         try:
             for piece in into:
-                offset = _read(self._file, piece, offset)
+                offset = self._file.read(piece, offset)
         except OSError as error:
             raise self._failure(error, 0) from None
         with self._lock:
@@ -127,7 +132,7 @@ class DiskStore:
 
     def close(self) -> None:
         """Give the disk's space back."""
-        os.close(self._file)
+        self._file.close()
 
     def _take(self, size: int) -> DiskStore.Extent:
         """The smallest free part that is large enough, or a new one at the end."""
@@ -152,22 +157,3 @@ class DiskStore:
             f"more are needed beside {format_bytes(self._end - needed)}, and the disk is full",
             cure="name a directory with more space: pipeline.offload_directory",
         )
-
-
-def _write(file: int, piece: Tensor, offset: int) -> int:
-    """Write all of a vector; one call moves 2 GiB at most. Returns the offset behind it."""
-    rest = piece.numpy().data
-    while len(rest):
-        done = os.pwrite(file, rest, offset)
-        rest, offset = rest[done:], offset + done
-    return offset
-
-
-def _read(file: int, piece: Tensor, offset: int) -> int:
-    rest = piece.numpy().data
-    while len(rest):
-        done = os.preadv(file, [rest], offset)
-        if not done:
-            raise OSError(errno.EIO, "the file is shorter than what was written")
-        rest, offset = rest[done:], offset + done
-    return offset
