@@ -43,7 +43,7 @@ from pipectl.simulate import simulate
 from pipectl.simulate.rehearsing import rehearsal_of
 from pipectl.units import format_bytes
 
-RANKS, MICRO_BATCHES, FORWARD_S = 8, 32, 0.02
+RANKS, MICRO_BATCHES, FORWARD_S = 8, 32, 0.04
 PUBLISHED_ZERO_BUBBLE, PUBLISHED_DAPPLE = "1.23x", "1.6x, 12% less memory"
 AT_LEAST = 0.97
 ROUNDS = 5
