@@ -103,15 +103,10 @@ class PlanRequest:
             self._check_apart()
 
     def _check_unflushed(self) -> None:
-        asked = {
-            "replicas": (self.replicas or 1) > 1,
-            "backward_apart": self.backward_apart,
-        }
-        wrong = next((name for name, wanted in asked.items() if wanted), None)
-        if wrong is not None:
+        if (self.replicas or 1) > 1:
             raise InvalidInputError(
-                f"{wrong}: schedule {self.schedule!r} takes one rank a stage",
-                cure=f"leave {wrong} out, or use another schedule",
+                f"replicas: schedule {self.schedule!r} takes no more than one",
+                cure="leave replicas out, or use another schedule",
             )
 
     def _check_apart(self) -> None:
@@ -125,10 +120,11 @@ class PlanRequest:
                 f"replicas: {self.replicas} of a stage keep their backwards on their own ranks",
                 cure="ask for replicas or backward_apart, but not both",
             )
-        if self.schedule not in (None, GPIPE, ONE_F_ONE_B):
+        known = GPIPE, ONE_F_ONE_B, *UNFLUSHED
+        if self.schedule not in (None, *known):
             raise InvalidInputError(
                 f"schedule: {self.schedule!r} leaves no backward to other ranks",
-                cure=f"use {GPIPE!r} or {ONE_F_ONE_B!r}, or leave the schedule to the planner",
+                cure=f"one of {', '.join(known)}, or leave the schedule to the planner",
             )
 
     def _check_warm_up(self, warm_up: tuple[int, ...]) -> None:

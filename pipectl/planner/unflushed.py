@@ -6,7 +6,7 @@ micro-batches is as good as another but for its size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import ceil
@@ -22,8 +22,8 @@ from pipectl.schedule import default_warm_up, pipedream
 
 Planner = Callable[[Profile, Cluster, PlanRequest, Callable[[], bool]], Plan]
 
-MICRO_BATCHES_A_STAGE = (1, 2, 4)
-"""Numbers to try where it is open; with fewer than one a stage, the two versions of the weights
+MICRO_BATCHES_A_RANK = (1, 2, 4)
+"""Numbers to try where it is open; with fewer than one a rank, the two versions of the weights
 that there are would let the pipeline run dry."""
 
 
@@ -45,20 +45,31 @@ def unflushed_plan(
     Raises:
         InfeasibleError: nothing fits, or the micro-batches do not suit the schedule.
     """
-    counts = stage_counts(request, cluster.ranks, len(condense(profile)))
     found: list[Plan] = []
-    plain = replace(request.without_variants, recompute=False)
-    for stages in reversed(counts):
-        for size in _sizes(request, stages):
-            if not (found and expired()):
-                with suppress(*((InfeasibleError, OutOfTimeError) if found else ())):
-                    plan = make_plan(profile, cluster, balanced(plain, stages, size), expired)
-                    found.append(predicted(_unflushed(plan, request), cluster, baseline))
+    for wanted in _long_steps(profile, cluster, request):
+        if not (found and expired()):
+            with suppress(*((InfeasibleError, OutOfTimeError) if found else ())):
+                plan = make_plan(profile, cluster, wanted, expired)
+                found.append(predicted(_unflushed(plan, request), cluster, baseline))
     return fastest_that_fits(found, cluster, request)
 
 
-def _sizes(request: PlanRequest, stages: int) -> list[int]:
-    """Micro-batch sizes to try, the largest first."""
+def _long_steps(profile: Profile, cluster: Cluster, request: PlanRequest) -> Iterator[PlanRequest]:
+    """Flushed steps so long that the best stages for them are the best without flushes."""
+    apart = bool(request.backward_apart)
+    plain = replace(request.without_variants, recompute=False, backward_apart=apart)
+    if apart:
+        stages = request.stages or max(1, cluster.ranks // 2)
+        for size in _sizes(request, 2 * stages):
+            yield replace(balanced(plain, stages, size), stages=request.stages)
+        return
+    for stages in reversed(stage_counts(request, cluster.ranks, len(condense(profile)))):
+        for size in _sizes(request, stages):
+            yield balanced(plain, stages, size)
+
+
+def _sizes(request: PlanRequest, ranks: int) -> list[int]:
+    """Micro-batch sizes to try for a pipeline of so many ranks, the largest first."""
     batch = request.batch_size
     if request.schedule == pipedream.NAME:
         if request.micro_batches not in (None, 1):
@@ -70,30 +81,32 @@ def _sizes(request: PlanRequest, stages: int) -> list[int]:
         return [batch]
     if request.micro_batches is not None:
         return micro_batch_sizes(request, batch)
-    return sorted({ceil(batch / (count * stages)) for count in MICRO_BATCHES_A_STAGE}, reverse=True)
+    return sorted({ceil(batch / (count * ranks)) for count in MICRO_BATCHES_A_RANK}, reverse=True)
 
 
 def _unflushed(plan: Plan, request: PlanRequest) -> Plan:
     """The same stages in a step of the batch."""
     schedule, stages = request.schedule or pipedream.NAME, len(plan.stages)
     micro_batches = ceil(request.batch_size / plan.micro_batch_size)
+    apart = [bool(stage.backward_ranks) for stage in plan.stages]
+    warm_up = default_warm_up(schedule, stages, micro_batches, apart=apart)
     again, away = bool(request.recompute), bool(request.offload)
     return replace(
         plan,
         stages=tuple(replace(stage, recompute=again, offload=away) for stage in plan.stages),
         schedule=schedule,
-        warm_up=default_warm_up(schedule, stages, micro_batches),
+        warm_up=warm_up,
         batch_size=request.batch_size,
         micro_batches=micro_batches,
-        assumptions=(*plan.assumptions, _semantics(schedule, stages)),
+        assumptions=(*plan.assumptions, _semantics(schedule, warm_up)),
     )
 
 
-def _semantics(schedule: str, stages: int) -> str:
+def _semantics(schedule: str, warm_up: Sequence[int]) -> str:
     """In what the results differ from those of all other schedules."""
     if schedule == pipedream.NAME:
-        ages = ", ".join(str(stages - 1 - stage) for stage in range(stages))
-        stale = f"gradients are of weights that are {ages} updates old in stages 0 to {stages - 1}"
+        ages, last = ", ".join(str(depth - 1) for depth in warm_up), len(warm_up) - 1
+        stale = f"gradients are of weights that are {ages} updates old in stages 0 to {last}"
         return f"schedule {schedule} is asynchronous: {stale}, so results depend on the stages"
     stale = "gradients are of weights that are one update old"
     return f"schedule {schedule} is asynchronous: {stale}, whatever the stages"

@@ -198,7 +198,7 @@ class Engine:
         self._deliver(TransferKind.ACTIVATION, action, made)
 
     def _recompute(self, action: Action) -> None:
-        self._stages[action.stage].recompute(action.micro_batch)
+        self._stages[action.stage].recompute(action.micro_batch, action.weight_version)
 
     def _backward(self, action: Action) -> None:
         stage, micro_batch = action.stage, action.micro_batch
@@ -206,8 +206,9 @@ class Engine:
         if action.kind == Kind.BACKWARD and self._wiring.closing.get(stage) == micro_batch:
             self._reducer.arm(stage)
         ordered = dict(sorted(gradients.items(), key=self._latest_use, reverse=True))
+        weight, scale = self._given.weights[micro_batch], self._given.scale
         made = self._stages[stage].backward(
-            micro_batch, ordered, self._loss, self._given.weights[micro_batch], self._given.scale
+            micro_batch, ordered, self._loss, weight, scale, action.weight_version
         )
         self._deliver(TransferKind.GRADIENT, action, made)
 
@@ -305,8 +306,9 @@ class Engine:
         offload.run(Kind(action.kind), action.micro_batch)
 
     def _whole(self, action: Action) -> int:
-        """Samples of the micro-batch that an action belongs to; 0 for weights."""
-        return self._given.sizes[action.micro_batch] if action.micro_batch >= 0 else 0
+        """Samples of the micro-batch that a message belongs to; 0 for weights."""
+        weights = self._wiring.lanes[action.channel].kind is TransferKind.WEIGHT
+        return 0 if weights else self._given.sizes[action.micro_batch]
 
     def _samples(self, action: Action) -> Samples:
         """Samples that an action computes."""

@@ -170,13 +170,23 @@ class StageRuntime:
             self._live[micro_batch], results = self._run(start, again=False, pool=pool)
         return {slot: tensor.detach() for slot, tensor in results.items()}
 
-    def recompute(self, micro_batch: int) -> None:
-        """Run a forward once more, just before its backward; buffers stay as they are."""
+    def recompute(self, micro_batch: int, age: int = 0) -> None:  # noqa: ARG002
+        """Run a forward once more, just before its backward; buffers stay as they are.
+
+        Args:
+            age: of the weights by now, in updates; where the forward ran here, they are known.
+        """
         start = self._starts.pop(micro_batch).unpacked()
         self._live[micro_batch], _ = self._run(start, again=True)
 
     def backward(
-        self, micro_batch: int, gradients: Tensors, loss: Slot, weight: float, scale: float = 1.0
+        self,
+        micro_batch: int,
+        gradients: Tensors,
+        loss: Slot,
+        weight: float,
+        scale: float = 1.0,
+        age: int = 0,  # noqa: ARG002
     ) -> Tensors:
         """Run the backward of a micro-batch, or its first half; parameter gradients accumulate.
 
@@ -184,6 +194,7 @@ class StageRuntime:
             gradients: of the stage's results and of received values that later stages use too.
             loss: slot of the loss, seeded with ``weight`` where this stage computes it.
             scale: of the loss, in float16; so are then all gradients.
+            age: see :meth:`recompute`.
 
         Returns:
             Gradients of what the stage received, by slot.

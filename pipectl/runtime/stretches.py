@@ -95,8 +95,8 @@ class Stretches:
         self._telemetry = telemetry
         self._tracing = tracing
         self._weigh = setup.job.weight() if setup.cut.loss_stage in setup.stages else None
-        for stage in setup.stages.values():
-            stage.keep_versions(versions_kept(self._plan))
+        for stage in setup.updated_stages:
+            stage.keep_versions(versions_kept(self._plan, stage.index))
 
     def train(self, first: int, batches: Sequence[range], loaded: Iterator[Batch]) -> None:
         """Train some steps, from empty pipeline to empty pipeline.
@@ -109,7 +109,7 @@ class Stretches:
         Raises:
             CaptureError: a step has another number of micro-batches than the plan.
         """
-        for stage in self._setup.stages.values():
+        for stage in self._setup.updated_stages:
             assert stage.versions is not None
             stage.versions.restart()
         self._first, self._batches = first, batches
@@ -153,7 +153,7 @@ class Stretches:
         return target_shares(self._weigh, self._setup.job.spec.loss.weight, targets)
 
     def _update(self, action: Action, out: StepOutput) -> None:
-        """The end of a step on this rank."""
+        """The end of a step on this rank: an update, or behind the last of its forwards."""
         index = action.micro_batch // self._plan.micro_batches
         rate = self._stepper.learning_rate
         if action.stage in self._setup.stages:

@@ -141,16 +141,23 @@ class Audit:
         if self._rows.rows[-1].tolist() != list(expected):
             raise fault(f"rank {self.rank} ends in {self._rows.rows[-1]} instead of {expected}")
 
-    def check_steps(self, updates: Item, backward: Item, versions: Actions) -> None:
+    def check_newest(self, sends: Item, updates: Item) -> None:
+        """Each update is sent before the next, the first message before any."""
+        rows = self.rows(sends)
+        if np.any(np.searchsorted(self.rows(updates), rows) != np.arange(len(rows))):
+            raise fault(f"rank {self.rank} has {sends} with weights of another version")
+
+    def check_steps(self, updates: Item, ended: Item, versions: Actions) -> None:
         """Of steps that are not flushed: each updates behind its own backwards, with weights of the
         right age in all that it computes, and there is nothing that has not been looked at.
 
         Args:
+            ended: its backwards; the forwards, where a rank has no others.
             versions: these rows with the right ages.
         """
         rows = self.rows(updates)
-        ends = np.searchsorted(rows, self.rows(backward))
-        steps = np.searchsorted(self.micro_batches(updates), self.micro_batches(backward))
+        ends = np.searchsorted(rows, self.rows(ended))
+        steps = np.searchsorted(self.micro_batches(updates), self.micro_batches(ended))
         if not np.array_equal(ends, steps):
             raise fault(f"rank {self.rank} updates stage {updates.owner} within a step")
         wrong = np.flatnonzero((self._rows.rows != versions.rows).any(axis=1))

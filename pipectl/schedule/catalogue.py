@@ -81,12 +81,14 @@ def default_warm_up(
     *,
     ranks: int | None = None,
     replicas: Sequence[int] | None = None,
+    apart: Sequence[bool] = (),
 ) -> tuple[int, ...]:
     """The warm-up of a schedule where none is chosen (for 1F1B policy A).
 
     Args:
         ranks: over which the stages go round, if they do.
         replicas: of every stage, if they take whole micro-batches in turn.
+        apart: stages whose backward has a rank of its own, where steps overlap.
     """
     if schedule in (gpipe.NAME, looped_bfs.NAME):
         return gpipe.warm_up(stages, micro_batches)
@@ -94,9 +96,9 @@ def default_warm_up(
         order = _V_SHAPED[schedule](stages // 2, micro_batches)
         return _first_forwards(order, stages, micro_batches)
     if schedule == pipedream.NAME:
-        return pipedream.warm_up(stages)
+        return pipedream.warm_up(stages, apart)
     if schedule == pipedream_2bw.NAME:
-        return pipedream_2bw.warm_up(stages, micro_batches)
+        return pipedream_2bw.warm_up(stages, micro_batches, apart)
     if schedule == interleaved.NAME:
         shared_by = min(replicas or [1])
         return interleaved.warm_up(stages, micro_batches, ranks or stages, shared_by)

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from pipectl.graph import TransferKind
 from pipectl.plan import Plan
+from pipectl.schedule.actions import Actions
 from pipectl.schedule.placement import Portion, common, is_apart, pairs
 
 
@@ -55,6 +59,12 @@ def channels(plan: Plan) -> tuple[Channel, ...]:
 def channels_of_rank(plan: Plan, rank: int) -> tuple[tuple[int, Channel], ...]:
     """The channels that start or end at a rank, local ones included, with their indices."""
     return plan.derived(_by_rank)[rank]
+
+
+def carries_weights(plan: Plan, rows: Actions) -> npt.NDArray[np.bool_]:
+    """Whether each row of a program starts or ends a message of weights."""
+    kinds = [channel.kind is TransferKind.WEIGHT for channel in channels(plan)]
+    return np.array([*kinds, False])[rows.column("channel")]  # what has no channel has -1
 
 
 def messages(plan: Plan, channel: Channel, micro_batches: int) -> Portion:

@@ -29,7 +29,9 @@ backward of each. From some step on all do the same, and one of these is the bod
 
 Where forward and backward of a stage have ranks of their own, the second starts to receive saved
 values by the turn of the forward that makes them, so that the first can drop them soon; and a step
-begins with the weights of the last one on their way back.
+begins with the weights of the last one on their way back. Where steps are not flushed, they follow
+their UPDATE, into buffers that were posted when the ones before were taken; an UPDATE of a rank
+that only runs forwards says that a step has had its last one there.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ from pipectl.schedule.actions import Actions, Integers, Kind, Program
 from pipectl.schedule.channel import Channel, channels, channels_of_rank, messages
 from pipectl.schedule.computing import Block, Computation, evaluating, training
 from pipectl.schedule.placement import Portion, is_apart, roles
+from pipectl.schedule.renewal import renewed
 from pipectl.schedule.rows import Phase, Rows
 from pipectl.schedule.unflushed import is_unflushed, with_versions
 
@@ -109,7 +112,10 @@ def _rows(plan: Plan, rank: int, micro_batches: int, receive_ahead: int) -> Acti
     computation = training(plan, rank, micro_batches)
     lowering = _Lowering(computation, rank, receive_ahead)
     for index, channel in channels_of_rank(plan, rank):
-        if channel.kind is TransferKind.WEIGHT:
+        if channel.kind is TransferKind.WEIGHT and is_unflushed(plan):
+            uses = renewed(plan, channel.target_stage, computation.micro_batches)
+            lowering.add_renewals(index, channel, uses, plan.micro_batches)
+        elif channel.kind is TransferKind.WEIGHT:
             lowering.add_weights(index, channel)
         elif not channel.is_local:
             portion = messages(plan, channel, computation.micro_batches)
@@ -216,6 +222,33 @@ class _Lowering:
         self._add_weight(Phase.RECEIVE_START, 0, Kind.RECEIVE_START, stage, index)
         self._add_weight(Phase.RECEIVE_WAIT, first, Kind.RECEIVE_WAIT, stage, index)
 
+    def add_renewals(
+        self, index: int, channel: Channel, uses: Integers, micro_batches: int
+    ) -> None:
+        """The messages of weights of a stretch of steps; see :func:`renewals`.
+
+        Args:
+            uses: the first micro-batch to use each of them.
+            micro_batches: of a step.
+        """
+        made = np.arange(len(uses)) * micro_batches - 1
+        portion = Portion(made)
+        if channel.source_rank == self._rank:
+            stage = channel.source_stage
+            back = self._computation.blocks[Kind.BACKWARD, stage]
+            self._add_weight(Phase.RECEIVE_START, 0, Kind.SEND_START, stage, index)
+            later, slots = Portion(made[1:]), back.slots_of(made[1:])
+            self.rows.add(Phase.RENEW, slots, Kind.SEND_START, stage, later, channel=index)
+            slots = back.slots_of(made + micro_batches)
+            self.rows.add(Phase.SEND_WAIT, slots, Kind.SEND_WAIT, stage, portion, channel=index)
+            return
+        stage = channel.target_stage
+        slots = self._computation.blocks[Kind.FORWARD, stage].slots_of(uses)
+        early = _behind(slots, 1, 0)
+        start, wait = Phase.RECEIVE_START, Phase.RECEIVE_WAIT
+        self.rows.add(start, early, Kind.RECEIVE_START, stage, portion, channel=index)
+        self.rows.add(wait, slots, Kind.RECEIVE_WAIT, stage, portion, channel=index)
+
     def add_stage(self, stage: int, *, recompute: bool, offload: bool, reduce: bool) -> None:
         """What the backward of a stage on this rank needs, and the sum of its gradients."""
         back, last_half = self._backward(stage), self._computation.order.last_half
@@ -234,11 +267,12 @@ class _Lowering:
         """One behind the last backward of every step of so many micro-batches.
 
         Args:
-            stage: -1 for a rank without one.
+            stage: -1 for a rank that updates none: behind the last forward, if it has any.
         """
-        back = self._computation.blocks.get((Kind.BACKWARD, stage))
+        blocks = self._computation.blocks
+        block = blocks.get((Kind.BACKWARD, stage), next(iter(blocks.values()), None))
         lasts = np.arange(micro_batches - 1, self._computation.micro_batches, micro_batches)
-        slots = np.zeros_like(lasts) if back is None else back.slots_of(lasts)
+        slots = np.zeros_like(lasts) if block is None else block.slots_of(lasts)
         self.rows.add(Phase.UPDATE, slots, Kind.UPDATE, stage, Portion(lasts))
 
     def _add_weight(self, phase: Phase, slot: int, kind: Kind, stage: int, index: int) -> None:

@@ -10,7 +10,7 @@ both. While they are offloaded, they take the host's memory instead. Between the
 backward, a micro-batch keeps what its weight half needs.
 
 On top come buffers of messages: from RECEIVE_START to the end of the action that reads a value,
-and, unless the sender keeps the value anyway, from the action that makes it to SEND_WAIT. Where
+or of RECEIVE_WAIT for weights, which are then the stage's; and, unless the sender keeps the value anyway, from the action that makes it to SEND_WAIT. Where
 forward and backward of a stage have ranks of their own, what it keeps is such a message.
 
 While an action runs, it holds more than it leaves behind: see :class:`pipectl.plan.StagePeaks`.
@@ -174,6 +174,7 @@ class _Changes:
         micro_batches = 1 + int(self._rows.column("micro_batch").max(initial=-1))
         for index, channel in channels_of_rank(self._plan, self._rank):
             if channel.kind is TransferKind.WEIGHT:
+                self._add_weights(index, channel)
                 continue
             if channel.is_local:
                 if channel.kind is TransferKind.GRADIENT:
@@ -186,6 +187,12 @@ class _Changes:
                 gradient = channel.kind is TransferKind.GRADIENT
                 maker = self._backward if gradient else Kind.FORWARD
                 self._add_buffer(index, channel, Kind.SEND_WAIT, maker, channel.source_stage)
+
+    def _add_weights(self, index: int, channel: Channel) -> None:
+        """Buffers of weights that arrive; what is sent is held anyway."""
+        mine = self._rows.column("channel") == index
+        self.born[mine & (self._kind == Kind.RECEIVE_START)] += channel.size_bytes
+        self.dead[mine & (self._kind == Kind.RECEIVE_WAIT)] += channel.size_bytes
 
     def _is_buffer(self, channel: Channel) -> bool:
         """Whether this rank sends it from memory that it keeps for nothing else."""

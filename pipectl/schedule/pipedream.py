@@ -23,11 +23,26 @@ first stage, none in the last. Of the steps drawn above, these use version::
     stage 3  01234567
 
 A backward uses the version of its forward (*weight stashing*), of which stage s holds w(s). A step
-is one micro-batch of the whole batch. Source: Narayanan et al., "PipeDream", SOSP 2019, whose
+is one micro-batch of the whole batch.
+
+Where the forward and the backward of a stage have ranks of their own (PipeFB), as many micro-batches
+are in flight as there are ranks from here to the end, and one more while weights follow from the
+backward's rank to the forward's: with two ranks for every stage, w(s) = 2 (p - s) + 1. The formula
+is the same. Update t sends version t + 1, and the forward of step t + w(s) awaits it, whatever has
+arrived before. Two stages on four ranks, a forward drawn as long as a backward::
+
+APART
+    stage 0  000001234
+    stage 1  000123456
+
+Source: Narayanan et al., "PipeDream", SOSP 2019, whose
 formula is w(t+1) = w(t) - rate * gradient(w_1(t-n+1), w_2(t-n+2), ..., w_n(t)).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -36,9 +51,15 @@ from pipectl.schedule.actions import Integers
 NAME = "pipedream"
 
 
-def warm_up(stages: int) -> tuple[int, ...]:
-    """As many micro-batches in flight as there are stages from here to the end."""
-    return tuple(range(stages, 0, -1))
+def warm_up(stages: int, apart: Sequence[bool] = ()) -> tuple[int, ...]:
+    """As many micro-batches in flight as there are ranks from here to the end.
+
+    Args:
+        apart: which stages have a rank for their backward; they have one micro-batch more.
+    """
+    alone = apart or (False,) * stages
+    behind = accumulate(1 + two for two in reversed(alone))
+    return tuple(ranks + two for ranks, two in zip(behind, reversed(alone), strict=True))[::-1]
 
 
 def version(depth: int, steps: Integers) -> Integers:

@@ -22,23 +22,28 @@ alike, but for the first step, whose are not. Of the micro-batches drawn above, 
     stage 2  000000111
 
 Two versions are held: that of the step before stays until the last backward that uses it. The
-warm-up, min(m, p - s), is at most m, so that version t - 1 is there when step t begins.
+warm-up, min(m, p - s), is at most m, so that version t - 1 is there when step t begins. Where the
+backward of a stage has a rank of its own, its warm-up is PipeDream's, again at most m, and the
+forward's rank awaits version t - 1 before step t.
 Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021, whose
 formula is W(t+1) = W(t) - rate * gradient(W(t-1)).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from pipectl.schedule import pipedream
 from pipectl.schedule.actions import Integers
 
 NAME = "pipedream-2bw"
 
 
-def warm_up(stages: int, micro_batches: int) -> tuple[int, ...]:
+def warm_up(stages: int, micro_batches: int, apart: Sequence[bool] = ()) -> tuple[int, ...]:
     """As in PipeDream, but no more than a step has."""
-    return tuple(min(micro_batches, stages - stage) for stage in range(stages))
+    return tuple(min(micro_batches, depth) for depth in pipedream.warm_up(stages, apart))
 
 
 def version(steps: Integers) -> Integers:

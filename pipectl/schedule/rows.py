@@ -28,6 +28,7 @@ class Phase(IntEnum):
     REDUCE_START = 12
     REDUCE_WAIT = 13
     UPDATE = 14
+    RENEW = 15
 
 
 class Rows:

@@ -16,6 +16,7 @@ from pipectl.errors import ScheduleError
 from pipectl.plan import Plan
 from pipectl.schedule import pipedream, pipedream_2bw
 from pipectl.schedule.actions import Actions, Integers, Kind
+from pipectl.schedule.channel import carries_weights
 
 NAMES = (pipedream.NAME, pipedream_2bw.NAME)
 _FIRST_SENDS_AWAITED = 3
@@ -39,15 +40,15 @@ def check(plan: Plan) -> None:
     """Refuse what no formula for the versions is known for.
 
     Raises:
-        ScheduleError: replicas, backwards elsewhere, several stages on a rank, warm-ups that the
-            schedule cannot have, or several micro-batches in a PipeDream step.
+        ScheduleError: replicas, several stages on a rank, warm-ups that the schedule cannot have,
+            or several micro-batches in a PipeDream step.
     """
-    ranks = [rank for stage in plan.stages for rank in stage.ranks]
-    if len(set(ranks)) < len(ranks) or len(ranks) > len(plan.stages):
-        raise _refusal(plan, "takes one stage a rank and one rank a stage", "leave replicas out")
-    if any(stage.backward_ranks for stage in plan.stages):
+    ranks = [rank for stage in plan.stages for rank in {*stage.ranks, *stage.updating_ranks}]
+    if len(set(ranks)) < len(ranks) or any(stage.replicas > 1 for stage in plan.stages):
         raise _refusal(
-            plan, "runs a stage's backward where its forward ran", "leave backward_ranks out"
+            plan,
+            "takes one stage a rank and one rank a stage, or two where the backward is apart",
+            "leave replicas out, and give each stage ranks of its own",
         )
     if plan.schedule == pipedream.NAME and plan.micro_batches > 1:
         raise _refusal(
@@ -75,21 +76,40 @@ def version_of(plan: Plan, stage: int, steps: Integers) -> Integers:
     return pipedream_2bw.version(steps)
 
 
-def versions_kept(plan: Plan) -> int:
-    """Of how many of the newest versions a forward may use one."""
-    return 1 if plan.schedule == pipedream.NAME else 2
+def versions_kept(plan: Plan, stage: int) -> int:
+    """Of how many of the newest versions a forward or backward may ask on the rank that updates.
+
+    Where forwards run there, too, they hold older versions that their backwards need by themselves.
+    """
+    if plan.schedule == pipedream_2bw.NAME:
+        return 2
+    apart = plan.stages[stage].ranks != plan.stages[stage].updating_ranks
+    return plan.warm_up[stage] if apart else 1
+
+
+def first_uses(plan: Plan, stage: int, steps: int) -> Integers:
+    """The first of some steps to use each version, for all versions that they use."""
+    found: Integers = np.unique(version_of(plan, stage, np.arange(steps)), return_index=True)[1]
+    return found
 
 
 def with_versions(plan: Plan, rows: Actions) -> Actions:
     """Rows of a stretch of one rank, with the age of the weights that each uses."""
     kind, found = rows.column("kind"), rows.rows.copy()
-    made = np.cumsum(kind == Kind.UPDATE)
     users = np.flatnonzero(np.isin(kind, _USES_WEIGHTS))
     if len(users):
         stage = int(rows.column("stage")[users[0]])
         steps = rows.column("micro_batch")[users] // plan.micro_batches
-        found[users, -1] = made[users] - version_of(plan, stage, steps)
+        found[users, -1] = _newest(plan, rows)[users] - version_of(plan, stage, steps)
     return Actions(found)
+
+
+def _newest(plan: Plan, rows: Actions) -> Integers:
+    """The newest version on a rank by every row: made there, or arrived."""
+    kind = rows.column("kind")
+    arrived = (kind == Kind.RECEIVE_WAIT) & carries_weights(plan, rows)
+    found: Integers = np.cumsum(arrived) - 1 if arrived.any() else np.cumsum(kind == Kind.UPDATE)
+    return found
 
 
 def overlap(plan: Plan) -> int:

@@ -14,6 +14,7 @@ from pipectl.cluster import Cluster
 from pipectl.errors import ScheduleError
 from pipectl.plan import Plan
 from pipectl.schedule.actions import Action, Actions, Program
+from pipectl.schedule.channel import carries_weights
 from pipectl.schedule.lowering import lower
 from pipectl.schedule.unflushed import steps_apart
 from pipectl.simulate.machine import Machine, Record
@@ -114,7 +115,8 @@ def _with_sizes(plan: Plan, rows: Actions) -> Actions:
     if last == plan.micro_batch_size:
         return rows
     found, index = rows.rows.copy(), rows.column("micro_batch")
-    smaller = (index >= 0) & (index % plan.micro_batches == plan.micro_batches - 1)
+    last_of_step = (index >= 0) & (index % plan.micro_batches == plan.micro_batches - 1)
+    smaller = last_of_step & ~carries_weights(plan, rows)
     for name, value in (("start", 0), ("stop", last)):
         found[smaller, Action._fields.index(name)] = value
     return Actions(found)

@@ -20,7 +20,7 @@ _UNFLUSHED = ("pipedream", "pipedream-2bw")
 """Schedules whose steps overlap."""
 _ONE_STAGE = ("gpipe", "1f1b", "zb-h1")
 """Schedules with one; all others are the user's own, and say which rank has which stage."""
-_APART = ("gpipe", "1f1b")
+_APART = ("gpipe", "1f1b", *_UNFLUSHED)
 """Schedules that leave backwards to other ranks."""
 
 
@@ -133,8 +133,8 @@ def _backward_can_be_apart(
     if 2 * stages > resources.ranks:
         yield path, f"apart takes 2 ranks a stage: {2 * stages}; resources give {resources.ranks}"
     if pipeline.schedule not in (None, *_APART):
-        others = " or ".join(_APART)
-        yield path, f"cannot be apart with schedule {pipeline.schedule}; use {others}"
+        known = ", ".join(_APART)
+        yield path, f"cannot be apart with schedule {pipeline.schedule}, but with one of {known}"
     if pipeline.replicas not in (None, 1, "any"):
         yield path, f"cannot be apart with {pipeline.replicas} replicas a stage; leave these out"
     if pipeline.offload in ("host", "disk"):

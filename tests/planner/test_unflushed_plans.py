@@ -57,6 +57,26 @@ def test_pipedream_takes_no_micro_batches(chain) -> None:
         make_plan(chain(8), cluster_of(2), request)
 
 
+@pytest.mark.parametrize("stages", [None, 2])
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
+def test_backwards_have_ranks_of_their_own_if_that_is_asked(chain, schedule, stages) -> None:
+    request = PlanRequest("job", 32, schedule=schedule, backward_apart=True, stages=stages)
+    plan = make_plan(chain(12), cluster_of(4), request)
+    assert sorted(r for s in plan.stages for r in (*s.ranks, *s.backward_ranks)) == [0, 1, 2, 3]
+    validate(plan, [lower(plan, rank) for rank in range(4)])
+    assert plan.prediction == simulate(plan, cluster_of(4), process_baseline_bytes=5000).prediction
+    if schedule == "pipedream":
+        assert plan.warm_up == (5, 3)
+        assert "4, 2 updates old in stages 0 to 1" in plan.assumptions[-1]
+
+
+def test_backwards_stay_where_only_a_name_could_move_them(chain) -> None:
+    """Which weights a step uses should not follow from how fast a link is."""
+    request = PlanRequest("job", 32, schedule="pipedream", backward_apart=None)
+    plan = make_plan(chain(12), cluster_of(4), request)
+    assert not any(stage.backward_ranks for stage in plan.stages)
+
+
 @pytest.mark.parametrize("name", ["recompute", "offload"])
 def test_stages_can_do_without_what_backwards_need(chain, name) -> None:
     request = PlanRequest("job", 32, schedule="pipedream", **{name: True})
@@ -72,7 +92,5 @@ def test_what_does_not_fit_is_refused(chain) -> None:
 
 
 def test_what_they_cannot_have_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match="backward_apart: schedule 'pipedream' takes"):
-        PlanRequest("job", 32, schedule="pipedream", backward_apart=True)
     with pytest.raises(InvalidInputError, match="replicas: schedule 'pipedream' takes"):
         PlanRequest("job", 32, schedule="pipedream", replicas=2)

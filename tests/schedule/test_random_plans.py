@@ -354,8 +354,13 @@ class Ledger:
 
     def receive_start(self, action, held, stage, index):
         channel = dict(self.channels)[action.channel]
-        if channel.kind is not TransferKind.WEIGHT:
+        if channel.kind is TransferKind.WEIGHT:
+            self.held["weights", action.channel] = channel.size_bytes
+        else:
             self.held["in", action.channel, index] = self.size(channel.size_bytes, action)
+
+    def receive_wait(self, action, held, stage, index):
+        self.done.append(("weights", action.channel))
 
     def send_wait(self, action, held, stage, index):
         self.done.append(("out", action.channel, index))

@@ -54,7 +54,7 @@ TOP_LEVEL = (
         ("pipeline: {warm_up: fast}", "7:21: pipeline.warm_up: must be auto or a list of whole numbers, one a stage, not 'fast'"),
         ("pipeline: {offload: host}", "7:21: pipeline.offload: frees nothing on ranks that compute on the CPU, in the host's memory; write disk"),
         ("pipeline: {backward: apart}", "7:22: pipeline.backward: apart takes 2 ranks a stage: 2; resources give 1"),
-        ("resources: {nodes: 4}\npipeline: {backward: apart, schedule: zb-v}", "8:22: pipeline.backward: cannot be apart with schedule zb-v; use gpipe or 1f1b"),
+        ("resources: {nodes: 4}\npipeline: {backward: apart, schedule: zb-v}", "8:22: pipeline.backward: cannot be apart with schedule zb-v, but with one of gpipe, 1f1b, pipedream, pipedream-2bw"),
         ("resources: {nodes: 4}\npipeline: {backward: apart, replicas: 2}", "8:22: pipeline.backward: cannot be apart with 2 replicas a stage; leave these out"),
         ("resources: {nodes: 4}\npipeline: {backward: apart, offload: disk}", "8:22: pipeline.backward: cannot be apart with offload: what is offloaded would leave the rank at once"),
         ("pipeline: {stages: many}", "7:20: pipeline.stages: must be auto or a whole number of at least 1, not 'many'"),

@@ -20,7 +20,8 @@ class BackwardHalf(StageRuntime):
     """Runs backwards of what the other half sends, and sends it the updated weights.
 
     A micro-batch's backward runs through the stage's graph without values; where the stage
-    recomputes, its forward runs here first.
+    recomputes, its forward runs here first. Weights of its forward that are older than the newest
+    are kept here: they are the stage's :attr:`versions`.
 
     Args:
         ends: of the messages between the halves.
@@ -34,7 +35,7 @@ class BackwardHalf(StageRuntime):
         self._ends = ends
         self._agreed: dict[int, Agreement] = {}
         self._graphs: dict[int, Graph] = {}
-        self._arrived: dict[int, tuple[int, int, list[Tensor]]] = {}
+        self._arrived: dict[int, tuple[int, int, list[Tensor | None]]] = {}
 
     def inputs(self, training: bool, size: Samples) -> tuple[str, ...]:  # noqa: ARG002
         """None: it reads no batches."""
@@ -59,28 +60,37 @@ class BackwardHalf(StageRuntime):
         Raises:
             MismatchError: the code of this stage cannot have its backward here.
         """
-        agreed = self._agreement(size)
-        values = agreed.contents.unpack(list(message.values()), lasting_states(self, size))
-        self._arrived[micro_batch] = size, seed, values
+        self._agreement(size)
+        self._arrived[micro_batch] = size, seed, list(message.values())
 
-    def recompute(self, micro_batch: int) -> None:
+    def recompute(self, micro_batch: int, age: int = 0) -> None:
         """Run the forward of a micro-batch, from what the other half started it from."""
-        size, seed, values = self._arrived.pop(micro_batch)
+        size, seed, values = self._unpacked(micro_batch, age)
         left = iter([value.data for value in values])  # each may be written, also of one memory
         code = self.codes[True, size]
         inputs = {name: next(left) for name in code.inputs}
         arrived: Tensors = {slot: next(left) for slot in values_received(code)}
         for _, buffer in written_states(self, size):
             buffer.data = next(left)
-        self.forward(micro_batch, size, seed, inputs, arrived)
+        self.forward(micro_batch, size, seed, inputs, arrived, age)
 
     def backward(
-        self, micro_batch: int, gradients: Tensors, loss: Slot, weight: float, scale: float = 1.0
+        self,
+        micro_batch: int,
+        gradients: Tensors,
+        loss: Slot,
+        weight: float,
+        scale: float = 1.0,
+        age: int = 0,
     ) -> Tensors:
-        """Run the backward of a micro-batch; parameter gradients accumulate."""
+        """Run the backward of a micro-batch; parameter gradients accumulate.
+
+        Args:
+            age: of the weights that its forward used, in updates.
+        """
         if self._ends.recomputes:
-            return super().backward(micro_batch, gradients, loss, weight, scale)
-        size, _, values = self._arrived.pop(micro_batch)
+            return super().backward(micro_batch, gradients, loss, weight, scale, age)
+        size, _, values = self._unpacked(micro_batch, age)
         graph = self._graphs[size]
         roots: dict[Slot, Tensor] = {}
         if loss in self.codes[True, size].results:
@@ -99,6 +109,15 @@ class BackwardHalf(StageRuntime):
         """Drop gradients and unfinished micro-batches."""
         super().forget()
         self._arrived.clear()
+
+    def _unpacked(self, micro_batch: int, age: int) -> tuple[int, int, list[Tensor]]:
+        """Samples, seed and saved tensors of a micro-batch; those that are weights, at their age."""
+        size, seed, message = self._arrived.pop(micro_batch)
+        states = lasting_states(self, size)
+        if self.versions is not None:
+            used = self.versions.of_age(age).among(list(states.values()))
+            states = dict(zip(states, used, strict=True))
+        return size, seed, self._agreed[size].contents.unpack(message, states)
 
     def _agreement(self, size: int) -> Agreement:
         if size not in self._agreed:

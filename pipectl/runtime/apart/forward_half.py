@@ -46,7 +46,7 @@ class ForwardHalf(StageRuntime):
     ) -> Tensors:
         """Run the training forward of a micro-batch; what its backward needs waits to be sent."""
         assert isinstance(size, int)
-        assert age == 0  # there is one version of the weights
+        assert age == 0  # it holds the weights that arrived last, and no others
         given = micro_batch, size, seed, inputs, arrived
         if self._ends.recomputes:
             started = self._started(size, inputs, arrived)
@@ -72,10 +72,13 @@ class ForwardHalf(StageRuntime):
         return self._leaving.pop(micro_batch)
 
     def arriving(self, _micro_batch: int, _size: int, _seed: int, weights: Tensors) -> None:
-        """Take the weights that the other half has updated."""
+        """Take the weights that the other half has updated.
+
+        The parameters move there: messages of earlier micro-batches may still leave from the old.
+        """
         for slot, tensor in weights.items():
             assert tensor is not None
-            self.parameters[slot.value].data.copy_(tensor)
+            self.parameters[slot.value].data = tensor
 
     def compile(self) -> None:
         """Compile the training code, which the other half can follow only by computing it again."""
