@@ -30,8 +30,8 @@ backward of each. From some step on all do the same, and one of these is the bod
 Where forward and backward of a stage have ranks of their own, the second starts to receive saved
 values by the turn of the forward that makes them, so that the first can drop them soon; and a step
 begins with the weights of the last one on their way back. Where steps are not flushed, they follow
-their UPDATE, into buffers that were posted when the ones before were taken; an UPDATE of a rank
-that only runs forwards says that a step has had its last one there.
+their UPDATE, into buffers that are posted behind the first forward with the weights before; an
+UPDATE of a rank that only runs forwards says that a step has had its last one there.
 """
 
 from __future__ import annotations
@@ -244,9 +244,10 @@ class _Lowering:
             return
         stage = channel.target_stage
         slots = self._computation.blocks[Kind.FORWARD, stage].slots_of(uses)
-        early = _behind(slots, 1, 0)
-        start, wait = Phase.RECEIVE_START, Phase.RECEIVE_WAIT
-        self.rows.add(start, early, Kind.RECEIVE_START, stage, portion, channel=index)
+        self._add_weight(Phase.RECEIVE_START, 0, Kind.RECEIVE_START, stage, index)
+        start, later = Phase.RENEW, Portion(made[1:])
+        self.rows.add(start, slots[:-1], Kind.RECEIVE_START, stage, later, channel=index)
+        wait = Phase.RECEIVE_WAIT
         self.rows.add(wait, slots, Kind.RECEIVE_WAIT, stage, portion, channel=index)
 
     def add_stage(self, stage: int, *, recompute: bool, offload: bool, reduce: bool) -> None:

@@ -10,8 +10,9 @@ both. While they are offloaded, they take the host's memory instead. Between the
 backward, a micro-batch keeps what its weight half needs.
 
 On top come buffers of messages: from RECEIVE_START to the end of the action that reads a value,
-or of RECEIVE_WAIT for weights, which are then the stage's; and, unless the sender keeps the value anyway, from the action that makes it to SEND_WAIT. Where
-forward and backward of a stage have ranks of their own, what it keeps is such a message.
+or of RECEIVE_WAIT for weights, which are then the stage's; and, unless the sender keeps the value
+anyway, from the action that makes it to SEND_WAIT. Where forward and backward of a stage have ranks
+of their own, what it keeps is such a message.
 
 While an action runs, it holds more than it leaves behind: see :class:`pipectl.plan.StagePeaks`.
 Where these are not known, an action is taken to hold no temporary values.

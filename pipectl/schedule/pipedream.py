@@ -25,13 +25,20 @@ first stage, none in the last. Of the steps drawn above, these use version::
 A backward uses the version of its forward (*weight stashing*), of which stage s holds w(s). A step
 is one micro-batch of the whole batch.
 
-Where the forward and the backward of a stage have ranks of their own (PipeFB), as many micro-batches
-are in flight as there are ranks from here to the end, and one more while weights follow from the
-backward's rank to the forward's: with two ranks for every stage, w(s) = 2 (p - s) + 1. The formula
-is the same. Update t sends version t + 1, and the forward of step t + w(s) awaits it, whatever has
-arrived before. Two stages on four ranks, a forward drawn as long as a backward::
+Where the forward and the backward of a stage have ranks of their own (PipeFB), a stage has as many
+steps in flight as there are ranks from here to the end, and one more while weights follow from the
+backward's rank to the forward's: w(s) = 2 (p - s) + 1 if that is so of every stage. The formula is
+the same. Update t sends version t + 1, and the forward of step t + w(s) awaits it, whatever has
+arrived by then. Two stages on four ranks, a backward drawn as long as a forward; rank 1 has the
+backwards of stage 0, rank 3 those of stage 1::
 
-APART
+    rank 0  012345678
+    rank 1  ...abcdefghi
+    rank 2  .012345678
+    rank 3  ..abcdefghi
+
+These steps use version::
+
     stage 0  000001234
     stage 1  000123456
 

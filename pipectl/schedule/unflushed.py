@@ -118,8 +118,12 @@ def overlap(plan: Plan) -> int:
 
 
 def steady_from(plan: Plan) -> int:
-    """Steps of a stretch after which every rank does the same in each, with weights as old."""
-    return max(_FIRST_SENDS_AWAITED, overlap(plan))
+    """Steps of a stretch after which every rank does the same in each, with weights as old.
+
+    A rank that only runs forwards waits for the next weights from behind the first that arrived.
+    """
+    apart = any(stage.backward_ranks for stage in plan.stages)
+    return max(_FIRST_SENDS_AWAITED, overlap(plan) + apart)
 
 
 def steps_apart(plan: Plan) -> int:

@@ -116,6 +116,9 @@ CHUNKS = {"interleaved": 2, "looped-bfs": 2, "zb-v": 2, "dualpipev": 2, **dict.f
 APART = {"1f1b-apart": "1f1b", "gpipe-inputs": "gpipe"}
 """Schedules with the backward of every stage on the rank behind that of its forward: the second
 sends only what stages receive, and computes the rest again."""
+PAIRED = {"pipedream-apart": "pipedream", "pipedream-2bw-apart": "pipedream-2bw"}
+"""Schedules with half as many stages, each on two ranks; on one rank, and on an odd number of them,
+one stage keeps its backward."""
 V_SHAPED = ("zb-v", "dualpipev")
 ON_MANY_RANKS = {"zb-v": "gpt", "dualpipev": "gpt"}
 """What is also trained on more ranks than there are cores."""
@@ -139,6 +142,8 @@ UNFLUSHED = {
         ("gpt", "smaller_last"), ("cnn", "divisible"), ("frozen", "divisible"),
         ("cnn", "divisible", "host"), ("gpt", "smaller_last", "recompute"),
     ),
+    "pipedream-apart": (("gpt", "few"), ("cnn", "few"), ("cnn", "few", "recompute")),
+    "pipedream-2bw-apart": (("gpt", "smaller_last"),),
 }  # fmt: skip
 """Models, their batches and memory, that are also trained without flushes."""
 UNFLUSHED_STEPS, UNFLUSHED_STRETCH = 16, 11
@@ -294,7 +299,7 @@ def make_plan(graph: CapturedGraph, stage_of: dict[str, int], cell: Any, ranks: 
     lanes = sorted({(route.kind, route.source, route.target) for route in found})
     nodes = [tuple(n for n, s in stage_of.items() if s == stage) for stage in range(stages)]
     size = -(-batch_size // micro_batches)
-    schedule = APART.get(cell.schedule, cell.schedule)
+    schedule = {**APART, **PAIRED}.get(cell.schedule, cell.schedule)
     plan = Plan(
         name=str(cell),
         fingerprint=graph.fingerprint,
@@ -318,6 +323,8 @@ def make_plan(graph: CapturedGraph, stage_of: dict[str, int], cell: Any, ranks: 
         plan = replace(plan, actions=listed.text, warm_up=listed.warm_up, stages=stages_there)
     if cell.schedule in APART and ranks > 1:
         plan = apart(plan, recompute=cell.schedule == "gpipe-inputs")
+    if cell.schedule in PAIRED:
+        plan = paired(plan, ranks)
     validate(plan, [lower(plan, rank) for rank in range(ranks)])
     return plan
 
@@ -330,6 +337,19 @@ def apart(plan: Plan, *, recompute: bool) -> Plan:
         for stage, rank in zip(plan.stages, ranks, strict=True)
     )
     return replace(plan, stages=tuple(stages))
+
+
+def paired(plan: Plan, ranks: int) -> Plan:
+    """Two ranks for every stage, but for the last if there are too few."""
+    firsts = [2 * index for index in range(len(plan.stages))]
+    alone = [first + 1 < ranks for first in firsts]
+    stages = (
+        replace(stage, ranks=(first,), backward_ranks=(first + 1,) if two else ())
+        for stage, first, two in zip(plan.stages, firsts, alone, strict=True)
+    )
+    warm_up = default_warm_up(plan.schedule, len(alone), plan.micro_batches, apart=alone)
+    nodes = plan.node_of_rank[:1] * ranks
+    return replace(plan, stages=tuple(stages), warm_up=warm_up, node_of_rank=nodes)
 
 
 def places(schedule: str, stages: int, ranks: int) -> list[int]:
@@ -371,6 +391,8 @@ def train(directory: Path, communicator: MPI.Comm, *, plain: bool) -> None:
         job = training.job(cell, spec_text(cell, plain=plain))
         graph = job.training_graph(2)
         count = communicator.size * CHUNKS.get(cell.schedule, 1)
+        if cell.schedule in PAIRED:
+            count = -(-communicator.size // 2)
         stages = random_stages(graph, count, number)
         training.run(cell, job, make_plan(graph, stages, cell, communicator.size), stages)
     for shared in [] if plain else REPLICAS.cells_of(communicator.size):

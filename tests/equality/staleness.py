@@ -36,7 +36,21 @@ def two_versions(stage: int, stages: int, step: int) -> int:
     return max(0, step - 1)
 
 
-VERSIONS = {"pipedream": pipedream, "pipedream-2bw": two_versions}
+def ranks_in_pairs(stage: int, ranks: int, step: int) -> int:
+    """Two ranks a stage. A step comes back after one forward and one backward of every stage from
+    here to the end; then weights travel for as long as one forward takes. Of an odd number of
+    ranks, the last has a stage of its own, whose weights need not travel."""
+    behind = ranks - 2 * stage
+    in_flight = behind + 1 if behind > 1 else 1
+    return max(0, step - (in_flight - 1))
+
+
+VERSIONS = {
+    "pipedream": pipedream,
+    "pipedream-2bw": two_versions,
+    "pipedream-apart": ranks_in_pairs,
+    "pipedream-2bw-apart": two_versions,
+}
 
 
 def simulate(

@@ -1,6 +1,8 @@
 """What each rank computes, against drawn tables, closed forms and torch's own lists."""
 
 import textwrap
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -52,6 +54,18 @@ VERSIONS_2BW = """\
 stage 0  000000111
 stage 1  000000111
 stage 2  000000111
+"""
+
+APART = """\
+rank 0  012345678
+rank 1  ...abcdefghi
+rank 2  .012345678
+rank 3  ..abcdefghi
+"""
+
+VERSIONS_APART = """\
+stage 0  000001234
+stage 1  000123456
 """
 
 EVALUATION = """\
@@ -122,6 +136,45 @@ def test_steps_that_overlap_are_the_drawn_table(
     assert textwrap.indent(table, "    ") in module.__doc__
     assert used_versions(plan, steps) == versions
     assert textwrap.indent(versions, "    ") in module.__doc__
+
+
+def test_backwards_on_ranks_of_their_own_are_the_drawn_table(pipeline):
+    plan = pipeline(2, 1, schedule="pipedream", warm_up=pipedream.warm_up(2, (True, True)))
+    ranks = [{"ranks": (0,), "backward_ranks": (1,)}, {"ranks": (2,), "backward_ranks": (3,)}]
+    stages = tuple(replace(s, **held) for s, held in zip(plan.stages, ranks, strict=True))
+    plan = replace(plan, stages=stages, node_of_rank=(0,) * 4)
+    drawn, versions = drawing_of_messages([list(lower_stretch(plan, r, 9)) for r in range(4)])
+    assert drawn == APART
+    assert versions == [line.split()[-1] for line in VERSIONS_APART.splitlines()]
+    for table in (APART, VERSIONS_APART):
+        assert textwrap.indent(table, "    ") in pipedream.__doc__
+
+
+def drawing_of_messages(pending):
+    """Start every action when what its rank awaits was sent; and the weights that forwards have."""
+    lines, sent, arrived, versions = [""] * len(pending), {}, Counter(), {}
+    while any(pending):
+        for rank, rows in enumerate(pending):
+            while rows:
+                action, line = rows[0], lines[rank]
+                place = action.channel, action.micro_batch
+                if action.kind is Kind.RECEIVE_WAIT and place not in sent:
+                    break
+                rows.pop(0)
+                if action.kind in (Kind.FORWARD, Kind.BACKWARD):
+                    first = "0" if action.kind is Kind.FORWARD else "a"
+                    lines[rank] += chr(ord(first) + action.micro_batch)
+                elif action.kind is Kind.SEND_START:
+                    sent[place] = len(line)
+                elif action.kind is Kind.RECEIVE_WAIT:
+                    lines[rank] = line.ljust(sent[place], ".")
+                    arrived[rank, action.channel] += 1
+                if action.kind is Kind.FORWARD:
+                    weights = max(c for r, c in arrived if r == rank)  # the last kind of channel
+                    used = arrived[rank, weights] - 1 - action.weight_version
+                    versions[rank] = versions.get(rank, "") + str(used)
+    drawn = "".join(f"rank {rank}  {line}\n" for rank, line in enumerate(lines))
+    return drawn, [versions[rank] for rank in sorted(versions)]
 
 
 def used_versions(plan, steps):

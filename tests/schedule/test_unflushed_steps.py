@@ -8,8 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipectl.errors import ScheduleError
+from pipectl.graph import TransferKind
 from pipectl.plan import StageCost, StagePeaks
-from pipectl.schedule import Action, Actions, Kind, Program, lower, lower_stretch, validate
+from pipectl.schedule import (
+    Action,
+    Actions,
+    Kind,
+    Program,
+    channels,
+    default_warm_up,
+    lower,
+    lower_stretch,
+    validate,
+)
 from pipectl.schedule.stretch import stretch
 from pipectl.schedule.unflushed import steps_apart
 
@@ -22,6 +33,18 @@ def programs(plan):
 
 def both(stages, micro_batches):
     return ("pipedream", stages, 1), ("pipedream-2bw", stages, micro_batches)
+
+
+def apart(plan, alone):
+    """With a rank more for the backward of some stages."""
+    first = [stage + sum(alone[:stage]) for stage in range(len(plan.stages))]
+    held = [
+        replace(stage, ranks=(rank,), backward_ranks=(rank + 1,) if two else ())
+        for stage, rank, two in zip(plan.stages, first, alone, strict=True)
+    ]
+    warm_up = default_warm_up(plan.schedule, len(held), plan.micro_batches, apart=alone)
+    ranks = (0,) * (len(held) + sum(alone))
+    return replace(plan, stages=tuple(held), node_of_rank=ranks, warm_up=warm_up)
 
 
 @given(
@@ -37,6 +60,24 @@ def test_a_program_is_a_stretch_whose_steady_step_repeats(pipeline, case, bodies
         assert rows == lower_stretch(plan, rank, steps)
         parts = [part.shifted(more).rows for part, more in stretch(plan, rank, steps)]
         assert np.array_equal(np.concatenate(parts), rows.rows)
+
+
+@given(
+    case=st.builds(both, st.integers(1, 4), st.integers(1, 7)).flatmap(st.sampled_from),
+    bodies=st.integers(1, 4),
+    data=st.data(),
+)
+def test_so_it_is_where_backwards_have_ranks_of_their_own(pipeline, case, bodies, data):
+    schedule, stages, micro_batches = case
+    alone = data.draw(st.lists(st.booleans(), min_size=stages, max_size=stages))
+    plan = pipeline(stages, micro_batches, schedule=schedule, skips=SKIPS if stages > 3 else ())
+    again = data.draw(st.booleans())
+    plan = replace(plan, stages=tuple(replace(stage, recompute=again) for stage in plan.stages))
+    plan = apart(plan, alone)
+    for rank in range(plan.ranks):
+        rows = lower(plan, rank).unrolled(bodies, micro_batches)
+        assert rows == lower_stretch(plan, rank, bodies + steps_apart(plan))
+    assert validate(plan, programs(plan)).peak_in_flight == plan.warm_up
 
 
 @given(
@@ -87,6 +128,32 @@ def test_weights_of_another_age_are_found(pipeline):
         validate(plan, found)
 
 
+def weights_moved(plan, kind, by):
+    """Programs in which one rank starts or awaits the last of its weights elsewhere."""
+    (channel,) = (c for c, item in enumerate(channels(plan)) if item.kind is TransferKind.WEIGHT)
+    found = programs(plan)
+    rank = int(kind is Kind.SEND_START)
+    prologue = list(found[rank].prologue)
+    at = [i for i, row in enumerate(prologue) if (row.kind, row.channel) == (kind, channel)][-1]
+    prologue.insert(at + by, prologue.pop(at))
+    found[rank] = replace(found[rank], prologue=Actions.of(prologue))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "by", "message"),
+    [
+        (Kind.RECEIVE_WAIT, 1, r"rank 0 has .* with weights of another age"),
+        (Kind.SEND_START, -1, r"rank 1 has SEND_START of channel .* weights of another version"),
+    ],
+)
+def test_weights_that_come_too_late_or_leave_too_early_are_found(pipeline, kind, by, message):
+    plan = apart(pipeline(1, 1, schedule="pipedream"), (True,))
+    validate(plan, weights_moved(plan, kind, 0))
+    with pytest.raises(ScheduleError, match=message):
+        validate(plan, weights_moved(plan, kind, by))
+
+
 def test_an_update_within_a_step_is_found(pipeline):
     plan = pipeline(2, 3, schedule="pipedream-2bw")
     found = programs(plan)
@@ -133,6 +200,15 @@ def test_an_update_holds_its_temporary_values_once(pipeline):
     assert validate(plan, programs(plan)).peak_memory_bytes == (5000 + 1000 + 900 + 7000,)
 
 
+def test_a_backwards_rank_holds_the_versions_of_all_steps_in_flight(pipeline):
+    """The forward's holds one, and room for the next."""
+    plan = apart(pipeline(2, 1, schedule="pipedream", costs=[COST] * 2), (True, True))
+    peaks = validate(plan, programs(plan)).peak_memory_bytes
+    assert plan.warm_up == (5, 3)
+    assert peaks[0::2] == (2 * 1000 + 2 * 10,) * 2
+    assert peaks[1::2] == tuple(5000 + w * 1000 + 900 + w * 10 for w in plan.warm_up)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -151,7 +227,7 @@ def test_what_has_no_formula_is_refused(pipeline, change, message):
     [
         ({"ranks": (0, 2)}, "one stage a rank and one rank a stage"),
         ({"ranks": (1,)}, "one stage a rank and one rank a stage"),
-        ({"backward_ranks": (2,)}, "backward where its forward ran"),
+        ({"backward_ranks": (1,)}, "or two where the backward is apart"),
     ],
 )
 def test_where_it_cannot_run_is_refused(pipeline, change, message):

@@ -111,7 +111,7 @@ class BackwardHalf(StageRuntime):
         self._arrived.clear()
 
     def _unpacked(self, micro_batch: int, age: int) -> tuple[int, int, list[Tensor]]:
-        """Samples, seed and saved tensors of a micro-batch; those that are weights, at their age."""
+        """Samples, seed and saved tensors of a micro-batch; weights among them at their age."""
         size, seed, message = self._arrived.pop(micro_batch)
         states = lasting_states(self, size)
         if self.versions is not None:
