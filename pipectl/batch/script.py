@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from pipectl.batch.protocol import JobRequest
 from pipectl.batch.quoting import checked, shell_command, shell_word, variable_name
+from pipectl.runs import ATTEMPT
 
 RUN_VARIABLE = "PIPECTL_RUN_DIRECTORY"
 
@@ -18,6 +19,19 @@ finish() {{
         mv -f "${RUN_VARIABLE}/exit_code.tmp" "${RUN_VARIABLE}/exit_code"
 }}
 trap finish EXIT
+
+# Which start of the job this is.
+attempt=0
+[[ -r "${RUN_VARIABLE}/attempt" ]] && read -r attempt <"${RUN_VARIABLE}/attempt"
+[[ $attempt =~ ^[0-9]{{1,9}}$ ]] || attempt=0
+attempt=$((10#$attempt + 1))
+echo "$attempt" >"${RUN_VARIABLE}/attempt.tmp" &&
+    mv -f "${RUN_VARIABLE}/attempt.tmp" "${RUN_VARIABLE}/attempt"
+export {ATTEMPT}=$attempt
+if ((attempt > 1)); then # what earlier starts reported is out of the way, not lost
+    before="${RUN_VARIABLE}/errors/attempt-$((attempt - 1))"
+    mkdir -p "$before" && mv -f "${RUN_VARIABLE}"/errors/*.json "$before" 2>/dev/null
+fi
 
 # Signals go on to the running command; bash sees them only while it waits, so every command
 # runs in the background, and 'wait' is repeated after a signal. Should a command end in the very

@@ -125,13 +125,15 @@ class Loader:
         return split_sample(self._collate([found[i % len(found)] for i in range(size)]))
 
     def micro_batches(
-        self, batches: Iterable[tuple[int, range]], micro_batch_size: int
+        self, batches: Iterable[tuple[int, range]], micro_batch_size: int, skipped: int = 0
     ) -> Iterator[tuple[Any, Any]]:
-        """(inputs, targets) of every micro-batch of ``batches``, in order."""
-        return self.pieces(batches, lambda samples: micro_batches_of(samples, micro_batch_size))
+        """(inputs, targets) of every micro-batch of ``batches``, in order; see :meth:`pieces`."""
+        return self.pieces(
+            batches, lambda samples: micro_batches_of(samples, micro_batch_size), skipped
+        )
 
     def pieces(
-        self, batches: Iterable[tuple[int, range]], pieces_of: Pieces
+        self, batches: Iterable[tuple[int, range]], pieces_of: Pieces, skipped: int = 0
     ) -> Iterator[tuple[Any, Any]]:
         """(inputs, targets) of parts of ``batches``, in order; other samples are not loaded.
 
@@ -139,13 +141,14 @@ class Loader:
 
         Args:
             pieces_of: positions within a batch of so many samples that are loaded at once, rising.
+            skipped: how many batches at the beginning were used before.
         """
         if self._iterable:
-            collated: Iterable[Any] = self._stream(batches, pieces_of)
+            collated: Iterable[Any] = self._stream(batches, pieces_of, skipped)
         else:
             collated = DataLoader(
                 _Seeded(self._dataset, self._seed),
-                batch_sampler=_Sampler(self, batches, pieces_of),
+                batch_sampler=_Sampler(self, islice(batches, skipped, None), pieces_of),
                 collate_fn=self._collate,
                 num_workers=self._workers,
             )
@@ -165,11 +168,13 @@ class Loader:
         seeded = _Seeded(self._dataset, self._seed)
         return [seeded[0, index] for index in range(size)]
 
-    def _stream(self, batches: Iterable[tuple[int, range]], pieces_of: Pieces) -> Iterator[Any]:
+    def _stream(
+        self, batches: Iterable[tuple[int, range]], pieces_of: Pieces, skipped: int
+    ) -> Iterator[Any]:
         samples = self._endless()
-        for _, positions in batches:
+        for number, (_, positions) in enumerate(batches):
             position = 0
-            for piece in pieces_of(len(positions)):
+            for piece in pieces_of(len(positions)) if number >= skipped else ():
                 _skip(samples, piece.start - position)
                 yield self._collate(list(islice(samples, len(piece))))
                 position = piece.stop

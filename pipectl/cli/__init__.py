@@ -13,10 +13,12 @@ from pipectl import __version__
 from pipectl.cli import (
     cancel,
     check,
+    export,
     init,
     logs,
     plan,
     profile,
+    resume,
     schema,
     simulate,
     status,
@@ -37,19 +39,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for module in (
-    init,
-    check,
-    schema,
-    profile,
-    plan,
-    simulate,
-    submit,
-    status,
-    logs,
-    trace,
-    cancel,
-    verify,
-):
+    init, check, schema, profile, plan, simulate, submit, status, logs, trace, cancel, resume,
+    verify, export,
+):  # fmt: skip
     app.command(module.__name__.rpartition(".")[2])(module.command)
 
 

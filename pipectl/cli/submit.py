@@ -16,6 +16,7 @@ from pipectl.cli.rehearse import rehearse
 
 if TYPE_CHECKING:
     from pipectl.jobs.submit import Submission
+    from pipectl.runs import RunDirectory
     from pipectl.spec import JobSpec
 
 
@@ -64,18 +65,19 @@ def _submit(spec: JobSpec, scheduler: str | None, *, wait: bool, as_json: bool) 
     if not as_json:
         _tell(submission)
     if wait:
-        _wait(submission, as_json=as_json)
+        follow_to_the_end(submission.run, as_json=as_json)
     elif as_json:
         record = submission.record
         answer = {"run": submission.run.name, "directory": str(submission.run.path)}
         say_json({**answer, "scheduler": record.scheduler, "job_id": record.job_id})
 
 
-def _wait(submission: Submission, *, as_json: bool) -> None:
+def follow_to_the_end(run: RunDirectory, *, as_json: bool) -> None:
+    """Show a run until it is over, and exit with its code."""
     from pipectl.cli.follow import exit_code, follow
     from pipectl.cli.status_view import show_run, status_json
 
-    found = follow(submission.run)
+    found = follow(run)
     if as_json:
         say_json(status_json(found))
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ from pipectl.errors import UsageError
 from pipectl.files import make_directory
 from pipectl.jobs.machines import measured_key
 from pipectl.jobs.measuring_run import submit_measuring
-from pipectl.jobs.request import job_request
+from pipectl.jobs.request import job_request, make_tag
 from pipectl.jobs.submit import Submission
 from pipectl.runs import RunDirectory
 
@@ -54,7 +53,7 @@ def submit_links(
 def _request(
     spec: JobSpec, run: RunDirectory, scheduler: str, output: Path, budget_s: float
 ) -> JobRequest:
-    training = job_request(spec, run.path, f"{run.name} {uuid.uuid4().hex[:8]}")
+    training = job_request(spec, run.path, make_tag(run.path))
     files = ("--run", str(run.path), "--output", str(output))
     given = ("--key", measured_key(spec, scheduler), "--budget", str(budget_s))
     return replace(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from pipectl.jobs.machines import find_machines
 from pipectl.jobs.places import LOCAL, profile_path, scheduler_name
 from pipectl.jobs.plan import planned, write_plan
 from pipectl.jobs.profile import Progress, fresh_profile, measure
-from pipectl.jobs.request import job_request
+from pipectl.jobs.request import job_request, make_tag
 from pipectl.jobs.submit import Submission, hand_over
 from pipectl.plan import Plan
 from pipectl.rehearsal import Rehearsal
@@ -166,7 +165,7 @@ def _ranks_per_core(subject: Subject) -> float:
 
 def _request(subject: Subject, run: RunDirectory, rehearsal: Rehearsal) -> JobRequest:
     spec = subject.spec
-    request = job_request(spec, run.path, f"{run.name} {uuid.uuid4().hex[:8]}")
+    request = job_request(spec, run.path, make_tag(run.path))
     request = replace(
         request,
         name=f"{spec.name}-rehearsal",

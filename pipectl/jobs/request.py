@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,15 @@ def _offloads(spec: JobSpec, plan: Plan | None) -> bool:
     if plan is None:
         return spec.pipeline.offload == OffloadTarget.DISK
     return plan.offload_to is OffloadTarget.DISK and any(stage.offload for stage in plan.stages)
+
+
+def make_tag(directory: Path) -> str:
+    """A text that no other submission has.
+
+    Args:
+        directory: the run directory.
+    """
+    return f"{directory.name} {uuid.uuid4().hex[:8]}"
 
 
 def _slurm_options(spec: JobSpec) -> SlurmOptions:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from pipectl.jobs.machines import find_machines
 from pipectl.jobs.places import LOCAL, plan_path, profile_path, scheduler_name
 from pipectl.jobs.plan import planned, write_plan
 from pipectl.jobs.profile import Measurement, Progress, fresh_profile, measure
-from pipectl.jobs.request import job_request
+from pipectl.jobs.request import job_request, make_tag
 from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import Record, RunDirectory
@@ -168,6 +167,5 @@ def _writer(run: RunDirectory, inputs: Inputs) -> Callable[[], None]:
 
 
 def _request(inputs: Inputs, directory: Path) -> JobRequest:
-    tag = f"{directory.name} {uuid.uuid4().hex[:8]}"
-    plan = inputs.plan
+    plan, tag = inputs.plan, make_tag(directory)
     return job_request(inputs.spec, directory, tag, prepare=plan is None, plan=plan)

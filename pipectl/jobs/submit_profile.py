@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ from pipectl.files import make_directory
 from pipectl.jobs.measuring_run import submit_measuring
 from pipectl.jobs.profile import Wish
 from pipectl.jobs.profile_in_job import arguments_for
-from pipectl.jobs.request import MEASURE, job_request
+from pipectl.jobs.request import MEASURE, job_request, make_tag
 from pipectl.jobs.submit import Submission
 from pipectl.runs import RunDirectory
 
@@ -42,7 +41,7 @@ def submit_profile(
 
 
 def _request(spec: JobSpec, run: RunDirectory, output: Path, wish: Wish) -> JobRequest:
-    tag = f"{run.name} {uuid.uuid4().hex[:8]}"
+    tag = make_tag(run.path)
     training = job_request(spec, run.path, tag)
     command = (training.python, "-m", MEASURE, *arguments_for(run, output, wish))
     name = f"{spec.name}-profile"

@@ -1,7 +1,8 @@
 """Run directories: making, finding, recording and reading them."""
 
-from pipectl.runs.directory import RunDirectory
+from pipectl.runs.directory import ATTEMPT, RunDirectory
 from pipectl.runs.find import find_run, list_runs
+from pipectl.runs.manifest import LossScaleState, Manifest, Shard, checkpoints, step_of
 from pipectl.runs.readers import (
     last_checkpoint,
     measured_steps,
@@ -13,11 +14,16 @@ from pipectl.runs.readers import (
 from pipectl.runs.record import PROFILING, REHEARSAL, Event, Record
 
 __all__ = [
+    "ATTEMPT",
     "PROFILING",
     "REHEARSAL",
     "Event",
+    "LossScaleState",
+    "Manifest",
     "Record",
     "RunDirectory",
+    "Shard",
+    "checkpoints",
     "find_run",
     "last_checkpoint",
     "list_runs",
@@ -26,4 +32,5 @@ __all__ = [
     "read_exit_code",
     "read_heartbeat",
     "read_metrics",
+    "step_of",
 ]

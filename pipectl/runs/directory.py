@@ -10,6 +10,8 @@ from pathlib import Path
 from pipectl.errors import UsageError
 
 RUN_NAME = re.compile(r"(\d{8}-\d{6})-(.+)")
+ATTEMPT = "PIPECTL_ATTEMPT"
+"""Variable of the environment: which start of the job this is, from 1."""
 _FOLDERS = ("errors", "logs", "trace", "checkpoints")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from pipectl.errors import DataFileError
 from pipectl.files import read_json
 from pipectl.runs.directory import RunDirectory
+from pipectl.runs.manifest import checkpoints
 
 _CURE = "the running job writes it again within seconds"
 
@@ -75,12 +76,7 @@ def measured_steps(run: RunDirectory) -> list[int]:
 
 def last_checkpoint(run: RunDirectory) -> Path | None:
     """The folder of the latest saved step; one that is still being written does not count."""
-    return max(run.checkpoints.glob("step-*"), key=_length_and_name, default=None)
-
-
-def _length_and_name(path: Path) -> tuple[int, str]:
-    """Sort key that puts ``step-1000000`` behind ``step-999999``."""
-    return len(path.name), path.name
+    return next(iter(checkpoints(run.checkpoints)), None)
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

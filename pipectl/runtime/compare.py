@@ -47,7 +47,7 @@ class PipelineRun:
 
     def weights(self, step: int) -> Weights:
         """See :class:`Trained`."""
-        return checkpoint.Stored(self._run.checkpoints / f"step-{step:06d}")
+        return checkpoint.load(self._run.checkpoints / f"step-{step:06d}")
 
 
 class PlainRun:

@@ -54,6 +54,12 @@ def run_rank(work: Work, description: str | None) -> None:
         sys.exit(error.exit_code if isinstance(error, PipectlError) else 1)
 
 
+def warn(text: str) -> None:
+    """Put a line into the log."""
+    sys.stderr.write(f"pipectl: {text}\n")
+    sys.stderr.flush()
+
+
 def report(
     directory: RunDirectory,
     rank: int,

@@ -14,6 +14,7 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 from pipectl.errors import CaptureError
+from pipectl.runs import LossScaleState
 from pipectl.runtime.waiting import wait
 from pipectl.spec.training import LossScale as LossScaleSpec
 
@@ -49,6 +50,16 @@ class LossScale:
     def value(self) -> float:
         """What the loss of the next step is to be multiplied by."""
         return float(self._scale)
+
+    @property
+    def state(self) -> LossScaleState:
+        """For a checkpoint."""
+        return LossScaleState(float(self._scale), int(self._steps_since))
+
+    def restore(self, state: LossScaleState) -> None:
+        """Go on from a checkpoint."""
+        self._scale.fill_(state.scale)
+        self._steps_since.fill_(state.steps_since)
 
     def unscale(self) -> bool:
         """Divide all gradients by the scale and choose the next one. Collective.

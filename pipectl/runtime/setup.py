@@ -15,6 +15,7 @@ from pipectl.errors import CaptureError, MismatchError
 from pipectl.plan import Plan, Replication
 from pipectl.profile import Profile
 from pipectl.runtime.apart import Announcements, add_lanes, make_half
+from pipectl.runtime.checkpoint import Stored
 from pipectl.runtime.device import Device
 from pipectl.runtime.engine import Engine
 from pipectl.runtime.failure import Doing
@@ -76,6 +77,9 @@ def check_graph(communicator: MPI.Comm, job: CapturedJob, plan: Plan, profile: P
 class Setup:
     """Everything a rank needs to run passes, made once.
 
+    Args:
+        stored: the checkpoint that the run goes on from.
+
     Attributes:
         stages: of this rank, by index.
         training, evaluating: engines; the second is None without evaluation data.
@@ -98,6 +102,7 @@ class Setup:
         device: Device,
         doing: Doing,
         progress: Progress | None = None,
+        stored: Stored | None = None,
     ) -> None:
         self.progress = progress or Progress()
         self.job, self.plan, self.communicator, self.device = job, plan, communicator, device
@@ -119,7 +124,10 @@ class Setup:
         self.evaluation_sizes = self._evaluation_sizes(held_out)
         cuts = self._cuts()
         self.owners = self._owners(cuts)
-        job.materialize(self._held(cuts))
+        held = self._held(cuts)
+        job.materialize(held)
+        if stored is not None:
+            stored.restore_states({name: job.states[name] for name in held})
         directory = directory_of(spec.pipeline.offload_directory)
         self._mover = mover_of(plan, communicator.rank, device.torch_device, directory)
         self.stages = self._stages(cuts)
@@ -164,18 +172,19 @@ class Setup:
 
     @property
     def saved_states(self) -> dict[str, Tensor]:
-        """The parameters and persistent buffers this rank saves."""
-        persistent = self.job.step.state_dict(keep_vars=True)
-        return {
-            name: self.job.states[name]
-            for name, owner in self.owners.items()
-            if owner == self.communicator.rank and name in persistent
-        }
+        """The parameters and buffers this rank saves."""
+        me, states = self.communicator.rank, self.job.states
+        return {name: states[name] for name, owner in self.owners.items() if owner == me}
+
+    @property
+    def persistent(self) -> set[str]:
+        """The parameters and buffers of all ranks that a state dict holds."""
+        return set(self.job.step.state_dict(keep_vars=True))
 
     @property
     def saved_aliases(self) -> dict[str, str]:
         """Further names of saved states, to the name each is saved under."""
-        persistent = self.job.step.state_dict(keep_vars=True)
+        persistent = self.persistent
         return {name: first for name, first in self.job.tied.items() if name in persistent}
 
     def _stages(self, cuts: Mapping[tuple[bool, int], Cut]) -> dict[int, StageRuntime]:

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.factories import call
 from pipectl.errors import CaptureError
+from pipectl.runtime.optimizer_state import take
 from pipectl.units import did_you_mean
 
 
 @dataclass
 class Stepper:
-    """Optimizer and learning-rate schedule of one rank; both None where it trains nothing."""
+    """Optimizer and learning-rate schedule of one rank; both None where it trains nothing.
+
+    Attributes:
+        updates: how often the schedule has moved on.
+    """
 
     optimizer: torch.optim.Optimizer | None
     lr_scheduler: Any | None
+    updates: int = 0
 
     @property
     def learning_rate(self) -> float:
@@ -36,8 +43,26 @@ class Stepper:
 
     def step_schedule(self) -> None:
         """Update the learning rate alone."""
+        self.updates += 1
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
+
+    def state(
+        self, parameters: Mapping[str, nn.Parameter]
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What the optimizer remembers of some parameters; see :func:`optimizer_state.take`."""
+        return ({}, {}) if self.optimizer is None else take(self.optimizer, parameters)
+
+    def move_on(self, updates: int) -> None:
+        """Bring a new schedule to where it was after so many updates.
+
+        It is walked there step by step: the same rates to the bit, from the schedule that the job
+        asks for now.
+        """
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch misses the optimizer's steps in between
+            for _ in range(updates):
+                self.step_schedule()
 
     def skip(self) -> None:
         """Drop the gradients and leave all else."""

@@ -88,6 +88,10 @@ class Telemetry:
         if communicator.rank:
             self._receiving = []
 
+    def go_on_from(self, step: int) -> None:
+        """Say that so many steps were done by earlier attempts."""
+        self._step = step
+
     def state(self, state: str) -> None:
         """Say what the job does now; written at once."""
         self._state = state

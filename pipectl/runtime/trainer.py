@@ -15,7 +15,8 @@ from torch import nn
 
 from pipectl.capture.data import split_batch
 from pipectl.runs import RunDirectory
-from pipectl.runtime import checkpoint
+from pipectl.runtime.checkpoint import Stored
+from pipectl.runtime.continuation import Continuation
 from pipectl.runtime.engine import StepInput
 from pipectl.runtime.evaluation import Metrics
 from pipectl.runtime.exchange import group_of
@@ -50,6 +51,7 @@ class Trainer:
         setup: what the rank holds.
         attempt: number of the job's start, from 1.
         messages: how they travel, for the heartbeat.
+        stored: the checkpoint that the run goes on from.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Trainer:
         run: RunDirectory,
         attempt: int,
         messages: Mapping[str, Any] | None = None,
+        stored: Stored | None = None,
     ) -> None:
         self._setup = setup
         self._spec = setup.job.spec
@@ -86,6 +89,12 @@ class Trainer:
         self._pass = cache(self._make_pass)
         self._gradient_norm = self._used_rate = math.nan
         self._skipped = False
+        self._continuation = self._make_continuation(run, attempt)
+        self._done = 0
+        if stored is not None:
+            self._continuation.take_up(stored, self._updated())
+            self._done = stored.manifest.step
+            self._telemetry.go_on_from(self._done)
 
     def train(self) -> None:
         """Run all steps, evaluations and checkpoints."""
@@ -98,13 +107,14 @@ class Trainer:
             self._train_stretches(planned)
         else:
             self._train_steps(planned, self._load(planned))
+        self._continuation.finish()
         self._tracing.finish()
         self._telemetry.finish()
         self._setup.close()
 
     def _train_steps(self, planned: list[tuple[int, range]], loaded: Iterator[Batch]) -> None:
         """Each step by itself, with the pipeline empty behind it."""
-        for step, (_, positions) in enumerate(planned, 1):
+        for step, (_, positions) in islice(enumerate(planned, 1), self._done, None):
             self._setup.doing.step = step
             self._step(step, len(positions), loaded)
             self._between_steps(step)
@@ -116,9 +126,11 @@ class Trainer:
         stretches = Stretches(setup, self._stepper, self._telemetry, self._tracing)
         loaded: Iterator[Batch] = iter(())
         if setup.loader is not None:
-            loaded = setup.loader.micro_batches(planned, setup.plan.micro_batch_size)
-        stops = [step for step in range(1, len(batches) + 1) if self._stops_behind(step)]
-        for before, stop in pairwise([0, *stops]):
+            size = setup.plan.micro_batch_size
+            loaded = setup.loader.micro_batches(planned, size, self._done)
+        rest = range(self._done + 1, len(batches) + 1)
+        stops = [step for step in rest if self._stops_behind(step)]
+        for before, stop in pairwise([self._done, *stops]):
             setup.doing.step = before + 1
             barrier(setup.communicator)
             stretches.train(before + 1, batches[before:stop], loaded)
@@ -178,8 +190,9 @@ class Trainer:
             self._telemetry.state("training")
         if self._saves_behind(step):
             self._telemetry.state("saving")
-            self._save(step)
+            self._continuation.save(step)
             self._telemetry.state("training")
+        self._continuation.poll()
 
     def _stops_behind(self, step: int) -> bool:
         """Whether the pipeline must be empty behind a step."""
@@ -215,7 +228,7 @@ class Trainer:
         loader = self._setup.loader
         if loader is None:
             return iter(())
-        return loader.pieces(planned, lambda samples: self._pass(samples).positions)
+        return loader.pieces(planned, lambda samples: self._pass(samples).positions, self._done)
 
     def _make_pass(self, samples: int) -> Pass:
         setup = self._setup
@@ -295,16 +308,6 @@ class Trainer:
         program = lower_renewal(self._setup.plan, self._rank).body
         self._setup.training.run(program, StepInput([], [], iter(()), ()), lambda: None)
 
-    def _save(self, step: int) -> None:
-        checkpoint.save(
-            self._setup.communicator,
-            self._run.checkpoints,
-            step,
-            self._setup.saved_states,
-            self._setup.saved_aliases,
-            self._spec.checkpoint.keep,
-        )
-
     def _make_shared(self) -> SharedGradients:
         setup = self._setup
         return SharedGradients(
@@ -342,10 +345,17 @@ class Trainer:
         """The parameters this rank updates."""
         return {n: p for n, p in self._setup.parameters.items() if p.requires_grad}
 
+    def _make_continuation(self, run: RunDirectory, attempt: int) -> Continuation:
+        told = {name: p for name, p in self._trained().items() if self._tells(name)}
+        return Continuation(self._setup, run, attempt, self._stepper, self._loss_scale, told)
+
+    def _tells(self, name: str) -> bool:
+        """Whether of all ranks that hold a parameter, this one speaks for it."""
+        return self._setup.replicas.counts(name, first=self._setup.owners[name] == self._rank)
+
     def _make_clipping(self) -> Clipping:
         held = self._trained()
-        setup = self._setup
-        counts = {n: setup.replicas.counts(n, first=setup.owners[n] == self._rank) for n in held}
+        counts = {name: self._tells(name) for name in held}
         states = self._setup.job.states.items()
         dtypes = {name: tensor.dtype for name, tensor in states if tensor.requires_grad}
         owned = {n: p for n, p in held.items() if counts[n]}

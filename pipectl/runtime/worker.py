@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 
 import torch
 from mpi4py import MPI
@@ -16,9 +15,10 @@ from mpi4py import MPI
 from pipectl.capture import CapturedJob
 from pipectl.plan import Plan
 from pipectl.profile import Profile
-from pipectl.runs import RunDirectory
+from pipectl.runs import ATTEMPT, RunDirectory
+from pipectl.runtime.checkpoint import newest
 from pipectl.runtime.device import Device, choose_device
-from pipectl.runtime.failure import Doing, run_rank
+from pipectl.runtime.failure import Doing, run_rank, warn
 from pipectl.runtime.offload import check_space, directory_of
 from pipectl.runtime.process import settle_process
 from pipectl.runtime.setup import Setup, check_graph, check_world
@@ -41,7 +41,11 @@ def run(directory: RunDirectory, communicator: MPI.Comm, doing: Doing) -> None:
     check_world(communicator, plan)
     check_supported(plan)
     check_space(communicator, plan, node_name(), directory_of(spec.pipeline.offload_directory))
-    attempt = 1 + int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    attempt = communicator.bcast(int(os.environ.get(ATTEMPT, "1")))
+    doing.action = "looking for a checkpoint"
+    stored = newest(communicator, directory.checkpoints, warn)
+    if stored is not None:
+        stored.check(plan.micro_batch_size)
     if communicator.rank == 0:
         beat(directory, "capturing", 0, spec.training.steps, attempt)
     settle_process(spec.resources.cpus_per_task)
@@ -53,11 +57,11 @@ def run(directory: RunDirectory, communicator: MPI.Comm, doing: Doing) -> None:
     device, choice = _wires(communicator, spec, local_rank)
     messages = {"route": device.route, **choice.to_json()}
     if communicator.rank == 0:
-        sys.stderr.write(f"pipectl: messages: {json.dumps(messages)}\n")
+        warn(f"messages: {json.dumps(messages)}")
     doing.action = "building the stages"
     with choice.progress(staged=device.staged) as progress:
-        setup = Setup(communicator, job, plan, device, doing, progress)
-        Trainer(setup, directory, attempt, messages).train()
+        setup = Setup(communicator, job, plan, device, doing, progress, stored)
+        Trainer(setup, directory, attempt, messages, stored).train()
 
 
 def _wires(communicator: MPI.Comm, spec: JobSpec, local_rank: int) -> tuple[Device, Choice]:
@@ -67,7 +71,7 @@ def _wires(communicator: MPI.Comm, spec: JobSpec, local_rank: int) -> tuple[Devi
         finding = gpu_aware.find(communicator, spec.launch.gpu_aware, asks=local_rank == 0)
         in_place = finding.able
         if communicator.rank == 0:
-            sys.stderr.write(f"pipectl: MPI and accelerators: {finding.why}\n")
+            warn(f"MPI and accelerators: {finding.why}")
     device = choose_device(accelerators, local_rank, in_place=in_place)
     return device, choose_progress(communicator.Dup(), spec.launch.progress)
 

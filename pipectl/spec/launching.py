@@ -112,6 +112,10 @@ class Checkpoint(Section):
         default=None, description="Steps between checkpoints; by default only after the last step."
     )
     keep: Count = Field(default=3, description="Checkpoints to keep; older ones are removed.")
+    keep_every: Count | None = Field(
+        default=None,
+        description="Besides, checkpoints whose step is a multiple of this stay.",
+    )
 
 
 class Trace(Section):

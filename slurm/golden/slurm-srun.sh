@@ -33,6 +33,19 @@ finish() {
 }
 trap finish EXIT
 
+# Which start of the job this is.
+attempt=0
+[[ -r "$PIPECTL_RUN_DIRECTORY/attempt" ]] && read -r attempt <"$PIPECTL_RUN_DIRECTORY/attempt"
+[[ $attempt =~ ^[0-9]{1,9}$ ]] || attempt=0
+attempt=$((10#$attempt + 1))
+echo "$attempt" >"$PIPECTL_RUN_DIRECTORY/attempt.tmp" &&
+    mv -f "$PIPECTL_RUN_DIRECTORY/attempt.tmp" "$PIPECTL_RUN_DIRECTORY/attempt"
+export PIPECTL_ATTEMPT=$attempt
+if ((attempt > 1)); then # what earlier starts reported is out of the way, not lost
+    before="$PIPECTL_RUN_DIRECTORY/errors/attempt-$((attempt - 1))"
+    mkdir -p "$before" && mv -f "$PIPECTL_RUN_DIRECTORY"/errors/*.json "$before" 2>/dev/null
+fi
+
 # Signals go on to the running command; bash sees them only while it waits, so every command
 # runs in the background, and 'wait' is repeated after a signal. Should a command end in the very
 # moment of a signal, bash loses its exit code (wait gives -1): then the signal's code counts.

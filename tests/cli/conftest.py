@@ -43,7 +43,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name in ("bash", "rm", "mv", "cat", "sleep"):
+    for name in ("bash", "rm", "mv", "mkdir", "cat", "sleep"):
         (programs / name).symlink_to(f"/bin/{name}")
     monkeypatch.setenv("PATH", str(programs))
     monkeypatch.setenv("COLUMNS", "100")

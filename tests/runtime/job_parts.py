@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import torch
@@ -49,6 +50,14 @@ class RankDependent(Samples):
         super().__init__(24 - MPI.COMM_WORLD.rank)
 
 
+class Slow(Samples):
+    """As if it came from far away."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        time.sleep(0.1)
+        return super().__getitem__(index)
+
+
 class Endless(IterableDataset):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         samples = Samples()
@@ -57,10 +66,11 @@ class Endless(IterableDataset):
 
 
 class Model(nn.Module):
-    def __init__(self, depth: int = 2) -> None:
+    def __init__(self, depth: int = 2, dropout: float = 0.0) -> None:
         super().__init__()
+        random = [nn.Dropout(dropout)] if dropout else []
         self.layers = nn.Sequential(
-            *[nn.Sequential(nn.Linear(6, 6), nn.GELU()) for _ in range(depth)]
+            *[nn.Sequential(nn.Linear(6, 6), nn.GELU(), *random) for _ in range(depth)]
         )
         self.head = nn.Linear(6, 12)
 

@@ -1,0 +1,178 @@
+"""Going on with a run that has ended: from its last checkpoint, under the same plan or another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipectl.batch import JobState, get
+from pipectl.batch.process import NoAnswerError
+from pipectl.cluster import Cluster
+from pipectl.errors import PipectlError, UsageError
+from pipectl.files import write_text
+from pipectl.jobs.machines import find_machines
+from pipectl.jobs.plan import find_plan, fresh_plan, write_plan
+from pipectl.jobs.request import job_request, make_tag
+from pipectl.jobs.status import status
+from pipectl.plan import Plan
+from pipectl.profile import Profile
+from pipectl.runs import PROFILING, REHEARSAL, Record, RunDirectory, last_checkpoint, step_of
+from pipectl.spec import dump, load
+
+if TYPE_CHECKING:
+    from pipectl.spec import JobSpec
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """A run that was handed over again.
+
+    Args:
+        plan: None where the job has to make it.
+        step: of the last checkpoint; 0 where there is none, so that it begins anew.
+        planned: whether it has another plan than before.
+    """
+
+    run: RunDirectory
+    record: Record
+    plan: Plan | None
+    step: int
+    planned: bool
+
+
+def resume(
+    run: RunDirectory, overrides: Sequence[str], now: float, *, force: bool = False
+) -> Resumption:
+    """Submit a run once more, in its own directory.
+
+    Args:
+        overrides: changes of its job, ``resources.nodes=4`` say, for which it is planned anew. Its
+            micro-batches stay as they were unless these are changed: results depend on them.
+        now: seconds since the epoch.
+        force: go on even if it cannot be told whether it is over.
+
+    Raises:
+        UsageError: it still waits or runs, or is no training.
+        InfeasibleError: no plan fits.
+        SchedulerError: the batch system rejects it; the run is as it was.
+    """
+    record = Record.load(run.record)
+    _check_over(run, record, now, force=force)
+    spec = load(run.job, overrides)
+    cluster = find_machines(spec, record.scheduler).cluster
+    before = Plan.load(run.plan) if run.plan.exists() else None
+    plan = before
+    if before is not None:
+        spec, plan = _planned(run, spec, overrides, cluster, before)
+    record = _hand_over(run, spec, plan, cluster, record, now)
+    last = last_checkpoint(run)
+    step = 0 if last is None else step_of(last) or 0
+    return Resumption(run, record, plan, step, planned=plan != before)
+
+
+def _planned(
+    run: RunDirectory, spec: JobSpec, overrides: Sequence[str], cluster: Cluster, before: Plan
+) -> tuple[JobSpec, Plan]:
+    """The plan as it was, if the job is, else another; and the job that it belongs to."""
+    from pipectl.runtime.supported import check_supported
+
+    profile = Profile.load(run.profile)
+    plan = fresh_plan(spec, profile, cluster, run.plan)
+    if plan is None:
+        spec = _with_micro_batches(run, overrides, before)
+        plan = find_plan(spec, profile, cluster)
+        check_supported(plan, str(run.plan))
+    return spec, plan
+
+
+def _check_over(run: RunDirectory, record: Record, now: float, *, force: bool) -> None:
+    if record.kind in (PROFILING, REHEARSAL):
+        raise UsageError(
+            f"{run.name}: trains nothing, so there is nothing to go on with",
+            cure="start it again with `pipectl profile` or `pipectl submit --rehearse`",
+        )
+    found = status(run, now).job
+    if found.state is JobState.UNKNOWN and not force:
+        raise UsageError(
+            f"{run.name}: it cannot be told whether it is over: {found.reason}",
+            cure="if you know that it is: pipectl resume --force",
+        )
+    if found.state.alive:
+        raise UsageError(
+            f"{run.name}: is {found.state.value}",
+            cure=f"wait for its end, or `pipectl cancel {run.name}` first",
+        )
+
+
+def _with_micro_batches(run: RunDirectory, overrides: Sequence[str], before: Plan) -> JobSpec:
+    """The job with as many micro-batches as it had, unless others are asked for."""
+    asked = any(text.startswith("pipeline") for text in overrides)
+    spec = load(run.job, overrides)
+    if asked and spec.pipeline.micro_batches is not None:
+        return spec
+    return load(run.job, [*overrides, f"pipeline.micro_batches={before.micro_batches}"])
+
+
+def _hand_over(
+    run: RunDirectory,
+    spec: JobSpec,
+    plan: Plan | None,
+    cluster: Cluster,
+    record: Record,
+    now: float,
+) -> Record:
+    scheduler = get(record.scheduler)
+    request = job_request(spec, run.path, make_tag(run.path), prepare=plan is None, plan=plan)
+    script = scheduler.render(request)
+    record = replace(
+        record,
+        tag=request.tag,
+        submitted_at=now,
+        ranks=request.ranks,
+        nodes=request.nodes,
+        steps=spec.training.steps,
+        job_id=None,
+    )
+    record = record.after(now, "submitting", detail="resumed")
+    with _unchanged_on_failure(run):
+        write_text(run.job, dump(spec))
+        cluster.save(run.cluster)
+        if plan is not None:
+            write_plan(run, plan, cluster)
+        write_text(run.script, script, mode=0o777)
+        record.save(run.record)
+        run.exit_code.unlink(missing_ok=True)
+        job_id = scheduler.submit(run.script, request)
+    record = record.after(now, "submitted", job_id=job_id)
+    record.save(run.record)
+    return record
+
+
+@contextmanager
+def _unchanged_on_failure(run: RunDirectory) -> Iterator[None]:
+    """Put the files back unless the job may be on its way."""
+    paths = (
+        run.job, run.cluster, run.plan, run.predicted, run.script, run.record, run.exit_code,
+    )  # fmt: skip
+    before = {path: _content(path) for path in paths}
+    try:
+        yield
+    except NoAnswerError:
+        raise
+    except (PipectlError, KeyboardInterrupt):
+        for path, text in before.items():
+            if text is None:
+                path.unlink(missing_ok=True)
+            else:
+                write_text(path, text, mode=0o777 if path == run.script else 0o666)
+        raise
+
+
+def _content(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None

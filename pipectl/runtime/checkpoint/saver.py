@@ -1,0 +1,261 @@
+"""Writing checkpoints while training goes on.
+
+Ranks copy their states at once, and a thread of each writes them to a folder with a temporary name.
+What it wrote, each rank tells rank 0, which adds the manifest and gives the folder its final name.
+Whatever ends the job before that moment, the earlier checkpoints are as they were.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from pipectl.errors import UsageError
+from pipectl.runs import LossScaleState, Manifest, Shard, checkpoints, step_of
+from pipectl.runtime.checkpoint.snapshot import Snapshot, sync
+from pipectl.runtime.waiting import barrier, wait
+from pipectl.units import format_bytes
+
+_PAUSE_S = 1e-3
+_MARGIN = 1.02
+"""Of free space over the bytes of the tensors: headers, the manifest."""
+_CURE = "free some space, or set output.directory to a larger disk"
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints stay: the newest, and every so many steps for good."""
+
+    newest: int
+    every: int | None = None
+
+    def drops(self, directory: Path) -> list[Path]:
+        """The checkpoints that may go."""
+        old = checkpoints(directory)[self.newest :]
+        return [path for path in old if not (self.every and (step_of(path) or 0) % self.every == 0)]
+
+
+class _Save:
+    """A checkpoint on its way; the lists are filled on rank 0."""
+
+    def __init__(self, manifest: Manifest, partial: Path, written: Future[dict[str, Any]]) -> None:
+        self.manifest = manifest
+        self.partial = partial
+        self.written = written
+        self.told: MPI.Request | None = None
+        self.heard: list[dict[str, Any]] = []
+        self.committed: Future[None] | None = None
+
+
+class Saver:
+    """Writes the checkpoints of a run, one at a time.
+
+    Args:
+        communicator: of its own; making a saver is collective.
+        directory: of all checkpoints.
+        attempt: of the job, so that no two write to one temporary name.
+        warn: told where a checkpoint could not be written (on rank 0).
+    """
+
+    def __init__(
+        self,
+        communicator: MPI.Comm,
+        directory: Path,
+        keep: Keep,
+        attempt: int,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._communicator = communicator
+        self._directory = directory
+        self._keep = keep
+        self._attempt = attempt
+        self._warn = warn
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._save: _Save | None = None
+        self._failure = ""
+        if communicator.rank == 0:
+            _remove_leftovers(directory)
+        barrier(communicator)
+
+    def start(self, manifest: Manifest, snapshot: Snapshot) -> None:
+        """Begin to write a checkpoint; collective. An earlier one is finished first.
+
+        Args:
+            manifest: without files; what the ranks know is filled in.
+        """
+        self._complete()
+        self._failure = self._lacking(snapshot.size_bytes)
+        if self._failure:
+            self._tell_failure(manifest.step)
+            return
+        partial = self._directory / f".step-{manifest.step:06d}.partial-{self._attempt}"
+        written = self._thread.submit(_written, partial, self._communicator.rank, snapshot)
+        self._save = _Save(manifest, partial, written)
+
+    def poll(self) -> None:
+        """Move the checkpoint on; never waits for another rank."""
+        save = self._save
+        if save is None:
+            return
+        if save.told is None and save.written.done():
+            text = json.dumps(save.written.result()).encode()
+            save.told = self._communicator.Isend([text, MPI.BYTE], 0)
+            self._text = text
+        if self._communicator.rank == 0:
+            self._hear(save)
+        if self._is_done(save):
+            self._save = None
+            if save.committed is not None and (error := save.committed.exception()):
+                self._failure = str(error)
+                self._tell_failure(save.manifest.step)
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is whole; collective.
+
+        Raises:
+            UsageError: it could not be written.
+        """
+        self._complete()
+        self._thread.shutdown()
+        failure = self._communicator.bcast(self._failure)
+        if failure:
+            raise UsageError(f"{self._directory}: the last checkpoint: {failure}", cure=_CURE)
+
+    def _complete(self) -> None:
+        while self._save is not None:
+            self.poll()
+            time.sleep(_PAUSE_S)
+        barrier(self._communicator)
+
+    def _is_done(self, save: _Save) -> bool:
+        if save.told is None or not save.told.Test():
+            return False
+        if self._communicator.rank:
+            return True
+        return save.committed is not None and save.committed.done()
+
+    def _hear(self, save: _Save) -> None:
+        """Take in what ranks wrote, and make the checkpoint valid when all are there."""
+        status = MPI.Status()
+        while self._communicator.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
+            text = bytearray(status.Get_count(MPI.BYTE))
+            self._communicator.Recv([text, MPI.BYTE], status.Get_source())
+            save.heard.append(json.loads(text))
+        if save.committed is None and len(save.heard) == self._communicator.size:
+            save.committed = self._thread.submit(
+                _commit, self._directory, save.partial, _complete_manifest(save), self._keep
+            )
+
+    def _lacking(self, size_bytes: int) -> str:
+        """In words, what space is missing for a checkpoint; collective."""
+        total = np.array([size_bytes], dtype=np.int64)
+        wait([self._communicator.Iallreduce(MPI.IN_PLACE, total)])
+        lacking = ""
+        if self._communicator.rank == 0:
+            lacking = _lacking_space(self._directory, int(int(total[0]) * _MARGIN))
+        return str(self._communicator.bcast(lacking))
+
+    def _tell_failure(self, step: int) -> None:
+        if self._communicator.rank == 0:
+            self._warn(f"the checkpoint of step {step} was not written: {self._failure}")
+
+
+def _lacking_space(directory: Path, needed: int) -> str:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(directory).free
+    except OSError as error:
+        return str(error.strerror or error)
+    if free >= needed:
+        return ""
+    return f"it takes {format_bytes(needed)}, and {format_bytes(free)} are free"
+
+
+def _written(partial: Path, rank: int, snapshot: Snapshot) -> dict[str, Any]:
+    """What a rank's thread has to tell."""
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        weights, training = snapshot.write(partial, rank)
+    except Exception as error:  # safetensors raises its own for a full disk
+        return {"error": f"{error} (rank {rank})"}
+    return {
+        "weights": [shard.to_json() for shard in weights],
+        "training": [shard.to_json() for shard in training],
+        "updates": snapshot.updates,
+        "loss_scale": snapshot.loss_scale,
+    }
+
+
+def _complete_manifest(save: _Save) -> Manifest | str:
+    """The manifest with all files; or what went wrong on a rank."""
+    errors = [heard["error"] for heard in save.heard if "error" in heard]
+    if errors:
+        return str(errors[0])
+    files = {
+        key: sorted((s for heard in save.heard for s in heard[key]), key=lambda s: str(s["file"]))
+        for key in ("weights", "training")
+    }
+    weights, training = (tuple(map(_shard, files[key])) for key in ("weights", "training"))
+    last = max(save.heard, key=lambda heard: int(heard["updates"]))  # ranks that only compute: 0
+    scale = last["loss_scale"]
+    return replace(
+        save.manifest,
+        weights=weights,
+        training=training,
+        updates=last["updates"],
+        loss_scale=None if scale is None else LossScaleState(*scale),
+    )
+
+
+def _shard(fields: dict[str, Any]) -> Shard:
+    return Shard(fields["file"], fields["bytes"], fields["sha256"], tuple(fields["names"]))
+
+
+def _commit(directory: Path, partial: Path, manifest: Manifest | str, keep: Keep) -> None:
+    """Give a checkpoint its name, and drop what is no longer kept.
+
+    Raises:
+        OSError: it cannot be made valid, and is removed.
+    """
+    try:
+        if isinstance(manifest, str):
+            raise OSError(manifest)
+        manifest.save(partial)
+        _rename(partial, directory / f"step-{manifest.step:06d}")
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    for old in keep.drops(directory):
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _rename(partial: Path, final: Path) -> None:
+    """An earlier checkpoint of that step makes way last."""
+    for folder in (*(path for path in partial.iterdir() if path.is_dir()), partial):
+        sync(folder)
+    old = final.with_name(f".{final.name}.old")
+    if final.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+    partial.rename(final)
+    sync(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Of attempts that ended while they wrote; a checkpoint that was moved aside moves back."""
+    for old in directory.glob(".step-*.old"):
+        final = directory / old.name.removeprefix(".").removesuffix(".old")
+        if not final.exists():
+            old.rename(final)
+    for left in (*directory.glob(".step-*.partial-*"), *directory.glob(".step-*.old")):
+        shutil.rmtree(left, ignore_errors=True)

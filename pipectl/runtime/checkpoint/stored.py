@@ -1,0 +1,167 @@
+"""Reading checkpoints: the newest whole one, and of it what a rank needs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from pipectl.errors import DataFileError, MismatchError
+from pipectl.runs import Manifest, Shard, checkpoints
+from pipectl.runtime.checkpoint.snapshot import plain_name, state_key
+from pipectl.runtime.optimizer_state import give
+
+_CURE = "use another checkpoint of the run"
+
+
+class Stored(Mapping[str, Tensor]):
+    """A checkpoint; as a mapping, the weights under the names of the user's model.
+
+    Each tensor is read from its file when it is asked for.
+
+    Raises:
+        DataFileError: the manifest is missing or damaged.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.manifest = Manifest.load(directory)
+        self._weights = _by_name(directory, self.manifest.weights)
+        self._training = _by_name(directory, self.manifest.training)
+        self._optimizer = cache(_optimizer_state)
+
+    def __getitem__(self, name: str) -> Tensor:
+        stored = self.manifest.aliases.get(name, name)
+        return _tensor(self._weights[stored], stored)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._weights
+        yield from self.manifest.aliases
+
+    def __len__(self) -> int:
+        return len(self._weights) + len(self.manifest.aliases)
+
+    def check(self, micro_batch_size: int) -> None:
+        """Whether a run with such micro-batches can go on from here.
+
+        Raises:
+            MismatchError: its results would depend on where it was stopped.
+        """
+        found = self.manifest.micro_batch_size
+        if found != micro_batch_size:
+            raise MismatchError(
+                f"{self.directory}: was written with micro-batches of {found} samples, and the "
+                f"plan has {micro_batch_size}",
+                cure="set pipeline.micro_batches so that they have as many as before",
+            )
+
+    def restore_states(self, states: Mapping[str, Tensor]) -> None:
+        """Put back parameters and buffers.
+
+        Args:
+            states: by full name.
+
+        Raises:
+            MismatchError: the checkpoint is of another model.
+        """
+        with torch.no_grad():
+            for name, tensor in states.items():
+                found = self._state(name)
+                if found.shape != tensor.shape or found.dtype != tensor.dtype:
+                    raise self._other(f"has another shape or type of {name!r}")
+                tensor.copy_(found)
+
+    def restore_optimizer(
+        self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+    ) -> None:
+        """Put back what an optimizer remembered of its parameters.
+
+        It may have nothing of one: of a parameter that got no gradient, say.
+        """
+        for name, parameter in parameters.items():
+            file = self._training.get(name)
+            if file is not None:
+                give(optimizer, parameter, self._optimizer(file)[name], partial(_tensor, file))
+
+    def _state(self, name: str) -> Tensor:
+        plain = plain_name(name)
+        if plain is not None and plain in self._weights:
+            return self[plain]
+        if name not in self._training:
+            raise self._other(f"has no {name!r}")
+        return _tensor(self._training[name], state_key(name))
+
+    def _other(self, what: str) -> MismatchError:
+        return MismatchError(
+            f"{self.directory}: {what}",
+            cure="the model has changed since; start a new run, with model.weights if you like",
+        )
+
+
+def load(directory: Path) -> Stored:
+    """A checkpoint of which every byte is as it was written.
+
+    Raises:
+        DataFileError: a file is missing or damaged.
+    """
+    stored = Stored(directory)
+    damaged = _damaged(directory, stored.manifest.shards)
+    if damaged is not None:
+        raise DataFileError(f"{directory / damaged}: missing or damaged", cure=_CURE)
+    return stored
+
+
+def newest(communicator: MPI.Comm, directory: Path, warn: Callable[[str], None]) -> Stored | None:
+    """The whole checkpoint with the most steps, or None if there is none; collective.
+
+    Every rank checks some of the files.
+
+    Args:
+        warn: told of each that is damaged (on rank 0).
+    """
+    for name in communicator.bcast([path.name for path in checkpoints(directory)]):
+        stored, problem = _read(communicator, directory / name)
+        problems = [found for found in communicator.allgather(problem) if found]
+        if not problems:
+            return stored
+        if communicator.rank == 0:
+            warn(f"{problems[0]}; the checkpoint before it is used, if there is one")
+    return None
+
+
+def _read(communicator: MPI.Comm, directory: Path) -> tuple[Stored | None, str]:
+    """A checkpoint, and what is wrong with this rank's share of its files."""
+    try:
+        stored = Stored(directory)
+    except DataFileError as error:
+        return None, error.message
+    mine = stored.manifest.shards[communicator.rank :: communicator.size]
+    damaged = _damaged(directory, mine)
+    return stored, f"{directory / damaged}: missing or damaged" if damaged else ""
+
+
+def _damaged(directory: Path, shards: Iterable[Shard]) -> str | None:
+    return next((shard.file for shard in shards if not shard.is_whole(directory)), None)
+
+
+def _by_name(directory: Path, shards: Iterable[Shard]) -> dict[str, Path]:
+    return {name: directory / shard.file for shard in shards for name in shard.names}
+
+
+def _tensor(file: Path, name: str) -> Tensor:
+    with safe_open(file, "pt") as opened:
+        tensor: Tensor = opened.get_tensor(name)
+    return tensor
+
+
+def _optimizer_state(file: Path) -> dict[str, Any]:
+    with safe_open(file, "pt") as opened:
+        found: dict[str, Any] = json.loads(opened.metadata()["optimizer"])
+    return found

@@ -1,0 +1,71 @@
+"""What a run needs besides its weights to go on exactly: saving it, and taking it up again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from pipectl.runs import Manifest, RunDirectory
+from pipectl.runtime.checkpoint import Keep, Saver, Stored, take_snapshot
+from pipectl.runtime.failure import warn
+from pipectl.runtime.loss_scale import LossScale
+from pipectl.runtime.setup import Setup
+from pipectl.runtime.stepper import Stepper
+
+
+class Continuation:
+    """Checkpoints of one rank's share of a training; making one is collective.
+
+    Where samples stand, and which random numbers come next, follows from the number of steps.
+
+    Args:
+        told: the parameters whose optimizer state is this rank's to save.
+        attempt: number of the job's start, from 1.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        run: RunDirectory,
+        attempt: int,
+        stepper: Stepper,
+        loss_scale: LossScale | None,
+        told: Mapping[str, nn.Parameter],
+    ) -> None:
+        self._setup = setup
+        self._stepper = stepper
+        self._loss_scale = loss_scale
+        self._told = told
+        spec = setup.job.spec.checkpoint
+        keep = Keep(spec.keep, spec.keep_every)
+        communicator = setup.communicator.Dup()
+        self._saver = Saver(communicator, run.checkpoints, keep, attempt, warn)
+        self.poll = self._saver.poll
+        self.finish = self._saver.finish
+
+    def save(self, step: int) -> None:
+        """Begin to write a checkpoint behind a step; collective."""
+        setup, scale = self._setup, self._loss_scale
+        own = take_snapshot(
+            setup.saved_states,
+            setup.persistent,
+            self._stepper,
+            self._told,
+            None if scale is None else scale.state,
+        )
+        manifest = Manifest(step, setup.plan.micro_batch_size, setup.saved_aliases)
+        self._saver.start(manifest, own)
+
+    def take_up(self, stored: Stored, updated: Mapping[str, nn.Parameter]) -> None:
+        """Put back what is not in the model.
+
+        Args:
+            updated: the parameters that this rank updates.
+        """
+        manifest, optimizer = stored.manifest, self._stepper.optimizer
+        if optimizer is not None:
+            stored.restore_optimizer(optimizer, updated)
+        self._stepper.move_on(manifest.updates)
+        if self._loss_scale is not None and manifest.loss_scale is not None:
+            self._loss_scale.restore(manifest.loss_scale)

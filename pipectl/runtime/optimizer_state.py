@@ -1,0 +1,101 @@
+"""The state of an optimizer by parameter name, so that another cut of the model can take it up.
+
+Optimizers keep a dictionary for each parameter: mostly tensors and numbers, in some inside lists
+and dictionaries of their own. It is written down as JSON in which tensors are named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipectl.errors import CaptureError
+
+_TENSOR, _TUPLE, _DICT, _FLOAT = "tensor", "tuple", "dict", "float"
+_PLAIN = (bool, int, str, type(None))
+
+
+def take(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What an optimizer remembers of some of its parameters.
+
+    Returns:
+        Tensors by name, not copied; and by parameter, the JSON of its dictionary.
+
+    Raises:
+        CaptureError: it keeps something that cannot be written down.
+    """
+    tensors: dict[str, Tensor] = {}
+    found = {
+        name: _encoded(optimizer.state[parameter], name, tensors)
+        for name, parameter in parameters.items()
+        if parameter in optimizer.state
+    }
+    return tensors, found
+
+
+def give(
+    optimizer: torch.optim.Optimizer,
+    parameter: nn.Parameter,
+    state: Any,
+    tensor: Callable[[str], Tensor],
+) -> None:
+    """Put back what an optimizer remembered of a parameter.
+
+    Args:
+        state: JSON of :func:`take`.
+        tensor: one of its tensors by name, on the CPU.
+    """
+
+    def placed(name: str) -> Tensor:
+        found = tensor(name)
+        return found if _is_counter(optimizer, parameter, found) else found.to(parameter.device)
+
+    optimizer.state[parameter] = _decoded(state, placed)
+
+
+def _is_counter(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, found: Tensor) -> bool:
+    """Whether it is a number of steps, which torch keeps on the CPU unless kernels need it."""
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    return not found.dim() and not (group.get("capturable") or group.get("fused"))
+
+
+def _encoded(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors[path] = value.detach()
+        return {_TENSOR: path}
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {_FLOAT: str(value)}
+    if isinstance(value, list | tuple):
+        items = [_encoded(item, f"{path}/{index}", tensors) for index, item in enumerate(value)]
+        return items if isinstance(value, list) else {_TUPLE: items}
+    if isinstance(value, dict) and all(isinstance(key, str | int) for key in value):
+        pairs = [[key, _encoded(item, f"{path}/{key}", tensors)] for key, item in value.items()]
+        return {_DICT: pairs}
+    raise CaptureError(
+        f"optimizer: the state of {path.removeprefix('model.')} is a {type(value).__name__}, "
+        "which a checkpoint cannot hold",
+        cure="use an optimizer whose state is tensors, numbers, and lists and mappings of them",
+    )
+
+
+def _decoded(value: Any, tensor: Callable[[str], Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decoded(item, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = value.items()
+    if kind == _TENSOR:
+        return tensor(inner)
+    if kind == _FLOAT:
+        return float(inner)
+    if kind == _TUPLE:
+        return tuple(_decoded(item, tensor) for item in inner)
+    return {key: _decoded(item, tensor) for key, item in inner}

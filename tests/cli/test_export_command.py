@@ -1,0 +1,105 @@
+"""`pipectl export`: files that load into the user's own model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from mpi4py import MPI
+from safetensors.torch import load_file
+from torch import nn
+
+from pipectl.runs import Manifest
+from pipectl.runtime.checkpoint import Keep, Saver, take_snapshot
+from pipectl.runtime.stepper import Stepper
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from conftest import Command
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+
+
+@pytest.fixture
+def model() -> Tied:
+    torch.manual_seed(3)
+    return Tied()
+
+
+@pytest.fixture
+def saved(model: Tied, finished: Path) -> Path:
+    """A run with checkpoints of steps 5 and 10."""
+    found = {f"model.{n}": t for n, t in model.state_dict().items() if n != "second.weight"}
+    saver = Saver(MPI.COMM_SELF, finished / "checkpoints", Keep(3), 1, print)
+    for step in (5, 10):
+        manifest = Manifest(step, 4, {"second.weight": "first.weight"})
+        saver.start(manifest, take_snapshot(found, set(found), Stepper(None, None), {}))
+        found = {name: tensor + 1 for name, tensor in found.items()}
+    saver.finish()
+    return finished
+
+
+def test_one_file_loads_into_the_model(cli: Command, saved: Path, model: Tied) -> None:
+    result = cli("export", "last")
+    assert (result.code, result.err) == (0, "")
+    assert result.out == "model.safetensors: 9 tensors, 232 B, after step 10\n"
+    other = Tied()
+    other.load_state_dict(load_file("model.safetensors"), strict=True)
+    assert torch.equal(other.second.weight, model.first.weight + 1)
+    assert torch.equal(other.norm.running_var, model.norm.running_var + 1)
+
+
+def test_a_step_and_a_place_can_be_chosen(cli: Command, saved: Path, model: Tied) -> None:
+    result = cli("export", "last", "--step", "5", "-o", "a/b.safetensors", "--json")
+    assert json.loads(result.out) == {"path": "a/b.safetensors", "step": 5, "bytes": 232}
+    assert torch.equal(load_file("a/b.safetensors")["first.weight"], model.first.weight)
+
+
+def test_several_files_have_an_index(cli: Command, saved: Path, model: Tied) -> None:
+    assert cli("export", "last", "--shard-size", "100B", "-o", "out").code == 0
+    index: dict[str, Any] = json.loads(Path("out/model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 232}
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) > 1
+    assert sorted(path.name for path in Path("out").glob("*.safetensors")) == files
+    found = {n: t for file in files for n, t in load_file(f"out/{file}").items()}
+    other = Tied()
+    other.load_state_dict(found, strict=True)
+    assert torch.equal(other.first.weight, model.first.weight + 1)
+
+
+def refused(cli: Command, *arguments: str) -> str:
+    result = cli("export", "last", *arguments)
+    assert (result.code, result.out) == (2, "")
+    return result.err
+
+
+def test_what_cannot_be_written_is_told(cli: Command, saved: Path) -> None:
+    assert "has no checkpoint of step 7" in refused(cli, "--step", "7")
+    assert "it has those of steps 5, 10" in refused(cli, "--step", "7")
+    Path("here").write_text("mine")
+    assert "here: exists already" in refused(cli, "-o", "here")
+    assert Path("here").read_text() == "mine"
+    assert "not a size" in refused(cli, "--shard-size", "many")
+
+
+def test_a_damaged_checkpoint_is_told(cli: Command, saved: Path) -> None:
+    (saved / "checkpoints/step-000010/rank-0000.safetensors").write_bytes(b"")
+    result = cli("export", "last")
+    assert result.code == 3
+    assert "rank-0000.safetensors: missing or damaged" in result.err
+    assert not Path("model.safetensors").exists()
+
+
+def test_a_run_without_checkpoints(cli: Command, run_of: Callable[..., Path]) -> None:
+    run_of("20250101-120000-tiny")
+    assert "has no checkpoint yet" in refused(cli)

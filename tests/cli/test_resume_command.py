@@ -1,0 +1,122 @@
+"""`pipectl resume`: what is submitted again, what stays, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pipectl.plan import Plan
+from pipectl.runs import Record, RunDirectory
+from pipectl.spec import load
+
+if TYPE_CHECKING:
+    from conftest import Command
+
+Program = Callable[[str, str], Path]
+
+
+@pytest.fixture
+def ended(cli: Command, profile: Path, program: Program) -> RunDirectory:
+    """A run on Slurm that failed behind its checkpoint of step 2."""
+    program("sbatch", "echo 41")
+    program("squeue", "exit 0")
+    assert cli("submit", "job.yaml", "--scheduler", "slurm").code == 0
+    (path,) = (path for path in Path("runs").iterdir() if path.is_dir())
+    run = RunDirectory(path)
+    run.exit_code.write_text("1\n")
+    (run.checkpoints / "step-000002").mkdir()
+    program("sbatch", "echo 42")
+    return run
+
+
+def contents(run: RunDirectory) -> dict[str, bytes]:
+    return {str(p): p.read_bytes() for p in sorted(run.path.rglob("*")) if p.is_file()}
+
+
+def test_the_same_job_goes_on_in_its_directory(cli: Command, ended: RunDirectory) -> None:
+    before = ended.plan.read_bytes(), load(ended.job)
+    result = cli("resume", "last")
+    assert (result.code, result.err) == (0, "")
+    assert result.out.splitlines() == [
+        "resumed: tiny (slurm job 42), from step 2",
+        f"see: pipectl status {ended.name}",
+    ]
+    assert (ended.plan.read_bytes(), load(ended.job)) == before
+    assert not ended.exit_code.exists()
+    record = Record.load(ended.record)
+    assert (record.job_id, record.state) == ("42", "submitted")
+    told = [(event.what, event.detail) for event in record.history]
+    assert told == [("submitted", "41"), ("submitting", "resumed"), ("submitted", "42")]
+
+
+def test_other_ranks_get_another_plan_with_the_same_micro_batches(
+    cli: Command, ended: RunDirectory
+) -> None:
+    sets = ("--set", "resources.nodes=4", "--set", "pipeline={stages: 4}")
+    result = cli("resume", "last", *sets, "--json")
+    assert result.code == 0
+    answer = json.loads(result.out)
+    assert (answer["from_step"], answer["planned_anew"], answer["job_id"]) == (2, True, "42")
+    plan = Plan.load(ended.plan)
+    assert (plan.ranks, plan.micro_batches) == (4, 4)
+    record = Record.load(ended.record)
+    assert (record.ranks, record.nodes) == (4, 4)
+    assert "--nodes=4" in ended.script.read_text()
+
+
+def test_more_steps_need_no_other_plan(cli: Command, ended: RunDirectory) -> None:
+    before = ended.plan.read_bytes()
+    assert cli("resume", "last", "--set", "training.steps=9").code == 0
+    assert ended.plan.read_bytes() == before
+    assert Record.load(ended.record).steps == 9
+
+
+def test_a_rejected_submission_leaves_the_run_as_it_was(
+    cli: Command, ended: RunDirectory, program: Program
+) -> None:
+    program("sbatch", "echo 'sbatch: error: invalid partition' >&2; exit 1")
+    before = contents(ended)
+    result = cli("resume", "last", "--set", "resources.nodes=4", "--set", "pipeline={stages: 4}")
+    assert (result.code, result.out) == (5, "")
+    assert "invalid partition" in result.err
+    assert contents(ended) == before
+
+
+def test_a_run_that_is_not_over_is_refused(
+    cli: Command, ended: RunDirectory, program: Program
+) -> None:
+    ended.exit_code.unlink()
+    assert "is QUEUED" in cli("resume", "last").err
+    record = Record.load(ended.record)
+    replace(record, submitted_at=record.submitted_at - 3600).save(ended.record)
+    program("squeue", "echo 'slurm_load_jobs error: timed out' >&2; exit 1")
+    result = cli("resume", "last")
+    assert result.code == 2
+    assert result.err.startswith(f"error: {ended.name}: it cannot be told whether it is over: ")
+    assert "if you know that it is: pipectl resume --force" in result.err
+    assert cli("resume", "last", "--force").code == 0
+
+
+def test_a_local_run_that_runs_is_refused(
+    cli: Command, run_of: Callable[..., Path], place: Path
+) -> None:
+    """The process of this test stands for it."""
+    start = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    pid = Path("/proc/self").resolve().name
+    run_of("20250101-120000-tiny", job_id=f"{pid}.{start}@{socket.gethostname()}")
+    result = cli("resume", "last", "--force")
+    assert result.code == 2
+    assert result.err.splitlines()[0] == "error: 20250101-120000-tiny: is RUNNING"
+
+
+def test_rehearsals_have_nothing_to_go_on_with(cli: Command, run_of: Callable[..., Path]) -> None:
+    run_of("20250101-120000-tiny", kind="rehearsal")
+    result = cli("resume", "last")
+    assert result.code == 2
+    assert "trains nothing" in result.err

@@ -1,0 +1,183 @@
+"""Runs that go on from a checkpoint end with the bits of runs that were never stopped."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipectl.plan import Plan
+from pipectl.runs import RunDirectory, checkpoints, read_metrics
+from pipectl.runtime import checkpoint
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
+HERE = Path(__file__).parent
+PARTS = HERE.parent / "job_parts.py"
+ADAM = {"optimizer": {"factory": "torch.optim:AdamW", "kwargs": {"lr": 0.05}}}
+COSINE = {
+    "lr_scheduler": {
+        "factory": "torch.optim.lr_scheduler:CosineAnnealingLR",
+        "kwargs": {"T_max": 11},
+    }
+}
+STEPS, STOPPED = 9, 3
+
+
+def options(**more: Any) -> dict[str, Any]:
+    training = {"steps": STEPS, "batch_size": 4, "clip_grad_norm": 1.0}
+    return {**ADAM, **COSINE, "checkpoint": {"every": STOPPED}, "training": training, **more}
+
+
+def check_same(one: RunDirectory, other: RunDirectory) -> None:
+    """Weights, optimizer state, losses and learning rates."""
+    name = f"step-{STEPS:06d}"
+    first, second = (checkpoint.load(run.checkpoints / name) for run in (one, other))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[weight], second[weight]) for weight in first)
+    assert first.manifest.updates == second.manifest.updates
+    assert first.manifest.loss_scale == second.manifest.loss_scale
+    figures = [
+        {line["step"]: (line["loss"], line["learning_rate"]) for line in read_metrics(run)}
+        for run in (one, other)
+    ]
+    assert [*figures[1]] == [*range(STOPPED + 1, STEPS + 1)]
+    assert all(figures[0][step] == found for step, found in figures[1].items())
+
+
+VARIANTS = {
+    "plain": (options(), {}),
+    "float16": (
+        options(
+            training={
+                "steps": STEPS,
+                "batch_size": 4,
+                "precision": "float16",
+                "loss_scale": {"initial": 2.0**40, "growth_interval": 2},
+            }
+        ),
+        {},
+    ),
+    "endless": (options(data={"factory": f"{PARTS}:Endless"}), {}),
+    "asynchronous": (
+        options(training={"steps": STEPS, "batch_size": 4}),
+        {"schedule": "pipedream-2bw"},
+    ),
+    "shared out": (options(), {"replicas": 2, "shard_optimizer": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(module_runs: Any, launch: Any) -> dict[str, tuple[RunDirectory, RunDirectory]]:
+    """By variant, two ranks that train, and two that go on from the middle."""
+    found, arguments = {}, []
+    for name, (sections, request) in VARIANTS.items():
+        ranks = 2
+        whole, rest = (module_runs(ranks, sections, **request) for _ in range(2))
+        arguments += [whole.path, f"{whole.path}:{STOPPED}:{rest.path}"]
+        found[name] = whole, rest
+    done = launch(2, HERE / "ranks_that_resume.py", *arguments, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return found
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_two_ranks_go_on_to_the_bit(
+    trained: dict[str, tuple[RunDirectory, RunDirectory]], name: str
+) -> None:
+    check_same(*trained[name])
+
+
+def test_other_numbers_of_ranks_go_on_to_the_bit(
+    trained: dict[str, tuple[RunDirectory, RunDirectory]], module_runs: Any, launch: Any
+) -> None:
+    """The optimizer's state follows its parameters."""
+    whole, _ = trained["plain"]
+    sections, _ = VARIANTS["plain"]
+    for ranks in (1, 3):
+        rest = module_runs(ranks, sections)
+        again = f"{whole.path}:{STOPPED}:{rest.path}"
+        done = launch(ranks, HERE / "ranks_that_resume.py", again)
+        assert done.returncode == 0, done.stderr
+        check_same(whole, rest)
+
+
+def test_a_run_whose_rank_is_killed_goes_on(
+    trained: dict[str, tuple[RunDirectory, RunDirectory]],
+    module_runs: Any,
+    start: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first attempt by far does not reach the end; its damaged checkpoint is passed over."""
+    whole, _ = trained["plain"]
+    sections, _ = VARIANTS["plain"]
+    slow = {"data": {"factory": f"{PARTS}:Slow"}}
+    run = module_runs(2, {**sections, **slow})
+    monkeypatch.setenv("PIPECTL_ATTEMPT", "1")
+    process = start(2, run)
+    kill_a_rank_behind_step(run, process, 6)
+    newest = checkpoints(run.checkpoints)[0]
+    assert newest.name == "step-000006"
+    damage(newest)
+    monkeypatch.setenv("PIPECTL_ATTEMPT", "2")
+    process = start(2, run)
+    _, log = process.communicate(timeout=120)
+    assert process.returncode == 0, log
+    assert "missing or damaged; the checkpoint before it is used" in log
+    lines = read_metrics(run)
+    assert [(line["step"], line["attempt"]) for line in lines] == [
+        *((step, 1) for step in range(1, 4)),
+        *((step, 2) for step in range(4, STEPS + 1)),
+    ]
+    losses = [[line["loss"] for line in read_metrics(found)] for found in (whole, run)]
+    assert losses[0] == losses[1]
+    ends = [checkpoint.load(found.checkpoints / f"step-{STEPS:06d}") for found in (whole, run)]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def kill_a_rank_behind_step(run: RunDirectory, process: subprocess.Popen[str], step: int) -> None:
+    """Once its checkpoint is there, which is behind the next step."""
+    deadline = time.monotonic() + 120
+    while not (run.checkpoints / f"step-{step:06d}").exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    ranks = [line for line in Path("/proc").glob("[0-9]*/cmdline") if is_rank(line, run)]
+    os.kill(int(ranks[0].parent.name), signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert read_metrics(run)[-1]["step"] < STEPS
+
+
+def is_rank(command: Path, run: RunDirectory) -> bool:
+    try:
+        words = command.read_bytes().decode().split("\0")
+    except OSError:
+        return False
+    return str(run.path) in words and "mpiexec" not in words[0] and "proxy" not in words[0]
+
+
+def damage(directory: Path) -> None:
+    file = next((directory / "training").iterdir())
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def test_other_micro_batches_are_refused(
+    trained: dict[str, tuple[RunDirectory, RunDirectory]], module_runs: Any, launch: Any
+) -> None:
+    whole, _ = trained["plain"]
+    sections, _ = VARIANTS["plain"]
+    rest = module_runs(1, sections, micro_batches=4)
+    assert Plan.load(rest.plan).micro_batch_size == 1
+    shutil.copytree(whole.checkpoints, rest.checkpoints, dirs_exist_ok=True)
+    done = launch(1, "-m", "pipectl.runtime.worker", "--run", rest.path)
+    assert done.returncode == 3
+    assert "was written with micro-batches of 2 samples, and the plan has 1" in done.stderr
