@@ -23,6 +23,8 @@ class Reference:
         self.free = {}  # part of a way -> time
         self.busy = [0.0] * plan.ranks
         self.now, self.met = 0.0, False
+        self.last = {}  # part of a way -> when a transfer last came to it
+        self.tied = False  # whether two came at once: which goes first is then left open
 
     def run(self):
         while True:
@@ -141,6 +143,8 @@ class Reference:
         """Parts carry a transfer in turn, each from when the one before has begun."""
         begin = end = self.now
         for part, link in way:
+            self.tied |= abs(self.last.get(part, -1.0) - self.now) <= TINY
+            self.last[part] = self.now
             begin = max(begin, self.free.get(part, 0.0))
             self.free[part] = begin + link.hold_s(size)
             end = max(end, self.free[part])
