@@ -168,7 +168,8 @@ class Setup:
     def updated_stages(self) -> list[StageRuntime]:
         """The stages whose backwards run on this rank."""
         me = self.communicator.rank
-        return [stage for i, stage in self.stages.items() if self.updating_rank_of_stage[i] == me]
+        plan = self.plan.stages
+        return [held for i, held in self.stages.items() if me in plan[i].updating_ranks]
 
     @property
     def saved_states(self) -> dict[str, Tensor]:
