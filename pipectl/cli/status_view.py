@@ -12,7 +12,7 @@ from rich.text import Text
 from pipectl.batch import JobState
 from pipectl.cli.console import joined, output, plain, short
 from pipectl.cli.plan_view import headline
-from pipectl.jobs.status import Peak, RunStatus
+from pipectl.jobs.status import Laggard, Peak, RunStatus
 from pipectl.runs import PROFILING, last_checkpoint
 from pipectl.units import format_bytes, format_time
 
@@ -97,6 +97,7 @@ def status_json(status: RunStatus) -> dict[str, Any]:
         "remaining_s": found.remaining_s,
         "evaluation_step": found.evaluation_step,
         "evaluation": dict(found.evaluation),
+        "waits_for": None if status.laggard is None else status.laggard._asdict(),
         "ranks": [dict(rank) for rank in status.ranks],
         "peaks": [peak._asdict() for peak in status.peaks],
         "error": None if fault is None else {"where": fault.where, "message": fault.message},
@@ -187,10 +188,20 @@ def _speed(status: RunStatus) -> Iterator[tuple[str, str]]:
     if predicted is not None:
         against = "" if ratio is None else f"; measured is {ratio:.2f} times that"
         yield "predicted", f"{format_time(predicted)} a step{against}"
+    if status.laggard is not None:
+        yield "waiting", _laggard(status.laggard)
     if status.peaks:
         yield "peak memory", _peaks(status.peaks)
     if status.job.state.alive and found.remaining_s is not None:
         yield "remaining", format_time(found.remaining_s)
+
+
+def _laggard(found: Laggard) -> str:
+    node = f" on {found.node}" if found.node else ""
+    return (
+        f"for rank {found.rank}{node}: the others wait {found.others:.0%} of their time, "
+        f"it waits {found.share:.0%}"
+    )
 
 
 def _peaks(peaks: Sequence[Peak]) -> str:

@@ -29,6 +29,25 @@ class Peak(NamedTuple):
     predicted_bytes: int | None
 
 
+class Laggard(NamedTuple):
+    """The rank that the others wait for.
+
+    Args:
+        node: empty where it is not known.
+        share: of its own time that it waits, from 0 to 1.
+        others: what the others wait on average.
+    """
+
+    rank: int
+    node: str
+    share: float
+    others: float
+
+
+_MUCH, _FAR_LESS = 0.3, 0.5
+"""The others' waiting that is worth a word, and how much less whoever they wait for waits."""
+
+
 @dataclass(frozen=True)
 class RunStatus:
     """Everything known about one run.
@@ -80,6 +99,19 @@ class RunStatus:
             for rank in self.ranks
             if "peak_bytes" in rank
         ]
+
+    @property
+    def laggard(self) -> Laggard | None:
+        """The rank that the others wait for; None where all wait about alike, or little."""
+        known = [rank for rank in self.ranks if rank.get("waiting") is not None]
+        if len(known) < 2:
+            return None
+        least = min(known, key=lambda rank: rank["waiting"])
+        share = float(least["waiting"])
+        others = (sum(rank["waiting"] for rank in known) - share) / (len(known) - 1)
+        if others < _MUCH or share > _FAR_LESS * others:
+            return None
+        return Laggard(int(least["rank"]), str(least.get("node", "")), share, others)
 
     @property
     def steps(self) -> int | None:

@@ -70,7 +70,10 @@ class Exchange:
         def start(offset: int, size_bytes: int) -> MPI.Request:
             return communicator.Irecv(memory(buffer, offset, size_bytes), replica, tag)
 
-        begun = self._progress.begin(lambda: Transfer.receive(start, buffer.nbytes, pieces))
+        def what() -> str:
+            return f"a sum of gradients, from replica {replica} of the stage to {self.replica},"
+
+        begun = self._progress.begin(lambda: Transfer.receive(start, buffer.nbytes, pieces, what))
         return Received(begun, buffer)
 
     def arrived(self, received: Received) -> Tensor:

@@ -1,4 +1,4 @@
-"""From files to a rank that can train: checks, capture, stages, transports, programs."""
+"""From files to a rank that can train: cuts, stages, transports, engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pipectl.capture.deferred import is_deferred
 from pipectl.capture.slices import Rows, Samples
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.plan import Plan, Replication
-from pipectl.profile import Profile
 from pipectl.runtime.apart import Announcements, add_lanes, make_half
 from pipectl.runtime.checkpoint import Stored
 from pipectl.runtime.device import Device
@@ -25,53 +24,8 @@ from pipectl.runtime.replicas import Replicas
 from pipectl.runtime.stage import StageRuntime
 from pipectl.runtime.transport import Progress, Transport
 from pipectl.runtime.wiring import Range
-from pipectl.schedule import Channel, channels, plan_of_trial, program_hash, splits_backwards
+from pipectl.schedule import Channel, channels, plan_of_trial, splits_backwards
 from pipectl.spec import JobSpec
-
-
-def check_world(communicator: MPI.Comm, plan: Plan) -> None:
-    """Compare the processes that were started with the plan.
-
-    Raises:
-        MismatchError: another number of processes; several single ones are the usual sign of a
-            launcher and an MPI library that do not belong together.
-    """
-    if communicator.size == plan.ranks:
-        return
-    cure = "plan again for the ranks you start, or start as many as the plan has"
-    if communicator.size == 1:
-        cure = (
-            "every process is alone: the launcher and mpi4py use different MPIs; "
-            "set launch.mpi (srun --mpi=...), or use the mpiexec that belongs to mpi4py's MPI"
-        )
-    raise MismatchError(
-        f"MPI started {communicator.size} process(es), but the plan has {plan.ranks} ranks",
-        cure=cure,
-    )
-
-
-def check_graph(communicator: MPI.Comm, job: CapturedJob, plan: Plan, profile: Profile) -> None:
-    """Compare the captured graph with the planned one, and the ranks with each other.
-
-    Raises:
-        MismatchError: naming the first operator that differs.
-    """
-    graph = job.training_graph(plan.micro_batch_size)
-    signatures = {operator.id: operator.signature or "" for operator in profile.operators}
-    difference = graph.difference(plan.fingerprint, signatures)
-    if difference is not None:
-        raise MismatchError(
-            f"plan.json was made for another model: {difference}",
-            cure="profile and plan the job again; its model has changed since",
-        )
-    mine = (graph.fingerprint, program_hash(plan))
-    others = communicator.allgather(mine)
-    if any(other != mine for other in others):
-        rank = next(rank for rank, other in enumerate(others) if other != others[0])
-        raise MismatchError(
-            f"rank {rank} has another model or plan than rank 0",
-            cure="check that all nodes see the same files and package versions",
-        )
 
 
 class Setup:

@@ -7,7 +7,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +17,16 @@ from mpi4py import MPI
 
 from pipectl.files import write_json
 from pipectl.runs import RunDirectory
-from pipectl.runtime.waiting import barrier, wait
+from pipectl.runtime.waiting import barrier, wait, waited_s
 
 _HEARTBEAT_S = 2.0
 _FIELDS = (
     "step", "loss", "learning_rate", "gradient_norm", "loss_scale", "skipped", "busy_s",
-    "step_time_s", "samples", "rss_bytes", "peak_bytes", "time",
+    "step_time_s", "samples", "rss_bytes", "peak_bytes", "waiting", "time",
 )  # fmt: skip
 _TAG = 1
+_NEWEST = 0.3
+"""Weight of the newest step in what is said of the last few."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,36 @@ class StepReport:
     peak_bytes: int
     loss_scale: float = math.nan
     skipped: bool = False
+
+
+class WaitingShare:
+    """The part of its time that a rank waits for others, over the last few steps.
+
+    Whoever waits least is whom the others wait for.
+
+    Args:
+        clock: in seconds.
+        waited: how long it has waited in all, in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float], waited: Callable[[], float]) -> None:
+        self._clock, self._waited = clock, waited
+        self._mean = math.nan
+        self.restart()
+
+    def restart(self) -> None:
+        """Leave out what was since the last step."""
+        self._since, self._waited_s = self._clock(), self._waited()
+
+    def share(self) -> float:
+        """At the end of a step: from 0 to 1; older steps count less."""
+        before_s, waited_s = self._since, self._waited_s
+        self.restart()
+        elapsed_s = self._since - before_s
+        found = (self._waited_s - waited_s) / elapsed_s if elapsed_s else 0.0
+        last = found if math.isnan(self._mean) else self._mean
+        self._mean = last + _NEWEST * (found - last)
+        return self._mean
 
 
 class Telemetry:
@@ -83,6 +115,7 @@ class Telemetry:
         self._reports: dict[int, dict[int, dict[str, float]]] = {}
         self._latest: dict[int, dict[str, float]] = {}
         self._beat_at = 0.0
+        self._waiting = WaitingShare(time.perf_counter, waited_s)
         self._step = 0
         self._receiving = [self._post(rank) for rank in range(1, communicator.size)]
         if communicator.rank:
@@ -95,6 +128,7 @@ class Telemetry:
     def state(self, state: str) -> None:
         """Say what the job does now; written at once."""
         self._state = state
+        self._waiting.restart()
         self._beat(force=True)
 
     def report(self, report: StepReport) -> None:
@@ -112,6 +146,7 @@ class Telemetry:
                 report.samples,
                 self._process.memory_info().rss,
                 report.peak_bytes,
+                self._waiting.share(),
                 time.time(),
             ],
             dtype=np.float64,
@@ -204,6 +239,7 @@ class Telemetry:
         return {
             **identity,
             "busy_s": latest["busy_s"],
+            "waiting": round(latest["waiting"], 3),
             "rss_bytes": int(latest["rss_bytes"]),
             "peak_bytes": int(latest["peak_bytes"]),
         }

@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from mpi4py import MPI
 
@@ -39,6 +40,21 @@ class WorkMeter:
 _meter = WorkMeter()
 
 
+@dataclass
+class _Waited:
+    """Time this process has spent in waits, in seconds."""
+
+    total_s: float = 0.0
+
+
+_waited = _Waited()
+
+
+def waited_s() -> float:
+    """How long this process has waited for others in all, in seconds."""
+    return _waited.total_s
+
+
 def wait(requests: Sequence[MPI.Request]) -> None:
     """Return when all requests are complete."""
     pending = list(requests)
@@ -63,6 +79,7 @@ def poll(done: Callable[[], bool], worked: Callable[[float], bool]) -> None:
     while True:
         before_s = time.thread_time()
         if done():
+            _waited.total_s += time.perf_counter() - start
             return
         moved = worked(time.thread_time() - before_s)
         now = time.perf_counter()

@@ -16,12 +16,13 @@ from pipectl.capture import CapturedJob
 from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import ATTEMPT, RunDirectory
+from pipectl.runtime.agreement import check_alike, check_graph, check_world
 from pipectl.runtime.checkpoint import newest
 from pipectl.runtime.device import Device, choose_device
 from pipectl.runtime.failure import Doing, run_rank, warn
 from pipectl.runtime.offload import check_space, directory_of
 from pipectl.runtime.process import settle_process
-from pipectl.runtime.setup import Setup, check_graph, check_world
+from pipectl.runtime.setup import Setup
 from pipectl.runtime.supported import check_supported
 from pipectl.runtime.telemetry import beat, node_name
 from pipectl.runtime.trainer import Trainer
@@ -38,6 +39,7 @@ def run(directory: RunDirectory, communicator: MPI.Comm, doing: Doing) -> None:
     doing.action = "reading the plan"
     spec, plan = load(directory.job), Plan.load(directory.plan)
     profile = Profile.load(directory.profile)
+    check_alike(communicator, spec, plan)
     check_world(communicator, plan)
     check_supported(plan)
     check_space(communicator, plan, node_name(), directory_of(spec.pipeline.offload_directory))

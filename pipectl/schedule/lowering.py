@@ -162,7 +162,7 @@ def lower_evaluation(
 
 
 def program_hash(plan: Plan) -> str:
-    """Hash of all that the programs of a plan follow from; ranks compare it at their start."""
+    """Hash of all that ranks do by a plan; they compare it at their start."""
     content = [
         __version__,
         plan.schedule,
@@ -170,7 +170,7 @@ def program_hash(plan: Plan) -> str:
         plan.actions,
         [plan.batch_size, plan.micro_batch_size, plan.micro_batches],
         [plan.replication, plan.shard_optimizer],
-        [[s.ranks, s.backward_ranks, s.recompute, s.offload] for s in plan.stages],
+        [[s.nodes, s.ranks, s.backward_ranks, s.recompute, s.offload] for s in plan.stages],
         plan.offload_to,
         [astuple(channel) for channel in channels(plan)],
     ]

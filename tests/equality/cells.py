@@ -1,7 +1,8 @@
 """Trains every cell of the equality table on 4, 3, 2 and 1 of the ranks it is started on.
 
 Started as ``mpiexec -n 4 python -m mpi4py cells.py DIRECTORY``; started on more, it trains on all
-of them what is also tried on many. Every cell trains ten steps and leaves its weights in
+of them what is also tried on many; with the word ``product`` behind, all of whole_product.py, on as
+many as it is started on. Every cell trains ten steps and leaves its weights in
 ``DIRECTORY/<ranks>/<cell>``, and once more on one rank and without dropout, in
 ``DIRECTORY/plain/<cell>``. Starting MPI and capturing take longest, so there is one start for all
 numbers up to four, and each process captures a model once and puts it back to its first weights for
@@ -10,18 +11,20 @@ every training.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import replica_cells
 import torch
+import whole_product
 from mpi4py import MPI
+from whole_product import Cell
 
 from pipectl.capture import CapturedGraph, CapturedJob, Cut
 from pipectl.graph import cut_routes
@@ -34,6 +37,7 @@ from pipectl.runtime.setup import Setup
 from pipectl.runtime.trainer import Trainer
 from pipectl.schedule import default_warm_up, lower, validate
 from pipectl.schedule.listed import Listed
+from pipectl.schedule.one_f_one_b import policy_b
 from pipectl.spec import load
 
 
@@ -119,6 +123,10 @@ sends only what stages receive, and computes the rest again."""
 PAIRED = {"pipedream-apart": "pipedream", "pipedream-2bw-apart": "pipedream-2bw"}
 """Schedules with half as many stages, each on two ranks; on one rank, and on an odd number of them,
 one stage keeps its backward."""
+DEEPER = "1f1b-b"
+"""1F1B with the deeper warm-up."""
+PLANNED_AS = {**APART, **PAIRED, DEEPER: "1f1b"}
+"""What a plan says, where not the name in the table."""
 V_SHAPED = ("zb-v", "dualpipev")
 ON_MANY_RANKS = {"zb-v": "gpt", "dualpipev": "gpt"}
 """What is also trained on more ranks than there are cores."""
@@ -152,19 +160,6 @@ STEPS = 10
 COST = StageCost(1.0, 2.0, 0.0, 0, 0, 0)
 
 
-@dataclass(frozen=True)
-class Cell:
-    """Memory is what stages do with what their backward needs; "" if they keep it."""
-
-    model: str
-    schedule: str
-    batch: str
-    memory: str = ""
-
-    def __str__(self) -> str:
-        return "-".join(filter(None, (self.model, self.schedule, self.batch, self.memory)))
-
-
 def cells() -> Iterator[Cell]:
     for model in MODELS:
         for schedule in SCHEDULES:
@@ -194,9 +189,10 @@ def unflushed_cells() -> Iterator[Cell]:
 
 def cells_over(ranks: int) -> list[Cell]:
     """The cells that are trained over so many ranks."""
+    more = whole_product.SAMPLE.get(ranks, ())
     if ranks > 4:
-        return cells_on_many_ranks()
-    return [cell for cell in cells() if not cell.memory or ranks in (2, 4)]
+        return [*cells_on_many_ranks(), *more]
+    return [*(cell for cell in cells() if not cell.memory or ranks in (2, 4)), *more]
 
 
 def cells_on_many_ranks() -> list[Cell]:
@@ -299,12 +295,12 @@ def make_plan(graph: CapturedGraph, stage_of: dict[str, int], cell: Any, ranks: 
     lanes = sorted({(route.kind, route.source, route.target) for route in found})
     nodes = [tuple(n for n, s in stage_of.items() if s == stage) for stage in range(stages)]
     size = -(-batch_size // micro_batches)
-    schedule = {**APART, **PAIRED}.get(cell.schedule, cell.schedule)
+    schedule = PLANNED_AS.get(cell.schedule, cell.schedule)
     plan = Plan(
         name=str(cell),
         fingerprint=graph.fingerprint,
         schedule=schedule,
-        warm_up=default_warm_up(schedule, stages, -(-batch_size // size), ranks=ranks),
+        warm_up=warm_up_of(cell.schedule, stages, -(-batch_size // size), ranks),
         batch_size=batch_size,
         micro_batch_size=size,
         micro_batches=-(-batch_size // size),
@@ -352,6 +348,13 @@ def paired(plan: Plan, ranks: int) -> Plan:
     return replace(plan, stages=tuple(stages), warm_up=warm_up, node_of_rank=nodes)
 
 
+def warm_up_of(schedule: str, stages: int, micro_batches: int, ranks: int) -> tuple[int, ...]:
+    if schedule == DEEPER:
+        return policy_b(stages, micro_batches)
+    planned = PLANNED_AS.get(schedule, schedule)
+    return default_warm_up(planned, stages, micro_batches, ranks=ranks)
+
+
 def places(schedule: str, stages: int, ranks: int) -> list[int]:
     """The rank of every stage."""
     if schedule in V_SHAPED:
@@ -382,22 +385,26 @@ def stages_of_states(graph: CapturedGraph, stage_of: dict[str, int]) -> dict[str
 
 
 def train(directory: Path, communicator: MPI.Comm, *, plain: bool) -> None:
-    torch.set_num_threads(1)
-    StageOffload.least_bytes = 0
     training = Training(directory, communicator, plain=plain)
     chosen = cells_over(communicator.size)
     chosen += [] if plain or communicator.size > 4 else unflushed_cells()
-    for number, cell in enumerate(chosen):
-        job = training.job(cell, spec_text(cell, plain=plain))
-        graph = job.training_graph(2)
-        count = communicator.size * CHUNKS.get(cell.schedule, 1)
-        if cell.schedule in PAIRED:
-            count = -(-communicator.size // 2)
-        stages = random_stages(graph, count, number)
-        training.run(cell, job, make_plan(graph, stages, cell, communicator.size), stages)
-    for shared in [] if plain else REPLICAS.cells_of(communicator.size):
+    train_cells(training, chosen)
+    for shared in [] if plain else replica_cells.cells_of(communicator.size):
         job = training.job(shared, with_sgd(spec_text(shared, plain=False)))
         training.run(shared, job, *shared_plan(shared, job.training_graph(2)))
+
+
+def train_cells(training: Training, chosen: Sequence[Cell]) -> None:
+    """Every cell through a random cut of its own."""
+    ranks = training.communicator.size
+    for number, cell in enumerate(chosen):
+        job = training.job(cell, spec_text(cell, plain=training.plain))
+        graph = job.training_graph(2)
+        count = ranks * CHUNKS.get(cell.schedule, 1)
+        if cell.schedule in PAIRED:
+            count = -(-ranks // 2)
+        stages = random_stages(graph, count, number)
+        training.run(cell, job, make_plan(graph, stages, cell, ranks), stages)
 
 
 def train_on_four_and_fewer(directory: Path, world: MPI.Comm) -> None:
@@ -470,7 +477,7 @@ class Training:
 
 def shared_plan(cell: Any, graph: CapturedGraph) -> tuple[Plan, dict[str, int]]:
     stages = len(cell.replicas)
-    return REPLICAS.shared_plan(
+    return replica_cells.shared_plan(
         cell,
         graph,
         lambda seed: random_stages(graph, stages, seed),
@@ -483,22 +490,14 @@ def with_sgd(text: str) -> str:
     return text.replace("AdamW', kwargs: {lr: 0.003}", "SGD', kwargs: {lr: 0.1}")
 
 
-def beside(name: str) -> Any:
-    """A module of this folder."""
-    spec = importlib.util.spec_from_file_location(f"equality_{name}", HERE.with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-REPLICAS = beside("replica_cells")
-
 if __name__ == "__main__":
     os.fsync = lambda _: None  # nothing here need outlive the machine
-    if MPI.COMM_WORLD.size > 4:
-        train(Path(sys.argv[1]), MPI.COMM_WORLD, plain=False)
+    torch.set_num_threads(1)
+    StageOffload.least_bytes = 0
+    directory, world = Path(sys.argv[1]), MPI.COMM_WORLD
+    if "product" in sys.argv:
+        train_cells(Training(directory, world), whole_product.cells_over(world.size))
+    elif world.size > 4:
+        train(directory, world, plain=False)
     else:
-        train_on_four_and_fewer(Path(sys.argv[1]), MPI.COMM_WORLD)
+        train_on_four_and_fewer(directory, world)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,17 +18,35 @@ HERE = Path(__file__).parent
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every cell, trained on 1, 2, 3 and 4 ranks, some on 8, and all on one without dropout."""
     directory = tmp_path_factory.mktemp("equality")
+    for ranks in (4, 8):
+        train(ranks, directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def trained_product(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """``trained_product(ranks)``: all of whole_product.py, trained on so many ranks."""
+    directory = tmp_path_factory.mktemp("product")
+
+    @cache
+    def on(ranks: int) -> Path:
+        train(ranks, directory, "product")
+        return directory / str(ranks)
+
+    return on
+
+
+def train(ranks: int, directory: Path, *words: str) -> None:
+    """Run cells.py on so many ranks."""
     beside = Path(sys.prefix) / "bin" / "mpiexec"
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
     assert mpiexec, "no mpiexec: pip install mpich"
-    program = [sys.executable, "-m", "mpi4py", str(HERE / "cells.py"), str(directory)]
-    for ranks in ("4", "8"):
-        done = subprocess.run(
-            [mpiexec, "-n", ranks, *program],
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-    return directory
+    program = [sys.executable, "-m", "mpi4py", str(HERE / "cells.py"), str(directory), *words]
+    done = subprocess.run(
+        [mpiexec, "-n", str(ranks), *program],
+        capture_output=True,
+        text=True,
+        timeout=1800 if words else 600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]

@@ -5,14 +5,14 @@ All processes are real MPI ranks with one thread each; the stages are random con
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import cells as CELLS
+import models as MODELS
 import pytest
+import staleness as STALENESS
 import torch
 import yaml
 from torch import Tensor
@@ -21,23 +21,6 @@ from pipectl.capture.data import Batches, Loader, split_batch
 from pipectl.capture.step import seed_everything
 from pipectl.runs import RunDirectory, read_metrics
 from pipectl.runtime import checkpoint
-
-HERE = Path(__file__).parent
-
-
-def imported(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"equality_{name}", HERE / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-CELLS = imported("cells")
-MODELS = imported("models")
-STALENESS = imported("staleness")
 
 
 def weights(run: Path) -> dict[str, Tensor]:

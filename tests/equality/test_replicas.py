@@ -6,32 +6,17 @@ the same parts in the same order.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import replica_cells as CELLS
 import torch
 from torch import Tensor
 
 from pipectl.runs import RunDirectory, read_metrics
 from pipectl.runtime import checkpoint
 
-
-def beside(name: str) -> ModuleType:
-    file = Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"replicas_{name}", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-CELLS = beside("replica_cells")
 Shared = CELLS.Shared
 HALF = ("gpt_bf16", "gpt_float16")
 

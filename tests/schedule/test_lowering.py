@@ -216,6 +216,7 @@ def test_program_hash_follows_what_the_programs_follow_from(pipeline):
         first_stage(plan, recompute=True),
         first_stage(plan, offload=True),
         first_stage(plan, backward_ranks=(1,)),
+        first_stage(plan, nodes=("another",)),
     ]
     assert program_hash(dataclasses.replace(plan, name="same")) == program_hash(plan)
     assert len({program_hash(item) for item in [plan, *changed]}) == 1 + len(changed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,8 @@ class Part:
     """One tensor of a message.
 
     Args:
-        checksum: CRC-32 of its bytes; None for a tensor that is not there.
+        dtype: empty for a tensor that is not there.
+        checksum: CRC-32 of its bytes; None where they are not there yet.
     """
 
     value: str
@@ -42,10 +43,11 @@ class Part:
     checksum: int | None
 
     def __str__(self) -> str:
-        if self.checksum is None:
+        if not self.dtype:
             return f"nothing for {self.value!r}"
         what = f"{self.dtype} {list(self.sizes)} with strides {list(self.strides)}"
-        return f"{self.value!r}, {what}, checksum {self.checksum:08x}"
+        known = "" if self.checksum is None else f", checksum {self.checksum:08x}"
+        return f"{self.value!r}, {what}{known}"
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,11 @@ class Note:
             f"{self.kind} of micro-batch {self.micro_batch} "
             f"from stage {self.source} to {self.target}"
         )
+
+    @property
+    def outline(self) -> Note:
+        """The message without its contents' checksums."""
+        return replace(self, parts=tuple(replace(part, checksum=None) for part in self.parts))
 
     def to_json(self) -> dict[str, Any]:
         """For the message that accompanies a message."""
@@ -98,9 +105,13 @@ def note_of(
     message: Message, layouts: Mapping[Slot, Layout | None], buffers: Mapping[Slot, Tensor]
 ) -> Note:
     """What one side holds of a message."""
-    lane = message.lane
-    parts = tuple(_part(slot, layout, buffers) for slot, layout in layouts.items())
-    return Note(str(lane.kind), lane.source, lane.target, message.micro_batch, parts)
+    sums = {slot: checksum(buffers[slot]) for slot, layout in layouts.items() if layout is not None}
+    return _note(message, layouts, sums)
+
+
+def outline_of(message: Message, layouts: Mapping[Slot, Layout | None]) -> Note:
+    """What one side expects of a message before it arrives."""
+    return _note(message, layouts, {})
 
 
 def differences(said: Note, arrived: Note) -> list[str]:
@@ -123,9 +134,16 @@ def checksum(buffer: Tensor) -> int:
     return zlib.crc32(host.view(torch.uint8).numpy().data) if host.numel() else 0
 
 
-def _part(slot: Slot, layout: Layout | None, buffers: Mapping[Slot, Tensor]) -> Part:
+def _note(
+    message: Message, layouts: Mapping[Slot, Layout | None], sums: Mapping[Slot, int]
+) -> Note:
+    lane = message.lane
+    parts = tuple(_part(slot, layout, sums.get(slot)) for slot, layout in layouts.items())
+    return Note(str(lane.kind), lane.source, lane.target, message.micro_batch, parts)
+
+
+def _part(slot: Slot, layout: Layout | None, known: int | None) -> Part:
     if layout is None:
         return Part(slot.value, slot.use, "", (), (), None)
     dtype = str(layout.dtype).removeprefix("torch.")
-    found = checksum(buffers[slot])
-    return Part(slot.value, slot.use, dtype, layout.sizes, layout.strides, found)
+    return Part(slot.value, slot.use, dtype, layout.sizes, layout.strides, known)

@@ -8,7 +8,7 @@ the core away from the work gains nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -32,6 +32,7 @@ _LEAST = 0.3
 _AS_GOOD = 0.4
 """A thread is preferred where it hides this much, and this part of what polling hides."""
 
+_NO_THREADS = "this MPI does not allow calls from several threads"
 _FIRST_BYTES, _FEWEST_BYTES, _MOST_BYTES = 2**20, 2**18, 2**23
 _WANTED_S = 0.02
 """Time of the message that the trial aims at."""
@@ -75,9 +76,10 @@ def choose_progress(communicator: MPI.Comm, wanted: str = "auto") -> Choice:
         communicator: of its own.
         wanted: a mode, or ``auto`` to try out.
     """
-    threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+    # One rank whose MPI was started for a single thread decides for all: they must choose alike.
+    threads = communicator.allreduce(MPI.Query_thread(), op=MPI.MIN) >= MPI.THREAD_MULTIPLE
     if wanted == "thread" and not threads:
-        return Choice("poll", "this MPI does not allow calls from several threads")
+        return Choice("poll", _NO_THREADS)
     if wanted != "auto":
         return Choice(wanted, "set in the job")
     if communicator.size == 1:
@@ -85,7 +87,8 @@ def choose_progress(communicator: MPI.Comm, wanted: str = "auto") -> Choice:
     modes = [mode for mode in MODES if mode != "thread" or threads]
     mine = _trial(communicator, modes)
     gained = {mode: communicator.allreduce(mine[mode], op=MPI.MAX) for mode in modes[1:]}
-    return decide(gained)
+    choice = decide(gained)
+    return choice if threads else replace(choice, why=f"{_NO_THREADS}; {choice.why}")
 
 
 def decide(gained: dict[str, float]) -> Choice:

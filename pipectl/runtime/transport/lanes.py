@@ -19,7 +19,7 @@ from pipectl.capture import Lane, Slot
 from pipectl.errors import MismatchError, WorkerError
 from pipectl.runtime.device import Device
 from pipectl.runtime.layout import Layout
-from pipectl.runtime.transport.checks import Message, Note, differences, note_of
+from pipectl.runtime.transport.checks import Message, Note, differences, note_of, outline_of
 from pipectl.runtime.transport.progress import Progress
 from pipectl.runtime.transport.transfer import Transfer, memory
 
@@ -105,9 +105,10 @@ class Transport:
             if layouts is None:
                 layouts = self._learn(message.lane, size, rank)
             posted = self._post(message.lane, layouts, rank)
+        said = self._read_note(message, rank, posted) if self._check else None
         self._progress.wait(posted.transfers)
-        if self._check:
-            self._compare(message, rank, posted)
+        if said is not None:
+            self._compare(said, message, rank, posted)
         found: Tensors = {}
         for slot, layout in posted.layouts.items():
             found[slot] = None
@@ -135,7 +136,7 @@ class Transport:
             if layout is not None:
                 buffer = self._device.message_buffer(layout.count, layout.dtype)
                 posted.buffers[slot] = buffer
-                self._receive(posted, buffer, rank, self._tags[lane][index])
+                self._receive(posted, lane, slot, rank, self._tags[lane][index])
         return posted
 
     def _send_tensor(self, posted: Posted, slot: Slot, vector: Tensor, rank: int, tag: int) -> None:
@@ -153,15 +154,24 @@ class Transport:
             self._progress.begin(lambda: Transfer.send(start, total_bytes, pieces))
         )
 
-    def _receive(self, posted: Posted, buffer: Tensor, rank: int, tag: int) -> None:
+    def _receive(self, posted: Posted, lane: Lane, slot: Slot, rank: int, tag: int) -> None:
         pieces, communicator = self._progress.pieces, self._communicator
+        buffer = posted.buffers[slot]
 
         def start(offset: int, size_bytes: int) -> MPI.Request:
             return communicator.Irecv(memory(buffer, offset, size_bytes), rank, tag)
 
+        def what() -> str:
+            return f"the {lane.kind} of {slot.value!r} {self._way(lane, rank)}"
+
         posted.transfers.append(
-            self._progress.begin(lambda: Transfer.receive(start, buffer.nbytes, pieces))
+            self._progress.begin(lambda: Transfer.receive(start, buffer.nbytes, pieces, what))
         )
+
+    def _way(self, lane: Lane, rank: int) -> str:
+        """From where to here, in words."""
+        me = self._communicator.rank
+        return f"from stage {lane.source} (rank {rank}) to stage {lane.target} (rank {me})"
 
     def _flat(self, lane: Lane, slot: Slot, layout: Layout, tensor: Tensor | None) -> Tensor:
         if tensor is None or tensor.dtype != layout.dtype or tuple(tensor.shape) != layout.sizes:
@@ -184,20 +194,37 @@ class Transport:
 
     def _learn(self, lane: Lane, size: int, rank: int) -> Layouts:
         fields = self._receive_text(rank, self._tags[lane][~_HEADER])
-        slots = zip(self._lanes[lane], fields, strict=True)
-        layouts = {slot: item and Layout.from_json(item) for slot, item in slots}
+        slots = self._lanes[lane]
+        if len(fields) != len(slots):
+            raise WorkerError(
+                f"the {lane.kind} {self._way(lane, rank)} has {len(fields)} tensors there and "
+                f"{len(slots)} here",
+                cure="the two ranks run different programs: see that all nodes have the same "
+                "versions and files",
+            )
+        pairs = zip(slots, fields, strict=True)
+        layouts = {slot: item and Layout.from_json(item) for slot, item in pairs}
         self._layouts[lane, rank, size] = layouts
         return layouts
 
-    def _compare(self, message: Message, rank: int, posted: Posted) -> None:
+    def _read_note(self, message: Message, rank: int, posted: Posted) -> Note:
+        """What the sender says of a message; compared with what was expected before it arrives.
+
+        A message that is too short for its buffers might never end.
+        """
         said = Note.from_json(self._receive_text(rank, self._tags[message.lane][~_NOTE]))
+        self._refuse(differences(said.outline, outline_of(message, posted.layouts)), message, rank)
+        return said
+
+    def _compare(self, said: Note, message: Message, rank: int, posted: Posted) -> None:
         arrived = note_of(message, posted.layouts, posted.buffers)
-        found = differences(said, arrived)
+        self._refuse(differences(said, arrived), message, rank)
+
+    def _refuse(self, found: list[str], message: Message, rank: int) -> None:
         if found:
-            lane = message.lane
             raise WorkerError(
-                f"a message from stage {lane.source} (rank {rank}) to stage {lane.target} "
-                f"(rank {self._communicator.rank}) is not what was sent: {'; '.join(found)}",
+                f"a message {self._way(message.lane, rank)} is not what was sent: "
+                f"{'; '.join(found)}",
                 cure="ranks with different plans or versions, or an MPI that damages messages: "
                 "see docs/troubleshooting.md",
             )

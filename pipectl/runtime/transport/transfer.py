@@ -4,6 +4,9 @@ Pieces serve three ends. A message may exceed 2 GiB, which not every MPI takes. 
 copied through host memory leaves piece by piece. And over TCP the answer to the other side's
 message waits behind all that was started before it: unless only few pieces are under way, two
 ranks that send to each other take turns.
+
+Nothing says how long a message is but its pieces, so every piece that arrives must have the size
+that was expected: anything else means that the two ranks run different programs.
 """
 
 from __future__ import annotations
@@ -15,11 +18,16 @@ from dataclasses import dataclass
 from mpi4py import MPI
 from torch import Tensor
 
+from pipectl.errors import WorkerError
+from pipectl.units import format_bytes
+
 LARGEST_BYTES = 2**30
 """Of one MPI message: some libraries count bytes in 32 bits with a sign."""
 
 Start = Callable[[int, int], MPI.Request]
 """Starts the piece of so many bytes at an offset."""
+Words = Callable[[], str]
+"""Names a message, for errors."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +54,23 @@ class Transfer:
         size_bytes: of all.
         piece_bytes: of a piece.
         under_way: most pieces at the same time; None for all.
+        what: is received; None for what is sent.
     """
 
     def __init__(
-        self, start: Start, size_bytes: int, piece_bytes: int, under_way: int | None
+        self,
+        start: Start,
+        size_bytes: int,
+        piece_bytes: int,
+        under_way: int | None,
+        what: Words | None = None,
     ) -> None:
         self._start = start
         self._size_bytes = size_bytes
         self._piece_bytes = piece_bytes
         self._offset = 0
-        self._under_way: deque[MPI.Request] = deque()
+        self._what = what
+        self._under_way: deque[tuple[MPI.Request, int]] = deque()
         self._room = under_way or -(-size_bytes // piece_bytes) + 1
         self._start_next(first=True)
 
@@ -65,22 +80,57 @@ class Transfer:
         return cls(start, size_bytes, pieces.size_bytes, pieces.under_way)
 
     @classmethod
-    def receive(cls, start: Start, size_bytes: int, pieces: Pieces = WHOLE) -> Transfer:
+    def receive(
+        cls,
+        start: Start,
+        size_bytes: int,
+        pieces: Pieces = WHOLE,
+        what: Words = lambda: "a message",
+    ) -> Transfer:
         """Begin to receive; all pieces are posted at once, so that none is unexpected."""
-        return cls(start, size_bytes, pieces.size_bytes, None)
+        return cls(start, size_bytes, pieces.size_bytes, None, what)
 
     def advance(self) -> bool:
-        """Let MPI work, and start what may follow; whether all is done."""
-        while self._under_way and self._under_way[0].Test():
+        """Let MPI work, and start what may follow; whether all is done.
+
+        Raises:
+            WorkerError: what arrives has another size than expected.
+        """
+        while self._under_way and self._done(*self._under_way[0]):
             self._under_way.popleft()
             self._start_next()
         return not self._under_way
+
+    def _done(self, request: MPI.Request, size_bytes: int) -> bool:
+        """Whether a piece has left or arrived."""
+        if self._what is None:
+            return bool(request.Test())
+        status = MPI.Status()
+        try:
+            done = bool(request.Test(status))
+        except MPI.Exception as error:
+            if error.Get_error_class() != MPI.ERR_TRUNCATE:
+                raise
+            raise self._wrong(size_bytes, f"more than {format_bytes(size_bytes)}") from None
+        if done and status.Get_count(MPI.BYTE) != size_bytes:
+            raise self._wrong(size_bytes, format_bytes(status.Get_count(MPI.BYTE)))
+        return done
+
+    def _wrong(self, expected: int, found: str) -> WorkerError:
+        assert self._what is not None
+        part = " in a piece of it" if expected != self._size_bytes else ""
+        return WorkerError(
+            f"{self._what()} has another size than planned{part}: expected "
+            f"{format_bytes(expected)}, received {found}",
+            cure="the two ranks run different programs: see that all nodes have the same versions "
+            "and files; launch.check_messages: true says which message is the first that differs",
+        )
 
     def _start_next(self, *, first: bool = False) -> None:
         """Start pieces while there is room. A message without bytes is a piece, too."""
         while len(self._under_way) < self._room and (first or self._offset < self._size_bytes):
             size_bytes = min(self._piece_bytes, self._size_bytes - self._offset)
-            self._under_way.append(self._start(self._offset, size_bytes))
+            self._under_way.append((self._start(self._offset, size_bytes), size_bytes))
             self._offset += size_bytes
             first = False
 

@@ -14,6 +14,7 @@ from pipectl.capture import Lane, Slot
 from pipectl.graph import TransferKind
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.transport import Message, Transport
+from pipectl.runtime.transport.checks import Note
 from pipectl.runtime.transport.lanes import Posted
 
 A = Slot("a")
@@ -23,10 +24,10 @@ LANE = Lane(TransferKind.ACTIVATION, 0, 1)
 class Damaged(Transport):
     """Changes what arrived before it is looked at."""
 
-    def _compare(self, message: Message, rank: int, posted: Posted) -> None:
+    def _compare(self, said: Note, message: Message, rank: int, posted: Posted) -> None:
         if message.micro_batch == 1 and "byte" in sys.argv:
             posted.buffers[A][3] = -1.0
-        super()._compare(message, rank, posted)
+        super()._compare(said, message, rank, posted)
 
 
 def main(damage: str) -> None:

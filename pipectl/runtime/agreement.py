@@ -1,0 +1,128 @@
+"""Whether the processes that were started belong together, before anything is built.
+
+All checks but the first are collective and end alike on all ranks: ranks that went on with
+different programs would wait for each other for ever. What ranks compare travels in one
+``allgather`` before any other message, so that an older or newer pipectl, which compares other
+things, differs too instead of hanging.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Mapping, Sequence
+
+import torch
+from mpi4py import MPI
+
+from pipectl import __version__
+from pipectl.capture import CapturedJob
+from pipectl.errors import MismatchError
+from pipectl.plan import Plan
+from pipectl.profile import Profile
+from pipectl.runtime.telemetry import node_name
+from pipectl.schedule import program_hash
+from pipectl.spec import JobSpec
+
+Identity = Mapping[str, str]
+"""What must be the same on all ranks: versions by name, contents of files as hashes."""
+_NODE = "node"
+_FILES = ("job.yaml", "plan.json")
+
+
+def check_world(communicator: MPI.Comm, plan: Plan) -> None:
+    """Compare the processes that were started with the plan.
+
+    Raises:
+        MismatchError: another number of processes; several single ones are the usual sign of a
+            launcher and an MPI library that do not belong together.
+    """
+    if communicator.size == plan.ranks:
+        return
+    cure = "plan again for the ranks you start, or start as many as the plan has"
+    if communicator.size == 1:
+        cure = (
+            "every process is alone: the launcher and mpi4py use different MPIs; "
+            "set launch.mpi (srun --mpi=...), or use the mpiexec that belongs to mpi4py's MPI"
+        )
+    raise MismatchError(
+        f"MPI started {communicator.size} process(es), but the plan has {plan.ranks} ranks",
+        cure=cure,
+    )
+
+
+def check_alike(communicator: MPI.Comm, spec: JobSpec, plan: Plan) -> None:
+    """Compare the versions and files of all ranks with those of the first.
+
+    Raises:
+        MismatchError: on all ranks, naming what differs, where, and both sides of it.
+    """
+    found = communicator.allgather(identity(spec, plan))
+    differing = [rank for rank, other in enumerate(found) if _told(other) != _told(found[0])]
+    if differing:
+        raise MismatchError(
+            _difference(found, differing),
+            cure="give all nodes the same environment and the same files, and start the job again",
+        )
+
+
+def identity(spec: JobSpec, plan: Plan) -> Identity:
+    """What this rank is; versions first, because files may differ for no other reason."""
+    return {
+        "pipectl": __version__,
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+        "job.yaml": hashlib.sha256(spec.model_dump_json().encode()).hexdigest(),
+        "plan.json": program_hash(plan),
+        _NODE: node_name(),
+    }
+
+
+def check_graph(communicator: MPI.Comm, job: CapturedJob, plan: Plan, profile: Profile) -> None:
+    """Compare the graph that every rank captured with the planned one.
+
+    Raises:
+        MismatchError: on all ranks, naming the first operator that differs.
+    """
+    graph = job.training_graph(plan.micro_batch_size)
+    signatures = {operator.id: operator.signature or "" for operator in profile.operators}
+    mine = graph.difference(plan.fingerprint, signatures), node_name()
+    found: list[tuple[str | None, str]] = communicator.allgather(mine)
+    others = [rank for rank, (difference, _) in enumerate(found) if difference is not None]
+    if len(others) == len(found):
+        raise MismatchError(
+            f"plan.json was made for another model: {found[0][0]}",
+            cure="profile and plan the job again; its model has changed since",
+        )
+    if others:
+        difference, node = found[others[0]]
+        raise MismatchError(
+            f"rank {others[0]} on {node}{_more(others)} has another model than plan.json was made "
+            f"for, unlike other ranks: {difference}",
+            cure="check that all nodes see the same files and package versions",
+        )
+
+
+def _told(found: Identity) -> Identity:
+    """Without what may differ. Another pipectl may have told something else altogether."""
+    if not isinstance(found, Mapping):
+        return {}
+    return {name: value for name, value in found.items() if name != _NODE}
+
+
+def _difference(found: Sequence[Identity], differing: Sequence[int]) -> str:
+    """In words: the first rank that differs from rank 0, and in what."""
+    first, other = found[0], found[differing[0]]
+    if _told(first).keys() != _told(other).keys():
+        return f"rank {differing[0]}{_more(differing)} runs another pipectl than rank 0"
+    names = [name for name in _told(first) if other[name] != first[name]]
+    words = [
+        f"another {name}" if name in _FILES else f"{name} {other[name]}, not {first[name]}"
+        for name in names
+    ]
+    where = f"rank {differing[0]} on {other[_NODE]}{_more(differing)}"
+    return f"{where} has {'; '.join(words)}, as rank 0 on {first[_NODE]} has"
+
+
+def _more(ranks: Sequence[int]) -> str:
+    return f" (and {len(ranks) - 1} more)" if len(ranks) > 1 else ""

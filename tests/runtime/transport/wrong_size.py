@@ -1,0 +1,90 @@
+"""Two ranks, the first of which sends messages of other sizes than the second expects.
+
+Started as ``mpiexec -n 2 python -m mpi4py wrong_size.py MODE [check]``; the second rank prints the
+error of every case as a line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, replace
+
+import torch
+from mpi4py import MPI
+
+from pipectl.capture import Lane, Slot
+from pipectl.errors import WorkerError
+from pipectl.graph import TransferKind
+from pipectl.runtime.device import CpuDevice
+from pipectl.runtime.layout import Layout
+from pipectl.runtime.transport import Message, Posted, Progress, Transport
+from pipectl.runtime.transport.transfer import WHOLE, Pieces
+
+A = Slot("a")
+LANE = Lane(TransferKind.ACTIVATION, 3, 5)
+KIB = 1024
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of a message in 4-byte elements."""
+
+    sent: int
+    expected: int
+    dtype: torch.dtype = torch.float32
+
+
+CASES = {
+    "short": Case(3, 6),
+    "long": Case(6, 3),
+    "nothing": Case(0, 6),
+    "short, large": Case(500 * KIB, 700 * KIB),
+    "long, large": Case(700 * KIB, 500 * KIB),
+    "another type": Case(6, 6, torch.int32),
+}
+CHECKED = {"fewer pieces": Case(256 * KIB, 512 * KIB)}
+"""One whole piece of two: only checks tell it from a message whose second piece is late."""
+
+
+def main(mode: str) -> None:
+    world, check = MPI.COMM_WORLD, "check" in sys.argv
+    pieces = WHOLE if mode == "none" else Pieces(2**20, under_way=4)
+    kept = []
+    for name, case in {**CASES, **(CHECKED if check else {})}.items():
+        with Progress(mode, pieces) as progress:
+            transport = Transport(world.Dup(), CpuDevice(), {LANE: [A]}, progress, check=check)
+            kept.append((transport, exchange(world, transport, case)))
+            if world.rank == 1:
+                error = received(transport)
+                sys.stdout.write(json.dumps([name, error]) + "\n")
+                sys.stdout.flush()
+            world.Barrier()
+    world.Abort(7)  # what was not received is still on its way
+
+
+def exchange(world: MPI.Comm, transport: Transport, case: Case) -> list[Posted]:
+    """The first message announces the size; before the second, it changes on one side."""
+    first = Message(LANE, 0)
+    tensor = torch.zeros(case.expected)
+    if world.rank == 1:
+        transport.finish_receive(first, 2, 0, None)
+        return []
+    transport.finish_send(transport.start_send(first, 2, 1, {A: tensor}))
+    other = torch.ones(case.sent, dtype=case.dtype)
+    known = transport._layouts[LANE, 1, 2]
+    transport._layouts[LANE, 1, 2] = {**known, A: replace(Layout.of(other))}
+    return [transport.start_send(Message(LANE, 1), 2, 1, {A: other})]
+
+
+def received(transport: Transport) -> str | None:
+    try:
+        posted = transport.start_receive(Message(LANE, 1), 2, 0)
+        transport.finish_receive(Message(LANE, 1), 2, 0, posted)
+    except WorkerError as error:
+        return error.message
+    return None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
