@@ -17,6 +17,7 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from pipectl.capture import CapturedGraph, CapturedJob, Cut
 from pipectl.graph import cut_routes
 from pipectl.plan import OffloadTarget, Plan, Stage, StageCost, Transfer
 from pipectl.runs import RunDirectory
+from pipectl.runtime import stage as stage_module
+from pipectl.runtime.compiling import compile_stage
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.failure import Doing
 from pipectl.runtime.offload import StageOffload
@@ -390,7 +393,7 @@ def train(directory: Path, communicator: MPI.Comm, *, plain: bool) -> None:
     chosen += [] if plain or communicator.size > 4 else unflushed_cells()
     train_cells(training, chosen)
     for shared in [] if plain else replica_cells.cells_of(communicator.size):
-        job = training.job(shared, with_sgd(spec_text(shared, plain=False)))
+        job = training.job(shared, shared_text(shared))
         training.run(shared, job, *shared_plan(shared, job.training_graph(2)))
 
 
@@ -476,24 +479,30 @@ class Training:
 
 
 def shared_plan(cell: Any, graph: CapturedGraph) -> tuple[Plan, dict[str, int]]:
-    stages = len(cell.replicas)
+    apart = len(cell.replicas)
+    stages = apart * CHUNKS.get(cell.schedule, 1)
     return replica_cells.shared_plan(
         cell,
         graph,
+        stages,
         lambda seed: random_stages(graph, stages, seed),
-        lambda found: make_plan(graph, found, cell, stages),
+        lambda found: make_plan(graph, found, cell, apart),
     )
 
 
-def with_sgd(text: str) -> str:
-    """Under Adam, a tiny gradient of either sign moves a weight by the full rate."""
-    return text.replace("AdamW', kwargs: {lr: 0.003}", "SGD', kwargs: {lr: 0.1}")
+def shared_text(cell: Any) -> str:
+    """With SGD: under Adam, a tiny gradient of either sign moves a weight by the full rate."""
+    text = spec_text(cell, plain=False)
+    text = text.replace("AdamW', kwargs: {lr: 0.003}", "SGD', kwargs: {lr: 0.1}")
+    return text.replace("{steps:", "{compile: true, steps:") if cell.compiled else text
 
 
 if __name__ == "__main__":
     os.fsync = lambda _: None  # nothing here need outlive the machine
     torch.set_num_threads(1)
     StageOffload.least_bytes = 0
+    # What reaches the compiler is tried here; the compiler itself would take minutes.
+    stage_module.compile_stage = partial(compile_stage, backend="aot_eager")
     directory, world = Path(sys.argv[1]), MPI.COMM_WORLD
     if "product" in sys.argv:
         train_cells(Training(directory, world), whole_product.cells_over(world.size))

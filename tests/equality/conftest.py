@@ -46,7 +46,7 @@ def train(ranks: int, directory: Path, *words: str) -> None:
         [mpiexec, "-n", str(ranks), *program],
         capture_output=True,
         text=True,
-        timeout=1800 if words else 600,
+        timeout=1800,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -16,7 +16,7 @@ from pipectl.schedule import default_warm_up, lower, validate
 
 @dataclass(frozen=True)
 class Shared:
-    """A cell with so many replicas of each stage."""
+    """A cell with so many replicas of each stage, or of each place in the round of stages."""
 
     model: str
     replicas: tuple[int, ...]
@@ -25,10 +25,12 @@ class Shared:
     schedule: str = "1f1b"
     shard: bool = False
     memory: str = ""
+    compiled: bool = False
 
     def __str__(self) -> str:
         counts = "x".join(map(str, self.replicas))
         more = "-sharded" * self.shard + f"-{self.memory}" * bool(self.memory)
+        more += "-compiled" * self.compiled
         return f"{self.model}-{self.schedule}-{self.batch}-{counts}-{self.way}{more}"
 
     @property
@@ -69,6 +71,12 @@ SHARED = (
     Shared("tied", (2, 1, 1), "split"),
     Shared("cnn", (1, 2, 1)),
     Shared("gpt_float16", (2, 2)),
+    Shared("gpt", (1, 2), "split", compiled=True),
+    Shared("gpt", (2, 2), schedule="interleaved"),
+    Shared("gpt", (2, 2), "split", schedule="interleaved", batch="few"),
+    Shared("gpt", (2, 2), schedule="looped-bfs", memory="disk"),
+    Shared("gpt", (2, 2), schedule="zb-v"),
+    Shared("cnn", (2, 2), schedule="dualpipev"),
 )
 
 
@@ -81,11 +89,12 @@ def cells_of(ranks: int) -> Iterator[Shared]:
 def shared_plan(
     cell: Shared,
     graph: CapturedGraph,
+    number: int,
     cut: Callable[[int], dict[str, int]],
     make_plan: Callable[[dict[str, int]], Plan],
 ) -> tuple[Plan, dict[str, int]]:
-    """A plan of the first random cut that suits the cell."""
-    split, number = cell.way == "split", len(cell.replicas)
+    """A plan of the first random cut into so many stages that suits the cell."""
+    split = cell.way == "split"
     stages = next(
         found
         for seed in count(len(str(cell)))
@@ -94,18 +103,17 @@ def shared_plan(
         if not split or has_rows(graph, found)
     )
     plan = make_plan(stages)
-    ends = [0, *accumulate(cell.replicas)]
+    groups = [tuple(range(*edges)) for edges in pairwise([0, *accumulate(cell.replicas)])]
+    held = tuple(replace(stage, ranks=groups[stage.ranks[0]]) for stage in plan.stages)
     plan = replace(
         plan,
-        stages=tuple(
-            replace(stage, ranks=tuple(range(*edges)))
-            for stage, edges in zip(plan.stages, pairwise(ends), strict=True)
-        ),
+        stages=held,
         warm_up=default_warm_up(
             cell.schedule,
-            len(cell.replicas),
+            number,
             plan.micro_batches,
-            replicas=None if split else cell.replicas,
+            ranks=len(groups),
+            replicas=None if split else [stage.replicas for stage in held],
         ),
         node_of_rank=(0,) * cell.ranks,
         replication=Replication(cell.way),

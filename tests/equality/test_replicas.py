@@ -67,6 +67,9 @@ def test_replicas_equal_one_rank_within_rounding(trained: Path, cell: Any) -> No
         Shared("gpt", (2, 2), shard=True),
         Shared("gpt", (2, 2), schedule="zb-h1"),
         Shared("gpt", (2, 2), memory="recompute"),
+        Shared("gpt", (2, 2), schedule="interleaved"),
+        Shared("gpt", (2, 2), schedule="looped-bfs", memory="disk"),
+        Shared("gpt", (2, 2), schedule="zb-v"),
     ],
     ids=str,
 )
