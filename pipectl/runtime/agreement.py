@@ -103,7 +103,7 @@ def check_graph(communicator: MPI.Comm, job: CapturedJob, plan: Plan, profile: P
         )
 
 
-def _told(found: Identity) -> Identity:
+def _told(found: object) -> Identity:
     """Without what may differ. Another pipectl may have told something else altogether."""
     if not isinstance(found, Mapping):
         return {}
