@@ -479,14 +479,14 @@ class Training:
 
 
 def shared_plan(cell: Any, graph: CapturedGraph) -> tuple[Plan, dict[str, int]]:
-    apart = len(cell.replicas)
-    stages = apart * CHUNKS.get(cell.schedule, 1)
+    held = len(cell.replicas)
+    stages = held * CHUNKS.get(cell.schedule, 1)
     return replica_cells.shared_plan(
         cell,
         graph,
         stages,
         lambda seed: random_stages(graph, stages, seed),
-        lambda found: make_plan(graph, found, cell, apart),
+        lambda found: make_plan(graph, found, cell, held),
     )
 
 
