@@ -8,17 +8,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipectl.capture import CapturedGraph, Cut, Slot, build_stage
 from pipectl.capture.precision import arithmetic
 from pipectl.capture.slices import Samples
-from pipectl.capture.stage import Receive, uses_of_parameter
+from pipectl.capture.stage import Receive
 from pipectl.runtime.compiling import compile_stage
 from pipectl.runtime.device import Device
 from pipectl.runtime.halves import Deferred, split_backwards
 from pipectl.runtime.offload import Pool, StageOffload, unpack
+from pipectl.runtime.stage_states import StageStates
 from pipectl.runtime.transport import Tensors
 from pipectl.runtime.transport.ticks import insert_ticks
 from pipectl.runtime.versions import Version, Versions
@@ -106,7 +107,6 @@ class StageRuntime:
         self.offload = offload
         self._device = device
         self._precision = precision
-        self._states = states
         self.codes = {key: build_stage(cut, index, key[1]) for key, cut in cuts.items()}
         self._cuts = cuts
         self._anchor = torch.zeros((), requires_grad=True)
@@ -115,10 +115,9 @@ class StageRuntime:
         self._deferred: dict[int, Deferred] = {}
         self._starts: dict[int, _Start] = {}
         self.versions: Versions | None = None
-        self.parameters: dict[str, nn.Parameter] = {}
-        self.buffers: dict[str, Tensor] = {}
-        self.uses: dict[Slot, Tensor] = {}
-        self._arguments = {key: self._bind(key) for key in self.codes}
+        own = StageStates(states, device)
+        self.parameters, self.buffers, self.uses = own.parameters, own.buffers, own.uses
+        self._arguments = {k: own.arguments(cuts[k], code) for k, code in self.codes.items()}
 
     def inputs(self, training: bool, size: Samples) -> tuple[str, ...]:
         """Names of the batch tensors this stage reads."""
@@ -371,40 +370,3 @@ class StageRuntime:
         graph = self._cuts[key].graph
         names = graph.written if self._recompute and key[0] else graph.rewritten
         return [index for index, slot in enumerate(self.codes[key].states) if slot.value in names]
-
-    def _bind(self, key: tuple[bool, Samples]) -> list[Tensor]:
-        """The state arguments of a stage's code."""
-        cut, code = self._cuts[key], self.codes[key]
-        return [self._state(cut, slot) for slot in code.states]
-
-    def _state(self, cut: Cut, slot: Slot) -> Tensor:
-        state = cut.graph.states[slot.value]
-        if state.kind == "constant":
-            return self._moved(cut.graph.constants[state.name])
-        tensor = self._states[state.name]
-        tensor.data = self._moved(tensor.data)
-        if not isinstance(tensor, nn.Parameter):
-            self.buffers[state.name] = tensor
-            return tensor
-        self.parameters[state.name] = tensor
-        return tensor if not slot.use else self._use(slot._replace(value=state.name), tensor)
-
-    def _use(self, slot: Slot, parameter: nn.Parameter) -> Tensor:
-        """A leaf of its own for one use of a parameter, in the parameter's memory."""
-        if slot not in self.uses:
-            leaf = parameter.detach().requires_grad_(parameter.requires_grad)
-            self.uses[slot] = leaf
-        return self.uses[slot]
-
-    def _moved(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device.torch_device)
-
-
-def shared_uses(cut: Cut) -> dict[str, list[tuple[Slot, int]]]:
-    """Parameters with several uses: for each, its uses in graph order with their stages."""
-    found: dict[str, list[tuple[Slot, int]]] = {}
-    for placeholder, state in cut.graph.states.items():
-        users = uses_of_parameter(cut.graph, placeholder)
-        if users:
-            found[state.name] = [(Slot(state.name, user), cut.stage_of[user]) for user in users]
-    return found

@@ -23,7 +23,7 @@ from pipectl.plan import Plan
 from pipectl.runtime.engine import StepInput, StepOutput
 from pipectl.runtime.passes import Batch
 from pipectl.runtime.setup import Setup
-from pipectl.runtime.stage import shared_uses
+from pipectl.runtime.stage_states import shared_uses
 from pipectl.runtime.stepper import Stepper
 from pipectl.runtime.telemetry import StepReport, Telemetry
 from pipectl.runtime.tracing import Tracing

@@ -26,7 +26,7 @@ from pipectl.runtime.optimizer import Clipping, SharedGradients
 from pipectl.runtime.passes import Batch, Pass, narrowed, pass_of
 from pipectl.runtime.recording import Recording
 from pipectl.runtime.setup import Setup
-from pipectl.runtime.stage import shared_uses
+from pipectl.runtime.stage_states import shared_uses
 from pipectl.runtime.stepper import make_stepper
 from pipectl.runtime.stretches import Stretches
 from pipectl.runtime.telemetry import StepReport, Telemetry

@@ -28,7 +28,8 @@ from pipectl.runtime.failure import Doing
 from pipectl.runtime.layout import Layout
 from pipectl.runtime.offload import StageOffload, mover_of
 from pipectl.runtime.optimizer import Clipping, SharedGradients
-from pipectl.runtime.stage import StageRuntime, shared_uses
+from pipectl.runtime.stage import StageRuntime
+from pipectl.runtime.stage_states import shared_uses
 from pipectl.runtime.stepper import make_stepper
 from pipectl.runtime.transport import Message
 from pipectl.schedule import channels, lower, memory_bytes

@@ -19,7 +19,8 @@ from pipectl.capture.randomness import seed_of
 from pipectl.graph import TransferKind
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.layout import Layout
-from pipectl.runtime.stage import StageRuntime, shared_uses
+from pipectl.runtime.stage import StageRuntime
+from pipectl.runtime.stage_states import shared_uses
 
 RATE, MOMENTUM = 0.001, 0.9
 Batch = tuple[Any, Any]

@@ -1,0 +1,66 @@
+"""Parameters and buffers of a stage, as arguments of its code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from pipectl.capture import Cut, Slot
+from pipectl.capture.stage import StageCode, uses_of_parameter
+from pipectl.runtime.device import Device
+
+
+class StageStates:
+    """Those of one stage, moved to the device in place when its code asks for them.
+
+    Args:
+        states: the model's parameters and buffers by full name.
+
+    Attributes:
+        parameters, buffers: of the stage, by full name.
+        uses: leaves in the memory of parameters with several uses, one for each use.
+    """
+
+    def __init__(self, states: Mapping[str, Tensor], device: Device) -> None:
+        self._states = states
+        self._device = device
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.buffers: dict[str, Tensor] = {}
+        self.uses: dict[Slot, Tensor] = {}
+
+    def arguments(self, cut: Cut, code: StageCode) -> list[Tensor]:
+        """The state arguments of some code of the stage."""
+        return [self._state(cut, slot) for slot in code.states]
+
+    def _state(self, cut: Cut, slot: Slot) -> Tensor:
+        state = cut.graph.states[slot.value]
+        if state.kind == "constant":
+            return self._moved(cut.graph.constants[state.name])
+        tensor = self._states[state.name]
+        tensor.data = self._moved(tensor.data)
+        if not isinstance(tensor, nn.Parameter):
+            self.buffers[state.name] = tensor
+            return tensor
+        self.parameters[state.name] = tensor
+        return tensor if not slot.use else self._use(slot._replace(value=state.name), tensor)
+
+    def _use(self, slot: Slot, parameter: nn.Parameter) -> Tensor:
+        """A leaf of its own for one use of a parameter, in the parameter's memory."""
+        if slot not in self.uses:
+            leaf = parameter.detach().requires_grad_(parameter.requires_grad)
+            self.uses[slot] = leaf
+        return self.uses[slot]
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device.torch_device)
+
+
+def shared_uses(cut: Cut) -> dict[str, list[tuple[Slot, int]]]:
+    """Parameters with several uses: for each, its uses in graph order with their stages."""
+    found: dict[str, list[tuple[Slot, int]]] = {}
+    for placeholder, state in cut.graph.states.items():
+        users = uses_of_parameter(cut.graph, placeholder)
+        if users:
+            found[state.name] = [(Slot(state.name, user), cut.stage_of[user]) for user in users]
+    return found
