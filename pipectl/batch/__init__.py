@@ -1,6 +1,6 @@
 """Batch systems behind one protocol: render a script, submit, query, cancel, estimate."""
 
-from pipectl.batch.protocol import JobRequest, JobState, JobStatus, Scheduler, SlurmOptions
+from pipectl.batch.protocol import JobRequest, JobState, JobStatus, Scheduler, SlurmOptions, Stop
 from pipectl.batch.registry import NAMES, get
 from pipectl.batch.resolve import Evidence, resolve
 
@@ -12,6 +12,7 @@ __all__ = [
     "JobStatus",
     "Scheduler",
     "SlurmOptions",
+    "Stop",
     "get",
     "resolve",
 ]

@@ -87,6 +87,22 @@ class SlurmOptions:
 
 
 @dataclass(frozen=True)
+class Stop:
+    """How a job is asked to save what it has and end, before its time is over.
+
+    Args:
+        signal: that the job script then gets, ``USR2`` or ``USR1``.
+        lead_time_s: between the signal and the end of the walltime.
+        requeues: how often the batch system may start the job again after that, or after the
+            failure of a node.
+    """
+
+    signal: str = "USR2"
+    lead_time_s: int = 180
+    requeues: int = 0
+
+
+@dataclass(frozen=True)
 class JobRequest:
     """One job, independent of the batch system.
 
@@ -106,7 +122,7 @@ class JobRequest:
         bind: ``cores`` pins each rank to its cores; ``none`` passes no binding option.
         launch_args: appended to the launcher's options.
         mpiexec: path of mpiexec; None takes the one beside ``python``, else the first on PATH.
-        requeue: whether the batch system may start the job again after a node failure.
+        stop: None for jobs that cannot go on where they stopped.
     """
 
     name: str
@@ -130,7 +146,7 @@ class JobRequest:
     bind: str = "none"
     launch_args: tuple[str, ...] = ()
     mpiexec: str | None = None
-    requeue: bool = False
+    stop: Stop | None = None
     alone: bool = False
     slurm: SlurmOptions = SlurmOptions()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from pipectl.batch.protocol import JobState, JobStatus
+from pipectl.batch.script import CHECKPOINTED
 from pipectl.units import format_time
 
 SUBMIT_GRACE_S = 60.0
@@ -64,7 +65,7 @@ def _completed_by_file(listed: JobStatus, evidence: Evidence) -> JobStatus:
     code = evidence.exit_code
     if not listed.state.final or listed.exit_code is not None or code is None:
         return listed
-    if listed.source == "process":
+    if listed.source == "process" or code == CHECKPOINTED:
         verdict = _from_exit_code(code, evidence.cancelled)
         return replace(verdict, nodes=listed.nodes, start=listed.start, end=listed.end)
     return replace(listed, exit_code=code)
@@ -73,9 +74,11 @@ def _completed_by_file(listed: JobStatus, evidence: Evidence) -> JobStatus:
 def _from_exit_code(code: int, cancelled: bool) -> JobStatus:
     """A cancelled job may well exit with 0: that it was asked to end early counts."""
     state = JobState.FAILED if code else JobState.COMPLETED
+    reason = f"exit code {code}" if code else ""
+    if code == CHECKPOINTED:
+        state, reason = JobState.PREEMPTED, "stopped at a checkpoint; pipectl resume goes on"
     if cancelled:
         state = JobState.CANCELLED
-    reason = f"exit code {code}" if code else ""
     return JobStatus(state, reason=reason, exit_code=code, source="run directory")
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from pipectl.batch.protocol import JobRequest
 from pipectl.batch.quoting import checked, shell_command, shell_word, variable_name
 from pipectl.runs import ATTEMPT
 
 RUN_VARIABLE = "PIPECTL_RUN_DIRECTORY"
+CHECKPOINTED = 75
+"""Exit code of a script whose ranks stopped at a checkpoint before they were done."""
 
 _FRAME = f"""\
 # The exit code is written whole, whatever ends the script.
-rm -f "${RUN_VARIABLE}/exit_code"
+rm -f "${RUN_VARIABLE}"/{{exit_code,stop,stopped}}
 finish() {{
     local code=$?
     echo "$code" >"${RUN_VARIABLE}/exit_code.tmp" &&
@@ -67,12 +69,19 @@ run() {{
 }}"""
 
 
-def render_body(request: JobRequest, launch: Sequence[str], *, before: Sequence[str] = ()) -> str:
+def render_body(
+    request: JobRequest,
+    launch: Sequence[str],
+    *,
+    before: Sequence[str] = (),
+    again: Iterable[str] = (),
+) -> str:
     """Everything below the scheduler's directives.
 
     Args:
         launch: the command that starts all ranks.
         before: shell lines of the batch system, run just before the launch.
+        again: shell lines of the batch system, run when ranks stopped before they were done.
 
     Raises:
         InvalidInputError: a value that cannot be written into a script.
@@ -80,12 +89,36 @@ def render_body(request: JobRequest, launch: Sequence[str], *, before: Sequence[
     blocks = [
         "\n".join(_enter(request)),
         _FRAME,
+        *_stop(request),
         *_environment(request),
         "\n".join(_exports(request)),
         *("run " + shell_command(words, "prepare") + ' || exit "$?"' for words in request.prepare),
-        "\n".join((*before, "run " + shell_command(launch, "launch"), 'exit "$?"')),
+        "\n".join((*before, "run " + shell_command(launch, "launch"), *_end(request, again))),
     ]
     return "\n\n".join(blocks) + "\n"
+
+
+def _stop(request: JobRequest) -> Iterator[str]:
+    if request.stop is not None:
+        signal = request.stop.signal
+        yield (
+            "# Ranks that find this file save a checkpoint and end; the signal itself would end\n"
+            "# launchers that do not know it.\n"
+            f"trap ': >\"${RUN_VARIABLE}/stop\"; interrupted=1' {signal}"
+        )
+
+
+def _end(request: JobRequest, again: Iterable[str]) -> Iterator[str]:
+    """The script's end, behind the launch."""
+    if request.stop is None:
+        yield 'exit "$?"'
+        return
+    yield "code=$?"
+    yield f'if ((code == 0)) && [[ -e "${RUN_VARIABLE}/stopped" ]]; then'
+    yield f"    code={CHECKPOINTED}"
+    yield from (f"    {line}" for line in again)
+    yield "fi"
+    yield 'exit "$code"'
 
 
 def _enter(request: JobRequest) -> Iterator[str]:

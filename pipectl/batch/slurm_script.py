@@ -30,7 +30,8 @@ _MANAGED = {
     "--time": "resources.walltime", "-t": "resources.walltime",
     "--chdir": None, "-D": None,
     "--output": None, "-o": None, "--error": None, "-e": None, "--open-mode": None,
-    "--requeue": None, "--no-requeue": None,
+    "--requeue": "checkpoint.max_requeues", "--no-requeue": "checkpoint.max_requeues",
+    "--signal": "checkpoint.on_signal and checkpoint.lead_time",
     "--array": None, "-a": None, "--parsable": None, "--wrap": None, "--wait": None, "-W": None,
     "--export": None, "--test-only": None,
 }  # fmt: skip
@@ -55,9 +56,10 @@ def render_script(request: JobRequest) -> str:
     if request.alone:
         body = render_body(request, request.command)
     elif request.launcher == "srun":
-        body = render_body(request, srun_command(request))
+        body = render_body(request, srun_command(request), again=_again(request))
     else:
-        body = render_body(request, mpiexec_command(request), before=_FREE_PROXIES)
+        launch = mpiexec_command(request)
+        body = render_body(request, launch, before=_FREE_PROXIES, again=_again(request))
     return f"#!/bin/bash\n{header}\n{body}"
 
 
@@ -70,9 +72,26 @@ def _options(request: JobRequest) -> Iterator[str]:
     yield f"--chdir={slurm_value(directory, 'output.directory')}"
     yield f"--output={slurm_file(f'{directory}/logs/job.log', 'output.directory')}"
     yield "--open-mode=append"
-    yield "--requeue" if request.requeue else "--no-requeue"
+    yield from _ends(request)
     for directive in request.slurm.directives:
         yield _directive(directive)
+
+
+def _ends(request: JobRequest) -> Iterator[str]:
+    """What happens before the walltime is over, and when a node fails."""
+    stop = request.stop
+    if stop is not None:
+        yield f"--signal=B:{stop.signal}@{stop.lead_time_s}"
+    yield "--requeue" if stop is not None and stop.requeues else "--no-requeue"
+
+
+def _again(request: JobRequest) -> Iterator[str]:
+    """Shell lines that put a stopped job back into the queue; Slurm ends its script meanwhile."""
+    if request.stop is not None and request.stop.requeues:
+        yield f"if ((attempt <= {request.stop.requeues})); then"
+        yield "    trap '' TERM"
+        yield '    scontrol requeue "$SLURM_JOB_ID"'
+        yield "fi"
 
 
 def _site_options(request: JobRequest) -> Iterator[str]:

@@ -61,4 +61,5 @@ def _request(
         name=f"{spec.name}-links",
         walltime_s=min(training.walltime_s, _WALLTIME_S),
         command=(training.python, "-m", "mpi4py", "-m", PROBE, *files, *given),
+        stop=None,
     )

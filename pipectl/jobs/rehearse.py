@@ -173,6 +173,7 @@ def _request(subject: Subject, run: RunDirectory, rehearsal: Rehearsal) -> JobRe
         command=(request.python, "-m", "mpi4py", "-m", WORKER, "--run", str(run.path)),
         walltime_s=int(min(request.walltime_s, _START_S + 2 * seconds_of(rehearsal))),
         gpus_per_node=0,
+        stop=None,
     )
     return _crowded(request, spec) if subject.scheduler == LOCAL else request
 

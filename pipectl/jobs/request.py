@@ -7,7 +7,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipectl.batch import JobRequest, SlurmOptions
+from pipectl.batch import JobRequest, SlurmOptions, Stop
 from pipectl.plan import OffloadTarget
 
 if TYPE_CHECKING:
@@ -21,6 +21,9 @@ TIGHT_HEAP = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.mxfast
 """Lets glibc join free memory at once. By default it holds the scraps around aligned blocks back,
 so that a block which was freed between two of them is too small for the next of its size, and the
 heap grows. It reads this before a process can say anything."""
+
+_LEAST_SHARE = 4
+"""Of the walltime, at least so many parts are there for one part of lead time."""
 
 
 def job_request(
@@ -43,6 +46,8 @@ def job_request(
     """
     directory, python = directory.absolute(), sys.executable
     resources, launch, environment = spec.resources, spec.launch, spec.environment
+    checkpoint = spec.checkpoint
+    lead_s = min(checkpoint.lead_time, resources.walltime // _LEAST_SHARE)
     return JobRequest(
         name=spec.name,
         tag=tag,
@@ -66,6 +71,7 @@ def job_request(
         launch_args=tuple(launch.args),
         mpiexec=mpiexec,
         slurm=_slurm_options(spec),
+        stop=Stop(checkpoint.on_signal, lead_s, checkpoint.max_requeues),
     )
 
 

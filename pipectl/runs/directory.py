@@ -100,6 +100,16 @@ class RunDirectory:
         return self.path / "record.json"
 
     @property
+    def stop(self) -> Path:
+        """Where the job script asks the ranks to save a checkpoint and end."""
+        return self.path / "stop"
+
+    @property
+    def stopped(self) -> Path:
+        """Where the ranks tell the script that they did so."""
+        return self.path / "stopped"
+
+    @property
     def exit_code(self) -> Path:
         """The job script's exit code, written when it ends."""
         return self.path / "exit_code"

@@ -164,7 +164,7 @@ class Telemetry:
         line = {"attempt": self._attempt, "step": step, "time": time.time()}
         self._append([{**line, "evaluation": result}])
 
-    def finish(self) -> None:
+    def finish(self, state: str = "done") -> None:
         """Wait for every report of every rank and write the last ones; collective."""
         if self._communicator.rank == 0:
             while len(self._reports):
@@ -175,7 +175,7 @@ class Telemetry:
         for request, _ in self._receiving:
             request.Cancel()
             request.Wait()
-        self.state("done")
+        self.state(state)
 
     def _post(self, rank: int) -> tuple[MPI.Request, Any]:
         buffer = np.empty(len(_FIELDS), dtype=np.float64)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from pipectl.capture.data import split_batch
+from pipectl.files import write_text
 from pipectl.runs import RunDirectory
 from pipectl.runtime.checkpoint import Stored
 from pipectl.runtime.continuation import Continuation
@@ -28,6 +29,7 @@ from pipectl.runtime.recording import Recording
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.stage_states import shared_uses
 from pipectl.runtime.stepper import make_stepper
+from pipectl.runtime.stopping import Stopping
 from pipectl.runtime.stretches import Stretches
 from pipectl.runtime.telemetry import StepReport, Telemetry
 from pipectl.runtime.tracing import Tracing
@@ -90,6 +92,8 @@ class Trainer:
         self._gradient_norm = self._used_rate = math.nan
         self._skipped = False
         self._continuation = self._make_continuation(run, attempt)
+        self._stopping = Stopping(setup.communicator.Dup(), run.stop)
+        self._stopped = False
         self._done = 0
         if stored is not None:
             self._continuation.take_up(stored, self._updated())
@@ -107,10 +111,13 @@ class Trainer:
             self._train_stretches(planned)
         else:
             self._train_steps(planned, self._load(planned))
+        self._stopping.finish()
         self._continuation.finish()
         self._tracing.finish()
-        self._telemetry.finish()
+        self._telemetry.finish("stopped" if self._stopped else "done")
         self._setup.close()
+        if self._stopped and self._rank == 0:
+            write_text(self._run.stopped, "")
 
     def _train_steps(self, planned: list[tuple[int, range]], loaded: Iterator[Batch]) -> None:
         """Each step by itself, with the pipeline empty behind it."""
@@ -118,6 +125,9 @@ class Trainer:
             self._setup.doing.step = step
             self._step(step, len(positions), loaded)
             self._between_steps(step)
+            if self._stopping.behind_step() and step < len(planned):
+                self._stop(step)
+                return
 
     def _train_stretches(self, planned: list[tuple[int, range]]) -> None:
         """Steps that overlap; the pipeline empties where all ranks meet."""
@@ -135,6 +145,9 @@ class Trainer:
             barrier(setup.communicator)
             stretches.train(before + 1, batches[before:stop], loaded)
             self._between_steps(stop)
+            if stop < len(batches) and self._stopping.behind_stretch():
+                self._stop(stop)
+                return
 
     def _step(self, step: int, samples: int, loaded: Iterator[Batch]) -> None:
         traced = self._tracing.wants(step)
@@ -193,6 +206,13 @@ class Trainer:
             self._continuation.save(step)
             self._telemetry.state("training")
         self._continuation.poll()
+
+    def _stop(self, step: int) -> None:
+        """End here, so that the job can go on from here."""
+        self._stopped = True
+        if not self._saves_behind(step):
+            self._telemetry.state("saving")
+            self._continuation.save(step)
 
     def _stops_behind(self, step: int) -> bool:
         """Whether the pipeline must be empty behind a step."""

@@ -20,6 +20,7 @@ from pipectl.spec.values import (
     Scheduler,
     Script,
     Seconds,
+    StopSignal,
     Variables,
 )
 
@@ -115,6 +116,20 @@ class Checkpoint(Section):
     keep_every: Count | None = Field(
         default=None,
         description="Besides, checkpoints whose step is a multiple of this stay.",
+    )
+    on_signal: StopSignal = Field(
+        default="USR2",
+        description="Signal to the job script upon which the ranks save a checkpoint and end.",
+    )
+    lead_time: Seconds = Field(
+        default=180,
+        description="How long before the end of the walltime Slurm sends it, at most a quarter of "
+        "it; a step and the checkpoint must fit in.",
+    )
+    max_requeues: Natural = Field(
+        default=3,
+        description="How often Slurm puts the job back into the queue after that, or after the "
+        "failure of a node, to go on from its last checkpoint.",
     )
 
 

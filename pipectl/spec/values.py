@@ -138,6 +138,7 @@ Precision = Annotated[str, choice("float32", "bf16", "float16", later=("mixed", 
 Materialize = Annotated[str, choice("eager", "per_rank")]
 Scheduler = Annotated[str, choice("auto", "local", "slurm", later=("pbs",))]
 Launcher = Annotated[str, choice("auto", "srun", "mpiexec")]
+StopSignal = Annotated[str, choice("USR2", "USR1")]
 Binding = Annotated[str, choice("none", "cores")]
 Progress = Annotated[str, choice("auto", "none", "poll", "thread")]
 GpuAware = Annotated[str, choice("auto", "always", "never")]

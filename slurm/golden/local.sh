@@ -5,7 +5,7 @@ export PIPECTL_RUN_DIRECTORY=/scratch/u/runs/20261120-152233-gpt-small
 cd "$PIPECTL_RUN_DIRECTORY" || exit 1
 
 # The exit code is written whole, whatever ends the script.
-rm -f "$PIPECTL_RUN_DIRECTORY/exit_code"
+rm -f "$PIPECTL_RUN_DIRECTORY"/{exit_code,stop,stopped}
 finish() {
     local code=$?
     echo "$code" >"$PIPECTL_RUN_DIRECTORY/exit_code.tmp" &&
@@ -59,9 +59,17 @@ run() {
     return "$code"
 }
 
+# Ranks that find this file save a checkpoint and end; the signal itself would end
+# launchers that do not know it.
+trap ': >"$PIPECTL_RUN_DIRECTORY/stop"; interrupted=1' USR2
+
 export OMP_NUM_THREADS=1
 export MKL_NUM_THREADS=1
 export PYTHONUNBUFFERED=1
 
 run /opt/env/bin/mpiexec -n 4 /opt/env/bin/python -m mpi4py -m pipectl.runtime.worker --run /scratch/u/runs/20261120-152233-gpt-small
-exit "$?"
+code=$?
+if ((code == 0)) && [[ -e "$PIPECTL_RUN_DIRECTORY/stopped" ]]; then
+    code=75
+fi
+exit "$code"

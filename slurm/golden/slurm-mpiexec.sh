@@ -15,7 +15,7 @@ export PIPECTL_RUN_DIRECTORY=/scratch/u/runs/20261120-152233-gpt-small
 cd "$PIPECTL_RUN_DIRECTORY" || exit 1
 
 # The exit code is written whole, whatever ends the script.
-rm -f "$PIPECTL_RUN_DIRECTORY/exit_code"
+rm -f "$PIPECTL_RUN_DIRECTORY"/{exit_code,stop,stopped}
 finish() {
     local code=$?
     echo "$code" >"$PIPECTL_RUN_DIRECTORY/exit_code.tmp" &&

@@ -16,6 +16,7 @@
 #SBATCH --chdir="/scratch/u/my runs/100%"
 #SBATCH --output="/scratch/u/my runs/100%%/logs/job.log"
 #SBATCH --open-mode=append
+#SBATCH --signal=B:USR2@180
 #SBATCH --requeue
 #SBATCH --mail-type=END
 #SBATCH --switches=1
@@ -25,7 +26,7 @@ export PIPECTL_RUN_DIRECTORY='/scratch/u/my runs/100%'
 cd "$PIPECTL_RUN_DIRECTORY" || exit 1
 
 # The exit code is written whole, whatever ends the script.
-rm -f "$PIPECTL_RUN_DIRECTORY/exit_code"
+rm -f "$PIPECTL_RUN_DIRECTORY"/{exit_code,stop,stopped}
 finish() {
     local code=$?
     echo "$code" >"$PIPECTL_RUN_DIRECTORY/exit_code.tmp" &&
@@ -79,6 +80,10 @@ run() {
     return "$code"
 }
 
+# Ranks that find this file save a checkpoint and end; the signal itself would end
+# launchers that do not know it.
+trap ': >"$PIPECTL_RUN_DIRECTORY/stop"; interrupted=1' USR2
+
 set +u
 type module >/dev/null 2>&1 || source /etc/profile
 module load gcc/13.2 openmpi/5.0.6 || exit 1
@@ -100,4 +105,12 @@ run /opt/env/bin/python -m pipectl.jobs.prepare '/scratch/u/my runs/100%' || exi
 unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK
 export SLURM_CPU_BIND=none
 run /opt/env/bin/mpiexec -n 4 --map-by slot:PE=16 --bind-to core --label /opt/env/bin/python -m mpi4py -m pipectl.runtime.worker --run '/scratch/u/my runs/100%'
-exit "$?"
+code=$?
+if ((code == 0)) && [[ -e "$PIPECTL_RUN_DIRECTORY/stopped" ]]; then
+    code=75
+    if ((attempt <= 3)); then
+        trap '' TERM
+        scontrol requeue "$SLURM_JOB_ID"
+    fi
+fi
+exit "$code"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipectl.batch import JobRequest, SlurmOptions, get
+from pipectl.batch import JobRequest, SlurmOptions, Stop, get
 
 GOLDEN = Path(__file__).parents[2] / "slurm" / "golden"
 
@@ -51,12 +51,13 @@ FULL = replace(
         directives=("--mail-type=END", "--switches=1"),
     ),
 )
+STOP = Stop(requeues=3)
 CASES = {
-    "local.sh": ("local", SMALL),
+    "local.sh": ("local", replace(SMALL, stop=STOP)),
     "local-full.sh": ("local", replace(FULL, launcher="mpiexec", mpi="auto", launch_args=())),
     "slurm-mpiexec.sh": ("slurm", SMALL),
-    "slurm-openmpi.sh": ("slurm", replace(FULL, launcher="mpiexec", mpi="openmpi", requeue=True)),
-    "slurm-srun.sh": ("slurm", FULL),
+    "slurm-openmpi.sh": ("slurm", replace(FULL, launcher="mpiexec", mpi="openmpi", stop=STOP)),
+    "slurm-srun.sh": ("slurm", replace(FULL, stop=Stop("USR1", 90))),
 }
 
 

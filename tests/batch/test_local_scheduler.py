@@ -1,6 +1,7 @@
 """LocalScheduler with real processes."""
 
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipectl.batch import JobRequest, JobState, JobStatus, get
+from pipectl.batch import JobRequest, JobState, JobStatus, Stop, get
 from pipectl.batch.local import LocalScheduler
 from pipectl.errors import SchedulerError, UsageError
 
@@ -18,7 +19,7 @@ MakeRequest = Callable[..., JobRequest]
 
 def submit(scheduler: LocalScheduler, request: JobRequest) -> str:
     """Submit with a launcher that drops ``-n <ranks>`` and runs the command once."""
-    request.run_directory.mkdir()
+    request.run_directory.mkdir(exist_ok=True)
     fake = request.run_directory.parent / "mpiexec"
     fake.write_text('#!/bin/bash\nshift 2\n"$@"\n')
     fake.chmod(0o755)
@@ -139,3 +140,46 @@ def test_schedulers_by_name() -> None:
     assert get("slurm").name == "slurm"
     with pytest.raises(UsageError, match="did you mean 'slurm'"):
         get("slrum")
+
+
+@pytest.mark.parametrize(("saves", "code"), [(True, 75), (False, 0)])
+def test_a_signal_is_passed_on_as_a_file(
+    make_request: MakeRequest, tmp_path: Path, saves: bool, code: int
+) -> None:
+    """Not to the launcher; ranks that end early then say so, and others were done anyway."""
+    scheduler = LocalScheduler()
+    ending = ': >"$PIPECTL_RUN_DIRECTORY/stopped"; ' if saves else ""
+    command = f'until [[ -e "$PIPECTL_RUN_DIRECTORY/stop" ]]; do sleep 0.05; done; {ending}exit 0'
+    request = make_request(
+        command=("bash", "-c", command), mpiexec=str(tmp_path / "mpiexec"), stop=Stop("USR1")
+    )
+    job_id = submit(scheduler, request)
+    directory = request.run_directory
+    wait_until(lambda: (directory / "attempt").exists())
+    time.sleep(0.3)
+    os.kill(int(job_id.partition(".")[0]), signal.SIGUSR1)
+    wait_until(lambda: (directory / "exit_code").exists())
+    assert (directory / "exit_code").read_text() == f"{code}\n"
+
+
+def test_a_job_counts_its_starts_and_keeps_their_errors(
+    request_of: Callable[[str], JobRequest],
+) -> None:
+    scheduler = LocalScheduler()
+    request = request_of('echo "$PIPECTL_ATTEMPT"; echo {} >errors/rank-0000.json; exit 1')
+    directory = request.run_directory
+    (directory / "errors").mkdir(parents=True)
+    submit(scheduler, request)
+    for attempt in (1, 2, 3):
+        if attempt > 1:
+            (directory / "exit_code").unlink()
+            scheduler.submit(directory / "job.sh", request)
+        wait_until(lambda: (directory / "exit_code").exists())
+        assert (directory / "attempt").read_text() == f"{attempt}\n"
+    assert (directory / "logs" / "job.log").read_text() == "1\n2\n3\n"
+    found = sorted(str(path.relative_to(directory)) for path in directory.rglob("rank-0000.json"))
+    assert found == [
+        "errors/attempt-1/rank-0000.json",
+        "errors/attempt-2/rank-0000.json",
+        "errors/rank-0000.json",
+    ]

@@ -126,3 +126,23 @@ def test_a_failing_model_fails_the_slurm_job_and_status_names_the_culprit(
     )
     assert "sample 63 is broken" in shown.stdout
     assert "rank 0" in shown.stdout or "rank 1" in shown.stdout
+
+
+def test_a_signal_puts_the_job_back_into_the_queue_and_it_goes_on(
+    lab: Path, tmp_path: Path, local_weights: dict[str, torch.Tensor]
+) -> None:
+    """As Slurm sends it before the walltime is over."""
+    settings = ["resources.nodes=2", "resources.tasks_per_node=1", "pipeline.stages=2"]
+    run = submit(tmp_path, "slurm", *settings)
+    deadline = time.monotonic() + 120
+    while not (found := pipectl(tmp_path, "status", run))["step"]:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.2)
+    subprocess.run(["scancel", "--signal=USR2", "--batch", str(found["job_id"])], check=True)
+    last = watch(tmp_path, run)[-1]
+    log = (tmp_path / "runs" / run / "logs" / "job.log").read_text()
+    assert (last["state"], last["step"]) == ("COMPLETED", 80), log
+    metrics = (tmp_path / "runs" / run / "metrics.jsonl").read_text().splitlines()
+    assert {json.loads(line)["attempt"] for line in metrics} == {1, 2}
+    found_weights = weights(tmp_path, run)
+    assert all(torch.equal(found_weights[name], local_weights[name]) for name in local_weights)

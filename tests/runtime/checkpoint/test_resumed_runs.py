@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pipectl.plan import Plan
-from pipectl.runs import RunDirectory, checkpoints, read_metrics
+from pipectl.runs import RunDirectory, checkpoints, read_heartbeat, read_metrics
 from pipectl.runtime import checkpoint
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
@@ -137,6 +137,37 @@ def test_a_run_whose_rank_is_killed_goes_on(
     ]
     losses = [[line["loss"] for line in read_metrics(found)] for found in (whole, run)]
     assert losses[0] == losses[1]
+    ends = [checkpoint.load(found.checkpoints / f"step-{STEPS:06d}") for found in (whole, run)]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on(
+    trained: dict[str, tuple[RunDirectory, RunDirectory]],
+    module_runs: Any,
+    start: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between two checkpoints: all ranks agree on the step, and end with 0."""
+    whole, _ = trained["plain"]
+    slow = {"data": {"factory": f"{PARTS}:Slow"}, "checkpoint": {"every": 100}}
+    run = module_runs(2, {**VARIANTS["plain"][0], **slow})
+    for attempt in (1, 2):
+        monkeypatch.setenv("PIPECTL_ATTEMPT", str(attempt))
+        process = start(2, run)
+        while attempt == 1 and not read_metrics(run):
+            time.sleep(0.05)
+        if attempt == 1:
+            run.stop.write_text("")
+        _, log = process.communicate(timeout=120)
+        assert process.returncode == 0, log
+        assert run.stopped.exists() == (attempt == 1)
+        beat = read_heartbeat(run)
+        assert beat is not None
+        assert beat["state"] == ("stopped" if attempt == 1 else "done")
+        run.stop.unlink(missing_ok=True)
+        run.stopped.unlink(missing_ok=True)
+    lines = read_metrics(run)
+    assert {line["attempt"] for line in lines} == {1, 2}
     ends = [checkpoint.load(found.checkpoints / f"step-{STEPS:06d}") for found in (whole, run)]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
