@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from pipectl.runs import Manifest, RunDirectory
-from pipectl.runtime.checkpoint import Keep, Saver, Stored, take_snapshot
+from pipectl.runtime.checkpoint import Keep, Saver, Stored, plain_name, take_snapshot
 from pipectl.runtime.failure import warn
 from pipectl.runtime.loss_scale import LossScale
 from pipectl.runtime.setup import Setup
@@ -54,8 +54,13 @@ class Continuation:
             self._told,
             None if scale is None else scale.state,
         )
-        manifest = Manifest(step, setup.plan.micro_batch_size, setup.saved_aliases)
+        manifest = Manifest(step, setup.plan.micro_batch_size, self._aliases())
         self._saver.start(manifest, own)
+
+    def _aliases(self) -> dict[str, str]:
+        """As :attr:`Setup.saved_aliases`, by the names in the user's model."""
+        pairs = [(plain_name(n), plain_name(o)) for n, o in self._setup.saved_aliases.items()]
+        return {alias: name for alias, name in pairs if alias is not None and name is not None}
 
     def take_up(self, stored: Stored, updated: Mapping[str, nn.Parameter]) -> None:
         """Put back what is not in the model.

@@ -21,6 +21,7 @@ from pipectl.capture import CapturedJob
 from pipectl.plan import OffloadTarget, Plan
 from pipectl.profiler import profile_job
 from pipectl.runtime.offload import StageOffload
+from pipectl.runtime.offload.pages import Pages
 
 SIZE, MICRO_BATCHES, IN_FLIGHT = 8, 4, 8
 MODELS = ("lstm", "encoder-decoder", "recommender", "unet", "siamese", "checkpointed", "experts")
@@ -57,8 +58,12 @@ def test_peaks_of_live_bytes_are_as_predicted(entry: Any, tmp_path: Path) -> Non
 def test_what_waits_on_a_disk_takes_no_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With eight micro-batches in flight, a stage keeps two or three of them."""
+    """With eight micro-batches in flight, a stage keeps two or three of them.
+
+    Its pages are taken from torch here, which knows how much of its memory is in use.
+    """
     monkeypatch.setattr(StageOffload, "least_bytes", 0)
+    monkeypatch.setattr(Pages, "take", lambda _, size: torch.empty(size, dtype=torch.uint8))
     entry = next(e for e in entries() if e.name == "lstm")
     spec = spec_of(entry, tmp_path / "job.yaml", IN_FLIGHT, micro_batch=SIZE, optimizer="AdamW")
     profile, job = profile_job(spec), CapturedJob(spec)

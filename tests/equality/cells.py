@@ -191,11 +191,18 @@ def unflushed_cells() -> Iterator[Cell]:
 
 
 def cells_over(ranks: int) -> list[Cell]:
-    """The cells that are trained over so many ranks."""
+    """The cells that are trained over so many ranks: most of them over 2 and 4."""
     more = whole_product.SAMPLE.get(ranks, ())
     if ranks > 4:
         return [*cells_on_many_ranks(), *more]
-    return [*(cell for cell in cells() if not cell.memory or ranks in (2, 4)), *more]
+    if ranks in (2, 4):
+        return [*cells(), *more]
+    found = [cell for cell in cells() if not cell.memory]
+    if ranks == 1:
+        found = [cell for cell in found if cell.schedule in (*SCHEDULES, *CHUNKS)]
+    else:
+        found = [cell for cell in found if cell.batch == "smaller_last" or cell.schedule in OWN]
+    return [*found, *more]
 
 
 def cells_on_many_ranks() -> list[Cell]:

@@ -22,7 +22,7 @@ TOP_LEVEL = (
         ("nam: x", "7:1: nam: unknown key; did you mean 'name'?"),
         ("walltime: 3", "7:1: walltime: unknown key; did you mean 'resources.walltime'?"),
         ("zzz: 3", f"7:1: zzz: unknown key; known are {TOP_LEVEL}"),
-        ("checkpoint:\n  on_signal: USR2", "8:3: checkpoint.on_signal: unknown key; known are every, keep"),
+        ("checkpoint:\n  often: 3", "8:3: checkpoint.often: unknown key; known are every, keep, keep_every, on_signal, lead_time, max_requeues"),
         ("slurm: {source: x}", "7:9: slurm.source: unknown key; known are partition, account, qos, constraint, reservation, exclusive, directives"),
         ("evaluation: {data: a:b, metrics: {m: {factor: a:b, factory: c:d}}}", "7:39: evaluation.metrics.m.factor: unknown key; did you mean 'factory'?"),
         # structure

@@ -1,7 +1,7 @@
 """Checkpoints: what a rank saves, how it gets to the disk, and how a run goes on from it."""
 
 from pipectl.runtime.checkpoint.saver import Keep, Saver
-from pipectl.runtime.checkpoint.snapshot import Snapshot, take_snapshot
+from pipectl.runtime.checkpoint.snapshot import Snapshot, plain_name, take_snapshot
 from pipectl.runtime.checkpoint.stored import Stored, load, newest
 
-__all__ = ["Keep", "Saver", "Snapshot", "Stored", "load", "newest", "take_snapshot"]
+__all__ = ["Keep", "Saver", "Snapshot", "Stored", "load", "newest", "plain_name", "take_snapshot"]

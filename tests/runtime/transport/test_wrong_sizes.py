@@ -16,17 +16,17 @@ CASES = {"short", "long", "nothing", "short, large", "long, large", "another typ
 WAY = "from stage 3 (rank 0) to stage 5 (rank 1)"
 
 
-def errors(launch: Any, *how: str) -> dict[str, str | None]:
-    done = launch(2, HERE / "wrong_size.py", *how)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
+def errors(launch: Any, folder: Path, *how: str) -> dict[str, str | None]:
+    done = launch(2, HERE / "wrong_size.py", folder / "errors", *how)
+    lines = (folder / "errors").read_text().splitlines()
     found = dict(json.loads(line) for line in lines)
     assert found.keys() >= CASES, done.stderr
     return found
 
 
-def test_whole_messages(launch: Any) -> None:
+def test_whole_messages(launch: Any, tmp_path: Path) -> None:
     start = f"the activation of 'a' {WAY} has another size than planned: expected "
-    assert errors(launch, "none") == {
+    assert errors(launch, tmp_path, "none") == {
         "short": f"{start}24 B, received 12 B",
         "long": f"{start}12 B, received more than 12 B",
         "nothing": f"{start}24 B, received 0 B",
@@ -37,8 +37,8 @@ def test_whole_messages(launch: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", ["poll", "thread"])
-def test_messages_in_pieces(launch: Any, mode: str) -> None:
-    found = errors(launch, mode)
+def test_messages_in_pieces(launch: Any, tmp_path: Path, mode: str) -> None:
+    found = errors(launch, tmp_path, mode)
     assert found.pop("another type") is None
     start = f"the activation of 'a' {WAY} has another size than planned"
     assert all(error and error.startswith(start) for error in found.values()), found
@@ -47,14 +47,14 @@ def test_messages_in_pieces(launch: Any, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["none", "thread"])
-def test_checks_find_what_sizes_do_not_tell(launch: Any, mode: str) -> None:
+def test_checks_find_what_sizes_do_not_tell(launch: Any, tmp_path: Path, mode: str) -> None:
     """Either the size is seen first, or what the sender says of the message."""
     said = (
         f"a message {WAY} is not what was sent: activation of micro-batch 1 from stage 3 to 5: "
         "sent was 'a', "
     )
     sized = f"the activation of 'a' {WAY} has another size than planned"
-    found = errors(launch, mode, "check")
+    found = errors(launch, tmp_path, mode, "check")
     assert all(error and error.startswith((said, sized)) for error in found.values()), found
     assert found["another type"] == (
         f"{said}int32 [6] with strides [1], arrived is 'a', float32 [6] with strides [1]"

@@ -1,7 +1,7 @@
 """Two ranks, the first of which sends messages of other sizes than the second expects.
 
-Started as ``mpiexec -n 2 python -m mpi4py wrong_size.py MODE [check]``; the second rank prints the
-error of every case as a line of JSON.
+Started as ``mpiexec -n 2 python -m mpi4py wrong_size.py FILE MODE [check]``; the second rank
+writes the error of every case as a line of JSON. (What it prints might be lost when ranks abort.)
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from mpi4py import MPI
@@ -47,7 +48,7 @@ CHECKED = {"fewer pieces": Case(256 * KIB, 512 * KIB)}
 """One whole piece of two: only checks tell it from a message whose second piece is late."""
 
 
-def main(mode: str) -> None:
+def main(file: str, mode: str) -> None:
     world, check = MPI.COMM_WORLD, "check" in sys.argv
     pieces = WHOLE if mode == "none" else Pieces(2**20, under_way=4)
     kept = []
@@ -57,8 +58,8 @@ def main(mode: str) -> None:
             kept.append((transport, exchange(world, transport, case)))
             if world.rank == 1:
                 error = received(transport)
-                sys.stdout.write(json.dumps([name, error]) + "\n")
-                sys.stdout.flush()
+                with Path(file).open("a") as lines:
+                    lines.write(json.dumps([name, error]) + "\n")
             world.Barrier()
     world.Abort(7)  # what was not received is still on its way
 
@@ -87,4 +88,4 @@ def received(transport: Transport) -> str | None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:3])
