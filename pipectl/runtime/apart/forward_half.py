@@ -75,10 +75,17 @@ class ForwardHalf(StageRuntime):
         """Take the weights that the other half has updated.
 
         The parameters move there: messages of earlier micro-batches may still leave from the old.
+        One with several uses stays, since these are leaves in its memory; it goes only with
+        schedules that flush.
         """
+        several = {slot.value for slot in self.uses}
         for slot, tensor in weights.items():
             assert tensor is not None
-            self.parameters[slot.value].data = tensor
+            parameter = self.parameters[slot.value]
+            if slot.value in several:
+                parameter.data.copy_(tensor)
+            else:
+                parameter.data = tensor
 
     def compile(self) -> None:
         """Compile the training code, which the other half can follow only by computing it again."""
