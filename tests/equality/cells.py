@@ -191,18 +191,22 @@ def unflushed_cells() -> Iterator[Cell]:
 
 
 def cells_over(ranks: int) -> list[Cell]:
-    """The cells that are trained over so many ranks: most of them over 2 and 4."""
+    """The cells that are trained over so many ranks: all over 4."""
     more = whole_product.SAMPLE.get(ranks, ())
     if ranks > 4:
         return [*cells_on_many_ranks(), *more]
-    if ranks in (2, 4):
-        return [*cells(), *more]
-    found = [cell for cell in cells() if not cell.memory]
+    return [*(cell for cell in cells() if _is_over(cell, ranks)), *more]
+
+
+def _is_over(cell: Cell, ranks: int) -> bool:
+    """Whether a cell is trained over 1, 2, 3 or 4 ranks; on 1 are those that others equal."""
+    if ranks == 4 or cell.schedule in OWN:
+        return True
+    if cell.memory:
+        return ranks == 2 and cell.schedule == "1f1b"
     if ranks == 1:
-        found = [cell for cell in found if cell.schedule in (*SCHEDULES, *CHUNKS)]
-    else:
-        found = [cell for cell in found if cell.batch == "smaller_last" or cell.schedule in OWN]
-    return [*found, *more]
+        return cell.schedule in (*SCHEDULES, *CHUNKS)
+    return cell.batch == "smaller_last" or (ranks == 2 and cell.batch == "few")
 
 
 def cells_on_many_ranks() -> list[Cell]:
