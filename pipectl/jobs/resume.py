@@ -76,13 +76,18 @@ def resume(
 def _planned(
     run: RunDirectory, spec: JobSpec, overrides: Sequence[str], cluster: Cluster, before: Plan
 ) -> tuple[JobSpec, Plan]:
-    """The plan as it was, if the job is, else another; and the job that it belongs to."""
+    """The plan as it was, if the job is, else another; and the job that it belongs to.
+
+    It has as many micro-batches as before, unless others are asked for.
+    """
     from pipectl.runtime.supported import check_supported
 
     profile = Profile.load(run.profile)
     plan = fresh_plan(spec, profile, cluster, run.plan)
     if plan is None:
-        spec = _with_micro_batches(run, overrides, before)
+        if spec.pipeline.micro_batches is None:
+            kept = f"pipeline.micro_batches={before.micro_batches}"
+            spec = load(run.job, [*overrides, kept])
         plan = find_plan(spec, profile, cluster)
         check_supported(plan, str(run.plan))
     return spec, plan
@@ -105,15 +110,6 @@ def _check_over(run: RunDirectory, record: Record, now: float, *, force: bool) -
             f"{run.name}: is {found.state.value}",
             cure=f"wait for its end, or `pipectl cancel {run.name}` first",
         )
-
-
-def _with_micro_batches(run: RunDirectory, overrides: Sequence[str], before: Plan) -> JobSpec:
-    """The job with as many micro-batches as it had, unless others are asked for."""
-    asked = any(text.startswith("pipeline") for text in overrides)
-    spec = load(run.job, overrides)
-    if asked and spec.pipeline.micro_batches is not None:
-        return spec
-    return load(run.job, [*overrides, f"pipeline.micro_batches={before.micro_batches}"])
 
 
 def _hand_over(

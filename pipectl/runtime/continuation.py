@@ -37,6 +37,8 @@ class Continuation:
         self._stepper = stepper
         self._loss_scale = loss_scale
         self._told = told
+        self._persistent = setup.persistent
+        self._aliases = _plain_aliases(setup.saved_aliases)
         spec = setup.job.spec.checkpoint
         keep = Keep(spec.keep, spec.keep_every)
         communicator = setup.communicator.Dup()
@@ -49,18 +51,13 @@ class Continuation:
         setup, scale = self._setup, self._loss_scale
         own = take_snapshot(
             setup.saved_states,
-            setup.persistent,
+            self._persistent,
             self._stepper,
             self._told,
             None if scale is None else scale.state,
         )
-        manifest = Manifest(step, setup.plan.micro_batch_size, self._aliases())
+        manifest = Manifest(step, setup.plan.micro_batch_size, self._aliases)
         self._saver.start(manifest, own)
-
-    def _aliases(self) -> dict[str, str]:
-        """As :attr:`Setup.saved_aliases`, by the names in the user's model."""
-        pairs = [(plain_name(n), plain_name(o)) for n, o in self._setup.saved_aliases.items()]
-        return {alias: name for alias, name in pairs if alias is not None and name is not None}
 
     def take_up(self, stored: Stored, updated: Mapping[str, nn.Parameter]) -> None:
         """Put back what is not in the model.
@@ -74,3 +71,9 @@ class Continuation:
         self._stepper.move_on(manifest.updates)
         if self._loss_scale is not None and manifest.loss_scale is not None:
             self._loss_scale.restore(manifest.loss_scale)
+
+
+def _plain_aliases(aliases: Mapping[str, str]) -> dict[str, str]:
+    """By the names in the user's model."""
+    pairs = [(plain_name(alias), plain_name(name)) for alias, name in aliases.items()]
+    return {alias: name for alias, name in pairs if alias is not None and name is not None}

@@ -10,13 +10,12 @@ from pipectl.capture import Slot
 from pipectl.capture.slices import Samples
 from pipectl.runtime.apart.agreement import Agreement
 from pipectl.runtime.apart.ends import Ends, lasting_states, values_received, written_states
-from pipectl.runtime.apart.refusal import refuse_compiled
+from pipectl.runtime.apart.half import Half
 from pipectl.runtime.apart.trace import Graph
-from pipectl.runtime.stage import StageRuntime
 from pipectl.runtime.transport import Tensors
 
 
-class BackwardHalf(StageRuntime):
+class BackwardHalf(Half):
     """Runs backwards of what the other half sends, and sends it the updated weights.
 
     A micro-batch's backward runs through the stage's graph without values; where the stage
@@ -25,15 +24,13 @@ class BackwardHalf(StageRuntime):
 
     Args:
         ends: of the messages between the halves.
-        others: see :class:`StageRuntime`; the cuts are those of training.
+        others: see :class:`~pipectl.runtime.stage.StageRuntime`; the cuts are those of training.
     """
 
     runs_forwards = False
 
     def __init__(self, ends: Ends, *args: Any) -> None:
-        super().__init__(*args)
-        self._ends = ends
-        self._agreed: dict[int, Agreement] = {}
+        super().__init__(ends, *args)
         self._graphs: dict[int, Graph] = {}
         self._arrived: dict[int, tuple[int, int, list[Tensor | None]]] = {}
 
@@ -98,12 +95,6 @@ class BackwardHalf(StageRuntime):
         given = {slot: found for slot, found in gradients.items() if found is not None}
         roots |= {slot: gradient for slot, gradient in given.items() if graph.has(slot)}
         return graph.backward(values, roots)
-
-    def compile(self) -> None:
-        """Compile the training code, which the other half can follow only by computing it again."""
-        if not self._ends.recomputes:
-            refuse_compiled(self.index)
-        super().compile()
 
     def forget(self) -> None:
         """Drop gradients and unfinished micro-batches."""

@@ -13,26 +13,23 @@ from pipectl.capture.slices import Samples
 from pipectl.errors import WorkerError
 from pipectl.runtime.apart.agreement import Agreement
 from pipectl.runtime.apart.ends import Ends, lasting_states, values_received, written_states
+from pipectl.runtime.apart.half import Half
 from pipectl.runtime.apart.packet import memory_of, pack
-from pipectl.runtime.apart.refusal import refuse_compiled
 from pipectl.runtime.apart.trace import TOGETHER, Given, structure_of
 from pipectl.runtime.layout import Layout
-from pipectl.runtime.stage import StageRuntime
 from pipectl.runtime.transport import Tensors
 
 
-class ForwardHalf(StageRuntime):
+class ForwardHalf(Half):
     """Runs forwards and evaluations, with the weights that the other half sends.
 
     Args:
         ends: of the messages between the halves.
-        others: see :class:`StageRuntime`.
+        others: see :class:`~pipectl.runtime.stage.StageRuntime`.
     """
 
     def __init__(self, ends: Ends, *args: Any) -> None:
-        super().__init__(*args)
-        self._ends = ends
-        self._agreed: dict[int, Agreement] = {}
+        super().__init__(ends, *args)
         self._leaving: dict[int, Tensors] = {}
 
     def forward(
@@ -86,12 +83,6 @@ class ForwardHalf(StageRuntime):
                 parameter.data.copy_(tensor)
             else:
                 parameter.data = tensor
-
-    def compile(self) -> None:
-        """Compile the training code, which the other half can follow only by computing it again."""
-        if not self._ends.recomputes:
-            refuse_compiled(self.index)
-        super().compile()
 
     def forget(self) -> None:
         """Drop what is not sent."""

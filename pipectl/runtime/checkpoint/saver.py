@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -20,12 +19,12 @@ import numpy as np
 from mpi4py import MPI
 
 from pipectl.errors import UsageError
+from pipectl.fields import Reader
 from pipectl.runs import LossScaleState, Manifest, Shard, checkpoints, step_of
 from pipectl.runtime.checkpoint.snapshot import Snapshot, sync
-from pipectl.runtime.waiting import barrier, wait
+from pipectl.runtime.waiting import barrier, poll, wait
 from pipectl.units import format_bytes
 
-_PAUSE_S = 1e-3
 _MARGIN = 1.02
 """Of free space over the bytes of the tensors: headers, the manifest."""
 _CURE = "free some space, or set output.directory to a larger disk"
@@ -131,10 +130,12 @@ class Saver:
             raise UsageError(f"{self._directory}: the last checkpoint: {failure}", cure=_CURE)
 
     def _complete(self) -> None:
-        while self._save is not None:
-            self.poll()
-            time.sleep(_PAUSE_S)
+        poll(self._is_idle, lambda _: False)
         barrier(self._communicator)
+
+    def _is_idle(self) -> bool:
+        self.poll()
+        return self._save is None
 
     def _is_done(self, save: _Save) -> bool:
         if save.told is None or not save.told.Test():
@@ -204,7 +205,7 @@ def _complete_manifest(save: _Save) -> Manifest | str:
         key: sorted((s for heard in save.heard for s in heard[key]), key=lambda s: str(s["file"]))
         for key in ("weights", "training")
     }
-    weights, training = (tuple(map(_shard, files[key])) for key in ("weights", "training"))
+    weights, training = (tuple(map(_shard, files[key])) for key in files)
     last = max(save.heard, key=lambda heard: int(heard["updates"]))  # ranks that only compute: 0
     scale = last["loss_scale"]
     return replace(
@@ -217,7 +218,7 @@ def _complete_manifest(save: _Save) -> Manifest | str:
 
 
 def _shard(fields: dict[str, Any]) -> Shard:
-    return Shard(fields["file"], fields["bytes"], fields["sha256"], tuple(fields["names"]))
+    return Shard.from_reader(Reader(fields, file="what a rank wrote", cure=_CURE))
 
 
 def _commit(directory: Path, partial: Path, manifest: Manifest | str, keep: Keep) -> None:
