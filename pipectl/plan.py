@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -13,9 +13,11 @@ from pipectl.errors import DataFileError
 from pipectl.fields import Reader
 from pipectl.files import read_json, write_json
 from pipectl.graph import TransferKind
+from pipectl.stage_blocks import Blocks, stage_blocks
 from pipectl.stage_cost import StageCost, StagePeaks, stage_cost
 
 __all__ = [
+    "Blocks",
     "OffloadTarget",
     "Plan",
     "Prediction",
@@ -60,6 +62,7 @@ class Stage:
             if on the same rank as its forward.
         recompute: whether only the stage's inputs are kept, and the rest computed once more.
         offload: whether what is kept leaves the device's memory until the backward.
+        blocks: parts that recompute one after the other; None if all of the stage at once.
     """
 
     nodes: tuple[str, ...]
@@ -68,6 +71,7 @@ class Stage:
     backward_ranks: tuple[int, ...] = ()
     recompute: bool = False
     offload: bool = False
+    blocks: Blocks | None = None
 
     @property
     def replicas(self) -> int:
@@ -82,7 +86,30 @@ class Stage:
     @property
     def kept_bytes(self) -> int:
         """Kept from forward to backward by one full micro-batch, on the device or elsewhere."""
-        return self.cost.input_bytes if self.recompute else self.cost.saved_bytes
+        return self.running.input_bytes if self.recompute else self.running.saved_bytes
+
+    @cached_property
+    def running(self) -> StageCost:
+        """What it costs as it runs: in blocks if it has any; without the time of RECOMPUTE."""
+        return self.cost if self.blocks is None else self.blocks.running(self.cost)
+
+    @property
+    def recompute_s(self) -> float:
+        """Seconds of what runs again before the gradients of its results are there."""
+        return self.cost.forward_s if self.blocks is None else self.blocks.recompute_s
+
+    @property
+    def recompute_peak_bytes(self) -> int:
+        """The most that this allocates at once; 0 where nothing is known of temporary values."""
+        if self.blocks is not None:
+            return self.blocks.recompute_peak_bytes
+        return 0 if self.cost.peaks is None else self.cost.peaks.forward_bytes
+
+    @property
+    def input_half_bytes(self) -> int:
+        """What the first half of a split backward holds at once more than a whole backward."""
+        # Of blocks, what weights need adds up while one after the other is recomputed.
+        return self.running.grown_bytes if self.blocks is None else self.running.between_bytes
 
     @property
     def reduction_bytes(self) -> int:
@@ -280,6 +307,7 @@ def _stage(item: Reader) -> Stage:
         backward_ranks=item.integers("backward_ranks") if "backward_ranks" in item else (),
         recompute=item.flag("recompute", default=False),
         offload=item.flag("offload", default=False),
+        blocks=stage_blocks(item),
     )
 
 
@@ -353,8 +381,18 @@ def _check(plan: Plan, file: str) -> None:
                 f"stages[{index}].backward_ranks: {len(stage.backward_ranks)} for "
                 f"{stage.replicas} replicas"
             )
+        faults += [f"stages[{index}].blocks: {fault}" for fault in _blocks_faults(stage)]
     stages = range(len(plan.stages))
     if any(end not in stages for item in plan.transfers for end in (item.source, item.target)):
         faults.append("transfers: a stage that does not exist")
     if faults:
         raise DataFileError(f"{file}: {'; '.join(faults)}", cure=_CURE)
+
+
+def _blocks_faults(stage: Stage) -> Iterator[str]:
+    if stage.blocks is not None:
+        fault = stage.blocks.fault(stage.nodes)
+        if fault is not None:
+            yield fault
+        if not stage.recompute or stage.backward_ranks:
+            yield "of a stage that does not recompute where its forward runs"

@@ -106,13 +106,17 @@ def stage_cost(reader: Reader) -> StageCost:
         gradient_bytes=reader.optional_integer("gradient_bytes"),
         buffer_bytes=reader.integer("buffer_bytes", default=0),
         input_bytes=reader.integer("input_bytes", default=0),
-        peaks=_peaks(reader.section("peaks")) if "peaks" in reader else None,
+        peaks=stage_peaks(reader),
         weight_s=reader.optional_number("weight_s"),
         deferred_bytes=reader.optional_integer("deferred_bytes"),
     )
 
 
-def _peaks(section: Reader) -> StagePeaks:
+def stage_peaks(reader: Reader) -> StagePeaks | None:
+    """From the object ``peaks`` of what a stage costs, if it is there."""
+    if "peaks" not in reader:
+        return None
+    section = reader.section("peaks")
     return StagePeaks(
         forward_bytes=section.integer("forward_bytes"),
         backward_bytes=section.integer("backward_bytes"),

@@ -22,6 +22,7 @@ LAYERS = (
         "link",
         "cluster",
         "stage_cost",
+        "stage_blocks",
         "plan",
         "timeline",
         "rehearsal",

@@ -1,14 +1,15 @@
 """Reading and writing ``plan.json``."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 
 from pipectl.errors import DataFileError
-from pipectl.plan import Plan, Replication
+from pipectl.plan import Blocks, Plan, Replication, StagePeaks
 
-NEW = ("replication", "backward_ranks", "recompute", "offload", "input_bytes")
+NEW = ("replication", "backward_ranks", "recompute", "offload", "input_bytes", "blocks")
 
 
 def without(document, keys):
@@ -34,6 +35,38 @@ def test_every_field_is_read_as_it_was_written(pipeline):
     )
     plan = replace(plan, stages=(plan.stages[0], stage), replication=Replication.SPLIT)
     assert Plan.from_json(written(plan)) == plan
+
+
+def test_blocks_are_read_as_they_were_written(pipeline):
+    plan = pipeline(1, 4)
+    firsts = tuple(f"n{index}" for index in range(3))
+    peaks = StagePeaks(1, 2, 3, 4)
+    blocks = Blocks(firsts[1:], 1.0, 0.5, 2.5, 30, 10, peaks, 7)
+    stage = replace(plan.stages[0], nodes=firsts, recompute=True, blocks=blocks)
+    plan = replace(plan, stages=(stage,))
+    assert Plan.from_json(written(plan)) == plan
+    assert stage.kept_bytes == 30
+    assert stage.running.saved_bytes == 40
+
+
+@pytest.mark.parametrize(
+    ("firsts", "more", "fault"),
+    [
+        (["b", "c"], {}, None),
+        (["c", "b"], {}, r"stages\[0\].blocks: begin with \['c', 'b'\], not in the stage's order"),
+        (["a"], {}, "not in the stage's order"),
+        (["z"], {}, "not in the stage's order"),
+        (["b"], {"recompute": False}, "blocks: of a stage that does not recompute where"),
+        (["b"], {"backward_ranks": [1]}, "blocks: of a stage that does not recompute where"),
+    ],
+)
+def test_faults_of_blocks_are_named(pipeline, firsts, more, fault):
+    document = written(pipeline(2, 4))
+    figures = {"forward_s": 1, "recompute_s": 1, "backward_s": 2, "kept_bytes": 1, "last_bytes": 1}
+    blocks = {"firsts": firsts, **figures}
+    document["stages"][0] |= {"nodes": ["a", "b", "c"], "recompute": True, "blocks": blocks, **more}
+    with nullcontext() if fault is None else pytest.raises(DataFileError, match=fault):
+        Plan.from_json(document)
 
 
 def test_a_plan_without_the_newer_fields_is_one_without_what_they_say(pipeline):

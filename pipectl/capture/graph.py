@@ -102,6 +102,11 @@ class CapturedGraph:
                 found.setdefault(source.name, []).append(node.name)
         return {name: tuple(users) for name, users in found.items()}
 
+    def last_use(self, value: str) -> int:
+        """Position of the last operator that reads a value; -1 if none does."""
+        users = self.users.get(value, ("",))
+        return self.position.get(users[-1], -1)
+
     @cached_property
     def edges(self) -> tuple[tuple[str, str], ...]:
         """(producer, consumer) pairs of operators, in the order of the producers."""

@@ -98,7 +98,8 @@ def mark_lines(plan: Plan) -> Iterator[str]:
         yield f"replicas: the ranks of a stage take {share}{changed}"
     marks: Mapping[str, Callable[[Stage], bool]] = {
         "backward on ranks of their own": lambda stage: bool(stage.backward_ranks),
-        "recomputed in the backward": lambda stage: stage.recompute,
+        "recomputed in the backward": lambda stage: stage.recompute and stage.blocks is None,
+        "recomputed block by block in the backward": lambda stage: stage.blocks is not None,
         "offloaded until the backward": lambda stage: stage.offload,
     }
     for words, holds in marks.items():

@@ -22,8 +22,10 @@ from pipectl.timeline import Timeline
 if TYPE_CHECKING:
     from pipectl.spec import JobSpec
 
-_WANTED = {None: None, "none": False, "all": True}
+_RECOMPUTE = {None: None, "none": False, "all": True, "blocks": True}
 """What all stages do, by the word of the spec; None leaves it to the planner."""
+_BLOCKS = {**_RECOMPUTE, "all": False}
+"""Whether block by block, likewise."""
 _APART = {"together": False, "apart": True, None: None}
 """Whether backwards have ranks of their own, likewise."""
 
@@ -50,7 +52,8 @@ def request_of(spec: JobSpec, profile: Profile, cluster: Cluster) -> PlanRequest
         listed=listed,
         warm_up=pipeline.warm_up,
         memory_limit_bytes=pipeline.memory_limit_bytes or memory_of_task(spec),
-        recompute=_WANTED[pipeline.recompute],
+        recompute=_RECOMPUTE[pipeline.recompute],
+        blocks=_BLOCKS[pipeline.recompute],
         offload=_offload(spec, cluster),
         offload_to=_offload_to(spec),
         replicas=None if pipeline.replicas == "any" else int(pipeline.replicas or 1),

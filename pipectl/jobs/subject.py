@@ -95,6 +95,7 @@ def _allowed(request: PlanRequest, wishes: Wishes) -> PlanRequest:
         replicas=None if shared else request.replicas,
         replication=None if len(shared) > 1 else (shared or [request.replication])[0],
         recompute=None if Technique.RECOMPUTE in allow else request.recompute,
+        blocks=None if Technique.RECOMPUTE in allow else request.blocks,
         offload=None if Technique.OFFLOAD in allow else request.offload,
         backward_apart=None if Technique.PIPEFB in allow else request.backward_apart,
         interleave=Technique.INTERLEAVE in allow or request.interleave,

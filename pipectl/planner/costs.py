@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
 
 import numpy as np
@@ -154,7 +155,7 @@ class Footprint:
         memory: of every stage.
         transfers: messages of one micro-batch, one per kind and pair of stages.
         values: how many values enter and leave every stage.
-        received_bytes: activations that enter every stage.
+        crossings: what enters and leaves every stage.
     """
 
     nodes: tuple[tuple[str, ...], ...]
@@ -163,7 +164,12 @@ class Footprint:
     memory: tuple[StageMemory, ...]
     transfers: tuple[Transfer, ...]
     values: tuple[Values, ...]
-    received_bytes: tuple[int, ...]
+    crossings: tuple[Crossing, ...]
+
+    @cached_property
+    def received_bytes(self) -> tuple[int, ...]:
+        """Activations that enter every stage."""
+        return tuple(sum(crossing.received.values()) for crossing in self.crossings)
 
     @property
     def saved_bytes(self) -> tuple[int, ...]:
@@ -216,7 +222,7 @@ class Footprints:
             memory=tuple(map(self._memories.of, stages, crossings)),
             transfers=tuple(Transfer(*key, size) for key, size in sorted(messages.items())),
             values=tuple(values),
-            received_bytes=tuple(sum(crossing.received.values()) for crossing in crossings),
+            crossings=tuple(crossings),
         )
 
     def _routes(self, stages: Sequence[Sequence[int]]) -> Iterator[tuple[Route, int]]:

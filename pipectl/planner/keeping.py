@@ -1,10 +1,11 @@
 """What each stage does with the values its backward needs: keep, offload or recompute them.
 
-Recomputation takes time to compute, offload takes time of the way to the host's memory, which is
-free of charge while it is shorter than one computation. Stages that are on ranks of their own do
-not feel each other's choice in their memory, so one simulation with all stages alike says which of
-them fit that way. Every stage then takes what seems cheapest of what fits, and changes its mind if
-that makes the simulated step shorter.
+Recomputation takes time to compute, all at once or block by block: blocks take about the same time,
+and hold the inputs of all, but besides them only what one block saves. Offload takes time of the
+way to the host's memory, which is free of charge while it is shorter than one computation. Stages
+that are on ranks of their own do not feel each other's choice in their memory, so one simulation
+with all stages alike says which of them fit that way. Every stage then takes what seems cheapest of
+what fits, and changes its mind if that makes the simulated step shorter.
 """
 
 from __future__ import annotations
@@ -15,59 +16,121 @@ from itertools import product
 from typing import NamedTuple
 
 from pipectl.cluster import Cluster
-from pipectl.plan import OffloadTarget, Plan, Stage
+from pipectl.plan import Blocks, OffloadTarget, Plan, Stage
 from pipectl.planner.judge import TIE
 from pipectl.planner.trials import Trials
 
 
 class Way(NamedTuple):
-    """What a stage does with what its backward needs; all keep it if neither."""
+    """What a stage does with what its backward needs; all keep it if neither.
+
+    Args:
+        blocks: whether it recomputes block by block, where it has blocks.
+    """
 
     recompute: bool
     offload: bool
+    blocks: bool = False
 
 
 Order = Callable[[Way, Stage], float]
 """What is to be low."""
 
 
-def ways(recompute: Sequence[bool], offload: Sequence[bool]) -> tuple[Way, ...]:
+def ways(
+    recompute: Sequence[bool], offload: Sequence[bool], blocks: Sequence[bool] = (False,)
+) -> tuple[Way, ...]:
     """All combinations, the simplest first."""
-    return tuple(Way(*both) for both in product(sorted(recompute), sorted(offload)))
+    found = product(sorted(recompute), sorted(blocks), sorted(offload))
+    return tuple(Way(again, away, cut) for again, cut, away in found if again or not cut)
 
 
-def alike(plan: Plan, way: Way) -> Plan:
-    """With the same way for all stages."""
-    return _with_ways(plan, [way] * len(plan.stages))
-
-
-def within_memory(
-    plan: Plan, allowed: Sequence[Way], trials: Trials, cluster: Cluster
-) -> Plan | None:
-    """The fastest found of the plans that differ in the ways of their stages; None if none fits.
+class Keeping:
+    """Gives the stages of plans their ways.
 
     Args:
-        plan: with a prediction for the first of the allowed ways.
+        allowed: ways, the simplest first.
+        blocks_of: of every stage of a plan; None where it is better not cut.
     """
-    if trials.fits(plan):
-        return plan
-    uniform = {allowed[0]: plan, **{way: trials.run(alike(plan, way)) for way in allowed[1:]}}
-    fitting = {way: _fitting_stages(tried, trials) for way, tried in uniform.items()}
-    best: Plan | None = None
-    for order in (_cost_s(cluster, plan.offload_to), _offload_first, _recompute_first):
-        chosen = _assigned(plan, fitting, order)
-        tried = None if chosen is None else trials.run(_with_ways(plan, chosen))
-        if tried is not None and trials.fits(tried) and _is_faster(tried, best):
-            best = tried
-    return None if best is None else _improved(best, fitting, trials)
+
+    def __init__(
+        self,
+        allowed: Sequence[Way],
+        trials: Trials,
+        cluster: Cluster,
+        blocks_of: Callable[[Plan], Sequence[Blocks | None]],
+    ) -> None:
+        self._allowed = allowed
+        self._trials = trials
+        self._cluster = cluster
+        self._blocks_of = blocks_of
+
+    def simplest(self, plan: Plan) -> Plan:
+        """With the first of the allowed ways for all stages."""
+        return self._alike(plan, self._allowed[0])
+
+    def within_memory(self, plan: Plan) -> Plan | None:
+        """The fastest found of the plans that differ in the ways of their stages.
+
+        Args:
+            plan: with a prediction for the first of the allowed ways.
+
+        Returns:
+            None if none fits.
+        """
+        trials = self._trials
+        if trials.fits(plan):
+            return plan
+        others = {way: trials.run(self._alike(plan, way)) for way in self._allowed[1:]}
+        uniform = {self._allowed[0]: plan, **others}
+        fitting = {way: _fitting_stages(tried, trials) for way, tried in uniform.items()}
+        best: Plan | None = None
+        for order in (_cost_s(self._cluster, plan.offload_to), _offload_first, _recompute_first):
+            chosen = _assigned(plan, fitting, order)
+            tried = None if chosen is None else trials.run(self._with_ways(plan, chosen))
+            if tried is not None and trials.fits(tried) and _is_faster(tried, best):
+                best = tried
+        return None if best is None else self._improved(best, fitting)
+
+    def _alike(self, plan: Plan, way: Way) -> Plan:
+        return self._with_ways(plan, [way] * len(plan.stages))
+
+    def _with_ways(self, plan: Plan, chosen: Sequence[Way]) -> Plan:
+        in_blocks = any(way.blocks for way in chosen)
+        blocks = self._blocks_of(plan) if in_blocks else [None] * len(plan.stages)
+        stages = (
+            replace(
+                stage,
+                recompute=way.recompute,
+                offload=way.offload and not stage.backward_ranks,
+                blocks=cut if way.blocks else None,
+            )
+            for stage, way, cut in zip(plan.stages, chosen, blocks, strict=True)
+        )
+        return replace(plan, stages=tuple(stages), prediction=None)
+
+    def _improved(self, best: Plan, fitting: Mapping[Way, Sequence[bool]]) -> Plan:
+        """Other ways for single stages, as long as that makes the step shorter."""
+        before: Plan | None = None
+        while best is not before and not self._trials.are_over:
+            before = best
+            for index in range(len(best.stages)):
+                for way, fits in fitting.items():
+                    if fits[index] or _shares_ranks(best, index):
+                        best = self._better(best, index, way)
+        return best
+
+    def _better(self, best: Plan, index: int, way: Way) -> Plan:
+        chosen = [_way_of(stage) for stage in best.stages]
+        if chosen[index] == way or self._trials.are_over:
+            return best
+        chosen[index] = way
+        tried = self._trials.run(self._with_ways(best, chosen))
+        return tried if self._trials.fits(tried) and _is_faster(tried, best) else best
 
 
-def _with_ways(plan: Plan, chosen: Sequence[Way]) -> Plan:
-    stages = (
-        replace(stage, recompute=way.recompute, offload=way.offload and not stage.backward_ranks)
-        for stage, way in zip(plan.stages, chosen, strict=True)
-    )
-    return replace(plan, stages=tuple(stages), prediction=None)
+def _way_of(stage: Stage) -> Way:
+    return Way(stage.recompute, stage.offload, stage.blocks is not None)
 
 
 def _fitting_stages(tried: Plan, trials: Trials) -> list[bool]:
@@ -106,27 +169,6 @@ def _offload_first(way: Way, _: Stage) -> float:
 
 def _recompute_first(way: Way, _: Stage) -> float:
     return 2 * way.offload + (way.offload and way.recompute)
-
-
-def _improved(best: Plan, fitting: Mapping[Way, Sequence[bool]], trials: Trials) -> Plan:
-    """Other ways for single stages, as long as that makes the step shorter."""
-    before: Plan | None = None
-    while best is not before and not trials.are_over:
-        before = best
-        for index in range(len(best.stages)):
-            for way, fits in fitting.items():
-                if (fits[index] or _shares_ranks(best, index)) and not trials.are_over:
-                    best = _better(best, index, way, trials)
-    return best
-
-
-def _better(best: Plan, index: int, way: Way, trials: Trials) -> Plan:
-    chosen = [Way(stage.recompute, stage.offload) for stage in best.stages]
-    if chosen[index] == way:
-        return best
-    chosen[index] = way
-    tried = trials.run(_with_ways(best, chosen))
-    return tried if trials.fits(tried) and _is_faster(tried, best) else best
 
 
 def _is_faster(tried: Plan, best: Plan | None) -> bool:

@@ -52,6 +52,8 @@ class PlanRequest:
         memory_limit_bytes: resident memory of any rank, its process included.
         recompute: whether stages compute their forward again for their backward instead of keeping
             what it needs: all of them, none, or those that do not fit otherwise.
+        blocks: whether those that recompute do so block by block: all that hold less then, none, or
+            those that do not fit otherwise.
         replicas: of every stage; None leaves it to the planner, stage by stage.
         replication: how replicas share the work; None tries both ways. Split samples change results
             where an operator looks at a whole micro-batch, as BatchNorm does.
@@ -78,6 +80,7 @@ class PlanRequest:
     warm_up: tuple[int, ...] | None = None
     memory_limit_bytes: int | None = None
     recompute: bool | None = False
+    blocks: bool | None = False
     replicas: int | None = 1
     replication: Replication | None = Replication.WHOLE
     offload: bool | None = False
@@ -101,6 +104,10 @@ class PlanRequest:
             self._check_unflushed()
         if self.backward_apart:
             self._check_apart()
+        if self.blocks and self.recompute is False:
+            raise InvalidInputError(
+                "blocks: of stages that do not recompute", cure="set recompute, or leave blocks out"
+            )
 
     def _check_unflushed(self) -> None:
         if (self.replicas or 1) > 1:
@@ -110,6 +117,11 @@ class PlanRequest:
             )
 
     def _check_apart(self) -> None:
+        if self.blocks:
+            raise InvalidInputError(
+                "blocks: a stage with its backward elsewhere recomputes all at once",
+                cure="ask for blocks or backward_apart, but not both",
+            )
         if self.offload:
             raise InvalidInputError(
                 "offload: what a stage with its backward elsewhere would offload leaves it at once",
@@ -155,19 +167,28 @@ class PlanRequest:
         return (False, True) if self.recompute is None else (self.recompute,)
 
     @property
+    def block_choices(self) -> tuple[bool, ...]:
+        """Whether stages may recompute block by block, in the order to try."""
+        return (False, True) if self.blocks is None else (self.blocks,)
+
+    @property
     def offload_choices(self) -> tuple[bool, ...]:
         """Whether stages may offload, in the order to try."""
         return (False, True) if self.offload is None else (self.offload,)
 
     @property
     def has_variants(self) -> bool:
-        """Whether more may be varied than the search itself does."""
-        return self.offload is not False or self.backward_apart is not False or self.interleave
+        """Whether more may be varied, or is asked, than the search itself does.
+
+        Blocks that are left open count only where memory is short.
+        """
+        varied = self.offload is not False or self.backward_apart is not False
+        return varied or self.interleave or self.blocks is True
 
     @property
     def without_variants(self) -> PlanRequest:
         """What the search itself is asked."""
-        return replace(self, offload=False, backward_apart=False, interleave=False)
+        return replace(self, offload=False, backward_apart=False, interleave=False, blocks=False)
 
     @property
     def replications(self) -> tuple[Replication, ...]:

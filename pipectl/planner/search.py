@@ -108,11 +108,42 @@ def _ranked(
         alone = _several(profile, *one_copy(cluster, request, request.replicas), expired)
         found = copied_plans(profile, cluster, request, alone, request.replicas)
     else:
-        found = straight_plans(profile, cluster, request, expired, alternatives)
-        others = _as_others_cut(profile, cluster, request, expired)
-        if others and others[0].predicted_step_s < found[0].predicted_step_s * (1 - TIE):
-            found = [others[0], *found]
+        found = _one_rank_a_stage(profile, cluster, request, expired, alternatives)
     return [_timed(found[0], perf_counter() - started_s), *found[1:]]
+
+
+def _one_rank_a_stage(
+    profile: Profile, cluster: Cluster, request: PlanRequest, expired: Expired, alternatives: int
+) -> list[Plan]:
+    """Plans with one rank a stage; where memory is short, also with stages in blocks.
+
+    Raises:
+        InfeasibleError, OutOfTimeError: there is none.
+    """
+    reason: InfeasibleError | None = None
+    found: list[Plan] = []
+    try:
+        found = straight_plans(profile, cluster, request, expired, alternatives)
+    except InfeasibleError as error:
+        if request.blocks is False:
+            raise
+        reason = error
+    else:
+        others = _as_others_cut(profile, cluster, request, expired)
+        if others and _is_faster(others[0], found[0]):
+            found = [others[0], *found]
+    is_short = not found or any(stage.recompute for stage in found[0].stages)
+    if request.blocks is None and is_short:
+        with suppress(InfeasibleError, OutOfTimeError):
+            in_blocks = varied_plans(_several, profile, cluster, request, expired)
+            found = in_blocks if not found or _is_faster(in_blocks[0], found[0]) else found
+    if reason is not None and not found:
+        raise reason
+    return found
+
+
+def _is_faster(plan: Plan, other: Plan) -> bool:
+    return plan.predicted_step_s < other.predicted_step_s * (1 - TIE)
 
 
 def _several(

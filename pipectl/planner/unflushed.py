@@ -14,6 +14,7 @@ from math import ceil
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
+from pipectl.planner.blocks import in_blocks
 from pipectl.planner.condense import condense
 from pipectl.planner.placed import balanced, fastest_that_fits, predicted
 from pipectl.planner.request import PlanRequest, micro_batch_sizes, stage_counts
@@ -50,7 +51,9 @@ def unflushed_plan(
         if not (found and expired()):
             with suppress(*((InfeasibleError, OutOfTimeError) if found else ())):
                 plan = make_plan(profile, cluster, wanted, expired)
-                found.append(predicted(_unflushed(plan, request), cluster, baseline))
+                plan = _unflushed(plan, request)
+                plan = in_blocks(plan, profile) if request.blocks else plan
+                found.append(predicted(plan, cluster, baseline))
     return fastest_that_fits(found, cluster, request)
 
 

@@ -17,8 +17,9 @@ from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import OffloadTarget, Plan
 from pipectl.plan import Search as Findings
+from pipectl.planner.blocks import BlockPlans
 from pipectl.planner.judge import TIE
-from pipectl.planner.keeping import alike, ways, within_memory
+from pipectl.planner.keeping import Keeping, ways
 from pipectl.planner.problem import baseline_bytes
 from pipectl.planner.proposals import MOST_RANKS, Proposals, Search
 from pipectl.planner.rating import PLANNER, least_step_s, preference, work_s
@@ -44,7 +45,9 @@ def varied_plans(
     limit, baseline = request.memory_limit_bytes, baseline_bytes(profile)
     trials = Trials(cluster, limit, baseline, expired)
     proposals = Proposals(search, profile, cluster, request, expired)
-    variants = _Variants(proposals, trials, cluster, request, expired)
+    allowed = ways(request.recompute_choices, request.offload_choices, request.block_choices)
+    keeping = Keeping(allowed, trials, cluster, BlockPlans(profile).of)
+    variants = _Variants(proposals, keeping, trials, cluster, request, expired)
     found = variants.found()
     bound_s, finished = work_s(profile, cluster, request), variants.finished
     return [_described(plan, cluster, bound_s, finished=finished) for plan in found]
@@ -56,25 +59,27 @@ class _Variants:
     def __init__(
         self,
         proposals: Proposals,
+        keeping: Keeping,
         trials: Trials,
         cluster: Cluster,
         request: PlanRequest,
         expired: Callable[[], bool],
     ) -> None:
         self._proposals = proposals
+        self._keeping = keeping
         self._trials = trials
         self._cluster = cluster
         self._request = request
         self._expired = expired
-        self._ways = ways(request.recompute_choices, request.offload_choices)
         self._seen: set[Key] = set()
         self._plans: list[Plan] = []
 
     def found(self) -> list[Plan]:
         """Plans that fit, the fastest first."""
         plain, reason = self._plain()
-        self._plans = [plan for plan in plain if self._is_as_asked(plan)]
-        if not self._expired():
+        if not self._request.blocks:
+            self._plans = [plan for plan in plain if self._is_as_asked(plan)]
+        if not self._expired() or (plain and not self._plans and self._request.blocks):
             self._try_all(plain)
         if not self._plans:
             raise reason or self._nothing()
@@ -83,7 +88,8 @@ class _Variants:
     def _try_all(self, plain: Sequence[Plan]) -> None:
         """Everything that can be derived from what the search found."""
         offloads = self._is_limited and self._request.offload is not False
-        saves = offloads or (self._is_limited and self._request.recompute is None)
+        again = self._request.recompute is None or self._request.blocks is not False
+        saves = offloads or (self._is_limited and again)
         start = [*plain, *(self._proposals.unlimited() if saves else [])]
         self._consider([*start, *(self._proposals.deeper(start) if saves else [])])
         self._consider(self._proposals.elsewhere(start))
@@ -132,11 +138,11 @@ class _Variants:
                 break
             if self._plans and least_step_s(plan, self._cluster) >= self._fastest_s * (1 - TIE):
                 continue
-            tried.append(self._trials.run(alike(plan, self._ways[0])))
+            tried.append(self._trials.run(self._keeping.simplest(plan)))
         for plan in sorted(tried, key=preference):
             if self._plans and (self._trials.are_over or not self._can_win(plan)):
                 return
-            best = within_memory(plan, self._ways, self._trials, self._cluster)
+            best = self._keeping.within_memory(plan)
             if best is not None and self._is_as_asked(best):
                 self._plans.append(best)
 
@@ -197,7 +203,10 @@ class _Variants:
 
 def _shape(plan: Plan) -> Key:
     stages = tuple(
-        (stage.replicas, bool(stage.backward_ranks), stage.recompute, stage.offload)
+        (
+            *(stage.replicas, bool(stage.backward_ranks), stage.recompute, stage.offload),
+            stage.blocks is not None,
+        )
         for stage in plan.stages
     )
     return stages, plan.schedule, plan.warm_up, plan.micro_batches, plan.replication

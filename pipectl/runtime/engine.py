@@ -329,8 +329,7 @@ class Engine:
 
     def _latest_use(self, item: tuple[Slot, Any]) -> int:
         """Position of the last use of a value: autograd adds later uses first."""
-        users = self._cut.graph.users.get(item[0].value, ("",))
-        return self._cut.graph.position.get(users[-1], -1)
+        return self._cut.graph.last_use(item[0].value)
 
 
 def _reads(rows: Sequence[Sequence[int]]) -> Counter[int]:

@@ -14,6 +14,7 @@ from pipectl.capture.slices import Rows, Samples
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.plan import Plan, Replication
 from pipectl.runtime.apart import Announcements, add_lanes, make_half
+from pipectl.runtime.blocked_stage import BlockedStage
 from pipectl.runtime.checkpoint import Stored
 from pipectl.runtime.device import Device
 from pipectl.runtime.engine import Engine
@@ -157,6 +158,8 @@ class Setup:
         if stage.updating_ranks != stage.ranks:
             return make_half(stage, index, rank, announcements, cuts, *given)
         own, offload = self._cuts_of_stage(cuts, index), self._offload(index)
+        if stage.blocks is not None:
+            return BlockedStage(index, own, stage.blocks.firsts, *given, offload=offload)
         return StageRuntime(index, own, *given, recompute=stage.recompute, offload=offload)
 
     def _agree(self, samples: int | None) -> int | None:

@@ -158,7 +158,7 @@ class StageRuntime:
         """
         version = None if self.versions is None else self.versions.of_age(age)
         start = _Start(size, seed, inputs, arrived, {}, version)
-        pool = self._pool(micro_batch, start)
+        pool = self._pool(micro_batch, size, version)
         if self._recompute:
             kept = self._preserved(start)
             self._starts[micro_batch] = kept if pool is None else kept.packed(pool)
@@ -250,6 +250,11 @@ class StageRuntime:
         """From now on, forwards can use the weights of up to ``kept`` - 1 updates ago."""
         self.versions = Versions(self.parameters.values(), kept)
 
+    def restart_versions(self) -> None:
+        """Drop all versions of the weights but the newest, between stretches."""
+        assert self.versions is not None
+        self.versions.restart()
+
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Around an update of the parameters, while backwards of older versions are to come."""
@@ -278,13 +283,12 @@ class StageRuntime:
         if self.versions is not None:
             self.versions.forget()
 
-    def _pool(self, micro_batch: int, start: _Start) -> Pool | None:
+    def _pool(self, micro_batch: int, size: Samples, version: Version | None) -> Pool | None:
         """What takes what a micro-batch keeps."""
         if self.offload is None:
             return None
-        states = self._arguments[True, start.size]
-        used = states if start.version is None else start.version.among(states)
-        return self.offload.pool(micro_batch, used)
+        states = self._arguments[True, size]
+        return self.offload.pool(micro_batch, states if version is None else version.among(states))
 
     def _run(
         self, start: _Start, *, again: bool, pool: Pool | None = None

@@ -110,8 +110,7 @@ class Stretches:
             CaptureError: a step has another number of micro-batches than the plan.
         """
         for stage in self._setup.updated_stages:
-            assert stage.versions is not None
-            stage.versions.restart()
+            stage.restart_versions()
         self._first, self._batches = first, batches
         self._given = self._make_input(loaded)
         steps = range(first, first + len(batches))

@@ -5,9 +5,10 @@ versions of the parameters that a backward still uses. From the first backward o
 UPDATE: the gradients of its parameters; while they are summed over replicas, their copies on the
 way, and what other replicas send. A micro-batch adds, from its forward to the end of its
 backward, what the stage keeps: its saved bytes, or under recomputation its inputs, and the rest
-from RECOMPUTE on. They include what the stage received and what it sends, since a backward needs
-both. While they are offloaded, they take the host's memory instead. Between the halves of a split
-backward, a micro-batch keeps what its weight half needs.
+from RECOMPUTE on; of a stage in blocks the inputs of all, and the rest of the last. They include
+what the stage received and what it sends, since a backward needs both. While they are offloaded,
+they take the host's memory instead. Between the halves of a split backward, a micro-batch keeps
+what its weight half needs.
 
 On top come buffers of messages: from RECEIVE_START to the end of the action that reads a value,
 or of RECEIVE_WAIT for weights, which are then the stage's; and, unless the sender keeps the value
@@ -24,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipectl.graph import TransferKind
-from pipectl.plan import Plan, StageCost, StagePeaks
+from pipectl.plan import Plan, Stage, StagePeaks
 from pipectl.schedule.actions import Actions, Integers, Kind, Program
 from pipectl.schedule.channel import Channel, channels_of_rank, messages
 from pipectl.schedule.placement import Portion, is_apart, roles
@@ -106,15 +107,15 @@ def shares(plan: Plan, rows: Actions) -> Floats:
     return np.where(start >= 0, part, found[micro_batch])
 
 
-def halves_peaks(cost: StageCost, peaks: StagePeaks) -> tuple[tuple[Kind, int], ...]:
+def halves_peaks(stage: Stage, peaks: StagePeaks) -> tuple[tuple[Kind, int], ...]:
     """The most bytes that the halves of a backward allocate.
 
     The input half holds what a whole backward does, and what it leaves; the weight half adds to
     gradients that are there, one operator's at a time.
     """
     return (
-        (Kind.BACKWARD_INPUT, peaks.backward_bytes + cost.grown_bytes),
-        (Kind.BACKWARD_WEIGHT, min(peaks.backward_bytes, cost.accumulated_bytes)),
+        (Kind.BACKWARD_INPUT, peaks.backward_bytes + stage.input_half_bytes),
+        (Kind.BACKWARD_WEIGHT, min(peaks.backward_bytes, stage.cost.accumulated_bytes)),
     )
 
 
@@ -130,7 +131,7 @@ class _Changes:
         self._plan, self._rank, self._rows = plan, rank, rows
         self._kind, self._stage = rows.column("kind"), rows.column("stage")
         self._share = shares(plan, rows)
-        self._costs = [stage.cost for stage in plan.stages]
+        self._stages = plan.stages
         self._at = _Positions(rows)
         splits = bool((self._kind == Kind.BACKWARD_INPUT).any())
         self._backward = Kind.BACKWARD_INPUT if splits else Kind.BACKWARD
@@ -228,7 +229,8 @@ class _Changes:
 
     def _add_gradients(self) -> None:
         """Gradients of parameters: of each stage from its first backward, of all to UPDATE."""
-        for row, cost in self._first_backwards:
+        for row, stage in self._first_backwards:
+            cost = stage.cost
             self.born[row] += cost.accumulated_bytes
             self.dead[self._update_behind(row)] += cost.accumulated_bytes
 
@@ -247,35 +249,36 @@ class _Changes:
         last = dict(zip((np.searchsorted(updates, backward) - age).tolist(), backward, strict=True))
         for version, row in last.items():
             if version < len(updates) and row > updates[version]:
-                size = self._costs[self._stage[row]].parameter_bytes
+                size = self._stages[self._stage[row]].cost.parameter_bytes
                 self.born[updates[version]] += size
                 self.dead[row] += size
 
     def _set_peaks(self) -> None:
-        for stage in {role.stage for role in roles(self._plan, self._rank)}:
-            peaks = self._costs[stage].peaks
+        for index in {role.stage for role in roles(self._plan, self._rank)}:
+            stage, here = self._stages[index], self._stage == index
+            peaks = stage.running.peaks
             if peaks is None:
                 continue
-            here = self._stage == stage
-            again = (self._kind == Kind.FORWARD) | (self._kind == Kind.RECOMPUTE)
-            self.during[here & again] = peaks.forward_bytes
+            self.during[here & (self._kind == Kind.FORWARD)] = peaks.forward_bytes
+            self.during[here & (self._kind == Kind.RECOMPUTE)] = stage.recompute_peak_bytes
             self.during[here & (self._kind == Kind.BACKWARD)] = peaks.backward_bytes
-            for half, most in halves_peaks(self._costs[stage], peaks):
+            for half, most in halves_peaks(stage, peaks):
                 self.during[here & (self._kind == half)] = most
-        for row, cost in self._first_backwards:
-            if cost.peaks is not None:
-                self.during[self._update_behind(row)] += cost.peaks.update_bytes
-                more = cost.grown_bytes if self._kind[row] == Kind.BACKWARD_INPUT else 0
-                self.during[row] = cost.peaks.first_backward_bytes + more
+        for row, stage in self._first_backwards:
+            peaks = stage.running.peaks
+            if peaks is not None:
+                self.during[self._update_behind(row)] += peaks.update_bytes
+                more = stage.input_half_bytes if self._kind[row] == Kind.BACKWARD_INPUT else 0
+                self.during[row] = peaks.first_backward_bytes + more
 
-    def _found_first_backwards(self) -> list[tuple[int, StageCost]]:
-        """Rows of the first backward of each stage in each step, and what the stage costs."""
+    def _found_first_backwards(self) -> list[tuple[int, Stage]]:
+        """Rows of the first backward of each stage in each step, and that stage."""
         begins = (self._kind == Kind.BACKWARD) | (self._kind == Kind.BACKWARD_INPUT)
         backward = np.flatnonzero(begins)
         steps = np.cumsum(self._kind == Kind.UPDATE)[backward]
         stages = self._stage[backward]
-        _, first = np.unique(steps * len(self._costs) + stages, return_index=True)
-        return [(int(backward[index]), self._costs[stages[index]]) for index in first]
+        _, first = np.unique(steps * len(self._stages) + stages, return_index=True)
+        return [(int(backward[index]), self._stages[stages[index]]) for index in first]
 
     def _update_behind(self, row: int) -> Integers:
         """The next UPDATE, if there is one."""
@@ -319,12 +322,12 @@ def _kept(plan: Plan) -> Floats:
 
 
 def _saved(plan: Plan) -> Floats:
-    """The same without recomputation."""
-    return np.array([stage.cost.saved_bytes for stage in plan.stages], dtype=float)
+    """Held by it when its backward begins."""
+    return np.array([stage.running.saved_bytes for stage in plan.stages], dtype=float)
 
 
 def _between_halves(plan: Plan) -> Floats:
     """What a full micro-batch grows, frees and keeps between halves; shape [3, stages]."""
-    costs = [stage.cost for stage in plan.stages]
+    costs = [stage.running for stage in plan.stages]
     rows = [(cost.grown_bytes, cost.freed_bytes, cost.between_bytes) for cost in costs]
     return np.array(rows, dtype=float).T

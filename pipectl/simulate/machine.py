@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from pipectl.cluster import Cluster
-from pipectl.plan import Plan, StageCost
+from pipectl.plan import Plan, Stage
 from pipectl.schedule.actions import Kind, Program
 from pipectl.schedule.lowering import lower
 from pipectl.schedule.memory import peak_memory_bytes
@@ -120,7 +120,7 @@ def costs_of(plan: Plan, cluster: Cluster) -> Costs:
     """What computing takes on a cluster."""
     work_s = np.zeros((len(Kind), len(plan.stages)))
     for index, stage in enumerate(plan.stages):
-        for kind, time_s in _works(stage.cost):
+        for kind, time_s in _works(stage):
             work_s[kind, index] = time_s
     update_s = np.zeros(plan.ranks)
     for stage in plan.stages:
@@ -143,12 +143,13 @@ def costs_of(plan: Plan, cluster: Cluster) -> Costs:
     )
 
 
-def _works(cost: StageCost) -> Iterator[tuple[Kind, float]]:
+def _works(stage: Stage) -> Iterator[tuple[Kind, float]]:
     """Seconds of the kinds of computation."""
+    cost = stage.running
     input_s, weight_s = cost.halves_s
     yield Kind.FORWARD, cost.forward_s
-    yield Kind.EVALUATE, cost.forward_s
-    yield Kind.RECOMPUTE, cost.forward_s
+    yield Kind.EVALUATE, stage.cost.forward_s
+    yield Kind.RECOMPUTE, stage.recompute_s
     yield Kind.BACKWARD, cost.backward_s
     yield Kind.BACKWARD_INPUT, input_s
     yield Kind.BACKWARD_WEIGHT, weight_s

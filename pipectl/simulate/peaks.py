@@ -128,14 +128,14 @@ def amounts_of(plan: Plan, connections: Sequence[Channel]) -> Amounts:
     born, dead = np.zeros((MEET + 1, stages)), np.zeros((MEET + 1, stages))
     received, sent = np.zeros(streams), np.zeros(streams)
     for index, stage in enumerate(plan.stages):
-        kept, full = stage.kept_bytes, stage.cost.saved_bytes
+        kept, cost = stage.kept_bytes, stage.running
         born[[Kind.FORWARD, Kind.FETCH_START], index] = kept
-        born[Kind.RECOMPUTE, index] = full - kept
+        born[Kind.RECOMPUTE, index] = cost.saved_bytes - kept
         dead[Kind.OFFLOAD_WAIT, index] = kept
-        dead[Kind.BACKWARD, index] = full
-        born[Kind.BACKWARD_INPUT, index] = stage.cost.grown_bytes
-        dead[Kind.BACKWARD_INPUT, index] = stage.cost.freed_bytes
-        dead[Kind.BACKWARD_WEIGHT, index] = stage.cost.between_bytes
+        dead[Kind.BACKWARD, index] = cost.saved_bytes
+        born[Kind.BACKWARD_INPUT, index] = cost.grown_bytes
+        dead[Kind.BACKWARD_INPUT, index] = cost.freed_bytes
+        dead[Kind.BACKWARD_WEIGHT, index] = cost.between_bytes
         born[Kind.REDUCE_START, index] = dead[Kind.REDUCE_WAIT, index] = stage.reduction_bytes
     for stream, channel in enumerate(connections):
         received[stream] = channel.size_bytes
@@ -163,16 +163,17 @@ def _of_stages(plan: Plan) -> tuple[Floats, Floats, Floats, Floats, Floats]:
     most, most_first = (np.full((MEET + 1, stages), -1.0) for _ in range(2))
     most_update, resident = np.zeros(stages), np.zeros(plan.ranks)
     for index, stage in enumerate(plan.stages):
-        ranks, peaks = list(stage.ranks), stage.cost.peaks
+        ranks, peaks = list(stage.ranks), stage.running.peaks
         resident[ranks] += stage.cost.resident_bytes
         if peaks is not None:
-            most[[Kind.FORWARD, Kind.RECOMPUTE], index] = peaks.forward_bytes
+            most[Kind.FORWARD, index] = peaks.forward_bytes
+            most[Kind.RECOMPUTE, index] = stage.recompute_peak_bytes
             most[Kind.BACKWARD, index] = peaks.backward_bytes
-            for half, at_most in halves_peaks(stage.cost, peaks):
+            for half, at_most in halves_peaks(stage, peaks):
                 most[half, index] = at_most
             most_first[Kind.BACKWARD, index] = peaks.first_backward_bytes
             most_first[Kind.BACKWARD_INPUT, index] = (
-                peaks.first_backward_bytes + stage.cost.grown_bytes
+                peaks.first_backward_bytes + stage.input_half_bytes
             )
             most_update[index] = peaks.update_bytes
     gradient = np.array([stage.cost.accumulated_bytes for stage in plan.stages], dtype=np.float64)

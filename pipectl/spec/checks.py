@@ -139,7 +139,9 @@ def _backward_can_be_apart(
         yield path, f"cannot be apart with {pipeline.replicas} replicas a stage; leave these out"
     if pipeline.offload in ("host", "disk"):
         yield path, "cannot be apart with offload: what is offloaded would leave the rank at once"
-    if training.compile and pipeline.recompute != "all":
+    if pipeline.recompute == "blocks":
+        yield path, "cannot be apart with recompute: blocks; write all, which sends only inputs"
+    elif training.compile and pipeline.recompute != "all":
         yield path, "with training.compile can be apart only where recompute is all"
 
 

@@ -249,7 +249,9 @@ class Pipeline(Section):
     recompute: Recompute = Field(
         default=None,
         description="Which stages keep only what they receive, and compute their forward once more "
-        "before their backward. `auto`: those that do not fit into memory otherwise.",
+        "before their backward: `all` of them at once, or `blocks`, one part of a stage after the "
+        "other, beside the inputs of all parts. `auto`: those that do not fit into memory "
+        "otherwise; in blocks if they do not fit at once.",
     )
     offload: Offload = Field(
         default=None,

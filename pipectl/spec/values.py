@@ -131,7 +131,7 @@ Schedule = Annotated[
         )
     ),
 ]
-Recompute = Annotated[str | None, auto(choice("auto", "none", "all"))]
+Recompute = Annotated[str | None, auto(choice("auto", "none", "all", "blocks"))]
 Offload = Annotated[str | None, auto(choice("auto", "none", "host", "disk"))]
 Backward = Annotated[str | None, auto(choice("auto", "together", "apart"))]
 Precision = Annotated[str, choice("float32", "bf16", "float16", later=("mixed", "float64", "tf32"))]

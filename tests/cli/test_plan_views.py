@@ -14,7 +14,7 @@ from pipectl.cli.plan_nodes_view import sweep_lines, sweep_table
 from pipectl.cli.plan_table import mark_lines, number_ranges, shown_stages, stage_table
 from pipectl.cli.plan_view import headline
 from pipectl.cluster import assumed_cluster
-from pipectl.plan import Plan, Prediction, Replication, StageCost
+from pipectl.plan import Blocks, Plan, Prediction, Replication, StageCost
 from pipectl.planner.data_parallel import Estimate, WithoutPipeline
 from pipectl.planner.explain import Alternative, Explanation, Offer
 from pipectl.planner.step_parts import LinkLoad, StepParts
@@ -95,6 +95,17 @@ def test_a_thousand_stages_show_their_ends_and_their_extremes(
     odd = (replace(s, recompute=index % 2 == 1) for index, s in enumerate(plan.stages))
     some = replace(plan, stages=tuple(odd))
     assert list(mark_lines(some)) == ["recomputed in the backward: 512 of 1,024 stages"]
+
+
+def test_recomputation_in_blocks_is_said(pipeline: Callable[..., Plan]) -> None:
+    plan = pipeline(3, 4)
+    blocks = Blocks(("b",), 1.0, 0.5, 2.5, 30, 10)
+    stages = replace(plan.stages[0], recompute=True), replace(plan.stages[1], recompute=True)
+    plan = replace(plan, stages=(stages[0], replace(stages[1], blocks=blocks), plan.stages[2]))
+    assert list(mark_lines(plan)) == [
+        "recomputed in the backward: stage 0",
+        "recomputed block by block in the backward: stage 1",
+    ]
 
 
 @pytest.mark.parametrize(

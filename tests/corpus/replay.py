@@ -22,6 +22,7 @@ from pipectl.plan import Plan, Stage
 from pipectl.planner.costs import Footprints, operator_times, scaled_transfers, stage_costs
 from pipectl.profile import Profile
 from pipectl.profiler.allocated import record_allocated
+from pipectl.runtime.blocked_stage import BlockedStage
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.engine import Engine, StepInput
 from pipectl.runtime.failure import Doing
@@ -159,13 +160,13 @@ def peak_of_stage(
         directory: for what the stage offloads.
     """
     mover = mover_of(plan, plan.stages[stage].ranks[0], torch.device("cpu"), directory)
-    runtime = StageRuntime(
-        stage,
-        {(True, plan.micro_batch_size): cut},
-        _copies(job),
-        CpuDevice(),
-        recompute=plan.stages[stage].recompute,
-        offload=None if mover is None else StageOffload(mover, torch.device("cpu")),
+    held = plan.stages[stage]
+    given = {(True, plan.micro_batch_size): cut}, _copies(job), CpuDevice()
+    offload = None if mover is None else StageOffload(mover, torch.device("cpu"))
+    runtime = (
+        StageRuntime(stage, *given, recompute=held.recompute, offload=offload)
+        if held.blocks is None
+        else BlockedStage(stage, given[0], held.blocks.firsts, *given[1:], offload=offload)
     )
     engine = Engine(
         stage,

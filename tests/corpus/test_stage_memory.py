@@ -19,6 +19,7 @@ from replay import peak_of_stage, plan_of, record
 
 from pipectl.capture import CapturedJob
 from pipectl.plan import OffloadTarget, Plan
+from pipectl.planner.blocks import in_blocks
 from pipectl.profiler import profile_job
 from pipectl.runtime.offload import StageOffload
 from pipectl.runtime.offload.pages import Pages
@@ -53,6 +54,25 @@ def test_peaks_of_live_bytes_are_as_predicted(entry: Any, tmp_path: Path) -> Non
             for stage in range(len(plan.stages)):
                 peak = peak_of_stage(job, cut, tried, stage, messages, tmp_path)
                 assert peak.predicted == pytest.approx(peak.measured, rel=0.05, abs=SMALL)
+
+
+@pytest.mark.parametrize("name", ["encoder-decoder", "unet"])
+def test_in_blocks_a_stage_holds_less_than_if_it_recomputes_at_once(
+    name: str, tmp_path: Path
+) -> None:
+    entry = next(e for e in entries() if e.name == name)
+    spec = spec_of(entry, tmp_path / "job.yaml", MICRO_BATCHES, micro_batch=SIZE, optimizer="AdamW")
+    profile, job = profile_job(spec), CapturedJob(spec)
+    stage_of = {node.name: 0 for node in job.training_graph(SIZE).operators}
+    cut, messages = record(job, SIZE, stage_of)
+    at_once = _with(plan_of(profile, stage_of, SIZE, MICRO_BATCHES), recompute=True)
+    peaks = [
+        peak_of_stage(job, cut, plan, 0, messages, tmp_path)
+        for plan in (at_once, in_blocks(at_once, profile))
+    ]
+    for peak in peaks:
+        assert peak.predicted == pytest.approx(peak.measured, rel=0.05, abs=SMALL)
+    assert peaks[1].measured < 0.85 * peaks[0].measured
 
 
 def test_what_waits_on_a_disk_takes_no_memory(

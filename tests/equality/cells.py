@@ -29,7 +29,7 @@ from whole_product import Cell
 
 from pipectl.capture import CapturedGraph, CapturedJob, Cut
 from pipectl.graph import cut_routes
-from pipectl.plan import OffloadTarget, Plan, Stage, StageCost, Transfer
+from pipectl.plan import Blocks, OffloadTarget, Plan, Stage, StageCost, Transfer
 from pipectl.runs import RunDirectory
 from pipectl.runtime import stage as stage_module
 from pipectl.runtime.compiling import compile_stage
@@ -145,13 +145,17 @@ MEMORY: dict[str, dict[str, Any]] = {
     "disk": {"offload": True},
     "host": {"offload": True},
     "recompute_disk": {"recompute": True, "offload": True},
+    "blocks": {"recompute": True},
+    "blocks_disk": {"recompute": True, "offload": True},
 }
-"""Fields of their stages; the name also says where is offloaded to."""
+"""Fields of their stages; the name also says where is offloaded to, and whether in blocks."""
+ONLY_1F1B = ("recompute_disk", "blocks_disk")
 UNFLUSHED = {
     "pipedream": (("gpt", "few"), ("cnn", "few"), ("gpt", "few", "disk")),
     "pipedream-2bw": (
         ("gpt", "smaller_last"), ("cnn", "divisible"), ("frozen", "divisible"),
         ("cnn", "divisible", "host"), ("gpt", "smaller_last", "recompute"),
+        ("gpt", "smaller_last", "blocks"),
     ),
     "pipedream-apart": (("gpt", "few"), ("cnn", "few"), ("cnn", "few", "recompute")),
     "pipedream-2bw-apart": (("gpt", "smaller_last"),),
@@ -180,7 +184,7 @@ def cells_short_of_memory() -> Iterator[Cell]:
     for model, schedules in SHORT_OF_MEMORY.items():
         for schedule in schedules:
             for memory in MEMORY:
-                if memory != "recompute_disk" or schedule == "1f1b":
+                if memory not in ONLY_1F1B or schedule == "1f1b":
                     yield Cell(model, schedule, "smaller_last", memory)
 
 
@@ -335,6 +339,8 @@ def make_plan(graph: CapturedGraph, stage_of: dict[str, int], cell: Any, ranks: 
         plan = apart(plan, recompute=cell.schedule == "gpipe-inputs")
     if cell.schedule in PAIRED:
         plan = paired(plan, ranks)
+    if "blocks" in cell.memory:
+        plan = in_blocks(plan, graph)
     validate(plan, [lower(plan, rank) for rank in range(ranks)])
     return plan
 
@@ -346,6 +352,19 @@ def apart(plan: Plan, *, recompute: bool) -> Plan:
         replace(stage, backward_ranks=(rank,), recompute=recompute)
         for stage, rank in zip(plan.stages, ranks, strict=True)
     )
+    return replace(plan, stages=tuple(stages))
+
+
+def in_blocks(plan: Plan, graph: CapturedGraph) -> Plan:
+    """Up to three blocks in every stage, cut anywhere but within what shares memory."""
+    draw = random.Random(len(plan.stages))
+    stages = []
+    for stage in plan.stages:
+        owner = [graph.groups.get(node, node) for node in stage.nodes]
+        places = [i for i in range(1, len(owner)) if not {*owner[:i]} & {*owner[i:]}]
+        chosen = sorted(draw.sample(places, min(2, len(places))))
+        firsts = tuple(stage.nodes[place] for place in chosen)
+        stages.append(replace(stage, blocks=Blocks(firsts, 1.0, 1.0, 2.0, 0, 0)))
     return replace(plan, stages=tuple(stages))
 
 

@@ -18,8 +18,8 @@ CHUNKED = ("interleaved", "looped-bfs", "zb-v", "dualpipev")
 """Schedules with two stages a rank, which are also trained on eight ranks."""
 APART = ("1f1b-apart", "gpipe-inputs")
 """With the backward on other ranks, which say themselves what becomes of what it needs."""
-MEMORY = ("", "recompute", "disk", "host")
-"""What becomes of what backwards need; "" if it stays."""
+MEMORY = ("", "recompute", "blocks", "disk", "host")
+"""What becomes of what backwards need; "" if it stays, blocks if these recompute in turn."""
 MODELS = ("gpt", "cnn", "dense")
 """With dropout; with batch norm and skips across a cut; with both, and skips across many cuts."""
 BATCH = "smaller_last"
@@ -86,6 +86,7 @@ SAMPLE = {
         Cell("gpt", "zb-v", BATCH, "recompute"),
         Cell("cnn", "zb-v", BATCH, "disk"),
         Cell("cnn", "dualpipev", BATCH, "recompute"),
+        Cell("dense", "zb-v", BATCH, "blocks"),
         Cell("gpt", "dualpipev", BATCH, "host"),
     ),
     8: (Cell("gpt", "interleaved", BATCH, "disk"),),

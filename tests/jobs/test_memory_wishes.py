@@ -46,9 +46,18 @@ def asked(
     return request_of(load(path), PROFILE, cluster)
 
 
-@pytest.mark.parametrize(("word", "wanted"), [("auto", None), ("none", False), ("all", True)])
-def test_recomputation(tmp_path: Path, word: str, wanted: bool | None) -> None:
-    assert asked(tmp_path, f"{{recompute: {word}}}").recompute is wanted
+@pytest.mark.parametrize(
+    ("word", "wanted"),
+    [
+        ("auto", (None, None)),
+        ("none", (False, False)),
+        ("all", (True, False)),
+        ("blocks", (True, True)),
+    ],
+)
+def test_recomputation(tmp_path: Path, word: str, wanted: tuple[bool | None, bool | None]) -> None:
+    found = asked(tmp_path, f"{{recompute: {word}}}")
+    assert (found.recompute, found.blocks) == wanted
 
 
 @pytest.mark.parametrize(

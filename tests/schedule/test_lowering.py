@@ -7,7 +7,7 @@ import pytest
 from pipectl import schedule
 from pipectl.errors import ScheduleError
 from pipectl.graph import TransferKind
-from pipectl.plan import Replication, Transfer
+from pipectl.plan import Blocks, Replication, Transfer
 from pipectl.schedule import Channel, Kind, lower, lower_evaluation, program_hash
 
 SHORT = {
@@ -214,6 +214,7 @@ def test_program_hash_follows_what_the_programs_follow_from(pipeline):
         pipeline(3, 6, ranks=[0, 2, 1]),
         dataclasses.replace(plan, replication=Replication.SPLIT),
         first_stage(plan, recompute=True),
+        first_stage(plan, recompute=True, blocks=Blocks(("n",), 1.0, 1.0, 1.0, 0, 0)),
         first_stage(plan, offload=True),
         first_stage(plan, backward_ranks=(1,)),
         first_stage(plan, nodes=("another",)),

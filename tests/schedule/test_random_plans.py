@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipectl.errors import ScheduleError
 from pipectl.graph import TransferKind, routes
-from pipectl.plan import Plan, Replication, Stage, StageCost, Transfer
+from pipectl.plan import Blocks, Plan, Replication, Stage, StageCost, Transfer
 from pipectl.schedule import (
     Action,
     Actions,
@@ -65,13 +65,16 @@ def _some_ranks(count):
 @st.composite
 def _stage(draw, ranks):
     backward = draw(st.one_of(st.just(()), _some_ranks(len(ranks))))
+    recompute = draw(st.booleans())
+    in_blocks = recompute and not backward and draw(st.booleans())
     return Stage(
         ("n",),
         ranks,
         replace(COST, deferred_bytes=draw(st.sampled_from([None, 7, 13]))),
         backward_ranks=backward,
-        recompute=draw(st.booleans()),
+        recompute=recompute,
         offload=not backward and draw(st.booleans()),
+        blocks=Blocks(("n",), 1.0, 0.5, 2.5, 5, 3) if in_blocks else None,
     )
 
 
@@ -324,7 +327,9 @@ class Ledger:
                     self.held["in", c, index] = self.size(item.size_bytes, message)
 
     def recompute(self, action, held, stage, index):
-        self.held["rest", stage, index] = self.size(10 - 4, action)
+        self.held["rest", stage, index] = self.size(
+            held.running.saved_bytes - held.kept_bytes, action
+        )
 
     def backward(self, action, held, stage, index):
         self.held["gradients", stage] = 100
@@ -342,8 +347,8 @@ class Ledger:
 
     def backward_input(self, action, held, stage, index):
         self.backward(action, held, stage, index)
-        self.held["between", stage, index] = self.size(held.cost.grown_bytes, action)
-        between = self.size(held.cost.between_bytes, action)
+        self.held["between", stage, index] = self.size(held.running.grown_bytes, action)
+        between = self.size(held.running.between_bytes, action)
         self.afterwards["between", stage, index] = between
 
     def backward_weight(self, action, held, stage, index):

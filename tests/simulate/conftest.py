@@ -2,12 +2,13 @@
 
 import dataclasses
 import random
+from functools import partial
 
 import pytest
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
-from pipectl.plan import Plan, Replication, Stage, StageCost
+from pipectl.plan import Blocks, Plan, Replication, Stage, StageCost, StagePeaks
 
 
 def random_link(draw, *, between=False):
@@ -64,7 +65,19 @@ def random_stages(draw, plan, ranks):
                 offload=not apart and draw.random() < 0.4,
             )
         )
-    return tuple(stages)
+    return tuple(map(partial(in_blocks, draw), stages))
+
+
+def in_blocks(draw, stage):
+    """With blocks, sometimes, if it recomputes with its backward on its own ranks."""
+    if not stage.recompute or stage.backward_ranks or draw.random() < 0.5:
+        return stage
+    peaks = StagePeaks(*(draw.randint(0, 900) for _ in range(4))) if draw.random() < 0.5 else None
+    blocks = Blocks(
+        *(("m",), 1.1, 0.4, draw.uniform(2.1, 4)),
+        *(draw.randint(0, 200), draw.randint(0, 100), peaks, draw.randint(0, 300)),
+    )
+    return dataclasses.replace(stage, blocks=blocks)
 
 
 def disjoint(draw, stages, ranks):

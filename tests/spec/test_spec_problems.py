@@ -56,6 +56,7 @@ TOP_LEVEL = (
         ("pipeline: {backward: apart}", "7:22: pipeline.backward: apart takes 2 ranks a stage: 2; resources give 1"),
         ("resources: {nodes: 4}\npipeline: {backward: apart, schedule: zb-v}", "8:22: pipeline.backward: cannot be apart with schedule zb-v, but with one of gpipe, 1f1b, pipedream, pipedream-2bw"),
         ("resources: {nodes: 4}\npipeline: {backward: apart, replicas: 2}", "8:22: pipeline.backward: cannot be apart with 2 replicas a stage; leave these out"),
+        ("resources: {nodes: 4}\npipeline: {backward: apart, recompute: blocks}", "8:22: pipeline.backward: cannot be apart with recompute: blocks; write all, which sends only inputs"),
         ("resources: {nodes: 4}\npipeline: {backward: apart, offload: disk}", "8:22: pipeline.backward: cannot be apart with offload: what is offloaded would leave the rank at once"),
         ("pipeline: {stages: many}", "7:20: pipeline.stages: must be auto or a whole number of at least 1, not 'many'"),
         # sizes and durations
