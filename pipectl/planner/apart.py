@@ -8,6 +8,9 @@ values of a micro-batch travel in no more time. Two ranks take such a stage::
         least ranks(earlier) + 1    if forward + backward of the stage between is at most T
         least ranks(earlier) + 2    if the longest of forward, backward and copy is at most T
 
+Where stages may recompute, the longest of both computations and the copy of a stage's inputs is
+enough for two ranks, too.
+
 T is bisected until the ranks suffice. The states are downsets of the graph, so the cuts are
 convex; bottlenecks are all that counts here, and the simulator judges the rest.
 """
@@ -22,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipectl.cluster import Cluster
+from pipectl.link import Link
 from pipectl.plan import Plan
 from pipectl.planner.hybrid import States
 from pipectl.planner.hybrid.model import costs_of
@@ -49,14 +53,21 @@ class _Loads:
 
 
 def apart_cut(
-    profile: Profile, cluster: Cluster, states: States, size: int, *, every: bool
+    profile: Profile,
+    cluster: Cluster,
+    states: States,
+    size: int,
+    *,
+    every: bool,
+    recompute: bool | None = False,
 ) -> ApartCut | None:
     """Stages of the least bottleneck, on all the ranks; None if there are too few ranks.
 
     Args:
         every: whether all backwards have ranks of their own.
+        recompute: whether these compute forwards once more; None if stage by stage.
     """
-    loads = _loads(profile, cluster, states, size, every=every)
+    loads = _loads(profile, cluster, states, size, every=every, recompute=recompute)
     low, high = 0.0, 2 * float(loads.apart[0, -1])
     best = _chain(loads, high, cluster.ranks)
     for _ in range(ROUNDS if best is not None else 0):
@@ -66,14 +77,31 @@ def apart_cut(
     return None if best is None else _cut(states, loads, best, high)
 
 
-def _loads(profile: Profile, cluster: Cluster, states: States, size: int, *, every: bool) -> _Loads:
+def _loads(
+    profile: Profile,
+    cluster: Cluster,
+    states: States,
+    size: int,
+    *,
+    every: bool,
+    recompute: bool | None,
+) -> _Loads:
     costs = costs_of(profile, states, size, [1], fractions=False)
     forward = _between(costs.forward_s[0]) + costs.stage_s[0]
     backward = _between(costs.backward_s[0]) + costs.stage_s[1]
-    copy = _between(costs.saved_bytes) / cluster.within_node.bandwidth_bytes_per_s
+    bandwidth = _link_of_pairs(cluster).bandwidth_bytes_per_s
     slow = np.where(states.follows, 0.0, np.inf)
     together = np.full_like(forward, np.inf) if every else forward + backward + slow
-    return _Loads(together, np.maximum(np.maximum(forward, backward), copy) + slow)
+    kept = np.maximum(np.maximum(forward, backward), _between(costs.saved_bytes) / bandwidth)
+    again = np.maximum(forward + backward, costs.activation_bytes[:, None] / bandwidth)
+    apart = np.minimum(kept, again) if recompute is None else again if recompute else kept
+    return _Loads(together, apart + slow)
+
+
+def _link_of_pairs(cluster: Cluster) -> Link:
+    """Between the two ranks of a stage, which share a node if any two do."""
+    shared = any(node.ranks > 1 for node in cluster.nodes)
+    return cluster.within_node if shared else cluster.between_nodes
 
 
 def _between(sums: Floats) -> Floats:

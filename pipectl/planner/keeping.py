@@ -18,6 +18,7 @@ from typing import NamedTuple
 from pipectl.cluster import Cluster
 from pipectl.plan import Blocks, OffloadTarget, Plan, Stage
 from pipectl.planner.judge import TIE
+from pipectl.planner.traffic import guessed_traffic, settled_traffic
 from pipectl.planner.trials import Trials
 
 
@@ -66,23 +67,31 @@ class Keeping:
         self._blocks_of = blocks_of
 
     def simplest(self, plan: Plan) -> Plan:
-        """With the first of the allowed ways for all stages."""
-        return self._alike(plan, self._allowed[0])
+        """Simulated with the first of the allowed ways for all stages.
+
+        Where backwards are elsewhere, and stages may recompute, they do if less traffic pays.
+        """
+        tried = self._trials.run(self._alike(plan, self._allowed[0]))
+        return guessed_traffic(tried, self._cluster, self._trials) if self._is_open else tried
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether stages may recompute, and need not."""
+        return len({way.recompute for way in self._allowed}) > 1
 
     def within_memory(self, plan: Plan) -> Plan | None:
         """The fastest found of the plans that differ in the ways of their stages.
 
         Args:
-            plan: with a prediction for the first of the allowed ways.
+            plan: as :meth:`simplest` gives it.
 
         Returns:
             None if none fits.
         """
         trials = self._trials
         if trials.fits(plan):
-            return plan
-        others = {way: trials.run(self._alike(plan, way)) for way in self._allowed[1:]}
-        uniform = {self._allowed[0]: plan, **others}
+            return settled_traffic(plan, trials) if self._is_open else plan
+        uniform = {way: trials.run(self._alike(plan, way)) for way in self._allowed}
         fitting = {way: _fitting_stages(tried, trials) for way, tried in uniform.items()}
         best: Plan | None = None
         for order in (_cost_s(self._cluster, plan.offload_to), _offload_first, _recompute_first):

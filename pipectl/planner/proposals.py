@@ -119,7 +119,8 @@ class Proposals:
         for size in micro_batch_sizes(self._request, MICRO_BATCHES * self._cluster.ranks):
             if self._expired():
                 return
-            cut = apart_cut(self._profile, self._cluster, states, size, every=every)
+            given = self._profile, self._cluster, states, size
+            cut = apart_cut(*given, every=every, recompute=self._request.recompute)
             if cut is not None and any(cut.apart):
                 ranks = ranks_of(cut.apart, self._cluster)
                 yield from self._maker.flushed(cut.members, ranks, size)

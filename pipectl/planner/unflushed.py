@@ -16,8 +16,10 @@ from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
 from pipectl.planner.blocks import in_blocks
 from pipectl.planner.condense import condense
-from pipectl.planner.placed import balanced, fastest_that_fits, predicted
+from pipectl.planner.placed import balanced, fastest_that_fits
 from pipectl.planner.request import PlanRequest, micro_batch_sizes, stage_counts
+from pipectl.planner.traffic import guessed_traffic, settled_traffic
+from pipectl.planner.trials import Trials
 from pipectl.profile import Profile
 from pipectl.schedule import default_warm_up, pipedream
 
@@ -53,14 +55,26 @@ def unflushed_plan(
                 plan = make_plan(profile, cluster, wanted, expired)
                 plan = _unflushed(plan, request)
                 plan = in_blocks(plan, profile) if request.blocks else plan
-                found.append(predicted(plan, cluster, baseline))
+                trials = Trials(cluster, request.memory_limit_bytes, baseline, expired)
+                found.append(_tried(plan, request, cluster, trials))
     return fastest_that_fits(found, cluster, request)
+
+
+def _tried(plan: Plan, request: PlanRequest, cluster: Cluster, trials: Trials) -> Plan:
+    """With its prediction; backwards elsewhere recompute if that may be, and pays."""
+    tried = trials.run(plan)
+    if request.recompute is not None:
+        return tried
+    return settled_traffic(guessed_traffic(tried, cluster, trials), trials)
 
 
 def _long_steps(profile: Profile, cluster: Cluster, request: PlanRequest) -> Iterator[PlanRequest]:
     """Flushed steps so long that the best stages for them are the best without flushes."""
     apart = bool(request.backward_apart)
-    plain = replace(request.without_variants, recompute=False, backward_apart=apart)
+    may = apart and request.recompute is None
+    plain = replace(
+        request.without_variants, recompute=None if may else False, backward_apart=apart
+    )
     if apart:
         stages = request.stages or max(1, cluster.ranks // 2)
         for size in _sizes(request, 2 * stages):

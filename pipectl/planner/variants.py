@@ -138,7 +138,7 @@ class _Variants:
                 break
             if self._plans and least_step_s(plan, self._cluster) >= self._fastest_s * (1 - TIE):
                 continue
-            tried.append(self._trials.run(self._keeping.simplest(plan)))
+            tried.append(self._keeping.simplest(plan))
         for plan in sorted(tried, key=preference):
             if self._plans and (self._trials.are_over or not self._can_win(plan)):
                 return

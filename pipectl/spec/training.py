@@ -251,7 +251,8 @@ class Pipeline(Section):
         description="Which stages keep only what they receive, and compute their forward once more "
         "before their backward: `all` of them at once, or `blocks`, one part of a stage after the "
         "other, beside the inputs of all parts. `auto`: those that do not fit into memory "
-        "otherwise; in blocks if they do not fit at once.",
+        "otherwise; in blocks if they do not fit at once; and of `backward: apart`, those whose "
+        "links carry what they receive faster than what they save.",
     )
     offload: Offload = Field(
         default=None,
