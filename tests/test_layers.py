@@ -28,7 +28,7 @@ LAYERS = (
         "rehearsal",
     ),
     ("planner", "schedule", "simulate"),
-    ("batch", "runs", "report"),
+    ("batch", "runs", "report", "watch"),
     ("capture", "profiler", "runtime"),
     ("jobs",),
     ("cli", "__main__"),

@@ -14,6 +14,7 @@ from pipectl.batch.protocol import JobRequest, JobState, JobStatus
 from pipectl.batch.quoting import shell_word
 from pipectl.batch.script import render_body
 from pipectl.errors import SchedulerError
+from pipectl.runs import SCRIPT
 
 _ID = re.compile(r"(\d+)\.(\d+)@(.+)")
 
@@ -65,7 +66,7 @@ class LocalScheduler:
         tag = shell_word(request.tag, "tag")
         header = f"#!/bin/bash\n# pipectl {request.name} {tag}\n"
         launch = request.command if request.alone else mpiexec_command(request)
-        return header + render_body(request, launch)
+        return header + render_body(request, launch, before=(f"export {SCRIPT}=$$",))
 
     def submit(self, script: Path, request: JobRequest) -> str:
         """Start the script in its own session; its output goes to ``logs/job.log``."""

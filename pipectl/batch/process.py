@@ -97,6 +97,36 @@ def start_detached(argv: Sequence[str], *, output: Path, directory: Path) -> int
     return process.pid
 
 
+def start_companion(
+    argv: Sequence[str], *, stdin: int, keep: Sequence[int], env: Mapping[str, str]
+) -> int | None:
+    """Start a small process beside this one, in a session of its own; its pid.
+
+    Its complaints go where ours go.
+
+    Args:
+        stdin: file descriptor that it reads from.
+        keep: further file descriptors that it gets, under the same numbers.
+
+    Returns:
+        None where no process can be started.
+    """
+    try:
+        process = subprocess.Popen(
+            list(argv),
+            stdin=stdin,
+            stdout=subprocess.DEVNULL,
+            pass_fds=keep,
+            env=env,
+            cwd="/",
+            start_new_session=True,
+        )
+    except OSError:
+        return None
+    process.returncode = 0  # it ends by itself: no warning when the object goes
+    return process.pid
+
+
 def start_time(pid: int) -> int | None:
     """When a process started, in clock ticks since boot; None when it is gone or a zombie.
 

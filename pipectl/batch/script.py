@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from pipectl.batch.protocol import JobRequest
 from pipectl.batch.quoting import checked, shell_command, shell_word, variable_name
-from pipectl.runs import ATTEMPT
+from pipectl.runs import ATTEMPT, RUN_VARIABLE
 
-RUN_VARIABLE = "PIPECTL_RUN_DIRECTORY"
 CHECKPOINTED = 75
 """Exit code of a script whose ranks stopped at a checkpoint before they were done."""
 

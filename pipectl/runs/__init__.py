@@ -1,6 +1,6 @@
 """Run directories: making, finding, recording and reading them."""
 
-from pipectl.runs.directory import ATTEMPT, RunDirectory
+from pipectl.runs.directory import ATTEMPT, RUN_VARIABLE, SCRIPT, RunDirectory
 from pipectl.runs.find import find_run, list_runs
 from pipectl.runs.manifest import LossScaleState, Manifest, Shard, checkpoints, step_of
 from pipectl.runs.readers import (
@@ -17,6 +17,8 @@ __all__ = [
     "ATTEMPT",
     "PROFILING",
     "REHEARSAL",
+    "RUN_VARIABLE",
+    "SCRIPT",
     "Event",
     "LossScaleState",
     "Manifest",

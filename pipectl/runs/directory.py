@@ -12,6 +12,10 @@ from pipectl.errors import UsageError
 RUN_NAME = re.compile(r"(\d{8}-\d{6})-(.+)")
 ATTEMPT = "PIPECTL_ATTEMPT"
 """Variable of the environment: which start of the job this is, from 1."""
+SCRIPT = "PIPECTL_SCRIPT"
+"""Variable of the environment: the job script's process, where ranks are on its machine."""
+RUN_VARIABLE = "PIPECTL_RUN_DIRECTORY"
+"""Variable of the environment: set by the job script."""
 _FOLDERS = ("errors", "logs", "trace", "checkpoints")
 
 

@@ -28,6 +28,7 @@ from pipectl.runtime.wiring import Range, Wiring
 from pipectl.schedule import Action, Actions, Channel, Kind
 
 _OFFLOAD = (Kind.OFFLOAD_START, Kind.OFFLOAD_WAIT, Kind.FETCH_START, Kind.FETCH_WAIT)
+_LANES = {kind: index for index, kind in enumerate(TransferKind)}
 _BETWEEN_HALVES = (TransferKind.SAVED, TransferKind.WEIGHT)
 
 
@@ -107,7 +108,7 @@ class Engine:
         self._reducer = reducer or Reducer(())
         self._transport = transport
         self._device = device
-        self._doing = doing
+        self._board = doing.board
         self._loss = Slot(cut.graph.loss)
         # Called with (samples, results, targets) where the loss of an evaluation is computed.
         self.on_evaluated: Callable[[int, Tensors, Any], None] | None = None
@@ -164,8 +165,7 @@ class Engine:
 
     def _execute(self, action: Action, update: Update) -> None:
         start = time.perf_counter()
-        self._doing.stage = action.stage
-        self._doing.action = f"{Kind(action.kind).name} micro-batch {action.micro_batch}"
+        self._board.row(action.kind, action.stage, action.micro_batch)
         if Kind(action.kind).is_compute:
             self._made.clear()  # what was made before is sent, or waits with its send
         if action.kind == Kind.UPDATE:
@@ -264,6 +264,8 @@ class Engine:
         )
 
     def _send_wait(self, action: Action) -> None:
+        channel = self._wiring.channels[action.channel]
+        self._board.awaits(channel.target_rank, channel.target_stage, _LANES[channel.kind])
         self._transport.finish_send(self._sends.pop((action.channel, action.micro_batch)))
 
     def _receive_start(self, action: Action) -> None:
@@ -274,11 +276,12 @@ class Engine:
         )
 
     def _receive_wait(self, action: Action) -> None:
-        lane = self._wiring.lanes[action.channel]
+        lane, channel = self._wiring.lanes[action.channel], self._wiring.channels[action.channel]
+        self._board.awaits(channel.source_rank, channel.source_stage, _LANES[channel.kind])
         tensors = self._transport.finish_receive(
             Message(lane, action.micro_batch),
             self._whole(action),
-            self._wiring.channels[action.channel].source_rank,
+            channel.source_rank,
             self._receives.pop((action.channel, action.micro_batch)),
         )
         if lane.kind in _BETWEEN_HALVES:

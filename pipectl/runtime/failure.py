@@ -8,7 +8,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,48 @@ from mpi4py import MPI
 
 from pipectl.errors import PipectlError
 from pipectl.files import write_json
+from pipectl.graph import TransferKind
 from pipectl.runs import RunDirectory
+from pipectl.schedule.actions import Kind
+from pipectl.watch.board import Board
+from pipectl.watch.words import Names, action
+
+_NAMES = Names([kind.name for kind in Kind], [kind.value for kind in TransferKind])
 
 
-@dataclass
 class Doing:
-    """What the rank is doing right now, for error reports."""
+    """What the rank is doing right now, for error reports and whoever watches it.
 
-    step: int = 0
-    stage: int = -1
-    action: str = "starting"
+    Attributes:
+        board: on which it stands.
+    """
+
+    def __init__(self) -> None:
+        self.board = Board()
+        self.action = "starting"
+
+    @property
+    def step(self) -> int:
+        """Under way; 0 before the first."""
+        return self.board.read().step
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self.board.step(number)
+
+    @property
+    def stage(self) -> int:
+        """-1 where what it does belongs to none."""
+        return self.board.read().stage
+
+    @property
+    def action(self) -> str:
+        """In words."""
+        return action(self.board.read(), _NAMES)
+
+    @action.setter
+    def action(self, phase: str) -> None:
+        self.board.phase(phase)
 
 
 Work = Callable[[RunDirectory, MPI.Intracomm, Doing], None]

@@ -167,6 +167,7 @@ class Stretches:
     def _report(self, index: int, rate: float, out: StepOutput) -> None:
         count = self._plan.micro_batches
         now = time.perf_counter()
+        self._setup.doing.board.pace(now - self._since)
         weights = self._given.weights[index * count : (index + 1) * count]
         losses = out.losses[:count]
         del out.losses[:count]

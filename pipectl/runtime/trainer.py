@@ -111,6 +111,7 @@ class Trainer:
             self._train_stretches(planned)
         else:
             self._train_steps(planned, self._load(planned))
+        self._setup.doing.action = "finishing"
         self._stopping.finish()
         self._continuation.finish()
         self._tracing.finish()
@@ -163,6 +164,7 @@ class Trainer:
         if traced:
             self._tracing.end(step, self._recording, start)
         self._tracing.advance()
+        self._setup.doing.board.pace(time.perf_counter() - start)
         self._telemetry.report(
             StepReport(
                 step=step,
@@ -202,17 +204,20 @@ class Trainer:
             self._evaluate(step)
             self._telemetry.state("training")
         if self._saves_behind(step):
-            self._telemetry.state("saving")
-            self._continuation.save(step)
+            self._save(step)
             self._telemetry.state("training")
         self._continuation.poll()
+
+    def _save(self, step: int) -> None:
+        self._telemetry.state("saving")
+        self._setup.doing.action = "saving"
+        self._continuation.save(step)
 
     def _stop(self, step: int) -> None:
         """End here, so that the job can go on from here."""
         self._stopped = True
         if not self._saves_behind(step):
-            self._telemetry.state("saving")
-            self._continuation.save(step)
+            self._save(step)
 
     def _stops_behind(self, step: int) -> bool:
         """Whether the pipeline must be empty behind a step."""

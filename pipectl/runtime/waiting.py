@@ -42,9 +42,10 @@ _meter = WorkMeter()
 
 @dataclass
 class _Waited:
-    """Time this process has spent in waits, in seconds."""
+    """Time this process has spent in waits, in seconds, and who is told that it waits."""
 
     total_s: float = 0.0
+    tell: Callable[[bool], None] = lambda _: None
 
 
 _waited = _Waited()
@@ -53,6 +54,11 @@ _waited = _Waited()
 def waited_s() -> float:
     """How long this process has waited for others in all, in seconds."""
     return _waited.total_s
+
+
+def tell_of_waits(tell: Callable[[bool], None]) -> None:
+    """Have somebody told when a wait begins to take longer, and when it is over."""
+    _waited.tell = tell
 
 
 def wait(requests: Sequence[MPI.Request]) -> None:
@@ -76,10 +82,13 @@ def poll(done: Callable[[], bool], worked: Callable[[float], bool]) -> None:
     """
     start = time.perf_counter()
     spin_until = start + _FIRST_SPIN_S
+    told = False
     while True:
         before_s = time.thread_time()
         if done():
             _waited.total_s += time.perf_counter() - start
+            if told:
+                _waited.tell(False)
             return
         moved = worked(time.thread_time() - before_s)
         now = time.perf_counter()
@@ -88,4 +97,7 @@ def poll(done: Callable[[], bool], worked: Callable[[float], bool]) -> None:
         if now < spin_until:
             os.sched_yield()
         else:
+            if not told:
+                _waited.tell(True)
+                told = True
             time.sleep(_SHORT_PAUSE_S if now - start < _SHORT_S else _LONG_PAUSE_S)

@@ -27,6 +27,7 @@ from pipectl.runtime.supported import check_supported
 from pipectl.runtime.telemetry import beat, node_name
 from pipectl.runtime.trainer import Trainer
 from pipectl.runtime.transport import Choice, choose_progress, gpu_aware
+from pipectl.runtime.watching import watched
 from pipectl.spec import JobSpec, load
 
 
@@ -42,6 +43,18 @@ def run(directory: RunDirectory, communicator: MPI.Comm, doing: Doing) -> None:
     check_alike(communicator, spec, plan)
     check_world(communicator, plan)
     check_supported(plan)
+    with watched(communicator, directory, spec, plan, doing):
+        _train(directory, communicator, doing, spec, plan, profile)
+
+
+def _train(
+    directory: RunDirectory,
+    communicator: MPI.Comm,
+    doing: Doing,
+    spec: JobSpec,
+    plan: Plan,
+    profile: Profile,
+) -> None:
     check_space(communicator, plan, node_name(), directory_of(spec.pipeline.offload_directory))
     attempt = communicator.bcast(int(os.environ.get(ATTEMPT, "1")))
     doing.action = "looking for a checkpoint"

@@ -85,6 +85,11 @@ class Launch(Section):
         description="Whether MPI is given an accelerator's memory: `always`, `never`, or `auto`, "
         "if MPI says that it can and a test message arrives.",
     )
+    hang_after: Seconds = Field(
+        default=30,
+        description="How long a rank may be frozen, or its node silent, before all are ended; at "
+        "least three steps.",
+    )
     check_messages: Flag = Field(
         default=False,
         description="Compare every message with what its sender says of it; slow, for debugging.",

@@ -1,0 +1,133 @@
+"""What a rank does at this moment, in memory that the process beside it reads.
+
+Every write is a few integers put into memory that both share, so that it costs well under a
+microsecond, and the newest is there whatever becomes of the rank.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import tempfile
+from typing import NamedTuple
+
+_ROW = struct.Struct("<7q")
+_STEP, _WAITING, _PACE = struct.Struct("<q"), struct.Struct("<q"), struct.Struct("<d")
+_STEP_AT = _ROW.size
+_WAITING_AT = _STEP_AT + _STEP.size
+_PACE_AT = _WAITING_AT + _WAITING.size
+_PHASE_AT = _PACE_AT + _PACE.size
+_PHASE_BYTES = 128
+SIZE = _PHASE_AT + _PHASE_BYTES
+"""Bytes of a board."""
+NO_ROW = -1
+
+
+class Sight(NamedTuple):
+    """What a rank was seen doing.
+
+    Args:
+        moves: how many rows it has begun, and phases; a rank whose number stays does not move on.
+        kind: of the row under way; ``NO_ROW`` outside of the training program.
+        micro_batch: -1 where a row belongs to none.
+        peer: the rank at the other end of the message that the row waits for; -1 for none.
+        peer_stage: the stage there.
+        lane: what the message holds, as an index.
+        step: under way; 0 before the first.
+        waiting: whether it waits for other ranks right now.
+        pace_s: how long its last step took.
+        phase: what it does outside of the training program, in words.
+    """
+
+    moves: int = 0
+    kind: int = NO_ROW
+    stage: int = -1
+    micro_batch: int = -1
+    peer: int = -1
+    peer_stage: int = -1
+    lane: int = -1
+    step: int = 0
+    waiting: bool = False
+    pace_s: float = 0.0
+    phase: str = ""
+
+
+class Board:
+    """Written by one rank.
+
+    Args:
+        memory: of ``SIZE`` bytes; None for some that nobody else sees.
+    """
+
+    def __init__(self, memory: mmap.mmap | bytearray | None = None) -> None:
+        self._memory = bytearray(SIZE) if memory is None else memory
+        self._moves = 0
+        if memory is None:
+            self.phase("")
+
+    def move_to(self, memory: mmap.mmap) -> None:
+        """Go on in other memory."""
+        memory[:SIZE] = bytes(self._memory[:SIZE])
+        self._memory = memory
+
+    def row(self, kind: int, stage: int, micro_batch: int) -> None:
+        """A row of the program begins."""
+        self._moves += 1
+        _ROW.pack_into(self._memory, 0, self._moves, kind, stage, micro_batch, -1, -1, -1)
+
+    def awaits(self, rank: int, stage: int, lane: int) -> None:
+        """The row under way depends on a rank."""
+        _ROW.pack_into(self._memory, 0, *self._row()[:4], rank, stage, lane)
+
+    def phase(self, text: str) -> None:
+        """Something begins that is no row."""
+        found = text.encode()[: _PHASE_BYTES - 1].ljust(_PHASE_BYTES, b"\0")
+        self._memory[_PHASE_AT : _PHASE_AT + _PHASE_BYTES] = found
+        self.row(NO_ROW, -1, -1)
+
+    def step(self, number: int) -> None:
+        """A step begins."""
+        _STEP.pack_into(self._memory, _STEP_AT, number)
+
+    def waits(self, waiting: bool) -> None:
+        """Other ranks are waited for, or no longer."""
+        _WAITING.pack_into(self._memory, _WAITING_AT, waiting)
+
+    def pace(self, seconds: float) -> None:
+        """A step took so long."""
+        _PACE.pack_into(self._memory, _PACE_AT, seconds)
+
+    def read(self) -> Sight:
+        """What stands there now."""
+        phase = bytes(self._memory[_PHASE_AT : _PHASE_AT + _PHASE_BYTES])
+        return Sight(
+            *self._row(),
+            _STEP.unpack_from(self._memory, _STEP_AT)[0],
+            bool(_WAITING.unpack_from(self._memory, _WAITING_AT)[0]),
+            _PACE.unpack_from(self._memory, _PACE_AT)[0],
+            phase.rstrip(b"\0").decode(errors="replace"),
+        )
+
+    def _row(self) -> tuple[int, int, int, int, int, int, int]:
+        """Moves, kind, stage, micro-batch, peer, its stage, lane."""
+        return _ROW.unpack_from(self._memory, 0)
+
+
+def shared_memory() -> tuple[mmap.mmap, int]:
+    """Memory for a board, and the file descriptor under which another process can map it.
+
+    It has no name, so that nothing is left of it when both are gone.
+    """
+    if hasattr(os, "memfd_create"):
+        handle = os.memfd_create("pipectl-board")
+    else:
+        with tempfile.TemporaryFile() as file:
+            handle = os.dup(file.fileno())
+    os.truncate(handle, SIZE)
+    return mmap.mmap(handle, SIZE), handle
+
+
+def mapped(handle: int) -> Board:
+    """The board behind a file descriptor of :func:`shared_memory`."""
+    return Board(mmap.mmap(handle, SIZE))

@@ -1,0 +1,136 @@
+"""The rank that a watcher watches, as a process: it lives, is stopped, or has ended and how."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+
+from pipectl.watch import machine
+from pipectl.watch.board import Board, Sight
+from pipectl.watch.head import Death
+
+BYE, FAILING = b"\xfe", b"\xfd"
+"""What a rank says through its pipe before it ends, or before it reports why it fails. Python puts
+the numbers of signals there, and the stack when it crashes."""
+_ASKED = (bytes([signal.SIGTERM]), bytes([signal.SIGINT]))
+_LAST_WORDS_S = 2.0
+"""Time between a signal to end and the kill: a rank may be in a long operator."""
+
+
+class Charge:
+    """One rank.
+
+    Args:
+        pid: of its process.
+        pipe: what it says, as a file descriptor.
+        script: the job script's process, if it runs on this machine; else 0.
+        launched: whether a job script started it, so that its launcher must stay.
+    """
+
+    def __init__(
+        self, rank: int, pid: int, pipe: int, board: Board, *, script: int, launched: bool
+    ) -> None:
+        self.rank = rank
+        self._pid, self._pipe, self._board = pid, pipe, board
+        self._launched = launched
+        self._origin = machine.process_state(pid)
+        self._script = machine.process_state(script) if script else None
+        self._script_pid = script
+        self._handle = _open_handle(pid)
+        self._kills = machine.killed_for_memory()
+        self._shared: set[str] = set()
+        self._heard = b""
+        self._asked_at = 0.0
+        self.ended_at = 0.0
+        self.stopped = False
+
+    @property
+    def handles(self) -> list[int]:
+        """File descriptors that become readable when something happens."""
+        return [self._pipe, *([] if self._handle is None else [self._handle])]
+
+    @property
+    def sight(self) -> Sight:
+        """What the rank does."""
+        return self._board.read()
+
+    @property
+    def said_goodbye(self) -> bool:
+        """Whether it ends as it should."""
+        return BYE in self._heard
+
+    @property
+    def explains(self) -> bool:
+        """Whether it reports itself why it fails."""
+        return FAILING in self._heard
+
+    def look(self) -> None:
+        """Find out how it is now."""
+        self._listen()
+        state = machine.process_state(self._pid)
+        if self._origin is None or state is None or state.started != self._origin.started:
+            self.ended_at = self.ended_at or time.time()
+            return
+        self.stopped = state.letter == "T"  # a debugger's is a small one
+        if not self._shared and self.sight.step > 1:
+            self._shared = machine.shared_files(self._pid)
+        if self._asked_at and time.monotonic() - self._asked_at > _LAST_WORDS_S:
+            self.kill()
+
+    def abandoned(self) -> str:
+        """What is gone that should outlive the rank; empty if all is there."""
+        state = machine.process_state(self._pid)
+        if not self._launched or state is None or self._origin is None:
+            return ""
+        if state.parent != self._origin.parent:
+            return "the launcher"
+        if self._script is not None:
+            script = machine.process_state(self._script_pid)
+            if script is None or script.started != self._script.started:
+                return "the job script"
+        return ""
+
+    def death(self, launcher: str = "") -> Death:
+        """How it ended."""
+        return Death(
+            self.rank,
+            self.ended_at or time.time(),
+            asked=bool(self._asked_at),
+            words=self._words(),
+            for_memory=not launcher and machine.killed_for_memory() > self._kills,
+            launcher=launcher,
+        )
+
+    def kill(self) -> None:
+        """SIGKILL, which ends stopped processes too; only ever this very process."""
+        state = machine.process_state(self._pid)
+        if state is None or self._origin is None or state.started != self._origin.started:
+            return
+        with suppress(OSError):
+            os.kill(self._pid, signal.SIGKILL)
+
+    def clean_up(self) -> None:
+        """Remove what its MPI leaves behind."""
+        machine.remove(self._shared)
+
+    def _listen(self) -> None:
+        with suppress(BlockingIOError):
+            while data := os.read(self._pipe, 1 << 16):
+                self._heard += data
+        if not self._asked_at and any(number in self._heard for number in _ASKED):
+            self._asked_at = time.monotonic()
+
+    def _words(self) -> str:
+        """What python said of a crash."""
+        text = self._heard.decode(errors="replace")
+        return "".join(letter for letter in text if letter.isprintable() or letter == "\n").strip()
+
+
+def _open_handle(pid: int) -> int | None:
+    """Readable when the process ends; not every kernel has that."""
+    try:
+        return os.pidfd_open(pid)
+    except (OSError, AttributeError):
+        return None

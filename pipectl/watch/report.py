@@ -1,0 +1,43 @@
+"""What is written down of a rank that could not do so itself, as ranks do it that fail."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from pipectl.watch.board import Sight
+from pipectl.watch.verdict import Verdict
+from pipectl.watch.words import Names, action
+
+
+def report(path: Path, verdict: Verdict, sight: Sight, node: str, names: Names) -> None:
+    """Write an error file, for ``pipectl status``, and a line for the log.
+
+    A disk that fails keeps the file from being written, and the line perhaps too.
+    """
+    doing = action(sight, names)
+    known = {"rank": verdict.rank, "stage": max(sight.stage, -1), "step": sight.step}
+    words = ", ".join([*(f"{name} {value}" for name, value in known.items()), doing])
+    with suppress(OSError):
+        sys.stderr.write(f"pipectl: {words}: {verdict.message}\npipectl: {verdict.cure}\n")
+        sys.stderr.flush()
+    from pipectl.errors import PipectlError  # late: a watcher that reports nothing starts sooner
+    from pipectl.files import write_json
+
+    document = {
+        "version": 1,
+        **known,
+        "stage": None if sight.stage < 0 else sight.stage,
+        "action": doing,
+        "host": node,
+        "type": None,
+        "message": verdict.message,
+        "cure": verdict.cure,
+        "traceback": "",
+        "time": time.time(),
+        "exit_code": 1,
+    }
+    with suppress(PipectlError, OSError):
+        write_json(path, document)

@@ -1,0 +1,129 @@
+"""Which rank all others wait for, and whether it is lost or only slow. Pure: no clock, no files.
+
+A rank that is frozen says nothing of itself; the process beside it does, and sees that it is
+stopped. Where that process is silent too, the node is gone. Ranks that wait are never to blame,
+unless all of them do. A rank that computes may only be slow, and is given much longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from pipectl.watch.board import NO_ROW, Sight
+from pipectl.watch.words import Names, action, chain
+
+PATIENCE = 20
+"""Times the limit that a rank may compute without moving on."""
+_LOST = 0.9
+"""Of the limit: how long a rank may be stopped or silent. The rest is left for telling so."""
+_CIRCLE = 2.0
+"""Times the limit that all ranks may wait for each other: a message may be long on its way."""
+_PACES = 3
+_GO_ON = "pipectl resume goes on from the last checkpoint"
+
+
+class Seen(NamedTuple):
+    """What is known of a rank.
+
+    Args:
+        still_s: for how long it has not moved on.
+        stopped_s: for how long it has been stopped; 0 if it is not.
+        silent_s: for how long nothing was heard from the process beside it.
+    """
+
+    sight: Sight
+    node: str
+    still_s: float = 0.0
+    stopped_s: float = 0.0
+    silent_s: float = 0.0
+
+
+class Verdict(NamedTuple):
+    """A rank for which the run cannot go on."""
+
+    rank: int
+    message: str
+    cure: str
+
+
+def limit_s(least_s: float, predicted_s: float, paces_s: float) -> float:
+    """How long a rank may be missed: three steps, as they are predicted or as they are.
+
+    Args:
+        least_s: whatever steps take.
+        predicted_s: a step, as the plan has it.
+        paces_s: the longest last step of any rank.
+    """
+    return max(least_s, _PACES * max(predicted_s, paces_s))
+
+
+def judge(seen: Mapping[int, Seen], limit: float, names: Names) -> Verdict | None:
+    """The rank that is lost; None while none is.
+
+    Args:
+        seen: all ranks that were heard of at least once.
+        limit: see :func:`limit_s`.
+    """
+    stopped = [rank for rank, known in seen.items() if known.stopped_s > 0]
+    if stopped and len(stopped) == len(seen):  # suspended as a whole, and will go on
+        return None
+    late = [rank for rank in stopped if seen[rank].stopped_s >= _LOST * limit]
+    if late:
+        return _verdict(late[0], seen, names, _stopped(seen[late[0]]), _GO_ON)
+    return _silent(seen, limit, names) or _stuck(seen, limit, names)
+
+
+def waiting_words(seen: Mapping[int, Seen], names: Names, culprit: int | None = None) -> str:
+    """Who waits for whom: of all chains one that leads to the culprit, if any does."""
+    sights = {rank: known.sight for rank, known in seen.items()}
+    waiting = [rank for rank, sight in sights.items() if sight.waiting and rank != culprit]
+    direct = [rank for rank in waiting if sights[rank].peer == culprit]
+    first = next(iter(direct or waiting), None)
+    return "" if first is None else chain(first, sights, names)
+
+
+def _silent(seen: Mapping[int, Seen], limit: float, names: Names) -> Verdict | None:
+    """A rank whose node is gone. If others move on, only word of it is lost."""
+    lost = [rank for rank, known in seen.items() if known.silent_s >= _LOST * limit]
+    heard = [known for rank, known in seen.items() if rank not in lost]
+    if not lost or any(known.still_s < limit / 2 for known in heard):
+        return None
+    known = seen[lost[0]]
+    where = f" on {known.node}" if known.node else ""
+    message = f"nothing was heard of it{where} for {known.silent_s:.0f} s: the node is gone"
+    return _verdict(lost[0], seen, names, message, _GO_ON)
+
+
+def _stuck(seen: Mapping[int, Seen], limit: float, names: Names) -> Verdict | None:
+    """No rank moves on, though all are alive."""
+    still_s = min((known.still_s for known in seen.values()), default=0.0)
+    if not seen or max(known.sight.step for known in seen.values()) < 2:
+        return None
+    busy = [rank for rank, known in seen.items() if not _is_waiting(known.sight)]
+    if busy and still_s >= PATIENCE * limit:
+        message = (
+            f"has been in {action(seen[busy[0]].sight, names)} for {still_s:.0f} s, "
+            "and no rank has moved on"
+        )
+        cure = "see what it does there, with py-spy dump say; launch.hang_after allows more time"
+        return _verdict(busy[0], seen, names, message, cure)
+    if not busy and len(seen) > 1 and still_s >= _CIRCLE * limit:
+        message = f"all ranks have waited for each other for {still_s:.0f} s"
+        cure = "a message was lost: look at the network; launch.hang_after allows more time"
+        return _verdict(min(seen), seen, names, message, cure)
+    return None
+
+
+def _is_waiting(sight: Sight) -> bool:
+    """Whether it waits for other ranks, and not for a disk: so it may outside of the program."""
+    return sight.waiting and sight.kind != NO_ROW
+
+
+def _stopped(known: Seen) -> str:
+    return f"its process is stopped (SIGSTOP), for {known.stopped_s:.0f} s now"
+
+
+def _verdict(rank: int, seen: Mapping[int, Seen], names: Names, message: str, cure: str) -> Verdict:
+    words = waiting_words(seen, names, rank)
+    return Verdict(rank, f"{message}; {words}" if words else message, cure)
