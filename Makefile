@@ -8,7 +8,7 @@ IMPORTED := tests/benchmarks/cnn_profiles.py tests/benchmarks/in_turns.py
 BENCHMARKS := $(filter-out $(PLANNER) $(IMPORTED),$(wildcard tests/benchmarks/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-equality check bench bench-planner golden clean
+.PHONY: help demo test test-equality torture check bench bench-planner golden clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' Makefile | expand -t 18
@@ -33,6 +33,9 @@ test: $(INSTALLED) ## run all tests
 
 test-equality: $(INSTALLED) ## compare every schedule, use of memory and number of ranks with one rank
 	$(BIN)/python -m pytest -n 0 -m product tests/equality
+
+torture: $(INSTALLED) ## kill, freeze and disturb runs in every way there is
+	$(BIN)/python -m pytest -n 0 -m torture
 
 check: $(INSTALLED) ## lint, formatting and types, as CI checks them
 	$(BIN)/ruff check .

@@ -120,9 +120,18 @@ def _details(error: BaseException) -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "type": type(error).__name__,
-        "message": known.message if known else str(error),
-        "cure": known.cure if known else None,
+        "message": known.message if known else str(error) or "no message",
+        "cure": known.cure if known else _cure(error),
         "traceback": "".join(traceback.format_exception(error)),
         "time": time.time(),
         "exit_code": known.exit_code if known else 1,
     }
+
+
+def _cure(error: BaseException) -> str | None:
+    """For what is no fault of the user's code."""
+    text = str(error).lower()
+    lacks = any(words in text for words in ("allocate memory", "out of memory", "bad_alloc"))
+    if not (lacks or isinstance(error, MemoryError)):
+        return None
+    return "set pipeline.memory_limit below what a rank gets, and plan again"

@@ -36,12 +36,16 @@ class Charge:
         self._pid, self._pipe, self._board = pid, pipe, board
         self._launched = launched
         self._origin = machine.process_state(pid)
+        self._launcher_pid = _grandparent(self._origin)
+        self._launcher = machine.process_state(self._launcher_pid)
+        self._with_launcher = False
         self._script = machine.process_state(script) if script else None
         self._script_pid = script
         self._handle = _open_handle(pid)
         self._kills = machine.killed_for_memory()
-        self._shared: set[str] = set()
+        self._shared = machine.shared_files(pid)
         self._heard = b""
+        self._trains = False
         self._asked_at = 0.0
         self.ended_at = 0.0
         self.stopped = False
@@ -70,12 +74,15 @@ class Charge:
         """Find out how it is now."""
         self._listen()
         state = machine.process_state(self._pid)
-        if self._origin is None or state is None or state.started != self._origin.started:
-            self.ended_at = self.ended_at or time.time()
+        if state is None or not _is_same(self._pid, self._origin):
+            if not self.ended_at:
+                self.ended_at = time.time()
+                self._with_launcher = not _is_same(self._launcher_pid, self._launcher)
             return
         self.stopped = state.letter == "T"  # a debugger's is a small one
-        if not self._shared and self.sight.step > 1:
-            self._shared = machine.shared_files(self._pid)
+        if not self._trains and self.sight.step > 1:
+            self._trains = True
+            self._shared |= machine.shared_files(self._pid)
         if self._asked_at and time.monotonic() - self._asked_at > _LAST_WORDS_S:
             self.kill()
 
@@ -86,10 +93,8 @@ class Charge:
             return ""
         if state.parent != self._origin.parent:
             return "the launcher"
-        if self._script is not None:
-            script = machine.process_state(self._script_pid)
-            if script is None or script.started != self._script.started:
-                return "the job script"
+        if self._script is not None and not _is_same(self._script_pid, self._script):
+            return "the job script"
         return ""
 
     def death(self, launcher: str = "") -> Death:
@@ -101,15 +106,14 @@ class Charge:
             words=self._words(),
             for_memory=not launcher and machine.killed_for_memory() > self._kills,
             launcher=launcher,
+            with_launcher=self._with_launcher,
         )
 
     def kill(self) -> None:
         """SIGKILL, which ends stopped processes too; only ever this very process."""
-        state = machine.process_state(self._pid)
-        if state is None or self._origin is None or state.started != self._origin.started:
-            return
-        with suppress(OSError):
-            os.kill(self._pid, signal.SIGKILL)
+        if _is_same(self._pid, self._origin):
+            with suppress(OSError):
+                os.kill(self._pid, signal.SIGKILL)
 
     def clean_up(self) -> None:
         """Remove what its MPI leaves behind."""
@@ -126,6 +130,18 @@ class Charge:
         """What python said of a crash."""
         text = self._heard.decode(errors="replace")
         return "".join(letter for letter in text if letter.isprintable() or letter == "\n").strip()
+
+
+def _is_same(pid: int, before: machine.ProcessState | None) -> bool:
+    """Whether a process is there, and not another with its number."""
+    state = machine.process_state(pid)
+    return before is not None and state is not None and state.started == before.started
+
+
+def _grandparent(state: machine.ProcessState | None) -> int:
+    """Launchers start ranks by a process on each node; what started that one is on the first."""
+    parent = None if state is None else machine.process_state(state.parent)
+    return 1 if parent is None else parent.parent
 
 
 def _open_handle(pid: int) -> int | None:

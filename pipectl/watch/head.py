@@ -26,7 +26,8 @@ class Death(NamedTuple):
         asked: whether it had been sent a signal to end, as launchers do.
         words: its last, if it had any.
         for_memory: whether the kernel killed a process of its machine for memory then.
-        launcher: whether the launcher went first.
+        launcher: what is gone that started it, in words, while it still lived; else empty.
+        with_launcher: whether the launcher was gone when this was noticed.
     """
 
     rank: int
@@ -35,6 +36,7 @@ class Death(NamedTuple):
     words: str = ""
     for_memory: bool = False
     launcher: str = ""
+    with_launcher: bool = False
 
     @property
     def verdict(self) -> Verdict:
@@ -46,9 +48,14 @@ class Death(NamedTuple):
             message = "killed by the kernel, for lack of memory on its node"
             return Verdict(self.rank, message, _MEMORY)
         if self.words:
-            last = next(line for line in self.words.splitlines() if line.strip())
-            return Verdict(self.rank, f"its process crashed: {last}", _RESUME)
+            message = f"its process crashed: {self.words.splitlines()[0]}"
+            return Verdict(self.rank, message, _RESUME, self.words)
+        if self.asked:
+            message = "its process was sent a signal to end (SIGTERM or SIGINT), by itself"
+            return Verdict(self.rank, message, _RESUME)
         message = "its process was killed (SIGKILL, say), or ended without a word"
+        if self.with_launcher:
+            message += "; the launcher is gone, too"
         return Verdict(self.rank, message, _RESUME)
 
 
@@ -146,11 +153,10 @@ class Head:
             self._deaths.append(Death(rank, **fields))
 
     def _of_deaths(self, now: float) -> Verdict | None:
-        """The first that nobody asked to end."""
-        own = [death for death in self._deaths if not death.asked]
-        if not own or now - self._first_death < SETTLE_S:
+        """The first; none if all were asked to end, as when a job is cancelled."""
+        if now - self._first_death < SETTLE_S or all(death.asked for death in self._deaths):
             return None
-        return min(own, key=lambda death: death.at).verdict
+        return min(self._deaths, key=lambda death: death.at).verdict
 
     def _seen(self, now: float) -> dict[int, Seen]:
         return {

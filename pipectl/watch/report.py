@@ -35,7 +35,7 @@ def report(path: Path, verdict: Verdict, sight: Sight, node: str, names: Names) 
         "type": None,
         "message": verdict.message,
         "cure": verdict.cure,
-        "traceback": "",
+        "traceback": verdict.stack,
         "time": time.time(),
         "exit_code": 1,
     }

@@ -2,7 +2,8 @@
 
 A rank that is frozen says nothing of itself; the process beside it does, and sees that it is
 stopped. Where that process is silent too, the node is gone. Ranks that wait are never to blame,
-unless all of them do. A rank that computes may only be slow, and is given much longer.
+unless all of them do. A rank that computes may only be slow, and is given much longer; one that
+saves, or has not begun to train, all the time it takes.
 """
 
 from __future__ import annotations
@@ -40,11 +41,16 @@ class Seen(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """A rank for which the run cannot go on."""
+    """A rank for which the run cannot go on.
+
+    Args:
+        stack: where it was, if that is known.
+    """
 
     rank: int
     message: str
     cure: str
+    stack: str = ""
 
 
 def limit_s(least_s: float, predicted_s: float, paces_s: float) -> float:
@@ -100,7 +106,9 @@ def _stuck(seen: Mapping[int, Seen], limit: float, names: Names) -> Verdict | No
     still_s = min((known.still_s for known in seen.values()), default=0.0)
     if not seen or max(known.sight.step for known in seen.values()) < 2:
         return None
-    busy = [rank for rank, known in seen.items() if not _is_waiting(known.sight)]
+    if any(known.sight.kind == NO_ROW for known in seen.values()):  # a disk may take long
+        return None
+    busy = [rank for rank, known in seen.items() if not known.sight.waiting]
     if busy and still_s >= PATIENCE * limit:
         message = (
             f"has been in {action(seen[busy[0]].sight, names)} for {still_s:.0f} s, "
@@ -113,11 +121,6 @@ def _stuck(seen: Mapping[int, Seen], limit: float, names: Names) -> Verdict | No
         cure = "a message was lost: look at the network; launch.hang_after allows more time"
         return _verdict(min(seen), seen, names, message, cure)
     return None
-
-
-def _is_waiting(sight: Sight) -> bool:
-    """Whether it waits for other ranks, and not for a disk: so it may outside of the program."""
-    return sight.waiting and sight.kind != NO_ROW
 
 
 def _stopped(known: Seen) -> str:

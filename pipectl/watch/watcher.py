@@ -185,12 +185,12 @@ class Leader(Watcher):
     def _act(self) -> None:
         verdict = None if self._reported else self._head.verdict(self._now)
         over = self._head.is_over(self._now)
-        if warning := self._head.warning(self._now):
-            sys.stderr.write(f"pipectl: {warning}\n")
         if verdict is not None:
             self._reported = True
             known = self._head.sight(verdict.rank)
             self._report(verdict, known, self._head.node(verdict.rank))
+        elif warning := self._head.warning(self._now):
+            sys.stderr.write(f"pipectl: {warning}\n")
         if self._end_at is None and (over or verdict is not None):
             self._end_at = self._now + (_GRACE_S if over else 0.0)
             self._lost_at = self._now if self._lost_at is None else self._lost_at

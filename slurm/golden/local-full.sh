@@ -77,5 +77,6 @@ export GREETING='it'"'"'s "here"'
 
 run /opt/env/bin/python -m pipectl.jobs.prepare '/scratch/u/my runs/100%' || exit "$?"
 
+export PIPECTL_SCRIPT=$$
 run /opt/env/bin/mpiexec -n 4 -bind-to core:16 /opt/env/bin/python -m mpi4py -m pipectl.runtime.worker --run '/scratch/u/my runs/100%'
 exit "$?"

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pipectl.plan import Plan
-from pipectl.runs import RunDirectory, checkpoints, read_heartbeat, read_metrics
+from pipectl.runs import RunDirectory, checkpoints, read_errors, read_heartbeat, read_metrics
 from pipectl.runtime import checkpoint
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
@@ -180,9 +180,20 @@ def kill_a_rank_behind_step(run: RunDirectory, process: subprocess.Popen[str], s
         assert time.monotonic() < deadline
         time.sleep(0.01)
     ranks = [line for line in Path("/proc").glob("[0-9]*/cmdline") if is_rank(line, run)]
-    os.kill(int(ranks[0].parent.name), signal.SIGKILL)
+    pid = int(ranks[0].parent.name)
+    os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=60)
     assert process.returncode != 0
+    deadline = time.monotonic() + 20
+    while not (errors := read_errors(run)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    beat = read_heartbeat(run)
+    assert beat is not None
+    pids = {rank["rank"]: rank["pid"] for rank in beat["ranks"]}
+    assert [pids[error["rank"]] for error in errors] == [pid]
+    assert errors[0]["step"] > step
+    assert errors[0]["message"].startswith("its process was killed")
     assert read_metrics(run)[-1]["step"] < STEPS
 
 

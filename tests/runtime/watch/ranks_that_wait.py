@@ -1,0 +1,105 @@
+"""Ranks that pass a message round, watched like those that train, until one meets with something.
+
+``--run DIRECTORY``; the environment says in ``TEST_HAPPENS`` what happens in step 3, and in
+``TEST_RANK`` on which rank, if not on rank 1.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import psutil
+from mpi4py import MPI
+
+from pipectl.runs import RunDirectory
+from pipectl.runtime.failure import Doing, run_rank
+from pipectl.runtime.waiting import wait
+from pipectl.runtime.watching import watched
+from pipectl.schedule import Kind
+from pipectl.watch.machine import shared_files
+
+STEPS, PAUSE_S = 6, 0.05
+HANG_AFTER_S = 3
+RANK, STEP = int(os.environ.get("TEST_RANK", "1")), 3
+ACTIVATION = 0
+
+
+def work(directory: RunDirectory, communicator: MPI.Intracomm, doing: Doing) -> None:
+    spec = SimpleNamespace(launch=SimpleNamespace(hang_after=HANG_AFTER_S))
+    plan = SimpleNamespace(prediction=None)
+    with watched(communicator, directory, spec, plan, doing):
+        remember(directory, communicator.rank)
+        for step in range(1, STEPS + 1):
+            start = time.perf_counter()
+            doing.step = step
+            for micro_batch in range(2):
+                pass_on(directory, communicator, doing, step, micro_batch)
+            doing.board.pace(time.perf_counter() - start)
+        doing.action = "finishing"
+
+
+def pass_on(
+    directory: RunDirectory, world: MPI.Intracomm, doing: Doing, step: int, micro_batch: int
+) -> None:
+    rank, size = world.rank, world.size
+    word = np.zeros(1)
+    if rank:
+        doing.board.row(Kind.RECEIVE_WAIT, rank, micro_batch)
+        doing.board.awaits(rank - 1, rank - 1, ACTIVATION)
+        wait([world.Irecv(word, rank - 1)])
+    doing.board.row(Kind.FORWARD, rank, micro_batch)
+    time.sleep(PAUSE_S)
+    if (rank, step, micro_batch) == (RANK, STEP, 1):
+        happen(os.environ["TEST_HAPPENS"], directory)
+    doing.board.row(Kind.SEND_WAIT, rank, micro_batch)
+    wait([world.Isend(word, (rank + 1) % size)])
+    if not rank:
+        doing.board.row(Kind.RECEIVE_WAIT, rank, micro_batch)
+        doing.board.awaits(size - 1, size - 1, ACTIVATION)
+        wait([world.Irecv(word, size - 1)])
+
+
+def happen(what: str, directory: RunDirectory) -> None:
+    (directory.path / "happened").write_text(str(time.time()))
+    events: dict[str, Any] = {
+        "nothing": lambda: None,
+        "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "frozen": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+        "asked": lambda: os.kill(os.getpid(), signal.SIGTERM),
+        "raises": lambda: [][1],
+        "memory": take_memory,
+        "crashes": lambda: ctypes.string_at(0),
+        "exits": lambda: os._exit(3),
+        "slow": lambda: time.sleep(2 * HANG_AFTER_S),
+        "lingers": lambda: time.sleep(3600),
+    }
+    events[what]()
+
+
+def take_memory() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))
+    bytearray(2**40)
+
+
+def remember(directory: RunDirectory, rank: int) -> None:
+    me = psutil.Process()
+    family = [me, *me.children()]
+    found = {
+        "family": [[process.pid, process.create_time()] for process in family],
+        "shared": sorted(shared_files(me.pid)),
+    }
+    temporary = directory.path / f".pids-{rank}"
+    temporary.write_text(json.dumps(found))
+    temporary.rename(directory.path / f"pids-{rank}")
+
+
+if __name__ == "__main__":
+    run_rank(work, __doc__)
