@@ -66,4 +66,7 @@ class Stopping:
         if now - self._looked_at < _LOOK_S:
             return False
         self._looked_at = now
-        return self._asked.exists()
+        try:
+            return self._asked.exists()
+        except OSError:  # the file system is away
+            return False

@@ -17,7 +17,9 @@ from mpi4py import MPI
 
 from pipectl.files import write_json
 from pipectl.runs import RunDirectory
+from pipectl.runtime.failure import warn
 from pipectl.runtime.waiting import barrier, wait, waited_s
+from pipectl.runtime.written import Attempts, Lines
 
 _HEARTBEAT_S = 2.0
 _FIELDS = (
@@ -115,6 +117,8 @@ class Telemetry:
         self._reports: dict[int, dict[int, dict[str, float]]] = {}
         self._latest: dict[int, dict[str, float]] = {}
         self._beat_at = 0.0
+        self._lines = Lines(run.metrics, warn)
+        self._beats = Attempts(run.heartbeat.name, warn)
         self._waiting = WaitingShare(time.perf_counter, waited_s)
         self._step = 0
         self._receiving = [self._post(rank) for rank in range(1, communicator.size)]
@@ -175,6 +179,7 @@ class Telemetry:
         for request, _ in self._receiving:
             request.Cancel()
             request.Wait()
+        self._append([])
         self.state(state)
 
     def _post(self, rank: int) -> tuple[MPI.Request, Any]:
@@ -220,8 +225,7 @@ class Telemetry:
         }
 
     def _append(self, lines: list[dict[str, Any]]) -> None:
-        with self._run.metrics.open("a", encoding="utf-8") as stream:
-            stream.write("".join(json.dumps(_finite(line)) + "\n" for line in lines))
+        self._lines.add(json.dumps(_finite(line)) for line in lines)
 
     def _beat(self, *, force: bool = False) -> None:
         now = time.time()
@@ -230,7 +234,8 @@ class Telemetry:
         self._beat_at = now
         assert self._ranks is not None
         ranks = [self._rank_json(rank) for rank in self._ranks]
-        beat(self._run, self._state, self._step, self._steps, self._attempt, ranks, self._messages)
+        said = self._state, self._step, self._steps, self._attempt, ranks, self._messages
+        self._beats(lambda: beat(self._run, *said))
 
     def _rank_json(self, identity: dict[str, Any]) -> dict[str, Any]:
         latest = self._latest.get(identity["rank"])

@@ -19,8 +19,10 @@ from mpi4py import MPI
 from pipectl.report.gantt import shown_ranks
 from pipectl.runs import RunDirectory
 from pipectl.runtime import clock
+from pipectl.runtime.failure import warn
 from pipectl.runtime.recording import WIDTH, Recording, Table
 from pipectl.runtime.waiting import poll
+from pipectl.runtime.written import Attempts
 from pipectl.schedule.actions import EVENT_NAMES
 from pipectl.spec.launching import Trace
 from pipectl.timeline import Event, Timeline
@@ -58,6 +60,7 @@ class Tracing:
         self._tables: dict[int, dict[int, Table]] = {}
         self._writer = ThreadPoolExecutor(1, "trace")
         self._writing: deque[Future[None]] = deque()
+        self._attempts = Attempts("the trace", warn)
 
     def wants(self, step: int) -> bool:
         """Whether a step is recorded."""
@@ -89,13 +92,10 @@ class Tracing:
             self._sending.append((self._world.Isend(table, 0, _TAG), table))
 
     def advance(self) -> None:
-        """Look after what is on its way; between steps.
-
-        Raises:
-            UsageError: a file cannot be written.
-        """
+        """Look after what is on its way; between steps. What cannot be written is dropped."""
         while self._writing and (self._writing[0].done() or len(self._writing) > MOST_WAITING):
-            self._writing.popleft().result()
+            written = self._writing.popleft()
+            self._attempts(written.result)
         self._sending = [item for item in self._sending if not item[0].Test()]
         if self._rank == 0 and self._tables:
             self._receive()

@@ -86,7 +86,7 @@ def waiting_words(seen: Mapping[int, Seen], names: Names, culprit: int | None = 
     waiting = [rank for rank, sight in sights.items() if sight.waiting and rank != culprit]
     direct = [rank for rank in waiting if sights[rank].peer == culprit]
     first = next(iter(direct or waiting), None)
-    return "" if first is None else chain(first, sights, names)
+    return "" if first is None else chain(first, sights, names, culprit)
 
 
 def _silent(seen: Mapping[int, Seen], limit: float, names: Names) -> Verdict | None:

@@ -43,12 +43,15 @@ def awaited(sight: Sight, names: Names) -> str:
     return f"waits for {message} of stage {sight.peer_stage} from rank {sight.peer}"
 
 
-def chain(rank: int, sights: Mapping[int, Sight], names: Names) -> str:
+def chain(rank: int, sights: Mapping[int, Sight], names: Names, culprit: int | None = None) -> str:
     """Whom a rank waits for, and for whom that one waits, and so on.
 
     Args:
         sights: of the ranks that are heard of.
+        culprit: does what it does whomever it waits for; the chain ends there.
     """
+    if culprit is not None and culprit in sights:
+        sights = {**sights, culprit: sights[culprit]._replace(waiting=False)}
     told, text = [rank], f"rank {rank} {_does(sights[rank], names)}"
     while (sight := sights.get(told[-1])) is not None and sight.waiting and sight.peer >= 0:
         if sight.peer in told or len(told) == _HOPS:

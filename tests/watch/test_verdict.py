@@ -135,5 +135,11 @@ def test_of_all_that_wait_one_that_waits_for_the_culprit_is_told_of() -> None:
     assert waiting_words({1: known(computes())}, NAMES) == ""
 
 
+def test_a_chain_ends_at_the_culprit_though_it_waits_itself() -> None:
+    seen = {0: known(awaits(1, 2)), 1: known(awaits(0))}
+    words = "rank 0 waits for activation 2 of stage 1 from rank 1, which is in receive wait 5"
+    assert waiting_words(seen, NAMES, 1) == words
+
+
 def test_no_row_is_no_kind() -> None:
     assert NO_ROW not in range(len(NAMES.kinds))

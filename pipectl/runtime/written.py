@@ -1,0 +1,69 @@
+"""Files that training can do without for a while: their disk may be full, or read-only, or away.
+
+What is lost by it is told once, and once that it is over. Lines are kept until they can be written;
+pictures of the moment, such as the heartbeat, are simply written again when they are due.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from pipectl.errors import UsageError
+
+MOST_LINES = 100_000
+"""Kept in memory (about 30 MB); of more, the oldest are dropped."""
+
+
+class Attempts:
+    """Writes, and tells when that begins to fail and when it ends.
+
+    Args:
+        what: is written, such as ``metrics``.
+        warn: told so.
+    """
+
+    def __init__(self, what: str, warn: Callable[[str], None]) -> None:
+        self._what, self._warn = what, warn
+        self._fails = False
+
+    def __call__(self, write: Callable[[], None]) -> bool:
+        """Whether it could be written."""
+        try:
+            write()
+        except (OSError, UsageError) as error:
+            if not self._fails:
+                self._warn(f"{self._what} cannot be written, training goes on: {error}")
+            self._fails = True
+            return False
+        if self._fails:
+            self._warn(f"{self._what} can be written again")
+        self._fails = False
+        return True
+
+
+class Lines:
+    """Lines at the end of a file, in order.
+
+    Args:
+        warn: told when they cannot be written, and when they can again.
+    """
+
+    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
+        self._path = path
+        self._attempt = Attempts(path.name, warn)
+        self._waiting: deque[str] = deque(maxlen=MOST_LINES)
+        self._torn = False
+
+    def add(self, lines: Iterable[str]) -> None:
+        """Append lines, behind those that still wait; they have no line ends."""
+        self._waiting.extend(lines)
+        self._torn = not self._attempt(self._write)
+
+    def _write(self) -> None:
+        """An attempt that failed may have left a part of a line, which readers pass over."""
+        start = "\n" if self._torn else ""
+        with self._path.open("a", encoding="utf-8") as stream:
+            stream.write(start + "".join(f"{line}\n" for line in self._waiting))
+        self._waiting.clear()
