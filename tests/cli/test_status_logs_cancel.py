@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -150,6 +151,39 @@ def test_a_batch_system_that_is_gone_is_said(cli: Command, run_of: RunOf) -> Non
     result = cli("status", "last")
     assert result.code == 6
     assert "squeue: No such file or directory" in result.out
+
+
+DOWN = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "state", "code"),
+    [
+        ("exit_code", "0", "COMPLETED", 0),
+        ("exit_code", "9", "FAILED", 0),
+        ("heartbeat.json", "", "RUNNING", 0),
+        ("none", "", "UNKNOWN", 6),
+    ],
+)
+def test_what_is_known_without_the_scheduler(
+    cli: Command, run_of: RunOf, program: Any, file: str, content: str, state: str, code: int
+) -> None:
+    """Its controller is down while status asks."""
+    for name in ("squeue", "sacct", "scontrol"):
+        program(name, f"echo '{DOWN}' >&2; exit 1")
+    run = run_of("20250103-120000-tiny", scheduler="slurm", job_id="12")
+    beat = {"version": 1, "time": time.time(), "state": "training", "step": 4, "steps": 10}
+    (run / file).write_text(content or json.dumps(beat))
+    error = {"rank": 1, "stage": 1, "step": 5, "action": "FORWARD micro-batch 0", "message": "lost"}
+    if state == "FAILED":
+        (run / "errors" / "rank-0001.json").write_text(json.dumps(error))
+    result = cli("status", "last")
+    assert result.code == code
+    assert state in result.out
+    if state == "FAILED":
+        assert "rank 1, stage 1, FORWARD micro-batch 0, step 5" in result.out
+    if state in ("RUNNING", "UNKNOWN"):
+        assert f"the scheduler could not be asked: squeue: {DOWN}" in result.out
 
 
 def test_logs_without_control_characters(cli: Command, finished: Path) -> None:
