@@ -14,6 +14,10 @@ from pipectl.watch.words import Names
 
 SETTLE_S = 0.3
 """After a death: others may be older, or a rank may have said why it fails."""
+MISSED = 4
+"""Intervals after a death: a rank that is not heard of since then has lost its node."""
+_MESSAGES_PER_S = 1000
+"""That rank 0's watcher gets; with more ranks, each tells it more rarely."""
 _RESUME = "pipectl resume goes on from the last checkpoint"
 _MEMORY = "set pipeline.memory_limit below what a rank gets, and plan again; pipectl resume goes on"
 
@@ -57,6 +61,11 @@ class Death(NamedTuple):
         if self.with_launcher:
             message += "; the launcher is gone, too"
         return Verdict(self.rank, message, _RESUME)
+
+
+def interval_s(size: int) -> float:
+    """Between two messages of one of so many ranks, in seconds."""
+    return max(1.0, size / _MESSAGES_PER_S)
 
 
 class Head:
@@ -153,10 +162,22 @@ class Head:
             self._deaths.append(Death(rank, **fields))
 
     def _of_deaths(self, now: float) -> Verdict | None:
-        """The first; none if all were asked to end, as when a job is cancelled."""
-        if now - self._first_death < SETTLE_S or all(death.asked for death in self._deaths):
+        """The first; none if all were asked to end, as when a job is cancelled.
+
+        Where a node is gone, launchers kill all ranks but those: that one is not heard of is what
+        tells.
+        """
+        since_s = now - self._first_death
+        if since_s < SETTLE_S or all(death.asked for death in self._deaths):
             return None
+        for rank, at in self._heard.items():
+            if at < self._first_death and rank not in self._over:
+                return self._gone(rank) if since_s > MISSED * interval_s(self._size) else None
         return min(self._deaths, key=lambda death: death.at).verdict
+
+    def _gone(self, rank: int) -> Verdict:
+        where = f" on {self._nodes[rank]}" if self._nodes[rank] else ""
+        return Verdict(rank, f"nothing is heard of it{where} any more: the node is gone", _RESUME)
 
     def _seen(self, now: float) -> dict[int, Seen]:
         return {

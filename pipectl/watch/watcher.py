@@ -20,7 +20,7 @@ from typing import Any
 
 from pipectl.watch.board import Sight, mapped
 from pipectl.watch.charge import Charge
-from pipectl.watch.head import Head
+from pipectl.watch.head import Head, interval_s
 from pipectl.watch.report import report
 from pipectl.watch.verdict import Verdict, limit_s
 from pipectl.watch.wire import Address, Wire, listen, resolve
@@ -28,8 +28,6 @@ from pipectl.watch.words import Names
 
 _PIPE = 0
 _TICK_S, _SHORT_TICK_S = 1.0, 0.1
-_MESSAGES_PER_S = 1000
-"""That rank 0's watcher gets; with more ranks, each tells it more rarely."""
 _GRACE_S = 5.0
 """For launchers, which end all ranks when one has died."""
 _LEAVE_S = 7.0
@@ -61,7 +59,7 @@ class Watcher:
         own = socket.socket(fileno=given["socket"]) if given["socket"] >= 0 else listen()
         self._wire = Wire(own, given["secret"])
         self._target = resolve(Address(given["hosts"], given["port"], given["secret"]))
-        self._interval_s = max(_TICK_S, given["size"] / _MESSAGES_PER_S)
+        self._interval_s = interval_s(given["size"])
         self._now, self._told_at = 0.0, float("-inf")
         self._answered_at: float | None = None
         self._noted = self._ordered = False

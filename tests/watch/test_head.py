@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipectl.watch.board import Sight
-from pipectl.watch.head import SETTLE_S, Death, Head
+from pipectl.watch.head import MISSED, SETTLE_S, Death, Head, interval_s
 from pipectl.watch.words import Names
 
 NAMES = Names(["FORWARD", "RECEIVE_WAIT"], ["activation"])
@@ -60,6 +60,19 @@ def test_what_is_said_of_a_death(head: Head, fields: dict[str, Any], words: str)
     assert found.stack == fields.get("words", "")
 
 
+def test_a_rank_that_is_silent_while_others_die_has_lost_its_node(head: Head) -> None:
+    head.hears(beat(2, COMPUTES), 9.5)
+    assert verdict_of(head, died(0, 100.0), died(1, 100.1)) is None
+    assert head.verdict(10.0 + MISSED) is None
+    found = head.verdict(10.1 + MISSED)
+    assert found is not None
+    assert (found.rank, "on n1 any more: the node is gone" in found.message) == (2, True)
+    head.hears(beat(2, COMPUTES), 15.0)
+    found = head.verdict(15.0)
+    assert found is not None
+    assert found.rank == 0
+
+
 def test_a_job_that_is_cancelled_has_no_culprit(head: Head) -> None:
     assert verdict_of(head, *(died(rank, 100.0, asked=True) for rank in range(3))) is None
     assert head.is_over(11.0)
@@ -98,6 +111,11 @@ def test_ranks_that_have_ended_are_not_missed(head: Head) -> None:
     assert head.has_ended(1)
     head.hears(beat(0, WAITS), 50)
     assert head.verdict(50) is None
+
+
+def test_many_ranks_tell_more_rarely() -> None:
+    assert interval_s(4) == interval_s(1000) == 1
+    assert interval_s(10_000) == 10
 
 
 def test_long_steps_give_more_time(head: Head) -> None:

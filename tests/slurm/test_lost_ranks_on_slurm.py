@@ -1,0 +1,107 @@
+"""Ranks over the nodes of a real Slurm, of which one is killed, or its node is gone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pipectl.batch import JobRequest, JobStatus
+from pipectl.batch.slurm import SlurmScheduler
+from pipectl.runs import RunDirectory, read_errors
+
+pytestmark = [pytest.mark.mpi, pytest.mark.torture, pytest.mark.timeout(240)]
+RING = Path(__file__).parents[1] / "runtime" / "watch" / "ranks_that_wait.py"
+LAB = Path(__file__).parents[2] / "slurm" / "lab"
+SLURM = SlurmScheduler()
+WaitFor = Callable[..., JobStatus]
+
+
+@pytest.fixture
+def submit(lab: Path, tmp_path: Path) -> Callable[..., tuple[RunDirectory, str]]:
+    """``submit(what)``: three ranks on three nodes, of which the second meets with something."""
+    beside = Path(sys.executable).parent / "mpiexec"
+
+    def start(what: str) -> tuple[RunDirectory, str]:
+        run = RunDirectory(tmp_path / "run")
+        for folder in (run.errors, run.logs):
+            folder.mkdir(parents=True)
+        request = JobRequest(
+            name="ring",
+            tag=f"tag-{time.time_ns()}",
+            run_directory=run.path,
+            python=sys.executable,
+            ranks=3,
+            nodes=3,
+            tasks_per_node=1,
+            walltime_s=300,
+            command=(sys.executable, "-m", "mpi4py", str(RING), "--run", str(run.path)),
+            variables={"TEST_HAPPENS": what},
+            mpiexec=str(beside) if beside.exists() else shutil.which("mpiexec"),
+        )
+        run.script.write_text(SLURM.render(request))
+        return run, SLURM.submit(run.script, request)
+
+    return start
+
+
+def wait_until(done: Callable[[], Any], timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def processes(run: RunDirectory) -> dict[int, list[psutil.Process]]:
+    """Of every rank, and the one beside it."""
+    found = {}
+    for path in run.path.glob("pids-*"):
+        pids = [pid for pid, _ in json.loads(path.read_text())["family"]]
+        found[int(path.name[5:])] = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    return found
+
+
+def test_a_killed_rank(submit: Any, wait_for: WaitFor) -> None:
+    run, job_id = submit("killed")
+    wait_for(job_id)
+    wait_until(lambda: read_errors(run), 20)
+    (error,) = read_errors(run)
+    assert (error["rank"], error["step"], error["host"]) == (1, 3, "node2")
+    assert error["message"].startswith("its process was killed")
+    assert error["time"] - float((run.path / "happened").read_text()) < 10
+    wait_until(lambda: not any(processes(run).values()), 20)
+
+
+def test_a_lost_node(submit: Any, wait_for: WaitFor, lab: Path) -> None:
+    """Everything there is killed at once: Slurm's daemon, its step, the launcher's, the rank."""
+    run, job_id = submit("lingers")
+    wait_until((run.path / "happened").exists)
+    time.sleep(2)
+    rank = processes(run)[1][0]
+    above = [process for process in rank.parents() if "slurmstepd" in process.name()]
+    daemon = psutil.Process(int((lab / "slurmd.node2.pid").read_text()))
+    steps = [process for process in above if process.pid != daemon.pid]
+    assert steps
+    lost = [daemon, *steps, *steps[0].children(recursive=True)]
+    lost_at = time.time()
+    try:
+        for process in lost:
+            process.kill()
+        wait_for(job_id)
+        wait_until(lambda: read_errors(run), 30)
+        wait_until(lambda: not any(processes(run).values()), 20)
+    finally:
+        psutil.wait_procs(lost, timeout=20)
+        subprocess.run([LAB / "up"], capture_output=True, check=True, timeout=60)
+    (error,) = read_errors(run)
+    assert (error["rank"], error["host"]) == (1, "node2")
+    assert "the node is gone" in error["message"]
+    assert error["time"] - lost_at < 30
