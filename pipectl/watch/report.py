@@ -21,7 +21,8 @@ def report(path: Path, verdict: Verdict, sight: Sight, node: str, names: Names) 
     known = {"rank": verdict.rank, "stage": max(sight.stage, -1), "step": sight.step}
     words = ", ".join([*(f"{name} {value}" for name, value in known.items()), doing])
     with suppress(OSError):
-        sys.stderr.write(f"pipectl: {words}: {verdict.message}\npipectl: {verdict.cure}\n")
+        stack = f"{verdict.stack}\n" if verdict.stack else ""
+        sys.stderr.write(f"pipectl: {words}: {verdict.message}\n{stack}pipectl: {verdict.cure}\n")
         sys.stderr.flush()
     from pipectl.errors import PipectlError  # late: a watcher that reports nothing starts sooner
     from pipectl.files import write_json
