@@ -45,7 +45,7 @@ class Charge:
         self._kills = machine.killed_for_memory()
         self._shared = machine.shared_files(pid)
         self._heard = b""
-        self._trains = False
+        self._trains = self._hung_up = False
         self._asked_at = 0.0
         self.ended_at = 0.0
         self.stopped = False
@@ -53,7 +53,8 @@ class Charge:
     @property
     def handles(self) -> list[int]:
         """File descriptors that become readable when something happens."""
-        return [self._pipe, *([] if self._handle is None else [self._handle])]
+        pipe = [] if self._hung_up else [self._pipe]
+        return [*pipe, *([] if self._handle is None else [self._handle])]
 
     @property
     def sight(self) -> Sight:
@@ -123,6 +124,7 @@ class Charge:
         with suppress(BlockingIOError):
             while data := os.read(self._pipe, 1 << 16):
                 self._heard += data
+            self._hung_up = True
         if not self._asked_at and any(number in self._heard for number in _ASKED):
             self._asked_at = time.monotonic()
 

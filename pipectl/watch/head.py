@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from pipectl.watch.board import Sight
-from pipectl.watch.verdict import Seen, Verdict, judge, limit_s, waiting_words
+from pipectl.watch.verdict import RESUME, Seen, Verdict, judge, limit_s, waiting_words
 from pipectl.watch.words import Names
 
 SETTLE_S = 0.3
@@ -18,7 +18,6 @@ MISSED = 4
 """Intervals after a death: a rank that is not heard of since then has lost its node."""
 _MESSAGES_PER_S = 1000
 """That rank 0's watcher gets; with more ranks, each tells it more rarely."""
-_RESUME = "pipectl resume goes on from the last checkpoint"
 _MEMORY = "set pipeline.memory_limit below what a rank gets, and plan again; pipectl resume goes on"
 
 
@@ -46,21 +45,21 @@ class Death(NamedTuple):
     def verdict(self) -> Verdict:
         """In words."""
         if self.launcher:
-            cure = "it was killed, or its node is gone; " + _RESUME
+            cure = "it was killed, or its node is gone; " + RESUME
             return Verdict(self.rank, f"{self.launcher} that started it is gone", cure)
         if self.for_memory:
             message = "killed by the kernel, for lack of memory on its node"
             return Verdict(self.rank, message, _MEMORY)
         if self.words:
             message = f"its process crashed: {self.words.splitlines()[0]}"
-            return Verdict(self.rank, message, _RESUME, self.words)
+            return Verdict(self.rank, message, RESUME, self.words)
         if self.asked:
             message = "its process was sent a signal to end (SIGTERM or SIGINT), by itself"
-            return Verdict(self.rank, message, _RESUME)
+            return Verdict(self.rank, message, RESUME)
         message = "its process was killed (SIGKILL, say), or ended without a word"
         if self.with_launcher:
             message += "; the launcher is gone, too"
-        return Verdict(self.rank, message, _RESUME)
+        return Verdict(self.rank, message, RESUME)
 
 
 def interval_s(size: int) -> float:
@@ -177,7 +176,7 @@ class Head:
 
     def _gone(self, rank: int) -> Verdict:
         where = f" on {self._nodes[rank]}" if self._nodes[rank] else ""
-        return Verdict(rank, f"nothing is heard of it{where} any more: the node is gone", _RESUME)
+        return Verdict(rank, f"nothing is heard of it{where} any more: the node is gone", RESUME)
 
     def _seen(self, now: float) -> dict[int, Seen]:
         return {

@@ -21,7 +21,7 @@ _LOST = 0.9
 _CIRCLE = 2.0
 """Times the limit that all ranks may wait for each other: a message may be long on its way."""
 _PACES = 3
-_GO_ON = "pipectl resume goes on from the last checkpoint"
+RESUME = "pipectl resume goes on from the last checkpoint"
 
 
 class Seen(NamedTuple):
@@ -76,7 +76,7 @@ def judge(seen: Mapping[int, Seen], limit: float, names: Names) -> Verdict | Non
         return None
     late = [rank for rank in stopped if seen[rank].stopped_s >= _LOST * limit]
     if late:
-        return _verdict(late[0], seen, names, _stopped(seen[late[0]]), _GO_ON)
+        return _verdict(late[0], seen, names, _stopped(seen[late[0]]), RESUME)
     return _silent(seen, limit, names) or _stuck(seen, limit, names)
 
 
@@ -98,7 +98,7 @@ def _silent(seen: Mapping[int, Seen], limit: float, names: Names) -> Verdict | N
     known = seen[lost[0]]
     where = f" on {known.node}" if known.node else ""
     message = f"nothing was heard of it{where} for {known.silent_s:.0f} s: the node is gone"
-    return _verdict(lost[0], seen, names, message, _GO_ON)
+    return _verdict(lost[0], seen, names, message, RESUME)
 
 
 def _stuck(seen: Mapping[int, Seen], limit: float, names: Names) -> Verdict | None:

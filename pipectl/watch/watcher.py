@@ -22,7 +22,7 @@ from pipectl.watch.board import Sight, mapped
 from pipectl.watch.charge import Charge
 from pipectl.watch.head import Head, interval_s
 from pipectl.watch.report import report
-from pipectl.watch.verdict import Verdict, limit_s
+from pipectl.watch.verdict import RESUME, Verdict, limit_s
 from pipectl.watch.wire import Address, Wire, listen, resolve
 from pipectl.watch.words import Names
 
@@ -71,12 +71,16 @@ class Watcher:
         """Until the rank has ended."""
         while not self._turn():
             before = time.monotonic()
-            wait_s = _TICK_S if self._lost_at is None else _SHORT_TICK_S
+            wait_s = _SHORT_TICK_S if self._is_ending else _TICK_S
             handles = [] if self._charge.ended_at else self._charge.handles
             select.select([self._wire.socket.fileno(), *handles], [], [], wait_s)
             # Time is counted by wake-ups: none passes while this process is stopped.
             self._now += min(time.monotonic() - before, 2 * wait_s)
         self._charge.clean_up()
+
+    @property
+    def _is_ending(self) -> bool:
+        return self._lost_at is not None
 
     def _turn(self) -> bool:
         """Look around and act; whether all is over."""
@@ -103,7 +107,7 @@ class Watcher:
                 self._report(death.verdict)
             self._ordered = True
         elif self._is_without_head():
-            self._report(Verdict(0, "nothing is heard of its node: it is gone", "pipectl resume"))
+            self._report(Verdict(0, "nothing is heard of its node: it is gone", RESUME))
             self._ordered = True
 
     def _is_over(self) -> bool:
@@ -171,6 +175,10 @@ class Leader(Watcher):
         self._end_at: float | None = None
         self._reported = False
 
+    @property
+    def _is_ending(self) -> bool:
+        return self._end_at is not None or super()._is_ending
+
     def _deliver(self, content: Mapping[str, Any]) -> None:
         self._head.hears(content, self._now)
 
@@ -191,7 +199,6 @@ class Leader(Watcher):
             sys.stderr.write(f"pipectl: {warning}\n")
         if self._end_at is None and (over or verdict is not None):
             self._end_at = self._now + (_GRACE_S if over else 0.0)
-            self._lost_at = self._now if self._lost_at is None else self._lost_at
         if self._end_at is not None and self._now >= self._end_at:
             for rank in self._left():
                 self._wire.send(self._others[rank], {"says": "end"})

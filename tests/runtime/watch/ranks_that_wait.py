@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,6 +77,7 @@ def happen(what: str, directory: RunDirectory) -> None:
         "asked": lambda: os.kill(os.getpid(), signal.SIGTERM),
         "raises": lambda: [][1],
         "memory": take_memory,
+        "killed for memory": lambda: exceed_group(directory),
         "crashes": lambda: ctypes.string_at(0),
         "exits": lambda: os._exit(3),
         "slow": lambda: time.sleep(2 * HANG_AFTER_S),
@@ -87,6 +89,13 @@ def happen(what: str, directory: RunDirectory) -> None:
 def take_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))
     bytearray(2**40)
+
+
+def exceed_group(directory: RunDirectory) -> None:
+    """Take more memory than a control group allows, which is made within the present one."""
+    group = Path((directory.path / "group").read_text())
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    _ = b"x" * 2**30
 
 
 def remember(directory: RunDirectory, rank: int) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,32 @@ def test_ranks_do_not_outlive_what_started_them(begin: Any, gone: str, words: st
     script.kill()
     script.wait()
     assert words in ranks.error()["message"]
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A control group for 64 MiB, within that of the tests; it takes the right to make one."""
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    own = [line.split(":", 2)[2] for line in lines if line.split(":")[1] == "memory"]
+    group = Path(f"/sys/fs/cgroup/memory/{own[0] if own else '.'}") / f"test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(2**26))
+    except OSError as error:
+        pytest.skip(f"no control group can be made: {error}")
+    yield group
+    group.rmdir()
+
+
+@pytest.mark.torture
+def test_a_rank_that_the_kernel_kills_for_memory(begin: Any, small_group: Path) -> None:
+    ranks = begin("killed for memory")
+    (ranks.run.path / "group").write_text(str(small_group))
+    ranks.end()
+    assert ranks.gone_s() < 15
+    error = ranks.error()
+    assert (error["rank"], error["step"]) == (1, 3)
+    assert error["message"] == "killed by the kernel, for lack of memory on its node"
 
 
 @pytest.mark.torture
