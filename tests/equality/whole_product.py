@@ -17,7 +17,8 @@ ONE_STAGE_A_RANK = ("gpipe", "1f1b", "1f1b-b", "zb-h1")
 CHUNKED = ("interleaved", "looped-bfs", "zb-v", "dualpipev")
 """Schedules with two stages a rank, which are also trained on eight ranks."""
 APART = ("1f1b-apart", "gpipe-inputs")
-"""With the backward on other ranks, which say themselves what becomes of what it needs."""
+"""With the backward on other ranks, which say themselves what becomes of what it needs; also on
+eight."""
 MEMORY = ("", "recompute", "blocks", "disk", "host")
 """What becomes of what backwards need; "" if it stays, blocks if these recompute in turn."""
 MODELS = ("gpt", "cnn", "dense")
@@ -50,7 +51,7 @@ def flushed(ranks: int) -> Iterator[Cell]:
     schedules = CHUNKED if ranks > 4 else ONE_STAGE_A_RANK + CHUNKED
     for model, schedule, memory in product(MODELS, schedules, MEMORY):
         yield Cell(model, schedule, BATCH, memory)
-    for model, schedule in product(MODELS, APART if ranks <= 4 else ()):
+    for model, schedule in product(MODELS, APART):
         yield Cell(model, schedule, BATCH)
 
 
