@@ -34,7 +34,7 @@ test: $(INSTALLED) ## run all tests
 test-equality: $(INSTALLED) ## compare every schedule, use of memory and number of ranks with one rank
 	$(BIN)/python -m pytest -n 0 -m product tests/equality
 
-torture: $(INSTALLED) ## kill, freeze and disturb runs in every way there is
+torture: $(INSTALLED) ## kill, freeze and disturb runs in every way there is, damage files
 	$(BIN)/python -m pytest -n 0 -m torture
 
 check: $(INSTALLED) ## lint, formatting and types, as CI checks them

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
+import sys
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from pipectl.errors import DataFileError
 
 T = TypeVar("T")
+LARGEST = 2**63 - 1
 _REQUIRED: Any = object()
 
 
@@ -68,6 +71,8 @@ class Reader:
             raise self.error(key, f"must be a whole number, not {number!r}")
         if number < minimum:
             raise self.error(key, f"must be at least {minimum}, not {number!r}")
+        if number > LARGEST:
+            raise self.error(key, f"must be at most {LARGEST}")
         return int(number)
 
     def optional_integer(self, key: str) -> int | None:
@@ -92,8 +97,8 @@ class Reader:
         found = self.value(key, default)
         if isinstance(found, bool) or not isinstance(found, int | float):
             raise self.error(key, f"must be a number, not {found!r}")
-        if not math.isfinite(found) or found < 0:
-            raise self.error(key, f"must be a finite number of at least 0, not {found!r}")
+        if not _is_size(found):
+            raise self.error(key, f"must be a finite number of at least 0, not {found!r}"[:200])
         return float(found)
 
     def optional_number(self, key: str) -> float | None:
@@ -129,9 +134,16 @@ class Reader:
     def integers(self, key: str, default: list[int] = _REQUIRED) -> tuple[int, ...]:
         """A list of whole numbers."""
         found = self._typed(key, list, "a list", default)
-        if not all(isinstance(item, int) and not isinstance(item, bool) for item in found):
+        if not all(map(_is_whole, found)):
             raise self.error(key, "must be a list of whole numbers")
         return tuple(found)
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of finite numbers of at least 0; empty where absent."""
+        found = self._typed(key, list, "a list", [])
+        if not all(map(_is_size, found)):
+            raise self.error(key, "must be a list of numbers of at least 0")
+        return tuple(map(float, found))
 
     def texts(self, key: str, default: list[str] = _REQUIRED) -> tuple[str, ...]:
         """A list of strings."""
@@ -145,19 +157,18 @@ class Reader:
         found = self._typed(key, list, "a list", [])
         for item in found:
             shaped = isinstance(item, list) and len(item) == 2
-            if not (
-                shaped and isinstance(item[0], str) and isinstance(item[1], int) and item[1] >= 0
-            ):
+            if not (shaped and isinstance(item[0], str) and _is_whole(item[1]) and item[1] >= 0):
                 raise self.error(key, "must be a list of [name, bytes]")
         return tuple((name, size) for name, size in found)
 
     def timings(self, key: str) -> dict[int, tuple[float, float]]:
         """An object ``{micro-batch size: [forward_s, backward_s]}``; empty where absent."""
         found = self._typed(key, dict, "an object", {})
-        try:
-            return {int(size): (float(pair[0]), float(pair[1])) for size, pair in found.items()}
-        except (TypeError, ValueError, IndexError, KeyError):
-            raise self.error(key, "must be {micro-batch size: [forward_s, backward_s]}") from None
+        for size, pair in found.items():
+            shaped = isinstance(pair, list) and len(pair) == 2 and all(map(_is_size, pair))
+            if not (shaped and re.fullmatch("0*[1-9][0-9]{0,17}", size)):
+                raise self.error(key, "must be {micro-batch size: [forward_s, backward_s]}")
+        return {int(size): (float(pair[0]), float(pair[1])) for size, pair in found.items()}
 
     def check_version(self, known: int) -> None:
         """Refuse a file of another format version; an absent one is 1."""
@@ -176,7 +187,13 @@ class Reader:
         return Reader(document, file=self._file, cure=self._cure, path=path)
 
 
+def _is_whole(value: Any) -> bool:
+    """Whether a value is a whole number that fits into eight bytes."""
+    return isinstance(value, int) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
+
+
 def _is_size(value: Any) -> bool:
     """Whether a value is a finite number of at least 0."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and math.isfinite(value) and value >= 0
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 <= value <= sys.float_info.max

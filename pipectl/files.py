@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from pipectl.errors import DataFileError, UsageError
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+"""In JSON, a part of a character; half of one cannot be written again."""
 
 
 def write_text(path: Path, text: str, *, mode: int = 0o666, durable: bool = True) -> None:
@@ -69,7 +73,10 @@ def read_json(path: Path, *, cure: str) -> dict[str, Any]:
         DataFileError: missing, unreadable, truncated or no object; ``cure`` says how to get it.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        value = json.loads(text)
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
     except FileNotFoundError:
         raise DataFileError(f"{path}: no such file", cure=cure) from None
     except (OSError, UnicodeDecodeError) as error:
@@ -79,6 +86,10 @@ def read_json(path: Path, *, cure: str) -> dict[str, Any]:
         raise DataFileError(
             f"{place}: not valid JSON ({error.msg}); truncated?", cure=cure
         ) from error
+    except UnicodeEncodeError:
+        raise DataFileError(f"{path}: holds a text that is no Unicode", cure=cure) from None
+    except ValueError:
+        raise DataFileError(f"{path}: holds a number of thousands of digits", cure=cure) from None
     except RecursionError:
         raise DataFileError(f"{path}: nested too deeply to be a data file", cure=cure) from None
     if not isinstance(value, dict):

@@ -33,6 +33,8 @@ T = TypeVar("T")
 E = TypeVar("E", bound=StrEnum)
 
 VERSION = 1
+MOST_MICRO_BATCHES = 2**16
+"""More are a mistake, and would fill memory with rows of programs."""
 _CURE = "write a new one with: pipectl plan JOB.yaml"
 
 
@@ -339,7 +341,7 @@ def _prediction(reader: Reader) -> Prediction | None:
     return Prediction(
         step_time_s=section.number("step_time_s"),
         bubble=section.number("bubble"),
-        utilisation=tuple(float(share) for share in section.value("utilisation", [])),
+        utilisation=section.numbers("utilisation"),
         peak_memory_bytes=section.integers("peak_memory_bytes"),
     )
 
@@ -362,11 +364,12 @@ def _search(reader: Reader) -> Search | None:
 
 def _check(plan: Plan, file: str) -> None:
     """Ranks and stages that are named exist, and every node has one stage."""
-    faults = []
+    faults: list[str] = []
     if not plan.stages:
         faults.append("stages: there is none")
     if len(plan.warm_up) != len(plan.stages):
         faults.append(f"warm_up: {len(plan.warm_up)} entries for {len(plan.stages)} stages")
+    faults += _faults_of_counts(plan)
     nodes = [node for stage in plan.stages for node in stage.nodes]
     if len(set(nodes)) != len(nodes):
         faults.append("stages: a node is in two stages")
@@ -396,3 +399,16 @@ def _blocks_faults(stage: Stage) -> Iterator[str]:
             yield fault
         if not stage.recompute or stage.backward_ranks:
             yield "of a stage that does not recompute where its forward runs"
+
+
+def _faults_of_counts(plan: Plan) -> list[str]:
+    faults = []
+    least = -(-plan.batch_size // plan.micro_batch_size)
+    if plan.micro_batches != least or least > MOST_MICRO_BATCHES:
+        faults.append(
+            f"micro_batches: {plan.micro_batches}; {plan.batch_size} samples in parts of "
+            f"{plan.micro_batch_size} are {least}, and {MOST_MICRO_BATCHES} are the most"
+        )
+    if not all(0 <= node < plan.ranks for node in plan.node_of_rank):
+        faults.append(f"node_of_rank: a node that is not from 0 to {plan.ranks - 1}")
+    return faults

@@ -99,9 +99,26 @@ class LocalScheduler:
         """Always None: there is no queue."""
         return None
 
-    def find(self, tag: str) -> str | None:  # noqa: ARG002
-        """Always None: a local job whose submission was interrupted is not looked for."""
-        return None
+    def find(self, tag: str) -> str | None:
+        """The process of this machine that runs the script with this tag in its second line."""
+        last = shell_word(tag, "tag")
+        mine = [
+            (start, pid)
+            for pid, words in process.commands()
+            if words[:1] == ["bash"] and len(words) == 2 and _second_line(words[1]).endswith(last)
+            if (start := process.start_time(pid)) is not None
+        ]
+        if not mine:
+            return None
+        start, pid = min(mine)  # the others are its subshells
+        return f"{pid}.{start}@{socket.gethostname()}"
+
+
+def _second_line(script: str) -> str:
+    try:
+        return Path(script).read_text(encoding="utf-8").split("\n", 2)[1]
+    except (OSError, ValueError, IndexError):
+        return ""
 
 
 def _status(job: _Process) -> JobStatus:

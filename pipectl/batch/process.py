@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,6 +138,12 @@ def start_time(pid: int) -> int | None:
         return None
     state, *fields = text.rpartition(")")[2].split()
     return None if state in "ZX" else int(fields[18])
+
+
+def commands() -> Iterator[tuple[int, list[str]]]:
+    """Pid and command line of every process that we may look at."""
+    for found in psutil.process_iter(["cmdline"]):
+        yield found.pid, found.info["cmdline"] or []
 
 
 def stop(pid: int, grace_s: float) -> None:

@@ -84,7 +84,7 @@ def _from_exit_code(code: int, cancelled: bool) -> JobStatus:
 
 def _is_fresh(evidence: Evidence) -> bool:
     beat = evidence.heartbeat_at
-    return beat is not None and evidence.now - beat < HEARTBEAT_FRESH_S
+    return beat is not None and abs(evidence.now - beat) < HEARTBEAT_FRESH_S
 
 
 def _silence(evidence: Evidence) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -112,7 +113,7 @@ class SlurmScheduler:
     def find(self, tag: str) -> str | None:
         """The id of the latest job of ours with this tag as its comment."""
         matches = [row.job_id for row in self._squeue("--me") if row.comment == tag]
-        return max(matches, key=int, default=None)
+        return max(matches, key=_number, default=None)
 
     def _recover(self, tag: str, said: str) -> str:
         """The job that sbatch may have made before its answer was lost.
@@ -167,6 +168,12 @@ class SlurmScheduler:
         return process.run(
             argv, cure=_CURE, env={**_environment(), **times}, timeout_s=self._timeout_s
         )
+
+
+def _number(job_id: str) -> int:
+    """By which the latest job is the largest; ids of arrays begin with it too."""
+    digits = re.match("[0-9]{1,18}", job_id)
+    return int(digits[0]) if digits else -1
 
 
 def _environment() -> dict[str, str]:

@@ -48,7 +48,8 @@ _BOOTING = frozenset({"CONFIGURING", "POWER_UP_NODE"})
 # These keep the reason for which the job once waited.
 _REASON_IS_STALE = frozenset({JobState.COMPLETED, JobState.CANCELLED})
 _NO_REASON = frozenset({"None", "(null)", ""})
-_JOB_ID = re.compile(r"(\d+)(?:;\S+)?")
+_JOB_ID = re.compile(r"([0-9]{1,18})(?:;\S+)?")
+_SECONDS = re.compile(r"[1-9][0-9]{0,10}")
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ def _reason(text: str) -> str:
 
 def _exit_code(text: str) -> int | None:
     """``code:signal`` as a shell would report it: 128 + signal for a job that was killed."""
-    match = re.fullmatch(r"(\d+):(\d+)", text)
+    match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)
     if match is None:
         return None
     code, number = int(match[1]), int(match[2])
@@ -159,4 +160,4 @@ def _exit_code(text: str) -> int | None:
 
 def _time(text: str) -> float | None:
     """Seconds since the epoch; None for ``N/A``, ``Unknown`` and the like."""
-    return float(text) if text.isdigit() and text != "0" else None
+    return float(text) if _SECONDS.fullmatch(text) else None

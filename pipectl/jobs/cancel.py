@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pipectl.batch import get
 from pipectl.errors import UnknownRunError
+from pipectl.jobs.recovery import completed
 from pipectl.jobs.status import status
-from pipectl.runs import Record, RunDirectory
+from pipectl.runs import RunDirectory, locked
 
 
 def cancel(run: RunDirectory, now: float) -> bool:
@@ -21,16 +22,15 @@ def cancel(run: RunDirectory, now: float) -> bool:
         UnknownRunError: its job is not known, so that nothing can be ended.
         SchedulerError: the batch system refuses or does not answer.
     """
-    record = Record.load(run.record)
-    scheduler = get(record.scheduler)
-    job_id = record.job_id or scheduler.find(record.tag)
-    if job_id is None:
-        raise UnknownRunError(
-            f"{run.name}: its submission was never confirmed, and no job carries its tag",
-            cure=f"if nothing runs, remove {run.path}",
-        )
-    if status(run, now).job.state.final:
-        return False
-    scheduler.cancel(job_id)
-    record.after(now, "cancelled", job_id=job_id).save(run.record)
+    with locked(run):
+        record = completed(run, now)
+        if record.job_id is None:
+            raise UnknownRunError(
+                f"{run.name}: its submission was never confirmed, and no job carries its tag",
+                cure=f"if nothing runs, remove {run.path}",
+            )
+        if status(run, now).job.state.final:
+            return False
+        get(record.scheduler).cancel(record.job_id)
+        record.after(now, "cancelled").save(run.record)
     return True

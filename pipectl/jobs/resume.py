@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,11 +15,20 @@ from pipectl.errors import PipectlError, UsageError
 from pipectl.files import write_text
 from pipectl.jobs.machines import find_machines
 from pipectl.jobs.plan import find_plan, fresh_plan, write_plan
+from pipectl.jobs.recovery import completed
 from pipectl.jobs.request import job_request, make_tag
 from pipectl.jobs.status import status
 from pipectl.plan import Plan
 from pipectl.profile import Profile
-from pipectl.runs import PROFILING, REHEARSAL, Record, RunDirectory, last_checkpoint, step_of
+from pipectl.runs import (
+    PROFILING,
+    REHEARSAL,
+    Record,
+    RunDirectory,
+    last_checkpoint,
+    locked,
+    step_of,
+)
 from pipectl.spec import dump, load
 
 if TYPE_CHECKING:
@@ -59,7 +68,13 @@ def resume(
         InfeasibleError: no plan fits.
         SchedulerError: the batch system rejects it; the run is as it was.
     """
-    record = Record.load(run.record)
+    with locked(run):
+        return _resume(run, completed(run, now), overrides, now, force=force)
+
+
+def _resume(
+    run: RunDirectory, record: Record, overrides: Sequence[str], now: float, *, force: bool
+) -> Resumption:
     _check_over(run, record, now, force=force)
     spec = load(run.job, overrides)
     cluster = find_machines(spec, record.scheduler).cluster
@@ -133,7 +148,8 @@ def _hand_over(
         job_id=None,
     )
     record = record.after(now, "submitting", detail="resumed")
-    with _unchanged_on_failure(run):
+    before = _contents(run)
+    try:
         write_text(run.job, dump(spec))
         cluster.save(run.cluster)
         if plan is not None:
@@ -141,30 +157,38 @@ def _hand_over(
         write_text(run.script, script, mode=0o777)
         record.save(run.record)
         run.exit_code.unlink(missing_ok=True)
+    except (PipectlError, OSError, KeyboardInterrupt):
+        _put_back(run, before)
+        raise
+    try:
         job_id = scheduler.submit(run.script, request)
+    except NoAnswerError:  # the job may be on its way, as behind a Ctrl-C
+        raise
+    except PipectlError:
+        _put_back(run, before)
+        raise
     record = record.after(now, "submitted", job_id=job_id)
-    record.save(run.record)
+    with suppress(UsageError):  # it is found by its tag
+        record.save(run.record)
     return record
 
 
-@contextmanager
-def _unchanged_on_failure(run: RunDirectory) -> Iterator[None]:
-    """Put the files back unless the job may be on its way."""
+def _contents(run: RunDirectory) -> dict[Path, str | None]:
+    """What is changed for another start; None where there is no file."""
     paths = (
         run.job, run.cluster, run.plan, run.predicted, run.script, run.record, run.exit_code,
     )  # fmt: skip
-    before = {path: _content(path) for path in paths}
-    try:
-        yield
-    except NoAnswerError:
-        raise
-    except (PipectlError, KeyboardInterrupt):
-        for path, text in before.items():
+    return {path: _content(path) for path in paths}
+
+
+def _put_back(run: RunDirectory, before: Mapping[Path, str | None]) -> None:
+    """Make the files what they were; each of them, even if others cannot be written."""
+    for path, text in before.items():
+        with suppress(UsageError, OSError):
             if text is None:
                 path.unlink(missing_ok=True)
-            else:
+            elif _content(path) != text:
                 write_text(path, text, mode=0o777 if path == run.script else 0o666)
-        raise
 
 
 def _content(path: Path) -> str | None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipectl.batch import Evidence, JobState, JobStatus, get, resolve
 from pipectl.errors import DataFileError, PipectlError
 from pipectl.jobs.culprit import Culprit, culprit
 from pipectl.jobs.measured import Measured, efficiency, measured
+from pipectl.jobs.recovery import recovered
 from pipectl.plan import Plan
 from pipectl.runs import (
     PROFILING,
@@ -133,7 +135,7 @@ def statuses(runs: Sequence[RunDirectory], now: float) -> list[RunStatus]:
     Args:
         now: seconds since the epoch.
     """
-    records = [_record(run) for run in runs]
+    records = [_record(run, now) for run in runs]
     answers = _ask([record for record in records if isinstance(record, Record)])
     return [_status(run, record, answers, now) for run, record in zip(runs, records, strict=True)]
 
@@ -148,12 +150,12 @@ def figures(run: RunDirectory, record: Record | None) -> Measured:
     if record is None or record.kind != PROFILING:
         return measured(read_metrics(run))
     heartbeat = _heartbeat(run)
-    return Measured(step=int(heartbeat.get("step", 0)), steps=record.steps)
+    return Measured(step=heartbeat.get("step") or 0, steps=record.steps)
 
 
-def _record(run: RunDirectory) -> Record | DataFileError:
+def _record(run: RunDirectory, now: float) -> Record | DataFileError:
     try:
-        return Record.load(run.record)
+        return recovered(run, now)
     except DataFileError as error:
         return error
 
@@ -188,10 +190,10 @@ def _status(
         run=run,
         record=known,
         job=job,
-        phase=str(heartbeat.get("state", "")),
+        phase=heartbeat.get("state") or "",
         measured=figures(run, known),
         plan=_plan(run),
-        ranks=tuple(heartbeat.get("ranks", ())),
+        ranks=tuple(heartbeat.get("ranks") or ()),
         culprit=culprit(run),
     )
 
@@ -206,12 +208,20 @@ def _job(
             listed=answer.listed.get(record.job_id or ""),
             query_error=answer.error,
             exit_code=read_exit_code(run),
-            heartbeat_at=heartbeat.get("time"),
+            heartbeat_at=_written_at(run.heartbeat) if heartbeat else None,
             heartbeat=_said(heartbeat),
             cancelled=record.state == "cancelled",
             submitting=record.state == "submitting",
         )
     )
+
+
+def _written_at(path: Path) -> float | None:
+    """By the clock of the file system, which all nodes share; their own may be wrong."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
 
 
 def _said(heartbeat: Mapping[str, Any]) -> str:

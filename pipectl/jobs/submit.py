@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,16 +12,17 @@ from typing import TYPE_CHECKING
 from pipectl.batch import JobRequest, get
 from pipectl.batch.process import NoAnswerError
 from pipectl.cluster import Cluster
-from pipectl.errors import MismatchError, PipectlError
+from pipectl.errors import MismatchError, PipectlError, UsageError
 from pipectl.files import make_directory, write_text
 from pipectl.jobs.machines import find_machines
 from pipectl.jobs.places import LOCAL, plan_path, profile_path, scheduler_name
 from pipectl.jobs.plan import planned, write_plan
 from pipectl.jobs.profile import Measurement, Progress, fresh_profile, measure
+from pipectl.jobs.recovery import refuse_twice
 from pipectl.jobs.request import job_request, make_tag
 from pipectl.plan import Plan
 from pipectl.profile import Profile
-from pipectl.runs import Record, RunDirectory
+from pipectl.runs import Record, RunDirectory, locked
 from pipectl.spec import dump
 
 if TYPE_CHECKING:
@@ -94,16 +96,18 @@ def submit(inputs: Inputs, now: float) -> Submission:
     """Create the run directory and hand its script to the batch system.
 
     The record is written before the batch system is called, so that a submission which is
-    interrupted can be found again by its tag.
+    interrupted can be found again by its tag; see :mod:`pipectl.jobs.recovery`.
 
     Args:
         now: seconds since the epoch.
 
     Raises:
+        UsageError: an earlier submission was interrupted, but reached the queue.
         SchedulerError: missing or rejected; the run directory is removed again, unless the batch
             system did not answer and may have taken the job.
     """
     spec = inputs.spec
+    refuse_twice(Path(spec.output.directory), spec.name, now)
     run = RunDirectory.create(Path(spec.output.directory), spec.name, now)
     request = _request(inputs, run.path)
     record = _record(inputs, request, now)
@@ -123,21 +127,34 @@ def hand_over(
         The record with the job's id.
     """
     scheduler = get(record.scheduler)
-    try:
-        script = scheduler.render(request)
-        write()
-        write_text(run.script, script, mode=0o777)
-        record.save(run.record)
-        job_id = scheduler.submit(run.script, request)
-    except NoAnswerError:
-        raise
-    except PipectlError as error:
-        shutil.rmtree(run.path, ignore_errors=True)
-        error.message = error.message.replace(str(run.script), "the job script")
-        raise
-    record = record.after(record.submitted_at, "submitted", job_id=job_id)
-    record.save(run.record)
+    with locked(run):
+        with _removed_on_failure(run):
+            script = scheduler.render(request)
+            write()
+            write_text(run.script, script, mode=0o777)
+            record.save(run.record)
+        try:
+            job_id = scheduler.submit(run.script, request)
+        except NoAnswerError:
+            raise
+        except PipectlError as error:
+            shutil.rmtree(run.path, ignore_errors=True)
+            error.message = error.message.replace(str(run.script), "the job script")
+            raise
+        record = record.after(record.submitted_at, "submitted", job_id=job_id)
+        with suppress(UsageError):  # it is found by its tag
+            record.save(run.record)
     return record
+
+
+@contextmanager
+def _removed_on_failure(run: RunDirectory) -> Iterator[None]:
+    """Leave nothing behind of a run that no batch system has heard of."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(run.path, ignore_errors=True)
+        raise
 
 
 def _record(inputs: Inputs, request: JobRequest, now: float) -> Record:

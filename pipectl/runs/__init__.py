@@ -2,6 +2,7 @@
 
 from pipectl.runs.directory import ATTEMPT, RUN_VARIABLE, SCRIPT, RunDirectory
 from pipectl.runs.find import find_run, list_runs
+from pipectl.runs.lock import locked
 from pipectl.runs.manifest import LossScaleState, Manifest, Shard, checkpoints, step_of
 from pipectl.runs.readers import (
     last_checkpoint,
@@ -29,6 +30,7 @@ __all__ = [
     "find_run",
     "last_checkpoint",
     "list_runs",
+    "locked",
     "measured_steps",
     "read_errors",
     "read_exit_code",

@@ -104,6 +104,11 @@ class RunDirectory:
         return self.path / "record.json"
 
     @property
+    def lock(self) -> Path:
+        """Empty; held by the command that changes the record."""
+        return self.path / ".lock"
+
+    @property
     def stop(self) -> Path:
         """Where the job script asks the ranks to save a checkpoint and end."""
         return self.path / "stop"

@@ -12,6 +12,7 @@ from pipectl.errors import DataFileError
 from pipectl.files import read_json
 from pipectl.runs.directory import RunDirectory
 from pipectl.runs.manifest import checkpoints
+from pipectl.runs.sound import sound
 
 _CURE = "the running job writes it again within seconds"
 
@@ -22,16 +23,16 @@ def read_metrics(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def merge_attempts(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Lines by step, each step's evaluation after its training line.
+    """Lines by step: of its training, of what was not finite in it, of its evaluation.
 
     Where an attempt repeats steps of an earlier one, the later attempt wins: the earlier one's
     lines from that step on are dropped.
     """
     ends = _cut_offs(lines)
-    kept: dict[tuple[int, bool], dict[str, Any]] = {}
+    kept: dict[tuple[int, int], dict[str, Any]] = {}
     for line in lines:
         if line["step"] < ends[line["attempt"]]:
-            kept[line["step"], "evaluation" in line] = line
+            kept[line["step"], _kind(line)] = line
     return [kept[key] for key in sorted(kept)]
 
 
@@ -42,7 +43,7 @@ def read_heartbeat(run: RunDirectory) -> dict[str, Any] | None:
         DataFileError: the file is damaged.
     """
     try:
-        return read_json(run.heartbeat, cure=_CURE)
+        return sound(read_json(run.heartbeat, cure=_CURE))
     except DataFileError:
         if not run.heartbeat.exists():
             return None
@@ -54,7 +55,7 @@ def read_errors(run: RunDirectory) -> list[dict[str, Any]]:
     reports = []
     for path in sorted(run.errors.glob("rank-*.json")):
         try:
-            reports.append(read_json(path, cure=_CURE))
+            reports.append(sound(read_json(path, cure=_CURE)))
         except DataFileError:
             continue
     return sorted(reports, key=_failure_order)
@@ -88,18 +89,19 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     for line in text.split("\n"):
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if _is_metric(value):
+        if isinstance(value, dict) and _is_metric(value := sound(value)):
             yield value
 
 
-def _is_metric(value: object) -> bool:
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("step"), int)
-        and isinstance(value.get("attempt"), int)
-    )
+def _is_metric(value: dict[str, Any]) -> bool:
+    return value.get("step") is not None and value.get("attempt") is not None
+
+
+def _kind(line: dict[str, Any]) -> int:
+    """Where a line stands among those of its step."""
+    return next((i for i, key in enumerate(("not_finite", "evaluation"), 1) if key in line), 0)
 
 
 def _cut_offs(lines: Sequence[dict[str, Any]]) -> dict[int, float]:

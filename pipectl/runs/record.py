@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from pipectl.files import read_json, write_json
 VERSION = 1
 STATES = ("submitting", "submitted", "cancelled")
 TRAINING, PROFILING, REHEARSAL = "training", "profile", "rehearsal"
+_JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+\[\]-]{0,299}")
+_LATEST = 2.5e11
+"""Before the year 10000, where calendars end."""
 _CURE = "restore it from a backup, or submit the job again"
 
 
@@ -81,16 +85,22 @@ class Record:
         state = reader.text("state")
         if state not in STATES:
             raise reader.error("state", f"must be one of {', '.join(STATES)}, not {state!r}")
+        job_id = reader.optional_text("job_id")
+        if job_id is not None and not _JOB_ID.fullmatch(job_id):  # commands take it as an argument
+            raise reader.error("job_id", f"{job_id[:80]!r} is no id of a job")
+        submitted_at = reader.number("submitted_at")
+        if submitted_at > _LATEST:
+            raise reader.error("submitted_at", "must be in seconds since the epoch")
         return cls(
             name=reader.text("name"),
             scheduler=reader.text("scheduler"),
             tag=reader.text("tag"),
-            submitted_at=reader.number("submitted_at"),
+            submitted_at=submitted_at,
             ranks=reader.integer("ranks", minimum=1),
             nodes=reader.integer("nodes", minimum=1),
             steps=reader.integer("steps"),
             state=state,
-            job_id=reader.optional_text("job_id"),
+            job_id=job_id,
             history=tuple(_event(item) for item in reader.items("history", [])),
             kind=reader.text("kind", TRAINING),
         )

@@ -5,6 +5,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -59,6 +60,20 @@ def test_a_job_runs_and_leaves_log_and_exit_code(
     log = (request.run_directory / "logs" / "job.log").read_text()
     assert log == "to-out\nto-err\n"
     wait_until(lambda: state(scheduler, job_id).state is JobState.FAILED)
+
+
+def test_a_job_is_found_by_its_tag(request_of: Callable[[str], JobRequest]) -> None:
+    """As where its submission was interrupted before the id was written down."""
+    scheduler = LocalScheduler()
+    request = replace(request_of("sleep 60"), tag="20260101-run 1f3a")
+    job_id = submit(scheduler, request)
+    try:
+        wait_until(lambda: scheduler.find("20260101-run 1f3a") is not None)
+        assert scheduler.find("20260101-run 1f3a") == job_id
+        assert scheduler.find("20260101-run 1f3") is None
+    finally:
+        scheduler.cancel(job_id)
+    assert scheduler.find("20260101-run 1f3a") is None
 
 
 def test_a_running_job_is_cancelled_with_its_exit_code(

@@ -71,7 +71,7 @@ def test_submit_to_slurm_with_a_profile(cli: Command, profile: Path, program: Pr
     names = {path.name for path in run.iterdir()}
     assert names == {
         *("job.yaml", "profile.json", "plan.json", "cluster.json", "job.sh", "record.json"),
-        *("errors", "logs", "trace", "checkpoints"),
+        *("errors", "logs", "trace", "checkpoints", ".lock"),
     }
     record = json.loads((run / "record.json").read_text())
     assert (record["state"], record["job_id"], record["steps"]) == ("submitted", "41", 7)

@@ -1,0 +1,260 @@
+"""Commands that are interrupted, or work on one run at the same time: no job is lost or doubled.
+
+The commands are processes of their own; the batch system is a folder with one file a job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import stat
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pipectl.cli import main
+from pipectl.jobs import submit as submitting
+from pipectl.runs import Record, RunDirectory, list_runs
+
+if TYPE_CHECKING:
+    from conftest import Command
+
+SLURM = ("--scheduler", "slurm")
+SUBMIT = ("submit", "job.yaml", *SLURM)
+SBATCH = """
+number=41
+until mkdir queue/$number 2>/dev/null; do number=$((number + 1)); done
+while read -r line; do
+    [[ $line == '#SBATCH --comment='* ]] && comment=${line#*=}
+done <"$2"
+echo "$comment" >queue/$number/comment
+[[ -e hang ]] && sleep 30
+echo $number
+"""
+SQUEUE = """
+for job in queue/*/; do
+    job=${job%/}
+    echo "${job#queue/}|PENDING|1|0|0||$(tr -d "'\\"" <$job/comment)|Priority"
+done
+"""
+
+
+@pytest.fixture
+def queue(place: Path, program: Callable[[str, str], Path]) -> Path:
+    (place / "queue").mkdir()
+    (place / "bin/tr").symlink_to("/usr/bin/tr")
+    program("sbatch", SBATCH)
+    program("squeue", SQUEUE)
+    program("scancel", "rm -rf queue/$1; exit 0")
+    return place / "queue"
+
+
+@contextlib.contextmanager
+def started(*arguments: str) -> Iterator[int]:
+    """A command in a process of its own, with its output in a file of its name."""
+    pid = os.fork()
+    if not pid:
+        with contextlib.suppress(BaseException):
+            os.setsid()
+            file = os.open(f"{arguments[0]}-{os.getpid()}.out", os.O_CREAT | os.O_WRONLY)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os._exit(main(list(arguments)))
+        os._exit(99)
+    try:
+        yield pid
+    finally:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.killpg(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+
+
+def code_of(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def at_once(*commands: tuple[str, ...]) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        pids = [stack.enter_context(started(*command)) for command in commands]
+        return [code_of(pid) for pid in pids]
+
+
+def runs() -> list[RunDirectory]:
+    return list_runs(Path("runs"))
+
+
+def jobs(queue: Path) -> set[str]:
+    return {path.name for path in queue.iterdir()}
+
+
+def interrupted(how: signal.Signals) -> RunDirectory:
+    """A submission that ends while sbatch, which has made the job, still says nothing."""
+    Path("hang").touch()
+    with started(*SUBMIT) as pid:
+        deadline = time.monotonic() + 120
+        while not list(Path("queue").glob("*/comment")):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        os.kill(pid, how)
+        assert code_of(pid) == (130 if how == signal.SIGINT else -how)
+    Path("hang").unlink()
+    (run,) = runs()
+    record = Record.load(run.record)
+    assert (record.state, record.job_id) == ("submitting", None)
+    return run
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=lambda how: how.name)
+def test_an_interrupted_submission_is_completed_by_the_next_status(
+    cli: Command, profile: Path, queue: Path, how: signal.Signals
+) -> None:
+    run = interrupted(how)
+    found = json.loads(cli("status", "last", "--json").out)
+    assert (found["state"], found["job_id"], found["source"]) == ("QUEUED", "41", "queue")
+    record = Record.load(run.record)
+    assert (record.state, record.job_id) == ("submitted", "41")
+    assert record.history[-1].detail == "found by its tag"
+    assert cli("status", "last").code == 0
+    assert Record.load(run.record) == record
+    assert cli("cancel", "last").code == 0
+    assert jobs(queue) == set()
+
+
+def test_submitting_again_behind_an_interrupt_makes_no_second_job(
+    cli: Command, profile: Path, queue: Path
+) -> None:
+    run = interrupted(signal.SIGINT)
+    again = cli(*SUBMIT)
+    assert again.code == 2
+    assert f"{run.name}: was interrupted while it was submitted, and is slurm job 41" in again.err
+    assert (jobs(queue), len(runs())) == ({"41"}, 1)
+    assert cli(*SUBMIT).code == 0  # who has been told may have another
+    assert jobs(queue) == {"41", "42"}
+
+
+def test_an_interrupt_before_the_batch_system_is_asked_leaves_nothing(
+    cli: Command, profile: Path, queue: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(submitting, "write_plan", interrupt)
+    assert cli(*SUBMIT).code == 130
+    assert (runs(), jobs(queue)) == ([], set())
+
+
+def test_two_submissions_at_once_are_two_runs(cli: Command, profile: Path, queue: Path) -> None:
+    assert at_once(SUBMIT, SUBMIT) == [0, 0]
+    records = [Record.load(run.record) for run in runs()]
+    assert {record.job_id for record in records} == {"41", "42"} == jobs(queue)
+    assert len({record.tag for record in records}) == 2
+
+
+def test_of_two_that_resume_at_once_one_does(cli: Command, profile: Path, queue: Path) -> None:
+    assert cli(*SUBMIT).code == 0
+    (run,) = runs()
+    cli("cancel", "last")
+    run.exit_code.write_text("1\n")
+    watching = ("status", "last", "--json")
+    codes = at_once(("resume", "last"), watching, ("resume", "last"), watching)
+    assert sorted((codes[0], codes[2])) == [0, 2]
+    assert (codes[1], codes[3]) == (0, 0)
+    record = Record.load(run.record)
+    assert jobs(queue) == {record.job_id} == {"41"}
+    assert [event.what for event in record.history].count("submitting") == 1
+
+
+def test_cancel_status_and_resume_at_once_leave_a_whole_record(
+    cli: Command, profile: Path, queue: Path
+) -> None:
+    assert cli(*SUBMIT).code == 0
+    (run,) = runs()
+    commands = [("cancel", "last"), ("status",), ("resume", "last"), ("cancel", "last")]
+    codes = at_once(*commands)
+    assert set(codes) <= {0, 2}
+    record = Record.load(run.record)
+    assert jobs(queue) <= {record.job_id}
+    assert [path.name for path in run.path.iterdir() if path.name.startswith(".record")] == []
+
+
+def test_a_batch_system_that_is_down_loses_no_unconfirmed_job(
+    cli: Command, profile: Path, queue: Path, program: Callable[[str, str], Path]
+) -> None:
+    run = interrupted(signal.SIGKILL)
+    program("squeue", "echo 'squeue: error: Unable to contact slurm controller' >&2; exit 1")
+    assert cli("status", "last").code == 0
+    assert Record.load(run.record).job_id is None
+    program("squeue", SQUEUE)
+    assert json.loads(cli("status", "last", "--json").out)["job_id"] == "41"
+
+
+def test_clocks_that_differ_change_no_state(
+    cli: Command, profile: Path, queue: Path, program: Callable[[str, str], Path]
+) -> None:
+    """Nodes' clocks are not asked; a heartbeat counts by the clock of the file system."""
+    assert cli(*SUBMIT).code == 0
+    (run,) = runs()
+    program("squeue", "echo down >&2; exit 1")
+    program("sacct", "exit 1")
+    record = json.loads(run.record.read_text())
+    run.record.write_text(json.dumps({**record, "submitted_at": time.time() - 7200}))
+    for skew in (-86400, 86400):
+        beat = {"time": time.time() + skew, "state": "training", "step": 3, "steps": 4}
+        run.heartbeat.write_text(json.dumps(beat))
+        assert json.loads(cli("status", "last", "--json").out)["state"] == "RUNNING"
+        os.utime(run.heartbeat, (time.time() - 600, time.time() - 600))
+        assert json.loads(cli("status", "last", "--json").out)["state"] == "UNKNOWN"
+    run.record.write_text(json.dumps({**record, "submitted_at": time.time() + 86400}))
+    assert cli("status", "last").code == 0
+
+
+def modes(folder: Path) -> set[str]:
+    paths = (path for path in folder.rglob("*") if path.name != "job.sh")
+    return {f"{stat.S_IMODE(path.stat().st_mode):o}" for path in paths}
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected", "script"),
+    [
+        (0o027, ("640", "750"), 0o750),
+        (0o002, ("664", "775"), 0o775),
+        (0o077, ("600", "700"), 0o700),
+    ],
+)
+def test_modes_follow_the_umask(
+    cli: Command, profile: Path, queue: Path, mask: int, expected: tuple[str, str], script: int
+) -> None:
+    before = os.umask(mask)
+    try:
+        assert cli(*SUBMIT).code == 0
+        (run,) = runs()
+        assert cli("cancel", "last").code == 0
+        run.exit_code.write_text("1\n")
+        assert cli("resume", "last").code == 0
+    finally:
+        os.umask(before)
+    assert modes(run.path) == set(expected)
+    assert stat.S_IMODE(run.script.stat().st_mode) == script
+
+
+def test_secrets_of_the_environment_are_written_nowhere(
+    cli: Command, profile: Path, queue: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the job names under ``environment.variables`` is, and nothing else."""
+    monkeypatch.setenv("WANDB_API_KEY", "swordfish-1")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "swordfish-2")
+    assert cli(*SUBMIT, "--set", "environment.variables={NAMED: here}").code == 0
+    assert cli("cancel", "last").code == 0
+    (run,) = runs()
+    run.exit_code.write_text("1\n")
+    assert cli("resume", "last").code == 0
+    texts = [path.read_text() for path in Path("runs").rglob("*") if path.is_file()]
+    assert not any("swordfish" in text for text in texts)
+    assert "export NAMED=here" in run.script.read_text()

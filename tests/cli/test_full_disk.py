@@ -1,0 +1,118 @@
+"""Commands on a file system that is full: a clear error, and what was there stays as it was."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Command
+
+Program = Callable[[str, str], Path]
+SLURM = ("--scheduler", "slurm")
+
+
+@pytest.fixture
+def disk(place: Path) -> Iterator[Path]:
+    """A small file system in the place of ``runs``, which takes the right to mount one."""
+    directory = place / "runs"
+    directory.mkdir()
+    mount = shutil.which("mount", path="/usr/bin:/bin")
+    if mount is None:
+        pytest.skip("no mount")
+    command = [mount, "-t", "tmpfs", "tmpfs", str(directory), "-o", "size=256k"]
+    done = subprocess.run(command, capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip(f"cannot mount: {done.stderr.decode().strip()}")
+    yield directory
+    subprocess.run([mount.replace("mount", "umount"), "--lazy", str(directory)], check=True)
+
+
+def fill(disk: Path, pages: int) -> None:
+    """Leave so many pages free."""
+    ballast = disk / "ballast"
+    ballast.unlink(missing_ok=True)
+    found = os.statvfs(disk)
+    ballast.write_bytes(b"x" * ((found.f_bavail - pages) * found.f_bsize))
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    paths = (path for path in directory.rglob("*") if path.name not in ("ballast", ".lock"))
+    return {str(path): path.read_bytes() for path in paths if path.is_file()}
+
+
+@pytest.fixture
+def profiled(disk: Path, job: Path, profile_document: Callable[..., object]) -> Path:
+    import json
+
+    from pipectl.spec import load, profile_key
+
+    path = disk / "tiny.profile.json"
+    path.write_text(json.dumps(profile_document(key=profile_key(load(job)))))
+    return path
+
+
+def test_submit_says_so_and_leaves_nothing_half(
+    cli: Command, profiled: Path, disk: Path, program: Program
+) -> None:
+    """Wherever the space ends: nothing reached the batch system, or all of it is there."""
+    program("sbatch", ": >>submitted; echo 41")
+    assert cli("plan", "job.yaml", *SLURM).code == 0
+    before = contents(disk)
+    refused = 0
+    for pages in range(40):
+        fill(disk, pages)
+        result = cli("submit", "job.yaml", *SLURM)
+        if result.code == 0:
+            break
+        refused += 1
+        assert result.code == 2
+        assert "No space left on device" in result.err
+        assert "free some space" in result.err or "you may write to" in result.err
+        assert contents(disk) == before
+        assert not Path("submitted").exists()
+    assert refused > 3
+    assert Path("submitted").exists()
+
+
+def test_plan_and_profile_keep_what_there_was(
+    cli: Command, profiled: Path, disk: Path, program: Program
+) -> None:
+    assert cli("plan", "job.yaml", *SLURM).code == 0
+    before = contents(disk)
+    fill(disk, 0)
+    result = cli("plan", "job.yaml", *SLURM, "--set", "pipeline.schedule=gpipe")
+    assert result.code == 2
+    assert "tiny.plan.json: cannot be written: No space left on device" in result.err
+    assert contents(disk) == before
+
+
+def test_resume_leaves_the_run_as_it_was(
+    cli: Command, profiled: Path, disk: Path, program: Program
+) -> None:
+    program("sbatch", "echo 41")
+    program("squeue", "exit 0")
+    assert cli("submit", "job.yaml", *SLURM).code == 0
+    (run,) = (path for path in disk.iterdir() if path.is_dir())
+    (run / "exit_code").write_text("1\n")
+    before = contents(disk)
+    program("sbatch", ": >>submitted; echo 42")
+    refused = 0
+    for pages in range(20):
+        fill(disk, pages)
+        result = cli("resume", "last", "--set", "training.steps=9")
+        if result.code == 0:
+            break
+        refused += 1
+        assert result.code == 2
+        assert "No space left on device" in result.err
+        assert contents(disk) == before
+        assert not Path("submitted").exists()
+    assert refused > 0
+    assert Path("submitted").exists()

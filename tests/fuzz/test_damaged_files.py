@@ -1,0 +1,276 @@
+"""Files and outputs that were changed at random: read, or refused with a documented error.
+
+Every example begins with a valid document, damages it as data and as text, and does with it what
+commands do. A few hundred run always, thousands with ``make torture``.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipectl.batch.process import Completed
+from pipectl.batch.slurm import SlurmScheduler
+from pipectl.cluster import Cluster, assumed_cluster
+from pipectl.errors import PipectlError
+from pipectl.jobs.simulating import simulate_plan
+from pipectl.jobs.status import status
+from pipectl.plan import Plan
+from pipectl.planner import PlanRequest, make_plan
+from pipectl.profile import Profile
+from pipectl.runs import Manifest, Record, RunDirectory, Shard
+from pipectl.schedule import lower, validate
+from pipectl.spec import load
+
+SOME, MANY = 40, 720
+MOST_S = 20.0
+"""Of processor time, for one example."""
+DATA = Path(__file__).parents[1] / "data" / "scheduler" / "slurm"
+SPEC = Path(__file__).parents[2] / "configs" / "gpt-stdlib.yaml"
+
+DEEP: list[Any] = []
+for _ in range(60):
+    DEEP = [DEEP]
+VALUES = st.sampled_from(
+    [None, True, False, "", "x", "../../etc/passwd", "/etc/passwd", "\ud800", "\x1b[2J\n", "-1",
+     "9" * 5000, 0, 1, 2, -1, 3.5, -0.0, 1e-320, 1e308, math.nan, math.inf, -math.inf, 2**31,
+     2**63, 10**400, [], {}, [[]], [None], [0], ["x"], {"x": {}}, {"": 0}, DEEP]
+)  # fmt: skip
+ACTIONS = st.sampled_from(["delete", "double", "retype", "swap", "rename", "scale"])
+TEXTS = st.sampled_from(["whole", "whole", "whole", "cut", "bytes", "utf-16", "latin", "nested",
+                         "digits", "twice", "bom", "empty"])  # fmt: skip
+
+
+def places(document: Any) -> list[tuple[Any, Any]]:
+    """Every container with each of its keys."""
+    found: list[tuple[Any, Any]] = []
+    keys = document if isinstance(document, dict) else range(len(document))
+    for key in keys:
+        found.append((document, key))
+        if isinstance(document[key], dict | list):
+            found += places(document[key])
+    return found
+
+
+def change(document: Any, draw: Callable[..., Any]) -> None:
+    """Damage one place of a document."""
+    known = places(document)
+    if not known:
+        return
+    holder, key = known[draw(st.integers(0, len(known) - 1))]
+    action = draw(ACTIONS)
+    if action == "delete":
+        del holder[key]
+    elif action == "double" and isinstance(holder, list):
+        holder.insert(key, copy.deepcopy(holder[key]))
+    elif action == "rename" and isinstance(holder, dict):
+        holder[draw(st.sampled_from(["x", "", "version", "../x"]))] = holder.pop(key)
+    elif action == "swap":
+        other, place = known[draw(st.integers(0, len(known) - 1))]
+        holder[key] = copy.deepcopy(other[place])
+    elif action == "scale" and isinstance(holder[key], int | float):
+        holder[key] = holder[key] * draw(st.sampled_from([-1, 0, 1000, 10**9, 0.5, 1e-9]))
+    else:
+        holder[key] = draw(VALUES)
+
+
+def damage(text: str, draw: Callable[..., Any]) -> bytes:
+    """Damage the bytes of a text."""
+    how, place = draw(TEXTS), draw(st.integers(0, len(text)))
+    octets = text.encode("utf-8", "surrogatepass")
+    if how == "cut":
+        return octets[:place]
+    if how == "bytes":
+        return octets[:place] + draw(st.binary(max_size=6)) + octets[place:]
+    if how == "nested":
+        return octets[:place] + b"[" * 100_000
+    if how == "digits":
+        return octets[:place] + b"9" * 5000 + octets[place:]
+    if how == "twice":
+        return octets + octets
+    if how in ("utf-16", "latin"):
+        return text.encode({"latin": "latin-1"}.get(how, how), "replace")
+    return {"bom": b"\xef\xbb\xbf" + octets, "empty": b""}.get(how, octets)
+
+
+def profile_document() -> dict[str, Any]:
+    nodes = [
+        {"id": f"op{i}", "name": f"layer.{i}", "forward_s": 0.01, "backward_s": 0.02,
+         "parameter_bytes": 2**20, "output_bytes": 1000, "gradient_bytes": 1000,
+         "saved": [[f"op{i}", 1000]], "timings": {"1": [0.006, 0.012]}}
+        for i in range(4)
+    ]  # fmt: skip
+    return {
+        "version": 1, "name": "tiny", "source": "test", "micro_batch_size": 2, "nodes": nodes,
+        "fingerprint": "abc", "optimizer": {"state_bytes_per_parameter": 2.0,
+        "step_s_per_byte": 1e-10}, "process_baseline_bytes": 2**28,
+        "edges": [["op0", "op1"], ["op1", "op2"], ["op2", "op3"], ["op0", "op3"]],
+    }  # fmt: skip
+
+
+CLUSTER = assumed_cluster("here", [1, 1], 1, None)
+REQUEST = PlanRequest("tiny", 8, micro_batches=4, stages=2, schedule="1f1b")
+
+
+def plan_document() -> dict[str, Any]:
+    plan = make_plan(Profile.from_json(profile_document()), CLUSTER, REQUEST)
+    return dict(json.loads(json.dumps(plan.to_json())))
+
+
+def record_document() -> dict[str, Any]:
+    record = Record("tiny", "slurm", "tag 1", 1.7e9, 2, 1, 10).after(1.7e9, "submitted", job_id="7")
+    return {"version": 1, **asdict(record)}
+
+
+def run_documents() -> dict[str, Any]:
+    """What a running job writes, by the names of its files."""
+    rank = {"rank": 0, "host": "n", "node": "n", "pid": 1, "stages": [0], "busy_s": 0.1,
+            "waiting": 0.5, "rss_bytes": 1, "peak_bytes": 2}  # fmt: skip
+    line = {"attempt": 1, "step": 1, "steps": 2, "time": 0.0, "loss": 1.0, "step_time_s": 0.5,
+            "samples_per_s": 2.0, "learning_rate": 0.1, "gradient_norm": None}  # fmt: skip
+    other = {"attempt": 1, "step": 2, "time": 0.0}
+    return {
+        "record.json": record_document(),
+        "heartbeat.json": {"version": 1, "time": 1.7e9, "attempt": 1, "state": "training",
+                           "step": 1, "steps": 2, "ranks": [rank, {**rank, "rank": 1}]},
+        "errors/rank-0000.json": {"version": 1, "rank": 0, "stage": 0, "step": 1, "action": "x",
+                                  "host": "n", "type": "E", "message": "m", "cure": None,
+                                  "traceback": "t", "time": 1.0, "exit_code": 1},
+        "metrics.jsonl": [line, {**other, "evaluation": {"loss": 1.0}},
+                          {**other, "not_finite": {"gradient_of": "a", "stage": 1}}],
+        "plan.json": plan_document(),
+    }  # fmt: skip
+
+
+def refused(work: Callable[[], None]) -> PipectlError | None:
+    try:
+        work()
+    except PipectlError as error:
+        return error
+    return None
+
+
+def fuzz(count: int, example: Callable[[Callable[..., Any]], None]) -> None:
+    """Call ``example`` with ``draw`` so often; only documented errors may come of it."""
+
+    @settings(max_examples=count, deadline=None, database=None, derandomize=count == SOME,
+              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @given(st.data())
+    def run(data: st.DataObject) -> None:
+        start = time.process_time()
+        refusal = refused(lambda: example(data.draw))
+        assert refusal is None or (refusal.message and 1 <= refusal.exit_code <= 6)
+        str(refusal).encode()
+        assert time.process_time() - start < MOST_S
+
+    run()
+
+
+def changed(document: Any, draw: Callable[..., Any]) -> bytes:
+    document = copy.deepcopy(document)
+    for _ in range(draw(st.integers(0, 3))):
+        change(document, draw)
+    return damage(json.dumps(document), draw)
+
+
+def examples(directory: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:  # noqa: C901
+    """By kind of file: an example."""
+    file = directory / "file"
+    profile, plan, cluster = profile_document(), plan_document(), CLUSTER.to_json()
+    shard = Shard("rank-0000.safetensors", 1, "00", ("a",))
+    Manifest(3, 2, {"b": "a"}, (shard,), (shard,)).save(directory)
+    manifest = json.loads((directory / "manifest.json").read_text())
+    run = RunDirectory.create(directory / "runs", "tiny", 0.0)
+    whole = run_documents()
+    slurm_answers = [path.read_text() for path in sorted(DATA.iterdir())]
+    said = {"stdout": "", "code": 0}
+    monkeypatch.setattr("pipectl.batch.process.run",
+                        lambda *_, **__: Completed(said["code"], said["stdout"], ""))  # fmt: skip
+
+    def of_spec(draw: Callable[..., Any]) -> None:
+        document = yaml.safe_load(SPEC.read_text())
+        for _ in range(draw(st.integers(0, 3))):
+            change(document, draw)
+        text = yaml.safe_dump(document, allow_unicode=draw(st.booleans()))
+        file.write_bytes(damage(text, draw))
+        load(file, sites=(), check_files=draw(st.booleans()))
+
+    def of_profile(draw: Callable[..., Any]) -> None:
+        file.write_bytes(changed(profile, draw))
+        make_plan(Profile.load(file), CLUSTER, REQUEST)
+
+    def of_plan(draw: Callable[..., Any]) -> None:
+        file.write_bytes(changed(plan, draw))
+        found = Plan.load(file)
+        validate(found, [lower(found, rank) for rank in range(found.ranks)])
+        simulate_plan(found, None, None)
+
+    def of_cluster(draw: Callable[..., Any]) -> None:
+        file.write_bytes(changed(cluster, draw))
+        make_plan(Profile.from_json(profile), Cluster.load(file), REQUEST)
+
+    def of_record(draw: Callable[..., Any]) -> None:
+        file.write_bytes(changed(whole["record.json"], draw))
+        Record.load(file)
+
+    def of_manifest(draw: Callable[..., Any]) -> None:
+        (directory / "manifest.json").write_bytes(changed(manifest, draw))
+        for found in Manifest.load(directory).shards:
+            assert (directory / found.file).resolve().is_relative_to(directory.resolve())
+
+    def of_run(draw: Callable[..., Any]) -> None:
+        """Status never fails: it tells what it can."""
+        spoilt = draw(st.sampled_from(list(whole)))
+        for name, document in whole.items():
+            lines = document if isinstance(document, list) else [document]
+            texts = [changed(x, draw) if name == spoilt else json.dumps(x).encode() for x in lines]
+            (run.path / name).write_bytes(b"\n".join(texts))
+        assert refused(lambda: say(status(run, 1.7e9 + 60))) is None
+
+    def of_slurm(draw: Callable[..., Any]) -> None:
+        answer = damage(draw(st.sampled_from(slurm_answers)), draw).decode("utf-8", "replace")
+        cells = st.sampled_from(["", "7", "7_1", "²", "9" * 5000, "N/A", "RUNNING", "x", "1:²"])
+        rows = ["|".join(draw(st.lists(cells, min_size=7, max_size=8))) for _ in range(2)]
+        said["stdout"] = "\n".join([answer, *rows, "tag"])
+        said["code"] = draw(st.sampled_from([0, 0, 1]))
+        slurm = SlurmScheduler()
+        slurm.query(["7", "12"], since=draw(st.sampled_from([None, 0.0, 1.7e9])))
+        slurm.find(draw(st.sampled_from(["tag", "", "x", "7"])))
+
+    made = (of_spec, of_profile, of_plan, of_cluster, of_record, of_manifest, of_run, of_slurm)
+    return dict(zip(KINDS, made, strict=True))
+
+
+def say(found: Any) -> None:
+    """Everything that ``pipectl status`` would print of a run."""
+    from pipectl.cli.status_view import runs_table, show_run, status_json
+
+    json.dumps(status_json(found))
+    runs_table([found], 80)
+    show_run(found)
+
+
+KINDS = ("spec", "profile", "plan", "cluster", "record", "manifest", "run", "slurm")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_some_damaged_files(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fuzz(SOME, examples(tmp_path, monkeypatch)[kind])
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_damaged_files(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fuzz(MANY, examples(tmp_path, monkeypatch)[kind])
