@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -45,4 +45,11 @@ def weighted(losses: Sequence[Tensor], shares: Sequence[float]) -> float:
         return math.nan
     # The loss of a micro-batch without weight (no valid token, say) may be undefined.
     pairs = [(float(loss), share) for loss, share in zip(losses, shares, strict=True) if share]
-    return math.fsum(loss * share for loss, share in pairs)
+    parts = [loss * share for loss, share in pairs]
+    return math.fsum(parts) if all(map(math.isfinite, parts)) else sum(parts)
+
+
+def first_undefined(losses: Iterable[Tensor], shares: Sequence[float]) -> int | None:
+    """The first loss with a share that is infinite or NaN; None if all are finite."""
+    pairs = enumerate(zip(losses, shares, strict=True))
+    return next((i for i, (loss, share) in pairs if share and not math.isfinite(loss)), None)

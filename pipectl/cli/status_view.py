@@ -95,6 +95,7 @@ def status_json(status: RunStatus) -> dict[str, Any]:
         "measured_over_predicted": status.prediction_ratio,
         "efficiency": status.efficiency,
         "remaining_s": found.remaining_s,
+        "not_finite_steps": list(found.not_finite),
         "evaluation_step": found.evaluation_step,
         "evaluation": dict(found.evaluation),
         "waits_for": None if status.laggard is None else status.laggard._asdict(),
@@ -158,7 +159,12 @@ def _details(status: RunStatus) -> Iterator[tuple[str, str]]:
         values = ", ".join(f"{name} {value:.4g}" for name, value in found.evaluation.items())
         yield "evaluation", f"after step {found.evaluation_step}: {values}"
     if found.first_loss is not None:
-        yield "loss", f"{found.first_loss:.4g} after the first step, {found.last_loss:.4g} now"
+        now = "not finite" if found.last_loss is None else f"{found.last_loss:.4g}"
+        yield "loss", f"{found.first_loss:.4g} after the first step, {now} now"
+    if found.not_finite:
+        *more, last = found.not_finite
+        before = f"; {len(more)} steps before it" if more else ""
+        yield "not finite", f"step {last}: {found.fault}{before}"
     yield from _files(status)
 
 

@@ -20,6 +20,8 @@ class Measured:
         first_loss, last_loss: of the first and the last step that was written.
         step_time_s: median, without the first steps.
         evaluation: metric values of the last evaluation, made after ``evaluation_step``.
+        not_finite: steps whose loss or gradients were not.
+        fault: what was not finite in the last of these, e.g. ``the loss of micro-batch 2``.
     """
 
     step: int = 0
@@ -30,6 +32,8 @@ class Measured:
     step_time_s: float | None = None
     evaluation_step: int | None = None
     evaluation: Mapping[str, float] = field(default_factory=dict)
+    not_finite: tuple[int, ...] = ()
+    fault: str = ""
 
     @property
     def remaining_s(self) -> float | None:
@@ -44,6 +48,7 @@ def measured(lines: Iterable[Mapping[str, Any]]) -> Measured:
     lines = list(lines)
     steps = [line for line in lines if "loss" in line]
     evaluations = [line for line in lines if "evaluation" in line]
+    faults = [line for line in lines if isinstance(line.get("not_finite"), Mapping)]
     times = [line["step_time_s"] for line in steps if line.get("step_time_s")]
     step_time_s = median(times[min(_WARM_UP_STEPS, len(times) - 1) :]) if times else None
     last = steps[-1] if steps else {}
@@ -57,7 +62,15 @@ def measured(lines: Iterable[Mapping[str, Any]]) -> Measured:
         step_time_s=step_time_s,
         evaluation_step=evaluation.get("step"),
         evaluation=evaluation.get("evaluation", {}),
+        not_finite=tuple(line["step"] for line in faults),
+        fault=_fault(faults[-1]["not_finite"]) if faults else "",
     )
+
+
+def _fault(found: Mapping[str, Any]) -> str:
+    if "loss_of_micro_batch" in found:
+        return f"the loss of micro-batch {found['loss_of_micro_batch']}"
+    return f"the gradient of {found.get('gradient_of')!r} in stage {found.get('stage')}"
 
 
 def efficiency(plan: Plan, step_time_s: float) -> float:

@@ -261,8 +261,11 @@ class _Verifying:
 def _local(spec: JobSpec, steps: int, directory: Path) -> list[str]:
     """What differs from the job as the user wrote it: here, short, one thread a rank."""
     launcher = ["launch={launcher: mpiexec}"] if spec.launch.launcher == "srun" else []
+    # What is not finite on both sides is equal, too.
+    onwards = ["training.on_nonfinite=ignore"] if spec.training.on_nonfinite == "stop" else []
     return [
         *launcher,
+        *onwards,
         f"training.steps={steps}",
         f"output.directory='{directory}'",
         f"checkpoint={{every: 1, keep: {steps}}}",

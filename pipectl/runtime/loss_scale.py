@@ -79,7 +79,7 @@ class LossScale:
         """1 if a gradient of this rank is infinite or undefined, else 0."""
         inverse = self._scale.double().reciprocal().float()
         overflow = 0.0
-        for gradients in _alike(p.grad for p in self._parameters if p.grad is not None):
+        for gradients in alike(p.grad for p in self._parameters if p.grad is not None):
             device = gradients[0].device
             found = torch.zeros((), device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse.to(device))
@@ -102,8 +102,8 @@ def refuse_half_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
         )
 
 
-def _alike(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Gradients in lists of one device and type, as the kernel wants them."""
+def alike(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Gradients in lists of one device and type, as kernels for several tensors want them."""
     found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         found.setdefault((gradient.device, gradient.dtype), []).append(gradient)

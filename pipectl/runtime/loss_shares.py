@@ -64,9 +64,13 @@ class LossShares:
             for index, size in enumerate(step.sizes)
         ]
 
+    def computed(self, step: Pass) -> list[int]:
+        """The micro-batches whose loss, or part of it, this rank computes; in order."""
+        return list(parts_of(step.plan, self._rank, self._stage))
+
     def loss(self, step: Pass, losses: Sequence[Tensor], weights: Sequence[float]) -> float:
         """What this rank adds to the loss of the step; NaN where it computes none of it."""
-        own = parts_of(step.plan, self._rank, self._stage)
+        own = self.computed(step)
         if not own:
             return 0.0 if self._group is not None else float("nan")
         return weighted(losses, [weights[index] for index in own])

@@ -23,10 +23,11 @@ from pipectl.capture import CapturedJob
 from pipectl.capture.data import Batches, split_batch
 from pipectl.capture.deferred import is_deferred
 from pipectl.capture.precision import arithmetic
-from pipectl.capture.shares import sample_shares, target_shares, weighted
+from pipectl.capture.shares import first_undefined, sample_shares, target_shares, weighted
 from pipectl.errors import PipectlError
 from pipectl.files import write_json
 from pipectl.runtime.device import choose_device
+from pipectl.runtime.guard import not_finite
 from pipectl.runtime.loss_scale import refuse_half_parameters
 from pipectl.runtime.process import settle_process
 from pipectl.runtime.stepper import Stepper, make_stepper
@@ -52,8 +53,16 @@ def train(spec: JobSpec, micro_batch_size: int, directory: Path) -> None:
     losses = []
     for step, batches in enumerate(_batches(job, micro_batch_size), 1):
         shares = _shares(job, batches)
-        losses.append(weighted(_accumulate(job, batches, shares, scaler, device), shares))
-        _update(stepper, scaler, spec.training.clip_grad_norm, parameters)
+        before = {name: buffer.clone() for name, buffer in job.step.named_buffers()}
+        found = _accumulate(job, batches, shares, scaler, device)
+        losses.append(weighted(found, shares))
+        faulty = spec.training.on_nonfinite == "skip" and (
+            first_undefined(found, shares) is not None
+            or bool(not scaler.is_enabled() and not_finite(parameters))
+        )
+        _update(stepper, scaler, spec.training.clip_grad_norm, parameters, faulty=faulty)
+        if faulty:
+            _restore(job, before)
         save_file(_weights(job), weights_file(directory, step))
     write_json(directory / LOSSES, {"losses": losses})
 
@@ -74,18 +83,28 @@ def _update(
     scaler: GradScaler,
     largest: float | None,
     parameters: Mapping[str, nn.Parameter],
+    *,
+    faulty: bool,
 ) -> None:
-    """The end of a step; the learning rate stays where the scaler skips it."""
+    """The end of a step; the learning rate stays where it is skipped."""
     assert stepper.optimizer is not None
     scaler.unscale_(stepper.optimizer)
     if largest is not None:
         torch.nn.utils.clip_grad_norm_(parameters.values(), largest)
     before = scaler.get_scale()
-    scaler.step(stepper.optimizer)
+    if not faulty:
+        scaler.step(stepper.optimizer)
     scaler.update()
     stepper.skip()
-    if scaler.get_scale() >= before:
+    if not faulty and scaler.get_scale() >= before:
         stepper.step_schedule()
+
+
+def _restore(job: CapturedJob, before: Mapping[str, Tensor]) -> None:
+    """Bring back what the forwards of a step that is left out have written."""
+    with torch.no_grad():
+        for name, buffer in job.step.named_buffers():
+            buffer.copy_(before[name])
 
 
 def weights_file(directory: Path, step: int) -> Path:

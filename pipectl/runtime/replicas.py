@@ -12,6 +12,7 @@ from torch import Tensor
 from pipectl.plan import Plan, Replication
 from pipectl.runtime.device import Device
 from pipectl.runtime.exchange import Exchange, group_of
+from pipectl.runtime.likeness import check_alike
 from pipectl.runtime.passes import parts_of
 from pipectl.runtime.reduction import Reducer, StageReduction
 from pipectl.runtime.sharding import Sharing, owners_of
@@ -82,6 +83,16 @@ class Replicas:
             for index, exchange in self.exchanges.items()
             if self._plan.shard_optimizer
         ]
+
+    def check_weights(self, step: int) -> None:
+        """Compare the weights of all these stages' replicas, behind a step.
+
+        Raises:
+            WorkerError: they differ; see :func:`pipectl.runtime.likeness.check_alike`.
+        """
+        for index, group in self._groups.items():
+            ranks = self._plan.stages[index].updating_ranks
+            check_alike(group, ranks, index, step, self._stages[index].parameters)
 
     def _claims(self, name: str) -> Iterator[bool]:
         """Whether a parameter is this replica's, where one replica alone updates it."""

@@ -24,7 +24,7 @@ from pipectl.runtime.engine import StepInput, StepOutput
 from pipectl.runtime.passes import Batch
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.stage_states import shared_uses
-from pipectl.runtime.stepper import Stepper
+from pipectl.runtime.step_end import StepEnd
 from pipectl.runtime.telemetry import StepReport, Telemetry
 from pipectl.runtime.tracing import Tracing
 from pipectl.schedule import Action
@@ -63,8 +63,13 @@ def refuse(training: Training, schedule: str, shared: Mapping[str, object]) -> N
         MismatchError: the job asks for it.
         CaptureError: the model does.
     """
-    if training.clip_grad_norm is not None or training.precision == "float16":
-        key = "precision: float16" if training.clip_grad_norm is None else "clip_grad_norm"
+    asked = {
+        "clip_grad_norm": training.clip_grad_norm is not None,
+        "precision: float16": training.precision == "float16",
+        "on_nonfinite: skip": training.on_nonfinite == "skip",
+    }
+    key = next((key for key, is_so in asked.items() if is_so), None)
+    if key is not None:
         raise MismatchError(
             f"training.{key} needs the gradients of all stages at once, and with schedule "
             f"{schedule} no two stages update at the same time",
@@ -85,13 +90,11 @@ class Stretches:
     shows.
     """
 
-    def __init__(
-        self, setup: Setup, stepper: Stepper, telemetry: Telemetry, tracing: Tracing
-    ) -> None:
+    def __init__(self, setup: Setup, end: StepEnd, telemetry: Telemetry, tracing: Tracing) -> None:
         refuse(setup.job.spec.training, setup.plan.schedule, shared_uses(setup.cut))
         self._setup = setup
         self._plan: Plan = setup.plan
-        self._stepper = stepper
+        self._end, self._stepper = end, end.stepper
         self._telemetry = telemetry
         self._tracing = tracing
         self._weigh = setup.job.weight() if setup.cut.loss_stage in setup.stages else None
@@ -157,12 +160,21 @@ class Stretches:
         rate = self._stepper.learning_rate
         if action.stage in self._setup.stages:
             with self._setup.stages[action.stage].updating():
+                self._look(index, out)
                 self._stepper.step()
+        else:
+            self._look(index, out)
         self._setup.doing.step = self._first + index + 1
         if index == steps_apart(self._plan):
             self._end_trace()
         self._tracing.advance()
         self._report(index, rate, out)
+
+    def _look(self, index: int, out: StepOutput) -> None:
+        """Tell the others of what is not finite here, and hear of them."""
+        count = self._plan.micro_batches
+        weights = self._given.weights[index * count : (index + 1) * count]
+        self._end.look(self._first + index, range(count), out.losses[:count], weights)
 
     def _report(self, index: int, rate: float, out: StepOutput) -> None:
         count = self._plan.micro_batches

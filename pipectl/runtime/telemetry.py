@@ -18,6 +18,7 @@ from mpi4py import MPI
 from pipectl.files import write_json
 from pipectl.runs import RunDirectory
 from pipectl.runtime.failure import warn
+from pipectl.runtime.guard import Fault
 from pipectl.runtime.waiting import barrier, wait, waited_s
 from pipectl.runtime.written import Attempts, Lines
 
@@ -167,6 +168,12 @@ class Telemetry:
         """Record the result of an evaluation (rank 0 only)."""
         line = {"attempt": self._attempt, "step": step, "time": time.time()}
         self._append([{**line, "evaluation": result}])
+
+    def fault(self, fault: Fault) -> None:
+        """Record what was not finite in a step (rank 0 writes)."""
+        if self._communicator.rank == 0:
+            line = {"attempt": self._attempt, "step": fault.step, "time": time.time()}
+            self._append([{**line, "not_finite": fault.to_json()}])
 
     def finish(self, state: str = "done") -> None:
         """Wait for every report of every rank and write the last ones; collective."""

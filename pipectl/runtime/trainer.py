@@ -11,30 +11,28 @@ from itertools import islice, pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from pipectl.capture.data import split_batch
 from pipectl.files import write_text
 from pipectl.runs import RunDirectory
 from pipectl.runtime.checkpoint import Stored
 from pipectl.runtime.continuation import Continuation
-from pipectl.runtime.engine import StepInput
+from pipectl.runtime.engine import StepInput, StepOutput
 from pipectl.runtime.evaluation import Metrics
 from pipectl.runtime.exchange import group_of
-from pipectl.runtime.loss_scale import LossScale
 from pipectl.runtime.loss_shares import LossShares
-from pipectl.runtime.optimizer import Clipping, SharedGradients
 from pipectl.runtime.passes import Batch, Pass, narrowed, pass_of
 from pipectl.runtime.recording import Recording
 from pipectl.runtime.setup import Setup
-from pipectl.runtime.stage_states import shared_uses
-from pipectl.runtime.stepper import make_stepper
+from pipectl.runtime.step_end import StepEnd
 from pipectl.runtime.stopping import Stopping
 from pipectl.runtime.stretches import Stretches
 from pipectl.runtime.telemetry import StepReport, Telemetry
 from pipectl.runtime.tracing import Tracing
 from pipectl.runtime.waiting import barrier
 from pipectl.schedule import (
+    Action,
     Actions,
     is_unflushed,
     lower,
@@ -81,22 +79,16 @@ class Trainer:
         )
         self._recording: Recording | None = None
         self._loss_shares = self._make_loss_shares()
-        self._stepper = make_stepper(setup.job, self._updated())
-        self._sharings = setup.replicas.sharings()
+        self._end = StepEnd(setup, self._telemetry.fault, self._finish_saving)
         self._statistics: tuple[str, ...] = ()
-        self._shared = self._make_shared()
-        self._clipping = self._make_clipping()
-        self._loss_scale = self._make_loss_scale()
         self._metrics = setup.job.metrics()
         self._pass = cache(self._make_pass)
-        self._gradient_norm = self._used_rate = math.nan
-        self._skipped = False
         self._continuation = self._make_continuation(run, attempt)
         self._stopping = Stopping(setup.communicator.Dup(), run.stop)
         self._stopped = False
         self._done = 0
         if stored is not None:
-            self._continuation.take_up(stored, self._updated())
+            self._continuation.take_up(stored, self._end.updated)
             self._done = stored.manifest.step
             self._telemetry.go_on_from(self._done)
 
@@ -134,7 +126,7 @@ class Trainer:
         """Steps that overlap; the pipeline empties where all ranks meet."""
         setup = self._setup
         batches = [positions for _, positions in planned]
-        stretches = Stretches(setup, self._stepper, self._telemetry, self._tracing)
+        stretches = Stretches(setup, self._end, self._telemetry, self._tracing)
         loaded: Iterator[Batch] = iter(())
         if setup.loader is not None:
             size = setup.plan.micro_batch_size
@@ -155,12 +147,15 @@ class Trainer:
         self._recording = self._tracing.begin(step) if traced else None
         start = time.perf_counter()
         seed = (self._spec.training.seed, step)
-        scale = 1.0 if self._loss_scale is None else self._loss_scale.value
+        loss_scale = self._end.loss_scale
+        scale = 1.0 if loss_scale is None else loss_scale.value
         doing = self._pass(samples)
         given = self._input(doing, islice(loaded, len(doing.pieces)), seed, scale)
         given.recording = self._recording
-        out = self._setup.training.run(doing.actions, given, self.update)
-        self._setup.replicas.agree_on_buffers(doing.plan, self._statistics)
+        self._end.begin(self._changing())
+        out = self._compute(step, doing, given)
+        if not self._end.undo(self._changing()):
+            self._setup.replicas.agree_on_buffers(doing.plan, self._statistics)
         if traced:
             self._tracing.end(step, self._recording, start)
         self._tracing.advance()
@@ -169,10 +164,10 @@ class Trainer:
             StepReport(
                 step=step,
                 loss=self._loss_shares.loss(doing, out.losses, given.weights),
-                learning_rate=self._used_rate,
-                gradient_norm=self._gradient_norm,
-                loss_scale=math.nan if self._loss_scale is None else scale,
-                skipped=self._skipped,
+                learning_rate=self._end.used_rate,
+                gradient_norm=self._end.gradient_norm,
+                loss_scale=math.nan if loss_scale is None else scale,
+                skipped=self._end.skipped,
                 busy_s=out.busy_s,
                 step_time_s=time.perf_counter() - start,
                 samples=samples,
@@ -180,24 +175,29 @@ class Trainer:
             )
         )
 
-    def update(self) -> None:
-        """End a step: shared gradients, loss scale, clipping, optimizer and learning rate."""
-        self._shared.reduce()
-        self._gradient_norm = math.nan
-        self._used_rate = self._stepper.learning_rate
-        self._skipped = self._loss_scale is not None and not self._loss_scale.unscale()
-        if self._skipped:
-            self._stepper.skip()
-            return
-        if self._spec.training.clip_grad_norm is not None:
-            self._gradient_norm = self._clipping.clip(self._spec.training.clip_grad_norm)
-        if self._recording is not None:
-            self._recording.met()
-        self._stepper.step()
-        for sharing in self._sharings:
-            sharing.share()
+    def _compute(self, step: int, doing: Pass, given: StepInput) -> StepOutput:
+        def update(_: Action, out: StepOutput) -> None:
+            guard = self._end.guard
+            fault = (
+                0
+                if guard is None
+                else guard.in_losses(self._loss_shares.computed(doing), out.losses, given.weights)
+            )
+            self._end.run(step, fault, self._recording)
+
+        return self._setup.training.run_parts([(doing.actions, 0)], given, update)
+
+    def _changing(self) -> dict[str, Tensor]:
+        """The buffers of this rank that training changes."""
+        held = {n: t for stage in self._setup.stages.values() for n, t in stage.buffers.items()}
+        return {name: held[name] for name in self._statistics if name in held}
 
     def _between_steps(self, step: int) -> None:
+        if self._stops_behind(step):
+            self._end.settle()
+        every = self._spec.training.check_replicas
+        if self._saves_behind(step) or (every and step % every == 0):
+            self._setup.replicas.check_weights(step)
         if self._evaluates_behind(step):
             self._telemetry.state("evaluating")
             self._renew_weights()
@@ -216,8 +216,13 @@ class Trainer:
     def _stop(self, step: int) -> None:
         """End here, so that the job can go on from here."""
         self._stopped = True
+        self._end.settle()
         if not self._saves_behind(step):
+            self._setup.replicas.check_weights(step)
             self._save(step)
+
+    def _finish_saving(self) -> None:
+        self._continuation.finish()
 
     def _stops_behind(self, step: int) -> bool:
         """Whether the pipeline must be empty behind a step."""
@@ -294,7 +299,7 @@ class Trainer:
         ]
         given = self._input(trial, iter(batches), (self._spec.training.seed, "layouts"))
         setup.training.run(trial.actions, given, lambda: None)
-        self._shared.learn()
+        self._end.shared.learn()
         setup.reducer.learn()
         for stage in setup.stages.values():
             stage.forget()
@@ -333,16 +338,6 @@ class Trainer:
         program = lower_renewal(self._setup.plan, self._rank).body
         self._setup.training.run(program, StepInput([], [], iter(()), ()), lambda: None)
 
-    def _make_shared(self) -> SharedGradients:
-        setup = self._setup
-        return SharedGradients(
-            setup.communicator.Dup(),
-            shared_uses(setup.cut),
-            [stage.updating_ranks for stage in setup.plan.stages],
-            {slot: leaf for stage in setup.updated_stages for slot, leaf in stage.uses.items()},
-            setup.parameters,
-        )
-
     def _make_loss_shares(self) -> LossShares:
         """Collective among the ranks that compute the loss or begin its backward."""
         setup, stage = self._setup, self._setup.cut.loss_stage
@@ -355,33 +350,6 @@ class Trainer:
         weigh, name = setup.job.weight(), self._spec.loss.weight
         return LossShares(self._rank, stage, weigh, group, name, apart=apart)
 
-    def _updated(self) -> dict[str, nn.Parameter]:
-        """The parameters that this rank updates."""
-        own = self._setup.replicas.updates
-        return {n: p for n, p in self._setup.parameters.items() if own(n)}
-
-    def _make_loss_scale(self) -> LossScale | None:
-        training = self._spec.training
-        if training.precision != "float16":
-            return None
-        return LossScale(self._setup.communicator.Dup(), training.loss_scale, self._trained())
-
-    def _trained(self) -> dict[str, nn.Parameter]:
-        """The parameters this rank updates."""
-        return {n: p for n, p in self._setup.parameters.items() if p.requires_grad}
-
     def _make_continuation(self, run: RunDirectory, attempt: int) -> Continuation:
-        told = {name: p for name, p in self._trained().items() if self._tells(name)}
-        return Continuation(self._setup, run, attempt, self._stepper, self._loss_scale, told)
-
-    def _tells(self, name: str) -> bool:
-        """Whether of all ranks that hold a parameter, this one speaks for it."""
-        return self._setup.replicas.counts(name, first=self._setup.owners[name] == self._rank)
-
-    def _make_clipping(self) -> Clipping:
-        held = self._trained()
-        counts = {name: self._tells(name) for name in held}
-        states = self._setup.job.states.items()
-        dtypes = {name: tensor.dtype for name, tensor in states if tensor.requires_grad}
-        owned = {n: p for n, p in held.items() if counts[n]}
-        return Clipping(self._setup.communicator.Dup(), dtypes, owned, held)
+        end = self._end
+        return Continuation(self._setup, run, attempt, end.stepper, end.loss_scale, end.told)

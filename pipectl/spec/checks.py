@@ -161,6 +161,12 @@ def _steps_can_overlap(pipeline: Pipeline, training: Training) -> Iterator[Findi
             "float16 skips a step if any stage overflows, but stages update at different times; "
             f"use bf16, or another schedule than {pipeline.schedule}",
         )
+    if training.on_nonfinite == "skip":
+        yield (
+            ("training", "on_nonfinite"),
+            "skip leaves a step out on all ranks, but stages update at different times, and later "
+            f"steps have begun by then; use stop, or another schedule than {pipeline.schedule}",
+        )
     if pipeline.schedule == "pipedream" and (pipeline.micro_batches or 1) > 1:
         yield (
             ("pipeline", "micro_batches"),

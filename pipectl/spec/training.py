@@ -24,6 +24,7 @@ from pipectl.spec.values import (
     Materialize,
     Natural,
     Offload,
+    OnNonfinite,
     Positive,
     Precision,
     Recompute,
@@ -206,6 +207,19 @@ class Training(Section):
     loss_scale: LossScale = Field(default_factory=LossScale)
     clip_grad_norm: Positive | None = Field(
         default=None, description="Largest norm of all gradients; by default they are not clipped."
+    )
+    on_nonfinite: OnNonfinite = Field(
+        default="stop",
+        description="What happens where the loss of a step or a gradient is infinite or NaN. "
+        "`stop` ends the job with an error that names it. `skip` leaves the step out on all ranks: "
+        "weights, optimizer, learning rate and buffers stay as they were. `ignore` looks at "
+        "nothing. In `float16`, gradients are the loss scale's matter, and this is about the loss.",
+    )
+    check_replicas: Natural = Field(
+        default=100,
+        description="Steps after which the copies of a stage compare their weights, which have the "
+        "same bits unless something is wrong: then the job ends with an error that names stage, "
+        "ranks and parameter. They do so before every checkpoint too; 0 leaves it at these.",
     )
 
 

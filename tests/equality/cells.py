@@ -56,6 +56,7 @@ class Model:
     precision: str = "float32"
     groups: str = "[]"
     loss_scale: str = "{}"
+    on_nonfinite: str = "stop"
 
 
 def tokens(factory: str, **more: str) -> Model:
@@ -64,7 +65,8 @@ def tokens(factory: str, **more: str) -> Model:
 
 def images(factory: str, **more: str) -> Model:
     metrics = f"{{accuracy: '{HERE}:accuracy'}}"
-    return Model(factory, "torch.nn:CrossEntropyLoss", "Images", metrics, **more)
+    loss = "torch.nn:CrossEntropyLoss"
+    return Model(factory, loss, **{"data": "Images", "metrics": metrics, **more})
 
 
 OVERFLOWING = "{initial: 2097152, growth_interval: 2}"
@@ -82,7 +84,7 @@ MODELS = {
         groups="[{match: '*.bias', weight_decay: 0.0}, {match: '*norm*', lr: 0.01}]",
     ),
     "gpt_bf16": tokens("gpt", precision="bf16"),
-    "cnn_bf16": images("cnn", precision="bf16"),
+    "cnn_bf16": images("cnn", precision="bf16", data="SpoiltImages", on_nonfinite="skip"),
     "gpt_float16": tokens("gpt", precision="float16", loss_scale=OVERFLOWING),
     "cnn_float16": images("cnn", precision="float16", loss_scale=OVERFLOWING),
     "own_precision": tokens("own_precision"),
@@ -245,7 +247,8 @@ evaluation:
   metrics: {model.metrics}
 training:
   {{steps: {steps}, batch_size: {batch_size}, seed: 3, clip_grad_norm: {clip},
-   precision: {model.precision}, loss_scale: {model.loss_scale}}}
+   precision: {model.precision}, loss_scale: {model.loss_scale},
+   on_nonfinite: {model.on_nonfinite}}}
 pipeline: {{micro_batches: {micro_batches}}}
 """
 

@@ -224,5 +224,13 @@ class Images(Dataset):
         return (image.flip(-1), (label + 1) % 10) if flipped else (image, label)
 
 
+class SpoiltImages(Images):
+    """One of them cannot be computed with."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image, label = super().__getitem__(index)
+        return (image * float("nan") if index == 13 else image), label
+
+
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs.argmax(-1) == targets).float().mean()

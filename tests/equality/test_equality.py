@@ -29,12 +29,13 @@ def weights(run: Path) -> dict[str, Tensor]:
 
 
 def figures(run: Path) -> list[tuple[Any, ...]]:
-    """Losses, gradient norms, loss scales and evaluations, in order of their steps."""
+    """Losses, gradient norms, loss scales, faults and evaluations, in order of their steps."""
     lines = read_metrics(RunDirectory(run))
     keys = ("loss", "gradient_norm", "loss_scale", "skipped")
     found = [(line["step"], *map(line.get, keys)) for line in lines]
     evaluations = [line["evaluation"] for line in lines if "evaluation" in line]
-    return [*sorted(item for item in found if item[1] is not None), *evaluations]
+    faults = [(line["step"], line["not_finite"]) for line in lines if "not_finite" in line]
+    return [*sorted(item for item in found if item[1] is not None), faults, *evaluations]
 
 
 @pytest.mark.mpi
@@ -154,6 +155,20 @@ def test_overflows_skip_steps_at_the_start_and_again_later(trained: Path, model:
 
 
 @pytest.mark.mpi
+def test_the_step_of_a_spoilt_image_is_left_out_and_leaves_no_trace(trained: Path) -> None:
+    """What is not a number would spread to all weights, and to the statistics."""
+    run = trained / "4" / str(CELLS.Cell("cnn_bf16", "1f1b", "smaller_last"))
+    (faults,) = [item for item in figures(run) if isinstance(item, list)]
+    assert len(faults) in (1, 2)
+    assert all("loss_of_micro_batch" in what for _, what in faults)
+    found = weights(run)
+    assert all(bool(tensor.isfinite().all()) for tensor in found.values())
+    others = weights(trained / "4" / str(CELLS.Cell("cnn", "1f1b", "smaller_last")))
+    counts = [name for name in found if name.endswith("num_batches_tracked")]
+    assert all(int(others[name]) == int(found[name]) + 4 * len(faults) for name in counts)
+
+
+@pytest.mark.mpi
 @pytest.mark.parametrize(
     "cell",
     [c for c in CELLS.cells_over(1) if c.schedule == "1f1b" and c.model != "tied"],
@@ -213,6 +228,7 @@ def _plain_loop(name: str, batch: str, steps: int) -> dict[str, Tensor]:
     loaded = loader.micro_batches(planned, size)
     for _, positions in planned:
         parts = [next(loaded) for _ in split_batch(len(positions), size)]
+        before = {key: tensor.clone() for key, tensor in model.named_buffers()}
         masked = name == "frozen"
         counts = [int((targets >= 0).sum()) if masked else len(targets) for _, targets in parts]
         for (inputs, targets), count in zip(parts, counts, strict=True):
@@ -220,6 +236,10 @@ def _plain_loop(name: str, batch: str, steps: int) -> dict[str, Tensor]:
             with torch.autocast("cpu", dtype, enabled=dtype.itemsize == 2):
                 loss = loss_of(model(inputs), targets)
             scaler.scale(loss * (count / sum(counts))).backward()
+        if row.on_nonfinite == "skip" and has_nan(model):
+            optimizer.zero_grad()
+            model.load_state_dict(before, strict=False)
+            continue
         scaler.unscale_(optimizer)
         if not tied:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -230,6 +250,10 @@ def _plain_loop(name: str, batch: str, steps: int) -> dict[str, Tensor]:
         if scaler.get_scale() >= before:
             schedule.step()
     return {key: tensor.detach().clone() for key, tensor in model.state_dict().items()}
+
+
+def has_nan(model: torch.nn.Module) -> bool:
+    return any(bool(each.grad.isnan().any()) for each in model.parameters())
 
 
 def plain_optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:

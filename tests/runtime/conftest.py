@@ -34,7 +34,7 @@ def make_spec(tmp_path: Path) -> Callable[..., JobSpec]:
             "name": "job",
             "site_defaults": False,
             "model": {"factory": f"{PARTS}:Model"},
-            "loss": {"factory": f"{PARTS}:loss"},
+            "loss": {"factory": f"{PARTS}:loss", "weight": f"{PARTS}:valid"},
             "data": {"factory": f"{PARTS}:Samples", "shuffle": False, **(data or {})},
             "optimizer": {"factory": "torch.optim:SGD", "kwargs": {"lr": 0.1}},
             "training": {"steps": 5, "batch_size": 4, "clip_grad_norm": 1.0},

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
+from mpi4py import MPI
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
@@ -41,12 +42,19 @@ class Marked(Samples):
         self.vectors[4:8, 0] = 100.0
 
 
+class Spoilt(Samples):
+    """Two vectors cannot be computed with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vectors[5] = float("nan")
+        self.vectors[17] = float("inf")
+
+
 class RankDependent(Samples):
     """As many samples as this rank's copy of the file system shows."""
 
     def __init__(self) -> None:
-        from mpi4py import MPI
-
         super().__init__(24 - MPI.COMM_WORLD.rank)
 
 
@@ -81,13 +89,14 @@ class Model(nn.Module):
 class Overflowing(Model):
     """Marked samples leave its value alone and make the gradient of one parameter infinite."""
 
-    def __init__(self) -> None:
+    def __init__(self, more: float = 1.0) -> None:
         super().__init__()
         self.gate = nn.Parameter(torch.zeros(6))
+        self.more = more
 
     def forward(self, x: Tensor) -> Tensor:
         huge = (x[:, :1] > 50) * 1e38
-        return super().forward(x.clamp(-3, 3) + self.gate * huge)
+        return super().forward(x.clamp(-3, 3) + self.gate * huge * self.more)
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -98,3 +107,17 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def valid(targets: Tensor) -> Tensor:
     return (targets != PADDING).sum()
+
+
+class Faulty(torch.optim.SGD):
+    """Flips one bit of one weight, in one step and on one rank."""
+
+    def __init__(self, parameters: Iterable[Tensor], lr: float, rank: int, step: int) -> None:
+        super().__init__(parameters, lr)
+        self.left = step if MPI.COMM_WORLD.rank == rank else -1
+
+    def step(self, closure: None = None) -> None:
+        super().step(closure)
+        self.left -= 1
+        if self.left == 0:
+            self.param_groups[0]["params"][1].data.view(torch.int32)[3] ^= 1

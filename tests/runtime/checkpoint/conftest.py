@@ -30,7 +30,7 @@ def document(ranks: int, sections: dict[str, Any]) -> dict[str, Any]:
         "name": "job",
         "site_defaults": False,
         "model": {"factory": f"{PARTS}:Model", "kwargs": {"depth": 3, "dropout": 0.2}},
-        "loss": {"factory": f"{PARTS}:loss"},
+        "loss": {"factory": f"{PARTS}:loss", "weight": f"{PARTS}:valid"},
         "data": {"factory": f"{PARTS}:Samples"},
         "optimizer": {"factory": "torch.optim:SGD", "kwargs": {"lr": 0.1}},
         "training": {"steps": 5, "batch_size": 4},

@@ -44,7 +44,7 @@ def check_same(one: RunDirectory, other: RunDirectory) -> None:
     assert first.manifest.updates == second.manifest.updates
     assert first.manifest.loss_scale == second.manifest.loss_scale
     figures = [
-        {line["step"]: (line["loss"], line["learning_rate"]) for line in read_metrics(run)}
+        {x["step"]: (x["loss"], x["learning_rate"]) for x in read_metrics(run) if "loss" in x}
         for run in (one, other)
     ]
     assert [*figures[1]] == [*range(STOPPED + 1, STEPS + 1)]
@@ -61,6 +61,13 @@ VARIANTS = {
                 "precision": "float16",
                 "loss_scale": {"initial": 2.0**40, "growth_interval": 2},
             }
+        ),
+        {},
+    ),
+    "spoilt": (
+        options(
+            data={"factory": f"{PARTS}:Spoilt"},
+            training={"steps": STEPS, "batch_size": 4, "on_nonfinite": "skip"},
         ),
         {},
     ),
@@ -85,6 +92,16 @@ def trained(module_runs: Any, launch: Any) -> dict[str, tuple[RunDirectory, RunD
     done = launch(2, HERE / "ranks_that_resume.py", *arguments, timeout=240)
     assert done.returncode == 0, done.stderr
     return found
+
+
+def test_steps_are_left_out_before_and_after_the_checkpoint(
+    trained: dict[str, tuple[RunDirectory, RunDirectory]],
+) -> None:
+    """The variant would also pass if nothing were spoilt."""
+    whole, rest = trained["spoilt"]
+    found = [[x["step"] for x in read_metrics(run) if "not_finite" in x] for run in (whole, rest)]
+    assert [step for step in found[0] if step > STOPPED] == found[1]
+    assert min(found[0]) <= STOPPED < max(found[0])
 
 
 @pytest.mark.parametrize("name", VARIANTS)

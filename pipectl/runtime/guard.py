@@ -1,0 +1,168 @@
+"""Losses and gradients that are not finite: found on one rank, known to all.
+
+Every rank looks at what it has of a step, and one number, the largest of all ranks', says what was
+wrong with it. The number travels beside whatever all ranks wait for at the end of a step anyway.
+Where there is nothing of that kind, a job that stops need not wait at all: the number is read at
+the end of the next step, and before anything is saved.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import Tensor, nn
+
+from pipectl.capture.shares import first_undefined
+from pipectl.errors import WorkerError
+from pipectl.runtime.loss_scale import alike
+from pipectl.runtime.waiting import barrier, wait
+
+_PLACES = 2**31
+"""More than there are parameters or micro-batches; the first is the largest number."""
+_LOSS = 2**62
+"""Above all that parameters give: the gradients of such a loss are not finite either."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What was not finite in a step; the first that was computed, where several things were.
+
+    Args:
+        micro_batch: whose loss it was; -1 for a gradient.
+        stage: of the gradient; -1 for a loss.
+        parameter: whose gradient it was.
+    """
+
+    step: int
+    micro_batch: int = -1
+    stage: int = -1
+    parameter: str = ""
+
+    @property
+    def what(self) -> str:
+        """In words."""
+        if self.micro_batch >= 0:
+            return f"the loss of micro-batch {self.micro_batch}"
+        return f"the gradient of {self.parameter!r} in stage {self.stage}"
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``metrics.jsonl``."""
+        if self.micro_batch >= 0:
+            return {"loss_of_micro_batch": self.micro_batch}
+        return {"gradient_of": self.parameter, "stage": self.stage}
+
+
+@dataclass(frozen=True)
+class _Told:
+    step: int
+    mine: int
+    largest: np.ndarray[Any, Any]
+    request: MPI.Request
+
+
+class Guard:
+    """Looks for what is not finite, and agrees on it with all ranks.
+
+    Args:
+        communicator: of its own.
+        names: of all trained parameters in model order, in the user's words.
+        parameters: this rank's trained parameters, by its stages; full names as in ``names``.
+    """
+
+    def __init__(
+        self,
+        communicator: MPI.Comm,
+        names: Sequence[str],
+        parameters: Mapping[int, Mapping[str, nn.Parameter]],
+    ) -> None:
+        self._communicator = communicator
+        self._names = names
+        self._index = {name: index for index, name in enumerate(names)}
+        self._stages = parameters
+        self._waiting: deque[_Told] = deque()
+        self._found_here = False
+
+    def in_losses(self, micro_batches: Iterable[int], losses: Iterable[Tensor],
+                  weights: Sequence[float]) -> int:  # fmt: skip
+        """What to tell of losses with a weight, one a micro-batch; 0 if all are finite."""
+        of = list(micro_batches)
+        found = first_undefined(losses, [weights[index] for index in of])
+        return 0 if found is None else _LOSS + _PLACES - 1 - of[found]
+
+    def in_gradients(self) -> int:
+        """What to tell of all gradients: of the last stage, where backwards begin."""
+        for stage in sorted(self._stages, reverse=True):
+            found = not_finite(self._stages[stage])
+            if found:
+                first = min(self._index[name] for name in found)
+                return (1 + stage) * _PLACES + _PLACES - 1 - first
+        return 0
+
+    def tell(self, step: int, mine: int) -> None:
+        """Say what this rank found in a step; every rank says something of every step."""
+        largest = np.array([mine], dtype=np.int64)
+        request = self._communicator.Iallreduce(MPI.IN_PLACE, largest, MPI.MAX)
+        self._waiting.append(_Told(step, mine, largest, request))
+
+    def heard(self, *, at_once: bool = False) -> Fault | None:
+        """The first fault in what was told and not yet heard.
+
+        Args:
+            at_once: whether to leave what not all ranks have told, instead of waiting for it.
+        """
+        while self._waiting:
+            told = self._waiting[0]
+            if at_once and not told.request.Test():
+                return None
+            wait([told.request])
+            self._waiting.popleft()
+            found = int(told.largest[0])
+            if found:
+                self._found_here = told.mine == found
+                return self._fault(told.step, found)
+        return None
+
+    def stop(self, fault: Fault, *, together: bool) -> None:
+        """End the training: with an error where the fault is, for which the others wait.
+
+        Args:
+            together: whether all ranks come here, so that each can end what it does first.
+
+        Raises:
+            WorkerError: naming the fault.
+        """
+        if together:
+            barrier(self._communicator)
+        if self._found_here:
+            raise WorkerError(
+                f"step {fault.step}: {fault.what} is not finite (infinite or NaN)",
+                cure="lower the learning rate, clip gradients (training.clip_grad_norm) or look at "
+                "the data; training.on_nonfinite: skip leaves such steps out; pipectl resume goes "
+                "on from the last checkpoint",
+            )
+        barrier(self._communicator)
+
+    def _fault(self, step: int, found: int) -> Fault:
+        above, place = divmod(found, _PLACES)
+        index = _PLACES - 1 - place
+        if found >= _LOSS:
+            return Fault(step, micro_batch=index)
+        return Fault(step, stage=above - 1, parameter=self._names[index].removeprefix("model."))
+
+
+def not_finite(parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    """The parameters whose gradient has an element that is not finite.
+
+    Gradients are read once: a norm is finite only if all elements are.
+    """
+    given = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    norms = [torch.stack(torch._foreach_norm(same)) for same in alike(given.values())]
+    if all(bool(norm.isfinite().all()) for norm in norms):
+        return []
+    return [name for name, gradient in given.items() if not bool(gradient.isfinite().all())]

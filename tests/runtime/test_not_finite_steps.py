@@ -1,0 +1,158 @@
+"""Steps whose loss or gradients are not finite: found, named, left out or stopped at."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+
+from pipectl.cluster import assumed_cluster
+from pipectl.errors import WorkerError
+from pipectl.jobs.plan import find_plan
+from pipectl.jobs.status import status
+from pipectl.profile import Profile
+from pipectl.runs import RunDirectory, read_errors, read_metrics
+from pipectl.runtime import checkpoint
+from pipectl.runtime.failure import Doing
+from pipectl.runtime.guard import Fault, Guard, not_finite
+from pipectl.runtime.worker import run as work_here
+
+HERE = Path(__file__).parent
+PARTS = HERE / "job_parts.py"
+SPOILT = {"factory": f"{PARTS}:Spoilt"}
+STEEP = {"factory": f"{PARTS}:Overflowing", "kwargs": {"more": 1e6}}
+MARKED = {"factory": f"{PARTS}:Marked"}
+
+
+def layers() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return model
+
+
+def guard_of(model: nn.Module) -> Guard:
+    named = dict(model.named_parameters())
+    stages = {s: {n: p for n, p in named.items() if n.startswith(str(s))} for s in (0, 1)}
+    return Guard(MPI.COMM_SELF, list(named), stages)
+
+
+def test_finite_gradients_are_no_fault_however_large() -> None:
+    """Their norm may be infinite all the same."""
+    model = layers()
+    model[0].weight.grad.fill_(3e38)
+    model[1].bias.grad = None
+    assert not math.isfinite(float(model[0].weight.grad.norm()))
+    assert not_finite(dict(model.named_parameters())) == []
+    assert guard_of(model).in_gradients() == 0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_the_gradient_that_a_backward_made_first_is_named(value: float) -> None:
+    """Backwards begin at the last stage; within one, parameters are told in model order."""
+    model = layers()
+    model[0].weight.grad[1, 1] = value
+    guard = guard_of(model)
+    guard.tell(3, guard.in_gradients())
+    assert guard.heard() == Fault(3, stage=0, parameter="0.weight")
+    for parameter in model[1].parameters():
+        parameter.grad.view(-1)[0] = value
+    guard.tell(4, guard.in_gradients())
+    fault = guard.heard()
+    assert fault == Fault(4, stage=1, parameter="1.weight")
+    with pytest.raises(WorkerError, match=r"step 4: the gradient of '1\.weight' in stage 1 is not"):
+        guard.stop(fault, together=True)
+    assert guard.heard() is None
+
+
+def test_a_loss_comes_before_gradients_and_the_first_micro_batch_before_others() -> None:
+    model = layers()
+    model[1].weight.grad[0, 0] = math.nan
+    guard = guard_of(model)
+    losses = [torch.tensor(x) for x in (math.nan, 1.0, math.inf, math.nan)]
+    found = guard.in_losses([0, 2, 4, 6], losses, [0.0, 9.0, 0.5, 9.0, 0.3, 9.0, 0.2])
+    assert found > guard.in_gradients() > 0
+    guard.tell(1, found)
+    guard.tell(2, 0)
+    assert guard.heard(at_once=True) == Fault(1, micro_batch=4)
+    assert guard.heard() is None
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("clip", [1.0, None], ids=["with all ranks", "a step later"])
+def test_one_rank_stops_and_saves_nothing_of_the_step(
+    make_spec: Any, make_run: Any, clip: float | None
+) -> None:
+    """Samples 4 to 7, step 2, make the gradient of one parameter infinite, and no loss."""
+    training = {"steps": 5, "batch_size": 4, "clip_grad_norm": clip}
+    run = make_run(make_spec(1, MARKED, model=STEEP, training=training, checkpoint={"every": 1}))
+    with pytest.raises(WorkerError, match=r"^step 2: the gradient of 'gate' in stage 0 is not"):
+        work_here(run, MPI.COMM_SELF, Doing())
+    assert [path.name for path in run.checkpoints.glob("step-*")] == ["step-000001"]
+    (fault,) = [line for line in read_metrics(run) if "not_finite" in line]
+    assert (fault["step"], fault["not_finite"]) == (2, {"gradient_of": "gate", "stage": 0})
+    found = status(run, 0.0).measured
+    assert found.not_finite == (2,)
+    assert found.fault == "the gradient of 'gate' in stage 0"
+
+
+@pytest.mark.mpi
+def test_steps_that_overlap_stop_too(make_spec: Any, make_run: Any) -> None:
+    training = {"steps": 5, "batch_size": 4}
+    pipeline = {"stages": 1, "schedule": "pipedream-2bw", "micro_batches": 2}
+    run = make_run(make_spec(1, SPOILT, training=training, pipeline=pipeline))
+    with pytest.raises(WorkerError, match=r"^step 2: the loss of micro-batch 0 is not finite"):
+        work_here(run, MPI.COMM_SELF, Doing())
+    assert not list(run.checkpoints.glob("step-*"))
+
+
+@pytest.mark.mpi
+def test_all_ranks_skip_or_stop_at_the_same_step(
+    make_spec: Any, make_run: Any, launch: Any, tmp_path: Path
+) -> None:
+    """Stages, and replicas, equal one rank; and a gradient stops all, named by the rank it is on.
+
+    The last training ends the ranks of all.
+    """
+    skipping = {"steps": 6, "batch_size": 4, "on_nonfinite": "skip"}
+    one = make_run(make_spec(1, SPOILT, training=skipping))
+    two = replanned(one, make_spec(2, SPOILT, training=skipping), tmp_path / "two")
+    copies = {"micro_batches": 2, "stages": 1, "replicas": 2, "shard_optimizer": True}
+    spec = make_spec(2, SPOILT, training=skipping, pipeline=copies)
+    replicated = replanned(one, spec, tmp_path / "copies")
+    work_here(one, MPI.COMM_SELF, Doing())
+    stopping = {"steps": 5, "batch_size": 4}
+    stopped = make_run(make_spec(2, MARKED, model=STEEP, training=stopping))
+    done = launch(2, HERE / "ranks_in_turn.py", two.path, replicated.path, stopped.path)
+    assert done.returncode != 0
+    assert "rank 0, stage 0, step 3" in done.stderr
+    assert "WorkerError: step 2: the gradient of 'gate' in stage 0 is not finite" in done.stderr
+    (error,) = read_errors(stopped)
+    assert (error["rank"], error["exit_code"]) == (0, 1)
+    assert faults(one) == faults(two) == faults(replicated) == {
+        2: {"loss_of_micro_batch": 0}, 5: {"loss_of_micro_batch": 0},
+    }  # fmt: skip
+    weights = [checkpoint.load(run.checkpoints / "step-000006") for run in (one, two, replicated)]
+    assert all(bool(tensor.isfinite().all()) for tensor in weights[0].values())
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert all(torch.allclose(weights[0][n], weights[2][n], atol=1e-6) for n in weights[0])
+
+
+def replanned(like: RunDirectory, spec: Any, parent: Path) -> RunDirectory:
+    """The same job on other ranks."""
+    run = RunDirectory.create(parent, spec.name, 0.0)
+    run.job.write_text(like.job.read_text())
+    profile = Profile.load(like.profile)
+    profile.save(run.profile)
+    ranks = spec.resources.ranks
+    find_plan(spec, profile, assumed_cluster("here", [ranks], ranks, None)).save(run.plan)
+    return run
+
+
+def faults(run: RunDirectory) -> dict[int, Any]:
+    return {x["step"]: x["not_finite"] for x in read_metrics(run) if "not_finite" in x}

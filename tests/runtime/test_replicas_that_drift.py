@@ -1,0 +1,81 @@
+"""Replicas of a stage whose weights are no longer the same are noticed, and named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mpi4py import MPI
+
+from pipectl.cluster import assumed_cluster
+from pipectl.jobs.plan import find_plan
+from pipectl.profile import Profile
+from pipectl.runs import RunDirectory, read_errors, read_metrics
+from pipectl.runtime.likeness import check_alike, checksum, odd_ones_out
+
+PARTS = Path(__file__).with_name("job_parts.py")
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.complex64, torch.bool]
+)
+def test_every_bit_counts(dtype: torch.dtype) -> None:
+    tensor = torch.arange(13).to(dtype)
+    before = checksum(tensor)
+    octets = tensor.view(torch.uint8)
+    for index in range(octets.numel()):
+        for bit in range(8) if dtype != torch.bool else [0]:
+            octets[index] ^= 1 << bit
+            assert checksum(tensor) != before
+            octets[index] ^= 1 << bit
+    assert checksum(tensor) == before
+
+
+def test_it_is_of_values_and_not_of_where_they_lie() -> None:
+    tensor = torch.randn(9, 5)
+    turned = torch.empty(5, 9).t().copy_(tensor)
+    assert turned.stride() != tensor.stride()
+    shifted = torch.empty(46)[1:].view(9, 5).copy_(tensor)
+    assert checksum(tensor) == checksum(turned) == checksum(shifted)
+    assert checksum(torch.empty(0)) == checksum(torch.tensor(0.0)) == 0
+    assert checksum(torch.tensor(-0.0)) != 0
+
+
+def test_who_differs_from_most() -> None:
+    assert odd_ones_out([5, 5, 5]) == []
+    assert odd_ones_out([5, 7, 5]) == [1]
+    assert odd_ones_out([5, 7, 5, 8, 5]) == [1, 3]
+    assert odd_ones_out([5, 7]) == odd_ones_out([7, 7, 5, 5])[:2] == [0, 1]
+
+
+def test_one_that_is_alone_is_like_itself() -> None:
+    check_alike(MPI.COMM_SELF, [3], 0, 1, {"model.weight": torch.randn(3)})
+
+
+@pytest.mark.mpi
+def test_a_flipped_bit_ends_the_job_within_the_steps_between_checks(
+    make_spec: Any, make_run: Any, work: Any, tmp_path: Path
+) -> None:
+    """On the second of three replicas, behind step 3; compared behind steps 2, 4 and 6."""
+    optimizer = {"factory": f"{PARTS}:Faulty", "kwargs": {"lr": 0.1, "rank": 1, "step": 3}}
+    training = {"steps": 6, "batch_size": 6, "check_replicas": 2}
+    pipeline = {"micro_batches": 3, "stages": 1, "replicas": 3}
+    spec = make_spec(3, optimizer=optimizer, training=training, pipeline=pipeline)
+    one = make_run(make_spec(1, optimizer=optimizer, training=training))
+    run = RunDirectory.create(tmp_path / "replicated", spec.name, 0.0)
+    run.job.write_text((tmp_path / "job-3.yaml").read_text())
+    profile = Profile.load(one.profile)
+    profile.save(run.profile)
+    find_plan(spec, profile, assumed_cluster("here", [3], 3, None)).save(run.plan)
+    done = work(3, run)
+    assert done.returncode != 0
+    (error,) = read_errors(run)
+    assert error["rank"] == 1
+    assert error["message"].startswith(
+        "step 4: the replicas of stage 0 no longer hold the same weights: 'layers.0.0.bias'; "
+        "rank 1 differs from the others of ranks 0, 1, 2"
+    )
+    assert {line["step"] for line in read_metrics(run)} <= {1, 2, 3, 4}
+    assert list(run.checkpoints.glob("step-*")) == []
