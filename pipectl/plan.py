@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -13,6 +13,7 @@ from pipectl.errors import DataFileError
 from pipectl.fields import Reader
 from pipectl.files import read_json, write_json
 from pipectl.graph import TransferKind
+from pipectl.plan_faults import faults_of
 from pipectl.stage_blocks import Blocks, stage_blocks
 from pipectl.stage_cost import StageCost, StagePeaks, stage_cost
 
@@ -33,8 +34,6 @@ T = TypeVar("T")
 E = TypeVar("E", bound=StrEnum)
 
 VERSION = 1
-MOST_MICRO_BATCHES = 2**16
-"""More are a mistake, and would fill memory with rows of programs."""
 _CURE = "write a new one with: pipectl plan JOB.yaml"
 
 
@@ -297,7 +296,9 @@ class Plan:
             actions=reader.texts("actions", default=[]),
             shard_optimizer=reader.flag("shard_optimizer", default=False),
         )
-        _check(plan, file)
+        faults = faults_of(plan)
+        if faults:
+            raise DataFileError(f"{file}: {'; '.join(faults)}", cure=_CURE)
         return plan
 
 
@@ -360,55 +361,3 @@ def _search(reader: Reader) -> Search | None:
         gap=section.optional_number("gap"),
         finished=section.flag("finished", default=True),
     )
-
-
-def _check(plan: Plan, file: str) -> None:
-    """Ranks and stages that are named exist, and every node has one stage."""
-    faults: list[str] = []
-    if not plan.stages:
-        faults.append("stages: there is none")
-    if len(plan.warm_up) != len(plan.stages):
-        faults.append(f"warm_up: {len(plan.warm_up)} entries for {len(plan.stages)} stages")
-    faults += _faults_of_counts(plan)
-    nodes = [node for stage in plan.stages for node in stage.nodes]
-    if len(set(nodes)) != len(nodes):
-        faults.append("stages: a node is in two stages")
-    for index, stage in enumerate(plan.stages):
-        for name in ("ranks", "backward_ranks"):
-            ranks: tuple[int, ...] = getattr(stage, name)
-            known = all(0 <= rank < plan.ranks for rank in ranks)
-            if not known or len(set(ranks)) != len(ranks) or (not ranks and name == "ranks"):
-                faults.append(f"stages[{index}].{name}: {list(ranks)} of {plan.ranks} ranks")
-        if stage.backward_ranks and len(stage.backward_ranks) != stage.replicas:
-            faults.append(
-                f"stages[{index}].backward_ranks: {len(stage.backward_ranks)} for "
-                f"{stage.replicas} replicas"
-            )
-        faults += [f"stages[{index}].blocks: {fault}" for fault in _blocks_faults(stage)]
-    stages = range(len(plan.stages))
-    if any(end not in stages for item in plan.transfers for end in (item.source, item.target)):
-        faults.append("transfers: a stage that does not exist")
-    if faults:
-        raise DataFileError(f"{file}: {'; '.join(faults)}", cure=_CURE)
-
-
-def _blocks_faults(stage: Stage) -> Iterator[str]:
-    if stage.blocks is not None:
-        fault = stage.blocks.fault(stage.nodes)
-        if fault is not None:
-            yield fault
-        if not stage.recompute or stage.backward_ranks:
-            yield "of a stage that does not recompute where its forward runs"
-
-
-def _faults_of_counts(plan: Plan) -> list[str]:
-    faults = []
-    least = -(-plan.batch_size // plan.micro_batch_size)
-    if plan.micro_batches != least or least > MOST_MICRO_BATCHES:
-        faults.append(
-            f"micro_batches: {plan.micro_batches}; {plan.batch_size} samples in parts of "
-            f"{plan.micro_batch_size} are {least}, and {MOST_MICRO_BATCHES} are the most"
-        )
-    if not all(0 <= node < plan.ranks for node in plan.node_of_rank):
-        faults.append(f"node_of_rank: a node that is not from 0 to {plan.ranks - 1}")
-    return faults

@@ -24,6 +24,7 @@ LAYERS = (
         "stage_cost",
         "stage_blocks",
         "plan",
+        "plan_faults",
         "timeline",
         "rehearsal",
     ),
