@@ -18,9 +18,7 @@ from pipectl.jobs.status import status
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory, read_errors, read_metrics
 from pipectl.runtime import checkpoint
-from pipectl.runtime.failure import Doing
 from pipectl.runtime.guard import Fault, Guard, not_finite
-from pipectl.runtime.worker import run as work_here
 
 HERE = Path(__file__).parent
 PARTS = HERE / "job_parts.py"
@@ -86,13 +84,15 @@ def test_a_loss_comes_before_gradients_and_the_first_micro_batch_before_others()
 @pytest.mark.mpi
 @pytest.mark.parametrize("clip", [1.0, None], ids=["with all ranks", "a step later"])
 def test_one_rank_stops_and_saves_nothing_of_the_step(
-    make_spec: Any, make_run: Any, clip: float | None
+    make_spec: Any, make_run: Any, work: Any, clip: float | None
 ) -> None:
     """Samples 4 to 7, step 2, make the gradient of one parameter infinite, and no loss."""
     training = {"steps": 5, "batch_size": 4, "clip_grad_norm": clip}
     run = make_run(make_spec(1, MARKED, model=STEEP, training=training, checkpoint={"every": 1}))
-    with pytest.raises(WorkerError, match=r"^step 2: the gradient of 'gate' in stage 0 is not"):
-        work_here(run, MPI.COMM_SELF, Doing())
+    done = work(0, run)
+    assert done.returncode != 0
+    (error,) = read_errors(run)
+    assert error["message"].startswith("step 2: the gradient of 'gate' in stage 0 is not finite")
     assert [path.name for path in run.checkpoints.glob("step-*")] == ["step-000001"]
     (fault,) = [line for line in read_metrics(run) if "not_finite" in line]
     assert (fault["step"], fault["not_finite"]) == (2, {"gradient_of": "gate", "stage": 0})
@@ -102,18 +102,19 @@ def test_one_rank_stops_and_saves_nothing_of_the_step(
 
 
 @pytest.mark.mpi
-def test_steps_that_overlap_stop_too(make_spec: Any, make_run: Any) -> None:
+def test_steps_that_overlap_stop_too(make_spec: Any, make_run: Any, work: Any) -> None:
     training = {"steps": 5, "batch_size": 4}
     pipeline = {"stages": 1, "schedule": "pipedream-2bw", "micro_batches": 2}
     run = make_run(make_spec(1, SPOILT, training=training, pipeline=pipeline))
-    with pytest.raises(WorkerError, match=r"^step 2: the loss of micro-batch 0 is not finite"):
-        work_here(run, MPI.COMM_SELF, Doing())
+    done = work(0, run)
+    assert done.returncode != 0
+    assert "step 2: the loss of micro-batch 0 is not finite" in read_errors(run)[0]["message"]
     assert not list(run.checkpoints.glob("step-*"))
 
 
 @pytest.mark.mpi
 def test_all_ranks_skip_or_stop_at_the_same_step(
-    make_spec: Any, make_run: Any, launch: Any, tmp_path: Path
+    make_spec: Any, make_run: Any, work: Any, launch: Any, tmp_path: Path
 ) -> None:
     """Stages, and replicas, equal one rank; and a gradient stops all, named by the rank it is on.
 
@@ -125,7 +126,7 @@ def test_all_ranks_skip_or_stop_at_the_same_step(
     copies = {"micro_batches": 2, "stages": 1, "replicas": 2, "shard_optimizer": True}
     spec = make_spec(2, SPOILT, training=skipping, pipeline=copies)
     replicated = replanned(one, spec, tmp_path / "copies")
-    work_here(one, MPI.COMM_SELF, Doing())
+    assert work(0, one).returncode == 0
     stopping = {"steps": 5, "batch_size": 4}
     stopped = make_run(make_spec(2, MARKED, model=STEEP, training=stopping))
     done = launch(2, HERE / "ranks_in_turn.py", two.path, replicated.path, stopped.path)
