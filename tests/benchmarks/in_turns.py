@@ -8,7 +8,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ CONFIGS = HERE.parents[1] / "configs" / "models"
 CORPUS = HERE.parent / "corpus"
 FAST = Link(latency_s=5e-6, bandwidth_bytes_per_s=4e9)
 """Shared memory."""
+NO_VARIABLES: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -84,14 +85,16 @@ def even_cnn() -> Job:
     )
 
 
-def profiled(folder: Path, micro_batches: int, *, again: bool = False) -> Profile:
+def profiled(folder: Path, micro_batches: int | None, *, again: bool = False) -> Profile:
     """The profile of the job in a folder, measured with as many neighbours as it has ranks.
 
     Args:
+        micro_batches: of a batch; with None, micro-batches of several sizes are measured.
         again: whether it is measured although it is known.
     """
     command = [sys.executable, "-m", "pipectl", "profile", "job.yaml", "-o", "profile.json"]
-    settings = ["--scheduler", "local", "--set", f"pipeline.micro_batches={micro_batches}"]
+    parts = f"pipeline.micro_batches={micro_batches or 'auto'}"
+    settings = ["--scheduler", "local", "--set", parts]
     more = ["--again"] if again else []
     done = subprocess.run([*command, *settings, *more], cwd=folder, capture_output=True, text=True)
     if done.returncode:
@@ -108,13 +111,20 @@ def cluster_of(ranks: int, between: Link | None = None) -> Cluster:
     return Cluster("benchmark", "given", nodes, FAST, between or FAST)
 
 
-def start(program: str, folder: Path, ranks: int, megabits: int = 0) -> None:
+def start(
+    program: str,
+    folder: Path,
+    ranks: int,
+    megabits: int = 0,
+    variables: Mapping[str, str] = NO_VARIABLES,
+) -> None:
     """Run a program of ``ranks/`` to its end.
 
     Args:
         megabits: a second, of the only link between two ranks; 0 for shared memory.
+        variables: of the ranks' environment.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     if megabits:
         environment["GLOO_SOCKET_IFNAME"] = "overlap0"
     alone = nullcontext(["mpiexec", "-n", str(ranks)])
@@ -124,11 +134,15 @@ def start(program: str, folder: Path, ranks: int, megabits: int = 0) -> None:
 
 
 def train_in_turns(
-    folder: Path, case: dict[str, Any], ranks: int, megabits: int = 0
+    folder: Path,
+    case: dict[str, Any],
+    ranks: int,
+    megabits: int = 0,
+    variables: Mapping[str, str] = NO_VARIABLES,
 ) -> list[dict[str, Any]]:
     """What every rank found; see ``ranks/turns.py``."""
     (folder / "case.json").write_text(json.dumps(case))
-    start("turns.py", folder, ranks, megabits)
+    start("turns.py", folder, ranks, megabits, variables)
     found: list[dict[str, Any]] = json.loads((folder / "result.json").read_text())
     return found
 

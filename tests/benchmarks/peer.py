@@ -2,9 +2,10 @@
 
 Two ranks train a model in turns by both engines, a few steps each, round after round; what counts
 are ratios of medians over the rounds. The peer splits in front of the module that halves the
-number of layers. pipectl runs that very split, and the plan it makes from its own profile. Over
-links, the two ranks live in two network namespaces joined by a shaped link (needs root, ``ip`` and
-``tc``). Peak memory is measured in processes of their own.
+number of layers. pipectl runs that very split, and the plan it makes from its own profile, with the
+same micro-batches and with those it chooses, which the peer is then given as well. Over links, the
+two ranks live in two network namespaces joined by a shaped link (needs root, ``ip`` and ``tc``).
+Peak memory is measured in processes of their own.
 
     python tests/benchmarks/peer.py [CASE ...]      a case: gpt, gpt-8192, resnet50, densenet121,
                                                     gpt@200 and gpt@100 (Mbit/s)
@@ -76,15 +77,15 @@ def cluster_between(megabits: int) -> Cluster:
 def write_case(folder: Path, model: Model, megabits: int) -> dict[str, Any]:
     """The job, its profile and pipectl's plans; returns who takes part."""
     model.job.write(folder, RANKS)
-    plans = plans_of(profiled(folder, MICRO_BATCHES), model, cluster_between(megabits))
+    plans = plans_of(folder, model, cluster_between(megabits))
     for name, plan in plans.items():
         plan.save(folder / f"{name}.json")
-    theirs = {f"torch/{name}": [model.half] for name in model.schedules}
-    theirs |= {f"torch/{name}": list(model.quarters) for name in model.chunked}
+    counts = {plan.micro_batches for plan in plans.values()}
     return {
         "plans": list(plans),
-        "theirs": theirs,
-        "micro_batches": MICRO_BATCHES,
+        "theirs": {
+            name: given for count in sorted(counts) for name, given in theirs(model, count).items()
+        },
         "rounds": ROUNDS,
         "steps": STEPS,
         "host": HOST if megabits else "127.0.0.1",
@@ -92,9 +93,23 @@ def write_case(folder: Path, model: Model, megabits: int) -> dict[str, Any]:
     }
 
 
-def plans_of(profile: Profile, model: Model, cluster: Cluster) -> dict[str, Plan]:
-    """The peer's split under three schedules, and the plan that pipectl makes."""
+def theirs(model: Model, micro_batches: int) -> dict[str, dict[str, Any]]:
+    """The peer's schedules by name: where it splits, and its micro-batches."""
+    splits = {name: [model.half] for name in model.schedules}
+    splits |= {name: list(model.quarters) for name in model.chunked}
+    more = "" if micro_batches == MICRO_BATCHES else f" of {micro_batches}"
+    return {
+        f"torch/{name}{more}": {"schedule": name, "split": split, "micro_batches": micro_batches}
+        for name, split in splits.items()
+    }
+
+
+def plans_of(folder: Path, model: Model, cluster: Cluster) -> dict[str, Plan]:
+    """The peer's split under three schedules, and the plans that pipectl makes."""
+    profile = profiled(folder, MICRO_BATCHES)
     request = PlanRequest("peer", batch_size=BATCH, micro_batches=MICRO_BATCHES)
+    any_size = replace(request, micro_batches=None)
+    free = make_plan(profiled(folder, None, again=True), cluster, any_size)
     same = plan_of_stages(profile, cluster, request, halves(profile, model.half), (None, None))
     everything = default_warm_up("gpipe", RANKS, MICRO_BATCHES)
     deeper = policy_b(RANKS, MICRO_BATCHES)
@@ -103,6 +118,7 @@ def plans_of(profile: Profile, model: Model, cluster: Cluster) -> dict[str, Plan
         "pipectl, GPipe": replace(same, schedule="gpipe", warm_up=everything),
         "pipectl, 1F1B with policy B": replace(same, warm_up=deeper),
         "pipectl, its plan": make_plan(profile, cluster, request),
+        f"pipectl, its plan of {free.micro_batches}": free,
     }
 
 
@@ -125,7 +141,7 @@ def run(folder: Path, case: dict[str, Any], megabits: int) -> dict[str, Any]:
 def peaks(folder: Path, case: dict[str, Any]) -> dict[str, list[int]]:
     """Peak resident bytes of both ranks, each in processes of its own."""
     ours, theirs = "pipectl, 1F1B", "torch/1F1B"
-    own = {"rounds": 1, "plans": [], "theirs": {}}
+    own: dict[str, Any] = {"rounds": 1, "plans": [], "theirs": {}}
     return {
         ours: run(folder, {**case, **own, "plans": [ours]}, 0)["peak_bytes"],
         theirs: run(folder, {**case, **own, "theirs": {theirs: case["theirs"][theirs]}}, 0)[

@@ -32,24 +32,24 @@ from pipectl.spec import JobSpec, load
 Case = dict[str, Any]
 
 
-def theirs(spec: JobSpec, split: list[str], name: str, batch: Any, micro_batches: int) -> Step:
+def theirs(spec: JobSpec, given: dict[str, Any], batch: Any) -> Step:
     """The same by torch.distributed.pipelining over gloo, split in front of the named modules."""
-    step = CapturedJob(spec).step
+    step, micro_batches = CapturedJob(spec).step, given["micro_batches"]
     size = spec.training.batch_size // micro_batches
-    points = dict.fromkeys(split, pipelining.SplitPoint.BEGINNING)
+    points = dict.fromkeys(given["split"], pipelining.SplitPoint.BEGINNING)
     pipe = pipelining.pipeline(step.model, (batch[0][:size],), split_spec=points)
     mine = range(MPI.COMM_WORLD.rank, pipe.num_stages, MPI.COMM_WORLD.size)
     stages = [pipe.build_stage(index, torch.device("cpu")) for index in mine]
-    schedule = getattr(pipelining, f"Schedule{name}")
+    schedule = getattr(pipelining, f"Schedule{given['schedule']}")
     held = stages if issubclass(schedule, PipelineScheduleMulti) else stages[0]
     runs = schedule(held, micro_batches, loss_fn=step.loss)
     parameters = [p for stage in stages for p in stage.submod.parameters()]
     optimizer = torch.optim.AdamW(parameters, **spec.optimizer.kwargs)
-    given = (batch[0],) if any(stage.is_first for stage in stages) else ()
+    inputs = (batch[0],) if any(stage.is_first for stage in stages) else ()
     target = {"target": batch[1]} if any(stage.is_last for stage in stages) else {}
 
     def train(_: int) -> None:
-        runs.step(*given, **target)
+        runs.step(*inputs, **target)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -63,8 +63,8 @@ def contenders(case: Case, folder: Path, progress: Progress) -> Iterator[tuple[s
     for name in case["plans"]:
         plan = Plan.load(folder / f"{name}.json")
         yield name, trained(spec, plan, progress, folder / name, batch, MPI.COMM_WORLD).step
-    for name, split in case["theirs"].items():
-        yield name, theirs(spec, split, name.split("/")[-1], batch, case["micro_batches"])
+    for name, given in case["theirs"].items():
+        yield name, theirs(spec, given, batch)
 
 
 def main(folder: Path) -> None:

@@ -1,0 +1,242 @@
+"""Jobs short of memory: keep, recompute, offload, or leave backwards to ranks of their own.
+
+What leaves a device is hidden while what a micro-batch saves moves, there and back, within one
+forward: ``saved bytes / bandwidth <= forward time``.
+
+*disk*: a GPT trains on two ranks under 1F1B, with a warm-up as deep as slow networks ask for; every
+way in processes of its own, round after round, for steps and resident peaks. The disk's bandwidth
+is measured first, as one rank gets it; besides, steps are predicted for a disk that is too slow.
+Here a core copies what is saved once more, which the simulator takes to be free.
+
+*accelerators*: predicted for a model with GPT-3's shapes: 1F1B on all of them, and half as many
+stages whose backwards have ranks of their own (PipeFB), which is compared with 1F1B on half of the
+ranks; with links for which the rule holds, and with links for which it does not.
+
+    python tests/benchmarks/offload.py [--rounds COUNT] [disk] [accelerators]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from in_turns import Job, cluster_of, gpt, profiled, spread, train_in_turns
+from planner_scale import cluster_of as accelerators
+from planner_scale import gpt3_profile
+
+from pipectl.cluster import Cluster
+from pipectl.jobs.request import TIGHT_HEAP
+from pipectl.link import Link
+from pipectl.plan import OffloadTarget, Plan
+from pipectl.planner import PlanRequest, make_plan
+from pipectl.profile import Profile
+from pipectl.runtime.offload import DiskStore
+from pipectl.runtime.offload.pages import Pages
+from pipectl.schedule.one_f_one_b import policy_a
+from pipectl.units import format_bytes
+
+RANKS, MICRO_BATCHES, SAMPLES = 2, 16, 4
+"""Of the trained job; samples of a micro-batch."""
+JOB: Job = gpt(layers=4, width=768, batch=MICRO_BATCHES * SAMPLES)
+TOO_SLOW = 4
+GOAL_PEAK, GOAL_LOSS = 0.40, 0.05
+BLOCKS, DEVICES, LARGE, MANY = 48, 16, 512, 64
+"""Of the large GPT: its blocks, accelerators, samples and micro-batches."""
+REQUEST = PlanRequest("gpt", LARGE, micro_batches=MANY, schedule="1f1b", from_job=False)
+HOST_LINKS = (5e10, 5e9)
+"""Bytes a second."""
+PEER_LINKS = (2e11, 5e9)
+
+
+@dataclass
+class Found:
+    """A way: its plan, and what was measured."""
+
+    plan: Plan
+    steps_s: list[float] = field(default_factory=list)
+    peaks: list[int] = field(default_factory=list)
+
+
+def disk_link(folder: Path, size: int = 256 << 20) -> Link:
+    """What one writer and reader gets, the slower direction."""
+    store, piece = DiskStore(folder, 0), Pages().take(size).fill_(1)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        place = store.write([piece])
+        middle = time.perf_counter()
+        store.read(place, [piece])
+        times.append(max(middle - start, time.perf_counter() - middle))
+    store.close()
+    return Link(latency_s=100e-6, bandwidth_bytes_per_s=size / statistics.median(times))
+
+
+def with_disk(disk: Link) -> Cluster:
+    cluster = cluster_of(RANKS)
+    device = replace(cluster.nodes[0].device, disk_link=disk)
+    return replace(cluster, nodes=tuple(replace(node, device=device) for node in cluster.nodes))
+
+
+def on_two_ranks(profile: Profile, disk: Link) -> dict[str, Plan]:
+    """Plans with everything in flight."""
+    request = PlanRequest(
+        "gpt",
+        JOB.batch,
+        micro_batches=MICRO_BATCHES,
+        stages=RANKS,
+        schedule="1f1b",
+        warm_up=(MICRO_BATCHES,) * RANKS,
+        offload_to=OffloadTarget.DISK,
+    )
+    return planned(profile, with_disk(disk), request, "offload to disk")
+
+
+def planned(
+    profile: Profile, cluster: Cluster, request: PlanRequest, offload: str
+) -> dict[str, Plan]:
+    ways = {"keep": {}, "recompute": {"recompute": True}, offload: {"offload": True}}
+    return {
+        way: make_plan(profile, cluster, replace(request, **wanted))  # type: ignore[arg-type]
+        for way, wanted in ways.items()
+    }
+
+
+def train(plan: Plan, folder: Path) -> tuple[list[float], int]:
+    """Seconds a step, and the largest resident peak, in processes of their own."""
+    plan.save(folder / "plan.json")
+    case = {"contenders": {"it": {"plan": "plan.json"}}, "rounds": 2, "steps": 1}
+    tight = TIGHT_HEAP if any(stage.offload for stage in plan.stages) else {}
+    found = train_in_turns(folder, case, RANKS, variables=tight)
+    return found[0]["seconds"]["it"], max(rank["peak_bytes"] for rank in found)
+
+
+def needed(plan: Plan) -> tuple[int, float]:
+    """What a forward saves, and bytes a second that hide it."""
+    costs = [stage.cost for stage in plan.stages]
+    return max(cost.saved_bytes for cost in costs), max(
+        cost.saved_bytes / cost.forward_s for cost in costs
+    )
+
+
+def disk(rounds: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        JOB.write(folder, RANKS)
+        link, profile = disk_link(folder), profiled(folder, MICRO_BATCHES)
+        found = {way: Found(plan) for way, plan in on_two_ranks(profile, link).items()}
+        for _ in range(rounds):
+            for way in found.values():
+                steps_s, peak = train(way.plan, folder)
+                way.steps_s += steps_s
+                way.peaks.append(peak)
+    saved, enough = needed(found["keep"].plan)
+    print(f"\n### Offload to disk: {RANKS} ranks, {MICRO_BATCHES} micro-batches in flight, "
+          f"{rounds} rounds (goal: peak -{GOAL_PEAK:.0%}, throughput -{GOAL_LOSS:.0%} at most)\n\n"
+          f"A forward saves {format_bytes(saved)}: hidden from {enough / 1e9:.2f} GB/s on; "
+          f"the disk gives {link.bandwidth_bytes_per_s / 1e9:.2f} GB/s.\n")  # fmt: skip
+    show(found)
+    slow = Link(link.latency_s, enough / TOO_SLOW)
+    print(f"\nWith a disk of {slow.bandwidth_bytes_per_s / 1e9:.2f} GB/s, predicted:\n")
+    show({way: Found(plan) for way, plan in on_two_ranks(profile, slow).items()})
+
+
+def show(ways: Mapping[str, Found]) -> None:
+    """Peaks and throughput of all ways against the first."""
+    print("| | ranks | predicted peak | | predicted step s | throughput | measured peak | "
+          "| measured step s | throughput |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    first = next(iter(ways.values()))
+    for way, one in ways.items():
+        peak, full = peak_of(one.plan), peak_of(first.plan)
+        step_s, least_s = one.plan.predicted_step_s, first.plan.predicted_step_s
+        cells = " | ".join(measured(one, first))
+        print(f"| {way} | {one.plan.ranks} | {format_bytes(peak)} | {peak / full - 1:+.0%} "
+              f"| {step_s:.3f} | {least_s / step_s - 1:+.1%} | {cells} |", flush=True)  # fmt: skip
+
+
+def measured(one: Found, first: Found) -> Iterator[str]:
+    if not one.peaks:
+        yield from ("",) * 4
+        return
+    peak, full = (statistics.median(way.peaks) for way in (one, first))
+    step_s, least_s = (statistics.median(way.steps_s) for way in (one, first))
+    yield format_bytes(round(peak))
+    yield f"{peak / full - 1:+.0%}"
+    yield spread(one.steps_s)
+    yield f"{least_s / step_s - 1:+.1%}"
+
+
+def peak_of(plan: Plan) -> int:
+    """Predicted, of the rank that holds the most."""
+    assert plan.prediction is not None
+    return max(plan.prediction.peak_memory_bytes)
+
+
+def cluster_with(devices: int, host: float, peer: float) -> Cluster:
+    """Accelerators, eight a node, with so many bytes a second to their host and to each other."""
+    cluster = accelerators(devices)
+    node = cluster.nodes[0]
+    device = replace(node.device, memory_bytes=None, host_link=Link(1e-5, host))
+    nodes = (replace(node, device=device),) * len(cluster.nodes)
+    link = Link(5e-6, peer)
+    return replace(cluster, nodes=nodes, within_node=link, between_nodes=link)
+
+
+def on_all_ranks(profile: Profile, host: float, peer: float) -> dict[str, Plan]:
+    """1F1B with and without offload."""
+    request = replace(REQUEST, stages=DEVICES, warm_up=policy_a(DEVICES, MANY))
+    return planned(profile, cluster_with(DEVICES, host, peer), request, "offload to host")
+
+
+def with_backwards_apart(profile: Profile, host: float, peer: float) -> dict[str, Plan]:
+    """1F1B on half of them, and PipeFB with as many stages on all."""
+    stages = DEVICES // 2
+    request = replace(REQUEST, stages=stages)
+    few = replace(request, warm_up=policy_a(stages, MANY))
+    apart = replace(request, backward_apart=True)
+    cluster = cluster_with(DEVICES, host, peer)
+    return {
+        "keep": make_plan(profile, cluster_with(stages, host, peer), few),
+        "PipeFB, saved values sent": make_plan(profile, cluster, apart),
+        "PipeFB, recomputing": make_plan(profile, cluster, replace(apart, recompute=True)),
+    }
+
+
+def on_large_devices() -> None:
+    profile = gpt3_profile(BLOCKS)
+    for host, peer in zip(HOST_LINKS, PEER_LINKS, strict=True):
+        plans = on_all_ranks(profile, host, peer)
+        saved, enough = needed(plans["keep"])
+        print(f"\n### {DEVICES} accelerators, {host / 1e9:.0f} GB/s to the host and "
+              f"{peer / 1e9:.0f} GB/s to each other, predicted\n\nA forward saves "
+              f"{format_bytes(saved)}: hidden from {enough / 1e9:.1f} GB/s on.\n")  # fmt: skip
+        show({way: Found(plan) for way, plan in plans.items()})
+        print("\nHalf as many stages, backwards on ranks of their own:\n")
+        apart = with_backwards_apart(profile, host, peer)
+        show({way: Found(plan) for way, plan in apart.items()})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("parts", nargs="*", help="disk, accelerators; both by default")
+    given = parser.parse_args()
+    unknown = set(given.parts) - {"disk", "accelerators"}
+    if unknown:
+        sys.exit(f"unknown: {', '.join(unknown)}; one of disk, accelerators")
+    parts = given.parts or ["disk", "accelerators"]
+    print("## Jobs short of memory")
+    if "accelerators" in parts:
+        on_large_devices()
+    if "disk" in parts:
+        disk(given.rounds)
+
+
+if __name__ == "__main__":
+    main()
