@@ -29,7 +29,7 @@ demo: $(INSTALLED) ## train a small GPT in a pipeline of four ranks on this mach
 	$(BIN)/pipectl status last
 
 test: $(INSTALLED) ## run all tests
-	$(BIN)/python -m pytest -n logical --maxprocesses 4
+	$(BIN)/python -m pytest -n auto
 
 test-equality: $(INSTALLED) ## compare every schedule, use of memory and number of ranks with one rank
 	$(BIN)/python -m pytest -n 0 -m product tests/equality

@@ -81,6 +81,12 @@ def pipeline() -> Callable[..., Plan]:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: tests of real ranks wait for each other a good deal."""
+    return min(4, len(os.sched_getaffinity(0)) + 1)
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """One file after the other goes to a process that is free, some folders whole."""
     from xdist.scheduler import LoadFileScheduling

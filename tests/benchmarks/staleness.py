@@ -1,8 +1,9 @@
 """What staleness costs: accuracy on held-out digits, flushed and not, over real ranks.
 
-Started as ``python tests/benchmarks/staleness.py [STEPS [RANKS]]``; by default the job of
-configs/digits-cnn.yaml as it is, on two ranks. Weights that are evaluated more often are stale less
-often, so all schedules are evaluated at the end only.
+Started as ``python tests/benchmarks/staleness.py [STEPS [STAGES]]``; by default the job of
+configs/digits-cnn.yaml as it is, in two stages; schedules without flushes once more with backwards
+on ranks of their own (PipeFB). Weights that are evaluated more often are stale less often, so all
+schedules are evaluated at the end only.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 from pipectl.cluster import assumed_cluster
 from pipectl.planner import PlanRequest, make_plan
@@ -23,22 +25,44 @@ from pipectl.runs import RunDirectory, read_metrics
 from pipectl.spec import dump, load
 
 JOB = Path(__file__).parents[2] / "configs" / "digits-cnn.yaml"
-SCHEDULES = {"1f1b": 4, "pipedream": 1, "pipedream-2bw": 4}
-"""Micro-batches of each."""
+
+
+class Way(NamedTuple):
+    """A schedule, its micro-batches, and whether backwards have ranks of their own."""
+
+    schedule: str
+    micro_batches: int
+    apart: bool = False
+
+
+WAYS = {
+    "1f1b": Way("1f1b", 4),
+    "pipedream": Way("pipedream", 1),
+    "pipedream-2bw": Way("pipedream-2bw", 4),
+    "pipedream, PipeFB": Way("pipedream", 1, apart=True),
+    "pipedream-2bw, PipeFB": Way("pipedream-2bw", 4, apart=True),
+}
 RATES = (0.1, 0.05)
 """Learning rates: the job's own, which is near what momentum bears, and half of it."""
 
 
-def accuracy(schedule: str, ranks: int, more: list[str], profile: Profile, base: Path) -> float:
+def accuracy(way: Way, stages: int, more: list[str], profile: Profile, base: Path) -> float:
     """Of the last weights on the held-out digits."""
-    parts = SCHEDULES[schedule]
+    schedule, parts, apart = way
+    ranks = 2 * stages if apart else stages
     pipeline = f"pipeline={{schedule: {schedule}, micro_batches: {parts}}}"
-    spec = load(JOB, [*more, pipeline, "data.drop_last=true"])
-    run = RunDirectory.create(base, schedule, 0.0)
+    placed = f"resources.tasks_per_node={ranks}"
+    spec = load(JOB, [*more, pipeline, placed, "data.drop_last=true"])
+    run = RunDirectory.create(base, schedule, float(apart))
     run.job.write_text(dump(spec))
     profile.save(run.profile)
     request = PlanRequest(
-        spec.name, spec.training.batch_size, schedule=schedule, micro_batches=parts, stages=ranks
+        spec.name,
+        spec.training.batch_size,
+        schedule=schedule,
+        micro_batches=parts,
+        stages=stages,
+        backward_apart=apart,
     )
     make_plan(profile, assumed_cluster("here", [ranks], ranks, None), request).save(run.plan)
     beside = Path(sys.prefix) / "bin" / "mpiexec"
@@ -54,24 +78,25 @@ def accuracy(schedule: str, ranks: int, more: list[str], profile: Profile, base:
     return float(found[-1]["accuracy"])
 
 
-def main(steps: int | None, ranks: int) -> None:
+def main(steps: int | None, stages: int) -> None:
     more = [
         "site_defaults=false",
         "evaluation.every=null",
-        f"resources.tasks_per_node={ranks}",
         *([] if steps is None else [f"training.steps={steps}"]),
     ]
     with TemporaryDirectory() as directory:
         profile = profile_job(load(JOB, more), effort=Effort.FAST)
-        print(f"{'rate':<6} {'schedule':<14} accuracy   against 1f1b   ({ranks} ranks)")
+        print(f"{'rate':<6} {'schedule':<22} accuracy   against 1f1b   ({stages} stages)")
         for rate in RATES:
             given = [*more, f"optimizer.kwargs.lr={rate}"]
             base = Path(directory) / str(rate)
             base.mkdir()
-            found = {name: accuracy(name, ranks, given, profile, base) for name in SCHEDULES}
+            found = {
+                name: accuracy(way, stages, given, profile, base) for name, way in WAYS.items()
+            }
             for name, share in found.items():
                 points = 100 * (share - found["1f1b"])
-                print(f"{rate:<6} {name:<14} {share:8.2%} {points:+9.2f} points", flush=True)
+                print(f"{rate:<6} {name:<22} {share:8.2%} {points:+9.2f} points", flush=True)
 
 
 if __name__ == "__main__":
