@@ -42,8 +42,9 @@ WAYS = {
     "pipedream, PipeFB": Way("pipedream", 1, apart=True),
     "pipedream-2bw, PipeFB": Way("pipedream-2bw", 4, apart=True),
 }
-RATES = (0.1, 0.05)
-"""Learning rates: the job's own, which is near what momentum bears, and half of it."""
+RATES = {0.1: 1, 0.05: 1, 0.0125: 2}
+"""Learning rates, and for how often the job's steps: its own, which is near what momentum bears
+without any staleness, half of it, and one low enough for gradients that are four updates old."""
 
 
 def accuracy(way: Way, stages: int, more: list[str], profile: Profile, base: Path) -> float:
@@ -79,16 +80,13 @@ def accuracy(way: Way, stages: int, more: list[str], profile: Profile, base: Pat
 
 
 def main(steps: int | None, stages: int) -> None:
-    more = [
-        "site_defaults=false",
-        "evaluation.every=null",
-        *([] if steps is None else [f"training.steps={steps}"]),
-    ]
+    more = ["site_defaults=false", "evaluation.every=null"]
+    steps = steps or load(JOB).training.steps
     with TemporaryDirectory() as directory:
         profile = profile_job(load(JOB, more), effort=Effort.FAST)
         print(f"{'rate':<6} {'schedule':<22} accuracy   against 1f1b   ({stages} stages)")
-        for rate in RATES:
-            given = [*more, f"optimizer.kwargs.lr={rate}"]
+        for rate, times in RATES.items():
+            given = [*more, f"optimizer.kwargs.lr={rate}", f"training.steps={times * steps}"]
             base = Path(directory) / str(rate)
             base.mkdir()
             found = {

@@ -71,7 +71,8 @@ def trained(
             wiring=doing.wiring,
             pieces=doing.pieces,
         )
-        setup.training.run(doing.actions, given, trainer.update)
+        trainer._end.begin(trainer._changing())
+        trainer._compute(number, doing, given)
 
     return Training(setup, step, len(doing.actions))
 
