@@ -96,7 +96,7 @@ def process_of(job: Job, who: str) -> psutil.Process:
         ("rank 1", "kill", "its process was killed"),
         ("rank 0", "suspend", "its process is stopped (SIGSTOP)"),
         ("rank 1", "suspend", "its process is stopped (SIGSTOP)"),
-        ("launcher", "kill", "the launcher is gone"),
+        ("launcher", "kill", "the launcher "),
         ("script", "kill", "the job script that started it is gone"),
     ],
 )
