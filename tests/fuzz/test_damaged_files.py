@@ -82,7 +82,7 @@ def change(document: Any, draw: Callable[..., Any]) -> None:
     elif action == "scale" and isinstance(holder[key], int | float):
         holder[key] = holder[key] * draw(st.sampled_from([-1, 0, 1000, 10**9, 0.5, 1e-9]))
     else:
-        holder[key] = draw(VALUES)
+        holder[key] = copy.deepcopy(draw(VALUES))  # others may change what is in it
 
 
 def damage(text: str, draw: Callable[..., Any]) -> bytes:
