@@ -12,6 +12,8 @@ from pipectl.errors import DataFileError
 
 T = TypeVar("T")
 LARGEST = 2**63 - 1
+MOST_BYTES = 2**50
+"""Of one thing; sums over thousands still fit into eight bytes."""
 _REQUIRED: Any = object()
 
 
@@ -81,7 +83,10 @@ class Reader:
 
     def size(self, key: str, default: int = _REQUIRED) -> int:
         """Bytes: a finite number of at least 0; part of a byte counts as one."""
-        return math.ceil(self.number(key, default))
+        size_bytes = self.number(key, default)
+        if size_bytes > MOST_BYTES:
+            raise self.error(key, f"must be at most {MOST_BYTES} bytes")
+        return math.ceil(size_bytes)
 
     def sizes(self, key: str) -> dict[str, int]:
         """An object of bytes by name; empty where absent."""
@@ -157,7 +162,12 @@ class Reader:
         found = self._typed(key, list, "a list", [])
         for item in found:
             shaped = isinstance(item, list) and len(item) == 2
-            if not (shaped and isinstance(item[0], str) and _is_whole(item[1]) and item[1] >= 0):
+            if not (
+                shaped
+                and isinstance(item[0], str)
+                and _is_whole(item[1])
+                and 0 <= item[1] <= MOST_BYTES
+            ):
                 raise self.error(key, "must be a list of [name, bytes]")
         return tuple((name, size) for name, size in found)
 
