@@ -76,7 +76,8 @@ class Watcher:
             select.select([self._wire.socket.fileno(), *handles], [], [], wait_s)
             # Time is counted by wake-ups: none passes while this process is stopped.
             self._now += min(time.monotonic() - before, 2 * wait_s)
-        self._charge.clean_up()
+        if self._charge.ended_at:
+            self._charge.clean_up()
 
     @property
     def _is_ending(self) -> bool:
@@ -92,10 +93,15 @@ class Watcher:
         self._tell()
         for content, source in self._wire.receive():
             self._hear(content, source)
-        if charge.said_goodbye:
+        if charge.said_goodbye or self._fails_alone:
             return True
         self._act()
         return self._is_over()
+
+    @property
+    def _fails_alone(self) -> bool:
+        """Whether its error is the caller's matter: no other rank waits for it."""
+        return self._given["size"] == 1 and self._charge.explains
 
     def _act(self) -> None:
         """What follows from the end of the own rank, or from that of rank 0's watcher."""
