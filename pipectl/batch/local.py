@@ -16,6 +16,7 @@ from pipectl.batch.script import render_body
 from pipectl.errors import SchedulerError
 from pipectl.runs import SCRIPT
 
+_MARK = "# pipectl "
 _ID = re.compile(r"(\d+)\.(\d+)@(.+)")
 
 
@@ -64,7 +65,7 @@ class LocalScheduler:
                 "launch.launcher: srun needs Slurm", cure="use mpiexec or auto for local runs"
             )
         tag = shell_word(request.tag, "tag")
-        header = f"#!/bin/bash\n# pipectl {request.name} {tag}\n"
+        header = f"#!/bin/bash\n{_MARK}{request.name} {tag}\n"
         launch = request.command if request.alone else mpiexec_command(request)
         return header + render_body(request, launch, before=(f"export {SCRIPT}=$$",))
 
@@ -101,11 +102,10 @@ class LocalScheduler:
 
     def find(self, tag: str) -> str | None:
         """The process of this machine that runs the script with this tag in its second line."""
-        last = shell_word(tag, "tag")
         mine = [
             (start, pid)
             for pid, words in process.commands()
-            if words[:1] == ["bash"] and len(words) == 2 and _second_line(words[1]).endswith(last)
+            if words[:1] == ["bash"] and len(words) == 2 and _bears(Path(words[1]), tag)
             if (start := process.start_time(pid)) is not None
         ]
         if not mine:
@@ -114,11 +114,18 @@ class LocalScheduler:
         return f"{pid}.{start}@{socket.gethostname()}"
 
 
-def _second_line(script: str) -> str:
+def _bears(script: Path, tag: str) -> bool:
+    """Whether a file is a job's script with this tag.
+
+    Others' processes may have been given anything: pipes are not read, which could take for ever.
+    """
     try:
-        return Path(script).read_text(encoding="utf-8").split("\n", 2)[1]
+        if not script.is_absolute() or not script.is_file():
+            return False
+        line = script.read_text(encoding="utf-8").split("\n", 2)[1]
     except (OSError, ValueError, IndexError):
-        return ""
+        return False
+    return line.startswith(_MARK) and line.endswith(f" {shell_word(tag, 'tag')}")
 
 
 def _status(job: _Process) -> JobStatus:

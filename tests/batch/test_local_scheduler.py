@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -74,6 +75,17 @@ def test_a_job_is_found_by_its_tag(request_of: Callable[[str], JobRequest]) -> N
     finally:
         scheduler.cancel(job_id)
     assert scheduler.find("20260101-run 1f3a") is None
+
+
+def test_scripts_of_others_that_are_pipes_are_not_read(tmp_path: Path) -> None:
+    """Reading one would take for ever."""
+    pipe = tmp_path / "job.sh"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["bash", str(pipe)]) as other:
+        try:
+            assert LocalScheduler().find("20260101-run 1f3a") is None
+        finally:
+            other.kill()
 
 
 def test_a_running_job_is_cancelled_with_its_exit_code(
