@@ -46,11 +46,11 @@ def _share(value: Any) -> float | None:
     return None if number is None or not 0 <= number <= 1 else number
 
 
-def _figures(value: Any) -> dict[str, float] | None:
+def _figures(value: Any) -> dict[str, float | None] | None:
     if not isinstance(value, dict):
         return None
-    found = {str(name): _finite(item) for name, item in value.items()}
-    return {name: item for name, item in found.items() if item is not None}
+    kept = {name: item for name, item in value.items() if item is None or _finite(item) is not None}
+    return {str(name): item for name, item in kept.items()}
 
 
 def _object(value: Any) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -18,9 +18,11 @@ from mpi4py import MPI
 from pipectl.files import write_json
 from pipectl.runs import RunDirectory
 from pipectl.runtime.failure import warn
-from pipectl.runtime.guard import Fault
 from pipectl.runtime.waiting import barrier, wait, waited_s
 from pipectl.runtime.written import Attempts, Lines
+
+if TYPE_CHECKING:  # it needs torch, which rehearsals do without
+    from pipectl.runtime.guard import Fault
 
 _HEARTBEAT_S = 2.0
 _FIELDS = (
