@@ -102,10 +102,11 @@ class LocalScheduler:
 
     def find(self, tag: str) -> str | None:
         """The process of this machine that runs the script with this tag in its second line."""
+        last = shell_word(tag, "tag")
         mine = [
             (start, pid)
             for pid, words in process.commands()
-            if words[:1] == ["bash"] and len(words) == 2 and _bears(Path(words[1]), tag)
+            if words[:1] == ["bash"] and len(words) == 2 and _bears(Path(words[1]), last)
             if (start := process.start_time(pid)) is not None
         ]
         if not mine:
@@ -115,7 +116,7 @@ class LocalScheduler:
 
 
 def _bears(script: Path, tag: str) -> bool:
-    """Whether a file is a job's script with this tag.
+    """Whether a file is a job's script with this tag, as it is written there.
 
     Others' processes may have been given anything: pipes are not read, which could take for ever.
     """
@@ -125,7 +126,7 @@ def _bears(script: Path, tag: str) -> bool:
         line = script.read_text(encoding="utf-8").split("\n", 2)[1]
     except (OSError, ValueError, IndexError):
         return False
-    return line.startswith(_MARK) and line.endswith(f" {shell_word(tag, 'tag')}")
+    return line.startswith(_MARK) and line.endswith(f" {tag}")
 
 
 def _status(job: _Process) -> JobStatus:

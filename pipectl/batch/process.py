@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from pipectl.errors import SchedulerError
+from pipectl.watch.machine import process_state
 
 TIMEOUT_S = 60.0
 _LAST_WORDS_S = 1.0
@@ -132,12 +133,8 @@ def start_time(pid: int) -> int | None:
 
     Together with the pid this names a process for good: a reused pid has another start.
     """
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    state, *fields = text.rpartition(")")[2].split()
-    return None if state in "ZX" else int(fields[18])
+    state = process_state(pid)
+    return None if state is None else state.started
 
 
 def commands() -> Iterator[tuple[int, list[str]]]:

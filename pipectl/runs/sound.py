@@ -11,14 +11,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 _LARGEST = 2**53
+Check = Callable[[Any], Any]
+"""The value, or None where it is not of its type."""
 
 
 def sound(document: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that are of their type, or not known here, or null."""
+    return _kept(document, lambda key: _FIELDS.get(key, _any))
+
+
+def _kept(document: Mapping[str, Any], check_of: Callable[[str], Check]) -> dict[str, Any]:
+    """What the checks of fields let through, and what is null."""
     return {
         key: value
         for key, given in document.items()
-        if (value := _FIELDS.get(key, _any)(given)) is not None or given is None
+        if (value := check_of(key)(given)) is not None or given is None
     }
 
 
@@ -47,10 +54,7 @@ def _share(value: Any) -> float | None:
 
 
 def _figures(value: Any) -> dict[str, float | None] | None:
-    if not isinstance(value, dict):
-        return None
-    kept = {name: item for name, item in value.items() if item is None or _finite(item) is not None}
-    return {str(name): item for name, item in kept.items()}
+    return _kept(value, lambda _: _finite) if isinstance(value, dict) else None
 
 
 def _object(value: Any) -> dict[str, Any] | None:
@@ -64,7 +68,7 @@ def _ranks(value: Any) -> list[dict[str, Any]] | None:
     return [item for item in found if _whole(item.get("rank")) is not None]
 
 
-_FIELDS: dict[str, Callable[[Any], Any]] = {
+_FIELDS: dict[str, Check] = {
     **dict.fromkeys(("step", "steps", "attempt", "rank", "stage", "pid", "exit_code"), _whole),
     **dict.fromkeys(("rss_bytes", "peak_bytes", "loss_of_micro_batch"), _whole),
     **dict.fromkeys(("time", "loss", "step_time_s", "samples_per_s", "learning_rate"), _finite),

@@ -51,12 +51,13 @@ def train(spec: JobSpec, micro_batch_size: int, directory: Path) -> None:
     stepper = make_stepper(job, parameters)
     scaler = _scaler(spec, parameters, device)
     losses = []
+    skips = spec.training.on_nonfinite == "skip"
     for step, batches in enumerate(_batches(job, micro_batch_size), 1):
         shares = _shares(job, batches)
-        before = {name: buffer.clone() for name, buffer in job.step.named_buffers()}
+        before = {name: buffer.clone() for name, buffer in job.step.named_buffers() if skips}
         found = _accumulate(job, batches, shares, scaler, device)
         losses.append(weighted(found, shares))
-        faulty = spec.training.on_nonfinite == "skip" and (
+        faulty = skips and (
             first_undefined(found, shares) is not None
             or bool(not scaler.is_enabled() and not_finite(parameters))
         )

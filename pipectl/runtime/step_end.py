@@ -58,11 +58,6 @@ class StepEnd:
         self._undoes = False
         self._before: dict[str, Tensor] = {}
 
-    @property
-    def skips(self) -> bool:
-        """Whether steps are left out that are not finite."""
-        return self._training.on_nonfinite == SKIP
-
     def begin(self, buffers: Mapping[str, Tensor]) -> None:
         """Remember, before a step, what leaving it out must bring back.
 
@@ -140,6 +135,7 @@ class StepEnd:
 
     @property
     def _skips(self) -> bool:
+        """Whether steps are left out that are not finite."""
         return self._training.on_nonfinite == SKIP
 
     @property

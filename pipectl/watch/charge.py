@@ -74,11 +74,11 @@ class Charge:
     def look(self) -> None:
         """Find out how it is now."""
         self._listen()
-        state = machine.process_state(self._pid)
-        if state is None or not _is_same(self._pid, self._origin):
+        state = _still(self._pid, self._origin)
+        if state is None:
             if not self.ended_at:
                 self.ended_at = time.time()
-                self._with_launcher = not _is_same(self._launcher_pid, self._launcher)
+                self._with_launcher = _still(self._launcher_pid, self._launcher) is None
             return
         self.stopped = state.letter == "T"  # a debugger's is a small one
         if not self._trains and self.sight.step > 1:
@@ -94,7 +94,7 @@ class Charge:
             return ""
         if state.parent != self._origin.parent:
             return "the launcher"
-        if self._script is not None and not _is_same(self._script_pid, self._script):
+        if self._script is not None and _still(self._script_pid, self._script) is None:
             return "the job script"
         return ""
 
@@ -112,7 +112,7 @@ class Charge:
 
     def kill(self) -> None:
         """SIGKILL, which ends stopped processes too; only ever this very process."""
-        if _is_same(self._pid, self._origin):
+        if _still(self._pid, self._origin) is not None:
             with suppress(OSError):
                 os.kill(self._pid, signal.SIGKILL)
 
@@ -134,10 +134,11 @@ class Charge:
         return "".join(letter for letter in text if letter.isprintable() or letter == "\n").strip()
 
 
-def _is_same(pid: int, before: machine.ProcessState | None) -> bool:
-    """Whether a process is there, and not another with its number."""
+def _still(pid: int, before: machine.ProcessState | None) -> machine.ProcessState | None:
+    """How a process is; None where it is gone, or another has its number."""
     state = machine.process_state(pid)
-    return before is not None and state is not None and state.started == before.started
+    same = before is not None and state is not None and state.started == before.started
+    return state if same else None
 
 
 def _grandparent(state: machine.ProcessState | None) -> int:

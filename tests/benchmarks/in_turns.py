@@ -19,6 +19,7 @@ from overlap import HOSTS, shaped_link
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
+from pipectl.plan import Plan
 from pipectl.profile import Profile
 
 HERE = Path(__file__).resolve().parent
@@ -156,6 +157,12 @@ def spread(values: Sequence[float], form: str = ".3f") -> str:
 def ratio(ones: Sequence[float], others: Sequence[float]) -> float:
     """Of the medians."""
     return statistics.median(ones) / statistics.median(others)
+
+
+def peak_of(plan: Plan) -> int:
+    """Predicted, of the rank that holds the most."""
+    assert plan.prediction is not None
+    return max(plan.prediction.peak_memory_bytes)
 
 
 def may_shape() -> bool:

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from in_turns import Job, cluster_of, gpt, profiled, spread, train_in_turns
+from in_turns import Job, cluster_of, gpt, peak_of, profiled, spread, train_in_turns
 from planner_scale import cluster_of as accelerators
 from planner_scale import gpt3_profile
 
@@ -170,12 +170,6 @@ def measured(one: Found, first: Found) -> Iterator[str]:
     yield f"{peak / full - 1:+.0%}"
     yield spread(one.steps_s)
     yield f"{least_s / step_s - 1:+.1%}"
-
-
-def peak_of(plan: Plan) -> int:
-    """Predicted, of the rank that holds the most."""
-    assert plan.prediction is not None
-    return max(plan.prediction.peak_memory_bytes)
 
 
 def cluster_with(devices: int, host: float, peer: float) -> Cluster:

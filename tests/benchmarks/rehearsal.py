@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from in_turns import cluster_of, gpt, profiled, ratio, spread, train_in_turns
+from in_turns import cluster_of, gpt, peak_of, profiled, ratio, spread, train_in_turns
 from planner_scale import cluster_of as accelerators
 from planner_scale import gpt3_profile
 
@@ -182,12 +182,6 @@ def described(name: str, plan: Plan) -> str:
 
 def _step_s(plan: Plan) -> float:
     return plan.predicted_step_s
-
-
-def peak_of(plan: Plan) -> int:
-    """Predicted, of the rank that holds the most."""
-    assert plan.prediction is not None
-    return max(plan.prediction.peak_memory_bytes)
 
 
 def rates(plan: Plan, steps_s: Sequence[float]) -> list[float]:
