@@ -10,6 +10,7 @@ from contextlib import suppress
 from pipectl.watch import machine
 from pipectl.watch.board import Board, Sight
 from pipectl.watch.head import Death
+from pipectl.watch.siblings import Siblings
 
 BYE, FAILING = b"\xfe", b"\xfd"
 """What a rank says through its pipe before it ends, or before it reports why it fails. Python puts
@@ -36,6 +37,7 @@ class Charge:
         self._pid, self._pipe, self._board = pid, pipe, board
         self._launched = launched
         self._origin = machine.process_state(pid)
+        self._siblings = Siblings(pid, 0 if self._origin is None else self._origin.parent)
         self._launcher_pid = _grandparent(self._origin)
         self._launcher = machine.process_state(self._launcher_pid)
         self._with_launcher = False
@@ -81,9 +83,11 @@ class Charge:
                 self._with_launcher = _still(self._launcher_pid, self._launcher) is None
             return
         self.stopped = state.letter == "T"  # a debugger's is a small one
-        if not self._trains and self.sight.step > 1:
-            self._trains = True
-            self._shared |= machine.shared_files(self._pid)
+        if not self._trains:
+            self._siblings.find()
+            self._trains = self.sight.step > 1
+            if self._trains:
+                self._shared |= machine.shared_files(self._pid)
         if self._asked_at and time.monotonic() - self._asked_at > _LAST_WORDS_S:
             self.kill()
 
@@ -103,6 +107,7 @@ class Charge:
         return Death(
             self.rank,
             self.ended_at or time.time(),
+            earlier=self._siblings.ended_before() if self.ended_at else 0,
             asked=bool(self._asked_at),
             words=self._words(),
             for_memory=not launcher and machine.killed_for_memory() > self._kills,

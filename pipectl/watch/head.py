@@ -25,7 +25,8 @@ class Death(NamedTuple):
     """The end of a rank that it did not announce.
 
     Args:
-        at: seconds since the epoch.
+        at: seconds since the epoch, when its watcher saw it.
+        earlier: how many ranks of its node had ended before.
         asked: whether it had been sent a signal to end, as launchers do.
         words: its last, if it had any.
         for_memory: whether the kernel killed a process of its machine for memory then.
@@ -35,6 +36,7 @@ class Death(NamedTuple):
 
     rank: int
     at: float
+    earlier: int = 0
     asked: bool = False
     words: str = ""
     for_memory: bool = False
@@ -172,7 +174,17 @@ class Head:
         for rank, at in self._heard.items():
             if at < self._first_death and rank not in self._over:
                 return self._gone(rank) if since_s > MISSED * interval_s(self._size) else None
-        return min(self._deaths, key=lambda death: death.at).verdict
+        return self._first().verdict
+
+    def _first(self) -> Death:
+        """Of each node the first to end, and of those the one that was seen first."""
+        nodes: dict[str, list[Death]] = {}
+        for death in self._deaths:
+            nodes.setdefault(self._nodes[death.rank], []).append(death)
+        firsts = [
+            min(ended, key=lambda death: (death.earlier, death.at)) for ended in nodes.values()
+        ]
+        return min(firsts, key=lambda death: death.at)
 
     def _gone(self, rank: int) -> Verdict:
         where = f" on {self._nodes[rank]}" if self._nodes[rank] else ""

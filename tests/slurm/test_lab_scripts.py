@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
 LAB = Path(__file__).parents[2] / "slurm" / "lab"
@@ -66,7 +67,9 @@ def test_unusable_directories_are_refused(lab: Path, directory: str) -> None:
 
 def test_a_killed_node_comes_back(lab: Path) -> None:
     pid_file = lab / "slurmd.node4.pid"
-    os.kill(int(pid_file.read_text()), 9)
+    slurmd = psutil.Process(int(pid_file.read_text()))
+    slurmd.kill()
+    slurmd.wait(10)
     assert up().returncode == 0
     command = Path(f"/proc/{int(pid_file.read_text())}/cmdline").read_text()
     assert "node4" in command

@@ -44,6 +44,16 @@ def test_of_several_deaths_the_first_counts(head: Head) -> None:
     assert not head.is_over(10.0)
 
 
+def test_the_kernel_knows_which_rank_of_a_node_ended_first(head: Head) -> None:
+    late = died(1, 100.4, earlier=0)
+    assert verdict_of(head, died(0, 100.1, earlier=1), died(2, 100.2, earlier=2), late).rank == 1
+
+
+def test_no_order_is_known_between_nodes_but_the_time(head: Head) -> None:
+    other = {**died(2, 100.2, earlier=0), "node": "n2"}
+    assert verdict_of(head, died(0, 100.1, earlier=1), died(1, 100.3, earlier=0), other).rank == 2
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
