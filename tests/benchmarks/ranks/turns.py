@@ -4,7 +4,8 @@ Started as ``mpiexec -n RANKS python -m mpi4py turns.py FOLDER``. The folder hol
 plans and ``case.json``: how many rounds, steps in each, and by name who takes part, with a plan and
 
 - ``on``: ``all`` ranks together, the ``first`` alone while others sleep, or ``each`` for itself;
-- ``sums``: ``late`` if sums of gradients over replicas start when all ranks have done all else.
+- ``sums``: ``late`` if sums of gradients over replicas start when all ranks have done all else;
+- ``compile``: true if stages go through ``torch.compile``.
 """
 
 from __future__ import annotations
@@ -80,12 +81,16 @@ def trained(
 def timed(step: Step, steps: int, world: MPI.Intracomm) -> float:
     """Seconds a step, over all ranks, behind one that is not counted."""
     step(0)
+    return clocked(lambda: [step(number) for number in range(1, steps + 1)], world) / steps
+
+
+def clocked(act: Callable[[], object], world: MPI.Intracomm) -> float:
+    """Seconds until all ranks have done something."""
     barrier(world)
     start = time.perf_counter()
-    for number in range(1, steps + 1):
-        step(number)
+    act()
     barrier(world)
-    return (time.perf_counter() - start) / steps
+    return time.perf_counter() - start
 
 
 class LateSums(Reducer):
@@ -144,10 +149,17 @@ def contender(
         return None
     world = MPI.COMM_WORLD if on == "all" else MPI.COMM_SELF
     own = folder / f"{given['plan']}-{on}-{MPI.COMM_WORLD.rank if on == 'each' else 0}"
+    if given.get("compile"):
+        compiled = spec.training.model_copy(update={"compile": True})
+        spec = spec.model_copy(update={"training": compiled})
     training = trained(spec, plan, progress, own, batch, world)
     if given.get("sums") == "late":
         training.setup.training._reducer = LateSums(training.setup.reducer, MPI.COMM_WORLD)
     return training
+
+
+def nothing(number: int) -> None:
+    """A step in which others train."""
 
 
 def measure(case: dict[str, Any], folder: Path, progress: Progress) -> dict[str, Any]:
@@ -158,10 +170,11 @@ def measure(case: dict[str, Any], folder: Path, progress: Progress) -> dict[str,
         name: contender(given, spec, progress, folder, batch)
         for name, given in case["contenders"].items()
     }
+    steps = {name: training.step if training else nothing for name, training in found.items()}
+    first_s = {name: clocked(lambda step=step: step(0), world) for name, step in steps.items()}
     seconds: dict[str, list[float]] = {name: [] for name in found}
     for _ in range(case["rounds"]):
-        for name, training in found.items():
-            step = training.step if training else lambda _: None
+        for name, step in steps.items():
             seconds[name].append(timed(step, case["steps"], world))
     rows = {name: training.rows for name, training in found.items() if training}
     kinds = {}
@@ -170,7 +183,7 @@ def measure(case: dict[str, Any], folder: Path, progress: Progress) -> dict[str,
             watch = Watch(training)
             timed(training.step, case["steps"], world)
             kinds[name] = watch.medians()
-    return {"seconds": seconds, "rows": rows, "kinds": kinds}
+    return {"seconds": seconds, "first_s": first_s, "rows": rows, "kinds": kinds}
 
 
 def main(folder: Path) -> None:

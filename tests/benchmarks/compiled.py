@@ -1,0 +1,62 @@
+"""What ``training.compile`` gives: a pipeline of compiled stages against one of stages as they are.
+
+Two ranks train the same plan in turns, in the same processes, round after round. Beside the ratio
+of steps, how long the first step takes more, in which the compiler works, and after how many steps
+that has paid.
+
+    python tests/benchmarks/compiled.py [MODEL ...]     gpt, resnet50, densenet121
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from in_turns import cluster_of, gpt, profiled, ratio, spread, train_in_turns, vision
+
+from pipectl.planner import PlanRequest, make_plan
+
+RANKS, MICRO_BATCHES = 2, 8
+ROUNDS, STEPS = 5, 3
+JOBS = {"gpt": gpt(), "resnet50": vision("resnet50"), "densenet121": vision("densenet121")}
+
+
+def trained(folder: Path, name: str) -> dict[str, Any]:
+    """What rank 0 measured of both."""
+    job = JOBS[name]
+    job.write(folder, RANKS)
+    request = PlanRequest("compiled", job.batch, micro_batches=MICRO_BATCHES, stages=RANKS)
+    make_plan(profiled(folder, MICRO_BATCHES), cluster_of(RANKS), request).save(
+        folder / "plan.json"
+    )
+    plain = {"plan": "plan.json"}
+    contenders = {"plain": plain, "compiled": {**plain, "compile": True}}
+    case = {"contenders": contenders, "rounds": ROUNDS, "steps": STEPS}
+    return train_in_turns(folder, case, RANKS)[0]
+
+
+def row(name: str) -> str:
+    """Of the table."""
+    with tempfile.TemporaryDirectory() as place:
+        found = trained(Path(place), name)
+    plain, compiled = (found["seconds"][key] for key in ("plain", "compiled"))
+    more_s = found["first_s"]["compiled"] - found["first_s"]["plain"]
+    saved_s = statistics.median(plain) - statistics.median(compiled)
+    pays = f"{more_s / saved_s:.0f} steps" if saved_s > 0 else "never"
+    return (f"| {name} | {spread(plain)} | {spread(compiled)} | {ratio(plain, compiled):.2f}x "
+            f"| {more_s:.0f} | {pays} |")  # fmt: skip
+
+
+def main() -> None:
+    print(f"## Compiled stages ({RANKS} ranks, {ROUNDS} rounds of {STEPS} steps)\n")
+    print("| model | s a step | compiled | faster | first step, s more | pays after |")
+    print("|---|---|---|---|---|---|")
+    for name in sys.argv[1:] or JOBS:
+        print(row(name), flush=True)
+
+
+if __name__ == "__main__":
+    main()
