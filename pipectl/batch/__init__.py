@@ -1,6 +1,14 @@
 """Batch systems behind one protocol: render a script, submit, query, cancel, estimate."""
 
-from pipectl.batch.protocol import JobRequest, JobState, JobStatus, Scheduler, SlurmOptions, Stop
+from pipectl.batch.protocol import (
+    JobRequest,
+    JobState,
+    JobStatus,
+    PbsOptions,
+    Scheduler,
+    SlurmOptions,
+    Stop,
+)
 from pipectl.batch.registry import NAMES, get
 from pipectl.batch.resolve import Evidence, resolve
 
@@ -10,6 +18,7 @@ __all__ = [
     "JobRequest",
     "JobState",
     "JobStatus",
+    "PbsOptions",
     "Scheduler",
     "SlurmOptions",
     "Stop",

@@ -87,6 +87,23 @@ class SlurmOptions:
 
 
 @dataclass(frozen=True)
+class PbsOptions:
+    """What only PBS knows; ``directives`` are extra ``qsub`` options, written verbatim.
+
+    Args:
+        place: of the chunks, one a node; None scatters them over as many nodes.
+        select_extra: appended to the chunk, such as ``model=icelake``.
+    """
+
+    queue: str | None = None
+    account: str | None = None
+    project: str | None = None
+    place: str | None = None
+    select_extra: str | None = None
+    directives: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Stop:
     """How a job is asked to save what it has and end, before its time is over.
 
@@ -149,6 +166,7 @@ class JobRequest:
     stop: Stop | None = None
     alone: bool = False
     slurm: SlurmOptions = SlurmOptions()
+    pbs: PbsOptions = PbsOptions()
 
 
 class Scheduler(Protocol):

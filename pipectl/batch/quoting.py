@@ -71,6 +71,24 @@ def slurm_file(path: str, what: str) -> str:
     return slurm_value(path.replace("%", "%%"), what)
 
 
+def pbs_value(text: str, what: str) -> str:
+    """``text`` as one word of a ``#PBS`` line.
+
+    PBS (src/cmds/qsub.c, make_argv) knows quotes as a shell does, and a backslash in them is one.
+    """
+    return shlex.quote(checked(text, what))
+
+
+def pbs_path(path: str, what: str) -> str:
+    """``path`` as the value of ``-o``, where what is before a colon would name a host."""
+    if ":" not in path:
+        return pbs_value(path, what)
+    raise InvalidInputError(
+        f"{what}: {path!r} holds a colon, behind which PBS would look for a path",
+        cure="choose a directory without one",
+    )
+
+
 def _is_control(character: str) -> bool:
     """C0 and C1 controls, DEL, and the Unicode line separators."""
     code = ord(character)

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pipectl.batch.local import LocalScheduler
+from pipectl.batch.pbs import PbsScheduler
 from pipectl.batch.protocol import Scheduler
 from pipectl.batch.slurm import SlurmScheduler
 from pipectl.errors import UsageError
 from pipectl.units import did_you_mean
 
-_KNOWN: dict[str, Callable[[], Scheduler]] = {"local": LocalScheduler, "slurm": SlurmScheduler}
+_KNOWN: dict[str, Callable[[], Scheduler]] = {
+    "local": LocalScheduler,
+    "slurm": SlurmScheduler,
+    "pbs": PbsScheduler,
+}
 NAMES = tuple(_KNOWN)
 
 

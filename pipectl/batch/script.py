@@ -73,6 +73,7 @@ def render_body(
     launch: Sequence[str],
     *,
     before: Sequence[str] = (),
+    after: Sequence[str] = (),
     again: Iterable[str] = (),
 ) -> str:
     """Everything below the scheduler's directives.
@@ -80,6 +81,7 @@ def render_body(
     Args:
         launch: the command that starts all ranks.
         before: shell lines of the batch system, run just before the launch.
+        after: and just behind it, where ranks can be stopped.
         again: shell lines of the batch system, run when ranks stopped before they were done.
 
     Raises:
@@ -92,7 +94,9 @@ def render_body(
         *_environment(request),
         "\n".join(_exports(request)),
         *("run " + shell_command(words, "prepare") + ' || exit "$?"' for words in request.prepare),
-        "\n".join((*before, "run " + shell_command(launch, "launch"), *_end(request, again))),
+        "\n".join(
+            (*before, "run " + shell_command(launch, "launch"), *_end(request, after, again))
+        ),
     ]
     return "\n\n".join(blocks) + "\n"
 
@@ -107,12 +111,13 @@ def _stop(request: JobRequest) -> Iterator[str]:
         )
 
 
-def _end(request: JobRequest, again: Iterable[str]) -> Iterator[str]:
+def _end(request: JobRequest, after: Sequence[str], again: Iterable[str]) -> Iterator[str]:
     """The script's end, behind the launch."""
     if request.stop is None:
         yield 'exit "$?"'
         return
     yield "code=$?"
+    yield from after
     yield f'if ((code == 0)) && [[ -e "${RUN_VARIABLE}/stopped" ]]; then'
     yield f"    code={CHECKPOINTED}"
     yield from (f"    {line}" for line in again)

@@ -26,6 +26,7 @@ class SchedulerName(StrEnum):
 
     LOCAL = "local"
     SLURM = "slurm"
+    PBS = "pbs"
 
 
 SchedulerOption = Annotated[

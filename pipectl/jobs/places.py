@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from pipectl.spec import JobSpec
 
 LOCAL = "local"
-_IN_ALLOCATION = {"slurm": ("SLURM_JOB_ID", "SLURMD_NODENAME")}
+_IN_ALLOCATION = {
+    "slurm": ("SLURM_JOB_ID", "SLURMD_NODENAME"),
+    "pbs": ("PBS_JOBID", "PBS_NODEFILE"),
+}
 
 
 def profile_path(spec: JobSpec, kind: str | None = None, base: Path | None = None) -> Path:
@@ -41,11 +44,16 @@ def cache_directory(base: Path) -> Path:
 
 
 def scheduler_name(spec: JobSpec, wanted: str | None) -> str:
-    """The scheduler asked for, else the spec's; ``auto`` is Slurm where it is installed."""
+    """The scheduler asked for, else the spec's; ``auto`` is Slurm or PBS where it is installed.
+
+    Slurm comes with commands named as those of PBS, so that it is looked for first.
+    """
     name: str = wanted or spec.launch.scheduler
     if name != "auto":
         return name
-    return "slurm" if shutil.which("sbatch") else LOCAL
+    if shutil.which("sbatch"):
+        return "slurm"
+    return "pbs" if shutil.which("qsub") and shutil.which("qselect") else LOCAL
 
 
 def on_login_node(scheduler: str) -> bool:

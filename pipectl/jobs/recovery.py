@@ -1,4 +1,4 @@
-"""Submissions that were interrupted: their jobs are found in the queue by their tag."""
+"""Jobs that no record names: of interrupted submissions, and those that others submitted."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from pathlib import Path
 
 from pipectl.batch import get
 from pipectl.errors import DataFileError, PipectlError, UsageError
-from pipectl.runs import Record, RunDirectory, list_runs, locked
+from pipectl.runs import Record, RunDirectory, is_job_id, list_runs, locked
 
 _LOOKED_AT = 10
 """Runs of one name, the newest."""
+_LINE = 1000
 
 
 def recovered(run: RunDirectory, now: float) -> Record:
-    """The record of a run; completed, where its submission was interrupted and reached the queue.
+    """The record of a run; completed, where its job is not the one that it names.
 
+    That is so where a submission was interrupted, but reached the queue (the job is found by its
+    tag), and where a job script submitted itself again, since the batch system requeues none.
     Nothing is changed while another command has the run.
 
     Args:
@@ -25,7 +28,7 @@ def recovered(run: RunDirectory, now: float) -> Record:
         DataFileError: there is no record, or it is damaged.
     """
     record = Record.load(run.record)
-    if record.job_id is not None:
+    if record.job_id is not None and _next_job(run) in {None, record.job_id}:
         return record
     with locked(run, wait=False) as ours:
         return completed(run, now) if ours else record
@@ -37,7 +40,13 @@ def completed(run: RunDirectory, now: float) -> Record:
     Raises:
         DataFileError: there is no record, or it is damaged.
     """
-    record = Record.load(run.record)
+    record, job_id = Record.load(run.record), _next_job(run)
+    if job_id is not None and job_id != record.job_id:
+        record = record.after(
+            now, "submitted", job_id=job_id, detail=f"{job_id}, by its own script"
+        )
+        record.save(run.record)
+        return record
     if record.job_id is not None or record.state != "submitting":
         return record
     with suppress(PipectlError):
@@ -46,6 +55,16 @@ def completed(run: RunDirectory, now: float) -> Record:
             record = record.after(now, "submitted", job_id=job_id, detail="found by its tag")
             record.save(run.record)
     return record
+
+
+def _next_job(run: RunDirectory) -> str | None:
+    """The job that the script submitted, if it did."""
+    try:
+        text = run.resubmitted.read_text(encoding="utf-8")[:_LINE]
+    except (OSError, ValueError):
+        return None
+    words = text.split()
+    return words[-1] if words and is_job_id(words[-1]) else None
 
 
 def refuse_twice(base: Path, name: str, now: float) -> None:

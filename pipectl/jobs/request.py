@@ -7,7 +7,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipectl.batch import JobRequest, SlurmOptions, Stop
+from pipectl.batch import JobRequest, PbsOptions, SlurmOptions, Stop
 from pipectl.plan import OffloadTarget
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ def job_request(
         launch_args=tuple(launch.args),
         mpiexec=mpiexec,
         slurm=_slurm_options(spec),
+        pbs=_pbs_options(spec),
         stop=Stop(checkpoint.on_signal, lead_s, checkpoint.max_requeues),
     )
 
@@ -101,4 +102,16 @@ def _slurm_options(spec: JobSpec) -> SlurmOptions:
         reservation=slurm.reservation,
         exclusive=slurm.exclusive,
         directives=tuple(slurm.directives),
+    )
+
+
+def _pbs_options(spec: JobSpec) -> PbsOptions:
+    pbs = spec.pbs
+    return PbsOptions(
+        queue=pbs.queue,
+        account=pbs.account,
+        project=pbs.project,
+        place=pbs.place,
+        select_extra=pbs.select_extra,
+        directives=tuple(pbs.directives),
     )

@@ -157,6 +157,7 @@ def _hand_over(
         write_text(run.script, script, mode=0o777)
         record.save(run.record)
         run.exit_code.unlink(missing_ok=True)
+        run.resubmitted.unlink(missing_ok=True)
     except (PipectlError, OSError, KeyboardInterrupt):
         _put_back(run, before)
         raise
@@ -177,6 +178,7 @@ def _contents(run: RunDirectory) -> dict[Path, str | None]:
     """What is changed for another start; None where there is no file."""
     paths = (
         run.job, run.cluster, run.plan, run.predicted, run.script, run.record, run.exit_code,
+        run.resubmitted,
     )  # fmt: skip
     return {path: _content(path) for path in paths}
 

@@ -1,6 +1,6 @@
 """Run directories: making, finding, recording and reading them."""
 
-from pipectl.runs.directory import ATTEMPT, RUN_VARIABLE, SCRIPT, RunDirectory
+from pipectl.runs.directory import ATTEMPT, RESUBMITTED, RUN_VARIABLE, SCRIPT, RunDirectory
 from pipectl.runs.find import find_run, list_runs
 from pipectl.runs.lock import locked
 from pipectl.runs.manifest import LossScaleState, Manifest, Shard, checkpoints, step_of
@@ -12,12 +12,13 @@ from pipectl.runs.readers import (
     read_heartbeat,
     read_metrics,
 )
-from pipectl.runs.record import PROFILING, REHEARSAL, Event, Record
+from pipectl.runs.record import PROFILING, REHEARSAL, Event, Record, is_job_id
 
 __all__ = [
     "ATTEMPT",
     "PROFILING",
     "REHEARSAL",
+    "RESUBMITTED",
     "RUN_VARIABLE",
     "SCRIPT",
     "Event",
@@ -28,6 +29,7 @@ __all__ = [
     "Shard",
     "checkpoints",
     "find_run",
+    "is_job_id",
     "last_checkpoint",
     "list_runs",
     "locked",

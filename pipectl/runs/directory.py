@@ -16,6 +16,8 @@ SCRIPT = "PIPECTL_SCRIPT"
 """Variable of the environment: the job script's process, where ranks are on its machine."""
 RUN_VARIABLE = "PIPECTL_RUN_DIRECTORY"
 """Variable of the environment: set by the job script."""
+RESUBMITTED = "resubmitted"
+"""Name of the file with the id of the job that goes on where an earlier one of the run stopped."""
 _FOLDERS = ("errors", "logs", "trace", "checkpoints")
 
 
@@ -117,6 +119,11 @@ class RunDirectory:
     def stopped(self) -> Path:
         """Where the ranks tell the script that they did so."""
         return self.path / "stopped"
+
+    @property
+    def resubmitted(self) -> Path:
+        """Where the job script tells under which id it submitted itself again."""
+        return self.path / RESUBMITTED
 
     @property
     def exit_code(self) -> Path:

@@ -18,6 +18,11 @@ _LATEST = 2.5e11
 _CURE = "restore it from a backup, or submit the job again"
 
 
+def is_job_id(text: str) -> bool:
+    """Whether a text can be the id of a job, which commands take as an argument."""
+    return bool(_JOB_ID.fullmatch(text))
+
+
 @dataclass(frozen=True)
 class Event:
     """One entry of the history, e.g. ``submitted`` or ``cancelled``."""
@@ -86,7 +91,7 @@ class Record:
         if state not in STATES:
             raise reader.error("state", f"must be one of {', '.join(STATES)}, not {state!r}")
         job_id = reader.optional_text("job_id")
-        if job_id is not None and not _JOB_ID.fullmatch(job_id):  # commands take it as an argument
+        if job_id is not None and not is_job_id(job_id):
             raise reader.error("job_id", f"{job_id[:80]!r} is no id of a job")
         submitted_at = reader.number("submitted_at")
         if submitted_at > _LATEST:

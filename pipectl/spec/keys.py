@@ -42,7 +42,8 @@ def links_key(spec: JobSpec, machine: str) -> str:
     resources = {key: value for key, value in data["resources"].items() if key != "walltime"}
     started = ("launcher", "mpi", "bind", "args")
     launch = {key: data["launch"][key] for key in started}
-    where = {key: data["slurm"][key] for key in ("partition", "constraint", "reservation")}
+    places = {"slurm": ("partition", "constraint", "reservation"), "pbs": ("queue", "select_extra")}
+    where = {name: [data[name][key] for key in keys] for name, keys in places.items()}
     return _digest([machine, resources, launch, data["environment"], where])
 
 

@@ -60,8 +60,8 @@ class Launch(Section):
 
     scheduler: Scheduler = Field(
         default="auto",
-        description="`slurm`, or `local`: processes on this machine; `auto` is `slurm` where "
-        "`sbatch` is found.",
+        description="`slurm`, `pbs`, or `local`, processes on this machine; `auto` is `slurm` "
+        "where `sbatch` is found, else `pbs` where `qsub` is.",
     )
     launcher: Launcher = Field(
         default="auto", description="The command that starts the ranks; `auto` follows the MPI."
@@ -128,13 +128,14 @@ class Checkpoint(Section):
     )
     lead_time: Seconds = Field(
         default=180,
-        description="How long before the end of the walltime Slurm sends it, at most a quarter of "
+        description="How long before the end of the walltime it is sent, at most a quarter of "
         "it; a step and the checkpoint must fit in.",
     )
     max_requeues: Natural = Field(
         default=3,
-        description="How often Slurm puts the job back into the queue after that, or after the "
-        "failure of a node, to go on from its last checkpoint.",
+        description="How often the job goes back into the queue after that, or after the failure "
+        "of a node, to go on from its last checkpoint. (On PBS it submits itself again, where jobs "
+        "may.)",
     )
 
 
@@ -187,7 +188,12 @@ class Pbs(Section):
 
     queue: Line | None = Field(default=None, description="Queue.")
     account: Line | None = Field(default=None, description="Account the job is charged to.")
-    place: Line | None = Field(default=None, description="Placement of chunks, such as `scatter`.")
+    project: Line | None = Field(default=None, description="Project, where sites charge those.")
+    place: Line | None = Field(
+        default=None,
+        description="Placement of the chunks, one a node, such as `scatter:excl`; by default "
+        "`scatter` where there are several.",
+    )
     select_extra: Line | None = Field(
         default=None, description="Appended to the resource selection, such as `model=icelake`."
     )

@@ -1,4 +1,4 @@
-"""Requests to render, nasty strings, and pretended Slurm commands."""
+"""Requests to render, nasty strings, and pretended commands of Slurm and PBS."""
 
 import json
 import os
@@ -27,11 +27,15 @@ exit "$(cat "$here/$name.rc")"
 """
 
 
-class FakeSlurm:
-    """Slurm's commands as scripts in one folder on PATH."""
+class FakeCommands:
+    """The commands of a batch system as scripts in one folder on PATH.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    Args:
+        samples: folder of their recorded outputs.
+    """
+
+    def __init__(self, folder: Path, samples: Path) -> None:
+        self.folder, self._samples = folder, samples
 
     def answer(self, command: str, stdout: str = "", stderr: str = "", rc: int = 0) -> None:
         for stream, text in (("stdout", stdout), ("stderr", stderr), ("rc", str(rc))):
@@ -42,7 +46,7 @@ class FakeSlurm:
 
     def replay(self, command: str, sample: str) -> None:
         """Answer with a recorded output: a first line ``$ command``, a last line ``[rc=N]``."""
-        _, *lines, last = (DATA / "slurm" / sample).read_text().splitlines()
+        _, *lines, last = (self._samples / sample).read_text().splitlines()
         rc = int(last.removeprefix("[rc=").removesuffix("]"))
         text = "".join(f"{line}\n" for line in lines)
         on_stderr = rc != 0 or "test-only" in sample or sample.startswith("sbatch-bad")
@@ -63,11 +67,25 @@ class FakeSlurm:
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose programs hide all others but those of the system."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/usr/bin{os.pathsep}/bin")
-    fake = FakeSlurm(folder)
+    return folder
+
+
+@pytest.fixture
+def pbs(commands: Path) -> FakeCommands:
+    fake = FakeCommands(commands, DATA / "pbs")
+    for command in ("qsub", "qstat", "qselect", "qdel"):
+        fake.answer(command)
+    return fake
+
+
+@pytest.fixture
+def slurm(commands: Path) -> FakeCommands:
+    fake = FakeCommands(commands, DATA / "slurm")
     for command in ("squeue", "scontrol", "scancel"):
         fake.answer(command)
     fake.replay("sacct", "sacct-nodbd.txt")

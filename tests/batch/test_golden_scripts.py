@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipectl.batch import JobRequest, SlurmOptions, Stop, get
+from pipectl.batch import JobRequest, PbsOptions, SlurmOptions, Stop, get
 
 GOLDEN = Path(__file__).parents[2] / "slurm" / "golden"
 
@@ -50,11 +50,21 @@ FULL = replace(
         exclusive=True,
         directives=("--mail-type=END", "--switches=1"),
     ),
+    pbs=PbsOptions(
+        queue="gpu",
+        account="proj 123",
+        project="climate",
+        place="scatter:excl",
+        select_extra="model=icelake",
+        directives=("-m ae", "-W group_list=physics"),
+    ),
 )
 STOP = Stop(requeues=3)
 CASES = {
     "local.sh": ("local", replace(SMALL, stop=STOP)),
     "local-full.sh": ("local", replace(FULL, launcher="mpiexec", mpi="auto", launch_args=())),
+    "pbs.sh": ("pbs", SMALL),
+    "pbs-full.sh": ("pbs", replace(FULL, launcher="mpiexec", mpi="openmpi", stop=STOP)),
     "slurm-mpiexec.sh": ("slurm", SMALL),
     "slurm-openmpi.sh": ("slurm", replace(FULL, launcher="mpiexec", mpi="openmpi", stop=STOP)),
     "slurm-srun.sh": ("slurm", replace(FULL, stop=Stop("USR1", 90))),

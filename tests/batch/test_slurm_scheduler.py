@@ -13,7 +13,7 @@ from pipectl.batch.slurm_text import SACCT_FORMAT, SQUEUE_FORMAT
 from pipectl.errors import SchedulerError
 
 if TYPE_CHECKING:
-    from conftest import FakeSlurm
+    from conftest import FakeCommands
 
 MakeRequest = Callable[..., JobRequest]
 SCRIPT = Path("/runs/job.sh")
@@ -21,7 +21,7 @@ SUBMIT = 1795228138.0
 
 
 def test_submit_returns_the_id_and_makes_the_log_folder(
-    slurm: "FakeSlurm", make_request: MakeRequest
+    slurm: "FakeCommands", make_request: MakeRequest
 ) -> None:
     slurm.replay("sbatch", "sbatch-parsable.txt")
     request = make_request()
@@ -31,7 +31,7 @@ def test_submit_returns_the_id_and_makes_the_log_folder(
 
 
 def test_variables_that_overrule_the_script_are_removed(
-    slurm: "FakeSlurm", make_request: MakeRequest, monkeypatch: pytest.MonkeyPatch
+    slurm: "FakeCommands", make_request: MakeRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     removed = ("SBATCH_PARTITION", "SLURM_JOB_ID", "SLURM_NTASKS", "SQUEUE_PARTITION")
     for name in (*removed, "SLURM_CONF", "SLURM_CLUSTERS", "MY_SETTING"):
@@ -55,7 +55,7 @@ def test_variables_that_overrule_the_script_are_removed(
     ],
 )
 def test_refusals_name_a_cure(
-    slurm: "FakeSlurm", make_request: MakeRequest, sample: str, message: str, cure: str
+    slurm: "FakeCommands", make_request: MakeRequest, sample: str, message: str, cure: str
 ) -> None:
     slurm.replay("sbatch", sample)
     with pytest.raises(SchedulerError, match=message) as caught:
@@ -73,7 +73,9 @@ def test_missing_slurm_is_named(
     assert "launch.scheduler: local" in (caught.value.cure or "")
 
 
-def test_a_lost_answer_is_looked_up_by_tag(slurm: "FakeSlurm", make_request: MakeRequest) -> None:
+def test_a_lost_answer_is_looked_up_by_tag(
+    slurm: "FakeCommands", make_request: MakeRequest
+) -> None:
     slurm.hang("sbatch")
     slurm.replay("squeue", "squeue-format.txt")
     scheduler = SlurmScheduler(timeout_s=1.0)
@@ -82,14 +84,16 @@ def test_a_lost_answer_is_looked_up_by_tag(slurm: "FakeSlurm", make_request: Mak
 
 
 def test_an_uncertain_failure_is_looked_up_too(
-    slurm: "FakeSlurm", make_request: MakeRequest
+    slurm: "FakeCommands", make_request: MakeRequest
 ) -> None:
     slurm.answer("sbatch", stderr="sbatch: error: Socket timed out on send/recv operation", rc=1)
     slurm.replay("squeue", "squeue-format.txt")
     assert SlurmScheduler().submit(SCRIPT, make_request(tag="tag-held")) == "35"
 
 
-def test_a_lost_job_is_not_submitted_twice(slurm: "FakeSlurm", make_request: MakeRequest) -> None:
+def test_a_lost_job_is_not_submitted_twice(
+    slurm: "FakeCommands", make_request: MakeRequest
+) -> None:
     slurm.answer("sbatch", stderr="Unable to contact slurm controller", rc=1)
     with pytest.raises(NoAnswerError, match="'tag-1' is listed: Unable to contact"):
         SlurmScheduler().submit(SCRIPT, make_request())
@@ -99,14 +103,14 @@ def test_a_lost_job_is_not_submitted_twice(slurm: "FakeSlurm", make_request: Mak
     assert len(slurm.calls("sbatch")) == 2
 
 
-def test_find_takes_the_latest_job_of_a_tag(slurm: "FakeSlurm") -> None:
+def test_find_takes_the_latest_job_of_a_tag(slurm: "FakeCommands") -> None:
     row = "{}|RUNNING|1|N/A|N/A|node1|tag|None\n"
     slurm.answer("squeue", row.format(9) + row.format(10) + row.format(8))
     assert SlurmScheduler().find("tag") == "10"
     assert SlurmScheduler().find("other") is None
 
 
-def test_query_of_live_jobs_asks_the_queue_once(slurm: "FakeSlurm") -> None:
+def test_query_of_live_jobs_asks_the_queue_once(slurm: "FakeCommands") -> None:
     slurm.replay("squeue", "squeue-format.txt")
     found = SlurmScheduler().query(["36", "37"])
     assert found["36"].state is JobState.RUNNING
@@ -116,12 +120,12 @@ def test_query_of_live_jobs_asks_the_queue_once(slurm: "FakeSlurm") -> None:
     assert slurm.calls("sacct") == slurm.calls("scontrol") == []
 
 
-def test_query_of_nothing_asks_nobody(slurm: "FakeSlurm") -> None:
+def test_query_of_nothing_asks_nobody(slurm: "FakeCommands") -> None:
     assert SlurmScheduler().query([]) == {}
     assert slurm.calls("squeue") == []
 
 
-def test_finished_jobs_get_their_exit_code_from_the_accounting(slurm: "FakeSlurm") -> None:
+def test_finished_jobs_get_their_exit_code_from_the_accounting(slurm: "FakeCommands") -> None:
     slurm.answer("squeue", "2|FAILED|1|1795228139|1795228139|node1|t|NonZeroExitCode\n")
     slurm.replay("sacct", "sacct-format.txt")
     found = SlurmScheduler().query(["1", "2", "3"], since=SUBMIT)
@@ -138,18 +142,18 @@ def test_finished_jobs_get_their_exit_code_from_the_accounting(slurm: "FakeSlurm
     assert day in {"2026-11-19", "2026-11-20"}, "the day before, in local time"
 
 
-def test_the_latest_attempt_of_a_requeued_job_counts(slurm: "FakeSlurm") -> None:
+def test_the_latest_attempt_of_a_requeued_job_counts(slurm: "FakeCommands") -> None:
     slurm.replay("sacct", "sacct-format.txt")
     assert SlurmScheduler().query(["6"], since=SUBMIT)["6"].state is JobState.COMPLETED
 
 
-def test_a_recycled_id_is_not_taken_for_ours(slurm: "FakeSlurm") -> None:
+def test_a_recycled_id_is_not_taken_for_ours(slurm: "FakeCommands") -> None:
     slurm.replay("sacct", "sacct-format.txt")
     assert "2" in SlurmScheduler().query(["2"], since=SUBMIT + 59)
     assert SlurmScheduler().query(["2"], since=SUBMIT + 61) == {}
 
 
-def test_without_accounting_the_controller_tells_the_exit_code(slurm: "FakeSlurm") -> None:
+def test_without_accounting_the_controller_tells_the_exit_code(slurm: "FakeCommands") -> None:
     slurm.answer("squeue", "2|FAILED|1|1795228139|1795228139|node1|t|NonZeroExitCode\n")
     slurm.replay("scontrol", "scontrol-2.txt")
     status = SlurmScheduler().query(["2"])["2"]
@@ -161,33 +165,33 @@ def test_without_accounting_the_controller_tells_the_exit_code(slurm: "FakeSlurm
     assert slurm.calls("scontrol") == [["show", "job", "-o", "2"]]
 
 
-def test_jobs_that_nobody_knows_are_absent(slurm: "FakeSlurm") -> None:
+def test_jobs_that_nobody_knows_are_absent(slurm: "FakeCommands") -> None:
     slurm.replay("scontrol", "scontrol-unknown.txt")
     assert SlurmScheduler().query(["99"]) == {}
     slurm.replay("sacct", "sacct-unknown.txt")
     assert SlurmScheduler().query(["99"]) == {}
 
 
-def test_an_accounting_that_missed_the_end_decides_nothing(slurm: "FakeSlurm") -> None:
+def test_an_accounting_that_missed_the_end_decides_nothing(slurm: "FakeCommands") -> None:
     slurm.answer("sacct", "7|RUNNING|0:0|1795228138|1795228139|Unknown|node1\n")
     status = SlurmScheduler().query(["7"])["7"]
     assert status.state is JobState.UNKNOWN
     assert "RUNNING" in status.reason
 
 
-def test_a_failing_squeue_is_an_error_not_an_absence(slurm: "FakeSlurm") -> None:
+def test_a_failing_squeue_is_an_error_not_an_absence(slurm: "FakeCommands") -> None:
     slurm.answer("squeue", stderr="slurm_load_jobs error: Unable to contact", rc=1)
     with pytest.raises(SchedulerError, match="Unable to contact"):
         SlurmScheduler().query(["1"])
 
 
-def test_a_squeue_that_hangs_is_given_up(slurm: "FakeSlurm") -> None:
+def test_a_squeue_that_hangs_is_given_up(slurm: "FakeCommands") -> None:
     slurm.hang("squeue")
     with pytest.raises(NoAnswerError, match="no answer within 1 s"):
         SlurmScheduler(timeout_s=1.0).query(["1"])
 
 
-def test_cancel(slurm: "FakeSlurm") -> None:
+def test_cancel(slurm: "FakeCommands") -> None:
     slurm.replay("scancel", "scancel-unknown.txt")
     SlurmScheduler().cancel("999999")
     assert slurm.calls("scancel") == [["999999"]]
@@ -196,7 +200,7 @@ def test_cancel(slurm: "FakeSlurm") -> None:
         SlurmScheduler().cancel("1")
 
 
-def test_estimate_is_the_forecast(slurm: "FakeSlurm") -> None:
+def test_estimate_is_the_forecast(slurm: "FakeCommands") -> None:
     slurm.replay("sbatch", "sbatch-testonly-toobig.txt")
     forecast = SlurmScheduler().estimate(SCRIPT)
     assert forecast is not None
@@ -204,7 +208,7 @@ def test_estimate_is_the_forecast(slurm: "FakeSlurm") -> None:
     assert slurm.calls("sbatch") == [["--test-only", "/runs/job.sh"]]
 
 
-def test_an_impossible_job_has_no_estimate(slurm: "FakeSlurm") -> None:
+def test_an_impossible_job_has_no_estimate(slurm: "FakeCommands") -> None:
     slurm.replay("sbatch", "sbatch-testonly-5nodes.txt")
     with pytest.raises(SchedulerError, match="node configuration is not available") as caught:
         SlurmScheduler().estimate(SCRIPT)

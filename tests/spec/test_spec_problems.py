@@ -67,7 +67,7 @@ TOP_LEVEL = (
         ("resources: {walltime: 1:99:00}", "7:23: resources.walltime: '1:99:00' is not a duration; write for example 00:30:00, 90s or 1h30m"),
         ("resources: {walltime: 0s}", "7:23: resources.walltime: must be at least 1 s and below 2^63, not '0s'"),
         # choices and flags
-        ("launch: {scheduler: pbs}", "7:21: launch.scheduler: 'pbs' is not supported yet; choose auto, local or slurm"),
+        ("launch: {scheduler: lsf}", "7:21: launch.scheduler: must be auto, local, slurm or pbs, not 'lsf'"),
         ("launch: {launcher: mpirun}", "7:20: launch.launcher: must be auto, srun or mpiexec, not 'mpirun'"),
         ("pipeline: {schedule: gpip}", "7:22: pipeline.schedule: must be auto, gpipe, 1f1b, interleaved, looped-bfs, zb-h1, zb-v, dualpipev, pipedream or pipedream-2bw, a .csv file, or a schedule that a package offers, not 'gpip'"),
         ("pipeline: {replicas: 0}", "7:22: pipeline.replicas: must be at least 1, not 0"),

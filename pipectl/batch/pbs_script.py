@@ -1,0 +1,193 @@
+"""The job script for PBS Pro and OpenPBS: its directives above the common body."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from pipectl.batch.launchers import mpiexec_command
+from pipectl.batch.protocol import JobRequest
+from pipectl.batch.quoting import checked, pbs_path, pbs_value, shell_word
+from pipectl.batch.script import render_body
+from pipectl.errors import InvalidInputError, SchedulerError
+from pipectl.runs import RESUBMITTED, RUN_VARIABLE
+from pipectl.units import format_clock
+
+_NAME_LENGTH = 200
+_BAD_SELECT = re.compile(r"[^A-Za-z0-9_=:.,+*~/@-]")
+
+# Options that pipectl writes itself: PBS takes the first of two, so that a second has no effect.
+_MANAGED = {
+    "-N": "name", "-A": "pbs.account", "-P": "pbs.project", "-q": "pbs.queue",
+    "-l select": "resources, or pbs.select_extra",
+    "-l nodes": "resources.nodes",
+    "-l place": "pbs.place",
+    "-l walltime": "resources.walltime",
+    "-l ncpus": "resources.cpus_per_task", "-l mem": "resources.memory_per_node",
+    "-r": "checkpoint.max_requeues",
+    "-S": None, "-j": None, "-k": None, "-o": None, "-e": None, "-J": None, "-C": None,
+    "-V": None, "-I": None, "-X": None, "-z": None, "-f": None,
+}  # fmt: skip
+
+# The task manager of PBS starts processes on other nodes where nobody may log in. It garbles a
+# command of one word, and knows no options of ssh.
+_AGENT = f"""\
+if type pbs_tmrsh >/dev/null 2>&1; then
+    cat >"${RUN_VARIABLE}/agent" <<'AGENT'
+#!/bin/bash
+while [[ ${{1-}} == -* ]]; do shift; done
+host=$1
+shift
+exec pbs_tmrsh "$host" /bin/bash -c "$*"
+AGENT
+    chmod u+x "${RUN_VARIABLE}/agent"
+    export HYDRA_LAUNCHER=ssh HYDRA_LAUNCHER_EXEC="${RUN_VARIABLE}/agent"
+    export PRTE_MCA_plm_ssh_agent="${RUN_VARIABLE}/agent"
+fi"""
+
+
+def render_script(request: JobRequest) -> str:
+    """The whole job script.
+
+    Raises:
+        InvalidInputError: a value that cannot be written down, or a directive that pipectl
+            manages.
+        SchedulerError: no mpiexec, or a launcher of Slurm.
+    """
+    if request.launcher == "srun" and not request.alone:
+        raise SchedulerError(
+            "launch.launcher: srun needs Slurm", cure="use mpiexec or auto for jobs on PBS"
+        )
+    header = "".join(f"#PBS {option}\n" for option in _options(request))
+    launch = request.command if request.alone else mpiexec_command(request)
+    before = [*_timer(request), *(() if request.alone or request.nodes == 1 else (_AGENT,))]
+    body = render_body(request, launch, before=before, after=_after(request), again=_again(request))
+    log = shell_word(str(request.run_directory / "logs" / "job.log"), "output.directory")
+    return f"#!/bin/bash\n{header}\nexec >>{log} 2>&1 # PBS may begin its own file anew\n{body}"
+
+
+def job_name(request: JobRequest) -> str:
+    """The job's name: that of the spec, and what tells this submission from all others.
+
+    PBS has no field for comments, and allows names of more than 200 characters (15 before
+    version 10).
+    """
+    first = "" if request.name[:1].isalpha() else "j"
+    return f"{first}{request.name[:_NAME_LENGTH]}{suffix(request.tag)}"
+
+
+def suffix(tag: str) -> str:
+    """How the names of jobs with this tag end."""
+    return f".{tag.split()[-1]}"
+
+
+def _options(request: JobRequest) -> Iterator[str]:
+    pbs, directory = request.pbs, str(request.run_directory)
+    yield "-S /bin/bash"
+    yield f"-N {pbs_value(job_name(request), 'name')}"
+    for option, key, value in (
+        ("-A", "account", pbs.account),
+        ("-P", "project", pbs.project),
+        ("-q", "queue", pbs.queue),
+    ):
+        if value is not None:
+            yield f"{option} {pbs_value(value, f'pbs.{key}')}"
+    yield f"-l select={_selection(request)}"
+    if place := pbs.place or ("scatter" if request.nodes > 1 else None):
+        yield f"-l place={_resource_words(place, 'pbs.place')}"
+    yield f"-l walltime={format_clock(request.walltime_s)}"
+    yield f"-r {'y' if request.stop is not None and request.stop.requeues else 'n'}"
+    yield "-j oe"
+    yield "-k doe"
+    yield f"-o {pbs_path(f'{directory}/logs/pbs.log', 'output.directory')}"
+    for directive in pbs.directives:
+        yield _directive(directive)
+
+
+def _selection(request: JobRequest) -> str:
+    """One chunk a node; what it counts is per chunk."""
+    cores = request.tasks_per_node * request.cpus_per_task
+    parts = [
+        str(request.nodes),
+        f"ncpus={cores}",
+        f"mpiprocs={request.tasks_per_node}",
+        f"ompthreads={request.cpus_per_task}",
+    ]
+    if request.gpus_per_node:
+        parts.append(f"ngpus={request.gpus_per_node}")
+    if request.memory_per_node_bytes is not None:
+        parts.append(f"mem={-(-request.memory_per_node_bytes // 2**20)}mb")
+    if request.pbs.select_extra:
+        parts.append(_resource_words(request.pbs.select_extra, "pbs.select_extra").lstrip(":"))
+    return ":".join(parts)
+
+
+def _resource_words(text: str, what: str) -> str:
+    """Within ``-l`` nothing is quoted: only what resources are written with may be there."""
+    bad = _BAD_SELECT.search(checked(text, what))
+    if bad is None:
+        return text
+    raise InvalidInputError(
+        f"{what}: {bad[0]!r} cannot stand in a resource list of PBS",
+        cure="write it as behind -l, for example model=icelake:bigmem=True",
+    )
+
+
+def _timer(request: JobRequest) -> Iterator[str]:
+    """PBS sends no signal before the walltime is over. The script gives it to itself.
+
+    A ``read`` that gets nothing waits without a process that would outlive the script.
+    """
+    stop = request.stop
+    if stop is not None:
+        wait_s = request.walltime_s - stop.lead_time_s
+        yield f"wait_s=$((SECONDS < {wait_s} ? {wait_s} - SECONDS : 1))"
+        yield f'(read -rt "$wait_s" <> <(:); kill -s {stop.signal} $$) & timer=$!'
+        yield "deleted="
+        yield "trap 'deleted=1; forward TERM 143' TERM"
+
+
+def _after(request: JobRequest) -> Sequence[str]:
+    return () if request.stop is None else ('kill "$timer" 2>/dev/null',)
+
+
+def _again(request: JobRequest) -> Iterator[str]:
+    """Shell lines that submit the script anew; users may not requeue a job themselves."""
+    if request.stop is None or not request.stop.requeues:
+        return
+    yield f"if ((attempt <= {request.stop.requeues})) && [[ -z $deleted ]]; then"
+    yield f"    if next=$(qsub -C '#PBS' \"${RUN_VARIABLE}/job.sh\"); then"
+    yield f'        echo "$next" >"${RUN_VARIABLE}/{RESUBMITTED}.tmp" &&'
+    yield f'            mv -f "${RUN_VARIABLE}/{RESUBMITTED}.tmp" "${RUN_VARIABLE}/{RESUBMITTED}"'
+    yield "    else"
+    yield "        echo 'pipectl: this job may not submit another; pipectl resume goes on' >&2"
+    yield "    fi"
+    yield "fi"
+
+
+def _directive(text: str) -> str:
+    """One of the user's own options, verbatim."""
+    line = checked(text, "pbs.directives").strip().removeprefix("#PBS").strip()
+    if not line.startswith("-"):
+        raise InvalidInputError(
+            f"pbs.directives: {text!r} is no option of qsub",
+            cure="write it as on qsub's command line, for example -m ae",
+        )
+    for option, key in _MANAGED.items():
+        if _is_option(line, option):
+            raise InvalidInputError(
+                f"pbs.directives: {option} is written by pipectl itself",
+                cure=f"set {key} in the job spec" if key else "remove it",
+            )
+    return line
+
+
+def _is_option(line: str, option: str) -> bool:
+    """Whether a directive is this option, or holds this resource, in any of qsub's spellings."""
+    letter, _, resource = option.partition(" ")
+    if not line.startswith(letter):
+        return False
+    if not resource:
+        return True
+    given = re.split(r"[,\s]+", line.removeprefix(letter).strip())
+    return any(word.partition("=")[0] == resource for word in given)

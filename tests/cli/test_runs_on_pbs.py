@@ -1,0 +1,76 @@
+"""A run from submission to its end, with PBS's commands pretended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Program = Callable[[str, str], None]
+PBS = ("--scheduler", "pbs")
+
+
+def told(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "record.json").read_text())
+    return found
+
+
+def listing(job_id: str, state: str, more: str = "") -> str:
+    return f"printf 'Job Id: {job_id}\\n    job_state = {state}\\n{more}'"
+
+
+def test_auto_is_pbs_where_its_commands_are(cli: Any, job: Path, program: Program) -> None:
+    program("qsub", "echo 7.vm")
+    assert cli("submit", "job.yaml", "--dry-run").out.count("#PBS") == 0
+    program("qselect", "true")
+    script = cli("submit", "job.yaml", "--dry-run").out
+    assert "#PBS -l select=2:ncpus=1:mpiprocs=1" in script
+    program("sbatch", "exit 1")
+    assert cli("submit", "job.yaml", "--dry-run").out.count("#SBATCH") > 0
+
+
+def test_a_run_that_submits_itself_again(cli: Any, job: Path, program: Program) -> None:
+    program("qsub", "echo 7.vm")
+    result = cli("submit", "job.yaml", *PBS, "--set", "launch.launcher=mpiexec")
+    assert (result.code, "submitted: tiny (pbs job 7.vm)" in result.out) == (0, True), result.err
+    (run,) = Path("runs").glob("*-tiny")
+    program("qstat", listing("7.vm", "Q", "    comment = Not Running: Host set is full\\n"))
+    assert "Host set is full" in cli("status", "last").out
+
+    (run / "resubmitted").write_text("12.vm\n")
+    program("qstat", '[[ $* == "-x -f 12.vm" ]] && ' + listing("12.vm", "R"))
+    shown = json.loads(cli("status", "last", "--json").out)
+    assert (shown["job_id"], shown["state"]) == ("12.vm", "RUNNING")
+    assert told(run)["job_id"] == "12.vm"
+    assert [event["what"] for event in told(run)["history"]][-1] == "submitted"
+
+    program("qdel", "[[ $* == 12.vm ]]")
+    assert cli("cancel", "last").code == 0
+    program("qstat", listing("12.vm", "F", "    substate = 91\\n    Exit_status = 271\\n"))
+    assert "CANCELLED" in cli("status", "last").out
+
+
+def test_what_a_script_left_there_is_no_argument(cli: Any, job: Path, program: Program) -> None:
+    program("qsub", "echo 7.vm")
+    assert cli("submit", "job.yaml", *PBS).code == 0
+    (run,) = Path("runs").glob("*-tiny")
+    program("qstat", listing("7.vm", "R"))
+    for text in ("", "-x", "$(touch PWNED)", "12.vm\n;rm", "\0", "x" * 2000):
+        (run / "resubmitted").write_text(text)
+        assert cli("status", "last").code == 0
+        assert told(run)["job_id"] == "7.vm", text
+
+
+def test_a_server_that_is_down(cli: Any, job: Path, program: Program) -> None:
+    program("qsub", "echo 7.vm")
+    assert cli("submit", "job.yaml", *PBS).code == 0
+    program("qstat", "echo 'qstat: cannot connect to server pbs (errno=15010)' >&2; exit 162")
+    shown = cli("status", "last").out
+    assert "QUEUED" in shown
+    assert cli("cancel", "last").code in (0, 5)
+
+
+def test_no_forecast(cli: Any, job: Path, program: Program) -> None:
+    result = cli("submit", "job.yaml", *PBS, "--test-only")
+    assert result.code == 0, result.err
