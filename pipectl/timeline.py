@@ -12,7 +12,6 @@ from pipectl.fields import Reader
 from pipectl.files import read_json, write_text
 
 VERSION = 1
-_DIGITS = 9  # of seconds: nanoseconds
 _CURE = "it is written again when the job runs again"
 
 
@@ -68,7 +67,7 @@ class Timeline:
         return {**self._head(), "events": [list(event) for event in self.events]}
 
     def save(self, path: Path) -> None:
-        """Write the file whole, a line an event, to the nanosecond."""
+        """Write the file whole, a line an event."""
         rows = ",\n".join(map(_row, self.events))
         head = "".join(f'"{key}": {json.dumps(value)},\n' for key, value in self._head().items())
         write_text(path, f'{{\n{head}"events": [\n{rows}\n]\n}}\n', durable=False)
@@ -116,6 +115,5 @@ class Timeline:
 
 
 def _row(event: Event) -> str:
-    rank, start_s, end_s, kind, *rest = event
-    times = f"{round(start_s, _DIGITS)}, {round(end_s, _DIGITS)}"
-    return f'[{rank}, {times}, "{kind}", {", ".join(map(str, rest))}]'
+    """To the nanosecond."""
+    return '[%d, %.9f, %.9f, "%s", %d, %d, %d]' % event  # noqa: UP031 - much the fastest

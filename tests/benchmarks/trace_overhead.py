@@ -32,7 +32,7 @@ HERE = Path(__file__).resolve().parent
 RANK = HERE / "ranks" / "trace_overhead.py"
 CONFIGS = HERE.parents[1] / "configs" / "models"
 RANKS, BATCH, MICRO_BATCHES = 2, 16, 8
-ROUNDS, STEPS = 15, 6
+ROUNDS, STEPS = 60, 4
 ACTIONS, REPEATS = 20_000, 15
 
 
