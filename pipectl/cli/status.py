@@ -10,7 +10,7 @@ import typer
 
 from pipectl.cli.console import note, output, say, say_json
 from pipectl.cli.options import RUNS, Json, RunsDirectory
-from pipectl.errors import UnknownRunError
+from pipectl.errors import UnknownRunError, UsageError
 
 
 def command(
@@ -19,13 +19,25 @@ def command(
     ] = None,
     directory: RunsDirectory = RUNS,
     limit: Annotated[int, typer.Option(min=1, help="How many runs to list, newest last.")] = 20,
+    ranks: Annotated[bool, typer.Option("--ranks", help="Every rank of a run in a table.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="On the whole screen, until it is over or Ctrl-C.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Show all runs, or everything about one."""
-    if name is None:
-        _all(directory, limit, as_json)
+    if watch and as_json:
+        raise UsageError("--watch and --json exclude each other", cure="leave one out")
+    if ranks and name is None:
+        raise UsageError("--ranks: of which run?", cure="name it, or write `last`")
+    if name is not None:
+        _one(directory, name, as_json=as_json, ranks=ranks, watch=watch)
+    elif watch:
+        from pipectl.cli.status_watch import watch_all
+
+        watch_all(directory, limit)
     else:
-        _one(directory, name, as_json)
+        _all(directory, limit, as_json)
 
 
 def _all(directory: Path, limit: int, as_json: bool) -> None:
@@ -46,16 +58,26 @@ def _all(directory: Path, limit: int, as_json: bool) -> None:
             note(f"{len(runs) - limit} older runs are not shown; see --limit")
 
 
-def _one(directory: Path, name: str, as_json: bool) -> None:
+def _one(directory: Path, name: str, *, as_json: bool, ranks: bool, watch: bool) -> None:
     from pipectl.batch import JobState
     from pipectl.cli.status_view import show_run, status_json
     from pipectl.jobs.status import status
     from pipectl.runs import find_run
 
-    found = status(find_run(directory, name), time.time())
+    run = find_run(directory, name)
+    if watch:
+        from pipectl.cli.status_watch import watch_one
+
+        found = watch_one(run)
+    else:
+        found = status(run, time.time())
     if as_json:
         say_json(status_json(found))
     else:
         show_run(found)
+    if ranks and not as_json:
+        from pipectl.cli.ranks_view import ranks_table
+
+        output().print(ranks_table(found))
     if found.job.state is JobState.UNKNOWN:
         raise typer.Exit(UnknownRunError.exit_code)

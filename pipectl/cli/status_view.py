@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from pipectl.batch import JobState
+from pipectl.batch import JobState, JobStatus
 from pipectl.cli.console import joined, output, plain, short
 from pipectl.cli.plan_view import headline
 from pipectl.jobs.status import Laggard, Peak, RunStatus
@@ -17,10 +17,16 @@ from pipectl.runs import PROFILING, last_checkpoint
 from pipectl.units import format_bytes, format_time
 
 _SHOWN_PEAKS = 4
+_REASON = 40
+"""Characters of a reason that a table has room for."""
 _GAP = Text("  ")
-_FIGURES = ("step", "loss", "a step", "predicted", "remaining")
-_HEADS = ("run", "state", "on", *_FIGURES)
-_OPTIONAL = ("predicted", "on", "remaining", "a step")  # the least important first
+_FIGURES = (
+    "step", "loss", "a step", "predicted", "efficiency", "memory", "restarts", "remaining",
+)  # fmt: skip
+_HEADS = ("run", "state", "on", *_FIGURES, "waits for")
+_OPTIONAL = (  # the least important first
+    "predicted", "memory", "efficiency", "on", "restarts", "waits for", "remaining", "a step",
+)  # fmt: skip
 _STYLES = {
     JobState.COMPLETED: "green",
     JobState.RUNNING: "cyan",
@@ -58,13 +64,18 @@ def runs_table(found: Sequence[RunStatus], width: int) -> Table:
 def show_run(status: RunStatus) -> None:
     """Print everything about one run."""
     console = output()
-    for line in _run_lines(status):
+    for line in run_lines(status):
         console.print(line, soft_wrap=True)
 
 
-def _run_lines(status: RunStatus) -> Iterator[Text]:
+def run_lines(status: RunStatus, *, files: bool = True) -> Iterator[Text]:
+    """Everything about one run.
+
+    Args:
+        files: whether to say what it has made, and where that lies.
+    """
     yield joined(plain(status.run.name, "bold"), _GAP, _state(status), _GAP, plain(_job(status)))
-    for label, text in _details(status):
+    for label, text in (*_details(status), *(_files(status) if files else ())):
         yield plain(f"  {label:<14}{text}")
     yield from _failure(status)
 
@@ -85,6 +96,8 @@ def status_json(status: RunStatus) -> dict[str, Any]:
         "exit_code": job.exit_code,
         "submitted_at": status.record.submitted_at if status.record else None,
         "phase": status.phase,
+        "restarts": status.restarts,
+        "expected_start": job.start if job.state in {JobState.QUEUED, JobState.HELD} else None,
         "step": found.step,
         "steps": status.steps,
         "first_loss": found.first_loss,
@@ -125,8 +138,20 @@ def _cells(status: RunStatus) -> tuple[str, ...]:
         "" if found.last_loss is None else f"{found.last_loss:.4g}",
         _time(found.step_time_s),
         _time(status.predicted_step_s),
+        "" if status.efficiency is None else f"{status.efficiency:.0%}",
+        format_bytes(max(peak.measured_bytes for peak in status.peaks)) if status.peaks else "",
+        str(status.restarts or ""),
         _time(left),
+        _waits_for(status.job),
     )
+
+
+def _waits_for(job: JobStatus) -> str:
+    """What a job in the queue waits for, and until when, as far as the batch system says."""
+    if job.state not in {JobState.QUEUED, JobState.HELD}:
+        return ""
+    start = "" if job.start is None else f"{datetime.fromtimestamp(job.start):%a %H:%M}"
+    return ", ".join(filter(None, (job.reason[:_REASON], start and f"until {start}")))
 
 
 def _progress(status: RunStatus, form: str) -> str:
@@ -147,6 +172,10 @@ def _details(status: RunStatus) -> Iterator[tuple[str, str]]:
     found, job = status.measured, status.job
     if job.reason:
         yield "reason", job.reason
+    if job.start is not None and job.state in {JobState.QUEUED, JobState.HELD}:
+        yield "expected", f"to start {datetime.fromtimestamp(job.start):%Y-%m-%d %H:%M}"
+    if status.restarts:
+        yield "restarts", str(status.restarts)
     if status.record is not None:
         submitted = datetime.fromtimestamp(status.record.submitted_at)
         yield "submitted", f"{submitted:%Y-%m-%d %H:%M:%S}"
@@ -165,7 +194,6 @@ def _details(status: RunStatus) -> Iterator[tuple[str, str]]:
         *more, last = found.not_finite
         before = f"; {len(more)} steps before it" if more else ""
         yield "not finite", f"step {last}: {found.fault}{before}"
-    yield from _files(status)
 
 
 def _files(status: RunStatus) -> Iterator[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,6 +60,7 @@ class RunStatus:
         phase: what the ranks said they do, e.g. ``training``; empty before the first heartbeat.
         plan: None before the job has made one.
         culprit: the first failure that was reported, if any was.
+        restarts: how often the job was started again.
     """
 
     run: RunDirectory
@@ -70,6 +71,7 @@ class RunStatus:
     plan: Plan | None
     ranks: tuple[Mapping[str, Any], ...]
     culprit: Culprit | None
+    restarts: int = 0
 
     @property
     def predicted_step_s(self) -> float | None:
@@ -122,21 +124,46 @@ class RunStatus:
 
 
 @dataclass(frozen=True)
-class _Answer:
+class Answer:
     """What one batch system said about its jobs."""
 
     listed: Mapping[str, JobStatus]
     error: str | None = None
 
 
-def statuses(runs: Sequence[RunDirectory], now: float) -> list[RunStatus]:
+Answers = Mapping[str, Answer]
+"""By batch system."""
+
+
+def ask(records: Sequence[Record]) -> dict[str, Answer]:
+    """Ask every batch system once; one that fails is not asked again."""
+    answers = {}
+    for name in {record.scheduler for record in records}:
+        ours = [record for record in records if record.scheduler == name and record.job_id]
+        ids = [record.job_id for record in ours if record.job_id is not None]
+        if not ids:
+            continue
+        since = min(record.submitted_at for record in ours)
+        try:
+            answers[name] = Answer(get(name).query(ids, since=since))
+        except PipectlError as error:
+            answers[name] = Answer({}, error.message)
+    return answers
+
+
+def statuses(
+    runs: Sequence[RunDirectory],
+    now: float,
+    ask: Callable[[Sequence[Record]], Answers] = ask,
+) -> list[RunStatus]:
     """The state of several runs, with one question per batch system.
 
     Args:
         now: seconds since the epoch.
+        ask: what the batch systems say of the jobs in these records.
     """
     records = [_record(run, now) for run in runs]
-    answers = _ask([record for record in records if isinstance(record, Record)])
+    answers = ask([record for record in records if isinstance(record, Record)])
     return [_status(run, record, answers, now) for run, record in zip(runs, records, strict=True)]
 
 
@@ -160,29 +187,13 @@ def _record(run: RunDirectory, now: float) -> Record | DataFileError:
         return error
 
 
-def _ask(records: Sequence[Record]) -> dict[str, _Answer]:
-    """Ask every batch system once; one that fails is not asked again."""
-    answers = {}
-    for name in {record.scheduler for record in records}:
-        ours = [record for record in records if record.scheduler == name and record.job_id]
-        ids = [record.job_id for record in ours if record.job_id is not None]
-        if not ids:
-            continue
-        since = min(record.submitted_at for record in ours)
-        try:
-            answers[name] = _Answer(get(name).query(ids, since=since))
-        except PipectlError as error:
-            answers[name] = _Answer({}, error.message)
-    return answers
-
-
 def _status(
-    run: RunDirectory, record: Record | DataFileError, answers: Mapping[str, _Answer], now: float
+    run: RunDirectory, record: Record | DataFileError, answers: Answers, now: float
 ) -> RunStatus:
     heartbeat = _heartbeat(run)
     if isinstance(record, Record):
         known = record
-        job = _job(run, record, answers.get(record.scheduler, _Answer({})), heartbeat, now)
+        job = _job(run, record, answers.get(record.scheduler, Answer({})), heartbeat, now)
     else:
         known = None
         job = JobStatus(JobState.UNKNOWN, reason=record.message, source="none")
@@ -191,6 +202,7 @@ def _status(
         record=known,
         job=job,
         phase=heartbeat.get("state") or "",
+        restarts=max(0, (heartbeat.get("attempt") or 1) - 1),
         measured=figures(run, known),
         plan=_plan(run),
         ranks=tuple(heartbeat.get("ranks") or ()),
@@ -199,7 +211,7 @@ def _status(
 
 
 def _job(
-    run: RunDirectory, record: Record, answer: _Answer, heartbeat: Mapping[str, Any], now: float
+    run: RunDirectory, record: Record, answer: Answer, heartbeat: Mapping[str, Any], now: float
 ) -> JobStatus:
     return resolve(
         Evidence(

@@ -1,0 +1,152 @@
+"""`status --watch` and `--ranks`, the first on a pretended terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
+from fcntl import ioctl
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pipectl.cli.ranks_view import bar
+from pipectl.cli.sparkline import sparkline
+
+if TYPE_CHECKING:
+    from conftest import Command
+
+RunOf = Callable[..., Path]
+ENTER, LEAVE, SHOW_CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"
+RANKS = [
+    {"rank": rank, "node": f"n{rank}", "stages": [rank], "waiting": 0.25 * rank, "busy_s": 0.5,
+     "rss_bytes": 1 << 29, "peak_bytes": 1 << 30}
+    for rank in range(3)
+]  # fmt: skip
+
+
+def heartbeat(run: Path, **more: object) -> None:
+    beat = {"version": 1, "time": 1.7e9, "attempt": 3, "state": "training", "step": 4, "steps": 10}
+    (run / "heartbeat.json").write_text(json.dumps({**beat, "ranks": RANKS, **more}))
+
+
+class Terminal:
+    """A command on a terminal of its own."""
+
+    def __init__(self, *arguments: str, rows: int = 30, columns: int = 100) -> None:
+        self._side, other = pty.openpty()
+        self.resize(rows, columns)
+        environment = {**os.environ, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"}
+        environment.pop("COLUMNS", None)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pipectl", *arguments],
+            stdin=other, stdout=other, stderr=other, env=environment, start_new_session=True,
+        )  # fmt: skip
+        os.close(other)
+        self.text = ""
+
+    def resize(self, rows: int, columns: int) -> None:
+        ioctl(self._side, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def read_until(self, wanted: str, timeout_s: float = 60.0) -> None:
+        end = time.monotonic() + timeout_s
+        while wanted not in self.text:
+            assert time.monotonic() < end, self.text
+            if select.select([self._side], [], [], 0.2)[0]:
+                self.text += os.read(self._side, 1 << 16).decode(errors="replace")
+
+    def end(self) -> int:
+        """Read all that is left, and wait."""
+        while True:
+            try:
+                data = os.read(self._side, 1 << 16)
+            except OSError:  # how a terminal ends
+                break
+            if not data:
+                break
+            self.text += data.decode(errors="replace")
+        os.close(self._side)
+        return self.process.wait(60)
+
+
+def test_the_terminal_is_left_clean(run_of: RunOf, finished: Path) -> None:
+    run_of("20250103-120000-tiny")
+    terminal = Terminal("status", "--watch")
+    terminal.read_until("Ctrl-C ends")
+    terminal.resize(24, 60)
+    terminal.process.send_signal(signal.SIGINT)
+    assert terminal.end() == 0
+    assert terminal.text.count(ENTER) == terminal.text.count(LEAVE) == 1
+    assert terminal.text.rindex(SHOW_CURSOR) > terminal.text.index(ENTER)
+    assert "20250101-120000-tiny" in terminal.text
+    assert "Traceback" not in terminal.text
+
+
+def test_one_run_is_watched_to_its_end(finished: Path) -> None:
+    heartbeat(finished)
+    terminal = Terminal("status", "last", "--watch")
+    assert terminal.end() == 0
+    screen, _, rest = terminal.text.partition(LEAVE)
+    assert re.search("loss  [▁▂▃▄▅▆▇█]{10}", screen)
+    assert "█████" in screen
+    assert "COMPLETED" in rest, "the last state stays on the terminal"
+
+
+def test_it_needs_a_terminal(cli: Command, finished: Path) -> None:
+    for arguments in ([], ["last"]):
+        result = cli("status", *arguments, "--watch")
+        assert (result.code, "no terminal" in result.err) == (2, True)
+    assert cli("status", "--watch", "--json").code == 2
+
+
+def test_every_rank(cli: Command, failed: Path) -> None:
+    heartbeat(failed)
+    out = cli("status", "last", "--ranks").out
+    rows = [line.split() for line in out.splitlines()[-3:]]
+    assert rows[0] == ["0", "n0", "0", "██████████", "0%", "500", "ms", "1.00", "GiB"]
+    assert rows[2] == ["2", "n2", "2", "█████", "50%", "500", "ms", "1.00", "GiB"]
+    assert "  restarts      2" in out.splitlines()
+    assert json.loads(cli("status", "last", "--json").out)["restarts"] == 2
+    assert cli("status", "--ranks").code == 2
+
+
+def test_the_table_tells_memory_restarts_and_what_a_job_waits_for(
+    cli: Command, failed: Path, run_of: RunOf, program: Callable[[str, str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("COLUMNS", "200")
+    heartbeat(failed)
+    run_of("20250103-120000-tiny", scheduler="slurm", job_id="12")
+    start = time.mktime((2026, 11, 23, 14, 30, 0, 0, 0, -1))
+    program("squeue", f"echo '12|PENDING|1|{start:.0f}|N/A||t|Priority'")
+    program("sacct", "exit 1")
+    head, broken, queued = cli("status").out.splitlines()
+    assert {"memory", "restarts", "waits"} <= set(head.split())
+    assert broken.split()[-3:] == ["1.00", "GiB", "2"]
+    assert queued.rstrip().endswith("Priority, until Mon 14:30")
+
+
+def test_a_line_of_figures() -> None:
+    assert sparkline([], 5) == ""
+    assert sparkline([1.0], 5) == "▁"
+    assert sparkline([3, 3, 3], 5) == "▁▁▁"
+    assert sparkline(range(8), 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([0, 0, 7, 7], 2) == "▁█"
+    assert len(sparkline(range(1000), 37)) == 37
+
+
+@pytest.mark.parametrize(
+    ("share", "drawn"), [(0, "    "), (1, "████"), (0.5, "██  "), (0.53, "██▏ "), (7, "████")]
+)
+def test_a_bar(share: float, drawn: str) -> None:
+    assert bar(share, 4) == drawn

@@ -1,0 +1,77 @@
+"""How often batch systems are asked by somebody who watches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipectl.batch import JobState, JobStatus
+from pipectl.jobs import status as status_module
+from pipectl.jobs.watching import Watching
+from pipectl.runs import Record, RunDirectory
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Scheduler:
+    """Counts the questions."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[str]] = []
+
+    def query(self, ids: Any, *, since: float) -> dict[str, JobStatus]:
+        self.asked.append(list(ids))
+        return {job_id: JobStatus(JobState.RUNNING) for job_id in ids}
+
+
+@pytest.fixture
+def schedulers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Scheduler]:
+    found = {"slurm": Scheduler(), "local": Scheduler()}
+    monkeypatch.setattr(status_module, "get", found.__getitem__)
+    return found
+
+
+def run(tmp_path: Path, job_id: str, scheduler: str = "slurm") -> RunDirectory:
+    made = RunDirectory.create(tmp_path, "demo", 1.7e9)
+    Record("demo", scheduler, "t", 1.7e9, 1, 1, 5, state="submitted", job_id=job_id).save(
+        made.record
+    )
+    return made
+
+
+def test_questions_become_rare(tmp_path: Path, schedulers: dict[str, Scheduler]) -> None:
+    clock, runs = Clock(), [run(tmp_path, "7")]
+    watching = Watching(clock)
+    for _ in range(2 * 600):
+        (found,) = watching.look(runs, 1.7e9)
+        assert found.job.state is JobState.RUNNING
+        clock.now += 0.5
+    assert 10 <= len(schedulers["slurm"].asked) <= 17, "in ten minutes"
+    assert watching._pause_s == 60.0
+
+
+def test_a_new_job_is_asked_about_at_once(tmp_path: Path, schedulers: dict[str, Scheduler]) -> None:
+    watching = Watching(Clock())
+    first = run(tmp_path, "7")
+    watching.look([first], 1.7e9)
+    watching.look([first, run(tmp_path, "8")], 1.7e9)
+    watching.look([first], 1.7e9)
+    assert [sorted(ids) for ids in schedulers["slurm"].asked] == [["7"], ["7", "8"], ["7"]]
+
+
+def test_processes_of_this_machine_are_looked_at_every_time(
+    tmp_path: Path, schedulers: dict[str, Scheduler]
+) -> None:
+    watching = Watching(Clock())
+    runs = [run(tmp_path, "7"), run(tmp_path, "9.1@here", "local")]
+    for _ in range(3):
+        watching.look(runs, 1.7e9)
+    assert len(schedulers["local"].asked) == 3
+    assert len(schedulers["slurm"].asked) == 1
