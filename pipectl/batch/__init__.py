@@ -1,5 +1,6 @@
 """Batch systems behind one protocol: render a script, submit, query, cancel, estimate."""
 
+from pipectl.batch.launchers import mpiexec_command
 from pipectl.batch.protocol import (
     JobRequest,
     JobState,
@@ -23,5 +24,6 @@ __all__ = [
     "SlurmOptions",
     "Stop",
     "get",
+    "mpiexec_command",
     "resolve",
 ]

@@ -13,6 +13,7 @@ from pipectl import __version__
 from pipectl.cli import (
     cancel,
     check,
+    doctor,
     export,
     init,
     logs,
@@ -40,7 +41,7 @@ app = typer.Typer(
 )
 for module in (
     init, check, schema, profile, plan, simulate, submit, status, logs, trace, cancel, resume,
-    verify, export,
+    verify, export, doctor,
 ):  # fmt: skip
     app.command(module.__name__.rpartition(".")[2])(module.command)
 

@@ -1,8 +1,8 @@
 """What ``training.compile`` gives: a pipeline of compiled stages against one of stages as they are.
 
 Two ranks train the same plan in turns, in the same processes, round after round. Beside the ratio
-of steps, how long the first step takes more, in which the compiler works, and after how many steps
-that has paid.
+of steps, how much longer it takes to begin, while the compiler works, and after how many steps that
+has paid.
 
     python tests/benchmarks/compiled.py [MODEL ...]     gpt, resnet50, densenet121
 """
@@ -52,7 +52,7 @@ def row(name: str) -> str:
 
 def main() -> None:
     print(f"## Compiled stages ({RANKS} ranks, {ROUNDS} rounds of {STEPS} steps)\n")
-    print("| model | s a step | compiled | faster | first step, s more | pays after |")
+    print("| model | s a step | compiled | faster | begins later by s | pays after |")
     print("|---|---|---|---|---|---|")
     for name in sys.argv[1:] or JOBS:
         print(row(name), flush=True)

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,12 +167,17 @@ def measure(case: dict[str, Any], folder: Path, progress: Progress) -> dict[str,
     """Seconds a step of everyone in every round, and rows of this rank's programs."""
     spec, world = load(folder / "job.yaml"), MPI.COMM_WORLD
     batch = CapturedJob(spec).loader.example(spec.training.batch_size)
-    found = {
-        name: contender(given, spec, progress, folder, batch)
-        for name, given in case["contenders"].items()
-    }
+    found: dict[str, Training | None] = {}
+    first_s: dict[str, float] = {}
+
+    def begin(name: str, given: dict[str, Any]) -> None:
+        found[name] = training = contender(given, spec, progress, folder, batch)
+        if training:
+            training.step(0)
+
+    for name, given in case["contenders"].items():
+        first_s[name] = clocked(partial(begin, name, given), world)
     steps = {name: training.step if training else nothing for name, training in found.items()}
-    first_s = {name: clocked(lambda step=step: step(0), world) for name, step in steps.items()}
     seconds: dict[str, list[float]] = {name: [] for name in found}
     for _ in range(case["rounds"]):
         for name, step in steps.items():

@@ -1,0 +1,170 @@
+"""What `doctor` finds, with programs that misbehave in the ways that real ones do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipectl.cli import main
+from pipectl.jobs import doctor
+from pipectl.jobs.doctor import Level, examine
+
+Program = Callable[[str, str], None]
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
+    """Puts a bash script on a PATH that has nothing else but the system's basic commands."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("bash", "cat", "sleep"):
+        (folder / name).symlink_to(f"/bin/{name}")
+    monkeypatch.setenv("PATH", str(folder))
+
+    def write(name: str, text: str) -> None:
+        path = folder / name
+        path.write_text(f"#!/bin/bash\n{text}\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+    return write
+
+
+@pytest.fixture
+def mpiexec(program: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Program:
+    """An interpreter without an mpiexec beside it, so that the one on PATH counts."""
+    python = tmp_path / "bin" / "python"
+    python.symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(python))
+    return program
+
+
+def of(what: str, findings: Any) -> doctor.Finding:
+    return next(finding for finding in findings if finding.what == what)
+
+
+def answer(**found: Any) -> str:
+    return f"echo 'Welcome to the site'; echo '{json.dumps(found)}'"
+
+
+def test_ranks_that_reach_each_other(mpiexec: Program) -> None:
+    mpiexec("mpiexec", answer(ranks=2, library="MPICH 5", threads="multiple",
+                              latency_s=2e-6, bandwidth_bytes_per_s=2**31))  # fmt: skip
+    found = list(doctor._mpi(None))
+    assert [finding.level for finding in found] == [Level.OK] * 3
+    assert "MPICH 5, started by" in found[0].text
+    assert found[2].text == "2.00 us, 2.00 GiB/s on this machine"
+
+
+def test_ranks_that_know_nothing_of_each_other(mpiexec: Program) -> None:
+    mpiexec("mpiexec", answer(ranks=1, library="Open MPI v5", threads="multiple"))
+    (found,) = doctor._mpi(None)
+    assert found.level is Level.FAIL
+    assert "not of the MPI that mpi4py has loaded (Open MPI v5)" in found.text
+    assert "MPI4PY_LIBMPI" in found.cure
+
+
+def test_few_threads_are_no_harm(mpiexec: Program) -> None:
+    mpiexec("mpiexec", answer(ranks=2, library="x", threads="serialized",
+                              latency_s=2e-6, bandwidth_bytes_per_s=2**31))  # fmt: skip
+    assert of("threads", doctor._mpi(None)).level is Level.WARN
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("echo 'no such plugin' >&2; exit 3", "mpiexec: no such plugin"),
+        ("echo hello", "print nothing"),
+        ("true", "print nothing"),
+    ],
+)
+def test_an_mpi_that_does_not_start(mpiexec: Program, text: str, message: str) -> None:
+    mpiexec("mpiexec", text)
+    (found,) = doctor._mpi(None)
+    assert (found.level, message in found.text, bool(found.cure)) == (Level.FAIL, True, True)
+
+
+def test_an_mpi_that_hangs(mpiexec: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_PATIENCE_S", 0.5)
+    mpiexec("mpiexec", "exec sleep 60")
+    (found,) = doctor._mpi(None)
+    assert (found.level, "no answer" in found.text) == (Level.FAIL, True)
+
+
+def test_no_mpi(mpiexec: Program) -> None:
+    (found,) = doctor._mpi(None)
+    assert (found.level, "pipectl[mpich]" in found.cure) == (Level.FAIL, True)
+
+
+def test_slurm(program: Program) -> None:
+    assert of("Slurm", doctor._slurm(None)).text == "not installed"
+    program("sbatch", "true")
+    program("sinfo", '[[ $1 == --version ]] && echo "slurm 22.05.8" || printf "debug*\\ngpu\\n"')
+    program("srun", 'printf "MPI plugin types are...\\n\\tpmi2\\n\\tnone\\n\\tpmix_v4\\n" >&2')
+    found = list(doctor._slurm(None))
+    assert found[0].text == "slurm 22.05.8; partitions debug*, gpu"
+    assert found[1].text == "srun --mpi: pmi2, pmix_v4"
+
+
+def test_a_controller_that_is_down(program: Program) -> None:
+    program("sbatch", "true")
+    program("sinfo", "echo 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1")
+    (found,) = doctor._slurm(None)
+    assert (found.level, "Unable to contact" in found.text) == (Level.FAIL, True)
+
+
+def test_pbs(program: Program) -> None:
+    assert list(doctor._pbs()) == []
+    for name in ("qsub", "qselect"):
+        program(name, "true")
+    program("qstat", '[[ $1 == --version ]] && echo "pbs_version = 23.06.06"')
+    assert [finding.level for finding in doctor._pbs()] == [Level.FAIL]
+    program("qstat", '[[ $1 == --version ]] && echo "pbs_version = 23.06.06"; true')
+    assert [finding.text for finding in doctor._pbs()] == ["pbs_version = 23.06.06"]
+
+
+def test_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = list(doctor._directory(tmp_path / "not" / "yet"))
+    assert {finding.what: finding.level for finding in found} == {"files": "ok", "clock": "ok"}
+    assert [*tmp_path.iterdir()] == []
+    monkeypatch.setattr(doctor, "_FREE", 1 << 60)
+    monkeypatch.setattr(doctor, "_SKEW_S", -1.0)
+    monkeypatch.setattr(doctor, "_locks", lambda _: False)
+    found = list(doctor._directory(tmp_path))
+    assert {finding.what for finding in found if finding.level is Level.WARN} == {
+        "files", "locks", "clock",
+    }  # fmt: skip
+
+
+def test_locks_that_lock_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x"
+    path.touch()
+    assert doctor._locks(path)
+    monkeypatch.setattr("fcntl.flock", lambda *_: None)
+    assert not doctor._locks(path)
+
+
+def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_TORCH", "import no_such_module")
+    (found,) = doctor._torch()
+    assert (found.level, "No module named" in found.text) == (Level.FAIL, True)
+
+
+@pytest.mark.mpi
+def test_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = list(examine(None, Path("runs")))
+    assert of("MPI", found).level is Level.OK
+    assert "GiB/s" in of("messages", found).text or "MiB/s" in of("messages", found).text
+    if shutil.which("sbatch"):
+        return  # installed, perhaps not set up
+    assert main(["doctor", "--json"]) == 0
+    assert {line["level"] for line in json.loads(capsys.readouterr().out)} <= {"ok", "warn"}
