@@ -1,7 +1,14 @@
 """Builders that several test folders share, and how tests are spread over processes."""
 
 import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,10 +87,62 @@ def pipeline() -> Callable[..., Plan]:
     return make_plan
 
 
+@pytest.fixture(scope="session")
+def warm_python() -> Iterator[str]:
+    """A program that is Python with torch loaded, for ``-m MODULE``: see tests/warm.
+
+    What a test proves of how processes start, of their memory or of who their parent is, it proves
+    with ``sys.executable``.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="pipectl-"))  # the names of sockets are short
+    program, address, here = folder / "python", folder / "socket", Path(__file__).parent / "warm"
+    client = [sys.executable, "-IS", str(here / "client.py"), sys.executable, str(address)]
+    program.write_text(f'#!/bin/sh\nexec {shlex.join(client)} "$@"\n')
+    program.chmod(0o755)
+    launcher = Path(sys.prefix) / "bin" / "mpiexec"
+    if launcher.exists():  # jobs look for it beside Python
+        (folder / "mpiexec").write_text(f'#!/bin/sh\nexec {shlex.quote(str(launcher))} "$@"\n')
+        (folder / "mpiexec").chmod(0o755)
+    server = subprocess.Popen(
+        [sys.executable, here / "server.py", address],
+        stdin=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+    )
+    deadline = time.monotonic() + 280
+    while not address.exists():
+        assert server.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    yield str(program)
+    server.communicate()
+    shutil.rmtree(folder)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores: tests of real ranks wait for each other a good deal."""
     return min(4, len(os.sched_getaffinity(0)) + 1)
+
+
+def scope_of(nodeid: str) -> str:
+    """The file of a test, or the folder that stays together."""
+    shared = (folder for folder in TOGETHER if nodeid.startswith(folder))
+    return next(shared, nodeid.partition("::")[0])
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes long comes first: folders that stay together, then files that start ranks.
+
+    At the end, short files then keep all processes of ``pytest -n`` at work.
+    """
+    ranks = {scope_of(item.nodeid) for item in items if item.get_closest_marker("mpi")}
+
+    def place(item: pytest.Item) -> tuple[bool, bool]:
+        scope = scope_of(item.nodeid)
+        return scope not in TOGETHER, scope not in ranks
+
+    items.sort(key=place)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -93,9 +152,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFileOrFolder(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            shared = (folder for folder in TOGETHER if nodeid.startswith(folder))
-            return next(shared, super()._split_scope(nodeid))
+            return scope_of(nodeid)
 
+    config.option.loadscopereorder = False  # by the number of tests, which says nothing of ours
     return ByFileOrFolder(config, log)
 
 

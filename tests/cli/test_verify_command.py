@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from pipectl.profiler import neighbours
 
 if TYPE_CHECKING:
     from conftest import Command
@@ -74,6 +77,13 @@ def verify(cli: Command, job: Path, place: Path, monkeypatch: pytest.MonkeyPatch
     return run
 
 
+@pytest.fixture
+def warm(monkeypatch: pytest.MonkeyPatch, warm_python: str) -> None:
+    """Ranks that begin sooner, and no neighbours while measuring: results depend on neither."""
+    monkeypatch.setattr(sys, "executable", warm_python)
+    monkeypatch.setattr(neighbours, "neighbour_count", lambda *_: 0)
+
+
 @pytest.mark.mpi
 def test_a_pipeline_equals_a_plain_loop_to_the_bit(verify: Command) -> None:
     schedule = "lr_scheduler={factory: 'torch.optim.lr_scheduler:StepLR', kwargs: {step_size: 1}}"
@@ -92,6 +102,7 @@ def test_a_pipeline_equals_a_plain_loop_to_the_bit(verify: Command) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 2), ("zb-v", 4)])
 def test_random_operators_are_compared_with_one_rank(
     verify: Command, schedule: str, stages: int
@@ -108,6 +119,7 @@ def test_random_operators_are_compared_with_one_rank(
 
 
 @pytest.mark.mpi
+@pytest.mark.usefixtures("warm")
 def test_backwards_on_ranks_of_their_own_are_compared_with_one_rank(verify: Command) -> None:
     changes = ("model.factory=./model.py:dropping", "pipeline={backward: apart, micro_batches: 2}")
     result = verify("--steps", "2", "--json", *(w for change in changes for w in ("--set", change)))
@@ -118,6 +130,7 @@ def test_backwards_on_ranks_of_their_own_are_compared_with_one_rank(verify: Comm
 
 
 @pytest.mark.mpi
+@pytest.mark.usefixtures("warm")
 def test_parameters_with_several_uses_have_a_stated_tolerance(verify: Command) -> None:
     result = verify("--json", "--set", "model.factory=./model.py:Tied")
     assert (result.code, result.out[:1]) == (0, "{"), result.err
@@ -130,6 +143,7 @@ def test_parameters_with_several_uses_have_a_stated_tolerance(verify: Command) -
 
 
 @pytest.mark.mpi
+@pytest.mark.usefixtures("warm")
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
 def test_compiled_stages_agree_within_rounding(
     verify: Command, monkeypatch: pytest.MonkeyPatch
@@ -143,6 +157,7 @@ def test_compiled_stages_agree_within_rounding(
 
 
 @pytest.mark.mpi
+@pytest.mark.usefixtures("warm")
 def test_a_missing_compiler_is_named(verify: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     result = verify("--steps", "2", "--set", "training.compile=true")
@@ -152,6 +167,7 @@ def test_a_missing_compiler_is_named(verify: Command, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.mpi
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     "arguments", [["--between-plans"], ["--set", "model.materialize=per_rank"]]
 )
@@ -172,6 +188,7 @@ def test_models_that_fit_no_process_are_compared_between_plans(
 
 
 @pytest.mark.mpi
+@pytest.mark.usefixtures("warm")
 def test_half_precision_with_overflows_equals_torchs_own_scaler(verify: Command) -> None:
     """The plain process uses ``torch.amp.GradScaler`` itself."""
     scaling = "training.loss_scale={initial: 1048576, growth_interval: 2}"
@@ -184,6 +201,7 @@ def test_half_precision_with_overflows_equals_torchs_own_scaler(verify: Command)
 
 
 @pytest.mark.mpi
+@pytest.mark.usefixtures("warm")
 def test_a_difference_is_found_and_where_it_began(verify: Command) -> None:
     result = verify("--steps", "2", "--set", "model.factory=./model.py:Deceiving")
     lines = result.out.splitlines()
@@ -193,6 +211,7 @@ def test_a_difference_is_found_and_where_it_began(verify: Command) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.usefixtures("warm")
 def test_a_failure_of_the_ranks_is_told_and_leaves_nothing(verify: Command) -> None:
     result = verify("--set", "lr_scheduler.factory=./model.py:failing_schedule")
     assert (result.code, result.out) == (3, "")

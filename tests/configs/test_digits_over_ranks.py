@@ -16,6 +16,7 @@ from pipectl.cluster import assumed_cluster
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Profile
 from pipectl.profiler import profile_job
+from pipectl.profiler.effort import Effort
 from pipectl.runs import RunDirectory, read_metrics
 from pipectl.runtime import checkpoint
 from pipectl.spec import JobSpec, dump, load
@@ -33,7 +34,7 @@ def shortened(ranks: int) -> JobSpec:
     return load(JOB, [*SHORTER, f"resources.tasks_per_node={ranks}"])
 
 
-def train(spec: JobSpec, profile: Profile, base: Path) -> RunDirectory:
+def train(spec: JobSpec, profile: Profile, base: Path, python: str) -> RunDirectory:
     """The job as the commands run it, over real MPI ranks with a stage each."""
     ranks = spec.resources.ranks
     run = RunDirectory.create(base, f"{ranks}-ranks", 0.0)
@@ -46,7 +47,7 @@ def train(spec: JobSpec, profile: Profile, base: Path) -> RunDirectory:
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
     assert mpiexec, "no mpiexec: pip install mpich"
     worker = [
-        sys.executable,
+        python,
         "-m",
         "mpi4py",
         "-m",
@@ -59,7 +60,7 @@ def train(spec: JobSpec, profile: Profile, base: Path) -> RunDirectory:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -72,12 +73,12 @@ def evaluations(run: RunDirectory) -> list[Any]:
 
 @pytest.mark.mpi
 @pytest.mark.timeout(600)
-def test_accuracy_and_weights_do_not_depend_on_the_ranks(tmp_path: Path) -> None:
+def test_accuracy_and_weights_do_not_depend_on_the_ranks(tmp_path: Path, warm_python: str) -> None:
     pytest.importorskip("sklearn", reason="pip install 'pipectl[examples]'")
     threads = torch.get_num_threads()
-    profile = profile_job(shortened(1))
+    profile = profile_job(shortened(1), effort=Effort.FAST)
     torch.set_num_threads(threads)
-    one, *others = (train(shortened(ranks), profile, tmp_path) for ranks in (1, 2, 4))
+    one, *others = (train(shortened(ranks), profile, tmp_path, warm_python) for ranks in (1, 2, 4))
     expected = checkpoint.load(one.checkpoints / "step-000006")
     found = evaluations(one)
     assert len(found) == 2

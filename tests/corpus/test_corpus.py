@@ -85,14 +85,16 @@ def test_figures_are_finite_and_weights_move(trial: Trial) -> None:
 @pytest.mark.parametrize(
     "names", [OVER_MPI, pytest.param(LIBRARIES_OVER_MPI, marks=pytest.mark.corpus)]
 )
-def test_ranks_train_to_the_bits_of_one(tmp_path: Path, names: tuple[str, ...]) -> None:
+def test_ranks_train_to_the_bits_of_one(
+    tmp_path: Path, names: tuple[str, ...], warm_python: str
+) -> None:
     for name in names:
         require(name)
     beside = Path(sys.prefix) / "bin" / "mpiexec"
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
     assert mpiexec, "no mpiexec: pip install mpich"
     for ranks in ("1", "3"):
-        command = [sys.executable, "-m", "mpi4py", str(HERE / "over_mpi.py"), str(tmp_path / ranks)]
+        command = [warm_python, "-m", "mpi4py", str(HERE / "over_mpi.py"), str(tmp_path / ranks)]
         done = subprocess.run(
             [mpiexec, "-n", ranks, *command, *names],
             capture_output=True,

@@ -16,9 +16,11 @@ import yaml
 
 from pipectl.cluster import assumed_cluster
 from pipectl.planner import PlanRequest, make_plan
+from pipectl.profile import Profile
 from pipectl.profiler import profile_job
+from pipectl.profiler.effort import Effort
 from pipectl.runs import RunDirectory
-from pipectl.spec import JobSpec, dump, load
+from pipectl.spec import JobSpec, dump, load, profile_key
 
 PARTS = Path(__file__).with_name("job_parts.py")
 WORKER = ["-m", "pipectl.runtime.worker", "--run"]
@@ -49,14 +51,32 @@ def make_spec(tmp_path: Path) -> Callable[..., JobSpec]:
     return make
 
 
+@pytest.fixture(scope="session")
+def profile_of() -> Callable[[JobSpec], Profile]:
+    """``profile_of(spec)``: measured once, and as if for one rank, which needs no neighbours."""
+    found: dict[str, Profile] = {}
+
+    def profile(spec: JobSpec) -> Profile:
+        alone = spec.resources.model_copy(update={"tasks_per_node": 1})
+        spec = spec.model_copy(update={"resources": alone})
+        key = profile_key(spec)
+        if key not in found:
+            threads = torch.get_num_threads()
+            found[key] = profile_job(spec, effort=Effort.FAST)
+            torch.set_num_threads(threads)
+        return found[key]
+
+    return profile
+
+
 @pytest.fixture
-def make_run(tmp_path: Path) -> Callable[..., RunDirectory]:
+def make_run(
+    tmp_path: Path, profile_of: Callable[[JobSpec], Profile]
+) -> Callable[..., RunDirectory]:
     """``make_run(spec)``: a run directory with job, profile and plan."""
 
     def make(spec: JobSpec) -> RunDirectory:
-        threads = torch.get_num_threads()
-        profile = profile_job(spec)
-        torch.set_num_threads(threads)
+        profile = profile_of(spec)
         ranks = spec.resources.ranks
         request = PlanRequest(
             spec.name,
@@ -78,16 +98,21 @@ Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="session")
-def launch() -> Launch:
-    """``launch(ranks, *arguments)``: Python under mpiexec; with 0 ranks, one process without it."""
+def launch(warm_python: str) -> Launch:
+    """``launch(ranks, *arguments)``: Python under mpiexec; with 0 ranks, one process without it.
+
+    The processes are forks of one that has loaded torch; with ``fresh=True`` they are started as
+    jobs start them.
+    """
     beside = Path(sys.prefix) / "bin" / "mpiexec"
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
     assert mpiexec, "no mpiexec: pip install mpich"
 
     def start(
-        ranks: int, *arguments: object, timeout: float = 120
+        ranks: int, *arguments: object, timeout: float = 280, fresh: bool = False
     ) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "mpi4py", *map(str, arguments)]
+        python = sys.executable if fresh else warm_python
+        command = [python, "-m", "mpi4py", *map(str, arguments)]
         return subprocess.run(
             [mpiexec, "-n", str(ranks), *command] if ranks else command,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -102,5 +127,5 @@ def launch() -> Launch:
 
 @pytest.fixture(scope="session")
 def work(launch: Launch) -> Launch:
-    """``work(ranks, run)``: the worker on a run directory."""
-    return lambda ranks, run: launch(ranks, *WORKER, run.path)
+    """``work(ranks, run)``: the worker on a run directory; ``fresh`` as above."""
+    return lambda ranks, run, **how: launch(ranks, *WORKER, run.path, **how)

@@ -17,7 +17,7 @@ from pipectl.runtime import checkpoint
 from pipectl.runtime.failure import Doing
 from pipectl.runtime.worker import run as work_here
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 HERE = Path(__file__).parent
 
 
@@ -45,7 +45,7 @@ def test_weights_of_micro_batches_are_the_same_on_one_and_two_ranks(
     one = make_run(make_spec(1, loss=loss))
     two = make_run(make_spec(2, loss=loss, data={"workers": 1}))
     for ranks, run in ((0, one), (2, two)):
-        done = work(ranks, run)
+        done = work(ranks, run, fresh=True)
         assert done.returncode == 0, done.stderr
     figures = [
         [(line["step"], line["loss"], line["gradient_norm"]) for line in read_metrics(run)]
@@ -102,7 +102,7 @@ def test_a_rank_that_fails_in_step_3_ends_all_and_is_named(
 ) -> None:
     """From sample 8 on, targets are no classes: the loss, on the last rank, raises."""
     run = make_run(make_spec(2, data={"kwargs": {"wrong_from": 8}}))
-    done = work(2, run)
+    done = work(2, run, fresh=True)
     assert done.returncode not in (0, 3)
     (error,) = read_errors(run)
     assert all_end_before(error["time"] + 20, run)

@@ -57,7 +57,7 @@ def test_a_step_starts_when_its_first_rank_begins_it() -> None:
 def test_two_ranks_whose_clocks_differ(make_spec: Any, make_run: Any, launch: Any) -> None:
     """Steps 2 to 4 are recorded; whatever one rank sends, the other has only later."""
     run: RunDirectory = make_run(make_spec(2, trace={"steps": [3], "every": 2}))
-    done = launch(2, HERE / "ranks_that_trace.py", run.path)
+    done = launch(2, HERE / "ranks_that_trace.py", run.path, fresh=True)
     assert done.returncode == 0, done.stderr
     assert measured_steps(run) == [2, 3, 4]
     plan = Plan.load(run.plan)

@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from pipectl.cluster import assumed_cluster
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Profile
-from pipectl.profiler import profile_job
 from pipectl.runs import RunDirectory
 from pipectl.spec import JobSpec, dump, load
 
@@ -40,24 +38,21 @@ def document(ranks: int, sections: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def module_runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., RunDirectory]:
+def module_runs(
+    tmp_path_factory: pytest.TempPathFactory, profile_of: Callable[[JobSpec], Profile]
+) -> Callable[..., RunDirectory]:
     """``module_runs(ranks, sections, **request)``: a run directory with job, profile and plan."""
     folder, numbers = tmp_path_factory.mktemp("resumed"), count()
     profiles: dict[str, Profile] = {}
-
-    def profile_of(spec: JobSpec, key: str) -> Profile:
-        if key not in profiles:
-            threads = torch.get_num_threads()
-            profiles[key] = profile_job(spec)
-            torch.set_num_threads(threads)
-        return profiles[key]
 
     def make(ranks: int, sections: dict[str, Any], **request: Any) -> RunDirectory:
         path = folder / f"{next(numbers)}.yaml"
         path.write_text(yaml.safe_dump(document(ranks, sections)))
         spec = load(path)
         precision = spec.training.precision
-        profile = profile_of(spec, precision)
+        if precision not in profiles:  # what its data are makes no difference here
+            profiles[precision] = profile_of(spec)
+        profile = profiles[precision]
         cluster = assumed_cluster("here", [ranks], ranks, None)
         stages = ranks // (request.get("replicas") or 1)
         wanted = {"micro_batches": 2, "stages": stages, **request}
@@ -71,14 +66,15 @@ def module_runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., RunDi
 
 
 @pytest.fixture
-def start(launch: Any) -> Iterator[Callable[[int, RunDirectory], subprocess.Popen[str]]]:
-    """``start(ranks, run)``: workers, as a process that goes on by itself."""
+def start(warm_python: str) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """``start(ranks, run)``: workers, as a process that goes on by itself; see ``launch``."""
     beside = Path(sys.prefix) / "bin" / "mpiexec"
     mpiexec = str(beside) if beside.exists() else "mpiexec"
     started: list[subprocess.Popen[str]] = []
 
-    def begin(ranks: int, run: RunDirectory) -> subprocess.Popen[str]:
-        worker = [sys.executable, "-m", "mpi4py", "-m", "pipectl.runtime.worker", "--run"]
+    def begin(ranks: int, run: RunDirectory, *, fresh: bool = False) -> subprocess.Popen[str]:
+        python = sys.executable if fresh else warm_python
+        worker = [python, "-m", "mpi4py", "-m", "pipectl.runtime.worker", "--run"]
         process = subprocess.Popen(
             [mpiexec, "-n", str(ranks), *worker, str(run.path)],
             env={**os.environ, "OMP_NUM_THREADS": "1"},

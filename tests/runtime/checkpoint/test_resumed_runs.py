@@ -17,7 +17,7 @@ from pipectl.plan import Plan
 from pipectl.runs import RunDirectory, checkpoints, read_errors, read_heartbeat, read_metrics
 from pipectl.runtime import checkpoint
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 HERE = Path(__file__).parent
 PARTS = HERE.parent / "job_parts.py"
 ADAM = {"optimizer": {"factory": "torch.optim:AdamW", "kwargs": {"lr": 0.05}}}
@@ -137,14 +137,14 @@ def test_a_run_whose_rank_is_killed_goes_on(
     slow = {"data": {"factory": f"{PARTS}:Slow"}}
     run = module_runs(2, {**sections, **slow})
     monkeypatch.setenv("PIPECTL_ATTEMPT", "1")
-    process = start(2, run)
+    process = start(2, run, fresh=True)
     kill_a_rank_behind_step(run, process, 6)
     newest = checkpoints(run.checkpoints)[0]
     assert newest.name == "step-000006"
     damage(newest)
     monkeypatch.setenv("PIPECTL_ATTEMPT", "2")
     process = start(2, run)
-    _, log = process.communicate(timeout=120)
+    _, log = process.communicate(timeout=280)
     assert process.returncode == 0, log
     assert "missing or damaged; the checkpoint before it is used" in log
     lines = read_metrics(run)
@@ -175,7 +175,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on(
             time.sleep(0.05)
         if attempt == 1:
             run.stop.write_text("")
-        _, log = process.communicate(timeout=120)
+        _, log = process.communicate(timeout=280)
         assert process.returncode == 0, log
         assert run.stopped.exists() == (attempt == 1)
         beat = read_heartbeat(run)
@@ -191,7 +191,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on(
 
 def kill_a_rank_behind_step(run: RunDirectory, process: subprocess.Popen[str], step: int) -> None:
     """Once its checkpoint is there, which is behind the next step."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 280
     while not (run.checkpoints / f"step-{step:06d}").exists():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
@@ -199,7 +199,7 @@ def kill_a_rank_behind_step(run: RunDirectory, process: subprocess.Popen[str], s
     ranks = [line for line in Path("/proc").glob("[0-9]*/cmdline") if is_rank(line, run)]
     pid = int(ranks[0].parent.name)
     os.kill(pid, signal.SIGKILL)
-    process.communicate(timeout=60)
+    process.communicate(timeout=280)
     assert process.returncode != 0
     deadline = time.monotonic() + 20
     while not (errors := read_errors(run)):

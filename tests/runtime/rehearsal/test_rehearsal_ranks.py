@@ -48,7 +48,7 @@ def rehearse(tmp_path, launch):
         waits = dataclasses.replace(rehearsal_of(plan, cluster, crowd), steps=1)
         waits.save(run.rehearsal)
         assert Rehearsal.load(run.rehearsal) == waits
-        done = launch(plan.ranks, *WORKER, run.path, timeout=250)
+        done = launch(plan.ranks, *WORKER, run.path, timeout=280)
         assert done.returncode == 0, done.stderr
         timeline = Timeline.load(run.measured_of(1))
         assert timeline.step == 1
@@ -107,5 +107,5 @@ def test_its_worker_loads_neither_torch_nor_a_compiler(launch):
         "import sys; import pipectl.runtime.rehearsal.worker; "
         "print([name for name in ('torch', 'numba', 'pydantic') if name in sys.modules])"
     )
-    done = launch(0, "-c", code)
+    done = launch(0, "-c", code, fresh=True)
     assert (done.returncode, done.stdout) == (0, "[]\n")

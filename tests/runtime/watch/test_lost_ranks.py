@@ -14,7 +14,7 @@ import pytest
 from pipectl.jobs.status import status
 from pipectl.runs import read_errors
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 IN_FORWARD = {
     "killed": "its process was killed (SIGKILL, say), or ended without a word",
     "frozen": "its process is stopped (SIGSTOP), for 3 s now; rank ",

@@ -1,0 +1,143 @@
+"""A Python that has imported what takes long, and forks for every program it is asked to be.
+
+Importing torch and what captures models takes a rank longer than most tests train. The tests
+therefore start this once, as ``server.py SOCKET``, and their ranks through client.py: MPI starts
+clients, and the process of each rank is forked from here. It ends when its standard input does.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import random
+import runpy
+import selectors
+import signal
+import socket
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import message
+import numpy as np
+
+LOADED = (
+    "pipectl.capture",
+    "pipectl.profile",
+    "pipectl.rehearsal",
+    "pipectl.runs",
+    "pipectl.schedule",
+    "torch._dynamo",
+    "torch._export.non_strict_utils",
+    "torch.export._trace",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.utils.data",
+)
+"""Nothing that starts MPI, or a thread, which a fork would not have."""
+
+
+@dataclass
+class Child:
+    """A forked process, and who asked for it."""
+
+    pid: int
+    handle: int
+    asker: socket.socket
+
+
+class Server:
+    """Forks, tells how the processes end, and ends those whose client is gone."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self.listener = listener
+        self.children: list[Child] = []
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(listener, selectors.EVENT_READ)
+        self.selector.register(0, selectors.EVENT_READ)
+
+    def serve(self) -> message.Request | None:
+        """What to be, in a forked process; None in the first one, at its end."""
+        while True:
+            for key, _ in self.selector.select():
+                if key.fileobj is self.listener:
+                    asked = self._answer(self.listener.accept()[0])
+                    if asked is not None:
+                        return asked
+                elif key.data is None:
+                    for child in self.children:
+                        os.kill(child.pid, signal.SIGKILL)
+                    return None
+                elif key.data in self.children:  # it may have ended in this same round
+                    self._end(key.data, gone=key.fileobj is key.data.asker)
+
+    def _answer(self, asker: socket.socket) -> message.Request | None:
+        asked = message.receive(asker)
+        if asked is None:
+            asker.close()
+            return None
+        pid = os.fork()
+        if pid == 0:
+            asker.close()
+            self._forget_all()
+            return asked
+        asked.close()
+        child = Child(pid, os.pidfd_open(pid), asker)
+        self.children.append(child)
+        for source in (child.handle, asker):
+            self.selector.register(source, selectors.EVENT_READ, child)
+        return None
+
+    def _forget_all(self) -> None:
+        for child in self.children:
+            child.asker.close()
+            os.close(child.handle)
+        self.selector.close()
+        self.listener.close()
+
+    def _end(self, child: Child, *, gone: bool) -> None:
+        if gone:
+            os.kill(child.pid, signal.SIGKILL)
+        _, status = os.waitpid(child.pid, 0)
+        for source in (child.handle, child.asker):
+            self.selector.unregister(source)
+        with suppress(OSError):
+            child.asker.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+        child.asker.close()
+        os.close(child.handle)
+        self.children.remove(child)
+
+
+def become(asked: message.Request) -> None:
+    """As ``python -m MODULE WORDS`` in the environment of the client."""
+    for number, given in enumerate(asked.files[:3]):
+        os.dup2(given, number)
+        os.close(given)
+    os.environ.clear()
+    os.environ.update(asked.environment)
+    os.chdir(asked.directory)
+    sys.path[0] = asked.directory
+    random.seed()
+    np.random.seed()
+    sys.argv = asked.words[1:]
+    runpy.run_module(asked.words[1], run_name="__main__", alter_sys=True)
+
+
+def main(address: str) -> None:
+    for name in LOADED:
+        with suppress(ModuleNotFoundError):  # torch may move its own: it is then only slower
+            importlib.import_module(name)
+    gc.freeze()  # what is loaded is shared with the forks for as long as nobody writes to it
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{address}.new")
+        listener.listen(100)
+        Path(f"{address}.new").rename(address)  # from now on there is an answer
+        asked: Any = Server(listener).serve()
+    if asked is not None:
+        become(asked)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
