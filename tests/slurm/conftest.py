@@ -38,11 +38,11 @@ def lab() -> Iterator[Path]:
         patch.setenv("PIPECTL_LAB_PORT", str(_five_free_ports()))
         patch.setenv("SLURM_CONF", str(state / "slurm.conf"))
         try:
-            up = subprocess.run([LAB / "up"], capture_output=True, text=True, timeout=60)
+            up = subprocess.run([LAB / "up"], capture_output=True, text=True, timeout=180)
             assert up.returncode == 0, up.stderr
             yield state
         finally:
-            subprocess.run([LAB / "down"], check=True, timeout=60)
+            subprocess.run([LAB / "down"], check=True, timeout=180)
             shutil.rmtree(state, ignore_errors=True)
 
 
@@ -50,7 +50,7 @@ def lab() -> Iterator[Path]:
 def wait_for(lab: Path) -> Callable[..., JobStatus]:
     """Poll a job until it is in one of some states; the default: until it is over."""
 
-    def wait(job_id: str, *states: JobState, timeout_s: float = 60.0) -> JobStatus:
+    def wait(job_id: str, *states: JobState, timeout_s: float = 180.0) -> JobStatus:
         wanted = states or tuple(state for state in JobState if state.final)
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -12,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from pipectl.cli import main
 from pipectl.runtime import checkpoint
 
 JOB = Path(__file__).parents[2] / "configs" / "gpt-stdlib.yaml"
@@ -23,12 +27,13 @@ SMALL = [
     "pipeline.micro_batches=4",
     "evaluation.data.kwargs.windows=16",
 ]
-pytestmark = pytest.mark.timeout(300)
+PROFILE = Path("runs/gpt-stdlib.profile.json")
+pytestmark = pytest.mark.timeout(600)
 
 
 def pipectl(folder: Path, *arguments: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "pipectl", *arguments, "--json"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr + done.stdout
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
@@ -39,12 +44,20 @@ def submit(folder: Path, scheduler: str, *settings: str) -> str:
     return Path(answer["directory"]).name
 
 
-def watch(folder: Path, run: str, timeout_s: float = 200) -> list[dict[str, Any]]:
+def status(folder: Path, run: str) -> dict[str, Any]:
+    """What the command says, which is asked often: in this process."""
+    said = io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(said):
+        assert main(["status", run, "--json"]) == 0
+    return json.loads(said.getvalue())  # type: ignore[no-any-return]
+
+
+def watch(folder: Path, run: str, timeout_s: float = 400) -> list[dict[str, Any]]:
     """The status of a run, asked again and again until it is over."""
     seen = []
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        seen.append(pipectl(folder, "status", run))
+        seen.append(status(folder, run))
         if seen[-1]["state"] not in ("QUEUED", "RUNNING", "COMPLETING"):
             return seen
         time.sleep(0.3)
@@ -56,28 +69,46 @@ def weights(folder: Path, run: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="session")
-def local_weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """The same job, trained without a batch system on one rank."""
+def local_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same job, trained without a batch system on one rank; its profile is kept."""
     folder = tmp_path_factory.mktemp("local")
     run = submit(folder, "local", "resources.nodes=1", "resources.tasks_per_node=1")
     assert watch(folder, run)[-1]["state"] == "COMPLETED"
-    return weights(folder, run)
+    return folder / "runs" / run
 
 
-@pytest.mark.parametrize("nodes", [2, 4])
+@pytest.fixture(scope="session")
+def local_weights(local_run: Path) -> dict[str, torch.Tensor]:
+    return weights(local_run.parents[1], local_run.name)
+
+
+def take_profile(local_run: Path, folder: Path) -> None:
+    (folder / PROFILE).parent.mkdir()
+    shutil.copy(local_run.parents[1] / PROFILE, folder / PROFILE)
+
+
+@pytest.mark.parametrize(("nodes", "profiled"), [(2, True), (4, False)])
 def test_the_job_runs_on_virtual_nodes_and_gives_the_local_weights(
-    lab: Path, tmp_path: Path, local_weights: dict[str, torch.Tensor], nodes: int
+    lab: Path,
+    tmp_path: Path,
+    local_run: Path,
+    local_weights: dict[str, torch.Tensor],
+    nodes: int,
+    profiled: bool,
 ) -> None:
+    """With the profile that there is, and measured in the job."""
+    if profiled:
+        take_profile(local_run, tmp_path)
     settings = [f"resources.nodes={nodes}", "resources.tasks_per_node=1"]
     stages = [f"pipeline.stages={nodes}", "slurm.directives=[--begin=now+4]"]
     run = submit(tmp_path, "slurm", *settings, *stages)
     seen = watch(tmp_path, run)
-    states = list(dict.fromkeys(status["state"] for status in seen))
+    states = list(dict.fromkeys(found["state"] for found in seen))
     assert states[0] == "QUEUED"
     assert "RUNNING" in states
     assert states[-1] == "COMPLETED", (tmp_path / "runs" / run / "logs" / "job.log").read_text()
     training = [s for s in seen if s["state"] == "RUNNING" and s["phase"] == "training"]
-    assert any(status["step"] > 0 and status["last_loss"] for status in training)
+    assert any(found["step"] > 0 and found["last_loss"] for found in training)
     last = seen[-1]
     assert last["step"] == last["steps"] == 80
     assert last["last_loss"] < last["first_loss"]
@@ -129,13 +160,14 @@ def test_a_failing_model_fails_the_slurm_job_and_status_names_the_culprit(
 
 
 def test_a_signal_puts_the_job_back_into_the_queue_and_it_goes_on(
-    lab: Path, tmp_path: Path, local_weights: dict[str, torch.Tensor]
+    lab: Path, tmp_path: Path, local_run: Path, local_weights: dict[str, torch.Tensor]
 ) -> None:
     """As Slurm sends it before the walltime is over."""
+    take_profile(local_run, tmp_path)
     settings = ["resources.nodes=2", "resources.tasks_per_node=1", "pipeline.stages=2"]
     run = submit(tmp_path, "slurm", *settings)
-    deadline = time.monotonic() + 120
-    while not (found := pipectl(tmp_path, "status", run))["step"]:
+    deadline = time.monotonic() + 280
+    while not (found := status(tmp_path, run))["step"]:
         assert time.monotonic() < deadline, found
         time.sleep(0.2)
     subprocess.run(["scancel", "--signal=USR2", "--batch", str(found["job_id"])], check=True)
