@@ -64,6 +64,10 @@ class LocalScheduler:
             raise SchedulerError(
                 "launch.launcher: srun needs Slurm", cure="use mpiexec or auto for local runs"
             )
+        if request.after:
+            raise SchedulerError(
+                "local jobs wait for no others", cure="`pipectl submit --wait` one after the other"
+            )
         tag = shell_word(request.tag, "tag")
         header = f"#!/bin/bash\n{_MARK}{request.name} {tag}\n"
         launch = request.command if request.alone else mpiexec_command(request)

@@ -19,6 +19,7 @@ _BAD_SELECT = re.compile(r"[^A-Za-z0-9_=:.,+*~/@-]")
 # Options that pipectl writes itself: PBS takes the first of two, so that a second has no effect.
 _MANAGED = {
     "-N": "name", "-A": "pbs.account", "-P": "pbs.project", "-q": "pbs.queue",
+    "-m": "pbs.mail", "-M": "pbs.mail_user", "-W depend": None,
     "-l select": "resources, or pbs.select_extra",
     "-l nodes": "resources.nodes",
     "-l place": "pbs.place",
@@ -89,6 +90,8 @@ def _options(request: JobRequest) -> Iterator[str]:
         ("-A", "account", pbs.account),
         ("-P", "project", pbs.project),
         ("-q", "queue", pbs.queue),
+        ("-m", "mail", pbs.mail),
+        ("-M", "mail_user", pbs.mail_user),
     ):
         if value is not None:
             yield f"{option} {pbs_value(value, f'pbs.{key}')}"
@@ -100,6 +103,8 @@ def _options(request: JobRequest) -> Iterator[str]:
     yield "-j oe"
     yield "-k doe"
     yield f"-o {pbs_path(f'{directory}/logs/pbs.log', 'output.directory')}"
+    if request.after:
+        yield f"-W {pbs_value(':'.join(('depend=afterok', *request.after)), 'after')}"
     for directive in pbs.directives:
         yield _directive(directive)
 

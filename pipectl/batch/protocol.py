@@ -82,6 +82,12 @@ class SlurmOptions:
     qos: str | None = None
     constraint: str | None = None
     reservation: str | None = None
+    gres: str | None = None
+    licenses: str | None = None
+    nodelist: str | None = None
+    exclude: str | None = None
+    mail_type: str | None = None
+    mail_user: str | None = None
     exclusive: bool = False
     directives: tuple[str, ...] = ()
 
@@ -93,6 +99,7 @@ class PbsOptions:
     Args:
         place: of the chunks, one a node; None scatters them over as many nodes.
         select_extra: appended to the chunk, such as ``model=icelake``.
+        mail: upon what mail is sent, in qsub's letters.
     """
 
     queue: str | None = None
@@ -100,6 +107,8 @@ class PbsOptions:
     project: str | None = None
     place: str | None = None
     select_extra: str | None = None
+    mail: str | None = None
+    mail_user: str | None = None
     directives: tuple[str, ...] = ()
 
 
@@ -140,6 +149,7 @@ class JobRequest:
         launch_args: appended to the launcher's options.
         mpiexec: path of mpiexec; None takes the one beside ``python``, else the first on PATH.
         stop: None for jobs that cannot go on where they stopped.
+        after: ids of jobs of the same batch system that must have completed before.
     """
 
     name: str
@@ -165,6 +175,7 @@ class JobRequest:
     mpiexec: str | None = None
     stop: Stop | None = None
     alone: bool = False
+    after: tuple[str, ...] = ()
     slurm: SlurmOptions = SlurmOptions()
     pbs: PbsOptions = PbsOptions()
 

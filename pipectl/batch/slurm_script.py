@@ -20,6 +20,11 @@ _MANAGED = {
     "--qos": "slurm.qos", "-q": "slurm.qos",
     "--constraint": "slurm.constraint", "-C": "slurm.constraint",
     "--reservation": "slurm.reservation",
+    "--gres": "slurm.gres", "--licenses": "slurm.licenses", "-L": "slurm.licenses",
+    "--nodelist": "slurm.nodelist", "-w": "slurm.nodelist",
+    "--exclude": "slurm.exclude", "-x": "slurm.exclude",
+    "--mail-type": "slurm.mail_type", "--mail-user": "slurm.mail_user",
+    "--dependency": None, "-d": None, "--kill-on-invalid-dep": None,
     "--exclusive": "slurm.exclusive",
     "--nodes": "resources.nodes", "-N": "resources.nodes",
     "--ntasks": None, "-n": None,
@@ -35,6 +40,11 @@ _MANAGED = {
     "--array": None, "-a": None, "--parsable": None, "--wrap": None, "--wait": None, "-W": None,
     "--export": None, "--test-only": None,
 }  # fmt: skip
+
+_SITE_KEYS = (
+    "account", "partition", "qos", "constraint", "reservation", "gres", "licenses", "nodelist",
+    "exclude", "mail_type", "mail_user",
+)  # fmt: skip
 
 # The proxies that mpiexec starts with srun must get all cores of the job on their node, not
 # the share of one task, and must not be pinned.
@@ -73,6 +83,9 @@ def _options(request: JobRequest) -> Iterator[str]:
     yield f"--output={slurm_file(f'{directory}/logs/job.log', 'output.directory')}"
     yield "--open-mode=append"
     yield from _ends(request)
+    if request.after:  # without the second, a job whose wish cannot come true waits for ever
+        yield f"--dependency={slurm_value(':'.join(('afterok', *request.after)), 'after')}"
+        yield "--kill-on-invalid-dep=yes"
     for directive in request.slurm.directives:
         yield _directive(directive)
 
@@ -95,10 +108,10 @@ def _again(request: JobRequest) -> Iterator[str]:
 
 
 def _site_options(request: JobRequest) -> Iterator[str]:
-    for key in ("account", "partition", "qos", "constraint", "reservation"):
+    for key in _SITE_KEYS:
         value = getattr(request.slurm, key)
         if value is not None:
-            yield f"--{key}={slurm_value(value, f'slurm.{key}')}"
+            yield f"--{key.replace('_', '-')}={slurm_value(value, f'slurm.{key}')}"
     if request.slurm.exclusive:
         yield "--exclusive"
 

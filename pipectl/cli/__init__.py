@@ -34,7 +34,6 @@ app = typer.Typer(
     name="pipectl",
     help="Train any PyTorch model in a pipeline over MPI: profile, plan, submit, status.",
     invoke_without_command=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},

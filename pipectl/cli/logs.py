@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from pipectl.cli.console import note, plain
-from pipectl.cli.options import RUNS, RunsDirectory
+from pipectl.cli.options import RUNS, RunsDirectory, names_of_runs
 from pipectl.runs import RunDirectory, find_run
 
 _POLL_S = 0.5
@@ -18,7 +18,10 @@ _LOOK_S = 10.0
 
 
 def command(
-    name: Annotated[str, typer.Argument(metavar="[RUN]", help="As for status.")] = "last",
+    name: Annotated[
+        str,
+        typer.Argument(metavar="[RUN]", help="As for status.", autocompletion=names_of_runs),
+    ] = "last",
     script: Annotated[bool, typer.Option("--script", help="The job script instead.")] = False,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until it ends.")] = False,
     directory: RunsDirectory = RUNS,

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from pipectl.runs import list_runs
+
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job spec.")]
 Overrides = Annotated[
     list[str] | None,
@@ -17,8 +19,22 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 RunsDirectory = Annotated[
     Path, typer.Option("--directory", "-d", help="Where the run directories are.")
 ]
-RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run: its name, a part, or 'last'.")]
 RUNS = Path("runs")
+
+
+def names_of_runs(context: typer.Context, incomplete: str) -> list[str]:
+    """What a shell offers where a run is to be named: ``last``, and all runs, newest first."""
+    directory = context.params.get("directory") or RUNS
+    names = ["last", *(run.name for run in reversed(list_runs(Path(directory))))]
+    return [name for name in names if name.startswith(incomplete)]
+
+
+RunName = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN", help="A run: its name, a part, or 'last'.", autocompletion=names_of_runs
+    ),
+]
 
 
 class SchedulerName(StrEnum):

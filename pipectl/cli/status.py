@@ -9,13 +9,18 @@ from typing import Annotated
 import typer
 
 from pipectl.cli.console import note, output, say, say_json
-from pipectl.cli.options import RUNS, Json, RunsDirectory
+from pipectl.cli.options import RUNS, Json, RunsDirectory, names_of_runs
 from pipectl.errors import UnknownRunError, UsageError
 
 
 def command(
     name: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="A run, a part of its name, or 'last'.")
+        str | None,
+        typer.Argument(
+            metavar="[RUN]",
+            help="A run, a part of its name, or 'last'.",
+            autocompletion=names_of_runs,
+        ),
     ] = None,
     directory: RunsDirectory = RUNS,
     limit: Annotated[int, typer.Option(min=1, help="How many runs to list, newest last.")] = 20,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pipectl.cli.console import note, say, say_json, short
 from pipectl.cli.interruption import resumable
-from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption
+from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption, names_of_runs
 from pipectl.cli.progress import progress_bar
 from pipectl.cli.rehearse import rehearse
 
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from pipectl.jobs.submit import Submission
     from pipectl.runs import RunDirectory
     from pipectl.spec import JobSpec
+
+_NO_FORECAST = "the job is valid; the scheduler forecasts no start (without a queue, it is at once)"
 
 
 def command(
@@ -31,6 +35,15 @@ def command(
         bool,
         typer.Option("--rehearse", help="Wait instead of computing; on this machine by default."),
     ] = False,
+    after: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--after",
+            metavar="RUN",
+            help="Start when that run has completed.",
+            autocompletion=names_of_runs,
+        ),
+    ] = None,
     scheduler: SchedulerOption = None,
     as_json: Json = False,
     overrides: Overrides = None,
@@ -44,24 +57,28 @@ def command(
     if dry_run:
         sys.stdout.write(render(spec, name, time.time()))
     elif test_only:
-        say(estimate(spec, name, time.time()) or "valid; there is no queue, it would start at once")
+        say(estimate(spec, name, time.time()) or _NO_FORECAST)
     elif rehearsal:
         rehearse(spec, name, wait=wait, as_json=as_json)
     else:
-        _submit(spec, name, wait=wait, as_json=as_json)
+        _submit(spec, name, after or (), wait=wait, as_json=as_json)
 
 
-def _submit(spec: JobSpec, scheduler: str | None, *, wait: bool, as_json: bool) -> None:
+def _submit(
+    spec: JobSpec, scheduler: str | None, after: Sequence[str], *, wait: bool, as_json: bool
+) -> None:
     from pipectl.cli.profile_view import tell_origin
     from pipectl.jobs.submit import gather, submit
+    from pipectl.runs import find_run
 
+    before = [find_run(Path(spec.output.directory), run) for run in after]
     with resumable(), progress_bar("profiling") as progress:
         inputs = gather(spec, scheduler, progress)
     if inputs.measurement is not None:
         tell_origin(inputs.measurement, time.time(), "pipectl profile --again measures anew")
     if inputs.warning:
         note(f"warning: {inputs.warning}")
-    submission = submit(inputs, time.time())
+    submission = submit(inputs, time.time(), before)
     if not as_json:
         _tell(submission)
     if wait:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import uuid
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ def job_request(
     prepare: bool = False,
     mpiexec: str | None = None,
     plan: Plan | None = None,
+    after: tuple[str, ...] = (),
 ) -> JobRequest:
     """The request for one run.
 
@@ -43,6 +45,7 @@ def job_request(
         prepare: whether the job has to profile and plan before it trains.
         mpiexec: None finds it.
         plan: None if it is not known yet.
+        after: ids of jobs that must have completed before.
     """
     directory, python = directory.absolute(), sys.executable
     resources, launch, environment = spec.resources, spec.launch, spec.environment
@@ -73,6 +76,7 @@ def job_request(
         slurm=_slurm_options(spec),
         pbs=_pbs_options(spec),
         stop=Stop(checkpoint.on_signal, lead_s, checkpoint.max_requeues),
+        after=after,
     )
 
 
@@ -93,25 +97,13 @@ def make_tag(directory: Path) -> str:
 
 
 def _slurm_options(spec: JobSpec) -> SlurmOptions:
-    slurm = spec.slurm
-    return SlurmOptions(
-        partition=slurm.partition,
-        account=slurm.account,
-        qos=slurm.qos,
-        constraint=slurm.constraint,
-        reservation=slurm.reservation,
-        exclusive=slurm.exclusive,
-        directives=tuple(slurm.directives),
-    )
+    return SlurmOptions(**{key: getattr(spec.slurm, key) for key in _names(SlurmOptions)})
 
 
 def _pbs_options(spec: JobSpec) -> PbsOptions:
-    pbs = spec.pbs
-    return PbsOptions(
-        queue=pbs.queue,
-        account=pbs.account,
-        project=pbs.project,
-        place=pbs.place,
-        select_extra=pbs.select_extra,
-        directives=tuple(pbs.directives),
-    )
+    return PbsOptions(**{key: getattr(spec.pbs, key) for key in _names(PbsOptions)})
+
+
+def _names(options: type[SlurmOptions | PbsOptions]) -> list[str]:
+    """Of their fields, which are those of the spec's sections."""
+    return [field.name for field in fields(options)]

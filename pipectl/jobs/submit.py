@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from pipectl.batch.process import NoAnswerError
 from pipectl.cluster import Cluster
 from pipectl.errors import MismatchError, PipectlError, UsageError
 from pipectl.files import make_directory, write_text
+from pipectl.jobs.dependencies import jobs_of
 from pipectl.jobs.machines import find_machines
 from pipectl.jobs.places import LOCAL, plan_path, profile_path, scheduler_name
 from pipectl.jobs.plan import planned, write_plan
@@ -92,7 +93,7 @@ def gather(spec: JobSpec, scheduler: str | None, progress: Progress | None = Non
     return Inputs(spec, name, cluster, profile, plan, measurement, warning)
 
 
-def submit(inputs: Inputs, now: float) -> Submission:
+def submit(inputs: Inputs, now: float, after: Sequence[RunDirectory] = ()) -> Submission:
     """Create the run directory and hand its script to the batch system.
 
     The record is written before the batch system is called, so that a submission which is
@@ -100,16 +101,19 @@ def submit(inputs: Inputs, now: float) -> Submission:
 
     Args:
         now: seconds since the epoch.
+        after: runs that must have completed before it starts.
 
     Raises:
-        UsageError: an earlier submission was interrupted, but reached the queue.
+        UsageError: an earlier submission was interrupted, but reached the queue; or it cannot
+            start after such a run.
         SchedulerError: missing or rejected; the run directory is removed again, unless the batch
             system did not answer and may have taken the job.
     """
     spec = inputs.spec
     refuse_twice(Path(spec.output.directory), spec.name, now)
+    before = jobs_of(after, inputs.scheduler, now)
     run = RunDirectory.create(Path(spec.output.directory), spec.name, now)
-    request = _request(inputs, run.path)
+    request = _request(inputs, run.path, before)
     record = _record(inputs, request, now)
     return Submission(run, hand_over(run, request, record, _writer(run, inputs)), inputs.plan)
 
@@ -183,6 +187,6 @@ def _writer(run: RunDirectory, inputs: Inputs) -> Callable[[], None]:
     return write
 
 
-def _request(inputs: Inputs, directory: Path) -> JobRequest:
+def _request(inputs: Inputs, directory: Path, after: tuple[str, ...]) -> JobRequest:
     plan, tag = inputs.plan, make_tag(directory)
-    return job_request(inputs.spec, directory, tag, prepare=plan is None, plan=plan)
+    return job_request(inputs.spec, directory, tag, prepare=plan is None, plan=plan, after=after)

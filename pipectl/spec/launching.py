@@ -179,6 +179,16 @@ class Slurm(Section):
         default=None, description="Node features, such as `a100&nvlink`."
     )
     reservation: Line | None = Field(default=None, description="Reservation.")
+    gres: Line | None = Field(
+        default=None, description="Generic resources of each node, beside accelerators."
+    )
+    licenses: Line | None = Field(default=None, description="Licences, such as `matlab:1`.")
+    nodelist: Line | None = Field(default=None, description="Nodes that must be among the job's.")
+    exclude: Line | None = Field(default=None, description="Nodes that must not.")
+    mail_type: Line | None = Field(
+        default=None, description="Upon what mail is sent, such as `END,FAIL`."
+    )
+    mail_user: Line | None = Field(default=None, description="To whom.")
     exclusive: Flag = Field(default=False, description="Share the nodes with no other job.")
     directives: tuple[Directive, ...] = Field(default=(), description=_DIRECTIVES)
 
@@ -197,4 +207,6 @@ class Pbs(Section):
     select_extra: Line | None = Field(
         default=None, description="Appended to the resource selection, such as `model=icelake`."
     )
+    mail: Line | None = Field(default=None, description="Upon what mail is sent, such as `ae`.")
+    mail_user: Line | None = Field(default=None, description="To whom.")
     directives: tuple[Directive, ...] = Field(default=(), description=_DIRECTIVES)

@@ -4,6 +4,8 @@
 #PBS -A 'proj 123'
 #PBS -P climate
 #PBS -q gpu
+#PBS -m ae
+#PBS -M a@b.org
 #PBS -l select=2:ncpus=32:mpiprocs=2:ompthreads=16:ngpus=4:mem=245760mb:model=icelake
 #PBS -l place=scatter:excl
 #PBS -l walltime=36:00:00
@@ -11,7 +13,7 @@
 #PBS -j oe
 #PBS -k doe
 #PBS -o '/scratch/u/my runs/100%/logs/pbs.log'
-#PBS -m ae
+#PBS -W depend=afterok:41.vm
 #PBS -W group_list=physics
 
 exec >>'/scratch/u/my runs/100%/logs/job.log' 2>&1 # PBS may begin its own file anew

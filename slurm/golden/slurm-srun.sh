@@ -6,6 +6,12 @@
 #SBATCH --qos=normal
 #SBATCH --constraint="a100&nvlink"
 #SBATCH --reservation="maintenance week"
+#SBATCH --gres=nvme:1
+#SBATCH --licenses=matlab:2
+#SBATCH --nodelist="n[1-2]"
+#SBATCH --exclude=n7
+#SBATCH --mail-type=END,FAIL
+#SBATCH --mail-user=a@b.org
 #SBATCH --exclusive
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=2
@@ -18,7 +24,8 @@
 #SBATCH --open-mode=append
 #SBATCH --signal=B:USR1@90
 #SBATCH --no-requeue
-#SBATCH --mail-type=END
+#SBATCH --dependency=afterok:41:42
+#SBATCH --kill-on-invalid-dep=yes
 #SBATCH --switches=1
 
 set -uo pipefail

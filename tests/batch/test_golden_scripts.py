@@ -48,7 +48,13 @@ FULL = replace(
         constraint="a100&nvlink",
         reservation="maintenance week",
         exclusive=True,
-        directives=("--mail-type=END", "--switches=1"),
+        gres="nvme:1",
+        licenses="matlab:2",
+        nodelist="n[1-2]",
+        exclude="n7",
+        mail_type="END,FAIL",
+        mail_user="a@b.org",
+        directives=("--switches=1",),
     ),
     pbs=PbsOptions(
         queue="gpu",
@@ -56,7 +62,9 @@ FULL = replace(
         project="climate",
         place="scatter:excl",
         select_extra="model=icelake",
-        directives=("-m ae", "-W group_list=physics"),
+        mail="ae",
+        mail_user="a@b.org",
+        directives=("-W group_list=physics",),
     ),
 )
 STOP = Stop(requeues=3)
@@ -64,10 +72,13 @@ CASES = {
     "local.sh": ("local", replace(SMALL, stop=STOP)),
     "local-full.sh": ("local", replace(FULL, launcher="mpiexec", mpi="auto", launch_args=())),
     "pbs.sh": ("pbs", SMALL),
-    "pbs-full.sh": ("pbs", replace(FULL, launcher="mpiexec", mpi="openmpi", stop=STOP)),
+    "pbs-full.sh": (
+        "pbs",
+        replace(FULL, launcher="mpiexec", mpi="openmpi", stop=STOP, after=("41.vm",)),
+    ),
     "slurm-mpiexec.sh": ("slurm", SMALL),
     "slurm-openmpi.sh": ("slurm", replace(FULL, launcher="mpiexec", mpi="openmpi", stop=STOP)),
-    "slurm-srun.sh": ("slurm", replace(FULL, stop=Stop("USR1", 90))),
+    "slurm-srun.sh": ("slurm", replace(FULL, stop=Stop("USR1", 90), after=("41", "42"))),
 }
 
 

@@ -93,6 +93,13 @@ def test_resources_are_counted_by_chunk(make_request: MakeRequest) -> None:
     }
 
 
+def test_mail_and_what_it_waits_for(make_request: MakeRequest) -> None:
+    pbs = PbsOptions(mail="ae", mail_user="a@b.org", directives=("-W group_list=physics",))
+    found = directives(render_script(make_request(pbs=pbs, after=("4.vm", "5.vm"))))
+    assert {("-m", "ae"), ("-M", "a@b.org"), ("-W", "depend=afterok:4.vm:5.vm")} <= set(found)
+    assert ("-W", "group_list=physics") in found
+
+
 def test_one_node_is_placed_as_the_site_likes(make_request: MakeRequest) -> None:
     assert "place" not in resources(render_script(make_request()))
     packed = make_request(pbs=PbsOptions(place="pack:excl"))
@@ -101,12 +108,12 @@ def test_one_node_is_placed_as_the_site_likes(make_request: MakeRequest) -> None
 
 def test_the_options_of_a_site(make_request: MakeRequest) -> None:
     request = make_request(
-        pbs=PbsOptions(queue="gpu", account="a b", project="p'q", directives=("#PBS -m ae",)),
+        pbs=PbsOptions(queue="gpu", account="a b", project="p'q", directives=("#PBS -p 5",)),
         tag="20261120-152233-demo 7f3a9c",
     )
     given = dict(directives(render_script(request)))
     assert given["-q"] == "gpu"
-    assert (given["-A"], given["-P"], given["-m"]) == ("a b", "p'q", "ae")
+    assert (given["-A"], given["-P"], given["-p"]) == ("a b", "p'q", "5")
     assert given["-N"] == "demo.7f3a9c"
     assert given["-o"] == f"{request.run_directory}/logs/pbs.log"
     assert (given["-j"], given["-k"], given["-r"], given["-S"]) == ("oe", "doe", "n", "/bin/bash")
@@ -142,6 +149,8 @@ def test_nothing_else_comes_into_a_resource_list(
         ("-J 0-3", "remove"),
         ("-r y", "checkpoint.max_requeues"),
         ("#PBS -q x", "pbs.queue"),
+        ("-m ae", "pbs.mail"),
+        ("-W depend=afterok:1", "remove"),
         ("walltime=3", "command line"),
         ("-m a\n#PBS -q x", "one line"),
     ],

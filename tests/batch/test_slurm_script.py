@@ -60,7 +60,7 @@ def test_a_nasty_option_stays_on_its_line(make_request: MakeRequest, nasty: list
 
 
 @pytest.mark.parametrize(
-    "directive", ["--mail-type=END", "--gpus=4", "-x node7", "--switches=1@10", "#SBATCH --nice=5"]
+    "directive", ["--begin=now", "--gpus=4", "-S 1", "--switches=1@10", "#SBATCH --nice=5"]
 )
 def test_own_directives_are_written_verbatim(make_request: MakeRequest, directive: str) -> None:
     request = make_request(slurm=SlurmOptions(directives=(directive,)))
