@@ -19,6 +19,7 @@ from pipectl.cli import (
     logs,
     plan,
     profile,
+    report,
     resume,
     schema,
     simulate,
@@ -28,7 +29,8 @@ from pipectl.cli import (
     verify,
 )
 from pipectl.cli.console import print_anything, say
-from pipectl.cli.failure import DEBUG_VARIABLE, report
+from pipectl.cli.failure import DEBUG_VARIABLE
+from pipectl.cli.failure import report as report_failure
 
 app = typer.Typer(
     name="pipectl",
@@ -39,8 +41,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for module in (
-    init, check, schema, profile, plan, simulate, submit, status, logs, trace, cancel, resume,
-    verify, export, doctor,
+    init, check, schema, profile, plan, simulate, submit, status, logs, trace, report, cancel,
+    resume, verify, export, doctor,
 ):  # fmt: skip
     app.command(module.__name__.rpartition(".")[2])(module.command)
 
@@ -79,5 +81,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         result = app(args=arguments, prog_name="pipectl", standalone_mode=False)
     except (Exception, KeyboardInterrupt) as error:
-        return report(error)
+        return report_failure(error)
     return result if isinstance(result, int) else 0

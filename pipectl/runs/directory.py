@@ -170,6 +170,11 @@ class RunDirectory:
         return self.trace / f"step-{step:06d}.json"
 
     @property
+    def report(self) -> Path:
+        """The run on one page."""
+        return self.path / "report.html"
+
+    @property
     def rehearsal(self) -> Path:
         """What the ranks of a rehearsal wait for."""
         return self.path / "rehearsal.json"

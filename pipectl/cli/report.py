@@ -1,0 +1,34 @@
+"""`pipectl report`: a run on one page."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipectl.cli.console import say, short
+from pipectl.cli.options import RUNS, RunName, RunsDirectory
+from pipectl.units import format_bytes
+
+
+def command(
+    name: RunName = "last",
+    directory: RunsDirectory = RUNS,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="By default in the run directory."),
+    ] = None,
+) -> None:
+    """Write a page of HTML about a run: plan, timelines, loss, memory, the model by stage."""
+    from pipectl.files import make_directory, write_text
+    from pipectl.jobs.report import report
+    from pipectl.runs import find_run
+
+    run = find_run(directory, name)
+    text = report(run, time.time())
+    path = run.report if output is None else output.absolute()
+    make_directory(path.parent)
+    write_text(path, text)
+    say(f"{short(path)} ({format_bytes(len(text))}): open it in a browser")

@@ -1,0 +1,121 @@
+"""Pages of HTML: what is in them, and that no text of a user becomes a part of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from pipectl.operators import Operator
+from pipectl.profile import Profile
+from pipectl.report.curves import curve, thinned
+from pipectl.report.graph_svg import colour, graph_svg
+from pipectl.report.page import bars, heading, page, paragraph, safe_json, script, table
+from pipectl.report.timelines_html import timelines_html
+from pipectl.timeline import Event, Timeline
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "</script><img src=x onerror=alert(1)>",
+    "\"'><svg onload=alert(1)>",
+    "<!--",
+    "]]>",
+    "&lt;",
+    "\u2028\u2029",
+]
+
+
+class Reader(HTMLParser):
+    """Tags, attributes and text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[str] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [name for name, _ in attrs]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def parts_with(text: str) -> list[str]:
+    return [
+        heading(text),
+        paragraph(text),
+        table([text, "b"], [[text, 1]], [text]),
+        bars([(text, [("predicted", 0.5, text)])]),
+        curve(text, [(1, 2.0), (2, 3.0)]),
+        graph_svg(graph(text), [["a"], ["b"]]),
+    ]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_text_stays_text(text: str) -> None:
+    plain, found = (Reader(page(word, parts_with(word))) for word in ("x", text))
+    assert found.tags == plain.tags
+    assert found.attributes == plain.attributes
+    assert found.text.count(text) == 10
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_no_text_ends_a_script(text: str) -> None:
+    shown = timelines_html({text: Timeline((Event(0, 0.0, 1.0, "forward", 0, 0),), 1)})
+    assert Reader(shown).tags.count("script") == shown.count("</script>") == 1
+    assert json.loads(safe_json([text])) == [text]
+    assert "<" not in safe_json(text)
+    assert script("", data=text).count("<") == 2
+
+
+def test_it_asks_nothing_of_the_network() -> None:
+    text = page("x", [timelines_html({"a": Timeline((), 2)}), curve("b", [(1, 1.0)])])
+    assert "default-src 'none'" in text
+    assert not re.search(r"https?://(?!www\.w3\.org)|src=|href=|@import|url\(", text)
+
+
+def graph(name: str = "linear") -> Profile:
+    names = {"a": name, "b": "b", "c": "c"}
+    made = tuple(Operator(i, n, 1.0, 2.0, (), 8, 8, ()) for i, n in names.items())
+    return Profile("demo", "test", 1, made, (("a", "b"), ("a", "c")))
+
+
+def test_a_graph_by_stage() -> None:
+    text = graph_svg(graph(), [["a"], ["b", "c"]])
+    assert text.count("<rect") == 3
+    assert text.count(colour(0)) == 1
+    assert text.count(colour(1)) == 2
+    assert "linear, stage 0" in text
+    xs = [float(x) for x in re.findall(r'<rect x="([\d.]+)"', text)]
+    assert xs[0] < xs[1] == xs[2]
+
+
+def test_a_curve() -> None:
+    assert curve("loss", []) == ""
+    text = curve("loss", [(1, 4.0), (2, 2.0), (3, 1.0)])
+    places = re.search('points="([^"]+)"', text)
+    assert places is not None
+    xs, ys = zip(*(map(float, place.split(",")) for place in places[1].split()), strict=True)
+    assert list(xs) == sorted(xs)
+    assert list(ys) == sorted(ys), "downwards on a screen is up"
+    assert ">4<" in text
+    assert "NaN" not in curve("flat", [(1, 2.0)]) + curve("flat", [(1, 2.0), (2, 2.0)])
+
+
+def test_a_long_curve_is_drawn_by_means() -> None:
+    points = [(float(step), float(step % 2)) for step in range(100_000)]
+    found = thinned(points, 1000)
+    assert len(found) == 1000
+    assert {y for _, y in found} == {0.5}
+    assert len(curve("loss", points)) < 30_000
+
+
+def test_of_very_many_ranks_some_are_drawn() -> None:
+    events = tuple(Event(rank, 0.0, 1.0, "forward", 0, 0) for rank in range(1000))
+    assert len(timelines_html({"a": Timeline(events, 1000)})) < 20_000
