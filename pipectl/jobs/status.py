@@ -18,8 +18,8 @@ from pipectl.runs import (
     Record,
     RunDirectory,
     read_exit_code,
+    read_figures,
     read_heartbeat,
-    read_metrics,
 )
 
 
@@ -175,7 +175,7 @@ def status(run: RunDirectory, now: float) -> RunStatus:
 def figures(run: RunDirectory, record: Record | None) -> Measured:
     """What a run has done so far; the steps of one that only measures are percent."""
     if record is None or record.kind != PROFILING:
-        return measured(read_metrics(run))
+        return measured(read_figures(run))
     heartbeat = _heartbeat(run)
     return Measured(step=heartbeat.get("step") or 0, steps=record.steps)
 

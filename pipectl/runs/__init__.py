@@ -9,6 +9,7 @@ from pipectl.runs.readers import (
     measured_steps,
     read_errors,
     read_exit_code,
+    read_figures,
     read_heartbeat,
     read_metrics,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "measured_steps",
     "read_errors",
     "read_exit_code",
+    "read_figures",
     "read_heartbeat",
     "read_metrics",
     "step_of",

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pipectl.errors import DataFileError
 from pipectl.files import read_json
@@ -14,12 +14,28 @@ from pipectl.runs.directory import RunDirectory
 from pipectl.runs.manifest import checkpoints
 from pipectl.runs.sound import sound
 
+_EDGE = 1 << 17
+"""Bytes at either end of a long file."""
+_FAULT = b'"not_finite"'
 _CURE = "the running job writes it again within seconds"
 
 
 def read_metrics(run: RunDirectory) -> list[dict[str, Any]]:
     """Lines of ``metrics.jsonl``, see :func:`merge_attempts`; lines cut by a crash are skipped."""
     return merge_attempts(list(_lines(run.metrics)))
+
+
+def read_figures(run: RunDirectory) -> list[dict[str, Any]]:
+    """As :func:`read_metrics`, of long runs only the first and last lines, and those that are rare.
+
+    What is rare is what was not finite; of evaluations, the last ones are there.
+    """
+    try:
+        with run.metrics.open("rb") as stream:
+            text = _edges(stream)
+    except OSError:
+        return []
+    return merge_attempts(list(_parsed(text)))
 
 
 def merge_attempts(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -80,13 +96,31 @@ def last_checkpoint(run: RunDirectory) -> Path | None:
     return next(iter(checkpoints(run.checkpoints)), None)
 
 
+def _edges(stream: BinaryIO) -> bytes:
+    """The file, or its begin, its end, and lines between them that tell of faults."""
+    head = stream.read(_EDGE)
+    rest = stream.read()
+    if len(rest) <= _EDGE:
+        return head + rest
+    middle = rest[:-_EDGE]
+    faults, at = [], middle.find(_FAULT)
+    while at >= 0:
+        end = middle.find(b"\n", at)
+        faults.append(middle[middle.rfind(b"\n", 0, at) + 1 : end if end >= 0 else len(middle)])
+        at = middle.find(_FAULT, end) if end >= 0 else -1
+    return b"\n".join((head, *faults, rest[-_EDGE:]))
+
+
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """The lines that are whole, with integer ``attempt`` and ``step``."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        yield from _parsed(path.read_bytes())
     except OSError:
         return
-    for line in text.split("\n"):
+
+
+def _parsed(content: bytes) -> Iterator[dict[str, Any]]:
+    for line in content.decode("utf-8", "replace").split("\n"):
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
