@@ -9,6 +9,7 @@ from pipectl.plan import Plan
 from pipectl.planner.data_parallel import WithoutPipeline
 from pipectl.planner.explain import NOTHING, Explanation, Offer
 from pipectl.planner.step_parts import LinkLoad
+from pipectl.schedule.saving import copy_bytes
 from pipectl.units import format_bytes, format_time
 
 _BAR = 24
@@ -50,6 +51,7 @@ def explanation_lines(found: Explanation, cluster: Cluster) -> Iterator[str]:
     yield from _binding(found)
     if found.link is not None:
         yield _link_line(found.link, found.parts.step_s, cluster)
+    yield from _checkpoint_line(found.plan)
     yield ""
     yield "other plans:" if found.alternatives else "other plans: none was found"
     yield from _table(
@@ -94,6 +96,18 @@ def _link_line(link: LinkLoad, step_s: float, cluster: Cluster) -> str:
         f"busiest link: {ends[0]} to {ends[1]}, {format_bytes(link.bytes_per_step)} a step, "
         f"in use for {format_time(link.busy_s)} ({share:.1%} of the step)"
     )
+
+
+def _checkpoint_line(plan: Plan) -> Iterator[str]:
+    """What copies take beside the peak, of the rank with the most; nothing where nothing is known
+    of the state."""
+    copies = {rank: copy_bytes(plan, rank) for rank in range(plan.ranks)}
+    rank = max(copies, key=copies.__getitem__)
+    if copies[rank]:
+        yield (
+            f"checkpoints: while one is written, rank {rank} holds up to "
+            f"{format_bytes(copies[rank])} besides"
+        )
 
 
 def _offer(offer: Offer, step_s: float) -> tuple[str, str, str]:

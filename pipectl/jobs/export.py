@@ -43,7 +43,7 @@ def export(
     found = _checkpoint(run, step)
     if path.exists() and not (most_bytes and path.is_dir() and not any(path.iterdir())):
         raise UsageError(f"{path}: exists already", cure="name another, or remove it")
-    weights = load(found)
+    weights = load(found, weights_only=True)
     if most_bytes is None:
         size_bytes = export_file(weights, path)
     else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -40,14 +41,17 @@ class Journal:
         self._header = json.dumps({"journal": header}, sort_keys=True)
         self._entries: dict[str, dict[str, Any]] = {}
         self.resumed = 0
+        self._stream: IO[str] | None = None
         try:
             self._stream = _locked(path)
+            self._is_ours = self._stream is not None
             if self._stream is not None:
                 self._read(self._stream)
         except OSError as error:
+            self._leave()
             raise UsageError(
                 f"{path}: cannot be written: {error.strerror or error}",
-                cure="set output.directory to a directory you may write to",
+                cure="set output.directory to a directory you may write to, or free some space",
             ) from error
 
     def __enter__(self) -> Self:
@@ -72,12 +76,17 @@ class Journal:
     def note(self, key: str, entry: dict[str, Any]) -> None:
         """Keep a finished measurement; it is on its way to the file when this returns.
 
+        Where the disk has become full, it is kept in memory only, and so are those that follow.
+
         Args:
             entry: survives JSON unchanged.
         """
         self._entries[key] = entry
-        if self._stream is not None:
-            self._write(self._stream, json.dumps([key, entry]))
+        try:
+            if self._stream is not None:
+                self._write(self._stream, json.dumps([key, entry]))
+        except OSError:
+            self._leave()
 
     def match(self, fingerprint: str) -> None:
         """Forget everything that was not measured for this graph."""
@@ -85,13 +94,23 @@ class Journal:
             return
         self._entries.clear()
         self.resumed = 0
-        if self._stream is not None:
-            self._begin(self._stream)
+        try:
+            if self._stream is not None:
+                self._begin(self._stream)
+        except OSError:
+            self._leave()
         self.note(_GRAPH, {"fingerprint": fingerprint})
+
+    def _leave(self) -> None:
+        """Write no more; the line that did not fit is cut off by who reads the file next."""
+        if self._stream is not None:
+            with suppress(OSError):  # closing tries to write it once more
+                self._stream.close()
+            self._stream = None
 
     def remove(self) -> None:
         """The measurement is complete: nothing is left to go on with."""
-        if self._stream is not None:
+        if self._is_ours:
             self._path.unlink(missing_ok=True)
         self.close()
 

@@ -31,12 +31,6 @@ class Shard:
     sha256: str
     names: tuple[str, ...]
 
-    @classmethod
-    def of_file(cls, directory: Path, file: str, names: tuple[str, ...]) -> Shard:
-        """A file as it is on disk."""
-        path = directory / file
-        return cls(file, path.stat().st_size, checksum(path), names)
-
     def is_whole(self, directory: Path) -> bool:
         """Whether the file has the bytes it was written with."""
         path = directory / self.file

@@ -12,6 +12,7 @@ from pipectl.runtime.failure import warn
 from pipectl.runtime.loss_scale import LossScale
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.stepper import Stepper
+from pipectl.schedule.saving import room_bytes
 
 
 class Continuation:
@@ -43,8 +44,10 @@ class Continuation:
         keep = Keep(spec.keep, spec.keep_every)
         communicator = setup.communicator.Dup()
         self._saver = Saver(communicator, run.checkpoints, keep, attempt, warn)
+        self._room_bytes = _room_bytes(setup)
         self.poll = self._saver.poll
         self.finish = self._saver.finish
+        stepper.before_update = self._give_back
 
     def save(self, step: int) -> None:
         """Begin to write a checkpoint behind a step; collective."""
@@ -55,9 +58,16 @@ class Continuation:
             self._stepper,
             self._told,
             None if scale is None else scale.state,
+            self._room_bytes,
         )
         manifest = Manifest(step, setup.plan.micro_batch_size, self._aliases)
         self._saver.start(manifest, own)
+
+    def _give_back(self) -> None:
+        """Before an update: what had no room for a copy must be written now."""
+        if self._saver.borrows:
+            self._setup.doing.action = "saving"
+            self._saver.give_back()
 
     def take_up(self, stored: Stored, updated: Mapping[str, nn.Parameter]) -> None:
         """Put back what is not in the model.
@@ -71,6 +81,13 @@ class Continuation:
         self._stepper.move_on(manifest.updates)
         if self._loss_scale is not None and manifest.loss_scale is not None:
             self._loss_scale.restore(manifest.loss_scale)
+        stored.close()
+
+
+def _room_bytes(setup: Setup) -> int | None:
+    """For copies; beside an accelerator, whose memory the plan counts, the host has enough."""
+    on_host = setup.device.torch_device.type == "cpu"
+    return room_bytes(setup.plan, setup.communicator.rank) if on_host else None
 
 
 def _plain_aliases(aliases: Mapping[str, str]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +23,13 @@ class Stepper:
 
     Attributes:
         updates: how often the schedule has moved on.
+        before_update: called whenever weights are about to change.
     """
 
     optimizer: torch.optim.Optimizer | None
     lr_scheduler: Any | None
     updates: int = 0
+    before_update: Callable[[], None] = lambda: None
 
     @property
     def learning_rate(self) -> float:
@@ -36,6 +38,7 @@ class Stepper:
 
     def step(self) -> None:
         """Update the parameters, then the learning rate."""
+        self.before_update()
         if self.optimizer is not None:
             self.optimizer.step()
         self.skip()

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -116,3 +116,36 @@ def test_resume_leaves_the_run_as_it_was(
         assert not Path("submitted").exists()
     assert refused > 0
     assert Path("submitted").exists()
+
+
+def test_profile_measures_on_and_keeps_the_earlier_one(
+    cli: Command, profiled: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk gets full while it measures: what it notes then is kept in memory."""
+    from pipectl.profile import Profile
+
+    before = profiled.read_bytes()
+    measured = Profile.load(profiled)
+    pages = 0
+
+    def profile_job(*_arguments: object, journal: Any, **_more: object) -> Profile:
+        fill(disk, pages)
+        for number in range(200):
+            journal.note(f"operator {number}", {"forward_s": 1.0, "backward_s": 2.0})
+        assert all(journal.find(f"operator {number}") for number in range(200))
+        return measured
+
+    monkeypatch.setattr("pipectl.profiler.profile_job", profile_job)
+    for _ in range(40):
+        (disk / "ballast").unlink(missing_ok=True)
+        result = cli("profile", "job.yaml", "--again", "--scheduler", "local")
+        if result.code == 0:
+            break
+        assert result.code == 2
+        assert "cannot be written: No space left on device" in result.err
+        assert "Exception ignored" not in result.err
+        assert profiled.read_bytes() == before
+        pages += 1
+    assert pages > 1
+    assert Profile.load(profiled).device is not None
+    assert not list(disk.rglob("*.journal"))

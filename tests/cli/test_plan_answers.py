@@ -34,6 +34,7 @@ def test_an_explanation_says_what_binds_and_what_would_help(cli: Command, alone:
         "rank 0 (stage 0) binds; its ",
         "  forward and backward               240 ms",
         "busiest link: device",
+        "checkpoints: while one is written, rank 0 holds up to ",
         "other plans:",
         "  1 stage",
         "what more would buy:",

@@ -4,37 +4,36 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor
 
-from pipectl.errors import UsageError
+from pipectl.errors import DataFileError, UsageError
 from pipectl.files import make_directory, write_text
-from pipectl.runtime.checkpoint.snapshot import sync
+from pipectl.runtime.checkpoint.stored import Stored
+from pipectl.runtime.checkpoint.tensor_file import TensorFile
 
 INDEX = "model.safetensors.index.json"
 _METADATA = {"format": "pt"}
 
 
-def export_file(weights: Mapping[str, Tensor], path: Path) -> int:
+def export_file(weights: Stored, path: Path) -> int:
     """Write all weights into one safetensors file, tied ones under each of their names.
+
+    One tensor is in memory at a time.
 
     Returns:
         Bytes of the tensors.
 
     Raises:
         UsageError: the file cannot be written; one that was there is as it was.
+        DataFileError: the checkpoint is damaged.
     """
-    tensors = {name: weights[name] for name in weights}
-    make_directory(path.absolute().parent)
-    with _whole(path) as partial:
-        save_file(tensors, partial, _METADATA)
-    return sum(tensor.nbytes for tensor in tensors.values())
+    return _export(weights, {name: weights.layout(name) for name in weights}, path)
 
 
-def export_shards(weights: Mapping[str, Tensor], directory: Path, most_bytes: int) -> int:
+def export_shards(weights: Stored, directory: Path, most_bytes: int) -> int:
     """Write files of at most so many bytes and their index, as model hubs have them.
 
     A tensor that is larger gets a file of its own. The index is written last.
@@ -44,34 +43,43 @@ def export_shards(weights: Mapping[str, Tensor], directory: Path, most_bytes: in
 
     Raises:
         UsageError: a file cannot be written.
+        DataFileError: the checkpoint is damaged.
     """
-    make_directory(directory)
-    names = list(_parts(weights, most_bytes))
+    parts = list(_parts({name: weights.layout(name) for name in weights}, most_bytes))
     files = {
-        f"model-{index:05d}-of-{len(names):05d}.safetensors": part
-        for index, part in enumerate(names, 1)
+        f"model-{index:05d}-of-{len(parts):05d}.safetensors": part
+        for index, part in enumerate(parts, 1)
     }
-    total = 0
-    for file, part in files.items():
-        total += export_file({name: weights[name] for name in part}, directory / file)
+    total = sum(_export(weights, part, directory / file) for file, part in files.items())
     places = {name: file for file, part in files.items() for name in part}
     document = {"metadata": {"total_size": total}, "weight_map": places}
     write_text(directory / INDEX, json.dumps(document, indent=1) + "\n")
     return total
 
 
-def _parts(weights: Mapping[str, Tensor], most_bytes: int) -> Iterator[list[str]]:
-    """Names file by file; each tensor is looked at once, and not kept."""
-    part, size = list[str](), 0
-    for name in weights:
-        more = weights[name].nbytes
-        if part and size + more > most_bytes:
+def _parts(layouts: Mapping[str, Tensor], most_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Layouts file by file."""
+    part, size = dict[str, Tensor](), 0
+    for name, layout in layouts.items():
+        if part and size + layout.nbytes > most_bytes:
             yield part
-            part, size = [], 0
-        part.append(name)
-        size += more
+            part, size = {}, 0
+        part[name] = layout
+        size += layout.nbytes
     if part:
         yield part
+
+
+def _export(weights: Mapping[str, Tensor], layouts: Mapping[str, Tensor], path: Path) -> int:
+    """Write some weights; gives their bytes."""
+    make_directory(path.absolute().parent)
+    names = sorted(layouts, key=lambda name: (-layouts[name].element_size(), name))
+    with _whole(path) as partial:
+        file = TensorFile(partial, {name: layouts[name] for name in names}, _METADATA)
+        with closing(file):
+            file.write(weights[name] for name in names)
+            file.finish(path.name, names)
+    return sum(layout.nbytes for layout in layouts.values())
 
 
 @contextmanager
@@ -80,9 +88,11 @@ def _whole(path: Path) -> Iterator[Path]:
     partial = path.with_name(f".{path.name}.partial")
     try:
         yield partial
-        sync(partial)
         partial.replace(path)
-    except Exception as error:  # safetensors raises its own for a full disk
+    except DataFileError:
+        partial.unlink(missing_ok=True)
+        raise
+    except OSError as error:
         partial.unlink(missing_ok=True)
         raise UsageError(
             f"{path}: cannot be written: {error}",

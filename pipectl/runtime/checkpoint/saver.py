@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -46,9 +47,16 @@ class Keep:
 class _Save:
     """A checkpoint on its way; the lists are filled on rank 0."""
 
-    def __init__(self, manifest: Manifest, partial: Path, written: Future[dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        partial: Path,
+        given_back: Event,
+        written: Future[dict[str, Any]],
+    ) -> None:
         self.manifest = manifest
         self.partial = partial
+        self.given_back = given_back
         self.written = written
         self.told: MPI.Request | None = None
         self.heard: list[dict[str, Any]] = []
@@ -98,7 +106,16 @@ class Saver:
             return
         partial = self._directory / f".step-{manifest.step:06d}.partial-{self._attempt}"
         written = self._thread.submit(_written, partial, self._communicator.rank, snapshot)
-        self._save = _Save(manifest, partial, written)
+        self._save = _Save(manifest, partial, snapshot.given_back, written)
+
+    @property
+    def borrows(self) -> bool:
+        """Whether parameters or optimizer state may not change yet."""
+        return self._save is not None and not self._save.given_back.is_set()
+
+    def give_back(self) -> None:
+        """Wait until they may."""
+        poll(lambda: not self.borrows, lambda _: False)
 
     def poll(self) -> None:
         """Move the checkpoint on; never waits for another rank."""

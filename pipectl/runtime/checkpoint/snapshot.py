@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
+from threading import Event
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pipectl.runs import LossScaleState, Shard
+from pipectl.runtime.checkpoint.copies import Held, hold
+from pipectl.runtime.checkpoint.tensor_file import TensorFile
 from pipectl.runtime.stepper import Stepper
 
 TRAINING = "training"
@@ -23,7 +26,7 @@ _MODEL, _STATE = "model.", "state/"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Copies of a rank's tensors, in the memory of the host.
+    """A rank's tensors: copies in the memory of the host, or lent until they are written.
 
     Args:
         weights: by the names of the user's model.
@@ -31,37 +34,94 @@ class Snapshot:
         optimizer: JSON by parameter, which names these.
         updates: how often this rank's learning-rate schedule has moved on.
         loss_scale: of float16.
+        given_back: set once tensors that are lent may change.
     """
 
-    weights: Mapping[str, Tensor]
-    training: Mapping[str, Tensor]
+    weights: Held
+    training: Held
     optimizer: Mapping[str, Any]
     updates: int = 0
     loss_scale: LossScaleState | None = None
+    given_back: Event = field(default_factory=Event)
 
     @property
     def size_bytes(self) -> int:
         """Of all tensors."""
-        found = (*self.weights.values(), *self.training.values())
+        found = (*self.weights.tensors.values(), *self.training.tensors.values())
         return sum(tensor.nbytes for tensor in found)
 
     def write(self, directory: Path, rank: int) -> tuple[list[Shard], list[Shard]]:
-        """Write this rank's files.
+        """Write this rank's files: what is lent first.
 
         Returns:
             Those of weights and those of the training state: one or none of each.
 
         Raises:
             OSError: the disk is full, say.
+            TypeError: a tensor has a type that files do not know.
         """
-        names = [key.removeprefix(_STATE) for key in self.training if key.startswith(_STATE)]
-        metadata = {"optimizer": json.dumps(self.optimizer)}
-        file = f"rank-{rank:04d}.safetensors"
-        weights = _write(directory, file, self.weights, self.weights)
-        more = _write(
-            directory, f"{TRAINING}/{file}", self.training, (*names, *self.optimizer), metadata
-        )
-        return weights, more
+        file, more = f"rank-{rank:04d}.safetensors", {"optimizer": json.dumps(self.optimizer)}
+        states = (key.removeprefix(_STATE) for key in self.training.tensors if _is_state(key))
+        told = (*states, *self.optimizer)
+        try:
+            with ExitStack() as opened:
+                own = _Part(opened, directory, file, self.weights, self.weights.tensors)
+                rest = _Part(opened, directory, f"{TRAINING}/{file}", self.training, told, more)
+                own.write_lent()
+                rest.write_lent()
+                self.given_back.set()
+                return list(own.finish()), list(rest.finish())
+        finally:
+            self.given_back.set()
+
+
+class _Part:
+    """One of the two files of a rank; none where it would tell of nothing.
+
+    Args:
+        opened: closes it in the end.
+        names: that the manifest gives for it.
+    """
+
+    def __init__(
+        self,
+        opened: ExitStack,
+        directory: Path,
+        file: str,
+        held: Held,
+        names: Iterable[str],
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        self._name, self._names = file, tuple(names)
+        ordered = _ordered(held)
+        here = [index for index, name in enumerate(ordered, 1) if name in held.lent]
+        self._lent = max(here, default=0)
+        self._tensors = iter(ordered.values())
+        self._file: TensorFile | None = None
+        if self._names:
+            (directory / file).parent.mkdir(exist_ok=True)
+            self._file = TensorFile(directory / file, ordered, metadata)
+            opened.callback(self._file.close)
+
+    def write_lent(self) -> None:
+        """All that is lent, and what must stand before it."""
+        if self._file is not None:
+            self._file.write(islice(self._tensors, self._lent))
+
+    def finish(self) -> Iterator[Shard]:
+        """The rest."""
+        if self._file is not None:
+            self._file.write(self._tensors)
+            yield self._file.finish(self._name, self._names)
+
+
+def _ordered(held: Held) -> dict[str, Tensor]:
+    """Large types first, for readers; of each, what is lent."""
+
+    def place(name: str) -> tuple[int, bool, str]:
+        return -held.tensors[name].element_size(), name not in held.lent, name
+
+    return {name: held.tensors[name] for name in sorted(held.tensors, key=place)}
 
 
 def take_snapshot(
@@ -70,28 +130,49 @@ def take_snapshot(
     stepper: Stepper,
     updated: Mapping[str, nn.Parameter],
     loss_scale: LossScaleState | None = None,
+    room_bytes: int | None = None,
 ) -> Snapshot:
-    """Copy what a rank is to save.
+    """Copy what a rank is to save, as far as there is room for it.
+
+    Parameters and optimizer state that find no room are lent: they may not change before they are
+    given back. Buffers are copied in any case, since forwards change them.
 
     Args:
         states: its parameters and buffers, by full name.
         persistent: which of them a state dict holds.
         updated: the parameters whose optimizer state this rank tells.
+        room_bytes: for copies; None is enough for all.
 
     Raises:
         CaptureError: the optimizer's state cannot be saved.
     """
-    weights, training = dict[str, Tensor](), dict[str, Tensor]()
+    weights, training, steady = dict[str, Tensor](), dict[str, Tensor](), set[str]()
     for name, tensor in states.items():
         plain = plain_name(name)
+        key = state_key(name)
         if plain is not None and name in persistent:
             weights[plain] = tensor
+            key = plain
         else:
-            training[state_key(name)] = tensor
+            training[key] = tensor
+        if isinstance(tensor, nn.Parameter):
+            steady.add(key)
     tensors, kept = stepper.state(updated)
-    return Snapshot(
-        _copied(weights), _copied(training | tensors), kept, stepper.updates, loss_scale
-    )
+    own = hold(weights, steady, _less(room_bytes, training, steady))
+    rest = hold(training | tensors, steady | tensors.keys(), _less(room_bytes, own.copies, ()))
+    found = Snapshot(own, rest, kept, stepper.updates, loss_scale)
+    if not (own.lent or rest.lent):
+        found.given_back.set()
+    return found
+
+
+def _less(
+    room_bytes: int | None, tensors: Mapping[str, Tensor], steady: Container[str]
+) -> int | None:
+    """Room beside copies of those tensors that are no steady ones."""
+    if room_bytes is None:
+        return None
+    return room_bytes - sum(t.nbytes for name, t in tensors.items() if name not in steady)
 
 
 def state_key(name: str) -> str:
@@ -99,33 +180,13 @@ def state_key(name: str) -> str:
     return _STATE + name
 
 
+def _is_state(key: str) -> bool:
+    return key.startswith(_STATE)
+
+
 def plain_name(name: str) -> str | None:
     """The name in the user's model of a parameter or buffer; None if it is not of the model."""
     return name.removeprefix(_MODEL) if name.startswith(_MODEL) else None
-
-
-def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
-        for name, tensor in tensors.items()
-    }
-
-
-def _write(
-    directory: Path,
-    file: str,
-    tensors: Mapping[str, Tensor],
-    names: Iterable[str],
-    metadata: dict[str, str] | None = None,
-) -> list[Shard]:
-    found = tuple(sorted(names))
-    if not found:
-        return []
-    path = directory / file
-    path.parent.mkdir(exist_ok=True)
-    save_file(dict(tensors), path, metadata)
-    sync(path)
-    return [Shard.of_file(directory, file, found)]
 
 
 def sync(path: Path) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from mpi4py import MPI
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from pipectl.errors import DataFileError, MismatchError
 from pipectl.runs import Manifest, Shard, checkpoints
 from pipectl.runtime.checkpoint.snapshot import plain_name, state_key
+from pipectl.runtime.checkpoint.tensor_reader import TensorReader
 from pipectl.runtime.optimizer_state import give
 
 _CURE = "use another checkpoint of the run"
@@ -35,11 +35,20 @@ class Stored(Mapping[str, Tensor]):
         self.manifest = Manifest.load(directory)
         self._weights = _by_name(directory, self.manifest.weights)
         self._training = _by_name(directory, self.manifest.training)
-        self._optimizer = cache(_optimizer_state)
+        self._reader = TensorReader()
+        self._optimizer = cache(self._optimizer_state)
 
     def __getitem__(self, name: str) -> Tensor:
-        stored = self.manifest.aliases.get(name, name)
-        return _tensor(self._weights[stored], stored)
+        return self._reader.tensor(*self._place(name))
+
+    def layout(self, name: str) -> Tensor:
+        """Shape and type of a weight, on the meta device."""
+        file, stored = self._place(name)
+        return self._reader.header(file).layouts[stored]
+
+    def close(self) -> None:
+        """Leave no file open, until something is read again."""
+        self._reader.close()
 
     def __iter__(self) -> Iterator[str]:
         yield from self._weights
@@ -88,7 +97,8 @@ class Stored(Mapping[str, Tensor]):
         for name, parameter in parameters.items():
             file = self._training.get(name)
             if file is not None:
-                give(optimizer, parameter, self._optimizer(file)[name], partial(_tensor, file))
+                read = partial(self._reader.tensor, file)
+                give(optimizer, parameter, self._optimizer(file)[name], read)
 
     def _state(self, name: str) -> Tensor:
         plain = plain_name(name)
@@ -96,7 +106,16 @@ class Stored(Mapping[str, Tensor]):
             return self[plain]
         if name not in self._training:
             raise self._other(f"has no {name!r}")
-        return _tensor(self._training[name], state_key(name))
+        return self._reader.tensor(self._training[name], state_key(name))
+
+    def _place(self, name: str) -> tuple[Path, str]:
+        """File of a weight, and the name it has there."""
+        stored = self.manifest.aliases.get(name, name)
+        return self._weights[stored], stored
+
+    def _optimizer_state(self, file: Path) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self._reader.header(file).metadata["optimizer"])
+        return found
 
     def _other(self, what: str) -> MismatchError:
         return MismatchError(
@@ -105,14 +124,18 @@ class Stored(Mapping[str, Tensor]):
         )
 
 
-def load(directory: Path) -> Stored:
+def load(directory: Path, *, weights_only: bool = False) -> Stored:
     """A checkpoint of which every byte is as it was written.
+
+    Args:
+        weights_only: whether nothing but the weights will be read, and is looked at.
 
     Raises:
         DataFileError: a file is missing or damaged.
     """
     stored = Stored(directory)
-    damaged = _damaged(directory, stored.manifest.shards)
+    manifest = stored.manifest
+    damaged = _damaged(directory, manifest.weights if weights_only else manifest.shards)
     if damaged is not None:
         raise DataFileError(f"{directory / damaged}: missing or damaged", cure=_CURE)
     return stored
@@ -153,15 +176,3 @@ def _damaged(directory: Path, shards: Iterable[Shard]) -> str | None:
 
 def _by_name(directory: Path, shards: Iterable[Shard]) -> dict[str, Path]:
     return {name: directory / shard.file for shard in shards for name in shard.names}
-
-
-def _tensor(file: Path, name: str) -> Tensor:
-    with safe_open(file, "pt") as opened:
-        tensor: Tensor = opened.get_tensor(name)
-    return tensor
-
-
-def _optimizer_state(file: Path) -> dict[str, Any]:
-    with safe_open(file, "pt") as opened:
-        found: dict[str, Any] = json.loads(opened.metadata()["optimizer"])
-    return found

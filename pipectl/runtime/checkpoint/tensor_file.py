@@ -1,0 +1,120 @@
+"""Writing a safetensors file piece by piece, with its checksum on the way.
+
+The library's own writer wants all tensors at once, and the checksum would read the file again. Here
+a tensor is no longer needed once it is written, and every piece is hashed while a cache has it. The
+format: eight bytes with the length of a JSON header, the header, and the tensors without gaps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipectl.runs import Shard
+
+_PIECE_BYTES = 2**20
+_ALIGNMENT = 8
+LENGTH_BYTES = 8
+"""Of the number in front of the header."""
+METADATA = "__metadata__"
+"""Key of the header under which a file's own notes are."""
+CODES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+}
+
+
+class TensorFile:
+    """A file that is being written.
+
+    Args:
+        path: of the file.
+        layouts: of all tensors in the order in which they will come: themselves, or tensors of
+            the meta device. Readers want numbers at multiples of their size, so the largest types
+            come first.
+
+    Raises:
+        OSError: it cannot be made.
+        TypeError: the format has no such type.
+    """
+
+    def __init__(
+        self, path: Path, layouts: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+    ) -> None:
+        header = _header(layouts, metadata)
+        self._hash = hashlib.sha256()
+        self._size = 0
+        self._stream = path.open("wb", buffering=0)
+        self._write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
+
+    def write(self, tensors: Iterable[Tensor]) -> None:
+        """Write the next tensors.
+
+        Raises:
+            OSError: the disk is full, say.
+        """
+        for tensor in tensors:
+            self._write(_as_bytes(tensor).numpy().data)
+
+    def finish(self, file: str, names: Iterable[str]) -> Shard:
+        """Have it on the disk.
+
+        Args:
+            file: its name in the manifest.
+            names: that the manifest gives for it.
+        """
+        os.fsync(self._stream.fileno())
+        self.close()
+        return Shard(file, self._size, self._hash.hexdigest(), tuple(sorted(names)))
+
+    def close(self) -> None:
+        """As it is."""
+        self._stream.close()
+
+    def _write(self, content: Any) -> None:
+        """Pieces of bytes; both calls let the other threads of the process run."""
+        for start in range(0, len(content), _PIECE_BYTES):
+            rest = content[start : start + _PIECE_BYTES]
+            self._hash.update(rest)
+            while len(rest):
+                rest = rest[self._stream.write(rest) :]
+        self._size += len(content)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """What the file holds of a tensor, in the host's memory; not copied if it is there as such."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+
+
+def _header(layouts: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> bytes:
+    entries: dict[str, Any] = {} if metadata is None else {METADATA: dict(metadata)}
+    end = 0
+    for name, tensor in layouts.items():
+        if tensor.dtype not in CODES:
+            raise TypeError(f"{name} has the type {tensor.dtype}, which safetensors does not know")
+        start, end = end, end + tensor.nbytes
+        code, shape = CODES[tensor.dtype], list(tensor.shape)
+        entries[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % _ALIGNMENT)

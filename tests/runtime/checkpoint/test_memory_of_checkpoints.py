@@ -1,0 +1,1 @@
+"""A rank's peak stays within its limit while checkpoints are written."""
