@@ -18,6 +18,7 @@ from pipectl.graph import TransferKind
 from pipectl.runtime.apart import BackwardHalf, ForwardHalf
 from pipectl.runtime.device import Device
 from pipectl.runtime.failure import Doing
+from pipectl.runtime.origins import Origins
 from pipectl.runtime.passes import Batch, Loaded
 from pipectl.runtime.recording import Recording
 from pipectl.runtime.reduction import Reducer
@@ -110,6 +111,7 @@ class Engine:
         self._device = device
         self._board = doing.board
         self._loss = Slot(cut.graph.loss)
+        self.origins: Origins | None = None
         # Called with (samples, results, targets) where the loss of an evaluation is computed.
         self.on_evaluated: Callable[[int, Tensors, Any], None] | None = None
         self._handlers: dict[int, Callable[[Action], None]] = {
@@ -195,6 +197,8 @@ class Engine:
             loss = made[self._loss]
             assert loss is not None
             self._out.losses.append(loss)
+        if self.origins is not None:
+            self.origins.note(micro_batch, stage, made)
         self._deliver(TransferKind.ACTIVATION, action, made)
 
     def _recompute(self, action: Action) -> None:

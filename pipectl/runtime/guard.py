@@ -1,9 +1,10 @@
 """Losses and gradients that are not finite: found on one rank, known to all.
 
 Every rank looks at what it has of a step, and one number, the largest of all ranks', says what was
-wrong with it. The number travels beside whatever all ranks wait for at the end of a step anyway.
-Where there is nothing of that kind, a job that stops need not wait at all: the number is read at
-the end of the next step, and before anything is saved.
+wrong with it; a second says which stage was the first to make something of the kind. They travel
+beside whatever all ranks wait for at the end of a step anyway. Where there is nothing of that kind,
+a job that stops need not wait at all: they are read at the end of the next step, and before
+anything is saved.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from torch import Tensor, nn
 from pipectl.capture.shares import first_undefined
 from pipectl.errors import WorkerError
 from pipectl.runtime.loss_scale import alike
+from pipectl.runtime.origins import Origin
 from pipectl.runtime.waiting import barrier, wait
 
 _PLACES = 2**31
 """More than there are parameters or micro-batches; the first is the largest number."""
+_STAGES = 2**20
+"""More than there are stages."""
 _LOSS = 2**62
 """Above all that parameters give: the gradients of such a loss are not finite either."""
 
@@ -37,12 +41,15 @@ class Fault:
         micro_batch: whose loss it was; -1 for a gradient.
         stage: of the gradient; -1 for a loss.
         parameter: whose gradient it was.
+        origin: the first stage that handed on what was not finite, of that micro-batch; -1 if
+            none did.
     """
 
     step: int
     micro_batch: int = -1
     stage: int = -1
     parameter: str = ""
+    origin: int = -1
 
     @property
     def what(self) -> str:
@@ -50,6 +57,13 @@ class Fault:
         if self.micro_batch >= 0:
             return f"the loss of micro-batch {self.micro_batch}"
         return f"the gradient of {self.parameter!r} in stage {self.stage}"
+
+    @property
+    def where(self) -> str:
+        """Where it comes from, as far as that is known: to be put behind."""
+        if self.origin < 0:
+            return ""
+        return f"; stage {self.origin} was the first to hand on something that is not"
 
     def to_json(self) -> dict[str, Any]:
         """For ``metrics.jsonl``."""
@@ -104,9 +118,13 @@ class Guard:
                 return (1 + stage) * _PLACES + _PLACES - 1 - first
         return 0
 
-    def tell(self, step: int, mine: int) -> None:
-        """Say what this rank found in a step; every rank says something of every step."""
-        largest = np.array([mine], dtype=np.int64)
+    def tell(self, step: int, mine: int, origin: Origin | None = None) -> None:
+        """Say what this rank found in a step; every rank says something of every step.
+
+        Args:
+            origin: the first of its stages that made what is not finite.
+        """
+        largest = np.array([mine, _number(origin)], dtype=np.int64)
         request = self._communicator.Iallreduce(MPI.IN_PLACE, largest, MPI.MAX)
         self._waiting.append(_Told(step, mine, largest, request))
 
@@ -125,7 +143,7 @@ class Guard:
             found = int(told.largest[0])
             if found:
                 self._found_here = told.mine == found
-                return self._fault(told.step, found)
+                return self._fault(told.step, found, int(told.largest[1]))
         return None
 
     def stop(self, fault: Fault, *, together: bool) -> None:
@@ -141,19 +159,36 @@ class Guard:
             barrier(self._communicator)
         if self._found_here:
             raise WorkerError(
-                f"step {fault.step}: {fault.what} is not finite (infinite or NaN)",
+                f"step {fault.step}: {fault.what} is not finite (infinite or NaN){fault.where}",
                 cure="lower the learning rate, clip gradients (training.clip_grad_norm) or look at "
                 "the data; training.on_nonfinite: skip leaves such steps out; pipectl resume goes "
                 "on from the last checkpoint",
             )
         barrier(self._communicator)
 
-    def _fault(self, step: int, found: int) -> Fault:
+    def _fault(self, step: int, found: int, origin: int) -> Fault:
         above, place = divmod(found, _PLACES)
         index = _PLACES - 1 - place
         if found >= _LOSS:
-            return Fault(step, micro_batch=index)
+            first = _origin(origin)
+            stage = first.stage if first is not None and first.micro_batch == index else -1
+            return Fault(step, micro_batch=index, origin=stage)
         return Fault(step, stage=above - 1, parameter=self._names[index].removeprefix("model."))
+
+
+def _number(origin: Origin | None) -> int:
+    """The larger, the earlier; 0 for none."""
+    if origin is None:
+        return 0
+    return (_PLACES - 1 - origin.micro_batch) * _STAGES + _STAGES - origin.stage
+
+
+def _origin(number: int) -> Origin | None:
+    """The inverse of :func:`_number`."""
+    if not number:
+        return None
+    micro_batch, stage = divmod(number - 1, _STAGES)
+    return Origin(_PLACES - 1 - micro_batch, _STAGES - 1 - stage)
 
 
 def not_finite(parameters: Mapping[str, nn.Parameter]) -> list[str]:

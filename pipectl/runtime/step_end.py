@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pipectl.runtime.guard import Fault, Guard
 from pipectl.runtime.loss_scale import LossScale
 from pipectl.runtime.optimizer import Clipping, SharedGradients
+from pipectl.runtime.origins import origins_of
 from pipectl.runtime.recording import Recording
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.stage_states import shared_uses
@@ -53,17 +54,21 @@ class StepEnd:
         self._clipping = self._make_clipping()
         self.loss_scale = self._make_loss_scale()
         self.guard = self._make_guard()
+        self._origins = origins_of(setup.cut)
+        if self.guard is not None:
+            setup.training.origins = self._origins
         self.gradient_norm = self.used_rate = math.nan
         self.skipped = False
         self._undoes = False
         self._before: dict[str, Tensor] = {}
 
     def begin(self, buffers: Mapping[str, Tensor]) -> None:
-        """Remember, before a step, what leaving it out must bring back.
+        """Remember, before a step, what leaving it out must bring back; drop what was before.
 
         Args:
             buffers: that training changes.
         """
+        self._origins.forget()
         if self._skips:
             self._before = {name: tensor.clone() for name, tensor in buffers.items()}
 
@@ -110,8 +115,12 @@ class StepEnd:
         micro_batches: Sequence[int],
         losses: Sequence[Tensor],
         weights: Sequence[float],
+        before: int,
     ) -> None:
         """Where steps overlap: tell what is not finite here, and hear what all have told so far.
+
+        Args:
+            before: micro-batches of earlier steps.
 
         Raises:
             WorkerError: something was not finite in an earlier step.
@@ -123,7 +132,10 @@ class StepEnd:
             self._record(fault)
             self.guard.stop(fault, together=False)
         of_loss = self.guard.in_losses(micro_batches, losses, weights) if losses else 0
-        self.guard.tell(step, of_loss or self.guard.in_gradients())
+        origin = self._origins.first(range(before, before + len(micro_batches)))
+        if origin is not None:
+            origin = origin._replace(micro_batch=origin.micro_batch - before)
+        self.guard.tell(step, of_loss or self.guard.in_gradients(), origin)
 
     def settle(self) -> None:
         """Hear of all steps so far, before something is made of them. Collective.
@@ -150,7 +162,8 @@ class StepEnd:
         if not self._meets:
             self.settle()  # what was told a step ago
         scaled = self.loss_scale is not None  # which looks at gradients itself
-        self.guard.tell(step, fault_of_loss or (0 if scaled else self.guard.in_gradients()))
+        found = fault_of_loss or (0 if scaled else self.guard.in_gradients())
+        self.guard.tell(step, found, self._origins.first())
 
     def _is_faulty(self) -> bool:
         """Whether what was told is to be left out."""

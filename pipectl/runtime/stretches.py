@@ -114,6 +114,7 @@ class Stretches:
         """
         for stage in self._setup.updated_stages:
             stage.restart_versions()
+        self._end.begin({})
         self._first, self._batches = first, batches
         self._given = self._make_input(loaded)
         steps = range(first, first + len(batches))
@@ -174,7 +175,8 @@ class Stretches:
         """Tell the others of what is not finite here, and hear of them."""
         count = self._plan.micro_batches
         weights = self._given.weights[index * count : (index + 1) * count]
-        self._end.look(self._first + index, range(count), out.losses[:count], weights)
+        before = index * count
+        self._end.look(self._first + index, range(count), out.losses[:count], weights, before)
 
     def _report(self, index: int, rate: float, out: StepOutput) -> None:
         count = self._plan.micro_batches

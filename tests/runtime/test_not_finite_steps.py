@@ -11,6 +11,7 @@ import torch
 from mpi4py import MPI
 from torch import nn
 
+from pipectl.capture import Slot
 from pipectl.cluster import assumed_cluster
 from pipectl.errors import WorkerError
 from pipectl.jobs.plan import find_plan
@@ -18,7 +19,8 @@ from pipectl.jobs.status import status
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory, read_errors, read_metrics
 from pipectl.runtime import checkpoint
-from pipectl.runtime.guard import Fault, Guard, not_finite
+from pipectl.runtime.guard import Fault, Guard, _number, _origin, not_finite
+from pipectl.runtime.origins import Origin, Origins
 
 HERE = Path(__file__).parent
 PARTS = HERE / "job_parts.py"
@@ -81,6 +83,31 @@ def test_a_loss_comes_before_gradients_and_the_first_micro_batch_before_others()
     assert guard.heard() is None
 
 
+def test_the_first_stage_is_named_that_handed_on_what_was_not_finite() -> None:
+    slot, mask = Slot("block"), Slot("mask")
+    origins = Origins({slot.value})
+    fine, spoilt = torch.ones(3), torch.tensor([1.0, math.inf, 1.0])
+    for micro_batch, stage, tensor in ((0, 1, fine), (2, 3, spoilt), (2, 1, spoilt), (1, 0, fine)):
+        origins.note(micro_batch, stage, {slot: tensor, mask: spoilt})
+    origins.note(0, 2, {slot: torch.full((9,), 60000.0, dtype=torch.float16), mask: None})
+    assert origins.first(range(2)) is None
+    assert origins.first() == Origin(2, 1)
+    assert origins.first() is None
+    guard = guard_of(layers())
+    of_loss = guard.in_losses([2], [torch.tensor(math.nan)], [0.0, 0.0, 1.0])
+    for origin, stage in ((Origin(2, 1), 1), (Origin(0, 0), -1), (None, -1)):
+        guard.tell(1, of_loss, origin)
+        assert guard.heard() == Fault(1, micro_batch=2, origin=stage)
+    assert Fault(1, 2, origin=1).where == "; stage 1 was the first to hand on something that is not"
+
+
+def test_earlier_micro_batches_and_stages_count_more() -> None:
+    order = [Origin(0, 0), Origin(0, 5), Origin(1, 0), Origin(70_000, 1_000), None]
+    numbers = [_number(origin) for origin in order]
+    assert numbers == sorted(numbers, reverse=True)
+    assert [_origin(number) for number in numbers] == order
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize("clip", [1.0, None], ids=["with all ranks", "a step later"])
 def test_one_rank_stops_and_saves_nothing_of_the_step(
@@ -104,11 +131,14 @@ def test_one_rank_stops_and_saves_nothing_of_the_step(
 @pytest.mark.mpi
 def test_steps_that_overlap_stop_too(make_spec: Any, make_run: Any, work: Any) -> None:
     training = {"steps": 5, "batch_size": 4}
-    pipeline = {"stages": 1, "schedule": "pipedream-2bw", "micro_batches": 2}
-    run = make_run(make_spec(1, SPOILT, training=training, pipeline=pipeline))
-    done = work(0, run)
+    pipeline = {"stages": 2, "schedule": "pipedream-2bw", "micro_batches": 2}
+    run = make_run(make_spec(2, SPOILT, training=training, pipeline=pipeline))
+    done = work(2, run)
     assert done.returncode != 0
-    assert "step 2: the loss of micro-batch 0 is not finite" in read_errors(run)[0]["message"]
+    assert read_errors(run)[0]["message"] == (
+        "step 2: the loss of micro-batch 0 is not finite (infinite or NaN); "
+        "stage 0 was the first to hand on something that is not"
+    )
     assert not list(run.checkpoints.glob("step-*"))
 
 
