@@ -55,6 +55,8 @@ class TensorReader:
             DataFileError: the file is gone or damaged.
         """
         header = self.header(path)
+        if name not in header.layouts:
+            raise _damaged(path, f"has no {name!r}")
         found = torch.empty_like(header.layouts[name], device="cpu")
         place = found.view(-1).view(torch.uint8).numpy().data
         try:
