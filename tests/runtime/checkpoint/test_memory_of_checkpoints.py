@@ -1,1 +1,0 @@
-"""A rank's peak stays within its limit while checkpoints are written."""
