@@ -274,6 +274,7 @@ def _local(spec: JobSpec, steps: int, directory: Path) -> list[str]:
         "resources.memory_per_node=null",
         "pipeline.memory_limit=null",
         "evaluation=null",
+        "callbacks=null",
         "cluster=null",
     ]
 

@@ -96,6 +96,7 @@ class Telemetry:
         stages: of this rank.
         messages: how they travel.
         loss_ranks: that compute the loss, or parts of it.
+        tell: is told every line of the metrics; on rank 0.
     """
 
     def __init__(
@@ -107,8 +108,10 @@ class Telemetry:
         stages: tuple[int, ...],
         messages: Mapping[str, Any] | None = None,
         loss_ranks: Sequence[int] = (0,),
+        tell: Callable[[dict[str, Any]], object] | None = None,
     ) -> None:
         self._messages = messages
+        self._tell = tell
         self._loss_ranks = loss_ranks
         self._communicator = communicator
         self._run = run
@@ -234,7 +237,11 @@ class Telemetry:
         }
 
     def _append(self, lines: list[dict[str, Any]]) -> None:
-        self._lines.add(json.dumps(_finite(line)) for line in lines)
+        sound = [_finite(line) for line in lines]
+        self._lines.add(map(json.dumps, sound))
+        if self._tell is not None:
+            for line in sound:
+                self._tell(line)
 
     def _beat(self, *, force: bool = False) -> None:
         now = time.time()

@@ -16,11 +16,13 @@ from torch import Tensor
 from pipectl.capture.data import split_batch
 from pipectl.files import write_text
 from pipectl.runs import RunDirectory
+from pipectl.runtime.callbacks import Callbacks
 from pipectl.runtime.checkpoint import Stored
 from pipectl.runtime.continuation import Continuation
 from pipectl.runtime.engine import StepInput, StepOutput
 from pipectl.runtime.evaluation import Metrics
 from pipectl.runtime.exchange import group_of
+from pipectl.runtime.failure import warn
 from pipectl.runtime.loss_shares import LossShares
 from pipectl.runtime.passes import Batch, Pass, narrowed, pass_of
 from pipectl.runtime.recording import Recording
@@ -69,9 +71,10 @@ class Trainer:
         stages = tuple(setup.stages)
         communicator = setup.communicator.Dup()
         self._loss_ranks = setup.plan.stages[setup.cut.loss_stage].ranks
+        self._callbacks = None if self._rank else Callbacks(self._spec, run, warn)
         self._telemetry = Telemetry(
             communicator, run, self._spec.training.steps, attempt, stages, messages,
-            self._loss_ranks,
+            self._loss_ranks, self._callbacks,
         )  # fmt: skip
         rows = len(lower(setup.plan, self._rank).body)
         self._tracing = Tracing(
@@ -108,6 +111,8 @@ class Trainer:
         self._continuation.finish()
         self._tracing.finish()
         self._telemetry.finish("stopped" if self._stopped else "done")
+        if self._callbacks is not None:
+            self._callbacks.close()
         self._setup.close()
         if self._stopped and self._rank == 0:
             write_text(self._run.stopped, "")

@@ -26,6 +26,7 @@ from pipectl.spec.section import Section
 from pipectl.spec.training import (
     Data,
     Evaluation,
+    Factories,
     Factory,
     Loss,
     Model,
@@ -56,6 +57,12 @@ class JobSpec(Section):
     environment: Environment = Field(default_factory=Environment)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     trace: Trace = Field(default_factory=Trace)
+    callbacks: Factories = Field(
+        default_factory=dict,
+        description="User code that is told the metrics on rank 0, by a name of yours: called with "
+        "the run directory and this job as a dict, it returns what is called with every line of "
+        "`metrics.jsonl`. `pipectl.runtime.tensorboard:writer` is one.",
+    )
     output: Output = Field(default_factory=Output)
     cluster: Line | None = Field(
         default=None,
@@ -109,6 +116,8 @@ class JobSpec(Section):
             yield ("evaluation", "data", "factory"), self.evaluation.data.factory
             for name, metric in self.evaluation.metrics.items():
                 yield ("evaluation", "metrics", name, "factory"), metric.factory
+        for name, callback in self.callbacks.items():
+            yield ("callbacks", name, "factory"), callback.factory
 
     def __eq__(self, other: object) -> bool:
         """Equal in every key; the file it was read from does not count."""

@@ -152,6 +152,10 @@ class Loss(Factory):
     )
 
 
+Factories = Annotated[dict[Line, Factory], BeforeValidator(without_nulls)]
+"""User code by name."""
+
+
 class Evaluation(Section):
     """Evaluation on held-out data."""
 
@@ -163,7 +167,7 @@ class Evaluation(Section):
         default=None,
         description="Samples evaluated at once; by default those of a training micro-batch.",
     )
-    metrics: Annotated[dict[Line, Factory], BeforeValidator(without_nulls)] = Field(
+    metrics: Factories = Field(
         default_factory=dict,
         description="Names of metrics to their functions, called with `(outputs, targets)`.",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Iterator
 
@@ -121,3 +122,13 @@ class Faulty(torch.optim.SGD):
         self.left -= 1
         if self.left == 0:
             self.param_groups[0]["params"][1].data.view(torch.int32)[3] ^= 1
+
+
+def told(run, config):
+    """Writes down what a callback is told."""
+
+    def tell(line):
+        with (run / "told.jsonl").open("a") as stream:
+            stream.write(json.dumps(line) + "\n")
+
+    return tell

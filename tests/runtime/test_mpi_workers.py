@@ -43,7 +43,8 @@ def test_weights_of_micro_batches_are_the_same_on_one_and_two_ranks(
     """A micro-batch counts by its valid targets; two ranks load with a process each."""
     loss = {"factory": f"{HERE / 'job_parts.py'}:loss", "weight": f"{HERE / 'job_parts.py'}:valid"}
     one = make_run(make_spec(1, loss=loss))
-    two = make_run(make_spec(2, loss=loss, data={"workers": 1}))
+    told = {"told": f"{HERE / 'job_parts.py'}:told"}
+    two = make_run(make_spec(2, loss=loss, data={"workers": 1}, callbacks=told))
     for ranks, run in ((0, one), (2, two)):
         done = work(ranks, run, fresh=True)
         assert done.returncode == 0, done.stderr
@@ -53,6 +54,7 @@ def test_weights_of_micro_batches_are_the_same_on_one_and_two_ranks(
     ]
     assert figures[0] == figures[1]
     assert len(figures[0]) == 5
+    assert (two.path / "told.jsonl").read_text() == two.metrics.read_text()
     # The second micro-batch of step 2 has no valid target: its loss is 0 / 0, and counts nothing.
     assert all(loss is not None for _, loss, _ in figures[0])
     assert figures[0][0][1] == pytest.approx(whole_batch_loss(), rel=1e-6)

@@ -1,0 +1,139 @@
+"""User code that is told the metrics."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipectl.errors import CaptureError
+from pipectl.runs import RunDirectory
+from pipectl.runtime.callbacks import Callbacks
+from pipectl.spec import JobSpec, load
+
+CODE = """
+import json
+
+def lines(run, config, name="lines.jsonl"):
+    (run / "config.json").write_text(json.dumps(config))
+    def tell(line):
+        with (run / name).open("a") as stream:
+            stream.write(json.dumps(line) + "\\n")
+        line.clear()
+    return tell
+
+class Loud:
+    def __init__(self, run, config):
+        self.run = run
+    def __call__(self, line):
+        (self.run / "called").open("a").write("x")
+        raise ConnectionError("no server")
+    def close(self):
+        raise RuntimeError("never called")
+
+class Closing:
+    def __init__(self, run, config):
+        self.run = run
+    def __call__(self, line):
+        pass
+    def close(self):
+        (self.run / "closed").touch()
+
+def nothing(run, config):
+    pass
+"""
+JOB = """\
+version: 1
+name: tiny
+model: {factory: "torch.nn:Linear", kwargs: {in_features: 2, out_features: 2}}
+loss: {factory: "torch.nn:MSELoss"}
+data: {factory: "torch.utils.data:TensorDataset"}
+training: {steps: 4, batch_size: 8}
+site_defaults: false
+"""
+LINE = {"attempt": 1, "step": 3, "loss": 0.5, "learning_rate": None, "time": 1.7e9}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path, "tiny", 1.7e9)
+
+
+def job(tmp_path: Path, callbacks: str) -> JobSpec:
+    (tmp_path / "mine.py").write_text(CODE)
+    path = tmp_path / "job.yaml"
+    path.write_text(f"{JOB}callbacks: {callbacks}\n")
+    return load(path)
+
+
+def test_they_are_told_every_line(tmp_path: Path, run: RunDirectory) -> None:
+    warned: list[str] = []
+    spec = job(
+        tmp_path, '{a: "./mine.py:lines", b: {factory: "./mine.py:lines", kwargs: {name: b}}}'
+    )
+    told = Callbacks(spec, run, warned.append)
+    for _ in range(2):
+        told(LINE)
+    told.close()
+    assert (run.path / "lines.jsonl").read_text() == (run.path / "b").read_text()
+    assert (run.path / "b").read_text().count('"loss": 0.5') == 2
+    assert '"batch_size": 8' in (run.path / "config.json").read_text()
+    assert warned == []
+
+
+def test_one_that_fails_is_left_alone(tmp_path: Path, run: RunDirectory) -> None:
+    warned: list[str] = []
+    spec = job(tmp_path, '{loud: "./mine.py:Loud", more: "./mine.py:lines"}')
+    told = Callbacks(spec, run, warned.append)
+    for _ in range(3):
+        told(LINE)
+    told.close()
+    assert (run.path / "called").read_text() == "x"
+    assert (run.path / "lines.jsonl").read_text().count("\n") == 3
+    (text,) = warned
+    assert text.startswith("callbacks.loud: raised ConnectionError: no server (at ")
+    assert "mine.py:17); training goes on" in text
+
+
+def test_they_are_closed(tmp_path: Path, run: RunDirectory) -> None:
+    Callbacks(job(tmp_path, '{a: "./mine.py:Closing"}'), run, print).close()
+    assert (run.path / "closed").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("./mine.py:nothing", "returned a NoneType, which cannot be called"),
+        ("./mine.py:missing", "has no 'missing'"),
+        ("./mine.py:lines.no", "has no 'lines.no'"),
+    ],
+)
+def test_one_that_cannot_be_made(
+    tmp_path: Path, run: RunDirectory, name: str, message: str
+) -> None:
+    with pytest.raises(CaptureError, match=message):
+        Callbacks(job(tmp_path, f'{{a: "{name}"}}'), run, print)
+
+
+def test_no_tensorboard(tmp_path: Path, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    with pytest.raises(CaptureError, match="TensorBoard cannot be imported"):
+        Callbacks(job(tmp_path, '{a: "pipectl.runtime.tensorboard:writer"}'), run, print)
+
+
+def test_tensorboard(tmp_path: Path, run: RunDirectory) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    told = Callbacks(job(tmp_path, '{a: "pipectl.runtime.tensorboard:writer"}'), run, print)
+    told(LINE)
+    evaluation: dict[str, Any] = {"attempt": 1, "step": 4, "evaluation": {"accuracy": 0.75}}
+    told(evaluation)
+    told.close()
+    events = EventAccumulator(str(run.path / "tensorboard"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {"loss", "evaluation/accuracy"}
+    assert [(each.step, each.value) for each in events.Scalars("loss")] == [(3, 0.5)]
