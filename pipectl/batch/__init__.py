@@ -1,5 +1,6 @@
 """Batch systems behind one protocol: render a script, submit, query, cancel, estimate."""
 
+from pipectl.batch.container import Container
 from pipectl.batch.launchers import mpiexec_command
 from pipectl.batch.protocol import (
     JobRequest,
@@ -15,6 +16,7 @@ from pipectl.batch.resolve import Evidence, resolve
 
 __all__ = [
     "NAMES",
+    "Container",
     "Evidence",
     "JobRequest",
     "JobState",

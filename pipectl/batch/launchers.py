@@ -21,7 +21,7 @@ def mpiexec_command(request: JobRequest) -> tuple[str, ...]:
         str(request.ranks),
         *_mpiexec_binding(request),
         *request.launch_args,
-        *request.command,
+        *request.within(request.command),
     )
 
 
@@ -42,7 +42,7 @@ def srun_command(request: JobRequest) -> tuple[str, ...]:
         "--export=ALL",
         *(("--cpu-bind=cores",) if request.bind == "cores" else ()),
         *request.launch_args,
-        *request.command,
+        *request.within(request.command),
     )
 
 

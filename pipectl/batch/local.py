@@ -70,7 +70,7 @@ class LocalScheduler:
             )
         tag = shell_word(request.tag, "tag")
         header = f"#!/bin/bash\n{_MARK}{request.name} {tag}\n"
-        launch = request.command if request.alone else mpiexec_command(request)
+        launch = request.within(request.command) if request.alone else mpiexec_command(request)
         return header + render_body(request, launch, before=(f"export {SCRIPT}=$$",))
 
     def submit(self, script: Path, request: JobRequest) -> str:

@@ -60,7 +60,7 @@ def render_script(request: JobRequest) -> str:
             "launch.launcher: srun needs Slurm", cure="use mpiexec or auto for jobs on PBS"
         )
     header = "".join(f"#PBS {option}\n" for option in _options(request))
-    launch = request.command if request.alone else mpiexec_command(request)
+    launch = request.within(request.command) if request.alone else mpiexec_command(request)
     before = [*_timer(request), *(() if request.alone or request.nodes == 1 else (_AGENT,))]
     body = render_body(request, launch, before=before, after=_after(request), again=_again(request))
     log = shell_word(str(request.run_directory / "logs" / "job.log"), "output.directory")

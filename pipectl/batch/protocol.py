@@ -8,6 +8,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
+from pipectl.batch.container import Container
+
 
 class JobState(StrEnum):
     """The state of a job, the same words for every batch system."""
@@ -150,6 +152,7 @@ class JobRequest:
         mpiexec: path of mpiexec; None takes the one beside ``python``, else the first on PATH.
         stop: None for jobs that cannot go on where they stopped.
         after: ids of jobs of the same batch system that must have completed before.
+        container: in which ``prepare`` and the ranks run; the launcher stays outside.
     """
 
     name: str
@@ -176,8 +179,13 @@ class JobRequest:
     stop: Stop | None = None
     alone: bool = False
     after: tuple[str, ...] = ()
+    container: Container | None = None
     slurm: SlurmOptions = SlurmOptions()
     pbs: PbsOptions = PbsOptions()
+
+    def within(self, words: tuple[str, ...]) -> tuple[str, ...]:
+        """A command of the job as it is started: in its container, if it has one."""
+        return words if self.container is None else self.container.around(words, self.python)
 
 
 class Scheduler(Protocol):

@@ -93,12 +93,16 @@ def render_body(
         *_stop(request),
         *_environment(request),
         "\n".join(_exports(request)),
-        *("run " + shell_command(words, "prepare") + ' || exit "$?"' for words in request.prepare),
+        *(_prepare(request.within(words)) for words in request.prepare),
         "\n".join(
             (*before, "run " + shell_command(launch, "launch"), *_end(request, after, again))
         ),
     ]
     return "\n\n".join(blocks) + "\n"
+
+
+def _prepare(words: Sequence[str]) -> str:
+    return f'run {shell_command(words, "prepare")} || exit "$?"'
 
 
 def _stop(request: JobRequest) -> Iterator[str]:

@@ -64,7 +64,7 @@ def render_script(request: JobRequest) -> str:
     """
     header = "".join(f"#SBATCH {option}\n" for option in _options(request))
     if request.alone:
-        body = render_body(request, request.command)
+        body = render_body(request, request.within(request.command))
     elif request.launcher == "srun":
         body = render_body(request, srun_command(request), again=_again(request))
     else:

@@ -8,8 +8,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipectl.batch import JobRequest, PbsOptions, SlurmOptions, Stop
+from pipectl.batch import Container, JobRequest, PbsOptions, SlurmOptions, Stop
 from pipectl.plan import OffloadTarget
+from pipectl.spec.factory import parse
 
 if TYPE_CHECKING:
     from pipectl.plan import Plan
@@ -77,7 +78,18 @@ def job_request(
         pbs=_pbs_options(spec),
         stop=Stop(checkpoint.on_signal, lead_s, checkpoint.max_requeues),
         after=after,
+        container=_container(spec, directory),
     )
+
+
+def _container(spec: JobSpec, directory: Path) -> Container | None:
+    """With the directories of the run and of all files that the spec names."""
+    if spec.container is None:
+        return None
+    code = (parse(text, spec.base).file for _, text in spec.factories())
+    named = (*code, spec.weights_path, spec.cluster_file, spec.schedule_file)
+    folders = sorted({path.parent for path in named if path is not None} - {directory})
+    return Container(spec.container, (directory, *folders), spec.resources.gpus_per_node > 0)
 
 
 def _offloads(spec: JobSpec, plan: Plan | None) -> bool:

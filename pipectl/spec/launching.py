@@ -8,7 +8,6 @@ from pipectl.spec.section import Section
 from pipectl.spec.values import (
     Binding,
     Bytes,
-    Container,
     Count,
     Directive,
     Flag,
@@ -108,7 +107,11 @@ class Environment(Section):
     variables: Variables = Field(
         default_factory=dict, description="Environment variables of all ranks."
     )
-    container: Container = Field(default=None, description="Not supported yet.")
+    container: Line | None = Field(
+        default=None,
+        description="Image of Apptainer in which the ranks run, relative to the spec file, or an "
+        "address such as `docker://...`; its `python3` has torch, mpi4py and pipectl.",
+    )
 
 
 class Checkpoint(Section):

@@ -99,6 +99,12 @@ class JobSpec(Section):
         return self.base / name if name is not None and name.endswith(SUFFIX) else None
 
     @property
+    def container(self) -> str | None:
+        """The image: an absolute path, or an address; None for no container."""
+        image: str | None = self.environment.container
+        return image if image is None or "://" in image else str(self.base / image)
+
+    @property
     def weights_path(self) -> Path | None:
         """Absolute path of the weights to start from, if they are given."""
         return None if self.model.weights is None else self.base / self.model.weights

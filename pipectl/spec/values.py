@@ -76,13 +76,6 @@ def _replicas() -> Kind:
     return Kind(f"any or {number.words}", {"anyOf": [{"const": "any"}, number.schema]}, read)
 
 
-def _container() -> Kind:
-    def read(scalar: Scalar) -> str:
-        raise ValueError(f"containers are not supported yet; remove {scalar} or write null")
-
-    return Kind("null (containers are not supported yet)", {"type": "null"}, read)
-
-
 Line = Annotated[str, text()]
 Reference = Annotated[
     str, text("./file.py:name or package.module:name", references.fault_of, pattern=":")
@@ -106,7 +99,6 @@ Directive = Annotated[str, text("an option such as --gres=gpu:1", _directive_fau
 VariableName = Annotated[str, text("a variable name", _variable_fault)]
 Variables = Annotated[dict[VariableName, Line], BeforeValidator(without_nulls)]
 Script = Annotated[str, any_text()]
-Container = Annotated[None, _container()]
 Kwargs = dict[str, Any]
 AutoCount = Annotated[int | None, auto(whole(1))]
 AutoCounts = Annotated[tuple[Count, ...] | None, auto_list("a list of whole numbers, one a stage")]

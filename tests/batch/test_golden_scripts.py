@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipectl.batch import JobRequest, PbsOptions, SlurmOptions, Stop, get
+from pipectl.batch import Container, JobRequest, PbsOptions, SlurmOptions, Stop, get
 
 GOLDEN = Path(__file__).parents[2] / "slurm" / "golden"
 
@@ -68,6 +68,7 @@ FULL = replace(
     ),
 )
 STOP = Stop(requeues=3)
+IMAGE = Container("/proj/my image.sif", (Path("/scratch/u/my runs/100%"), Path("/home/u")), True)
 CASES = {
     "local.sh": ("local", replace(SMALL, stop=STOP)),
     "local-full.sh": ("local", replace(FULL, launcher="mpiexec", mpi="auto", launch_args=())),
@@ -77,6 +78,7 @@ CASES = {
         replace(FULL, launcher="mpiexec", mpi="openmpi", stop=STOP, after=("41.vm",)),
     ),
     "slurm-mpiexec.sh": ("slurm", SMALL),
+    "slurm-container.sh": ("slurm", replace(FULL, container=IMAGE, launch_args=())),
     "slurm-openmpi.sh": ("slurm", replace(FULL, launcher="mpiexec", mpi="openmpi", stop=STOP)),
     "slurm-srun.sh": ("slurm", replace(FULL, stop=Stop("USR1", 90), after=("41", "42"))),
 }

@@ -86,7 +86,7 @@ def test_the_schema_accepts_what_the_loader_accepts(
         "optimizer: AdamW",
         "lr_scheduler: {kwargs: {}}",
         "environment: {modules: [null]}",
-        "environment: {container: x}",
+        "environment: {container: [x]}",
         "evaluation: {every: 1}",
         "slurm: {directives: [foo]}",
     ],

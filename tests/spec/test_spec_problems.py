@@ -73,7 +73,7 @@ TOP_LEVEL = (
         ("pipeline: {replicas: 0}", "7:22: pipeline.replicas: must be at least 1, not 0"),
         ("slurm: {exclusive: yes}", "7:20: slurm.exclusive: must be true or false, not 'yes'"),
         ("slurm: {exclusive: 'true'}", "7:20: slurm.exclusive: must be true or false, not the text 'true'; remove the quotes"),
-        ("environment: {container: image.sif}", "7:26: environment.container: containers are not supported yet; remove 'image.sif' or write null"),
+        ("environment: {container: [image.sif]}", "7:26: environment.container: must be text, not a list"),
         # text
         ("output: {directory: ''}", "7:21: output.directory: must be text; it is empty"),
         ("output: {directory: [a]}", "7:21: output.directory: must be text, not a list"),
