@@ -26,7 +26,7 @@ SECTIONS: dict[str, Any] = {
 
 
 SAVED = {"checkpoint": {"every": 1, "keep": 1}}
-"""With copies of them, ranks would need twice the limit."""
+"""With copies of all they save, ranks would exceed the limit (1007 of 907 MiB)."""
 
 
 def planned(spec: JobSpec, profile: Profile, limit: int | None, base: Path) -> RunDirectory:
