@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from pipectl.report.page import bars, heading, page, paragraph, safe_json, scrip
 from pipectl.report.timelines_html import timelines_html
 from pipectl.timeline import Event, Timeline
 
+DATA = Path(__file__).parents[1] / "data" / "scheduler" / "nasty.json"
 HOSTILE = [
     "<script>alert(1)</script>",
     "</script><img src=x onerror=alert(1)>",
@@ -78,6 +80,14 @@ def test_it_asks_nothing_of_the_network() -> None:
     text = page("x", [timelines_html({"a": Timeline((), 2)}), curve("b", [(1, 1.0)])])
     assert "default-src 'none'" in text
     assert not re.search(r"https?://(?!www\.w3\.org)|src=|href=|@import|url\(", text)
+
+
+def test_hundreds_of_hostile_texts() -> None:
+    plain = Reader(page("x", parts_with("x")))
+    for text in filter(str.strip, json.loads(DATA.read_text())):
+        found = Reader(page(text, parts_with(text)))
+        assert (found.tags, found.attributes) == (plain.tags, plain.attributes), text
+        assert json.loads(safe_json(text)) == text
 
 
 def graph(name: str = "linear") -> Profile:

@@ -205,7 +205,7 @@ def test_the_log_is_written_whatever_the_directory_is_called(
 
 def test_nasty_tags_reach_slurm_unchanged(request_of: Callable[..., JobRequest]) -> None:
     held = SlurmOptions(directives=("--hold",))
-    values = [value for value in NASTY if value.strip() and len(value) < 1000]
+    values = [value for value in NASTY[::5] if value.strip()]
     tags = {submit(request_of("true", tag=value, slurm=held)): value for value in values}
     assert len(tags) >= 30
     ids = ",".join(tags)

@@ -1,0 +1,127 @@
+"""Fields of a job with values that would break out of a script: they arrive, or are refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipectl.batch import SlurmOptions, get
+from pipectl.cli.console import say
+from pipectl.errors import SpecError
+from pipectl.jobs.request import job_request
+from pipectl.spec import load
+
+TEXT = {
+    "slurm": [field.name for field in fields(SlurmOptions) if field.type == "str | None"],
+    "pbs": ["queue", "account", "project", "mail", "mail_user"],
+}
+CONTROLS = ["a\x1b[31mb", "a\x07", "a\nb", "a\x85b", "a\u2028b", "a\u202eb", "\x00"]
+JOB = {
+    "version": 1,
+    "name": "tiny",
+    "model": {"factory": "torch.nn:Linear"},
+    "loss": {"factory": "torch.nn:MSELoss"},
+    "data": {"factory": "torch.utils.data:TensorDataset"},
+    "training": {"steps": 4, "batch_size": 8},
+    "site_defaults": False,
+}
+
+
+def slurm_words(line: str) -> list[str]:
+    """As sbatch splits a directive (src/sbatch/opt.c): a backslash escapes within quotes, too."""
+    found, word, quote, begun, letters = [], "", "", False, iter(line)
+    for letter in letters:
+        if letter == "\\":
+            word, begun = word + next(letters), True
+        elif quote and letter == quote:
+            quote = ""
+        elif not quote and letter in "'\"":
+            quote, begun = letter, True
+        elif not quote and letter == "#":
+            break
+        elif not quote and letter.isspace():
+            if begun:
+                found.append(word)
+            word, begun = "", False
+        else:
+            word, begun = word + letter, True
+    assert not quote
+    return [*found, word] if begun else found
+
+
+def pbs_words(line: str) -> list[str]:
+    """As qsub splits one (src/cmds/qsub.c): a backslash is one, quotes group."""
+    return [
+        re.sub(r"'([^']*)'|\"([^\"]*)\"", lambda m: m[1] or m[2] or "", word)
+        for word in re.findall(r"(?:[^\s'\"]|'[^']*'|\"[^\"]*\")+", line)
+    ]
+
+
+def given(script: str, prefix: str) -> Iterator[str]:
+    for line in script.splitlines()[1:]:
+        if not line.startswith("#"):
+            return
+        assert line.startswith(f"#{prefix} ")
+        yield line.removeprefix(f"#{prefix} ")
+
+
+def write(tmp_path: Path, value: str) -> Path:
+    document = {
+        **JOB,
+        "slurm": dict.fromkeys(TEXT["slurm"], value),
+        "pbs": dict.fromkeys(TEXT["pbs"], value),
+        "environment": {"variables": {"HOSTILE": value}, "modules": [value]},
+        "launch": {"args": [value]},
+    }
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(document, allow_unicode=True))
+    return path
+
+
+def test_they_arrive_in_the_directives_of_both(tmp_path: Path, nasty: list[str]) -> None:
+    """And the scripts have no more and no other lines than with a plain value."""
+    assert len(set(nasty)) >= 300
+    lengths = set()
+    for value in filter(str.strip, nasty):
+        spec = load(write(tmp_path, value), check_files=False)
+        request = job_request(spec, tmp_path / "run", "tag", mpiexec="/usr/bin/mpiexec")
+        scripts = {name: get(name).render(request) for name in ("slurm", "pbs")}
+        slurm = [slurm_words(line) for line in given(scripts["slurm"], "SBATCH")]
+        for key in TEXT["slurm"]:
+            assert [f"--{key.replace('_', '-')}={value}"] in slurm, (key, value)
+        pbs = [pbs_words(line) for line in given(scripts["pbs"], "PBS")]
+        for letter in "qAPmM":
+            assert [f"-{letter}", value] in pbs, (letter, value)
+        lengths.add(tuple(script.count("\n") for script in scripts.values()))
+    assert len(lengths) == 1
+
+
+def test_a_terminal_shows_them_as_they_are(
+    nasty: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for value in [*nasty, "[link=x]y[/link]", ":smiley:"]:
+        say(value)
+        assert capsys.readouterr().out == f"{value}\n"
+    for value in CONTROLS:
+        say(value)
+        shown = capsys.readouterr().out
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]", shown)
+
+
+@pytest.mark.parametrize("value", CONTROLS)
+def test_control_characters_are_refused_with_their_line(tmp_path: Path, value: str) -> None:
+    for key in (*(f"slurm.{key}" for key in TEXT["slurm"]), *(f"pbs.{key}" for key in TEXT["pbs"])):
+        section, name = key.split(".")
+        path = tmp_path / "job.yaml"
+        head = yaml.safe_dump(JOB, sort_keys=False)
+        path.write_text(f"{head}{section}: {{{name}: {json.dumps(value)}}}\n")
+        with pytest.raises(SpecError) as caught:
+            load(path, check_files=False)
+        assert f"job.yaml:{head.count(chr(10)) + 1}:" in str(caught.value)
+        assert key in str(caught.value)
