@@ -1,5 +1,6 @@
 """Builders that several test folders share, and how tests are spread over processes."""
 
+import json
 import os
 import shlex
 import shutil
@@ -116,6 +117,32 @@ def warm_python() -> Iterator[str]:
     yield str(program)
     server.communicate()
     shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def contents() -> Callable[[Path], dict[str, Any]]:
+    """``contents(checkpoint)``: every tensor and number in it, to be compared to the bit.
+
+    Raises:
+        DataFileError: a file of it is damaged.
+    """
+
+    def read(directory: Path) -> dict[str, Any]:
+        from safetensors import safe_open
+
+        from pipectl.runtime import checkpoint
+
+        manifest = checkpoint.load(directory).manifest
+        found: dict[str, Any] = {"updates": manifest.updates, "scale": manifest.loss_scale}
+        for shard in manifest.shards:
+            with safe_open(directory / shard.file, "np") as file:
+                for name in file.keys():  # noqa: SIM118 - it is no mapping
+                    tensor = file.get_tensor(name)
+                    found[name] = tensor.shape, str(tensor.dtype), tensor.tobytes()
+                found |= json.loads((file.metadata() or {}).get("optimizer", "{}"))
+        return found
+
+    return read
 
 
 @pytest.hookimpl(optionalhook=True)

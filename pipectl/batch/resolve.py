@@ -61,9 +61,13 @@ def resolve(evidence: Evidence) -> JobStatus:
 
 
 def _completed_by_file(listed: JobStatus, evidence: Evidence) -> JobStatus:
-    """A final state that lacks the exit code takes it from the run directory."""
+    """A final state that lacks the exit code takes it from the run directory.
+
+    Batch systems list a job that stopped at a checkpoint as failed.
+    """
     code = evidence.exit_code
-    if not listed.state.final or listed.exit_code is not None or code is None:
+    known = listed.exit_code not in (None, CHECKPOINTED)
+    if not listed.state.final or known or code is None:
         return listed
     if listed.source == "process" or code == CHECKPOINTED:
         verdict = _from_exit_code(code, evidence.cancelled)

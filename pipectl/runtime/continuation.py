@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import nn
 
@@ -23,6 +23,7 @@ class Continuation:
     Args:
         told: the parameters whose optimizer state is this rank's to save.
         attempt: number of the job's start, from 1.
+        reported: whether the figures of all steps up to one are written (asked on rank 0).
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class Continuation:
         stepper: Stepper,
         loss_scale: LossScale | None,
         told: Mapping[str, nn.Parameter],
+        reported: Callable[[int], bool],
     ) -> None:
         self._setup = setup
         self._stepper = stepper
@@ -43,7 +45,7 @@ class Continuation:
         spec = setup.job.spec.checkpoint
         keep = Keep(spec.keep, spec.keep_every)
         communicator = setup.communicator.Dup()
-        self._saver = Saver(communicator, run.checkpoints, keep, attempt, warn)
+        self._saver = Saver(communicator, run.checkpoints, keep, attempt, warn, reported)
         self._room_bytes = _room_bytes(setup)
         self.poll = self._saver.poll
         self.finish = self._saver.finish

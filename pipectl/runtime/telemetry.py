@@ -169,6 +169,14 @@ class Telemetry:
             self._sending = [item for item in self._sending if not item[0].Test()]
             self._sending.append((self._communicator.Isend(record, 0, _TAG), record))
 
+    def has_written(self, step: int) -> bool:
+        """Whether the figures of all steps up to one are there (rank 0 only).
+
+        A run that goes on from a step's checkpoint does not come by them again.
+        """
+        self._poll()
+        return all(pending > step for pending in self._reports)
+
     def evaluation(self, step: int, result: dict[str, float]) -> None:
         """Record the result of an evaluation (rank 0 only)."""
         line = {"attempt": self._attempt, "step": step, "time": time.time()}

@@ -356,5 +356,7 @@ class Trainer:
         return LossShares(self._rank, stage, weigh, group, name, apart=apart)
 
     def _make_continuation(self, run: RunDirectory, attempt: int) -> Continuation:
-        end = self._end
-        return Continuation(self._setup, run, attempt, end.stepper, end.loss_scale, end.told)
+        end, reported = self._end, self._telemetry.has_written
+        return Continuation(
+            self._setup, run, attempt, end.stepper, end.loss_scale, end.told, reported
+        )

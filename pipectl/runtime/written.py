@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from os import SEEK_END
 from pathlib import Path
 
 from pipectl.errors import UsageError
@@ -54,7 +55,7 @@ class Lines:
         self._path = path
         self._attempt = Attempts(path.name, warn)
         self._waiting: deque[str] = deque(maxlen=MOST_LINES)
-        self._torn = False
+        self._torn = _ends_within_a_line(path)
 
     def add(self, lines: Iterable[str]) -> None:
         """Append lines, behind those that still wait; they have no line ends."""
@@ -67,3 +68,13 @@ class Lines:
         with self._path.open("a", encoding="utf-8") as stream:
             stream.write(start + "".join(f"{line}\n" for line in self._waiting))
         self._waiting.clear()
+
+
+def _ends_within_a_line(path: Path) -> bool:
+    """As a process leaves it that is killed while it writes."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(-1, SEEK_END)
+            return stream.read() != b"\n"
+    except OSError:  # there is none, or it is empty
+        return False

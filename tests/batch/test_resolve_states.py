@@ -31,6 +31,13 @@ def test_a_listed_end_takes_its_exit_code_from_the_run_directory() -> None:
     assert status.exit_code == 9
 
 
+@pytest.mark.parametrize("known", [None, 75])
+def test_a_listed_failure_may_have_been_a_stop_at_a_checkpoint(known: int | None) -> None:
+    status = verdict(listed=listed("FAILED", exit_code=known, nodes="n1"), exit_code=75)
+    assert (status.state, status.nodes) == (JobState.PREEMPTED, "n1")
+    assert "pipectl resume" in status.reason
+
+
 def test_a_vanished_process_with_an_exit_code_ended_properly() -> None:
     gone = listed("FAILED", source="process", nodes="here", reason="killed?")
     assert verdict(listed=gone) == gone

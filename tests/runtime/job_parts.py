@@ -67,6 +67,18 @@ class Slow(Samples):
         return super().__getitem__(index)
 
 
+class Paced(Samples):
+    """Each sample takes some time, in seconds."""
+
+    def __init__(self, pause_s: float) -> None:
+        super().__init__()
+        self.pause_s = pause_s
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        time.sleep(self.pause_s)
+        return super().__getitem__(index)
+
+
 class Endless(IterableDataset):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         samples = Samples()

@@ -40,6 +40,18 @@ def test_lines_wait_until_they_can_be_written(tmp_path: Path) -> None:
     assert said[1:] == ["metrics.jsonl can be written again"]
 
 
+def test_a_line_that_a_killed_process_left_half_spoils_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for before, after in (
+        ("one\ntw", "one\ntw\nthree\n"),
+        ("one\n", "one\nthree\n"),
+        ("", "three\n"),
+    ):
+        path.write_text(before)
+        Lines(path, lambda _: None).add(["three"])
+        assert path.read_text() == after
+
+
 def test_the_newest_lines_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(written, "MOST_LINES", 3)
     path = tmp_path / "metrics.jsonl"

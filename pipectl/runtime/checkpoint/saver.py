@@ -11,6 +11,7 @@ import json
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
@@ -38,10 +39,14 @@ class Keep:
     newest: int
     every: int | None = None
 
-    def drops(self, directory: Path) -> list[Path]:
-        """The checkpoints that may go."""
-        old = checkpoints(directory)[self.newest :]
-        return [path for path in old if not (self.every and (step_of(path) or 0) % self.every == 0)]
+    def drops(self, directory: Path, step: int) -> list[Path]:
+        """The checkpoints that may go, now that there is one of a step.
+
+        Later ones were damaged when the run went on from before them, so they count for none.
+        """
+        found = [(path, step_of(path) or 0) for path in checkpoints(directory)]
+        old = [(path, at) for path, at in found if at <= step][self.newest :]
+        return [path for path, at in old if not (self.every and at % self.every == 0)]
 
 
 class _Save:
@@ -71,6 +76,8 @@ class Saver:
         directory: of all checkpoints.
         attempt: of the job, so that no two write to one temporary name.
         warn: told where a checkpoint could not be written (on rank 0).
+        ready: whether all else is written that belongs before a step's checkpoint (asked on
+            rank 0).
     """
 
     def __init__(
@@ -80,12 +87,14 @@ class Saver:
         keep: Keep,
         attempt: int,
         warn: Callable[[str], None],
+        ready: Callable[[int], bool] = lambda _: True,
     ) -> None:
         self._communicator = communicator
         self._directory = directory
         self._keep = keep
         self._attempt = attempt
         self._warn = warn
+        self._ready = ready
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._save: _Save | None = None
         self._failure = ""
@@ -168,7 +177,8 @@ class Saver:
             text = bytearray(status.Get_count(MPI.BYTE))
             self._communicator.Recv([text, MPI.BYTE], status.Get_source())
             save.heard.append(json.loads(text))
-        if save.committed is None and len(save.heard) == self._communicator.size:
+        all_written = len(save.heard) == self._communicator.size
+        if save.committed is None and all_written and self._ready(save.manifest.step):
             save.committed = self._thread.submit(
                 _commit, self._directory, save.partial, _complete_manifest(save), self._keep
             )
@@ -252,8 +262,16 @@ def _commit(directory: Path, partial: Path, manifest: Manifest | str, keep: Keep
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    for old in keep.drops(directory):
-        shutil.rmtree(old, ignore_errors=True)
+    for old in keep.drops(directory, manifest.step):
+        _drop(old)
+
+
+def _drop(old: Path) -> None:
+    """Remove a checkpoint; it loses its name first, so that what has one is whole."""
+    hidden = old.with_name(f".{old.name}.dropped")
+    with suppress(OSError):
+        old.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _rename(partial: Path, final: Path) -> None:
@@ -275,5 +293,6 @@ def _remove_leftovers(directory: Path) -> None:
         final = directory / old.name.removeprefix(".").removesuffix(".old")
         if not final.exists():
             old.rename(final)
-    for left in (*directory.glob(".step-*.partial-*"), *directory.glob(".step-*.old")):
-        shutil.rmtree(left, ignore_errors=True)
+    for kind in ("partial-*", "old", "dropped"):
+        for left in directory.glob(f".step-*.{kind}"):
+            shutil.rmtree(left, ignore_errors=True)

@@ -196,6 +196,37 @@ def test_some_checkpoints_are_kept_for_good(tmp_path: Path, states: dict[str, Te
     assert found == ["step-000003", "step-000006", "step-000007"]
 
 
+def test_later_ones_that_were_passed_over_take_no_place(
+    tmp_path: Path, states: dict[str, Tensor]
+) -> None:
+    """They were damaged, or the run would not have gone on from before them."""
+    for step, newest in ((9, 2), (12, 2), (3, 1), (6, 1)):
+        save(tmp_path, step, states, Keep(newest))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-000006", "step-000009", "step-000012",
+    ]  # fmt: skip
+    save(tmp_path, 12, states, Keep(1))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000012"]
+
+
+def test_a_checkpoint_waits_for_what_belongs_before_it(
+    tmp_path: Path, states: dict[str, Tensor]
+) -> None:
+    """The figures of its step, which a run that goes on from it does not make again."""
+    asked: list[tuple[int, bool]] = []
+
+    def ready(step: int) -> bool:
+        asked.append((step, (tmp_path / "step-000006").exists()))
+        return len(asked) > 3
+
+    saver = Saver(MPI.COMM_SELF, tmp_path, THREE, 1, print, ready)
+    own = take_snapshot(states, states.keys(), Stepper(None, None), {})
+    saver.start(Manifest(6, 4, {}), own)
+    saver.finish()
+    assert asked == [(6, False)] * 4
+    assert (tmp_path / "step-000006").exists()
+
+
 def test_other_states_are_kept_out_of_the_weights(
     tmp_path: Path, states: dict[str, Tensor]
 ) -> None:
