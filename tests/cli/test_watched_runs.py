@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     from conftest import Command
 
 RunOf = Callable[..., Path]
+START = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background, it is ignored
+from pipectl.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
 ENTER, LEAVE, SHOW_CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"
 RANKS = [
     {"rank": rank, "node": f"n{rank}", "stages": [rank], "waiting": 0.25 * rank, "busy_s": 0.5,
@@ -49,7 +55,7 @@ class Terminal:
         environment = {**os.environ, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"}
         environment.pop("COLUMNS", None)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "pipectl", *arguments],
+            [sys.executable, "-c", START, *arguments],
             stdin=other, stdout=other, stderr=other, env=environment, start_new_session=True,
         )  # fmt: skip
         os.close(other)
@@ -62,21 +68,25 @@ class Terminal:
         end = time.monotonic() + timeout_s
         while wanted not in self.text:
             assert time.monotonic() < end, self.text
-            if select.select([self._side], [], [], 0.2)[0]:
-                self.text += os.read(self._side, 1 << 16).decode(errors="replace")
+            assert self._read(), self.text
 
-    def end(self) -> int:
+    def end(self, timeout_s: float = 100.0) -> int:
         """Read all that is left, and wait."""
-        while True:
-            try:
-                data = os.read(self._side, 1 << 16)
-            except OSError:  # how a terminal ends
-                break
-            if not data:
-                break
-            self.text += data.decode(errors="replace")
+        last = time.monotonic() + timeout_s
+        while self._read():
+            if time.monotonic() > last:
+                self.process.kill()
         os.close(self._side)
         return self.process.wait(60)
+
+    def _read(self) -> bool:
+        """What there is by now; False when the terminal is closed."""
+        if select.select([self._side], [], [], 0.2)[0]:
+            try:
+                self.text += os.read(self._side, 1 << 16).decode(errors="replace")
+            except OSError:  # how a terminal ends
+                return False
+        return True
 
 
 def test_the_terminal_is_left_clean(run_of: RunOf, finished: Path) -> None:

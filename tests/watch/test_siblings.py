@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 
+import psutil
 import pytest
 
 from pipectl.watch.siblings import Siblings
 
 
+@pytest.fixture
+def parent() -> Iterator[psutil.Process]:
+    """A process with three children."""
+    shell = psutil.Popen(["bash", "-c", "sleep 60 & sleep 60 & sleep 60 & wait"])
+    while len(shell.children()) < 3:
+        time.sleep(0.01)
+    yield shell
+    for process in (*shell.children(), shell):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    shell.wait()
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
-def test_the_kernel_tells_the_order(order: tuple[int, ...]) -> None:
-    ranks = [subprocess.Popen(["sleep", "60"]) for _ in range(3)]
-    watchers = [Siblings(rank.pid, os.getpid()) for rank in ranks]
+def test_the_kernel_tells_the_order(parent: psutil.Process, order: tuple[int, ...]) -> None:
+    ranks = parent.children()
+    watchers = [Siblings(rank.pid, parent.pid) for rank in ranks]
     for watcher in watchers:
         watcher.find()
         assert watcher.ended_before() == 0
     for rank in order:
         ranks[rank].kill()
-        ranks[rank].wait()
+        ranks[rank].wait(30)
     assert [watchers[rank].ended_before() for rank in order] == [0, 1, 2]
 
 
