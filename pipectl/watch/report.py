@@ -18,8 +18,10 @@ def report(path: Path, verdict: Verdict, sight: Sight, node: str, names: Names) 
     A disk that fails keeps the file from being written, and the line perhaps too.
     """
     doing = action(sight, names)
-    known = {"rank": verdict.rank, "stage": max(sight.stage, -1), "step": sight.step}
-    words = ", ".join([*(f"{name} {value}" for name, value in known.items()), doing])
+    stage = None if sight.stage < 0 else sight.stage
+    known = {"rank": verdict.rank, "stage": stage, "step": sight.step}
+    where = (f"{name} {value}" for name, value in known.items() if value is not None)
+    words = ", ".join([*where, doing])
     with suppress(OSError):
         stack = f"{verdict.stack}\n" if verdict.stack else ""
         sys.stderr.write(f"pipectl: {words}: {verdict.message}\n{stack}pipectl: {verdict.cure}\n")
@@ -30,7 +32,6 @@ def report(path: Path, verdict: Verdict, sight: Sight, node: str, names: Names) 
     document = {
         "version": 1,
         **known,
-        "stage": None if sight.stage < 0 else sight.stage,
         "action": doing,
         "host": node,
         "type": None,
