@@ -11,6 +11,7 @@ from pipectl.batch import process
 from pipectl.batch.pbs_script import render_script, suffix
 from pipectl.batch.pbs_text import job_number, parse_names, parse_qstat, submitted_id
 from pipectl.batch.protocol import JobRequest, JobStatus
+from pipectl.batch.submission import Program
 from pipectl.errors import SchedulerError
 
 _CURE = "run this where the commands of PBS are installed, or set launch.scheduler: local"
@@ -33,6 +34,15 @@ _ADVICE = (
     ("cannot connect", "PBS's server cannot be reached; check the login node or PBS_SERVER"),
 )
 
+_QSUB = Program(
+    ("qsub", "-C", "#PBS"),
+    submitted_id,
+    _UNSURE,
+    _ADVICE,
+    marked=lambda tag: f"whose name ends in {suffix(tag)!r}",
+    look="qstat -x -u $USER -w",
+)
+
 
 class PbsScheduler:
     """PBS Pro from version 13, or OpenPBS. (Torque is another system.)
@@ -51,19 +61,8 @@ class PbsScheduler:
         return render_script(request)
 
     def submit(self, script: Path, request: JobRequest) -> str:
-        """Submit with qsub; when its answer is lost, the job is looked up by its name.
-
-        Without its log directory a job hangs at its end and its output is lost, so it is made here.
-        """
-        (request.run_directory / "logs").mkdir(parents=True, exist_ok=True)
-        try:
-            done = self._run("qsub", "-C", "#PBS", str(script))
-        except process.NoAnswerError as error:
-            return self._recover(request.tag, error.message)
-        if done.returncode != 0 and not _is_unsure(done.stderr):
-            raise _refusal(script, done)
-        job_id = submitted_id(done.stdout) if done.returncode == 0 else None
-        return job_id or self._recover(request.tag, done.said)
+        """Submit with qsub; when its answer is lost, the job is looked up by its name."""
+        return _QSUB.submit(script, request, self._run, self.find)
 
     def query(
         self,
@@ -100,24 +99,6 @@ class PbsScheduler:
         matches = (job for job, name in parse_names(listed).items() if name.endswith(suffix(tag)))
         return max(matches, key=job_number, default=None)
 
-    def _recover(self, tag: str, said: str) -> str:
-        """The job that qsub may have made before its answer was lost.
-
-        Raises:
-            NoAnswerError: none is found, which does not prove that none comes.
-        """
-        try:
-            job_id = self.find(tag)
-        except SchedulerError as error:
-            job_id, said = None, f"{said}; {error.message}"
-        if job_id is None:
-            raise process.NoAnswerError(
-                f"qsub gave no job id, and no job whose name ends in {suffix(tag)!r} is listed: "
-                f"{said}",
-                cure="look with `qstat -x -u $USER -w` before you submit again",
-            )
-        return job_id
-
     def _run(self, *argv: str) -> process.Completed:
         return process.run(argv, cure=_CURE, env=_environment(), timeout_s=self._timeout_s)
 
@@ -129,15 +110,3 @@ def _environment() -> dict[str, str]:
     """
     kept = {name: value for name, value in os.environ.items() if name not in _OVERRIDES}
     return {**kept, "LC_ALL": "C"}
-
-
-def _is_unsure(stderr: str) -> bool:
-    """Whether qsub may have submitted the job although it failed."""
-    return any(phrase in stderr.lower() for phrase in _UNSURE)
-
-
-def _refusal(script: Path, done: process.Completed) -> SchedulerError:
-    text = done.said.lower()
-    fallback = "correct the job spec as the message says"
-    advice = next((cure for phrase, cure in _ADVICE if phrase in text), fallback)
-    return SchedulerError(f"qsub refuses {script}:\n{done.said}", cure=advice)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from pipectl.batch.launchers import mpiexec_command
 from pipectl.batch.protocol import JobRequest
-from pipectl.batch.quoting import checked, pbs_path, pbs_value, shell_word
+from pipectl.batch.quoting import checked, checked_directive, pbs_path, pbs_value, shell_word
 from pipectl.batch.script import render_body
 from pipectl.errors import InvalidInputError, SchedulerError
 from pipectl.runs import RESUBMITTED, RUN_VARIABLE
@@ -171,20 +171,9 @@ def _again(request: JobRequest) -> Iterator[str]:
 
 
 def _directive(text: str) -> str:
-    """One of the user's own options, verbatim."""
-    line = checked(text, "pbs.directives").strip().removeprefix("#PBS").strip()
-    if not line.startswith("-"):
-        raise InvalidInputError(
-            f"pbs.directives: {text!r} is no option of qsub",
-            cure="write it as on qsub's command line, for example -m ae",
-        )
-    for option, key in _MANAGED.items():
-        if _is_option(line, option):
-            raise InvalidInputError(
-                f"pbs.directives: {option} is written by pipectl itself",
-                cure=f"set {key} in the job spec" if key else "remove it",
-            )
-    return line
+    return checked_directive(
+        text, "pbs.directives", "qsub", _MANAGED, _is_option, mark="#PBS", example="-p 5"
+    )
 
 
 def _is_option(line: str, option: str) -> bool:

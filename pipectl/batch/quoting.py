@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pipectl.errors import InvalidInputError
 
@@ -87,6 +87,43 @@ def pbs_path(path: str, what: str) -> str:
         f"{what}: {path!r} holds a colon, behind which PBS would look for a path",
         cure="choose a directory without one",
     )
+
+
+def checked_directive(
+    text: str,
+    what: str,
+    command: str,
+    managed: Mapping[str, str | None],
+    is_option: Callable[[str, str], bool],
+    *,
+    mark: str,
+    example: str,
+) -> str:
+    """One of the user's own options for the head of a script, verbatim.
+
+    Args:
+        what: its field.
+        command: whose option it is.
+        managed: options that pipectl writes itself, and the fields to set instead.
+        is_option: whether a line is an option, in any spelling.
+        mark: of a directive, which may be there.
+
+    Raises:
+        InvalidInputError: it is none, or one that pipectl writes.
+    """
+    line = checked(text, what).strip().removeprefix(mark).strip()
+    if not line.startswith("-"):
+        raise InvalidInputError(
+            f"{what}: {text!r} is no option of {command}",
+            cure=f"write it as on {command}'s command line, for example {example}",
+        )
+    for option, key in managed.items():
+        if is_option(line, option):
+            raise InvalidInputError(
+                f"{what}: {option} is written by pipectl itself",
+                cure=f"set {key} in the job spec" if key else "remove it",
+            )
+    return line
 
 
 def _is_control(character: str) -> bool:

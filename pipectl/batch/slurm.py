@@ -22,6 +22,7 @@ from pipectl.batch.slurm_text import (
     parse_squeue,
     submitted_id,
 )
+from pipectl.batch.submission import Program
 from pipectl.errors import SchedulerError
 
 _CURE = "run this where Slurm's commands are installed, or set launch.scheduler: local"
@@ -48,6 +49,15 @@ _ADVICE = (
     ("unrecognized option", "correct slurm.directives"),
 )
 
+_SBATCH = Program(
+    ("sbatch", "--parsable"),
+    submitted_id,
+    _UNSURE,
+    _ADVICE,
+    marked=lambda tag: f"with the comment {tag!r}",
+    look="squeue --me -o '%i %k'",
+)
+
 
 class SlurmScheduler:
     """Slurm, version 20.02 or later.
@@ -66,19 +76,8 @@ class SlurmScheduler:
         return render_script(request)
 
     def submit(self, script: Path, request: JobRequest) -> str:
-        """Submit with sbatch; when its answer is lost, the job is looked up by its tag.
-
-        Without its log directory a job fails at once and leaves no output, so it is made here.
-        """
-        (request.run_directory / "logs").mkdir(parents=True, exist_ok=True)
-        try:
-            done = self._run("sbatch", "--parsable", str(script))
-        except process.NoAnswerError as error:
-            return self._recover(request.tag, error.message)
-        if done.returncode != 0 and not _is_unsure(done.stderr):
-            raise _refusal(script, done)
-        job_id = submitted_id(done.stdout) if done.returncode == 0 else None
-        return job_id or self._recover(request.tag, done.said)
+        """Submit with sbatch; when its answer is lost, the job is looked up by its tag."""
+        return _SBATCH.submit(script, request, self._run, self.find)
 
     def query(self, ids: Sequence[str], *, since: float | None = None) -> Mapping[str, JobStatus]:
         """States from squeue; for jobs that are over or not listed from the accounting too."""
@@ -105,7 +104,7 @@ class SlurmScheduler:
         """The forecast of ``sbatch --test-only``; it knows no time limits of partitions."""
         done = self._run("sbatch", "--test-only", str(script))
         if done.returncode != 0:
-            raise _refusal(script, done)
+            raise _SBATCH.refusal(script, done)
         lines = f"{done.stderr}\n{done.stdout}".splitlines()
         forecasts = (line for line in lines if " to start at " in line)
         return next((line.removeprefix("sbatch: ") for line in forecasts), None)
@@ -114,23 +113,6 @@ class SlurmScheduler:
         """The id of the latest job of ours with this tag as its comment."""
         matches = [row.job_id for row in self._squeue("--me") if row.comment == tag]
         return max(matches, key=_number, default=None)
-
-    def _recover(self, tag: str, said: str) -> str:
-        """The job that sbatch may have made before its answer was lost.
-
-        Raises:
-            NoAnswerError: none is found, which does not prove that none comes.
-        """
-        try:
-            job_id = self.find(tag)
-        except SchedulerError as error:
-            job_id, said = None, f"{said}; {error.message}"
-        if job_id is None:
-            raise process.NoAnswerError(
-                f"sbatch gave no job id, and no job with the comment {tag!r} is listed: {said}",
-                cure="look with `squeue --me -o '%i %k'` before you submit again",
-            )
-        return job_id
 
     def _squeue(self, *selection: str) -> list[Listed]:
         done = self._run("squeue", "-h", "-t", "all", "-o", SQUEUE_FORMAT, *selection)
@@ -205,15 +187,3 @@ def _is_ours(row: Listed, since: float | None) -> bool:
 
 def _day_before(time: float) -> str:
     return (datetime.fromtimestamp(time) - timedelta(days=1)).strftime("%Y-%m-%d")
-
-
-def _is_unsure(stderr: str) -> bool:
-    """Whether sbatch may have submitted the job although it failed."""
-    return any(phrase in stderr.lower() for phrase in _UNSURE)
-
-
-def _refusal(script: Path, done: process.Completed) -> SchedulerError:
-    text = done.said.lower()
-    fallback = "correct the job spec as the message says"
-    advice = next((cure for phrase, cure in _ADVICE if phrase in text), fallback)
-    return SchedulerError(f"sbatch refuses {script}:\n{done.said}", cure=advice)

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from pipectl.batch.launchers import mpiexec_command, srun_command
 from pipectl.batch.protocol import JobRequest
-from pipectl.batch.quoting import checked, slurm_file, slurm_value
+from pipectl.batch.quoting import checked_directive, slurm_file, slurm_value
 from pipectl.batch.script import render_body
-from pipectl.errors import InvalidInputError
 from pipectl.units import format_clock
 
 # Options that pipectl writes itself; a second one from the user would silently win.
@@ -128,20 +127,15 @@ def _resources(request: JobRequest) -> Iterator[str]:
 
 
 def _directive(text: str) -> str:
-    """One of the user's own options, verbatim."""
-    line = checked(text, "slurm.directives").strip().removeprefix("#SBATCH").strip()
-    if not line.startswith("-"):
-        raise InvalidInputError(
-            f"slurm.directives: {text!r} is no option of sbatch",
-            cure="write it as on sbatch's command line, for example --mail-type=END",
-        )
-    for option, key in _MANAGED.items():
-        if _is_option(line, option):
-            raise InvalidInputError(
-                f"slurm.directives: {option} is written by pipectl itself",
-                cure=f"set {key} in the job spec" if key else "remove it",
-            )
-    return line
+    return checked_directive(
+        text,
+        "slurm.directives",
+        "sbatch",
+        _MANAGED,
+        _is_option,
+        mark="#SBATCH",
+        example="--switches=1",
+    )
 
 
 def _is_option(line: str, option: str) -> bool:

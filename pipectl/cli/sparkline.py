@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
-from statistics import fmean
+
+from pipectl.report.curves import thinned
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 
@@ -15,11 +15,9 @@ def sparkline(values: Sequence[float], width: int) -> str:
     Args:
         width: characters at most.
     """
-    count = min(len(values), width)
-    bounds = [index * len(values) // count for index in range(count + 1)] if count else []
-    means = [fmean(values[a:b]) for a, b in pairwise(bounds)]
-    if not means:
+    if not values:
         return ""
+    means = [mean for _, mean in thinned(list(enumerate(values)), width)]
     low, span = min(means), max(means) - min(means)
     top = len(_LEVELS) - 1
     return "".join(_LEVELS[round(top * (mean - low) / span) if span else 0] for mean in means)
