@@ -80,6 +80,11 @@ class Stage:
         return len(self.ranks)
 
     @property
+    def load_s(self) -> float:
+        """Time of a micro-batch on the replicas, which work side by side."""
+        return (self.cost.forward_s + self.cost.backward_s) / self.replicas
+
+    @property
     def updating_ranks(self) -> tuple[int, ...]:
         """Where the backward of each replica runs."""
         return self.backward_ranks or self.ranks

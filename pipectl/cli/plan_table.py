@@ -31,10 +31,10 @@ def stage_table(plan: Plan, ends: Sequence[tuple[str, str]] | None) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     for column in ("from", "to") if ends else ():
         table.add_column(column, no_wrap=True)
-    total_s = sum(map(load_s, plan.stages)) or 1.0
+    total_s = sum(stage.load_s for stage in plan.stages) or 1.0
     for index, after in pairwise([*shown_stages(plan), len(plan.stages)]):
         stage = plan.stages[index]
-        cells = _cells(plan, index, load_s(stage) / total_s)
+        cells = _cells(plan, index, stage.load_s / total_s)
         table.add_row(*map(plain, (*cells, *(ends[index] if ends else ()))))
         if after > index + 1:
             table.add_row(*[_GAP] * len(_FIGURES))
@@ -46,15 +46,10 @@ def shown_stages(plan: Plan) -> list[int]:
     count = len(plan.stages)
     if count <= _MOST_ROWS:
         return list(range(count))
-    loads = [load_s(stage) for stage in plan.stages]
+    loads = [stage.load_s for stage in plan.stages]
     peaks = [_peak_bytes(plan, stage) for stage in plan.stages]
     extremes = {loads.index(max(loads)), peaks.index(max(peaks))}
     return sorted({*range(_FIRST), *range(count - _LAST, count), *extremes})
-
-
-def load_s(stage: Stage) -> float:
-    """Time of a micro-batch on a stage's replicas, which work side by side."""
-    return (stage.cost.forward_s + stage.cost.backward_s) / stage.replicas
 
 
 def number_ranges(numbers: Sequence[int]) -> str:

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from pipectl.cli.console import plain
-from pipectl.cli.plan_table import load_s, mark_lines, shown_stages, stage_table
+from pipectl.cli.plan_table import mark_lines, shown_stages, stage_table
 from pipectl.plan import Plan, Prediction, Search, Stage
 from pipectl.report.gantt import gantt, legend
 from pipectl.timeline import Timeline
@@ -125,7 +125,7 @@ def gantt_lines(timeline: Timeline, width: int) -> list[Text]:
 
 
 def _binding(plan: Plan) -> str:
-    loads = [load_s(stage) for stage in plan.stages]
+    loads = [stage.load_s for stage in plan.stages]
     index = loads.index(max(loads))
     return f"stage {index} binds ({format_time(loads[index])} a micro-batch)"
 

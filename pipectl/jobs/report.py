@@ -94,7 +94,7 @@ def _verdict(found: RunStatus, step: Traced | None) -> Iterator[str]:
 
 
 def _binding(plan: Plan, bubble: float) -> str:
-    loads = [stage.cost.forward_s + stage.cost.backward_s for stage in plan.stages]
+    loads = [stage.load_s for stage in plan.stages]
     most = loads.index(max(loads))
     fill = (len(plan.stages) - 1) / (plan.micro_batches + len(plan.stages) - 1)
     cure = "more micro-batches fill the pipeline better" if bubble > fill / 2 else ""
