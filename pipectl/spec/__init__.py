@@ -13,8 +13,9 @@ from pipectl.spec.launching import (
     Slurm,
 )
 from pipectl.spec.layers import site_files
-from pipectl.spec.load import load
+from pipectl.spec.load import load, load_with_origins
 from pipectl.spec.models import JobSpec
+from pipectl.spec.origins import Origin
 from pipectl.spec.schedules import GROUP as SCHEDULES_GROUP
 from pipectl.spec.schema import json_schema
 from pipectl.spec.training import (
@@ -38,6 +39,7 @@ __all__ = [
     "Launch",
     "Loss",
     "Optimizer",
+    "Origin",
     "Output",
     "Pbs",
     "Pipeline",
@@ -49,6 +51,7 @@ __all__ = [
     "json_schema",
     "links_key",
     "load",
+    "load_with_origins",
     "plan_key",
     "profile_key",
     "settled",

@@ -8,6 +8,7 @@ from pathlib import Path
 from pipectl.errors import Problem, SpecError
 from pipectl.spec.layers import apply_override, merge, read_site, site_files
 from pipectl.spec.models import JobSpec
+from pipectl.spec.origins import Origin, origins
 from pipectl.spec.reader import UnreadableError, read_file
 from pipectl.spec.tree import Scalar, Table, is_null
 from pipectl.spec.validate import validate
@@ -33,6 +34,21 @@ def load(
         SpecError: with every problem found, in the spec, the site files and the overrides.
         UsageError: an override that is no ``a.b=value``.
     """
+    return _resolved(path, overrides, sites, check_files=check_files)[0]
+
+
+def load_with_origins(
+    path: Path, overrides: Sequence[str] = (), *, sites: Sequence[Path] | None = None
+) -> tuple[JobSpec, tuple[Origin, ...]]:
+    """As :func:`load`, with where every value comes from."""
+    spec, tree = _resolved(path, overrides, sites, check_files=True)
+    return spec, origins(spec, tree)
+
+
+def _resolved(
+    path: Path, overrides: Sequence[str], sites: Sequence[Path] | None, *, check_files: bool
+) -> tuple[JobSpec, Table]:
+    """The spec, and the merged tree behind it."""
     problems: list[Problem] = []
     tree = _job(path, problems)
     for override in overrides:
@@ -43,7 +59,7 @@ def load(
     spec = validate(tree, path, problems, check_files=check_files)
     if spec is None or problems:
         raise SpecError(list(dict.fromkeys(problems)))
-    return spec
+    return spec, tree
 
 
 def _job(path: Path, problems: list[Problem]) -> Table:
