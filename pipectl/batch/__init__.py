@@ -13,6 +13,8 @@ from pipectl.batch.protocol import (
 )
 from pipectl.batch.registry import NAMES, get
 from pipectl.batch.resolve import Evidence, resolve
+from pipectl.batch.template import Template
+from pipectl.batch.template import check as check_template
 
 __all__ = [
     "NAMES",
@@ -25,6 +27,8 @@ __all__ = [
     "Scheduler",
     "SlurmOptions",
     "Stop",
+    "Template",
+    "check_template",
     "get",
     "mpiexec_command",
     "resolve",

@@ -6,6 +6,7 @@ import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from pipectl.batch import process
@@ -13,6 +14,7 @@ from pipectl.batch.launchers import mpiexec_command
 from pipectl.batch.protocol import JobRequest, JobState, JobStatus
 from pipectl.batch.quoting import shell_word
 from pipectl.batch.script import render_body
+from pipectl.batch.template import assemble
 from pipectl.errors import SchedulerError
 from pipectl.runs import SCRIPT
 
@@ -69,9 +71,10 @@ class LocalScheduler:
                 "local jobs wait for no others", cure="`pipectl submit --wait` one after the other"
             )
         tag = shell_word(request.tag, "tag")
-        header = f"#!/bin/bash\n{_MARK}{request.name} {tag}\n"
+        header = f"{_MARK}{request.name} {tag}\n"
         launch = request.within(request.command) if request.alone else mpiexec_command(request)
-        return header + render_body(request, launch, before=(f"export {SCRIPT}=$$",))
+        body = render_body(request, launch, before=(f"export {SCRIPT}=$$",))
+        return assemble(request.template, header, body)
 
     def submit(self, script: Path, request: JobRequest) -> str:
         """Start the script in its own session; its output goes to ``logs/job.log``."""
@@ -105,7 +108,7 @@ class LocalScheduler:
         return None
 
     def find(self, tag: str) -> str | None:
-        """The process of this machine that runs the script with this tag in its second line."""
+        """The process of this machine that runs the script with this tag in its head."""
         last = shell_word(tag, "tag")
         mine = [
             (start, pid)
@@ -127,10 +130,11 @@ def _bears(script: Path, tag: str) -> bool:
     try:
         if not script.is_absolute() or not script.is_file():
             return False
-        line = script.read_text(encoding="utf-8").split("\n", 2)[1]
-    except (OSError, ValueError, IndexError):
+        lines = script.read_text(encoding="utf-8").split("\n")
+    except (OSError, ValueError):
         return False
-    return line.startswith(_MARK) and line.endswith(f" {tag}")
+    head = takewhile(lambda line: not line or line.startswith("#"), lines)
+    return any(line.startswith(_MARK) and line.endswith(f" {tag}") for line in head)
 
 
 def _status(job: _Process) -> JobStatus:

@@ -9,6 +9,7 @@ from pipectl.batch.launchers import mpiexec_command
 from pipectl.batch.protocol import JobRequest
 from pipectl.batch.quoting import checked, checked_directive, pbs_path, pbs_value, shell_word
 from pipectl.batch.script import render_body
+from pipectl.batch.template import assemble
 from pipectl.errors import InvalidInputError, SchedulerError
 from pipectl.runs import RESUBMITTED, RUN_VARIABLE
 from pipectl.units import format_clock
@@ -64,7 +65,8 @@ def render_script(request: JobRequest) -> str:
     before = [*_timer(request), *(() if request.alone or request.nodes == 1 else (_AGENT,))]
     body = render_body(request, launch, before=before, after=_after(request), again=_again(request))
     log = shell_word(str(request.run_directory / "logs" / "job.log"), "output.directory")
-    return f"#!/bin/bash\n{header}\nexec >>{log} 2>&1 # PBS may begin its own file anew\n{body}"
+    body = f"\nexec >>{log} 2>&1 # PBS may begin its own file anew\n{body}"
+    return assemble(request.template, header, body, mark="#PBS", directive=_directive)
 
 
 def job_name(request: JobRequest) -> str:
@@ -170,10 +172,8 @@ def _again(request: JobRequest) -> Iterator[str]:
     yield "fi"
 
 
-def _directive(text: str) -> str:
-    return checked_directive(
-        text, "pbs.directives", "qsub", _MANAGED, _is_option, mark="#PBS", example="-p 5"
-    )
+def _directive(text: str, what: str = "pbs.directives") -> str:
+    return checked_directive(text, what, "qsub", _MANAGED, _is_option, mark="#PBS", example="-p 5")
 
 
 def _is_option(line: str, option: str) -> bool:

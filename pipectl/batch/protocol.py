@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from pipectl.batch.container import Container
+from pipectl.batch.template import Template
 
 
 class JobState(StrEnum):
@@ -153,6 +154,7 @@ class JobRequest:
         stop: None for jobs that cannot go on where they stopped.
         after: ids of jobs of the same batch system that must have completed before.
         container: in which ``prepare`` and the ranks run; the launcher stays outside.
+        template: a script of the user's around the whole; None for none.
     """
 
     name: str
@@ -180,6 +182,7 @@ class JobRequest:
     alone: bool = False
     after: tuple[str, ...] = ()
     container: Container | None = None
+    template: Template | None = None
     slurm: SlurmOptions = SlurmOptions()
     pbs: PbsOptions = PbsOptions()
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from pipectl.batch.protocol import JobRequest
 from pipectl.batch.quoting import checked, shell_command, shell_word, variable_name
+from pipectl.batch.template import AFTER_FRAME, BEFORE_BODY
 from pipectl.runs import ATTEMPT, RUN_VARIABLE
 
 CHECKPOINTED = 75
@@ -88,8 +89,10 @@ def render_body(
         InvalidInputError: a value that cannot be written into a script.
     """
     blocks = [
+        *((BEFORE_BODY,) if request.template else ()),
         "\n".join(_enter(request)),
         _FRAME,
+        *((AFTER_FRAME,) if request.template else ()),
         *_stop(request),
         *_environment(request),
         "\n".join(_exports(request)),

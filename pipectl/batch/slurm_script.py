@@ -8,6 +8,7 @@ from pipectl.batch.launchers import mpiexec_command, srun_command
 from pipectl.batch.protocol import JobRequest
 from pipectl.batch.quoting import checked_directive, slurm_file, slurm_value
 from pipectl.batch.script import render_body
+from pipectl.batch.template import assemble
 from pipectl.units import format_clock
 
 # Options that pipectl writes itself; a second one from the user would silently win.
@@ -69,7 +70,7 @@ def render_script(request: JobRequest) -> str:
     else:
         launch = mpiexec_command(request)
         body = render_body(request, launch, before=_FREE_PROXIES, again=_again(request))
-    return f"#!/bin/bash\n{header}\n{body}"
+    return assemble(request.template, header, f"\n{body}", mark="#SBATCH", directive=_directive)
 
 
 def _options(request: JobRequest) -> Iterator[str]:
@@ -126,10 +127,10 @@ def _resources(request: JobRequest) -> Iterator[str]:
     yield f"--time={format_clock(request.walltime_s)}"
 
 
-def _directive(text: str) -> str:
+def _directive(text: str, what: str = "slurm.directives") -> str:
     return checked_directive(
         text,
-        "slurm.directives",
+        what,
         "sbatch",
         _MANAGED,
         _is_option,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipectl.batch import Container, JobRequest, PbsOptions, SlurmOptions, Stop
+from pipectl.jobs.template import read_template
 from pipectl.plan import OffloadTarget
 from pipectl.spec.factory import parse
 
@@ -79,6 +80,7 @@ def job_request(
         stop=Stop(checkpoint.on_signal, lead_s, checkpoint.max_requeues),
         after=after,
         container=_container(spec, directory),
+        template=read_template(spec),
     )
 
 

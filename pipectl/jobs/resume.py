@@ -18,6 +18,7 @@ from pipectl.jobs.plan import find_plan, fresh_plan, write_plan
 from pipectl.jobs.recovery import completed
 from pipectl.jobs.request import job_request, make_tag
 from pipectl.jobs.status import status
+from pipectl.jobs.template import write_job
 from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import (
@@ -29,7 +30,7 @@ from pipectl.runs import (
     locked,
     step_of,
 )
-from pipectl.spec import dump, load
+from pipectl.spec import load
 
 if TYPE_CHECKING:
     from pipectl.spec import JobSpec
@@ -150,7 +151,7 @@ def _hand_over(
     record = record.after(now, "submitting", detail="resumed")
     before = _contents(run)
     try:
-        write_text(run.job, dump(spec))
+        write_job(run, spec, request.template)
         cluster.save(run.cluster)
         if plan is not None:
             write_plan(run, plan, cluster)
@@ -177,8 +178,8 @@ def _hand_over(
 def _contents(run: RunDirectory) -> dict[Path, str | None]:
     """What is changed for another start; None where there is no file."""
     paths = (
-        run.job, run.cluster, run.plan, run.predicted, run.script, run.record, run.exit_code,
-        run.resubmitted,
+        run.job, run.template, run.cluster, run.plan, run.predicted, run.script, run.record,
+        run.exit_code, run.resubmitted,
     )  # fmt: skip
     return {path: _content(path) for path in paths}
 

@@ -21,10 +21,10 @@ from pipectl.jobs.plan import planned, write_plan
 from pipectl.jobs.profile import Measurement, Progress, fresh_profile, measure
 from pipectl.jobs.recovery import refuse_twice
 from pipectl.jobs.request import job_request, make_tag
+from pipectl.jobs.template import write_job
 from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import Record, RunDirectory, locked
-from pipectl.spec import dump
 
 if TYPE_CHECKING:
     from pipectl.spec import JobSpec
@@ -115,7 +115,8 @@ def submit(inputs: Inputs, now: float, after: Sequence[RunDirectory] = ()) -> Su
     run = RunDirectory.create(Path(spec.output.directory), spec.name, now)
     request = _request(inputs, run.path, before)
     record = _record(inputs, request, now)
-    return Submission(run, hand_over(run, request, record, _writer(run, inputs)), inputs.plan)
+    record = hand_over(run, request, record, _writer(run, inputs, request))
+    return Submission(run, record, inputs.plan)
 
 
 def hand_over(
@@ -173,11 +174,11 @@ def _record(inputs: Inputs, request: JobRequest, now: float) -> Record:
     )
 
 
-def _writer(run: RunDirectory, inputs: Inputs) -> Callable[[], None]:
+def _writer(run: RunDirectory, inputs: Inputs, request: JobRequest) -> Callable[[], None]:
     """Writes everything the job reads."""
 
     def write() -> None:
-        write_text(run.job, dump(inputs.spec))
+        write_job(run, inputs.spec, request.template)
         inputs.cluster.save(run.cluster)
         if inputs.profile is not None:
             inputs.profile.save(run.profile)

@@ -101,6 +101,11 @@ class RunDirectory:
         return self.path / "job.sh"
 
     @property
+    def template(self) -> Path:
+        """The user's script around the job script, as it was when the run was submitted."""
+        return self.path / "template.sh"
+
+    @property
     def record(self) -> Path:
         """The submission and its history."""
         return self.path / "record.json"

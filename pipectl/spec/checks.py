@@ -41,6 +41,8 @@ def missing_files(spec: JobSpec) -> Iterator[Finding]:
         yield ("cluster",), f"no such file: {spec.cluster_file}"
     if spec.schedule_file is not None and not _is_file(spec.schedule_file):
         yield ("pipeline", "schedule"), f"no such file: {spec.schedule_file}"
+    if spec.template_file is not None and not _is_file(spec.template_file):
+        yield ("launch", "template"), f"no such file: {spec.template_file}"
     if spec.weights_path is not None and not _exists(spec.weights_path):
         yield ("model", "weights"), f"no such file or directory: {spec.weights_path}"
 

@@ -24,6 +24,8 @@ def settled(spec: JobSpec) -> JobSpec:
         _set(data, path, str(references.parse(text, spec.base)))
     if spec.cluster_file is not None:
         data["cluster"] = str(spec.cluster_file)
+    if spec.template_file is not None:
+        data["launch"]["template"] = str(spec.template_file)
     if spec.schedule_file is not None:
         data["pipeline"]["schedule"] = str(spec.schedule_file)
     if spec.weights_path is not None:

@@ -89,6 +89,11 @@ class Launch(Section):
         description="How long a rank may be frozen, or its node silent, before all are ended; at "
         "least three steps.",
     )
+    template: Line | None = Field(
+        default=None,
+        description="A script of yours around the job script, relative to the file that names it: "
+        "its lines `#pipectl directives` and `#pipectl body` are replaced.",
+    )
     check_messages: Flag = Field(
         default=False,
         description="Compare every message with what its sender says of it; slow, for debugging.",

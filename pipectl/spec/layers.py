@@ -111,7 +111,7 @@ def _expanded(factory: Scalar) -> Table:
 
 
 def _checked_site(tree: Table, path: Path, problems: list[Problem]) -> Table:
-    """A site file without what it cannot set; its cluster file is looked up beside it."""
+    """A site file without what it cannot set; its files are looked up beside it."""
     entries = {}
     for key, entry in tree.entries.items():
         if key not in SITE_KEYS:
@@ -123,9 +123,21 @@ def _checked_site(tree: Table, path: Path, problems: list[Problem]) -> Table:
             _check_version(entry.value, problems)
         else:
             entries[key] = entry
-    if (cluster := entries.get("cluster")) and isinstance(cluster.value, Scalar):
-        entries["cluster"] = Entry(cluster.key, _beside(cluster.value, path))
-    return Table(entries, tree.place)
+    beside = _files_beside(Table(entries, tree.place), ("cluster",), path)
+    return _files_beside(beside, ("launch", "template"), path)
+
+
+def _files_beside(table: Table, keys: tuple[str, ...], path: Path) -> Table:
+    """``table`` with the file that is named at ``keys`` looked up beside the site file."""
+    entry = table.entries.get(keys[0])
+    if entry is None:
+        return table
+    value = entry.value
+    if isinstance(value, Scalar) and not keys[1:]:
+        value = _beside(value, path)
+    elif isinstance(value, Table) and keys[1:]:
+        value = _files_beside(value, keys[1:], path)
+    return Table({**table.entries, keys[0]: Entry(entry.key, value)}, table.place)
 
 
 def _check_version(value: Tree, problems: list[Problem]) -> None:

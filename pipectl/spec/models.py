@@ -93,6 +93,11 @@ class JobSpec(Section):
         return None if self.cluster is None else self.base / self.cluster
 
     @property
+    def template_file(self) -> Path | None:
+        """Absolute path of the script around the job script, if one is named."""
+        return None if self.launch.template is None else self.base / self.launch.template
+
+    @property
     def schedule_file(self) -> Path | None:
         """Absolute path of the user's own schedule, if a file is named."""
         name: str | None = self.pipeline.schedule

@@ -52,7 +52,9 @@ From the weakest to the strongest:
 
 Mappings are merged key by key and everything else is replaced; a mapping that names a `factory`
 replaces the whole one below it. `--set` replaces exactly the key it names. A key that is `null`, or
-empty, has its default, whatever a weaker source says. Environment variables change nothing.
+empty, has its default, whatever a weaker source says. Environment variables set no key:
+a job means the same in every shell, and what differs between users stands in their site files.
+`pipectl check JOB.yaml --origins` shows every key with its value and where that comes from.
 
 A site file describes the site. It may set
 {", ".join(f"`{key}`" for key in SITE_KEYS)}.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipectl.batch import Container, JobRequest, PbsOptions, SlurmOptions, Stop, get
+from pipectl.batch import Container, JobRequest, PbsOptions, SlurmOptions, Stop, Template, get
 
 GOLDEN = Path(__file__).parents[2] / "slurm" / "golden"
 
@@ -69,14 +69,34 @@ FULL = replace(
 )
 STOP = Stop(requeues=3)
 IMAGE = Container("/proj/my image.sif", (Path("/scratch/u/my runs/100%"), Path("/home/u")), True)
+TEMPLATE = Template(
+    "site.sh",
+    """\
+#!/bin/bash -l
+# Every job of this group keeps its scratch files apart, and removes them.
+#SBATCH --switches=1
+#PBS -p 5
+#pipectl directives
+
+set -eu
+scratch=$(mktemp -d)
+export TMPDIR=$scratch
+trap 'rm -rf "$scratch"' EXIT
+
+#pipectl body
+""",
+)
 CASES = {
     "local.sh": ("local", replace(SMALL, stop=STOP)),
+    "local-template.sh": ("local", replace(SMALL, template=TEMPLATE)),
     "local-full.sh": ("local", replace(FULL, launcher="mpiexec", mpi="auto", launch_args=())),
     "pbs.sh": ("pbs", SMALL),
     "pbs-full.sh": (
         "pbs",
         replace(FULL, launcher="mpiexec", mpi="openmpi", stop=STOP, after=("41.vm",)),
     ),
+    "pbs-template.sh": ("pbs", replace(SMALL, stop=STOP, template=TEMPLATE)),
+    "slurm-template.sh": ("slurm", replace(SMALL, stop=STOP, template=TEMPLATE)),
     "slurm-mpiexec.sh": ("slurm", SMALL),
     "slurm-container.sh": ("slurm", replace(FULL, container=IMAGE, launch_args=())),
     "slurm-openmpi.sh": ("slurm", replace(FULL, launcher="mpiexec", mpi="openmpi", stop=STOP)),

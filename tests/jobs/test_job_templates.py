@@ -1,0 +1,91 @@
+"""`launch.template`: looked up, checked before anything is submitted, kept with the run."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from pipectl.batch import check_template
+from pipectl.errors import SpecError
+from pipectl.jobs.script import render
+from pipectl.jobs.template import read_template, write_job
+from pipectl.runs import RunDirectory
+from pipectl.spec import JobSpec, load
+
+JOB = """\
+version: 1
+name: demo
+model: torch.nn:Linear
+loss: torch.nn:MSELoss
+data: torch.utils.data:TensorDataset
+training: {steps: 10, batch_size: 8}
+"""
+GOOD = "#!/bin/bash\n#pipectl directives\n{head}\n#pipectl body\n"
+
+
+def job(tmp_path: Path, head: str, name: str = "my site's.sh") -> JobSpec:
+    (tmp_path / name).write_text(GOOD.format(head=head))
+    path = tmp_path / "job.yaml"
+    path.write_text(f'{JOB}launch: {{template: "./{name}"}}\n')
+    return load(path, sites=())
+
+
+def test_it_is_in_the_scripts_of_all_schedulers(tmp_path: Path) -> None:
+    spec = job(tmp_path, "echo 'from my site'")
+    for scheduler in ("slurm", "pbs", "local"):
+        script = render(spec, scheduler, 0.0)
+        assert script.startswith("#!/bin/bash\n#")
+        assert "echo 'from my site'\n" in script
+        assert script.rstrip().endswith('exit "$code"')
+
+
+@pytest.mark.parametrize(
+    ("head", "line", "words"),
+    [
+        ("if true; then", 4, "end of file"),
+        ("cat <<END\nno end", 4, "here-document"),
+        ("echo )", 3, "syntax error"),
+    ],
+)
+def test_what_is_open_before_the_body_is_refused(
+    tmp_path: Path, head: str, line: int, words: str
+) -> None:
+    spec = job(tmp_path, head)
+    with pytest.raises(SpecError) as caught:
+        read_template(spec)
+    (problem,) = caught.value.problems
+    assert words in problem.message
+    assert abs(problem.line - line) <= 1, "bash counts the end as a line more"
+
+
+def test_one_that_does_not_exist_is_a_problem_of_the_spec(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(f"{JOB}launch: {{template: no.sh}}\n")
+    with pytest.raises(SpecError, match=r"job\.yaml:7:\d+: launch\.template: no such file"):
+        load(path, sites=())
+
+
+def test_that_of_a_site_file_lies_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "etc").mkdir()
+    site = tmp_path / "etc" / "site.yaml"
+    site.write_text("launch: {template: wrap.sh}\n")
+    (tmp_path / "etc" / "wrap.sh").write_text(GOOD.format(head=""))
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB)
+    assert load(path, sites=[site]).template_file == tmp_path / "etc" / "wrap.sh"
+
+
+def test_the_run_keeps_its_own(tmp_path: Path) -> None:
+    spec = job(tmp_path, "echo first")
+    run = RunDirectory.create(tmp_path / "runs", "demo", time.time())
+    write_job(run, spec, read_template(spec))
+    (tmp_path / "my site's.sh").write_text("changed since")
+
+    again = load(run.job)
+    assert again.template_file == run.template
+    template = read_template(again)
+    assert template is not None
+    check_template(template)
+    assert "echo first" in template.text
