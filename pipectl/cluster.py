@@ -207,16 +207,21 @@ class Cluster:
 def assumed_cluster(
     name: str, ranks_per_node: Sequence[int], cores_per_node: int, memory_bytes: int | None
 ) -> Cluster:
-    """A cluster nobody measured: shared memory within a node, 10 Gbit/s Ethernet between nodes."""
+    """A cluster nobody measured, of nodes that differ in nothing but their ranks."""
     device = Device("cpu", memory_bytes=memory_bytes)
-    nodes = tuple(
+    nodes = [
         Node(f"node{index}", ranks, cores_per_node, device)
         for index, ranks in enumerate(ranks_per_node)
-    )
+    ]
+    return with_assumed_links(name, nodes)
+
+
+def with_assumed_links(name: str, nodes: Sequence[Node]) -> Cluster:
+    """Nodes with shared memory within, and 10 Gbit/s Ethernet between them."""
     return Cluster(
         name=name,
         source="assumed: shared memory within a node, 10 Gbit/s between nodes",
-        nodes=nodes,
+        nodes=tuple(nodes),
         within_node=ASSUMED_WITHIN,
         between_nodes=ASSUMED_BETWEEN,
         assumed=True,

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipectl.batch.protocol import JobRequest
 from pipectl.errors import SchedulerError
 
 
-def mpiexec_command(request: JobRequest) -> tuple[str, ...]:
+def mpiexec_command(request: JobRequest, places: Sequence[str] = ()) -> tuple[str, ...]:
     """The whole launch with mpiexec; inside an allocation it finds the nodes by itself.
+
+    Args:
+        places: options that name the nodes, where it would not find all.
 
     Raises:
         SchedulerError: there is no mpiexec.
@@ -19,6 +23,7 @@ def mpiexec_command(request: JobRequest) -> tuple[str, ...]:
         find_mpiexec(request),
         "-n",
         str(request.ranks),
+        *places,
         *_mpiexec_binding(request),
         *request.launch_args,
         *request.within(request.command),
@@ -35,8 +40,7 @@ def srun_command(request: JobRequest) -> tuple[str, ...]:
         "srun",
         "--kill-on-bad-exit=1",
         f"--mpi={'pmi2' if request.mpi == 'auto' else request.mpi}",
-        f"--ntasks={request.ranks}",
-        f"--ntasks-per-node={request.tasks_per_node}",
+        *_tasks(request),
         f"--cpus-per-task={request.cpus_per_task}",
         "--distribution=block",
         "--export=ALL",
@@ -44,6 +48,13 @@ def srun_command(request: JobRequest) -> tuple[str, ...]:
         *request.launch_args,
         *request.within(request.command),
     )
+
+
+def _tasks(request: JobRequest) -> tuple[str, ...]:
+    """For srun; components of a job know theirs, which differ."""
+    if request.more:
+        return (f"--het-group=0-{len(request.more)}",)
+    return (f"--ntasks={request.ranks}", f"--ntasks-per-node={request.tasks_per_node}")
 
 
 def find_mpiexec(request: JobRequest) -> str:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from pipectl.batch.launchers import mpiexec_command
-from pipectl.batch.protocol import JobRequest
+from pipectl.batch.protocol import JobRequest, MoreNodes
 from pipectl.batch.quoting import checked, checked_directive, pbs_path, pbs_value, shell_word
 from pipectl.batch.script import render_body
 from pipectl.batch.template import assemble
@@ -62,7 +62,7 @@ def render_script(request: JobRequest) -> str:
         )
     header = "".join(f"#PBS {option}\n" for option in _options(request))
     launch = request.within(request.command) if request.alone else mpiexec_command(request)
-    before = [*_timer(request), *(() if request.alone or request.nodes == 1 else (_AGENT,))]
+    before = [*_timer(request), *(() if request.alone or request.node_count == 1 else (_AGENT,))]
     body = render_body(request, launch, before=before, after=_after(request), again=_again(request))
     log = shell_word(str(request.run_directory / "logs" / "job.log"), "output.directory")
     body = f"\nexec >>{log} 2>&1 # PBS may begin its own file anew\n{body}"
@@ -98,7 +98,7 @@ def _options(request: JobRequest) -> Iterator[str]:
         if value is not None:
             yield f"{option} {pbs_value(value, f'pbs.{key}')}"
     yield f"-l select={_selection(request)}"
-    if place := pbs.place or ("scatter" if request.nodes > 1 else None):
+    if place := pbs.place or ("scatter" if request.node_count > 1 else None):
         yield f"-l place={_resource_words(place, 'pbs.place')}"
     yield f"-l walltime={format_clock(request.walltime_s)}"
     yield f"-r {'y' if request.stop is not None and request.stop.requeues else 'n'}"
@@ -113,19 +113,37 @@ def _options(request: JobRequest) -> Iterator[str]:
 
 def _selection(request: JobRequest) -> str:
     """One chunk a node; what it counts is per chunk."""
-    cores = request.tasks_per_node * request.cpus_per_task
+    first = MoreNodes(
+        request.nodes,
+        request.tasks_per_node,
+        request.memory_per_node_bytes,
+        select_extra=request.pbs.select_extra,
+    )
+    others = (
+        _chunks(request, kind, f"resources.more.{number}.pbs.select_extra")
+        for number, kind in enumerate(request.more)
+    )
+    return "+".join((_chunks(request, first, "pbs.select_extra"), *others))
+
+
+def _chunks(request: JobRequest, kind: MoreNodes, what: str) -> str:
+    """The chunks of nodes that are alike.
+
+    Args:
+        what: the key of what is appended to them.
+    """
     parts = [
-        str(request.nodes),
-        f"ncpus={cores}",
-        f"mpiprocs={request.tasks_per_node}",
+        str(kind.nodes),
+        f"ncpus={kind.tasks_per_node * request.cpus_per_task}",
+        f"mpiprocs={kind.tasks_per_node}",
         f"ompthreads={request.cpus_per_task}",
     ]
     if request.gpus_per_node:
         parts.append(f"ngpus={request.gpus_per_node}")
-    if request.memory_per_node_bytes is not None:
-        parts.append(f"mem={-(-request.memory_per_node_bytes // 2**20)}mb")
-    if request.pbs.select_extra:
-        parts.append(_resource_words(request.pbs.select_extra, "pbs.select_extra").lstrip(":"))
+    if kind.memory_per_node_bytes is not None:
+        parts.append(f"mem={-(-kind.memory_per_node_bytes // 2**20)}mb")
+    if kind.select_extra:
+        parts.append(_resource_words(kind.select_extra, what).lstrip(":"))
     return ":".join(parts)
 
 

@@ -116,6 +116,22 @@ class PbsOptions:
 
 
 @dataclass(frozen=True)
+class MoreNodes:
+    """Nodes of a further kind; see :class:`JobRequest` for its first nodes.
+
+    Args:
+        slurm: of which only those count that choose nodes.
+        select_extra: see :class:`PbsOptions`.
+    """
+
+    nodes: int
+    tasks_per_node: int
+    memory_per_node_bytes: int | None = None
+    slurm: SlurmOptions = SlurmOptions()
+    select_extra: str | None = None
+
+
+@dataclass(frozen=True)
 class Stop:
     """How a job is asked to save what it has and end, before its time is over.
 
@@ -140,7 +156,8 @@ class JobRequest:
         tag: unique text by which the job is found again when its submission was interrupted.
         run_directory: absolute; on a file system that every node sees.
         python: absolute path of the interpreter that submits.
-        ranks: processes in all, at most ``nodes * tasks_per_node``.
+        ranks: processes in all, at most as many as the tasks on all nodes.
+        more: nodes of further kinds, whose ranks are numbered behind those of ``nodes``.
         command: of one rank, started ``ranks`` times under MPI.
         alone: whether the command is started once, on the first node, without MPI.
         prepare: commands run once, on the first node, before the launch.
@@ -185,6 +202,12 @@ class JobRequest:
     template: Template | None = None
     slurm: SlurmOptions = SlurmOptions()
     pbs: PbsOptions = PbsOptions()
+    more: tuple[MoreNodes, ...] = ()
+
+    @property
+    def node_count(self) -> int:
+        """Nodes of all kinds."""
+        return self.nodes + sum(kind.nodes for kind in self.more)
 
     def within(self, words: tuple[str, ...]) -> tuple[str, ...]:
         """A command of the job as it is started: in its container, if it has one."""

@@ -8,6 +8,11 @@ from pipectl.batch.launchers import mpiexec_command, srun_command
 from pipectl.batch.protocol import JobRequest
 from pipectl.batch.quoting import checked_directive, slurm_file, slurm_value
 from pipectl.batch.script import render_body
+from pipectl.batch.slurm_nodes import (
+    components,
+    hosts_of_components,
+    options_of_components,
+)
 from pipectl.batch.template import assemble
 from pipectl.units import format_clock
 
@@ -62,21 +67,25 @@ def render_script(request: JobRequest) -> str:
             manages.
         SchedulerError: no mpiexec.
     """
-    header = "".join(f"#SBATCH {option}\n" for option in _options(request))
+    first, *others = components(request)
+    parts = (_options(first), *(_resources(other) for other in others))
+    header = "#SBATCH hetjob\n".join(
+        "".join(f"#SBATCH {option}\n" for option in options) for options in parts
+    )
     if request.alone:
         body = render_body(request, request.within(request.command))
     elif request.launcher == "srun":
         body = render_body(request, srun_command(request), again=_again(request))
     else:
-        launch = mpiexec_command(request)
-        body = render_body(request, launch, before=_FREE_PROXIES, again=_again(request))
+        before = (*_FREE_PROXIES, *hosts_of_components(request))
+        launch = mpiexec_command(request, options_of_components(request))
+        body = render_body(request, launch, before=before, again=_again(request))
     return assemble(request.template, header, f"\n{body}", mark="#SBATCH", directive=_directive)
 
 
 def _options(request: JobRequest) -> Iterator[str]:
     yield f"--job-name={slurm_value(request.name, 'name')}"
     yield f"--comment={slurm_value(request.tag, 'tag')}"
-    yield from _site_options(request)
     yield from _resources(request)
     directory = str(request.run_directory)
     yield f"--chdir={slurm_value(directory, 'output.directory')}"
@@ -117,6 +126,8 @@ def _site_options(request: JobRequest) -> Iterator[str]:
 
 
 def _resources(request: JobRequest) -> Iterator[str]:
+    """What each component of a job asks for itself."""
+    yield from _site_options(request)
     yield f"--nodes={request.nodes}"
     yield f"--ntasks-per-node={request.tasks_per_node}"
     yield f"--cpus-per-task={request.cpus_per_task}"

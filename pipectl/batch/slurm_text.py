@@ -69,12 +69,21 @@ def submitted_id(stdout: str) -> str | None:
 
 
 def parse_squeue(stdout: str) -> Iterator[Listed]:
-    """Rows of ``squeue -h -o SQUEUE_FORMAT`` with times in seconds since the epoch."""
-    for line in stdout.splitlines():
-        fields = line.split("|", 7)
-        if len(fields) < 8:
+    """Rows of ``squeue -h -o SQUEUE_FORMAT`` with times in seconds since the epoch.
+
+    A job of several components, listed as ``35+0``, ``35+1``, is one: what counts is its first.
+    """
+    rows = [line.split("|", 7) for line in stdout.splitlines()]
+    nodes_of: dict[str, list[str]] = {}
+    for fields in rows:
+        if len(fields) == 8 and fields[5]:
+            nodes_of.setdefault(fields[0].partition("+")[0], []).append(fields[5])
+    for fields in rows:
+        job_id, _, component = fields[0].partition("+")
+        if len(fields) < 8 or component not in ("", "0"):
             continue
-        job_id, word, _count, start, end, nodes, comment, reason = fields
+        _, word, _count, start, end, _, comment, reason = fields
+        nodes = ",".join(nodes_of.get(job_id, ()))
         status = _status(word, reason, nodes=nodes, start=start, end=end)
         yield Listed(job_id, status, comment=comment)
 

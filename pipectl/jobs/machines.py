@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipectl.cluster import Cluster, assumed_cluster
+from pipectl.cluster import Cluster, Device, Node, assumed_cluster, with_assumed_links
 from pipectl.errors import MismatchError
 from pipectl.jobs.places import LOCAL, cluster_path
 from pipectl.spec import links_key
 
 if TYPE_CHECKING:
-    from pipectl.spec import JobSpec
+    from pipectl.spec import JobSpec, NodeKind
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,8 @@ def _this_machine(spec: JobSpec) -> Cluster:
     ranks = spec.resources.ranks
     usable = len(os.sched_getaffinity(0))
     cores = max(1, usable // spec.resources.cpus_per_task)
-    memory = memory_of_task(spec)
+    shares = [kind.memory_of_task for kind in spec.resources.kinds]
+    memory = min((share for share in shares if share is not None), default=None)
     if memory is None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
     cluster = assumed_cluster("this machine", [ranks], cores, memory)
@@ -96,13 +97,16 @@ def _this_machine(spec: JobSpec) -> Cluster:
 
 def _allocation(spec: JobSpec) -> Cluster:
     """The nodes asked for, each with the cores of its own tasks."""
-    resources = spec.resources
-    per_node = [resources.tasks_per_node] * resources.nodes
-    memory = memory_of_task(spec)
-    return assumed_cluster("from resources:", per_node, resources.tasks_per_node, memory)
+    kinds = enumerate(spec.resources.kind_of_node)
+    return with_assumed_links("from resources:", [_node(number, kind) for number, kind in kinds])
+
+
+def _node(number: int, kind: NodeKind) -> Node:
+    device = Device(kind.device, kind.speed, kind.memory_of_task)
+    return Node(f"node{number}", kind.tasks_per_node, kind.tasks_per_node, device)
 
 
 def memory_of_task(spec: JobSpec) -> int | None:
-    """A rank's share of ``resources.memory_per_node``; None where that is not given."""
-    memory = spec.resources.memory_per_node
-    return None if memory is None else memory // spec.resources.tasks_per_node
+    """The largest share of a node's memory that a rank has; None where one is not given."""
+    shares = [kind.memory_of_task for kind in spec.resources.kinds]
+    return None if None in shares else max(share for share in shares if share is not None)

@@ -32,7 +32,7 @@ def submit_measuring(
         tag=request.tag,
         submitted_at=now,
         ranks=request.ranks,
-        nodes=request.nodes,
+        nodes=request.node_count,
         steps=PERCENT,
         kind=PROFILING,
     )

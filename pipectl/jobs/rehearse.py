@@ -132,7 +132,7 @@ def submit_rehearsal(subject: Subject, now: float) -> Submission:
         tag=request.tag,
         submitted_at=now,
         ranks=plan.ranks,
-        nodes=request.nodes,
+        nodes=request.node_count,
         steps=rehearsal.steps,
         kind=REHEARSAL,
     )

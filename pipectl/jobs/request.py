@@ -8,14 +8,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipectl.batch import Container, JobRequest, PbsOptions, SlurmOptions, Stop
+from pipectl.batch import Container, JobRequest, MoreNodes, PbsOptions, SlurmOptions, Stop
 from pipectl.jobs.template import read_template
 from pipectl.plan import OffloadTarget
 from pipectl.spec.factory import parse
 
 if TYPE_CHECKING:
     from pipectl.plan import Plan
-    from pipectl.spec import JobSpec
+    from pipectl.spec import JobSpec, NodeKind
+    from pipectl.spec import MoreNodes as Asked
 
 WORKER = "pipectl.runtime.worker"
 PREPARE = "pipectl.jobs.prepare"
@@ -81,6 +82,7 @@ def job_request(
         after=after,
         container=_container(spec, directory),
         template=read_template(spec),
+        more=tuple(map(_more_nodes, resources.more, resources.kinds[1:])),
     )
 
 
@@ -108,6 +110,16 @@ def make_tag(directory: Path) -> str:
         directory: the run directory.
     """
     return f"{directory.name} {uuid.uuid4().hex[:8]}"
+
+
+def _more_nodes(asked: Asked, kind: NodeKind) -> MoreNodes:
+    return MoreNodes(
+        kind.nodes,
+        kind.tasks_per_node,
+        kind.memory_per_node,
+        SlurmOptions(**asked.slurm.model_dump()),
+        asked.pbs.select_extra,
+    )
 
 
 def _slurm_options(spec: JobSpec) -> SlurmOptions:

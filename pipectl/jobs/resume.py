@@ -144,7 +144,7 @@ def _hand_over(
         tag=request.tag,
         submitted_at=now,
         ranks=request.ranks,
-        nodes=request.nodes,
+        nodes=request.node_count,
         steps=spec.training.steps,
         job_id=None,
     )

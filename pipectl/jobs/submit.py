@@ -169,7 +169,7 @@ def _record(inputs: Inputs, request: JobRequest, now: float) -> Record:
         tag=request.tag,
         submitted_at=now,
         ranks=request.ranks,
-        nodes=request.nodes,
+        nodes=request.node_count,
         steps=inputs.spec.training.steps,
     )
 

@@ -45,4 +45,6 @@ def _request(spec: JobSpec, run: RunDirectory, output: Path, wish: Wish) -> JobR
     training = job_request(spec, run.path, tag)
     command = (training.python, "-m", MEASURE, *arguments_for(run, output, wish))
     name = f"{spec.name}-profile"
-    return replace(training, name=name, ranks=1, nodes=1, command=command, alone=True, stop=None)
+    return replace(
+        training, name=name, ranks=1, nodes=1, more=(), command=command, alone=True, stop=None
+    )

@@ -290,8 +290,8 @@ def _stages(spec: JobSpec) -> int | str:
     return chunks * max(1, spec.resources.ranks // of_each)
 
 
-def _ranks(ranks: int) -> tuple[str, str]:
-    return "resources.nodes=1", f"resources.tasks_per_node={ranks}"
+def _ranks(ranks: int) -> tuple[str, ...]:
+    return "resources.nodes=1", f"resources.tasks_per_node={ranks}", "resources.more=[]"
 
 
 def _require_success(found: RunStatus) -> None:

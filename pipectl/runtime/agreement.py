@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 import torch
 from mpi4py import MPI
@@ -76,6 +77,45 @@ def identity(spec: JobSpec, plan: Plan) -> Identity:
         "plan.json": program_hash(plan),
         _NODE: node_name(),
     }
+
+
+def neighbours_of(communicator: MPI.Comm) -> list[list[int]]:
+    """The ranks of every node, by the batch system's names; nodes by their first rank."""
+    nodes: dict[str, list[int]] = {}
+    for rank, node in enumerate(communicator.allgather(node_name())):
+        nodes.setdefault(node, []).append(rank)
+    return list(nodes.values())
+
+
+def misplaced(nodes: Sequence[Sequence[int]], node_of_rank: Sequence[int]) -> str:
+    """How the real nodes differ from those of the plan, for people; empty where they do not.
+
+    The result does not depend on it, but messages do not take the ways that were predicted.
+
+    Args:
+        nodes: ranks of every node.
+        node_of_rank: of the plan.
+    """
+    planned: dict[int, list[int]] = {}
+    for rank, node in enumerate(node_of_rank):
+        planned.setdefault(node, []).append(rank)
+    for real, wanted in zip(nodes, planned.values(), strict=False):
+        if list(real) != wanted:
+            return (
+                f"a node has the ranks {_ranges(real)}, where the plan counts on "
+                f"{_ranges(wanted)}: the step may take longer than predicted. Have the launcher "
+                "fill one node after the other (block distribution)"
+            )
+    return ""
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """``0, 2-5`` for 0, 2, 3, 4, 5."""
+    words: list[str] = []
+    for _, group in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
+        run = [rank for _, rank in group]
+        words.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
+    return ", ".join(words)
 
 
 def check_graph(communicator: MPI.Comm, job: CapturedJob, plan: Plan, profile: Profile) -> None:

@@ -16,7 +16,13 @@ from pipectl.capture import CapturedJob
 from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import ATTEMPT, RunDirectory
-from pipectl.runtime.agreement import check_alike, check_graph, check_world
+from pipectl.runtime.agreement import (
+    check_alike,
+    check_graph,
+    check_world,
+    misplaced,
+    neighbours_of,
+)
 from pipectl.runtime.checkpoint import newest
 from pipectl.runtime.device import Device, choose_device
 from pipectl.runtime.failure import Doing, run_rank, warn
@@ -56,22 +62,25 @@ def _train(
     profile: Profile,
 ) -> None:
     check_space(communicator, plan, node_name(), directory_of(spec.pipeline.offload_directory))
-    attempt = communicator.bcast(int(os.environ.get(ATTEMPT, "1")))
+    rank, attempt = communicator.rank, communicator.bcast(int(os.environ.get(ATTEMPT, "1")))
     doing.action = "looking for a checkpoint"
     stored = newest(communicator, directory.checkpoints, warn)
     if stored is not None:
         stored.check(plan.micro_batch_size)
-    if communicator.rank == 0:
+    if rank == 0:
         beat(directory, "capturing", 0, spec.training.steps, attempt)
     settle_process(spec.resources.cpus_per_task)
     doing.action = "capturing the model"
     job = CapturedJob(spec)
     check_graph(communicator, job, plan, profile)
-    local_rank = communicator.rank % spec.resources.tasks_per_node
+    nodes = neighbours_of(communicator)
+    if rank == 0 and (fault := misplaced(nodes, plan.node_of_rank)):
+        warn(fault)
+    local_rank = next(ranks.index(rank) for ranks in nodes if rank in ranks)
     doing.action = "trying out messages"
     device, choice = _wires(communicator, spec, local_rank)
     messages = {"route": device.route, **choice.to_json()}
-    if communicator.rank == 0:
+    if rank == 0:
         warn(f"messages: {json.dumps(messages)}")
     doing.action = "building the stages"
     with choice.progress(staged=device.staged) as progress:

@@ -80,7 +80,8 @@ def _stages_fit_ranks(pipeline: Pipeline, resources: Resources) -> Iterator[Find
                 f"schedule {pipeline.schedule} takes two a rank",
             )
     else:
-        asked = f"nodes x tasks_per_node = {resources.nodes} x {resources.tasks_per_node}"
+        kinds = [f"{kind.nodes} x {kind.tasks_per_node}" for kind in resources.kinds]
+        asked = f"nodes x tasks_per_node = {' + '.join(kinds)}"
         yield (
             ("pipeline", "stages"),
             f"{pipeline.stages} stages need as many ranks; resources give {asked}",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from pydantic import Field
 
 from pipectl.spec.section import Section
@@ -15,6 +17,7 @@ from pipectl.spec.values import (
     Launcher,
     Line,
     Natural,
+    Positive,
     Progress,
     Scheduler,
     Script,
@@ -24,6 +27,64 @@ from pipectl.spec.values import (
 )
 
 _DIRECTIVES = "Further options for the head of the job script, verbatim."
+
+
+class NodeKind(NamedTuple):
+    """Nodes that are alike.
+
+    Args:
+        device: name of what its ranks compute with.
+        speed: of a rank, relative to the first kind.
+    """
+
+    device: str
+    nodes: int
+    tasks_per_node: int
+    memory_per_node: int | None
+    speed: float
+
+    @property
+    def memory_of_task(self) -> int | None:
+        """A rank's share of the node's memory in bytes; None where that is not given."""
+        whole = self.memory_per_node
+        return None if whole is None else whole // self.tasks_per_node
+
+
+class SlurmNodes(Section):
+    """How Slurm finds nodes of a further kind; they are asked for nothing that is not here."""
+
+    partition: Line | None = Field(default=None, description="Partition.")
+    constraint: Line | None = Field(default=None, description="Node features.")
+    gres: Line | None = Field(default=None, description="Generic resources of each node.")
+    nodelist: Line | None = Field(default=None, description="Nodes that must be among them.")
+    exclude: Line | None = Field(default=None, description="Nodes that must not.")
+
+
+class PbsNodes(Section):
+    """How PBS finds nodes of a further kind."""
+
+    select_extra: Line | None = Field(
+        default=None, description="Appended to their chunk, such as `bigmem=True`."
+    )
+
+
+class MoreNodes(Section):
+    """Nodes of a further kind; what each rank computes with is the same everywhere."""
+
+    nodes: Count = Field(default=1, description="Nodes of this kind.")
+    tasks_per_node: Count | None = Field(
+        default=None, description="MPI ranks on each; by default as many as on the first nodes."
+    )
+    memory_per_node: Bytes | None = Field(
+        default=None, description="Memory of each; by default the scheduler's own default."
+    )
+    speed: Positive = Field(
+        default=1.0,
+        description="Speed of a rank there, relative to the first nodes, on which the model is "
+        "measured.",
+    )
+    slurm: SlurmNodes = Field(default_factory=SlurmNodes)
+    pbs: PbsNodes = Field(default_factory=PbsNodes)
 
 
 class Resources(Section):
@@ -37,21 +98,38 @@ class Resources(Section):
         default=None, description="Memory of each node; by default the scheduler's own default."
     )
     walltime: Seconds = Field(default=3600, description="Time after which the job is ended.")
+    more: tuple[MoreNodes, ...] = Field(
+        default=(),
+        description="Nodes of further kinds, whose ranks are numbered behind the others: more "
+        "memory for some stages, say.",
+    )
 
     @property
     def ranks(self) -> int:
         """MPI ranks of the job."""
-        return self.nodes * self.tasks_per_node
+        return sum(kind.nodes * kind.tasks_per_node for kind in self.kinds)
 
     @property
-    def memory_per_node_bytes(self) -> int | None:
-        """Bytes of each node, if given."""
-        return self.memory_per_node
+    def kinds(self) -> tuple[NodeKind, ...]:
+        """The nodes that are alike, in the order of their ranks."""
+        tasks = self.tasks_per_node
+        first = NodeKind("cpu", self.nodes, tasks, self.memory_per_node, 1.0)
+        others = (
+            NodeKind(
+                f"cpu {number}",
+                more.nodes,
+                more.tasks_per_node or tasks,
+                more.memory_per_node,
+                more.speed,
+            )
+            for number, more in enumerate(self.more, start=2)
+        )
+        return (first, *others)
 
     @property
-    def walltime_s(self) -> int:
-        """Seconds after which the job is ended."""
-        return self.walltime
+    def kind_of_node(self) -> tuple[NodeKind, ...]:
+        """The kind of every node."""
+        return tuple(kind for kind in self.kinds for _ in range(kind.nodes))
 
 
 class Launch(Section):

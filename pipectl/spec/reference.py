@@ -95,8 +95,10 @@ def _lists(name: str, model: type[Section]) -> Iterator[str]:
     for key, info in model.model_fields.items():
         inner = section_of(info)
         if inner is not None and not issubclass(inner, Factory):
-            yield f"### {name}.{key}\n\n{_paragraphs(inner)}\n"
-            yield _table(inner)
+            place = f"{name}.{key}"
+            yield f"### {place}\n\n{_paragraphs(inner)}\n"
+            yield _table(inner, place.replace(".", ""))
+            yield from _lists(place, inner)
 
 
 def _paragraphs(model: type[Section]) -> str:

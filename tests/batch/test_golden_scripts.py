@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from pipectl.batch import Container, JobRequest, PbsOptions, SlurmOptions, Stop, Template, get
+from pipectl.batch import (
+    Container,
+    JobRequest,
+    MoreNodes,
+    PbsOptions,
+    SlurmOptions,
+    Stop,
+    Template,
+    get,
+)
 
 GOLDEN = Path(__file__).parents[2] / "slurm" / "golden"
 
@@ -67,6 +76,16 @@ FULL = replace(
         directives=("-W group_list=physics",),
     ),
 )
+KINDS = replace(
+    SMALL,
+    ranks=9,
+    slurm=SlurmOptions(partition="batch", account="proj 1", constraint="icelake", exclusive=True),
+    pbs=PbsOptions(select_extra="model=icelake"),
+    more=(
+        MoreNodes(1, 4, 2**40, SlurmOptions(constraint="bigmem"), "bigmem=True"),
+        MoreNodes(1, 1, slurm=SlurmOptions(partition="gpu", gres="nvme:1")),
+    ),
+)
 STOP = Stop(requeues=3)
 IMAGE = Container("/proj/my image.sif", (Path("/scratch/u/my runs/100%"), Path("/home/u")), True)
 TEMPLATE = Template(
@@ -100,6 +119,9 @@ CASES = {
     "slurm-mpiexec.sh": ("slurm", SMALL),
     "slurm-container.sh": ("slurm", replace(FULL, container=IMAGE, launch_args=())),
     "slurm-openmpi.sh": ("slurm", replace(FULL, launcher="mpiexec", mpi="openmpi", stop=STOP)),
+    "slurm-kinds.sh": ("slurm", replace(KINDS, stop=STOP)),
+    "slurm-kinds-srun.sh": ("slurm", replace(KINDS, launcher="srun", mpi="pmix")),
+    "pbs-kinds.sh": ("pbs", KINDS),
     "slurm-srun.sh": ("slurm", replace(FULL, stop=Stop("USR1", 90), after=("41", "42"))),
 }
 

@@ -139,3 +139,11 @@ def test_a_comment_cannot_pretend_an_exit_code() -> None:
 
 def test_no_exit_code_in_an_error() -> None:
     assert parse_exit_code(sample("scontrol-unknown.txt"), JobState.FAILED) is None
+
+
+def test_a_job_of_several_components_is_one() -> None:
+    first = "3+0|RUNNING|1|1795307186|N/A|node1|a|b|None"
+    second = "3+1|RUNNING|2|1795307186|N/A|node[2-3]|a|b|None"
+    (row,) = parse_squeue(f"{first}\n{second}\n")
+    assert (row.job_id, row.status.state) == ("3", JobState.RUNNING)
+    assert row.status.nodes == "node1,node[2-3]"

@@ -69,8 +69,8 @@ def test_pipeline_and_resources(full: JobSpec) -> None:
     assert full.pipeline.warm_up == (4, 3, 2, 1)
     assert full.pipeline.memory_limit_bytes == 4 * 2**30
     assert full.resources.ranks == 4
-    assert full.resources.memory_per_node_bytes == 8 * 2**30
-    assert full.resources.walltime_s == 5400
+    assert full.resources.memory_per_node == 8 * 2**30
+    assert full.resources.walltime == 5400
 
 
 def test_how_it_runs(full: JobSpec) -> None:
@@ -99,7 +99,7 @@ def test_defaults(read, minimal) -> None:
         "backward": "together",
         "memory_limit": None,
     }
-    assert (spec.resources.ranks, spec.resources.walltime_s) == (1, 3600)
+    assert (spec.resources.ranks, spec.resources.walltime) == (1, 3600)
     assert (spec.launch.scheduler, spec.launch.bind) == ("auto", "none")
     assert (spec.checkpoint.every, spec.checkpoint.keep) == (None, 3)
     assert spec.output.directory == "runs"
@@ -161,7 +161,7 @@ def test_kwargs_have_the_types_of_yaml_1_2(read, minimal, written, value) -> Non
     [("1:30:00", 5400), ("90", 90), ("90m", 5400), ("2-00:00:00", 172800), ("'00:05:00'", 300)],
 )
 def test_walltimes(read, minimal, written, seconds) -> None:
-    assert read(minimal + f"resources: {{walltime: {written}}}").resources.walltime_s == seconds
+    assert read(minimal + f"resources: {{walltime: {written}}}").resources.walltime == seconds
 
 
 def test_whole_numbers_may_be_floats_without_fraction(read, minimal) -> None:

@@ -21,7 +21,7 @@ def test_values_are_read_like_those_of_the_file(read, minimal) -> None:
         "launch.args=[--label, '-v']",
         "environment.variables={A: 1, B: two}",
     )
-    assert spec.resources.walltime_s == 5400
+    assert spec.resources.walltime == 5400
     assert (spec.resources.nodes, spec.pipeline.stages) == (4, 3)
     assert spec.pipeline.memory_limit_bytes == 2**31
     assert spec.optimizer.kwargs == {"lr": 3e-4}

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import repeat
+
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.runtime.links.measure import Figures
+from pipectl.spec import NodeKind
 
 
 def describe(
@@ -13,7 +17,7 @@ def describe(
     library: str,
     key: str | None,
     cpus_per_task: int,
-    memory_per_node_bytes: int | None,
+    kinds: Sequence[NodeKind],
 ) -> Cluster:
     """The cluster that was measured.
 
@@ -22,14 +26,16 @@ def describe(
         library: what MPI says of itself.
         key: see :class:`~pipectl.cluster.Cluster`.
         cpus_per_task: threads of a rank.
-        memory_per_node_bytes: the job's share of a node; None takes what the machine has.
+        kinds: of every node as asked for, at least of one; nodes beyond are as the first.
     """
     hosts = len({place.host for place in figures.places})
     ranks = len(figures.places)
+    kinds = [*kinds, *repeat(kinds[0], len(figures.nodes))]
+    nodes = zip(figures.nodes, kinds, strict=False)
     return Cluster(
         name=name,
         source=f"measured with {_first_words(library)}: {ranks} ranks on {_count(hosts, 'host')}",
-        nodes=tuple(_node(figures, n, cpus_per_task, memory_per_node_bytes) for n in figures.nodes),
+        nodes=tuple(_node(figures, node, cpus_per_task, kind) for node, kind in nodes),
         within_node=figures.within_node,
         between_nodes=figures.between_nodes,
         allreduce=figures.allreduce,
@@ -37,18 +43,20 @@ def describe(
     )
 
 
-def _node(
-    figures: Figures, ranks: tuple[int, ...], cpus_per_task: int, memory_bytes: int | None
-) -> Node:
-    """A node; its cores are those that its ranks may use together."""
+def _node(figures: Figures, ranks: tuple[int, ...], cpus_per_task: int, kind: NodeKind) -> Node:
+    """A node; its cores are those that its ranks may use together.
+
+    Without a memory that was asked for, a rank has its share of the machine's.
+    """
     places = [figures.places[rank] for rank in ranks]
     usable = len(frozenset().union(*(place.cores for place in places)))
-    whole = places[0].memory_bytes if memory_bytes is None else memory_bytes
+    asked = kind.memory_per_node
+    whole = places[0].memory_bytes if asked is None else asked
     return Node(
         name=places[0].node,
         ranks=len(ranks),
         cores=max(1, usable // cpus_per_task),
-        device=Device("cpu", memory_bytes=whole // len(ranks)),
+        device=Device(kind.device, kind.speed, whole // len(ranks)),
     )
 
 

@@ -55,7 +55,7 @@ def save(figures: Figures, directory: RunDirectory, output: Path, key: str) -> C
         library=MPI.Get_library_version(),
         key=key,
         cpus_per_task=spec.resources.cpus_per_task,
-        memory_per_node_bytes=spec.resources.memory_per_node,
+        kinds=spec.resources.kind_of_node,
     )
     cluster.save(directory.cluster)
     write_text(output.with_suffix(".svg"), links_svg(cluster))
