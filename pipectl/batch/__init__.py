@@ -1,7 +1,7 @@
 """Batch systems behind one protocol: render a script, submit, query, cancel, estimate."""
 
 from pipectl.batch.container import Container
-from pipectl.batch.launchers import mpiexec_command
+from pipectl.batch.launchers import dialect_of, find_mpiexec, mpiexec_command
 from pipectl.batch.protocol import (
     JobRequest,
     JobState,
@@ -31,6 +31,8 @@ __all__ = [
     "Stop",
     "Template",
     "check_template",
+    "dialect_of",
+    "find_mpiexec",
     "get",
     "mpiexec_command",
     "resolve",

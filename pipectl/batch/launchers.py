@@ -6,25 +6,39 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipectl.batch import process
+from pipectl.batch.dialects import AUTO, Layout, launch_words, recognized
 from pipectl.batch.protocol import JobRequest
 from pipectl.errors import SchedulerError
 
+_PATIENCE_S = 20.0
+_SRUN_BINDING = {"none": (), "cores": ("--cpu-bind=cores",), "numa": ("--cpu-bind=ldoms",)}
 
-def mpiexec_command(request: JobRequest, places: Sequence[str] = ()) -> tuple[str, ...]:
+
+def mpiexec_command(
+    request: JobRequest, places: Sequence[str] = (), *, here: bool = False
+) -> tuple[str, ...]:
     """The whole launch with mpiexec; inside an allocation it finds the nodes by itself.
 
     Args:
-        places: options that name the nodes, where it would not find all.
+        places: options of MPICH's that name the nodes, where it would not find all.
+        here: whether all ranks are started on this machine, whatever nodes the job asks for.
 
     Raises:
-        SchedulerError: there is no mpiexec.
+        InvalidInputError: ranks cannot be bound as the job wants it.
+        SchedulerError: there is no mpiexec, or not one that can be told the nodes.
     """
+    if places and request.mpi not in {AUTO, "hydra"}:
+        raise SchedulerError(
+            f"resources.more: the mpiexec of {request.mpi} cannot be given such nodes here",
+            cure="set launch.launcher: srun",
+        )
+    per_node = None if here or request.more else request.tasks_per_node
+    layout = Layout(request.ranks, per_node, request.cpus_per_task, request.bind)
     return (
         find_mpiexec(request),
-        "-n",
-        str(request.ranks),
+        *launch_words(request.mpi, layout),
         *places,
-        *_mpiexec_binding(request),
         *request.launch_args,
         *request.within(request.command),
     )
@@ -44,7 +58,7 @@ def srun_command(request: JobRequest) -> tuple[str, ...]:
         f"--cpus-per-task={request.cpus_per_task}",
         "--distribution=block",
         "--export=ALL",
-        *(("--cpu-bind=cores",) if request.bind == "cores" else ()),
+        *_SRUN_BINDING[request.bind],
         *request.launch_args,
         *request.within(request.command),
     )
@@ -81,9 +95,10 @@ def find_mpiexec(request: JobRequest) -> str:
     return found
 
 
-def _mpiexec_binding(request: JobRequest) -> tuple[str, ...]:
-    if request.bind != "cores":
-        return ()
-    if request.mpi == "openmpi":
-        return ("--map-by", f"slot:PE={request.cpus_per_task}", "--bind-to", "core")
-    return ("-bind-to", f"core:{request.cpus_per_task}")
+def dialect_of(mpiexec: str) -> str | None:
+    """Which words an mpiexec understands, as it says itself; None where that is not known."""
+    try:
+        done = process.run([mpiexec, "--version"], cure="", timeout_s=_PATIENCE_S)
+    except SchedulerError:
+        return None
+    return recognized(f"{done.stdout}\n{done.stderr}")

@@ -72,7 +72,8 @@ class LocalScheduler:
             )
         tag = shell_word(request.tag, "tag")
         header = f"{_MARK}{request.name} {tag}\n"
-        launch = request.within(request.command) if request.alone else mpiexec_command(request)
+        alone = request.within(request.command) if request.alone else None
+        launch = alone or mpiexec_command(request, here=True)
         body = render_body(request, launch, before=(f"export {SCRIPT}=$$",))
         return assemble(request.template, header, body)
 

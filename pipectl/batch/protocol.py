@@ -164,8 +164,9 @@ class JobRequest:
         modules, setup: loaded, and run verbatim, before anything else.
         variables: exported to every rank.
         launcher: ``mpiexec``, ``srun`` or ``auto``.
-        mpi: for srun its ``--mpi``; for mpiexec the dialect, ``openmpi`` or ``hydra``; or ``auto``.
-        bind: ``cores`` pins each rank to its cores; ``none`` passes no binding option.
+        mpi: for srun its ``--mpi``; for mpiexec whose it is, see :mod:`pipectl.batch.dialects`; or
+            ``auto``, which is not known.
+        bind: ``cores`` ties each rank to its own, ``numa`` to a domain, ``none`` to nothing.
         launch_args: appended to the launcher's options.
         mpiexec: path of mpiexec; None takes the one beside ``python``, else the first on PATH.
         stop: None for jobs that cannot go on where they stopped.

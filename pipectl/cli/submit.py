@@ -17,6 +17,7 @@ from pipectl.cli.progress import progress_bar
 from pipectl.cli.rehearse import rehearse
 
 if TYPE_CHECKING:
+    from pipectl.jobs.launching import Settled
     from pipectl.jobs.submit import Submission
     from pipectl.runs import RunDirectory
     from pipectl.spec import JobSpec
@@ -55,7 +56,9 @@ def command(
     spec = load(job, overrides or ())
     name = None if scheduler is None else scheduler.value
     if dry_run:
-        sys.stdout.write(render(spec, name, time.time()))
+        rendered = render(spec, name, time.time())
+        _tell_launch(rendered.launch)
+        sys.stdout.write(rendered.text)
     elif test_only:
         say(estimate(spec, name, time.time()) or _NO_FORECAST)
     elif rehearsal:
@@ -78,6 +81,8 @@ def _submit(
         tell_origin(inputs.measurement, time.time(), "pipectl profile --again measures anew")
     if inputs.warning:
         note(f"warning: {inputs.warning}")
+    if inputs.launch is not None:
+        _tell_launch(inputs.launch)
     submission = submit(inputs, time.time(), before)
     if not as_json:
         _tell(submission)
@@ -101,6 +106,13 @@ def follow_to_the_end(run: RunDirectory, *, as_json: bool) -> None:
         show_run(found)
     if code := exit_code(found):
         raise typer.Exit(code)
+
+
+def _tell_launch(launch: Settled) -> None:
+    if launch.said:
+        note(launch.said)
+    if launch.warning:
+        note(f"warning: {launch.warning}")
 
 
 def _tell(submission: Submission) -> None:

@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import platform
-import re
 import shutil
 import sys
 import tempfile
@@ -20,7 +19,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipectl import __version__
 from pipectl.batch import JobRequest, mpiexec_command, process
+from pipectl.batch.dialects import AUTO, NAMES
+from pipectl.batch.pmi import offered
 from pipectl.errors import PipectlError, SchedulerError
+from pipectl.jobs.launching import settle
 from pipectl.units import format_bytes, format_time
 
 if TYPE_CHECKING:
@@ -119,7 +121,9 @@ def _mpi(spec: JobSpec | None) -> Findings:
         yield Finding("MPI", Level.OK, text)
         return
     try:
-        command = mpiexec_command(_two_ranks(spec))
+        request = _two_ranks(spec)
+        request = settle(request).of(request)
+        command = mpiexec_command(request, here=True)
         found = json.loads(_said(command, "").splitlines()[-1])
     except PipectlError as error:
         cure = error.cure or "pip install 'pipectl[mpich]', or load your cluster's MPI first"
@@ -128,10 +132,10 @@ def _mpi(spec: JobSpec | None) -> Findings:
     except (ValueError, IndexError):
         yield Finding("MPI", Level.FAIL, "ranks start, but print nothing", "see what mpiexec does")
         return
-    yield from _ping_pong(found, command[0])
+    yield from _ping_pong(found, command[0], request.mpi)
 
 
-def _ping_pong(found: dict[str, Any], mpiexec: str) -> Findings:
+def _ping_pong(found: dict[str, Any], mpiexec: str, dialect: str) -> Findings:
     if found["ranks"] != 2:
         yield Finding(
             "MPI",
@@ -142,6 +146,7 @@ def _ping_pong(found: dict[str, Any], mpiexec: str) -> Findings:
         )
         return
     yield Finding("MPI", Level.OK, f"{found['library']}, started by {mpiexec}")
+    yield _dialect(dialect)
     many = found["threads"] == "multiple"
     yield Finding(
         "threads",
@@ -152,6 +157,15 @@ def _ping_pong(found: dict[str, Any], mpiexec: str) -> Findings:
     latency, bandwidth = found["latency_s"], found["bandwidth_bytes_per_s"]
     text = f"{format_time(latency)}, {format_bytes(int(bandwidth))}/s on this machine"
     yield Finding("messages", Level.OK, text)
+
+
+def _dialect(name: str) -> Finding:
+    """Whose words mpiexec understands."""
+    if name != AUTO:
+        return Finding("launcher", Level.OK, f"mpiexec takes the options of {name} (launch.mpi)")
+    text = "mpiexec is of no known kind, so that it cannot be told to bind ranks"
+    cure = f"if it is like one of {', '.join(NAMES)}, set launch.mpi to that"
+    return Finding("launcher", Level.WARN, text, cure)
 
 
 def _slurm(spec: JobSpec | None) -> Findings:
@@ -172,7 +186,7 @@ def _slurm(spec: JobSpec | None) -> Findings:
 
 def _pmi(listed: str, spec: JobSpec | None) -> Finding:
     """What ``srun --mpi`` may be given, against what the job gives it."""
-    kinds = re.findall(r"^\s*((?:pmi|cray)\w*)\s*$", listed, flags=re.MULTILINE)
+    kinds = [kind for kind in offered(listed) if kind != "none"]
     wanted = "auto" if spec is None else spec.launch.mpi
     text = f"srun --mpi: {', '.join(kinds) or 'none'}"
     if spec is None or spec.launch.launcher != "srun" or wanted in {*kinds, "auto"}:

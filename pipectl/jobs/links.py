@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from pipectl.batch import JobRequest
 from pipectl.errors import UsageError
 from pipectl.files import make_directory
+from pipectl.jobs.launching import settle
 from pipectl.jobs.machines import measured_key
 from pipectl.jobs.measuring_run import submit_measuring
 from pipectl.jobs.request import job_request, make_tag
@@ -54,6 +55,7 @@ def _request(
     spec: JobSpec, run: RunDirectory, scheduler: str, output: Path, budget_s: float
 ) -> JobRequest:
     training = job_request(spec, run.path, make_tag(run.path))
+    training = settle(training).of(training)
     files = ("--run", str(run.path), "--output", str(output))
     given = ("--key", measured_key(spec, scheduler), "--budget", str(budget_s))
     return replace(

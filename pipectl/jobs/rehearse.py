@@ -13,6 +13,7 @@ from pipectl.batch import JobRequest
 from pipectl.cluster import Cluster
 from pipectl.errors import UsageError
 from pipectl.files import make_directory, write_text
+from pipectl.jobs.launching import settle
 from pipectl.jobs.machines import find_machines
 from pipectl.jobs.places import LOCAL, profile_path, scheduler_name
 from pipectl.jobs.plan import planned, write_plan
@@ -175,7 +176,8 @@ def _request(subject: Subject, run: RunDirectory, rehearsal: Rehearsal) -> JobRe
         gpus_per_node=0,
         stop=None,
     )
-    return _crowded(request, spec) if subject.scheduler == LOCAL else request
+    request = _crowded(request, spec) if subject.scheduler == LOCAL else request
+    return settle(request).of(request)
 
 
 def _crowded(request: JobRequest, spec: JobSpec) -> JobRequest:
@@ -185,6 +187,7 @@ def _crowded(request: JobRequest, spec: JobSpec) -> JobRequest:
         request,
         bind="none",
         launcher="mpiexec",
+        mpi="auto" if request.launcher == "srun" else request.mpi,
         launch_args=request.launch_args if ours else (),
         variables={**request.variables, **_OVERSUBSCRIBE},
     )

@@ -13,6 +13,7 @@ from pipectl.batch.process import NoAnswerError
 from pipectl.cluster import Cluster
 from pipectl.errors import PipectlError, UsageError
 from pipectl.files import write_text
+from pipectl.jobs.launching import settle
 from pipectl.jobs.machines import find_machines
 from pipectl.jobs.plan import find_plan, fresh_plan, write_plan
 from pipectl.jobs.recovery import completed
@@ -138,6 +139,7 @@ def _hand_over(
 ) -> Record:
     scheduler = get(record.scheduler)
     request = job_request(spec, run.path, make_tag(run.path), prepare=plan is None, plan=plan)
+    request = settle(request).of(request)
     script = scheduler.render(request)
     record = replace(
         record,

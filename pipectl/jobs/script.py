@@ -7,10 +7,11 @@ import sys
 import tempfile
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pipectl.batch import JobRequest, get
 from pipectl.files import write_text
+from pipectl.jobs.launching import Settled, settle
 from pipectl.jobs.places import LOCAL, scheduler_name
 from pipectl.jobs.request import job_request
 
@@ -18,11 +19,19 @@ if TYPE_CHECKING:
     from pipectl.spec import JobSpec
 
 
-def render(spec: JobSpec, scheduler: str | None, now: float) -> str:
+class Rendered(NamedTuple):
+    """A job script, and what its ranks are started with."""
+
+    text: str
+    launch: Settled
+
+
+def render(spec: JobSpec, scheduler: str | None, now: float) -> Rendered:
     """The job script as it would be submitted; needs neither the batch system nor MPI."""
     name = scheduler_name(spec, scheduler)
     request = _dry_request(spec, name, now)
-    return get(name).render(request)
+    launch = settle(request)
+    return Rendered(get(name).render(launch.of(request)), launch)
 
 
 def estimate(spec: JobSpec, scheduler: str | None, now: float) -> str | None:
@@ -35,7 +44,7 @@ def estimate(spec: JobSpec, scheduler: str | None, now: float) -> str | None:
     batch = get(name)
     with tempfile.TemporaryDirectory(prefix="pipectl-") as directory:
         script = Path(directory) / "job.sh"
-        write_text(script, batch.render(_dry_request(spec, name, now)))
+        write_text(script, render(spec, name, now).text)
         return batch.estimate(script)
 
 

@@ -15,6 +15,7 @@ from pipectl.cluster import Cluster
 from pipectl.errors import MismatchError, PipectlError, UsageError
 from pipectl.files import make_directory, write_text
 from pipectl.jobs.dependencies import jobs_of
+from pipectl.jobs.launching import Settled, settle
 from pipectl.jobs.machines import find_machines
 from pipectl.jobs.places import LOCAL, plan_path, profile_path, scheduler_name
 from pipectl.jobs.plan import planned, write_plan
@@ -38,6 +39,7 @@ class Inputs:
         profile, plan: None where the job makes them itself, within its allocation.
         measurement: where the profile was not lying there: how it came to be.
         warning: why a measured cluster was not used; empty where all is well.
+        launch: what ranks are started with, if that has been found out.
     """
 
     spec: JobSpec
@@ -47,6 +49,7 @@ class Inputs:
     plan: Plan | None
     measurement: Measurement | None = None
     warning: str = ""
+    launch: Settled | None = None
 
 
 @dataclass(frozen=True)
@@ -75,14 +78,16 @@ def gather(spec: JobSpec, scheduler: str | None, progress: Progress | None = Non
     machines = find_machines(spec, name)
     cluster, warning = machines.cluster, machines.warning
     directory = Path(spec.output.directory)
-    get(name).render(job_request(spec, directory, "check"))  # fails now, not after measuring
+    request = job_request(spec, directory, "check")
+    launch = settle(request)
+    get(name).render(launch.of(request))  # fails now, not after measuring
     make_directory(directory)
     profile, measurement = fresh_profile(spec, profile_path(spec)), None
     if profile is None and name == LOCAL:
         measurement = measure(spec, profile_path(spec), progress)
         profile = measurement.profile
     if profile is None:
-        return Inputs(spec, name, cluster, None, None, warning=warning)
+        return Inputs(spec, name, cluster, None, None, warning=warning, launch=launch)
     if profile.fingerprint is None:
         raise MismatchError(
             f"{profile_path(spec)}: an imported profile can be planned, not submitted",
@@ -90,7 +95,7 @@ def gather(spec: JobSpec, scheduler: str | None, progress: Progress | None = Non
         )
     plan = planned(spec, profile, cluster)
     check_supported(plan, str(plan_path(spec)))
-    return Inputs(spec, name, cluster, profile, plan, measurement, warning)
+    return Inputs(spec, name, cluster, profile, plan, measurement, warning, launch)
 
 
 def submit(inputs: Inputs, now: float, after: Sequence[RunDirectory] = ()) -> Submission:
@@ -190,4 +195,5 @@ def _writer(run: RunDirectory, inputs: Inputs, request: JobRequest) -> Callable[
 
 def _request(inputs: Inputs, directory: Path, after: tuple[str, ...]) -> JobRequest:
     plan, tag = inputs.plan, make_tag(directory)
-    return job_request(inputs.spec, directory, tag, prepare=plan is None, plan=plan, after=after)
+    request = job_request(inputs.spec, directory, tag, prepare=plan is None, plan=plan, after=after)
+    return (inputs.launch or settle(request)).of(request)

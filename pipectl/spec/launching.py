@@ -144,10 +144,15 @@ class Launch(Section):
         default="auto", description="The command that starts the ranks; `auto` follows the MPI."
     )
     mpi: Line = Field(
-        default="auto", description="What `srun` is given as `--mpi`, such as `pmix`."
+        default="auto",
+        description="What `srun` is given as `--mpi`, such as `pmix`; or whose `mpiexec` it is: "
+        "`hydra` (MPICH), `openmpi`, `intel` or `cray` (PALS). `auto` is found out at submission, "
+        "where that is possible.",
     )
     bind: Binding = Field(
-        default="none", description="Whether each rank is tied to its `cpus_per_task` cores."
+        default="none",
+        description="Whether each rank is tied to `cpus_per_task` cores of its own (`cores`), or "
+        "to a memory domain of its node (`numa`).",
     )
     args: tuple[Line, ...] = Field(
         default=(), description="Further arguments of the launcher, verbatim."

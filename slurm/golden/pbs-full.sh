@@ -114,7 +114,7 @@ AGENT
     export HYDRA_LAUNCHER=ssh HYDRA_LAUNCHER_EXEC="$PIPECTL_RUN_DIRECTORY/agent"
     export PRTE_MCA_plm_ssh_agent="$PIPECTL_RUN_DIRECTORY/agent"
 fi
-run /opt/env/bin/mpiexec -n 4 --map-by slot:PE=16 --bind-to core --label /opt/env/bin/python -m mpi4py -m pipectl.runtime.worker --run '/scratch/u/my runs/100%'
+run /opt/env/bin/mpiexec -n 4 --map-by ppr:2:node:PE=16 --rank-by slot --bind-to core --label /opt/env/bin/python -m mpi4py -m pipectl.runtime.worker --run '/scratch/u/my runs/100%'
 code=$?
 kill "$timer" 2>/dev/null
 if ((code == 0)) && [[ -e "$PIPECTL_RUN_DIRECTORY/stopped" ]]; then

@@ -109,7 +109,7 @@ run /opt/env/bin/python -m pipectl.jobs.prepare '/scratch/u/my runs/100%' || exi
 
 unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK
 export SLURM_CPU_BIND=none
-run /opt/env/bin/mpiexec -n 4 --map-by slot:PE=16 --bind-to core --label /opt/env/bin/python -m mpi4py -m pipectl.runtime.worker --run '/scratch/u/my runs/100%'
+run /opt/env/bin/mpiexec -n 4 --map-by ppr:2:node:PE=16 --rank-by slot --bind-to core --label /opt/env/bin/python -m mpi4py -m pipectl.runtime.worker --run '/scratch/u/my runs/100%'
 code=$?
 if ((code == 0)) && [[ -e "$PIPECTL_RUN_DIRECTORY/stopped" ]]; then
     code=75

@@ -108,8 +108,11 @@ trap 'rm -rf "$scratch"' EXIT
 CASES = {
     "local.sh": ("local", replace(SMALL, stop=STOP)),
     "local-template.sh": ("local", replace(SMALL, template=TEMPLATE)),
-    "local-full.sh": ("local", replace(FULL, launcher="mpiexec", mpi="auto", launch_args=())),
+    "local-full.sh": ("local", replace(FULL, launcher="mpiexec", mpi="hydra", launch_args=())),
     "pbs.sh": ("pbs", SMALL),
+    "pbs-cray.sh": ("pbs", replace(SMALL, mpi="cray", bind="cores", cpus_per_task=4)),
+    "pbs-hydra.sh": ("pbs", replace(SMALL, mpi="hydra", bind="numa", cpus_per_task=4)),
+    "pbs-intel.sh": ("pbs", replace(SMALL, mpi="intel", bind="cores", cpus_per_task=4)),
     "pbs-full.sh": (
         "pbs",
         replace(FULL, launcher="mpiexec", mpi="openmpi", stop=STOP, after=("41.vm",)),
@@ -122,6 +125,7 @@ CASES = {
     "slurm-kinds.sh": ("slurm", replace(KINDS, stop=STOP)),
     "slurm-kinds-srun.sh": ("slurm", replace(KINDS, launcher="srun", mpi="pmix")),
     "pbs-kinds.sh": ("pbs", KINDS),
+    "slurm-numa.sh": ("slurm", replace(SMALL, launcher="srun", mpi="pmi2", bind="numa")),
     "slurm-srun.sh": ("slurm", replace(FULL, stop=Stop("USR1", 90), after=("41", "42"))),
 }
 

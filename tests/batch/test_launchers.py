@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from pipectl.batch import JobRequest
+from pipectl.batch import JobRequest, MoreNodes
 from pipectl.batch.launchers import find_mpiexec, mpiexec_command, srun_command
-from pipectl.errors import SchedulerError
+from pipectl.errors import InvalidInputError, SchedulerError
 
 MakeRequest = Callable[..., JobRequest]
 
@@ -46,11 +46,34 @@ def test_no_mpiexec_says_how_to_get_one(
     assert "pipectl[mpich]" in (caught.value.cure or "")
 
 
-def test_mpiexec_binds_only_when_asked(make_request: MakeRequest) -> None:
-    plain = ("/opt/env/bin/mpiexec", "-n", "2")
-    assert mpiexec_command(make_request()) == (*plain, "true")
-    bound = make_request(bind="cores", cpus_per_task=4, launch_args=("-l",))
-    assert mpiexec_command(bound) == (*plain, "-bind-to", "core:4", "-l", "true")
+def test_mpiexec_of_no_known_kind_is_told_the_ranks_alone(make_request: MakeRequest) -> None:
+    request = make_request(launch_args=("-l",))
+    assert mpiexec_command(request) == ("/opt/env/bin/mpiexec", "-n", "2", "-l", "true")
+    with pytest.raises(InvalidInputError, match=r"launch\.bind") as caught:
+        mpiexec_command(make_request(bind="cores"))
+    assert "launch.mpi" in (caught.value.cure or "")
+
+
+def test_a_kind_of_srun_is_none_of_mpiexec(make_request: MakeRequest) -> None:
+    with pytest.raises(InvalidInputError, match="'openmp'; did you mean 'openmpi'") as caught:
+        mpiexec_command(make_request(mpi="openmp"))
+    assert "launch.launcher: srun" in (caught.value.cure or "")
+
+
+def test_nodes_of_several_kinds_are_named_to_an_mpiexec_of_mpich(make_request: MakeRequest) -> None:
+    more = (MoreNodes(1, 1),)
+    words = mpiexec_command(make_request(mpi="hydra", more=more), ("-f", "hosts"))
+    assert words[1:] == ("-n", "2", "-f", "hosts", "true")
+    with pytest.raises(SchedulerError, match=r"resources\.more") as caught:
+        mpiexec_command(make_request(mpi="openmpi", more=more), ("-f", "hosts"))
+    assert caught.value.cure == "set launch.launcher: srun"
+
+
+def test_ranks_per_node_are_said_where_there_are_several(make_request: MakeRequest) -> None:
+    request = make_request(mpi="hydra", launch_args=("-l",))
+    there = ("/opt/env/bin/mpiexec", "-n", "2", "-ppn", "2", "-l", "true")
+    assert mpiexec_command(request) == there
+    assert "-ppn" not in mpiexec_command(request, here=True)
 
 
 def test_srun_repeats_the_cpus_and_kills_on_a_bad_exit(make_request: MakeRequest) -> None:
@@ -59,4 +82,5 @@ def test_srun_repeats_the_cpus_and_kills_on_a_bad_exit(make_request: MakeRequest
     assert words[-2:] == ("--label", "true")
     assert not any("bind" in word for word in words)
     assert "--cpu-bind=cores" in srun_command(make_request(bind="cores"))
+    assert "--cpu-bind=ldoms" in srun_command(make_request(bind="numa"))
     assert "--mpi=pmix" in srun_command(make_request(mpi="pmix"))

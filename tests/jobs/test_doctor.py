@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from pipectl.batch import launchers
 from pipectl.cli import main
 from pipectl.jobs import doctor
 from pipectl.jobs.doctor import Level, examine
@@ -50,16 +51,19 @@ def of(what: str, findings: Any) -> doctor.Finding:
 
 
 def answer(**found: Any) -> str:
-    return f"echo 'Welcome to the site'; echo '{json.dumps(found)}'"
+    """Of an mpiexec of Intel's."""
+    version = "[[ $1 == --version ]] && echo 'Intel(R) MPI Library for Linux* OS' && exit"
+    return f"{version}; echo 'Welcome to the site'; echo '{json.dumps(found)}'"
 
 
 def test_ranks_that_reach_each_other(mpiexec: Program) -> None:
     mpiexec("mpiexec", answer(ranks=2, library="MPICH 5", threads="multiple",
                               latency_s=2e-6, bandwidth_bytes_per_s=2**31))  # fmt: skip
     found = list(doctor._mpi(None))
-    assert [finding.level for finding in found] == [Level.OK] * 3
+    assert [finding.level for finding in found] == [Level.OK] * 4
     assert "MPICH 5, started by" in found[0].text
-    assert found[2].text == "2.00 us, 2.00 GiB/s on this machine"
+    assert found[1].text == "mpiexec takes the options of intel (launch.mpi)"
+    assert found[3].text == "2.00 us, 2.00 GiB/s on this machine"
 
 
 def test_ranks_that_know_nothing_of_each_other(mpiexec: Program) -> None:
@@ -68,6 +72,14 @@ def test_ranks_that_know_nothing_of_each_other(mpiexec: Program) -> None:
     assert found.level is Level.FAIL
     assert "not of the MPI that mpi4py has loaded (Open MPI v5)" in found.text
     assert "MPI4PY_LIBMPI" in found.cure
+
+
+def test_a_launcher_of_no_known_kind(mpiexec: Program) -> None:
+    words = answer(ranks=2, library="x", threads="multiple",
+                   latency_s=2e-6, bandwidth_bytes_per_s=2**31)  # fmt: skip
+    mpiexec("mpiexec", words.replace("Intel(R)", "Our"))
+    found = of("launcher", doctor._mpi(None))
+    assert (found.level, "launch.mpi" in found.cure) == (Level.WARN, True)
 
 
 def test_few_threads_are_no_harm(mpiexec: Program) -> None:
@@ -92,6 +104,7 @@ def test_an_mpi_that_does_not_start(mpiexec: Program, text: str, message: str) -
 
 def test_an_mpi_that_hangs(mpiexec: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(launchers, "_PATIENCE_S", 0.5)
     mpiexec("mpiexec", "exec sleep 60")
     (found,) = doctor._mpi(None)
     assert (found.level, "no answer" in found.text) == (Level.FAIL, True)

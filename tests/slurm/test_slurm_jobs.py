@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pipectl.batch import JobRequest, JobState, JobStatus, SlurmOptions
+from pipectl.batch import JobRequest, JobState, JobStatus, SlurmOptions, dialect_of
 from pipectl.batch.slurm import SlurmScheduler
 from pipectl.errors import SchedulerError
 
@@ -168,7 +168,14 @@ def test_mpiexec_starts_every_rank_in_blocks(
         "import os; from mpi4py import MPI; w = MPI.COMM_WORLD; "
         "os.write(1, f'rank {w.rank} of {w.size} on {os.environ[\"SLURMD_NODENAME\"]}\\n'.encode())"
     )
-    request = request_of("true", ranks=4, nodes=2, tasks_per_node=2, mpiexec=str(mpiexec))
+    request = request_of(
+        "true",
+        ranks=4,
+        nodes=2,
+        tasks_per_node=2,
+        mpiexec=str(mpiexec),
+        mpi=dialect_of(str(mpiexec)),
+    )
     request = replace(request, command=(sys.executable, "-m", "mpi4py", "-c", code))
     assert wait_for(submit(request)).state is JobState.COMPLETED, log(request)
     lines = sorted(line for line in log(request).splitlines() if line.startswith("rank"))

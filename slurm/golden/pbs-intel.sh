@@ -1,0 +1,89 @@
+#!/bin/bash
+#PBS -S /bin/bash
+#PBS -N gpt-small.7f3a9c
+#PBS -l select=2:ncpus=8:mpiprocs=2:ompthreads=4
+#PBS -l place=scatter
+#PBS -l walltime=00:30:00
+#PBS -r n
+#PBS -j oe
+#PBS -k doe
+#PBS -o /scratch/u/runs/20261120-152233-gpt-small/logs/pbs.log
+
+exec >>/scratch/u/runs/20261120-152233-gpt-small/logs/job.log 2>&1 # PBS may begin its own file anew
+set -uo pipefail
+export PIPECTL_RUN_DIRECTORY=/scratch/u/runs/20261120-152233-gpt-small
+cd "$PIPECTL_RUN_DIRECTORY" || exit 1
+
+# The exit code is written whole, whatever ends the script.
+rm -f "$PIPECTL_RUN_DIRECTORY"/{exit_code,stop,stopped}
+finish() {
+    local code=$?
+    echo "$code" >"$PIPECTL_RUN_DIRECTORY/exit_code.tmp" &&
+        mv -f "$PIPECTL_RUN_DIRECTORY/exit_code.tmp" "$PIPECTL_RUN_DIRECTORY/exit_code"
+}
+trap finish EXIT
+
+# Which start of the job this is.
+attempt=0
+[[ -r "$PIPECTL_RUN_DIRECTORY/attempt" ]] && read -r attempt <"$PIPECTL_RUN_DIRECTORY/attempt"
+[[ $attempt =~ ^[0-9]{1,9}$ ]] || attempt=0
+attempt=$((10#$attempt + 1))
+echo "$attempt" >"$PIPECTL_RUN_DIRECTORY/attempt.tmp" &&
+    mv -f "$PIPECTL_RUN_DIRECTORY/attempt.tmp" "$PIPECTL_RUN_DIRECTORY/attempt"
+export PIPECTL_ATTEMPT=$attempt
+if ((attempt > 1)); then # what earlier starts reported is out of the way, not lost
+    before="$PIPECTL_RUN_DIRECTORY/errors/attempt-$((attempt - 1))"
+    mkdir -p "$before" && mv -f "$PIPECTL_RUN_DIRECTORY"/errors/*.json "$before" 2>/dev/null
+fi
+
+# Signals go on to the running command; bash sees them only while it waits, so every command
+# runs in the background, and 'wait' is repeated after a signal. Should a command end in the very
+# moment of a signal, bash loses its exit code (wait gives -1): then the signal's code counts.
+child=
+interrupted=
+forward() {
+    interrupted=$2
+    if [[ -n $child ]]; then
+        kill -s "$1" "$child" 2>/dev/null
+    elif [[ $1 == TERM || $1 == INT ]]; then
+        exit "$2"
+    fi
+}
+trap 'forward TERM 143' TERM
+trap 'forward INT 130' INT
+trap 'forward USR1 138' USR1
+trap 'forward USR2 140' USR2
+run() {
+    local code signalled=1
+    "$@" &
+    child=$!
+    while :; do
+        interrupted=
+        wait "$child"
+        code=$?
+        [[ -z $interrupted ]] && break
+        signalled=$interrupted
+    done
+    child=
+    ((code >= 0)) || code=$signalled
+    return "$code"
+}
+
+export OMP_NUM_THREADS=4
+export MKL_NUM_THREADS=4
+export PYTHONUNBUFFERED=1
+
+if type pbs_tmrsh >/dev/null 2>&1; then
+    cat >"$PIPECTL_RUN_DIRECTORY/agent" <<'AGENT'
+#!/bin/bash
+while [[ ${1-} == -* ]]; do shift; done
+host=$1
+shift
+exec pbs_tmrsh "$host" /bin/bash -c "$*"
+AGENT
+    chmod u+x "$PIPECTL_RUN_DIRECTORY/agent"
+    export HYDRA_LAUNCHER=ssh HYDRA_LAUNCHER_EXEC="$PIPECTL_RUN_DIRECTORY/agent"
+    export PRTE_MCA_plm_ssh_agent="$PIPECTL_RUN_DIRECTORY/agent"
+fi
+run /opt/env/bin/mpiexec -ppn 2 -genv I_MPI_PIN_CELL core -genv I_MPI_PIN_DOMAIN 4:compact -n 4 /opt/env/bin/python -m mpi4py -m pipectl.runtime.worker --run /scratch/u/runs/20261120-152233-gpt-small
+exit "$?"
