@@ -64,10 +64,7 @@ def _settle_srun(request: JobRequest) -> Settled:
         mpi = USUAL if USUAL in kinds or "pmix" not in kinds else "pmix"
         why = "which MPI the ranks will find is not known here; launch.mpi overrules it"
         return Settled(mpi, f"srun --mpi={mpi}: {why}")
-    mpi = suitable(library, kinds)
-    if mpi is not None:
-        return Settled(mpi, f"srun --mpi={mpi}: the ranks have {library}")
-    mpi = suitable(library, ()) or USUAL
+    mpi = suitable(library, kinds) or suitable(library, ()) or USUAL
     return Settled(mpi, f"srun --mpi={mpi}: the ranks have {library}", _unknown(mpi, kinds))
 
 
