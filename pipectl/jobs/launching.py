@@ -82,8 +82,8 @@ def mpi_library(python: str) -> str | None:
 
 
 def _elsewhere(request: JobRequest) -> bool:
-    """Whether ranks find another MPI than commands here do."""
-    return bool(request.modules or request.setup or request.container)
+    """Whether ranks may find another MPI than commands here do."""
+    return bool(request.modules or request.setup or request.container or request.template)
 
 
 def _unknown(mpi: str, kinds: Sequence[str]) -> str:
