@@ -136,7 +136,7 @@ def _chunks(request: JobRequest, kind: MoreNodes, what: str) -> str:
         str(kind.nodes),
         f"ncpus={kind.tasks_per_node * request.cpus_per_task}",
         f"mpiprocs={kind.tasks_per_node}",
-        f"ompthreads={request.cpus_per_task}",
+        f"ompthreads={request.threads}",
     ]
     if request.gpus_per_node:
         parts.append(f"ngpus={request.gpus_per_node}")

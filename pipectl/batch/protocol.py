@@ -163,6 +163,7 @@ class JobRequest:
         prepare: commands run once, on the first node, before the launch.
         modules, setup: loaded, and run verbatim, before anything else.
         variables: exported to every rank.
+        threads_per_task: with which ranks compute; None for one on each of their cores.
         launcher: ``mpiexec``, ``srun`` or ``auto``.
         mpi: for srun its ``--mpi``; for mpiexec whose it is, see :mod:`pipectl.batch.dialects`; or
             ``auto``, which is not known.
@@ -185,6 +186,7 @@ class JobRequest:
     walltime_s: int
     command: tuple[str, ...]
     cpus_per_task: int = 1
+    threads_per_task: int | None = None
     gpus_per_node: int = 0
     memory_per_node_bytes: int | None = None
     prepare: tuple[tuple[str, ...], ...] = ()
@@ -209,6 +211,11 @@ class JobRequest:
     def node_count(self) -> int:
         """Nodes of all kinds."""
         return self.nodes + sum(kind.nodes for kind in self.more)
+
+    @property
+    def threads(self) -> int:
+        """Threads that a rank computes with."""
+        return self.threads_per_task or self.cpus_per_task
 
     def within(self, words: tuple[str, ...]) -> tuple[str, ...]:
         """A command of the job as it is started: in its container, if it has one."""

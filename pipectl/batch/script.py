@@ -164,7 +164,7 @@ def _setup_lines(request: JobRequest) -> Iterator[str]:
 
 
 def _exports(request: JobRequest) -> Iterator[str]:
-    threads = str(request.cpus_per_task)
+    threads = str(request.threads)
     variables = {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,

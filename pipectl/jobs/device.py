@@ -25,7 +25,7 @@ def this_device(spec: JobSpec, kind: str | None) -> MeasuredOn:
         kind=kind or accelerator or "cpu",
         model=accelerator or _processor(),
         cores=len(os.sched_getaffinity(0)),
-        threads=spec.resources.cpus_per_task,
+        threads=spec.threads,
         torch=_installed("torch"),
     )
 

@@ -41,9 +41,10 @@ def settle(request: JobRequest) -> Settled:
         return Settled(request.mpi)
     if request.launcher == "srun":
         return _settle_srun(request)
-    if request.mpi != AUTO:
-        return Settled(request.mpi)
-    return Settled(dialect_here(request) or AUTO)
+    found = dialect_here(request) or request.mpi
+    if request.mpi in {AUTO, found}:
+        return Settled(found)
+    return Settled(found, f"mpiexec is of the kind {found} here, whatever launch.mpi says")
 
 
 def dialect_here(request: JobRequest) -> str | None:

@@ -66,6 +66,7 @@ def job_request(
         command=(python, "-m", "mpi4py", "-m", WORKER, "--run", str(directory)),
         prepare=((python, "-m", PREPARE, str(directory)),) if prepare else (),
         cpus_per_task=resources.cpus_per_task,
+        threads_per_task=spec.threads,
         gpus_per_node=resources.gpus_per_node,
         memory_per_node_bytes=resources.memory_per_node,
         modules=tuple(environment.modules),

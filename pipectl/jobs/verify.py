@@ -271,6 +271,7 @@ def _local(spec: JobSpec, steps: int, directory: Path) -> list[str]:
         f"checkpoint={{every: 1, keep: {steps}}}",
         f"pipeline.stages={_stages(spec)}",
         "resources.cpus_per_task=1",
+        "launch.progress_core=false",
         "resources.memory_per_node=null",
         "pipeline.memory_limit=null",
         "evaluation=null",

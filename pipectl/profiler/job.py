@@ -66,7 +66,7 @@ def profile_job(
     Raises:
         CaptureError: the model, its loss or its data cannot be captured.
     """
-    settle_process(spec.resources.cpus_per_task)
+    settle_process(spec.threads)
     sizes = measured_sizes(spec, effort)
     with Neighbours(spec, sizes[0]) as neighbours:
         job = CapturedJob(spec)

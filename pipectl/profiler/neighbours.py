@@ -106,7 +106,7 @@ def neighbour_count(spec: JobSpec, cores: int) -> int:
 
 def _compute(spec: JobSpec, size: int, ready: Event, stop: Event) -> None:
     """Train until told to stop, or until whoever measures is gone."""
-    settle_process(spec.resources.cpus_per_task)
+    settle_process(spec.threads)
     job = CapturedJob(spec)
     subject = Subject.of(job, size, CpuDevice())
     stages = AloneStages(subject, job.states, whole(subject.graph))

@@ -43,7 +43,7 @@ def train(spec: JobSpec, micro_batch_size: int, directory: Path) -> None:
     Raises:
         CaptureError: user code fails.
     """
-    settle_process(spec.resources.cpus_per_task)
+    settle_process(spec.threads)
     job = CapturedJob(spec)
     device = choose_device(spec.resources.gpus_per_node, 0).torch_device
     job.step.to(device).train()

@@ -69,7 +69,7 @@ def _train(
         stored.check(plan.micro_batch_size)
     if rank == 0:
         beat(directory, "capturing", 0, spec.training.steps, attempt)
-    settle_process(spec.resources.cpus_per_task)
+    settle_process(spec.threads)
     doing.action = "capturing the model"
     job = CapturedJob(spec)
     check_graph(communicator, job, plan, profile)

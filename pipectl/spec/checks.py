@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipectl.spec import factory as references
-from pipectl.spec.launching import Resources
+from pipectl.spec.launching import Launch, Resources
 from pipectl.spec.models import JobSpec
 from pipectl.spec.training import Loss, Pipeline, Training
 
@@ -178,6 +178,14 @@ def _steps_can_overlap(pipeline: Pipeline, training: Training) -> Iterator[Findi
         )
 
 
+def _a_core_is_left(launch: Launch, resources: Resources) -> Iterator[Finding]:
+    if launch.progress_core and resources.cpus_per_task < 2:
+        yield (
+            ("launch", "progress_core"),
+            "leaves no core to compute with: resources.cpus_per_task is 1; set it to 2 or more",
+        )
+
+
 def _loss_has_use_of_kwargs(loss: Loss) -> Iterator[Finding]:
     if loss.factory == "model" and loss.kwargs:
         yield ("loss", "kwargs"), "has no meaning where the model returns its loss"
@@ -190,5 +198,6 @@ _CHECKS: tuple[tuple[tuple[str, ...], Callable[..., Iterator[Finding]]], ...] = 
     (("pipeline", "resources"), _offload_frees_memory),
     (("pipeline", "training"), _steps_can_overlap),
     (("pipeline", "resources", "training"), _backward_can_be_apart),
+    (("launch", "resources"), _a_core_is_left),
     (("loss",), _loss_has_use_of_kwargs),
 )

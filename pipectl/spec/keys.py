@@ -57,6 +57,8 @@ def _profiled(spec: JobSpec) -> Any:
     for key in ("workers", "shuffle", "drop_last"):
         del sections["data"][key]
     load = {key: data["resources"][key] for key in ("tasks_per_node", "cpus_per_task")}
+    if spec.launch.progress_core:
+        load["threads"] = spec.threads
     training = {key: data["training"][key] for key in ("batch_size", "precision")}
     modules = user_sources(references.parse(text, spec.base) for _, text in named)
     contents = {name: _content(path) for name, path in modules.items()}

@@ -92,7 +92,9 @@ class Resources(Section):
 
     nodes: Count = Field(default=1, description="Nodes.")
     tasks_per_node: Count = Field(default=1, description="MPI ranks on each node.")
-    cpus_per_task: Count = Field(default=1, description="Cores, and so threads, of each rank.")
+    cpus_per_task: Count = Field(
+        default=1, description="Cores of each rank; so many threads, but for launch.progress_core."
+    )
     gpus_per_node: Natural = Field(default=0, description="Accelerators of each node.")
     memory_per_node: Bytes | None = Field(
         default=None, description="Memory of each node; by default the scheduler's own default."
@@ -161,6 +163,11 @@ class Launch(Section):
         default="auto",
         description="What moves messages while ranks compute: `none` where MPI does it by itself, "
         "`poll` between operators, or a `thread`; `auto` tries them out when the ranks start.",
+    )
+    progress_core: Flag = Field(
+        default=False,
+        description="Whether a rank computes with one thread less than it has cores, so that one "
+        "is left for what moves messages; profiles are measured so, too.",
     )
     gpu_aware: GpuAware = Field(
         default="auto",

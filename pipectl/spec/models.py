@@ -98,6 +98,11 @@ class JobSpec(Section):
         return None if self.launch.template is None else self.base / self.launch.template
 
     @property
+    def threads(self) -> int:
+        """Threads that a rank computes with."""
+        return self.resources.cpus_per_task - self.launch.progress_core
+
+    @property
     def schedule_file(self) -> Path | None:
         """Absolute path of the user's own schedule, if a file is named."""
         name: str | None = self.pipeline.schedule

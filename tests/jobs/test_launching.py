@@ -124,7 +124,9 @@ def test_the_mpiexec_that_will_start_them_is_asked(
 ) -> None:
     program("mpiexec", "[[ $1 == --version ]] && echo 'mpiexec (OpenRTE) 4.1.4'")
     assert settle(request_here) == Settled("openmpi")
-    assert settle(replace(request_here, mpi="intel")) == Settled("intel")
+    assert settle(replace(request_here, mpi="openmpi")) == Settled("openmpi")
+    other = settle(replace(request_here, mpi="pmix"))
+    assert (other.mpi, "whatever launch.mpi says" in other.said) == ("openmpi", True)
     assert settle(replace(request_here, alone=True)) == Settled("auto")
 
 
@@ -132,6 +134,7 @@ def test_an_mpiexec_of_modules_is_not_known(program: Program, request_here: JobR
     program("mpiexec", "echo 'mpiexec (OpenRTE) 4.1.4'")
     elsewhere = replace(request_here, python="/nowhere/python", modules=("mpich",))
     assert settle(elsewhere) == Settled("auto")
+    assert settle(replace(elsewhere, mpi="cray")) == Settled("cray")
     assert settle(replace(request_here, mpiexec="mpiexec")) == Settled("auto")
 
 

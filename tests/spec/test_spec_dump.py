@@ -113,6 +113,7 @@ def test_keys_do_not_depend_on_where_files_are(job: Path, tmp_path: Path) -> Non
         ("pipeline.schedule=1f1b", False, True),
         ("pipeline.memory_limit=1GiB", False, True),
         ("resources.nodes=3", False, True),
+        ("launch.bind=cores", False, False),
         ("cluster=null", False, True),
         ("resources.walltime=1h", False, False),
         ("training.steps=77", False, False),
@@ -128,6 +129,15 @@ def test_keys_change_with_what_they_stand_for(
     before, after = load(job, sites=()), load(job, [override], sites=())
     assert (profile_key(before) != profile_key(after)) == profile_changes
     assert (plan_key(before) != plan_key(after)) == plan_changes
+
+
+def test_keys_change_with_the_threads_that_a_core_costs(job: Path) -> None:
+    cores = "resources.cpus_per_task=2"
+    before = load(job, [cores], sites=())
+    after = load(job, [cores, "launch.progress_core=true"], sites=())
+    assert (before.threads, after.threads) == (2, 1)
+    assert profile_key(before) != profile_key(after)
+    assert plan_key(before) != plan_key(after)
 
 
 def test_keys_change_with_the_contents_of_the_files(job: Path) -> None:

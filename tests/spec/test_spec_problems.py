@@ -52,6 +52,7 @@ TOP_LEVEL = (
         ("checkpoint: {keep: 0}", "7:20: checkpoint.keep: must be at least 1, not 0"),
         ("pipeline: {warm_up: [2, 0, x]}", "7:25: pipeline.warm_up[1]: must be at least 1, not 0\njob.yaml:7:28: pipeline.warm_up[2]: must be a whole number of at least 1, not 'x'"),
         ("pipeline: {warm_up: fast}", "7:21: pipeline.warm_up: must be auto or a list of whole numbers, one a stage, not 'fast'"),
+        ("launch: {progress_core: true}", "7:25: launch.progress_core: leaves no core to compute with: resources.cpus_per_task is 1; set it to 2 or more"),
         ("pipeline: {offload: host}", "7:21: pipeline.offload: frees nothing on ranks that compute on the CPU, in the host's memory; write disk"),
         ("pipeline: {backward: apart}", "7:22: pipeline.backward: apart takes 2 ranks a stage: 2; resources give 1"),
         ("resources: {nodes: 4}\npipeline: {backward: apart, schedule: zb-v}", "8:22: pipeline.backward: cannot be apart with schedule zb-v, but with one of gpipe, 1f1b, pipedream, pipedream-2bw"),
