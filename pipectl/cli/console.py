@@ -19,7 +19,8 @@ _WIDTH_WITHOUT_TERMINAL = 120
 
 def plain(text: object, style: str = "") -> Text:
     """Text shown as it is: no markup, no control characters (a newline or tab may stay)."""
-    return Text(_CONTROL.sub("", str(text)), style=style)
+    shown = str(text)
+    return Text(shown if shown.isprintable() else _CONTROL.sub("", shown), style=style)
 
 
 def joined(*parts: Text) -> Text:

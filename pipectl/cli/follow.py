@@ -10,7 +10,8 @@ from pipectl.cli.progress import Report, progress_bar
 from pipectl.errors import UnknownRunError
 from pipectl.jobs.measured import Measured
 from pipectl.jobs.places import LOCAL
-from pipectl.jobs.status import RunStatus, figures, status
+from pipectl.jobs.reading import figures
+from pipectl.jobs.status import RunStatus, status
 from pipectl.runs import PROFILING, RunDirectory
 
 _POLL_S = 0.5

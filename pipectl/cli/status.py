@@ -12,6 +12,9 @@ from pipectl.cli.console import note, output, say, say_json
 from pipectl.cli.options import RUNS, Json, RunsDirectory, names_of_runs
 from pipectl.errors import UnknownRunError, UsageError
 
+_MANY = 50
+"""Runs, from which on it pays to keep what is read of them."""
+
 
 def command(
     name: Annotated[
@@ -47,11 +50,15 @@ def command(
 
 def _all(directory: Path, limit: int, as_json: bool) -> None:
     from pipectl.cli.status_view import runs_table, status_json
+    from pipectl.jobs.kept_readings import KeptReadings
     from pipectl.jobs.status import statuses
     from pipectl.runs import list_runs
 
     runs = list_runs(directory)
-    found = statuses(runs[-limit:], time.time())
+    kept = KeptReadings(directory) if min(limit, len(runs)) > _MANY else None
+    found = statuses(runs[-limit:], time.time(), kept=kept)
+    if kept is not None:
+        kept.save(runs)
     if as_json:
         say_json([status_json(status) for status in found])
     elif not found:

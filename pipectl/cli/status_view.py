@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
 from pipectl.batch import JobState, JobStatus
 from pipectl.cli.console import joined, output, plain, short
 from pipectl.cli.plan_view import headline
+from pipectl.cli.rows import Rows
 from pipectl.jobs.status import Laggard, Peak, RunStatus
 from pipectl.runs import PROFILING, last_checkpoint
 from pipectl.units import format_bytes, format_time
@@ -37,7 +37,7 @@ _STYLES = {
 }
 
 
-def runs_table(found: Sequence[RunStatus], width: int) -> Table:
+def runs_table(found: Sequence[RunStatus], width: int) -> Rows:
     """One row per run; without empty columns, and without the least important if it gets too wide.
 
     Args:
@@ -47,18 +47,7 @@ def runs_table(found: Sequence[RunStatus], width: int) -> Table:
         (plain(status.run.name), _state(status), *map(plain, _cells(status))) for status in found
     ]
     columns = {head: [row[index] for row in rows] for index, head in enumerate(_HEADS)}
-    for head in _OPTIONAL:
-        if not any(columns[head]):
-            del columns[head]
-    for head in _OPTIONAL:
-        if _width(columns) > width:
-            columns.pop(head, None)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for head in columns:
-        table.add_column(head, justify="right" if head in _FIGURES else "left", no_wrap=True)
-    for row in zip(*columns.values(), strict=True):
-        table.add_row(*row)
-    return table
+    return Rows(columns, _FIGURES, optional=_OPTIONAL, room=width)
 
 
 def show_run(status: RunStatus) -> None:
@@ -116,12 +105,6 @@ def status_json(status: RunStatus) -> dict[str, Any]:
         "peaks": [peak._asdict() for peak in status.peaks],
         "error": None if fault is None else {"where": fault.where, "message": fault.message},
     }
-
-
-def _width(columns: Mapping[str, Sequence[Text]]) -> int:
-    """Characters of a table with these columns, two between them."""
-    widths = (max(len(head), *(len(cell) for cell in cells)) for head, cells in columns.items())
-    return sum(widths) + 2 * (len(columns) - 1)
 
 
 def _state(status: RunStatus) -> Text:

@@ -43,6 +43,44 @@ class Measured:
         return (self.steps - self.step) * self.step_time_s
 
 
+@dataclass(frozen=True)
+class Expected:
+    """What a plan says of the figures of its run.
+
+    Args:
+        step_time_s: the simulated step time; None where the plan has no prediction.
+        compute_s: profiled time of all operators of a step, over all ranks.
+        peak_memory_bytes: of each rank, process included; empty without a prediction.
+    """
+
+    step_time_s: float | None
+    compute_s: float
+    ranks: int
+    peak_memory_bytes: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, plan: Plan) -> Expected:
+        """What this plan says."""
+        micro_batch_s = sum(stage.cost.forward_s + stage.cost.backward_s for stage in plan.stages)
+        update_s = sum(stage.cost.update_s for stage in plan.stages)
+        micro_batches = plan.batch_size / plan.micro_batch_size
+        found = plan.prediction
+        return cls(
+            step_time_s=None if found is None else found.step_time_s,
+            compute_s=micro_batch_s * micro_batches + update_s,
+            ranks=plan.ranks,
+            peak_memory_bytes=() if found is None else found.peak_memory_bytes,
+        )
+
+    def efficiency(self, step_time_s: float) -> float:
+        """Share of the ranks' time that the profile's compute explains.
+
+        The operators' profiled time over all micro-batches, divided by ranks times the step time:
+        1 for ranks that compute without a pause at the profile's pace.
+        """
+        return self.compute_s / (self.ranks * step_time_s)
+
+
 def measured(lines: Iterable[Mapping[str, Any]]) -> Measured:
     """Sum up the lines of ``metrics.jsonl``, in order of steps and without repeated steps."""
     lines = list(lines)
@@ -74,12 +112,5 @@ def _fault(found: Mapping[str, Any]) -> str:
 
 
 def efficiency(plan: Plan, step_time_s: float) -> float:
-    """Share of the ranks' time that the profile's compute explains.
-
-    The operators' profiled time over all micro-batches, divided by ranks times the step time: 1
-    for ranks that compute without a pause at the profile's pace.
-    """
-    micro_batch_s = sum(stage.cost.forward_s + stage.cost.backward_s for stage in plan.stages)
-    update_s = sum(stage.cost.update_s for stage in plan.stages)
-    micro_batches = plan.batch_size / plan.micro_batch_size
-    return (micro_batch_s * micro_batches + update_s) / (plan.ranks * step_time_s)
+    """See :meth:`Expected.efficiency`."""
+    return Expected.of(plan).efficiency(step_time_s)

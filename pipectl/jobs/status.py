@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipectl.batch import Evidence, JobState, JobStatus, get, resolve
 from pipectl.errors import DataFileError, PipectlError
-from pipectl.jobs.culprit import Culprit, culprit
-from pipectl.jobs.measured import Measured, efficiency, measured
+from pipectl.jobs.culprit import Culprit
+from pipectl.jobs.kept_readings import KeptReadings
+from pipectl.jobs.measured import Expected, Measured
+from pipectl.jobs.reading import Reading, facts_of, read
 from pipectl.jobs.recovery import recovered
 from pipectl.plan import Plan
-from pipectl.runs import (
-    PROFILING,
-    Record,
-    RunDirectory,
-    read_exit_code,
-    read_figures,
-    read_heartbeat,
-)
+from pipectl.runs import Record, RunDirectory
 
 
 class Peak(NamedTuple):
@@ -58,9 +52,10 @@ class RunStatus:
         record: None where it cannot be read; ``job.reason`` then says why.
         job: the state and where it is known from.
         phase: what the ranks said they do, e.g. ``training``; empty before the first heartbeat.
-        plan: None before the job has made one.
+        plan: None before the job has made one, or where it was not read, see :func:`statuses`.
         culprit: the first failure that was reported, if any was.
         restarts: how often the job was started again.
+        kept: what the plan says, where it was not read.
     """
 
     run: RunDirectory
@@ -72,13 +67,17 @@ class RunStatus:
     ranks: tuple[Mapping[str, Any], ...]
     culprit: Culprit | None
     restarts: int = 0
+    kept: Expected | None = None
+
+    @property
+    def expected(self) -> Expected | None:
+        """What the plan says of the figures."""
+        return self.kept if self.plan is None else Expected.of(self.plan)
 
     @property
     def predicted_step_s(self) -> float | None:
         """The simulated step time."""
-        if self.plan is None or self.plan.prediction is None:
-            return None
-        return self.plan.prediction.step_time_s
+        return None if self.expected is None else self.expected.step_time_s
 
     @property
     def prediction_ratio(self) -> float | None:
@@ -88,16 +87,16 @@ class RunStatus:
 
     @property
     def efficiency(self) -> float | None:
-        """See :func:`pipectl.jobs.measured.efficiency`."""
-        if self.plan is None or not self.measured.step_time_s:
+        """See :meth:`pipectl.jobs.measured.Expected.efficiency`."""
+        if self.expected is None or not self.measured.step_time_s:
             return None
-        return efficiency(self.plan, self.measured.step_time_s)
+        return self.expected.efficiency(self.measured.step_time_s)
 
     @property
     def peaks(self) -> list[Peak]:
         """The most memory of every rank that has reported it."""
-        prediction = None if self.plan is None else self.plan.prediction
-        predicted = dict(enumerate(() if prediction is None else prediction.peak_memory_bytes))
+        expected = self.expected
+        predicted = dict(enumerate(() if expected is None else expected.peak_memory_bytes))
         return [
             Peak(int(rank["rank"]), int(rank["peak_bytes"]), predicted.get(int(rank["rank"])))
             for rank in self.ranks
@@ -155,16 +154,25 @@ def statuses(
     runs: Sequence[RunDirectory],
     now: float,
     ask: Callable[[Sequence[Record]], Answers] = ask,
+    kept: KeptReadings | None = None,
 ) -> list[RunStatus]:
     """The state of several runs, with one question per batch system.
 
     Args:
         now: seconds since the epoch.
         ask: what the batch systems say of the jobs in these records.
+        kept: readings of runs whose files have not changed since; their plans are not read.
     """
+    if kept is not None:
+        return _kept_or_read(runs, now, ask, kept)
     records = [_record(run, now) for run in runs]
     answers = ask([record for record in records if isinstance(record, Record)])
-    return [_status(run, record, answers, now) for run, record in zip(runs, records, strict=True)]
+    found = []
+    for run, record in zip(runs, records, strict=True):
+        plan = _plan(run)
+        reading = read(run, record if isinstance(record, Record) else None, plan)
+        found.append(_status(run, record, reading, answers, now, plan))
+    return found
 
 
 def status(run: RunDirectory, now: float) -> RunStatus:
@@ -172,12 +180,33 @@ def status(run: RunDirectory, now: float) -> RunStatus:
     return statuses([run], now)[0]
 
 
-def figures(run: RunDirectory, record: Record | None) -> Measured:
-    """What a run has done so far; the steps of one that only measures are percent."""
-    if record is None or record.kind != PROFILING:
-        return measured(read_figures(run))
-    heartbeat = _heartbeat(run)
-    return Measured(step=heartbeat.get("step") or 0, steps=record.steps)
+def _kept_or_read(
+    runs: Sequence[RunDirectory],
+    now: float,
+    ask: Callable[[Sequence[Record]], Answers],
+    kept: KeptReadings,
+) -> list[RunStatus]:
+    """The batch systems are asked by kept records, too; these count if the files are unchanged
+    *behind* that question. What has changed is read, and asked about, anew."""
+    held = {run: known for run in runs if (known := kept.record(run)) is not None}
+    records = {run: held.get(run) or _record(run, now) for run in runs}
+    answers = ask([record for record in records.values() if isinstance(record, Record)])
+    found, stale = {}, []
+    for run, record in records.items():
+        facts = facts_of(run)
+        reading = kept.reading(run, facts)
+        if reading is None and run in held:
+            stale.append(run)
+            continue
+        if reading is None:
+            known = record if isinstance(record, Record) else None
+            reading = read(run, known, _plan(run))
+            kept.keep(run, known, reading, facts)
+        found[run] = _status(run, record, reading, answers, now)
+    if stale:
+        kept.forget(stale)
+        found |= zip(stale, _kept_or_read(stale, now, ask, kept), strict=True)
+    return [found[run] for run in runs]
 
 
 def _record(run: RunDirectory, now: float) -> Record | DataFileError:
@@ -188,66 +217,52 @@ def _record(run: RunDirectory, now: float) -> Record | DataFileError:
 
 
 def _status(
-    run: RunDirectory, record: Record | DataFileError, answers: Answers, now: float
+    run: RunDirectory,
+    record: Record | DataFileError,
+    reading: Reading,
+    answers: Answers,
+    now: float,
+    plan: Plan | None = None,
 ) -> RunStatus:
-    heartbeat = _heartbeat(run)
     if isinstance(record, Record):
-        known = record
-        job = _job(run, record, answers.get(record.scheduler, Answer({})), heartbeat, now)
+        job = _job(record, answers.get(record.scheduler, Answer({})), reading, now)
     else:
-        known = None
         job = JobStatus(JobState.UNKNOWN, reason=record.message, source="none")
+    heartbeat = reading.heartbeat
     return RunStatus(
         run=run,
-        record=known,
+        record=record if isinstance(record, Record) else None,
         job=job,
         phase=heartbeat.get("state") or "",
         restarts=max(0, (heartbeat.get("attempt") or 1) - 1),
-        measured=figures(run, known),
-        plan=_plan(run),
+        measured=reading.measured,
+        plan=plan,
         ranks=tuple(heartbeat.get("ranks") or ()),
-        culprit=culprit(run),
+        culprit=reading.culprit,
+        kept=reading.expected,
     )
 
 
-def _job(
-    run: RunDirectory, record: Record, answer: Answer, heartbeat: Mapping[str, Any], now: float
-) -> JobStatus:
+def _job(record: Record, answer: Answer, reading: Reading, now: float) -> JobStatus:
     return resolve(
         Evidence(
             now=now,
             submitted_at=record.submitted_at,
             listed=answer.listed.get(record.job_id or ""),
             query_error=answer.error,
-            exit_code=read_exit_code(run),
-            heartbeat_at=_written_at(run.heartbeat) if heartbeat else None,
-            heartbeat=_said(heartbeat),
+            exit_code=reading.exit_code,
+            heartbeat_at=reading.heartbeat_at,
+            heartbeat=_said(reading.heartbeat),
             cancelled=record.state == "cancelled",
             submitting=record.state == "submitting",
         )
     )
 
 
-def _written_at(path: Path) -> float | None:
-    """By the clock of the file system, which all nodes share; their own may be wrong."""
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return None
-
-
 def _said(heartbeat: Mapping[str, Any]) -> str:
     if not heartbeat:
         return ""
     return f"{heartbeat.get('state')}, step {heartbeat.get('step')} of {heartbeat.get('steps')}"
-
-
-def _heartbeat(run: RunDirectory) -> Mapping[str, Any]:
-    """The last heartbeat; a damaged one counts as none."""
-    try:
-        return read_heartbeat(run) or {}
-    except DataFileError:
-        return {}
 
 
 def _plan(run: RunDirectory) -> Plan | None:

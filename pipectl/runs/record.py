@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pipectl.fields import Reader
 from pipectl.files import read_json, write_json
@@ -84,8 +85,12 @@ class Record:
         Raises:
             DataFileError: missing, damaged, or of another version.
         """
-        document = read_json(path, cure=_CURE)
-        reader = Reader(document, file=str(path), cure=_CURE)
+        return cls.from_json(read_json(path, cure=_CURE), file=str(path))
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any], *, file: str) -> Record:
+        """A record from its JSON object; see :meth:`load`."""
+        reader = Reader(document, file=file, cure=_CURE)
         reader.check_version(VERSION)
         state = reader.text("state")
         if state not in STATES:
