@@ -3,6 +3,7 @@
 from pipectl.batch.container import Container
 from pipectl.batch.launchers import dialect_of, find_mpiexec, mpiexec_command
 from pipectl.batch.protocol import (
+    Array,
     JobRequest,
     JobState,
     JobStatus,
@@ -19,6 +20,7 @@ from pipectl.batch.template import check as check_template
 
 __all__ = [
     "NAMES",
+    "Array",
     "Container",
     "Evidence",
     "JobRequest",

@@ -12,23 +12,27 @@ from pathlib import Path
 from pipectl.batch import process
 from pipectl.batch.launchers import mpiexec_command
 from pipectl.batch.protocol import JobRequest, JobState, JobStatus
-from pipectl.batch.quoting import shell_word
+from pipectl.batch.quoting import shell_command, shell_word
 from pipectl.batch.script import render_body
 from pipectl.batch.template import assemble
 from pipectl.errors import SchedulerError
 from pipectl.runs import SCRIPT
 
 _MARK = "# pipectl "
-_ID = re.compile(r"(\d+)\.(\d+)@(.+)")
+_ID = re.compile(r"(\d+)\.(\d+)(\[\d+\])?@(.+)")
 
 
 @dataclass(frozen=True)
 class _Process:
-    """A process for good: pid, start in ticks since boot, host; written ``pid.start@host``."""
+    """A process for good: pid, start in ticks since boot, host; written ``pid.start@host``.
+
+    ``pid.start[2]@host`` is a job that waits until this process starts it, and is another then.
+    """
 
     pid: int
     start: int
     host: str
+    waiting: bool = False
 
     @classmethod
     def parse(cls, job_id: str) -> _Process:
@@ -37,7 +41,7 @@ class _Process:
             raise SchedulerError(
                 f"{job_id!r} is not the id of a local job", cure="restore the run's record.json"
             )
-        return cls(int(match[1]), int(match[2]), match[3])
+        return cls(int(match[1]), int(match[2]), match[4], waiting=match[3] is not None)
 
     @property
     def here(self) -> bool:
@@ -72,6 +76,9 @@ class LocalScheduler:
             )
         tag = shell_word(request.tag, "tag")
         header = f"{_MARK}{request.name} {tag}\n"
+        if request.array is not None:  # bash stays, by which the array is found
+            drive = shell_command(request.command, "command")
+            return assemble(None, header, f'{drive}\nexit "$?"\n')
         alone = request.within(request.command) if request.alone else None
         launch = alone or mpiexec_command(request, here=True)
         body = render_body(request, launch, before=(f"export {SCRIPT}=$$",))
@@ -79,10 +86,14 @@ class LocalScheduler:
 
     def submit(self, script: Path, request: JobRequest) -> str:
         """Start the script in its own session; its output goes to ``logs/job.log``."""
-        logs = request.run_directory / "logs"
+        return self.start(script, request.run_directory)
+
+    def start(self, script: Path, directory: Path) -> str:
+        """What ``submit`` does, in a run directory."""
+        logs = directory / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         pid = process.start_detached(
-            ["bash", str(script)], output=logs / "job.log", directory=request.run_directory
+            ["bash", str(script)], output=logs / "job.log", directory=directory
         )
         start = process.start_time(pid) or 0
         return f"{pid}.{start}@{socket.gethostname()}"
@@ -97,12 +108,24 @@ class LocalScheduler:
         return {job_id: _status(_Process.parse(job_id)) for job_id in ids}
 
     def cancel(self, job_id: str) -> None:
-        """TERM to the job's process group, then KILL to all of it that is left."""
+        """TERM to the job's process group, then KILL to all of it that is left.
+
+        A job that waits for its turn is left out by what starts the jobs of its array, which looks
+        into the run's record before.
+        """
         job = _Process.parse(job_id)
         if not job.here:
             raise SchedulerError(f"this run belongs to {job.host}", cure=f"cancel it on {job.host}")
-        if job.alive:
+        if job.alive and not job.waiting:
             process.stop(job.pid, self._grace_s)
+
+    def task_id(self, array_id: str, index: int) -> str:
+        """See :class:`~pipectl.batch.protocol.Scheduler`."""
+        return array_id.replace("@", f"[{index}]@", 1)
+
+    def array_id(self, task_id: str) -> str:
+        """See :class:`~pipectl.batch.protocol.Scheduler`; jobs are ended one by one."""
+        return task_id
 
     def estimate(self, script: Path) -> str | None:  # noqa: ARG002
         """Always None: there is no queue."""
@@ -142,7 +165,17 @@ def _status(job: _Process) -> JobStatus:
     if not job.here:
         reason = f"started on {job.host}; its processes cannot be seen from here"
         return JobStatus(JobState.UNKNOWN, reason=reason, source="process")
+    if job.waiting:
+        return _waiting(job)
     if job.alive:
         return JobStatus(JobState.RUNNING, nodes=job.host, source="process")
     reason = "its process is gone and left no exit code: killed, or the machine restarted"
     return JobStatus(JobState.FAILED, reason=reason, nodes=job.host, source="process")
+
+
+def _waiting(job: _Process) -> JobStatus:
+    """Of a job that has not been started; the script of its array is the process."""
+    if job.alive:
+        return JobStatus(JobState.QUEUED, reason="waits for its turn", source="process")
+    reason = "never started: the process that starts the runs of its sweep is gone"
+    return JobStatus(JobState.FAILED, reason=reason, source="process")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ _OVERRIDES = ("PBS_DPREFIX", "PBS_JOBID", "PBS_ENVIRONMENT", "PBS_NODEFILE")
 """Variables that change what the commands do, or come from a job around this one."""
 
 _ADVICE = (
+    ("max_run_subjobs", "this PBS limits no arrays: leave sweep.at_once out"),
     ("usage:", "correct pbs.directives"),
     ("queue", "set pbs.queue; `qstat -Q` lists what there is"),
     ("account", "set pbs.account, or pbs.project where the site charges those"),
@@ -73,7 +75,9 @@ class PbsScheduler:
         """States from qstat, with those that are over where the server keeps its history."""
         if not ids:
             return {}
-        done = self._run("qstat", "-x", "-f", *ids)
+        jobs = list(dict.fromkeys(map(self.array_id, ids)))
+        expanded = ["-t"] if jobs != list(ids) else []
+        done = self._run("qstat", "-x", *expanded, "-f", *jobs)
         found = parse_qstat(done.stdout)
         if not found and done.returncode not in {0, _UNKNOWN_ID, _FINISHED}:
             raise SchedulerError(f"qstat: {done.said}", cure="try again in a minute")
@@ -84,6 +88,14 @@ class PbsScheduler:
         done = self._run("qdel", job_id)
         if done.returncode not in {0, _UNKNOWN_ID, _FINISHED}:
             raise SchedulerError(f"qdel {job_id}: {done.said}", cure="try again in a minute")
+
+    def task_id(self, array_id: str, index: int) -> str:
+        """See :class:`~pipectl.batch.protocol.Scheduler`."""
+        return array_id.replace("[]", f"[{index}]")
+
+    def array_id(self, task_id: str) -> str:
+        """See :class:`~pipectl.batch.protocol.Scheduler`."""
+        return re.sub(r"\[[0-9]+\]", "[]", task_id)
 
     def estimate(self, script: Path) -> str | None:  # noqa: ARG002
         """Always None: PBS forecasts only jobs that it has."""

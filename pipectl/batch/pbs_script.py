@@ -5,22 +5,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
+from pipectl.batch.array import render_array
 from pipectl.batch.launchers import mpiexec_command
-from pipectl.batch.protocol import JobRequest, MoreNodes
+from pipectl.batch.protocol import Array, JobRequest, MoreNodes
 from pipectl.batch.quoting import checked, checked_directive, pbs_path, pbs_value, shell_word
 from pipectl.batch.script import render_body
-from pipectl.batch.template import assemble
+from pipectl.batch.template import assemble, interpreter, without_commands
 from pipectl.errors import InvalidInputError, SchedulerError
 from pipectl.runs import RESUBMITTED, RUN_VARIABLE
 from pipectl.units import format_clock
 
 _NAME_LENGTH = 200
+_INDEX = "^array_index^"
+"""Stands for a job's place in its array, in paths (src/include/pbs_internal.h)."""
 _BAD_SELECT = re.compile(r"[^A-Za-z0-9_=:.,+*~/@-]")
 
 # Options that pipectl writes itself: PBS takes the first of two, so that a second has no effect.
 _MANAGED = {
     "-N": "name", "-A": "pbs.account", "-P": "pbs.project", "-q": "pbs.queue",
-    "-m": "pbs.mail", "-M": "pbs.mail_user", "-W depend": None,
+    "-m": "pbs.mail", "-M": "pbs.mail_user", "-W depend": None, "-W max_run_subjobs": None,
     "-l select": "resources, or pbs.select_extra",
     "-l nodes": "resources.nodes",
     "-l place": "pbs.place",
@@ -61,6 +64,10 @@ def render_script(request: JobRequest) -> str:
             "launch.launcher: srun needs Slurm", cure="use mpiexec or auto for jobs on PBS"
         )
     header = "".join(f"#PBS {option}\n" for option in _options(request))
+    if request.array is not None:
+        body = render_array(request.array, "PBS_ARRAY_INDEX", interpreter(request.template))
+        template = without_commands(request.template)
+        return assemble(template, header, f"\n{body}", mark="#PBS", directive=_directive)
     launch = request.within(request.command) if request.alone else mpiexec_command(request)
     before = [*_timer(request), *(() if request.alone or request.node_count == 1 else (_AGENT,))]
     body = render_body(request, launch, before=before, after=_after(request), again=_again(request))
@@ -101,14 +108,29 @@ def _options(request: JobRequest) -> Iterator[str]:
     if place := pbs.place or ("scatter" if request.node_count > 1 else None):
         yield f"-l place={_resource_words(place, 'pbs.place')}"
     yield f"-l walltime={format_clock(request.walltime_s)}"
-    yield f"-r {'y' if request.stop is not None and request.stop.requeues else 'n'}"
+    again = request.stop is not None and request.stop.requeues
+    yield f"-r {'y' if again or request.array else 'n'}"  # PBS takes no array that is not
     yield "-j oe"
     yield "-k doe"
-    yield f"-o {pbs_path(f'{directory}/logs/pbs.log', 'output.directory')}"
+    log = f"pbs.{_INDEX}.log" if request.array else "pbs.log"
+    yield f"-o {pbs_path(f'{directory}/logs/{log}', 'output.directory')}"
+    if request.array is not None:
+        yield from _array_options(request.array)
     if request.after:
         yield f"-W {pbs_value(':'.join(('depend=afterok', *request.after)), 'after')}"
     for directive in pbs.directives:
         yield _directive(directive)
+
+
+def _array_options(array: Array) -> Iterator[str]:
+    if len(array.runs) == 1:
+        raise InvalidInputError(
+            "sweep: PBS takes no array of a single job",
+            cure="give the sweep another point, or its value to the job itself",
+        )
+    yield f"-J 0-{len(array.runs) - 1}"
+    if array.at_once is not None:
+        yield f"-W max_run_subjobs={array.at_once}"
 
 
 def _selection(request: JobRequest) -> str:

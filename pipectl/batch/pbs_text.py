@@ -107,6 +107,8 @@ def _verdict(letter: str, substate: int | None, code: int | None) -> tuple[JobSt
         return JobState.UNKNOWN, f"PBS calls its state {letter!r}"
     if substate == _DELETED:
         return JobState.CANCELLED, ""
+    if code is None and letter == "X":
+        return JobState.UNKNOWN, "over; PBS keeps no exit code of jobs of an array"
     if code is None:
         if substate == _DONE:
             return JobState.CANCELLED, "never ran: a job that it depended on failed"

@@ -98,6 +98,14 @@ def start_detached(argv: Sequence[str], *, output: Path, directory: Path) -> int
     return process.pid
 
 
+def wait_for_any() -> int | None:
+    """Wait until a process that this one has started ends; its pid, None if there is none."""
+    try:
+        return os.wait()[0]
+    except ChildProcessError:
+        return None
+
+
 def start_companion(
     argv: Sequence[str], *, stdin: int, keep: Sequence[int], env: Mapping[str, str]
 ) -> int | None:

@@ -148,6 +148,19 @@ class Stop:
 
 
 @dataclass(frozen=True)
+class Array:
+    """Runs that are submitted as one job array; each has a script of its own.
+
+    Args:
+        runs: their directories, absolute; where a run stands here is its place in the array.
+        at_once: how many may run at the same time; None sets no limit.
+    """
+
+    runs: tuple[Path, ...]
+    at_once: int | None = None
+
+
+@dataclass(frozen=True)
 class JobRequest:
     """One job, independent of the batch system.
 
@@ -174,6 +187,9 @@ class JobRequest:
         after: ids of jobs of the same batch system that must have completed before.
         container: in which ``prepare`` and the ranks run; the launcher stays outside.
         template: a script of the user's around the whole; None for none.
+        array: None for a single job. For an array ``run_directory`` is that of the sweep, the
+            resources are those of every job, and ``command`` starts the runs where no batch system
+            does, on this machine.
     """
 
     name: str
@@ -203,6 +219,7 @@ class JobRequest:
     after: tuple[str, ...] = ()
     container: Container | None = None
     template: Template | None = None
+    array: Array | None = None
     slurm: SlurmOptions = SlurmOptions()
     pbs: PbsOptions = PbsOptions()
     more: tuple[MoreNodes, ...] = ()
@@ -232,6 +249,12 @@ class Scheduler(Protocol):
 
     def submit(self, script: Path, request: JobRequest) -> str:
         """Hand the script over and return the job's id."""
+
+    def task_id(self, array_id: str, index: int) -> str:
+        """The id of one job of an array, whose own id is what ``submit`` or ``find`` gave."""
+
+    def array_id(self, task_id: str) -> str:
+        """The id by which ``cancel`` ends all jobs of an array; else that of the job itself."""
 
     def query(self, ids: Sequence[str], *, since: float | None = None) -> Mapping[str, JobStatus]:
         """States by id; ids that the system does not know are absent, which proves nothing.

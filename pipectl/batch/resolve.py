@@ -66,6 +66,9 @@ def _completed_by_file(listed: JobStatus, evidence: Evidence) -> JobStatus:
     Batch systems list a job that stopped at a checkpoint as failed.
     """
     code = evidence.exit_code
+    if evidence.cancelled and code is None and listed.source == "process":
+        started = listed.state is JobState.RUNNING
+        return listed if started else replace(listed, state=JobState.CANCELLED, reason="")
     known = listed.exit_code not in (None, CHECKPOINTED)
     if not listed.state.final or known or code is None:
         return listed

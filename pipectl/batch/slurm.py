@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 from math import inf
@@ -17,8 +18,10 @@ from pipectl.batch.slurm_text import (
     SACCT_FORMAT,
     SQUEUE_FORMAT,
     Listed,
+    array_of,
     parse_exit_code,
     parse_sacct,
+    parse_shown,
     parse_squeue,
     submitted_id,
 )
@@ -83,22 +86,30 @@ class SlurmScheduler:
         """States from squeue; for jobs that are over or not listed from the accounting too."""
         if not ids:
             return {}
+        jobs = list(dict.fromkeys(map(array_of, ids)))
         # A doubled id keeps squeue from failing for a single id that it does not know.
-        rows = self._squeue("-j", ",".join([*ids, ids[0]]))
+        rows = self._squeue("-j", ",".join([*jobs, jobs[0]]))
         found = {row.job_id: row.status for row in rows}
         over = [job_id for job_id in ids if job_id not in found or found[job_id].state.final]
         accounts = self._accounting(over, since)
-        for job_id in over:
-            status = _merge(found.get(job_id), accounts.get(job_id))
-            if status is not None:
-                found[job_id] = self._with_exit_code(job_id, status)
-        return found
+        merged = {job_id: _merge(found.get(job_id), accounts.get(job_id)) for job_id in over}
+        known = {job_id: status for job_id, status in merged.items() if status is not None}
+        found |= self._with_exit_codes(known)
+        return {job_id: found[job_id] for job_id in ids if job_id in found}
 
     def cancel(self, job_id: str) -> None:
         """See :class:`~pipectl.batch.protocol.Scheduler`; scancel is silent on unknown ids."""
         done = self._run("scancel", job_id)
         if done.returncode != 0:
             raise SchedulerError(f"scancel {job_id}: {done.said}", cure="try again in a minute")
+
+    def task_id(self, array_id: str, index: int) -> str:
+        """See :class:`~pipectl.batch.protocol.Scheduler`."""
+        return f"{array_id}_{index}"
+
+    def array_id(self, task_id: str) -> str:
+        """See :class:`~pipectl.batch.protocol.Scheduler`."""
+        return array_of(task_id)
 
     def estimate(self, script: Path) -> str | None:
         """The forecast of ``sbatch --test-only``; it knows no time limits of partitions."""
@@ -111,11 +122,11 @@ class SlurmScheduler:
 
     def find(self, tag: str) -> str | None:
         """The id of the latest job of ours with this tag as its comment."""
-        matches = [row.job_id for row in self._squeue("--me") if row.comment == tag]
+        matches = [array_of(row.job_id) for row in self._squeue("--me") if row.comment == tag]
         return max(matches, key=_number, default=None)
 
     def _squeue(self, *selection: str) -> list[Listed]:
-        done = self._run("squeue", "-h", "-t", "all", "-o", SQUEUE_FORMAT, *selection)
+        done = self._run("squeue", "-h", "-r", "-t", "all", "-o", SQUEUE_FORMAT, *selection)
         if done.returncode != 0:
             raise SchedulerError(f"squeue: {done.said}", cure="try again in a minute")
         return list(parse_squeue(done.stdout))
@@ -125,7 +136,8 @@ class SlurmScheduler:
         if not ids:
             return {}
         window = [] if since is None else ["-S", _day_before(since)]
-        selection = ["-j", ",".join(ids), *window, "-o", SACCT_FORMAT]
+        jobs = ",".join(dict.fromkeys(map(array_of, ids)))
+        selection = ["-j", jobs, *window, "-o", SACCT_FORMAT]
         try:
             done = self._run("sacct", "-X", "-D", "-n", "-P", *selection)
         except SchedulerError:
@@ -134,16 +146,23 @@ class SlurmScheduler:
         rows.sort(key=lambda row: inf if row.status.start is None else row.status.start)
         return {row.job_id: row.status for row in rows}
 
-    def _with_exit_code(self, job_id: str, status: JobStatus) -> JobStatus:
-        """The controller still knows the exit code of a job that squeue lists."""
-        if status.source != "queue" or status.exit_code is not None:
-            return status
-        try:
-            done = self._run("scontrol", "show", "job", "-o", job_id)
-        except SchedulerError:
-            return status
-        code = parse_exit_code(done.stdout, status.state)
-        return status if code is None else replace(status, exit_code=code)
+    def _with_exit_codes(self, found: Mapping[str, JobStatus]) -> dict[str, JobStatus]:
+        """The controller still knows the exit codes of jobs that squeue lists."""
+        lacking = [
+            job_id
+            for job_id, status in found.items()
+            if status.source == "queue" and status.exit_code is None
+        ]
+        shown: dict[str, str] = {}
+        for job_id in dict.fromkeys(map(array_of, lacking)):
+            with suppress(SchedulerError):
+                shown |= parse_shown(self._run("scontrol", "show", "job", "-o", job_id).stdout)
+        return {
+            job_id: replace(status, exit_code=parse_exit_code(shown[job_id], status.state))
+            if job_id in lacking and job_id in shown
+            else status
+            for job_id, status in found.items()
+        }
 
     def _run(self, *argv: str) -> process.Completed:
         times = {"SLURM_TIME_FORMAT": "%s"} if argv[0] in {"squeue", "sacct"} else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipectl.batch.array import render_array
 from pipectl.batch.launchers import mpiexec_command, srun_command
 from pipectl.batch.protocol import JobRequest
 from pipectl.batch.quoting import checked_directive, slurm_file, slurm_value
@@ -13,7 +14,8 @@ from pipectl.batch.slurm_nodes import (
     hosts_of_components,
     options_of_components,
 )
-from pipectl.batch.template import assemble
+from pipectl.batch.template import assemble, interpreter, without_commands
+from pipectl.errors import InvalidInputError
 from pipectl.units import format_clock
 
 # Options that pipectl writes itself; a second one from the user would silently win.
@@ -51,6 +53,9 @@ _SITE_KEYS = (
     "exclude", "mail_type", "mail_user",
 )  # fmt: skip
 
+# The number of an array's last job is that of the array, by which all would start again.
+_OURS = "${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}"
+
 # The proxies that mpiexec starts with srun must get all cores of the job on their node, not
 # the share of one task, and must not be pinned.
 _FREE_PROXIES = (
@@ -72,7 +77,16 @@ def render_script(request: JobRequest) -> str:
     header = "#SBATCH hetjob\n".join(
         "".join(f"#SBATCH {option}\n" for option in options) for options in parts
     )
-    if request.alone:
+    template = request.template
+    if request.array is not None and others:
+        raise InvalidInputError(
+            "sweep: Slurm knows no job arrays whose jobs have nodes of several kinds",
+            cure="submit the points one by one with --set, or leave resources.more out",
+        )
+    if request.array is not None:
+        body = render_array(request.array, "SLURM_ARRAY_TASK_ID", interpreter(template))
+        template = without_commands(template)
+    elif request.alone:
         body = render_body(request, request.within(request.command))
     elif request.launcher == "srun":
         body = render_body(request, srun_command(request), again=_again(request))
@@ -80,7 +94,7 @@ def render_script(request: JobRequest) -> str:
         before = (*_FREE_PROXIES, *hosts_of_components(request))
         launch = mpiexec_command(request, options_of_components(request))
         body = render_body(request, launch, before=before, again=_again(request))
-    return assemble(request.template, header, f"\n{body}", mark="#SBATCH", directive=_directive)
+    return assemble(template, header, f"\n{body}", mark="#SBATCH", directive=_directive)
 
 
 def _options(request: JobRequest) -> Iterator[str]:
@@ -95,6 +109,9 @@ def _options(request: JobRequest) -> Iterator[str]:
     if request.after:  # without the second, a job whose wish cannot come true waits for ever
         yield f"--dependency={slurm_value(':'.join(('afterok', *request.after)), 'after')}"
         yield "--kill-on-invalid-dep=yes"
+    if request.array is not None:
+        limit = "" if request.array.at_once is None else f"%{request.array.at_once}"
+        yield f"--array=0-{len(request.array.runs) - 1}{limit}"
     for directive in request.slurm.directives:
         yield _directive(directive)
 
@@ -112,7 +129,7 @@ def _again(request: JobRequest) -> Iterator[str]:
     if request.stop is not None and request.stop.requeues:
         yield f"if ((attempt <= {request.stop.requeues})); then"
         yield "    trap '' TERM"
-        yield '    scontrol requeue "$SLURM_JOB_ID"'
+        yield f'    scontrol requeue "{_OURS}"'
         yield "fi"
 
 

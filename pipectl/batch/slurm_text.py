@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pipectl.batch.protocol import JobState, JobStatus
 
 SQUEUE_FORMAT = "%i|%T|%D|%S|%e|%N|%k|%r"
-SACCT_FORMAT = "JobIDRaw,State,ExitCode,Submit,Start,End,NodeList"
+SACCT_FORMAT = "JobID,State,ExitCode,Submit,Start,End,NodeList"
 
 # slurm_protocol_defs.c and job_state_codes.shtml: base states, then the flags shown instead.
 _STATES = {
@@ -49,6 +49,8 @@ _BOOTING = frozenset({"CONFIGURING", "POWER_UP_NODE"})
 _REASON_IS_STALE = frozenset({JobState.COMPLETED, JobState.CANCELLED})
 _NO_REASON = frozenset({"None", "(null)", ""})
 _JOB_ID = re.compile(r"([0-9]{1,18})(?:;\S+)?")
+_SHOWN = re.compile(r"JobId=([0-9]+)(?: ArrayJobId=([0-9]+) ArrayTaskId=([0-9]+))?\s")
+_WAITING = re.compile(r"([0-9]{1,18})_\[([0-9,-]{1,9999})(?:%[0-9]+)?\]")
 _SECONDS = re.compile(r"[1-9][0-9]{0,10}")
 
 
@@ -85,7 +87,7 @@ def parse_squeue(stdout: str) -> Iterator[Listed]:
         _, word, _count, start, end, _, comment, reason = fields
         nodes = ",".join(nodes_of.get(job_id, ()))
         status = _status(word, reason, nodes=nodes, start=start, end=end)
-        yield Listed(job_id, status, comment=comment)
+        yield from (Listed(one, status, comment=comment) for one in _job_ids(job_id))
 
 
 def parse_sacct(stdout: str) -> Iterator[Listed]:
@@ -94,11 +96,42 @@ def parse_sacct(stdout: str) -> Iterator[Listed]:
         fields = line.split("|")
         if len(fields) < 7:
             continue
-        job_id, word, code, submit, start, end, nodes = fields[:7]
+        listed, _, component = fields[0].partition("+")
+        if component not in ("", "0"):
+            continue
+        word, code, submit, start, end, nodes = fields[1:7]
         status = _status(
             word, "", nodes=nodes, start=start, end=end, code=code, source="accounting"
         )
-        yield Listed(job_id, status, submitted_at=_time(submit))
+        submitted = _time(submit)
+        yield from (Listed(job_id, status, submitted_at=submitted) for job_id in _job_ids(listed))
+
+
+def array_of(job_id: str) -> str:
+    """``35`` of ``35_2``, which is a job of that array; the id of any other job itself."""
+    return job_id.partition("_")[0]
+
+
+def _job_ids(listed: str) -> Iterator[str]:
+    """The jobs of a row: those of an array that wait are one, such as ``35_[2-3,7%2]``."""
+    waiting = _WAITING.fullmatch(listed)
+    if waiting is None:
+        yield listed
+        return
+    for part in waiting[2].split(","):
+        first, _, last = part.partition("-")
+        if first and len(first) < 7 and len(last) < 7:
+            yield from (f"{waiting[1]}_{i}" for i in range(int(first), int(last or first) + 1))
+
+
+def parse_shown(stdout: str) -> dict[str, str]:
+    """The lines of ``scontrol show job -o`` by the ids of their jobs."""
+    found = (_SHOWN.match(line) for line in stdout.splitlines())
+    return {
+        f"{match[2]}_{match[3]}" if match[2] else match[1]: match.string
+        for match in found
+        if match is not None
+    }
 
 
 def parse_exit_code(stdout: str, state: JobState) -> int | None:

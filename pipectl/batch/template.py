@@ -92,6 +92,21 @@ def assemble(
     return "\n".join(lines) + "\n"
 
 
+def without_commands(template: Template | None) -> Template | None:
+    """What batch systems read of a template: its directives, and nothing that is run."""
+    if template is None:
+        return None
+    lines = template.text.splitlines()
+    head = [line for line in lines[: _first_command(lines) - 1] if line.rstrip() != BODY]
+    return Template(template.file, "\n".join([*head, BODY]) + "\n")
+
+
+def interpreter(template: Template | None) -> tuple[str, ...]:
+    """The words of the command that runs a job script."""
+    line = "#!/bin/bash" if template is None else template.text.splitlines()[0]
+    return tuple(line.removeprefix("#!").split())
+
+
 def _faults(template: Template) -> Iterator[Problem]:
     hidden = list(_hidden(template))
     if hidden:

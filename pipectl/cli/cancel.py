@@ -9,9 +9,14 @@ from pipectl.cli.options import RUNS, RunName, RunsDirectory
 
 
 def command(name: RunName, directory: RunsDirectory = RUNS) -> None:
-    """End a run; one that is over already is left as it is."""
-    from pipectl.jobs.cancel import cancel
-    from pipectl.runs import find_run
+    """End a run, or all runs of a sweep; what is over already is left as it is."""
+    from pipectl.jobs.cancel import cancel, cancel_sweep
+    from pipectl.runs import find_run, find_sweep
 
+    sweep = find_sweep(directory, name)
+    if sweep is not None:
+        count = cancel_sweep(sweep, time.time())
+        say(f"cancelled: {count} of the {len(sweep.runs())} runs of {sweep.name}")
+        return
     run = find_run(directory, name)
     say(f"cancelled: {run.name}" if cancel(run, time.time()) else f"{run.name} was over already")

@@ -21,14 +21,16 @@ def command(
 ) -> None:
     """Check a job spec and list every mistake in it."""
     from pipectl.jobs.template import read_template
-    from pipectl.spec import load_with_origins
+    from pipectl.spec import load_sweep, load_with_origins
 
     if as_json and not show_origins:
         raise UsageError("--json: of what?", cure="add --origins")
     spec, origins = load_with_origins(job, overrides or ())
     read_template(spec)
+    points = () if spec.sweep is None else load_sweep(job, overrides or ())[1]
     if not as_json:
-        say(f"{job}: valid; {spec.resources.ranks} ranks, {spec.training.steps} steps")
+        runs = f"; a sweep of {len(points)} runs" if points else ""
+        say(f"{job}: valid; {spec.resources.ranks} ranks, {spec.training.steps} steps{runs}")
     if show_origins:
         from pipectl.cli.origins_view import origins_json, origins_table
 

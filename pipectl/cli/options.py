@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pipectl.runs import list_runs
+from pipectl.runs import list_runs, list_sweeps
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job spec.")]
 Overrides = Annotated[
@@ -23,9 +23,10 @@ RUNS = Path("runs")
 
 
 def names_of_runs(context: typer.Context, incomplete: str) -> list[str]:
-    """What a shell offers where a run is to be named: ``last``, and all runs, newest first."""
+    """What a shell offers where a run is to be named: ``last``, sweeps and runs, newest first."""
     directory = context.params.get("directory") or RUNS
-    names = ["last", *(run.name for run in reversed(list_runs(Path(directory))))]
+    sweeps = (sweep.name for sweep in reversed(list_sweeps(Path(directory))))
+    names = ["last", *sweeps, *(run.name for run in reversed(list_runs(Path(directory))))]
     return [name for name in names if name.startswith(incomplete)]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,8 +12,8 @@ from pipectl.cli.console import note, output, say, say_json
 from pipectl.cli.options import RUNS, Json, RunsDirectory, names_of_runs
 from pipectl.errors import UnknownRunError, UsageError
 
-_MANY = 50
-"""Runs, from which on it pays to keep what is read of them."""
+if TYPE_CHECKING:
+    from pipectl.runs import SweepDirectory
 
 
 def command(
@@ -21,7 +21,7 @@ def command(
         str | None,
         typer.Argument(
             metavar="[RUN]",
-            help="A run, a part of its name, or 'last'.",
+            help="A run, a part of its name, 'last', or a sweep.",
             autocompletion=names_of_runs,
         ),
     ] = None,
@@ -50,12 +50,12 @@ def command(
 
 def _all(directory: Path, limit: int, as_json: bool) -> None:
     from pipectl.cli.status_view import runs_table, status_json
-    from pipectl.jobs.kept_readings import KeptReadings
+    from pipectl.jobs.kept_readings import MANY, KeptReadings
     from pipectl.jobs.status import statuses
     from pipectl.runs import list_runs
 
     runs = list_runs(directory)
-    kept = KeptReadings(directory) if min(limit, len(runs)) > _MANY else None
+    kept = KeptReadings(directory) if min(limit, len(runs)) > MANY else None
     found = statuses(runs[-limit:], time.time(), kept=kept)
     if kept is not None:
         kept.save(runs)
@@ -70,12 +70,31 @@ def _all(directory: Path, limit: int, as_json: bool) -> None:
             note(f"{len(runs) - limit} older runs are not shown; see --limit")
 
 
+def _sweep(sweep: SweepDirectory, *, as_json: bool, ranks: bool, watch: bool) -> None:
+    from pipectl.batch import JobState
+    from pipectl.cli.status_sweep import show_sweep
+
+    if ranks:
+        raise UsageError("--ranks: of which run?", cure=f"name it: {sweep.name}-0, say")
+    if watch:
+        from pipectl.cli.status_watch import watch_sweep
+
+        watch_sweep(sweep)
+    found = show_sweep(sweep, as_json=as_json)
+    if any(status.job.state is JobState.UNKNOWN for status in found):
+        raise typer.Exit(UnknownRunError.exit_code)
+
+
 def _one(directory: Path, name: str, *, as_json: bool, ranks: bool, watch: bool) -> None:
     from pipectl.batch import JobState
     from pipectl.cli.status_view import show_run, status_json
     from pipectl.jobs.status import status
-    from pipectl.runs import find_run
+    from pipectl.runs import find_run, find_sweep
 
+    sweep = find_sweep(directory, name)
+    if sweep is not None:
+        _sweep(sweep, as_json=as_json, ranks=ranks, watch=watch)
+        return
     run = find_run(directory, name)
     if watch:
         from pipectl.cli.status_watch import watch_one

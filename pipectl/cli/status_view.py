@@ -12,6 +12,7 @@ from pipectl.batch import JobState, JobStatus
 from pipectl.cli.console import joined, output, plain, short
 from pipectl.cli.plan_view import headline
 from pipectl.cli.rows import Rows
+from pipectl.cli.sweep_values import values_text
 from pipectl.jobs.status import Laggard, Peak, RunStatus
 from pipectl.runs import PROFILING, last_checkpoint
 from pipectl.units import format_bytes, format_time
@@ -23,9 +24,10 @@ _GAP = Text("  ")
 _FIGURES = (
     "step", "loss", "a step", "predicted", "efficiency", "memory", "restarts", "remaining",
 )  # fmt: skip
-_HEADS = ("run", "state", "on", *_FIGURES, "waits for")
+_HEADS = ("run", "values", "state", "on", *_FIGURES, "waits for")
 _OPTIONAL = (  # the least important first
     "predicted", "memory", "efficiency", "on", "restarts", "waits for", "remaining", "a step",
+    "values",
 )  # fmt: skip
 _STYLES = {
     JobState.COMPLETED: "green",
@@ -44,7 +46,12 @@ def runs_table(found: Sequence[RunStatus], width: int) -> Rows:
         width: columns there are.
     """
     rows = [
-        (plain(status.run.name), _state(status), *map(plain, _cells(status))) for status in found
+        (
+            *map(plain, (status.run.name, _values(status))),
+            state_text(status),
+            *map(plain, _cells(status)),
+        )
+        for status in found
     ]
     columns = {head: [row[index] for row in rows] for index, head in enumerate(_HEADS)}
     return Rows(columns, _FIGURES, optional=_OPTIONAL, room=width)
@@ -63,8 +70,10 @@ def run_lines(status: RunStatus, *, files: bool = True) -> Iterator[Text]:
     Args:
         files: whether to say what it has made, and where that lies.
     """
-    yield joined(plain(status.run.name, "bold"), _GAP, _state(status), _GAP, plain(_job(status)))
-    for label, text in (*_details(status), *(_files(status) if files else ())):
+    yield joined(
+        plain(status.run.name, "bold"), _GAP, state_text(status), _GAP, plain(_job(status))
+    )
+    for label, text in (*_point(status), *_details(status), *(_files(status) if files else ())):
         yield plain(f"  {label:<14}{text}")
     yield from _failure(status)
 
@@ -76,6 +85,7 @@ def status_json(status: RunStatus) -> dict[str, Any]:
         "run": status.run.name,
         "directory": str(status.run.path),
         "kind": status.record.kind if status.record else None,
+        "sweep": _sweep_json(status),
         "scheduler": status.record.scheduler if status.record else None,
         "job_id": status.record.job_id if status.record else None,
         "state": job.state.value,
@@ -107,9 +117,20 @@ def status_json(status: RunStatus) -> dict[str, Any]:
     }
 
 
-def _state(status: RunStatus) -> Text:
+def state_text(status: RunStatus) -> Text:
+    """A state in its colour."""
     state = status.job.state
     return Text(state.value, style=_STYLES.get(state, "red"))
+
+
+def _sweep_json(status: RunStatus) -> dict[str, Any] | None:
+    sweep = status.record.sweep if status.record else None
+    return None if sweep is None else {"name": sweep.name, "values": dict(sweep.values)}
+
+
+def _values(status: RunStatus) -> str:
+    sweep = status.record.sweep if status.record else None
+    return "" if sweep is None else values_text(sweep.values)
 
 
 def _cells(status: RunStatus) -> tuple[str, ...]:
@@ -149,6 +170,12 @@ def _job(status: RunStatus) -> str:
         return ""
     nodes = f" on {status.job.nodes}" if status.job.nodes else ""
     return f"{status.record.scheduler} job {status.record.job_id or 'not confirmed'}{nodes}"
+
+
+def _point(status: RunStatus) -> Iterator[tuple[str, str]]:
+    if status.record is not None and status.record.sweep is not None:
+        yield "values", values_text(status.record.sweep.values)
+        yield "sweep", status.record.sweep.name
 
 
 def _details(status: RunStatus) -> Iterator[tuple[str, str]]:

@@ -13,11 +13,12 @@ from rich.text import Text
 from pipectl.cli.console import output, plain
 from pipectl.cli.ranks_view import ranks_table
 from pipectl.cli.sparkline import sparkline
+from pipectl.cli.status_sweep import headline, points_table
 from pipectl.cli.status_view import run_lines, runs_table
 from pipectl.errors import UsageError
 from pipectl.jobs.status import RunStatus
 from pipectl.jobs.watching import Watching
-from pipectl.runs import RunDirectory, list_runs, read_metrics
+from pipectl.runs import RunDirectory, SweepDirectory, list_runs, read_metrics
 
 _TICK_S = 0.5
 _AT_MOST = 4
@@ -50,6 +51,21 @@ def watch_one(run: RunDirectory) -> RunStatus:
 
     _show(look)
     return last[0]
+
+
+def watch_sweep(sweep: SweepDirectory) -> None:
+    """The runs of a sweep in a table; returns when all are over."""
+    watching = Watching()
+
+    def look(console: Console) -> tuple[RenderableType, bool]:
+        found = watching.look(sweep.runs(), time.time())
+        room = max(1, console.height - _TABLE_MARGIN - 1)
+        table = points_table(sweep, found, console.width, room)
+        foot = _foot("Ctrl-C ends the view, and leaves the runs alone")
+        over = all(status.job.state.final for status in found)
+        return Group(plain(headline(sweep, found), "bold"), table, foot), over
+
+    _show(look)
 
 
 def _screen(found: RunStatus, console: Console) -> RenderableType:

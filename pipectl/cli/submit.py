@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +14,10 @@ from pipectl.cli.interruption import resumable
 from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption, names_of_runs
 from pipectl.cli.progress import progress_bar
 from pipectl.cli.rehearse import rehearse
+from pipectl.cli.submit_script import forecast, print_script, tell_launch
+from pipectl.cli.submit_sweep import runs_named, submit_points
 
 if TYPE_CHECKING:
-    from pipectl.jobs.launching import Settled
     from pipectl.jobs.submit import Submission
     from pipectl.runs import RunDirectory
     from pipectl.spec import JobSpec
@@ -41,7 +41,7 @@ def command(
         typer.Option(
             "--after",
             metavar="RUN",
-            help="Start when that run has completed.",
+            help="Start when that run, or sweep, has completed.",
             autocompletion=names_of_runs,
         ),
     ] = None,
@@ -50,19 +50,18 @@ def command(
     overrides: Overrides = None,
 ) -> None:
     """Run a job, profiling and planning it where needed."""
-    from pipectl.jobs.script import estimate, render
-    from pipectl.spec import load
+    from pipectl.spec import load_sweep
 
-    spec = load(job, overrides or ())
+    spec, points = load_sweep(job, overrides or ())
     name = None if scheduler is None else scheduler.value
     if dry_run:
-        rendered = render(spec, name, time.time())
-        _tell_launch(rendered.launch)
-        sys.stdout.write(rendered.text)
+        print_script(spec, points, name)
     elif test_only:
-        say(estimate(spec, name, time.time()) or _NO_FORECAST)
+        say(forecast(spec, points, name) or _NO_FORECAST)
     elif rehearsal:
         rehearse(spec, name, wait=wait, as_json=as_json)
+    elif points:
+        submit_points(spec, points, name, after or (), wait=wait, as_json=as_json)
     else:
         _submit(spec, name, after or (), wait=wait, as_json=as_json)
 
@@ -72,9 +71,8 @@ def _submit(
 ) -> None:
     from pipectl.cli.profile_view import tell_origin
     from pipectl.jobs.submit import gather, submit
-    from pipectl.runs import find_run
 
-    before = [find_run(Path(spec.output.directory), run) for run in after]
+    before = runs_named(Path(spec.output.directory), after)
     with resumable(), progress_bar("profiling") as progress:
         inputs = gather(spec, scheduler, progress)
     if inputs.measurement is not None:
@@ -82,7 +80,7 @@ def _submit(
     if inputs.warning:
         note(f"warning: {inputs.warning}")
     if inputs.launch is not None:
-        _tell_launch(inputs.launch)
+        tell_launch(inputs.launch)
     submission = submit(inputs, time.time(), before)
     if not as_json:
         _tell(submission)
@@ -106,13 +104,6 @@ def follow_to_the_end(run: RunDirectory, *, as_json: bool) -> None:
         show_run(found)
     if code := exit_code(found):
         raise typer.Exit(code)
-
-
-def _tell_launch(launch: Settled) -> None:
-    if launch.said:
-        note(launch.said)
-    if launch.warning:
-        note(f"warning: {launch.warning}")
 
 
 def _tell(submission: Submission) -> None:

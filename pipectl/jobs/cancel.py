@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from pipectl.batch import get
+from collections.abc import Sequence
+
+from pipectl.batch import JobState, get
 from pipectl.errors import UnknownRunError
 from pipectl.jobs.recovery import completed
-from pipectl.jobs.status import status
-from pipectl.runs import RunDirectory, locked
+from pipectl.jobs.status import RunStatus, status, statuses
+from pipectl.runs import RunDirectory, SweepDirectory, locked
 
 
 def cancel(run: RunDirectory, now: float) -> bool:
@@ -34,3 +36,46 @@ def cancel(run: RunDirectory, now: float) -> bool:
         get(record.scheduler).cancel(record.job_id)
         record.after(now, "cancelled").save(run.record)
     return True
+
+
+def cancel_sweep(sweep: SweepDirectory, now: float) -> int:
+    """Ask the batch system to end all runs of a sweep, those of its array by one command.
+
+    Args:
+        now: seconds since the epoch.
+
+    Returns:
+        How many were not over already.
+
+    Raises:
+        UnknownRunError: the job of none is known.
+        SchedulerError: the batch system refuses or does not answer.
+    """
+    found = statuses(sweep.runs(), now)
+    known = [item for item in found if item.record is not None and item.record.job_id is not None]
+    if not known:
+        raise UnknownRunError(
+            f"{sweep.name}: its submission was never confirmed, and no job carries its tag",
+            cure=f"if nothing runs, remove {sweep.path} and its runs",
+        )
+    alive = [item for item in known if not item.job.state.final]
+    # On this machine, those that wait must know before the end of others makes them start.
+    alive.sort(key=lambda item: item.job.state is not JobState.QUEUED)
+    _end(alive, now)
+    return len(alive)
+
+
+def _end(alive: Sequence[RunStatus], now: float) -> None:
+    ended: set[str] = set()
+    for item in alive:
+        with locked(item.run):
+            record = completed(item.run, now)
+            if record.job_id is None:
+                continue
+            scheduler = get(record.scheduler)
+            own = record.task is None
+            job_id = record.job_id if own else scheduler.array_id(record.job_id)
+            if job_id not in ended:
+                scheduler.cancel(job_id)
+                ended.add(job_id)
+            record.after(now, "cancelled").save(item.run.record)

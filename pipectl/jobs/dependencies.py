@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipectl.batch import JobState
+from pipectl.batch import JobState, get
 from pipectl.errors import UsageError
 from pipectl.jobs.status import RunStatus, statuses
-from pipectl.runs import RunDirectory
+from pipectl.runs import Record, RunDirectory, sweep_of
+
+PBS = "pbs"
 
 
 def jobs_of(runs: Sequence[RunDirectory], scheduler: str, now: float) -> tuple[str, ...]:
@@ -21,7 +23,27 @@ def jobs_of(runs: Sequence[RunDirectory], scheduler: str, now: float) -> tuple[s
         UsageError: a run has failed, is on another batch system, or its job is not known.
     """
     found = [status for status in statuses(runs, now) if status.job.state is not JobState.COMPLETED]
-    return tuple(_job_of(status, scheduler) for status in found)
+    jobs = tuple(_job_of(status, scheduler) for status in found)
+    return _arrays(runs, jobs) if scheduler == PBS else jobs
+
+
+def _arrays(runs: Sequence[RunDirectory], jobs: Sequence[str]) -> tuple[str, ...]:
+    """On PBS nothing can wait for a single job of an array: the arrays, where all runs are named.
+
+    Raises:
+        UsageError: not all runs of an array are.
+    """
+    array_id = get(PBS).array_id
+    for run, record in ((run, Record.load(run.record)) for run in runs):
+        alone = record.job_id is None or array_id(record.job_id) == record.job_id
+        if record.sweep is None or alone:
+            continue
+        if not set(sweep_of(run, record.sweep.name).runs()) <= set(runs):
+            raise UsageError(
+                f"--after {run.name}: PBS lets no job wait for one of an array",
+                cure=f"wait for all of it: --after {record.sweep.name}",
+            )
+    return tuple(dict.fromkeys(map(array_id, jobs)))
 
 
 def _job_of(status: RunStatus, scheduler: str) -> str:

@@ -22,6 +22,8 @@ from pipectl.jobs.places import cache_directory
 from pipectl.jobs.reading import Facts, Reading, from_json, to_json
 from pipectl.runs import Record, RunDirectory
 
+MANY = 50
+"""Runs, from which on it pays to keep what is read of them."""
 _HEAD = f"pipectl {__version__} readings 1"
 _QUIET_NS = 10 * 10**9
 """A file that changed more recently may change again within one tick of its clock."""

@@ -48,9 +48,14 @@ def prepare(run: RunDirectory, clock: Callable[[], float] = time.time) -> None:
 
 
 def _share(run: RunDirectory, spec: JobSpec, profile: Profile) -> None:
-    """Put the profile where later commands look, unless there is one newer than this run."""
+    """Put the profile where later commands look, unless there is one newer than this run.
+
+    One of a sweep may be of another model than the job's; the cache has it for those alike.
+    """
     place = profile_path(spec, base=run.path.parent)
     with suppress(PipectlError, OSError):  # the job itself does not need it there
+        if Record.load(run.record).sweep is not None:
+            return
         if not place.exists() or place.stat().st_mtime < Record.load(run.record).submitted_at:
             profile.save(place)
 

@@ -118,13 +118,23 @@ def measure(
         Interrupted: by the user; what was measured so far is used the next time.
         UsageError: ``path`` or the cache cannot be written.
     """
-    wish = wish or Wish()
     make_directory(path.parent)
-    directory = cache_directory(Path(spec.output.directory) if base is None else base)
-    make_directory(directory)
-    found = _found(spec, progress, wish, ProfileCache(directory))
+    found = measured(spec, progress, wish, base=base)
     found.profile.save(path)
     return found
+
+
+def measured(
+    spec: JobSpec,
+    progress: Progress | None = None,
+    wish: Wish | None = None,
+    *,
+    base: Path | None = None,
+) -> Measurement:
+    """What :func:`measure` does, without a file of its own."""
+    directory = cache_directory(Path(spec.output.directory) if base is None else base)
+    make_directory(directory)
+    return _found(spec, progress, wish or Wish(), ProfileCache(directory))
 
 
 def require_compute_node(scheduler: str) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from pipectl.batch import get
+from pipectl.batch import Scheduler, get
 from pipectl.errors import DataFileError, PipectlError, UsageError
-from pipectl.runs import Record, RunDirectory, is_job_id, list_runs, locked
+from pipectl.runs import Record, RunDirectory, is_job_id, list_runs, locked, sweep_of
 
 _LOOKED_AT = 10
 """Runs of one name, the newest."""
@@ -31,11 +31,14 @@ def recovered(run: RunDirectory, now: float) -> Record:
     if record.job_id is not None and _next_job(run) in {None, record.job_id}:
         return record
     with locked(run, wait=False) as ours:
-        return completed(run, now) if ours else record
+        return completed(run, now, wait=False) if ours else record
 
 
-def completed(run: RunDirectory, now: float) -> Record:
+def completed(run: RunDirectory, now: float, *, wait: bool = True) -> Record:
     """What :func:`recovered` does, for a caller that has the run.
+
+    Args:
+        wait: whether to wait for a command that has the sweep of the run.
 
     Raises:
         DataFileError: there is no record, or it is damaged.
@@ -49,12 +52,40 @@ def completed(run: RunDirectory, now: float) -> Record:
         return record
     if record.job_id is not None or record.state != "submitting":
         return record
+    if record.task is not None and record.sweep is not None:
+        return _found_in_array(run, record, record.sweep.name, now, wait=wait)
     with suppress(PipectlError):
         job_id = get(record.scheduler).find(record.tag)
         if job_id is not None:
             record = record.after(now, "submitted", job_id=job_id, detail="found by its tag")
             record.save(run.record)
     return record
+
+
+def _found_in_array(
+    run: RunDirectory, record: Record, sweep: str, now: float, *, wait: bool
+) -> Record:
+    """The record of a run of a sweep; all of its runs get their ids, with one question."""
+    directory = sweep_of(run, sweep)
+    with locked(directory, wait=wait) as ours, suppress(PipectlError):
+        if ours and Record.load(run.record).job_id is None:
+            scheduler = get(record.scheduler)
+            array_id = scheduler.find(record.tag)
+            if array_id is not None:
+                for other in directory.runs():
+                    _told(other, record.tag, scheduler, array_id, now)
+    return Record.load(run.record)
+
+
+def _told(run: RunDirectory, tag: str, scheduler: Scheduler, array_id: str, now: float) -> None:
+    """Note the id of a run of an array, unless it has one."""
+    with suppress(DataFileError):
+        record = Record.load(run.record)
+        if record.job_id is None and record.tag == tag and record.task is not None:
+            job_id = scheduler.task_id(array_id, record.task)
+            record.after(now, "submitted", job_id=job_id, detail="found by its tag").save(
+                run.record
+            )
 
 
 def _next_job(run: RunDirectory) -> str | None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 import uuid
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipectl.batch import Container, JobRequest, MoreNodes, PbsOptions, SlurmOptions, Stop
+from pipectl.batch import Array, Container, JobRequest, MoreNodes, PbsOptions, SlurmOptions, Stop
 from pipectl.jobs.template import read_template
 from pipectl.plan import OffloadTarget
+from pipectl.runs import RunDirectory
 from pipectl.spec.factory import parse
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 WORKER = "pipectl.runtime.worker"
 PREPARE = "pipectl.jobs.prepare"
 MEASURE = "pipectl.jobs.profile_in_job"
+DRIVER = "pipectl.jobs.sweep_driver"
 TIGHT_HEAP = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"}
 """Lets glibc join free memory at once. By default it holds the scraps around aligned blocks back,
 so that a block which was freed between two of them is too small for the next of its size, and the
@@ -85,6 +88,20 @@ def job_request(
         template=read_template(spec),
         more=tuple(map(_more_nodes, resources.more, resources.kinds[1:])),
     )
+
+
+def array_request(
+    request: JobRequest, runs: Sequence[RunDirectory], at_once: int | None
+) -> JobRequest:
+    """The request of a job array.
+
+    Args:
+        request: of one of its jobs, in the directory of the sweep.
+        at_once: how many may run at the same time; None sets no limit.
+    """
+    command = (request.python, "-m", DRIVER, str(request.run_directory))
+    array = Array(tuple(run.path for run in runs), at_once)
+    return replace(request, command=command, array=array)
 
 
 def _container(spec: JobSpec, directory: Path) -> Container | None:

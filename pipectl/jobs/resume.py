@@ -149,6 +149,7 @@ def _hand_over(
         nodes=request.node_count,
         steps=spec.training.steps,
         job_id=None,
+        task=None,
     )
     record = record.after(now, "submitting", detail="resumed")
     before = _contents(run)

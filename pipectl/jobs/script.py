@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
-from datetime import datetime
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,10 +14,12 @@ from pipectl.batch import JobRequest, get
 from pipectl.files import write_text
 from pipectl.jobs.launching import Settled, settle
 from pipectl.jobs.places import LOCAL, scheduler_name
-from pipectl.jobs.request import job_request
+from pipectl.jobs.request import array_request, job_request
+from pipectl.runs import RunDirectory, SweepDirectory
+from pipectl.runs.directory import stem_of
 
 if TYPE_CHECKING:
-    from pipectl.spec import JobSpec
+    from pipectl.spec import JobSpec, Point
 
 
 class Rendered(NamedTuple):
@@ -26,32 +29,48 @@ class Rendered(NamedTuple):
     launch: Settled
 
 
-def render(spec: JobSpec, scheduler: str | None, now: float) -> Rendered:
-    """The job script as it would be submitted; needs neither the batch system nor MPI."""
+def render(spec: JobSpec, scheduler: str | None, now: float, place: str = "") -> Rendered:
+    """The job script as it would be submitted; needs neither the batch system nor MPI.
+
+    Args:
+        place: what the run's name ends in where it is of a sweep, ``-0`` say.
+    """
     name = scheduler_name(spec, scheduler)
-    request = _dry_request(spec, name, now)
+    request = _dry_request(spec, name, now, place)
     launch = settle(request)
     return Rendered(get(name).render(launch.of(request)), launch)
 
 
-def estimate(spec: JobSpec, scheduler: str | None, now: float) -> str | None:
-    """When the job would start, in the batch system's words; None where it has no queue.
+def render_sweep(spec: JobSpec, points: Sequence[Point], scheduler: str | None, now: float) -> str:
+    """The script of a sweep's job array as it would be submitted."""
+    name = scheduler_name(spec, scheduler)
+    request = _dry_request(points[0].spec, name, now)
+    stem = request.run_directory
+    runs = [RunDirectory(stem.parent / f"{stem.name}-{index}") for index in range(len(points))]
+    request = replace(request, run_directory=SweepDirectory.beside(stem).path)
+    at_once = None if spec.sweep is None else spec.sweep.at_once
+    return get(name).render(array_request(request, runs, at_once))
+
+
+def estimate(text: str, name: str) -> str | None:
+    """When a job would start, in the batch system's words; None where it has no queue.
+
+    Args:
+        text: its script.
+        name: of the batch system.
 
     Raises:
         SchedulerError: the batch system would reject the job.
     """
-    name = scheduler_name(spec, scheduler)
-    batch = get(name)
     with tempfile.TemporaryDirectory(prefix="pipectl-") as directory:
         script = Path(directory) / "job.sh"
-        write_text(script, render(spec, name, now).text)
-        return batch.estimate(script)
+        write_text(script, text)
+        return get(name).estimate(script)
 
 
-def _dry_request(spec: JobSpec, name: str, now: float) -> JobRequest:
+def _dry_request(spec: JobSpec, name: str, now: float, place: str = "") -> JobRequest:
     """The request of a run that will not be made; where MPI is missing, PATH is to have it."""
-    stem = f"{datetime.fromtimestamp(now):%Y%m%d-%H%M%S}-{spec.name}"
-    directory = Path(spec.output.directory) / stem
+    directory = Path(spec.output.directory) / f"{stem_of(spec.name, now)}{place}"
     known = shutil.which("mpiexec") or (Path(sys.executable).parent / "mpiexec").exists()
     return job_request(
         spec,

@@ -119,8 +119,8 @@ def submit(inputs: Inputs, now: float, after: Sequence[RunDirectory] = ()) -> Su
     before = jobs_of(after, inputs.scheduler, now)
     run = RunDirectory.create(Path(spec.output.directory), spec.name, now)
     request = _request(inputs, run.path, before)
-    record = _record(inputs, request, now)
-    record = hand_over(run, request, record, _writer(run, inputs, request))
+    record = record_of(inputs, request, now)
+    record = hand_over(run, request, record, writer(run, inputs, request))
     return Submission(run, record, inputs.plan)
 
 
@@ -167,7 +167,8 @@ def _removed_on_failure(run: RunDirectory) -> Iterator[None]:
         raise
 
 
-def _record(inputs: Inputs, request: JobRequest, now: float) -> Record:
+def record_of(inputs: Inputs, request: JobRequest, now: float) -> Record:
+    """Of a run that is about to be submitted."""
     return Record(
         name=inputs.spec.name,
         scheduler=inputs.scheduler,
@@ -179,12 +180,22 @@ def _record(inputs: Inputs, request: JobRequest, now: float) -> Record:
     )
 
 
-def _writer(run: RunDirectory, inputs: Inputs, request: JobRequest) -> Callable[[], None]:
-    """Writes everything the job reads."""
+def writer(
+    run: RunDirectory, inputs: Inputs, request: JobRequest, alike: RunDirectory | None = None
+) -> Callable[[], None]:
+    """Writes everything the job reads.
+
+    Args:
+        alike: a run with the same profile and plan, whose files are copied.
+    """
 
     def write() -> None:
         write_job(run, inputs.spec, request.template)
         inputs.cluster.save(run.cluster)
+        if alike is not None:
+            for file in (run.profile, run.plan, run.predicted):
+                shutil.copyfile(alike.path / file.relative_to(run.path), file)
+            return
         if inputs.profile is not None:
             inputs.profile.save(run.profile)
         if inputs.plan is not None:

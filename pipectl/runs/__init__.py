@@ -1,7 +1,7 @@
 """Run directories: making, finding, recording and reading them."""
 
 from pipectl.runs.directory import ATTEMPT, RESUBMITTED, RUN_VARIABLE, SCRIPT, RunDirectory
-from pipectl.runs.find import find_run, list_runs
+from pipectl.runs.find import find_run, find_sweep, list_runs, list_sweeps
 from pipectl.runs.lock import locked
 from pipectl.runs.manifest import LossScaleState, Manifest, Shard, checkpoints, step_of
 from pipectl.runs.readers import (
@@ -13,7 +13,8 @@ from pipectl.runs.readers import (
     read_heartbeat,
     read_metrics,
 )
-from pipectl.runs.record import PROFILING, REHEARSAL, Event, Record, is_job_id
+from pipectl.runs.record import PROFILING, REHEARSAL, Event, Record, Setting, is_job_id
+from pipectl.runs.sweep import Members, SweepDirectory, sweep_of
 
 __all__ = [
     "ATTEMPT",
@@ -25,14 +26,19 @@ __all__ = [
     "Event",
     "LossScaleState",
     "Manifest",
+    "Members",
     "Record",
     "RunDirectory",
+    "Setting",
     "Shard",
+    "SweepDirectory",
     "checkpoints",
     "find_run",
+    "find_sweep",
     "is_job_id",
     "last_checkpoint",
     "list_runs",
+    "list_sweeps",
     "locked",
     "measured_steps",
     "read_errors",
@@ -41,4 +47,5 @@ __all__ = [
     "read_heartbeat",
     "read_metrics",
     "step_of",
+    "sweep_of",
 ]

@@ -43,17 +43,12 @@ class RunDirectory:
         Raises:
             UsageError: ``base`` cannot be written.
         """
-        stem = f"{datetime.fromtimestamp(now):%Y%m%d-%H%M%S}-{name}"
         try:
             base.mkdir(parents=True, exist_ok=True)
-            run = cls(_make_unique(base, stem))
-            for folder in _FOLDERS:
-                (run.path / folder).mkdir()
+            run = cls(_make_unique(base, stem_of(name, now)))
+            run.make_folders()
         except OSError as error:
-            raise UsageError(
-                f"{base}: no run directory can be made: {error.strerror or error}",
-                cure="set output.directory to a directory you may write to",
-            ) from error
+            raise not_made(base, error) from error
         return run
 
     def __repr__(self) -> str:
@@ -64,6 +59,11 @@ class RunDirectory:
 
     def __hash__(self) -> int:
         return hash(self.path)
+
+    def make_folders(self) -> None:
+        """Make what a new run directory holds."""
+        for folder in _FOLDERS:
+            (self.path / folder).mkdir()
 
     @property
     def name(self) -> str:
@@ -197,6 +197,23 @@ class RunDirectory:
     def error_of(self, rank: int) -> Path:
         """Where a rank reports its failure."""
         return self.errors / f"rank-{rank:04d}.json"
+
+
+def stem_of(name: str, now: float) -> str:
+    """``<YYYYMMDD-HHMMSS>-<name>``, in local time.
+
+    Args:
+        now: seconds since the epoch.
+    """
+    return f"{datetime.fromtimestamp(now):%Y%m%d-%H%M%S}-{name}"
+
+
+def not_made(base: Path, error: OSError) -> UsageError:
+    """What to raise where nothing can be made in ``base``."""
+    return UsageError(
+        f"{base}: no run directory can be made: {error.strerror or error}",
+        cure="set output.directory to a directory you may write to",
+    )
 
 
 def _make_unique(base: Path, stem: str) -> Path:

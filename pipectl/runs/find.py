@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipectl.errors import UnknownRunError
 from pipectl.runs.directory import RUN_NAME, RunDirectory
+from pipectl.runs.sweep import FOLDER, SweepDirectory
 from pipectl.units import did_you_mean
 
 
@@ -17,6 +19,33 @@ def list_runs(base: Path) -> list[RunDirectory]:
     except OSError:
         return []
     return [RunDirectory(base / name) for name in sorted(names, key=_age) if RUN_NAME.match(name)]
+
+
+def list_sweeps(base: Path) -> list[SweepDirectory]:
+    """All sweeps of the runs in ``base``, oldest first."""
+    return [SweepDirectory(run.path) for run in list_runs(base / FOLDER)]
+
+
+def find_sweep(base: Path, name: str) -> SweepDirectory | None:
+    """The sweep called ``name``: its whole name, or a part as of a run; None where a run is meant.
+
+    What runs have in common is the name of their sweep, so those of a sweep that matches do not
+    count as further matches.
+
+    Raises:
+        UnknownRunError: several match.
+    """
+    sweeps = [] if name == "last" else list_sweeps(base)
+    runs = list_runs(base) if sweeps else []
+    exact = [sweep for sweep in sweeps if sweep.name == name]
+    matches = exact or [sweep for sweep in sweeps if _matches(sweep.name, name)]
+    if not matches or (not exact and any(run.name == name for run in runs)):
+        return None
+    stems = tuple(f"{sweep.name}-" for sweep in matches)
+    others = [run for run in runs if _matches(run.name, name) and not run.name.startswith(stems)]
+    if exact or (len(matches) == 1 and not others):
+        return matches[0]
+    raise _several(name, [*matches, *others])
 
 
 def find_run(base: Path, name: str) -> RunDirectory:
@@ -45,7 +74,7 @@ def _matches(run: str, part: str) -> bool:
     return bool(part) and (run.startswith(part) or run.endswith(part))
 
 
-def _several(name: str, matches: list[RunDirectory]) -> UnknownRunError:
+def _several(name: str, matches: Sequence[RunDirectory | SweepDirectory]) -> UnknownRunError:
     listed = ", ".join(run.name for run in matches[-5:])
     more = f"{len(matches) - 5} more, " if len(matches) > 5 else ""
     return UnknownRunError(

@@ -6,12 +6,20 @@ import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
 
-from pipectl.runs.directory import RunDirectory
+
+class Lockable(Protocol):
+    """A run, or a sweep."""
+
+    @property
+    def lock(self) -> Path:
+        """The file that is held."""
 
 
 @contextmanager
-def locked(run: RunDirectory, *, wait: bool = True) -> Iterator[bool]:
+def locked(run: Lockable, *, wait: bool = True) -> Iterator[bool]:
     """Within, no other command holds the run; the system frees it with the process that held it.
 
     Where the file system knows no locks, or the directory cannot be written, nobody is kept out:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,19 @@ class Event:
 
 
 @dataclass(frozen=True)
+class Setting:
+    """What makes a run one of a sweep.
+
+    Args:
+        name: of the sweep.
+        values: that the sweep gives to this run, by dotted key of the spec.
+    """
+
+    name: str
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Record:
     """The submission of one run.
 
@@ -49,6 +63,8 @@ class Record:
         state: ``submitting``, ``submitted`` or ``cancelled`` - what *we* did, not the job's state.
         kind: ``training``, ``profile`` for a run that only measures and makes no steps, or
             ``rehearsal``.
+        sweep: None for a run that is of none.
+        task: the run's place in the job array that has its tag; None for a job of its own.
     """
 
     name: str
@@ -62,6 +78,8 @@ class Record:
     job_id: str | None = None
     history: tuple[Event, ...] = ()
     kind: str = TRAINING
+    sweep: Setting | None = None
+    task: int | None = None
 
     def after(
         self, time: float, state: str, *, job_id: str | None = None, detail: str = ""
@@ -113,8 +131,14 @@ class Record:
             job_id=job_id,
             history=tuple(_event(item) for item in reader.items("history", [])),
             kind=reader.text("kind", TRAINING),
+            sweep=_setting(reader.section("sweep")) if "sweep" in reader else None,
+            task=reader.optional_integer("task"),
         )
 
 
 def _event(item: Reader) -> Event:
     return Event(item.number("time"), item.text("what"), item.text("detail", ""))
+
+
+def _setting(item: Reader) -> Setting:
+    return Setting(item.text("name"), item.mapping("values"))

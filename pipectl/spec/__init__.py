@@ -15,11 +15,13 @@ from pipectl.spec.launching import (
     Slurm,
 )
 from pipectl.spec.layers import site_files
-from pipectl.spec.load import load, load_with_origins
+from pipectl.spec.load import load, load_sweep, load_with_origins
 from pipectl.spec.models import JobSpec
 from pipectl.spec.origins import Origin
+from pipectl.spec.points import Point
 from pipectl.spec.schedules import GROUP as SCHEDULES_GROUP
 from pipectl.spec.schema import json_schema
+from pipectl.spec.sweep import Sweep
 from pipectl.spec.training import (
     Data,
     Evaluation,
@@ -47,14 +49,17 @@ __all__ = [
     "Output",
     "Pbs",
     "Pipeline",
+    "Point",
     "Reference",
     "Resources",
     "Slurm",
+    "Sweep",
     "Training",
     "dump",
     "json_schema",
     "links_key",
     "load",
+    "load_sweep",
     "load_with_origins",
     "plan_key",
     "profile_key",

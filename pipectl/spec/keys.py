@@ -54,6 +54,9 @@ def _profiled(spec: JobSpec) -> Any:
     for path, text in named:
         sections[path[0]][path[-1]] = _identity(text, spec.base)
     del sections["model"]["weights"]
+    optimizer = sections["optimizer"]
+    for options in (optimizer["kwargs"], *optimizer["groups"]):
+        _without_rate(options)
     for key in ("workers", "shuffle", "drop_last"):
         del sections["data"][key]
     load = {key: data["resources"][key] for key in ("tasks_per_node", "cpus_per_task")}
@@ -63,6 +66,12 @@ def _profiled(spec: JobSpec) -> Any:
     modules = user_sources(references.parse(text, spec.base) for _, text in named)
     contents = {name: _content(path) for name, path in modules.items()}
     return [sections, training, load, data["pipeline"]["micro_batches"], contents]
+
+
+def _without_rate(options: dict[str, Any]) -> None:
+    """Drop the learning rate: it changes neither times nor memory, and is what people try out."""
+    if isinstance(options.get("lr"), int | float):
+        del options["lr"]
 
 
 def _identity(text: str, base: Path) -> list[str | None]:

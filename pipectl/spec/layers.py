@@ -80,7 +80,24 @@ def apply_override(tree: Table, override: str, problems: list[Problem]) -> Table
         value = read_text(text, place.file, problems, lines=False)
     except UnreadableError as error:
         raise UsageError(str(error.problem), cure="quote the value as YAML does") from None
-    return _put(tree, keys, value or Scalar("", plain=True, place=place), place)
+    return put(tree, keys, value or Scalar("", plain=True, place=place), place)
+
+
+def put(table: Table, keys: list[str], value: Tree, place: Place) -> Table:
+    """``table`` with the value at ``keys``, making mappings on the way.
+
+    Args:
+        place: where the keys are written.
+    """
+    key, *rest = keys
+    below = table.entries.get(key)
+    if rest:
+        inner = Table(place=place) if below is None else below.value
+        if isinstance(inner, Scalar) and rest[0] in ("factory", "kwargs") and not is_null(inner):
+            inner = _expanded(inner)
+        value = put(inner if isinstance(inner, Table) else Table(place=place), rest, value, place)
+    name = Scalar(key, plain=True, place=place) if below is None or not rest else below.key
+    return Table({**table.entries, key: Entry(name, value)}, table.place)
 
 
 def _over(lower: Tree, upper: Tree) -> Tree:
@@ -89,19 +106,6 @@ def _over(lower: Tree, upper: Tree) -> Tree:
     if isinstance(lower, Scalar) and set(upper.entries) == {"kwargs"} and not is_null(lower):
         lower = _expanded(lower)
     return merge(lower, upper) if isinstance(lower, Table) else upper
-
-
-def _put(table: Table, keys: list[str], value: Tree, place: Place) -> Table:
-    """``table`` with the value at ``keys``, making mappings on the way."""
-    key, *rest = keys
-    below = table.entries.get(key)
-    if rest:
-        inner = Table(place=place) if below is None else below.value
-        if isinstance(inner, Scalar) and rest[0] in ("factory", "kwargs") and not is_null(inner):
-            inner = _expanded(inner)
-        value = _put(inner if isinstance(inner, Table) else Table(place=place), rest, value, place)
-    name = Scalar(key, plain=True, place=place) if below is None or not rest else below.key
-    return Table({**table.entries, key: Entry(name, value)}, table.place)
 
 
 def _expanded(factory: Scalar) -> Table:

@@ -9,6 +9,7 @@ from pipectl.errors import Problem, SpecError
 from pipectl.spec.layers import apply_override, merge, read_site, site_files
 from pipectl.spec.models import JobSpec
 from pipectl.spec.origins import Origin, origins
+from pipectl.spec.points import Point, points_of
 from pipectl.spec.reader import UnreadableError, read_file
 from pipectl.spec.tree import Scalar, Table, is_null
 from pipectl.spec.validate import validate
@@ -43,6 +44,27 @@ def load_with_origins(
     """As :func:`load`, with where every value comes from."""
     spec, tree = _resolved(path, overrides, sites, check_files=True)
     return spec, origins(spec, tree)
+
+
+def load_sweep(
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    sites: Sequence[Path] | None = None,
+    check_files: bool = True,
+) -> tuple[JobSpec, tuple[Point, ...]]:
+    """As :func:`load`, with the runs of its sweep; none where it has no sweep.
+
+    Values of the sweep go over those of ``--set``.
+    """
+    spec, tree = _resolved(path, overrides, sites, check_files=check_files)
+    if spec.sweep is None:
+        return spec, ()
+    problems: list[Problem] = []
+    points = points_of(tree, path, problems, check_files=check_files)
+    if problems:
+        raise SpecError(list(dict.fromkeys(problems)))
+    return spec, points
 
 
 def _resolved(

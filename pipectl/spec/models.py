@@ -23,6 +23,7 @@ from pipectl.spec.launching import (
 )
 from pipectl.spec.schedules import SUFFIX
 from pipectl.spec.section import Section
+from pipectl.spec.sweep import Sweep
 from pipectl.spec.training import (
     Data,
     Evaluation,
@@ -71,6 +72,7 @@ class JobSpec(Section):
     )
     slurm: Slurm = Field(default_factory=Slurm)
     pbs: Pbs = Field(default_factory=Pbs)
+    sweep: Sweep | None = None
     site_defaults: Flag = Field(
         default=True, description="Whether the site files give defaults to this job."
     )

@@ -133,9 +133,13 @@ def _words(info: FieldInfo, name: str, around: str) -> str:
     if (kind := kind_of(info)) is not None:
         return kind.words
     inner: Any = without_none(info.annotation)
+    if get_origin(inner) is tuple and get_origin(get_args(inner)[0]) is dict:
+        return "list of mappings"
     if get_origin(inner) is tuple:
         return f"list; each {_item_words(get_args(inner)[0])}"
     values = get_args(inner)[1]
+    if get_origin(values) is tuple:
+        return "mapping of keys to lists"
     return "mapping" if values is Any else f"mapping of names to {_item_words(values)}"
 
 

@@ -108,7 +108,7 @@ if ((code == 0)) && [[ -e "$PIPECTL_RUN_DIRECTORY/stopped" ]]; then
     code=75
     if ((attempt <= 3)); then
         trap '' TERM
-        scontrol requeue "$SLURM_JOB_ID"
+        scontrol requeue "${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}"
     fi
 fi
 exit "$code"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipectl.batch import (
+    Array,
     Container,
     JobRequest,
     MoreNodes,
@@ -105,7 +106,18 @@ trap 'rm -rf "$scratch"' EXIT
 #pipectl body
 """,
 )
+RUNS = tuple(Path(f"/scratch/u/my runs/100%/20261120-152233-it's-{i}") for i in range(3))
+SWEEP = Path("/scratch/u/my runs/100%/sweeps/20261120-152233-it's")
+ARRAY = replace(FULL, run_directory=SWEEP, stop=STOP, array=Array(RUNS, 2))
+DRIVER = ("/opt/env/bin/python", "-m", "pipectl.jobs.sweep_driver", str(SWEEP))
 CASES = {
+    "local-array.sh": ("local", replace(ARRAY, launcher="mpiexec", command=DRIVER)),
+    "pbs-array.sh": ("pbs", replace(ARRAY, launcher="mpiexec", mpi="auto", after=("41.vm",))),
+    "slurm-array.sh": ("slurm", replace(ARRAY, after=("41", "42_1"))),
+    "slurm-array-template.sh": (
+        "slurm",
+        replace(SMALL, run_directory=SWEEP, array=Array(RUNS), template=TEMPLATE),
+    ),
     "local.sh": ("local", replace(SMALL, stop=STOP)),
     "local-template.sh": ("local", replace(SMALL, template=TEMPLATE)),
     "local-full.sh": ("local", replace(FULL, launcher="mpiexec", mpi="hydra", launch_args=())),

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pipectl.batch import JobRequest, JobState
+from pipectl.batch import Array, JobRequest, JobState
 from pipectl.batch.pbs import PbsScheduler
 from pipectl.batch.process import NoAnswerError
-from pipectl.errors import SchedulerError
+from pipectl.errors import InvalidInputError, SchedulerError
 
 if TYPE_CHECKING:
     from conftest import FakeCommands
@@ -129,3 +129,27 @@ def test_cancel_of_what_is_gone_is_no_error(pbs: "FakeCommands") -> None:
 def test_no_forecast(pbs: "FakeCommands") -> None:
     assert PbsScheduler().estimate(SCRIPT) is None
     assert pbs.calls("qsub") == []
+
+
+def test_jobs_of_an_array(pbs: "FakeCommands") -> None:
+    row = "Job Id: {}\n    job_state = {}\n"
+    over = row.format("41[2].vm", "X") + "    substate = 92\n"
+    failed = row.format("41[3].vm", "X") + "    substate = 93\n    Exit_status = 3\n"
+    deleted = row.format("41[4].vm", "X") + "    substate = 91\n"
+    rows = [row.format("41[].vm", "B"), row.format("41[0].vm", "R"), row.format("41[1].vm", "Q")]
+    pbs.answer("qstat", "".join([*rows, over, failed, deleted]))
+    scheduler = PbsScheduler()
+    ids = [scheduler.task_id("41[].vm", index) for index in range(5)]
+    found = scheduler.query([*ids, "7.vm"])
+    assert [found[job_id].state for job_id in ids] == [
+        *(JobState.RUNNING, JobState.QUEUED, JobState.UNKNOWN),
+        *(JobState.FAILED, JobState.CANCELLED),
+    ]
+    assert pbs.calls("qstat") == [["-x", "-t", "-f", "41[].vm", "7.vm"]]
+    assert scheduler.array_id("41[3].vm") == scheduler.array_id("41[].vm") == "41[].vm"
+    assert scheduler.array_id("7.vm") == "7.vm"
+
+
+def test_an_array_of_one_job_is_refused(make_request: MakeRequest, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="single job"):
+        PbsScheduler().render(make_request(array=Array((tmp_path,))))

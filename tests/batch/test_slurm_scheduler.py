@@ -80,7 +80,7 @@ def test_a_lost_answer_is_looked_up_by_tag(
     slurm.replay("squeue", "squeue-format.txt")
     scheduler = SlurmScheduler(timeout_s=1.0)
     assert scheduler.submit(SCRIPT, make_request(tag="tag-run")) == "36"
-    assert slurm.calls("squeue") == [["-h", "-t", "all", "-o", SQUEUE_FORMAT, "--me"]]
+    assert slurm.calls("squeue") == [["-h", "-r", "-t", "all", "-o", SQUEUE_FORMAT, "--me"]]
 
 
 def test_an_uncertain_failure_is_looked_up_too(
@@ -115,7 +115,9 @@ def test_query_of_live_jobs_asks_the_queue_once(slurm: "FakeCommands") -> None:
     found = SlurmScheduler().query(["36", "37"])
     assert found["36"].state is JobState.RUNNING
     assert found["37"].state is JobState.QUEUED
-    assert slurm.calls("squeue") == [["-h", "-t", "all", "-o", SQUEUE_FORMAT, "-j", "36,37,36"]]
+    assert slurm.calls("squeue") == [
+        ["-h", "-r", "-t", "all", "-o", SQUEUE_FORMAT, "-j", "36,37,36"]
+    ]
     assert slurm.environment("squeue")["SLURM_TIME_FORMAT"] == "%s"
     assert slurm.calls("sacct") == slurm.calls("scontrol") == []
 
@@ -213,3 +215,41 @@ def test_an_impossible_job_has_no_estimate(slurm: "FakeCommands") -> None:
     with pytest.raises(SchedulerError, match="node configuration is not available") as caught:
         SlurmScheduler().estimate(SCRIPT)
     assert "lower resources" in (caught.value.cure or "")
+
+
+def test_jobs_of_an_array_are_asked_about_together(slurm: "FakeCommands") -> None:
+    slurm.answer(
+        "squeue",
+        "1_[2-3%2]|PENDING|1|N/A|N/A||t|JobArrayTaskLimit\n"
+        "1_0|RUNNING|1|1795228139|1795228139|node1|t|None\n"
+        "1_1|FAILED|1|1795228139|1795228139|node1|t|NonZeroExitCode\n",
+    )
+    slurm.answer("scontrol", "JobId=6 ArrayJobId=1 ArrayTaskId=1 JobState=FAILED ExitCode=3:0\n")
+    found = SlurmScheduler().query(["1_0", "1_1", "1_2", "1_3", "1_4"])
+    assert {job_id: status.state for job_id, status in found.items()} == {
+        "1_0": JobState.RUNNING,
+        "1_1": JobState.FAILED,
+        "1_2": JobState.QUEUED,
+        "1_3": JobState.QUEUED,
+    }
+    assert found["1_1"].exit_code == 3
+    assert [call[-1] for call in slurm.calls("squeue")] == ["1,1"]
+    assert slurm.calls("scontrol") == [["show", "job", "-o", "1"]]
+
+
+def test_the_accounting_knows_jobs_of_an_array_by_their_place(slurm: "FakeCommands") -> None:
+    slurm.answer(
+        "sacct",
+        "1_0|COMPLETED|0:0|1795228138|1795228139|1795228141|node1\n"
+        "1_1|FAILED|2:0|1795228138|1795228139|1795228141|node2\n",
+    )
+    found = SlurmScheduler().query(["1_0", "1_1"], since=SUBMIT)
+    assert (found["1_0"].state, found["1_1"].exit_code) == (JobState.COMPLETED, 2)
+
+
+def test_an_array_is_found_by_its_tag(slurm: "FakeCommands") -> None:
+    slurm.answer("squeue", "35_[2-3]|PENDING|1|N/A|N/A||tag|None\n35_0|RUNNING|1|1|2|n|tag|None\n")
+    scheduler = SlurmScheduler()
+    assert scheduler.find("tag") == "35"
+    assert scheduler.task_id("35", 2) == "35_2"
+    assert scheduler.array_id("35_2") == scheduler.array_id("35") == "35"

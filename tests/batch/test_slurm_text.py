@@ -8,6 +8,7 @@ from pipectl.batch import JobState
 from pipectl.batch.slurm_text import (
     parse_exit_code,
     parse_sacct,
+    parse_shown,
     parse_squeue,
     parse_state,
     submitted_id,
@@ -147,3 +148,36 @@ def test_a_job_of_several_components_is_one() -> None:
     (row,) = parse_squeue(f"{first}\n{second}\n")
     assert (row.job_id, row.status.state) == ("3", JobState.RUNNING)
     assert row.status.nodes == "node1,node[2-3]"
+
+
+def test_the_accounting_has_a_row_for_every_component() -> None:
+    row = "{}|COMPLETED|0:0|1795228138|1795228139|1795228141|{}"
+    rows = parse_sacct(f"{row.format('3+0', 'node1')}\n{row.format('3+1', 'node2')}\n")
+    assert [(found.job_id, found.status.nodes) for found in rows] == [("3", "node1")]
+
+
+def test_waiting_jobs_of_an_array_stand_in_one_row() -> None:
+    rows = parse_squeue(
+        "35_[1-2,7%2]|PENDING|1|N/A|N/A||tag|Resources\n35_0|RUNNING|1|1|2|n1|tag|None"
+    )
+    assert [(row.job_id, row.status.state) for row in rows] == [
+        *((f"35_{index}", JobState.QUEUED) for index in (1, 2, 7)),
+        ("35_0", JobState.RUNNING),
+    ]
+    assert [row.job_id for row in parse_sacct("35_[3]|PENDING|0:0|1|Unknown|Unknown|")] == ["35_3"]
+
+
+def test_what_a_long_row_leaves_out_is_left_out() -> None:
+    (row,) = parse_squeue("35_[1-2,...]|PENDING|1|N/A|N/A||tag|None")
+    assert row.job_id == "35_[1-2,...]"
+
+
+def test_exit_codes_of_an_array_by_job() -> None:
+    lines = (
+        "JobId=6 ArrayJobId=1 ArrayTaskId=1 JobState=FAILED ExitCode=3:0\n"
+        "JobId=1 ArrayJobId=1 ArrayTaskId=3 JobState=FAILED ExitCode=4:0\n"
+        "JobId=9 JobName=x JobState=FAILED ExitCode=5:0\n"
+    )
+    shown = parse_shown(lines)
+    codes = {job_id: parse_exit_code(line, JobState.FAILED) for job_id, line in shown.items()}
+    assert codes == {"1_1": 3, "1_3": 4, "9": 5}

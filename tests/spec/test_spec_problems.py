@@ -8,7 +8,7 @@ import pytest
 
 TOP_LEVEL = (
     "version, name, model, loss, data, optimizer, lr_scheduler, evaluation, training, pipeline, "
-    "resources, launch, environment, checkpoint, trace, callbacks, output, cluster, slurm, pbs, site_defaults"
+    "resources, launch, environment, checkpoint, trace, callbacks, output, cluster, slurm, pbs, sweep, site_defaults"
 )
 
 

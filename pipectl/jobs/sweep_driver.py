@@ -1,0 +1,54 @@
+"""Runs of a sweep on this machine, one after the other or a few at a time.
+
+Started as ``python -m pipectl.jobs.sweep_driver SWEEP_DIRECTORY`` by the script of the array, and
+there until the last run is over. A run that it starts is a job of its own from then on, as its
+record says; cancelled runs are left out.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from pipectl.batch.local import LocalScheduler
+from pipectl.batch.process import wait_for_any
+from pipectl.errors import PipectlError
+from pipectl.runs import Record, RunDirectory, SweepDirectory, locked
+
+
+def drive(sweep: SweepDirectory, clock: Callable[[], float] = time.time) -> None:
+    """Start all runs of a sweep, as many at a time as it says, and wait for them.
+
+    Raises:
+        DataFileError: it cannot be told which they are.
+    """
+    with locked(sweep):  # until the command that submits it has told all runs their ids
+        members = sweep.load()
+    running = 0
+    for run in sweep.runs():
+        if running >= (members.at_once or 1) and wait_for_any() is not None:
+            running -= 1
+        with suppress(PipectlError):  # one that was damaged keeps no other from its turn
+            running += _started(run, members.tag, clock())
+    while wait_for_any() is not None:
+        pass
+
+
+def _started(run: RunDirectory, tag: str, now: float) -> bool:
+    """Start a run, unless it was cancelled, or has been resumed on its own."""
+    with locked(run):
+        record = Record.load(run.record)
+        if record.task is None or record.tag != tag or record.state == "cancelled":
+            return False
+        job_id = LocalScheduler().start(run.script, run.path)
+        record = replace(record, task=None).after(now, "submitted", job_id=job_id)
+        record.save(run.record)
+    return True
+
+
+if __name__ == "__main__":
+    drive(SweepDirectory(Path(sys.argv[1])))

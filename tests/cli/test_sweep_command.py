@@ -1,0 +1,251 @@
+"""Sweeps from submission to their end, with pretended commands of Slurm and PBS."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pipectl.runs import Record
+
+if TYPE_CHECKING:
+    from conftest import Command
+
+Program = Callable[[str, str], Path]
+SLURM, PBS = ("--scheduler", "slurm"), ("--scheduler", "pbs")
+SWEEP = """\
+sweep:
+  grid: {optimizer.kwargs.lr: [0.1, 0.01], training.seed: [0, 1]}
+  at_once: 2
+"""
+ROW = "{}|{}|1|N/A|N/A||{}|None"
+
+
+@pytest.fixture
+def sweep(profile: Path) -> None:
+    """The job gets a sweep of four points, and has a fresh profile."""
+    with Path("job.yaml").open("a") as job:
+        job.write(SWEEP)
+
+
+def runs() -> list[Path]:
+    return sorted(path for path in Path("runs").glob("*-tiny-*") if path.is_dir())
+
+
+def told(run: Path) -> Record:
+    return Record.load(run / "record.json")
+
+
+def listed(*rows: str) -> str:
+    return "cat <<'ROWS'\n" + "\n".join(rows) + "\nROWS"
+
+
+def test_check_tells_how_many_runs(cli: Command, sweep: None) -> None:
+    assert "a sweep of 4 runs" in cli("check", "job.yaml").out
+
+
+def test_a_run_for_every_point_and_one_array(cli: Command, sweep: None, program: Program) -> None:
+    program("sbatch", 'echo "$@" >sbatch.argv; echo 35')
+    result = cli("submit", "job.yaml", *SLURM)
+    assert (result.code, result.err) == (0, "")
+    (folder,) = Path("runs/sweeps").iterdir()
+    assert result.out.splitlines() == [
+        "submitted: 4 runs of tiny (slurm job 35)",
+        f"sweep directory: {folder}",
+        f"see: pipectl status {folder.name}",
+    ]
+    assert Path("sbatch.argv").read_text().split()[1] == str(folder.absolute() / "array.sh")
+    script = (folder / "array.sh").read_text()
+    assert "#SBATCH --array=0-3%2\n" in script
+    assert [run.name for run in runs()] == [f"{folder.name}-{index}" for index in range(4)]
+    values = []
+    for index, run in enumerate(runs()):
+        assert f"    {run.absolute()}\n" in script
+        record = told(run)
+        assert (record.job_id, record.state, record.task) == (f"35_{index}", "submitted", index)
+        assert record.sweep is not None
+        assert record.sweep.name == folder.name
+        values.append(list(record.sweep.values.values()))
+        own = (run / "job.sh").read_text()
+        assert f"PIPECTL_RUN_DIRECTORY={run.absolute()}\n" in own
+        assert "pipectl.jobs.prepare" not in own, "another learning rate needs no other profile"
+        assert {path.name for path in run.iterdir()} >= {"profile.json", "plan.json", "job.yaml"}
+        assert (run / "plan.json").read_bytes() == (runs()[0] / "plan.json").read_bytes()
+        assert (run / "trace/predicted.json").exists()
+    assert values == [[0.1, 0], [0.1, 1], [0.01, 0], [0.01, 1]]
+    assert "lr: 0.01" in (runs()[3] / "job.yaml").read_text()
+
+
+def test_the_answer_for_programs_is_a_list(cli: Command, sweep: None, program: Program) -> None:
+    program("sbatch", "echo 35")
+    found = json.loads(cli("submit", "job.yaml", *SLURM, "--json").out)
+    assert [item["job_id"] for item in found] == [f"35_{index}" for index in range(4)]
+    assert found[1]["values"] == {"optimizer.kwargs.lr": 0.1, "training.seed": 1}
+
+
+def test_points_of_another_model_leave_the_profile_to_their_jobs(
+    cli: Command, sweep: None, program: Program
+) -> None:
+    program("sbatch", "echo 35")
+    grid = "sweep.grid={model.kwargs: [{}, {width: 3}]}"
+    result = cli("submit", "job.yaml", *SLURM, "--set", grid)
+    assert "no fresh profile for 1 of 2 runs" in result.err
+    assert [(run / "profile.json").exists() for run in runs()] == [True, False]
+    assert "pipectl.jobs.prepare" in (runs()[1] / "job.sh").read_text()
+
+
+def test_a_dry_run_shows_the_array_and_the_first_run(cli: Command, sweep: None) -> None:
+    out = cli("submit", "job.yaml", *SLURM, "--dry-run").out
+    array, first = out.split('exec /bin/bash "$run/job.sh"\n')
+    assert "#SBATCH --array=0-3%2" in array
+    assert "--array" not in first
+    assert "-tiny-0\n" in first
+    assert not runs()
+
+
+def test_test_only_asks_about_the_array(cli: Command, sweep: None, program: Program) -> None:
+    program("sbatch", 'grep -q array=0-3 "$2" && echo "sbatch: Job 9 to start at noon" >&2')
+    Path("bin/grep").symlink_to("/usr/bin/grep")
+    assert "to start at noon" in cli("submit", "job.yaml", *SLURM, "--test-only").out
+
+
+def test_nothing_stays_of_what_is_refused(cli: Command, sweep: None, program: Program) -> None:
+    program("sbatch", "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1")
+    result = cli("submit", "job.yaml", *SLURM)
+    assert (result.code, "slurm.partition" in result.err) == (5, True)
+    assert not runs()
+    assert not list(Path("runs/sweeps").iterdir())
+
+
+def test_an_interrupted_submission_is_found_again(
+    cli: Command, sweep: None, program: Program
+) -> None:
+    program("sbatch", "echo 'Socket timed out on send/recv' >&2; exit 1")
+    program("squeue", "true")
+    program("sacct", "exit 1")
+    assert cli("submit", "job.yaml", *SLURM).code == 5
+    assert [told(run).job_id for run in runs()] == [None] * 4
+    tag = told(runs()[0]).tag
+    assert {told(run).tag for run in runs()} == {tag}
+    program("squeue", f"echo x >>asked\n{listed(ROW.format('35_[0-3%2]', 'PENDING', tag))}")
+    refused = cli("submit", "job.yaml", *SLURM)
+    assert "nothing was submitted now" in refused.err
+    assert Path("asked").read_text().count("x") == 1, "one question for all runs"
+    assert [told(run).job_id for run in runs()] == [f"35_{index}" for index in range(4)]
+    assert cli("status", "tiny").out.count("QUEUED") == 4 + 1
+
+
+def test_status_of_a_sweep(cli: Command, sweep: None, program: Program) -> None:
+    program("sbatch", "echo 35")
+    program("sacct", "exit 1")
+    program("scontrol", "exit 1")
+    cli("submit", "job.yaml", *SLURM)
+    over = [ROW.format(f"35_{index}", "COMPLETED", "t") for index in (0, 1)]
+    program("squeue", listed(*over, ROW.format("35_2", "RUNNING", "t"), "35_[3]|PENDING|1||||t|x"))
+    for index, loss in ((0, 0.5), (1, 0.25), (2, 0.1)):
+        line = {"attempt": 1, "step": 4, "steps": 4, "time": 1, "loss": loss, "step_time_s": 1}
+        evaluation = {"attempt": 1, "step": 4, "time": 1, "evaluation": {"loss": loss, "top1": 0.9}}
+        lines = (json.dumps(line), json.dumps(evaluation))
+        (runs()[index] / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    head, titles, *rows = cli("status", "tiny").out.splitlines()
+    assert head.endswith("  4 runs: 2 COMPLETED, 1 RUNNING, 1 QUEUED")
+    names = "run lr seed state step loss evaluation loss evaluation top1 best"
+    assert titles.split() == names.split()
+    assert rows[1].split() == ["1", "0.1", "1", "COMPLETED", "4/4", *["0.25"] * 2, "0.9", "*"]
+    assert [row.rstrip().endswith("*") for row in rows] == [False, True, False, False]
+    found = json.loads(cli("status", "tiny", "--json").out)
+    assert (found["best"], len(found["runs"])) == (runs()[1].name, 4)
+    assert found["runs"][3]["sweep"]["values"] == {"optimizer.kwargs.lr": 0.01, "training.seed": 1}
+    assert "lr=0.01 seed=1" in cli("status").out
+    assert "lr=0.01 seed=1" in cli("status", runs()[3].name).out
+    assert cli("status", "tiny", "--ranks").code == 2
+
+
+def test_one_run_or_all_are_cancelled(cli: Command, sweep: None, program: Program) -> None:
+    program("sbatch", "echo 35")
+    program("sacct", "exit 1")
+    program("squeue", listed(ROW.format("35_[0-3%2]", "PENDING", "t")))
+    program("scancel", 'echo "$@" >>scancel.argv')
+    cli("submit", "job.yaml", *SLURM)
+    assert cli("cancel", "tiny-2").code == 0
+    assert Path("scancel.argv").read_text() == "35_2\n"
+    assert "cancelled: 4 of the 4 runs" in cli("cancel", "tiny").out
+    assert Path("scancel.argv").read_text() == "35_2\n35\n"
+    assert {told(run).state for run in runs()} == {"cancelled"}
+
+
+def test_a_resumed_run_is_a_job_of_its_own(cli: Command, sweep: None, program: Program) -> None:
+    program("sbatch", "echo 35")
+    program("sacct", "exit 1")
+    program("scontrol", "exit 1")
+    cli("submit", "job.yaml", *SLURM)
+    states = [ROW.format(f"35_{i}", "FAILED" if i == 1 else "RUNNING", "t") for i in range(4)]
+    program("squeue", listed(*states))
+    program("sbatch", "echo 50")
+    assert cli("resume", "tiny-1").code == 0
+    record = told(runs()[1])
+    assert (record.job_id, record.task) == ("50", None)
+    assert record.sweep is not None
+    program("squeue", listed(*states, ROW.format("50", "RUNNING", "t")))
+    program("scancel", 'echo "$@" >>scancel.argv')
+    cli("cancel", "tiny")
+    assert Path("scancel.argv").read_text().split() == ["35", "50"]
+
+
+def test_a_job_behind_a_sweep(cli: Command, sweep: None, program: Program) -> None:
+    program("sbatch", "echo 35")
+    program("sacct", "exit 1")
+    program("squeue", listed(ROW.format("35_[0-3%2]", "PENDING", "t")))
+    cli("submit", "job.yaml", *SLURM)
+    alone = ("--set", "sweep=null", "--set", "name=next")
+    assert cli("submit", "job.yaml", *SLURM, "--after", "tiny", *alone).code == 0
+    (behind,) = (path for path in Path("runs").glob("*-next") if path.is_dir())
+    assert "--dependency=afterok:35_0:35_1:35_2:35_3\n" in (behind / "job.sh").read_text()
+
+
+def test_on_pbs(cli: Command, sweep: None, program: Program) -> None:
+    program("qsub", "echo 41[].vm")
+    assert cli("submit", "job.yaml", *PBS).code == 0
+    (script,) = (path.read_text() for path in Path("runs/sweeps").glob("*/array.sh"))
+    assert "#PBS -J 0-3\n#PBS -W max_run_subjobs=2\n" in script
+    assert [told(run).job_id for run in runs()] == [f"41[{index}].vm" for index in range(4)]
+    rows = [f"Job Id: 41[{i}].vm\n    job_state = {state}" for i, state in enumerate("XRQQ")]
+    program("qstat", f'[[ $* == "-x -t -f 41[].vm" ]] && {listed(*rows)}')
+    (runs()[0] / "exit_code").write_text("0\n")
+    assert "1 COMPLETED, 1 RUNNING, 2 QUEUED" in cli("status", "tiny").out
+
+    (runs()[1] / "resubmitted").write_text("57.vm\n")
+    program("qstat", listed(*rows, "Job Id: 57.vm\n    job_state = Q"))
+    assert json.loads(cli("status", "tiny-1", "--json").out)["job_id"] == "57.vm"
+    program("qdel", 'echo "$@" >>qdel.argv')
+    assert "cancelled: 3 of the 4 runs" in cli("cancel", "tiny").out
+    assert sorted(Path("qdel.argv").read_text().split()) == ["41[].vm", "57.vm"]
+
+
+def test_behind_an_array_of_pbs(cli: Command, sweep: None, program: Program) -> None:
+    program("qsub", "echo 41[].vm")
+    cli("submit", "job.yaml", *PBS)
+    program("qstat", listed(*(f"Job Id: 41[{i}].vm\n    job_state = Q" for i in range(4))))
+    alone: Any = ("--set", "sweep=null", "--set", "name=next")
+    refused = cli("submit", "job.yaml", *PBS, "--after", "tiny-2", *alone)
+    assert (refused.code, "wait for all of it" in refused.err) == (2, True)
+    assert cli("submit", "job.yaml", *PBS, "--after", "tiny", *alone).code == 0
+    (behind,) = (path for path in Path("runs").glob("*-next") if path.is_dir())
+    assert "-W depend=afterok:41[].vm\n" in (behind / "job.sh").read_text().replace("'", "")
+
+
+def test_values_are_text_on_a_terminal(cli: Command, sweep: None, program: Program) -> None:
+    program("sbatch", "echo 35")
+    program("squeue", "true")
+    program("sacct", "exit 1")
+    hostile = "[red]x[/red] $(touch PWNED) `id`"
+    grid = f"sweep.grid={{model.kwargs.text: ['{hostile}', '; touch PWNED']}}"
+    assert cli("submit", "job.yaml", *SLURM, "--set", grid).code == 0
+    assert "[red]x[/red] $(touch ..." in cli("status", "tiny").out
+    assert hostile in (runs()[0] / "job.yaml").read_text()
+    (array,) = Path("runs/sweeps").glob("*/array.sh")
+    for script in (array, *(run / "job.sh" for run in runs())):
+        assert "PWNED" not in script.read_text()

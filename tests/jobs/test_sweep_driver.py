@@ -1,0 +1,111 @@
+"""Runs of a sweep on this machine, over real processes; their scripts wait for a file."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipectl.batch import Array, JobRequest, JobState, get
+from pipectl.batch.local import LocalScheduler
+from pipectl.jobs.cancel import cancel, cancel_sweep
+from pipectl.jobs.status import statuses
+from pipectl.runs import Members, Record, RunDirectory, Setting, SweepDirectory, locked
+
+LOCAL = get("local")
+SCRIPT = """\
+trap 'echo 143 >"{run}/exit_code"; exit 143' TERM
+touch "{run}/started"
+until [[ -e "{run}/go" ]]; do sleep 0.05; done
+echo 0 >"{run}/exit_code"
+"""
+Started = tuple[SweepDirectory, list[RunDirectory]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Callable[[int, int], Started]:
+    """Starts a sweep of some runs, a few at a time, as its submission does."""
+
+    def submit(points: int, at_once: int) -> Started:
+        sweep, runs = SweepDirectory.create(tmp_path, "tiny", points, time.time())
+        request = JobRequest(
+            name="tiny",
+            tag=sweep.name,
+            run_directory=sweep.path,
+            python=sys.executable,
+            ranks=1,
+            nodes=1,
+            tasks_per_node=1,
+            walltime_s=60,
+            command=(sys.executable, "-m", "pipectl.jobs.sweep_driver", str(sweep.path)),
+            array=Array(tuple(run.path for run in runs), at_once),
+        )
+        with locked(sweep):
+            sweep.save(Members(request.tag, tuple(run.name for run in runs), at_once))
+            sweep.script.write_text(LOCAL.render(request))
+            for run in runs:
+                run.script.write_text(SCRIPT.format(run=run.path))
+            array_id = LOCAL.submit(sweep.script, request)
+            now = time.time()
+            record = Record("tiny", "local", request.tag, now, 1, 1, 4)
+            for index, run in enumerate(runs):
+                here = replace(record, sweep=Setting(sweep.name, {"n": index}), task=index)
+                job_id = LOCAL.task_id(array_id, index)
+                here.after(now, "submitted", job_id=job_id).save(run.record)
+        return sweep, runs
+
+    return submit
+
+
+def states(runs: Sequence[RunDirectory]) -> list[JobState]:
+    return [status.job.state for status in statuses(runs, time.time())]
+
+
+def until(runs: Sequence[RunDirectory], *wanted: JobState) -> None:
+    deadline = time.monotonic() + 120
+    while (found := states(runs)) != list(wanted):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+
+
+def test_a_few_at_a_time_in_their_order(start: Callable[[int, int], Started]) -> None:
+    queued, running, completed = JobState.QUEUED, JobState.RUNNING, JobState.COMPLETED
+    sweep, runs = start(4, 2)
+    until(runs, running, running, queued, queued)
+    assert LOCAL.find(sweep.name) is not None
+    (runs[1].path / "go").touch()
+    until(runs, running, completed, running, queued)
+    for run in runs:
+        (run.path / "go").touch()
+    until(runs, *[completed] * 4)
+    assert all(Record.load(run.record).task is None for run in runs)
+
+
+def test_cancelled_runs_never_start(start: Callable[[int, int], Started]) -> None:
+    sweep, runs = start(4, 1)
+    until(runs, JobState.RUNNING, *[JobState.QUEUED] * 3)
+    assert cancel(runs[1], time.time())
+    until(runs, JobState.RUNNING, JobState.CANCELLED, *[JobState.QUEUED] * 2)
+    (runs[0].path / "go").touch()
+    until(runs, JobState.COMPLETED, JobState.CANCELLED, JobState.RUNNING, JobState.QUEUED)
+    assert cancel_sweep(sweep, time.time()) == 2
+    until(runs, JobState.COMPLETED, *[JobState.CANCELLED] * 3)
+    started = [(run.path / "started").exists() for run in runs]
+    assert started == [True, False, True, False]
+    assert not cancel(runs[3], time.time())
+
+
+def test_what_waits_for_a_driver_that_is_gone_never_starts(
+    start: Callable[[int, int], Started],
+) -> None:
+    sweep, runs = start(2, 1)
+    until(runs, JobState.RUNNING, JobState.QUEUED)
+    driver = LOCAL.find(sweep.name)
+    assert driver is not None
+    LocalScheduler(grace_s=0.1).cancel(driver)
+    until(runs[1:], JobState.FAILED)
+    assert "never started" in statuses(runs, time.time())[1].job.reason

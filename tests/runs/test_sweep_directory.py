@@ -1,0 +1,67 @@
+"""Directories of sweeps and their runs, and finding them by name."""
+
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from pipectl.errors import DataFileError, UnknownRunError, UsageError
+from pipectl.runs import Members, RunDirectory, SweepDirectory, find_sweep, list_runs, list_sweeps
+
+NOW = datetime(2026, 11, 20, 15, 22, 33).timestamp()
+STEM = "20261120-152233-gpt"
+
+
+def test_runs_have_the_name_of_their_sweep(tmp_path: Path) -> None:
+    sweep, runs = SweepDirectory.create(tmp_path / "runs", "gpt", 3, NOW)
+    assert sweep.path == tmp_path / "runs/sweeps" / STEM
+    assert [run.name for run in runs] == [f"{STEM}-{index}" for index in range(3)]
+    assert list_runs(tmp_path / "runs") == runs
+    assert all(run.logs.is_dir() for run in runs)
+    assert [found.name for found in list_sweeps(tmp_path / "runs")] == [STEM]
+    sweep.save(Members("tag", tuple(run.name for run in runs), 2))
+    assert sweep.load() == Members("tag", tuple(run.name for run in runs), 2)
+    runs[1].path.rename(tmp_path / "away")
+    assert sweep.runs() == [runs[0], runs[2]]
+
+
+def test_names_that_are_taken_are_left_alone(tmp_path: Path) -> None:
+    for _ in range(3):  # the third is ...-gpt-3
+        RunDirectory.create(tmp_path, "gpt", NOW)
+    sweep, runs = SweepDirectory.create(tmp_path, "gpt", 4, NOW)
+    assert (sweep.name, runs[0].name) == (f"{STEM}-2", f"{STEM}-2-0")
+    other, _ = SweepDirectory.create(tmp_path, "gpt", 2, NOW)
+    assert other.name == STEM, "its runs -0 and -1 are free"
+    assert len(list_runs(tmp_path)) == 3 + 4 + 2
+
+
+def test_a_base_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="file"):
+        SweepDirectory.create(tmp_path / "file", "gpt", 2, NOW)
+
+
+def test_a_sweep_is_found_by_a_part_of_its_name(tmp_path: Path) -> None:
+    sweep, runs = SweepDirectory.create(tmp_path, "gpt", 2, NOW)
+    for name in (STEM, "gpt", "20261120", "20261120-15"):
+        found = find_sweep(tmp_path, name)
+        assert found is not None, name
+        assert found.path == sweep.path
+    for name in (runs[0].name, "gpt-1", "last", "other", ""):
+        assert find_sweep(tmp_path, name) is None
+
+
+def test_a_part_of_several_names_is_refused(tmp_path: Path) -> None:
+    SweepDirectory.create(tmp_path, "gpt", 2, NOW)
+    RunDirectory.create(tmp_path, "gpt", NOW + 1)
+    with pytest.raises(UnknownRunError, match="matches 2 runs: 20261120-152233-gpt, 2"):
+        find_sweep(tmp_path, "gpt")
+    assert find_sweep(tmp_path, "20261120-152234-gpt") is None
+
+
+def test_a_damaged_list_of_runs_leads_nowhere_else(tmp_path: Path) -> None:
+    sweep, _ = SweepDirectory.create(tmp_path, "gpt", 2, NOW)
+    for names in ('["../x"]', f'["{STEM}-0/../.."]', "[1]", "null"):
+        sweep.members.write_text(f'{{"version": 1, "tag": "t", "runs": {names}}}')
+        with pytest.raises(DataFileError, match=r"sweep\.json"):
+            sweep.runs()

@@ -1,0 +1,164 @@
+"""The points of a sweep: which they are, and what is wrong with them, at its place."""
+
+# ruff: noqa: E501 (a message is one line)
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipectl.errors import SpecError
+from pipectl.spec import Point, dump, load, load_sweep
+
+Points = Callable[..., tuple[Point, ...]]
+Faults = Callable[..., list[str]]
+
+
+@pytest.fixture
+def points(minimal: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Points:
+    """The points of the minimal job with a text from line 7 on."""
+    monkeypatch.chdir(tmp_path)
+
+    def load_text(text: str, *overrides: str) -> tuple[Point, ...]:
+        Path("job.yaml").write_text(minimal + text)
+        return load_sweep(Path("job.yaml"), overrides, sites=())[1]
+
+    return load_text
+
+
+@pytest.fixture
+def faults(points: Points) -> Faults:
+    def lines(text: str, *overrides: str) -> list[str]:
+        with pytest.raises(SpecError) as caught:
+            points(text, *overrides)
+        return [str(problem).removeprefix("job.yaml:") for problem in caught.value.problems]
+
+    return lines
+
+
+def test_a_grid_and_points(points: Points) -> None:
+    found = points(
+        """\
+sweep:
+  grid: {optimizer.kwargs.lr: [1e-3, 3e-4], training.seed: [0, 1]}
+  points: [{training.batch_size: 16}]
+"""
+    )
+    assert [dict(point.values) for point in found] == [
+        {"optimizer.kwargs.lr": 1e-3, "training.seed": 0},
+        {"optimizer.kwargs.lr": 1e-3, "training.seed": 1},
+        {"optimizer.kwargs.lr": 3e-4, "training.seed": 0},
+        {"optimizer.kwargs.lr": 3e-4, "training.seed": 1},
+        {"training.batch_size": 16},
+    ]
+    assert found[1].spec.optimizer.kwargs == {"lr": 1e-3}
+    assert found[1].spec.training.seed == 1
+    assert found[4].spec.training.batch_size == 16
+    assert all(point.spec.sweep is None for point in found)
+
+
+def test_the_job_itself_has_no_value_of_its_sweep(minimal: str, points: Points) -> None:
+    (first, _) = points("sweep: {grid: {training.seed: [3, 4]}}\n")
+    spec = load(Path("job.yaml"), sites=())
+    assert (spec.training.seed, first.spec.training.seed) == (0, 3)
+    assert spec.sweep is not None
+    Path("again.yaml").write_text(dump(spec))
+    assert load(Path("again.yaml")).sweep == spec.sweep
+
+
+def test_values_have_the_types_of_their_fields(points: Points) -> None:
+    found = points(
+        """\
+sweep:
+  points:
+    - {training.clip_grad_norm: null, pipeline.memory_limit: 1GiB}
+    - {optimizer: {factory: torch.optim:SGD, kwargs: {lr: 0.1}}}
+    - {model.kwargs.in_features: "4"}
+"""
+    )
+    assert found[0].spec.pipeline.memory_limit == 2**30
+    assert found[1].spec.optimizer.factory == "torch.optim:SGD"
+    assert found[2].spec.model.kwargs["in_features"] == "4"
+
+
+def test_a_sweep_goes_over_set_and_can_be_left_out(points: Points) -> None:
+    sweep = "sweep: {grid: {training.seed: [3, 4]}}\n"
+    assert [p.spec.training.seed for p in points(sweep, "training.seed=9")] == [3, 4]
+    assert points(sweep, "sweep=null") == ()
+    assert len(points("", "sweep.points=[{training.seed: 1}, {training.seed: 2}]")) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "messages"),
+    [
+        ("sweep: {grid: {training.seed: 1}}", ["7:31: sweep.grid.training.seed: must be a list, not 1"]),
+        ("sweep: {points: {a: 1}}", ["7:17: sweep.points: must be a list, not a mapping"]),
+        ("sweep: {points: [1]}", ["7:18: sweep.points[0]: must be a mapping, not 1"]),
+        ("sweep: {at_once: 0, grid: {training.seed: [1]}}", ["7:18: sweep.at_once: must be at least 1, not 0"]),
+        ("sweep: {size: 3}", ["7:9: sweep.size: unknown key; known are grid, points, at_once"]),
+        ("sweep: {}", ["7:1: sweep: has no points; give it a grid, or points"]),
+        ("sweep: {grid: {training.seed: []}}", ["7:16: training.seed: has no values"]),
+        ("sweep: {points: [{}]}", ["7:18: sweep.points: a point without a key"]),
+        ("sweep: {grid: {trainin.seed: [1, 2]}}", ["7:16: trainin: unknown key; did you mean 'training'?"]),
+        ("sweep: {grid: {training.sede: [1, 2]}}", ["7:16: training.sede: unknown key; did you mean 'seed'?"]),
+        ("sweep: {grid: {training..seed: [1]}}", ["7:16: training..seed: must be a key such as training.seed"]),
+        ("sweep:\n  grid:\n    training.seed: [1, x,\n      -2]", [
+            "9:24: training.seed: must be a whole number of at least 0, not 'x'",
+            "10:7: training.seed: must be at least 0, not -2"]),
+        ("sweep: {grid: {training.seed: [1, 1]}}", ["7:35: training.seed: a point with the same values as number 0"]),
+        ("sweep: {grid: {training.seed: [1, 2]}, points: [{training.seed: 2}]}",
+         ["7:65: training.seed: a point with the same values as number 1"]),
+        ("sweep: {points: [{model: {factory: a:b}, model.kwargs.x: 1}]}",
+         ["7:42: model.kwargs.x: is a part of model, which is set as well"]),
+        ("pipeline: {micro_batches: 4}\nsweep: {grid: {training.batch_size: [8, 2]}}",
+         ["8:41: with training.batch_size: 2: pipeline.micro_batches: a batch of 2 cannot"]),
+        ("sweep: {grid: {model.factory: [./a.py:b, torch.nn:Linear]}}", ["7:32: model.factory: no such file"]),
+    ],
+)  # fmt: skip
+def test_faults_stand_at_their_values(faults: Faults, text: str, messages: list[str]) -> None:
+    found = faults(text)
+    assert len(found) == len(messages), found
+    for line, message in zip(found, messages, strict=True):
+        assert line.startswith(message), line
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("resources.nodes", "resources", "slurm.qos", "pbs.queue", "launch.scheduler", "launch"),
+        *("launch.template", "checkpoint.on_signal", "checkpoint.lead_time", "checkpoint"),
+        *("checkpoint.max_requeues", "name", "output.directory", "sweep.at_once", "version"),
+    ],
+)
+def test_what_the_batch_system_allocates_is_the_same_for_all(faults: Faults, key: str) -> None:
+    (line,) = faults(f"sweep: {{grid: {{{key}: [1, 2]}}}}")
+    assert line.startswith(f"7:16: {key}: cannot differ between the runs of a sweep"), line
+    assert f"--set {key}=..." in line
+
+
+def test_the_number_of_points_is_limited(points: Points, faults: Faults) -> None:
+    grid = "sweep: {grid: {training.seed: [%s], training.steps: [%s]}}"
+    (line,) = faults(grid % (", ".join(map(str, range(101))), ", ".join(map(str, range(1, 11)))))
+    assert line == "7:1: sweep: has 1010 points; 1000 are allowed"
+
+
+def test_strings_that_would_break_out_arrive_in_the_job(points: Points, tmp_path: Path) -> None:
+    hostile = [
+        "$(touch PWNED)",
+        "`id`",
+        "'; rm -rf x; '",
+        '"',
+        "a: b",
+        "{x}",
+        "\\",
+        "%j",
+        "- y",
+        "ä",
+    ]
+    text = yaml.safe_dump({"sweep": {"grid": {"model.kwargs.text": hostile}}})
+    for point, value in zip(points(text), hostile, strict=True):
+        (tmp_path / "run.yaml").write_text(dump(point.spec))
+        assert load(tmp_path / "run.yaml").model.kwargs["text"] == value
