@@ -9,7 +9,7 @@ from pipectl.cli.options import RUNS, RunName, RunsDirectory
 
 
 def command(name: RunName, directory: RunsDirectory = RUNS) -> None:
-    """End a run, or all runs of a sweep; what is over already is left as it is."""
+    """End a run, or all of a sweep; what is over stays as it is."""
     from pipectl.jobs.cancel import cancel, cancel_sweep
     from pipectl.runs import find_run, find_sweep
 

@@ -1,9 +1,10 @@
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from pipectl.batch import JobRequest, SlurmOptions
+from pipectl.batch import Array, JobRequest, MoreNodes, SlurmOptions
 from pipectl.batch.local import LocalScheduler
 from pipectl.batch.slurm_script import render_script
 from pipectl.errors import InvalidInputError
@@ -98,3 +99,12 @@ def test_other_text_is_no_directive(make_request: MakeRequest, directive: str) -
 def test_control_characters_in_options_are_refused(make_request: MakeRequest, key: str) -> None:
     with pytest.raises(InvalidInputError, match=rf"slurm\.{key}"):
         render_script(make_request(slurm=SlurmOptions(**{key: "a\nb"})))
+
+
+def test_an_array_of_jobs_with_nodes_of_several_kinds_is_refused(
+    make_request: MakeRequest, tmp_path: Path
+) -> None:
+    runs = Array((tmp_path / "0", tmp_path / "1"))
+    request = make_request(more=(MoreNodes(1, 2),), array=runs)
+    with pytest.raises(InvalidInputError, match="several kinds"):
+        render_script(request)
