@@ -44,13 +44,16 @@ def cache_directory(base: Path) -> Path:
 
 
 def scheduler_name(spec: JobSpec, wanted: str | None) -> str:
-    """The scheduler asked for, else the spec's; ``auto`` is Slurm or PBS where it is installed.
+    """The scheduler asked for, else the spec's; ``auto`` is Slurm or PBS where it is installed."""
+    name: str = wanted or spec.launch.scheduler
+    return name if name != "auto" else detected()
+
+
+def detected() -> str:
+    """The batch system that is installed here, else ``local``.
 
     Slurm comes with commands named as those of PBS, so that it is looked for first.
     """
-    name: str = wanted or spec.launch.scheduler
-    if name != "auto":
-        return name
     if shutil.which("sbatch"):
         return "slurm"
     return "pbs" if shutil.which("qsub") and shutil.which("qselect") else LOCAL

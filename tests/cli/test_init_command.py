@@ -1,0 +1,188 @@
+"""`pipectl init`: jobs for the cluster at hand, which pass `check` and render."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipectl.cli import init_ask
+from pipectl.spec import load
+
+DATA = Path(__file__).parents[1] / "data" / "scheduler"
+
+
+def fake(place: Path, command: str, text: str, rc: int = 0) -> None:
+    path = place / "bin" / command
+    path.write_text(f"#!/bin/bash\ncat <<'END'\n{text}\nEND\nexit {rc}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def slurm(place: Path) -> Callable[[str], None]:
+    """Pretend that `sinfo` prints this."""
+
+    def prints(text: str, rc: int = 0) -> None:
+        fake(place, "sbatch", "")
+        fake(place, "sinfo", text, rc)
+
+    return prints
+
+
+@pytest.fixture
+def pbs(place: Path) -> None:
+    def sample(name: str) -> str:
+        return "\n".join((DATA / "pbs" / name).read_text().splitlines()[1:-1])
+
+    for command in ("qsub", "qselect"):
+        fake(place, command, "")
+    fake(place, "pbsnodes", sample("pbsnodes-a.txt"))
+    path = place / "bin" / "qstat"
+    path.write_text(
+        "#!/bin/bash\nif [[ $1 == -Q ]]; then cat <<'END'\n"
+        f"{sample('qstat-Q-f.txt')}\nEND\nelse cat <<'END'\n{sample('qstat-B-f.txt')}\nEND\nfi\n"
+    )
+    path.chmod(0o755)
+
+
+BIG = "debug*|30:00|4|8|16000|(null)|up\nlong|infinite|64|128|256000|gpu:4|up"
+
+
+def test_on_slurm_it_is_within_the_default_partition(cli: Any, slurm: Any) -> None:
+    slurm("tiny*|0:05:00|2|1|1000|(null)|up")
+    assert cli("init").code == 0
+    spec = load(Path("job.yaml"), sites=())
+    assert (spec.slurm.partition, spec.resources.walltime) == ("tiny", 300)
+    assert (spec.resources.nodes, spec.resources.tasks_per_node) == (2, 1)
+    assert spec.resources.memory_per_node == 900 * 2**20
+    assert "tiny has, at least and for each node: 2 nodes, 1 cores" in Path("job.yaml").read_text()
+    script = cli("submit", "job.yaml", "--dry-run", "--set", "site_defaults=false")
+    assert script.code == 0, script.err
+    assert "#SBATCH --partition=tiny\n" in script.out
+    assert "#SBATCH --mem=900M\n" in script.out
+
+
+def test_on_pbs_it_is_within_the_default_queue(cli: Any, pbs: None) -> None:
+    assert cli("init", "--account", "my project").code == 0
+    spec = load(Path("job.yaml"), sites=())
+    assert (spec.pbs.queue, spec.pbs.account) == ("workq", "my project")
+    script = cli("submit", "job.yaml", "--dry-run", "--set", "site_defaults=false")
+    assert script.code == 0, script.err
+    assert "#PBS -q workq\n" in script.out
+    assert "select=1:ncpus=2:mpiprocs=2:ompthreads=1:mem=3538mb" in script.out
+
+
+def test_flags_for_everything(cli: Any, slurm: Any) -> None:
+    slurm(BIG)
+    result = cli(
+        "init", "new", "--partition", "long", "--nodes", "3", "--tasks-per-node", "4",
+        "--cpus-per-task", "8", "--gpus-per-node", "4", "--memory", "100GiB", "--walltime", "2h",
+        "--name", "mine",
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    spec = load(Path("new/job.yaml"), sites=())
+    found = spec.resources
+    assert (found.nodes, found.tasks_per_node, found.cpus_per_task) == (3, 4, 8)
+    assert (found.gpus_per_node, found.memory_per_node) == (4, 100 * 2**30)
+    assert (found.walltime, spec.slurm.partition, spec.name) == (7200, "long", "mine")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--partition", "log"], "no partition or queue 'log'; did you mean 'long'?"),
+        (["--nodes", "5"], "debug: 5 nodes of 4"),
+        (["--tasks-per-node", "3", "--cpus-per-task", "3"], "9 cores a node of 8"),
+        (["--walltime", "31m"], "a longer walltime"),
+        (["--memory", "17GB"], "more memory"),
+        (["--memory", "much"], "not a size"),
+        (["--walltime", "0"], "more than 0"),
+        (["--name", "a b"], "cannot name a job"),
+        (["--model", "model"], "--model: 'model' names no function"),
+        (["--model", "gone.py:build"], "--model: no such file"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_nothing_is_written(
+    cli: Any, slurm: Any, arguments: list[str], words: str
+) -> None:
+    slurm(BIG)
+    result = cli("init", *arguments)
+    assert result.code == 2
+    assert words in result.err
+    assert not Path("job.yaml").exists()
+
+
+def test_a_controller_that_does_not_answer_is_no_obstacle(cli: Any, slurm: Any) -> None:
+    slurm("sinfo: error: no controller", rc=1)
+    result = cli("init", "--partition", "any")
+    assert result.code == 0
+    assert "limits are not known" in result.err
+    assert load(Path("job.yaml"), sites=()).slurm.partition == "any"
+
+
+def test_a_model_of_ones_own(cli: Any) -> None:
+    Path("code").mkdir()
+    Path("code/it's mine.py").write_text("def build(): ...\ndef samples(): ...\n")
+    result = cli(
+        "init", "jobs/first", "--model", "code/it's mine.py:build", "--data",
+        "code/it's mine.py:samples", "--loss", "torch.nn:MSELoss",
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    assert not Path("jobs/first/model.py").exists()
+    text = Path("jobs/first/job.yaml").read_text()
+    assert '"../../code/it\'s mine.py:build"' in text
+    assert cli("check", "jobs/first/job.yaml").code == 0
+    spec = load(Path("jobs/first/job.yaml"), sites=())
+    assert spec.loss.factory == "torch.nn:MSELoss"
+    assert spec.data.factory.endswith(":samples")
+
+
+def test_a_hostile_partition_is_one_value(cli: Any, slurm: Any) -> None:
+    slurm('a"}: {b,#*|1:00:00|1|2|9000|(null)|up')
+    assert cli("init").code == 0
+    assert load(Path("job.yaml"), sites=()).slurm.partition == 'a"}: {b,#'
+
+
+def test_another_scheduler_than_the_one_that_is_found_stands_in_the_job(
+    cli: Any, slurm: Any
+) -> None:
+    slurm(BIG)
+    assert cli("init", "--scheduler", "local").code == 0
+    assert load(Path("job.yaml"), sites=()).launch.scheduler == "local"
+
+
+def test_on_a_terminal_it_asks_for_what_is_not_given(
+    cli: Any, slurm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm(BIG)
+    answers = {"Partition": "long", "Ranks on each node": "6", "Memory of each node": "default"}
+    asked = []
+
+    def prompt(text: str, *, default: str, value_proc: Callable[[str], Any] = str) -> Any:
+        asked.append((text, default))
+        return value_proc(next((a for key, a in answers.items() if text.startswith(key)), default))
+
+    monkeypatch.setattr(init_ask, "is_terminal", lambda: True)
+    monkeypatch.setattr("typer.prompt", prompt)
+    assert cli("init", "--nodes", "2").code == 0
+    assert asked == [
+        ("Partition or queue (debug, long)", "debug"), ("Ranks on each node", "2"),
+        ("Cores of each rank", "1"), ("Memory of each node", "4096MiB"), ("Walltime", "00:10:00"),
+    ]  # fmt: skip
+    spec = load(Path("job.yaml"), sites=())
+    assert (spec.resources.nodes, spec.resources.tasks_per_node) == (2, 6)
+    assert spec.resources.memory_per_node is None
+
+    asked.clear()
+    assert cli("init", "other", "--yes").code == 0
+    assert asked == []
+
+
+def test_without_a_terminal_it_never_asks(
+    cli: Any, slurm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm(BIG)
+    monkeypatch.setattr("typer.prompt", lambda *_, **__: pytest.fail("was asked"))
+    assert cli("init").code == 0
