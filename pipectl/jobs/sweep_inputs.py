@@ -15,7 +15,7 @@ from pipectl.jobs.launching import Settled, settle
 from pipectl.jobs.machines import find_machines
 from pipectl.jobs.places import LOCAL, profile_path, scheduler_name
 from pipectl.jobs.plan import find_plan
-from pipectl.jobs.profile import Measurement, Progress, fresh_profile, measured
+from pipectl.jobs.profile import Measurement, Progress, fresh_profile, measure, measured
 from pipectl.jobs.request import job_request
 from pipectl.jobs.submit import Inputs, gather
 from pipectl.plan import Plan
@@ -70,7 +70,11 @@ def _take_over(
             made.plans[planned] = found.plan
         return
     profile = fresh_profile(spec, profile_path(spec))
-    if profile is not None and profile.fingerprint is not None:
+    shared = any(profile_key(point.spec) == profiled for point in points)
+    if profile is None and name == LOCAL and shared:
+        measurement = measure(spec, profile_path(spec), progress)
+        made.profiles[profiled] = (measurement.profile, measurement)
+    elif profile is not None and profile.fingerprint is not None:
         made.profiles[profiled] = (profile, None)
 
 

@@ -67,6 +67,10 @@ def find_run(base: Path, name: str) -> RunDirectory:
     matches = exact or [run for run in runs if _matches(run.name, name)]
     if len(matches) == 1:
         return matches[0]
+    if sweep := find_sweep(base, name):
+        raise UnknownRunError(
+            f"{name!r} is a sweep of several runs", cure=f"name one of them: {sweep.name}-0, say"
+        )
     raise _several(name, matches) if matches else _none(base, name, runs)
 
 

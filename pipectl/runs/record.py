@@ -141,4 +141,7 @@ def _event(item: Reader) -> Event:
 
 
 def _setting(item: Reader) -> Setting:
-    return Setting(item.text("name"), item.mapping("values"))
+    name = item.text("name")
+    if "/" in name or name.startswith("."):
+        raise item.error("name", f"{name[:80]!r} is no name of a sweep")
+    return Setting(name, item.mapping("values"))

@@ -9,10 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pipectl.jobs.cache import Entry
+from pipectl.jobs.profile import Measurement
+from pipectl.jobs.sweep_inputs import gather_sweep
+from pipectl.profile import Profile
 from pipectl.runs import Record
+from pipectl.spec import load_sweep, profile_key
 
 if TYPE_CHECKING:
     from conftest import Command
+
+    from pipectl.spec import JobSpec
 
 Program = Callable[[str, str], Path]
 SLURM, PBS = ("--scheduler", "slurm"), ("--scheduler", "pbs")
@@ -95,6 +102,34 @@ def test_points_of_another_model_leave_the_profile_to_their_jobs(
     assert "no fresh profile for 1 of 2 runs" in result.err
     assert [(run / "profile.json").exists() for run in runs()] == [True, False]
     assert "pipectl.jobs.prepare" in (runs()[1] / "job.sh").read_text()
+
+
+def test_on_this_machine_models_are_measured_once_each(
+    sweep: None, profile_document: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = []
+
+    def measure(spec: JobSpec, _progress: object) -> Measurement:
+        measured.append(spec.model.kwargs)
+        found = Profile.from_json(profile_document(key=profile_key(spec)))
+        return Measurement(Entry(found, 1.0, "here", 1.0), cached=False)
+
+    monkeypatch.setattr("pipectl.jobs.sweep_inputs.measured", measure)
+    widths = "sweep.grid={model.kwargs: [{}, {width: 3}, {width: 4}], training.seed: [0, 1]}"
+    spec, points = load_sweep(Path("job.yaml"), [widths])
+    found = gather_sweep(spec, points, "local")
+    assert measured == [{"width": 3}, {"width": 4}]
+    plans = [id(inputs.plan) for inputs in found]
+    assert plans == [plans[0]] * 2 + [plans[2]] * 2 + [plans[4]] * 2
+    assert [inputs.profile is None for inputs in found] == [False] * 6
+
+
+def test_a_point_that_cannot_be_planned_is_named(cli: Command, sweep: None) -> None:
+    limits = "sweep.grid={pipeline.memory_limit: [4GiB, 1MiB]}"
+    result = cli("submit", "job.yaml", *SLURM, "--set", limits)
+    assert result.code == 4
+    assert result.err.startswith("error: pipeline.memory_limit=1MiB: ")
+    assert not runs()
 
 
 def test_a_dry_run_shows_the_array_and_the_first_run(cli: Command, sweep: None) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipectl.errors import DataFileError
-from pipectl.runs import PROFILING, Event, Record
+from pipectl.runs import PROFILING, Event, Record, Setting
 
 RECORD = Record(
     name="gpt",
@@ -56,6 +56,9 @@ def test_changes_are_kept_in_the_history() -> None:
         ({"ranks": 0}, "ranks"),
         ({"submitted_at": "now"}, "submitted_at"),
         ({"history": [3]}, r"history\[0\]"),
+        ({"sweep": 3}, "sweep: must be an object"),
+        ({"sweep": {"name": "../elsewhere", "values": {}}}, "sweep.name"),
+        ({"task": -1}, "task"),
     ],
 )
 def test_damaged_records_are_refused_by_field(
@@ -66,6 +69,13 @@ def test_damaged_records_are_refused_by_field(
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(DataFileError, match=message):
         Record.load(path)
+
+
+def test_a_run_of_a_sweep(tmp_path: Path) -> None:
+    values = {"optimizer.kwargs.lr": 1e-3, "training.precision": "bf16", "model.kwargs.x": None}
+    record = replace(RECORD, sweep=Setting("20261120-152233-gpt", values), task=3)
+    record.save(tmp_path / "record.json")
+    assert Record.load(tmp_path / "record.json") == record
 
 
 def test_a_missing_record_is_named(tmp_path: Path) -> None:

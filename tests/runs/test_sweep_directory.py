@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 
 from pipectl.errors import DataFileError, UnknownRunError, UsageError
-from pipectl.runs import Members, RunDirectory, SweepDirectory, find_sweep, list_runs, list_sweeps
+from pipectl.runs import (
+    Members,
+    RunDirectory,
+    SweepDirectory,
+    find_run,
+    find_sweep,
+    list_runs,
+    list_sweeps,
+)
 
 NOW = datetime(2026, 11, 20, 15, 22, 33).timestamp()
 STEM = "20261120-152233-gpt"
@@ -49,6 +57,14 @@ def test_a_sweep_is_found_by_a_part_of_its_name(tmp_path: Path) -> None:
         assert found.path == sweep.path
     for name in (runs[0].name, "gpt-1", "last", "other", ""):
         assert find_sweep(tmp_path, name) is None
+
+
+def test_where_a_run_is_meant_a_sweep_is_none(tmp_path: Path) -> None:
+    SweepDirectory.create(tmp_path, "gpt", 2, NOW)
+    for name in ("gpt", STEM):
+        with pytest.raises(UnknownRunError, match="is a sweep of several runs") as caught:
+            find_run(tmp_path, name)
+        assert f"{STEM}-0" in (caught.value.cure or "")
 
 
 def test_a_part_of_several_names_is_refused(tmp_path: Path) -> None:
