@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -89,3 +90,13 @@ def test_the_run_keeps_its_own(tmp_path: Path) -> None:
     assert template is not None
     check_template(template)
     assert "echo first" in template.text
+
+
+def test_the_name_of_its_file_gets_into_no_script(tmp_path: Path) -> None:
+    plain = render(job(tmp_path, "true", "plain.sh"), "slurm", 0.0)
+    for name in ("$(touch x).sh", "`id`", "'; exit 1; '", "#pipectl body", "-n", "[red]"):
+        (tmp_path / name).write_text(GOOD.format(head="true"))
+        spec = load(tmp_path / "job.yaml", [f"launch.template={json.dumps(name)}"], sites=())
+        assert render(spec, "slurm", 0.0) == plain
+    with pytest.raises(SpecError, match="line break"):
+        load(tmp_path / "job.yaml", ['launch.template="a\\nb"'], sites=())
