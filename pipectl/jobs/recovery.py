@@ -73,7 +73,9 @@ def _found_in_array(
             array_id = scheduler.find(record.tag)
             if array_id is not None:
                 for other in directory.runs():
-                    _told(other, record.tag, scheduler, array_id, now)
+                    with locked(other, wait=False) as free:
+                        if free or other == run:
+                            _told(other, record.tag, scheduler, array_id, now)
     return Record.load(run.record)
 
 

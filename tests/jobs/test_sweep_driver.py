@@ -27,10 +27,10 @@ Started = tuple[SweepDirectory, list[RunDirectory]]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Callable[[int, int], Started]:
+def start(tmp_path: Path) -> Callable[..., Started]:
     """Starts a sweep of some runs, a few at a time, as its submission does."""
 
-    def submit(points: int, at_once: int) -> Started:
+    def submit(points: int, at_once: int, *, told: bool = True) -> Started:
         sweep, runs = SweepDirectory.create(tmp_path, "tiny", points, time.time())
         request = JobRequest(
             name="tiny",
@@ -55,7 +55,8 @@ def start(tmp_path: Path) -> Callable[[int, int], Started]:
             for index, run in enumerate(runs):
                 here = replace(record, sweep=Setting(sweep.name, {"n": index}), task=index)
                 job_id = LOCAL.task_id(array_id, index)
-                here.after(now, "submitted", job_id=job_id).save(run.record)
+                here = here.after(now, "submitted", job_id=job_id) if told else here
+                here.save(run.record)
         return sweep, runs
 
     return submit
@@ -72,7 +73,7 @@ def until(runs: Sequence[RunDirectory], *wanted: JobState) -> None:
         time.sleep(0.05)
 
 
-def test_a_few_at_a_time_in_their_order(start: Callable[[int, int], Started]) -> None:
+def test_a_few_at_a_time_in_their_order(start: Callable[..., Started]) -> None:
     queued, running, completed = JobState.QUEUED, JobState.RUNNING, JobState.COMPLETED
     sweep, runs = start(4, 2)
     until(runs, running, running, queued, queued)
@@ -85,7 +86,7 @@ def test_a_few_at_a_time_in_their_order(start: Callable[[int, int], Started]) ->
     assert all(Record.load(run.record).task is None for run in runs)
 
 
-def test_cancelled_runs_never_start(start: Callable[[int, int], Started]) -> None:
+def test_cancelled_runs_never_start(start: Callable[..., Started]) -> None:
     sweep, runs = start(4, 1)
     until(runs, JobState.RUNNING, *[JobState.QUEUED] * 3)
     assert cancel(runs[1], time.time())
@@ -100,7 +101,7 @@ def test_cancelled_runs_never_start(start: Callable[[int, int], Started]) -> Non
 
 
 def test_what_waits_for_a_driver_that_is_gone_never_starts(
-    start: Callable[[int, int], Started],
+    start: Callable[..., Started],
 ) -> None:
     sweep, runs = start(2, 1)
     until(runs, JobState.RUNNING, JobState.QUEUED)
@@ -109,3 +110,14 @@ def test_what_waits_for_a_driver_that_is_gone_never_starts(
     LocalScheduler(grace_s=0.1).cancel(driver)
     until(runs[1:], JobState.FAILED)
     assert "never started" in statuses(runs, time.time())[1].job.reason
+
+
+def test_runs_of_an_interrupted_submission_are_started_and_found(
+    start: Callable[..., Started],
+) -> None:
+    _, runs = start(3, 1, told=False)
+    until(runs, JobState.RUNNING, *[JobState.QUEUED] * 2)
+    assert ["[" in (Record.load(run.record).job_id or "") for run in runs] == [False, True, True]
+    for run in runs:
+        (run.path / "go").touch()
+    until(runs, *[JobState.COMPLETED] * 3)
