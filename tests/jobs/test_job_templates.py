@@ -36,7 +36,7 @@ def job(tmp_path: Path, head: str, name: str = "my site's.sh") -> JobSpec:
 def test_it_is_in_the_scripts_of_all_schedulers(tmp_path: Path) -> None:
     spec = job(tmp_path, "echo 'from my site'")
     for scheduler in ("slurm", "pbs", "local"):
-        script = render(spec, scheduler, 0.0)
+        script = render(spec, scheduler, 0.0).text
         assert script.startswith("#!/bin/bash\n#")
         assert "echo 'from my site'\n" in script
         assert script.rstrip().endswith('exit "$code"')
@@ -93,10 +93,10 @@ def test_the_run_keeps_its_own(tmp_path: Path) -> None:
 
 
 def test_the_name_of_its_file_gets_into_no_script(tmp_path: Path) -> None:
-    plain = render(job(tmp_path, "true", "plain.sh"), "slurm", 0.0)
+    plain = render(job(tmp_path, "true", "plain.sh"), "slurm", 0.0).text
     for name in ("$(touch x).sh", "`id`", "'; exit 1; '", "#pipectl body", "-n", "[red]"):
         (tmp_path / name).write_text(GOOD.format(head="true"))
         spec = load(tmp_path / "job.yaml", [f"launch.template={json.dumps(name)}"], sites=())
-        assert render(spec, "slurm", 0.0) == plain
+        assert render(spec, "slurm", 0.0).text == plain
     with pytest.raises(SpecError, match="line break"):
         load(tmp_path / "job.yaml", ['launch.template="a\\nb"'], sites=())
