@@ -107,15 +107,21 @@ def wait_for_any() -> int | None:
 
 
 def start_companion(
-    argv: Sequence[str], *, stdin: int, keep: Sequence[int], env: Mapping[str, str]
+    argv: Sequence[str],
+    *,
+    stdin: int,
+    keep: Sequence[int],
+    env: Mapping[str, str],
+    stdout: int = subprocess.DEVNULL,
+    stderr: int | None = None,
 ) -> int | None:
     """Start a small process beside this one, in a session of its own; its pid.
-
-    Its complaints go where ours go.
 
     Args:
         stdin: file descriptor that it reads from.
         keep: further file descriptors that it gets, under the same numbers.
+        stdout: file descriptor that it writes to, if to any.
+        stderr: where its complaints go; None for where ours go.
 
     Returns:
         None where no process can be started.
@@ -124,7 +130,8 @@ def start_companion(
         process = subprocess.Popen(
             list(argv),
             stdin=stdin,
-            stdout=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
             pass_fds=keep,
             env=env,
             cwd="/",

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import typer
 
 from pipectl.cli.console import note, plain
 from pipectl.cli.options import RUNS, RunsDirectory, names_of_runs
-from pipectl.runs import RunDirectory, find_run
+from pipectl.errors import PipectlError, UsageError
+from pipectl.runs import Line, Printed, Record, RunDirectory, find_run, late_lines
 
 _POLL_S = 0.5
 _LOOK_S = 10.0
@@ -24,47 +25,72 @@ def command(
     ] = "last",
     script: Annotated[bool, typer.Option("--script", help="The job script instead.")] = False,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until it ends.")] = False,
+    rank: Annotated[
+        list[int] | None,
+        typer.Option("--rank", metavar="N", min=0, help="Only that rank; may be repeated."),
+    ] = None,
     directory: RunsDirectory = RUNS,
 ) -> None:
-    """Print what the job script and the ranks of a run printed."""
+    """Print what the job script and the ranks of a run printed, lines of ranks as `[3] text`."""
     run = find_run(directory, name)
-    tail = _Tail(run.script if script else run.job_log)
-    tail.print()
-    if follow and not script:
-        _follow(run, tail)
-    if not tail.seen:
-        note(f"{run.name}: nothing was printed; see: pipectl status {run.name}")
+    if script:
+        sys.stdout.write(plain(run.script.read_text("utf-8", "replace")).plain)
+        return
+    _check(run, rank or ())
+    shown = _Shown(rank or ())
+    printed = Printed(run.job_log)
+    if follow:
+        _follow(run, printed, shown)
+    shown.print(printed.all())
+    shown.print(late_lines(run))
+    if not shown.any:
+        whose = f"of rank {', '.join(map(str, rank))} " if rank else ""
+        note(f"{run.name}: nothing {whose}was printed; see: pipectl status {run.name}")
 
 
-def _follow(run: RunDirectory, tail: _Tail) -> None:
+def _follow(run: RunDirectory, printed: Printed, shown: _Shown) -> None:
     """Print what is added until the run is over; the batch system is asked now and then."""
     from pipectl.jobs.status import status
 
     over = False
     while not over:
+        shown.print(printed.whole())
         until = time.monotonic() + _LOOK_S
         while time.monotonic() < until and not run.exit_code.exists():
             time.sleep(_POLL_S)
-            tail.print()
+            shown.print(printed.whole())
         over = run.exit_code.exists() or status(run, time.time()).job.state.final
-    tail.print()
 
 
-class _Tail:
-    """Prints a file once, from where it stopped before; one that does not exist is empty."""
+def _check(run: RunDirectory, ranks: Sequence[int]) -> None:
+    """Refuse ranks that the run does not have, if it is known how many it has."""
+    try:
+        known = Record.load(run.record).ranks
+    except PipectlError:
+        return
+    for rank in ranks:
+        if rank >= known:
+            raise UsageError(
+                f"--rank {rank}: {run.name} has the ranks 0 to {known - 1}",
+                cure="leave it out to see all",
+            )
 
-    def __init__(self, path: Path) -> None:
-        self.seen = 0
-        self._path = path
 
-    def print(self) -> None:
-        """Print what was added."""
-        try:
-            with self._path.open("rb") as stream:
-                stream.seek(self.seen)
-                text = stream.read()
-        except FileNotFoundError:
-            return
-        self.seen += len(text)
-        sys.stdout.write(plain(text.decode("utf-8", "replace")).plain)
+class _Shown:
+    """Prints lines.
+
+    Args:
+        ranks: whose; none for all, and what else is printed.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.any = False
+        self._ranks = frozenset(ranks)
+
+    def print(self, lines: Iterable[Line]) -> None:
+        """Print those of the ranks."""
+        for line in lines:
+            if not self._ranks or line.rank in self._ranks:
+                self.any = True
+                sys.stdout.write(f"{plain(line.text).plain}\n")
         sys.stdout.flush()

@@ -38,7 +38,7 @@ _IN_PIECES = (
     "operators were measured one at a time, equal ones once, and their times were not scaled to "
     "the time of the whole model, which fits no process (materialize: per_rank)"
 )
-_WATCHER_BYTES = 10 << 20
+_BESIDE_BYTES = 20 << 20
 """The process beside a rank, which watches it (measured)."""
 _KEPT, _STAGES = "what operators keep", "random stages"
 _MEMORY_SHARE = 0.5
@@ -91,7 +91,7 @@ def _baseline_bytes(job: CapturedJob, size: int) -> int:
     job.training_graph(size)
     states_bytes = sum(t.nbytes for t in job.states.values() if not is_deferred(t))
     own_bytes = max(0, int(psutil.Process().memory_info().rss) - states_bytes)
-    return own_bytes + _RANK_BYTES + _WATCHER_BYTES
+    return own_bytes + _RANK_BYTES + _BESIDE_BYTES
 
 
 class _Profiling:

@@ -4,6 +4,7 @@ from pipectl.runs.directory import ATTEMPT, RESUBMITTED, RUN_VARIABLE, SCRIPT, R
 from pipectl.runs.find import find_run, find_sweep, list_runs, list_sweeps
 from pipectl.runs.lock import locked
 from pipectl.runs.manifest import LossScaleState, Manifest, Shard, checkpoints, step_of
+from pipectl.runs.printed import Line, Printed, late_lines
 from pipectl.runs.readers import (
     last_checkpoint,
     measured_steps,
@@ -24,9 +25,11 @@ __all__ = [
     "RUN_VARIABLE",
     "SCRIPT",
     "Event",
+    "Line",
     "LossScaleState",
     "Manifest",
     "Members",
+    "Printed",
     "Record",
     "RunDirectory",
     "Setting",
@@ -37,6 +40,7 @@ __all__ = [
     "find_sweep",
     "is_job_id",
     "last_checkpoint",
+    "late_lines",
     "list_runs",
     "list_sweeps",
     "locked",

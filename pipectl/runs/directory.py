@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -160,6 +161,19 @@ class RunDirectory:
         """Output of the job script, the launcher and the ranks."""
         return self.logs / "job.log"
 
+    def late_log(self, name: str, attempt: str) -> Path:
+        """What a process printed, but its launcher did not pass on.
+
+        Args:
+            name: its label, for ranks their number.
+            attempt: which start of the job.
+        """
+        return self.logs / f"late-{attempt}-{name}.log"
+
+    def late_logs(self) -> Sequence[Path]:
+        """All of them that there are, by attempt and label."""
+        return sorted(self.logs.glob("late-*.log"), key=_numbers)
+
     @property
     def trace(self) -> Path:
         """Predicted and measured timelines."""
@@ -214,6 +228,10 @@ def not_made(base: Path, error: OSError) -> UsageError:
         f"{base}: no run directory can be made: {error.strerror or error}",
         cure="set output.directory to a directory you may write to",
     )
+
+
+def _numbers(path: Path) -> tuple[list[int], str]:
+    return [int(digits) for digits in re.findall(r"\d+", path.name)], path.name
 
 
 def _make_unique(base: Path, stem: str) -> Path:

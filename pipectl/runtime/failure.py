@@ -17,6 +17,7 @@ from pipectl.errors import PipectlError
 from pipectl.files import write_json
 from pipectl.graph import TransferKind
 from pipectl.runs import RunDirectory
+from pipectl.runtime.labelling import labelled
 from pipectl.schedule.actions import Kind
 from pipectl.watch.board import Board
 from pipectl.watch.words import Names, action
@@ -70,7 +71,15 @@ def run_rank(work: Work, description: str | None) -> None:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--run", type=Path, required=True, help="the run directory")
     directory = RunDirectory(parser.parse_args().run)
-    communicator, doing = MPI.COMM_WORLD, Doing()
+    with labelled(str(MPI.COMM_WORLD.rank)):
+        code = _exit_code_of(work, directory, MPI.COMM_WORLD)
+    if code is not None:
+        sys.exit(code)
+
+
+def _exit_code_of(work: Work, directory: RunDirectory, communicator: MPI.Intracomm) -> int | None:
+    """Do the work; None where it does not fail."""
+    doing = Doing()
     try:
         work(directory, communicator, doing)
     except BaseException as error:
@@ -82,7 +91,8 @@ def run_rank(work: Work, description: str | None) -> None:
             stage=doing.stage,
             step=doing.step,
         )
-        sys.exit(error.exit_code if isinstance(error, PipectlError) else 1)
+        return error.exit_code if isinstance(error, PipectlError) else 1
+    return None
 
 
 def warn(text: str) -> None:

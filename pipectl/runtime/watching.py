@@ -27,6 +27,7 @@ from pipectl.graph import TransferKind
 from pipectl.plan import Plan
 from pipectl.runs import RUN_VARIABLE, SCRIPT, RunDirectory
 from pipectl.runtime.failure import Doing, warn
+from pipectl.runtime.labelling import unlabelled
 from pipectl.runtime.telemetry import node_name
 from pipectl.runtime.waiting import tell_of_waits
 from pipectl.schedule import Kind
@@ -96,7 +97,9 @@ def _start(given: Mapping[str, Any], keep: list[int]) -> int | None:
     root = Path(pipectl.__file__).parents[1]
     argv = [sys.executable, "-S", "-m", "pipectl.watch.watcher"]
     environment = {**os.environ, "PYTHONPATH": str(root)}
-    pid = process.start_companion(argv, stdin=theirs, keep=keep, env=environment)
+    pid = process.start_companion(
+        argv, stdin=theirs, keep=keep, env=environment, stderr=unlabelled()
+    )
     os.close(theirs)
     if pid is None:
         os.close(ours)

@@ -205,6 +205,26 @@ def test_a_log_is_followed_as_it_grows(
     assert cli("logs", "-f").out == "started\nzero [31mred\nmore\n"
 
 
+def test_logs_of_ranks(cli: Command, finished: Path) -> None:
+    (finished / "logs/job.log").write_bytes(
+        b"started\n[0] zero\n[1] [0] one\n[1] \r1%\r2%\n[0] \xff\n[10] no rank of this run"
+    )
+    assert cli("logs", "--rank", "1").out == "[1] [0] one\n[1] 2%\n"
+    both = "[0] zero\n[1] [0] one\n[1] 2%\n[0] \ufffd\n"
+    assert cli("logs", "--rank", "1", "--rank", "0", "-f").out == both
+    (finished / "logs/late-1-1.log").write_text("[1] aborting\n")
+    assert cli("logs").out == f"started\n{both}[10] no rank of this run\n[1] aborting\n"
+    assert cli("logs", "--rank", "1").out.endswith("[1] aborting\n")
+
+
+def test_logs_of_ranks_that_there_are_not(cli: Command, finished: Path) -> None:
+    result = cli("logs", "--rank", "2")
+    assert (result.code, "has the ranks 0 to 1" in result.err) == (2, True)
+    result = cli("logs", "--rank", "1")
+    assert (result.code, result.out) == (0, "")
+    assert result.err.startswith("20250101-120000-tiny: nothing of rank 1 was printed")
+
+
 def test_a_run_that_printed_nothing_is_no_error(cli: Command, finished: Path) -> None:
     (finished / "logs/job.log").unlink()
     result = cli("logs")
