@@ -39,7 +39,7 @@ _IN_PIECES = (
     "the time of the whole model, which fits no process (materialize: per_rank)"
 )
 _BESIDE_BYTES = 20 << 20
-"""The process beside a rank, which watches it (measured)."""
+"""The two processes beside a rank, which watch it and label what it prints (measured)."""
 _KEPT, _STAGES = "what operators keep", "random stages"
 _MEMORY_SHARE = 0.5
 """Of the free memory, for measuring a micro-batch."""
