@@ -63,7 +63,7 @@ class Ranks:
 
     def end(self) -> str:
         """Until the launcher has ended; what was printed."""
-        _, text = self.launcher.communicate(timeout=PATIENCE_S)
+        text, _ = self.launcher.communicate(timeout=PATIENCE_S)
         return text
 
     def gone_s(self) -> float:
@@ -95,8 +95,8 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
         launcher = subprocess.Popen(
             [mpiexec, "-n", str(RANKS), *command],
             env={**os.environ, **environment},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
         )
         started.append(Ranks(run, launcher))
