@@ -31,7 +31,7 @@ def command(
     ] = None,
     directory: RunsDirectory = RUNS,
 ) -> None:
-    """Print what the job script and the ranks of a run printed, lines of ranks as `[3] text`."""
+    """Print what a run printed, lines of ranks as `[3] text`."""
     run = find_run(directory, name)
     if script:
         sys.stdout.write(plain(run.script.read_text("utf-8", "replace")).plain)
