@@ -5,18 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
+from pages import CHECKOUT, PAGES, blocks
 from typer.main import get_command
 
 from pipectl.cli import app
 from pipectl.cluster import Cluster
 from pipectl.profile import Profile
 
-CHECKOUT = Path(__file__).parents[2]
-PAGES = [
-    CHECKOUT / "README.md",
-    CHECKOUT / "slurm" / "README.md",
-    *sorted((CHECKOUT / "docs").glob("*.md")),
-]
 FENCED = re.compile(r"^```(\w+) (\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -49,7 +44,8 @@ def test_links_lead_somewhere(page):
 def test_commands_and_options_exist(page):
     commands = get_command(app).commands
     text = page.read_text(encoding="utf-8")
-    code = "\n".join(re.findall(r"^    .*$|`[^`\n]+`", text, re.MULTILINE))
+    shown = [line for block in blocks(text) for line in block.commands]
+    code = "\n".join([*shown, *re.findall(r"^    .*$|`[^`\n]+`", text, re.MULTILINE)])
     for name, rest in re.findall(r"(?<!#)pipectl ([a-z]+)\b([^`\n&#]*)", code):
         assert name in commands
         known = {option for parameter in commands[name].params for option in parameter.opts}

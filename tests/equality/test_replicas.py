@@ -48,7 +48,7 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("cell", CELLS.SHARED, ids=str)
 def test_replicas_equal_one_rank_within_rounding(trained: Path, cell: Any) -> None:
-    """Ten steps of SGD move weights by some tenths; sums in another order, by some 1e-7."""
+    """Steps of SGD move weights by some tenths; sums in another order, by some 1e-7."""
     found, expected = weights(trained, cell), weights(trained, cell.reference)
     assert found.keys() == expected.keys()
     allowed = 2e-4 if cell.model in HALF else 2e-6

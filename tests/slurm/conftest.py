@@ -63,6 +63,12 @@ def wait_for(lab: Path) -> Callable[..., JobStatus]:
     return wait
 
 
+@pytest.fixture
+def free_ports() -> int:
+    """For another lab: the first of five."""
+    return _five_free_ports()
+
+
 def _five_free_ports() -> int:
     """The first of five neighbouring ports that nobody listens on."""
     start = 20000 + os.getpid() % 1000 * 10

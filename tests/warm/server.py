@@ -115,6 +115,9 @@ def become(asked: message.Request) -> None:
     for number, given in enumerate(asked.files[:3]):
         os.dup2(given, number)
         os.close(given)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        mode = "w" if number else "r"  # the streams there are know what their files were
+        setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
     os.environ.clear()
     os.environ.update(asked.environment)
     os.chdir(asked.directory)

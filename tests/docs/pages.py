@@ -1,0 +1,71 @@
+"""The documentation's commands, made into shell scripts.
+
+What a reader may type stands in fenced blocks: ``sh``, or ``console`` with ``$`` before commands
+and what they print below. The word behind says what they need: nothing, ``site`` (a batch system,
+which is pretended), ``lab`` (the Slurm of slurm/lab), or ``setup`` (they install, or run tests). A
+command whose comment says that it fails must do so.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+CHECKOUT = Path(__file__).parents[2]
+PAGES = [
+    CHECKOUT / "README.md",
+    CHECKOUT / "slurm" / "README.md",
+    *sorted((CHECKOUT / "docs").glob("*.md")),
+]
+_BLOCK = re.compile(r"^( *)```(sh|console)(?: (\w+))?\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+_ON_A_TERMINAL = re.compile(r"pipectl .*(--watch|-w\b)")
+_TERMINAL_S = 4
+
+
+@dataclass(frozen=True)
+class Block:
+    """Commands of a page.
+
+    Args:
+        needs: empty, ``site``, ``lab`` or ``setup``.
+        line: where they begin.
+    """
+
+    needs: str
+    line: int
+    commands: tuple[str, ...]
+
+
+def blocks(text: str) -> Iterator[Block]:
+    for match in _BLOCK.finditer(text):
+        lines = [line.removeprefix(match[1]) for line in match[4].splitlines()]
+        if match[2] == "console":
+            lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+        yield Block(match[3] or "", text[: match.start()].count("\n") + 2, tuple(lines))
+
+
+def script(page: Path, *needs: str) -> str:
+    """All blocks of a page that need one of these, for bash; empty if there are none."""
+    found = [b for b in blocks(page.read_text(encoding="utf-8")) if b.needs in needs]
+    parts = [_block(page, block) for block in found]
+    return "\n".join(["set -euo pipefail", *parts]) if parts else ""
+
+
+def _block(page: Path, block: Block) -> str:
+    place = f"{page.parent.name}/{page.name}:{block.line}"
+    return "\n".join([f"echo '@@ {place}' >&2", *map(_line, block.commands)])
+
+
+def _line(line: str) -> str:
+    command, _, comment = line.partition(" #")
+    if "fails" in comment:
+        return f"if {command}; then echo 'did not fail' >&2; exit 1; fi"
+    if _ON_A_TERMINAL.search(command):
+        program = [sys.executable, str(Path(__file__).with_name("terminal.py")), str(_TERMINAL_S)]
+        ours = shlex.join([*program, sys.executable])
+        return command.replace("pipectl", f"{ours} -m pipectl", 1)
+    return line

@@ -1,0 +1,41 @@
+"""The commands of the documentation that want a Slurm, on a lab of their own."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pages import CHECKOUT, PAGES, script
+from reader import bash, directory_of_a_reader, shortened
+
+TO_RUN = [page for page in PAGES if script(page, "lab")]
+LAB = CHECKOUT / "slurm" / "lab"
+
+
+@pytest.fixture
+def reader(
+    lab: Path,
+    free_ports: int,
+    tmp_path: Path,
+    warm_python: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Path]:
+    """A checkout, as far as a reader uses it, and settings for another lab."""
+    state = Path(f"{lab}-2")
+    monkeypatch.setenv("PIPECTL_LAB", str(state))
+    monkeypatch.setenv("PIPECTL_LAB_PORT", str(free_ports))
+    directory_of_a_reader(tmp_path, warm_python)
+    (tmp_path / "slurm").symlink_to(CHECKOUT / "slurm")
+    shortened(tmp_path / "configs" / "digits-cnn.yaml", tmp_path / "job.yaml")
+    yield tmp_path
+    subprocess.run([LAB / "down"], check=True, timeout=180)
+    shutil.rmtree(state, ignore_errors=True)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", TO_RUN, ids=lambda page: page.name)
+def test_commands_run(page: Path, reader: Path) -> None:
+    bash(script(page, "lab"), reader, "/usr/sbin", "/usr/bin", "/bin")
