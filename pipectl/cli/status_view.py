@@ -14,7 +14,7 @@ from pipectl.cli.plan_view import headline
 from pipectl.cli.rows import Rows
 from pipectl.cli.sweep_values import values_text
 from pipectl.jobs.status import Laggard, Peak, RunStatus
-from pipectl.runs import PROFILING, last_checkpoint
+from pipectl.runs import PROFILING, last_checkpoint, step_of
 from pipectl.units import format_bytes, format_time
 
 _SHOWN_PEAKS = 4
@@ -215,8 +215,12 @@ def _files(status: RunStatus) -> Iterator[tuple[str, str]]:
     if status.plan is not None:
         yield "plan", headline(status.plan).removeprefix(f"{status.plan.name}: ")
         yield "plan file", short(status.run.plan)
-    if (weights := last_checkpoint(status.run)) is not None:
+    weights = last_checkpoint(status.run)
+    if weights is not None:
         yield "weights", short(weights)
+    if status.can_go_on:
+        since = "its beginning" if weights is None else f"step {step_of(weights)}"
+        yield "to go on", f"pipectl resume {status.run.name}  (from {since})"
     yield "run directory", short(status.run.path)
 
 

@@ -14,7 +14,7 @@ from pipectl.jobs.measured import Expected, Measured
 from pipectl.jobs.reading import Reading, facts_of, read
 from pipectl.jobs.recovery import recovered
 from pipectl.plan import Plan
-from pipectl.runs import Record, RunDirectory
+from pipectl.runs import TRAINING, Record, RunDirectory
 
 
 class Peak(NamedTuple):
@@ -91,6 +91,12 @@ class RunStatus:
         if self.expected is None or not self.measured.step_time_s:
             return None
         return self.expected.efficiency(self.measured.step_time_s)
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether it is a training that ended before it was done, whatever ended it."""
+        ended = self.job.state.final and self.job.state is not JobState.COMPLETED
+        return ended and self.record is not None and self.record.kind == TRAINING
 
     @property
     def peaks(self) -> list[Peak]:

@@ -14,7 +14,15 @@ from pipectl.runs.readers import (
     read_heartbeat,
     read_metrics,
 )
-from pipectl.runs.record import PROFILING, REHEARSAL, Event, Record, Setting, is_job_id
+from pipectl.runs.record import (
+    PROFILING,
+    REHEARSAL,
+    TRAINING,
+    Event,
+    Record,
+    Setting,
+    is_job_id,
+)
 from pipectl.runs.sweep import Members, SweepDirectory, sweep_of
 
 __all__ = [
@@ -24,6 +32,7 @@ __all__ = [
     "RESUBMITTED",
     "RUN_VARIABLE",
     "SCRIPT",
+    "TRAINING",
     "Event",
     "Line",
     "LossScaleState",

@@ -95,6 +95,9 @@ def test_a_failed_run_names_the_rank_that_broke_it(cli: Command, failed: Path) -
         "                details: runs/20250102-120000-tiny/errors, "
         "pipectl logs 20250102-120000-tiny\n"
     ) in result.out
+    assert (
+        "  to go on      pipectl resume 20250102-120000-tiny  (from its beginning)\n" in result.out
+    )
 
 
 def test_a_failure_of_the_preparation_comes_first(cli: Command, failed: Path) -> None:

@@ -60,7 +60,9 @@ def give(folder: Path, page: Path, text: str) -> str:
     for name in set(re.findall(r"(?<![\w./-])([\w-]+\.yaml)", text)):
         if not (folder / name).exists():
             shortened(folder / "job.yaml", folder / name, name=Path(name).stem)
-    model = (folder / "model.py").read_text().replace("width: int, layers: int", "width=64, layers=4")
+    model = (
+        (folder / "model.py").read_text().replace("width: int, layers: int", "width=64, layers=4")
+    )
     (folder / "my_model.py").write_text(model)
     for name in set(re.findall(r"(?<![\w./-])([\w.-]+\.json)", text)):
         if name == "cluster.json":

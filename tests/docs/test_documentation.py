@@ -89,3 +89,10 @@ def test_drawings_of_schedules_are_those_of_the_code(schedule):
     drawn = re.findall(r"^ +(stage \d  [\w.]+)$", source, re.MULTILINE)
     assert len(drawn) == 4
     assert "\n".join(f"    {line}" for line in drawn) in page
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tests_that_are_named_exist(page):
+    for file, name in re.findall(r"`(tests/[\w/.]+\.py)(?:::(\w+))?`", page.read_text("utf-8")):
+        assert (CHECKOUT / file).is_file(), file
+        assert f"def {name}(" in (CHECKOUT / file).read_text("utf-8") or not name, f"{file}::{name}"
