@@ -27,8 +27,14 @@ def command(
     from pipectl.runs import find_run
 
     run = find_run(directory, name)
-    text = report(run, time.time())
     path = run.report if output is None else output.absolute()
+    trace = path.with_suffix(".perfetto.json")
+    found = report(run, time.time(), trace.name)
     make_directory(path.parent)
-    write_text(path, text)
-    say(f"{short(path)} ({format_bytes(len(text))}): open it in a browser")
+    write_text(path, found.page)
+    say(f"{short(path)} ({format_bytes(len(found.page))}): open it in a browser")
+    if found.trace is not None:
+        write_text(trace, found.trace)
+        say(
+            f"{short(trace)} ({format_bytes(len(found.trace))}): open it at https://ui.perfetto.dev"
+        )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
 from html import escape
+from typing import NamedTuple
 
 from pipectl.batch import JobState
 from pipectl.errors import PipectlError
@@ -17,6 +18,7 @@ from pipectl.report.curves import Point, curve
 from pipectl.report.finding import finding
 from pipectl.report.graph_svg import graph_svg
 from pipectl.report.page import bars, heading, page, paragraph, table
+from pipectl.report.perfetto import chrome_trace
 from pipectl.report.timelines_html import timelines_html
 from pipectl.runs import RunDirectory, read_metrics
 from pipectl.timeline import Timeline
@@ -29,21 +31,36 @@ _FIGURES = ("stage", "operators", "forward", "backward", "parameters")
 _MOST_RANKS = 64
 
 
-def report(run: RunDirectory, now: float) -> str:
+class Report(NamedTuple):
+    """What is told about a run.
+
+    Args:
+        page: in HTML.
+        trace: its recorded step beside the predicted one, for a trace viewer; None without one.
+    """
+
+    page: str
+    trace: str | None
+
+
+def report(run: RunDirectory, now: float, trace_name: str) -> Report:
     """The page, from what the run directory holds by now; what is missing is left out.
 
     Args:
         now: seconds since the epoch.
+        trace_name: of the file beside the page that the trace goes to.
     """
     found = status(run, now)
     profile, step = _profile(run), _traced(run)
     parts = [*_head(found, now), *_verdict(found, step)]
     if found.plan is not None:
-        parts += [*_plan(found.plan, profile), *_timelines(found, step), *_memory(found)]
+        parts += [*_plan(found.plan, profile), *_timelines(found, step, trace_name)]
+        parts += _memory(found)
     parts += _curves(run)
     if found.plan is not None and profile is not None:
         parts += _graph(found.plan, profile)
-    return page(f"{run.name} - pipectl", parts)
+    trace = None if step is None else chrome_trace(step.groups())
+    return Report(page(f"{run.name} - pipectl", parts), trace)
 
 
 def _profile(run: RunDirectory) -> Profile | None:
@@ -132,7 +149,7 @@ def _stage_row(index: int, stage: Stage, names: dict[str, str]) -> list[object]:
     ]
 
 
-def _timelines(found: RunStatus, step: Traced | None) -> Iterator[str]:
+def _timelines(found: RunStatus, step: Traced | None, trace_name: str) -> Iterator[str]:
     drawn: dict[str, Timeline] = {}
     with suppress(PipectlError):
         drawn["predicted"] = step.predicted if step else Timeline.load(found.run.predicted)
@@ -141,6 +158,11 @@ def _timelines(found: RunStatus, step: Traced | None) -> Iterator[str]:
     if drawn:
         yield heading("A step")
         yield timelines_html(drawn)
+    if step is not None:
+        yield paragraph(
+            f"Both for a trace viewer, such as ui.perfetto.dev: {trace_name}, beside this page.",
+            "faint",
+        )
 
 
 def _memory(found: RunStatus) -> Iterator[str]:

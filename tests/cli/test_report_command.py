@@ -51,6 +51,9 @@ def test_everything_about_a_run(cli: Command, traced: Path) -> None:
                   "samples a second", "Stage 0 takes longest"):  # fmt: skip
         assert words in text
     assert "<img" not in text
+    assert "report.perfetto.json, beside this page" in text
+    events = json.loads((traced / "report.perfetto.json").read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == 16
 
 
 def test_a_run_that_has_nothing_yet(cli: Command, failed: Path, tmp_path: Path) -> None:
@@ -58,6 +61,7 @@ def test_a_run_that_has_nothing_yet(cli: Command, failed: Path, tmp_path: Path) 
     text = (tmp_path / "there" / "page.html").read_text()
     assert "FAILED" in text
     assert "ValueError: boom 1" in text
+    assert not (tmp_path / "there" / "page.perfetto.json").exists()
 
 
 def test_damaged_files_are_left_out(cli: Command, traced: Path) -> None:
