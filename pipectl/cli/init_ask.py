@@ -12,6 +12,7 @@ import typer
 
 from pipectl.batch.queues import Queue, queues
 from pipectl.cli.console import note
+from pipectl.cli.init_spec import offer
 from pipectl.errors import SchedulerError, UsageError
 from pipectl.jobs.starting import Ask, choose, excess, propose
 from pipectl.units import did_you_mean, format_clock, parse_bytes, parse_duration
@@ -60,6 +61,8 @@ def find_resources(queue: Queue | None, given: Mapping[str, Any], *, ask: bool) 
     proposed = propose(queue, given["tasks_per_node"])
     wanted = replace(proposed, **{key: value for key, value in given.items() if value is not None})
     if ask:
+        if queue is not None:
+            note(offer(queue))
         answers = {key: _answer(key, wanted) for key in _QUESTIONS if given[key] is None}
         wanted = replace(wanted, **answers)
     over = [] if queue is None else excess(wanted, queue)

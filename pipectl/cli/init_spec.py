@@ -68,7 +68,7 @@ def spec_text(
     return Template(text).substitute(
         name=json.dumps(name) if name != "starter" else name,
         training_code=_EXAMPLE if code is None else _own(code, directory),
-        offer="" if queue is None else f"\n# {_offer(queue)}",
+        offer="" if queue is None else f"\n# {offer(queue)}",
         resources=_resources(ask),
         site=(f"launch:    {{scheduler: {scheduler}}}\n" if named else "")
         + _site(scheduler, queue, account),
@@ -114,7 +114,7 @@ def _resources(ask: Ask) -> str:
     return ", ".join(f"{key}: {value}" for key, value in parts.items() if value is not None)
 
 
-def _offer(queue: Queue) -> str:
+def offer(queue: Queue) -> str:
     """What there is, in one line of comment."""
     parts = [
         f"{queue.nodes} nodes" if queue.nodes else "",

@@ -166,7 +166,9 @@ def test_on_a_terminal_it_asks_for_what_is_not_given(
 
     monkeypatch.setattr(init_ask, "is_terminal", lambda: True)
     monkeypatch.setattr("typer.prompt", prompt)
-    assert cli("init", "--nodes", "2").code == 0
+    result = cli("init", "--nodes", "2")
+    assert result.code == 0
+    assert result.err.startswith("long has, at least and for each node: ")
     assert asked == [
         ("Partition or queue (debug, long)", "debug"), ("Ranks on each node", "2"),
         ("Cores of each rank", "1"), ("Memory of each node", "4096MiB"), ("Walltime", "00:10:00"),
