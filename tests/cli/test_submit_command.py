@@ -188,6 +188,7 @@ def test_the_run_directory_cannot_be_made(cli: Command, job: Path) -> None:
 
 
 LOCAL_JOB = """\
+[ "$1" = --version ] && exit 1
 while [ "$1" != --run ]; do shift; done
 run=$2
 echo '{"attempt":1,"step":1,"steps":4,"time":0,"loss":2.5,"step_time_s":0.1}' > $run/metrics.jsonl

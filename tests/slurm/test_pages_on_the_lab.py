@@ -29,7 +29,8 @@ def reader(
     monkeypatch.setenv("PIPECTL_LAB_PORT", str(free_ports))
     directory_of_a_reader(tmp_path, warm_python)
     (tmp_path / "slurm").symlink_to(CHECKOUT / "slurm")
-    shortened(tmp_path / "configs" / "digits-cnn.yaml", tmp_path / "job.yaml")
+    bash("pipectl init . --yes --scheduler local", tmp_path)
+    shortened(tmp_path / "job.yaml", tmp_path / "job.yaml", launch={"scheduler": "slurm"})
     yield tmp_path
     subprocess.run([LAB / "down"], check=True, timeout=180)
     shutil.rmtree(state, ignore_errors=True)
