@@ -19,6 +19,8 @@ STEPS = 6
 def shortened(source: Path, target: Path, **keys: object) -> None:
     job = yaml.safe_load(source.read_text())
     job["training"].update(steps=STEPS)
+    if "layers" in job["model"].get("kwargs", {}):
+        job["model"]["kwargs"]["layers"] = 2
     job["checkpoint"] = {**(job.get("checkpoint") or {}), "every": 3}
     target.write_text(yaml.safe_dump({**job, **keys}))
 
