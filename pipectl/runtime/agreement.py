@@ -21,6 +21,7 @@ from pipectl.capture import CapturedJob
 from pipectl.errors import MismatchError
 from pipectl.plan import Plan
 from pipectl.profile import Profile
+from pipectl.runtime.links.places import grouped
 from pipectl.runtime.telemetry import node_name
 from pipectl.schedule import program_hash
 from pipectl.spec import JobSpec
@@ -81,10 +82,7 @@ def identity(spec: JobSpec, plan: Plan) -> Identity:
 
 def neighbours_of(communicator: MPI.Comm) -> list[list[int]]:
     """The ranks of every node, by the batch system's names; nodes by their first rank."""
-    nodes: dict[str, list[int]] = {}
-    for rank, node in enumerate(communicator.allgather(node_name())):
-        nodes.setdefault(node, []).append(rank)
-    return list(nodes.values())
+    return list(grouped(communicator.allgather(node_name())).values())
 
 
 def misplaced(nodes: Sequence[Sequence[int]], node_of_rank: Sequence[int]) -> str:
@@ -96,10 +94,7 @@ def misplaced(nodes: Sequence[Sequence[int]], node_of_rank: Sequence[int]) -> st
         nodes: ranks of every node.
         node_of_rank: of the plan.
     """
-    planned: dict[int, list[int]] = {}
-    for rank, node in enumerate(node_of_rank):
-        planned.setdefault(node, []).append(rank)
-    for real, wanted in zip(nodes, planned.values(), strict=False):
+    for real, wanted in zip(nodes, grouped(node_of_rank).values(), strict=False):
         if list(real) != wanted:
             return (
                 f"a node has the ranks {_ranges(real)}, where the plan counts on "

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from pipectl.errors import MismatchError
 from pipectl.runtime.links.session import Pair
 from pipectl.runtime.telemetry import node_name
+
+_Node = TypeVar("_Node")
 
 
 @dataclass(frozen=True)
@@ -39,15 +42,25 @@ class Place:
         )
 
 
+def grouped(nodes: Iterable[_Node]) -> dict[_Node, list[int]]:
+    """The ranks of every node, nodes by their first rank.
+
+    Args:
+        nodes: of every rank.
+    """
+    found: dict[_Node, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        found.setdefault(node, []).append(rank)
+    return found
+
+
 def ranks_by_node(places: Sequence[Place]) -> list[list[int]]:
     """The ranks of every node, nodes by their first rank.
 
     Raises:
         MismatchError: a node's ranks do not follow each other, which no plan can describe.
     """
-    found: dict[str, list[int]] = {}
-    for rank, place in enumerate(places):
-        found.setdefault(place.node, []).append(rank)
+    found = grouped(place.node for place in places)
     for node, ranks in found.items():
         if ranks != list(range(ranks[0], ranks[-1] + 1)):
             raise MismatchError(
