@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,23 +17,6 @@ from pipectl.jobs import doctor
 from pipectl.jobs.doctor import Level, examine
 
 Program = Callable[[str, str], None]
-
-
-@pytest.fixture
-def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
-    """Puts a bash script on a PATH that has nothing else but the system's basic commands."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    for name in ("bash", "cat", "sleep"):
-        (folder / name).symlink_to(f"/bin/{name}")
-    monkeypatch.setenv("PATH", str(folder))
-
-    def write(name: str, text: str) -> None:
-        path = folder / name
-        path.write_text(f"#!/bin/bash\n{text}\n")
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
-
-    return write
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import stat
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,22 +17,6 @@ LIST = "[[ $1 == --mpi=list ]] && printf 'MPI plugin types are...\\n{}' >&2"
 ALL = LIST.format(
     "\\tnone\\n\\tcray_shasta\\n\\tpmi2\\n\\tpmix\\nspecific pmix versions: pmix_v5\\n"
 )
-
-
-@pytest.fixture
-def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
-    """Puts a bash script where nothing else is found."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    (folder / "bash").symlink_to("/bin/bash")
-    monkeypatch.setenv("PATH", str(folder))
-
-    def write(name: str, text: str) -> None:
-        path = folder / name
-        path.write_text(f"#!/bin/bash\n{text}\n")
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
-
-    return write
 
 
 @pytest.fixture
