@@ -7,8 +7,11 @@ same micro-batches and with those it chooses, which the peer is then given as we
 two ranks live in two network namespaces joined by a shaped link (needs root, ``ip`` and ``tc``).
 Peak memory is measured in processes of their own.
 
+A link is given in Mbit/s, or as the share of a rank's computation that the messages of one
+direction take on it: how much there is to hide, on machines of any speed.
+
     python tests/benchmarks/peer.py [CASE ...]      a case: gpt, gpt-8192, resnet50, densenet121,
-                                                    gpt@200 and gpt@100 (Mbit/s)
+                                                    gpt@200, gpt@100 (Mbit/s), gpt@20%, gpt@40%
 """
 
 from __future__ import annotations
@@ -64,7 +67,7 @@ MODELS = {
     "resnet50": Model(vision("resnet50"), "layer3.1"),
     "densenet121": Model(vision("densenet121"), "features.denseblock3.denselayer12"),
 }
-CASES = ("gpt", "gpt-8192", "resnet50", "densenet121", "gpt@200", "gpt@100")
+CASES = ("gpt", "gpt-8192", "resnet50", "densenet121", "gpt@200", "gpt@100", "gpt@20%", "gpt@40%")
 
 
 def cluster_between(megabits: int) -> Cluster:
@@ -74,9 +77,25 @@ def cluster_between(megabits: int) -> Cluster:
     return cluster_of(RANKS, Link(latency_s=1e-4, bandwidth_bytes_per_s=megabits * 1e6 / 8))
 
 
+def link_speed(folder: Path, model: Model, text: str) -> int:
+    """Mbit/s of a link that a case names; 0 for shared memory."""
+    if not text.endswith("%"):
+        return int(text or 0)
+    profile = profiled(folder, MICRO_BATCHES)
+    stages = halves(profile, model.half)
+    plan = plan_of_stages(profile, cluster_of(RANKS), request(), stages, (None, None))
+    computing_s = statistics.mean(stage.load_s for stage in plan.stages)
+    forwards = sum(each.size_bytes for each in plan.transfers if each.target == RANKS - 1)
+    return round(8 * forwards / 1e6 / (computing_s * int(text[:-1]) / 100))
+
+
+def request() -> PlanRequest:
+    """For the peer's micro-batches."""
+    return PlanRequest("peer", batch_size=BATCH, micro_batches=MICRO_BATCHES)
+
+
 def write_case(folder: Path, model: Model, megabits: int) -> dict[str, Any]:
-    """The job, its profile and pipectl's plans; returns who takes part."""
-    model.job.write(folder, RANKS)
+    """The job's profile and pipectl's plans; returns who takes part."""
     plans = plans_of(folder, model, cluster_between(megabits))
     for name, plan in plans.items():
         plan.save(folder / f"{name}.json")
@@ -107,17 +126,16 @@ def theirs(model: Model, micro_batches: int) -> dict[str, dict[str, Any]]:
 def plans_of(folder: Path, model: Model, cluster: Cluster) -> dict[str, Plan]:
     """The peer's split under three schedules, and the plans that pipectl makes."""
     profile = profiled(folder, MICRO_BATCHES)
-    request = PlanRequest("peer", batch_size=BATCH, micro_batches=MICRO_BATCHES)
-    any_size = replace(request, micro_batches=None)
+    any_size = replace(request(), micro_batches=None)
     free = make_plan(profiled(folder, None, again=True), cluster, any_size)
-    same = plan_of_stages(profile, cluster, request, halves(profile, model.half), (None, None))
+    same = plan_of_stages(profile, cluster, request(), halves(profile, model.half), (None, None))
     everything = default_warm_up("gpipe", RANKS, MICRO_BATCHES)
     deeper = policy_b(RANKS, MICRO_BATCHES)
     return {
         "pipectl, 1F1B": same,
         "pipectl, GPipe": replace(same, schedule="gpipe", warm_up=everything),
         "pipectl, 1F1B with policy B": replace(same, warm_up=deeper),
-        "pipectl, its plan": make_plan(profile, cluster, request),
+        "pipectl, its plan": make_plan(profile, cluster, request()),
         f"pipectl, its plan of {free.micro_batches}": free,
     }
 
@@ -167,11 +185,14 @@ def main(cases: list[str]) -> None:
     print(f"{RANKS} ranks, one thread each; batch {BATCH} in {MICRO_BATCHES} micro-batches; AdamW.")
     for given in cases or CASES:
         name, _, text = given.partition("@")
-        megabits = int(text or 0)
-        with tempfile.TemporaryDirectory() as folder:
-            case = write_case(Path(folder), MODELS[name], megabits)
-            show(given, run(Path(folder), case, megabits)["seconds"])
-            for key, sizes in ({} if megabits else peaks(Path(folder), case)).items():
+        with tempfile.TemporaryDirectory() as place:
+            folder, model = Path(place), MODELS[name]
+            model.job.write(folder, RANKS)
+            megabits = link_speed(folder, model, text)
+            case = write_case(folder, model, megabits)
+            shown = f"{given}, {megabits} Mbit/s" if text.endswith("%") else given
+            show(shown, run(folder, case, megabits)["seconds"])
+            for key, sizes in ({} if megabits else peaks(folder, case)).items():
                 print(f"\nPeak resident, {key}: {', '.join(map(format_bytes, sizes))}")
 
 
