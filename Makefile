@@ -3,12 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 JOB := configs/gpt-stdlib.yaml
-PLANNER := $(wildcard tests/benchmarks/*planner_*.py)
-IMPORTED := tests/benchmarks/cnn_profiles.py tests/benchmarks/in_turns.py
-BENCHMARKS := $(filter-out $(PLANNER) $(IMPORTED),$(wildcard tests/benchmarks/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-equality torture check bench bench-planner golden clean
+.PHONY: help demo test test-equality coverage torture check bench bench-planner mutants golden clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' Makefile | expand -t 18
@@ -34,6 +31,10 @@ test: $(INSTALLED) ## run all tests
 test-equality: $(INSTALLED) ## compare every schedule, use of memory and number of ranks with one rank
 	$(BIN)/python -m pytest -n 0 -m product tests/equality
 
+coverage: $(INSTALLED) ## run all tests and say which share of the branches they took; an hour
+	$(BIN)/python -m pytest -n auto --cov --cov-report=
+	$(BIN)/python tests/coverage_of_layers.py
+
 torture: $(INSTALLED) ## kill, freeze and disturb runs in every way there is, damage files
 	$(BIN)/python -m pytest -n 0 -m torture
 
@@ -42,11 +43,15 @@ check: $(INSTALLED) ## lint, formatting and types, as CI checks them
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(INSTALLED) ## measure the tool itself
-	@for file in $(BENCHMARKS); do echo "$$file"; $(BIN)/python "$$file" || exit 1; done
+bench: $(INSTALLED) ## measure the tool and its peers; rewrites docs/benchmarks.md (ONLY="ideal scale": those)
+	$(BIN)/python tests/benchmarks/write_page.py run $(ONLY)
 
 bench-planner: $(INSTALLED) ## compare the planner with others; rewrites docs/planner-benchmarks.md
-	$(BIN)/python tests/benchmarks/write_planner_tables.py
+	$(BIN)/python tests/benchmarks/write_page.py planner $(ONLY)
+
+mutants: $(INSTALLED) ## say how many deliberate faults the tests of the pure layers find; an hour
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check cosmic-ray
+	$(BIN)/python tests/benchmarks/write_page.py run mutants
 
 golden: $(INSTALLED) ## rewrite the golden files and the generated reference; look at the diff
 	PIPECTL_GOLDEN=write $(BIN)/python -m pytest $$(grep -rl --include='*.py' PIPECTL_GOLDEN tests)

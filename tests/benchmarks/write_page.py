@@ -1,0 +1,178 @@
+"""Runs benchmarks and writes what they print to the page of the documentation that shows it.
+
+Every benchmark is a section, which says when and with what it was measured: sections can be
+measured one at a time, when the machine has nothing else to do. One that fails keeps its old text,
+and this command then exits with 1; the page is replaced as a whole after each section.
+
+    python tests/benchmarks/write_page.py run [SECTION ...]         docs/benchmarks.md
+    python tests/benchmarks/write_page.py planner [SECTION ...]     docs/planner-benchmarks.md
+"""
+
+from __future__ import annotations
+
+import ast
+import datetime
+import os
+import platform
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from pipectl.files import write_text
+
+HERE = Path(__file__).resolve().parent
+CHECKOUT = HERE.parents[1]
+_MARK = re.compile(r"^<!-- (\w+) -->\n(.*?)(?=^<!-- |\Z)", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page and its sections.
+
+    Args:
+        path: of the page, in ``docs/``.
+        prefix: of the programs' names.
+        sections: in the order of the page.
+        on_demand: those that are measured only where they are named.
+        packages: whose versions count.
+        described: whether headings and introductions are the docstrings of the programs; else they
+            print their own.
+        opening: how the page begins.
+    """
+
+    path: Path
+    prefix: str
+    sections: tuple[str, ...]
+    on_demand: tuple[str, ...]
+    packages: tuple[str, ...]
+    described: bool
+    opening: str
+
+    def program(self, name: str) -> Path:
+        """That measures a section."""
+        return HERE / f"{self.prefix}{name}.py"
+
+
+RUN = Page(
+    CHECKOUT / "docs" / "benchmarks.md",
+    "",
+    (
+        *("peer", "ideal", "prediction", "rehearsal", "offload", "overlap", "reduction", "scale"),
+        *("stage_times", "stage_memory", "staleness", "compiled", "trace_overhead", "checkpoint"),
+        *("start_up", "status", "mutants"),
+    ),
+    ("mutants",),
+    ("torch", "mpi4py", "mpich"),
+    True,
+    """# Benchmarks
+
+```sh setup
+make bench
+```
+
+runs what follows in turn and writes this page, some hours; `make bench ONLY="ideal scale"` measures
+those sections anew. `make bench-planner` compares the planner with others and writes
+[planner-benchmarks.md](planner-benchmarks.md).
+
+What is compared is compared within one run: contenders take turns, round after round, so that what
+else the machine does hits all of them alike. Printed are ratios of medians, and the spread: lowest
+to highest in brackets. Figures in seconds mean little elsewhere.
+""",
+)
+PLANNER = Page(
+    CHECKOUT / "docs" / "planner-benchmarks.md",
+    "planner_",
+    (*("optimality", "dapple", "cnns", "piper", "heterogeneous", "scale", "simulator"),),
+    (),
+    ("numpy", "numba"),
+    False,
+    """# Planner benchmarks
+
+Written by `make bench-planner`. Planning times are of one core, after import and compilation, and
+without reading files. Workloads of other planners are third-party data outside this repository,
+found through `PIPECTL_WORKLOADS`.
+""",
+)
+PAGES = {"run": RUN, "planner": PLANNER}
+
+
+def measured(page: Page, name: str) -> str | None:
+    """A section's text; None if its program failed."""
+    print(f"{page.program(name).name}", file=sys.stderr, flush=True)
+    before = circumstances(page)
+    command = [sys.executable, "-W", "ignore", str(page.program(name))]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of the mpiexec beside it
+    variables = {**os.environ, "PATH": path}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=CHECKOUT, env=variables)
+    if done.returncode:
+        print(f"failed, and printed:\n{done.stdout}", file=sys.stderr, flush=True)
+        return None
+    printed = as_markdown(done.stdout)
+    if not page.described:
+        title, _, rest = printed.partition("\n")
+        return "\n\n".join((title, before, rest.strip()))
+    title, text = introduction(page.program(name))
+    rest = "\n".join(line for line in printed.splitlines() if not line.startswith("## "))
+    return "\n\n".join(filter(None, (title, text, before, rest.strip())))
+
+
+def circumstances(page: Page) -> str:
+    """Of a measurement: when, on what, and how busy that was before."""
+    cores = f"{_processor()} with {os.cpu_count()} cores"
+    packages = ", ".join(f"{name} {version(name)}" for name in page.packages)
+    load = f"load {os.getloadavg()[0]:.1f} before"
+    today = datetime.date.today().isoformat()
+    return f"*{today}, {cores}, Python {platform.python_version()}, {packages}; {load}.*"
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
+    return found[1] if found else platform.machine()
+
+
+def introduction(program: Path) -> tuple[str, str]:
+    """Heading and text, from its docstring."""
+    first, _, rest = (ast.get_docstring(ast.parse(program.read_text())) or "").partition("\n")
+    return f"## {first.rstrip('.')}", rest.strip()
+
+
+def as_markdown(printed: str) -> str:
+    """Text without a table is shown as it is."""
+    lines = printed.strip().splitlines()
+    if not any(line.startswith("|") for line in lines):
+        return "\n".join(("```text", *lines, "```"))
+    return "\n".join(lines)
+
+
+def write(page: Page, sections: dict[str, str]) -> None:
+    """All sections there are."""
+    marked = (f"<!-- {n} -->\n{sections[n].strip()}\n" for n in page.sections if n in sections)
+    write_text(page.path, "\n".join([page.opening, *marked]))
+
+
+def main(page: Page, names: list[str]) -> int:
+    unknown = [name for name in names if name not in page.sections]
+    if unknown:
+        sys.exit(f"no section {', '.join(unknown)}; there are {', '.join(page.sections)}")
+    sections = dict(_MARK.findall(page.path.read_text())) if page.path.exists() else {}
+    failed = []
+    for name in names or [each for each in page.sections if each not in page.on_demand]:
+        found = measured(page, name)
+        if found is None:
+            failed.append(name)
+        else:
+            sections[name] = found
+            write(page, sections)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] not in [[name] for name in PAGES]:
+        sys.exit(__doc__)
+    sys.exit(main(PAGES[sys.argv[1]], sys.argv[2:]))
