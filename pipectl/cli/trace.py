@@ -24,6 +24,9 @@ def command(
     perfetto: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev.")
     ] = None,
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw prediction and step as a picture.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compare a recorded step with the prediction, action by action."""
@@ -38,6 +41,19 @@ def command(
         show(found)
     if perfetto is not None:
         _write(perfetto, found)
+    if svg is not None:
+        _draw(svg, found)
+
+
+def _draw(path: Path, found: Traced) -> None:
+    from pipectl.cli.plan_view import headline
+    from pipectl.cli.trace_view import step_line
+    from pipectl.files import make_directory, write_text
+    from pipectl.report.gantt_svg import gantts_svg
+
+    make_directory(path.parent)
+    title = step_line(found, found.comparison())
+    write_text(path, gantts_svg(found.timelines(), title, headline(found.plan)))
 
 
 def _write(path: Path, found: Traced) -> None:

@@ -23,7 +23,7 @@ _NOTHING_S = 5e-7
 def show(found: Traced) -> None:
     """Print it."""
     compared, console = found.comparison(), output()
-    say(_headline(found, compared), "bold")
+    say(step_line(found, compared), "bold")
     say(finding(compared))
     parts = _chosen(compared.parts, _MOST_PARTS, lambda part: abs(part.time.more_s))
     console.print(_parts_table(parts))
@@ -33,7 +33,8 @@ def show(found: Traced) -> None:
         note(remark)
 
 
-def _headline(found: Traced, compared: Comparison) -> str:
+def step_line(found: Traced, compared: Comparison) -> str:
+    """``20261120-152233-gpt, step 10: 412 ms, predicted 371 ms, 1.11 times that``."""
     ratio = compared.time.ratio
     return (
         f"{found.run.name}, step {compared.step}: {format_time(compared.time.measured_s)}, "

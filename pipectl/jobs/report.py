@@ -150,11 +150,10 @@ def _stage_row(index: int, stage: Stage, names: dict[str, str]) -> list[object]:
 
 
 def _timelines(found: RunStatus, step: Traced | None, trace_name: str) -> Iterator[str]:
-    drawn: dict[str, Timeline] = {}
-    with suppress(PipectlError):
-        drawn["predicted"] = step.predicted if step else Timeline.load(found.run.predicted)
-    if step is not None:
-        drawn[f"measured, step {step.measured.step}"] = step.measured
+    drawn: dict[str, Timeline] = {} if step is None else step.timelines()
+    if step is None:
+        with suppress(PipectlError):
+            drawn["predicted"] = Timeline.load(found.run.predicted)
     if drawn:
         yield heading("A step")
         yield timelines_html(drawn)

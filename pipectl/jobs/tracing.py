@@ -31,6 +31,10 @@ class Traced:
         """Predicted against measured."""
         return compare(self.predicted, self.measured, channels(self.plan))
 
+    def timelines(self) -> dict[str, Timeline]:
+        """Both, by name."""
+        return {"predicted": self.predicted, f"measured, step {self.measured.step}": self.measured}
+
     def groups(self) -> tuple[Group, Group]:
         """Both, for a trace viewer."""
         return (

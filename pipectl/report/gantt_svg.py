@@ -1,10 +1,11 @@
-"""A timeline as an SVG picture, light or dark as the reader's screen is; no drawing library."""
+"""Timelines as an SVG picture, light or dark as the reader's screen is; no drawing library."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
 from html import escape
+from typing import NamedTuple
 
 from pipectl.report.gantt import FILLS, shown_ranks
 from pipectl.timeline import Event, Timeline
@@ -33,6 +34,7 @@ text { fill: #24292f } .title { font-size: 14px; font-weight: 600 } .faint { fil
 }"""
 _LEFT, _RIGHT, _ROW_HEIGHT, _BAR_HEIGHT, _AXIS = 64, 24, 30, 24, 30
 _LINE, _LEGEND_HEIGHT = 18, 30
+_NAME_HEIGHT, _GAP = 22, 6  # above the rows of one timeline among several
 _LETTER = 7  # width of a letter at most, in pixels
 _TICKS = 10  # at most, about
 _MOST_RANKS, _MOST_BARS = 64, 20_000  # a picture that a browser still shows at once
@@ -47,25 +49,55 @@ def gantt_svg(timeline: Timeline, title: str, *notes: str, width: int = 960) -> 
         notes: lines below the title.
         width: in pixels.
     """
-    drawn = [event for event in timeline.events if event.kind in FILLS]
-    rows = _rows_of(timeline.ranks, len(drawn))
-    if len(rows) < timeline.ranks:
-        notes = (*notes, f"{len(rows)} of {timeline.ranks:,} ranks are shown")
+    return gantts_svg({"": timeline}, title, *notes, width=width)
+
+
+def gantts_svg(timelines: Mapping[str, Timeline], title: str, *notes: str, width: int = 960) -> str:
+    """Timelines one above the other on one axis of time, otherwise as :func:`gantt_svg`.
+
+    Args:
+        timelines: by name, which stands above each with its length; none above one without a name.
+        title: of all.
+        notes: lines below the title.
+        width: in pixels.
+    """
+    drawn = [event for each in timelines.values() for event in each.events if event.kind in FILLS]
+    ranks = max(timeline.ranks for timeline in timelines.values())
+    rows = _rows_of(ranks, len(drawn))
+    if len(rows) < ranks:
+        notes = (*notes, f"{len(rows)} of {ranks:,} ranks are shown")
     top = 28 + _LINE * len(notes) + _LEGEND_HEIGHT
-    bottom = top + len(rows) * _ROW_HEIGHT
-    scale = (width - _LEFT - _RIGHT) / (timeline.end_s or 1.0)
+    panels = [*_panels(timelines, len(rows), top)]
+    bottom = panels[-1].top + len(rows) * _ROW_HEIGHT
+    end_s = max(timeline.end_s for timeline in timelines.values())
+    scale = (width - _LEFT - _RIGHT) / (end_s or 1.0)
     body = [
         *_heading(title, notes),
         *_legend({event.kind for event in drawn}, top - 18),
-        *_rows(rows, top, width),
-        *_axis(timeline.end_s, scale, top, bottom),
-        *(_bar(e, scale, top + rows[e.rank] * _ROW_HEIGHT) for e in drawn if e.rank in rows),
+        *(line for panel in panels for line in _rows(panel, rows, scale, width)),
+        *_axis(end_s, scale, panels[0].top, bottom),
+        *(bar for panel in panels for bar in _bars(panel, rows, scale)),
     ]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + _AXIS}" '
         f'width="{width}" height="{bottom + _AXIS}" role="img" '
         'font-family="sans-serif" font-size="12">\n' + "\n".join(body) + "\n</svg>\n"
     )
+
+
+class _Panel(NamedTuple):
+    """A timeline, and where its first row begins."""
+
+    name: str
+    timeline: Timeline
+    top: int
+
+
+def _panels(timelines: Mapping[str, Timeline], rows: int, top: int) -> Iterator[_Panel]:
+    for index, (name, timeline) in enumerate(timelines.items()):
+        top += (_NAME_HEIGHT if name else 0) + (_GAP if index else 0)
+        yield _Panel(name, timeline, top)
+        top += rows * _ROW_HEIGHT
 
 
 def _rows_of(ranks: int, events: int) -> dict[int, int]:
@@ -95,14 +127,17 @@ def _legend(kinds: set[str], y: int) -> Iterator[str]:
     yield f'<text class="faint" x="{x}" y="{y}">number: micro-batch; empty: waiting</text>'
 
 
-def _rows(rows: Mapping[int, int], top: int, width: int) -> Iterator[str]:
+def _rows(panel: _Panel, rows: Mapping[int, int], scale: float, width: int) -> Iterator[str]:
+    """The name above, and empty rows, as long as the timeline."""
+    end_s = panel.timeline.end_s
+    if panel.name:
+        words = escape(f"{panel.name}: {format_time(end_s)}")
+        yield f'<text x="8" y="{panel.top - 8}">{words}</text>'
+    wide = round(end_s * scale) or width - _LEFT - _RIGHT
     for rank, row in rows.items():
-        y = top + row * _ROW_HEIGHT
+        y = panel.top + row * _ROW_HEIGHT
         yield f'<text x="8" y="{y + 16}">rank {rank}</text>'
-        yield (
-            f'<rect class="idle" x="{_LEFT}" y="{y}" width="{width - _LEFT - _RIGHT}" '
-            f'height="{_BAR_HEIGHT}"/>'
-        )
+        yield (f'<rect class="idle" x="{_LEFT}" y="{y}" width="{wide}" height="{_BAR_HEIGHT}"/>')
 
 
 def _axis(end_s: float, scale: float, top: int, bottom: int) -> Iterator[str]:
@@ -124,6 +159,12 @@ def _round_interval(time_s: float) -> float:
         return 1.0
     power = 10.0 ** math.floor(math.log10(time_s))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= time_s * 0.999)
+
+
+def _bars(panel: _Panel, rows: Mapping[int, int], scale: float) -> Iterator[str]:
+    for event in panel.timeline.events:
+        if event.kind in FILLS and event.rank in rows:
+            yield _bar(event, scale, panel.top + rows[event.rank] * _ROW_HEIGHT)
 
 
 def _bar(event: Event, scale: float, y: int) -> str:

@@ -67,6 +67,14 @@ def test_a_trace_shows_both(cli: Command, run: RunDirectory) -> None:
     assert named == ["predicted, node 0", "measured, node 0"]
 
 
+def test_a_picture_shows_both(cli: Command, run: RunDirectory) -> None:
+    assert cli("trace", "gpt", "--svg", "out/step.svg").code == 0
+    picture = Path("out/step.svg").read_text()
+    assert picture.startswith("<svg ")
+    for words in (f"{run.name}, step 10: ", "2 stages on 2 ranks", "predicted: ", "measured, step"):
+        assert words in picture
+
+
 def test_what_is_not_there_is_said(cli: Command, run: RunDirectory) -> None:
     result = cli("trace", "last", "--step", "7")
     assert result.code == 2

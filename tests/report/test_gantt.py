@@ -3,9 +3,10 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from pipectl.report.gantt import FILLS, gantt
-from pipectl.report.gantt_svg import gantt_svg
+from pipectl.report.gantt_svg import gantt_svg, gantts_svg
 from pipectl.timeline import Event, Timeline
 
+SPACE = {"svg": "http://www.w3.org/2000/svg"}
 STEP = Timeline(
     (
         Event(0, 0.0, 2.0, "forward", 0, 0),
@@ -59,8 +60,7 @@ def test_an_empty_timeline_has_no_rows() -> None:
 
 
 def _texts(picture: str) -> list[str | None]:
-    space = {"svg": "http://www.w3.org/2000/svg"}
-    return [text.text for text in ElementTree.fromstring(picture).findall("svg:text", space)]
+    return [text.text for text in ElementTree.fromstring(picture).findall("svg:text", SPACE)]
 
 
 def test_the_svg_shows_title_notes_ranks_and_round_times() -> None:
@@ -72,6 +72,21 @@ def test_the_svg_shows_title_notes_ranks_and_round_times() -> None:
         *("0", "50.0 ms", "100 ms", "150 ms", "200 ms", "250 ms", "306 ms"),
         "0",
     ]
+
+
+def test_timelines_stand_above_each_other_on_one_axis() -> None:
+    events = (e._replace(start_s=2 * e.start_s, end_s=2 * e.end_s) for e in STEP.events)
+    picture = gantts_svg({"predicted": STEP, "measured": Timeline((*events,), 2)}, "both")
+    texts = _texts(picture)
+    assert texts.index("predicted: 10.0 s") < texts.index("measured: 20.0 s")
+    assert (texts.count("rank 0"), texts.count("2.00 s")) == (2, 1)
+    rects = ElementTree.fromstring(picture).findall("svg:rect[@height='24']", SPACE)
+    rows = [rect for rect in rects if rect.get("class") == "idle"]
+    assert [rect.get("width") for rect in rows] == ["436", "436", "872", "872"]
+    tops = [int(rect.attrib["y"]) for rect in rows]
+    assert tops == sorted(set(tops))
+    first, second = (float(rect.attrib["x"]) for rect in rects if rect.get("class") == "update")
+    assert second - 64 == pytest.approx(2 * (first - 64), abs=0.1)
 
 
 def test_the_legend_of_the_svg_names_only_what_occurs() -> None:
@@ -89,6 +104,5 @@ def test_the_svg_is_well_formed_and_has_a_bar_for_every_kind(kind: str) -> None:
     title = "a <title> & more"
     picture = gantt_svg(Timeline((Event(0, 0.0, 1.0, kind, 0, 3),), 1), title)
     root = ElementTree.fromstring(picture)
-    space = {"svg": "http://www.w3.org/2000/svg"}
-    assert root.findtext("svg:title", namespaces=space) == title
-    assert "3" in [text.text for text in root.findall("svg:text", space)]
+    assert root.findtext("svg:title", namespaces=SPACE) == title
+    assert "3" in [text.text for text in root.findall("svg:text", SPACE)]
