@@ -3,9 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 JOB := configs/gpt-stdlib.yaml
+WITH_RANKS := tests/configs tests/equality
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-equality coverage torture check bench bench-planner mutants golden clean
+.PHONY: help demo test test-equality test-lowest coverage torture check bench bench-planner mutants golden clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' Makefile | expand -t 18
@@ -30,6 +31,12 @@ test: $(INSTALLED) ## run all tests
 
 test-equality: $(INSTALLED) ## compare every schedule, use of memory and number of ranks with one rank
 	$(BIN)/python -m pytest -n 0 -m product tests/equality
+
+test-lowest: ## run the tests that start no ranks, and some that do, with the lowest versions allowed
+	$(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-lowest.txt -e '.[mpich,examples,test]'
+	.venv-lowest/bin/python -m pytest -n auto -m 'not mpi and not slurm and not corpus and not product and not torture'
+	.venv-lowest/bin/python -m pytest -n 0 $(WITH_RANKS)
 
 coverage: $(INSTALLED) ## run all tests and say which share of the branches they took; an hour
 	$(BIN)/python -m pytest -n auto --cov --cov-report=
@@ -58,5 +65,5 @@ golden: $(INSTALLED) ## rewrite the golden files and the generated reference; lo
 	$(BIN)/python -m pipectl.spec.reference .
 
 clean: ## remove what make and the tools made; runs/ stays
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage build dist
+	rm -rf .venv .venv-lowest .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

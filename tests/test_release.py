@@ -1,0 +1,99 @@
+"""What is released: one version everywhere, bounds that were tried, and files that are complete."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from distribution import source_distribution, wheel
+from packaging.requirements import Requirement
+from packaging.version import Version
+from pages import CHECKOUT
+
+import pipectl
+
+PROJECT: dict[str, Any] = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
+CITATION: dict[str, Any] = yaml.safe_load((CHECKOUT / "CITATION.cff").read_text())
+EXTRAS_OF_LOWEST = ("mpich", "examples")
+METADATA = {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    assert pipectl.__version__ == PROJECT["version"] == CITATION["version"]
+    text = (CHECKOUT / "CHANGELOG.md").read_text()
+    newest = re.findall(r"^## \[(\d\S*)\] - (\S+)$", text, re.MULTILINE)[0]
+    assert newest == (CITATION["version"], CITATION["date-released"])
+
+
+def test_the_citation_has_what_its_format_asks_for() -> None:
+    assert CITATION["cff-version"] == "1.2.0"
+    assert {"message", "title", "authors"} <= CITATION.keys()
+    for work in CITATION["references"]:
+        assert {"type", "title", "authors", "notes"} <= work.keys(), work["title"]
+        for author in work["authors"]:
+            assert author.keys() in ({"given-names", "family-names"}, {"name"}), author
+    assert CITATION["license"] == PROJECT["license"]
+
+
+def test_works_that_schedules_name_as_their_sources_are_cited() -> None:
+    titles = " ".join(work["title"] for work in CITATION["references"])
+    named = [
+        title.partition(":")[0]
+        for path in (CHECKOUT / "pipectl" / "schedule").glob("*.py")
+        for title in re.findall(r'Sources?: [^"]*"([^"]+)"', " ".join(path.read_text().split()))
+    ]
+    assert len(named) >= 7
+    assert [title for title in named if title not in titles] == []
+
+
+def test_lower_bounds_are_the_versions_that_were_tried() -> None:
+    tried = dict(
+        line.split("==")
+        for line in (CHECKOUT / "constraints-lowest.txt").read_text().split("\n")
+        if "==" in line
+    )
+    extras = PROJECT["optional-dependencies"]
+    asked = [
+        *PROJECT["dependencies"],
+        *(text for name in EXTRAS_OF_LOWEST for text in extras[name]),
+    ]
+    bounds = {one.name: next(iter(one.specifier)) for one in map(Requirement, asked)}
+    assert tried.keys() == bounds.keys()
+    for name, bound in bounds.items():
+        assert bound.operator == ">=", name
+        assert Version(tried[name]) in Requirement(f"{name}=={bound.version}.*").specifier, name
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return wheel(tmp_path_factory.mktemp("wheel"))
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
+    names = set(zipfile.ZipFile(built).namelist())
+    files = (path for path in (CHECKOUT / "pipectl").rglob("*") if path.is_file())
+    package = {
+        path.relative_to(CHECKOUT).as_posix() for path in files if "__pycache__" not in path.parts
+    }
+    assert {name for name in names if ".dist-info/" not in name} == package
+    assert {name.partition(".dist-info/")[2] for name in names - package} == METADATA
+    assert {"pipectl/py.typed", "pipectl/cli/starter/job.yaml"} <= names
+
+
+def test_the_source_distribution_is_the_whole_repository(tmp_path: Path) -> None:
+    if not (CHECKOUT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listed = ["git", "-C", str(CHECKOUT), "ls-files", "-zco", "--exclude-standard"]
+    tracked = subprocess.run(listed, capture_output=True, text=True, check=True).stdout.split("\0")
+    with tarfile.open(source_distribution(tmp_path)) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    present = {name for name in tracked if name and (CHECKOUT / name).is_file()}
+    assert present - names == set()
+    assert names - present - {"PKG-INFO"} == set()
