@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +89,12 @@ def pipeline() -> Callable[..., Plan]:
     return make_plan
 
 
-@pytest.fixture(scope="session")
-def warm_python() -> Iterator[str]:
+@contextmanager
+def warm_server(*files: Path) -> Iterator[str]:
     """A program that is Python with torch loaded, for ``-m MODULE``: see tests/warm.
 
-    What a test proves of how processes start, of their memory or of who their parent is, it proves
-    with ``sys.executable``.
+    Args:
+        files: modules whose work is done for all that is started in this way.
     """
     folder = Path(tempfile.mkdtemp(prefix="pipectl-"))  # the names of sockets are short
     program, address, here = folder / "python", folder / "socket", Path(__file__).parent / "warm"
@@ -105,7 +106,7 @@ def warm_python() -> Iterator[str]:
         (folder / "mpiexec").write_text(f'#!/bin/sh\nexec {shlex.quote(str(launcher))} "$@"\n')
         (folder / "mpiexec").chmod(0o755)
     server = subprocess.Popen(
-        [sys.executable, here / "server.py", address],
+        [sys.executable, here / "server.py", address, *files],
         stdin=subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
     )
@@ -117,6 +118,23 @@ def warm_python() -> Iterator[str]:
     yield str(program)
     server.communicate()
     shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def warm_python() -> Iterator[str]:
+    """:func:`warm_server`, with nothing but torch.
+
+    What a test proves of how processes start, of their memory or of who their parent is, it proves
+    with ``sys.executable``.
+    """
+    with warm_server() as program:
+        yield program
+
+
+@pytest.fixture(scope="session")
+def warm_python_of() -> Callable[..., AbstractContextManager[str]]:
+    """:func:`warm_server`."""
+    return warm_server
 
 
 @pytest.fixture(scope="session")
@@ -147,8 +165,8 @@ def contents() -> Callable[[Path], dict[str, Any]]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores: tests of real ranks wait for each other a good deal."""
-    return min(4, len(os.sched_getaffinity(0)) + 1)
+    """Two more than there are cores: tests of real ranks wait for each other a good deal."""
+    return min(4, len(os.sched_getaffinity(0)) + 2)
 
 
 def scope_of(nodeid: str) -> str:

@@ -35,12 +35,14 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory, warm_python: str) -> Path:
-    """A directory with the jobs that the pages name, and two runs: a finished and a stopped one."""
+    """A directory with the jobs that the pages name, their profiles, and a finished run."""
     folder = tmp_path_factory.mktemp("reader")
     directory_of_a_reader(folder, warm_python)
     bash("pipectl init .", folder)
     shortened(folder / "job.yaml", folder / "job.yaml", name="job")
     bash("pipectl submit job.yaml --scheduler local --wait", folder)
+    for job in sorted((folder / "configs").glob("*.yaml")):
+        bash(f"pipectl profile configs/{job.name} --fast --scheduler local", folder)
     return folder
 
 

@@ -2,11 +2,10 @@
 
 Started as ``mpiexec -n 4 python -m mpi4py cells.py DIRECTORY``; started on more, it trains on all
 of them what is also tried on many; with the word ``product`` behind, all of whole_product.py, on as
-many as it is started on. Every cell trains ten steps and leaves its weights in
-``DIRECTORY/<ranks>/<cell>``, and once more on one rank and without dropout, in
-``DIRECTORY/plain/<cell>``. Starting MPI and capturing take longest, so there is one start for all
-numbers up to four, and each process captures a model once and puts it back to its first weights for
-every training.
+many as it is started on. Every cell leaves its weights in ``DIRECTORY/<ranks>/<cell>``, and once
+more on one rank and without dropout, in ``DIRECTORY/plain/<cell>``. Starting MPI takes long, so
+there is one start for all numbers up to four. So does capturing: a process captures each model
+once, or has it from the process that it was forked from; see all_captured.py.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import os
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from typing import Any
 import replica_cells
 import torch
 import whole_product
+from cell_jobs import BATCHES, MODELS, UNFLUSHED, captured, spec_text
 from mpi4py import MPI
 from whole_product import Cell
 
@@ -43,58 +43,9 @@ from pipectl.schedule.listed import Listed
 from pipectl.schedule.one_f_one_b import policy_b
 from pipectl.spec import load
 
-
-@dataclass(frozen=True)
-class Model:
-    """A row of the table; names without a module are of models.py."""
-
-    factory: str
-    loss: str
-    data: str
-    metrics: str = "{}"
-    weight: str = "samples"
-    precision: str = "float32"
-    groups: str = "[]"
-    loss_scale: str = "{}"
-    on_nonfinite: str = "stop"
-
-
-def tokens(factory: str, **more: str) -> Model:
-    return Model(factory, "token_loss", **{"data": "Tokens", **more})
-
-
-def images(factory: str, **more: str) -> Model:
-    metrics = f"{{accuracy: '{HERE}:accuracy'}}"
-    loss = "torch.nn:CrossEntropyLoss"
-    return Model(factory, loss, **{"data": "Images", "metrics": metrics, **more})
-
-
-OVERFLOWING = "{initial: 2097152, growth_interval: 2}"
-"""The first steps overflow, and later ones again."""
-HERE = Path(__file__).resolve().with_name("models.py")
-MODELS = {
-    "gpt": tokens("gpt"),
-    "tied": tokens("tied"),
-    "cnn": images("cnn"),
-    "dense": images("dense"),
-    "frozen": tokens(
-        "frozen",
-        data="PaddedTokens",
-        weight="valid_tokens",
-        groups="[{match: '*.bias', weight_decay: 0.0}, {match: '*norm*', lr: 0.01}]",
-    ),
-    "gpt_bf16": tokens("gpt", precision="bf16"),
-    "cnn_bf16": images("cnn", precision="bf16", data="SpoiltImages", on_nonfinite="skip"),
-    "gpt_float16": tokens("gpt", precision="float16", loss_scale=OVERFLOWING),
-    "cnn_float16": images("cnn", precision="float16", loss_scale=OVERFLOWING),
-    "own_precision": tokens("own_precision"),
-}
-BATCHES = {"divisible": (8, 4), "smaller_last": (7, 4), "few": (6, 1), "one_left_over": (5, 2)}
-"""Name to (samples a batch, micro-batches)."""
-FEWER_BATCHES = {
-    "frozen", "gpt_bf16", "cnn_bf16", "gpt_float16", "cnn_float16", "own_precision",
-}  # fmt: skip
-"""Models like others of the table but for one thing: two kinds of batch are enough for them."""
+FEWER_BATCHES = ("smaller_last", "few")
+ALL_BATCHES = ("gpt", "cnn")
+"""Models that are trained with every kind of batch; others are like them but for one thing."""
 SCHEDULES = ("gpipe", "1f1b")
 FURTHER = {
     "interleaved": {"gpt": ("divisible", "smaller_last"), "dense": ("smaller_last", "few")},
@@ -135,8 +86,6 @@ PLANNED_AS = {**APART, **PAIRED, DEEPER: "1f1b"}
 V_SHAPED = ("zb-v", "dualpipev")
 ON_MANY_RANKS = {"zb-v": "gpt", "dualpipev": "gpt"}
 """What is also trained on more ranks than there are cores."""
-CAPTURED: dict[tuple[str, bool], tuple[CapturedJob, dict[str, torch.Tensor]]] = {}
-"""By model and whether plain: the job, and the weights that it began with."""
 SHORT_OF_MEMORY = {
     "gpt": (*SCHEDULES, "interleaved", "zb-h1"),
     "cnn": (*SCHEDULES, "interleaved"),
@@ -151,30 +100,14 @@ MEMORY: dict[str, dict[str, Any]] = {
     "blocks_disk": {"recompute": True, "offload": True},
 }
 """Fields of their stages; the name also says where is offloaded to, and whether in blocks."""
-ONLY_1F1B = ("recompute_disk", "blocks_disk")
-UNFLUSHED = {
-    "pipedream": (("gpt", "few"), ("cnn", "few"), ("gpt", "few", "disk")),
-    "pipedream-2bw": (
-        ("gpt", "smaller_last"), ("cnn", "divisible"), ("frozen", "divisible"),
-        ("cnn", "divisible", "host"), ("gpt", "smaller_last", "recompute"),
-        ("gpt", "smaller_last", "blocks"),
-    ),
-    "pipedream-apart": (("gpt", "few"), ("cnn", "few"), ("cnn", "few", "recompute")),
-    "pipedream-2bw-apart": (("gpt", "smaller_last"),),
-}  # fmt: skip
-"""Models, their batches and memory, that are also trained without flushes."""
-UNFLUSHED_STEPS, UNFLUSHED_STRETCH = 16, 11
-"""Enough for a body on four ranks, and an evaluation on the way, which empties the pipeline."""
-STEPS = 6
-MORE_STEPS = {"gpt_float16": 10, "cnn_float16": 10, "cnn_bf16": 10, "cnn": 10}
-"""Models of which some steps are left out, and one that is compared with them."""
+ONLY_1F1B = ("host", "recompute_disk", "blocks_disk")
 COST = StageCost(1.0, 2.0, 0.0, 0, 0, 0)
 
 
 def cells() -> Iterator[Cell]:
     for model in MODELS:
         for schedule in SCHEDULES:
-            for batch in ("smaller_last", "few") if model in FEWER_BATCHES else BATCHES:
+            for batch in BATCHES if model in ALL_BATCHES else FEWER_BATCHES:
                 yield Cell(model, schedule, batch)
         for schedule, batches in FURTHER.items():
             for batch in batches.get(model, ()):
@@ -220,43 +153,6 @@ def _is_over(cell: Cell, ranks: int) -> bool:
 def cells_on_many_ranks() -> list[Cell]:
     found = [cell for cell in cells() if ON_MANY_RANKS.get(cell.schedule) == cell.model]
     return [cell for cell in found if cell.batch in ("smaller_last", "divisible")]
-
-
-def spec_text(cell: Any, *, plain: bool) -> str:
-    model = MODELS[cell.model]
-    batch_size, micro_batches = BATCHES[cell.batch]
-    dropout = "{dropout: 0.0}" if plain else "{}"
-    one_step = plain and cell.model == "tied"  # compared by its first gradients
-    optimizer = "SGD', kwargs: {lr: 1.0}" if one_step else "AdamW', kwargs: {lr: 0.003}"
-    steps, clip = (1, "null") if one_step else (MORE_STEPS.get(cell.model, STEPS), 0.5)
-    drop_last, every = "false", "null"
-    if cell.schedule in UNFLUSHED:
-        steps, clip, every = UNFLUSHED_STEPS, "null", UNFLUSHED_STRETCH
-        drop_last = "true" if micro_batches > 1 else "false"
-    return f"""
-version: 1
-name: {cell}
-site_defaults: false
-model: {{factory: '{HERE}:{model.factory}', kwargs: {dropout}}}
-loss: {{factory: '{placed(model.loss)}', weight: '{placed(model.weight)}'}}
-data: {{factory: '{HERE}:{model.data}', drop_last: {drop_last}}}
-optimizer: {{factory: 'torch.optim:{optimizer}, groups: {model.groups}}}
-lr_scheduler: {{factory: 'torch.optim.lr_scheduler:CosineAnnealingLR', kwargs: {{T_max: 12}}}}
-evaluation:
-  data: {{factory: '{HERE}:{model.data}', kwargs: {{count: 11}}}}
-  batch_size: 4
-  every: {every}
-  metrics: {model.metrics}
-training:
-  {{steps: {steps}, batch_size: {batch_size}, seed: 3, clip_grad_norm: {clip},
-   precision: {model.precision}, loss_scale: {model.loss_scale},
-   on_nonfinite: {model.on_nonfinite}}}
-pipeline: {{micro_batches: {micro_batches}}}
-"""
-
-
-def placed(name: str) -> str:
-    return name if ":" in name or name == "samples" else f"{HERE}:{name}"
 
 
 def random_stages(graph: CapturedGraph, stages: int, seed: int) -> dict[str, int]:
@@ -489,17 +385,7 @@ class Training:
             run.job.write_text(text)
         self.communicator.Barrier()
         spec = load(run.job)
-        if (cell.model, self.plain) not in CAPTURED:
-            job = CapturedJob(spec)
-            job.training_graph(2)
-            job.evaluation_graph(4)
-            first = {name: tensor.detach().clone() for name, tensor in job.states.items()}
-            CAPTURED[cell.model, self.plain] = job, first
-        job, first = CAPTURED[cell.model, self.plain]
-        job.spec = spec
-        for name, tensor in job.states.items():
-            tensor.data = first[name].clone()
-        return job
+        return captured(cell.model, plain=self.plain).of(spec)
 
     def run(self, cell: Any, job: CapturedJob, plan: Plan, stages: dict[str, int]) -> None:
         run = RunDirectory(self.folder / str(cell))

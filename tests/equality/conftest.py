@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
 
@@ -15,11 +16,15 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory, warm_python: str) -> Path:
+def trained(
+    tmp_path_factory: pytest.TempPathFactory,
+    warm_python_of: Callable[..., AbstractContextManager[str]],
+) -> Path:
     """Every cell, trained on 1, 2, 3 and 4 ranks, some on 8, and all on one without dropout."""
     directory = tmp_path_factory.mktemp("equality")
-    train(4, directory)
-    train(8, directory, python=warm_python)
+    with warm_python_of(HERE / "all_captured.py") as python:
+        train(4, directory, python=python)
+        train(8, directory, python=python)
     return directory
 
 

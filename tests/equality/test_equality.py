@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import cell_jobs as JOBS
 import cells as CELLS
 import models as MODELS
 import pytest
@@ -80,7 +81,7 @@ def test_without_flushes_weights_and_losses_are_those_of_their_staleness(
 ) -> None:
     run = trained / str(ranks) / str(cell)
     stage_of = json.loads((run / "stages.json").read_text())
-    stretch = CELLS.UNFLUSHED_STRETCH
+    stretch = JOBS.UNFLUSHED_STRETCH
     expected, losses = STALENESS.simulate(run, cell.schedule, stage_of, ranks, stretch, MODELS)
     actual = weights(run)
     different = [name for name in expected if not torch.equal(expected[name], actual[name])]
@@ -89,7 +90,7 @@ def test_without_flushes_weights_and_losses_are_those_of_their_staleness(
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("schedule", CELLS.UNFLUSHED)
+@pytest.mark.parametrize("schedule", JOBS.UNFLUSHED)
 def test_staleness_changes_what_is_computed(trained: Path, schedule: str) -> None:
     """The comparison would also hold if every step were flushed."""
     cell = next(cell for cell in CELLS.unflushed_cells() if cell.schedule == schedule)
@@ -175,7 +176,7 @@ def test_the_step_of_a_spoilt_image_is_left_out_and_leaves_no_trace(trained: Pat
     ids=str,
 )
 def test_one_rank_equals_a_plain_loop_to_the_bit(trained: Path, cell: Any) -> None:
-    plain = plain_loop(cell.model, cell.batch, steps=CELLS.MORE_STEPS.get(cell.model, CELLS.STEPS))
+    plain = plain_loop(cell.model, cell.batch, steps=JOBS.MORE_STEPS.get(cell.model, JOBS.STEPS))
     found = weights(trained / "plain" / str(cell))
     assert plain.keys() == found.keys()
     different = [name for name in plain if not torch.equal(plain[name], found[name])]
@@ -183,7 +184,7 @@ def test_one_rank_equals_a_plain_loop_to_the_bit(trained: Path, cell: Any) -> No
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("batch", CELLS.BATCHES)
+@pytest.mark.parametrize("batch", CELLS.FEWER_BATCHES)
 def test_tied_gradients_equal_a_plain_loop_within_rounding(trained: Path, batch: str) -> None:
     """After one step of SGD with rate 1, the weights differ by what the gradients do."""
     plain = plain_loop("tied", batch, steps=1)
@@ -208,8 +209,8 @@ def plain_loop(model: str, batch: str, steps: int) -> dict[str, Tensor]:
 
 def _plain_loop(name: str, batch: str, steps: int) -> dict[str, Tensor]:
     tied = name == "tied"
-    row = CELLS.MODELS[name]
-    batch_size, micro_batches = CELLS.BATCHES[batch]
+    row = JOBS.MODELS[name]
+    batch_size, micro_batches = JOBS.BATCHES[batch]
     size = -(-batch_size // micro_batches)
     seed_everything(3)
     model = getattr(MODELS, row.factory)(dropout=0.0)

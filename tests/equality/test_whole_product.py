@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cell_jobs as JOBS
 import cells as CELLS
 import models as MODELS
 import pytest
@@ -73,7 +74,7 @@ def test_without_flushes_the_whole_product_is_that_of_its_staleness(
 ) -> None:
     run = trained_product(ranks) / str(cell)
     stage_of = json.loads((run / "stages.json").read_text())
-    stretch = CELLS.UNFLUSHED_STRETCH
+    stretch = JOBS.UNFLUSHED_STRETCH
     expected, losses = STALENESS.simulate(run, cell.schedule, stage_of, ranks, stretch, MODELS)
     assert different(expected, weights(run)) == []
     assert [line["loss"] for line in read_metrics(RunDirectory(run)) if "loss" in line] == losses

@@ -1,8 +1,9 @@
 """A Python that has imported what takes long, and forks for every program it is asked to be.
 
 Importing torch and what captures models takes a rank longer than most tests train. The tests
-therefore start this once, as ``server.py SOCKET``, and their ranks through client.py: MPI starts
-clients, and the process of each rank is forked from here. It ends when its standard input does.
+therefore start this once, as ``server.py SOCKET [FILE]``, and their ranks through client.py: MPI
+starts clients, and the process of each rank is forked from here, with all that the file, a module,
+has made. It ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -128,10 +129,13 @@ def become(asked: message.Request) -> None:
     runpy.run_module(asked.words[1], run_name="__main__", alter_sys=True)
 
 
-def main(address: str) -> None:
+def main(address: str, *files: str) -> None:
     for name in LOADED:
         with suppress(ModuleNotFoundError):  # torch may move its own: it is then only slower
             importlib.import_module(name)
+    for file in map(Path, files):
+        sys.path.insert(1, str(file.parent))
+        importlib.import_module(file.stem)
     gc.freeze()  # what is loaded is shared with the forks for as long as nobody writes to it
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{address}.new")
@@ -143,4 +147,4 @@ def main(address: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
