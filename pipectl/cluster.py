@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
 from math import inf
 from pathlib import Path
@@ -13,7 +14,6 @@ from pipectl.errors import DataFileError
 from pipectl.fields import Reader
 from pipectl.files import read_json, write_json
 from pipectl.link import Link
-from pipectl.plan import OffloadTarget
 
 VERSION = 1
 ASSUMED_WITHIN = Link(latency_s=20e-6, bandwidth_bytes_per_s=2e9, assumed=True)
@@ -28,6 +28,13 @@ _CURE = (
     "see docs/formats.md; pipectl profile --links measures one, and without one it is assumed from "
     "resources:"
 )
+
+
+class OffloadTarget(StrEnum):
+    """Where what stages offload waits: memory of their host, or a disk of their node."""
+
+    HOST = "host"
+    DISK = "disk"
 
 
 @dataclass(frozen=True)
@@ -192,15 +199,15 @@ class Cluster:
             name=reader.text("name"),
             source=reader.text("source", default="unknown"),
             nodes=nodes,
-            within_node=Link.read(links.section("within_node")),
-            between_nodes=Link.read(links.section("between_nodes")),
+            within_node=Link.from_json(links.section("within_node")),
+            between_nodes=Link.from_json(links.section("between_nodes")),
             assumed=reader.flag("assumed", default=False),
             allreduce=tuple(
                 (int(ranks), int(size), time_s)
                 for ranks, size, time_s in reader.rows("allreduce", 3)
             ),
             key=reader.optional_text("key"),
-            between_switches=_optional_link(links, "between_switches"),
+            between_switches=links.optional("between_switches", Link.from_json),
         )
 
 
@@ -251,12 +258,8 @@ def _node(item: Reader) -> Node:
             kind=device.text("kind"),
             speed=device.positive("speed", default=1.0),
             memory_bytes=device.optional_integer("memory_bytes"),
-            host_link=_optional_link(device, "host_link"),
-            disk_link=_optional_link(device, "disk_link"),
+            host_link=device.optional("host_link", Link.from_json),
+            disk_link=device.optional("disk_link", Link.from_json),
         ),
         switch=item.optional_text("switch"),
     )
-
-
-def _optional_link(item: Reader, name: str) -> Link | None:
-    return Link.read(item.section(name)) if name in item else None

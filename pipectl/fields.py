@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from pipectl.errors import DataFileError
@@ -128,6 +128,10 @@ class Reader:
     def section(self, key: str) -> Reader:
         """A nested object."""
         return self._nested(self._typed(key, dict, "an object", _REQUIRED), key)
+
+    def optional(self, key: str, read: Callable[[Reader], T]) -> T | None:
+        """What ``read`` makes of a nested object, or None where absent."""
+        return read(self.section(key)) if key in self else None
 
     def items(self, key: str, default: list[Any] = _REQUIRED) -> Iterator[Reader]:
         """The objects of a list."""

@@ -41,12 +41,12 @@ class Observed:
         }
 
     @classmethod
-    def read(cls, item: Reader) -> Observed:
-        """From its JSON object."""
+    def from_json(cls, item: Reader) -> Observed:
+        """The inverse of :meth:`to_json`."""
         return cls(
-            both_ways=item.number("both_ways") if "both_ways" in item else None,
+            both_ways=item.optional_number("both_ways"),
             pairs=item.integer("pairs", 0),
-            at_once=item.number("at_once") if "at_once" in item else None,
+            at_once=item.optional_number("at_once"),
             overlap=tuple(
                 (int(size), plain, polled) for size, plain, polled in item.rows("overlap", 3)
             ),
@@ -124,8 +124,8 @@ class Link:
         return found
 
     @classmethod
-    def read(cls, item: Reader) -> Link:
-        """From its JSON object.
+    def from_json(cls, item: Reader) -> Link:
+        """The inverse of :meth:`to_json`.
 
         Raises:
             DataFileError: naming the field.
@@ -137,7 +137,7 @@ class Link:
             shared=item.flag("shared", default=True),
             timings=_timings(item),
             assumed=item.flag("assumed", default=False),
-            observed=Observed.read(item.section("observed")) if "observed" in item else None,
+            observed=item.optional("observed", Observed.from_json),
             interface=item.flag("interface", default=False),
         )
 

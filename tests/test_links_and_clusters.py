@@ -75,7 +75,7 @@ def test_larger_messages_never_take_less(times: list[float], sizes: list[float])
     link = measured_link([(4**power, time_s) for power, time_s in enumerate(times)])
     found = [link.transfer_s(size) for size in sorted(sizes)]
     assert all(a <= b * (1 + 1e-12) for a, b in pairwise(found))
-    assert Link.read(_reader(link.to_json())) == link
+    assert Link.from_json(_reader(link.to_json())) == link
 
 
 def _reader(document: dict[str, Any]) -> Any:

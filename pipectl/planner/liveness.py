@@ -17,8 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from pipectl.memory import OperatorMemory
-from pipectl.profile import Operator
+from pipectl.profile import Operator, OperatorMemory
 
 Level = tuple[int, int]
 _OUTSIDE = ""

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipectl.memory import StepMemory
 from pipectl.plan import StagePeaks
 from pipectl.planner.liveness import (
     Borders,
@@ -20,7 +19,7 @@ from pipectl.planner.liveness import (
     parameter_gradients,
     peak_bytes,
 )
-from pipectl.profile import Operator, OptimizerCost, Profile
+from pipectl.profile import Operator, OptimizerCost, Profile, StepMemory
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedJob
-from pipectl.memory import OperatorMemory, StepMemory
+from pipectl.profile import OperatorMemory, StepMemory
 from pipectl.profiler.allocated import peak_bytes_of, record_allocated
 from pipectl.profiler.costs import Call
 from pipectl.runtime.stepper import make_optimizer
@@ -22,7 +22,7 @@ _SAMPLE_BYTES = 1024 * 512 * 4
 
 @dataclass(frozen=True)
 class Allocations:
-    """Live bytes of one call; see :class:`pipectl.memory.OperatorMemory`.
+    """Live bytes of one call; see :class:`pipectl.profile.OperatorMemory`.
 
     Args:
         gradients: (index of a tensor argument that wants a gradient, bytes).

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from pipectl.capture.opaque import Opaque
 from pipectl.capture.precision import arithmetic, missing_kernels
 from pipectl.capture.regions import WHOLE, region_of
-from pipectl.memory import OperatorMemory
+from pipectl.profile import OperatorMemory
 from pipectl.profiler.costs import Call, Ran, Times, run, value_bytes
 from pipectl.profiler.memory import Allocations, measure_allocations
 from pipectl.profiler.repeats import Pattern, Shape, key_of, shapes_of

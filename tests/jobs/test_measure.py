@@ -12,8 +12,7 @@ import pytest
 
 from pipectl.jobs import cache, device
 from pipectl.jobs.profile import Interrupted, Wish, fresh_profile, measure
-from pipectl.memory import OperatorMemory
-from pipectl.profile import Operator, OptimizerCost, Profile
+from pipectl.profile import Operator, OperatorMemory, OptimizerCost, Profile
 from pipectl.profiler.effort import Effort
 from pipectl.profiler.journal import Journal
 from pipectl.spec import JobSpec, load, profile_key

@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.graph import TransferKind
 from pipectl.link import Link
-from pipectl.memory import OperatorMemory
 from pipectl.planner.condense import condense
 from pipectl.planner.costs import Footprints, operator_times, scaled_transfers, stage_costs
 from pipectl.planner.cuts import Cutter
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import PlanRequest
-from pipectl.profile import StageOverhead
+from pipectl.profile import OperatorMemory, StageOverhead
 
 LINK = Link(1e-4, 1e7)
 CLUSTER = Cluster("c", "test", (Node("n", 4, 4, Device("cpu")),), LINK, LINK)

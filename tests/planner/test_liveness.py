@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pipectl.memory import OperatorMemory, StepMemory
 from pipectl.planner.costs import Footprints, operator_times, stage_costs
 from pipectl.planner.liveness import peak_bytes
-from pipectl.profile import Operator, OptimizerCost, Profile
+from pipectl.profile import Operator, OperatorMemory, OptimizerCost, Profile, StepMemory
 
 
 def chain(make_operator: Any, make_profile: Any) -> Profile:

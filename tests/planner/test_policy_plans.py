@@ -85,7 +85,7 @@ def test_no_replica_is_left_without_samples(chain):
 
 def test_what_a_replica_allocates_is_for_its_own_samples(chain):
     """The temporaries of a stage shrink with the samples that a replica takes."""
-    from pipectl.memory import OperatorMemory
+    from pipectl.profile import OperatorMemory
 
     profile = chain(1, memory=OperatorMemory(1000, "n0", 80_000, 80_000, ()), parameters=())
     plan = best("dapple", profile, cluster(4), replace(REQUEST, micro_batches=8))

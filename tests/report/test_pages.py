@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipectl.operators import Operator
-from pipectl.profile import Profile
+from pipectl.profile import Operator, Profile
 from pipectl.report.curves import curve, thinned
 from pipectl.report.graph_svg import colour, graph_svg
 from pipectl.report.page import bars, heading, page, paragraph, safe_json, script, table

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from pipectl.fields import Reader
-from pipectl.stage_cost import StageCost, StagePeaks, stage_peaks
+from pipectl.plan.cost import StageCost, StagePeaks
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Blocks:
         backward_s: backwards of all blocks, and forwards of all but the last.
         kept_bytes: what one micro-batch keeps from forward to backward: the inputs of all blocks.
         last_bytes: what the last block saves besides its inputs.
-        peaks: as :attr:`pipectl.stage_cost.StageCost.peaks`.
+        peaks: as :attr:`pipectl.plan.StageCost.peaks`.
         recompute_peak_bytes: most bytes that the forward of the last block allocates at once.
     """
 
@@ -57,23 +57,20 @@ class Blocks:
             deferred_bytes=cost.between_bytes,
         )
 
+    @classmethod
+    def from_json(cls, item: Reader) -> Blocks:
+        """From the object ``blocks`` of a stage in ``plan.json``.
 
-def stage_blocks(reader: Reader) -> Blocks | None:
-    """From the object ``blocks`` of a stage in ``plan.json``, if it is there.
-
-    Raises:
-        DataFileError: naming the file and the field.
-    """
-    if "blocks" not in reader:
-        return None
-    reader = reader.section("blocks")
-    return Blocks(
-        firsts=reader.texts("firsts"),
-        forward_s=reader.number("forward_s"),
-        recompute_s=reader.number("recompute_s"),
-        backward_s=reader.number("backward_s"),
-        kept_bytes=reader.integer("kept_bytes"),
-        last_bytes=reader.integer("last_bytes"),
-        peaks=stage_peaks(reader),
-        recompute_peak_bytes=reader.integer("recompute_peak_bytes", default=0),
-    )
+        Raises:
+            DataFileError: naming the file and the field.
+        """
+        return cls(
+            firsts=item.texts("firsts"),
+            forward_s=item.number("forward_s"),
+            recompute_s=item.number("recompute_s"),
+            backward_s=item.number("backward_s"),
+            kept_bytes=item.integer("kept_bytes"),
+            last_bytes=item.integer("last_bytes"),
+            peaks=item.optional("peaks", StagePeaks.from_json),
+            recompute_peak_bytes=item.integer("recompute_peak_bytes", default=0),
+        )

@@ -23,6 +23,20 @@ class StagePeaks:
     first_backward_bytes: int
     update_bytes: int
 
+    @classmethod
+    def from_json(cls, item: Reader) -> StagePeaks:
+        """From the object ``peaks`` in ``plan.json``.
+
+        Raises:
+            DataFileError: naming the file and the field.
+        """
+        return cls(
+            forward_bytes=item.integer("forward_bytes"),
+            backward_bytes=item.integer("backward_bytes"),
+            first_backward_bytes=item.integer("first_backward_bytes"),
+            update_bytes=item.integer("update_bytes"),
+        )
+
 
 @dataclass(frozen=True)
 class StageCost:
@@ -89,37 +103,24 @@ class StageCost:
         """What is there from one step to the next: parameters, optimizer state and buffers."""
         return self.parameter_bytes + self.optimizer_bytes + self.buffer_bytes
 
+    @classmethod
+    def from_json(cls, item: Reader) -> StageCost:
+        """From the object ``cost`` of a stage in ``plan.json``.
 
-def stage_cost(reader: Reader) -> StageCost:
-    """From the object ``cost`` of a stage in ``plan.json``.
-
-    Raises:
-        DataFileError: naming the file and the field.
-    """
-    return StageCost(
-        forward_s=reader.number("forward_s"),
-        backward_s=reader.number("backward_s"),
-        update_s=reader.number("update_s"),
-        parameter_bytes=reader.integer("parameter_bytes"),
-        optimizer_bytes=reader.integer("optimizer_bytes"),
-        saved_bytes=reader.integer("saved_bytes"),
-        gradient_bytes=reader.optional_integer("gradient_bytes"),
-        buffer_bytes=reader.integer("buffer_bytes", default=0),
-        input_bytes=reader.integer("input_bytes", default=0),
-        peaks=stage_peaks(reader),
-        weight_s=reader.optional_number("weight_s"),
-        deferred_bytes=reader.optional_integer("deferred_bytes"),
-    )
-
-
-def stage_peaks(reader: Reader) -> StagePeaks | None:
-    """From the object ``peaks`` of what a stage costs, if it is there."""
-    if "peaks" not in reader:
-        return None
-    section = reader.section("peaks")
-    return StagePeaks(
-        forward_bytes=section.integer("forward_bytes"),
-        backward_bytes=section.integer("backward_bytes"),
-        first_backward_bytes=section.integer("first_backward_bytes"),
-        update_bytes=section.integer("update_bytes"),
-    )
+        Raises:
+            DataFileError: naming the file and the field.
+        """
+        return cls(
+            forward_s=item.number("forward_s"),
+            backward_s=item.number("backward_s"),
+            update_s=item.number("update_s"),
+            parameter_bytes=item.integer("parameter_bytes"),
+            optimizer_bytes=item.integer("optimizer_bytes"),
+            saved_bytes=item.integer("saved_bytes"),
+            gradient_bytes=item.optional_integer("gradient_bytes"),
+            buffer_bytes=item.integer("buffer_bytes", default=0),
+            input_bytes=item.integer("input_bytes", default=0),
+            peaks=item.optional("peaks", StagePeaks.from_json),
+            weight_s=item.optional_number("weight_s"),
+            deferred_bytes=item.optional_integer("deferred_bytes"),
+        )

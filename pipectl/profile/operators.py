@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pipectl.fields import Reader
-from pipectl.memory import OperatorMemory
+from pipectl.profile.memory import OperatorMemory
 
 NO_TEMPORARIES = "the memory of temporary values is not given: taken as none"
 NO_SAVED = "saved bytes are not given: each operator is taken to keep its output"
@@ -163,7 +163,7 @@ class Operator:
             cached=item.timings("cached"),
             group=_group(item),
             signature=item.optional_text("signature"),
-            memory=OperatorMemory.from_json(item.section("memory")) if "memory" in item else None,
+            memory=item.optional("memory", OperatorMemory.from_json),
             phase=phase,
             cpu_s=item.optional_number("cpu_s"),
             cpu_only=item.flag("cpu_only", default=False),

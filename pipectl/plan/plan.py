@@ -1,4 +1,4 @@
-"""``plan.json``: the stages, their ranks, the schedule, and what was predicted of them."""
+"""The plan itself, and its file."""
 
 from __future__ import annotations
 
@@ -9,39 +9,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pipectl.cluster import OffloadTarget
 from pipectl.errors import DataFileError
 from pipectl.fields import Reader
 from pipectl.files import read_json, write_json
 from pipectl.graph import TransferKind
-from pipectl.plan_faults import faults_of
-from pipectl.stage_blocks import Blocks, stage_blocks
-from pipectl.stage_cost import StageCost, StagePeaks, stage_cost
-
-__all__ = [
-    "Blocks",
-    "OffloadTarget",
-    "Plan",
-    "Prediction",
-    "Replication",
-    "Search",
-    "Stage",
-    "StageCost",
-    "StagePeaks",
-    "Transfer",
-]
+from pipectl.plan.faults import faults_of
+from pipectl.plan.stage import Stage
 
 T = TypeVar("T")
 E = TypeVar("E", bound=StrEnum)
 
 VERSION = 1
 _CURE = "write a new one with: pipectl plan JOB.yaml"
-
-
-class OffloadTarget(StrEnum):
-    """Where what stages offload waits: memory of their host, or a disk of their node."""
-
-    HOST = "host"
-    DISK = "disk"
 
 
 class Replication(StrEnum):
@@ -53,80 +33,6 @@ class Replication(StrEnum):
 
 
 @dataclass(frozen=True)
-class Stage:
-    """A convex part of the graph, the ranks that hold it, and what they keep for its backward.
-
-    Args:
-        nodes: operator ids in graph order.
-        ranks: one per replica.
-        backward_ranks: where the backward of each replica runs, and its optimizer step; empty
-            if on the same rank as its forward.
-        recompute: whether only the stage's inputs are kept, and the rest computed once more.
-        offload: whether what is kept leaves the device's memory until the backward.
-        blocks: parts that recompute one after the other; None if all of the stage at once.
-    """
-
-    nodes: tuple[str, ...]
-    ranks: tuple[int, ...]
-    cost: StageCost
-    backward_ranks: tuple[int, ...] = ()
-    recompute: bool = False
-    offload: bool = False
-    blocks: Blocks | None = None
-
-    @property
-    def replicas(self) -> int:
-        """Number of replicas."""
-        return len(self.ranks)
-
-    @property
-    def load_s(self) -> float:
-        """Time of a micro-batch on the replicas, which work side by side."""
-        return (self.cost.forward_s + self.cost.backward_s) / self.replicas
-
-    @property
-    def updating_ranks(self) -> tuple[int, ...]:
-        """Where the backward of each replica runs."""
-        return self.backward_ranks or self.ranks
-
-    @property
-    def kept_bytes(self) -> int:
-        """Kept from forward to backward by one full micro-batch, on the device or elsewhere."""
-        return self.running.input_bytes if self.recompute else self.running.saved_bytes
-
-    @cached_property
-    def running(self) -> StageCost:
-        """What it costs as it runs: in blocks if it has any; without the time of RECOMPUTE."""
-        return self.cost if self.blocks is None else self.blocks.running(self.cost)
-
-    @property
-    def recompute_s(self) -> float:
-        """Seconds of what runs again before the gradients of its results are there."""
-        return self.cost.forward_s if self.blocks is None else self.blocks.recompute_s
-
-    @property
-    def recompute_peak_bytes(self) -> int:
-        """The most that this allocates at once; 0 where nothing is known of temporary values."""
-        if self.blocks is not None:
-            return self.blocks.recompute_peak_bytes
-        return 0 if self.cost.peaks is None else self.cost.peaks.forward_bytes
-
-    @property
-    def input_half_bytes(self) -> int:
-        """What the first half of a split backward holds at once more than a whole backward."""
-        # Of blocks, what weights need adds up while one after the other is recomputed.
-        return self.running.grown_bytes if self.blocks is None else self.running.between_bytes
-
-    @property
-    def reduction_bytes(self) -> int:
-        """Held by each replica, besides its gradients, while these are summed: a copy to send from,
-        and what arrives, first the others' versions of its part, then the sums of theirs."""
-        if self.replicas == 1:
-            return 0
-        return self.cost.accumulated_bytes * (2 * self.replicas - 1) // self.replicas
-
-
-@dataclass(frozen=True)
 class Transfer:
     """Bytes that one full micro-batch moves from one stage to another."""
 
@@ -134,6 +40,23 @@ class Transfer:
     source: int
     target: int
     size_bytes: int
+
+    @classmethod
+    def from_json(cls, item: Reader) -> Transfer:
+        """One of the ``transfers`` in ``plan.json``.
+
+        Raises:
+            DataFileError: naming the file and the field.
+        """
+        kind = item.text("kind")
+        if kind not in (TransferKind.ACTIVATION, TransferKind.GRADIENT):
+            raise item.error("kind", f"must be activation or gradient, not {kind!r}")
+        return cls(
+            TransferKind(kind),
+            item.integer("source"),
+            item.integer("target"),
+            item.integer("size_bytes"),
+        )
 
 
 @dataclass(frozen=True)
@@ -151,6 +74,20 @@ class Prediction:
     bubble: float
     utilisation: tuple[float, ...]
     peak_memory_bytes: tuple[int, ...]
+
+    @classmethod
+    def from_json(cls, item: Reader) -> Prediction:
+        """The object ``prediction`` in ``plan.json``.
+
+        Raises:
+            DataFileError: naming the file and the field.
+        """
+        return cls(
+            step_time_s=item.number("step_time_s"),
+            bubble=item.number("bubble"),
+            utilisation=item.numbers("utilisation"),
+            peak_memory_bytes=item.integers("peak_memory_bytes"),
+        )
 
 
 @dataclass(frozen=True)
@@ -176,6 +113,24 @@ class Search:
     step_lower_bound_s: float | None = None
     gap: float | None = None
     finished: bool = True
+
+    @classmethod
+    def from_json(cls, item: Reader) -> Search:
+        """The object ``search`` in ``plan.json``.
+
+        Raises:
+            DataFileError: naming the file and the field.
+        """
+        return cls(
+            planner=item.text("planner"),
+            max_stage_load_s=item.number("max_stage_load_s"),
+            lower_bound_s=item.number("lower_bound_s"),
+            exact=item.flag("exact"),
+            planning_s=item.number("planning_s"),
+            step_lower_bound_s=item.optional_number("step_lower_bound_s"),
+            gap=item.optional_number("gap"),
+            finished=item.flag("finished", default=True),
+        )
 
 
 @dataclass(frozen=True)
@@ -288,12 +243,12 @@ class Plan:
             batch_size=reader.integer("batch_size", minimum=1),
             micro_batch_size=reader.integer("micro_batch_size", minimum=1),
             micro_batches=reader.integer("micro_batches", minimum=1),
-            stages=tuple(_stage(item) for item in reader.items("stages")),
-            transfers=tuple(_transfer(item) for item in reader.items("transfers")),
+            stages=tuple(map(Stage.from_json, reader.items("stages"))),
+            transfers=tuple(map(Transfer.from_json, reader.items("transfers"))),
             node_of_rank=reader.integers("node_of_rank"),
             memory_limit_bytes=reader.optional_integer("memory_limit_bytes"),
-            prediction=_prediction(reader),
-            search=_search(reader),
+            prediction=reader.optional("prediction", Prediction.from_json),
+            search=reader.optional("search", Search.from_json),
             key=reader.optional_text("key"),
             assumptions=reader.texts("assumptions", default=[]),
             replication=_one_of(Replication, reader, "replication"),
@@ -307,18 +262,6 @@ class Plan:
         return plan
 
 
-def _stage(item: Reader) -> Stage:
-    return Stage(
-        nodes=item.texts("nodes"),
-        ranks=item.integers("ranks"),
-        cost=stage_cost(item.section("cost")),
-        backward_ranks=item.integers("backward_ranks") if "backward_ranks" in item else (),
-        recompute=item.flag("recompute", default=False),
-        offload=item.flag("offload", default=False),
-        blocks=stage_blocks(item),
-    )
-
-
 def _one_of(names: type[E], reader: Reader, key: str) -> E:
     """A member of an enumeration by its value; the first if the key is absent."""
     known = list(names)
@@ -326,43 +269,3 @@ def _one_of(names: type[E], reader: Reader, key: str) -> E:
     if found not in known:
         raise reader.error(key, f"must be {' or '.join(known)}, not {found!r}")
     return names(found)
-
-
-def _transfer(item: Reader) -> Transfer:
-    kind = item.text("kind")
-    if kind not in (TransferKind.ACTIVATION, TransferKind.GRADIENT):
-        raise item.error("kind", f"must be activation or gradient, not {kind!r}")
-    return Transfer(
-        TransferKind(kind),
-        item.integer("source"),
-        item.integer("target"),
-        item.integer("size_bytes"),
-    )
-
-
-def _prediction(reader: Reader) -> Prediction | None:
-    if "prediction" not in reader:
-        return None
-    section = reader.section("prediction")
-    return Prediction(
-        step_time_s=section.number("step_time_s"),
-        bubble=section.number("bubble"),
-        utilisation=section.numbers("utilisation"),
-        peak_memory_bytes=section.integers("peak_memory_bytes"),
-    )
-
-
-def _search(reader: Reader) -> Search | None:
-    if "search" not in reader:
-        return None
-    section = reader.section("search")
-    return Search(
-        planner=section.text("planner"),
-        max_stage_load_s=section.number("max_stage_load_s"),
-        lower_bound_s=section.number("lower_bound_s"),
-        exact=section.flag("exact"),
-        planning_s=section.number("planning_s"),
-        step_lower_bound_s=section.optional_number("step_lower_bound_s"),
-        gap=section.optional_number("gap"),
-        finished=section.flag("finished", default=True),
-    )

@@ -1,4 +1,4 @@
-"""``profile.json``: the measured operator graph of a model. The input of the planner.
+"""The profile itself, and its file.
 
 Times are in seconds and sizes in bytes, for one micro-batch of ``micro_batch_size`` samples.
 """
@@ -6,7 +6,7 @@ Times are in seconds and sizes in bytes, for one micro-batch of ``micro_batch_si
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,64 +15,11 @@ from pipectl.errors import DataFileError
 from pipectl.fields import Reader
 from pipectl.files import read_json, write_json
 from pipectl.graph import topological_order
-from pipectl.memory import StepMemory
-from pipectl.operators import NO_TEMPORARIES, Operator, Variant
-
-__all__ = [
-    "NO_TEMPORARIES",
-    "MeasuredOn",
-    "Operator",
-    "OptimizerCost",
-    "Profile",
-    "StageOverhead",
-    "Variant",
-]
+from pipectl.profile.operators import Operator
+from pipectl.profile.overhead import OptimizerCost, StageOverhead
 
 VERSION = 1
 _CURE = "write a new one with: pipectl profile JOB.yaml"
-
-
-@dataclass(frozen=True)
-class OptimizerCost:
-    """Optimizer state per parameter byte, and the time of a step per parameter byte.
-
-    Args:
-        step_memory: temporary values of a step.
-    """
-
-    state_bytes_per_parameter_byte: float
-    step_s_per_byte: float
-    step_memory: StepMemory = field(default_factory=StepMemory)
-
-
-@dataclass(frozen=True)
-class StageOverhead:
-    """What a stage takes besides its operators, in seconds; and when its data stays in the cache.
-
-    Args:
-        forward_s, backward_s: of every forward and backward.
-        received_s, sent_s: of every value with gradient that enters and leaves a stage.
-        gradient_received_s, gradient_sent_s: of every gradient.
-        cache_bytes: a stage that works on less finds its data in the cache; None if unknown.
-    """
-
-    forward_s: float = 0.0
-    received_s: float = 0.0
-    sent_s: float = 0.0
-    backward_s: float = 0.0
-    gradient_received_s: float = 0.0
-    gradient_sent_s: float = 0.0
-    cache_bytes: int | None = None
-
-    def uncached(self, working_set_bytes: float) -> float:
-        """Share of its operators' way from cached to other times that a stage goes.
-
-        Args:
-            working_set_bytes: what it touches in one forward and backward.
-        """
-        if not self.cache_bytes:
-            return 1.0
-        return min(1.0, max(0.0, 2 * (working_set_bytes / self.cache_bytes - 1)))
 
 
 @dataclass(frozen=True)
@@ -131,7 +78,7 @@ class Profile:
     edges: tuple[tuple[str, str], ...]
     fingerprint: str | None = None
     optimizer: OptimizerCost | None = None
-    stage: StageOverhead = StageOverhead()
+    stage: StageOverhead = field(default_factory=StageOverhead)
     process_baseline_bytes: int | None = None
     key: str | None = None
     assumptions: tuple[str, ...] = ()
@@ -168,14 +115,9 @@ class Profile:
         if self.device is not None:
             document["device"] = asdict(self.device)
         if self.optimizer is not None:
-            document["optimizer"] = {
-                "state_bytes_per_parameter": self.optimizer.state_bytes_per_parameter_byte,
-                "step_s_per_byte": self.optimizer.step_s_per_byte,
-                "step_memory": self.optimizer.step_memory.to_json(),
-            }
+            document["optimizer"] = self.optimizer.to_json()
         if self.stage != StageOverhead():
-            stage = asdict(self.stage)
-            document["stage"] = {key: value for key, value in stage.items() if value is not None}
+            document["stage"] = self.stage.to_json()
         if self.assumptions:
             document["assumptions"] = list(self.assumptions)
         if self.cluster:
@@ -210,11 +152,11 @@ class Profile:
             edges=edges,
             fingerprint=reader.optional_text("fingerprint"),
             optimizer=_optimizer(reader, assumptions),
-            stage=_stage(reader),
+            stage=reader.optional("stage", StageOverhead.from_json) or StageOverhead(),
             process_baseline_bytes=reader.optional_integer("process_baseline_bytes"),
             key=reader.optional_text("key"),
             assumptions=tuple(dict.fromkeys(assumptions)),
-            device=MeasuredOn.from_json(reader.section("device")) if "device" in reader else None,
+            device=reader.optional("device", MeasuredOn.from_json),
             edge_bytes=edge_bytes,
             cluster=reader.mapping("cluster"),
         )
@@ -232,23 +174,7 @@ def _optimizer(reader: Reader, assumptions: list[str]) -> OptimizerCost | None:
     if "optimizer" not in reader:
         assumptions.append("optimizer cost is not given: taken as no state and no time")
         return None
-    section = reader.section("optimizer")
-    return OptimizerCost(
-        section.number("state_bytes_per_parameter"),
-        section.number("step_s_per_byte"),
-        StepMemory.from_json(section.section("step_memory"))
-        if "step_memory" in section
-        else StepMemory(),
-    )
-
-
-def _stage(reader: Reader) -> StageOverhead:
-    if "stage" not in reader:
-        return StageOverhead()
-    section = reader.section("stage")
-    names = [entry.name for entry in fields(StageOverhead) if entry.name != "cache_bytes"]
-    times = {name: section.number(name, default=0.0) for name in names}
-    return StageOverhead(**times, cache_bytes=section.optional_integer("cache_bytes"))
+    return OptimizerCost.from_json(reader.section("optimizer"))
 
 
 Edges = tuple[tuple[str, str], ...]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from pipectl.plan.stage import Stage
+
 if TYPE_CHECKING:
-    from pipectl.plan import Plan, Stage
+    from pipectl.plan.plan import Plan
 
 MOST_MICRO_BATCHES = 2**16
 """More are a mistake, and would fill memory with rows of programs."""
@@ -16,40 +18,38 @@ MOST_NODES = 2**20
 
 def faults_of(plan: Plan) -> list[str]:
     """In words, with the field; ranks and stages that are named exist, a node has one stage."""
-    faults: list[str] = []
+    return list(_faults(plan))
+
+
+def _faults(plan: Plan) -> Iterator[str]:
     if not plan.stages:
-        faults.append("stages: there is none")
+        yield "stages: there is none"
     if len(plan.warm_up) != len(plan.stages):
-        faults.append(f"warm_up: {len(plan.warm_up)} entries for {len(plan.stages)} stages")
-    faults += _counts_faults(plan)
+        yield f"warm_up: {len(plan.warm_up)} entries for {len(plan.stages)} stages"
+    yield from _counts_faults(plan)
     nodes = [node for stage in plan.stages for node in stage.nodes]
     if len(set(nodes)) != len(nodes):
-        faults.append("stages: a node is in two stages")
+        yield "stages: a node is in two stages"
     for index, stage in enumerate(plan.stages):
-        for name in ("ranks", "backward_ranks"):
-            ranks: tuple[int, ...] = getattr(stage, name)
-            known = all(0 <= rank < plan.ranks for rank in ranks)
-            if not known or len(set(ranks)) != len(ranks) or (not ranks and name == "ranks"):
-                faults.append(f"stages[{index}].{name}: {list(ranks)} of {plan.ranks} ranks")
-        if stage.backward_ranks and len(stage.backward_ranks) != stage.replicas:
-            faults.append(
-                f"stages[{index}].backward_ranks: {len(stage.backward_ranks)} for "
-                f"{stage.replicas} replicas"
-            )
-        faults += [f"stages[{index}].blocks: {fault}" for fault in _blocks_faults(stage)]
+        yield from (f"stages[{index}].{fault}" for fault in _stage_faults(stage, plan.ranks))
     stages = range(len(plan.stages))
     if any(end not in stages for item in plan.transfers for end in (item.source, item.target)):
-        faults.append("transfers: a stage that does not exist")
-    return faults
+        yield "transfers: a stage that does not exist"
 
 
-def _blocks_faults(stage: Stage) -> Iterator[str]:
+def _stage_faults(stage: Stage, ranks: int) -> Iterator[str]:
+    for name, held in (("ranks", stage.ranks), ("backward_ranks", stage.backward_ranks)):
+        known = all(0 <= rank < ranks for rank in held)
+        if not known or len(set(held)) != len(held) or (not held and name == "ranks"):
+            yield f"{name}: {list(held)} of {ranks} ranks"
+    if stage.backward_ranks and len(stage.backward_ranks) != stage.replicas:
+        yield f"backward_ranks: {len(stage.backward_ranks)} for {stage.replicas} replicas"
     if stage.blocks is not None:
         fault = stage.blocks.fault(stage.nodes)
         if fault is not None:
-            yield fault
+            yield f"blocks: {fault}"
         if not stage.recompute or stage.backward_ranks:
-            yield "of a stage that does not recompute where its forward runs"
+            yield "blocks: of a stage that does not recompute where its forward runs"
 
 
 def _counts_faults(plan: Plan) -> Iterator[str]:

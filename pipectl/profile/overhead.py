@@ -1,0 +1,88 @@
+"""What a step and a stage take besides operators: the optimizer, and the work at borders."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from pipectl.fields import Reader
+from pipectl.profile.memory import StepMemory
+
+
+@dataclass(frozen=True)
+class OptimizerCost:
+    """Optimizer state per parameter byte, and the time of a step per parameter byte.
+
+    Args:
+        step_memory: temporary values of a step.
+    """
+
+    state_bytes_per_parameter_byte: float
+    step_s_per_byte: float
+    step_memory: StepMemory = field(default_factory=StepMemory)
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented JSON object."""
+        return {
+            "state_bytes_per_parameter": self.state_bytes_per_parameter_byte,
+            "step_s_per_byte": self.step_s_per_byte,
+            "step_memory": self.step_memory.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, item: Reader) -> OptimizerCost:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            DataFileError: naming the field that is missing or wrong.
+        """
+        return cls(
+            item.number("state_bytes_per_parameter"),
+            item.number("step_s_per_byte"),
+            item.optional("step_memory", StepMemory.from_json) or StepMemory(),
+        )
+
+
+@dataclass(frozen=True)
+class StageOverhead:
+    """What a stage takes besides its operators, in seconds; and when its data stays in the cache.
+
+    Args:
+        forward_s, backward_s: of every forward and backward.
+        received_s, sent_s: of every value with gradient that enters and leaves a stage.
+        gradient_received_s, gradient_sent_s: of every gradient.
+        cache_bytes: a stage that works on less finds its data in the cache; None if unknown.
+    """
+
+    forward_s: float = 0.0
+    received_s: float = 0.0
+    sent_s: float = 0.0
+    backward_s: float = 0.0
+    gradient_received_s: float = 0.0
+    gradient_sent_s: float = 0.0
+    cache_bytes: int | None = None
+
+    def uncached(self, working_set_bytes: float) -> float:
+        """Share of its operators' way from cached to other times that a stage goes.
+
+        Args:
+            working_set_bytes: what it touches in one forward and backward.
+        """
+        if not self.cache_bytes:
+            return 1.0
+        return min(1.0, max(0.0, 2 * (working_set_bytes / self.cache_bytes - 1)))
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented JSON object, without what is not known."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+    @classmethod
+    def from_json(cls, item: Reader) -> StageOverhead:
+        """The inverse of :meth:`to_json`; absent times are 0.
+
+        Raises:
+            DataFileError: naming the field that is wrong.
+        """
+        names = [entry.name for entry in fields(cls) if entry.name != "cache_bytes"]
+        times = {name: item.number(name, default=0.0) for name in names}
+        return cls(**times, cache_bytes=item.optional_integer("cache_bytes"))
