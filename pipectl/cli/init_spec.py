@@ -12,7 +12,7 @@ from string import Template
 from pipectl.batch.queues import Queue
 from pipectl.errors import UsageError
 from pipectl.jobs.starting import Ask
-from pipectl.spec.factory import fault_of, parse
+from pipectl.spec.references import fault_of, parse
 from pipectl.units import format_bytes, format_clock
 
 _EXAMPLE = """\

@@ -13,7 +13,7 @@ from pipectl.batch import Array, Container, JobRequest, MoreNodes, PbsOptions, S
 from pipectl.jobs.template import read_template
 from pipectl.plan import OffloadTarget
 from pipectl.runs import RunDirectory
-from pipectl.spec.factory import parse
+from pipectl.spec.references import parse
 
 if TYPE_CHECKING:
     from pipectl.plan import Plan

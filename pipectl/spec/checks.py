@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipectl.spec import factory as references
-from pipectl.spec.launching import Launch, Resources
+from pipectl.spec import references
+from pipectl.spec.launching import Launch
 from pipectl.spec.models import JobSpec
-from pipectl.spec.training import Loss, Pipeline, Training
+from pipectl.spec.pipeline import Pipeline
+from pipectl.spec.resources import Resources
+from pipectl.spec.training import Loss, Training
 
 Finding = tuple[tuple[str, ...], str]
 
@@ -22,6 +24,8 @@ _ONE_STAGE = ("gpipe", "1f1b", "zb-h1")
 """Schedules with one; all others are the user's own, and say which rank has which stage."""
 _APART = ("gpipe", "1f1b", *_UNFLUSHED)
 """Schedules that leave backwards to other ranks."""
+_WEIGHTS = ("model", "weights")
+"""May be a directory, too."""
 
 
 def cross_check(sections: Mapping[str, Any]) -> Iterator[Finding]:
@@ -37,14 +41,12 @@ def missing_files(spec: JobSpec) -> Iterator[Finding]:
         file = references.parse(text, spec.base).file
         if file is not None and not _is_file(file):
             yield path, f"no such file: {file}"
-    if spec.cluster_file is not None and not _is_file(spec.cluster_file):
-        yield ("cluster",), f"no such file: {spec.cluster_file}"
-    if spec.schedule_file is not None and not _is_file(spec.schedule_file):
-        yield ("pipeline", "schedule"), f"no such file: {spec.schedule_file}"
-    if spec.template_file is not None and not _is_file(spec.template_file):
-        yield ("launch", "template"), f"no such file: {spec.template_file}"
-    if spec.weights_path is not None and not _exists(spec.weights_path):
-        yield ("model", "weights"), f"no such file or directory: {spec.weights_path}"
+    for path, file in spec.files():
+        if path == _WEIGHTS:
+            if not _exists(file):
+                yield path, f"no such file or directory: {file}"
+        elif not _is_file(file):
+            yield path, f"no such file: {file}"
 
 
 def _exists(path: Path) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from pipectl.spec import factory as references
+from pipectl.spec import references
 from pipectl.spec.models import JobSpec
 from pipectl.spec.tree import Scalar
 
@@ -22,14 +22,8 @@ def settled(spec: JobSpec) -> JobSpec:
     data = spec.model_dump()
     for path, text in spec.factories():
         _set(data, path, str(references.parse(text, spec.base)))
-    if spec.cluster_file is not None:
-        data["cluster"] = str(spec.cluster_file)
-    if spec.template_file is not None:
-        data["launch"]["template"] = str(spec.template_file)
-    if spec.schedule_file is not None:
-        data["pipeline"]["schedule"] = str(spec.schedule_file)
-    if spec.weights_path is not None:
-        data["model"]["weights"] = str(spec.weights_path)
+    for path, file in spec.files():
+        _set(data, path, str(file))
     data["site_defaults"] = False
     absolute = JobSpec.model_validate(data)
     absolute._source = spec.source

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pipectl.spec import factory as references
+from pipectl.spec import references
 from pipectl.spec.models import JobSpec
 from pipectl.spec.sources import user_sources
 

@@ -49,7 +49,7 @@ def read_site(path: Path, problems: list[Problem]) -> Table:
     if tree is None or is_null(tree):
         return Table()
     if not isinstance(tree, Table):
-        problems.append(_problem(tree.place, "must be a mapping of keys to values"))
+        problems.append(tree.place.problem("must be a mapping of keys to values"))
         return Table()
     return _checked_site(tree, path, problems)
 
@@ -122,7 +122,7 @@ def _checked_site(tree: Table, path: Path, problems: list[Problem]) -> Table:
             message = (
                 f"{printable(key)}: a site file cannot set this; known are {', '.join(SITE_KEYS)}"
             )
-            problems.append(_problem(entry.key.place, message))
+            problems.append(entry.key.place.problem(message))
         elif key == "version":
             _check_version(entry.value, problems)
         else:
@@ -148,14 +148,10 @@ def _check_version(value: Tree, problems: list[Problem]) -> None:
     if not isinstance(value, Scalar) or value.value != VERSION:
         shown = value if isinstance(value, Scalar) else "no number"
         message = f"version: is {shown}; this pipectl reads version {VERSION}"
-        problems.append(_problem(value.place, message))
+        problems.append(value.place.problem(message))
 
 
 def _beside(name: Scalar, path: Path) -> Scalar:
     if is_null(name):
         return name
     return Scalar(str(path.absolute().parent / name.text), plain=False, place=name.place)
-
-
-def _problem(place: Place, message: str) -> Problem:
-    return Problem(place.file, place.line, place.column, message)

@@ -94,8 +94,7 @@ def _job(path: Path, problems: list[Problem]) -> Table:
     if tree is None or is_null(tree):
         raise SpecError([Problem(str(path), 0, 0, "the file is empty")], cure=_CURE)
     if not isinstance(tree, Table):
-        place = tree.place
-        fault = Problem(place.file, place.line, place.column, "must be a mapping of keys to values")
+        fault = tree.place.problem("must be a mapping of keys to values")
         raise SpecError([*problems, fault], cure=_CURE)
     return tree
 

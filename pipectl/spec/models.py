@@ -11,16 +11,9 @@ from pathlib import Path
 
 from pydantic import Field, PrivateAttr
 
-from pipectl.spec.launching import (
-    Checkpoint,
-    Environment,
-    Launch,
-    Output,
-    Pbs,
-    Resources,
-    Slurm,
-    Trace,
-)
+from pipectl.spec.launching import Checkpoint, Environment, Launch, Output, Trace
+from pipectl.spec.pipeline import Pipeline
+from pipectl.spec.resources import Pbs, Resources, Slurm
 from pipectl.spec.schedules import SUFFIX
 from pipectl.spec.section import Section
 from pipectl.spec.sweep import Sweep
@@ -32,7 +25,6 @@ from pipectl.spec.training import (
     Loss,
     Model,
     Optimizer,
-    Pipeline,
     Training,
 )
 from pipectl.spec.values import Flag, JobName, Line, Version
@@ -88,6 +80,16 @@ class JobSpec(Section):
     def base(self) -> Path:
         """Directory from which relative files of the spec are looked up."""
         return self._source.absolute().parent
+
+    def files(self) -> Iterator[tuple[tuple[str, ...], Path]]:
+        """Absolute paths of all files besides user code, with the path of their key."""
+        named = {
+            ("cluster",): self.cluster_file,
+            ("pipeline", "schedule"): self.schedule_file,
+            ("launch", "template"): self.template_file,
+            ("model", "weights"): self.weights_path,
+        }
+        yield from ((key, file) for key, file in named.items() if file is not None)
 
     @property
     def cluster_file(self) -> Path | None:

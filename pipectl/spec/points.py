@@ -12,7 +12,17 @@ from typing import Any
 from pipectl.errors import Problem
 from pipectl.spec.layers import put
 from pipectl.spec.models import JobSpec
-from pipectl.spec.tree import Items, Place, Scalar, Table, Tree, is_null, printable, to_values
+from pipectl.spec.tree import (
+    Entry,
+    Items,
+    Place,
+    Scalar,
+    Table,
+    Tree,
+    is_null,
+    printable,
+    to_values,
+)
 from pipectl.spec.validate import validate
 
 MOST_POINTS = 1000
@@ -68,20 +78,20 @@ def _settings(sweep: Table, place: Place, problems: list[Problem]) -> list[_Sett
     problems += _key_faults([tuple(grid), *map(tuple, listed)])
     problems += (_problem(key.place, key, "has no values") for key in grid if not grid[key])
     empty = (item.place for item, keys in zip(items, listed, strict=True) if not keys)
-    problems += (_at(place, "sweep.points: a point without a key") for place in empty)
+    problems += (place.problem("sweep.points: a point without a key") for place in empty)
     count = (prod(map(len, grid.values())) if grid else 0) + len(listed)
     if count > MOST_POINTS:
-        problems.append(_at(place, f"sweep: has {count} points; {MOST_POINTS} are allowed"))
+        problems.append(place.problem(f"sweep: has {count} points; {MOST_POINTS} are allowed"))
         return []
     if not count and not problems:
-        problems.append(_at(place, "sweep: has no points; give it a grid, or points"))
+        problems.append(place.problem("sweep: has no points; give it a grid, or points"))
     combined = product(*grid.values()) if grid else ()
     found = [*(dict(zip(grid, values, strict=True)) for values in combined), *listed]
     problems += _repeated(found)
     return found
 
 
-def _entries(table: Table, key: str) -> Iterator[Any]:
+def _entries(table: Table, key: str) -> Iterator[Entry]:
     value = _value(table, key)
     if isinstance(value, Table):
         yield from value.entries.values()
@@ -155,7 +165,7 @@ def _told(problem: Problem, setting: _Setting, places: set[Place]) -> Problem:
     if Place(problem.file, problem.line, problem.column) in places:
         return problem
     values = ", ".join(f"{printable(key.text)}: {_shown(v)}" for key, v in setting.items())
-    return _at(next(iter(setting.values())).place, f"with {values}: {problem.message}")
+    return next(iter(setting.values())).place.problem(f"with {values}: {problem.message}")
 
 
 def _shown(value: Tree) -> str:
@@ -174,8 +184,4 @@ def _places(tree: Tree) -> Iterator[Place]:
 
 
 def _problem(place: Place, key: Scalar, message: str) -> Problem:
-    return _at(place, f"{printable(key.text)}: {message}")
-
-
-def _at(place: Place, message: str) -> Problem:
-    return Problem(place.file, place.line, place.column, message)
+    return place.problem(f"{printable(key.text)}: {message}")

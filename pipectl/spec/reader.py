@@ -153,7 +153,7 @@ class _Converter:
             raise UnreadableError(_too_deep(place))
         if self._values > MAX_VALUES:
             message = f"more than {MAX_VALUES} values, counting aliases where they are used"
-            raise UnreadableError(Problem(place.file, place.line, place.column, message))
+            raise UnreadableError(place.problem(message))
 
     def _place(self, node: yaml.Node) -> Place:
         if not self._lines:
@@ -162,7 +162,7 @@ class _Converter:
 
     def _fault(self, place: Place, path: KeyPath, message: str) -> None:
         where = f"{path_text(path)}: " if path else ""
-        self._problems.append(Problem(place.file, place.line, place.column, where + message))
+        self._problems.append(place.problem(where + message))
 
 
 def _decoded(path: Path) -> str:
@@ -197,8 +197,7 @@ _REASONS: dict[type[Exception], str] = {
 
 
 def _too_deep(place: Place) -> Problem:
-    message = f"nested more than {MAX_DEPTH} levels deep"
-    return Problem(place.file, place.line, place.column, message)
+    return place.problem(f"nested more than {MAX_DEPTH} levels deep")
 
 
 def _unprintable(text: str) -> str | None:

@@ -12,7 +12,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from pipectl.spec.factory import Reference
+from pipectl.spec.references import Reference
 
 # As it was before any user code ran, which may change it.
 _SEARCH = tuple(Path(entry) for entry in sys.path if entry)

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipectl.errors import Problem
+
 _NULL = re.compile(r"|~|null|Null|NULL")
 _TRUE = re.compile(r"true|True|TRUE")
 _FALSE = re.compile(r"false|False|FALSE")
@@ -26,6 +28,10 @@ class Place:
     file: str
     line: int = 0
     column: int = 0
+
+    def problem(self, message: str) -> Problem:
+        """A fault that is found here."""
+        return Problem(self.file, self.line, self.column, message)
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def _placed(tree: Table, path: KeyPath, message: str, *, key: bool = False) -> P
     place = locate(tree, path, key=key)
     where = path_text(path)
     prefix = "" if place.file == f"--set {where}" else f"{where}: "
-    return Problem(place.file, place.line, place.column, f"{prefix}{message}")
+    return place.problem(f"{prefix}{message}")
 
 
 def _message(detail: ErrorDetails) -> str:

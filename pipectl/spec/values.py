@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from pipectl.spec import factory as references
+from pipectl.spec import references
 from pipectl.spec.kinds import (
     Kind,
     any_text,

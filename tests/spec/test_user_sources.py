@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipectl.spec import profile_key, sources
-from pipectl.spec.factory import parse
+from pipectl.spec.references import parse
 from pipectl.spec.sources import user_sources
 
 Write = Callable[..., None]
