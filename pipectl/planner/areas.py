@@ -16,6 +16,7 @@ from pipectl.planner.partition import Bound, Cut, Partitioner, Space
 from pipectl.planner.placement import Placement, every_placement, placements
 from pipectl.planner.problem import Order, Problem
 from pipectl.planner.request import micro_batch_sizes, warm_ups
+from pipectl.profile import Profile
 
 MICRO_BATCHES_PER_STAGE = 8
 """More add little: the bubble is then about a tenth."""
@@ -23,6 +24,12 @@ MICRO_BATCHES_IF_PROPORTIONAL = 4
 """The same where what a small micro-batch costs was not measured but scaled from a larger one."""
 MOST_LAYOUTS = 300
 """An area with fewer partitions times placements is tried in full."""
+
+
+def most_micro_batches(profile: Profile, stages: int) -> int:
+    """How many are worth trying with so many stages."""
+    several = profile.has_several_sizes
+    return stages * (MICRO_BATCHES_PER_STAGE if several else MICRO_BATCHES_IF_PROPORTIONAL)
 
 
 @dataclass(frozen=True)
@@ -168,9 +175,8 @@ class Areas:
     def sizes(self, stages: int) -> list[int]:
         """Micro-batch sizes worth trying with so many stages."""
         if stages not in self._sizes:
-            several = any(operator.timings for operator in self._problem.profile.operators)
-            per_stage = MICRO_BATCHES_PER_STAGE if several else MICRO_BATCHES_IF_PROPORTIONAL
-            self._sizes[stages] = micro_batch_sizes(self._problem.request, per_stage * stages)
+            most = most_micro_batches(self._problem.profile, stages)
+            self._sizes[stages] = micro_batch_sizes(self._problem.request, most)
         return self._sizes[stages]
 
     def _partitioner(self, stages: int, size: int, only: int | None = None) -> list[Partitioner]:

@@ -31,10 +31,7 @@ class BlockCuts:
     def __init__(self, profile: Profile) -> None:
         self._operators = profile.operators
         self._storages = [memory_of(operator).storage for operator in profile.operators]
-        index = {operator.id: number for number, operator in enumerate(profile.operators)}
-        self._readers: dict[int, list[int]] = {}
-        for source, target in profile.edges:
-            self._readers.setdefault(index[source], []).append(index[target])
+        self._readers = profile.readers
 
     def of(self, inside: Sequence[int]) -> list[tuple[int, ...]]:
         """Cuts of a stage of ascending operator indices, into more and more blocks.
@@ -84,13 +81,13 @@ class BlockCuts:
 def _lives(
     operators: Sequence[Operator],
     storages: Sequence[str],
-    readers: Mapping[int, Sequence[int]],
+    readers: Sequence[Sequence[int]],
     place: Mapping[int, int],
 ) -> dict[str, tuple[int, int, int]]:
     """First writer, last reader and bytes of the storages that are made and read in a stage."""
     found: dict[str, tuple[int, int, int]] = {}
     for index, made in place.items():
-        read = [place[reader] for reader in readers.get(index, ()) if reader in place]
+        read = [place[reader] for reader in readers[index] if reader in place]
         if read:
             first, last, size = found.get(storages[index], (made, made, 0))
             size = max(size, operators[index].output_bytes)

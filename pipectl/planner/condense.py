@@ -9,11 +9,12 @@ stages. Exactly these operators form a strongly connected component after the co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from pipectl.graph import topological_order
+from pipectl.planner.bitsets import bits
 from pipectl.profile import Operator, Profile
 
 
@@ -87,6 +88,12 @@ class Condensed:
         return _closure(self.successors, range(len(self) - 1, -1, -1))
 
     @cached_property
+    def block_of(self) -> tuple[int, ...]:
+        """The block of every operator."""
+        home = {index: place for place, b in enumerate(self.blocks) for index in b.operators}
+        return tuple(home[index] for index in range(len(home)))
+
+    @cached_property
     def parameters(self) -> tuple[Held, ...]:
         """Every parameter."""
         return held_by(block.parameters for block in self.blocks)
@@ -126,28 +133,9 @@ def _closure(direct: Sequence[int], order: Iterable[int]) -> tuple[int, ...]:
     return tuple(reached)
 
 
-def bits(members: int) -> Iterator[int]:
-    """Positions of the set bits, ascending."""
-    while members:
-        low = members & -members
-        yield low.bit_length() - 1
-        members ^= low
-
-
-def bitset(positions: Iterable[int]) -> int:
-    """The integer with these bits set; positions must be distinct."""
-    return sum(1 << position for position in positions)
-
-
 def condense(profile: Profile) -> Condensed:
     """Contract groups and whatever lies between their members."""
-    return contract(profile.operators, edges_by_index(profile), group_labels(profile.operators))
-
-
-def edges_by_index(profile: Profile) -> list[tuple[int, int]]:
-    """The edges between indices of operators."""
-    index = {operator.id: number for number, operator in enumerate(profile.operators)}
-    return [(index[source], index[target]) for source, target in profile.edges]
+    return contract(profile.operators, profile.edge_indices, group_labels(profile.operators))
 
 
 def contract(

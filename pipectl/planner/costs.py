@@ -19,7 +19,7 @@ import numpy.typing as npt
 from pipectl.graph import Route, TransferKind, routes
 from pipectl.plan import StageCost, Transfer
 from pipectl.planner.stage_memory import Crossing, StageMemories, StageMemory
-from pipectl.profile import Operator, OptimizerCost, Profile, StageOverhead
+from pipectl.profile import Operator, Profile, StageOverhead
 
 Floats = npt.NDArray[np.float64]
 Pairs = list[tuple[float, float]]
@@ -94,11 +94,6 @@ class _Points:
         for members, sizes, times in self._groups:
             found[:, members] = _interpolate(sizes, times, size)
         return found
-
-
-def _table(times: Sequence[Sequence[tuple[float, float]]]) -> Floats:
-    """Of pairs by size and operator; shape [sizes, 2, operators]."""
-    return np.array(times).transpose(0, 2, 1)
 
 
 def _interpolate(sizes: Sequence[int], times: Floats, size: int) -> Floats:
@@ -182,12 +177,8 @@ class Footprints:
 
     def __init__(self, profile: Profile) -> None:
         self._operators = profile.operators
-        index = {operator.id: number for number, operator in enumerate(profile.operators)}
-        readers: dict[int, list[int]] = {}
-        for source, target in profile.edges:
-            readers.setdefault(index[source], []).append(index[target])
-        self._readers = {producer: sorted(found) for producer, found in sorted(readers.items())}
-        self._memories = StageMemories(profile, self._readers)
+        self._readers = profile.readers
+        self._memories = StageMemories(profile)
 
     def of(self, stages: Sequence[Sequence[int]]) -> Footprint:
         """The footprint of stages given as ascending operator indices."""
@@ -231,7 +222,7 @@ class Footprints:
         for stage, inside in enumerate(stages):
             for index in inside:
                 stage_of[index] = stage
-        for producer, readers in self._readers.items():
+        for producer, readers in enumerate(self._readers):
             home = stage_of[producer]
             uses = [stage_of[reader] for reader in readers]
             if uses.count(home) < len(uses):
@@ -264,7 +255,7 @@ def stage_costs(
 def _stage_cost(
     parts: Footprint, index: int, times: Times, scale: float, profile: Profile
 ) -> StageCost:
-    optimizer = profile.optimizer or OptimizerCost(0.0, 0.0)
+    optimizer = profile.optimizer_cost
     parameter_bytes, memory = parts.parameter_bytes[index], parts.memory[index]
     forward_s, backward_s = stage_times(parts, index, times, scale, profile.stage)
     return StageCost(

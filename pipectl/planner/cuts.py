@@ -12,11 +12,12 @@ from itertools import chain
 
 import numpy as np
 
+from pipectl.planner.bitsets import membership
 from pipectl.planner.condense import Condensed
 from pipectl.planner.cut_kernels import Floats, Graph, Integers, Sums, sum_cuts, sum_times
 from pipectl.planner.liveness import memory_of
-from pipectl.planner.spans import Partition, membership
-from pipectl.profile import OptimizerCost, Profile
+from pipectl.planner.spans import Partition
+from pipectl.profile import Profile
 
 Timings = tuple[Floats, Floats]
 """Cached and uncached forward and backward of every operator; shapes [2, operators]."""
@@ -58,8 +59,8 @@ class Cuts:
 
     def update_s(self) -> Floats:
         """Optimizer step; shape [partitions, stages]."""
-        optimizer = self.profile.optimizer or OptimizerCost(0.0, 0.0)
-        return np.asarray(optimizer.step_s_per_byte * self.sums.parameter_bytes, dtype=np.float64)
+        step_s_per_byte = self.profile.optimizer_cost.step_s_per_byte
+        return np.asarray(step_s_per_byte * self.sums.parameter_bytes, dtype=np.float64)
 
 
 class Cutter:
@@ -72,7 +73,7 @@ class Cutter:
     def __init__(self, profile: Profile, graph: Condensed) -> None:
         self._profile = profile
         self._graph = _arrays(profile)
-        self._block_of = block_of(graph, len(profile.operators))
+        self._block_of = np.array(graph.block_of, dtype=np.int64)
         self._blocks = len(graph)
 
     def cut(self, partitions: Sequence[Partition]) -> Cuts:
@@ -96,20 +97,8 @@ class Cutter:
         return Cuts(stage_of, sums, self._profile)
 
 
-def block_of(graph: Condensed, operators: int) -> Integers:
-    """The block of every operator."""
-    found = np.zeros(operators, dtype=np.int64)
-    for position, block in enumerate(graph.blocks):
-        found[list(block.operators)] = position
-    return found
-
-
 def _arrays(profile: Profile) -> Graph:
     operators = profile.operators
-    index = {operator.id: number for number, operator in enumerate(operators)}
-    readers: list[list[int]] = [[] for _ in operators]
-    for source, target in profile.edges:
-        readers[index[source]].append(index[target])
     memory = [memory_of(operator) for operator in operators]
     made = {o.id: m.made_bytes for o, m in zip(operators, memory, strict=True)}
     kept = [
@@ -119,7 +108,7 @@ def _arrays(profile: Profile) -> Graph:
     parameters: dict[str, int] = {}
     names: dict[str, int] = {}
     return Graph(
-        *_joined(map(sorted, readers)),
+        *_joined(profile.readers),
         _integers(operator.output_bytes for operator in operators),
         _integers(operator.gradient_bytes for operator in operators),
         _integers(names.setdefault(m.storage, len(names)) for m in memory),

@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from pipectl.planner.spans import Partition, membership
+from pipectl.planner.bitsets import membership
+from pipectl.planner.spans import Partition
 
 
 class Enumeration:

@@ -101,11 +101,10 @@ def explain(
             raise OutOfTimeError(STOPPED)
         return planner(profile, cluster, request)
 
-    several = any(operator.timings for operator in profile.operators)
     subject = _Subject(plan, profile, cluster, request, while_time)
     return Explanation(
         plan=plan,
-        measured_size=None if several else profile.micro_batch_size,
+        measured_size=None if profile.has_several_sizes else profile.micro_batch_size,
         parts=step_parts(plan, cluster, simulate(plan, cluster)),
         link=busiest_link(plan, cluster),
         alternatives=_alternatives(subject, others),

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from pipectl.planner.condense import bitset
+from pipectl.planner.bitsets import bitset
 from pipectl.planner.problem import Choice, Problem
 from pipectl.planner.request import micro_batch_sizes, warm_ups
 from pipectl.planner.spans import Partition

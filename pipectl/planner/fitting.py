@@ -116,8 +116,8 @@ class Fitter:
 
     def _held(self, fit: Fit, messages: int, sizes: _Sizes) -> Integers:
         """Bytes by mode, without and for each micro-batch in flight; shape [modes * 2, spans]."""
-        optimizer, scale = self._problem.profile.optimizer, self._problem.scale(fit.size)
-        state = optimizer.state_bytes_per_parameter_byte if optimizer is not None else 0.0
+        scale = self._problem.scale(fit.size)
+        state = self._problem.profile.optimizer_cost.state_bytes_per_parameter_byte
         resident = self._problem.baseline_bytes + sizes.gradients + (1 + state) * sizes.parameters
         resident = (resident + messages * scale * self._temporary).astype(np.int64)
         rows = [resident, sizes.saved + messages * sizes.crossing]

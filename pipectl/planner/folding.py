@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from pipectl.graph import topological_order
-from pipectl.planner.condense import contract, edges_by_index, group_labels
+from pipectl.planner.condense import contract, group_labels
 from pipectl.planner.exact.load_model import stage_edges
 from pipectl.profile import Operator, Profile
 
@@ -40,7 +40,7 @@ def folded(profile: Profile, stages: Sequence[Sequence[str]] = ()) -> Profile:
     place = _places(profile, stages)
     edges: set[tuple[int, int]] = set()
     gradients = [operator.gradient_bytes for operator in profile.operators]
-    for source, target in edges_by_index(profile):
+    for source, target in profile.edge_indices:
         turned, is_gradient = _turned(profile.operators, place, source, target)
         if turned is not None:
             edges.add(turned)
@@ -68,11 +68,12 @@ def _turned(
 def _places(profile: Profile, stages: Sequence[Sequence[str]]) -> list[tuple[int, int]]:
     """Stage and block of every operator: what travels goes to a larger one in the forward."""
     operators = profile.operators
-    arcs = stage_edges(operators, edges_by_index(profile))
+    arcs = stage_edges(operators, profile.edge_indices)
     graph = contract(operators, arcs, group_labels(operators))
-    block_of = {index: b for b, block in enumerate(graph.blocks) for index in block.operators}
     stage_of: Mapping[str, int] = {node: s for s, nodes in enumerate(stages) for node in nodes}
-    return [(stage_of.get(o.id, 0), block_of[index]) for index, o in enumerate(operators)]
+    return [
+        (stage_of.get(o.id, 0), block) for o, block in zip(operators, graph.block_of, strict=True)
+    ]
 
 
 def _rebuilt(

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from pipectl.planner.condense import Condensed, bits, bitset
+from pipectl.planner.bitsets import bits, bitset
+from pipectl.planner.condense import Condensed
 
 Rank = Callable[[int], tuple[int, ...]]
 

@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pipectl.planner.condense import Condensed, bits, contract, edges_by_index
+from pipectl.planner.bitsets import bits
+from pipectl.planner.condense import Condensed, contract
 from pipectl.profile import Profile
 
 Neighbour = Callable[[Condensed, int], int | None]
@@ -72,11 +73,8 @@ def _merge(
         if other is not None:
             home[position] = other
             moved.update(block.operators)
-    block_of = {
-        index: place for place, block in enumerate(graph.blocks) for index in block.operators
-    }
-    labels = [_final(home, block_of[index]) for index in range(len(profile.operators))]
-    return contract(profile.operators, edges_by_index(profile), labels), moved
+    labels = [_final(home, block) for block in graph.block_of]
+    return contract(profile.operators, profile.edge_indices, labels), moved
 
 
 def _final(home: Sequence[int], block: int) -> int:

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
+from pipectl.planner.bitsets import bits, bitset
 from pipectl.planner.bounds import Layout
-from pipectl.planner.condense import Condensed, bits, bitset
+from pipectl.planner.condense import Condensed
 from pipectl.planner.spans import Partition
 
 FRACTIONS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 0.0)

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipectl.planner.condense import Condensed, bits
+from pipectl.planner.bitsets import bits
+from pipectl.planner.condense import Condensed
 
 
 def outlook_s(

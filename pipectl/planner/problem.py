@@ -21,7 +21,7 @@ from pipectl.planner.costs import (
     scaled_transfers,
     stage_costs,
 )
-from pipectl.planner.cuts import Cuts, Cutter, Timings, block_of
+from pipectl.planner.cuts import Cuts, Cutter, Timings
 from pipectl.planner.devices import Pool, pools
 from pipectl.planner.liveness import parameter_gradients
 from pipectl.planner.loads import Costs, Floats
@@ -122,8 +122,8 @@ class Problem:
     @cached_property
     def _least_bytes(self) -> float:
         """Parameters, optimizer state and gradients, each once."""
-        optimizer, operators = self.profile.optimizer, self.profile.operators
-        state = optimizer.state_bytes_per_parameter_byte if optimizer is not None else 0.0
+        operators = self.profile.operators
+        state = self.profile.optimizer_cost.state_bytes_per_parameter_byte
         named = dict(pair for operator in operators for pair in operator.parameters)
         trained = dict(pair for operator in operators for pair in parameter_gradients(operator))
         return sum(named.values()) + (1 + state) * sum(trained.values())
@@ -173,7 +173,7 @@ class Problem:
 
     @cached_property
     def _block_of(self) -> Integers:
-        return block_of(self.graph, len(self.profile.operators))
+        return np.array(self.graph.block_of, dtype=np.int64)
 
     def span_costs(self, size: int, moved: Sequence[int] = ()) -> Costs:
         """What stages and messages cost the dynamic programme.

@@ -24,8 +24,7 @@ Members = tuple[tuple[int, ...], ...]
 
 def members_of(profile: Profile, stages: Iterable[Iterable[str]]) -> Members:
     """Indices of operators that are given by their ids, stage by stage."""
-    index = {operator.id: number for number, operator in enumerate(profile.operators)}
-    return tuple(tuple(sorted(index[node] for node in nodes)) for nodes in stages)
+    return tuple(tuple(sorted(profile.index_of[node] for node in nodes)) for nodes in stages)
 
 
 @dataclass(frozen=True)

@@ -161,9 +161,8 @@ def _as_others_cut(
     planner balances, while ours looks for short steps near balanced stages.
     None of them recomputes.
     """
-    several = any(operator.timings for operator in profile.operators)
     few = 1 < cluster.ranks <= MANY_RANKS and len(profile.operators) <= MANY_OPERATORS
-    if several or not few or request.recompute:
+    if profile.has_several_sizes or not few or request.recompute:
         return []
     with suppress(InfeasibleError):
         return policy_plans(antichain.NAME, profile, cluster, request, expired, planner=PLANNER)

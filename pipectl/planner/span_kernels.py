@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pipectl.compiled import compiled
+from pipectl.planner.bitsets import Words
 
 Integers = npt.NDArray[np.int64]
-Words = npt.NDArray[np.uint64]
 
 TOUCHED, CROSSING, ENTERING = range(3)
 

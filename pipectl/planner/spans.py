@@ -22,13 +22,13 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from pipectl.planner.condense import Condensed, bits
+from pipectl.planner.bitsets import Words, bits, membership, words_of
+from pipectl.planner.condense import Condensed
 from pipectl.planner.span_kernels import (
     CROSSING,
     ENTERING,
     TOUCHED,
     Integers,
-    Words,
     count_held,
     fill_spans,
     weigh_spans,
@@ -77,9 +77,7 @@ class States:
     @cached_property
     def words(self) -> Words:
         """The states as packed bits; shape [states, words]."""
-        packed = np.packbits(self.rows, axis=1)
-        packed = np.pad(packed, ((0, 0), (0, -packed.shape[1] % 8)))
-        return np.ascontiguousarray(packed).view(np.uint64)
+        return words_of(self.rows)
 
     def sums(self, amounts: Sequence[float], unit: int = 1) -> Integers:
         """The sum of figures of the blocks that each state holds, in parts of a unit."""
@@ -199,11 +197,3 @@ def _starts_of(counts: Integers) -> Integers:
 def _sums(rows: npt.NDArray[np.bool_], amounts: Sequence[int]) -> Integers:
     found: Integers = rows.astype(np.int64) @ np.asarray(amounts, dtype=np.int64)
     return found
-
-
-def membership(bitsets: Sequence[int], width: int) -> npt.NDArray[np.bool_]:
-    """Bitsets as rows of booleans; shape [bitsets, width]."""
-    size = -(-width // 8)
-    packed = b"".join(members.to_bytes(size, "little") for members in bitsets)
-    rows = np.frombuffer(packed, dtype=np.uint8).reshape(len(bitsets), size)
-    return np.unpackbits(rows, axis=1, bitorder="little")[:, :width].astype(np.bool_)

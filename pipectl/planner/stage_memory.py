@@ -85,9 +85,9 @@ class Crossing:
 class StageMemories:
     """Memory of the stages of one profile's partitions; equal stages are looked at once."""
 
-    def __init__(self, profile: Profile, readers: Mapping[int, Sequence[int]]) -> None:
+    def __init__(self, profile: Profile) -> None:
         self._operators = profile.operators
-        self._readers = readers
+        self._readers = profile.readers
         self._measured = all(operator.memory is not None for operator in profile.operators)
         self._memory = [memory_of(operator) for operator in profile.operators]
         self._made = {
@@ -130,14 +130,12 @@ class StageMemories:
         self, inside: Sequence[int], operators: Sequence[Operator], crossing: Crossing
     ) -> Levels:
         place = {index: position for position, index in enumerate(inside)}
-        readers = {
-            index: [u for u in self._readers.get(index, ()) if u in place] for index in inside
-        }
+        readers = {index: [u for u in self._readers[index] if u in place] for index in inside}
         borders = Borders(
             stays=frozenset(crossing.received) | frozenset(crossing.sent),
             returning=frozenset(crossing.returning),
             last_reader={self._operators[i].id: place[u[-1]] for i, u in readers.items() if u},
-            roots=frozenset(self._operators[i].id for i in inside if i not in self._readers),
+            roots=frozenset(self._operators[i].id for i in inside if not self._readers[i]),
         )
         return levels_of(operators, borders)
 

@@ -92,6 +92,34 @@ class Profile:
         return {operator.id: operator for operator in self.operators}
 
     @cached_property
+    def index_of(self) -> dict[str, int]:
+        """Place of every operator by its id."""
+        return {operator.id: index for index, operator in enumerate(self.operators)}
+
+    @cached_property
+    def edge_indices(self) -> list[tuple[int, int]]:
+        """The edges between places of operators."""
+        return [(self.index_of[source], self.index_of[target]) for source, target in self.edges]
+
+    @cached_property
+    def readers(self) -> tuple[tuple[int, ...], ...]:
+        """Places of the operators that read each operator's value, ascending."""
+        found: list[list[int]] = [[] for _ in self.operators]
+        for source, target in self.edge_indices:
+            found[source].append(target)
+        return tuple(tuple(sorted(readers)) for readers in found)
+
+    @cached_property
+    def has_several_sizes(self) -> bool:
+        """Whether operators were measured at several micro-batch sizes."""
+        return any(operator.timings for operator in self.operators)
+
+    @property
+    def optimizer_cost(self) -> OptimizerCost:
+        """That of the optimizer: no state and no time where the profile does not say."""
+        return self.optimizer or OptimizerCost(0.0, 0.0)
+
+    @cached_property
     def with_gradient(self) -> dict[str, bool]:
         """Whether a gradient of each operator's value comes back."""
         return {operator.id: operator.gradient_bytes > 0 for operator in self.operators}

@@ -1,7 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipectl.planner.condense import Condensed, bits, condense, contract
+from pipectl.planner.bitsets import bits
+from pipectl.planner.condense import Condensed, condense, contract
 
 
 def reach(count, edges):

@@ -1,7 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipectl.planner.condense import bits, condense
+from pipectl.planner.bitsets import bits
+from pipectl.planner.condense import condense
 from pipectl.planner.ideals import all_downsets, prefix_downsets
 
 

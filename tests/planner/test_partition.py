@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipectl.link import Link, measured_link
-from pipectl.planner.condense import bits, condense
+from pipectl.planner.bitsets import bits
+from pipectl.planner.condense import condense
 from pipectl.planner.loads import PER_SECOND, Costs, hold_s
 from pipectl.planner.mix import Mix
 from pipectl.planner.partition import Partitioner, Space

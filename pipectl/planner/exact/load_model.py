@@ -15,7 +15,8 @@ from functools import cached_property
 
 import numpy as np
 
-from pipectl.planner.condense import Condensed, bits, contract, edges_by_index, group_labels
+from pipectl.planner.bitsets import bits
+from pipectl.planner.condense import Condensed, contract, group_labels
 from pipectl.planner.exact.arrays import Arcs, Floats, Ints, Moves
 from pipectl.planner.exact.reduce import joined, loose
 from pipectl.planner.exact.request import BalanceRequest, DeviceKind
@@ -124,7 +125,7 @@ class LoadModel:
 def load_model(profile: Profile, request: BalanceRequest) -> LoadModel:
     """The arrays for a profile; it must have been prepared (:mod:`pipectl.planner.pruning`)."""
     operators = profile.operators
-    edges = edges_by_index(profile)
+    edges = profile.edge_indices
     arcs = stage_edges(operators, edges)
     costs = _Costs(operators, request)
     graph = contract(operators, arcs, group_labels(operators))
@@ -238,7 +239,7 @@ def _values(
 
     Values of the same blocks cross the same borders: they are one.
     """
-    home = {number: place for place, b in enumerate(graph.blocks) for number in b.operators}
+    home = graph.block_of
     blocks: dict[int, set[int]] = {}
     for source, target in edges:
         blocks.setdefault(source, {home[source]}).add(home[target])

@@ -15,12 +15,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipectl.planner.condense import edges_by_index
 from pipectl.planner.costs import operator_times
 from pipectl.planner.hybrid.links import LinkRules
 from pipectl.planner.hybrid.states import States
 from pipectl.planner.recurrence import Floats, Integers
-from pipectl.profile import OptimizerCost, Profile
+from pipectl.profile import Profile
 
 EVERY_COUNT = 24
 """Up to so many devices, every number of replicas is tried; beyond, about six per doubling."""
@@ -109,9 +108,9 @@ def costs_of(
     """
     members = states.members.astype(np.float64)
     scale = size / profile.micro_batch_size
-    crossing = states.crossing(edges_by_index(profile)).astype(np.float64)
+    crossing = states.crossing(profile.edge_indices).astype(np.float64)
     columns = members @ _times(profile, size, replicas, fractions=fractions)
-    optimizer = profile.optimizer or OptimizerCost(0.0, 0.0)
+    optimizer = profile.optimizer_cost
     operators = profile.operators
     parameters = members @ np.array([float(o.parameter_bytes) for o in operators])
     overhead = profile.stage
@@ -144,7 +143,7 @@ def _times(
     """
     own = profile.micro_batch_size
     shares = [size / count if fractions else float(ceil(size / count)) for count in replicas]
-    if fractions or not any(operator.timings for operator in profile.operators):
+    if fractions or not profile.has_several_sizes:
         base = np.array([(o.forward_s, o.backward_s) for o in profile.operators], np.float64)
         scales = np.array(shares) / own
         return np.hstack([base[:, :1] * scales, base[:, 1:] * scales])

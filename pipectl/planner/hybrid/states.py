@@ -11,13 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from pipectl.planner.bitsets import Flags, follows, membership
 from pipectl.planner.condense import Condensed, condense
 from pipectl.planner.ideals import all_downsets, prefix_downsets
 from pipectl.profile import Profile
-
-Flags = NDArray[np.bool_]
 
 MOST_STATES = 640
 """Of all downsets; with more, prefixes of topological orders are used."""
@@ -61,32 +59,10 @@ class States:
         found = all_downsets(graph, cap)
         complete = found is not None
         downsets = prefix_downsets(graph, MOST_PREFIXES) if found is None else found
-        return cls.chosen(graph, downsets, len(profile.operators), complete=complete)
+        return cls.chosen(graph, downsets, complete=complete)
 
     @classmethod
-    def chosen(
-        cls, graph: Condensed, downsets: Sequence[int], operators: int, *, complete: bool
-    ) -> States:
+    def chosen(cls, graph: Condensed, downsets: Sequence[int], *, complete: bool) -> States:
         """Given downsets of the condensed graph, as bitsets of its blocks by rising size."""
-        size = len(graph) + 7 >> 3
-        packed = b"".join(downset.to_bytes(size, "little") for downset in downsets)
-        rows = np.frombuffer(packed, np.uint8).reshape(len(downsets), size)
-        blocks = np.unpackbits(rows, axis=1, bitorder="little").astype(np.bool_)
-        block_of = np.zeros(operators, np.int64)
-        for number, block in enumerate(graph.blocks):
-            block_of[list(block.operators)] = number
-        return cls(blocks[:, block_of], _follows(downsets), complete)
-
-
-def _follows(downsets: Sequence[int]) -> Flags:
-    """Strict inclusion between bitsets."""
-    words = -(-max(downsets).bit_length() // 64) or 1
-    packed = np.array(
-        [[downset >> 64 * word & 2**64 - 1 for word in range(words)] for downset in downsets],
-        np.uint64,
-    )
-    inside = np.ones((len(downsets), len(downsets)), np.bool_)
-    for column in packed.T:
-        inside &= (column[:, None] & ~column[None, :]) == 0
-    np.fill_diagonal(inside, val=False)
-    return inside
+        rows = membership(downsets, len(graph))
+        return cls(rows[:, list(graph.block_of)], follows(rows), complete)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipectl.planner.condense import Condensed, bits, bitset, condense, edges_by_index
+from pipectl.planner.bitsets import bits, bitset
+from pipectl.planner.condense import Condensed, condense
 from pipectl.planner.hybrid.states import States
 from pipectl.planner.ideals import prefix_downsets
 from pipectl.profile import Profile
@@ -23,10 +24,10 @@ MOST_STATES = 1500
 def antichain_states(profile: Profile) -> States:
     """Nothing, then every state of the sequence; the last one is everything."""
     graph = condense(profile)
-    found = [0, *_sequence(graph)] if edges_by_index(profile) else None
+    found = [0, *_sequence(graph)] if profile.edge_indices else None
     if not found or len(found) > MOST_STATES or found[-1] != graph.everything:
         found = prefix_downsets(graph, 0)
-    return States.chosen(graph, found, len(profile.operators), complete=False)
+    return States.chosen(graph, found, complete=False)
 
 
 def _sequence(graph: Condensed) -> list[int]:

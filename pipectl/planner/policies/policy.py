@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from pipectl.planner.condense import edges_by_index
 from pipectl.planner.hybrid.links import LinkRules
 from pipectl.planner.hybrid.placing import Ranks
 from pipectl.planner.hybrid.states import States
@@ -83,7 +82,7 @@ class Prefixes:
         """Times and messages in proportion to ``size`` samples."""
         scale = size / profile.micro_batch_size
         members = states.members.astype(np.float64)
-        crossing = states.crossing(edges_by_index(profile)).astype(np.float64)
+        crossing = states.crossing(profile.edge_indices).astype(np.float64)
         operators = profile.operators
         return cls(
             members @ np.array([o.forward_s + o.backward_s for o in operators]) * scale,

@@ -18,7 +18,7 @@ def chain_states(profile: Profile) -> States:
     """The prefixes of the graph's own order."""
     graph = condense(profile)
     downsets = prefix_downsets(graph, 0)
-    return States.chosen(graph, downsets, len(profile.operators), complete=False)
+    return States.chosen(graph, downsets, complete=False)
 
 
 def plan(profile: Profile, rules: LinkRules, work: Work) -> PolicyPlan:

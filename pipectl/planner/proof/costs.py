@@ -24,7 +24,7 @@ from pipectl.planner.proof.layouts import Arrangement
 from pipectl.planner.proof.links import Ways
 from pipectl.planner.proof.shares import portions_of, shape_of, shares_of
 from pipectl.planner.proof.units import Floats, Shape
-from pipectl.profile import OptimizerCost, Profile
+from pipectl.profile import Profile
 
 
 class LeastCosts:
@@ -93,7 +93,7 @@ class LeastCosts:
         rates, late_s = self._ways.rates(ranks)
         last = self._last(size)
         how = replicas, arrangement.replication, size, last
-        optimizer = self._profile.optimizer or OptimizerCost(0.0, 0.0)
+        optimizer = self._profile.optimizer_cost
         sums = [
             self._ways.reduction(inside) if len(inside) > 1 else (0.0, 0.0)
             for inside in arrangement.ranks

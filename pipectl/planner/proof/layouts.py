@@ -9,7 +9,7 @@ from math import ceil
 
 from pipectl.cluster import Cluster
 from pipectl.plan import Replication
-from pipectl.planner.areas import MICRO_BATCHES_IF_PROPORTIONAL, MICRO_BATCHES_PER_STAGE
+from pipectl.planner.areas import most_micro_batches
 from pipectl.planner.copies import share_of_one_copy
 from pipectl.planner.placement import every_placement
 from pipectl.planner.replicated import MICRO_BATCHES_PER_RANK
@@ -137,9 +137,7 @@ def _sizes(
 def _sizes_of_copies(profile: Profile, request: PlanRequest, stages: int) -> list[int]:
     """Micro-batch sizes of one copy of a pipeline for its share of the samples."""
     alone = share_of_one_copy(request, request.replicas or 1)
-    several = any(operator.timings for operator in profile.operators)
-    per_stage = MICRO_BATCHES_PER_STAGE if several else MICRO_BATCHES_IF_PROPORTIONAL
-    return micro_batch_sizes(alone, per_stage * stages)
+    return micro_batch_sizes(alone, most_micro_batches(profile, stages))
 
 
 def _by_stage(flat: Sequence[int], replicas: Sequence[int]) -> tuple[tuple[int, ...], ...]:

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pipectl.cluster import Cluster
-from pipectl.planner.condense import Condensed, bits, condense
+from pipectl.planner.bitsets import bits, follows, membership
+from pipectl.planner.condense import Condensed, condense
 from pipectl.planner.costs import operator_times
 from pipectl.planner.ideals import all_downsets, prefix_downsets
 from pipectl.profile import Profile
@@ -99,15 +100,16 @@ def figures_of(
     memory = min((d.memory_bytes for d in devices if d.memory_bytes is not None), default=inf)
     baseline = profile.process_baseline_bytes or 0
     counts = _counts(min(cluster.ranks, size), size)
-    members = _members(graph, downsets, len(profile.operators))
+    inside = membership(downsets, len(graph))
+    members = np.ascontiguousarray(inside[:, list(graph.block_of)], dtype=np.float64)
     operators = profile.operators
     parameters = members @ np.array([float(o.parameter_bytes) for o in operators])
     saved = members @ np.array([float(sum(b for _, b in o.saved)) for o in operators])
     scale = size / profile.micro_batch_size
-    state = profile.optimizer.state_bytes_per_parameter_byte if profile.optimizer else 0.0
+    state = profile.optimizer_cost.state_bytes_per_parameter_byte
     work = [members @ _work(profile, -(-size // count)) / speed for count in counts]
     return Figures(
-        follows=_follows(downsets),
+        follows=follows(inside).astype(np.int64),
         replicas=np.array(counts, dtype=np.int64),
         work_s=np.array(work),
         moved_s=_moved(cluster, _crossing(graph, downsets).max(axis=0) * scale, counts),
@@ -131,14 +133,6 @@ def _work(profile: Profile, size: int) -> Floats:
     return np.array([forward_s + backward_s for forward_s, backward_s in times])
 
 
-def _members(graph: Condensed, downsets: Sequence[int], operators: int) -> Floats:
-    """1 where a downset holds an operator; shape [downsets, operators]."""
-    found = np.zeros((len(downsets), operators))
-    for row, downset in enumerate(downsets):
-        found[row, graph.operators_of(downset)] = 1.0
-    return found
-
-
 def _crossing(graph: Condensed, downsets: Sequence[int]) -> Floats:
     """Bytes that a cut at each downset sends on and gets back; shape [2, downsets]."""
     found = np.zeros((2, len(downsets)))
@@ -147,11 +141,6 @@ def _crossing(graph: Condensed, downsets: Sequence[int]) -> Floats:
             if downset >> value.producer & 1 and value.blocks & ~downset:
                 found[:, place] += value.size_bytes, value.gradient_bytes
     return found
-
-
-def _follows(downsets: Sequence[int]) -> Integers:
-    rows = [[int(a != b and not a & ~b) for b in downsets] for a in downsets]
-    return np.array(rows, dtype=np.int64)
 
 
 def _moved(cluster: Cluster, size_bytes: Floats, counts: Sequence[int]) -> Floats:

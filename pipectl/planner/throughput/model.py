@@ -123,7 +123,7 @@ def _assumed(graph: Condensed, position: int, profile: Profile) -> tuple[Way, ..
 
 def _plain(block: Block, inside: Sequence[Operator], profile: Profile) -> Way:
     """Parameters, their gradients and the optimizer's state are resident."""
-    state = profile.optimizer.state_bytes_per_parameter_byte if profile.optimizer else 0.0
+    state = profile.optimizer_cost.state_bytes_per_parameter_byte
     parameters = sum(block.parameters.values())
     return Way(
         time_s=sum(operator.forward_s + operator.backward_s for operator in inside),
@@ -193,12 +193,13 @@ def _values(graph: Condensed) -> tuple[Crossing, ...]:
 
 def _edges(graph: Condensed, profile: Profile) -> tuple[Crossing, ...]:
     """Every edge counts, with what the devices of its end's stage exchange among themselves."""
-    block_of = {index: b for b, block in enumerate(graph.blocks) for index in block.operators}
-    place = {operator.id: index for index, operator in enumerate(profile.operators)}
     found = []
     for source, target in profile.edges:
         producer, reader = profile.by_id[source], profile.by_id[target]
-        ends = block_of[place[source]], block_of[place[target]]
+        ends = (
+            graph.block_of[profile.index_of[source]],
+            graph.block_of[profile.index_of[target]],
+        )
         if ends[0] == ends[1]:
             continue
         size = profile.edge_bytes.get((source, target), producer.output_bytes)

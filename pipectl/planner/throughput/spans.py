@@ -15,12 +15,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from pipectl.compiled import compiled
+from pipectl.planner.bitsets import Words, membership, words_of
 from pipectl.planner.throughput.tables import Borders, Integers
-
-Bits = npt.NDArray[np.uint64]
 
 
 class Spans(NamedTuple):
@@ -46,8 +44,8 @@ def spans_of(downsets: Sequence[int], blocks: int, borders: Borders) -> Spans:
         downsets: bitsets by rising size, the empty one first and the full one last.
         blocks: how many there are.
     """
-    rows = membership(downsets, blocks)
-    words = _words(rows)
+    inside = membership(downsets, blocks)
+    rows, words = inside.astype(np.int64), words_of(inside)
     ends = [_supersets(words, start) for start in range(len(rows))]
     first = np.concatenate([[0], np.cumsum([len(found) for found in ends])]).astype(np.int64)
     flat = np.concatenate(ends)
@@ -66,21 +64,7 @@ def spans_of(downsets: Sequence[int], blocks: int, borders: Borders) -> Spans:
     return Spans(rows, first, flat, moved)
 
 
-def membership(downsets: Sequence[int], blocks: int) -> Integers:
-    """Bitsets as rows of 0 and 1; shape [downsets, blocks]."""
-    width = -(-blocks // 8)
-    packed = b"".join(members.to_bytes(width, "little") for members in downsets)
-    rows = np.frombuffer(packed, dtype=np.uint8).reshape(len(downsets), width)
-    return np.unpackbits(rows, axis=1, bitorder="little")[:, :blocks].astype(np.int64)
-
-
-def _words(rows: Integers) -> Bits:
-    packed = np.packbits(rows.astype(np.uint8), axis=1)
-    padded = np.pad(packed, ((0, 0), (0, -packed.shape[1] % 8)))
-    return np.ascontiguousarray(padded).view(np.uint64)
-
-
-def _supersets(words: Bits, start: int) -> Integers:
+def _supersets(words: Words, start: int) -> Integers:
     """Later states that hold everything the state holds."""
     outside = words[start] & ~words[start + 1 :]
     return np.flatnonzero(~outside.any(axis=1)) + start + 1
