@@ -14,8 +14,8 @@ from pipectl.plan import Plan
 from pipectl.planner import PlanRequest
 from pipectl.planner.policies import NAMES, OWN
 from pipectl.planner.policy_plans import policy_plans
+from pipectl.planner.request import Planner
 from pipectl.planner.search import MOST_ALTERNATIVES, Found, search_plans
-from pipectl.planner.sweep import Planner
 from pipectl.profile import Profile
 from pipectl.units import did_you_mean
 

@@ -14,8 +14,8 @@ from pipectl.planner.mix import Mix
 from pipectl.planner.outlook import longest_path_s, outlook_s
 from pipectl.planner.partition import Bound, Cut, Partitioner, Space
 from pipectl.planner.placement import Placement, every_placement, placements
-from pipectl.planner.problem import Order, Problem
-from pipectl.planner.request import micro_batch_sizes, warm_ups
+from pipectl.planner.problem import Problem
+from pipectl.planner.request import Order, micro_batch_sizes, open_orders
 from pipectl.profile import Profile
 
 MICRO_BATCHES_PER_STAGE = 8
@@ -170,7 +170,7 @@ class Areas:
 
     def orders(self, stages: int, size: int) -> list[Order]:
         """Schedules and warm-ups, the one with the fewest micro-batches in flight first."""
-        return warm_ups(self._problem.request, stages, self._problem.micro_batches(size))
+        return open_orders(self._problem.request, stages, self._problem.micro_batches(size))
 
     def sizes(self, stages: int) -> list[int]:
         """Micro-batch sizes worth trying with so many stages."""

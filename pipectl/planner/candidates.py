@@ -13,7 +13,8 @@ from math import inf
 import numpy as np
 
 from pipectl.planner.bounds import Layout
-from pipectl.planner.problem import Choice, Order, Problem
+from pipectl.planner.problem import Choice, Problem
+from pipectl.planner.request import Order
 
 Simplicity = tuple[int, int, int, int]
 

@@ -12,7 +12,7 @@ from pipectl.plan import Plan, Replication
 from pipectl.planner.other_clusters import with_ranks
 from pipectl.planner.replica_costs import ReplicaChoice, members_of
 from pipectl.planner.replica_judge import judged
-from pipectl.planner.replicated import orders
+from pipectl.planner.replicated import replica_orders
 from pipectl.planner.request import PlanRequest
 from pipectl.profile import Profile
 
@@ -78,5 +78,5 @@ def _copied(
     for ranks in (together, apart):
         for way in request.replications:
             size = plan.micro_batch_size * (copies if way is Replication.SPLIT else 1)
-            for schedule, warm_up in orders((copies,) * len(firsts), way, size, request):
+            for schedule, warm_up in replica_orders((copies,) * len(firsts), way, size, request):
                 yield ReplicaChoice(members, ranks, size, way, schedule, warm_up)

@@ -16,8 +16,7 @@ from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
 from pipectl.planner.hybrid import ClusterRules
 from pipectl.planner.other_clusters import with_nodes, with_ranks
-from pipectl.planner.request import PlanRequest
-from pipectl.planner.sweep import Planner
+from pipectl.planner.request import Planner, PlanRequest
 from pipectl.profile import Profile
 
 CLEARLY = 0.99

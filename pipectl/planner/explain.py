@@ -15,9 +15,8 @@ from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
 from pipectl.planner.other_clusters import with_faster_links, with_memory, with_nodes
 from pipectl.planner.policies import OWN
-from pipectl.planner.request import MEASURED, PlanRequest
+from pipectl.planner.request import MEASURED, Planner, PlanRequest
 from pipectl.planner.step_parts import LinkLoad, StepParts, busiest_link, step_parts
-from pipectl.planner.sweep import Planner
 from pipectl.profile import Profile
 from pipectl.simulate import simulate
 

@@ -19,7 +19,7 @@ from pipectl.planner.judge import Judge, Verdict, family_of
 from pipectl.planner.neighbours import neighbours
 from pipectl.planner.partition import Bound, Space
 from pipectl.planner.problem import Choice, Problem
-from pipectl.planner.request import micro_batch_sizes, warm_ups
+from pipectl.planner.request import micro_batch_sizes, open_orders
 
 MOST_LOOKS = 2_000_000
 """While borders move: partitions times what one costs, in operators, actions and messages."""
@@ -211,7 +211,7 @@ class Explorer:
         counts = [count for count in self._areas.counts if self.problem.could_hold(count)]
         for size in micro_batch_sizes(request, request.batch_size):
             for stages in reversed(counts) if size < min(known) else ():
-                depths = warm_ups(request, stages, self.problem.micro_batches(size))
+                depths = open_orders(request, stages, self.problem.micro_batches(size))
                 self._consider_fit(_Fit(self._areas.of(stages, size), *depths[0]))
             if self.judge.best() is not None:
                 return

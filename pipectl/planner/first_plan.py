@@ -9,7 +9,7 @@ import numpy as np
 
 from pipectl.planner.bitsets import bitset
 from pipectl.planner.problem import Choice, Problem
-from pipectl.planner.request import micro_batch_sizes, warm_ups
+from pipectl.planner.request import micro_batch_sizes, open_orders
 from pipectl.planner.spans import Partition
 
 _MICRO_BATCHES_PER_STAGE = 4
@@ -29,7 +29,7 @@ def first_choices(problem: Problem, counts: Sequence[int]) -> Iterator[Choice]:
         sizes = micro_batch_sizes(request, _MICRO_BATCHES_PER_STAGE * stages)
         near = min(sizes, key=lambda size: (abs(size - measured), size))
         for size in dict.fromkeys((near, min(sizes))):
-            schedule, warm_up = warm_ups(request, stages, problem.micro_batches(size))[0]
+            schedule, warm_up = open_orders(request, stages, problem.micro_batches(size))[0]
             again = (bool(request.recompute),) * stages if request.recompute else ()
             cut = _even(problem.block_times(size), stages)
             yield Choice(cut, _fastest(problem, stages), size, schedule, warm_up, again)

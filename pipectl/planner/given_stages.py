@@ -8,13 +8,13 @@ from math import ceil
 
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan, Replication, StageCost
-from pipectl.planner.problem import assumptions_of, baseline_bytes
+from pipectl.planner.assumed import assumptions_of, baseline_bytes
 from pipectl.planner.replica_costs import ReplicaChoice, ReplicaPlans, members_of
 from pipectl.planner.request import PlanRequest
+from pipectl.planner.trials import predicted
 from pipectl.profile import Profile
 from pipectl.schedule import default_warm_up
 from pipectl.schedule.one_f_one_b import NAME as ONE_F_ONE_B
-from pipectl.simulate import simulate
 
 
 def plan_of_stages(
@@ -48,9 +48,7 @@ def plan_of_stages(
         stage if load_s is None else replace(stage, cost=_taking(stage.cost, load_s * scale))
         for stage, load_s in zip(plan.stages, loads_s, strict=True)
     )
-    plan = replace(plan, stages=timed)
-    found = simulate(plan, cluster, process_baseline_bytes=baseline_bytes(profile))
-    return replace(plan, prediction=found.prediction)
+    return predicted(replace(plan, stages=timed), cluster, baseline_bytes(profile))
 
 
 def _micro_batches(profile: Profile, request: PlanRequest) -> int:

@@ -10,12 +10,12 @@ from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan
 from pipectl.planner.devices import mixes
 from pipectl.planner.fitting import Fit, Fitter, plain_fit
-from pipectl.planner.memory import largest_peak_bytes
+from pipectl.planner.least_peaks import largest_peak_bytes
 from pipectl.planner.mix import Mix
 from pipectl.planner.partition import Cut
 from pipectl.planner.placement import placements
 from pipectl.planner.problem import Choice, Problem
-from pipectl.planner.request import PlanRequest, micro_batch_sizes, warm_ups
+from pipectl.planner.request import PlanRequest, micro_batch_sizes, open_orders
 from pipectl.schedule.gpipe import NAME as GPIPE
 from pipectl.schedule.one_f_one_b import NAME as ONE_F_ONE_B
 from pipectl.simulate import simulate
@@ -50,7 +50,7 @@ def _smallest_peaks(
     request = problem.request
     size = micro_batch_sizes(request, request.batch_size)[-1]
     for stages in _some(counts):
-        schedule, warm_up = warm_ups(request, stages, problem.micro_batches(size))[0]
+        schedule, warm_up = open_orders(request, stages, problem.micro_batches(size))[0]
         for cut in _smallest(problem, fitter, size, warm_up):
             for placement in placements(problem.cluster, problem.devices, cut.kinds):
                 again = cut.recompute
@@ -148,7 +148,7 @@ def _estimate(
 ) -> int:
     """The smallest peak found under a changed request, without buffers of messages."""
     size = micro_batch_sizes(request, request.batch_size)[-1]
-    _, warm_up = warm_ups(request, stages, problem.micro_batches(size))[0]
+    _, warm_up = open_orders(request, stages, problem.micro_batches(size))[0]
     fit = Fit(size, warm_up, Mix.ordered([0] * stages, 1), (limit,))
     count, baseline = problem.micro_batches(size), problem.baseline_bytes
     return min(

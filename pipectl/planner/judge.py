@@ -8,7 +8,7 @@ from math import inf
 from pipectl.plan import Plan
 from pipectl.planner.bounds import ROUNDING
 from pipectl.planner.candidates import Candidate, Candidates, Simplicity
-from pipectl.planner.memory import least_peaks_bytes
+from pipectl.planner.least_peaks import least_peaks_bytes
 from pipectl.planner.problem import Choice, Problem
 from pipectl.simulate import Simulation, simulate
 

@@ -34,7 +34,7 @@ class Way(NamedTuple):
     blocks: bool = False
 
 
-Order = Callable[[Way, Stage], float]
+Price = Callable[[Way, Stage], float]
 """What is to be low."""
 
 
@@ -94,8 +94,8 @@ class Keeping:
         uniform = {way: trials.run(self._alike(plan, way)) for way in self._allowed}
         fitting = {way: _fitting_stages(tried, trials) for way, tried in uniform.items()}
         best: Plan | None = None
-        for order in (_cost_s(self._cluster, plan.offload_to), _offload_first, _recompute_first):
-            chosen = _assigned(plan, fitting, order)
+        for price in (_cost_s(self._cluster, plan.offload_to), _offload_first, _recompute_first):
+            chosen = _assigned(plan, fitting, price)
             tried = None if chosen is None else trials.run(self._with_ways(plan, chosen))
             if tried is not None and trials.fits(tried) and _is_faster(tried, best):
                 best = tried
@@ -146,18 +146,18 @@ def _fitting_stages(tried: Plan, trials: Trials) -> list[bool]:
     return [trials.stage_fits(tried, index) for index in range(len(tried.stages))]
 
 
-def _assigned(plan: Plan, fitting: Mapping[Way, Sequence[bool]], order: Order) -> list[Way] | None:
-    """The first way in some order that fits each stage; None if one of them has none."""
+def _assigned(plan: Plan, fitting: Mapping[Way, Sequence[bool]], price: Price) -> list[Way] | None:
+    """The cheapest way that fits each stage; None if one of them has none."""
     chosen = []
     for index, stage in enumerate(plan.stages):
         there = [way for way, fits in fitting.items() if fits[index]]
         if not there:
             return None
-        chosen.append(min(there, key=lambda way: order(way, stage)))
+        chosen.append(min(there, key=lambda way: price(way, stage)))
     return chosen
 
 
-def _cost_s(cluster: Cluster, target: OffloadTarget) -> Order:
+def _cost_s(cluster: Cluster, target: OffloadTarget) -> Price:
     """About what a way takes longer, for one micro-batch."""
 
     def cost_s(way: Way, stage: Stage) -> float:

@@ -13,13 +13,12 @@ from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan
 from pipectl.planner.halves import with_halves
-from pipectl.planner.placed import Planner, balanced, excess_bytes, one_rank_a_stage
-from pipectl.planner.request import PlanRequest
+from pipectl.planner.placed import balanced, fastest_that_fits, one_rank_a_stage
+from pipectl.planner.request import Planner, PlanRequest
+from pipectl.planner.trials import predicted
 from pipectl.profile import Profile
 from pipectl.schedule import splits_backwards
 from pipectl.schedule.listed import Listed
-from pipectl.simulate import simulate
-from pipectl.units import format_bytes
 
 
 def listed_plan(
@@ -45,16 +44,7 @@ def listed_plan(
     plan = _ordered(cut, listed, cluster, request)
     if splits_backwards(plan):
         plan = with_halves(plan, profile)
-    found = simulate(plan, cluster, process_baseline_bytes=baseline)
-    plan = replace(plan, prediction=found.prediction)
-    excess = excess_bytes(plan, cluster, request)
-    if excess > 0:
-        raise InfeasibleError(
-            f"no feasible plan: schedule {listed.name} needs {format_bytes(round(excess))} more "
-            "than the memory limit of a rank",
-            cure="set pipeline.schedule to auto, use more ranks, or raise the limit",
-        )
-    return plan
+    return fastest_that_fits([predicted(plan, cluster, baseline)], cluster, request)
 
 
 def _micro_batch_size(listed: Listed, request: PlanRequest) -> int:

@@ -8,9 +8,9 @@ from math import ceil
 
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan, Replication
-from pipectl.planner.problem import assumptions_of
+from pipectl.planner.assumed import assumptions_of
 from pipectl.planner.replica_costs import Members, ReplicaChoice, ReplicaPlans, members_of
-from pipectl.planner.request import PlanRequest, warm_ups
+from pipectl.planner.request import PlanRequest, open_orders
 from pipectl.profile import Profile
 from pipectl.schedule.interleaved import NAME as INTERLEAVED
 from pipectl.schedule.interleaved import warm_up as interleaved_warm_up
@@ -42,7 +42,7 @@ class Maker:
             ranks: of each stage: one, or that of its forward and that of its backward.
         """
         stages, count = len(members), ceil(self._request.batch_size / size)
-        orders = warm_ups(self._request, stages, count)
+        orders = open_orders(self._request, stages, count)
         if max(map(len, ranks)) > 1 and self._request.warm_up is None:
             more = (min(count, 2 * (stages - stage)) for stage in range(stages))
             orders += [(ONE_F_ONE_B, tuple(more))] * (self._request.schedule in (None, ONE_F_ONE_B))

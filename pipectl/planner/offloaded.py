@@ -16,7 +16,7 @@ from pipectl.planner.fitting import Fit, Fitter, plain_fit
 from pipectl.planner.partition import Cut
 from pipectl.planner.placement import placements
 from pipectl.planner.problem import Choice, Problem
-from pipectl.planner.request import micro_batch_sizes, stage_counts, warm_ups
+from pipectl.planner.request import micro_batch_sizes, open_orders, stage_counts
 
 ON_THE_DEVICE = 2
 """Micro-batches of an offloading stage."""
@@ -51,7 +51,7 @@ class OffloadedCuts:
         if (stages, size) in self._known or not problem.could_hold(stages):
             return
         self._known.add((stages, size))
-        orders = warm_ups(request, stages, problem.micro_batches(size))
+        orders = open_orders(request, stages, problem.micro_batches(size))
         for cut in self._cuts(stages, size, orders[0][1]):
             for place in placements(problem.cluster, problem.devices, cut.kinds):
                 for order in orders:

@@ -7,7 +7,7 @@ Few micro-batches suffice, as these schedules shorten start and end; several num
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil
 
@@ -15,16 +15,14 @@ from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan
 from pipectl.planner.halves import with_halves
-from pipectl.planner.request import ROUND, V_SHAPED, PlanRequest, micro_batch_sizes
+from pipectl.planner.request import ROUND, V_SHAPED, Planner, PlanRequest, micro_batch_sizes
+from pipectl.planner.trials import predicted
 from pipectl.profile import Profile
 from pipectl.schedule import default_warm_up, splits_backwards
 from pipectl.schedule.one_f_one_b import NAME as ONE_F_ONE_B
 from pipectl.schedule.one_f_one_b import policy_a, policy_b
 from pipectl.schedule.zb_h1 import NAME as ZB_H1
-from pipectl.simulate import simulate
 from pipectl.units import format_bytes
-
-Planner = Callable[[Profile, Cluster, PlanRequest], Plan]
 
 CHUNKS = 2
 """Stages a rank where their number is open, or given by the schedule."""
@@ -159,12 +157,6 @@ def _ordered(plan: Plan, profile: Profile, request: PlanRequest) -> Iterator[Pla
         yield replace(split, warm_up=tuple(min(depth, count) for depth in warm_up))
 
 
-def predicted(plan: Plan, cluster: Cluster, baseline: int) -> Plan:
-    """With what the simulator says of it."""
-    found = simulate(plan, cluster, process_baseline_bytes=baseline)
-    return replace(plan, prediction=found.prediction)
-
-
 def fastest_that_fits(plans: list[Plan], cluster: Cluster, request: PlanRequest) -> Plan:
     """The fastest that fits.
 
@@ -175,7 +167,7 @@ def fastest_that_fits(plans: list[Plan], cluster: Cluster, request: PlanRequest)
     if not fitting:
         least = min(excess_bytes(plan, cluster, request) for plan in plans)
         raise InfeasibleError(
-            f"no feasible plan: schedule {request.schedule} needs {format_bytes(round(least))} "
+            f"no feasible plan: schedule {plans[0].schedule} needs {format_bytes(round(least))} "
             "more than the memory limit of a rank",
             cure="set pipeline.schedule to auto, use more ranks, or raise the limit",
         )

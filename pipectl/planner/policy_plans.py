@@ -16,7 +16,7 @@ from pipectl.planner.other_clusters import with_ranks
 from pipectl.planner.policies import POLICIES, PolicyPlan, Work, dapple, pipedream
 from pipectl.planner.replica_costs import ReplicaChoice
 from pipectl.planner.replica_judge import judged
-from pipectl.planner.replicated import orders
+from pipectl.planner.replicated import replica_orders
 from pipectl.planner.request import PLACED, PlanRequest, micro_batch_sizes
 from pipectl.profile import Profile
 
@@ -69,7 +69,7 @@ def _choices(
         members, replicas = found.members, tuple(map(len, found.ranks))
         if way is Replication.SPLIT and max(replicas) > size:
             continue
-        for schedule, warm_up in orders(replicas, way, size, request):
+        for schedule, warm_up in replica_orders(replicas, way, size, request):
             yield ReplicaChoice(members, found.ranks, size, way, schedule, warm_up)
 
 

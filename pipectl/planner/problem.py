@@ -11,6 +11,7 @@ import numpy as np
 
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan, Stage
+from pipectl.planner.assumed import assumptions_of, baseline_bytes, size_assumptions
 from pipectl.planner.bounds import Bounds, Layout, numbered_partitions
 from pipectl.planner.condense import Condensed
 from pipectl.planner.costs import (
@@ -25,35 +26,16 @@ from pipectl.planner.cuts import Cuts, Cutter, Timings
 from pipectl.planner.devices import Pool, pools
 from pipectl.planner.liveness import parameter_gradients
 from pipectl.planner.loads import Costs, Floats
+from pipectl.planner.new_plan import new_plan
 from pipectl.planner.placement import Placement
-from pipectl.planner.request import PlanRequest
+from pipectl.planner.request import Order, PlanRequest
 from pipectl.planner.span_kernels import Integers
 from pipectl.planner.spans import Partition
 from pipectl.planner.tables import StageTable
 from pipectl.profile import Profile
 
-DEFAULT_BASELINE_BYTES = 240 * 2**20
-"""A process with Python, torch and MPI, where the profile does not say."""
 MOST_CUTS = 16
 """Lists of partitions whose sums are kept."""
-
-
-def baseline_bytes(profile: Profile) -> int:
-    """Memory of a process without a stage."""
-    measured = profile.process_baseline_bytes
-    return DEFAULT_BASELINE_BYTES if measured is None else measured
-
-
-def assumptions_of(profile: Profile, cluster: Cluster) -> tuple[str, ...]:
-    """What neither a profile nor a cluster says."""
-    found = list(profile.assumptions)
-    if profile.process_baseline_bytes is None:
-        found.append(f"a process without a stage takes {DEFAULT_BASELINE_BYTES >> 20} MiB")
-    return (*found, *cluster.assumptions)
-
-
-Order = tuple[str, tuple[int, ...]]
-"""Schedule and warm-up."""
 
 
 @dataclass(frozen=True)
@@ -226,24 +208,18 @@ class Problem:
             again,
             strict=True,
         )
-        request = self.request
-        return Plan(
-            name=request.name,
-            fingerprint=self.profile.fingerprint,
-            schedule=choice.schedule,
-            warm_up=choice.warm_up,
-            batch_size=request.batch_size,
-            micro_batch_size=choice.size,
-            micro_batches=self.micro_batches(choice.size),
-            stages=tuple(
-                Stage(inside, (rank,), cost, recompute=twice) for inside, rank, cost, twice in parts
-            ),
-            transfers=table.transfers,
-            node_of_rank=self.cluster.node_of_rank,
-            memory_limit_bytes=request.memory_limit_bytes,
-            key=request.key,
-            offload_to=request.offload_to,
-            assumptions=self.assumptions + self._size_assumptions(choice.size),
+        stages = (
+            Stage(inside, (rank,), cost, recompute=twice) for inside, rank, cost, twice in parts
+        )
+        return new_plan(
+            self.profile,
+            self.cluster,
+            self.request,
+            stages,
+            table.transfers,
+            (choice.schedule, choice.warm_up),
+            choice.size,
+            self.assumptions + self._size_assumptions(choice.size),
         )
 
     def table(self, partition: Partition, size: int) -> StageTable:
@@ -291,16 +267,12 @@ class Problem:
         return Footprints(self.profile)
 
     def _size_assumptions(self, size: int) -> tuple[str, ...]:
-        found = []
-        measured = self.profile.micro_batch_size
-        if size != measured and not any(operator.timings for operator in self.profile.operators):
-            found.append(
-                f"times of {size} samples are taken as proportional to those of {measured}"
-            )
+        found = size_assumptions(self.profile, size)
         asked = self.request.micro_batches
-        if asked not in (None, self.micro_batches(size)):
-            found.append(
-                f"{asked} micro-batches of {self.request.batch_size} samples cannot be of one size "
-                f"with a smaller last one: {self.micro_batches(size)} of {size} samples instead"
-            )
-        return tuple(found)
+        if asked in (None, self.micro_batches(size)):
+            return found
+        return (
+            *found,
+            f"{asked} micro-batches of {self.request.batch_size} samples cannot be of one size "
+            f"with a smaller last one: {self.micro_batches(size)} of {size} samples instead",
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import ceil
 
 from pipectl.cluster import Cluster
@@ -19,8 +20,13 @@ def preference(plan: Plan) -> tuple[float, int, int, int]:
 
 
 def largest_load_s(plan: Plan, cluster: Cluster) -> float:
-    """Forward and backward of a micro-batch in the most loaded stage, whose replicas share it."""
-    return max(_load_s(stage, cluster) for stage in plan.stages)
+    """What the most loaded rank computes for one micro-batch, which replicas share evenly."""
+    loads = [0.0] * plan.ranks
+    for stage in plan.stages:
+        for ranks, load_s in _shares(stage):
+            for rank in ranks:
+                loads[rank] += load_s / cluster.device(rank).speed
+    return max(loads)
 
 
 def least_step_s(plan: Plan, cluster: Cluster) -> float:
@@ -52,6 +58,10 @@ def work_s(profile: Profile, cluster: Cluster, request: PlanRequest) -> float:
     return min(samples_s) * request.batch_size / speed
 
 
-def _load_s(stage: Stage, cluster: Cluster) -> float:
-    slowest = min(cluster.device(rank).speed for rank in stage.ranks)
-    return (stage.cost.forward_s + stage.cost.backward_s) / (stage.replicas * slowest)
+def _shares(stage: Stage) -> Iterator[tuple[tuple[int, ...], float]]:
+    """Ranks, and what each of them computes for a micro-batch at speed 1."""
+    if not stage.backward_ranks:
+        yield stage.ranks, stage.load_s
+        return
+    yield stage.ranks, stage.cost.forward_s / stage.replicas
+    yield stage.backward_ranks, stage.cost.backward_s / stage.replicas

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan, Replication, Stage, StageCost
+from pipectl.planner.assumed import size_assumptions
 from pipectl.planner.costs import (
     Footprint,
     Footprints,
@@ -15,6 +16,7 @@ from pipectl.planner.costs import (
     scaled_transfers,
     stage_costs,
 )
+from pipectl.planner.new_plan import new_plan
 from pipectl.planner.request import PlanRequest
 from pipectl.profile import Profile
 
@@ -73,27 +75,20 @@ class ReplicaPlans:
 
     def plan(self, choice: ReplicaChoice) -> Plan:
         """The plan of a choice, without prediction."""
-        request = self._request
         parts = self._footprint(choice.members)
         stages = zip(parts.nodes, choice.ranks, self._stage_costs(choice), strict=True)
-        return Plan(
-            name=request.name,
-            fingerprint=self._profile.fingerprint,
-            schedule=choice.schedule,
-            warm_up=choice.warm_up,
-            batch_size=request.batch_size,
-            micro_batch_size=choice.size,
-            micro_batches=ceil(request.batch_size / choice.size),
-            stages=tuple(Stage(nodes, ranks, cost) for nodes, ranks, cost in stages),
-            transfers=scaled_transfers(parts, self._scale(choice.size)),
-            node_of_rank=self._cluster.node_of_rank,
-            memory_limit_bytes=request.memory_limit_bytes,
-            key=request.key,
-            offload_to=request.offload_to,
-            assumptions=(*self._assumptions, *self._size_assumptions(choice.size)),
-            replication=choice.replication,
-            shard_optimizer=request.shard_optimizer,
+        plan = new_plan(
+            self._profile,
+            self._cluster,
+            self._request,
+            (Stage(nodes, ranks, cost) for nodes, ranks, cost in stages),
+            scaled_transfers(parts, self._scale(choice.size)),
+            (choice.schedule, choice.warm_up),
+            choice.size,
+            (*self._assumptions, *size_assumptions(self._profile, choice.size)),
         )
+        shared = self._request.shard_optimizer
+        return replace(plan, replication=choice.replication, shard_optimizer=shared)
 
     def _stage_costs(self, choice: ReplicaChoice) -> list[StageCost]:
         found = self._costs_of_replicas(choice)
@@ -132,11 +127,6 @@ class ReplicaPlans:
         if members not in self._parts:
             self._parts[members] = self._footprints.of(members)
         return self._parts[members]
-
-    def _size_assumptions(self, size: int) -> Iterator[str]:
-        measured = self._profile.micro_batch_size
-        if size != measured and not any(one.timings for one in self._profile.operators):
-            yield f"times of {size} samples are taken as proportional to those of {measured}"
 
     def _scale(self, size: int) -> float:
         return size / self._profile.micro_batch_size

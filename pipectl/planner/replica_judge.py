@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan, Search
-from pipectl.planner.problem import assumptions_of, baseline_bytes
+from pipectl.planner.assumed import assumptions_of, baseline_bytes
 from pipectl.planner.rating import PLANNER, largest_load_s, preference, work_s
 from pipectl.planner.replica_costs import ReplicaChoice, ReplicaPlans
 from pipectl.planner.request import PlanRequest

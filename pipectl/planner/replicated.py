@@ -16,17 +16,14 @@ from math import ceil, inf
 
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan, Replication
+from pipectl.planner.assumed import baseline_bytes
 from pipectl.planner.hybrid import ClusterRules, HybridRequest, States, hybrid_plans
 from pipectl.planner.policies.policy import consecutive
-from pipectl.planner.problem import baseline_bytes
 from pipectl.planner.replica_costs import Members, ReplicaChoice, members_of
 from pipectl.planner.replica_judge import judged
 from pipectl.planner.replication import replica_counts
-from pipectl.planner.request import PlanRequest, micro_batch_sizes
+from pipectl.planner.request import Order, PlanRequest, micro_batch_sizes, open_orders
 from pipectl.profile import Profile
-from pipectl.schedule.gpipe import NAME as GPIPE
-from pipectl.schedule.gpipe import warm_up as gpipe_warm_up
-from pipectl.schedule.one_f_one_b import NAME as ONE_F_ONE_B
 from pipectl.schedule.one_f_one_b import policy_a, policy_b
 
 MICRO_BATCHES_PER_RANK = 8
@@ -76,33 +73,24 @@ def replicated_plans(
     return judged(profile, cluster, request, choices, expired)
 
 
-def orders(
+def replica_orders(
     replicas: Sequence[int],
     replication: Replication,
     size: int,
     request: PlanRequest,
     warm_ups: Sequence[tuple[int, ...]] = (),
-) -> list[tuple[str, tuple[int, ...]]]:
-    """Schedules and warm-ups to try, without duplicates.
+) -> list[Order]:
+    """Orders to try with stages that have replicas.
 
     Args:
         replicas: of every stage.
         size: samples of a micro-batch.
-        warm_ups: of 1F1B, tried besides.
+        warm_ups: of 1F1B, tried besides those of the two policies.
     """
     stages, count = len(replicas), ceil(request.batch_size / size)
-    if request.warm_up is not None:
-        return [(ONE_F_ONE_B, tuple(min(depth, count) for depth in request.warm_up))]
-    if replication is Replication.SPLIT:
-        replicas = (1,) * stages
-    found = [
-        *((ONE_F_ONE_B, warm_up) for warm_up in warm_ups),
-        (ONE_F_ONE_B, policy_a(stages, count, replicas)),
-        (ONE_F_ONE_B, policy_b(stages, count, replicas)),
-        (GPIPE, gpipe_warm_up(stages, count)),
-    ]
-    allowed = [pair for pair in found if request.schedule in (None, pair[0])]
-    return list({depth: (name, depth) for name, depth in reversed(allowed)}.values())[::-1]
+    in_turn = replicas if replication is Replication.WHOLE else None
+    policies = (policy(stages, count, in_turn) for policy in (policy_a, policy_b))
+    return open_orders(request, stages, count, [*warm_ups, *policies])
 
 
 def _of_few_ranks(
@@ -142,7 +130,7 @@ def _ways(proposal: _Proposal, request: PlanRequest) -> Iterator[ReplicaChoice]:
         split = way is Replication.SPLIT
         for size in _sizes(proposal.size, replicas, request, split=split):
             warm_ups = proposal.warm_ups if split else ()
-            for schedule, warm_up in orders(replicas, way, size, request, warm_ups):
+            for schedule, warm_up in replica_orders(replicas, way, size, request, warm_ups):
                 yield ReplicaChoice(members, ranks, size, way, schedule, warm_up)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil, log
 
+from pipectl.cluster import Cluster, OffloadTarget
 from pipectl.errors import InfeasibleError, InvalidInputError
-from pipectl.plan import OffloadTarget, Replication
+from pipectl.plan import Plan, Replication
+from pipectl.profile import Profile
 from pipectl.schedule.dual_pipe_v import NAME as DUAL_PIPE_V
 from pipectl.schedule.gpipe import NAME as GPIPE
 from pipectl.schedule.gpipe import warm_up as gpipe_warm_up
@@ -20,6 +22,9 @@ from pipectl.schedule.one_f_one_b import policy_a, policy_b
 from pipectl.schedule.unflushed import NAMES as UNFLUSHED
 from pipectl.schedule.zb_h1 import NAME as ZB_H1
 from pipectl.schedule.zb_v import NAME as ZB_V
+
+Order = tuple[str, tuple[int, ...]]
+"""Schedule and warm-up."""
 
 ROUND, V_SHAPED = (INTERLEAVED, LOOPED_BFS), (ZB_V, DUAL_PIPE_V)
 """Schedules with several stages a rank, by the way these lie on the ranks."""
@@ -201,6 +206,10 @@ class PlanRequest:
         return len(self.warm_up) if self.warm_up is not None else self.stages
 
 
+Planner = Callable[[Profile, Cluster, PlanRequest], Plan]
+"""Makes the best plan it can; raises InfeasibleError where none fits."""
+
+
 def stage_counts(request: PlanRequest, ranks: int, blocks: int) -> list[int]:
     """Numbers of stages to try: the one asked for, or from 1 up to all ranks.
 
@@ -261,15 +270,23 @@ def _snapped(size: int, divisors: Sequence[int]) -> int:
     return nearest if max(nearest / size, size / nearest) <= _SNAP else size
 
 
-def warm_ups(
-    request: PlanRequest, stages: int, micro_batches: int
-) -> list[tuple[str, tuple[int, ...]]]:
-    """(schedule, warm-up) pairs to try, the one with the fewest micro-batches in flight first."""
+def open_orders(
+    request: PlanRequest,
+    stages: int,
+    micro_batches: int,
+    warm_ups: Sequence[tuple[int, ...]] | None = None,
+) -> list[Order]:
+    """Orders to try, without duplicates, the one with the fewest micro-batches in flight first.
+
+    Args:
+        warm_ups: of 1F1B; by default those of its two policies.
+    """
     if request.warm_up is not None:
         return [(ONE_F_ONE_B, tuple(min(depth, micro_batches) for depth in request.warm_up))]
+    if warm_ups is None:
+        warm_ups = [policy_a(stages, micro_batches), policy_b(stages, micro_batches)]
     found = [
-        (ONE_F_ONE_B, policy_a(stages, micro_batches)),
-        (ONE_F_ONE_B, policy_b(stages, micro_batches)),
+        *((ONE_F_ONE_B, warm_up) for warm_up in warm_ups),
         (GPIPE, gpipe_warm_up(stages, micro_batches)),
     ]
     allowed = [pair for pair in found if request.schedule in (None, pair[0])]

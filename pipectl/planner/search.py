@@ -16,13 +16,13 @@ from time import perf_counter
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
+from pipectl.planner.assumed import baseline_bytes
 from pipectl.planner.copies import copied_plans, one_copy
 from pipectl.planner.judge import TIE
 from pipectl.planner.listed import listed_plan
 from pipectl.planner.placed import placed_plan
 from pipectl.planner.policies import antichain
 from pipectl.planner.policy_plans import policy_plans
-from pipectl.planner.problem import baseline_bytes
 from pipectl.planner.proof import proven
 from pipectl.planner.rating import PLANNER
 from pipectl.planner.replicated import MANY_RANKS, replicated_plans

@@ -10,11 +10,9 @@ from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
 from pipectl.planner.other_clusters import with_nodes
-from pipectl.planner.request import PlanRequest
+from pipectl.planner.request import Planner, PlanRequest
 from pipectl.profile import Profile
 
-Planner = Callable[[Profile, Cluster, PlanRequest], Plan]
-"""Makes the best plan it can; raises InfeasibleError where none fits."""
 PAYS = 0.5
 """More nodes pay while they give at least this share of the speed-up they could."""
 _STEPS = 1000

@@ -13,6 +13,16 @@ MOST_ACTIONS = 1_000_000
 """Simulated forwards and backwards of all replicas in all."""
 
 
+def predicted(plan: Plan, cluster: Cluster, baseline_bytes: int) -> Plan:
+    """A plan with what the simulator says of it.
+
+    Args:
+        baseline_bytes: of a process without a stage.
+    """
+    found = simulate(plan, cluster, process_baseline_bytes=baseline_bytes)
+    return replace(plan, prediction=found.prediction)
+
+
 class Trials:
     """Simulates plans.
 
@@ -47,9 +57,7 @@ class Trials:
     def run(self, plan: Plan) -> Plan:
         """The plan with its prediction."""
         self._actions += 2 * plan.micro_batches * sum(stage.replicas for stage in plan.stages)
-        baseline = self._baseline_bytes
-        simulation = simulate(plan, self._cluster, process_baseline_bytes=baseline)
-        return replace(plan, prediction=simulation.prediction)
+        return predicted(plan, self._cluster, self._baseline_bytes)
 
     def fits(self, tried: Plan) -> bool:
         """Whether every rank of a plan that was run stays within its limit."""

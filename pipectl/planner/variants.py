@@ -17,12 +17,12 @@ from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import OffloadTarget, Plan
 from pipectl.plan import Search as Findings
+from pipectl.planner.assumed import baseline_bytes
 from pipectl.planner.blocks import BlockPlans
 from pipectl.planner.judge import TIE
 from pipectl.planner.keeping import Keeping, ways
-from pipectl.planner.problem import baseline_bytes
 from pipectl.planner.proposals import MOST_RANKS, Proposals, Search
-from pipectl.planner.rating import PLANNER, least_step_s, preference, work_s
+from pipectl.planner.rating import PLANNER, largest_load_s, least_step_s, preference, work_s
 from pipectl.planner.request import PlanRequest
 from pipectl.planner.trials import Trials
 from pipectl.profile import Profile
@@ -216,7 +216,7 @@ def _described(plan: Plan, cluster: Cluster, bound_s: float, *, finished: bool) 
     """With what is known of how good it is, and what it rests on."""
     found = plan.search or Findings(
         planner=PLANNER,
-        max_stage_load_s=_largest_load_s(plan, cluster),
+        max_stage_load_s=largest_load_s(plan, cluster),
         lower_bound_s=bound_s / plan.micro_batches,
         exact=False,
         planning_s=0.0,
@@ -228,19 +228,6 @@ def _described(plan: Plan, cluster: Cluster, bound_s: float, *, finished: bool) 
         search=replace(found, finished=found.finished and finished),
         assumptions=tuple(dict.fromkeys((*plan.assumptions, *_assumed_host(plan, cluster)))),
     )
-
-
-def _largest_load_s(plan: Plan, cluster: Cluster) -> float:
-    """What the most loaded rank computes for one micro-batch."""
-    loads = [0.0] * plan.ranks
-    for stage in plan.stages:
-        for ranks, time_s in (
-            (stage.ranks, stage.cost.forward_s),
-            (stage.updating_ranks, stage.cost.backward_s),
-        ):
-            for rank in ranks:
-                loads[rank] += time_s / stage.replicas / cluster.device(rank).speed
-    return max(loads)
 
 
 def _assumed_host(plan: Plan, cluster: Cluster) -> tuple[str, ...]:

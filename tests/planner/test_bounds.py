@@ -8,9 +8,9 @@ from pipectl.planner.bounds import Layout
 from pipectl.planner.candidates import Candidates
 from pipectl.planner.condense import condense
 from pipectl.planner.judge import Judge
-from pipectl.planner.memory import least_peaks_bytes
+from pipectl.planner.least_peaks import least_peaks_bytes
 from pipectl.planner.problem import Choice, Problem
-from pipectl.planner.request import warm_ups
+from pipectl.planner.request import open_orders
 from pipectl.simulate import simulate
 
 CLUSTERS = [
@@ -50,7 +50,7 @@ def test_nothing_is_simulated_below_the_bounds(
     if not partitions:
         return
     size = min(size, batch)
-    options = warm_ups(problem.request, stages, problem.micro_batches(size))
+    options = open_orders(problem.request, stages, problem.micro_batches(size))
     placement = tuple(range(stages))
     choice = Choice(
         data.draw(st.sampled_from(partitions)),

@@ -15,7 +15,7 @@ from pipectl.planner.bitsets import bits
 from pipectl.planner.condense import condense
 from pipectl.planner.judge import TIE
 from pipectl.planner.problem import Choice, Problem
-from pipectl.planner.request import micro_batch_sizes, warm_ups
+from pipectl.planner.request import micro_batch_sizes, open_orders
 from pipectl.simulate import simulate
 
 FAST = Device("fast", 3.0)
@@ -35,7 +35,7 @@ def every_choice(problem, partitions_of, size):
         for partition in partitions_of(problem.graph, stages):
             for placement in permutations(ranks, stages):
                 micro_batches = problem.micro_batches(size)
-                for order in warm_ups(problem.request, stages, micro_batches):
+                for order in open_orders(problem.request, stages, micro_batches):
                     yield Choice(partition, placement, size, *order)
 
 

@@ -13,7 +13,7 @@ from pipectl.planner.enumeration import Enumeration
 from pipectl.planner.ideals import all_downsets
 from pipectl.planner.neighbours import neighbours
 from pipectl.planner.problem import Problem
-from pipectl.planner.request import warm_ups
+from pipectl.planner.request import open_orders
 
 LINK = Link(1e-4, 1e7)
 CLUSTER = Cluster("c", "test", (Node("n", 4, 4, Device("cpu")),), LINK, LINK)
@@ -34,7 +34,7 @@ def test_candidates_come_by_their_bounds_and_the_simplest_of_equals_first(
 ) -> None:
     request = PlanRequest("job", 32)
     problem = Problem(chain(5), CLUSTER, request, condense(chain(5)))
-    orders = warm_ups(request, 3, 4)
+    orders = open_orders(request, 3, 4)
     layouts = [Layout(partition, (0, 1, 2)) for partition in partitions_of(problem.graph, 3)]
     candidates = Candidates(problem, layouts, 8, orders)
     everything = list(candidates)

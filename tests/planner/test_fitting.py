@@ -12,7 +12,7 @@ from pipectl.cluster import (
 from pipectl.planner import PlanRequest
 from pipectl.planner.condense import condense
 from pipectl.planner.fitting import Fit, Fitter
-from pipectl.planner.memory import largest_peak_bytes
+from pipectl.planner.least_peaks import largest_peak_bytes
 from pipectl.planner.mix import Mix
 from pipectl.planner.problem import Problem
 

@@ -19,7 +19,7 @@ from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.condense import condense
 from pipectl.planner.placement import placements
 from pipectl.planner.problem import Choice, Problem
-from pipectl.planner.request import warm_ups
+from pipectl.planner.request import open_orders
 from pipectl.schedule import channels, lower
 from pipectl.simulate import simulate
 
@@ -110,7 +110,7 @@ def test_plans_are_near_the_best_of_all(make_profile, make_operator, partitions_
             simulate(problem.plan(Choice(one, placement, 8, *order)), cluster).step_time_s
             for one in partitions_of(problem.graph, stages)
             for placement in placements(cluster, problem.devices, [0] * stages)
-            for order in warm_ups(request, stages, micro_batches)
+            for order in open_orders(request, stages, micro_batches)
         )
         gaps.append(make_plan(profile, cluster, request).prediction.step_time_s / best_s - 1)
     assert max(gaps) < 0.15

@@ -2,7 +2,7 @@ import pytest
 
 from pipectl.errors import InfeasibleError, InvalidInputError
 from pipectl.planner import PlanRequest
-from pipectl.planner.request import micro_batch_sizes, stage_counts, warm_ups
+from pipectl.planner.request import micro_batch_sizes, open_orders, stage_counts
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_more_stages_than_ranks_says_so() -> None:
 
 
 def test_schedules_from_the_fewest_in_flight_on() -> None:
-    assert warm_ups(PlanRequest("job", 8), 3, 8) == [
+    assert open_orders(PlanRequest("job", 8), 3, 8) == [
         ("1f1b", (3, 2, 1)),
         ("1f1b", (5, 3, 1)),
         ("gpipe", (8, 8, 8)),
@@ -75,11 +75,11 @@ def test_schedules_from_the_fewest_in_flight_on() -> None:
 
 
 def test_equal_warm_ups_are_tried_once() -> None:
-    assert warm_ups(PlanRequest("job", 8), 3, 1) == [("1f1b", (1, 1, 1))]
-    assert warm_ups(PlanRequest("job", 8, schedule="gpipe"), 3, 1) == [("gpipe", (1, 1, 1))]
+    assert open_orders(PlanRequest("job", 8), 3, 1) == [("1f1b", (1, 1, 1))]
+    assert open_orders(PlanRequest("job", 8, schedule="gpipe"), 3, 1) == [("gpipe", (1, 1, 1))]
 
 
 def test_given_warm_up_is_kept() -> None:
     request = PlanRequest("job", 8, warm_up=(4, 2))
-    assert warm_ups(request, 2, 8) == [("1f1b", (4, 2))]
-    assert warm_ups(request, 2, 3) == [("1f1b", (3, 2))]
+    assert open_orders(request, 2, 8) == [("1f1b", (4, 2))]
+    assert open_orders(request, 2, 3) == [("1f1b", (3, 2))]

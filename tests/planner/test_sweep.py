@@ -6,7 +6,8 @@ from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan, Prediction
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.sweep import Planner, sweep
+from pipectl.planner.request import Planner
+from pipectl.planner.sweep import sweep
 from pipectl.profile import Profile
 
 REQUEST = PlanRequest(name="test", batch_size=64)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pipectl.graph import TransferKind
 from pipectl.plan import StageCost, StagePeaks
-from pipectl.planner.memory import least_peaks_bytes
+from pipectl.planner.least_peaks import least_peaks_bytes
 from pipectl.planner.tables import StageTable
 from pipectl.schedule import (
     Kind,

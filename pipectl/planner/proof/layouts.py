@@ -12,17 +12,12 @@ from pipectl.plan import Replication
 from pipectl.planner.areas import most_micro_batches
 from pipectl.planner.copies import share_of_one_copy
 from pipectl.planner.placement import every_placement
-from pipectl.planner.replicated import MICRO_BATCHES_PER_RANK
-from pipectl.planner.request import PlanRequest, micro_batch_sizes, warm_ups
+from pipectl.planner.replicated import MICRO_BATCHES_PER_RANK, replica_orders
+from pipectl.planner.request import Order, PlanRequest, micro_batch_sizes, open_orders
 from pipectl.profile import Profile
-from pipectl.schedule.gpipe import NAME as GPIPE
-from pipectl.schedule.gpipe import warm_up as gpipe_warm_up
-from pipectl.schedule.one_f_one_b import NAME as ONE_F_ONE_B
 from pipectl.schedule.one_f_one_b import policy_a, policy_b
 
 MOST_PLACEMENTS = 200
-Orders = list[tuple[str, tuple[int, ...]]]
-"""Schedules and warm-ups."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +58,7 @@ def arrangements(
     )
 
 
-def orders_of(request: PlanRequest, arrangement: Arrangement) -> Orders:
+def orders_of(request: PlanRequest, arrangement: Arrangement) -> list[Order]:
     """Schedules and warm-ups of an arrangement.
 
     Without replicas and with whole micro-batches: the two policies and GPipe. With split ones all
@@ -72,17 +67,11 @@ def orders_of(request: PlanRequest, arrangement: Arrangement) -> Orders:
     replicas = arrangement.replicas
     stages, count = len(replicas), ceil(request.batch_size / arrangement.size)
     if max(replicas) == 1:
-        return warm_ups(request, stages, count)
-    whole = arrangement.replication is Replication.WHOLE
-    least = policy_a(stages, count, replicas if whole else None)
-    most = policy_b(stages, count, replicas if whole else None)
-    depths = [least, most] if whole else list(_between(least, most))
-    found = [
-        *((ONE_F_ONE_B, warm_up) for warm_up in depths),
-        (GPIPE, gpipe_warm_up(stages, count)),
-    ]
-    allowed = [pair for pair in found if request.schedule in (None, pair[0])]
-    return list({warm_up: (name, warm_up) for name, warm_up in reversed(allowed)}.values())[::-1]
+        return open_orders(request, stages, count)
+    if arrangement.replication is Replication.WHOLE:
+        return replica_orders(replicas, arrangement.replication, arrangement.size, request)
+    between = _between(policy_a(stages, count), policy_b(stages, count))
+    return open_orders(request, stages, count, list(between))
 
 
 def _between(least: Sequence[int], most: Sequence[int]) -> Iterator[tuple[int, ...]]:

@@ -7,7 +7,7 @@ below the best are simulated. When none is left, the best plan is the fastest th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import pairwise
@@ -23,11 +23,12 @@ from pipectl.planner.ideals import all_downsets
 from pipectl.planner.problem import Choice, Problem
 from pipectl.planner.proof.chains import FOUND, VISITED, Promising, explore
 from pipectl.planner.proof.costs import LeastCosts
-from pipectl.planner.proof.layouts import Arrangement, Orders, arrangements, orders_of
+from pipectl.planner.proof.layouts import Arrangement, arrangements, orders_of
 from pipectl.planner.proof.links import Ways
 from pipectl.planner.proof.plan_bound import plan_bound_s
+from pipectl.planner.rating import largest_load_s
 from pipectl.planner.replica_costs import ReplicaChoice, ReplicaPlans
-from pipectl.planner.request import PLACED, PlanRequest
+from pipectl.planner.request import PLACED, Order, PlanRequest
 from pipectl.profile import Profile
 from pipectl.simulate import simulate
 
@@ -56,7 +57,7 @@ class _Candidate:
     """
 
     arrangement: Arrangement
-    order: tuple[str, tuple[int, ...]]
+    order: Order
     cut: tuple[int, ...]
 
 
@@ -183,7 +184,7 @@ class _Proof:
             self._push(arrangement, orders, found)
         return True
 
-    def _push(self, arrangement: Arrangement, orders: Orders, found: Promising) -> None:
+    def _push(self, arrangement: Arrangement, orders: Sequence[Order], found: Promising) -> None:
         for place in range(found.counts[FOUND]):
             chain = [0, *(self._downsets[at] for at in found.chain[place].tolist())]
             cut = tuple(after & ~before for before, after in pairwise(chain))
@@ -242,11 +243,7 @@ class _Proof:
     def _loads(self) -> dict[str, Any]:
         """Of the best plan's stages: the largest load, and the least that is certain."""
         plan, cluster = self.best, self._problem.cluster
-        largest_s = max(
-            (stage.cost.forward_s + stage.cost.backward_s)
-            / sum(cluster.device(rank).speed for rank in stage.ranks)
-            for stage in plan.stages
-        )
+        largest_s = largest_load_s(plan, cluster)
         times = self._problem.block_times(plan.micro_batch_size, cached=True)
         speed = sum(cluster.device(rank).speed for rank in range(cluster.ranks))
         return {

@@ -1,0 +1,31 @@
+"""What is assumed where a profile or a cluster does not say, and the words for it."""
+
+from __future__ import annotations
+
+from pipectl.cluster import Cluster
+from pipectl.profile import Profile
+
+DEFAULT_BASELINE_BYTES = 240 * 2**20
+"""A process with Python, torch and MPI, where the profile does not say."""
+
+
+def baseline_bytes(profile: Profile) -> int:
+    """Memory of a process without a stage."""
+    measured = profile.process_baseline_bytes
+    return DEFAULT_BASELINE_BYTES if measured is None else measured
+
+
+def assumptions_of(profile: Profile, cluster: Cluster) -> tuple[str, ...]:
+    """What neither a profile nor a cluster says."""
+    found = list(profile.assumptions)
+    if profile.process_baseline_bytes is None:
+        found.append(f"a process without a stage takes {DEFAULT_BASELINE_BYTES >> 20} MiB")
+    return (*found, *cluster.assumptions)
+
+
+def size_assumptions(profile: Profile, size: int) -> tuple[str, ...]:
+    """What a profile does not say of micro-batches of ``size`` samples."""
+    measured = profile.micro_batch_size
+    if size == measured or profile.has_several_sizes:
+        return ()
+    return (f"times of {size} samples are taken as proportional to those of {measured}",)

@@ -1,0 +1,45 @@
+"""Putting a plan together: what all plans of one request have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import ceil
+
+from pipectl.cluster import Cluster
+from pipectl.plan import Plan, Stage, Transfer
+from pipectl.planner.request import Order, PlanRequest
+from pipectl.profile import Profile
+
+
+def new_plan(
+    profile: Profile,
+    cluster: Cluster,
+    request: PlanRequest,
+    stages: Iterable[Stage],
+    transfers: Sequence[Transfer],
+    order: Order,
+    size: int,
+    assumptions: Sequence[str],
+) -> Plan:
+    """A plan without replicas and without prediction.
+
+    Args:
+        size: samples of a micro-batch.
+    """
+    schedule, warm_up = order
+    return Plan(
+        name=request.name,
+        fingerprint=profile.fingerprint,
+        schedule=schedule,
+        warm_up=warm_up,
+        batch_size=request.batch_size,
+        micro_batch_size=size,
+        micro_batches=ceil(request.batch_size / size),
+        stages=tuple(stages),
+        transfers=tuple(transfers),
+        node_of_rank=cluster.node_of_rank,
+        memory_limit_bytes=request.memory_limit_bytes,
+        key=request.key,
+        offload_to=request.offload_to,
+        assumptions=tuple(assumptions),
+    )
