@@ -11,7 +11,6 @@ from pipectl.schedule.memory import (
     peak_host_bytes,
     peak_in_flight,
     peak_memory_bytes,
-    shares,
 )
 from pipectl.schedule.placement import (
     Portion,
@@ -21,6 +20,7 @@ from pipectl.schedule.placement import (
     portion,
     rank_of,
     roles,
+    shares,
 )
 from pipectl.schedule.renewal import lower_renewal
 from pipectl.schedule.unflushed import is_unflushed

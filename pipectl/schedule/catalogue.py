@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from pipectl.errors import ScheduleError
 from pipectl.plan import Plan, Replication
 from pipectl.schedule import (
@@ -21,7 +19,7 @@ from pipectl.schedule import (
     zb_v,
 )
 from pipectl.schedule.listed_order import listed_order
-from pipectl.schedule.order import Order
+from pipectl.schedule.order import Order, first_forwards
 
 
 def order_of(plan: Plan, micro_batches: int) -> Order:
@@ -94,7 +92,7 @@ def default_warm_up(
         return gpipe.warm_up(stages, micro_batches)
     if schedule in _V_SHAPED:
         order = _V_SHAPED[schedule](stages // 2, micro_batches)
-        return _first_forwards(order, stages, micro_batches)
+        return first_forwards(order, stages, micro_batches)
     if schedule == pipedream.NAME:
         return pipedream.warm_up(stages, apart)
     if schedule == pipedream_2bw.NAME:
@@ -103,15 +101,6 @@ def default_warm_up(
         shared_by = min(replicas or [1])
         return interleaved.warm_up(stages, micro_batches, ranks or stages, shared_by)
     return one_f_one_b.policy_a(stages, micro_batches, replicas)
-
-
-def _first_forwards(order: Order, stages: int, micro_batches: int) -> tuple[int, ...]:
-    """Forwards of each stage before its first backward."""
-    index = np.arange(micro_batches)
-    return tuple(
-        int((order.forward(stage, index) < order.backward(stage, index[:1])).sum())
-        for stage in range(stages)
-    )
 
 
 def _interleaved(plan: Plan, _: int) -> Order:

@@ -67,6 +67,14 @@ def carries_weights(plan: Plan, rows: Actions) -> npt.NDArray[np.bool_]:
     return np.array([*kinds, False])[rows.column("channel")]  # what has no channel has -1
 
 
+def is_kept(plan: Plan, channel: Channel) -> bool:
+    """Whether the sender holds what it sends until the backward of its stage anyway."""
+    stage = plan.stages[channel.source_stage]
+    stays = not (stage.recompute or stage.offload)
+    apart = is_apart(plan, channel.source_stage, channel.source_replica)
+    return channel.kind is TransferKind.ACTIVATION and stays and not apart
+
+
 def messages(plan: Plan, channel: Channel, micro_batches: int) -> Portion:
     """What a channel carries in a step of so many micro-batches; not for weights."""
     source = channel.source_stage, channel.source_replica

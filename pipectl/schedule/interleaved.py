@@ -21,10 +21,8 @@ full keeps its turns, and those without a micro-batch are left out.
 
 from __future__ import annotations
 
-import numpy as np
-
 from pipectl.schedule.actions import Integers
-from pipectl.schedule.order import Order
+from pipectl.schedule.order import Order, first_forwards
 
 NAME = "interleaved"
 
@@ -59,9 +57,4 @@ def order(stages: int, ranks: int, group: int | None = None, shared_by: int = 1)
 
 def warm_up(stages: int, micro_batches: int, ranks: int, shared_by: int = 1) -> tuple[int, ...]:
     """Forwards of each stage before its first backward."""
-    found = order(stages, ranks, shared_by=shared_by)
-    index = np.arange(micro_batches)
-    return tuple(
-        int((found.forward(stage, index) < found.backward(stage, index[:1])).sum())
-        for stage in range(stages)
-    )
+    return first_forwards(order(stages, ranks, shared_by=shared_by), stages, micro_batches)

@@ -35,13 +35,13 @@ def order_of(listed: Listed) -> Order:
     Raises:
         ScheduleError: ranks would wait for each other, and for what.
     """
-    from pipectl.schedule.sequences import order_of  # compiles, for which few have a use
+    from pipectl.schedule.sequences import order_of_sequences  # compiles, for which few have a use
 
     stuck = _stuck(listed)
     if stuck:
         sentences = "; ".join(stuck)
         raise ScheduleError(f"{listed.name}: ranks wait for each other: {sentences}", cure=_CURE)
-    return order_of(listed.sequences(), listed.stages, listed.micro_batches)
+    return order_of_sequences(listed.sequences(), listed.stages, listed.micro_batches)
 
 
 def _stuck(listed: Listed) -> list[str]:
@@ -103,10 +103,7 @@ def _circle(listed: Listed, at: list[int], done: set[tuple[Kind, int, int]]) -> 
         entry = listed.ranks[rank][at[rank]]
         missing = next(key for key in _needs(listed, entry) if not _is_done(key, done))
         awaited = _entry_of(listed, missing)
-        found.append(
-            f"line {entry.line}, action {entry.position}, {entry} waits for {awaited} "
-            f"({awaited.place})"
-        )
+        found.append(f"{entry.place}, {entry} waits for {awaited} ({awaited.place})")
         rank = listed.rank_of_stage[awaited.stage]
     return found[path.index(rank) :] if path else []
 

@@ -41,8 +41,3 @@ def order(stages: int, ranks: int, micro_batches: int) -> Order:
         return forward(stages - 1 - stage, micro_batch) + forwards
 
     return Order(forward, backward)
-
-
-def warm_up(stages: int, micro_batches: int) -> tuple[int, ...]:
-    """Every forward comes before the first backward."""
-    return (micro_batches,) * stages

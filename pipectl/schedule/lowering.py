@@ -1,28 +1,7 @@
 """Lowering: from what a rank computes to what it does, messages and memory included.
 
-Around each computation stand, in this order::
-
-    RECEIVE_START   of a message that is consumed ``ahead`` messages later
-    FETCH_START     of what the next computation needs
-    RECEIVE_WAIT    for saved values, FETCH_WAIT, RECOMPUTE: what a backward starts from
-    RECEIVE_WAIT    for what else the computation reads
-    SEND_WAIT       for the activations whose memory a backward is about to release
-    the computation
-    SEND_WAIT       for an earlier message of the same channel, usually two before
-    OFFLOAD_WAIT    for what the computation before saved
-    SEND_START      of what the computation made
-    OFFLOAD_START   of what it saved
-    REDUCE_START    behind the last backward of a stage with several replicas
-
-so a receive is in place before its message can arrive, a send starts at once, and a wait comes
-as late as the memory of its buffer allows: an activation is sent from the values that its
-backward needs anyway, and few other messages of a channel are on their way at once. All is done
-before UPDATE. Where a schedule splits backwards, their input halves receive, recompute, release and
-send; gradients are summed behind the last weight half.
-
-Why no wait can close a circle: all ranks compute in one order (see ``order``), in which a receive
-starts by the turn of the computation that it is posted before. A send is awaited behind a later
-turn, and by then, in that order, its receive has started. Reductions are awaited at the end only.
+What a rank computes comes from its schedule; :mod:`pipectl.schedule.assembly` puts the rows of
+messages, recomputation, copies and sums around it.
 
 Where steps are not flushed, several are lowered as if they were one, with an UPDATE behind the last
 backward of each. From some step on all do the same, and one of these is the body of the program.
@@ -46,21 +25,15 @@ import numpy as np
 from pipectl import __version__
 from pipectl.graph import TransferKind
 from pipectl.plan import Plan
-from pipectl.schedule import offloading, unflushed
-from pipectl.schedule.actions import Actions, Integers, Kind, Program
-from pipectl.schedule.channel import Channel, channels, channels_of_rank, messages
-from pipectl.schedule.computing import Block, Computation, evaluating, training
-from pipectl.schedule.placement import Portion, is_apart, roles
+from pipectl.schedule import unflushed
+from pipectl.schedule.actions import Actions, Kind, Program
+from pipectl.schedule.assembly import RECEIVE_AHEAD, Assembly
+from pipectl.schedule.channel import Channel, channels, channels_of_rank, is_kept, messages
+from pipectl.schedule.computing import evaluating, training
+from pipectl.schedule.placement import Portion, roles
 from pipectl.schedule.renewal import renewed
-from pipectl.schedule.rows import Phase, Rows
+from pipectl.schedule.rows import Phase
 from pipectl.schedule.unflushed import is_unflushed, with_versions
-
-RECEIVE_AHEAD = 1
-"""Double buffering: the next message can arrive while one is waited for and used."""
-SENDS_ON_THE_WAY = 2
-"""At least, on a channel without backwards to wait for: one moves while the next is made."""
-SAVED_ON_THE_WAY = 1
-"""The same for saved values, which are large: one moves during the next forward."""
 
 
 def lower(
@@ -110,20 +83,20 @@ def _unflushed_program(plan: Plan, rank: int, receive_ahead: int) -> Program:
 def _rows(plan: Plan, rank: int, micro_batches: int, receive_ahead: int) -> Actions:
     """The rows of a step, or of a stretch of steps that are not flushed."""
     computation = training(plan, rank, micro_batches)
-    lowering = _Lowering(computation, rank, receive_ahead)
+    assembly = Assembly(computation, rank, receive_ahead)
     for index, channel in channels_of_rank(plan, rank):
         if channel.kind is TransferKind.WEIGHT and is_unflushed(plan):
             uses = renewed(plan, channel.target_stage, computation.micro_batches)
-            lowering.add_renewals(index, channel, uses, plan.micro_batches)
+            assembly.add_renewals(index, channel, uses, plan.micro_batches)
         elif channel.kind is TransferKind.WEIGHT:
-            lowering.add_weights(index, channel)
+            assembly.add_weights(index, channel)
         elif not channel.is_local:
             portion = messages(plan, channel, computation.micro_batches)
-            lowering.add_messages(index, channel, portion, kept=_is_kept(plan, channel))
+            assembly.add_messages(index, channel, portion, kept=is_kept(plan, channel))
     updated = [role for role in roles(plan, rank) if role.kind is Kind.BACKWARD]
     for role in updated:
         stage = plan.stages[role.stage]
-        lowering.add_stage(
+        assembly.add_stage(
             role.stage,
             recompute=stage.recompute,
             offload=stage.offload,
@@ -131,10 +104,10 @@ def _rows(plan: Plan, rank: int, micro_batches: int, receive_ahead: int) -> Acti
         )
     first = min((role.stage for role in updated), default=-1)
     if is_unflushed(plan):
-        lowering.add_updates(first, plan.micro_batches)
+        assembly.add_updates(first, plan.micro_batches)
     else:
-        lowering.rows.add_one(Phase.UPDATE, len(computation), Kind.UPDATE, first)
-    return lowering.rows.sorted()
+        assembly.rows.add_one(Phase.UPDATE, len(computation), Kind.UPDATE, first)
+    return assembly.rows.sorted()
 
 
 def lower_evaluation(
@@ -153,12 +126,12 @@ def lower_evaluation(
     """
     ends = [stage for item in connections for stage in (item.source_stage, item.target_stage)]
     computation = evaluating(stages, micro_batches, of=1 + max([0, *stages, *ends]))
-    lowering = _Lowering(computation, rank, receive_ahead)
+    assembly = Assembly(computation, rank, receive_ahead)
     every = Portion(np.arange(micro_batches))
     for index, channel in enumerate(connections):
         if not channel.is_local:
-            lowering.add_messages(index, channel, every, kept=False)
-    return Program(lowering.rows.sorted())
+            assembly.add_messages(index, channel, every, kept=False)
+    return Program(assembly.rows.sorted())
 
 
 def program_hash(plan: Plan) -> str:
@@ -176,196 +149,3 @@ def program_hash(plan: Plan) -> str:
         [astuple(channel) for channel in channels(plan)],
     ]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-
-def _is_kept(plan: Plan, channel: Channel) -> bool:
-    """Whether what is sent stays on the device until the backward of the stage it is from."""
-    stage = plan.stages[channel.source_stage]
-    stays = not (stage.recompute or stage.offload)
-    apart = is_apart(plan, channel.source_stage, channel.source_replica)
-    return channel.kind is TransferKind.ACTIVATION and stays and not apart
-
-
-class _Lowering:
-    """Puts the rows of one program together."""
-
-    def __init__(self, computation: Computation, rank: int, receive_ahead: int) -> None:
-        self.rows = Rows()
-        self._computation = computation
-        self._rank = rank
-        self._ahead = receive_ahead
-        for (kind, stage), block in computation.blocks.items():
-            self.rows.add(Phase.COMPUTE, block.slots, kind, stage, block.portion)
-
-    def add_messages(self, index: int, channel: Channel, portion: Portion, *, kept: bool) -> None:
-        """The messages of a channel that starts or ends at this rank and leaves it.
-
-        Args:
-            portion: what they hold.
-            kept: whether the sender holds it until its backward anyway.
-        """
-        if channel.source_rank == self._rank:
-            self._add_sends(index, channel, portion, kept)
-        if channel.target_rank == self._rank:
-            self._add_receives(index, channel, portion)
-
-    def add_weights(self, index: int, channel: Channel) -> None:
-        """The message with which a step begins: weights, from where they were updated."""
-        end = len(self._computation)
-        if channel.source_rank == self._rank:
-            stage = channel.source_stage
-            self._add_weight(Phase.RECEIVE_START, 0, Kind.SEND_START, stage, index)
-            self._add_weight(Phase.SEND_WAIT, end, Kind.SEND_WAIT, stage, index)
-            return
-        stage = channel.target_stage
-        slots = self._computation.blocks[Kind.FORWARD, stage].slots
-        first = int(slots[0]) if len(slots) else end
-        self._add_weight(Phase.RECEIVE_START, 0, Kind.RECEIVE_START, stage, index)
-        self._add_weight(Phase.RECEIVE_WAIT, first, Kind.RECEIVE_WAIT, stage, index)
-
-    def add_renewals(
-        self, index: int, channel: Channel, uses: Integers, micro_batches: int
-    ) -> None:
-        """The messages of weights of a stretch of steps; see :func:`renewals`.
-
-        Args:
-            uses: the first micro-batch to use each of them.
-            micro_batches: of a step.
-        """
-        made = np.arange(len(uses)) * micro_batches - 1
-        portion = Portion(made)
-        if channel.source_rank == self._rank:
-            stage = channel.source_stage
-            back = self._computation.blocks[Kind.BACKWARD, stage]
-            self._add_weight(Phase.RECEIVE_START, 0, Kind.SEND_START, stage, index)
-            later, slots = Portion(made[1:]), back.slots_of(made[1:])
-            self.rows.add(Phase.RENEW, slots, Kind.SEND_START, stage, later, channel=index)
-            slots = back.slots_of(made + micro_batches)
-            self.rows.add(Phase.SEND_WAIT, slots, Kind.SEND_WAIT, stage, portion, channel=index)
-            return
-        stage = channel.target_stage
-        slots = self._computation.blocks[Kind.FORWARD, stage].slots_of(uses)
-        self._add_weight(Phase.RECEIVE_START, 0, Kind.RECEIVE_START, stage, index)
-        start, later = Phase.RENEW, Portion(made[1:])
-        self.rows.add(start, slots[:-1], Kind.RECEIVE_START, stage, later, channel=index)
-        wait = Phase.RECEIVE_WAIT
-        self.rows.add(wait, slots, Kind.RECEIVE_WAIT, stage, portion, channel=index)
-
-    def add_stage(self, stage: int, *, recompute: bool, offload: bool, reduce: bool) -> None:
-        """What the backward of a stage on this rank needs, and the sum of its gradients."""
-        back, last_half = self._backward(stage), self._computation.order.last_half
-        end = len(self._computation)
-        if recompute:
-            self.rows.add(Phase.RECOMPUTE, back.slots, Kind.RECOMPUTE, stage, back.portion)
-        if offload:
-            offloading.add(self.rows, self._computation.blocks[Kind.FORWARD, stage], back)
-        if reduce:
-            slots = self._computation.blocks[last_half, stage].slots
-            last = int(slots.max(initial=-1)) if len(slots) else end
-            self.rows.add_one(Phase.REDUCE_START, last, Kind.REDUCE_START, stage)
-            self.rows.add_one(Phase.REDUCE_WAIT, end, Kind.REDUCE_WAIT, stage)
-
-    def add_updates(self, stage: int, micro_batches: int) -> None:
-        """One behind the last backward of every step of so many micro-batches.
-
-        Args:
-            stage: -1 for a rank that updates none: behind the last forward, if it has any.
-        """
-        blocks = self._computation.blocks
-        block = blocks.get((Kind.BACKWARD, stage), next(iter(blocks.values()), None))
-        lasts = np.arange(micro_batches - 1, self._computation.micro_batches, micro_batches)
-        slots = np.zeros_like(lasts) if block is None else block.slots_of(lasts)
-        self.rows.add(Phase.UPDATE, slots, Kind.UPDATE, stage, Portion(lasts))
-
-    def _add_weight(self, phase: Phase, slot: int, kind: Kind, stage: int, index: int) -> None:
-        self.rows.add_one(phase, slot, kind, stage, channel=index)
-
-    def _add_receives(self, index: int, channel: Channel, portion: Portion) -> None:
-        stage, saved = channel.target_stage, channel.kind is TransferKind.SAVED
-        slots = self._user(channel, channel.target_stage, target=True).slots_of(
-            portion.micro_batches
-        )
-        if saved:
-            turns = self._turns(Kind.FORWARD, stage, portion)
-            early: Integers = np.searchsorted(self._computation.turns, turns)
-        else:
-            made = self._made(channel, portion)
-            rising = made.argsort()
-            slots, portion = slots[rising], portion.some(rising)
-            early = _posted(slots, made[rising], self._ahead, 0)
-        wait = Phase.RECEIVE_SAVED if saved else Phase.RECEIVE_WAIT
-        self.rows.add(Phase.RECEIVE_START, early, Kind.RECEIVE_START, stage, portion, channel=index)
-        self.rows.add(wait, slots, Kind.RECEIVE_WAIT, stage, portion, channel=index)
-
-    def _add_sends(self, index: int, channel: Channel, portion: Portion, kept: bool) -> None:
-        stage = channel.source_stage
-        slots = self._user(channel, stage).slots_of(portion.micro_batches)
-        self.rows.add(Phase.SEND_START, slots, Kind.SEND_START, stage, portion, channel=index)
-        if kept:
-            back = self._backward(stage)
-            phase, late = Phase.RELEASE, back.slots_of(portion.micro_batches)
-        else:
-            phase, late = Phase.SEND_WAIT, self._late(channel, portion, slots)
-        self.rows.add(phase, late, Kind.SEND_WAIT, stage, portion, channel=index)
-
-    def _late(self, channel: Channel, portion: Portion, slots: Integers) -> Integers:
-        """Slots behind which sends are awaited: few messages later, behind their receives."""
-        saved = channel.kind is TransferKind.SAVED
-        most = SAVED_ON_THE_WAY if saved else SENDS_ON_THE_WAY
-        late = -_behind(-slots, most, -len(self._computation))
-        safe = np.searchsorted(self._computation.turns, self._posted(channel, portion), "right")
-        found: Integers = np.maximum(late, safe)
-        return found
-
-    def _posted(self, channel: Channel, portion: Portion) -> Integers:
-        """Turns by which the other end has started to receive."""
-        if channel.kind is TransferKind.SAVED:
-            return self._turns(Kind.FORWARD, channel.target_stage, portion)
-        kind = Kind.BACKWARD if channel.kind is TransferKind.GRADIENT else Kind.FORWARD
-        read = self._turns(kind, channel.target_stage, portion)
-        return _posted(read, self._made(channel, portion), self._ahead, -1)
-
-    def _made(self, channel: Channel, portion: Portion) -> Integers:
-        """Turns at which the messages of a channel are made, and sent."""
-        kind = Kind.BACKWARD if channel.kind is TransferKind.GRADIENT else Kind.FORWARD
-        return self._turns(kind, channel.source_stage, portion)
-
-    def _backward(self, stage: int) -> Block:
-        """The actions of a stage here with which its backwards begin."""
-        return self._computation.blocks[self._computation.order.first_half, stage]
-
-    def _turns(self, kind: Kind, stage: int, portion: Portion) -> Integers:
-        return self._computation.order.turns(kind, stage, portion.micro_batches)
-
-    def _user(self, channel: Channel, stage: int, *, target: bool = False) -> Block:
-        """The actions of a stage here that make or read the messages of a channel."""
-        blocks = self._computation.blocks
-        backward = channel.kind is TransferKind.GRADIENT
-        if backward or (target and channel.kind is TransferKind.SAVED):
-            return self._backward(stage)
-        forward = blocks.get((Kind.FORWARD, stage))
-        return forward if forward is not None else blocks[Kind.EVALUATE, stage]
-
-
-def _behind(values: Integers, count: int, first: int) -> Integers:
-    """Of every value the one that is ``count`` places below it, ``first`` for the lowest ones."""
-    rising = values.argsort()
-    found = np.empty_like(values)
-    found[rising] = np.concatenate([np.full(count, first), values[rising]])[: len(values)]
-    return found
-
-
-def _posted(read: Integers, made: Integers, count: int, first: int) -> Integers:
-    """When receives start: in the order of the sends, ``count`` messages before each is read.
-
-    Where messages are read in another order than they are sent, the earliest of all later ones
-    counts, so that receives start in the order of the sends and in time.
-
-    Args:
-        read, made: when each message is read, and made.
-    """
-    rising = made.argsort()
-    needed = np.minimum.accumulate(read[rising][::-1])[::-1]
-    found = np.empty_like(read)
-    found[rising] = np.concatenate([np.full(count, first), needed])[: len(read)]
-    return found

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from pipectl.schedule.actions import Integers, Kind
 
 Turns = Callable[[int, Integers], Integers]
@@ -55,3 +57,12 @@ class Order:
             return self.weight(stage, micro_batches)
         backward = kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
         return (self.backward if backward else self.forward)(stage, micro_batches)
+
+
+def first_forwards(order: Order, stages: int, micro_batches: int) -> tuple[int, ...]:
+    """Forwards of each stage before its first backward."""
+    index = np.arange(micro_batches)
+    return tuple(
+        int((order.forward(stage, index) < order.backward(stage, index[:1])).sum())
+        for stage in range(stages)
+    )

@@ -15,11 +15,13 @@ from math import ceil, lcm
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from pipectl.errors import ScheduleError
 from pipectl.plan import Plan, Replication
-from pipectl.schedule.actions import Integers, Kind
+from pipectl.schedule.actions import Actions, Integers, Kind
 
+Floats = npt.NDArray[np.float64]
 Column = Integers | int
 """One value a micro-batch, or one for all."""
 
@@ -104,6 +106,19 @@ def portion(plan: Plan, stage: int, replica: int, micro_batches: int) -> Portion
         return Portion(np.arange(replica, micro_batches, count))
     edges = _edges(_sizes(plan, micro_batches), count)
     return _nonempty(edges[replica], edges[replica + 1])
+
+
+def shares(plan: Plan, rows: Actions) -> Floats:
+    """The samples each row computes or moves, relative to a full micro-batch; shape [rows].
+
+    1 for rows that belong to no micro-batch.
+    """
+    micro_batch = rows.column("micro_batch")
+    found = np.ones(1 + micro_batch.max(initial=plan.micro_batches - 1) + 1)
+    found[:-1] = np.resize(plan.micro_batch_shares, len(found) - 1)
+    start, stop = rows.column("start"), rows.column("stop")
+    part: Floats = (stop - start) / plan.micro_batch_size
+    return np.where(start >= 0, part, found[micro_batch])
 
 
 def common(plan: Plan, source: tuple[int, int], target: tuple[int, int], number: int) -> Portion:

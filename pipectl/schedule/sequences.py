@@ -24,7 +24,7 @@ _PART[Kind.BACKWARD_WEIGHT] = WEIGHT
 Table = npt.NDArray[np.int64]
 
 
-def order_of(sequences: Sequence[Integers], stages: int, micro_batches: int) -> Order:
+def order_of_sequences(sequences: Sequence[Integers], stages: int, micro_batches: int) -> Order:
     """The order in which every rank computes what its list says.
 
     Args:

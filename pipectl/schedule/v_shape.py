@@ -12,7 +12,7 @@ import numpy as np
 
 from pipectl.schedule.actions import Integers, Kind
 from pipectl.schedule.order import Order
-from pipectl.schedule.sequences import order_of
+from pipectl.schedule.sequences import order_of_sequences
 
 Step = tuple[Kind, int]
 """What is done, and to which chunk."""
@@ -52,4 +52,4 @@ def order_of_listings(
 ) -> Order:
     """The order of what every rank of so many lists, called with (rank, ranks, micro_batches)."""
     lists = [listed(rank, ranks, micro_batches) for rank in range(ranks)]
-    return order_of(lists, 2 * ranks, micro_batches)
+    return order_of_sequences(lists, 2 * ranks, micro_batches)

@@ -2,6 +2,22 @@
 
 Sends are taken as rendezvous: a message moves only when both ends have started it, as MPI may do
 with any message. What holds then holds for sends that MPI buffers, too.
+
+Proved are:
+
+- Every stage computes every sample of every micro-batch once, backwards (hence the accumulation of
+  gradients) in ascending order on each replica, unless a user's own lists say otherwise.
+- A backward comes behind its recomputation, that behind what it starts from, and the weight half of
+  one behind its input half. What is offloaded is gone before it is fetched, and there before it is
+  needed.
+- Every message is started and ended once on both ends, in the same order. Values are made before
+  they are sent, there before they are read, and not released while they are sent.
+- Gradients of replicas are summed behind the last backward; UPDATE is last.
+- No ranks wait for each other, and device memory is within the limit.
+
+Where steps are not flushed, all that holds from the first prologue to the last epilogue with two
+bodies between them; every step updates behind its backwards, and all it computes uses weights of
+the version that the schedule says.
 """
 
 from __future__ import annotations
@@ -17,10 +33,10 @@ from pipectl.plan import Plan
 from pipectl.schedule.actions import Kind, Program
 from pipectl.schedule.audit import ONCE, Audit, Item, fault, short
 from pipectl.schedule.catalogue import order_of
-from pipectl.schedule.channel import Channel, channels, messages
+from pipectl.schedule.channel import Channel, channels, is_kept, messages
 from pipectl.schedule.deadlock import check_progress
 from pipectl.schedule.memory import peak_host_bytes, peak_in_flight, peak_memory_bytes
-from pipectl.schedule.placement import Portion, is_apart, portion, roles
+from pipectl.schedule.placement import Portion, portion, roles
 from pipectl.schedule.renewal import renewals
 from pipectl.schedule.unflushed import check as check_unflushed
 from pipectl.schedule.unflushed import is_unflushed, steps_apart, with_versions
@@ -55,20 +71,7 @@ def validate(
     *,
     process_baseline_bytes: int = 0,
 ) -> Proof:
-    """Check the programs of all ranks against each other and against the plan.
-
-    Proved are: every stage computes every sample of every micro-batch once, backwards (hence the
-    accumulation of gradients) in ascending order on each replica, unless a user's own lists say
-    otherwise; a backward comes behind its
-    recomputation, that behind what it starts from, and the weight half of one behind its input
-    half; what is offloaded is gone before it is fetched,
-    and there before it is needed; every message is started and ended once on both ends, in the
-    same order; values are made before they are sent, there before they are read, and not released
-    while they are sent; gradients of replicas are summed behind the last backward; UPDATE is last;
-    no ranks wait for each other; device memory is within the limit. Where steps are not flushed,
-    all that holds from the first prologue to the last epilogue with two bodies between them; every
-    step updates behind its backwards, and all it computes uses weights of the version that the
-    schedule says.
+    """Check the programs of all ranks against each other and against the plan, as said above.
 
     Args:
         programs: of every rank; if the schedule flushes, their bodies are checked.
@@ -160,7 +163,7 @@ class _Step:
             ends[1].check_order(received, read)
         elif weights:
             ends[0].check_newest(send, Item(Kind.UPDATE, channel.source_stage))
-        if self._is_kept(channel):
+        if is_kept(self.plan, channel):
             ends[0].check_order(sent, Item(self._order.first_half, channel.source_stage))
         _check_same_order(channel, ends, carried, send, receive)
 
@@ -193,13 +196,6 @@ class _Step:
         saved = channel.kind is TransferKind.SAVED
         read = self._begins(target) if saved else Item(Kind.FORWARD, target)
         return Item(Kind.FORWARD, source), read
-
-    def _is_kept(self, channel: Channel) -> bool:
-        """Whether a backward releases what is sent."""
-        stage, replica = channel.source_stage, channel.source_replica
-        held = self.plan.stages[stage]
-        goes = held.recompute or held.offload or is_apart(self.plan, stage, replica)
-        return channel.kind is TransferKind.ACTIVATION and not goes
 
 
 def _check_offload(audit: Audit, forward: Item, begins: Item, mine: Portion) -> None:

@@ -17,8 +17,8 @@ from pipectl.compiled import compiled
 from pipectl.graph import TransferKind
 from pipectl.plan import Plan
 from pipectl.schedule.actions import Kind
-from pipectl.schedule.channel import Channel
-from pipectl.schedule.memory import halves_peaks
+from pipectl.schedule.channel import Channel, is_kept
+from pipectl.schedule.live_bytes import halves_peaks
 from pipectl.schedule.unflushed import is_unflushed
 from pipectl.simulate.tables import (
     KIND,
@@ -182,10 +182,9 @@ def _of_stages(plan: Plan) -> tuple[Floats, Floats, Floats, Floats, Floats]:
 
 def _is_buffer(plan: Plan, channel: Channel) -> bool:
     """Whether it is sent, or left on the rank, in memory that the sender keeps for nothing else."""
-    stage = plan.stages[channel.source_stage]
     if channel.kind is TransferKind.GRADIENT:
         return True
-    return not channel.is_local and (stage.recompute or stage.offload)
+    return not (channel.is_local or is_kept(plan, channel))
 
 
 def _one_a_pair_of_stages(connections: Sequence[Channel]) -> Iterable[Channel]:

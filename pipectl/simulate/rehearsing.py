@@ -26,7 +26,7 @@ from pipectl.plan import Plan
 from pipectl.rehearsal import Meeting, Passage, Rehearsal
 from pipectl.schedule.actions import Actions, Kind, Program
 from pipectl.schedule.lowering import lower
-from pipectl.schedule.memory import shares
+from pipectl.schedule.placement import shares
 from pipectl.schedule.unflushed import is_unflushed
 from pipectl.simulate.machine import costs_of
 from pipectl.simulate.network import Stream
