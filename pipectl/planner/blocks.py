@@ -14,7 +14,9 @@ from math import ceil
 
 from pipectl.plan import Blocks, Plan, Replication, Stage, StagePeaks
 from pipectl.planner.block_cuts import BlockCuts
-from pipectl.planner.costs import Footprint, Footprints, operator_times, stage_times
+from pipectl.planner.costs import stage_times
+from pipectl.planner.footprint import Footprint, Footprints
+from pipectl.planner.operator_times import operator_times
 from pipectl.planner.replica_costs import Members, members_of
 from pipectl.profile import Profile
 

@@ -2,101 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
-import numpy.typing as npt
 
 from pipectl.compiled import compiled, part_of_kernel
-
-Integers = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
+from pipectl.planner.cut_arrays import Floats, Graph, Integers, Scratch, Sums
 
 ACTIVATION, GRADIENT = 0, 1
 RECEIVED, SENT, GRADIENTS_RECEIVED, GRADIENTS_SENT = range(4)
 """Columns of the numbers of values."""
-
-
-class Graph(NamedTuple):
-    """What operators read, hold and send; names are numbers.
-
-    Args:
-        reader, first_reader: readers of operator i are ``reader[first_reader[i]:...[i + 1]]``.
-        output_bytes, gradient_bytes: of every operator's messages.
-        storage: name of the memory that each value lies in.
-        kept_bytes: what the stage of an operator keeps of its value if that is sent.
-        parameter, parameter_bytes, first_parameter: by operator, as readers.
-        saved, saved_bytes, first_saved: the same.
-        names: how many there are.
-    """
-
-    reader: Integers
-    first_reader: Integers
-    output_bytes: Integers
-    gradient_bytes: Integers
-    storage: Integers
-    kept_bytes: Integers
-    parameter: Integers
-    parameter_bytes: Integers
-    first_parameter: Integers
-    saved: Integers
-    saved_bytes: Integers
-    first_saved: Integers
-    names: int
-
-
-class Sums(NamedTuple):
-    """What partitions need, to be filled in.
-
-    Args:
-        parameter_bytes, saved_bytes: shape [partitions, stages].
-        values: numbers of values that enter and leave; shape [partitions, stages, 4].
-        source, target, size_bytes: transfers; of every partition activations, then gradients, each
-            by rising source and target.
-        first: where those of partition p begin, at 2 p and 2 p + 1; shape [2 * partitions + 1].
-    """
-
-    parameter_bytes: Integers
-    saved_bytes: Integers
-    values: Integers
-    source: Integers
-    target: Integers
-    size_bytes: Integers
-    first: Integers
-
-
-class _Scratch(NamedTuple):
-    """Room for one partition.
-
-    Args:
-        stage_of: of every operator.
-        head, following, target, size_bytes: lists of transfers by kind and source.
-        producer, home, consumer: of every activation route.
-        used: transfers and routes so far.
-        stamp, arrived: where a name or stage was last seen.
-        size_seen: of every name.
-        member, sender, receiver: operators and routes by stage.
-        first_member, first_sender, first_receiver: where those of each stage begin.
-    """
-
-    stage_of: Integers
-    head: Integers
-    following: Integers
-    target: Integers
-    size_bytes: Integers
-    producer: Integers
-    home: Integers
-    consumer: Integers
-    used: Integers
-    stamp: Integers
-    arrived: Integers
-    size_seen: Integers
-    member: Integers
-    sender: Integers
-    receiver: Integers
-    first_member: Integers
-    first_sender: Integers
-    first_receiver: Integers
 
 
 @compiled
@@ -107,8 +20,19 @@ def sum_cuts(graph: Graph, stage_of: Integers, sums: Sums) -> None:
         stage_of: of every operator; shape [partitions, operators].
     """
     operators, stages = stage_of.shape[1], sums.parameter_bytes.shape[1]
+    scratch = _scratch(graph, operators, stages)
+    sums.first[0] = 0
+    for partition in range(len(stage_of)):
+        for operator in range(operators):
+            scratch.stage_of[operator] = stage_of[partition, operator]
+        _sum_cut(graph, partition, sums, scratch)
+
+
+@compiled
+def _scratch(graph: Graph, operators: int, stages: int) -> Scratch:
+    """Room for a partition into so many stages."""
     edges, longest = len(graph.reader), max(stages, graph.names)
-    scratch = _Scratch(
+    return Scratch(
         np.empty(operators, np.int64),
         np.empty(2 * stages, np.int64),
         np.empty(2 * edges, np.int64),
@@ -128,15 +52,10 @@ def sum_cuts(graph: Graph, stage_of: Integers, sums: Sums) -> None:
         np.empty(stages + 1, np.int64),
         np.empty(stages + 1, np.int64),
     )
-    sums.first[0] = 0
-    for partition in range(len(stage_of)):
-        for operator in range(operators):
-            scratch.stage_of[operator] = stage_of[partition, operator]
-        _sum_cut(graph, partition, sums, scratch)
 
 
 @part_of_kernel
-def _sum_cut(graph: Graph, partition: int, sums: Sums, scratch: _Scratch) -> None:
+def _sum_cut(graph: Graph, partition: int, sums: Sums, scratch: Scratch) -> None:
     """Fill in what one partition needs."""
     stages = len(scratch.first_member) - 1
     scratch.used[0] = scratch.used[1] = 0
@@ -170,8 +89,8 @@ def _send(
     graph: Graph,
     producer: int,
     partition: int,
-    values: npt.NDArray[np.int64],
-    scratch: _Scratch,
+    values: Integers,
+    scratch: Scratch,
 ) -> None:
     """The routes of one value, and of its gradient; see :func:`pipectl.graph.routes`."""
     begin, end = graph.first_reader[producer], graph.first_reader[producer + 1]
@@ -209,7 +128,7 @@ def _send(
 
 
 @part_of_kernel
-def _add_message(kind: int, source: int, target: int, size_bytes: int, scratch: _Scratch) -> None:
+def _add_message(kind: int, source: int, target: int, size_bytes: int, scratch: Scratch) -> None:
     """Add to the transfer between two stages; the list of a source rises by target."""
     head = kind * (len(scratch.head) // 2) + source
     before, at = -1, scratch.head[head]
@@ -230,7 +149,7 @@ def _add_message(kind: int, source: int, target: int, size_bytes: int, scratch: 
 
 
 @part_of_kernel
-def _flatten(partition: int, sums: Sums, scratch: _Scratch) -> None:
+def _flatten(partition: int, sums: Sums, scratch: Scratch) -> None:
     """The lists of transfers one after the other."""
     place = sums.first[2 * partition]
     stages = len(scratch.head) // 2
@@ -267,7 +186,7 @@ def _by_stage(stage_of: Integers, count: int, found: Integers, first: Integers) 
 
 
 @part_of_kernel
-def _parameter_bytes(graph: Graph, stage: int, scratch: _Scratch) -> int:
+def _parameter_bytes(graph: Graph, stage: int, scratch: Scratch) -> int:
     """Of one stage; a parameter that several operators use counts once."""
     total = 0
     for place in range(scratch.first_member[stage], scratch.first_member[stage + 1]):
@@ -280,7 +199,7 @@ def _parameter_bytes(graph: Graph, stage: int, scratch: _Scratch) -> int:
 
 
 @part_of_kernel
-def _size_if_new(name: int, size_bytes: int, stage: int, scratch: _Scratch) -> int:
+def _size_if_new(name: int, size_bytes: int, stage: int, scratch: Scratch) -> int:
     """By how much a name of a stage adds to what was seen: the last of equal names counts."""
     seen = scratch.size_seen[name] if scratch.stamp[name] == stage else 0
     scratch.stamp[name] = stage
@@ -289,7 +208,7 @@ def _size_if_new(name: int, size_bytes: int, stage: int, scratch: _Scratch) -> i
 
 
 @part_of_kernel
-def _saved_bytes(graph: Graph, stage: int, scratch: _Scratch) -> int:
+def _saved_bytes(graph: Graph, stage: int, scratch: Scratch) -> int:
     """What a stage keeps of a micro-batch; equal names once, those received as they came."""
     total = 0
     for place in range(scratch.first_receiver[stage], scratch.first_receiver[stage + 1]):

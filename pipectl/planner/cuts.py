@@ -14,7 +14,8 @@ import numpy as np
 
 from pipectl.planner.bitsets import membership
 from pipectl.planner.condense import Condensed
-from pipectl.planner.cut_kernels import Floats, Graph, Integers, Sums, sum_cuts, sum_times
+from pipectl.planner.cut_arrays import Floats, Graph, Integers, Sums
+from pipectl.planner.cut_kernels import sum_cuts, sum_times
 from pipectl.planner.liveness import memory_of
 from pipectl.planner.spans import Partition
 from pipectl.profile import Profile

@@ -14,19 +14,14 @@ from pipectl.plan import Plan, Stage
 from pipectl.planner.assumed import assumptions_of, baseline_bytes, size_assumptions
 from pipectl.planner.bounds import Bounds, Layout, numbered_partitions
 from pipectl.planner.condense import Condensed
-from pipectl.planner.costs import (
-    Footprint,
-    Footprints,
-    OperatorTimes,
-    Times,
-    scaled_transfers,
-    stage_costs,
-)
+from pipectl.planner.costs import scaled_transfers, stage_costs
 from pipectl.planner.cuts import Cuts, Cutter, Timings
 from pipectl.planner.devices import Pool, pools
+from pipectl.planner.footprint import Footprint, Footprints
 from pipectl.planner.liveness import parameter_gradients
 from pipectl.planner.loads import Costs, Floats
 from pipectl.planner.new_plan import new_plan
+from pipectl.planner.operator_times import OperatorTimes, Times
 from pipectl.planner.placement import Placement
 from pipectl.planner.request import Order, PlanRequest
 from pipectl.planner.span_kernels import Integers

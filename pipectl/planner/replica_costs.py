@@ -9,14 +9,10 @@ from math import ceil
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan, Replication, Stage, StageCost
 from pipectl.planner.assumed import size_assumptions
-from pipectl.planner.costs import (
-    Footprint,
-    Footprints,
-    operator_times,
-    scaled_transfers,
-    stage_costs,
-)
+from pipectl.planner.costs import scaled_transfers, stage_costs
+from pipectl.planner.footprint import Footprint, Footprints
 from pipectl.planner.new_plan import new_plan
+from pipectl.planner.operator_times import operator_times
 from pipectl.planner.request import PlanRequest
 from pipectl.profile import Profile
 

@@ -18,7 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pipectl.planner.costs import Footprint, Times, stage_times
+from pipectl.planner.costs import stage_times
+from pipectl.planner.footprint import Footprint
+from pipectl.planner.operator_times import Times
 from pipectl.profile import StageOverhead
 
 Floats = npt.NDArray[np.float64]

@@ -12,7 +12,8 @@ from torch import fx
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.deferred import is_deferred
-from pipectl.planner.costs import Footprints, operator_times
+from pipectl.planner.footprint import Footprints
+from pipectl.planner.operator_times import operator_times
 from pipectl.profile import MeasuredOn, Operator, Profile
 from pipectl.profiler.effort import Effort
 from pipectl.profiler.fit import fit_stages

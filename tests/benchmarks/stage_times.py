@@ -31,7 +31,9 @@ import packages
 from catalogue import Entry, entries, spec_of
 
 from pipectl.capture import CapturedJob
-from pipectl.planner.costs import Footprints, operator_times, stage_times
+from pipectl.planner.costs import stage_times
+from pipectl.planner.footprint import Footprints
+from pipectl.planner.operator_times import operator_times
 from pipectl.profile import Profile
 from pipectl.profiler import profile_job
 from pipectl.profiler.alone import AloneStages

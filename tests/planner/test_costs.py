@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from pipectl.graph import TransferKind, cut_routes
 from pipectl.plan import Transfer
 from pipectl.planner.condense import condense
-from pipectl.planner.costs import Footprints, operator_times, scaled_transfers, stage_costs
+from pipectl.planner.costs import scaled_transfers, stage_costs
+from pipectl.planner.footprint import Footprints
+from pipectl.planner.operator_times import operator_times
 from pipectl.profile import OptimizerCost, StageOverhead
 
 

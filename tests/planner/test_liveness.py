@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pipectl.planner.costs import Footprints, operator_times, stage_costs
+from pipectl.planner.costs import stage_costs
+from pipectl.planner.footprint import Footprints
 from pipectl.planner.liveness import peak_bytes
+from pipectl.planner.operator_times import operator_times
 from pipectl.profile import Operator, OperatorMemory, OptimizerCost, Profile, StepMemory
 
 

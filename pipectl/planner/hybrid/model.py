@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipectl.planner.costs import operator_times
 from pipectl.planner.hybrid.links import LinkRules
 from pipectl.planner.hybrid.states import States
+from pipectl.planner.operator_times import operator_times
 from pipectl.planner.recurrence import Floats, Integers
 from pipectl.profile import Profile
 

@@ -18,8 +18,8 @@ import numpy.typing as npt
 from pipectl.cluster import Cluster
 from pipectl.planner.bitsets import bits, follows, membership
 from pipectl.planner.condense import Condensed, condense
-from pipectl.planner.costs import operator_times
 from pipectl.planner.ideals import all_downsets, prefix_downsets
+from pipectl.planner.operator_times import operator_times
 from pipectl.profile import Profile
 
 Floats = npt.NDArray[np.float64]

@@ -1,0 +1,112 @@
+"""What operators take at a micro-batch size.
+
+Times come from the sizes that were measured: between two sizes and beyond the outermost two they
+are affine in the size (a fixed cost and a cost per sample); with one measured size, proportional.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pipectl.profile import Profile
+
+Floats = npt.NDArray[np.float64]
+Pairs = list[tuple[float, float]]
+"""(forward_s, backward_s) of every operator."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Times of every operator, in a stage with much data and in one that stays in the cache."""
+
+    uncached: Pairs
+    cached: Pairs
+
+    def of(self, index: int, share: float) -> tuple[float, float]:
+        """Times of one operator, ``share`` of the way from cached to uncached."""
+        (slow_f, slow_b), (fast_f, fast_b) = self.uncached[index], self.cached[index]
+        return fast_f + (slow_f - fast_f) * share, fast_b + (slow_b - fast_b) * share
+
+    def total(self, members: Iterable[int], share: float) -> tuple[float, float]:
+        """Forward and backward of several operators together."""
+        found = [self.of(index, share) for index in members]
+        return sum(pair[0] for pair in found), sum(pair[1] for pair in found)
+
+
+def operator_times(profile: Profile, size: int) -> Times:
+    """Forward and backward time of every operator for ``size`` samples."""
+    return OperatorTimes(profile).at(size)
+
+
+class OperatorTimes:
+    """Times of one profile's operators at any micro-batch size."""
+
+    def __init__(self, profile: Profile) -> None:
+        own, operators = profile.micro_batch_size, profile.operators
+        uncached = [{**o.timings, own: (o.forward_s, o.backward_s)} for o in operators]
+        cached = [o.cached or points for o, points in zip(operators, uncached, strict=True)]
+        self._uncached, self._cached = _Points(uncached), _Points(cached)
+
+    def at(self, size: int) -> Times:
+        """Forward and backward time of every operator for ``size`` samples."""
+        cached, uncached = self.arrays_at(size)
+        return Times(_pairs(uncached), _pairs(cached))
+
+    def arrays_at(self, size: int) -> tuple[Floats, Floats]:
+        """The same as arrays, cached and uncached; shapes [2, operators]."""
+        return self._cached.at(size), self._uncached.at(size)
+
+
+def _pairs(times: Floats) -> Pairs:
+    return [(forward_s, backward_s) for forward_s, backward_s in times.T.tolist()]
+
+
+class _Points:
+    """Times of operators at some sizes each, grouped by these."""
+
+    def __init__(self, points: Sequence[Mapping[int, tuple[float, float]]]) -> None:
+        self._count = len(points)
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for index, known in enumerate(points):
+            groups.setdefault(tuple(sorted(known)), []).append(index)
+        self._groups = [
+            (
+                members,
+                sizes,
+                np.array([[points[i][at] for i in members] for at in sizes]).transpose(0, 2, 1),
+            )
+            for sizes, members in groups.items()
+        ]
+
+    def at(self, size: int) -> Floats:
+        found = np.zeros((2, self._count))
+        for members, sizes, times in self._groups:
+            found[:, members] = _interpolate(sizes, times, size)
+        return found
+
+
+def _interpolate(sizes: Sequence[int], times: Floats, size: int) -> Floats:
+    """Times at ``size`` from times at other sizes.
+
+    Noise can tilt the line through two points. Below the smallest size a time is therefore kept
+    between proportional and constant, above the largest it does not fall.
+
+    Args:
+        sizes: ascending.
+        times: by size first.
+    """
+    first: Floats = times[0]
+    last: Floats = times[-1]
+    found: Floats = first * size / sizes[0]
+    if len(sizes) == 1:
+        return found
+    low = next((at for at in range(len(sizes) - 1) if size <= sizes[at + 1]), len(sizes) - 2)
+    slope = (times[low + 1] - times[low]) / (sizes[low + 1] - sizes[low])
+    found = times[low] + slope * (size - sizes[low])
+    if size < sizes[0]:
+        return np.minimum(np.maximum(found, first * size / sizes[0]), first)
+    return np.maximum(found, last) if size > sizes[-1] else found
