@@ -2,7 +2,7 @@
 
 Around each computation stand, in this order::
 
-    RECEIVE_START   of a message that is consumed ``ahead`` messages later
+    RECEIVE_START   of a message that is consumed ``RECEIVE_AHEAD`` messages later
     FETCH_START     of what the next computation needs
     RECEIVE_WAIT    for saved values, FETCH_WAIT, RECOMPUTE: what a backward starts from
     RECEIVE_WAIT    for what else the computation reads
@@ -38,7 +38,8 @@ from pipectl.schedule.placement import Portion
 from pipectl.schedule.rows import Phase, Rows
 
 RECEIVE_AHEAD = 1
-"""Double buffering: the next message can arrive while one is waited for and used."""
+"""Receives posted on a channel beyond the one whose message is next. Double buffering: the next
+message can arrive while one is waited for and used."""
 SENDS_ON_THE_WAY = 2
 """At least, on a channel without backwards to wait for: one moves while the next is made."""
 SAVED_ON_THE_WAY = 1
@@ -48,11 +49,10 @@ SAVED_ON_THE_WAY = 1
 class Assembly:
     """Puts the rows of one program together."""
 
-    def __init__(self, computation: Computation, rank: int, receive_ahead: int) -> None:
+    def __init__(self, computation: Computation, rank: int) -> None:
         self.rows = Rows()
         self._computation = computation
         self._rank = rank
-        self._ahead = receive_ahead
         for (kind, stage), block in computation.blocks.items():
             self.rows.add(Phase.COMPUTE, block.slots, kind, stage, block.portion)
 
@@ -151,7 +151,7 @@ class Assembly:
             made = self._made(channel, portion)
             rising = made.argsort()
             slots, portion = slots[rising], portion.some(rising)
-            early = _posted(slots, made[rising], self._ahead, 0)
+            early = _posted(slots, made[rising], RECEIVE_AHEAD, 0)
         wait = Phase.RECEIVE_SAVED if saved else Phase.RECEIVE_WAIT
         self.rows.add(Phase.RECEIVE_START, early, Kind.RECEIVE_START, stage, portion, channel=index)
         self.rows.add(wait, slots, Kind.RECEIVE_WAIT, stage, portion, channel=index)
@@ -182,7 +182,7 @@ class Assembly:
             return self._turns(Kind.FORWARD, channel.target_stage, portion)
         kind = Kind.BACKWARD if channel.kind is TransferKind.GRADIENT else Kind.FORWARD
         read = self._turns(kind, channel.target_stage, portion)
-        return _posted(read, self._made(channel, portion), self._ahead, -1)
+        return _posted(read, self._made(channel, portion), RECEIVE_AHEAD, -1)
 
     def _made(self, channel: Channel, portion: Portion) -> Integers:
         """Turns at which the messages of a channel are made, and sent."""

@@ -27,7 +27,7 @@ from pipectl.graph import TransferKind
 from pipectl.plan import Plan
 from pipectl.schedule import unflushed
 from pipectl.schedule.actions import Actions, Kind, Program
-from pipectl.schedule.assembly import RECEIVE_AHEAD, Assembly
+from pipectl.schedule.assembly import Assembly
 from pipectl.schedule.channel import Channel, channels, channels_of_rank, is_kept, messages
 from pipectl.schedule.computing import evaluating, training
 from pipectl.schedule.placement import Portion, roles
@@ -36,9 +36,7 @@ from pipectl.schedule.rows import Phase
 from pipectl.schedule.unflushed import is_unflushed, with_versions
 
 
-def lower(
-    plan: Plan, rank: int, micro_batches: int | None = None, *, receive_ahead: int = RECEIVE_AHEAD
-) -> Program:
+def lower(plan: Plan, rank: int, micro_batches: int | None = None) -> Program:
     """The program of one rank; costs time in proportion to that rank's actions.
 
     Every rank gets exactly one UPDATE a step, the last row, with the first stage it updates, or -1
@@ -47,19 +45,16 @@ def lower(
     Args:
         micro_batches: of this step; by default the plan's. A schedule without flushes has no
             others.
-        receive_ahead: receives posted on a channel beyond the one whose message is next.
 
     Raises:
         ScheduleError: for an unknown schedule, or stages that do not suit it.
     """
     if is_unflushed(plan):
-        return _unflushed_program(plan, rank, receive_ahead)
-    return Program(_rows(plan, rank, micro_batches or plan.micro_batches, receive_ahead))
+        return _unflushed_program(plan, rank)
+    return Program(_rows(plan, rank, micro_batches or plan.micro_batches))
 
 
-def lower_stretch(
-    plan: Plan, rank: int, steps: int, *, receive_ahead: int = RECEIVE_AHEAD
-) -> Actions:
+def lower_stretch(plan: Plan, rank: int, steps: int) -> Actions:
     """All that a rank does in some steps that are not flushed, from empty pipeline to empty one.
 
     Where there are enough, the same as the program of :func:`lower`, unrolled.
@@ -67,23 +62,22 @@ def lower_stretch(
     Raises:
         ScheduleError: see :func:`lower`.
     """
-    rows = _rows(plan, rank, steps * plan.micro_batches, receive_ahead)
-    return with_versions(plan, rows)
+    return with_versions(plan, _rows(plan, rank, steps * plan.micro_batches))
 
 
-def _unflushed_program(plan: Plan, rank: int, receive_ahead: int) -> Program:
+def _unflushed_program(plan: Plan, rank: int) -> Program:
     """A stretch with one body, cut behind the UPDATE before it and the one at its end."""
     steps = 1 + unflushed.steps_apart(plan)
-    found = lower_stretch(plan, rank, steps, receive_ahead=receive_ahead)
+    found = lower_stretch(plan, rank, steps)
     first, last = 1 + unflushed.updates(found)[unflushed.steady_from(plan) - 1 :][:2]
     prologue, body, epilogue = np.split(found.rows, [first, last])
     return Program(Actions(body), Actions(prologue), Actions(epilogue))
 
 
-def _rows(plan: Plan, rank: int, micro_batches: int, receive_ahead: int) -> Actions:
+def _rows(plan: Plan, rank: int, micro_batches: int) -> Actions:
     """The rows of a step, or of a stretch of steps that are not flushed."""
     computation = training(plan, rank, micro_batches)
-    assembly = Assembly(computation, rank, receive_ahead)
+    assembly = Assembly(computation, rank)
     for index, channel in channels_of_rank(plan, rank):
         if channel.kind is TransferKind.WEIGHT and is_unflushed(plan):
             uses = renewed(plan, channel.target_stage, computation.micro_batches)
@@ -111,12 +105,7 @@ def _rows(plan: Plan, rank: int, micro_batches: int, receive_ahead: int) -> Acti
 
 
 def lower_evaluation(
-    connections: Sequence[Channel],
-    stages: Sequence[int],
-    rank: int,
-    micro_batches: int,
-    *,
-    receive_ahead: int = RECEIVE_AHEAD,
+    connections: Sequence[Channel], stages: Sequence[int], rank: int, micro_batches: int
 ) -> Program:
     """The forward-only program of one rank, without UPDATE.
 
@@ -126,7 +115,7 @@ def lower_evaluation(
     """
     ends = [stage for item in connections for stage in (item.source_stage, item.target_stage)]
     computation = evaluating(stages, micro_batches, of=1 + max([0, *stages, *ends]))
-    assembly = Assembly(computation, rank, receive_ahead)
+    assembly = Assembly(computation, rank)
     every = Portion(np.arange(micro_batches))
     for index, channel in enumerate(connections):
         if not channel.is_local:

@@ -78,11 +78,6 @@ def test_two_ranks_and_three_micro_batches(pipeline):
     )
 
 
-def test_receives_can_be_posted_further_ahead(pipeline):
-    program = lower(pipeline(2, 3), 1, receive_ahead=2)
-    assert text(program).startswith("receive.0:0 receive.0:1 receive.0:2 received.0:0 F:0")
-
-
 def test_a_channel_within_a_rank_has_no_rows(pipeline):
     plan = pipeline(3, 2, schedule="gpipe", ranks=[0, 0, 1])
     channel = schedule.channels(plan).index

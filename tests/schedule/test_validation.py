@@ -122,7 +122,7 @@ def test_messages_arrive_in_the_order_they_are_sent(pipeline):
         first, second = (find(actions, Kind.RECEIVE_START, index) for index in (1, 2))
         actions[first], actions[second] = actions[second], actions[first]
 
-    programs = [lower(plan, rank, receive_ahead=2) for rank in range(2)]
+    programs = programs_of(plan)
     validate(plan, programs)
     with pytest.raises(ScheduleError, match=r"sends micro-batches \[0, 1, 2\].*\[0, 2, 1\]"):
         validate(plan, changed(programs, 1, swap))
