@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from pipectl.planner.chain_kernels import UNREACHED, extend_chains
+from pipectl.planner.chain_kernels import UNREACHED, Best, Choices, extend_chains
 from pipectl.planner.mix import Mix
 from pipectl.planner.span_kernels import Integers
 from pipectl.planner.spans import Spans
@@ -111,32 +111,26 @@ def best_chains(
         amounts: shape [spans]; if given, their sum is what counts.
         bound: no stage may have a larger load.
     """
-    shape = len(spans.states), len(mix)
-    cost = np.full(shape, UNREACHED, dtype=np.int64)
-    before, options = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.int8)
-    cost[0, 0] = 0
-    reached = np.zeros((shape[0], 2), dtype=np.int64)
-    reached[:, 0] = shape[1]
-    reached[0] = 0, 1
     limits = _NOTHING if memory.limits is None else memory.limits
-    arrays = (loads, amounts, bound, memory.held, memory.flying, limits)
+    held = memory.held, memory.flying, limits
+    choices = Choices(loads, amounts, bound, *held, mix.following, mix.used)
+    best = _no_chains(len(spans.states), len(mix))
     modes = len(loads) // mix.kinds
     for begin, stop in _chunks(spans, CHUNK // (modes * mix.following.size)):
         check()
-        extend_chains(
-            spans.first,
-            spans.starts,
-            *arrays,
-            mix.following,
-            mix.used,
-            reached,
-            cost,
-            before,
-            options,
-            begin,
-            stop,
-        )
-    return Chains(mix, modes, cost, before, options)
+        extend_chains(spans.first, spans.starts, choices, best, begin, stop)
+    return Chains(mix, modes, best.cost, best.before, best.options)
+
+
+def _no_chains(states: int, tallies: int) -> Best:
+    """None but the one to the first state, which has no stages."""
+    shape = states, tallies
+    cost = np.full(shape, UNREACHED, dtype=np.int64)
+    cost[0, 0] = 0
+    reached = np.zeros((states, 2), dtype=np.int64)
+    reached[:, 0] = tallies
+    reached[0] = 0, 1
+    return Best(reached, cost, np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.int8))
 
 
 def _chunks(spans: Spans, most: int) -> list[tuple[int, int]]:

@@ -22,7 +22,6 @@ are skipped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -68,54 +67,6 @@ class Transfers(NamedTuple):
     late_s: Floats
 
 
-def stages_of(
-    forward_s: Sequence[float],
-    backward_s: Sequence[float],
-    warm_up: Sequence[int],
-    reduce_s: Sequence[float] | None = None,
-    update_s: Sequence[float] | None = None,
-) -> Stages:
-    """Stages from plain sequences; without reduction and optimizer where these are not given."""
-    nothing = [0.0] * len(forward_s)
-    return Stages(
-        np.array(forward_s, np.float64),
-        np.array(backward_s, np.float64),
-        np.array(nothing if reduce_s is None else reduce_s, np.float64),
-        np.array(nothing if update_s is None else update_s, np.float64),
-        np.array(warm_up, np.int64),
-    )
-
-
-def transfers_of(rows: Sequence[tuple[int, int, float, float]]) -> Transfers:
-    """Transfers from (source, target, hold_s, late_s)."""
-    ordered = sorted(rows)
-    return Transfers(
-        np.array([row[0] for row in ordered], np.int64),
-        np.array([row[1] for row in ordered], np.int64),
-        np.array([row[2] for row in ordered], np.float64),
-        np.array([row[3] for row in ordered], np.float64),
-    )
-
-
-def step_time_s(
-    stages: Stages,
-    activations: Transfers,
-    gradients: Transfers,
-    micro_batches: int,
-    last_share: float = 1.0,
-) -> tuple[float, Floats]:
-    """Time of a step, and when every stage is ready to update.
-
-    Args:
-        activations: to later stages.
-        gradients: to earlier stages.
-        last_share: size of the last micro-batch relative to the others.
-    """
-    ends = np.zeros(len(stages.forward_s), np.float64)
-    time_s = step_s(stages, activations, gradients, micro_batches, last_share, ends)
-    return time_s, ends
-
-
 class _Clocks(NamedTuple):
     """When stages and links are done so far.
 
@@ -142,41 +93,85 @@ def step_s(
     last_share: float,
     ends: Floats,
 ) -> float:
-    """The kernel of :func:`step_time_s`; ``ends`` (zeros, one per stage) is filled."""
-    count = len(ends)
-    depth = np.empty(count, np.int64)
-    for stage in range(count):
-        depth[stage] = min(max(stages.warm_up[stage], 1), micro_batches)
-    ring = depth[0] + 1
-    ahead = np.zeros(len(activations.source), np.float64)
-    behind = np.zeros(len(gradients.source), np.float64)
-    back = np.zeros((count, ring), np.float64)
-    clocks = _Clocks(ends, ahead, behind, np.zeros(count, np.float64), back)
-    before = np.zeros(count + len(ahead) + len(behind), np.float64)
-    ways = _offsets(activations.source, count), _offsets(gradients.source, count)
-    last, steady, turn = micro_batches - 1, 0, 0
-    while turn < micro_batches + ring - 1:
-        for stage in range(count - 1, -1, -1):
-            index = turn - depth[stage]
-            if 0 <= index <= last:
-                share = last_share if index == last else 1.0
-                _backward(stage, index % ring, share, stages, gradients, ways[1], clocks)
+    """Time of a step.
+
+    Args:
+        activations: to later stages.
+        gradients: to earlier stages.
+        last_share: size of the last micro-batch relative to the others.
+        ends: zeros, one per stage; filled in with when each stage is ready to update.
+    """
+    depth = _depths(stages.warm_up, micro_batches)
+    ring, last = depth[0] + 1, micro_batches - 1
+    clocks = _new_clocks(ends, len(activations.source), len(gradients.source), ring)
+    before = np.zeros(len(ends) + len(clocks.ahead) + len(clocks.behind), np.float64)
+    ahead, behind = _offsets(activations.source, len(ends)), _offsets(gradients.source, len(ends))
+    steady, turn = 0, 0
+    while turn < last + ring:
+        _backwards(turn, depth, last, last_share, stages, gradients, behind, clocks)
         if turn <= last:
             share = last_share if turn == last else 1.0
-            for stage in range(count):
-                _forward(stage, share, stages, activations, ways[0], clocks)
+            for stage in range(len(ends)):
+                _forward(stage, share, stages, activations, ahead, clocks)
         if ring <= turn < last - 1 - ring:
             advance_s = _advance(before, clocks)
             steady = steady + 1 if advance_s >= 0.0 else 0
             if steady > ring:
                 turn += _skip(last - 1 - turn, advance_s, clocks)
         turn += 1
+    return _updated_s(stages, ends)
+
+
+@compiled
+def _depths(warm_up: Integers, micro_batches: int) -> Integers:
+    """Forwards before the first backward, of which there are no more than micro-batches."""
+    depth = np.empty(len(warm_up), np.int64)
+    for stage in range(len(warm_up)):
+        depth[stage] = min(max(warm_up[stage], 1), micro_batches)
+    return depth
+
+
+@compiled
+def _new_clocks(ends: Floats, activations: int, gradients: int, ring: int) -> _Clocks:
+    """Nothing has happened yet."""
+    return _Clocks(
+        ends,
+        np.zeros(activations, np.float64),
+        np.zeros(gradients, np.float64),
+        np.zeros(len(ends), np.float64),
+        np.zeros((len(ends), ring), np.float64),
+    )
+
+
+@part_of_kernel
+def _updated_s(stages: Stages, ends: Floats) -> float:
+    """When the slowest update is over, which begins when the last stage is ready."""
     ready_s = update_s = 0.0
-    for stage in range(count):
+    for stage in range(len(ends)):
         ends[stage] += stages.reduce_s[stage]
         ready_s = max(ready_s, ends[stage])
         update_s = max(update_s, stages.update_s[stage])
     return ready_s + update_s
+
+
+@part_of_kernel
+def _backwards(
+    turn: int,
+    depth: Integers,
+    last: int,
+    last_share: float,
+    stages: Stages,
+    gradients: Transfers,
+    first: Integers,
+    clocks: _Clocks,
+) -> None:
+    """The backwards of one turn, the last stage first."""
+    ring = depth[0] + 1
+    for stage in range(len(depth) - 1, -1, -1):
+        index = turn - depth[stage]
+        if 0 <= index <= last:
+            share = last_share if index == last else 1.0
+            _backward(stage, index % ring, share, stages, gradients, first, clocks)
 
 
 @part_of_kernel

@@ -9,7 +9,7 @@ from pipectl.cluster import Cluster, Device, Node
 from pipectl.graph import TransferKind
 from pipectl.link import Link
 from pipectl.plan import Plan, Stage, StageCost, Transfer
-from pipectl.planner.recurrence import stages_of, step_time_s, transfers_of
+from pipectl.planner.recurrence import Stages, Transfers, step_s
 from pipectl.schedule.one_f_one_b import policy_a, policy_b
 from pipectl.simulate import simulate
 
@@ -39,6 +39,26 @@ def plan_of(forward, backward, warm_up, micro_batches, transfers, last=8):
         transfers=transfers,
         node_of_rank=tuple(range(len(stages))),
     )
+
+
+def stages_of(forward_s, backward_s, warm_up, reduce_s=None, update_s=None):
+    """Stages; without reduction and optimizer where these are not given."""
+    nothing = [0.0] * len(forward_s)
+    seconds = (forward_s, backward_s, reduce_s or nothing, update_s or nothing)
+    return Stages(*(np.array(each, np.float64) for each in seconds), np.array(warm_up, np.int64))
+
+
+def transfers_of(rows):
+    """Transfers from (source, target, hold_s, late_s)."""
+    columns = zip(*sorted(rows), strict=True) if rows else ((),) * 4
+    types = np.int64, np.int64, np.float64, np.float64
+    return Transfers(*(np.array(c, t) for c, t in zip(columns, types, strict=True)))
+
+
+def step_time_s(stages, activations, gradients, micro_batches, last_share=1.0):
+    """Time of a step, and when every stage is ready to update."""
+    ends = np.zeros(len(stages.forward_s), np.float64)
+    return step_s(stages, activations, gradients, micro_batches, last_share, ends), ends
 
 
 def recurrence_s(plan, latency_s):

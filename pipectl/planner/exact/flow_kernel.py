@@ -36,6 +36,21 @@ def _levels(
 
 
 @compiled
+def _send(path: Ints, depth: int, room: Floats, least: float) -> tuple[float, int]:
+    """Send what a way of so many arcs has room for; also the place of the first arc it uses up."""
+    most = np.inf
+    for step in range(depth):
+        most = min(most, room[path[step]])
+    first = depth
+    for step in range(depth - 1, -1, -1):
+        room[path[step]] -= most
+        room[path[step] ^ 1] += most
+        if room[path[step]] <= least:
+            first = step
+    return most, first
+
+
+@compiled
 def _blocking_flow(
     source: int,
     sink: int,
@@ -55,17 +70,8 @@ def _blocking_flow(
     node = source
     while True:
         if node == sink:
-            most = np.inf
-            for step in range(depth):
-                most = min(most, room[path[step]])
+            most, depth = _send(path, depth, room, least)
             sent += most
-            first = depth
-            for step in range(depth - 1, -1, -1):
-                room[path[step]] -= most
-                room[path[step] ^ 1] += most
-                if room[path[step]] <= least:
-                    first = step
-            depth = first
             node = target[path[depth] ^ 1]
             continue
         if following[node] < head_at[node + 1]:

@@ -55,7 +55,8 @@ class Reached(NamedTuple):
 
 
 @compiled
-def _enter(
+def _add(
+    costs: Floats,
     transfer_s: Floats,
     users_at: Ints,
     values_at: Ints,
@@ -66,7 +67,11 @@ def _enter(
     depth: int,
     block: int,
 ) -> None:
-    """Add what a block moves to the sums of a depth."""
+    """The sums of a depth: those of the one before, and what a block that comes in adds."""
+    sums[depth, 0] = sums[depth - 1, 0] + costs[block, 0]
+    sums[depth, 1] = sums[depth - 1, 1]
+    sums[depth, 2] = sums[depth - 1, 2] + costs[block, 1]
+    sums[depth, 3] = sums[depth - 1, 3] + costs[block, 2]
     for place in range(values_at[block], values_at[block + 1]):
         value = values[place]
         count[value] += 1
@@ -84,6 +89,23 @@ def _leave(values_at: Ints, values: Ints, count: Ints, block: int) -> None:
 
 @compiled
 def _note(
+    fewest: Ints,
+    before: Ints,
+    allowed: Ints,
+    start: int,
+    end: int,
+    on_accelerator: bool,
+    on_cpu: bool,
+) -> None:
+    """Enter a stage on the devices that it is possible on."""
+    if on_accelerator:
+        _enter_stage(fewest, before, allowed, start, end, 1)
+    if on_cpu:
+        _enter_stage(fewest, before, allowed, start, end, 0)
+
+
+@compiled
+def _enter_stage(
     fewest: Ints, before: Ints, allowed: Ints, start: int, end: int, accelerators: int
 ) -> None:
     """Enter a stage if it fills its end with fewer accelerators, and few enough for the rest.
@@ -137,24 +159,17 @@ def _walk(
         block = added[here]
         if block < blocks[depth]:
             continue
-        taken += 1
-        depth += 1
-        sums[depth, 0] = sums[depth - 1, 0] + costs[block, 0]
-        sums[depth, 1] = sums[depth - 1, 1]
-        sums[depth, 2] = sums[depth - 1, 2] + costs[block, 1]
-        sums[depth, 3] = sums[depth - 1, 3] + costs[block, 2]
-        _enter(transfer_s, users_at, values_at, values, count, fresh, sums, depth, block)
+        taken, depth = taken + 1, depth + 1
+        _add(costs, transfer_s, users_at, values_at, values, count, fresh, sums, depth, block)
         possible = sums[depth, 0] < bound_s and sums[depth, 3] <= most_bytes
         on_cpu = sums[depth, 2] < bound_s
-        if not possible and not on_cpu:
+        alone = possible and sums[depth, 0] + sums[depth, 1] < bound_s
+        _note(fewest, before, allowed, start, larger[here], alone, on_cpu)
+        if possible or on_cpu:
+            at[depth], arc[depth], blocks[depth] = larger[here], larger_at[larger[here]], block
+        else:
             _leave(values_at, values, count, block)
             depth -= 1
-            continue
-        at[depth], arc[depth], blocks[depth] = larger[here], larger_at[larger[here]], block
-        if possible and sums[depth, 0] + sums[depth, 1] < bound_s:
-            _note(fewest, before, allowed, start, larger[here], 1)
-        if on_cpu:
-            _note(fewest, before, allowed, start, larger[here], 0)
     return taken
 
 

@@ -115,6 +115,7 @@ def explore(
         orders: warm-ups; shape [orders, stages].
         best_s: steps of at least so much are of no interest.
         looks: at stages, after which this returns.
+        found: empty.
 
     Returns:
         The ``begin`` to go on with; the number of downsets if everything was looked at.
@@ -122,29 +123,23 @@ def explore(
     stages, full = len(shape.first) - 1, len(graph.downsets) - 1
     loads = _no_loads(layout, stages, len(shape.stage))
     chain = np.zeros(stages + 1, np.int64)  # chain[s]: where stage s begins, chain[s + 1]: ends
-    level, spent = 0, 0
+    level = 0
     chain[1] = (full if stages == 1 else begin) - 1
     while level >= 0:
         chain[level + 1] += 1
         end = chain[level + 1]
-        if end > full or (level == 0 and stages > 1 and spent > looks):
-            if level == 0:
-                return int(min(end, full + 1))
+        if level == 0 and (end > full or (stages > 1 and found.counts[VISITED] > looks)):
+            return int(min(end, full + 1))
+        if end > full:
             level -= 1
             continue
-        spent += 1
         found.counts[VISITED] += 1
-        before = graph.downsets[chain[level]]
-        if before & ~graph.downsets[end] or end == chain[level]:
-            continue
-        if not _could_do(shape, layout, level, chain[level], end, best_s):
-            continue
-        if level == stages - 1:
-            _complete(graph, shape, layout, orders, chain, loads, best_s, found)
-            continue
-        level += 1
-        last_one = level == stages - 1
-        chain[level + 1] = full - 1 if last_one else chain[level]
+        if _could_do(graph, shape, layout, level, chain, best_s):
+            if level == stages - 1:
+                _complete(graph, shape, layout, orders, chain, loads, best_s, found)
+            else:
+                level += 1
+                chain[level + 1] = full - 1 if level == stages - 1 else chain[level]
     return full + 1
 
 
@@ -162,9 +157,13 @@ def _no_loads(layout: Layout, stages: int, units: int) -> Loads:
 
 @part_of_kernel
 def _could_do(
-    shape: Shape, layout: Layout, stage: int, begin: int, end: int, best_s: float
+    graph: Graph, shape: Shape, layout: Layout, stage: int, chain: Integers, best_s: float
 ) -> bool:
-    """Whether a stage, and the rest behind it, alone take less than the best step."""
+    """Whether there is such a stage, and it, and the rest behind it, alone take less than the best
+    step."""
+    begin, end = chain[stage], chain[stage + 1]
+    if begin == end or graph.downsets[begin] & ~graph.downsets[end]:
+        return False
     rest_s = layout.least_s[len(layout.least_s) - 1] - layout.least_s[end]
     if rest_s > 0.0 and rest_s >= best_s * layout.capacity[stage + 1]:
         return False
