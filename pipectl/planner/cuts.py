@@ -17,6 +17,7 @@ from pipectl.planner.condense import Condensed
 from pipectl.planner.cut_arrays import Floats, Graph, Integers, Sums
 from pipectl.planner.cut_kernels import sum_cuts, sum_times
 from pipectl.planner.liveness import memory_of
+from pipectl.planner.loads import uncached_shares
 from pipectl.planner.spans import Partition
 from pipectl.profile import Profile
 
@@ -48,7 +49,7 @@ class Cuts:
         share: Floats = np.ones(shape)
         if overhead.cache_bytes:
             working_set = 2 * sums.parameter_bytes + sums.saved_bytes * scale
-            share = np.minimum(np.maximum(2 * (working_set / overhead.cache_bytes - 1), 0.0), 1.0)
+            share = uncached_shares(working_set, overhead.cache_bytes)
         times: Floats = np.zeros((2, *shape))
         sum_times(self.stage_of, share, *timings, times)
         received_s = (overhead.received_s, overhead.sent_s)

@@ -102,8 +102,7 @@ class Loads:
         if crossing is not None:
             saved = saved + crossing
         working_set = 2 * self._parameters.touched(spans) + saved * self._costs.scale
-        share: Floats = np.clip(2 * (working_set / cache_bytes - 1), 0.0, 1.0)
-        return share
+        return uncached_shares(working_set, cache_bytes)
 
     @cached_property
     def _extra(self) -> Integers:
@@ -131,6 +130,12 @@ def items_of(held: Sequence[Held]) -> Items:
     """What blocks name as items."""
     weights = np.array([size for _, size in held], dtype=np.int64)
     return Items([users for users, _ in held], weights)
+
+
+def uncached_shares(working_set_bytes: Floats, cache_bytes: int) -> Floats:
+    """:meth:`pipectl.profile.StageOverhead.uncached` of many stages."""
+    shares: Floats = np.clip(2 * (working_set_bytes / cache_bytes - 1), 0.0, 1.0)
+    return shares
 
 
 def hold_s(link: Link, sizes: Floats) -> Floats:

@@ -18,7 +18,7 @@ from pipectl.cluster import Cluster
 from pipectl.plan import Plan, Replication
 from pipectl.planner.assumed import baseline_bytes
 from pipectl.planner.hybrid import ClusterRules, HybridRequest, States, hybrid_plans
-from pipectl.planner.policies.policy import consecutive
+from pipectl.planner.hybrid.placing import consecutive
 from pipectl.planner.replica_costs import Members, ReplicaChoice, members_of
 from pipectl.planner.replica_judge import judged
 from pipectl.planner.replication import replica_counts

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from pipectl.cluster import Cluster
+from pipectl.errors import ScheduleError
 from pipectl.plan import Plan, Stage
 from pipectl.schedule.actions import Kind, Program
 from pipectl.schedule.lowering import lower
@@ -64,16 +65,21 @@ class Machine:
         self.state = new_state(self.programs, self.costs, self.network, record=record)
 
     def run(self) -> float:
-        """Execute everything that can be; returns the end of the last row."""
+        """Execute everything; returns the end of the last row.
+
+        Raises:
+            ScheduleError: ranks wait for ever.
+        """
         arrays = self.programs, self.costs, self.network, self.state
         while events.advance(*arrays, EVENTS_AT_ONCE):
             pass
+        unfinished = np.flatnonzero(self.state.position < self.programs.end).tolist()
+        if unfinished:
+            raise ScheduleError(
+                f"plan {self._plan.name!r}: ranks {unfinished} wait for ever",
+                cure="schedule.validate says who waits for whom",
+            )
         return float(self.state.now[0])
-
-    def unfinished(self) -> list[int]:
-        """Ranks that still wait."""
-        found: list[int] = np.flatnonzero(self.state.position < self.programs.end).tolist()
-        return found
 
     def busy_s(self) -> list[float]:
         """Seconds each rank computes."""

@@ -44,7 +44,8 @@ def plan_of(forward, backward, warm_up, micro_batches, transfers, last=8):
 def stages_of(forward_s, backward_s, warm_up, reduce_s=None, update_s=None):
     """Stages; without reduction and optimizer where these are not given."""
     nothing = [0.0] * len(forward_s)
-    seconds = (forward_s, backward_s, reduce_s or nothing, update_s or nothing)
+    reduce_s = nothing if reduce_s is None else reduce_s
+    seconds = (forward_s, backward_s, reduce_s, update_s or nothing)
     return Stages(*(np.array(each, np.float64) for each in seconds), np.array(warm_up, np.int64))
 
 

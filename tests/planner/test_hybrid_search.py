@@ -87,7 +87,8 @@ def test_plans_come_best_first_cover_the_graph_and_repeat(chain):
     assert found == hybrid_plans(profile, states, rules, request)
     assert [p.step_time_s for p in found] == sorted(p.step_time_s for p in found)
     for plan in found:
-        nodes = [node for stage in plan.nodes(profile, states) for node in stage]
+        stages = (states.between(*ends) for ends in pairwise(plan.cuts))
+        nodes = [profile.operators[index].id for stage in stages for index in stage]
         assert sorted(nodes) == sorted(o.id for o in profile.operators)
         ranks = [rank for stage in plan.ranks for rank in stage]
         assert len(set(ranks)) == len(ranks)

@@ -15,13 +15,14 @@ import pytest
 from pipectl.planner.hybrid import HybridRequest, States, hybrid_plans
 from pipectl.planner.hybrid.finish import best_warm_up
 from pipectl.planner.hybrid.model import Model, costs_of, layout_of, replica_counts
+from pipectl.planner.hybrid.placing import consecutive
 from pipectl.planner.hybrid.plans import placed_parts
 from pipectl.planner.hybrid.value import scheduled_s, warm_up_of
 from pipectl.planner.policies.antichains import antichain_states
 from pipectl.planner.policies.dapple import formula_s
 from pipectl.planner.policies.dapple_rules import DappleRules
 from pipectl.planner.policies.pipedream import solved
-from pipectl.planner.policies.policy import Work, consecutive
+from pipectl.planner.policies.policy import Work
 from pipectl.planner.pruning import prepared
 from pipectl.profile import Profile
 

@@ -25,7 +25,7 @@ def test_plans_are_whole(chain, name, machines):
     profile = chain(6)
     rules = rules_of(machines)
     found = POLICIES[name](profile, rules, Work(64, 8))
-    nodes = [node for stage in found.nodes(profile) for node in stage]
+    nodes = [profile.operators[index].id for stage in found.members for index in stage]
     ranks = [rank for stage in found.ranks for rank in stage]
     assert nodes == [operator.id for operator in profile.operators]
     assert len(found.ranks) == len(found.cuts) - 1
@@ -38,7 +38,7 @@ def test_plans_are_whole(chain, name, machines):
 def test_fewer_operators_than_devices(chain, name):
     profile = chain(2)
     found = POLICIES[name](profile, rules_of([4, 4]), Work(64, 8))
-    assert [n for stage in found.nodes(profile) for n in stage] == ["n0", "n1"]
+    assert [profile.operators[i].id for stage in found.members for i in stage] == ["n0", "n1"]
 
 
 def test_names():

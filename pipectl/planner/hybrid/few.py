@@ -8,7 +8,7 @@ from itertools import combinations, pairwise, product
 import numpy as np
 
 from pipectl.planner.hybrid.model import Model
-from pipectl.planner.hybrid.moves import Plan
+from pipectl.planner.hybrid.moves import Sketch
 from pipectl.planner.hybrid.value import best_row
 from pipectl.planner.recurrence import Integers
 
@@ -17,7 +17,7 @@ MOST_ROWS = 120_000
 """Plans that are tried for each number of stages; where there are more, none."""
 
 
-def few_stages(model: Model, states: Integers) -> Iterator[Plan]:
+def few_stages(model: Model, states: Integers) -> Iterator[Sketch]:
     """The best plan with one, two and three stages each.
 
     Args:

@@ -9,7 +9,7 @@ import numpy as np
 
 from pipectl.planner.hybrid.links import LinkRules
 from pipectl.planner.hybrid.model import Model
-from pipectl.planner.hybrid.placing import POLICIES, Ranks, placed
+from pipectl.planner.hybrid.placing import POLICIES, Ranks, consecutive, placed
 from pipectl.planner.hybrid.plans import placed_parts
 from pipectl.planner.hybrid.value import Parts, scheduled_s, warm_up_of
 
@@ -20,12 +20,9 @@ def rank_choices(
     rules: LinkRules, order: Sequence[int], replicas: Sequence[int], *, scatter: bool
 ) -> list[Ranks]:
     """Ranks for every stage: consecutive in the order, and by DAPPLE's three policies."""
-    found, place = [], 0
-    for count in replicas:
-        found.append(tuple(order[place : place + count]))
-        place += count
+    found = consecutive(replicas, order)
     others = [placed(rules.machine_of, replicas, take) for take in POLICIES.values()]
-    return list(dict.fromkeys([tuple(found), *(others if scatter else ())]))
+    return list(dict.fromkeys([found, *(others if scatter else ())]))
 
 
 def best_ranks(

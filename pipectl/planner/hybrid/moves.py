@@ -17,8 +17,9 @@ from pipectl.planner.hybrid.model import Model
 from pipectl.planner.hybrid.value import best_row
 from pipectl.planner.recurrence import Integers
 
-Plan = tuple[tuple[int, ...], tuple[int, ...]]
-"""Cuts (states) and picks (entries of the replica counts); see :mod:`value`."""
+Sketch = tuple[tuple[int, ...], tuple[int, ...]]
+"""A plan while it is searched for: cuts (states) and picks (entries of the replica counts); see
+:mod:`pipectl.planner.hybrid.value`."""
 Rows = tuple[NDArray[np.int64], NDArray[np.int64]]
 """Cuts and picks of several plans with equally many stages, a row each."""
 
@@ -30,7 +31,7 @@ BETTER = 1 - 1e-9
 """A plan must be better by more than rounding."""
 
 
-def improved(model: Model, plan: Plan, plan_s: float) -> tuple[Plan, float]:
+def improved(model: Model, plan: Sketch, plan_s: float) -> tuple[Sketch, float]:
     """The best plan within one move and its step time; the plan itself if none is better."""
     best, best_s = plan, plan_s
     for cuts, picks in _neighbours(model, plan):
@@ -40,7 +41,7 @@ def improved(model: Model, plan: Plan, plan_s: float) -> tuple[Plan, float]:
     return best, best_s
 
 
-def _neighbours(model: Model, plan: Plan) -> Iterator[Rows]:
+def _neighbours(model: Model, plan: Sketch) -> Iterator[Rows]:
     """All plans one move away, by kind of move."""
     yield from _moved_borders(model, plan)
     yield _moved_replicas(model, plan)
@@ -48,7 +49,7 @@ def _neighbours(model: Model, plan: Plan) -> Iterator[Rows]:
     yield from _merged(model, plan)
 
 
-def _moved_borders(model: Model, plan: Plan) -> Iterator[Rows]:
+def _moved_borders(model: Model, plan: Sketch) -> Iterator[Rows]:
     cuts, picks = plan
     for border in range(1, len(picks)):
         states = _states(model, cuts[border - 1], cuts[border + 1], near=cuts[border])
@@ -72,7 +73,7 @@ def _states(model: Model, after: int, before: int, near: int | None = None) -> I
     return chosen
 
 
-def _moved_replicas(model: Model, plan: Plan) -> Rows:
+def _moved_replicas(model: Model, plan: Sketch) -> Rows:
     cuts, picks = plan
     found = []
     for stage in range(len(picks)):
@@ -96,7 +97,7 @@ def _shifted(model: Model, picks: tuple[int, ...], by: dict[int, int]) -> tuple[
     return found if used <= model.layout.devices else None
 
 
-def _split(model: Model, plan: Plan) -> Iterator[Rows]:
+def _split(model: Model, plan: Sketch) -> Iterator[Rows]:
     cuts, picks = plan
     replicas = model.layout.replicas
     spare = model.layout.devices - int(replicas[list(picks)].sum())
@@ -109,7 +110,7 @@ def _split(model: Model, plan: Plan) -> Iterator[Rows]:
             yield _split_rows(plan, stage, states, pairs)
 
 
-def _split_rows(plan: Plan, stage: int, states: Integers, pairs: NDArray[np.int64]) -> Rows:
+def _split_rows(plan: Sketch, stage: int, states: Integers, pairs: NDArray[np.int64]) -> Rows:
     """A stage split at each of the states with each of the pairs of picks."""
     cuts, picks = plan
     count = len(states) * len(pairs)
@@ -120,7 +121,7 @@ def _split_rows(plan: Plan, stage: int, states: Integers, pairs: NDArray[np.int6
     return cut_rows, pick_rows
 
 
-def _merged(model: Model, plan: Plan) -> Iterator[Rows]:
+def _merged(model: Model, plan: Sketch) -> Iterator[Rows]:
     cuts, picks = plan
     for stage in range(len(picks) - 1):
         total = int(model.layout.replicas[list(picks[stage : stage + 2])].sum())
@@ -135,7 +136,7 @@ def _largest(model: Model, devices: int) -> int:
     return int(np.searchsorted(counts, devices, side="right")) - 1
 
 
-def kicks(model: Model, plan: Plan) -> list[Plan]:
+def kicks(model: Model, plan: Sketch) -> list[Sketch]:
     """Every merge of two stages, and every stage split evenly; to start again from."""
     cuts, picks = plan
     rows = list(_merged(model, plan))

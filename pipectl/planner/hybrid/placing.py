@@ -12,6 +12,7 @@ Source: Fan et al., "DAPPLE", PPoPP 2021, section on device placement.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 
 Ranks = tuple[tuple[int, ...], ...]
 """The ranks of every stage."""
@@ -56,6 +57,12 @@ POLICIES: dict[str, Take] = {
     "fresh": fresh_first,
     "scatter": scatter_first,
 }
+
+
+def consecutive(replicas: Sequence[int], order: Sequence[int] | None = None) -> Ranks:
+    """The next ranks of an order for every stage; by default of rising ranks."""
+    ranks = range(sum(replicas)) if order is None else order
+    return tuple(tuple(ranks[a:b]) for a, b in pairwise([0, *accumulate(replicas)]))
 
 
 def placed(machine_of: Sequence[int], replicas: Sequence[int], take: Take) -> Ranks:

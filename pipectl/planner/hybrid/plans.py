@@ -13,10 +13,8 @@ from numpy.typing import NDArray
 from pipectl.planner.hybrid.links import LinkRules
 from pipectl.planner.hybrid.model import Model
 from pipectl.planner.hybrid.placing import Ranks
-from pipectl.planner.hybrid.states import States
 from pipectl.planner.hybrid.value import Parts
 from pipectl.planner.recurrence import Floats, Integers
-from pipectl.profile import Profile
 
 
 @dataclass(frozen=True)
@@ -73,13 +71,6 @@ class HybridPlan:
     def replicas(self) -> tuple[int, ...]:
         """Of every stage."""
         return tuple(len(ranks) for ranks in self.ranks)
-
-    def nodes(self, profile: Profile, states: States) -> tuple[tuple[str, ...], ...]:
-        """Operator ids of every stage, in graph order."""
-        return tuple(
-            tuple(profile.operators[index].id for index in states.between(start, end))
-            for start, end in pairwise(self.cuts)
-        )
 
 
 def placed_parts(

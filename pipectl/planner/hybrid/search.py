@@ -28,7 +28,7 @@ from pipectl.planner.hybrid.model import (
     layout_of,
     replica_counts,
 )
-from pipectl.planner.hybrid.moves import Plan, improved, kicks
+from pipectl.planner.hybrid.moves import Sketch, improved, kicks
 from pipectl.planner.hybrid.placing import device_orders
 from pipectl.planner.hybrid.plans import HybridPlan, HybridRequest
 from pipectl.planner.hybrid.seeds import first_seeds, more_seeds
@@ -63,23 +63,23 @@ class _Field:
     size: int
     order: Sequence[int]
     model: Model
-    found: dict[Plan, float] = field(default_factory=dict)
-    seen: set[Plan] = field(default_factory=set)
+    found: dict[Sketch, float] = field(default_factory=dict)
+    seen: set[Sketch] = field(default_factory=set)
 
     @property
     def best_s(self) -> float:
         return min(self.found.values(), default=float("inf"))
 
-    def ranked(self) -> list[tuple[float, Plan]]:
+    def ranked(self) -> list[tuple[float, Sketch]]:
         """The plans, best first; of equals the one with fewer stages."""
         order = [(step_s, len(plan[1]), plan) for plan, step_s in self.found.items()]
         return [(step_s, plan) for step_s, _, plan in sorted(order)]
 
-    def value_s(self, plan: Plan) -> float:
+    def value_s(self, plan: Sketch) -> float:
         cuts, picks = (np.array(part, np.int64) for part in plan)
         return value_s(self.model, cuts, picks, np.inf)
 
-    def descend(self, plan: Plan, expired: Expired) -> None:
+    def descend(self, plan: Sketch, expired: Expired) -> None:
         """Make the best move until there is none."""
         step_s = self.value_s(plan)
         while plan not in self.seen and not expired():
@@ -91,17 +91,12 @@ class _Field:
         self.found[plan] = step_s
 
 
-def never() -> bool:
-    """No deadline."""
-    return False
-
-
 def hybrid_plans(
     profile: Profile,
     states: States,
     rules: LinkRules,
     request: HybridRequest,
-    expired: Expired = never,
+    expired: Expired = lambda: False,
 ) -> list[HybridPlan]:
     """The best plans found, best first, at most ``request.keep``; none if nothing fits memory.
 
@@ -155,7 +150,7 @@ def _model(
     return Model(costs, layout, states.follows, most, count, share)
 
 
-def _descend(place: _Field, plans: Iterable[Plan], most: int, expired: Expired) -> None:
+def _descend(place: _Field, plans: Iterable[Sketch], most: int, expired: Expired) -> None:
     """Improve the best of some plans."""
     ranked = sorted((place.value_s(plan), len(plan[1]), plan) for plan in plans)
     for _, _, plan in ranked[:most]:
@@ -171,7 +166,7 @@ def _promising(fields: Sequence[_Field]) -> list[_Field]:
 
 def _kick(place: _Field, expired: Expired) -> None:
     """Improve again what is a merge or a split away from one of the best plans, till none helps."""
-    kicked: set[Plan] = set()
+    kicked: set[Sketch] = set()
     while not expired():
         fresh = [plan for _, plan in place.ranked()[:KICKED] if plan not in kicked]
         if not fresh:
@@ -204,7 +199,7 @@ def _finished(
 
 
 def _chosen(
-    place: _Field, plan: Plan, rules: LinkRules, request: HybridRequest, bound_s: float
+    place: _Field, plan: Sketch, rules: LinkRules, request: HybridRequest, bound_s: float
 ) -> HybridPlan:
     """The plan on its best ranks with its best warm-up."""
     cuts, picks = plan

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pipectl.compiled import compiled
 from pipectl.planner.hybrid.few import few_stages
 from pipectl.planner.hybrid.model import Model
-from pipectl.planner.hybrid.moves import Plan
+from pipectl.planner.hybrid.moves import Sketch
 from pipectl.planner.recurrence import Integers
 
 FIRST_SLACKS = (1.1, 1.5)
@@ -34,13 +34,13 @@ MOST_DEVICES = 48
 """Beyond, the programme takes too long, and only even plans are seeds."""
 
 
-def first_seeds(model: Model) -> list[Plan]:
+def first_seeds(model: Model) -> list[Sketch]:
     """Plans that show roughly what a micro-batch size is worth, without duplicates."""
     states = _sampled(model, MOST_STATES)
     return list(dict.fromkeys([*_even(model, states), *_shortest(model, states, FIRST_SLACKS)]))
 
 
-def more_seeds(model: Model) -> list[Plan]:
+def more_seeds(model: Model) -> list[Sketch]:
     """Further plans to begin with."""
     states = _sampled(model, MOST_STATES)
     few = few_stages(model, states) if model.layout.devices <= MOST_DEVICES else ()
@@ -60,7 +60,7 @@ def _sampled(model: Model, most: int) -> Integers:
     return np.unique(np.concatenate([order[rank < 2], [0, count - 1]]))
 
 
-def _even(model: Model, states: Integers) -> Iterator[Plan]:
+def _even(model: Model, states: Integers) -> Iterator[Sketch]:
     """Equal replicas on every stage, equal shares of the work: for every number of stages."""
     work = (model.costs.forward_s[0] + model.costs.backward_s[0])[states]
     for stages in range(1, min(model.layout.devices, len(states) - 1) + 1):
@@ -73,7 +73,7 @@ def _even(model: Model, states: Integers) -> Iterator[Plan]:
             yield cuts, (pick,) * stages
 
 
-def _shortest(model: Model, states: Integers, slacks: Sequence[float]) -> Iterator[Plan]:
+def _shortest(model: Model, states: Integers, slacks: Sequence[float]) -> Iterator[Sketch]:
     """The shortest way under every cap."""
     costs = model.costs
     even_s = (costs.forward_s[0, -1] + costs.backward_s[0, -1]) / model.layout.devices
@@ -84,7 +84,7 @@ def _shortest(model: Model, states: Integers, slacks: Sequence[float]) -> Iterat
             yield plan
 
 
-def _read(model: Model, states: Integers, trace: NDArray[np.int64]) -> Plan | None:
+def _read(model: Model, states: Integers, trace: NDArray[np.int64]) -> Sketch | None:
     """The plan that the programme's trace ends in, None if no plan is under the cap."""
     state, devices, pick = (int(value) for value in trace[-1, 0, 0])
     if pick < 0:

@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipectl.planner.hybrid.links import LinkRules
+from pipectl.planner.hybrid.placing import consecutive
 from pipectl.planner.policies.antichains import antichain_states
-from pipectl.planner.policies.policy import PolicyPlan, Prefixes, Work, consecutive
+from pipectl.planner.policies.policy import PolicyPlan, Prefixes, Work
 from pipectl.profile import Profile
 
 NAME = "pipedream"

@@ -53,12 +53,6 @@ class PolicyPlan:
         """Indices of the operators of every stage, in graph order."""
         return tuple(tuple(self.states.between(*ends)) for ends in pairwise(self.cuts))
 
-    def nodes(self, profile: Profile) -> tuple[tuple[str, ...], ...]:
-        """Operator ids of every stage, in graph order."""
-        return tuple(
-            tuple(profile.operators[index].id for index in inside) for inside in self.members
-        )
-
 
 Policy = Callable[[Profile, LinkRules, Work], PolicyPlan]
 
@@ -89,12 +83,3 @@ class Prefixes:
             members @ np.array([float(o.parameter_bytes) for o in operators]),
             crossing @ np.array([float(o.output_bytes) for o in operators]) * scale,
         )
-
-
-def consecutive(replicas: tuple[int, ...]) -> Ranks:
-    """Ranks in order, stage by stage."""
-    found, place = [], 0
-    for count in replicas:
-        found.append(tuple(range(place, place + count)))
-        place += count
-    return tuple(found)

@@ -6,9 +6,10 @@ import numpy as np
 
 from pipectl.planner.condense import condense
 from pipectl.planner.hybrid.links import LinkRules
+from pipectl.planner.hybrid.placing import consecutive
 from pipectl.planner.hybrid.states import States
 from pipectl.planner.ideals import prefix_downsets
-from pipectl.planner.policies.policy import PolicyPlan, Prefixes, Work, consecutive
+from pipectl.planner.policies.policy import PolicyPlan, Prefixes, Work
 from pipectl.profile import Profile
 
 NAME = "uniform"

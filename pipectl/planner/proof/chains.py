@@ -22,6 +22,7 @@ from pipectl.planner.proof.units import (
     Integers,
     Loads,
     Shape,
+    counts,
     least_step_s,
 )
 
@@ -170,12 +171,9 @@ def _could_do(
     work_s = 0.0
     for kind in range(2):
         work_s += _stage_s(layout, kind, stage, begin, end)
-    last = shape.micro_batches - 1
     for unit in range(shape.first[stage], shape.first[stage + 1]):
-        period, phase = shape.period[unit], shape.phase[unit]
-        mine = 0 if phase > last else (last - phase) // period + 1
-        ends_it = last % period == phase
-        shares = (mine - ends_it) * layout.share[FULL, unit] + ends_it * layout.share[LAST, unit]
+        full, last = counts(shape, unit)
+        shares = full * layout.share[FULL, unit] + last * layout.share[LAST, unit]
         if work_s * shares / layout.speed[unit] >= best_s:
             return False
     return True
@@ -242,14 +240,11 @@ def _fill_work(shape: Shape, layout: Layout, chain: Integers, loads: Loads) -> f
 def _busiest_node_s(shape: Shape, layout: Layout, loads: Loads) -> float:
     """Work of a node over its cores."""
     work = np.zeros(len(layout.cores), np.float64)
-    last = shape.micro_batches - 1
     for unit in range(len(shape.stage)):
-        period, phase = shape.period[unit], shape.phase[unit]
-        mine = 0 if phase > last else (last - phase) // period + 1
-        ends_it = last % period == phase
+        full, last = counts(shape, unit)
         for kind in range(2):
             full_s, last_s = loads.work_s[FULL, kind, unit], loads.work_s[LAST, kind, unit]
-            work[layout.node[unit]] += (mine - ends_it) * full_s + ends_it * last_s
+            work[layout.node[unit]] += full * full_s + last * last_s
     most = 0.0
     for node in range(len(work)):
         most = max(most, work[node] / layout.cores[node])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, product
+from itertools import pairwise, product
 from math import ceil
 
 from pipectl.cluster import Cluster
 from pipectl.plan import Replication
 from pipectl.planner.areas import most_micro_batches
 from pipectl.planner.copies import share_of_one_copy
+from pipectl.planner.hybrid.placing import consecutive
 from pipectl.planner.placement import every_placement
 from pipectl.planner.replicated import MICRO_BATCHES_PER_RANK, replica_orders
 from pipectl.planner.request import Order, PlanRequest, micro_batch_sizes, open_orders
@@ -50,7 +51,7 @@ def arrangements(
     if not all(places.values()):
         return None
     return (
-        Arrangement(_by_stage(flat, replicas), size, replication)
+        Arrangement(consecutive(replicas, flat), size, replication)
         for replicas in vectors
         for replication in _replications(request, replicas)
         for size in _sizes(profile, cluster, request, replicas, replication)
@@ -127,8 +128,3 @@ def _sizes_of_copies(profile: Profile, request: PlanRequest, stages: int) -> lis
     """Micro-batch sizes of one copy of a pipeline for its share of the samples."""
     alone = share_of_one_copy(request, request.replicas or 1)
     return micro_batch_sizes(alone, most_micro_batches(profile, stages))
-
-
-def _by_stage(flat: Sequence[int], replicas: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    ends = [0, *accumulate(replicas)]
-    return tuple(tuple(flat[begin:end]) for begin, end in pairwise(ends))

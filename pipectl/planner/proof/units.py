@@ -116,16 +116,23 @@ def least_step_s(shape: Shape, loads: Loads, warm_up: Integers, best_s: float) -
 
 
 @part_of_kernel
+def counts(shape: Shape, unit: int) -> tuple[int, int]:
+    """Full micro-batches that a unit works on, and last ones: none or one."""
+    last = shape.micro_batches - 1
+    period, phase = shape.period[unit], shape.phase[unit]
+    mine = 0 if phase > last else (last - phase) // period + 1
+    ends_it = int(last % period == phase)
+    return mine - ends_it, ends_it
+
+
+@part_of_kernel
 def _fill_left(shape: Shape, loads: Loads, clocks: Clocks) -> None:
     """The work of every unit, and the sum of gradients behind it."""
-    last = shape.micro_batches - 1
     for unit in range(len(shape.stage)):
-        period, phase = shape.period[unit], shape.phase[unit]
-        mine = 0 if phase > last else (last - phase) // period + 1
+        full, last = counts(shape, unit)
         full_s = loads.work_s[FULL, FORWARD, unit] + loads.work_s[FULL, BACKWARD, unit]
         last_s = loads.work_s[LAST, FORWARD, unit] + loads.work_s[LAST, BACKWARD, unit]
-        ends_it = last % period == phase
-        left_s = (mine - ends_it) * full_s + ends_it * last_s
+        left_s = full * full_s + last * last_s
         clocks.left_s[unit] = left_s + loads.reduce_s[shape.stage[unit]]
 
 
