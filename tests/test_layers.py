@@ -2,34 +2,10 @@
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 
 import pytest
-
-PACKAGE = Path(__file__).parents[1] / "pipectl"
-
-LAYERS = (
-    ("errors", "units", "files", "fields", "compiled"),
-    (
-        "spec",
-        "graph",
-        "profile",
-        "link",
-        "cluster",
-        "plan",
-        "timeline",
-        "rehearsal",
-    ),
-    ("planner", "schedule", "simulate"),
-    ("batch", "runs", "report", "watch"),
-    ("capture", "profiler", "runtime"),
-    ("jobs",),
-    ("cli", "__main__"),
-)
-LAYER_OF = {part: level for level, parts in enumerate(LAYERS) for part in parts}
+from layers import LAYER_OF, PACKAGE, Import, all_imports, imports_of, stacked
 
 # Library to the parts of the package that may import it, even within a function.
 ONLY_IN = {
@@ -46,70 +22,7 @@ PURE_LAYER = 2
 CLOCKS = {"time", "datetime"}
 
 
-@dataclass(frozen=True)
-class Import:
-    """One import statement: where it stands and the dotted name it asks for."""
-
-    file: str
-    line: int
-    name: str
-    at_module_level: bool
-
-    @property
-    def part(self) -> str:
-        """The part of the package that imports: ``errors`` of ``errors.py`` or ``errors/x.py``."""
-        return self.file.split("/")[0].removesuffix(".py")
-
-    @property
-    def library(self) -> str:
-        return self.name.split(".")[0]
-
-    @property
-    def target(self) -> str | None:
-        """The part of this package that is imported, if it is one."""
-        names = self.name.split(".")
-        return names[1] if names[0] == "pipectl" and len(names) > 1 else None
-
-    def __str__(self) -> str:
-        return f"pipectl/{self.file}:{self.line}: imports {self.name}"
-
-
-def imports_of(source: str, file: str) -> Iterator[Import]:
-    """All imports of a file, those within functions included."""
-    tree = ast.parse(source)
-    inner = {
-        id(node)
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.If)
-        for node in ast.walk(function)
-    }
-    for node in ast.walk(tree):
-        for name in _names(node):
-            yield Import(file, getattr(node, "lineno", 0), name, id(node) not in inner)
-
-
-def _names(node: ast.AST) -> Iterator[str]:
-    if isinstance(node, ast.Import):
-        yield from (alias.name for alias in node.names)
-    elif isinstance(node, ast.ImportFrom):
-        assert node.level == 0, "imports are absolute"
-        if node.module == "pipectl":  # each name may be a module
-            yield from (f"pipectl.{alias.name}" for alias in node.names)
-        else:
-            yield node.module or ""
-
-
-def all_imports() -> list[Import]:
-    return [
-        found
-        for path in sorted(PACKAGE.rglob("*.py"))
-        for found in imports_of(
-            path.read_text(encoding="utf-8"), path.relative_to(PACKAGE).as_posix()
-        )
-    ]
-
-
-def faults(imports: list[Import]) -> list[str]:
+def faults(imports: Iterable[Import]) -> list[str]:
     """Every import that the table forbids."""
     return [f"{found}: {why}" for found in imports for why in _why(found)]
 
@@ -129,6 +42,10 @@ def _why(found: Import) -> Iterator[str]:
 
 def test_imports_go_down_and_libraries_stay_in_their_place():
     assert faults(all_imports()) == []
+
+
+def test_no_parts_of_a_layer_import_each_other_in_a_circle():
+    stacked()
 
 
 def test_every_part_of_the_package_has_a_layer():

@@ -1,0 +1,1 @@
+"""Pictures, pages and traces of plans and runs."""

@@ -1,0 +1,1 @@
+"""What the ranks of a job execute, on tensors and over MPI."""

@@ -1,0 +1,158 @@
+"""The layers of the package, what imports what, and the picture of both.
+
+The layers stand here and nowhere else: ``tests/test_layers.py`` holds every import against them,
+and the section on layers of ``docs/architecture.md`` is drawn from them (``make golden``).
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from string import ascii_letters
+
+PACKAGE = Path(__file__).parents[2] / "pipectl"
+
+LAYERS = (
+    ("errors", "units", "files", "fields", "compiled"),
+    ("spec", "graph", "profile", "link", "cluster", "plan", "timeline", "rehearsal"),
+    ("planner", "schedule", "simulate"),
+    ("batch", "runs", "report", "watch"),
+    ("capture", "profiler", "runtime"),
+    ("jobs",),
+    ("cli", "__main__"),
+)
+LAYER_OF = {part: level for level, parts in enumerate(LAYERS) for part in parts}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement: where it stands and the dotted name it asks for."""
+
+    file: str
+    line: int
+    name: str
+    at_module_level: bool
+
+    @property
+    def part(self) -> str:
+        """The part of the package that imports: ``errors`` of ``errors.py`` or ``errors/x.py``."""
+        return self.file.split("/")[0].removesuffix(".py")
+
+    @property
+    def library(self) -> str:
+        return self.name.split(".")[0]
+
+    @property
+    def target(self) -> str | None:
+        """The part of this package that is imported, if it is one."""
+        names = self.name.split(".")
+        return names[1] if names[0] == "pipectl" and len(names) > 1 else None
+
+    def __str__(self) -> str:
+        return f"pipectl/{self.file}:{self.line}: imports {self.name}"
+
+
+def imports_of(source: str, file: str) -> Iterator[Import]:
+    """All imports of a file, those within functions included."""
+    tree = ast.parse(source)
+    inner = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.If)
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        for name in _names(node):
+            yield Import(file, getattr(node, "lineno", 0), name, id(node) not in inner)
+
+
+def _names(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, "imports are absolute"
+        if node.module == "pipectl":  # each name may be a module
+            yield from (f"pipectl.{alias.name}" for alias in node.names)
+        else:
+            yield node.module or ""
+
+
+@cache
+def all_imports() -> tuple[Import, ...]:
+    return tuple(
+        found
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for found in imports_of(
+            path.read_text(encoding="utf-8"), path.relative_to(PACKAGE).as_posix()
+        )
+    )
+
+
+def imported_parts() -> dict[str, set[str]]:
+    """Of every part the others that it imports."""
+    found: dict[str, set[str]] = {part: set() for part in LAYER_OF}
+    for item in all_imports():
+        if item.part in found and item.target in LAYER_OF and item.target != item.part:
+            found[item.part].add(item.target)
+    return found
+
+
+def stacked() -> list[str]:
+    """All parts from the top to the bottom, each above those of its layer that it imports.
+
+    Raises:
+        ValueError: parts of a layer import each other in a circle.
+    """
+    imported, found = imported_parts(), []
+    for parts in reversed(LAYERS):
+        left = list(parts)
+        while left:
+            free = [part for part in left if not any(part in imported[other] for other in left)]
+            if not free:
+                raise ValueError(f"{', '.join(left)} import each other in a circle")
+            found.append(free[0])
+            left.remove(free[0])
+    return found
+
+
+def layer_picture() -> str:
+    """What every part is, as a table, and which others it imports, as a matrix."""
+    parts = stacked()
+    rows = [f"| {_level(parts, part)} | `{_name(part)}` | {_purpose(part)} |" for part in parts]
+    table = ["| layer | part | what it is |", "|---|---|---|", *rows]
+    return "\n".join([*table, "", "```text", *_matrix(), "```"])
+
+
+def _matrix() -> Iterator[str]:
+    """A row a part, its imports below the letters of their rows."""
+    imported, parts = imported_parts(), stacked()
+    letters = ascii_letters[: len(parts)]
+    width = max(map(len, parts)) + 8
+    yield f"{'layer':{width}}{' '.join(letters)}"
+    for place, part in enumerate(parts):
+        head = f"{_level(parts, part):5} {letters[place]} {_name(part)}"
+        marks = ("■" if other in imported[part] else " " for other in parts)
+        line = "".join(f"{'·' if at == place else mark} " for at, mark in enumerate(marks))
+        yield f"{head:{width}}{line}".rstrip()
+
+
+def _level(parts: list[str], part: str) -> str:
+    """The layer of a part where its row is the first of the layer."""
+    above = parts[parts.index(part) - 1] if part != parts[0] else None
+    same = above is not None and LAYER_OF[above] == LAYER_OF[part]
+    return "" if same else str(LAYER_OF[part])
+
+
+def _name(part: str) -> str:
+    return f"{part}/" if (PACKAGE / part).is_dir() else part
+
+
+def _purpose(part: str) -> str:
+    """The first paragraph of the part's docstring."""
+    folder = PACKAGE / part
+    path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return " ".join(text.split("\n\n")[0].split()).replace("``", "`")
