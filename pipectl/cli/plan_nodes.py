@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from pipectl.cli.console import output, plain, say_json
 from pipectl.cli.plan_ask import Ask
-from pipectl.cli.plan_nodes_view import sweep_lines, sweep_table
+from pipectl.cli.plan_nodes_view import scaling_lines, scaling_table
 from pipectl.cli.plan_subject import find_subject
 from pipectl.cli.plan_wait import stoppable
-from pipectl.planner.sweep import sweep
+from pipectl.planner.scaling import scaling
 
 _LEAST_WIDTH = 100
 
 
 def answer(ask: Ask) -> None:
     """Plan for every number, and print the table."""
-    from pipectl.jobs.answer import sweep_json
+    from pipectl.jobs.answer import scaling_json
     from pipectl.jobs.deadline import Deadline
     from pipectl.jobs.engines import planner_named
 
@@ -23,7 +23,7 @@ def answer(ask: Ask) -> None:
     deadline = Deadline(ask.budget_s)
     planner = planner_named(ask.planner, deadline)
     with stoppable(deadline) as watch:
-        found = sweep(
+        found = scaling(
             subject.profile,
             subject.cluster,
             subject.request,
@@ -32,14 +32,14 @@ def answer(ask: Ask) -> None:
             lambda nodes: watch.tell(f"planning for {nodes} nodes"),
         )
     if ask.as_json:
-        say_json({**sweep_json(found), "cut_short": deadline.cut_short})
+        say_json({**scaling_json(found), "cut_short": deadline.cut_short})
         return
     console = output()
     request = subject.request
     title = f"{request.name}: {request.batch_size} samples a step; node-hours are of 1000 steps"
     console.print(plain(title, "bold"))
-    console.print(sweep_table(found, wide=console.width >= _LEAST_WIDTH))
-    for line in sweep_lines(found):
+    console.print(scaling_table(found, wide=console.width >= _LEAST_WIDTH))
+    for line in scaling_lines(found):
         console.print(plain(line))
     for assumption in (*subject.profile.assumptions, *subject.cluster.assumptions):
         console.print(plain(f"assumed: {assumption}", "dim"))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from pipectl.cli.console import plain
-from pipectl.planner.sweep import Count, Sweep
+from pipectl.planner.scaling import Count, Scaling
 from pipectl.units import format_time
 
 _COLUMNS = (
@@ -19,7 +19,7 @@ _DASH = "-"
 _FASTER = 1.005
 
 
-def sweep_table(found: Sweep, *, wide: bool) -> Table:
+def scaling_table(found: Scaling, *, wide: bool) -> Table:
     """One row a number of nodes.
 
     Args:
@@ -36,7 +36,7 @@ def sweep_table(found: Sweep, *, wide: bool) -> Table:
     return table
 
 
-def _cells(found: Sweep, count: Count) -> list[str]:
+def _cells(found: Scaling, count: Count) -> list[str]:
     plan, efficiency = count.plan, found.efficiency(count)
     if plan is None or plan.prediction is None or efficiency is None:
         return [str(count.nodes), str(count.ranks), *[_DASH] * (len(_COLUMNS) - 2)]
@@ -52,7 +52,7 @@ def _cells(found: Sweep, count: Count) -> list[str]:
     ]
 
 
-def _bar(found: Sweep, count: Count) -> str:
+def _bar(found: Scaling, count: Count) -> str:
     """Throughput against what the largest count could have."""
     base, efficiency = found.base, found.efficiency(count)
     if base is None or efficiency is None:
@@ -62,7 +62,7 @@ def _bar(found: Sweep, count: Count) -> str:
     return "█" * whole + "·" * (round(ideal) - whole)
 
 
-def sweep_lines(found: Sweep) -> Iterator[str]:
+def scaling_lines(found: Scaling) -> Iterator[str]:
     """What people should conclude."""
     for count in found.counts:
         if count.plan is None:

@@ -9,7 +9,7 @@ from pipectl.jobs.wishes import Objective
 from pipectl.plan import Plan
 from pipectl.planner.data_parallel import Estimate, WithoutPipeline
 from pipectl.planner.explain import Explanation
-from pipectl.planner.sweep import Count, Sweep
+from pipectl.planner.scaling import Count, Scaling
 
 
 def plan_json(plan: Plan, without: WithoutPipeline | None) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def explanation_json(found: Explanation) -> dict[str, Any]:
     }
 
 
-def sweep_json(found: Sweep) -> dict[str, Any]:
+def scaling_json(found: Scaling) -> dict[str, Any]:
     """The table of ``--nodes``."""
     pays = found.pays_until
     return {
@@ -70,7 +70,7 @@ def sweep_json(found: Sweep) -> dict[str, Any]:
     }
 
 
-def _count_json(found: Sweep, count: Count) -> dict[str, Any]:
+def _count_json(found: Scaling, count: Count) -> dict[str, Any]:
     plan = count.plan
     return {
         "nodes": count.nodes,

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
+from pipectl.arrays import Floats
 from pipectl.cluster import Cluster
 from pipectl.link import Link
 from pipectl.plan import Plan
@@ -31,7 +31,6 @@ from pipectl.planner.hybrid import States
 from pipectl.planner.hybrid.model import costs_of
 from pipectl.profile import Profile
 
-Floats = NDArray[np.float64]
 ROUNDS = 14
 """Of bisection: T is found to a part in 8,000 of all work."""
 

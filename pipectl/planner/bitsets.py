@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-Flags = npt.NDArray[np.bool_]
-Words = npt.NDArray[np.uint64]
+from pipectl.arrays import Flags, Words
 
 
 def bits(members: int) -> Iterator[int]:

@@ -15,12 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from pipectl.arrays import Floats
 from pipectl.planner.liveness import memory_of
 from pipectl.profile import Operator, Profile
 
-Floats = npt.NDArray[np.float64]
 LIMITS = tuple(0.7**power for power in range(1, 13))
 """Of what a block saves, relative to the whole stage."""
 

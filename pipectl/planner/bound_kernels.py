@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from pipectl.arrays import Floats, Integers
 from pipectl.compiled import compiled
 from pipectl.planner.recurrence import Stages, Transfers, step_s
-
-Integers = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 
 class Pipelines(NamedTuple):

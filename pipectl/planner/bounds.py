@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pipectl.arrays import Floats, Integers
 from pipectl.cluster import Cluster
 from pipectl.link import Link
 from pipectl.planner.bound_kernels import Pipelines, step_times
 from pipectl.planner.cuts import Cuts, Timings
-from pipectl.planner.loads import Floats, hold_s
+from pipectl.planner.loads import hold_s
 from pipectl.planner.placement import Placement
-from pipectl.planner.span_kernels import Integers
 from pipectl.planner.spans import Partition
 
 ROUNDING = 1e-9

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pipectl.arrays import Integers
 from pipectl.compiled import compiled_in_place, part_of_kernel
-from pipectl.planner.span_kernels import Integers
 
 UNREACHED = 2**61
 """Above every load; sums of two stay within 64 bits."""

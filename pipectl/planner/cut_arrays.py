@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-Integers = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
+from pipectl.arrays import Integers
 
 
 class Graph(NamedTuple):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from pipectl.arrays import Floats, Integers
 from pipectl.compiled import compiled, part_of_kernel
-from pipectl.planner.cut_arrays import Floats, Graph, Integers, Scratch, Sums
+from pipectl.planner.cut_arrays import Graph, Scratch, Sums
 
 ACTIVATION, GRADIENT = 0, 1
 RECEIVED, SENT, GRADIENTS_RECEIVED, GRADIENTS_SENT = range(4)

@@ -12,9 +12,10 @@ from itertools import chain
 
 import numpy as np
 
+from pipectl.arrays import Floats, Integers
 from pipectl.planner.bitsets import membership
 from pipectl.planner.condense import Condensed
-from pipectl.planner.cut_arrays import Floats, Graph, Integers, Sums
+from pipectl.planner.cut_arrays import Graph, Sums
 from pipectl.planner.cut_kernels import sum_cuts, sum_times
 from pipectl.planner.liveness import memory_of
 from pipectl.planner.loads import uncached_shares

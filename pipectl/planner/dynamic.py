@@ -16,9 +16,9 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from pipectl.arrays import Integers
 from pipectl.planner.chain_kernels import UNREACHED, Best, Choices, extend_chains
 from pipectl.planner.mix import Mix
-from pipectl.planner.span_kernels import Integers
 from pipectl.planner.spans import Spans
 
 CHUNK = 10**8

@@ -15,6 +15,7 @@ from math import isfinite
 
 import numpy as np
 
+from pipectl.arrays import Integers
 from pipectl.planner.chain_kernels import UNREACHED
 from pipectl.planner.condense import Block, held_by
 from pipectl.planner.dynamic import Chains, Check, Memory, best_chains
@@ -24,7 +25,6 @@ from pipectl.planner.loads import PER_SECOND, Loads, items_of
 from pipectl.planner.mix import Mix
 from pipectl.planner.partition import Cut
 from pipectl.planner.problem import Problem
-from pipectl.planner.span_kernels import Integers
 from pipectl.planner.spans import Boundary, Items, Spans, States, find_spans
 
 MOST_DOWNSETS = 1500

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pipectl.arrays import Floats
 from pipectl.plan import StageCost
-from pipectl.planner.tables import Floats, StageTable
+from pipectl.planner.tables import StageTable
 
 
 def least_peaks_bytes(

@@ -7,15 +7,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
+from pipectl.arrays import Floats, Integers
 from pipectl.link import Link
 from pipectl.planner.condense import Condensed, Held
-from pipectl.planner.span_kernels import Integers
 from pipectl.planner.spans import Boundary, Items, Spans, States
 from pipectl.profile import StageOverhead
-
-Floats = npt.NDArray[np.float64]
 
 PER_SECOND = 10**12
 """Loads are counted in picoseconds."""

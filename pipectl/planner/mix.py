@@ -20,7 +20,7 @@ from itertools import product
 
 import numpy as np
 
-from pipectl.planner.span_kernels import Integers
+from pipectl.arrays import Integers
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from pipectl.arrays import Floats
 from pipectl.profile import Profile
 
-Floats = npt.NDArray[np.float64]
 Pairs = list[tuple[float, float]]
 """(forward_s, backward_s) of every operator."""
 

@@ -15,13 +15,13 @@ from itertools import pairwise
 
 import numpy as np
 
+from pipectl.arrays import Integers
 from pipectl.planner.condense import Condensed
 from pipectl.planner.dynamic import Chains, Check, best_chains
 from pipectl.planner.ideals import all_downsets, prefix_downsets
 from pipectl.planner.loads import PER_SECOND, Costs, Loads
 from pipectl.planner.mix import Mix
 from pipectl.planner.negligible import merge_negligible
-from pipectl.planner.span_kernels import Integers
 from pipectl.planner.spans import Partition, Spans, find_spans
 from pipectl.profile import Profile
 

@@ -9,6 +9,7 @@ from math import ceil, inf
 
 import numpy as np
 
+from pipectl.arrays import Floats, Integers
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan, Stage
 from pipectl.planner.assumed import assumptions_of, baseline_bytes, size_assumptions
@@ -19,12 +20,11 @@ from pipectl.planner.cuts import Cuts, Cutter, Timings
 from pipectl.planner.devices import Pool, pools
 from pipectl.planner.footprint import Footprint, Footprints
 from pipectl.planner.liveness import parameter_gradients
-from pipectl.planner.loads import Costs, Floats
+from pipectl.planner.loads import Costs
 from pipectl.planner.new_plan import new_plan
 from pipectl.planner.operator_times import OperatorTimes, Times
 from pipectl.planner.placement import Placement
 from pipectl.planner.request import Order, PlanRequest
-from pipectl.planner.span_kernels import Integers
 from pipectl.planner.spans import Partition
 from pipectl.planner.tables import StageTable
 from pipectl.profile import Profile

@@ -10,10 +10,10 @@ from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
 from pipectl.planner.apart import apart_cut, ranks_of, some_apart
-from pipectl.planner.around import interleaved_proposals
 from pipectl.planner.condense import condense
 from pipectl.planner.fitting import Fitter
 from pipectl.planner.hybrid import States
+from pipectl.planner.interleaving import interleaved_proposals
 from pipectl.planner.making import Maker
 from pipectl.planner.offloaded import OffloadedCuts
 from pipectl.planner.problem import Problem

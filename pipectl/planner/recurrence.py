@@ -25,12 +25,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from pipectl.arrays import Floats, Integers
 from pipectl.compiled import compiled, part_of_kernel
-
-Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
 
 SAME = 1e-13
 """Two advances differ by rounding alone if their difference is below this share of the time."""
@@ -81,7 +78,7 @@ class _Clocks(NamedTuple):
     ahead: Floats
     behind: Floats
     arrived: Floats
-    back: NDArray[np.float64]
+    back: Floats
 
 
 @compiled

@@ -9,10 +9,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from pipectl.arrays import Flags, Integers, Words
 from pipectl.compiled import compiled
-from pipectl.planner.bitsets import Words
-
-Integers = npt.NDArray[np.int64]
 
 TOUCHED, CROSSING, ENTERING = range(3)
 
@@ -51,9 +49,7 @@ def fill_spans(
 
 
 @compiled
-def count_held(
-    rows: npt.NDArray[np.bool_], first: Integers, blocks: Integers, held: npt.NDArray[np.int16]
-) -> None:
+def count_held(rows: Flags, first: Integers, blocks: Integers, held: npt.NDArray[np.int16]) -> None:
     """How many blocks of every item each state holds; ``held`` is [states, items]."""
     for state in range(held.shape[0]):
         for item in range(held.shape[1]):

@@ -20,15 +20,14 @@ from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
-from pipectl.planner.bitsets import Words, bits, membership, words_of
+from pipectl.arrays import Flags, Integers, Words
+from pipectl.planner.bitsets import bits, membership, words_of
 from pipectl.planner.condense import Condensed
 from pipectl.planner.span_kernels import (
     CROSSING,
     ENTERING,
     TOUCHED,
-    Integers,
     count_held,
     fill_spans,
     weigh_spans,
@@ -121,7 +120,7 @@ class Spans:
         found: Integers = sums[self.ends] - sums[self.starts]
         return found
 
-    def only(self, kept: npt.NDArray[np.bool_]) -> Spans:
+    def only(self, kept: Flags) -> Spans:
         """Those that are kept; shape [spans]."""
         before = np.concatenate([[0], np.cumsum(kept)])
         return Spans(self.states, before[self.first].astype(np.int64), self.starts[kept])
@@ -194,6 +193,6 @@ def _starts_of(counts: Integers) -> Integers:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
-def _sums(rows: npt.NDArray[np.bool_], amounts: Sequence[int]) -> Integers:
+def _sums(rows: Flags, amounts: Sequence[int]) -> Integers:
     found: Integers = rows.astype(np.int64) @ np.asarray(amounts, dtype=np.int64)
     return found

@@ -6,16 +6,14 @@ What is counted, :mod:`pipectl.schedule.memory` says.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from pipectl.arrays import Floats
 from pipectl.graph import TransferKind
 from pipectl.plan import Plan, Stage, StagePeaks
 from pipectl.schedule.actions import Actions, Integers, Kind
 from pipectl.schedule.channel import Channel, channels_of_rank, is_kept, messages
 from pipectl.schedule.placement import Portion, is_apart, roles, shares
 from pipectl.schedule.unflushed import is_unflushed
-
-Floats = npt.NDArray[np.float64]
 
 
 class Changes:

@@ -23,9 +23,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from pipectl.arrays import Floats
 from pipectl.plan import Plan
 from pipectl.schedule.actions import Kind, Program
-from pipectl.schedule.live_bytes import Changes, Floats, kept_bytes
+from pipectl.schedule.live_bytes import Changes, kept_bytes
 from pipectl.schedule.placement import roles, shares
 
 

@@ -15,13 +15,12 @@ from math import ceil, lcm
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from pipectl.arrays import Floats
 from pipectl.errors import ScheduleError
 from pipectl.plan import Plan, Replication
 from pipectl.schedule.actions import Actions, Integers, Kind
 
-Floats = npt.NDArray[np.float64]
 Column = Integers | int
 """One value a micro-batch, or one for all."""
 

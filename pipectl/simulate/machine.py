@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from pipectl.arrays import Floats, Integers
 from pipectl.cluster import Cluster
 from pipectl.errors import ScheduleError
 from pipectl.plan import Plan, Stage
@@ -24,8 +25,6 @@ from pipectl.simulate.tables import (
     STAGE,
     STREAM,
     Costs,
-    Floats,
-    Integers,
     Rows,
     new_state,
 )

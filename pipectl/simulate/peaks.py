@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pipectl.arrays import Floats, Integers
 from pipectl.compiled import compiled
 from pipectl.graph import TransferKind
 from pipectl.plan import Plan
@@ -20,16 +21,7 @@ from pipectl.schedule.actions import Kind
 from pipectl.schedule.channel import Channel, is_kept
 from pipectl.schedule.live_bytes import halves_peaks
 from pipectl.schedule.unflushed import is_unflushed
-from pipectl.simulate.tables import (
-    KIND,
-    MEET,
-    SIZE,
-    STAGE,
-    STREAM,
-    Floats,
-    Integers,
-    Programs,
-)
+from pipectl.simulate.tables import KIND, MEET, SIZE, STAGE, STREAM, Programs
 
 UNKNOWN = [Kind.EVALUATE]
 """Kinds that programs may not hold."""

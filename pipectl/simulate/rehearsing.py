@@ -19,6 +19,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from pipectl.arrays import Floats
 from pipectl.cluster import Cluster
 from pipectl.errors import ScheduleError
 from pipectl.link import Link
@@ -32,7 +33,6 @@ from pipectl.simulate.machine import costs_of
 from pipectl.simulate.network import Stream
 from pipectl.simulate.simulation import simulate
 from pipectl.simulate.streams import Numbering, streams_of
-from pipectl.simulate.tables import Floats
 
 SHORTEST_S = 0.020
 """Of an average computation, in time of the rehearsal."""

@@ -13,13 +13,14 @@ from functools import lru_cache
 
 import numpy as np
 
+from pipectl.arrays import Integers
 from pipectl.plan import Plan, StageCost, Transfer
 from pipectl.schedule import gpipe, one_f_one_b
 from pipectl.schedule.actions import Actions, Kind, Program
 from pipectl.schedule.lowering import lower
 from pipectl.schedule.unflushed import is_unflushed
 from pipectl.simulate.streams import Numbering
-from pipectl.simulate.tables import FULL, LAST, MEET, OPERATIONS, SAMPLES, Integers, Programs, Rows
+from pipectl.simulate.tables import FULL, LAST, MEET, OPERATIONS, SAMPLES, Programs, Rows
 
 LOCAL_SCHEDULES = (gpipe.NAME, one_f_one_b.NAME)
 """Schedules in which what a rank does follows from its stages and their neighbours alone."""

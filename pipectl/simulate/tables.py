@@ -14,10 +14,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pipectl.arrays import Floats, Integers
 from pipectl.schedule.actions import Kind
 
-Floats = npt.NDArray[np.float64]
-Integers = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.int32]
 
 KIND, STAGE, STREAM, MICRO_BATCH, SIZE = range(5)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from pipectl.arrays import Floats
 from pipectl.compiled import part_of_kernel
-from pipectl.simulate.tables import Floats, Network
+from pipectl.simulate.tables import Network
 
 
 @part_of_kernel

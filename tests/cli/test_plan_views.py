@@ -10,15 +10,15 @@ import pytest
 from rich.console import Console, RenderableType
 
 from pipectl.cli.plan_explanation import explanation_lines, worth_lines
-from pipectl.cli.plan_nodes_view import sweep_lines, sweep_table
+from pipectl.cli.plan_nodes_view import scaling_lines, scaling_table
 from pipectl.cli.plan_table import mark_lines, number_ranges, shown_stages, stage_table
 from pipectl.cli.plan_view import headline
 from pipectl.cluster import assumed_cluster
 from pipectl.plan import Blocks, Plan, Prediction, Replication, StageCost
 from pipectl.planner.data_parallel import Estimate, WithoutPipeline
 from pipectl.planner.explain import Alternative, Explanation, Offer
+from pipectl.planner.scaling import Count, Scaling
 from pipectl.planner.step_parts import LinkLoad, StepParts
-from pipectl.planner.sweep import Count, Sweep
 
 COST = StageCost(1e-3, 2e-3, 0.0, 2**20, 2**21, 0)
 
@@ -174,27 +174,27 @@ def test_a_link_that_works_longer_than_any_rank_binds(pipeline: Callable[..., Pl
 
 
 @pytest.fixture
-def counts(pipeline: Callable[..., Plan]) -> Callable[..., Sweep]:
+def counts(pipeline: Callable[..., Plan]) -> Callable[..., Scaling]:
     """``counts({1: 8.0, 2: None})``: step times by number of nodes; None does not fit."""
 
-    def sweep_of(times_s: dict[int, float | None]) -> Sweep:
+    def scaling_of(times_s: dict[int, float | None]) -> Scaling:
         plans = {
             nodes: None if step_s is None else timed(pipeline(min(nodes, 4), 4), step_s)
             for nodes, step_s in times_s.items()
         }
-        return Sweep(
+        return Scaling(
             tuple(
                 Count(nodes, 2 * nodes, plan, "" if plan else "no feasible plan: too large")
                 for nodes, plan in plans.items()
             )
         )
 
-    return sweep_of
+    return scaling_of
 
 
-def test_the_table_of_node_counts(counts: Callable[..., Sweep]) -> None:
+def test_the_table_of_node_counts(counts: Callable[..., Scaling]) -> None:
     found = counts({1: None, 2: 7.2, 4: 4.0, 8: 3.9})
-    assert printed(sweep_table(found, wide=True), 120) == [
+    assert printed(scaling_table(found, wide=True), 120) == [
         "nodes  ranks  stages    step  samples/s  efficiency  bubble  node-h/1000  "
         "samples/s, · ideal",
         "    1      2       -       -          -           -       -            -",
@@ -203,15 +203,15 @@ def test_the_table_of_node_counts(counts: Callable[..., Sweep]) -> None:
         "    8     16       4  3.90 s        1.0         46%   25.0%         8.67  "
         "███████████·············",
     ]
-    assert list(sweep_lines(found)) == [
+    assert list(scaling_lines(found)) == [
         "1 node: too large",
         "efficiency is against 2 nodes, the fewest on which the model fits",
         "scaling pays up to 4 nodes: 8 would be 1.03 times as fast, of 2.00 possible",
     ]
 
 
-def test_a_narrow_terminal_has_no_room_for_the_bars(counts: Callable[..., Sweep]) -> None:
-    rows = printed(sweep_table(counts({1: 8.0, 2: 4.0}), wide=False), 80)
+def test_a_narrow_terminal_has_no_room_for_the_bars(counts: Callable[..., Scaling]) -> None:
+    rows = printed(scaling_table(counts({1: 8.0, 2: 4.0}), wide=False), 80)
     assert rows[1:] == [
         "    1      2       1  8.00 s        0.5        100%   25.0%         2.22",
         "    2      4       2  4.00 s        1.0        100%   25.0%         2.22",
@@ -226,8 +226,8 @@ def test_a_narrow_terminal_has_no_room_for_the_bars(counts: Callable[..., Sweep]
         ({1: None}, ["1 node: too large", "the model fits on none of these"]),
     ],
 )
-def test_where_scaling_stops(counts: Callable[..., Sweep], times_s, lines) -> None:
-    assert list(sweep_lines(counts(times_s))) == lines
+def test_where_scaling_stops(counts: Callable[..., Scaling], times_s, lines) -> None:
+    assert list(scaling_lines(counts(times_s))) == lines
 
 
 @pytest.mark.parametrize(

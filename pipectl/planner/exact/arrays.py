@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Words = npt.NDArray[np.uint64]
+from pipectl.arrays import Floats, Integers, Words
 
 
 class Moves(NamedTuple):
@@ -22,10 +17,10 @@ class Moves(NamedTuple):
     """
 
     transfer_s: Floats
-    users_at: Ints
-    users: Ints
-    values_at: Ints
-    values: Ints
+    users_at: Integers
+    users: Integers
+    values_at: Integers
+    values: Integers
 
 
 class Arcs(NamedTuple):
@@ -36,10 +31,10 @@ class Arcs(NamedTuple):
         after_at, after: the successors.
     """
 
-    before_at: Ints
-    before: Ints
-    after_at: Ints
-    after: Ints
+    before_at: Integers
+    before: Integers
+    after_at: Integers
+    after: Integers
 
 
 class Steps(NamedTuple):
@@ -52,9 +47,9 @@ class Steps(NamedTuple):
     """
 
     sets: Words
-    larger_at: Ints
-    larger: Ints
-    added: Ints
+    larger_at: Integers
+    larger: Integers
+    added: Integers
 
 
 class Growth(NamedTuple):
@@ -69,6 +64,6 @@ class Growth(NamedTuple):
 
     sets: Words
     addable: Words
-    table: Ints
-    arcs: Ints
-    counts: Ints
+    table: Integers
+    arcs: Integers
+    counts: Integers

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pipectl.arrays import Floats, Integers
 from pipectl.compiled import compiled
-from pipectl.planner.exact.arrays import Floats, Ints, Moves
+from pipectl.planner.exact.arrays import Moves
 
 
 class Cuts(NamedTuple):
@@ -20,7 +21,7 @@ class Cuts(NamedTuple):
     """
 
     best_s: Floats
-    before: Ints
+    before: Integers
 
 
 @compiled
@@ -35,7 +36,7 @@ def _note(cuts: Cuts, start: int, end: int, load_s: float, on_cpu: int) -> None:
 
 
 @compiled
-def _crossing(moves: Moves, block: int, count: Ints) -> float:
+def _crossing(moves: Moves, block: int, count: Integers) -> float:
     """What transfers across the border of a stage grow by when a block comes in."""
     grown = 0.0
     for place in range(moves.values_at[block], moves.values_at[block + 1]):
@@ -50,7 +51,7 @@ def _crossing(moves: Moves, block: int, count: Ints) -> float:
 
 @compiled
 def cut_order(
-    order: Ints, bound_s: float, costs: Floats, limit_bytes: float, moves: Moves, cuts: Cuts
+    order: Integers, bound_s: float, costs: Floats, limit_bytes: float, moves: Moves, cuts: Cuts
 ) -> None:
     """Find the best cuts of every prefix of an order.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipectl.planner.exact.arrays import Ints
+from pipectl.arrays import Integers
 from pipectl.planner.exact.chain_kernel import Cuts, cut_order
 from pipectl.planner.exact.load_model import LoadModel
 from pipectl.planner.exact.request import BalanceRequest, DeviceKind
@@ -66,7 +66,7 @@ def _cut(
     return _followed(order, cuts.before, int(accelerators), int(cpus))
 
 
-def _followed(order: Sequence[int], before: Ints, accelerators: int, cpus: int) -> Stages:
+def _followed(order: Sequence[int], before: Integers, accelerators: int, cpus: int) -> Stages:
     """The stages behind a figure of the table."""
     end = len(order)
     blocks: list[tuple[int, ...]] = []

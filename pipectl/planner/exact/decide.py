@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pipectl.planner.exact.arrays import Floats, Ints
+from pipectl.arrays import Floats, Integers
 from pipectl.planner.exact.chains import Stages
 from pipectl.planner.exact.lattice import Lattice
 from pipectl.planner.exact.lattice_kernel import measure
@@ -59,7 +59,7 @@ class Decider:
             start = reach(lattice.steps, model.moves, limits, reached, start, _STEPS)
         return reached
 
-    def _allowed(self, bound_s: float) -> Ints:
+    def _allowed(self, bound_s: float) -> Integers:
         """Most accelerators for each downset, by CPUs, that leave enough for the rest.
 
         The rest needs accelerators for its work, two if it is no stage by itself. Where more are
@@ -94,7 +94,7 @@ class Decider:
         return Stages(tuple(reversed(blocks)), tuple(reversed(devices)))
 
 
-def _accelerators(work_s: Floats, bound_s: float) -> Ints:
+def _accelerators(work_s: Floats, bound_s: float) -> Integers:
     """How many take some work at least."""
     return np.maximum(np.ceil(work_s / bound_s * (1 - TOLERANCE)), 0).astype(np.int64)
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 
+from pipectl.arrays import Floats, Integers
 from pipectl.compiled import compiled
-from pipectl.planner.exact.arrays import Floats, Ints
 
 
 @compiled
 def _levels(
     source: int,
-    head_at: Ints,
-    arcs: Ints,
-    target: Ints,
+    head_at: Integers,
+    arcs: Integers,
+    target: Integers,
     room: Floats,
     least: float,
-    level: Ints,
-    queue: Ints,
+    level: Integers,
+    queue: Integers,
 ) -> None:
     """Distance of every node from the source along arcs with room; -1 where there is no way."""
     level[:] = -1
@@ -36,7 +36,7 @@ def _levels(
 
 
 @compiled
-def _send(path: Ints, depth: int, room: Floats, least: float) -> tuple[float, int]:
+def _send(path: Integers, depth: int, room: Floats, least: float) -> tuple[float, int]:
     """Send what a way of so many arcs has room for; also the place of the first arc it uses up."""
     most = np.inf
     for step in range(depth):
@@ -54,14 +54,14 @@ def _send(path: Ints, depth: int, room: Floats, least: float) -> tuple[float, in
 def _blocking_flow(
     source: int,
     sink: int,
-    head_at: Ints,
-    arcs: Ints,
-    target: Ints,
+    head_at: Integers,
+    arcs: Integers,
+    target: Integers,
     room: Floats,
     least: float,
-    level: Ints,
-    following: Ints,
-    path: Ints,
+    level: Integers,
+    following: Integers,
+    path: Integers,
 ) -> float:
     """Send along shortest ways until none is left; arc ``2i + 1`` is ``2i`` back."""
     following[:] = head_at[:-1]
@@ -92,7 +92,13 @@ def _blocking_flow(
 
 @compiled
 def maximum_flow(
-    source: int, sink: int, head_at: Ints, arcs: Ints, target: Ints, room: Floats, least: float
+    source: int,
+    sink: int,
+    head_at: Integers,
+    arcs: Integers,
+    target: Integers,
+    room: Floats,
+    least: float,
 ) -> float:
     """The flow from source to sink; ``room`` is what is left of every arc's capacity afterwards.
 

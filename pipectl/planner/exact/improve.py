@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from pipectl.planner.exact.arrays import Ints
+from pipectl.arrays import Integers
 from pipectl.planner.exact.chains import Stages
 from pipectl.planner.exact.load_model import LoadModel
 from pipectl.planner.exact.request import DeviceKind
@@ -45,7 +45,7 @@ def _best_move(model: LoadModel, stages: Stages) -> Stages | None:
     return best
 
 
-def _targets(model: LoadModel, stage_of: Ints, block: int, stages: int) -> Iterator[int]:
+def _targets(model: LoadModel, stage_of: Integers, block: int, stages: int) -> Iterator[int]:
     """Other stages where a block may stand."""
     before = stage_of[model.predecessors.of_row(block)]
     after = stage_of[model.successors.of_row(block)]

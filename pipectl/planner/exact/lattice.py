@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipectl.planner.exact.arrays import Growth, Ints, Steps
+from pipectl.arrays import Integers
+from pipectl.planner.exact.arrays import Growth, Steps
 from pipectl.planner.exact.lattice_kernel import flip, grow, rehash
 from pipectl.planner.exact.load_model import LoadModel
 
@@ -31,8 +32,8 @@ class Lattice:
     """
 
     steps: Steps
-    parents: Ints
-    last_added: Ints
+    parents: Integers
+    last_added: Integers
 
     def __len__(self) -> int:
         return len(self.parents)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from pipectl.arrays import Floats, Integers, Words
 from pipectl.compiled import compiled
-from pipectl.planner.exact.arrays import Arcs, Floats, Growth, Ints, Moves, Words
+from pipectl.planner.exact.arrays import Arcs, Growth, Moves
 
 
 @compiled
@@ -41,7 +42,7 @@ def _equal(sets: Words, row: int, other: int) -> bool:
 
 
 @compiled
-def _slot_of(sets: Words, row: int, table: Ints) -> int:
+def _slot_of(sets: Words, row: int, table: Integers) -> int:
     """Where a set stands in the hash table, or the free slot where it belongs."""
     slot = _key(sets, row) & (len(table) - 1)
     while table[slot] >= 0 and not _equal(sets, row, table[slot]):
@@ -50,7 +51,7 @@ def _slot_of(sets: Words, row: int, table: Ints) -> int:
 
 
 @compiled
-def rehash(sets: Words, found: int, table: Ints) -> None:
+def rehash(sets: Words, found: int, table: Integers) -> None:
     """Enter the first downsets into an empty table."""
     for row in range(found):
         table[_slot_of(sets, row, table)] = row
@@ -105,8 +106,8 @@ def grow(growth: Growth, graph: Arcs, most: int) -> bool:
 @compiled
 def measure(
     sets: Words,
-    parents: Ints,
-    added: Ints,
+    parents: Integers,
+    added: Integers,
     block_s: Floats,
     moves: Moves,
     work_s: Floats,

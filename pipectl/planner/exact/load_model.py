@@ -15,9 +15,10 @@ from functools import cached_property
 
 import numpy as np
 
+from pipectl.arrays import Floats, Integers
 from pipectl.planner.bitsets import bits
 from pipectl.planner.condense import Condensed, contract, group_labels
-from pipectl.planner.exact.arrays import Arcs, Floats, Ints, Moves
+from pipectl.planner.exact.arrays import Arcs, Moves
 from pipectl.planner.exact.reduce import joined, loose
 from pipectl.planner.exact.request import BalanceRequest, DeviceKind
 from pipectl.profile import Operator, Profile
@@ -27,8 +28,8 @@ from pipectl.profile import Operator, Profile
 class Lists:
     """Lists of integers in one array: list i is ``items[starts[i]:starts[i + 1]]``."""
 
-    starts: Ints
-    items: Ints
+    starts: Integers
+    items: Integers
 
     @classmethod
     def of(cls, lists: Sequence[Sequence[int]]) -> Lists:
@@ -114,7 +115,7 @@ class LoadModel:
         inside[chosen] = 1
         return float(self.accelerator_s[chosen].sum()) + self._crossing_s(inside)
 
-    def _crossing_s(self, inside: Ints) -> float:
+    def _crossing_s(self, inside: Integers) -> float:
         if not len(self.transfer_s):
             return 0.0
         users = np.add.reduceat(inside[self.users.items], self.users.starts[:-1])

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pipectl.planner.exact.arrays import Floats
+from pipectl.arrays import Floats
 from pipectl.planner.exact.flow_kernel import maximum_flow
 from pipectl.planner.exact.load_model import LoadModel
 from pipectl.planner.exact.request import TOLERANCE

@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pipectl.arrays import Floats, Integers
 from pipectl.compiled import compiled
-from pipectl.planner.exact.arrays import Floats, Ints, Moves, Steps
+from pipectl.planner.exact.arrays import Moves, Steps
 from pipectl.planner.exact.lattice_kernel import has
 
 NEVER = 1 << 30
@@ -39,7 +40,7 @@ class Limits(NamedTuple):
     bytes_: float
     costs: Floats
     cut_s: Floats
-    allowed: Ints
+    allowed: Integers
 
 
 class Reached(NamedTuple):
@@ -50,19 +51,19 @@ class Reached(NamedTuple):
         before: downset in front of the last stage, or -1 less it if that is on a CPU.
     """
 
-    fewest: Ints
-    before: Ints
+    fewest: Integers
+    before: Integers
 
 
 @compiled
 def _add(
     costs: Floats,
     transfer_s: Floats,
-    users_at: Ints,
-    values_at: Ints,
-    values: Ints,
-    count: Ints,
-    fresh: Ints,
+    users_at: Integers,
+    values_at: Integers,
+    values: Integers,
+    count: Integers,
+    fresh: Integers,
     sums: Floats,
     depth: int,
     block: int,
@@ -82,16 +83,16 @@ def _add(
 
 
 @compiled
-def _leave(values_at: Ints, values: Ints, count: Ints, block: int) -> None:
+def _leave(values_at: Integers, values: Integers, count: Integers, block: int) -> None:
     for place in range(values_at[block], values_at[block + 1]):
         count[values[place]] -= 1
 
 
 @compiled
 def _note(
-    fewest: Ints,
-    before: Ints,
-    allowed: Ints,
+    fewest: Integers,
+    before: Integers,
+    allowed: Integers,
     start: int,
     end: int,
     on_accelerator: bool,
@@ -106,7 +107,7 @@ def _note(
 
 @compiled
 def _enter_stage(
-    fewest: Ints, before: Ints, allowed: Ints, start: int, end: int, accelerators: int
+    fewest: Integers, before: Integers, allowed: Integers, start: int, end: int, accelerators: int
 ) -> None:
     """Enter a stage if it fills its end with fewer accelerators, and few enough for the rest.
 
@@ -121,7 +122,7 @@ def _enter_stage(
 
 
 @compiled
-def _look_around(steps: Steps, moves: Moves, start: int, fresh: Ints) -> None:
+def _look_around(steps: Steps, moves: Moves, start: int, fresh: Integers) -> None:
     """Mark the values of which no user is in front of a stage."""
     for value in range(len(fresh)):
         fresh[value] = 1
@@ -132,7 +133,7 @@ def _look_around(steps: Steps, moves: Moves, start: int, fresh: Ints) -> None:
 
 @compiled
 def _walk(
-    steps: Steps, moves: Moves, limits: Limits, reached: Reached, start: int, fresh: Ints
+    steps: Steps, moves: Moves, limits: Limits, reached: Reached, start: int, fresh: Integers
 ) -> int:
     """Note all stages that start at a downset; returns the steps it took.
 
@@ -174,7 +175,7 @@ def _walk(
 
 
 @compiled
-def _dominated(steps: Steps, limits: Limits, fewest: Ints, start: int) -> bool:
+def _dominated(steps: Steps, limits: Limits, fewest: Integers, start: int) -> bool:
     """Whether a downset with one block more is reached with as little, and no worse to go on from.
 
     Loads are submodular: a block without which the load of all that remains is no larger, adds to

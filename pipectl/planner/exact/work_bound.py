@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipectl.planner.exact.arrays import Floats, Ints
+from pipectl.arrays import Floats, Integers
 from pipectl.planner.exact.load_model import LoadModel
 from pipectl.planner.exact.request import BalanceRequest
 
@@ -23,7 +23,7 @@ def cpu_share_s(model: LoadModel, cpus: int, bound_s: float) -> Floats:
     return share
 
 
-def _suiting(model: LoadModel) -> Ints:
+def _suiting(model: LoadModel) -> Integers:
     """Blocks a CPU can run, by falling work of an accelerator per second of its own."""
     order = np.argsort(-model.work_s / np.maximum(model.cpu_s, 1e-300), kind="stable")
     return order[np.isfinite(model.cpu_s[order])]

@@ -7,10 +7,10 @@ from itertools import combinations, pairwise, product
 
 import numpy as np
 
+from pipectl.arrays import Integers
 from pipectl.planner.hybrid.model import Model
 from pipectl.planner.hybrid.moves import Sketch
 from pipectl.planner.hybrid.value import best_row
-from pipectl.planner.recurrence import Integers
 
 FEW_DEVICES = 4
 MOST_ROWS = 120_000

@@ -13,12 +13,11 @@ from math import ceil
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from pipectl.arrays import Flags, Floats, Integers
 from pipectl.planner.hybrid.links import LinkRules
 from pipectl.planner.hybrid.states import States
 from pipectl.planner.operator_times import operator_times
-from pipectl.planner.recurrence import Floats, Integers
 from pipectl.profile import Profile
 
 EVERY_COUNT = 24
@@ -40,8 +39,8 @@ class Costs(NamedTuple):
         saved_bytes: kept for the backward of a whole micro-batch.
     """
 
-    forward_s: NDArray[np.float64]
-    backward_s: NDArray[np.float64]
+    forward_s: Floats
+    backward_s: Floats
     stage_s: Floats
     update_s: Floats
     activation_bytes: Floats
@@ -65,12 +64,12 @@ class Layout(NamedTuple):
 
     devices: int
     replicas: Integers
-    slowness: NDArray[np.float64]
-    limit_bytes: NDArray[np.float64]
-    late_s: NDArray[np.float64]
-    s_per_byte: NDArray[np.float64]
-    reduce_late_s: NDArray[np.float64]
-    reduce_s_per_byte: NDArray[np.float64]
+    slowness: Floats
+    limit_bytes: Floats
+    late_s: Floats
+    s_per_byte: Floats
+    reduce_late_s: Floats
+    reduce_s_per_byte: Floats
 
 
 class Model(NamedTuple):
@@ -84,7 +83,7 @@ class Model(NamedTuple):
 
     costs: Costs
     layout: Layout
-    follows: NDArray[np.bool_]
+    follows: Flags
     most: int
     micro_batches: int
     last_share: float
@@ -133,9 +132,7 @@ def _saved(profile: Profile, index: int) -> int:
     return sum(size for _, size in profile.operators[index].saved)
 
 
-def _times(
-    profile: Profile, size: int, replicas: Sequence[int], *, fractions: bool
-) -> NDArray[np.float64]:
+def _times(profile: Profile, size: int, replicas: Sequence[int], *, fractions: bool) -> Floats:
     """Forward, then backward of every operator on the replica with the most samples.
 
     Returns:

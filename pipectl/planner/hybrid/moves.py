@@ -11,16 +11,15 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
+from pipectl.arrays import Integers
 from pipectl.planner.hybrid.model import Model
 from pipectl.planner.hybrid.value import best_row
-from pipectl.planner.recurrence import Integers
 
 Sketch = tuple[tuple[int, ...], tuple[int, ...]]
 """A plan while it is searched for: cuts (states) and picks (entries of the replica counts); see
 :mod:`pipectl.planner.hybrid.value`."""
-Rows = tuple[NDArray[np.int64], NDArray[np.int64]]
+Rows = tuple[Integers, Integers]
 """Cuts and picks of several plans with equally many stages, a row each."""
 
 MOST_STATES = 240
@@ -110,7 +109,7 @@ def _split(model: Model, plan: Sketch) -> Iterator[Rows]:
             yield _split_rows(plan, stage, states, pairs)
 
 
-def _split_rows(plan: Sketch, stage: int, states: Integers, pairs: NDArray[np.int64]) -> Rows:
+def _split_rows(plan: Sketch, stage: int, states: Integers, pairs: Integers) -> Rows:
     """A stage split at each of the states with each of the pairs of picks."""
     cuts, picks = plan
     count = len(states) * len(pairs)

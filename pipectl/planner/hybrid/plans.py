@@ -8,13 +8,12 @@ from itertools import pairwise
 from math import ceil
 
 import numpy as np
-from numpy.typing import NDArray
 
+from pipectl.arrays import Floats, Integers
 from pipectl.planner.hybrid.links import LinkRules
 from pipectl.planner.hybrid.model import Model
 from pipectl.planner.hybrid.placing import Ranks
 from pipectl.planner.hybrid.value import Parts
-from pipectl.planner.recurrence import Floats, Integers
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ def placed_parts(
     )
 
 
-def _held(costs: NDArray[np.float64], pick: Integers, start: Integers, end: Integers) -> Floats:
+def _held(costs: Floats, pick: Integers, start: Integers, end: Integers) -> Floats:
     """What lies between two states, for the replicas of every stage."""
     found: Floats = costs[pick, end] - costs[pick, start]
     return found

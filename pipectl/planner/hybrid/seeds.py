@@ -15,13 +15,12 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
+from pipectl.arrays import Floats, Integers
 from pipectl.compiled import compiled
 from pipectl.planner.hybrid.few import few_stages
 from pipectl.planner.hybrid.model import Model
 from pipectl.planner.hybrid.moves import Sketch
-from pipectl.planner.recurrence import Integers
 
 FIRST_SLACKS = (1.1, 1.5)
 SLACKS = (1.03, 1.06, 1.2, 1.3, 1.8, 2.5, 5.0, 1e9)
@@ -84,7 +83,7 @@ def _shortest(model: Model, states: Integers, slacks: Sequence[float]) -> Iterat
             yield plan
 
 
-def _read(model: Model, states: Integers, trace: NDArray[np.int64]) -> Sketch | None:
+def _read(model: Model, states: Integers, trace: Integers) -> Sketch | None:
     """The plan that the programme's trace ends in, None if no plan is under the cap."""
     state, devices, pick = (int(value) for value in trace[-1, 0, 0])
     if pick < 0:
@@ -100,7 +99,7 @@ def _read(model: Model, states: Integers, trace: NDArray[np.int64]) -> Sketch | 
 
 
 @compiled
-def shortest_ways(model: Model, states: Integers, cap_s: float) -> NDArray[np.int64]:
+def shortest_ways(model: Model, states: Integers, cap_s: float) -> Integers:
     """The trace of the programme: (start, pick of the stage before) by state, devices, pick.
 
     The last row of the array's first axis holds the best end: (state, devices, pick) or pick -1.
@@ -134,8 +133,8 @@ def _extend(
     pick: int,
     used: int,
     cap_s: float,
-    way: NDArray[np.float64],
-    trace: NDArray[np.int64],
+    way: Floats,
+    trace: Integers,
 ) -> None:
     """The shortest way to one entry of the programme with its last stage from ``start``."""
     replicas = model.layout.replicas

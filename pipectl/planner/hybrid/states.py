@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipectl.planner.bitsets import Flags, follows, membership
+from pipectl.arrays import Flags
+from pipectl.planner.bitsets import follows, membership
 from pipectl.planner.condense import Condensed, condense
 from pipectl.planner.ideals import all_downsets, prefix_downsets
 from pipectl.profile import Profile

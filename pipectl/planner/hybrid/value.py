@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from pipectl.arrays import Floats, Integers
 from pipectl.compiled import compiled
 from pipectl.planner.hybrid.model import Model
-from pipectl.planner.recurrence import Floats, Integers, Stages, Transfers, step_s
+from pipectl.planner.recurrence import Stages, Transfers, step_s
 
 DOES_NOT_FIT_S = 1e9
 """Step times of plans that need more memory than there is begin here, and rise with the need."""
@@ -147,9 +147,7 @@ def bound_s(parts: Parts, micro_batches: int, last_share: float) -> float:
 
 
 @compiled
-def best_row(
-    model: Model, cuts: NDArray[np.int64], picks: NDArray[np.int64], best_s: float
-) -> tuple[int, float]:
+def best_row(model: Model, cuts: Integers, picks: Integers, best_s: float) -> tuple[int, float]:
     """The best of several plans that is better than ``best_s``: its row (-1: none), step time."""
     row = -1
     for index in range(len(picks)):

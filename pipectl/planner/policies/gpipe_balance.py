@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from pipectl.arrays import Floats
 from pipectl.planner.hybrid.links import LinkRules
 from pipectl.planner.hybrid.placing import consecutive
 from pipectl.planner.policies.policy import PolicyPlan, Prefixes, Work
 from pipectl.planner.policies.uniform import chain_states
-from pipectl.planner.recurrence import Floats
 from pipectl.profile import Profile
 
 NAME = "gpipe-balance"

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from pipectl.arrays import Floats, Integers
 from pipectl.planner.hybrid.links import LinkRules
 from pipectl.planner.hybrid.placing import consecutive
 from pipectl.planner.policies.antichains import antichain_states
@@ -36,9 +36,9 @@ class _Level:
             stage on all devices.
     """
 
-    best_s: NDArray[np.float64]
-    split: NDArray[np.int64]
-    tail: NDArray[np.int64]
+    best_s: Floats
+    split: Integers
+    tail: Integers
 
 
 def plan(profile: Profile, rules: LinkRules, work: Work) -> PolicyPlan:
@@ -94,7 +94,7 @@ def solved(
 
 def _level(
     prefixes: Prefixes,
-    times: NDArray[np.float64],
+    times: Floats,
     count: int,
     bandwidth: float,
     inner: int,
@@ -122,13 +122,13 @@ def _level(
 
 
 def _join(
-    best: NDArray[np.float64],
-    split: NDArray[np.int64],
-    tail: NDArray[np.int64],
+    best: Floats,
+    split: Integers,
+    tail: Integers,
     entry: int,
     last: int,
-    head: NDArray[np.float64],
-    single: NDArray[np.float64],
+    head: Floats,
+    single: Floats,
 ) -> None:
     """Try every state between head and last stage, for all pairs of ends at once."""
     for end in range(len(single)):

@@ -8,10 +8,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from pipectl.arrays import Floats
 from pipectl.planner.hybrid.links import LinkRules
 from pipectl.planner.hybrid.placing import Ranks
 from pipectl.planner.hybrid.states import States
-from pipectl.planner.recurrence import Floats
 from pipectl.profile import Profile
 
 

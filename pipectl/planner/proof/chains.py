@@ -11,20 +11,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from pipectl.arrays import Floats, Integers
 from pipectl.compiled import compiled, part_of_kernel
-from pipectl.planner.proof.units import (
-    FORWARD,
-    FULL,
-    LAST,
-    Floats,
-    Integers,
-    Loads,
-    Shape,
-    counts,
-    least_step_s,
-)
+from pipectl.planner.proof.units import FORWARD, FULL, LAST, Loads, Shape, counts, least_step_s
 
 FOUND, VISITED = range(2)
 """Entries of what is counted."""
@@ -94,22 +84,16 @@ class Promising(NamedTuple):
     """
 
     least_s: Floats
-    chain: NDArray[np.int64]
+    chain: Integers
     order: Integers
     counts: Integers
 
 
 @compiled
 def explore(
-    graph: Graph,
-    shape: Shape,
-    layout: Layout,
-    orders: NDArray[np.int64],
-    best_s: float,
-    begin: int,
-    looks: int,
-    found: Promising,
-) -> int:
+    graph: Graph, shape: Shape, layout: Layout, orders: Integers,
+    best_s: float, begin: int, looks: int, found: Promising,
+) -> int:  # fmt: skip
     """Look at the cuts whose first stage ends at ``begin`` or behind it.
 
     Args:
@@ -193,7 +177,7 @@ def _complete(
     graph: Graph,
     shape: Shape,
     layout: Layout,
-    orders: NDArray[np.int64],
+    orders: Integers,
     chain: Integers,
     loads: Loads,
     best_s: float,

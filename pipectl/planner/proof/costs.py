@@ -14,6 +14,7 @@ from math import ceil
 
 import numpy as np
 
+from pipectl.arrays import Floats
 from pipectl.cluster import Cluster
 from pipectl.plan import Replication
 from pipectl.planner.condense import Condensed
@@ -23,7 +24,7 @@ from pipectl.planner.proof.chains import Graph, Layout
 from pipectl.planner.proof.layouts import Arrangement
 from pipectl.planner.proof.links import Ways
 from pipectl.planner.proof.shares import portions_of, shape_of, shares_of
-from pipectl.planner.proof.units import Floats, Shape
+from pipectl.planner.proof.units import Shape
 from pipectl.profile import Profile
 
 

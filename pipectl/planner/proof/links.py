@@ -7,9 +7,9 @@ from functools import cache
 
 import numpy as np
 
+from pipectl.arrays import Floats
 from pipectl.cluster import Cluster
 from pipectl.link import Link
-from pipectl.planner.proof.units import Floats
 from pipectl.simulate.network import Way, way_between, way_latency_s
 from pipectl.simulate.reduction import reduction_s
 

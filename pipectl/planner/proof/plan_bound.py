@@ -7,11 +7,12 @@ from math import inf
 
 import numpy as np
 
+from pipectl.arrays import Floats
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan
 from pipectl.planner.proof.links import Ways
 from pipectl.planner.proof.shares import portions_of, shape_of, shares_of
-from pipectl.planner.proof.units import FULL, LAST, Floats, Loads, Shape, least_step_s
+from pipectl.planner.proof.units import FULL, LAST, Loads, Shape, least_step_s
 from pipectl.simulate.reduction import reduction_s
 
 

@@ -7,8 +7,9 @@ from itertools import accumulate
 
 import numpy as np
 
+from pipectl.arrays import Floats
 from pipectl.plan import Replication
-from pipectl.planner.proof.units import Floats, Shape
+from pipectl.planner.proof.units import Shape
 
 
 def shape_of(replicas: Sequence[int], replication: Replication, micro_batches: int) -> Shape:

@@ -14,12 +14,9 @@ from math import inf
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from pipectl.arrays import Floats, Integers
 from pipectl.compiled import compiled, part_of_kernel
-
-Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
 
 FULL, LAST = range(2)
 """Micro-batches by size: all but the last, and the last."""

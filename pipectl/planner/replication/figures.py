@@ -13,17 +13,14 @@ from math import inf
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from pipectl.arrays import Floats, Integers
 from pipectl.cluster import Cluster
 from pipectl.planner.bitsets import bits, follows, membership
 from pipectl.planner.condense import Condensed, condense
 from pipectl.planner.ideals import all_downsets, prefix_downsets
 from pipectl.planner.operator_times import operator_times
 from pipectl.profile import Profile
-
-Floats = npt.NDArray[np.float64]
-Integers = npt.NDArray[np.int64]
 
 MOST_STATES = 96
 """Of all downsets so many are kept: in every part of the work those with the least to send."""

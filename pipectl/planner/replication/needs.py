@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from pipectl.arrays import Integers
 from pipectl.compiled import compiled
-from pipectl.planner.replication.figures import Figures, Integers
+from pipectl.planner.replication.figures import Figures
 
 NONE = 2**31
 """Of ranks: there is no such chain of stages."""

@@ -9,14 +9,9 @@ from math import inf
 
 import numpy as np
 
+from pipectl.arrays import Integers
 from pipectl.cluster import Cluster
-from pipectl.planner.replication.figures import (
-    Figures,
-    Integers,
-    States,
-    figures_of,
-    states_of,
-)
+from pipectl.planner.replication.figures import Figures, States, figures_of, states_of
 from pipectl.planner.replication.needs import NONE, fewest_ranks, load_s
 from pipectl.profile import Profile
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipectl.arrays import Integers
 from pipectl.planner.throughput.recomputation import POSSIBLE, choose
 from pipectl.planner.throughput.spans import spans_of
 from pipectl.planner.throughput.sweep import (
@@ -20,7 +21,7 @@ from pipectl.planner.throughput.sweep import (
     Sums,
     sweep,
 )
-from pipectl.planner.throughput.tables import FIXED, KEPT, SYNC, TIME, Borders, Integers, Tables
+from pipectl.planner.throughput.tables import FIXED, KEPT, SYNC, TIME, Borders, Tables
 
 
 @dataclass(frozen=True)

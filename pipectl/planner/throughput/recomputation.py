@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from pipectl.arrays import Integers
 from pipectl.compiled import compiled
-from pipectl.planner.throughput.tables import FIXED, KEPT, SYNC, TIME, Integers
+from pipectl.planner.throughput.tables import FIXED, KEPT, SYNC, TIME
 
 IMPOSSIBLE, POSSIBLE, UNKNOWN = range(3)
 _MOST_STEPS = 20_000

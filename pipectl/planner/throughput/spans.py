@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pipectl.arrays import Integers, Words
 from pipectl.compiled import compiled
-from pipectl.planner.bitsets import Words, membership, words_of
-from pipectl.planner.throughput.tables import Borders, Integers
+from pipectl.planner.bitsets import membership, words_of
+from pipectl.planner.throughput.tables import Borders
 
 
 class Spans(NamedTuple):

@@ -16,10 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pipectl.arrays import Integers
 from pipectl.compiled import compiled
 from pipectl.planner.throughput.recomputation import POSSIBLE, UNKNOWN, choose
 from pipectl.planner.throughput.spans import Spans
-from pipectl.planner.throughput.tables import FIXED, KEPT, SYNC, TIME, Integers, Tables
+from pipectl.planner.throughput.tables import FIXED, KEPT, SYNC, TIME, Tables
 
 REPLICAS, DEVICES, END, TENSOR, DEGREE, BEHIND = range(6)
 """Columns of a point of a front: replicas and devices from here to the end of the pipeline; end

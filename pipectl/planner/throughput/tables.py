@@ -18,13 +18,12 @@ from math import floor, log2
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from pipectl.arrays import Floats, Integers
 from pipectl.planner.throughput.model import Crossing, Workload
 from pipectl.planner.throughput.request import ThroughputRequest
 
-Integers = npt.NDArray[np.int64]
-Seconds = npt.NDArray[np.float64]
+Seconds = Floats
 
 TIME, SYNC, KEPT, FIXED = range(4)
 """Columns of a way: ticks of q, ticks of r, bytes per micro-batch in flight, bytes besides."""

@@ -51,7 +51,7 @@ class Count:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class Scaling:
     """All counts, by rising number of nodes."""
 
     counts: tuple[Count, ...]
@@ -79,14 +79,14 @@ class Sweep:
         return found
 
 
-def sweep(
+def scaling(
     profile: Profile,
     cluster: Cluster,
     request: PlanRequest,
     nodes: Sequence[int],
     planner: Planner,
     counted: Callable[[int], None] = lambda _nodes: None,
-) -> Sweep:
+) -> Scaling:
     """Plan the same step for every number of nodes.
 
     Args:
@@ -100,7 +100,7 @@ def sweep(
             counted(number)
             yield _count(profile, with_nodes(cluster, number), request, planner)
 
-    return Sweep(tuple(found()))
+    return Scaling(tuple(found()))
 
 
 def _count(profile: Profile, cluster: Cluster, request: PlanRequest, planner: Planner) -> Count:

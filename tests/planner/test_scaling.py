@@ -7,7 +7,7 @@ from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan, Prediction
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.request import Planner
-from pipectl.planner.sweep import sweep
+from pipectl.planner.scaling import scaling
 from pipectl.profile import Profile
 
 REQUEST = PlanRequest(name="test", batch_size=64)
@@ -35,14 +35,14 @@ def timed(chain: Callable[..., Profile]) -> Callable[[Mapping[int, float]], Plan
 def test_every_count_is_planned_once_in_rising_order(chain, timed):
     asked: list[int] = []
     planner = timed({1: 8.0, 2: 4.0, 4: 2.0})
-    found = sweep(chain(4), ONE, REQUEST, [4, 1, 2, 2], planner, asked.append)
+    found = scaling(chain(4), ONE, REQUEST, [4, 1, 2, 2], planner, asked.append)
     assert asked == [1, 2, 4]
     assert [count.ranks for count in found.counts] == [1, 2, 4]
     assert [count.samples_per_s for count in found.counts] == [8.0, 16.0, 32.0]
 
 
 def test_perfect_scaling_costs_the_same_on_every_count(chain, timed):
-    found = sweep(chain(4), ONE, REQUEST, [1, 2, 4], timed({1: 7.2, 2: 3.6, 4: 1.8}))
+    found = scaling(chain(4), ONE, REQUEST, [1, 2, 4], timed({1: 7.2, 2: 3.6, 4: 1.8}))
     assert [found.efficiency(count) for count in found.counts] == [1.0, 1.0, 1.0]
     assert [count.node_hours for count in found.counts] == pytest.approx([2.0, 2.0, 2.0])
     assert found.pays_until is found.counts[-1]
@@ -60,13 +60,13 @@ def test_perfect_scaling_costs_the_same_on_every_count(chain, timed):
     ],
 )
 def test_scaling_pays_while_nodes_give_half_of_what_they_could(chain, timed, times_s, pays):
-    found = sweep(chain(4), ONE, REQUEST, list(times_s), timed(times_s))
+    found = scaling(chain(4), ONE, REQUEST, list(times_s), timed(times_s))
     assert found.pays_until is not None
     assert found.pays_until.nodes == pays
 
 
 def test_efficiency_is_against_the_fewest_nodes_that_fit(chain, timed):
-    found = sweep(chain(4), ONE, REQUEST, [1, 2, 4], timed({2: 4.0, 4: 2.5}))
+    found = scaling(chain(4), ONE, REQUEST, [1, 2, 4], timed({2: 4.0, 4: 2.5}))
     assert found.counts[0].plan is None
     assert found.counts[0].reason == "1 are too few"
     assert [found.efficiency(count) for count in found.counts] == [None, 1.0, 0.8]
@@ -74,5 +74,5 @@ def test_efficiency_is_against_the_fewest_nodes_that_fit(chain, timed):
 
 
 def test_a_model_that_fits_nowhere(chain, timed):
-    found = sweep(chain(4), ONE, REQUEST, [1, 2], timed({}))
+    found = scaling(chain(4), ONE, REQUEST, [1, 2], timed({}))
     assert (found.base, found.pays_until) == (None, None)
