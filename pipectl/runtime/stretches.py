@@ -28,7 +28,7 @@ from pipectl.runtime.step_end import StepEnd
 from pipectl.runtime.telemetry import StepReport, Telemetry
 from pipectl.runtime.tracing import Tracing
 from pipectl.schedule import Action
-from pipectl.schedule.stretch import stretch
+from pipectl.schedule.lowering import stretch
 from pipectl.schedule.unflushed import steps_apart, versions_kept
 from pipectl.spec.training import Training
 

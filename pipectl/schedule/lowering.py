@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple
 
 import numpy as np
@@ -63,6 +63,20 @@ def lower_stretch(plan: Plan, rank: int, steps: int) -> Actions:
         ScheduleError: see :func:`lower`.
     """
     return with_versions(plan, _rows(plan, rank, steps * plan.micro_batches))
+
+
+def stretch(plan: Plan, rank: int, steps: int) -> Iterator[tuple[Actions, int]]:
+    """The same as the parts of a program: rows, with what is to be added to their micro-batches.
+
+    Long stretches repeat the body of the rank's program; short ones have none.
+
+    Raises:
+        ScheduleError: see :func:`lower`.
+    """
+    bodies = steps - unflushed.steps_apart(plan)
+    if bodies < 1:
+        return iter([(lower_stretch(plan, rank, steps), 0)])
+    return lower(plan, rank).parts(bodies, plan.micro_batches)
 
 
 def _unflushed_program(plan: Plan, rank: int) -> Program:

@@ -21,7 +21,7 @@ from pipectl.schedule import (
     lower_stretch,
     validate,
 )
-from pipectl.schedule.stretch import stretch
+from pipectl.schedule.lowering import stretch
 from pipectl.schedule.unflushed import steps_apart
 
 SKIPS = [(0, (1, 2, 3), True), (1, (3,), False)]

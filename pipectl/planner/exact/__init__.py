@@ -1,0 +1,1 @@
+"""The smallest largest stage load of a graph, exactly: an answer with a proof."""
