@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coverage import Coverage
-from test_layers import LAYER_OF, PACKAGE
+from docs.layers import LAYER_OF, PACKAGE
 
 PURE = 3
 """The last of the layers that neither torch nor MPI is needed for."""

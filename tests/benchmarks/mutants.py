@@ -34,7 +34,7 @@ from cosmic_ray.plugins import get_operator
 from cosmic_ray.work_item import MutationSpec
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-LOWERING = ("audit", "deadlock", "lowering", "memory", "validation")
+LOWERING = ("assembly", "audit", "deadlock", "live_bytes", "lowering", "memory", "validation")
 """Files of ``schedule/`` that turn actions into programs and prove them."""
 
 ORDERS = ("Lt_LtE", "LtE_Lt", "Gt_GtE", "GtE_Gt", "Lt_Gt", "Gt_Lt")
