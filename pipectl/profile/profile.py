@@ -5,6 +5,7 @@ Times are in seconds and sizes in bytes, for one micro-batch of ``micro_batch_si
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -227,28 +228,25 @@ def _edges(reader: Reader) -> tuple[Edges, dict[tuple[str, str], int]]:
 
 def _check_graph(profile: Profile, file: str) -> None:
     """Ids are unique and edges name them."""
-    position = {operator.id: index for index, operator in enumerate(profile.operators)}
-    if not position:
+    if not profile.operators:
         raise DataFileError(f"{file}: nodes: the graph is empty", cure=_CURE)
-    if len(position) != len(profile.operators):
-        seen: set[str] = set()
-        twice = next(o.id for o in profile.operators if o.id in seen or seen.add(o.id))  # type: ignore[func-returns-value]
+    if len(profile.by_id) != len(profile.operators):
+        counts = Counter(operator.id for operator in profile.operators)
+        twice = next(name for name, count in counts.items() if count > 1)
         raise DataFileError(f"{file}: nodes: id {twice!r} occurs twice", cure=_CURE)
     for source, target in profile.edges:
         for end in (source, target):
-            if end not in position:
+            if end not in profile.by_id:
                 raise DataFileError(f"{file}: edges: no node has the id {end!r}", cure=_CURE)
 
 
 def _sorted(profile: Profile, file: str) -> Profile:
     """The profile with its operators in the topological order that changes theirs least."""
-    ids = [operator.id for operator in profile.operators]
-    place = {name: index for index, name in enumerate(ids)}
-    edges = {(place[source], place[target]) for source, target in profile.edges}
-    order = topological_order(range(len(ids)), edges)
-    if len(order) < len(ids):
-        stuck = sorted(set(range(len(ids))) - set(order))
-        named = ", ".join(repr(ids[index]) for index in stuck[:5])
+    every = range(len(profile.operators))
+    order = topological_order(every, profile.edge_indices)
+    if len(order) < len(every):
+        stuck = sorted(set(every) - set(order))
+        named = ", ".join(repr(profile.operators[index].id) for index in stuck[:5])
         raise DataFileError(
             f"{file}: edges: there is a cycle; it is among, or in front of, {named}",
             cure="an operator cannot depend on its own result: remove one edge of the cycle",

@@ -11,19 +11,11 @@ from pipectl.spec.launching import Launch
 from pipectl.spec.models import JobSpec
 from pipectl.spec.pipeline import Pipeline
 from pipectl.spec.resources import Resources
+from pipectl.spec.schedules import APART, BUILT_IN, ONE_STAGE, ROUND, UNFLUSHED, V_SHAPED
 from pipectl.spec.training import Loss, Training
 
 Finding = tuple[tuple[str, ...], str]
 
-
-_ROUND, _V_SHAPED = ("interleaved", "looped-bfs"), ("zb-v", "dualpipev")
-"""Schedules with several stages a rank."""
-_UNFLUSHED = ("pipedream", "pipedream-2bw")
-"""Schedules whose steps overlap."""
-_ONE_STAGE = ("gpipe", "1f1b", "zb-h1")
-"""Schedules with one; all others are the user's own, and say which rank has which stage."""
-_APART = ("gpipe", "1f1b", *_UNFLUSHED)
-"""Schedules that leave backwards to other ranks."""
 _WEIGHTS = ("model", "weights")
 """May be a directory, too."""
 
@@ -64,17 +56,17 @@ def _is_file(path: Path) -> bool:
 
 
 def _stages_fit_ranks(pipeline: Pipeline, resources: Resources) -> Iterator[Finding]:
-    own = pipeline.schedule not in (None, *_ONE_STAGE, *_ROUND, *_V_SHAPED, *_UNFLUSHED)
+    own = pipeline.schedule not in (None, *BUILT_IN)
     if pipeline.stages is None or pipeline.stages <= resources.ranks or own:
         return
-    if pipeline.schedule in _ROUND:
+    if pipeline.schedule in ROUND:
         if pipeline.stages % resources.ranks:
             yield (
                 ("pipeline", "stages"),
                 f"{pipeline.stages} stages cannot go round over {resources.ranks} ranks; schedule "
                 f"{pipeline.schedule} takes a multiple of them",
             )
-    elif pipeline.schedule in _V_SHAPED:
+    elif pipeline.schedule in V_SHAPED:
         if pipeline.stages % 2 or pipeline.stages > 2 * resources.ranks:
             yield (
                 ("pipeline", "stages"),
@@ -110,7 +102,7 @@ def _warm_up_fits(pipeline: Pipeline) -> Iterator[Finding]:
         yield path, f"has length {given}, but pipeline.stages is {pipeline.stages}"
     if pipeline.schedule == "gpipe":
         yield path, "has no meaning with schedule gpipe, which runs all forwards first"
-    if pipeline.schedule not in (None, *_ONE_STAGE):
+    if pipeline.schedule not in (None, *ONE_STAGE):
         yield path, f"has no meaning with schedule {pipeline.schedule}, which has one of its own"
     most = max(pipeline.warm_up, default=0)
     if pipeline.micro_batches is not None and most > pipeline.micro_batches:
@@ -137,8 +129,8 @@ def _backward_can_be_apart(
     path, stages = ("pipeline", "backward"), pipeline.stages or 1
     if 2 * stages > resources.ranks:
         yield path, f"apart takes 2 ranks a stage: {2 * stages}; resources give {resources.ranks}"
-    if pipeline.schedule not in (None, *_APART):
-        known = ", ".join(_APART)
+    if pipeline.schedule not in (None, *APART):
+        known = ", ".join(APART)
         yield path, f"cannot be apart with schedule {pipeline.schedule}, but with one of {known}"
     if pipeline.replicas not in (None, 1, "any"):
         yield path, f"cannot be apart with {pipeline.replicas} replicas a stage; leave these out"
@@ -152,7 +144,7 @@ def _backward_can_be_apart(
 
 def _steps_can_overlap(pipeline: Pipeline, training: Training) -> Iterator[Finding]:
     """Schedules without flushes have no moment at which all stages have their gradients."""
-    if pipeline.schedule not in _UNFLUSHED:
+    if pipeline.schedule not in UNFLUSHED:
         return
     cure = f"leave it out, or use another schedule than {pipeline.schedule}"
     if training.clip_grad_norm is not None:

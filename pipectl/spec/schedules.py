@@ -8,6 +8,16 @@ from importlib.metadata import entry_points
 from pipectl.spec.kinds import Kind
 from pipectl.spec.tree import Scalar
 
+ROUND, V_SHAPED = ("interleaved", "looped-bfs"), ("zb-v", "dualpipev")
+"""Schedules with several stages a rank."""
+ONE_STAGE = ("gpipe", "1f1b", "zb-h1")
+"""Schedules with one, and a flush behind every step."""
+UNFLUSHED = ("pipedream", "pipedream-2bw")
+"""Schedules whose steps overlap."""
+BUILT_IN = ("gpipe", "1f1b", *ROUND, "zb-h1", *V_SHAPED, *UNFLUSHED)
+"""All others are the user's own, and say which rank has which stage."""
+APART = ("gpipe", "1f1b", *UNFLUSHED)
+"""Schedules that leave backwards to other ranks."""
 GROUP = "pipectl.schedules"
 """Of entry points; see :mod:`pipectl.jobs.schedules`."""
 SUFFIX = ".csv"

@@ -20,7 +20,7 @@ from pipectl.spec.kinds import (
     text,
     whole,
 )
-from pipectl.spec.schedules import schedule
+from pipectl.spec.schedules import BUILT_IN, schedule
 from pipectl.spec.section import without_nulls
 from pipectl.spec.tree import Scalar
 from pipectl.units import is_name
@@ -103,26 +103,7 @@ Kwargs = dict[str, Any]
 AutoCount = Annotated[int | None, auto(whole(1))]
 AutoCounts = Annotated[tuple[Count, ...] | None, auto_list("a list of whole numbers, one a stage")]
 AutoReplicas = Annotated[int | str | None, auto(_replicas())]
-Schedule = Annotated[
-    str | None,
-    schedule(
-        auto(
-            choice(
-                "auto",
-                "gpipe",
-                "1f1b",
-                "interleaved",
-                "looped-bfs",
-                "zb-h1",
-                "zb-v",
-                "dualpipev",
-                "pipedream",
-                "pipedream-2bw",
-                later=("2bw",),
-            )
-        )
-    ),
-]
+Schedule = Annotated[str | None, schedule(auto(choice("auto", *BUILT_IN, later=("2bw",))))]
 Recompute = Annotated[str | None, auto(choice("auto", "none", "all", "blocks"))]
 Offload = Annotated[str | None, auto(choice("auto", "none", "host", "disk"))]
 Backward = Annotated[str | None, auto(choice("auto", "together", "apart"))]
