@@ -1,0 +1,75 @@
+"""Whole files: old content or new, never half; and every way in which one cannot be read."""
+
+import os
+
+import pytest
+
+from pipectl.errors import DataFileError, UsageError
+from pipectl.files import make_directory, read_json, write_json, write_text
+
+
+def no_space(_handle):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_file_is_replaced_whole_with_the_mode_of_new_files(tmp_path):
+    path, other = tmp_path / "x", tmp_path / "other"
+    other.touch()
+    write_text(path, "old")
+    write_text(path, "new")
+    assert path.read_text() == "new"
+    assert path.stat().st_mode == other.stat().st_mode
+    assert sorted(tmp_path.iterdir()) == sorted([path, other])
+
+
+def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "x"
+    write_text(path, "old")
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(UsageError, match="x: cannot be written: No space left"):
+        write_text(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_only_a_durable_file_waits_for_the_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", no_space)
+    write_text(tmp_path / "x", "new", durable=False)
+    assert (tmp_path / "x").read_text() == "new"
+
+
+def test_a_directory_below_a_file_cannot_be_created(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="cannot be created"):
+        make_directory(tmp_path / "file" / "below")
+    make_directory(tmp_path / "a" / "b")
+    make_directory(tmp_path / "a" / "b")
+
+
+def test_json_comes_back_as_it_was_written(tmp_path):
+    value = {"a": [1, 2.5, None, "ä"], "b": {}}
+    write_json(tmp_path / "x", value)
+    assert read_json(tmp_path / "x", cure="write it") == value
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (b"{", r"x:1:2: not valid JSON"),
+        (b"[1]", "holds a list, not an object"),
+        (b"\xff", "cannot be read"),
+        (b'{"a": "\\ud800"}', "no Unicode"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "thousands of digits"),
+        (b'{"a": ' + b"[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_a_damaged_file_is_named_with_its_fault(tmp_path, content, fault):
+    (tmp_path / "x").write_bytes(content)
+    with pytest.raises(DataFileError, match=fault) as caught:
+        read_json(tmp_path / "x", cure="write it anew")
+    assert caught.value.cure == "write it anew"
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(DataFileError, match="x: no such file"):
+        read_json(tmp_path / "x", cure="write it")

@@ -1,0 +1,81 @@
+"""Sizes, durations, times and names: what people write, and what they read."""
+
+import pytest
+
+from pipectl import units
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1024", 1024), ("4GiB", 4 * 2**30), ("512 MB", 512 * 10**6), ("1.5k", 1536),
+        (" 2 tib ", 2**41), ("0", 0),
+    ],
+)  # fmt: skip
+def test_a_size_has_binary_or_decimal_units(text, size):
+    assert units.parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "4 GiBs", "-1", "GiB", "1e3"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(ValueError, match="is not a size"):
+        units.parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (10 * 2**20, "10.0 MiB"),
+        (438 * 2**20, "438 MiB"), (1.5 * 2**30, "1.50 GiB"), (2**50, "1024 TiB"),
+    ],
+)  # fmt: skip
+def test_a_size_is_shown_with_three_digits(size, text):
+    assert units.format_bytes(size) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("00:30:00", 1800), ("2-12:00:00", 216_000), ("100:00:00", 360_000), ("3m", 180),
+        ("1h30m", 5400), ("1d", 86_400), ("90", 90), (" 90s ", 90),
+    ],
+)  # fmt: skip
+def test_a_duration_is_a_clock_or_has_units(text, seconds):
+    assert units.parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "00:60:00", "00:00:60", "1m1h", "soon", "1.5h"])
+def test_what_is_no_duration_is_refused(text):
+    with pytest.raises(ValueError, match="is not a duration"):
+        units.parse_duration(text)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "00:00:00"), (3661, "01:01:01"), (360_000, "100:00:00")]
+)
+def test_a_clock_has_two_digits_or_more(seconds, text):
+    assert units.format_clock(seconds) == text
+    assert units.parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0.00 us"), (2e-6, "2.00 us"), (0.0123, "12.3 ms"), (1.25, "1.25 s"),
+        (119.9, "120 s"), (185.0, "3 min 05 s"),
+    ],
+)  # fmt: skip
+def test_a_time_is_shown_with_three_digits(seconds, text):
+    assert units.format_time(seconds) == text
+
+
+def test_a_name_is_short_and_begins_with_a_letter_or_digit():
+    assert units.is_name("a" * 64)
+    assert units.is_name("7.b_c-d")
+    assert not any(map(units.is_name, ("", "a" * 65, "-a", ".a", "a b", "a/b", "ä", "a\n")))
+
+
+def test_only_a_near_word_is_offered():
+    known = ["stages", "schedule"]
+    assert units.did_you_mean("stagse", known) == "; did you mean 'stages'?"
+    assert units.did_you_mean("x", known) == ""
