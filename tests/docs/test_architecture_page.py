@@ -1,8 +1,8 @@
-"""The picture of the layers in the page on the architecture is that of the imports."""
+"""The page on the architecture shows the imports there are, and every file of the planner."""
 
 import os
 
-from layers import LAYERS, layer_picture, stacked
+from layers import LAYERS, PACKAGE, layer_picture, stacked
 from pages import CHECKOUT
 
 PAGE = CHECKOUT / "docs" / "architecture.md"
@@ -28,3 +28,11 @@ def test_the_picture_is_a_stack():
 def test_every_part_says_what_it_is():
     rows = layer_picture().split("\n\n")[0].splitlines()[2:]
     assert [row for row in rows if not row.split("|")[3].strip()] == []
+
+
+def test_the_page_names_every_file_of_the_planner():
+    section = PAGE.read_text(encoding="utf-8").split("\n## Planner\n")[1].split("\n## ")[0]
+    words = section.replace("planner/", "")
+    names = {path.name for path in (PACKAGE / "planner").glob("*.py")} - {"__init__.py"}
+    kernels = {"cut_arrays.py", *(name for name in names if name.endswith("_kernels.py"))}
+    assert {name for name in names - kernels if f"`{name}`" not in words} == set()
