@@ -7,7 +7,7 @@ Both the planner (on profile costs) and the runtime (on tensors) take their mess
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -79,30 +79,6 @@ def routes(value: str, producer: int, uses: Sequence[int], *, has_gradient: bool
     )
     gradients = [Route(TransferKind.GRADIENT, value, source, target) for source, target in back]
     return forward + gradients[::-1]
-
-
-def cut_routes(
-    stage_of: Mapping[str, int],
-    edges: Iterable[tuple[str, str]],
-    with_gradient: Mapping[str, bool],
-) -> list[Route]:
-    """Every message of a partition.
-
-    Args:
-        stage_of: stage of every node, in graph order (the order of the mapping).
-        edges: (producer, consumer) pairs; a pair counts once.
-        with_gradient: whether the value of a node has a gradient.
-    """
-    position = {node: index for index, node in enumerate(stage_of)}
-    consumers: dict[str, list[str]] = {}
-    for producer, consumer in dict.fromkeys(edges):
-        consumers.setdefault(producer, []).append(consumer)
-    found: list[Route] = []
-    for producer in sorted(consumers, key=position.__getitem__):
-        users = sorted(consumers[producer], key=position.__getitem__)
-        uses = [stage_of[user] for user in users]
-        found += routes(producer, stage_of[producer], uses, has_gradient=with_gradient[producer])
-    return found
 
 
 def topological_order(nodes: Sequence[int], arcs: Iterable[tuple[int, int]]) -> list[int]:

@@ -110,7 +110,7 @@ class Footprints:
         )
 
     def _routes(self, stages: Sequence[Sequence[int]]) -> Iterator[tuple[Route, int]]:
-        """As :func:`pipectl.graph.cut_routes`, but looks only at values that are cut."""
+        """Every message of a partition, with the operator whose value it is of."""
         stage_of = [0] * len(self._operators)
         for stage, inside in enumerate(stages):
             for index in inside:

@@ -120,11 +120,6 @@ class Profile:
         """That of the optimizer: no state and no time where the profile does not say."""
         return self.optimizer or OptimizerCost(0.0, 0.0)
 
-    @cached_property
-    def with_gradient(self) -> dict[str, bool]:
-        """Whether a gradient of each operator's value comes back."""
-        return {operator.id: operator.gradient_bytes > 0 for operator in self.operators}
-
     def save(self, path: Path) -> None:
         """Write ``profile.json`` whole; see :func:`pipectl.files.write_json`."""
         write_json(path, self.to_json())

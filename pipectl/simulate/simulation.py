@@ -37,8 +37,6 @@ from pipectl.timeline import Event, Timeline
 COMPUTE_KINDS = tuple(kind.name.lower() for kind in Kind if kind.is_compute)
 """Names of the timeline's events in which a rank computes; in all others it waits."""
 
-_SUMS = "sums of gradients over replicas share no links with messages or with each other"
-
 
 @dataclass(frozen=True)
 class Simulation:
@@ -49,7 +47,6 @@ class Simulation:
         bubble: share of the ranks' time in which they do not compute.
         utilisation: share of the step each rank computes.
         peak_memory_bytes: the most each rank holds at once.
-        approximations: what was simplified, in words; nothing in most plans.
         record: executes the step once more and says what every rank did.
     """
 
@@ -57,7 +54,6 @@ class Simulation:
     bubble: float
     utilisation: tuple[float, ...]
     peak_memory_bytes: tuple[int, ...]
-    approximations: tuple[str, ...]
     record: Callable[[], Sequence[Record]] = field(repr=False, compare=False)
 
     @cached_property
@@ -105,7 +101,6 @@ def simulate(
         step_time_s,
         machine.busy_s(),
         peak_memory_bytes=machine.peak_memory_bytes(process_baseline_bytes),
-        approximations=(_SUMS,) if any(stage.replicas > 1 for stage in plan.stages) else (),
         record=lambda: _record(plan, cluster, programs),
     )
 
@@ -118,7 +113,6 @@ def _simulate_steady(
         found.step_time_s,
         found.busy_s,
         peak_memory_bytes=found.peak_memory_bytes,
-        approximations=(),
         record=lambda: steady.record(plan, cluster, programs),
     )
 

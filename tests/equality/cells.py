@@ -23,12 +23,12 @@ from typing import Any
 import replica_cells
 import torch
 import whole_product
+from all_routes import cut_routes
 from cell_jobs import BATCHES, MODELS, UNFLUSHED, captured, spec_text
 from mpi4py import MPI
 from whole_product import Cell
 
 from pipectl.capture import CapturedGraph, CapturedJob, Cut
-from pipectl.graph import cut_routes
 from pipectl.plan import Blocks, OffloadTarget, Plan, Stage, StageCost, Transfer
 from pipectl.runs import RunDirectory
 from pipectl.runtime import stage as stage_module

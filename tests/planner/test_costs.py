@@ -1,10 +1,11 @@
 from dataclasses import replace
 
 import pytest
+from all_routes import cut_routes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipectl.graph import TransferKind, cut_routes
+from pipectl.graph import TransferKind
 from pipectl.plan import Transfer
 from pipectl.planner.condense import condense
 from pipectl.planner.costs import scaled_transfers, stage_costs
@@ -141,7 +142,8 @@ def test_messages_are_those_that_the_runtime_sends(data, stages, profiles, parti
     home = {node: stage for stage, nodes in enumerate(parts.nodes) for node in nodes}
     stage_of = {operator.id: home[operator.id] for operator in profile.operators}
     expected: dict[tuple[TransferKind, int, int], int] = {}
-    for route in cut_routes(stage_of, profile.edges, profile.with_gradient):
+    returning = {operator.id: operator.gradient_bytes > 0 for operator in profile.operators}
+    for route in cut_routes(stage_of, profile.edges, returning):
         operator = profile.by_id[route.value]
         forward = route.kind is TransferKind.ACTIVATION
         key = (route.kind, route.source, route.target)
