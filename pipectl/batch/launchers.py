@@ -50,12 +50,13 @@ def srun_command(request: JobRequest) -> tuple[str, ...]:
     ``--cpus-per-task`` is repeated because Slurm 22.05 to 23.02 do not inherit it, and a rank
     that dies ends the step instead of leaving the others blocked.
     """
+    written = "cpus-per-task" not in request.slurm.omit
     return (
         "srun",
         "--kill-on-bad-exit=1",
         f"--mpi={'pmi2' if request.mpi == 'auto' else request.mpi}",
         *_tasks(request),
-        f"--cpus-per-task={request.cpus_per_task}",
+        *((f"--cpus-per-task={request.cpus_per_task}",) if written else ()),
         "--distribution=block",
         "--export=ALL",
         *_SRUN_BINDING[request.bind],

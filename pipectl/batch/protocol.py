@@ -78,7 +78,11 @@ class JobStatus:
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """What only Slurm knows; ``directives`` are extra ``sbatch`` options, written verbatim."""
+    """What only Slurm knows; ``directives`` are extra ``sbatch`` options, written verbatim.
+
+    Args:
+        omit: names of options that are left out, though the job asks for what they say.
+    """
 
     partition: str | None = None
     account: str | None = None
@@ -92,6 +96,7 @@ class SlurmOptions:
     mail_type: str | None = None
     mail_user: str | None = None
     exclusive: bool = False
+    omit: tuple[str, ...] = ()
     directives: tuple[str, ...] = ()
 
 

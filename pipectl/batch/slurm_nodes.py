@@ -30,7 +30,7 @@ def components(request: JobRequest) -> list[JobRequest]:
 
     Each has an account of its own in Slurm's eyes; a job is charged to one.
     """
-    common = {key: getattr(request.slurm, key) for key in ("account", "qos", "exclusive")}
+    common = {key: getattr(request.slurm, key) for key in ("account", "qos", "exclusive", "omit")}
     others = [
         replace(
             request,

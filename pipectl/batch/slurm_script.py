@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from pipectl.batch.array import render_array
 from pipectl.batch.launchers import mpiexec_command, srun_command
@@ -94,7 +94,8 @@ def render_script(request: JobRequest) -> str:
         before = (*_FREE_PROXIES, *hosts_of_components(request))
         launch = mpiexec_command(request, options_of_components(request))
         body = render_body(request, launch, before=before, again=_again(request))
-    return assemble(template, header, f"\n{body}", mark="#SBATCH", directive=_directive)
+    check = _checking(request)
+    return assemble(template, header, f"\n{body}", mark="#SBATCH", directive=check)
 
 
 def _options(request: JobRequest) -> Iterator[str]:
@@ -112,8 +113,9 @@ def _options(request: JobRequest) -> Iterator[str]:
     if request.array is not None:
         limit = "" if request.array.at_once is None else f"%{request.array.at_once}"
         yield f"--array=0-{len(request.array.runs) - 1}{limit}"
+    check = _checking(request)
     for directive in request.slurm.directives:
-        yield _directive(directive)
+        yield check(directive, "slurm.directives")
 
 
 def _ends(request: JobRequest) -> Iterator[str]:
@@ -145,26 +147,31 @@ def _site_options(request: JobRequest) -> Iterator[str]:
 def _resources(request: JobRequest) -> Iterator[str]:
     """What each component of a job asks for itself."""
     yield from _site_options(request)
-    yield f"--nodes={request.nodes}"
-    yield f"--ntasks-per-node={request.tasks_per_node}"
-    yield f"--cpus-per-task={request.cpus_per_task}"
-    if request.gpus_per_node:
-        yield f"--gpus-per-node={request.gpus_per_node}"
-    if request.memory_per_node_bytes is not None:
-        yield f"--mem={-(-request.memory_per_node_bytes // 2**20)}M"
-    yield f"--time={format_clock(request.walltime_s)}"
+    memory = request.memory_per_node_bytes
+    values = {
+        "nodes": request.nodes,
+        "ntasks-per-node": request.tasks_per_node,
+        "cpus-per-task": request.cpus_per_task,
+        "gpus-per-node": request.gpus_per_node or None,
+        "mem": None if memory is None else f"{-(-memory // 2**20)}M",
+        "time": format_clock(request.walltime_s),
+    }
+    for name, value in values.items():
+        if value is not None and name not in request.slurm.omit:
+            yield f"--{name}={value}"
 
 
-def _directive(text: str, what: str = "slurm.directives") -> str:
-    return checked_directive(
-        text,
-        what,
-        "sbatch",
-        _MANAGED,
-        _is_option,
-        mark="#SBATCH",
-        example="--switches=1",
-    )
+def _checking(request: JobRequest) -> Callable[[str, str], str]:
+    """What refuses directives that pipectl writes itself; those that it is to omit are free."""
+    free = {_MANAGED[f"--{name}"] for name in request.slurm.omit}
+    managed = {option: key for option, key in _MANAGED.items() if key not in free}
+
+    def check(text: str, what: str) -> str:
+        return checked_directive(
+            text, what, "sbatch", managed, _is_option, mark="#SBATCH", example="--switches=1"
+        )
+
+    return check
 
 
 def _is_option(line: str, option: str) -> bool:

@@ -7,7 +7,17 @@ from typing import NamedTuple
 from pydantic import Field
 
 from pipectl.spec.section import Section
-from pipectl.spec.values import Bytes, Count, Directive, Flag, Line, Natural, Positive, Seconds
+from pipectl.spec.values import (
+    Bytes,
+    Count,
+    Directive,
+    Flag,
+    Line,
+    Natural,
+    Omitted,
+    Positive,
+    Seconds,
+)
 
 _DIRECTIVES = "Further options for the head of the job script, verbatim."
 
@@ -138,6 +148,11 @@ class Slurm(Section):
     )
     mail_user: Line | None = Field(default=None, description="To whom.")
     exclusive: Flag = Field(default=False, description="Share the nodes with no other job.")
+    omit: tuple[Omitted, ...] = Field(
+        default=(),
+        description="Options that are not written, since the site refuses them: "
+        "`cpus-per-task`, `gpus-per-node` or `time`.",
+    )
     directives: tuple[Directive, ...] = Field(default=(), description=_DIRECTIVES)
 
 

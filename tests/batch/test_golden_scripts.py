@@ -138,6 +138,17 @@ CASES = {
     "slurm-kinds-srun.sh": ("slurm", replace(KINDS, launcher="srun", mpi="pmix")),
     "pbs-kinds.sh": ("pbs", KINDS),
     "slurm-numa.sh": ("slurm", replace(SMALL, launcher="srun", mpi="pmi2", bind="numa")),
+    "slurm-omit.sh": (
+        "slurm",
+        replace(
+            SMALL,
+            cpus_per_task=16,
+            gpus_per_node=4,
+            launcher="srun",
+            mpi="pmix",
+            slurm=SlurmOptions(gres="gpu:4", omit=("cpus-per-task", "gpus-per-node", "time")),
+        ),
+    ),
     "slurm-srun.sh": ("slurm", replace(FULL, stop=Stop("USR1", 90), after=("41", "42"))),
 }
 

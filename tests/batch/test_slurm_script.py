@@ -89,6 +89,16 @@ def test_directives_that_pipectl_manages_are_refused(
     assert cure in (caught.value.cure or "")
 
 
+def test_options_that_the_site_refuses_are_not_written(make_request: MakeRequest) -> None:
+    slurm = SlurmOptions(omit=("cpus-per-task", "time"), directives=("-t 10",))
+    request = make_request(launcher="srun", slurm=slurm, more=(MoreNodes(1, 2),))
+    script = render_script(request)
+    assert "--nodes=1" in options(script)
+    assert "-t 10" in options(script), "what is omitted is the user's to write"
+    assert "--cpus-per-task" not in script
+    assert "--time" not in script
+
+
 @pytest.mark.parametrize("directive", ["mail-type=END", "", "--nice=1\ntouch x"])
 def test_other_text_is_no_directive(make_request: MakeRequest, directive: str) -> None:
     with pytest.raises(InvalidInputError, match=r"slurm\.directives"):
