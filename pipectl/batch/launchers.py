@@ -44,6 +44,21 @@ def mpiexec_command(
     )
 
 
+def refuse_srun(request: JobRequest, jobs: str) -> None:
+    """Raise where a job without Slurm is to be started by its srun.
+
+    Args:
+        jobs: what kind of jobs they are, in words.
+
+    Raises:
+        SchedulerError: it is.
+    """
+    if request.launcher == "srun" and not request.alone:
+        raise SchedulerError(
+            "launch.launcher: srun needs Slurm", cure=f"use mpiexec or auto for {jobs}"
+        )
+
+
 def srun_command(request: JobRequest) -> tuple[str, ...]:
     """The whole launch with srun.
 

@@ -10,7 +10,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from pipectl.batch import process
-from pipectl.batch.launchers import mpiexec_command
+from pipectl.batch.launchers import mpiexec_command, refuse_srun
 from pipectl.batch.protocol import JobRequest, JobState, JobStatus
 from pipectl.batch.quoting import shell_command, shell_word
 from pipectl.batch.script import render_body
@@ -66,10 +66,7 @@ class LocalScheduler:
 
     def render(self, request: JobRequest) -> str:
         """See :class:`~pipectl.batch.protocol.Scheduler`."""
-        if request.launcher == "srun" and not request.alone:
-            raise SchedulerError(
-                "launch.launcher: srun needs Slurm", cure="use mpiexec or auto for local runs"
-            )
+        refuse_srun(request, "local runs")
         if request.after:
             raise SchedulerError(
                 "local jobs wait for no others", cure="`pipectl submit --wait` one after the other"

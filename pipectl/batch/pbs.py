@@ -10,9 +10,9 @@ from pathlib import Path
 
 from pipectl.batch import process
 from pipectl.batch.pbs_script import render_script, suffix
-from pipectl.batch.pbs_text import job_number, parse_names, parse_qstat, submitted_id
+from pipectl.batch.pbs_text import parse_names, parse_qstat, submitted_id
 from pipectl.batch.protocol import JobRequest, JobStatus
-from pipectl.batch.submission import Program
+from pipectl.batch.submission import Program, job_number
 from pipectl.errors import SchedulerError
 
 _CURE = "run this where the commands of PBS are installed, or set launch.scheduler: local"

@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator, Sequence
 
 from pipectl.batch.array import render_array
-from pipectl.batch.launchers import mpiexec_command
+from pipectl.batch.launchers import mpiexec_command, refuse_srun
 from pipectl.batch.protocol import Array, JobRequest, MoreNodes
 from pipectl.batch.quoting import checked, checked_directive, pbs_path, pbs_value, shell_word
 from pipectl.batch.script import render_body
 from pipectl.batch.template import assemble, interpreter, without_commands
-from pipectl.errors import InvalidInputError, SchedulerError
+from pipectl.errors import InvalidInputError
 from pipectl.runs import RESUBMITTED, RUN_VARIABLE
 from pipectl.units import format_clock
 
@@ -59,10 +59,7 @@ def render_script(request: JobRequest) -> str:
             manages.
         SchedulerError: no mpiexec, or a launcher of Slurm.
     """
-    if request.launcher == "srun" and not request.alone:
-        raise SchedulerError(
-            "launch.launcher: srun needs Slurm", cure="use mpiexec or auto for jobs on PBS"
-        )
+    refuse_srun(request, "jobs on PBS")
     header = "".join(f"#PBS {option}\n" for option in _options(request))
     if request.array is not None:
         body = render_array(request.array, "PBS_ARRAY_INDEX", interpreter(request.template))

@@ -59,12 +59,6 @@ def parse_names(stdout: str) -> dict[str, str]:
     return {job_id: fields.get("Job_Name", "") for job_id, fields in _jobs(stdout)}
 
 
-def job_number(job_id: str) -> int:
-    """By which the latest job is the largest."""
-    digits = re.match("[0-9]{1,18}", job_id)
-    return int(digits[0]) if digits else -1
-
-
 def _jobs(stdout: str) -> Iterator[tuple[str, Mapping[str, str]]]:
     """Ids and fields. The first of two fields counts: a later one may be of the environment."""
     job_id, fields, last = "", {}, ""  # type: tuple[str, dict[str, str], str]

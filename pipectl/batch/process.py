@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +72,19 @@ def run(
     except OSError as error:
         raise SchedulerError(f"{argv[0]}: {error.strerror or error}", cure=cure) from None
     return Completed(done.returncode, done.stdout.rstrip(), done.stderr.rstrip())
+
+
+def environment_without(*prefixes: str, kept: Container[str] = ()) -> dict[str, str]:
+    """Our environment without the variables that begin so.
+
+    Args:
+        kept: names of some that stay.
+    """
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in kept or not name.startswith(prefixes)
+    }
 
 
 def start_detached(argv: Sequence[str], *, output: Path, directory: Path) -> int:

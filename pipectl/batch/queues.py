@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -99,8 +98,7 @@ def parse_pbs(queues: str, server: str, nodes: str) -> tuple[Queue, ...]:
 
 def _run(*argv: str) -> str:
     """What a command prints, without the user's own ideas of how."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("SINFO_")}
-    env = {**kept, "LC_ALL": "C"}
+    env = {**process.environment_without("SINFO_"), "LC_ALL": "C"}
     done = process.run(argv, cure="name what you want", env=env, timeout_s=_TIMEOUT_S)
     if done.returncode != 0:
         raise SchedulerError(f"{argv[0]}: {done.said}", cure="try again in a minute")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -25,14 +23,15 @@ from pipectl.batch.slurm_text import (
     parse_squeue,
     submitted_id,
 )
-from pipectl.batch.submission import Program
+from pipectl.batch.submission import Program, job_number
 from pipectl.errors import SchedulerError
 
 _CURE = "run this where Slurm's commands are installed, or set launch.scheduler: local"
 _UNSURE = ("timed out", "unable to contact", "connection failure", "zero bytes")
 _CLOCK_SKEW_S = 60.0
 
-# Variables that change what the commands do, over the job script's own directives.
+# Variables that change what the commands do, over the job script's own directives, or come from a
+# job around this one.
 _OVERRIDES = ("SBATCH_", "SLURM_", "SQUEUE_", "SACCT_", "SCANCEL_")
 _KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"})
 
@@ -123,7 +122,7 @@ class SlurmScheduler:
     def find(self, tag: str) -> str | None:
         """The id of the latest job of ours with this tag as its comment."""
         matches = [array_of(row.job_id) for row in self._squeue("--me") if row.comment == tag]
-        return max(matches, key=_number, default=None)
+        return max(matches, key=job_number, default=None)
 
     def _squeue(self, *selection: str) -> list[Listed]:
         done = self._run("squeue", "-h", "-r", "-t", "all", "-o", SQUEUE_FORMAT, *selection)
@@ -165,25 +164,10 @@ class SlurmScheduler:
         }
 
     def _run(self, *argv: str) -> process.Completed:
-        times = {"SLURM_TIME_FORMAT": "%s"} if argv[0] in {"squeue", "sacct"} else {}
-        return process.run(
-            argv, cure=_CURE, env={**_environment(), **times}, timeout_s=self._timeout_s
-        )
-
-
-def _number(job_id: str) -> int:
-    """By which the latest job is the largest; ids of arrays begin with it too."""
-    digits = re.match("[0-9]{1,18}", job_id)
-    return int(digits[0]) if digits else -1
-
-
-def _environment() -> dict[str, str]:
-    """Our environment without what overrules directives, and without an outer job's variables."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name in _KEPT or not name.startswith(_OVERRIDES)
-    }
+        environment = process.environment_without(*_OVERRIDES, kept=_KEPT)
+        if argv[0] in {"squeue", "sacct"}:
+            environment["SLURM_TIME_FORMAT"] = "%s"
+        return process.run(argv, cure=_CURE, env=environment, timeout_s=self._timeout_s)
 
 
 def _merge(queue: JobStatus | None, account: JobStatus | None) -> JobStatus | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -80,6 +81,12 @@ class Program(NamedTuple):
                 cure=f"look with `{self.look}` before you submit again",
             )
         return job_id
+
+
+def job_number(job_id: str) -> int:
+    """By which the latest job is the largest; ids of arrays begin with it, too."""
+    digits = re.match("[0-9]{1,18}", job_id)
+    return int(digits[0]) if digits else -1
 
 
 def _holds(phrases: Sequence[str], text: str) -> bool:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from pipectl.jobs.submit import Submission
     from pipectl.spec import JobSpec
 
+_SHARED = 0.005
+"""Of the step: what shared cores and links add that is worth a line."""
+
 
 def rehearse(spec: JobSpec, scheduler: str | None, *, wait: bool, as_json: bool) -> None:
     """Rehearse the plan of a job; on this machine, to the end."""
@@ -82,6 +85,3 @@ def _lines(found: Rehearsed) -> Iterator[str]:
             f"a rank came {format_time(found.late_s)} too late (in time of the plan): this machine "
             "was busy, or too small for so many ranks"
         )
-
-
-_SHARED = 0.005

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from pipectl.jobs.simulating import Simulated
 
 _SHAPE = "of equal stages, in any unit"
+_MOST = 16
+"""Stages whose micro-batches in flight are told."""
 
 
 def command(
@@ -91,6 +93,3 @@ def _figures(found: Simulated) -> str:
         f"step {found.simulation.step_time_s:.6g}, bubble {found.simulation.bubble:.1%}, "
         f"micro-batches in flight by stage: {shown}"
     )
-
-
-_MOST = 16

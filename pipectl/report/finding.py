@@ -17,6 +17,8 @@ from pipectl.units import format_time
 
 _REMARKABLE = 0.02
 """Of the step."""
+_BEYOND = 100
+"""Times the prediction, from which on the ratio says nothing."""
 
 _WHAT = {
     COMMUNICATION: "exposed communication",
@@ -72,6 +74,3 @@ def _times(both: Both) -> str:
     if both.ratio is None or both.ratio > _BEYOND:
         return f"takes {amount} than predicted"
     return f"takes {both.ratio:.2f} times what was predicted, {amount},"
-
-
-_BEYOND = 100

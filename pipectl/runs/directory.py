@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -234,10 +234,15 @@ def _numbers(path: Path) -> tuple[list[int], str]:
     return [int(digits) for digits in re.findall(r"\d+", path.name)], path.name
 
 
+def numbered(base: Path, stem: str) -> Iterator[Path]:
+    """``stem``, then ``stem-2``, ``stem-3``… without end."""
+    yield base / stem
+    yield from (base / f"{stem}-{number}" for number in count(2))
+
+
 def _make_unique(base: Path, stem: str) -> Path:
-    """Make ``stem``, or the first free ``stem-2``, ``stem-3``…; two callers never share one."""
-    for number in count(1):
-        path = base / (stem if number == 1 else f"{stem}-{number}")
+    """Make the first that is free; two callers never share one."""
+    for path in numbered(base, stem):
         try:
             path.mkdir()
         except FileExistsError:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 
 from pipectl.fields import Reader
 from pipectl.files import read_json, write_json
-from pipectl.runs.directory import RunDirectory, not_made, stem_of
+from pipectl.runs.directory import RunDirectory, not_made, numbered, stem_of
 
 VERSION = 1
 FOLDER = "sweeps"
@@ -58,8 +57,8 @@ class SweepDirectory:
         stem = stem_of(name, now)
         try:
             (base / FOLDER).mkdir(parents=True, exist_ok=True)
-            for number in count(1):
-                sweep = cls(base / FOLDER / (stem if number == 1 else f"{stem}-{number}"))
+            for path in numbered(base / FOLDER, stem):
+                sweep = cls(path)
                 runs = sweep._made(points)
                 if runs is not None:
                     return sweep, runs

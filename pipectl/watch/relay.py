@@ -11,7 +11,6 @@ from __future__ import annotations
 import fcntl
 import os
 import select
-import signal
 import stat
 import struct
 import sys
@@ -21,6 +20,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from pipectl.watch.signals import outlive_signals
+
 _TOGETHER = 4096
 """Bytes that a pipe of Linux takes as one, and that Open MPI reads at once."""
 _PIECE = 4000
@@ -28,8 +29,6 @@ _PIECE = 4000
 _PATIENCE_S = 1.0
 """After which the begin of a line is passed on without its end."""
 _TAKEN_S, _PAUSE_S = 0.2, 0.001
-_IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Batch systems send them to all processes of a job; what ranks say about them is to be heard."""
 
 
 def label_of(name: str) -> bytes:
@@ -148,8 +147,7 @@ def _abandoned(pipe: int) -> bool:
 
 def main() -> None:
     """Relay the standard input."""
-    for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)
+    outlive_signals()
     _, name, late = sys.argv
     relay(0, Sink(1, Path(late)), label_of(name))
 

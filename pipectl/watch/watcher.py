@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import signal
 import socket
 import sys
 import time
@@ -22,6 +21,7 @@ from pipectl.watch.board import Sight, mapped
 from pipectl.watch.charge import Charge
 from pipectl.watch.head import Head, interval_s
 from pipectl.watch.report import report
+from pipectl.watch.signals import outlive_signals
 from pipectl.watch.verdict import RESUME, Verdict, limit_s
 from pipectl.watch.wire import Address, Wire, listen, resolve
 from pipectl.watch.words import Names
@@ -222,8 +222,7 @@ class Leader(Watcher):
 
 def main() -> None:
     """Watch the rank that is on the other side of the standard input."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # what ends the rank ends this process, too
+    outlive_signals()
     line = b""
     while not line.endswith(b"\n"):
         letter = os.read(_PIPE, 1)

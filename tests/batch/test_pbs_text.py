@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from pipectl.batch import JobState
-from pipectl.batch.pbs_text import job_number, parse_names, parse_qstat, submitted_id
+from pipectl.batch.pbs_text import parse_names, parse_qstat, submitted_id
+from pipectl.batch.submission import job_number
 
 SAMPLES = Path(__file__).parents[1] / "data" / "scheduler" / "pbs"
 

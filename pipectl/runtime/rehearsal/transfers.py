@@ -19,6 +19,8 @@ from pipectl.schedule import Action, Channel, Kind
 
 Words = npt.NDArray[np.float64]
 _WORD = 8
+_TAGS = 2**15
+"""Fewer than any MPI allows; channels of one pair of ranks that share a tag share their order."""
 
 
 class Pending(NamedTuple):
@@ -112,7 +114,3 @@ class Transfers:
             if len(ranks) > 1:
                 found[ranks] = self._communicator.Create_group(world.Incl(ranks))
         return found
-
-
-_TAGS = 2**15
-"""Fewer than any MPI allows; channels of one pair of ranks that share a tag share their order."""
