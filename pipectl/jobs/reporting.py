@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from pipectl.errors import PipectlError
 from pipectl.files import write_json
-from pipectl.runs import RunDirectory
+from pipectl.runs import RunDirectory, beat
 
 _BEAT_S = 1.0
 
@@ -50,16 +50,7 @@ class Heartbeat:
     def beat(self, state: str, step: int = 0) -> None:
         """Tell what is going on."""
         self._last = self._clock()
-        document = {
-            "version": 1,
-            "time": self._last,
-            "attempt": 1,
-            "state": state,
-            "step": step,
-            "steps": self._steps,
-            "ranks": [],
-        }
-        write_json(self._run.heartbeat, document)
+        beat(self._run, state, step, self._steps, now=self._last)
 
 
 def reporting_failure(run: RunDirectory, work: Callable[[], None]) -> int:

@@ -2,6 +2,7 @@
 
 from pipectl.runs.directory import ATTEMPT, RESUBMITTED, RUN_VARIABLE, SCRIPT, RunDirectory
 from pipectl.runs.find import find_run, find_sweep, list_runs, list_sweeps
+from pipectl.runs.heartbeat import beat
 from pipectl.runs.lock import locked
 from pipectl.runs.manifest import LossScaleState, Manifest, Shard, checkpoints, step_of
 from pipectl.runs.printed import Line, Printed, late_lines
@@ -44,6 +45,7 @@ __all__ = [
     "Setting",
     "Shard",
     "SweepDirectory",
+    "beat",
     "checkpoints",
     "find_run",
     "find_sweep",

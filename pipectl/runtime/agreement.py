@@ -21,8 +21,7 @@ from pipectl.capture import CapturedJob
 from pipectl.errors import MismatchError
 from pipectl.plan import Plan
 from pipectl.profile import Profile
-from pipectl.runtime.links.places import grouped
-from pipectl.runtime.telemetry import node_name
+from pipectl.runtime.nodes import grouped, node_name
 from pipectl.schedule import program_hash
 from pipectl.spec import JobSpec
 

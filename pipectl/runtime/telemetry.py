@@ -9,20 +9,18 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import psutil
 from mpi4py import MPI
 
-from pipectl.files import write_json
-from pipectl.runs import RunDirectory
+from pipectl.runs import RunDirectory, beat
 from pipectl.runtime.failure import warn
-from pipectl.runtime.waiting import barrier, wait, waited_s
+from pipectl.runtime.guard import Fault
+from pipectl.runtime.nodes import node_name
+from pipectl.runtime.waiting import WaitingShare, barrier, wait
 from pipectl.runtime.written import Attempts, Lines
-
-if TYPE_CHECKING:  # it needs torch, which rehearsals do without
-    from pipectl.runtime.guard import Fault
 
 _HEARTBEAT_S = 2.0
 _FIELDS = (
@@ -30,8 +28,6 @@ _FIELDS = (
     "step_time_s", "samples", "rss_bytes", "peak_bytes", "waiting", "time",
 )  # fmt: skip
 _TAG = 1
-_NEWEST = 0.3
-"""Weight of the newest step in what is said of the last few."""
 
 
 @dataclass(frozen=True)
@@ -54,36 +50,6 @@ class StepReport:
     peak_bytes: int
     loss_scale: float = math.nan
     skipped: bool = False
-
-
-class WaitingShare:
-    """The part of its time that a rank waits for others, over the last few steps.
-
-    Whoever waits least is whom the others wait for.
-
-    Args:
-        clock: in seconds.
-        waited: how long it has waited in all, in seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float], waited: Callable[[], float]) -> None:
-        self._clock, self._waited = clock, waited
-        self._mean = math.nan
-        self.restart()
-
-    def restart(self) -> None:
-        """Leave out what was since the last step."""
-        self._since, self._waited_s = self._clock(), self._waited()
-
-    def share(self) -> float:
-        """At the end of a step: from 0 to 1; older steps count less."""
-        before_s, waited_s = self._since, self._waited_s
-        self.restart()
-        elapsed_s = self._since - before_s
-        found = (self._waited_s - waited_s) / elapsed_s if elapsed_s else 0.0
-        last = found if math.isnan(self._mean) else self._mean
-        self._mean = last + _NEWEST * (found - last)
-        return self._mean
 
 
 class Telemetry:
@@ -125,7 +91,7 @@ class Telemetry:
         self._beat_at = 0.0
         self._lines = Lines(run.metrics, warn)
         self._beats = Attempts(run.heartbeat.name, warn)
-        self._waiting = WaitingShare(time.perf_counter, waited_s)
+        self._waiting = WaitingShare()
         self._step = 0
         self._receiving = [self._post(rank) for rank in range(1, communicator.size)]
         if communicator.rank:
@@ -274,39 +240,11 @@ class Telemetry:
         }
 
 
-def beat(
-    run: RunDirectory,
-    state: str,
-    step: int,
-    steps: int,
-    attempt: int,
-    ranks: Sequence[dict[str, Any]] = (),
-    messages: Mapping[str, Any] | None = None,
-) -> None:
-    """Write ``heartbeat.json``: what the job does now, and how its ranks are."""
-    document = {
-        "version": 1,
-        "time": time.time(),
-        "attempt": attempt,
-        "state": state,
-        "step": step,
-        "steps": steps,
-        "ranks": list(ranks),
-        **({"messages": dict(messages)} if messages else {}),
-    }
-    write_json(run.heartbeat, document)
-
-
 def _finite(value: Any) -> Any:
     """``value`` with null for infinite and undefined numbers, for which JSON has no word."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def node_name() -> str:
-    """The batch system's name of this node: several of its nodes may share one host name."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def _identity(rank: int, stages: tuple[int, ...]) -> dict[str, Any]:

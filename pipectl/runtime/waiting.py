@@ -23,6 +23,8 @@ _LONG_PAUSE_S = 250e-6
 _SHORT_S = 2e-3
 _WORK_FACTOR = 3.0
 _WORK_MARGIN_S = 1e-6
+_NEWEST = 0.3
+"""Weight of the newest step in what is said of the last few."""
 
 
 class WorkMeter:
@@ -54,6 +56,31 @@ _waited = _Waited()
 def waited_s() -> float:
     """How long this process has waited for others in all, in seconds."""
     return _waited.total_s
+
+
+class WaitingShare:
+    """The part of its time that this process waits for others, over the last few steps.
+
+    Whoever waits least is whom the others wait for.
+    """
+
+    def __init__(self) -> None:
+        self._mean = math.nan
+        self.restart()
+
+    def restart(self) -> None:
+        """Leave out what was since the last step."""
+        self._since, self._waited_s = time.perf_counter(), waited_s()
+
+    def share(self) -> float:
+        """At the end of a step: from 0 to 1; older steps count less."""
+        since, before_s = self._since, self._waited_s
+        self.restart()
+        elapsed_s = self._since - since
+        found = (self._waited_s - before_s) / elapsed_s if elapsed_s else 0.0
+        last = found if math.isnan(self._mean) else self._mean
+        self._mean = last + _NEWEST * (found - last)
+        return self._mean
 
 
 def tell_of_waits(tell: Callable[[bool], None]) -> None:

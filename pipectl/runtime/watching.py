@@ -28,7 +28,7 @@ from pipectl.plan import Plan
 from pipectl.runs import RUN_VARIABLE, SCRIPT, RunDirectory
 from pipectl.runtime.failure import Doing, warn
 from pipectl.runtime.labelling import unlabelled
-from pipectl.runtime.telemetry import node_name
+from pipectl.runtime.nodes import node_name
 from pipectl.runtime.waiting import tell_of_waits
 from pipectl.schedule import Kind
 from pipectl.spec import JobSpec

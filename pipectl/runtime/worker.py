@@ -15,7 +15,7 @@ from mpi4py import MPI
 from pipectl.capture import CapturedJob
 from pipectl.plan import Plan
 from pipectl.profile import Profile
-from pipectl.runs import ATTEMPT, RunDirectory
+from pipectl.runs import ATTEMPT, RunDirectory, beat
 from pipectl.runtime.agreement import (
     check_alike,
     check_graph,
@@ -26,11 +26,11 @@ from pipectl.runtime.agreement import (
 from pipectl.runtime.checkpoint import newest
 from pipectl.runtime.device import Device, choose_device
 from pipectl.runtime.failure import Doing, run_rank, warn
+from pipectl.runtime.nodes import node_name
 from pipectl.runtime.offload import check_space, directory_of
 from pipectl.runtime.process import settle_process
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.supported import check_supported
-from pipectl.runtime.telemetry import beat, node_name
 from pipectl.runtime.trainer import Trainer
 from pipectl.runtime.transport import Choice, choose_progress, gpu_aware
 from pipectl.runtime.watching import watched

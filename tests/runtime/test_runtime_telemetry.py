@@ -12,7 +12,8 @@ import pytest
 from mpi4py import MPI
 
 from pipectl.runs import RunDirectory, read_heartbeat, read_metrics
-from pipectl.runtime.telemetry import StepReport, Telemetry, node_name
+from pipectl.runtime.nodes import node_name
+from pipectl.runtime.telemetry import StepReport, Telemetry
 
 
 @pytest.fixture

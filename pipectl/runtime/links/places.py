@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from pipectl.errors import MismatchError
 from pipectl.runtime.links.session import Pair
-from pipectl.runtime.telemetry import node_name
-
-_Node = TypeVar("_Node")
+from pipectl.runtime.nodes import grouped, node_name
 
 
 @dataclass(frozen=True)
@@ -40,18 +37,6 @@ class Place:
             cores=frozenset(os.sched_getaffinity(0)),
             memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         )
-
-
-def grouped(nodes: Iterable[_Node]) -> dict[_Node, list[int]]:
-    """The ranks of every node, nodes by their first rank.
-
-    Args:
-        nodes: of every rank.
-    """
-    found: dict[_Node, list[int]] = {}
-    for rank, node in enumerate(nodes):
-        found.setdefault(node, []).append(rank)
-    return found
 
 
 def ranks_by_node(places: Sequence[Place]) -> list[list[int]]:

@@ -16,12 +16,11 @@ from pipectl.cluster import Cluster
 from pipectl.errors import MismatchError, PipectlError
 from pipectl.files import write_text
 from pipectl.report.links_svg import links_svg
-from pipectl.runs import RunDirectory
+from pipectl.runs import RunDirectory, beat
 from pipectl.runtime.failure import report
 from pipectl.runtime.links.describe import describe
 from pipectl.runtime.links.measure import Figures, measure
 from pipectl.runtime.links.session import Session
-from pipectl.runtime.telemetry import beat
 from pipectl.spec import load
 
 

@@ -17,12 +17,11 @@ from mpi4py import MPI
 from pipectl.errors import MismatchError
 from pipectl.plan import Plan
 from pipectl.rehearsal import Rehearsal
-from pipectl.runs import RunDirectory
+from pipectl.runs import RunDirectory, beat
 from pipectl.runtime import clock
 from pipectl.runtime.failure import Doing, run_rank
 from pipectl.runtime.rehearsal.rank import Rank
 from pipectl.runtime.rehearsal.transfers import Transfers
-from pipectl.runtime.telemetry import beat
 from pipectl.runtime.waiting import wait
 from pipectl.schedule import Actions, channels, lower, shares
 from pipectl.timeline import Event, Timeline
