@@ -17,32 +17,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
+from pipectl.report.looks import FILLS, NAMES
 from pipectl.timeline import Event, Timeline
 
-FILLS = {
-    "forward": "░",
-    "backward": "█",
-    "backward_input": "█",
-    "backward_weight": "▓",
-    "recompute": "▒",
-    "reduce_wait": "R",
-    "update": "U",
-    "evaluate": "E",
-}
 IDLE = "idle"
 _LEAST_COLUMNS = 2
 """Of a block on average; with less, the small ones would push the others away."""
 MOST_RANKS = 32
-_NAMES = {
-    "forward": "forward",
-    "recompute": "forward again",
-    "backward": "backward",
-    "backward_input": "backward (inputs)",
-    "backward_weight": "backward (weights)",
-    "reduce_wait": "sum of gradients",
-    "update": "update",
-    "evaluate": "evaluation",
-}
 
 
 @dataclass(frozen=True)
@@ -67,7 +48,7 @@ class Row:
 def legend(timeline: Timeline, *, max_ranks: int = MOST_RANKS) -> str:
     """What the characters mean, of those that occur; and whether ranks are left out."""
     kinds = {event.kind for event in timeline.events}
-    marks = "  ".join(f"{FILLS[kind]} {name}" for kind, name in _NAMES.items() if kind in kinds)
+    marks = "  ".join(f"{FILLS[kind]} {name}" for kind, name in NAMES.items() if kind in kinds)
     left_out = timeline.ranks > max_ranks
     some = f", {max_ranks} of {timeline.ranks:,} ranks are shown" if left_out else ""
     return f"{marks}  (digits: micro-batch, blank: idle{some})"

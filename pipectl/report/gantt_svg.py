@@ -7,31 +7,21 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from typing import NamedTuple
 
-from pipectl.report.gantt import FILLS, shown_ranks
+from pipectl.report.gantt import shown_ranks
+from pipectl.report.looks import COLOURS, FILLS, NAMES
 from pipectl.timeline import Event, Timeline
 from pipectl.units import format_time
 
-_NAMES = {
-    "forward": "forward",
-    "backward": "backward",
-    "backward_input": "backward (inputs)",
-    "backward_weight": "backward (weights)",
-    "recompute": "forward again",
-    "reduce_wait": "sum of gradients",
-    "update": "optimizer step",
-    "evaluate": "evaluation",
-}
+_NAMES = {kind: NAMES[kind] for kind in COLOURS} | {"update": "optimizer step"}
 _STYLE = """\
 text { fill: #24292f } .title { font-size: 14px; font-weight: 600 } .faint { fill: #57606a }
 .page { fill: #ffffff } .idle { fill: #eaeef2 } .tick { stroke: #d0d7de }
 .bar { fill: #1b1f24; text-anchor: middle }
-.forward { fill: #7fb3d5 } .backward, .backward_input { fill: #e59866 }
-.backward_weight { fill: #c9a9dc } .recompute { fill: #b6d3e6 } .reduce_wait { fill: #e3c567 }
-.update { fill: #82b366 } .evaluate { fill: #aab7b8 }
 @media (prefers-color-scheme: dark) {
   text { fill: #e6edf3 } .faint { fill: #9198a1 } .bar { fill: #0d1117 }
   .page { fill: #0d1117 } .idle { fill: #21262d } .tick { stroke: #3d444d }
 }"""
+_KINDS = "\n".join(f".{kind} {{ fill: {colour} }}" for kind, colour in COLOURS.items())
 _LEFT, _RIGHT, _ROW_HEIGHT, _BAR_HEIGHT, _AXIS = 64, 24, 30, 24, 30
 _LINE, _LEGEND_HEIGHT = 18, 30
 _NAME_HEIGHT, _GAP = 22, 6  # above the rows of one timeline among several
@@ -109,7 +99,7 @@ def _rows_of(ranks: int, events: int) -> dict[int, int]:
 
 def _heading(title: str, notes: tuple[str, ...]) -> Iterator[str]:
     yield f"<title>{escape(title)}</title>"
-    yield f"<style>{_STYLE}</style>"
+    yield f"<style>{_STYLE}\n{_KINDS}</style>"
     yield '<rect class="page" width="100%" height="100%"/>'
     yield f'<text class="title" x="8" y="20">{escape(title)}</text>'
     for index, note in enumerate(notes):

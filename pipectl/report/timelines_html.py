@@ -5,20 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pipectl.report.gantt import FILLS, shown_ranks
+from pipectl.report.gantt import shown_ranks
+from pipectl.report.looks import COLOURS
 from pipectl.report.page import script
 from pipectl.timeline import Timeline
 
-_COLOURS = {
-    "forward": "#7fb3d5",
-    "backward": "#e59866",
-    "backward_input": "#e59866",
-    "backward_weight": "#c9a9dc",
-    "recompute": "#b6d3e6",
-    "reduce_wait": "#e3c567",
-    "update": "#82b366",
-    "evaluate": "#aab7b8",
-}
 _MOST_RANKS = 32
 
 _PROGRAM = """\
@@ -114,10 +105,10 @@ def timelines_html(timelines: Mapping[str, Timeline]) -> str:
     Args:
         timelines: by name.
     """
-    kinds = [kind for kind in _COLOURS if kind in FILLS]
+    kinds = list(COLOURS)
     data = [_data(name, timeline, kinds) for name, timeline in timelines.items()]
     return f'<canvas id="timelines"></canvas><p id="told" class="faint">{_HINT}</p>' + script(
-        _PROGRAM, timelines=data, kinds=kinds, colours=_COLOURS
+        _PROGRAM, timelines=data, kinds=kinds, colours=COLOURS
     )
 
 

@@ -4,8 +4,9 @@ from collections import Counter
 
 import pytest
 
-from pipectl.report.gantt import FILLS, gantt, legend
+from pipectl.report.gantt import gantt, legend
 from pipectl.report.gantt_svg import gantt_svg
+from pipectl.report.looks import FILLS
 from pipectl.timeline import Event, Timeline
 
 
