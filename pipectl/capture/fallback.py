@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture.explain import NodeError, culprit, explain
 from pipectl.capture.graph import CapturedGraph
+from pipectl.capture.names import in_model, own_name
 from pipectl.capture.observe import Make, UnsuitableError, outlines
 from pipectl.capture.step import Step
 from pipectl.capture.tracing import Kept
@@ -23,7 +24,6 @@ from pipectl.units import did_you_mean
 
 _SAMPLES = ((0, 2), (2, 5), (5, 9), (0, 4))
 """Micro-batches from which the rule for the sizes of a result is found: first and last sample."""
-_PREFIX = "model."
 
 Capture = Callable[[Kept], CapturedGraph]
 Example = Callable[[int], Any]
@@ -52,7 +52,7 @@ class Fallback:
     @property
     def found(self) -> dict[str, str]:
         """Why each submodule that is not named is kept, by its path in the user's model."""
-        return {plain(p): self._reasons[p] for p in self._paths() if p in self._reasons}
+        return {own_name(p): self._reasons[p] for p in self._paths() if p in self._reasons}
 
     def capture(self, size: int, example: Example, capture: Capture) -> CapturedGraph:
         """What ``capture`` gives, with as few submodules kept as it takes.
@@ -126,12 +126,12 @@ class Fallback:
             around = around.rpartition(".")[0]
         if not self._may_be_kept(around):
             raise CaptureError(
-                f"model: {plain(path)} cannot be captured, not even as one operator: it {why}"
+                f"model: {own_name(path)} cannot be captured, not even as one operator: it {why}"
                 + (f" {self._reasons[path]}" if path in self._reasons else ""),
                 cure="let it return tensors whose sizes follow from the batch size, or name a "
                 "larger part of the model under model.opaque",
             )
-        self._reasons[around] = f"{plain(path)} {why}"
+        self._reasons[around] = f"{own_name(path)} {why}"
 
     def _paths(self) -> list[str]:
         """Submodules that are kept and lie in no other that is."""
@@ -142,13 +142,13 @@ class Fallback:
         return any(f"{path}.".startswith(f"{other}.") for other in self._paths())
 
     def _may_be_kept(self, path: str) -> bool:
-        return path == "loss" or (path in self._modules and path.startswith(_PREFIX))
+        return path == "loss" or (path in self._modules and in_model(path))
 
     def _path(self, module: nn.Module | None) -> str:
         return "" if module is None else self._path_of.get(id(vars(module)), "")
 
     def _matching(self, pattern: str) -> list[str]:
-        own = {plain(path): path for path in self._modules if path.startswith(_PREFIX)}
+        own = {own_name(path): path for path in self._modules if in_model(path)}
         found = [path for name, path in own.items() if fnmatchcase(name, pattern)]
         if not found:
             raise CaptureError(
@@ -160,8 +160,3 @@ class Fallback:
 
 def _rows(samples: Any, start: int, end: int) -> Any:
     return pytree.tree_map_only(Tensor, lambda tensor: tensor[start:end].clone(), samples)
-
-
-def plain(path: str) -> str:
-    """A path as in the user's model."""
-    return path.removeprefix(_PREFIX)

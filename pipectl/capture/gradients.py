@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from pipectl.capture.explain import place_in
+from pipectl.capture.names import own_path
 from pipectl.errors import CaptureError
 
 
@@ -57,7 +58,7 @@ def refuse_backward_hooks(model: nn.Module, kept: Iterable[nn.Module] = ()) -> N
         if module in free:
             continue
         if module._backward_hooks or module._backward_pre_hooks:
-            path = name.removeprefix("model").removeprefix(".") or "the model"
+            path = own_path(name) or "the model"
             raise CaptureError(
                 f"model: {path} has a backward hook, which no graph can hold", cure=_HOOK_CURE
             )

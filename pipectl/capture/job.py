@@ -17,6 +17,7 @@ from pipectl.capture.export import export_step
 from pipectl.capture.fallback import Fallback
 from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.materialize import Materializer
+from pipectl.capture.names import own_name
 from pipectl.capture.precision import arithmetic
 from pipectl.capture.randomness import seed_of
 from pipectl.capture.step import Step, as_module, seed_everything
@@ -126,9 +127,9 @@ class CapturedJob:
         Raises:
             CaptureError: a group matches no parameter.
         """
-        names = {name: [_own_name(name)] for name, _ in self.step.named_parameters()}
+        names = {name: [own_name(name)] for name, _ in self.step.named_parameters()}
         for further, name in self.tied.items():
-            names.get(name, []).append(_own_name(further))
+            names.get(name, []).append(own_name(further))
         return groups.assign(names, [group.match for group in self.spec.optimizer.groups])
 
     def find(self, item: Factory) -> Any:
@@ -210,8 +211,3 @@ class CapturedJob:
                     f"data: a batch of {size} samples has a tensor of shape {list(leaf.shape)}",
                     cure="let the first dimension of every tensor be the batch",
                 )
-
-
-def _own_name(name: str) -> str:
-    """A parameter's name in the user's model."""
-    return name.removeprefix("model.")

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from pipectl.capture.deferred import Deferred, is_deferred, settle
+from pipectl.capture.names import in_model, own_name
 from pipectl.capture.weights import Weights
 from pipectl.errors import CaptureError
 from pipectl.spec import JobSpec
-
-_PREFIX = "model."
 
 
 class Materializer:
@@ -65,15 +64,15 @@ class Materializer:
         """
         if self._weights is None:
             return
-        several: dict[str, list[str]] = {name: [name] for name in states if _in_model(name)}
+        several: dict[str, list[str]] = {name: [name] for name in states if in_model(name)}
         for further, name in tied.items():
             several.setdefault(name, [name]).append(further)
-        self._names = {n: [_plain(s) for s in names] for n, names in several.items()}
+        self._names = {n: [own_name(s) for s in names] for n, names in several.items()}
         persistent = step.state_dict(keep_vars=True)
-        optional = {_plain(name) for name in states if name not in persistent}
-        wanted = {_plain(name): states[name] for name in self._names}
+        optional = {own_name(name) for name in states if name not in persistent}
+        wanted = {own_name(name): states[name] for name in self._names}
         self._weights.check(
-            wanted, {_plain(n): names for n, names in self._names.items()}, optional
+            wanted, {own_name(n): names for n, names in self._names.items()}, optional
         )
         for name, tensor in states.items():
             if not is_deferred(tensor) and (stored := self._stored(name, tensor)) is not None:
@@ -89,7 +88,7 @@ class Materializer:
         stored = self._stored(name, tensor)
         if stored is None:
             assert self._deferred is not None
-            return self._deferred.make(tensor, _plain(name))
+            return self._deferred.make(tensor, own_name(name))
         return nn.Parameter(stored, tensor.requires_grad) if _is_parameter(tensor) else stored
 
     def _stored(self, name: str, like: Tensor) -> Tensor | None:
@@ -102,12 +101,3 @@ class Materializer:
 
 def _is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter)
-
-
-def _in_model(name: str) -> bool:
-    return name.startswith(_PREFIX)
-
-
-def _plain(name: str) -> str:
-    """The name that the user's model gives."""
-    return name.removeprefix(_PREFIX)

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from pipectl.capture.handing import enter, leave
+from pipectl.capture.names import own_name
 from pipectl.capture.outline import Form, Outline, UnpredictableError
 from pipectl.capture.step import make_known
 from pipectl.errors import CaptureError
@@ -133,7 +134,7 @@ class Opaque:
     def __init__(
         self, path: str, module: nn.Module, states: States, arguments: Arguments, outline: Outline
     ) -> None:
-        self.path = path.removeprefix("model.")
+        self.path = own_name(path)
         self.outline = outline
         self._module = module
         self._states = states

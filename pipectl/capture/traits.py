@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipectl.capture.job import CapturedJob
+from pipectl.capture.names import own_name
 from pipectl.capture.randomness import is_random
 from pipectl.capture.regions import region_of
 from pipectl.capture.stage import uses_of_parameter
@@ -35,7 +36,7 @@ def find_traits(spec: JobSpec, batch: int) -> Traits:
     job = CapturedJob(spec)
     graph = job.training_graph(batch)
     shared = [
-        state.name.removeprefix("model.")
+        own_name(state.name)
         for placeholder, state in graph.states.items()
         if uses_of_parameter(graph, placeholder) and job.states[state.name].requires_grad
     ]

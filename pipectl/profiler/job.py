@@ -12,6 +12,7 @@ from torch import fx
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.deferred import is_deferred
+from pipectl.capture.names import own_path
 from pipectl.planner.footprint import Footprints
 from pipectl.planner.operator_times import operator_times
 from pipectl.profile import MeasuredOn, Operator, Profile
@@ -271,5 +272,5 @@ def _size(size: int) -> str:
 def _readable(node: fx.Node) -> str:
     """Path of the module an operator belongs to, then the operator."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
-    path = stack[-1][0].removeprefix("model").removeprefix(".") if stack else ""
+    path = own_path(stack[-1][0]) if stack else ""
     return f"{path}.{node.name}" if path else node.name

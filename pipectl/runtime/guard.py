@@ -19,6 +19,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor, nn
 
+from pipectl.capture.names import own_name
 from pipectl.capture.shares import first_undefined
 from pipectl.errors import WorkerError
 from pipectl.runtime.loss_scale import alike
@@ -173,7 +174,7 @@ class Guard:
             first = _origin(origin)
             stage = first.stage if first is not None and first.micro_batch == index else -1
             return Fault(step, micro_batch=index, origin=stage)
-        return Fault(step, stage=above - 1, parameter=self._names[index].removeprefix("model."))
+        return Fault(step, stage=above - 1, parameter=own_name(self._names[index]))
 
 
 def _number(origin: Origin | None) -> int:

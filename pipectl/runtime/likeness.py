@@ -15,6 +15,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from pipectl.capture.names import own_name
 from pipectl.errors import WorkerError
 from pipectl.runtime.waiting import barrier, wait
 
@@ -44,7 +45,7 @@ def check_alike(
     first = int(apart[0])
     odd = odd_ones_out(everyone[:, first].tolist())
     if group.rank == odd[0]:
-        name = list(weights)[first].removeprefix("model.")
+        name = own_name(list(weights)[first])
         raise _difference(name, stage, step, [ranks[index] for index in odd], ranks)
     barrier(group)
 

@@ -13,6 +13,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor, nn
 
+from pipectl.capture.names import own_name
 from pipectl.errors import CaptureError
 from pipectl.runs import LossScaleState
 from pipectl.runtime.waiting import wait
@@ -97,7 +98,7 @@ def refuse_half_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
     if half is not None:
         raise CaptureError(
             f"training.precision: float16 trains parameters in float32, but "
-            f"{half.removeprefix('model.')!r} is in float16",
+            f"{own_name(half)!r} is in float16",
             cure="build the model without .half(); autocast casts where it helps",
         )
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipectl.capture.names import own_name
 from pipectl.errors import CaptureError
 
 _TENSOR, _TUPLE, _DICT, _FLOAT = "tensor", "tuple", "dict", "float"
@@ -80,7 +81,7 @@ def _encoded(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         pairs = [[key, _encoded(item, f"{path}/{key}", tensors)] for key, item in value.items()]
         return {_DICT: pairs}
     raise CaptureError(
-        f"optimizer: the state of {path.removeprefix('model.')} is a {type(value).__name__}, "
+        f"optimizer: the state of {own_name(path)} is a {type(value).__name__}, "
         "which a checkpoint cannot hold",
         cure="use an optimizer whose state is tensors, numbers, and lists and mappings of them",
     )

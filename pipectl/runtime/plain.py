@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from pipectl.capture import CapturedJob
 from pipectl.capture.data import Batches, split_batch
 from pipectl.capture.deferred import is_deferred
+from pipectl.capture.names import in_model, own_name
 from pipectl.capture.precision import arithmetic
 from pipectl.capture.shares import first_undefined, sample_shares, target_shares, weighted
 from pipectl.errors import PipectlError
@@ -121,9 +122,8 @@ class FirstWeights(Mapping[str, Tensor]):
 
     def __init__(self, spec: JobSpec) -> None:
         self._job = CapturedJob(spec)
-        prefix = "model."
-        names = [name for name in self._job.step.state_dict() if name.startswith(prefix)]
-        self._full = {name.removeprefix(prefix): self._job.tied.get(name, name) for name in names}
+        names = [name for name in self._job.step.state_dict() if in_model(name)]
+        self._full = {own_name(name): self._job.tied.get(name, name) for name in names}
 
     @property
     def buffers(self) -> list[str]:

@@ -16,6 +16,7 @@ from itertools import islice
 from typing import Any
 
 from pipectl.capture.data import split_batch
+from pipectl.capture.names import own_name
 from pipectl.capture.randomness import seed_of
 from pipectl.capture.shares import sample_shares, target_shares, weighted
 from pipectl.errors import CaptureError, MismatchError
@@ -77,7 +78,7 @@ def refuse(training: Training, schedule: str, shared: Mapping[str, object]) -> N
         )
     if shared:
         raise CaptureError(
-            f"model: {next(iter(shared)).removeprefix('model.')!r} is used by several operators, "
+            f"model: {own_name(next(iter(shared)))!r} is used by several operators, "
             f"whose gradients schedule {schedule} would take from different steps",
             cure="use a weight of its own for each, or a schedule that flushes",
         )

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pipectl.capture.names import in_model, own_name
 from pipectl.runs import LossScaleState, Shard
 from pipectl.runtime.checkpoint.copies import Held, hold
 from pipectl.runtime.checkpoint.tensor_file import TensorFile
@@ -21,7 +22,7 @@ from pipectl.runtime.stepper import Stepper
 
 TRAINING = "training"
 """Folder of the files that the user's model does not load."""
-_MODEL, _STATE = "model.", "state/"
+_STATE = "state/"
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ def _is_state(key: str) -> bool:
 
 def plain_name(name: str) -> str | None:
     """The name in the user's model of a parameter or buffer; None if it is not of the model."""
-    return name.removeprefix(_MODEL) if name.startswith(_MODEL) else None
+    return own_name(name) if in_model(name) else None
 
 
 def sync(path: Path) -> None:
