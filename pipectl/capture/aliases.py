@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture.explain import AS_IT_IS, NodeError, place_in
 from pipectl.capture.regions import region_of
+from pipectl.capture.schemas import arguments_by_name, written_arguments
 
 if TYPE_CHECKING:
     from pipectl.capture.graph import CapturedGraph
@@ -204,8 +205,7 @@ def _declared_writes(target: Any, args: Any, kwargs: Any) -> list[Tensor]:
     schema = getattr(target, "_schema", None)
     if schema is None:
         return []
-    given = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
-    names = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+    given, names = arguments_by_name(schema, args, kwargs), written_arguments(schema)
     if any(given.get(flag) is True for flag in ("training", "use_input_stats", "train")):
         names += ["running_mean", "running_var"]
     found = pytree.tree_leaves([given.get(name) for name in names])

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,60 +29,9 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from pipectl.capture.randomness import seed_of
+from pipectl.capture.replay import Place, Replay, Write
+from pipectl.capture.schemas import arguments_by_name, written_arguments
 from pipectl.errors import CaptureError
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A tensor without values: where it lies in which storage.
-
-    Args:
-        storage: identity of the storage.
-        storage_bytes: size of the whole storage.
-    """
-
-    storage: int
-    storage_bytes: int
-    dtype: torch.dtype
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Place:
-        storage = tensor.untyped_storage()
-        sizes, strides = tuple(tensor.shape), tensor.stride()
-        return cls(
-            storage._cdata,
-            storage.nbytes(),
-            tensor.dtype,
-            sizes,
-            strides,
-            int(tensor.storage_offset()),
-        )
-
-
-@dataclass(frozen=True)
-class _Write:
-    """A call that made or changed storages.
-
-    Args:
-        arguments: (args, kwargs), flattened, with places for tensors without values.
-        structure: how to put the arguments together again.
-        made: place of every tensor of the result that has a storage of its own, by its index.
-        draw: number of the random draw in the factory; None for operators that draw nothing.
-    """
-
-    function: Any
-    arguments: Sequence[Any]
-    structure: Any
-    made: dict[int, _Place]
-    draw: int | None
-
-    @property
-    def places(self) -> list[_Place]:
-        return [argument for argument in self.arguments if isinstance(argument, _Place)]
 
 
 class Deferred:
@@ -95,7 +43,7 @@ class Deferred:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._writes: list[_Write] = []
+        self._writes: list[Write] = []
         self._writes_of: dict[int, list[int]] = {}
         self._filled: set[int] = set()
         self._alive: list[Any] = []
@@ -116,7 +64,7 @@ class Deferred:
         """
         for name, tensor in tensors.items():
             if is_deferred(tensor):
-                history = self._history(_Place.of(tensor))
+                history = self._history(Place.of(tensor))
                 draws = (write.draw for write in history if write.draw is not None)
                 for number, draw in enumerate(draws):
                     self._origins.setdefault(draw, (name, number))
@@ -148,11 +96,11 @@ class Deferred:
 
     def values(self, tensor: Tensor) -> Tensor:
         """The tensor with the values it has by now."""
-        history = self._history(_Place.of(tensor))
+        history = self._history(Place.of(tensor))
         for draw in (write.draw for write in history if write.draw is not None):
             self._origins.setdefault(draw, (draw,))
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            return _Replay(self._seed, self._origins).result(history, _Place.of(tensor))
+            return Replay(self._seed, self._origins).result(history, Place.of(tensor))
 
     def note(self, function: Any, arguments: Any, places: Sequence[Any], result: Any) -> None:
         """Note a call, if it wrote anything.
@@ -161,10 +109,10 @@ class Deferred:
             arguments: (args, kwargs).
             places: the same, flattened, with places for tensors, as they were before the call.
         """
-        known = {place.storage for place in places if isinstance(place, _Place)}
+        known = {place.storage for place in places if isinstance(place, Place)}
         leaves = pytree.tree_leaves(result)
         made = {
-            index: _Place.of(leaf)
+            index: Place.of(leaf)
             for index, leaf in enumerate(leaves)
             if isinstance(leaf, FakeTensor) and leaf.untyped_storage()._cdata not in known
         }
@@ -173,7 +121,7 @@ class Deferred:
             return
         self._alive += [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, FakeTensor)]
         structure = pytree.tree_structure(arguments)
-        self._writes.append(_Write(function, places, structure, made, self._draw(function)))
+        self._writes.append(Write(function, places, structure, made, self._draw(function)))
         storages = written | {place.storage for place in made.values()}
         for storage in storages:
             self._writes_of.setdefault(storage, []).append(len(self._writes) - 1)
@@ -186,7 +134,7 @@ class Deferred:
         self._draws += 1
         return self._draws
 
-    def _history(self, target: _Place) -> list[_Write]:
+    def _history(self, target: Place) -> list[Write]:
         """The calls that the values of a tensor follow from, in order."""
         needed: set[int] = set()
         reached: dict[int, int] = {}
@@ -214,7 +162,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         arguments = (args, kwargs or {})
-        places = pytree.tree_map_only(FakeTensor, _Place.of, pytree.tree_leaves(arguments))
+        places = pytree.tree_map_only(FakeTensor, Place.of, pytree.tree_leaves(arguments))
         try:
             result = function(*arguments[0], **arguments[1])
         except DataDependentOutputException:  # item(), equal(): the factory looks at values
@@ -223,42 +171,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return function(*args, **kwargs)
         self._deferred.note(function, arguments, places, result)
         return result
-
-
-class _Replay:
-    """Runs noted calls on memory of its own."""
-
-    def __init__(self, seed: int, origins: Mapping[int, tuple[str | int, ...]]) -> None:
-        self._seed = seed
-        self._origins = origins
-        self._storages: dict[int, torch.UntypedStorage] = {}
-
-    def result(self, history: Sequence[_Write], target: _Place) -> Tensor:
-        for write in history:
-            self._run(write)
-        return self._tensor(target)
-
-    def _run(self, write: _Write) -> None:
-        leaves = [self._argument(leaf) for leaf in write.arguments]
-        args, kwargs = pytree.tree_unflatten(leaves, write.structure)
-        if write.draw is not None:
-            origin = self._origins[write.draw]
-            torch.default_generator.manual_seed(seed_of(self._seed, "initialise", *origin))
-        made = pytree.tree_leaves(write.function(*args, **kwargs))
-        for index, place in write.made.items():
-            self._storages[place.storage] = _laid_out(made[index], place).untyped_storage()
-
-    def _argument(self, leaf: Any) -> Any:
-        if isinstance(leaf, _Place):
-            return self._tensor(leaf)
-        if isinstance(leaf, torch.Generator):
-            return None
-        return leaf.clone() if isinstance(leaf, Tensor) else leaf
-
-    def _tensor(self, place: _Place) -> Tensor:
-        storage = self._storages[place.storage]
-        empty = torch.empty(0, dtype=place.dtype)
-        return empty.set_(storage, place.offset, place.sizes, place.strides)
 
 
 @contextmanager
@@ -279,25 +191,11 @@ def _deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     return memo[id(tensor)]  # type: ignore[no-any-return]
 
 
-def _written(function: Any, arguments: Any) -> list[_Place]:
+def _written(function: Any, arguments: Any) -> list[Place]:
     """What a call writes of its arguments, by its schema."""
-    args, kwargs = arguments
-    schema = function._schema
-    given = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
-    names = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
-    leaves = pytree.tree_leaves([given.get(name) for name in names])
-    return [_Place.of(leaf) for leaf in leaves if isinstance(leaf, FakeTensor)]
-
-
-def _laid_out(tensor: Tensor, place: _Place) -> Tensor:
-    """The tensor in a storage of the noted size and layout."""
-    same = (tensor.stride(), tensor.storage_offset()) == (place.strides, place.offset)
-    if same and tensor.untyped_storage().nbytes() == place.storage_bytes:
-        return tensor
-    storage = torch.empty(place.storage_bytes, dtype=torch.uint8).untyped_storage()
-    target = torch.empty(0, dtype=place.dtype)
-    target.set_(storage, place.offset, place.sizes, place.strides)
-    return target.copy_(tensor)
+    given = arguments_by_name(function._schema, *arguments)
+    leaves = pytree.tree_leaves([given.get(name) for name in written_arguments(function._schema)])
+    return [Place.of(leaf) for leaf in leaves if isinstance(leaf, FakeTensor)]
 
 
 def is_deferred(tensor: Tensor) -> bool:

@@ -16,6 +16,7 @@ from torch import fx
 
 from pipectl.capture.gradients import Applied
 from pipectl.capture.opaque import Opaque
+from pipectl.capture.schemas import arguments_by_name
 
 _MASK = (1 << 64) - 1
 
@@ -91,9 +92,8 @@ def _drops_nothing(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return False
-    arguments = zip((argument.name for argument in schema.arguments), node.args, strict=False)
-    given = {argument.name: argument.default_value for argument in schema.arguments}
-    given.update({**dict(arguments), **node.kwargs})
+    defaults = {argument.name: argument.default_value for argument in schema.arguments}
+    given = {**defaults, **arguments_by_name(schema, node.args, node.kwargs)}
     probabilities = [given[name] for name in ("p", "dropout_p", "dropout") if name in given]
     off = any(given.get(name) is False for name in ("train", "training"))
     return off or (bool(probabilities) and all(value == 0 for value in probabilities))

@@ -17,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipectl.capture.schemas import arguments_by_name
+
 
 class Valueless(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is entered, operators give tensors of the right form with arbitrary contents.
@@ -54,7 +56,7 @@ def blank(like: Tensor) -> Tensor:
 
 def _in_place(func: OpOverload, result: Any, args: Any, kwargs: Any) -> Any:
     """Results that are arguments are those arguments; the others are new."""
-    given = dict(zip((item.name for item in func._schema.arguments), args, strict=False)) | kwargs
+    given = arguments_by_name(func._schema, args, kwargs)
     alone = not isinstance(result, tuple)
     found = []
     for form, returned in zip((result,) if alone else result, func._schema.returns, strict=True):
