@@ -12,7 +12,6 @@ import signal
 import time
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
-from types import TracebackType
 from typing import Self
 
 import psutil
@@ -57,12 +56,7 @@ class Neighbours:
             signal.signal(signal.SIGINT, before)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         for process in self._processes:
             process.terminate()

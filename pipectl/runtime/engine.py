@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipectl.capture import Cut, Slot
-from pipectl.capture.randomness import seed_of
 from pipectl.capture.slices import Rows, Samples
 from pipectl.graph import TransferKind
 from pipectl.runtime.apart import BackwardHalf, ForwardHalf
 from pipectl.runtime.device import Device
 from pipectl.runtime.failure import Doing
 from pipectl.runtime.origins import Origins
-from pipectl.runtime.passes import Batch, Loaded
-from pipectl.runtime.recording import Recording
+from pipectl.runtime.passes import Loaded
 from pipectl.runtime.reduction import Reducer
 from pipectl.runtime.slicing import Piece, Slicing
 from pipectl.runtime.stage import StageRuntime
+from pipectl.runtime.step_input import StepInput, StepOutput, Update
 from pipectl.runtime.transport import Message, Posted, Tensors, Transport
 from pipectl.runtime.wiring import Range, Wiring
 from pipectl.schedule import Action, Actions, Channel, Kind
@@ -31,53 +29,6 @@ from pipectl.schedule import Action, Actions, Channel, Kind
 _OFFLOAD = (Kind.OFFLOAD_START, Kind.OFFLOAD_WAIT, Kind.FETCH_START, Kind.FETCH_WAIT)
 _LANES = {kind: index for index, kind in enumerate(TransferKind)}
 _BETWEEN_HALVES = (TransferKind.SAVED, TransferKind.WEIGHT)
-
-
-@dataclass
-class StepInput:
-    """What one pass of a program works on.
-
-    Args:
-        sizes: samples of every micro-batch.
-        weights: weight in the loss of every micro-batch, or of this rank's part of it; empty in
-            evaluation.
-        batches: yields (inputs, targets) of every micro-batch; empty where no stage reads them.
-        seed: parts from which random operators are seeded.
-        scale: of the loss in backwards.
-        wiring: of the pass; None for the engine's own.
-        pieces: what ``batches`` yields, where that is not every micro-batch as a whole.
-        recording: is told when every row began and ended.
-    """
-
-    sizes: Sequence[int]
-    weights: Sequence[float]
-    batches: Iterator[Batch]
-    seed: tuple[int | str, ...]
-    scale: float = 1.0
-    wiring: Wiring | None = None
-    pieces: Mapping[int, Range] | None = None
-    recording: Recording | None = None
-
-    def seed_of(self, micro_batch: int) -> int:
-        """What random operators of one micro-batch are seeded from."""
-        return seed_of(*self.seed, micro_batch)
-
-
-@dataclass
-class StepOutput:
-    """What one pass gave on this rank.
-
-    Attributes:
-        losses: loss of every micro-batch, or part of one, that this rank computes, in order.
-        busy_s: time in forwards and backwards.
-    """
-
-    losses: list[Tensor] = field(default_factory=list)
-    busy_s: float = 0.0
-
-
-Update = Callable[[Action, StepOutput], None]
-"""Called at an UPDATE, with what the pass gave so far."""
 
 
 class Engine:

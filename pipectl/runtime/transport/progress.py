@@ -15,7 +15,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 from pipectl.runtime.transport.transfer import WHOLE, Pieces, Transfer
 from pipectl.runtime.waiting import WorkMeter, poll
@@ -57,12 +56,7 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def begin(self, start: Callable[[], Transfer]) -> Transfer:
