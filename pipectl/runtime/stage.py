@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from pipectl.capture import CapturedGraph, Cut, Slot, build_stage
 from pipectl.capture.precision import arithmetic
@@ -18,57 +18,12 @@ from pipectl.capture.stage import Receive
 from pipectl.runtime.compiling import compile_stage
 from pipectl.runtime.device import Device
 from pipectl.runtime.halves import Deferred, split_backwards
-from pipectl.runtime.offload import Pool, StageOffload, unpack
-from pipectl.runtime.stage_states import StageStates
+from pipectl.runtime.in_flight import Live, Start
+from pipectl.runtime.offload import Pool, StageOffload
+from pipectl.runtime.stage_states import StageStates, before, rewriting
 from pipectl.runtime.transport import Tensors
 from pipectl.runtime.transport.ticks import insert_ticks
 from pipectl.runtime.versions import Version, Versions
-
-
-@dataclass(frozen=True)
-class _Start:
-    """What a forward starts from, and starts from again where it is computed twice.
-
-    Args:
-        size: samples.
-        buffers: values before the forward of those it writes, by index of the state argument.
-        version: of the weights; None where there is only one.
-    """
-
-    size: Samples
-    seed: int
-    inputs: Mapping[str, Any]
-    arrived: Mapping[Slot, Any]
-    buffers: Mapping[int, Tensor]
-    version: Version | None = None
-
-    def packed(self, pool: Pool) -> _Start:
-        """With its tensors in a pool."""
-        return self._each(pool.pack)
-
-    def unpacked(self) -> _Start:
-        """With tensors in place of those that are in a pool."""
-        return self._each(unpack)
-
-    def _each(self, change: Callable[[Any], Any]) -> _Start:
-        inputs = {name: change(tensor) for name, tensor in self.inputs.items()}
-        arrived = {s: None if t is None else change(t) for s, t in self.arrived.items()}
-        return replace(self, inputs=inputs, arrived=arrived)
-
-
-@dataclass
-class _Live:
-    """A micro-batch between its forward and its backward.
-
-    It holds where the backward enters the graph, not the values there: only what the graph itself
-    has saved stays in memory. The loss is small, and its seed is like it.
-    """
-
-    roots: dict[Slot, GradientEdge]
-    losses: dict[Slot, Tensor]
-    caught: dict[Slot, Tensor | None]
-    deferred: Deferred
-    version: Version | None
 
 
 class StageRuntime:
@@ -110,10 +65,10 @@ class StageRuntime:
         self.codes = {key: build_stage(cut, index, key[1]) for key, cut in cuts.items()}
         self._cuts = cuts
         self._anchor = torch.zeros((), requires_grad=True)
-        self._live: dict[int, _Live] = {}
+        self._live: dict[int, Live] = {}
         self._deferring = Deferred()
         self._deferred: dict[int, Deferred] = {}
-        self._starts: dict[int, _Start] = {}
+        self._starts: dict[int, Start] = {}
         self.versions: Versions | None = None
         own = StageStates(states, device)
         self.parameters, self.buffers, self.uses = own.parameters, own.buffers, own.uses
@@ -157,7 +112,7 @@ class StageRuntime:
             The stage's results by slot.
         """
         version = None if self.versions is None else self.versions.of_age(age)
-        start = _Start(size, seed, inputs, arrived, {}, version)
+        start = Start(size, seed, inputs, arrived, {}, version)
         pool = self._pool(micro_batch, size, version)
         if self._recompute:
             kept = self._preserved(start)
@@ -291,14 +246,15 @@ class StageRuntime:
         return self.offload.pool(micro_batch, states if version is None else version.among(states))
 
     def _run(
-        self, start: _Start, *, again: bool, pool: Pool | None = None
-    ) -> tuple[_Live, dict[Slot, Tensor]]:
+        self, start: Start, *, again: bool, pool: Pool | None = None
+    ) -> tuple[Live, dict[Slot, Tensor]]:
         """A training forward; ``again`` if it was run before and is to leave no trace."""
         key = True, start.size
         caught: dict[Slot, Tensor | None] = {}
         received = self._entered(start, caught)
         self._deferring = deferring = Deferred()
-        states_of = self._replaying(key, start) if again else self._rewriting(key)
+        arguments = self._arguments[key]
+        states_of = before(arguments, start.buffers) if again else self._rewriting(key)
         with states_of as states, nullcontext() if pool is None else pool.hooks():
             used = states if start.version is None else start.version.among(states)
             results = self._call(key, start.seed, used, start.inputs, received)
@@ -306,9 +262,9 @@ class StageRuntime:
         losses = {loss: results[loss]} if loss in results else {}
         values = {**received, **results}.items()
         roots = {slot: get_gradient_edge(value) for slot, value in values if value.requires_grad}
-        return _Live(roots, losses, caught, deferring, start.version), results
+        return Live(roots, losses, caught, deferring, start.version), results
 
-    def _entered(self, start: _Start, caught: dict[Slot, Tensor | None]) -> dict[Slot, Tensor]:
+    def _entered(self, start: Start, caught: dict[Slot, Tensor | None]) -> dict[Slot, Tensor]:
         """What arrived, as values of a graph that catches their gradients."""
         code, graph = self.codes[True, start.size], self._cuts[True, start.size].graph
         received: dict[Slot, Tensor] = {}
@@ -337,35 +293,16 @@ class StageRuntime:
             results = code.module(seed, *states, *batch, *values)
         return dict(zip(code.results, results, strict=True))
 
-    @contextmanager
-    def _rewriting(self, key: tuple[bool, Samples]) -> Iterator[list[Tensor]]:
-        """The state arguments, where buffers that the call writes are copies, kept afterwards.
+    def _rewriting(self, key: tuple[bool, Samples]) -> AbstractContextManager[list[Tensor]]:
+        return rewriting(self._arguments[key], self._written(key))
 
-        Autograd may keep a buffer for a backward that comes after the next forward wrote it, and
-        a forward that is run again starts from what stood in it.
-        """
-        states = list(self._arguments[key])
-        for index in self._written(key):
-            states[index] = states[index].clone()
-        yield states
-        for index in self._written(key):
-            self._arguments[key][index].data = states[index].detach()
-
-    @contextmanager
-    def _replaying(self, key: tuple[bool, Samples], start: _Start) -> Iterator[list[Tensor]]:
-        """The state arguments as they were before a forward; what it writes is dropped."""
-        states = list(self._arguments[key])
-        for index, before in start.buffers.items():
-            states[index] = before
-        yield states
-
-    def _preserved(self, start: _Start) -> _Start:
+    def _preserved(self, start: Start) -> Start:
         """What a forward starts from, safe from what it writes."""
         key = True, start.size
         written = self._cuts[key].graph.written
         inputs = {n: t.clone() if n in written else t for n, t in start.inputs.items()}
         arguments = self._arguments[key]
-        # The forward leaves this memory behind: see _rewriting.
+        # The forward leaves this memory behind: see rewriting().
         buffers = {index: arguments[index].detach() for index in self._written(key)}
         return replace(start, inputs=inputs, buffers=buffers)
 

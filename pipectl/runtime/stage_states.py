@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor, nn
 
@@ -64,3 +65,31 @@ def shared_uses(cut: Cut) -> dict[str, list[tuple[Slot, int]]]:
         if users:
             found[state.name] = [(Slot(state.name, user), cut.stage_of[user]) for user in users]
     return found
+
+
+@contextmanager
+def rewriting(arguments: Sequence[Tensor], written: Collection[int]) -> Iterator[list[Tensor]]:
+    """The state arguments, where buffers that the call writes are copies, kept afterwards.
+
+    Autograd may keep a buffer for a backward that comes after the next forward wrote it, and
+    a forward that is run again starts from what stood in it.
+
+    Args:
+        written: indices of those buffers.
+    """
+    states = list(arguments)
+    for index in written:
+        states[index] = states[index].clone()
+    yield states
+    for index in written:
+        arguments[index].data = states[index].detach()
+
+
+@contextmanager
+def before(arguments: Sequence[Tensor], buffers: Mapping[int, Tensor]) -> Iterator[list[Tensor]]:
+    """The state arguments as they were before a forward; what it writes is dropped.
+
+    Args:
+        buffers: those that it wrote, by index, as they were.
+    """
+    yield [buffers.get(index, state) for index, state in enumerate(arguments)]
