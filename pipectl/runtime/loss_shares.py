@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,10 @@ from mpi4py import MPI
 from torch import Tensor
 
 from pipectl.capture.shares import target_weight, weighted
+from pipectl.runtime.exchange import group_of
 from pipectl.runtime.passes import Batch, Pass, narrowed, parts_of
+from pipectl.runtime.setup import Setup
+from pipectl.runtime.step_input import StepInput
 from pipectl.runtime.waiting import wait
 from pipectl.runtime.wiring import Range
 
@@ -64,6 +67,21 @@ class LossShares:
             for index, size in enumerate(step.sizes)
         ]
 
+    def step_input(
+        self, step: Pass, batches: Iterator[Batch], seed: tuple[int | str, ...], scale: float = 1.0
+    ) -> StepInput:
+        """What a pass works on; batches are read at once where weights depend on them."""
+        known = list(batches) if self.reads_targets else []
+        return StepInput(
+            sizes=step.sizes,
+            weights=self.of(step, known),
+            batches=iter(known) if self.reads_targets else batches,
+            seed=seed,
+            scale=scale,
+            wiring=step.wiring,
+            pieces=step.pieces,
+        )
+
     def computed(self, step: Pass) -> list[int]:
         """The micro-batches whose loss, or part of it, this rank computes; in order."""
         return list(parts_of(step.plan, self._rank, self._stage))
@@ -90,6 +108,19 @@ class LossShares:
         total = float(sum(table.ravel().tolist()))
         mine: list[float] = table[:, 0 if self._apart else self._group.rank].tolist()
         return [weight / total if total else 0.0 for weight in mine]
+
+
+def loss_shares_of(setup: Setup) -> LossShares:
+    """Collective among the ranks that compute the loss or begin its backward."""
+    rank, stage = setup.communicator.rank, setup.cut.loss_stage
+    losing, seeding = setup.plan.stages[stage].ranks, setup.plan.stages[stage].updating_ranks
+    apart = seeding != losing
+    ranks = (*losing, *seeding) if apart else losing
+    group = None
+    if rank in ranks:
+        group = group_of(setup.communicator, ranks, len(setup.plan.stages))
+    weigh, name = setup.job.weight(), setup.job.spec.loss.weight
+    return LossShares(rank, stage, weigh, group, name, apart=apart)
 
 
 def _targets(batch: Batch, piece: Range, part: Range) -> Any:

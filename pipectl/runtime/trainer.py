@@ -5,45 +5,32 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import cache
 from itertools import islice, pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from pipectl.capture.data import split_batch
 from pipectl.files import write_text
 from pipectl.runs import RunDirectory
 from pipectl.runtime.callbacks import Callbacks
 from pipectl.runtime.checkpoint import Stored
 from pipectl.runtime.continuation import Continuation
-from pipectl.runtime.engine import StepInput, StepOutput
-from pipectl.runtime.evaluation import Metrics
-from pipectl.runtime.exchange import group_of
+from pipectl.runtime.evaluator import Evaluator
 from pipectl.runtime.failure import warn
-from pipectl.runtime.loss_shares import LossShares
-from pipectl.runtime.passes import Batch, Pass, narrowed, pass_of
+from pipectl.runtime.loss_shares import loss_shares_of
+from pipectl.runtime.passes import Batch, Pass, pass_of
 from pipectl.runtime.recording import Recording
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.step_end import StepEnd
+from pipectl.runtime.step_input import StepInput, StepOutput
 from pipectl.runtime.stopping import Stopping
 from pipectl.runtime.stretches import Stretches
 from pipectl.runtime.telemetry import StepReport, Telemetry
 from pipectl.runtime.tracing import Tracing
 from pipectl.runtime.waiting import barrier
-from pipectl.schedule import (
-    Action,
-    Actions,
-    is_unflushed,
-    lower,
-    lower_evaluation,
-    lower_renewal,
-    plan_of_step,
-    plan_of_trial,
-)
-from pipectl.schedule.one_f_one_b import NAME as ONE_F_ONE_B
+from pipectl.runtime.warm_up import learn_layouts
+from pipectl.schedule import Action, is_unflushed, lower, lower_renewal, plan_of_step
 
 
 class Trainer:
@@ -81,10 +68,10 @@ class Trainer:
             setup.communicator, run, self._spec.trace, self._spec.training.steps, rows
         )
         self._recording: Recording | None = None
-        self._loss_shares = self._make_loss_shares()
+        self._loss_shares = loss_shares_of(setup)
         self._end = StepEnd(setup, self._telemetry.fault, self._finish_saving)
         self._statistics: tuple[str, ...] = ()
-        self._metrics = setup.job.metrics()
+        self._evaluator = Evaluator(setup)
         self._pass = cache(self._make_pass)
         self._continuation = self._make_continuation(run, attempt)
         self._stopping = Stopping(setup.communicator.Dup(), run.stop)
@@ -155,7 +142,8 @@ class Trainer:
         loss_scale = self._end.loss_scale
         scale = 1.0 if loss_scale is None else loss_scale.value
         doing = self._pass(samples)
-        given = self._input(doing, islice(loaded, len(doing.pieces)), seed, scale)
+        batches = islice(loaded, len(doing.pieces))
+        given = self._loss_shares.step_input(doing, batches, seed, scale)
         given.recording = self._recording
         self._end.begin(self._changing())
         out = self._compute(step, doing, given)
@@ -206,7 +194,9 @@ class Trainer:
         if self._evaluates_behind(step):
             self._telemetry.state("evaluating")
             self._renew_weights()
-            self._evaluate(step)
+            result = self._evaluator.evaluate(step)
+            if self._rank == 0:
+                self._telemetry.evaluation(step, result)
             self._telemetry.state("training")
         if self._saves_behind(step):
             self._save(step)
@@ -244,21 +234,6 @@ class Trainer:
         """Whether something happens behind a step: every so many, and behind the last."""
         return step == self._spec.training.steps or bool(every and step % every == 0)
 
-    def _input(
-        self, doing: Pass, batches: Iterator[Batch], seed: tuple[int | str, ...], scale: float = 1.0
-    ) -> StepInput:
-        """What a pass works on; batches are read at once where weights depend on them."""
-        known = list(batches) if self._loss_shares.reads_targets else []
-        return StepInput(
-            sizes=doing.sizes,
-            weights=self._loss_shares.of(doing, known),
-            batches=iter(known) if self._loss_shares.reads_targets else batches,
-            seed=seed,
-            scale=scale,
-            wiring=doing.wiring,
-            pieces=doing.pieces,
-        )
-
     def _load(self, planned: list[tuple[int, range]]) -> Iterator[Batch]:
         loader = self._setup.loader
         if loader is None:
@@ -270,90 +245,16 @@ class Trainer:
         return pass_of(plan_of_step(setup.plan, samples), self._rank, setup.reading)
 
     def learn_layouts(self) -> None:
-        """Send micro-batches of every size over every channel, so that all ends know all layouts.
-
-        It leaves no trace: buffers are put back, gradients are dropped.
-        """
-        setup = self._setup
-        found = {n: t for stage in setup.stages.values() for n, t in stage.buffers.items()}
-        before = {name: tensor.clone() for name, tensor in found.items()}
-        for size in setup.sizes:
-            self._try(size)
-        changed = [name for name, old in before.items() if not torch.equal(found[name], old)]
-        everywhere = setup.communicator.allgather(changed)
-        self._statistics = tuple(sorted({name for names in everywhere for name in names}))
-        for size in setup.evaluation_sizes:
-            held_out = setup.evaluation_loader or setup.job.loader
-            assert setup.evaluating is not None
-            program = self._lower_evaluation(1)
-            setup.evaluating.run(program, self._example(size, held_out), lambda: None)
-        with torch.no_grad():
-            for name, old in before.items():
-                found[name].copy_(old)
-
-    def _try(self, size: int) -> None:
-        """A short step without an update."""
-        setup = self._setup
-        plan = setup.plan
-        if is_unflushed(plan):  # a trial is flushed; its messages are the same
-            plan = replace(plan, schedule=ONE_F_ONE_B)
-        trial = pass_of(plan_of_trial(plan, size), self._rank, setup.reading)
-        whole: Any = setup.job.loader.example(size) if setup.reading else None
-        batches: list[Batch] = [
-            whole if piece.start < 0 else narrowed(whole, *piece) for piece in trial.pieces.values()
-        ]
-        given = self._input(trial, iter(batches), (self._spec.training.seed, "layouts"))
-        setup.training.run(trial.actions, given, lambda: None)
-        self._end.shared.learn()
-        setup.reducer.learn()
-        for stage in setup.stages.values():
-            stage.forget()
-
-    def _example(self, size: int, loader: Any) -> StepInput:
-        batches = iter([loader.example(size)]) if self._setup.evaluated else iter(())
-        return StepInput([size], [1.0], batches, (self._spec.training.seed, "layouts"))
-
-    def _lower_evaluation(self, micro_batches: int) -> Actions:
-        setup = self._setup
-        found, stages = setup.evaluation_channels, setup.evaluated
-        return lower_evaluation(found, stages, self._rank, micro_batches).body
-
-    def _evaluate(self, step: int) -> None:
-        setup = self._setup
-        assert setup.evaluating is not None
-        assert setup.evaluation_samples is not None
-        sizes = split_batch(setup.evaluation_samples, setup.evaluation_size)
-        metrics = Metrics(self._metrics, setup.job.evaluation_graph(sizes[0]))
-        setup.evaluating.on_evaluated = metrics.add
-        batches: Iterator[Batch] = iter(())
-        if setup.evaluation_loader is not None:
-            everything = [(0, range(setup.evaluation_samples))]
-            batches = setup.evaluation_loader.micro_batches(everything, setup.evaluation_size)
-        given = StepInput(sizes, (), batches, (self._spec.training.seed, "evaluation", step))
-        setup.evaluating.run(self._lower_evaluation(len(sizes)), given, lambda: None)
-        barrier(setup.communicator)
-        root = setup.rank_of_stage[setup.evaluating.loss_stage]
-        mine = metrics.result() if self._rank == root else None
-        result = setup.communicator.bcast(mine, root)
-        if self._rank == 0:
-            self._telemetry.evaluation(step, result)
+        """Send micro-batches of every size over every channel; see :func:`learn_layouts`."""
+        shared = self._end.shared
+        self._statistics = learn_layouts(
+            self._setup, self._loss_shares, shared, self._evaluator.learn
+        )
 
     def _renew_weights(self) -> None:
         """Send weights to where forwards run without the backwards, as the next step does too."""
         program = lower_renewal(self._setup.plan, self._rank).body
         self._setup.training.run(program, StepInput([], [], iter(()), ()), lambda: None)
-
-    def _make_loss_shares(self) -> LossShares:
-        """Collective among the ranks that compute the loss or begin its backward."""
-        setup, stage = self._setup, self._setup.cut.loss_stage
-        seeding = setup.plan.stages[stage].updating_ranks
-        apart = seeding != self._loss_ranks
-        ranks = (*self._loss_ranks, *seeding) if apart else self._loss_ranks
-        group = None
-        if self._rank in ranks:
-            group = group_of(setup.communicator, ranks, len(setup.plan.stages))
-        weigh, name = setup.job.weight(), self._spec.loss.weight
-        return LossShares(self._rank, stage, weigh, group, name, apart=apart)
 
     def _make_continuation(self, run: RunDirectory, attempt: int) -> Continuation:
         end, reported = self._end, self._telemetry.has_written

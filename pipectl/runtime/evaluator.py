@@ -1,0 +1,68 @@
+"""Evaluations: the held-out data through the stages, and the metrics over it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pipectl.capture.data import split_batch
+from pipectl.runtime.evaluation import Metrics
+from pipectl.runtime.passes import Batch
+from pipectl.runtime.setup import Setup
+from pipectl.runtime.step_input import StepInput
+from pipectl.runtime.waiting import barrier
+from pipectl.schedule import Actions, lower_evaluation
+
+
+class Evaluator:
+    """Evaluates on all ranks together."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._rank = setup.communicator.rank
+        self._seed = setup.job.spec.training.seed
+        self._metrics = setup.job.metrics()
+
+    def learn(self) -> None:
+        """Send a micro-batch of every size, so that all ends of the channels know all layouts."""
+        setup = self._setup
+        for size in setup.evaluation_sizes:
+            held_out = setup.evaluation_loader or setup.job.loader
+            assert setup.evaluating is not None
+            setup.evaluating.run(self._program(1), self._example(size, held_out), lambda: None)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """The loss and every metric by name, on every rank.
+
+        Args:
+            step: behind which this is.
+        """
+        setup = self._setup
+        assert setup.evaluating is not None
+        assert setup.evaluation_samples is not None
+        sizes = split_batch(setup.evaluation_samples, setup.evaluation_size)
+        metrics = Metrics(self._metrics, setup.job.evaluation_graph(sizes[0]))
+        setup.evaluating.on_evaluated = metrics.add
+        seed = self._seed, "evaluation", step
+        given = StepInput(sizes, (), self._batches(setup.evaluation_samples), seed)
+        setup.evaluating.run(self._program(len(sizes)), given, lambda: None)
+        barrier(setup.communicator)
+        root = setup.rank_of_stage[setup.evaluating.loss_stage]
+        mine = metrics.result() if self._rank == root else None
+        result: dict[str, float] = setup.communicator.bcast(mine, root)
+        return result
+
+    def _batches(self, samples: int) -> Iterator[Batch]:
+        loader = self._setup.evaluation_loader
+        if loader is None:
+            return iter(())
+        return loader.micro_batches([(0, range(samples))], self._setup.evaluation_size)
+
+    def _example(self, size: int, loader: Any) -> StepInput:
+        batches = iter([loader.example(size)]) if self._setup.evaluated else iter(())
+        return StepInput([size], [1.0], batches, (self._seed, "layouts"))
+
+    def _program(self, micro_batches: int) -> Actions:
+        setup = self._setup
+        found, stages = setup.evaluation_channels, setup.evaluated
+        return lower_evaluation(found, stages, self._rank, micro_batches).body

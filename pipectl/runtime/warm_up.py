@@ -1,0 +1,61 @@
+"""What ranks do once before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from pipectl.runtime.loss_shares import LossShares
+from pipectl.runtime.optimizer import SharedGradients
+from pipectl.runtime.passes import Batch, narrowed, pass_of
+from pipectl.runtime.setup import Setup
+from pipectl.schedule import is_unflushed, plan_of_trial
+from pipectl.schedule.one_f_one_b import NAME as ONE_F_ONE_B
+
+
+def learn_layouts(
+    setup: Setup, loss_shares: LossShares, shared: SharedGradients, evaluation: Callable[[], None]
+) -> tuple[str, ...]:
+    """Send micro-batches of every size over every channel, so that all ends know all layouts.
+
+    It leaves no trace: buffers are put back, gradients are dropped.
+
+    Args:
+        evaluation: does the same for evaluations.
+
+    Returns:
+        Names of the buffers that training changes, of all ranks.
+    """
+    found = {n: t for stage in setup.stages.values() for n, t in stage.buffers.items()}
+    before = {name: tensor.clone() for name, tensor in found.items()}
+    for size in setup.sizes:
+        _try(size, setup, loss_shares, shared)
+    changed = [name for name, old in before.items() if not torch.equal(found[name], old)]
+    everywhere = setup.communicator.allgather(changed)
+    evaluation()
+    with torch.no_grad():
+        for name, old in before.items():
+            found[name].copy_(old)
+    return tuple(sorted({name for names in everywhere for name in names}))
+
+
+def _try(size: int, setup: Setup, loss_shares: LossShares, shared: SharedGradients) -> None:
+    """A short step without an update."""
+    plan = setup.plan
+    if is_unflushed(plan):  # a trial is flushed; its messages are the same
+        plan = replace(plan, schedule=ONE_F_ONE_B)
+    trial = pass_of(plan_of_trial(plan, size), setup.communicator.rank, setup.reading)
+    whole: Any = setup.job.loader.example(size) if setup.reading else None
+    batches: list[Batch] = [
+        whole if piece.start < 0 else narrowed(whole, *piece) for piece in trial.pieces.values()
+    ]
+    seed = setup.job.spec.training.seed, "layouts"
+    given = loss_shares.step_input(trial, iter(batches), seed)
+    setup.training.run(trial.actions, given, lambda: None)
+    shared.learn()
+    setup.reducer.learn()
+    for stage in setup.stages.values():
+        stage.forget()
