@@ -1,9 +1,9 @@
 """Whether the processes that were started belong together, before anything is built.
 
-All checks but the first are collective and end alike on all ranks: ranks that went on with
-different programs would wait for each other for ever. What ranks compare travels in one
-``allgather`` before any other message, so that an older or newer pipectl, which compares other
-things, differs too instead of hanging.
+All checks are collective and end alike on all ranks: ranks that went on with different programs
+would wait for each other for ever. What ranks compare travels in one ``allgather`` before any other
+message, so that an older or newer pipectl, which compares other things, differs too instead of
+hanging.
 """
 
 from __future__ import annotations
@@ -29,27 +29,6 @@ Identity = Mapping[str, str]
 """What must be the same on all ranks: versions by name, contents of files as hashes."""
 _NODE = "node"
 _FILES = ("job.yaml", "plan.json")
-
-
-def check_world(communicator: MPI.Comm, plan: Plan) -> None:
-    """Compare the processes that were started with the plan.
-
-    Raises:
-        MismatchError: another number of processes; several single ones are the usual sign of a
-            launcher and an MPI library that do not belong together.
-    """
-    if communicator.size == plan.ranks:
-        return
-    cure = "plan again for the ranks you start, or start as many as the plan has"
-    if communicator.size == 1:
-        cure = (
-            "every process is alone: the launcher and mpi4py use different MPIs; "
-            "set launch.mpi (srun --mpi=...), or use the mpiexec that belongs to mpi4py's MPI"
-        )
-    raise MismatchError(
-        f"MPI started {communicator.size} process(es), but the plan has {plan.ranks} ranks",
-        cure=cure,
-    )
 
 
 def check_alike(communicator: MPI.Comm, spec: JobSpec, plan: Plan) -> None:

@@ -16,13 +16,7 @@ from pipectl.capture import CapturedJob
 from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import ATTEMPT, RunDirectory, beat
-from pipectl.runtime.agreement import (
-    check_alike,
-    check_graph,
-    check_world,
-    misplaced,
-    neighbours_of,
-)
+from pipectl.runtime.agreement import check_alike, check_graph, misplaced, neighbours_of
 from pipectl.runtime.checkpoint import newest
 from pipectl.runtime.device import Device, choose_device
 from pipectl.runtime.failure import Doing, run_rank, warn
@@ -34,6 +28,7 @@ from pipectl.runtime.supported import check_supported
 from pipectl.runtime.trainer import Trainer
 from pipectl.runtime.transport import Choice, choose_progress, gpu_aware
 from pipectl.runtime.watching import watched
+from pipectl.runtime.world import check_world
 from pipectl.spec import JobSpec, load
 
 

@@ -13,8 +13,10 @@ import pytest
 
 from pipectl.batch import launchers
 from pipectl.cli import main
-from pipectl.jobs import doctor
-from pipectl.jobs.doctor import Level, examine
+from pipectl.jobs.doctor import Finding, Level, environment, examine, files, finding
+from pipectl.jobs.doctor.batch_systems import pbs, slurm
+from pipectl.jobs.doctor.files import file_system
+from pipectl.jobs.doctor.launch import mpi
 
 Program = Callable[[str, str], None]
 
@@ -28,8 +30,8 @@ def mpiexec(program: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     return program
 
 
-def of(what: str, findings: Any) -> doctor.Finding:
-    return next(finding for finding in findings if finding.what == what)
+def of(what: str, findings: Any) -> Finding:
+    return next(each for each in findings if each.what == what)
 
 
 def answer(**found: Any) -> str:
@@ -41,8 +43,8 @@ def answer(**found: Any) -> str:
 def test_ranks_that_reach_each_other(mpiexec: Program) -> None:
     mpiexec("mpiexec", answer(ranks=2, library="MPICH 5", threads="multiple",
                               latency_s=2e-6, bandwidth_bytes_per_s=2**31))  # fmt: skip
-    found = list(doctor._mpi(None))
-    assert [finding.level for finding in found] == [Level.OK] * 4
+    found = list(mpi(None))
+    assert [each.level for each in found] == [Level.OK] * 4
     assert "MPICH 5, started by" in found[0].text
     assert found[1].text == "mpiexec takes the options of intel (launch.mpi)"
     assert found[3].text == "2.00 us, 2.00 GiB/s on this machine"
@@ -50,7 +52,7 @@ def test_ranks_that_reach_each_other(mpiexec: Program) -> None:
 
 def test_ranks_that_know_nothing_of_each_other(mpiexec: Program) -> None:
     mpiexec("mpiexec", answer(ranks=1, library="Open MPI v5", threads="multiple"))
-    (found,) = doctor._mpi(None)
+    (found,) = mpi(None)
     assert found.level is Level.FAIL
     assert "not of the MPI that mpi4py has loaded (Open MPI v5)" in found.text
     assert "MPI4PY_LIBMPI" in found.cure
@@ -60,14 +62,14 @@ def test_a_launcher_of_no_known_kind(mpiexec: Program) -> None:
     words = answer(ranks=2, library="x", threads="multiple",
                    latency_s=2e-6, bandwidth_bytes_per_s=2**31)  # fmt: skip
     mpiexec("mpiexec", words.replace("Intel(R)", "Our"))
-    found = of("launcher", doctor._mpi(None))
+    found = of("launcher", mpi(None))
     assert (found.level, "launch.mpi" in found.cure) == (Level.WARN, True)
 
 
 def test_few_threads_are_no_harm(mpiexec: Program) -> None:
     mpiexec("mpiexec", answer(ranks=2, library="x", threads="serialized",
                               latency_s=2e-6, bandwidth_bytes_per_s=2**31))  # fmt: skip
-    assert of("threads", doctor._mpi(None)).level is Level.WARN
+    assert of("threads", mpi(None)).level is Level.WARN
 
 
 @pytest.mark.parametrize(
@@ -80,29 +82,29 @@ def test_few_threads_are_no_harm(mpiexec: Program) -> None:
 )
 def test_an_mpi_that_does_not_start(mpiexec: Program, text: str, message: str) -> None:
     mpiexec("mpiexec", text)
-    (found,) = doctor._mpi(None)
+    (found,) = mpi(None)
     assert (found.level, message in found.text, bool(found.cure)) == (Level.FAIL, True, True)
 
 
 def test_an_mpi_that_hangs(mpiexec: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(finding, "PATIENCE_S", 0.5)
     monkeypatch.setattr(launchers, "_PATIENCE_S", 0.5)
     mpiexec("mpiexec", "exec sleep 60")
-    (found,) = doctor._mpi(None)
+    (found,) = mpi(None)
     assert (found.level, "no answer" in found.text) == (Level.FAIL, True)
 
 
 def test_no_mpi(mpiexec: Program) -> None:
-    (found,) = doctor._mpi(None)
+    (found,) = mpi(None)
     assert (found.level, "pipectl[mpich]" in found.cure) == (Level.FAIL, True)
 
 
 def test_slurm(program: Program) -> None:
-    assert of("Slurm", doctor._slurm(None)).text == "not installed"
+    assert of("Slurm", slurm(None)).text == "not installed"
     program("sbatch", "true")
     program("sinfo", '[[ $1 == --version ]] && echo "slurm 22.05.8" || printf "debug*\\ngpu\\n"')
     program("srun", 'printf "MPI plugin types are...\\n\\tpmi2\\n\\tnone\\n\\tpmix_v4\\n" >&2')
-    found = list(doctor._slurm(None))
+    found = list(slurm(None))
     assert found[0].text == "slurm 22.05.8; partitions debug*, gpu"
     assert found[1].text == "srun --mpi: pmi2, pmix_v4"
 
@@ -110,29 +112,29 @@ def test_slurm(program: Program) -> None:
 def test_a_controller_that_is_down(program: Program) -> None:
     program("sbatch", "true")
     program("sinfo", "echo 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1")
-    (found,) = doctor._slurm(None)
+    (found,) = slurm(None)
     assert (found.level, "Unable to contact" in found.text) == (Level.FAIL, True)
 
 
 def test_pbs(program: Program) -> None:
-    assert list(doctor._pbs()) == []
+    assert list(pbs()) == []
     for name in ("qsub", "qselect"):
         program(name, "true")
     program("qstat", '[[ $1 == --version ]] && echo "pbs_version = 23.06.06"')
-    assert [finding.level for finding in doctor._pbs()] == [Level.FAIL]
+    assert [each.level for each in pbs()] == [Level.FAIL]
     program("qstat", '[[ $1 == --version ]] && echo "pbs_version = 23.06.06"; true')
-    assert [finding.text for finding in doctor._pbs()] == ["pbs_version = 23.06.06"]
+    assert [each.text for each in pbs()] == ["pbs_version = 23.06.06"]
 
 
 def test_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = list(doctor._directory(tmp_path / "not" / "yet"))
-    assert {finding.what: finding.level for finding in found} == {"files": "ok", "clock": "ok"}
+    found = list(file_system(tmp_path / "not" / "yet"))
+    assert {each.what: each.level for each in found} == {"files": "ok", "clock": "ok"}
     assert [*tmp_path.iterdir()] == []
-    monkeypatch.setattr(doctor, "_FREE", 1 << 60)
-    monkeypatch.setattr(doctor, "_SKEW_S", -1.0)
-    monkeypatch.setattr(doctor, "_locks", lambda _: False)
-    found = list(doctor._directory(tmp_path))
-    assert {finding.what for finding in found if finding.level is Level.WARN} == {
+    monkeypatch.setattr(files, "_FREE", 1 << 60)
+    monkeypatch.setattr(files, "_SKEW_S", -1.0)
+    monkeypatch.setattr(files, "_locks", lambda _: False)
+    found = list(file_system(tmp_path))
+    assert {each.what for each in found if each.level is Level.WARN} == {
         "files", "locks", "clock",
     }  # fmt: skip
 
@@ -140,14 +142,14 @@ def test_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_locks_that_lock_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x"
     path.touch()
-    assert doctor._locks(path)
+    assert files._locks(path)
     monkeypatch.setattr("fcntl.flock", lambda *_: None)
-    assert not doctor._locks(path)
+    assert not files._locks(path)
 
 
 def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_TORCH", "import no_such_module")
-    (found,) = doctor._torch()
+    monkeypatch.setattr(environment, "_TORCH", "import no_such_module")
+    (found,) = environment.torch()
     assert (found.level, "No module named" in found.text) == (Level.FAIL, True)
 
 

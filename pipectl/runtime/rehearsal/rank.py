@@ -18,7 +18,6 @@ from pipectl.rehearsal import Rehearsal
 from pipectl.runtime.clock import CommonClock
 from pipectl.runtime.failure import Doing
 from pipectl.runtime.rehearsal.transfers import Pending, Transfers
-from pipectl.runtime.waiting import wait
 from pipectl.schedule import Action, Actions, Kind
 from pipectl.timeline import Event
 
@@ -133,10 +132,6 @@ class Rank:
                 self._communicator.Iprobe()
                 left_s = min(left_s, self._rehearsal.pause_s)
             time.sleep(left_s)
-
-    def meet(self) -> None:
-        """Return when all ranks have come here."""
-        wait([self._communicator.Ibarrier()])
 
 
 def _key(kind: Kind, action: Action) -> Key:

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from pipectl.errors import MismatchError
 from pipectl.plan import Plan
 from pipectl.rehearsal import Rehearsal
 from pipectl.runs import RunDirectory, beat
@@ -22,7 +21,8 @@ from pipectl.runtime import clock
 from pipectl.runtime.failure import Doing, run_rank
 from pipectl.runtime.rehearsal.rank import Rank
 from pipectl.runtime.rehearsal.transfers import Transfers
-from pipectl.runtime.waiting import wait
+from pipectl.runtime.waiting import barrier, wait
+from pipectl.runtime.world import check_world
 from pipectl.schedule import Actions, channels, lower, shares
 from pipectl.timeline import Event, Timeline
 
@@ -39,11 +39,7 @@ def rehearse(directory: RunDirectory, communicator: MPI.Intracomm, doing: Doing)
     """
     doing.action = "reading the plan"
     plan, rehearsal = Plan.load(directory.plan), Rehearsal.load(directory.rehearsal)
-    if communicator.size != plan.ranks:
-        raise MismatchError(
-            f"MPI started {communicator.size} process(es), but the plan has {plan.ranks} ranks",
-            cure="see that the launcher belongs to the MPI of mpi4py (launch.mpi)",
-        )
+    check_world(communicator, plan)
     _Rehearsing(directory, communicator, plan, rehearsal, doing).run()
 
 
@@ -88,7 +84,7 @@ class _Rehearsing:
 
     def _begin(self) -> float:
         """A moment shortly ahead at which all ranks begin; all have come here by then."""
-        self._rank.meet()
+        barrier(self._world)
         pauses_s = _HEAD_START_PAUSES * self._rehearsal.pause_s
         word = np.array([self._clock() + _HEAD_START_S + pauses_s])
         wait([self._world.Ibcast(word, 0)])
