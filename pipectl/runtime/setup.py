@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from mpi4py import MPI
 from torch import Tensor, nn
@@ -66,34 +66,14 @@ class Setup:
         me = communicator.rank
         self.evaluated = tuple(i for i, rank in enumerate(self.rank_of_stage) if rank == me)
         self.updating_rank_of_stage = [stage.updating_ranks[0] for stage in plan.stages]
-        spec = job.spec
-        self.batches = Batches(
-            self._agree(job.loader.samples), spec.training.batch_size, spec.data.drop_last
-        )
-        self._check_batches(spec)
-        held_out = job.evaluation_loader()
-        self.evaluation_samples = held_out.samples if held_out is not None else None
-        evaluated = spec.evaluation.batch_size if spec.evaluation is not None else None
-        self.evaluation_size = evaluated or plan.micro_batch_size
-        self.sizes = self._training_sizes()
-        self.evaluation_sizes = self._evaluation_sizes(held_out)
+        held_out = self._divide_data()
         cuts = self._cuts()
         self.owners = self._owners(cuts)
-        held = self._held(cuts)
-        job.materialize(held)
-        if stored is not None:
-            stored.restore_states({name: job.states[name] for name in held})
-        directory = directory_of(spec.pipeline.offload_directory)
+        self._make_states(self._held(cuts), stored)
+        directory = directory_of(job.spec.pipeline.offload_directory)
         self._mover = mover_of(plan, communicator.rank, device.torch_device, directory)
         self.stages = self._stages(cuts)
-        if splits_backwards(plan):
-            for stage in self.stages.values():
-                stage.split_backwards()
-        for stage in self.stages.values():
-            if spec.training.compile:
-                stage.compile()
-            elif self.progress.mode == "poll":
-                stage.let_advance(self.progress.tick)
+        self._change_code()
         self.cut = cuts[True, plan.micro_batch_size]
         self.replicas = Replicas(communicator, plan, self.stages, device, self.progress)
         self.reducer = self.replicas.reducer()
@@ -103,6 +83,36 @@ class Setup:
         self.loader: Loader | None = job.loader if self.reading else None
         self.evaluation_loader = held_out if self.evaluated else None
         self._release()
+
+    def _divide_data(self) -> Loader | None:
+        """Into steps and micro-batches; returns the held-out data."""
+        spec = self.job.spec
+        samples = self._agree(self.job.loader.samples)
+        self.batches = Batches(samples, spec.training.batch_size, spec.data.drop_last)
+        self._check_batches(spec)
+        held_out = self.job.evaluation_loader()
+        self.evaluation_samples = held_out.samples if held_out is not None else None
+        evaluated = spec.evaluation.batch_size if spec.evaluation is not None else None
+        self.evaluation_size = evaluated or self.plan.micro_batch_size
+        self.sizes = self._training_sizes()
+        self.evaluation_sizes = self._evaluation_sizes(held_out)
+        return held_out
+
+    def _make_states(self, held: Sequence[str], stored: Stored | None) -> None:
+        """Give parameters and buffers the values that training starts from."""
+        self.job.materialize(held)
+        if stored is not None:
+            stored.restore_states({name: self.job.states[name] for name in held})
+
+    def _change_code(self) -> None:
+        """Split backwards, compile, or let messages advance between operators."""
+        for stage in self.stages.values():
+            if splits_backwards(self.plan):
+                stage.split_backwards()
+            if self.job.spec.training.compile:
+                stage.compile()
+            elif self.progress.mode == "poll":
+                stage.let_advance(self.progress.tick)
 
     def close(self) -> None:
         """Free what is not memory: threads and files."""
