@@ -14,7 +14,7 @@ from pipectl.cli.progress import progress_bar
 from pipectl.units import format_time
 
 if TYPE_CHECKING:
-    from pipectl.jobs.rehearse import Rehearsed, Subject
+    from pipectl.jobs.rehearse import RehearsalInputs, Rehearsed
     from pipectl.jobs.submit import Submission
     from pipectl.spec import JobSpec
 
@@ -28,10 +28,10 @@ def rehearse(spec: JobSpec, scheduler: str | None, *, wait: bool, as_json: bool)
     from pipectl.jobs.rehearse import gather, submit_rehearsal
 
     with resumable(), progress_bar("profiling") as progress:
-        subject = gather(spec, scheduler, progress)
-    submission = submit_rehearsal(subject, time.time())
-    _tell(subject, submission)
-    if wait or subject.scheduler == LOCAL:
+        inputs = gather(spec, scheduler, progress)
+    submission = submit_rehearsal(inputs, time.time())
+    _tell(inputs, submission)
+    if wait or inputs.scheduler == LOCAL:
         _follow(submission, as_json=as_json)
     elif as_json:
         say_json({"run": submission.run.name, "directory": str(submission.run.path)})
@@ -39,14 +39,14 @@ def rehearse(spec: JobSpec, scheduler: str | None, *, wait: bool, as_json: bool)
         say(f"see: pipectl status {submission.run.name}")
 
 
-def _tell(subject: Subject, submission: Submission) -> None:
+def _tell(inputs: RehearsalInputs, submission: Submission) -> None:
     from pipectl.jobs.rehearse import seconds_of
     from pipectl.rehearsal import Rehearsal
 
     rehearsal = Rehearsal.load(submission.run.rehearsal)
     steps = f"{rehearsal.steps} step{'s' if rehearsal.steps > 1 else ''}"
     note(
-        f"rehearsing {subject.plan.ranks} ranks ({subject.scheduler}): {steps} in about "
+        f"rehearsing {inputs.plan.ranks} ranks ({inputs.scheduler}): {steps} in about "
         f"{format_time(seconds_of(rehearsal))}, times stretched by {rehearsal.stretch:g}"
     )
 

@@ -50,15 +50,14 @@ def command(
 
 def _all(directory: Path, limit: int, as_json: bool) -> None:
     from pipectl.cli.status_view import runs_table, status_json
-    from pipectl.jobs.kept_readings import MANY, KeptReadings
+    from pipectl.jobs.kept_readings import kept_readings
     from pipectl.jobs.status import statuses
     from pipectl.runs import list_runs
 
     runs = list_runs(directory)
-    kept = KeptReadings(directory) if min(limit, len(runs)) > MANY else None
-    found = statuses(runs[-limit:], time.time(), kept=kept)
-    if kept is not None:
-        kept.save(runs)
+    newest = runs[-limit:]
+    with kept_readings(directory, len(newest)) as kept:
+        found = statuses(newest, time.time(), kept=kept)
     if as_json:
         say_json([status_json(status) for status in found])
     elif not found:

@@ -14,9 +14,9 @@ from pipectl.cli.rows import Rows
 from pipectl.cli.status_view import state_text, status_json
 from pipectl.cli.sweep_values import short_keys, shown
 from pipectl.jobs.best import best_of
-from pipectl.jobs.kept_readings import MANY, KeptReadings
+from pipectl.jobs.kept_readings import kept_readings
 from pipectl.jobs.status import RunStatus, statuses
-from pipectl.runs import SweepDirectory, list_runs
+from pipectl.runs import SweepDirectory
 
 _HEADS = ("run", "state", "step", "loss", "best")
 
@@ -24,10 +24,8 @@ _HEADS = ("run", "state", "step", "loss", "best")
 def show_sweep(sweep: SweepDirectory, *, as_json: bool) -> list[RunStatus]:
     """Print how the runs of a sweep are, and return it."""
     runs = sweep.runs()
-    kept = KeptReadings(sweep.base) if len(runs) > MANY else None
-    found = statuses(runs, time.time(), kept=kept)
-    if kept is not None:
-        kept.save(list_runs(sweep.base))
+    with kept_readings(sweep.base, len(runs)) as kept:
+        found = statuses(runs, time.time(), kept=kept)
     if as_json:
         say_json(sweep_json(sweep, found))
     else:

@@ -16,6 +16,7 @@ from pipectl.cli.sparkline import sparkline
 from pipectl.cli.status_sweep import headline, points_table
 from pipectl.cli.status_view import run_lines, runs_table
 from pipectl.errors import UsageError
+from pipectl.jobs.kept_readings import kept_readings
 from pipectl.jobs.status import RunStatus
 from pipectl.jobs.watching import Watching
 from pipectl.runs import RunDirectory, SweepDirectory, list_runs, read_metrics
@@ -28,7 +29,6 @@ _TABLE_MARGIN = 4
 
 def watch_all(directory: Path, limit: int) -> None:
     """A table of the newest runs, with those that are submitted meanwhile."""
-    watching = Watching()
 
     def look(console: Console) -> tuple[RenderableType, bool]:
         room = max(1, min(limit, console.height - _TABLE_MARGIN))
@@ -37,7 +37,9 @@ def watch_all(directory: Path, limit: int) -> None:
             return plain(f"{directory}: no runs yet"), False
         return Group(runs_table(found, console.width), _foot("Ctrl-C ends")), False
 
-    _show(look)
+    with kept_readings(directory, limit) as kept:
+        watching = Watching(kept=kept)
+        _show(look)
 
 
 def watch_one(run: RunDirectory) -> RunStatus:
@@ -55,7 +57,6 @@ def watch_one(run: RunDirectory) -> RunStatus:
 
 def watch_sweep(sweep: SweepDirectory) -> None:
     """The runs of a sweep in a table; returns when all are over."""
-    watching = Watching()
 
     def look(console: Console) -> tuple[RenderableType, bool]:
         found = watching.look(sweep.runs(), time.time())
@@ -65,7 +66,9 @@ def watch_sweep(sweep: SweepDirectory) -> None:
         over = all(status.job.state.final for status in found)
         return Group(plain(headline(sweep, found), "bold"), table, foot), over
 
-    _show(look)
+    with kept_readings(sweep.base, len(sweep.runs())) as kept:
+        watching = Watching(kept=kept)
+        _show(look)
 
 
 def _screen(found: RunStatus, console: Console) -> RenderableType:

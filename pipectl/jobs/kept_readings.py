@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from pipectl.errors import DataFileError, UsageError
 from pipectl.files import write_text
 from pipectl.jobs.places import cache_directory
 from pipectl.jobs.reading import Facts, Reading, from_json, to_json
-from pipectl.runs import Record, RunDirectory
+from pipectl.runs import Record, RunDirectory, list_runs
 
 MANY = 50
 """Runs, from which on it pays to keep what is read of them."""
@@ -88,15 +88,14 @@ class KeptReadings:
             self._entries.pop(self._name(run), None)
             self._changes += 1
 
-    def save(self, runs: Collection[RunDirectory]) -> None:
+    def save(self) -> None:
         """Write the file if anything has changed, without runs that are gone.
 
-        Args:
-            runs: all that there are. Where nothing can be written, nothing is.
+        Where nothing can be written, nothing is.
         """
         if not self._changes:
             return
-        names = {self._name(run) for run in runs}
+        names = {self._name(run) for run in list_runs(self._base)}
         kept = {name: entry for name, entry in self._entries.items() if name in names}
         with suppress(UsageError, OSError):
             self._path.parent.mkdir(exist_ok=True)
@@ -105,6 +104,21 @@ class KeptReadings:
 
     def _name(self, run: RunDirectory) -> str:
         return run.name if run.path.parent == self._base else str(run.path)
+
+
+@contextmanager
+def kept_readings(base: Path, looked_at: int) -> Iterator[KeptReadings | None]:
+    """The readings of the runs in a directory, which are saved behind it.
+
+    Args:
+        looked_at: the number of runs; None is given where there are so few that it does not pay.
+    """
+    if looked_at <= MANY:
+        yield None
+        return
+    kept = KeptReadings(base)
+    yield kept
+    kept.save()
 
 
 def _sealed(text: str) -> str:

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from pipectl.batch import JobRequest, dialect_of, find_mpiexec, process
+from pipectl.batch.dialects import AUTO
 from pipectl.batch.pmi import USUAL, offered, suitable
 from pipectl.errors import SchedulerError
 
-AUTO = "auto"
 _PATIENCE_S = 20.0
 
 

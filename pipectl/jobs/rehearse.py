@@ -40,7 +40,7 @@ _OVERSUBSCRIBE = {
 
 
 @dataclass(frozen=True)
-class Subject:
+class RehearsalInputs:
     """What is rehearsed.
 
     Args:
@@ -93,7 +93,9 @@ class Rehearsed:
         }
 
 
-def gather(spec: JobSpec, scheduler: str | None, progress: Progress | None = None) -> Subject:
+def gather(
+    spec: JobSpec, scheduler: str | None, progress: Progress | None = None
+) -> RehearsalInputs:
     """The plan that a job would run, to be rehearsed on this machine unless a scheduler is named.
 
     Raises:
@@ -111,10 +113,10 @@ def gather(spec: JobSpec, scheduler: str | None, progress: Progress | None = Non
             f"{profile_path(spec)}: no fresh profile, so there is no plan to rehearse",
             cure="measure the model first: pipectl profile --submit JOB.yaml",
         )
-    return Subject(spec, planned(spec, profile, cluster), cluster, scheduler or LOCAL)
+    return RehearsalInputs(spec, planned(spec, profile, cluster), cluster, scheduler or LOCAL)
 
 
-def submit_rehearsal(subject: Subject, now: float) -> Submission:
+def submit_rehearsal(inputs: RehearsalInputs, now: float) -> Submission:
     """Start all ranks of a plan, here or where its job would run.
 
     Args:
@@ -123,13 +125,13 @@ def submit_rehearsal(subject: Subject, now: float) -> Submission:
     Raises:
         SchedulerError: see :func:`pipectl.jobs.submit.submit`.
     """
-    spec, plan = subject.spec, subject.plan
+    spec, plan = inputs.spec, inputs.plan
     run = RunDirectory.create(Path(spec.output.directory), f"{spec.name}-rehearsal", now)
-    rehearsal = rehearsal_of(plan, subject.cluster, _ranks_per_core(subject))
-    request = _request(subject, run, rehearsal)
+    rehearsal = rehearsal_of(plan, inputs.cluster, _ranks_per_core(inputs))
+    request = _request(inputs, run, rehearsal)
     record = Record(
         name=request.name,
-        scheduler=subject.scheduler,
+        scheduler=inputs.scheduler,
         tag=request.tag,
         submitted_at=now,
         ranks=plan.ranks,
@@ -137,7 +139,7 @@ def submit_rehearsal(subject: Subject, now: float) -> Submission:
         steps=rehearsal.steps,
         kind=REHEARSAL,
     )
-    record = hand_over(run, request, record, _writer(run, subject, rehearsal))
+    record = hand_over(run, request, record, _writer(run, inputs, rehearsal))
     return Submission(run, record, plan)
 
 
@@ -157,26 +159,26 @@ def seconds_of(rehearsal: Rehearsal) -> float:
     return rehearsal.steps * rehearsal.stretch * rehearsal.predicted_s
 
 
-def _ranks_per_core(subject: Subject) -> float:
+def _ranks_per_core(inputs: RehearsalInputs) -> float:
     """Of where it runs: this machine, or a core and more for every rank."""
-    if subject.scheduler != LOCAL:
+    if inputs.scheduler != LOCAL:
         return 1.0
-    return subject.plan.ranks / len(os.sched_getaffinity(0))
+    return inputs.plan.ranks / len(os.sched_getaffinity(0))
 
 
-def _request(subject: Subject, run: RunDirectory, rehearsal: Rehearsal) -> JobRequest:
-    spec = subject.spec
+def _request(inputs: RehearsalInputs, run: RunDirectory, rehearsal: Rehearsal) -> JobRequest:
+    spec = inputs.spec
     request = job_request(spec, run.path, make_tag(run.path))
     request = replace(
         request,
         name=f"{spec.name}-rehearsal",
-        ranks=subject.plan.ranks,
+        ranks=inputs.plan.ranks,
         command=(request.python, "-m", "mpi4py", "-m", WORKER, "--run", str(run.path)),
         walltime_s=int(min(request.walltime_s, _START_S + 2 * seconds_of(rehearsal))),
         gpus_per_node=0,
         stop=None,
     )
-    request = _crowded(request, spec) if subject.scheduler == LOCAL else request
+    request = _crowded(request, spec) if inputs.scheduler == LOCAL else request
     return settle(request).of(request)
 
 
@@ -193,11 +195,11 @@ def _crowded(request: JobRequest, spec: JobSpec) -> JobRequest:
     )
 
 
-def _writer(run: RunDirectory, subject: Subject, rehearsal: Rehearsal) -> Callable[[], None]:
+def _writer(run: RunDirectory, inputs: RehearsalInputs, rehearsal: Rehearsal) -> Callable[[], None]:
     def write() -> None:
-        write_text(run.job, dump(subject.spec))
-        subject.cluster.save(run.cluster)
-        write_plan(run, subject.plan, subject.cluster)
+        write_text(run.job, dump(inputs.spec))
+        inputs.cluster.save(run.cluster)
+        write_plan(run, inputs.plan, inputs.cluster)
         rehearsal.save(run.rehearsal)
 
     return write

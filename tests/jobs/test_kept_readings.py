@@ -55,7 +55,7 @@ def shown(base: Path, *, keep: bool, ask: Callable = unlisted) -> list[str]:
     runs = list_runs(base)
     found = statuses(runs, time.time(), ask, kept)
     if kept is not None:
-        kept.save(runs)
+        kept.save()
     return [json.dumps(status_json(status), sort_keys=True) for status in found]
 
 

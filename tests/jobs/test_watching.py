@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipectl.batch import JobState, JobStatus
+from pipectl.files import write_text
 from pipectl.jobs import status as status_module
+from pipectl.jobs.kept_readings import KeptReadings
+from pipectl.jobs.reading import Reading
 from pipectl.jobs.watching import Watching
 from pipectl.runs import Record, RunDirectory
 
@@ -62,8 +67,42 @@ def test_a_new_job_is_asked_about_at_once(tmp_path: Path, schedulers: dict[str, 
     first = run(tmp_path, "7")
     watching.look([first], 1.7e9)
     watching.look([first, run(tmp_path, "8")], 1.7e9)
-    watching.look([first], 1.7e9)
-    assert [sorted(ids) for ids in schedulers["slurm"].asked] == [["7"], ["7", "8"], ["7"]]
+    assert [sorted(ids) for ids in schedulers["slurm"].asked] == [["7"], ["7", "8"]]
+
+
+def test_a_job_less_is_no_reason_to_ask(tmp_path: Path, schedulers: dict[str, Scheduler]) -> None:
+    watching = Watching(Clock())
+    first, second = run(tmp_path, "7"), run(tmp_path, "8")
+    watching.look([first, second], 1.7e9)
+    (found,) = watching.look([second], 1.7e9)
+    assert found.job.state is JobState.RUNNING
+    assert len(schedulers["slurm"].asked) == 1
+
+
+def test_kept_readings_change_nothing_that_is_seen(
+    tmp_path: Path, schedulers: dict[str, Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [run(tmp_path, "7"), run(tmp_path, "8")]
+    for path in (*runs[0].path.iterdir(), runs[0].path):
+        os.utime(path, (1.7e9, 1.7e9))
+    kept = KeptReadings(tmp_path)
+    watching = Watching(Clock(), kept)
+    first = watching.look(runs, 1.7e9)
+    monkeypatch.setattr(status_module, "read", _unread(runs[0], status_module.read))
+    assert [found.job for found in watching.look(runs, 1.7e9)] == [found.job for found in first]
+    write_text(runs[0].exit_code, "1\n")
+    with pytest.raises(AssertionError, match="read again"):
+        watching.look(runs, 1.7e9)
+
+
+def _unread(kept: RunDirectory, read: Callable[..., Reading]) -> Callable[..., Reading]:
+    """What reads files, but those of one run."""
+
+    def read_others(run: RunDirectory, *given: Any) -> Reading:
+        assert run.path != kept.path, "read again"
+        return read(run, *given)
+
+    return read_others
 
 
 def test_processes_of_this_machine_are_looked_at_every_time(
