@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,10 +54,8 @@ def job_request(
         after: ids of jobs that must have completed before.
     """
     directory, python = directory.absolute(), sys.executable
-    resources, launch, environment = spec.resources, spec.launch, spec.environment
-    checkpoint = spec.checkpoint
-    lead_s = min(checkpoint.lead_time, resources.walltime // _LEAST_SHARE)
-    return JobRequest(
+    resources = spec.resources
+    request = JobRequest(
         name=spec.name,
         tag=tag,
         run_directory=directory,
@@ -68,25 +66,38 @@ def job_request(
         walltime_s=resources.walltime,
         command=(python, "-m", "mpi4py", "-m", WORKER, "--run", str(directory)),
         prepare=((python, "-m", PREPARE, str(directory)),) if prepare else (),
+        mpiexec=mpiexec,
+        slurm=_slurm_options(spec),
+        pbs=_pbs_options(spec),
+        stop=_stop(spec),
+        after=after,
+        template=read_template(spec),
+    )
+    return _with_ranks(request, spec, TIGHT_HEAP if _offloads(spec, plan) else {})
+
+
+def _with_ranks(request: JobRequest, spec: JobSpec, variables: Mapping[str, str]) -> JobRequest:
+    """With what ranks have, how they start, and what they find there.
+
+    Args:
+        variables: that those of the job overrule.
+    """
+    resources, environment, launch = spec.resources, spec.environment, spec.launch
+    return replace(
+        request,
         cpus_per_task=resources.cpus_per_task,
         threads_per_task=spec.threads,
         gpus_per_node=resources.gpus_per_node,
         memory_per_node_bytes=resources.memory_per_node,
+        more=tuple(map(_more_nodes, resources.more, resources.kinds[1:])),
         modules=tuple(environment.modules),
         setup=tuple(environment.setup),
-        variables={**(TIGHT_HEAP if _offloads(spec, plan) else {}), **environment.variables},
+        variables={**variables, **environment.variables},
+        container=_container(spec, request.run_directory),
         launcher=launch.launcher,
         mpi=launch.mpi,
         bind=launch.bind,
         launch_args=tuple(launch.args),
-        mpiexec=mpiexec,
-        slurm=_slurm_options(spec),
-        pbs=_pbs_options(spec),
-        stop=Stop(checkpoint.on_signal, lead_s, checkpoint.max_requeues),
-        after=after,
-        container=_container(spec, directory),
-        template=read_template(spec),
-        more=tuple(map(_more_nodes, resources.more, resources.kinds[1:])),
     )
 
 
@@ -112,6 +123,12 @@ def _container(spec: JobSpec, directory: Path) -> Container | None:
     named = (*code, spec.weights_path, spec.cluster_file, spec.schedule_file)
     folders = sorted({path.parent for path in named if path is not None} - {directory})
     return Container(spec.container, (directory, *folders), spec.resources.gpus_per_node > 0)
+
+
+def _stop(spec: JobSpec) -> Stop:
+    asked = spec.checkpoint
+    lead_s = min(asked.lead_time, spec.resources.walltime // _LEAST_SHARE)
+    return Stop(asked.on_signal, lead_s, asked.max_requeues)
 
 
 def _offloads(spec: JobSpec, plan: Plan | None) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipectl.batch import JobState, get
+from pipectl.batch import JobRequest, JobState, get
 from pipectl.batch.process import NoAnswerError
 from pipectl.cluster import Cluster
 from pipectl.errors import PipectlError, UsageError
@@ -141,17 +141,7 @@ def _hand_over(
     request = job_request(spec, run.path, make_tag(run.path), prepare=plan is None, plan=plan)
     request = settle(request).of(request)
     script = scheduler.render(request)
-    record = replace(
-        record,
-        tag=request.tag,
-        submitted_at=now,
-        ranks=request.ranks,
-        nodes=request.node_count,
-        steps=spec.training.steps,
-        job_id=None,
-        task=None,
-    )
-    record = record.after(now, "submitting", detail="resumed")
+    record = _begun_anew(record, request, spec.training.steps, now)
     before = _contents(run)
     try:
         write_job(run, spec, request.template)
@@ -176,6 +166,21 @@ def _hand_over(
     with suppress(UsageError):  # it is found by its tag
         record.save(run.record)
     return record
+
+
+def _begun_anew(record: Record, request: JobRequest, steps: int, now: float) -> Record:
+    """The record of a run, as of one that has not been handed over yet."""
+    record = replace(
+        record,
+        tag=request.tag,
+        submitted_at=now,
+        ranks=request.ranks,
+        nodes=request.node_count,
+        steps=steps,
+        job_id=None,
+        task=None,
+    )
+    return record.after(now, "submitting", detail="resumed")
 
 
 def _contents(run: RunDirectory) -> dict[Path, str | None]:

@@ -68,9 +68,9 @@ def submit_sweep(
         UsageError, SchedulerError: as for a single run (:func:`pipectl.jobs.submit.submit`).
     """
     spec, scheduler = points[0].spec, get(inputs[0].scheduler)
-    refuse_twice(Path(spec.output.directory), spec.name, now)
-    before = jobs_of(after, scheduler.name, now)
     base = Path(spec.output.directory)
+    refuse_twice(base, spec.name, now)
+    before = jobs_of(after, scheduler.name, now)
     sweep, runs = SweepDirectory.create(base, spec.name, len(points), now)
     with locked(sweep):
         with _removed_on_failure(sweep, runs):
@@ -82,11 +82,10 @@ def submit_sweep(
             write_text(sweep.script, script, mode=0o777)
         array_id = _handed_over(sweep, runs, request)
         found = [
-            _told(run, record, scheduler.task_id(array_id, index))
-            for index, (run, record) in enumerate(zip(runs, records, strict=True))
+            Submission(run, _told(run, record, scheduler.task_id(array_id, index)), start.plan)
+            for index, (run, record, start) in enumerate(zip(runs, records, inputs, strict=True))
         ]
-    made = zip(runs, found, (item.plan for item in inputs), strict=True)
-    return Swept(sweep, tuple(Submission(*item) for item in made), array_id)
+    return Swept(sweep, tuple(found), array_id)
 
 
 def _written(
