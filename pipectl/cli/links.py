@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
 from pipectl.cli.console import note, output, say, say_json, short
+from pipectl.cli.submitted import answer, completed, tell_measuring
 from pipectl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def measure_links(
         _tell(submission, path, as_json=as_json)
         return
     note(f"measuring: {submission.run.name} ({scheduler} job {submission.record.job_id})")
-    _follow(submission, as_json=as_json)
+    completed(submission.run, as_json=as_json)
     _show(path, as_json=as_json)
     _hint(spec, path, usual)
 
@@ -55,26 +54,10 @@ def measure_links(
 def _tell(submission: Submission, path: Path, *, as_json: bool) -> None:
     record, run = submission.record, submission.run
     if as_json:
-        answer = {"run": run.name, "directory": str(run.path), "file": str(path.absolute())}
-        say_json({**answer, "scheduler": record.scheduler, "job_id": record.job_id})
+        say_json(answer(run, record, file=str(path.absolute())))
         return
-    say(f"submitted: {run.name} ({record.scheduler} job {record.job_id})")
-    say(f"see: pipectl status {run.name}")
+    tell_measuring(run, record)
     say(f"when it is done, the cluster is in {short(path.absolute())}")
-
-
-def _follow(submission: Submission, *, as_json: bool) -> None:
-    """Wait for the end of the run; one that failed ends the command."""
-    from pipectl.cli.follow import exit_code, follow
-    from pipectl.cli.status_view import show_run, status_json
-
-    found = follow(submission.run)
-    if code := exit_code(found):
-        if as_json:
-            say_json(status_json(found))
-        else:
-            show_run(found)
-        raise typer.Exit(code)
 
 
 def _show(path: Path, *, as_json: bool) -> None:

@@ -6,11 +6,10 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import typer
-
 from pipectl.cli.console import note, say, say_json, short
 from pipectl.cli.interruption import resumable
 from pipectl.cli.progress import progress_bar
+from pipectl.cli.submitted import completed
 from pipectl.units import format_time
 
 if TYPE_CHECKING:
@@ -52,14 +51,9 @@ def _tell(inputs: RehearsalInputs, submission: Submission) -> None:
 
 
 def _follow(submission: Submission, *, as_json: bool) -> None:
-    from pipectl.cli.follow import exit_code, follow
-    from pipectl.cli.status_view import show_run
     from pipectl.jobs.rehearse import result_of
 
-    found = follow(submission.run)
-    if code := exit_code(found):
-        show_run(found)
-        raise typer.Exit(code)
+    completed(submission.run, as_json=as_json)
     result = result_of(submission.run)
     if as_json:
         say_json({"run": submission.run.name, **result.to_json()})

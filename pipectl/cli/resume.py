@@ -9,6 +9,7 @@ import typer
 
 from pipectl.cli.console import say, say_json
 from pipectl.cli.options import RUNS, Json, Overrides, RunName, RunsDirectory
+from pipectl.cli.submitted import answer, follow_to_the_end, tell_plan
 
 if TYPE_CHECKING:
     from pipectl.jobs.resume import Resumption
@@ -25,7 +26,6 @@ def command(
     directory: RunsDirectory = RUNS,
 ) -> None:
     """Go on from a run's last checkpoint, with other ranks where --set asks for them."""
-    from pipectl.cli.submit import follow_to_the_end
     from pipectl.jobs.resume import resume
     from pipectl.runs import find_run
 
@@ -35,25 +35,13 @@ def command(
     if wait:
         follow_to_the_end(found.run, as_json=as_json)
     elif as_json:
-        say_json(
-            {
-                "run": found.run.name,
-                "directory": str(found.run.path),
-                "scheduler": found.record.scheduler,
-                "job_id": found.record.job_id,
-                "from_step": found.step,
-                "planned_anew": found.planned,
-            }
-        )
+        more = {"from_step": found.step, "planned_anew": found.planned}
+        say_json(answer(found.run, found.record, **more))
 
 
 def _tell(found: Resumption) -> None:
-    from pipectl.cli.plan_view import headline, prediction_lines
-
     if found.planned and found.plan is not None:
-        say(f"planned anew: {headline(found.plan)}")
-        for line in prediction_lines(found.plan):
-            say(line)
+        tell_plan(found.plan, "planned anew: ")
     record = found.record
     begin = f"from step {found.step}" if found.step else "from the beginning: no checkpoint yet"
     say(f"resumed: {record.name} ({record.scheduler} job {record.job_id}), {begin}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipectl.cli.console import note, output, say, say_json
+from pipectl.cli.console import output
 from pipectl.cli.options import RUNS, Json, RunsDirectory, names_of_runs
 from pipectl.errors import UnknownRunError, UsageError
 
@@ -45,28 +45,9 @@ def command(
 
         watch_all(directory, limit)
     else:
-        _all(directory, limit, as_json)
+        from pipectl.cli.status_table import show_all
 
-
-def _all(directory: Path, limit: int, as_json: bool) -> None:
-    from pipectl.cli.status_view import runs_table, status_json
-    from pipectl.jobs.kept_readings import kept_readings
-    from pipectl.jobs.status import statuses
-    from pipectl.runs import list_runs
-
-    runs = list_runs(directory)
-    newest = runs[-limit:]
-    with kept_readings(directory, len(newest)) as kept:
-        found = statuses(newest, time.time(), kept=kept)
-    if as_json:
-        say_json([status_json(status) for status in found])
-    elif not found:
-        say(f"{directory}: no runs yet; start one with: pipectl submit JOB.yaml")
-    else:
-        console = output()
-        console.print(runs_table(found, console.width))
-        if len(runs) > limit:
-            note(f"{len(runs) - limit} older runs are not shown; see --limit")
+        show_all(directory, limit, as_json=as_json)
 
 
 def _sweep(sweep: SweepDirectory, *, as_json: bool, ranks: bool, watch: bool) -> None:
@@ -86,7 +67,7 @@ def _sweep(sweep: SweepDirectory, *, as_json: bool, ranks: bool, watch: bool) ->
 
 def _one(directory: Path, name: str, *, as_json: bool, ranks: bool, watch: bool) -> None:
     from pipectl.batch import JobState
-    from pipectl.cli.status_view import show_run, status_json
+    from pipectl.cli.status_view import show_run
     from pipectl.jobs.status import status
     from pipectl.runs import find_run, find_sweep
 
@@ -101,10 +82,7 @@ def _one(directory: Path, name: str, *, as_json: bool, ranks: bool, watch: bool)
         found = watch_one(run)
     else:
         found = status(run, time.time())
-    if as_json:
-        say_json(status_json(found))
-    else:
-        show_run(found)
+    show_run(found, as_json=as_json)
     if ranks and not as_json:
         from pipectl.cli.ranks_view import ranks_table
 

@@ -11,7 +11,8 @@ from rich.text import Text
 
 from pipectl.cli.console import output, plain, say, say_json
 from pipectl.cli.rows import Rows
-from pipectl.cli.status_view import state_text, status_json
+from pipectl.cli.status_json import status_json
+from pipectl.cli.status_words import state_text
 from pipectl.cli.sweep_values import short_keys, shown
 from pipectl.jobs.best import best_of
 from pipectl.jobs.kept_readings import kept_readings

@@ -1,64 +1,31 @@
-"""The state of runs for people: a table of all, everything about one, and both as JSON."""
+"""The state of one run for people: everything about it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from datetime import datetime
-from typing import Any
 
 from rich.text import Text
 
-from pipectl.batch import JobState, JobStatus
-from pipectl.cli.console import joined, output, plain, short
+from pipectl.batch import JobState
+from pipectl.cli.console import joined, output, plain, say_json, short
 from pipectl.cli.plan_view import headline
-from pipectl.cli.rows import Rows
+from pipectl.cli.status_json import status_json
+from pipectl.cli.status_words import progress, state_text
 from pipectl.cli.sweep_values import values_text
 from pipectl.jobs.status import Laggard, Peak, RunStatus
 from pipectl.runs import PROFILING, last_checkpoint, step_of
 from pipectl.units import format_bytes, format_time
 
 _SHOWN_PEAKS = 4
-_REASON = 40
-"""Characters of a reason that a table has room for."""
 _GAP = Text("  ")
-_FIGURES = (
-    "step", "loss", "a step", "predicted", "efficiency", "memory", "restarts", "remaining",
-)  # fmt: skip
-_HEADS = ("run", "values", "state", "on", *_FIGURES, "waits for")
-_OPTIONAL = (  # the least important first
-    "predicted", "memory", "efficiency", "on", "restarts", "waits for", "remaining", "a step",
-    "values",
-)  # fmt: skip
-_STYLES = {
-    JobState.COMPLETED: "green",
-    JobState.RUNNING: "cyan",
-    JobState.QUEUED: "yellow",
-    JobState.HELD: "yellow",
-    JobState.UNKNOWN: "yellow",
-    JobState.CANCELLED: "dim",
-}
 
 
-def runs_table(found: Sequence[RunStatus], width: int) -> Rows:
-    """One row per run; without empty columns, and without the least important if it gets too wide.
-
-    Args:
-        width: columns there are.
-    """
-    rows = [
-        (
-            *map(plain, (status.run.name, _values(status))),
-            state_text(status),
-            *map(plain, _cells(status)),
-        )
-        for status in found
-    ]
-    columns = {head: [row[index] for row in rows] for index, head in enumerate(_HEADS)}
-    return Rows(columns, _FIGURES, optional=_OPTIONAL, room=width)
-
-
-def show_run(status: RunStatus) -> None:
+def show_run(status: RunStatus, *, as_json: bool = False) -> None:
     """Print everything about one run."""
+    if as_json:
+        say_json(status_json(status))
+        return
     console = output()
     for line in run_lines(status):
         console.print(line, soft_wrap=True)
@@ -76,93 +43,6 @@ def run_lines(status: RunStatus, *, files: bool = True) -> Iterator[Text]:
     for label, text in (*_point(status), *_details(status), *(_files(status) if files else ())):
         yield plain(f"  {label:<14}{text}")
     yield from _failure(status)
-
-
-def status_json(status: RunStatus) -> dict[str, Any]:
-    """Everything about one run, for programs."""
-    found, job, fault = status.measured, status.job, status.culprit
-    return {
-        "run": status.run.name,
-        "directory": str(status.run.path),
-        "kind": status.record.kind if status.record else None,
-        "sweep": _sweep_json(status),
-        "scheduler": status.record.scheduler if status.record else None,
-        "job_id": status.record.job_id if status.record else None,
-        "state": job.state.value,
-        "reason": job.reason,
-        "source": job.source,
-        "nodes": job.nodes,
-        "exit_code": job.exit_code,
-        "submitted_at": status.record.submitted_at if status.record else None,
-        "phase": status.phase,
-        "restarts": status.restarts,
-        "expected_start": job.start if job.state in {JobState.QUEUED, JobState.HELD} else None,
-        "step": found.step,
-        "steps": status.steps,
-        "first_loss": found.first_loss,
-        "last_loss": found.last_loss,
-        "samples_per_s": found.samples_per_s,
-        "step_time_s": found.step_time_s,
-        "predicted_step_time_s": status.predicted_step_s,
-        "measured_over_predicted": status.prediction_ratio,
-        "efficiency": status.efficiency,
-        "remaining_s": found.remaining_s,
-        "not_finite_steps": list(found.not_finite),
-        "evaluation_step": found.evaluation_step,
-        "evaluation": dict(found.evaluation),
-        "waits_for": None if status.laggard is None else status.laggard._asdict(),
-        "ranks": [dict(rank) for rank in status.ranks],
-        "peaks": [peak._asdict() for peak in status.peaks],
-        "error": None if fault is None else {"where": fault.where, "message": fault.message},
-    }
-
-
-def state_text(status: RunStatus) -> Text:
-    """A state in its colour."""
-    state = status.job.state
-    return Text(state.value, style=_STYLES.get(state, "red"))
-
-
-def _sweep_json(status: RunStatus) -> dict[str, Any] | None:
-    sweep = status.record.sweep if status.record else None
-    return None if sweep is None else {"name": sweep.name, "values": dict(sweep.values)}
-
-
-def _values(status: RunStatus) -> str:
-    sweep = status.record.sweep if status.record else None
-    return "" if sweep is None else values_text(sweep.values)
-
-
-def _cells(status: RunStatus) -> tuple[str, ...]:
-    found = status.measured
-    left = found.remaining_s if status.job.state.alive else None
-    return (
-        status.record.scheduler if status.record else "",
-        _progress(status, "{}/{}"),
-        "" if found.last_loss is None else f"{found.last_loss:.4g}",
-        _time(found.step_time_s),
-        _time(status.predicted_step_s),
-        "" if status.efficiency is None else f"{status.efficiency:.0%}",
-        format_bytes(max(peak.measured_bytes for peak in status.peaks)) if status.peaks else "",
-        str(status.restarts or ""),
-        _time(left),
-        _waits_for(status.job),
-    )
-
-
-def _waits_for(job: JobStatus) -> str:
-    """What a job in the queue waits for, and until when, as far as the batch system says."""
-    if job.state not in {JobState.QUEUED, JobState.HELD}:
-        return ""
-    start = "" if job.start is None else f"{datetime.fromtimestamp(job.start):%a %H:%M}"
-    return ", ".join(filter(None, (job.reason[:_REASON], start and f"until {start}")))
-
-
-def _progress(status: RunStatus, form: str) -> str:
-    """Steps made of those to make; a run that only measures has percent."""
-    if status.record is not None and status.record.kind == PROFILING:
-        return f"{status.measured.step}%"
-    return form.format(status.measured.step, status.steps) if status.steps else ""
 
 
 def _job(status: RunStatus) -> str:
@@ -191,8 +71,8 @@ def _details(status: RunStatus) -> Iterator[tuple[str, str]]:
         yield "submitted", f"{submitted:%Y-%m-%d %H:%M:%S}"
     if status.phase and job.state.alive:
         yield "doing", status.phase
-    if progress := _progress(status, "step {} of {}"):
-        yield "progress", progress
+    if made := progress(status, "step {} of {}"):
+        yield "progress", made
     yield from _speed(status)
     if found.evaluation:
         values = ", ".join(f"{name} {value:.4g}" for name, value in found.evaluation.items())
@@ -279,7 +159,3 @@ def _failure(status: RunStatus) -> Iterator[Text]:
     yield plain(
         f"                details: {short(status.run.errors)}, pipectl logs {status.run.name}"
     )
-
-
-def _time(time_s: float | None) -> str:
-    return "" if time_s is None else format_time(time_s)

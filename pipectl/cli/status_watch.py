@@ -14,7 +14,8 @@ from pipectl.cli.console import output, plain
 from pipectl.cli.ranks_view import ranks_table
 from pipectl.cli.sparkline import sparkline
 from pipectl.cli.status_sweep import headline, points_table
-from pipectl.cli.status_view import run_lines, runs_table
+from pipectl.cli.status_table import runs_table
+from pipectl.cli.status_view import run_lines
 from pipectl.errors import UsageError
 from pipectl.jobs.kept_readings import kept_readings
 from pipectl.jobs.status import RunStatus

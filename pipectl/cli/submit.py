@@ -15,14 +15,12 @@ from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption, names
 from pipectl.cli.progress import progress_bar
 from pipectl.cli.rehearse import rehearse
 from pipectl.cli.submit_script import forecast, print_script, tell_launch
-from pipectl.cli.submit_sweep import runs_named, submit_points
+from pipectl.cli.submit_sweep import submit_points
+from pipectl.cli.submitted import answer, follow_to_the_end, tell_plan
 
 if TYPE_CHECKING:
     from pipectl.jobs.submit import Submission
-    from pipectl.runs import RunDirectory
     from pipectl.spec import JobSpec
-
-_NO_FORECAST = "the job is valid; the scheduler forecasts no start (without a queue, it is at once)"
 
 
 def command(
@@ -57,7 +55,7 @@ def command(
     if dry_run:
         print_script(spec, points, name)
     elif test_only:
-        say(forecast(spec, points, name) or _NO_FORECAST)
+        say(forecast(spec, points, name))
     elif rehearsal:
         rehearse(spec, name, wait=wait, as_json=as_json)
     elif points:
@@ -71,8 +69,9 @@ def _submit(
 ) -> None:
     from pipectl.cli.profile_view import tell_origin
     from pipectl.jobs.submit import gather, submit
+    from pipectl.runs import find_runs
 
-    before = runs_named(Path(spec.output.directory), after)
+    before = find_runs(Path(spec.output.directory), after)
     with resumable(), progress_bar("profiling") as progress:
         inputs = gather(spec, scheduler, progress)
     if inputs.measurement is not None:
@@ -87,34 +86,14 @@ def _submit(
     if wait:
         follow_to_the_end(submission.run, as_json=as_json)
     elif as_json:
-        record = submission.record
-        answer = {"run": submission.run.name, "directory": str(submission.run.path)}
-        say_json({**answer, "scheduler": record.scheduler, "job_id": record.job_id})
-
-
-def follow_to_the_end(run: RunDirectory, *, as_json: bool) -> None:
-    """Show a run until it is over, and exit with its code."""
-    from pipectl.cli.follow import exit_code, follow
-    from pipectl.cli.status_view import show_run, status_json
-
-    found = follow(run)
-    if as_json:
-        say_json(status_json(found))
-    else:
-        show_run(found)
-    if code := exit_code(found):
-        raise typer.Exit(code)
+        say_json(answer(submission.run, submission.record))
 
 
 def _tell(submission: Submission) -> None:
-    from pipectl.cli.plan_view import headline, prediction_lines
-
     if submission.plan is None:
         note("no fresh profile: the job measures the model first, in its allocation")
     else:
-        say(headline(submission.plan))
-        for line in prediction_lines(submission.plan):
-            say(line)
+        tell_plan(submission.plan)
     record = submission.record
     say(f"submitted: {record.name} ({record.scheduler} job {record.job_id})")
     say(f"run directory: {short(submission.run.path)}")

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from pipectl.jobs.launching import Settled
     from pipectl.spec import JobSpec, Point
 
+_NO_FORECAST = "the job is valid; the scheduler forecasts no start (without a queue, it is at once)"
+
 
 def print_script(spec: JobSpec, points: Sequence[Point], scheduler: str | None) -> None:
     """The script, or that of the array and that of its first run."""
@@ -29,7 +31,7 @@ def print_script(spec: JobSpec, points: Sequence[Point], scheduler: str | None) 
     sys.stdout.write(rendered.text)
 
 
-def forecast(spec: JobSpec, points: Sequence[Point], scheduler: str | None) -> str | None:
+def forecast(spec: JobSpec, points: Sequence[Point], scheduler: str | None) -> str:
     """When a job, or all of its sweep, would start, in the batch system's words."""
     from pipectl.jobs.places import scheduler_name
     from pipectl.jobs.script import estimate, render, render_sweep
@@ -39,7 +41,7 @@ def forecast(spec: JobSpec, points: Sequence[Point], scheduler: str | None) -> s
         text = render_sweep(spec, points, scheduler, now)
     else:
         text = render(spec, scheduler, now).text
-    return estimate(text, scheduler_name(spec, scheduler))
+    return estimate(text, scheduler_name(spec, scheduler)) or _NO_FORECAST
 
 
 def tell_launch(launch: Settled) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,10 +13,12 @@ from pipectl.cli.console import note, say, say_json, short
 from pipectl.cli.interruption import resumable
 from pipectl.cli.progress import progress_bar
 from pipectl.cli.submit_script import tell_launch
+from pipectl.cli.submitted import answer
 
 if TYPE_CHECKING:
+    from pipectl.jobs.submit import Submission
     from pipectl.jobs.sweep import Swept
-    from pipectl.runs import RunDirectory
+    from pipectl.runs import SweepDirectory
     from pipectl.spec import JobSpec, Point
 
 
@@ -37,8 +39,9 @@ def submit_points(
     """
     from pipectl.jobs.sweep import submit_sweep
     from pipectl.jobs.sweep_inputs import gather_sweep
+    from pipectl.runs import find_runs
 
-    before = runs_named(Path(spec.output.directory), after)
+    before = find_runs(Path(spec.output.directory), after)
     with resumable(), progress_bar("profiling") as progress:
         inputs = gather_sweep(spec, points, scheduler, progress)
     for warning in dict.fromkeys(item.warning for item in inputs if item.warning):
@@ -52,18 +55,7 @@ def submit_points(
     if wait:
         _follow(found, as_json=as_json)
     elif as_json:
-        say_json(list(_answers(found)))
-
-
-def runs_named(base: Path, names: Sequence[str]) -> list[RunDirectory]:
-    """Runs by name, all of a sweep where one is named."""
-    from pipectl.runs import find_run, find_sweep
-
-    found: list[RunDirectory] = []
-    for name in names:
-        sweep = find_sweep(base, name)
-        found += [find_run(base, name)] if sweep is None else sweep.runs()
-    return found
+        say_json([_answer(found.sweep, each) for each in found.submissions])
 
 
 def _tell(found: Swept) -> None:
@@ -80,16 +72,10 @@ def _tell(found: Swept) -> None:
     say(f"see: pipectl status {found.sweep.name}")
 
 
-def _answers(found: Swept) -> Iterator[dict[str, object]]:
-    for run, record, _ in ((s.run, s.record, s.plan) for s in found.submissions):
-        yield {
-            "run": run.name,
-            "directory": str(run.path),
-            "scheduler": record.scheduler,
-            "job_id": record.job_id,
-            "sweep": found.sweep.name,
-            "values": dict(record.sweep.values) if record.sweep else {},
-        }
+def _answer(sweep: SweepDirectory, submission: Submission) -> dict[str, object]:
+    point = submission.record.sweep
+    values = {} if point is None else dict(point.values)
+    return answer(submission.run, submission.record, sweep=sweep.name, values=values)
 
 
 def _follow(found: Swept, *, as_json: bool) -> None:

@@ -54,16 +54,15 @@ def job_request(
         after: ids of jobs that must have completed before.
     """
     directory, python = directory.absolute(), sys.executable
-    resources = spec.resources
     request = JobRequest(
         name=spec.name,
         tag=tag,
         run_directory=directory,
         python=python,
-        ranks=resources.ranks,
-        nodes=resources.nodes,
-        tasks_per_node=resources.tasks_per_node,
-        walltime_s=resources.walltime,
+        ranks=spec.resources.ranks,
+        nodes=spec.resources.nodes,
+        tasks_per_node=spec.resources.tasks_per_node,
+        walltime_s=spec.resources.walltime,
         command=(python, "-m", "mpi4py", "-m", WORKER, "--run", str(directory)),
         prepare=((python, "-m", PREPARE, str(directory)),) if prepare else (),
         mpiexec=mpiexec,

@@ -1,7 +1,7 @@
 """Run directories: making, finding, recording and reading them."""
 
 from pipectl.runs.directory import ATTEMPT, RESUBMITTED, RUN_VARIABLE, SCRIPT, RunDirectory
-from pipectl.runs.find import find_run, find_sweep, list_runs, list_sweeps
+from pipectl.runs.find import find_run, find_runs, find_sweep, list_runs, list_sweeps
 from pipectl.runs.heartbeat import beat
 from pipectl.runs.lock import locked
 from pipectl.runs.manifest import LossScaleState, Manifest, Shard, checkpoints, step_of
@@ -48,6 +48,7 @@ __all__ = [
     "beat",
     "checkpoints",
     "find_run",
+    "find_runs",
     "find_sweep",
     "is_job_id",
     "last_checkpoint",

@@ -74,6 +74,19 @@ def find_run(base: Path, name: str) -> RunDirectory:
     raise _several(name, matches) if matches else _none(base, name, runs)
 
 
+def find_runs(base: Path, names: Sequence[str]) -> list[RunDirectory]:
+    """Runs by name, all of a sweep where one is named.
+
+    Raises:
+        UnknownRunError: none of a name, or several.
+    """
+    found: list[RunDirectory] = []
+    for name in names:
+        sweep = find_sweep(base, name)
+        found += [find_run(base, name)] if sweep is None else sweep.runs()
+    return found
+
+
 def _matches(run: str, part: str) -> bool:
     return bool(part) and (run.startswith(part) or run.endswith(part))
 

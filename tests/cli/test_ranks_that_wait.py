@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import pytest
 
 from pipectl.batch import JobState, JobStatus
-from pipectl.cli.status_view import _details, status_json
+from pipectl.cli.status_json import status_json
+from pipectl.cli.status_view import _details
 from pipectl.jobs.measured import Measured
 from pipectl.jobs.status import RunStatus
 from pipectl.runs import RunDirectory

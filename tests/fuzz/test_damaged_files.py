@@ -254,7 +254,9 @@ def examples(directory: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]
 
 def say(found: Any) -> None:
     """Everything that ``pipectl status`` would print of a run."""
-    from pipectl.cli.status_view import runs_table, show_run, status_json
+    from pipectl.cli.status_json import status_json
+    from pipectl.cli.status_table import runs_table
+    from pipectl.cli.status_view import show_run
 
     json.dumps(status_json(found))
     runs_table([found], 80)

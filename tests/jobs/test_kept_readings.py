@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipectl.batch import JobState, JobStatus
-from pipectl.cli.status_view import status_json
+from pipectl.cli.status_json import status_json
 from pipectl.files import write_json, write_text
 from pipectl.jobs.kept_readings import KeptReadings
 from pipectl.jobs.status import Answer, statuses
