@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pipectl.cli import plan_options as given
 from pipectl.cli.options import Json, Overrides, SchedulerOption
 from pipectl.jobs.wishes import Objective, Wishes
+
+if TYPE_CHECKING:
+    from pipectl.cli.plan_ask import Ask
 
 OptionalJobFile = Annotated[
     Path | None, typer.Argument(metavar="[JOB.yaml]", help="The job spec; or give --profile.")
@@ -43,32 +46,20 @@ def command(
     from pipectl.cli.plan_ask import Ask, check
 
     wishes = Wishes(
-        batch_size=batch_size,
-        micro_batches=micro_batches,
-        cluster=cluster,
-        devices=devices,
-        cpus=cpus,
-        memory_limit_bytes=memory_limit,
-        bandwidth_bytes_per_s=bandwidth,
-        communication_scale=communication_scale,
-        allow=given.techniques(allow),
-    )
+        batch_size=batch_size, micro_batches=micro_batches, cluster=cluster, devices=devices,
+        cpus=cpus, memory_limit_bytes=memory_limit, bandwidth_bytes_per_s=bandwidth,
+        communication_scale=communication_scale, allow=given.techniques(allow),
+    )  # fmt: skip
     ask = Ask(
-        job=job,
-        profile_file=profile_file,
-        scheduler=scheduler,
-        overrides=tuple(overrides or ()),
-        wishes=wishes,
-        objective=objective,
-        planner=planner,
-        budget_s=budget,
-        nodes=given.counts(nodes),
-        explain=explain,
-        output=output_file,
-        svg=svg,
-        as_json=as_json,
-    )
+        job=job, profile_file=profile_file, scheduler=scheduler, overrides=tuple(overrides or ()),
+        wishes=wishes, objective=objective, planner=planner, budget_s=budget,
+        nodes=given.counts(nodes), explain=explain, output=output_file, svg=svg, as_json=as_json,
+    )  # fmt: skip
     check(ask)
+    _answer(ask)
+
+
+def _answer(ask: Ask) -> None:
     if ask.objective is Objective.MAX_STAGE_LOAD:
         from pipectl.cli.plan_balance import answer
     elif ask.objective is Objective.THROUGHPUT:

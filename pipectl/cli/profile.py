@@ -19,29 +19,38 @@ if TYPE_CHECKING:
     from pipectl.spec import JobSpec
 
 
+_Output = Annotated[
+    Path | None,
+    typer.Option(
+        "-o", "--output", help="Instead of runs/NAME.profile.json, or runs/NAME.cluster.json."
+    ),
+]
+_Fast = Annotated[bool, typer.Option("--fast", help="Measure briefly.")]
+_Thorough = Annotated[bool, typer.Option("--thorough", help="Measure at length.")]
+_Again = Annotated[bool, typer.Option("--again", help="Measure even what was measured before.")]
+_DeviceKind = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Name of this kind of device, for a profile of its own."),
+]
+_Submit = Annotated[bool, typer.Option("--submit", help="Measure in a job of its own.")]
+_Wait = Annotated[bool, typer.Option("--wait", help="Follow that job to its end.")]
+_Here = Annotated[bool, typer.Option("--here", help="Measure even on a login node.")]
+_Links = Annotated[
+    bool, typer.Option("--links", help="Measure the links between the ranks instead.")
+]
+
+
 def command(
     job: JobFile,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o", "--output", help="Instead of runs/NAME.profile.json, or runs/NAME.cluster.json."
-        ),
-    ] = None,
-    fast: Annotated[bool, typer.Option("--fast", help="Measure briefly.")] = False,
-    thorough: Annotated[bool, typer.Option("--thorough", help="Measure at length.")] = False,
-    again: Annotated[
-        bool, typer.Option("--again", help="Measure even what was measured before.")
-    ] = False,
-    device_kind: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Name of this kind of device, for a profile of its own."),
-    ] = None,
-    submit: Annotated[bool, typer.Option("--submit", help="Measure in a job of its own.")] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Follow that job to its end.")] = False,
-    here: Annotated[bool, typer.Option("--here", help="Measure even on a login node.")] = False,
-    links: Annotated[
-        bool, typer.Option("--links", help="Measure the links between the ranks instead.")
-    ] = False,
+    output: _Output = None,
+    fast: _Fast = False,
+    thorough: _Thorough = False,
+    again: _Again = False,
+    device_kind: _DeviceKind = None,
+    submit: _Submit = False,
+    wait: _Wait = False,
+    here: _Here = False,
+    links: _Links = False,
     scheduler: SchedulerOption = None,
     as_json: Json = False,
     overrides: Overrides = None,

@@ -1,0 +1,31 @@
+"""The options of `pipectl init`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipectl.cli.options import SchedulerName
+
+Directory = Annotated[Path, typer.Argument(help="Where to write it.")]
+Model = Annotated[
+    str | None,
+    typer.Option(metavar="FILE:NAME", help="Your model, instead of a small example."),
+]
+Data = Annotated[
+    str | None, typer.Option(metavar="FILE:NAME", help="Its data; else FILE:training_data.")
+]
+Loss = Annotated[str, typer.Option(metavar="FILE:NAME", help="Its loss.")]
+Name = Annotated[str, typer.Option(help="Name of the job.")]
+Scheduler = Annotated[SchedulerName | None, typer.Option(help="Instead of the one that is found.")]
+Partition = Annotated[
+    str | None, typer.Option("--partition", "--queue", help="Of Slurm, or queue of PBS.")
+]
+Account = Annotated[str | None, typer.Option(help="Account the job is charged to.")]
+Count = Annotated[int | None, typer.Option(min=1)]
+Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Of each node.")]
+Walltime = Annotated[str | None, typer.Option(metavar="TIME")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace files that exist.")]
