@@ -52,11 +52,10 @@ def command(
         "walltime_s": walltime and init_ask.duration(walltime),
     }  # fmt: skip
     resources = init_ask.find_resources(queue, asked, ask=ask)
-    text = spec_text(
+    _write(targets, spec_text(
         name, code, resources, directory=directory, scheduler=where, queue=queue, account=account,
         named=where != detected(),
-    )  # fmt: skip
-    _write(targets, text)
+    ))  # fmt: skip
     say(f"next: pipectl submit {targets[0]} --wait")
 
 

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from pipectl.cli.console import plain
+from pipectl.cli.tables import table
 from pipectl.cluster import Cluster
 from pipectl.link import Link
 from pipectl.report.links_plot import bandwidth, bandwidth_plot, measured_links, whole_bytes
@@ -32,34 +33,27 @@ def links_view(cluster: Cluster, width: int) -> RenderableType:
 
 def _messages(links: dict[str, Link]) -> Table:
     """A row per message size."""
-    table = _table("message", *(head for name in links for head in (name, "bandwidth")))
+    made = table("message", *(head for name in links for head in (name, "bandwidth")))
     for size in sorted({size for link in links.values() for size, _ in link.timings}):
         cells = [whole_bytes(size)]
         for link in links.values():
             measured = size <= link.timings[-1][0]
             cells.append(format_time(link.transfer_s(size)) if measured else "")
             cells.append(f"{format_bytes(bandwidth(link, size))}/s" if measured else "")
-        table.add_row(*map(plain, cells))
-    return table
+        made.add_row(*map(plain, cells))
+    return made
 
 
 def _sums(cluster: Cluster) -> Table:
     """A row per size of the summed vector, a column per number of ranks."""
     times = {(ranks, size): time_s for ranks, size, time_s in cluster.allreduce}
     counts = sorted({ranks for ranks, _ in times})
-    table = _table("Allreduce", *(f"{count} ranks" for count in counts))
+    made = table("Allreduce", *(f"{count} ranks" for count in counts))
     for size in sorted({size for _, size in times}):
         found = (times.get((count, size)) for count in counts)
         cells = ["" if time_s is None else format_time(time_s) for time_s in found]
-        table.add_row(*map(plain, (whole_bytes(size), *cells)))
-    return table
-
-
-def _table(*heads: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for head in heads:
-        table.add_column(head, justify="right", no_wrap=True)
-    return table
+        made.add_row(*map(plain, (whole_bytes(size), *cells)))
+    return made
 
 
 def _remarks(cluster: Cluster) -> Iterator[str]:

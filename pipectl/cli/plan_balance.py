@@ -12,13 +12,14 @@ from pipectl.cli.plan_ask import Ask
 from pipectl.cli.plan_subject import find_subject
 from pipectl.cli.plan_view import counted
 from pipectl.cli.plan_wait import stoppable
+from pipectl.cli.tables import table
 from pipectl.units import format_time
 
 if TYPE_CHECKING:
     from pipectl.jobs.balance import Balanced
     from pipectl.profile import Profile
 
-_COLUMNS = ("stage", "device", "ops", "load", "")
+_COLUMNS = ("stage", "device", "ops", "load", "", "from")
 _BAR = 24
 
 
@@ -64,16 +65,13 @@ def _took(found: Balanced) -> str:
 
 def _table(found: Balanced, profile: Profile) -> Table:
     """One row a stage."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in _COLUMNS:
-        table.add_column(column, justify="right" if column else "left", no_wrap=True)
-    table.add_column("from", no_wrap=True)
+    made = table(*_COLUMNS, left=("", "from"))
     names, value_s = profile.by_id, found.balance.value_s or 1.0
     for index, stage in enumerate(found.balance.stages):
         bar = "█" * round(_BAR * stage.load_s / value_s)
         cells = (index, stage.device, len(stage.nodes), format_time(stage.load_s), bar)
-        table.add_row(*map(plain, (*cells, names[stage.nodes[0]].name)))
-    return table
+        made.add_row(*map(plain, (*cells, names[stage.nodes[0]].name)))
+    return made
 
 
 def _predicted(found: Balanced) -> Iterator[str]:

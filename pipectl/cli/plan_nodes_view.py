@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from pipectl.cli.console import plain
+from pipectl.cli.plan_view import counted
+from pipectl.cli.tables import table
 from pipectl.planner.scaling import Count, Scaling
 from pipectl.units import format_time
 
@@ -25,15 +27,12 @@ def scaling_table(found: Scaling, *, wide: bool) -> Table:
     Args:
         wide: whether there is room for bars.
     """
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in _COLUMNS:
-        table.add_column(column, justify="right", no_wrap=True)
-    if wide:
-        table.add_column("samples/s, · ideal", no_wrap=True)
+    words = ("samples/s, · ideal",) if wide else ()
+    made = table(*_COLUMNS, *words, left=words)
     for count in found.counts:
         cells = [*_cells(found, count), *([_bar(found, count)] if wide else [])]
-        table.add_row(*map(plain, cells))
-    return table
+        made.add_row(*map(plain, cells))
+    return made
 
 
 def _cells(found: Scaling, count: Count) -> list[str]:
@@ -66,25 +65,21 @@ def scaling_lines(found: Scaling) -> Iterator[str]:
     """What people should conclude."""
     for count in found.counts:
         if count.plan is None:
-            yield f"{_nodes(count.nodes)}: {count.reason.removeprefix('no feasible plan: ')}"
+            yield f"{counted(count.nodes, 'node')}: {count.reason.removeprefix('no feasible plan: ')}"
     base, pays = found.base, found.pays_until
     if base is None or pays is None:
         yield "the model fits on none of these"
         return
     if base is not found.counts[0]:
-        yield f"efficiency is against {_nodes(base.nodes)}, the fewest on which the model fits"
+        yield f"efficiency is against {counted(base.nodes, 'node')}, the fewest on which the model fits"
     if pays is found.counts[-1]:
-        yield f"scaling pays up to {_nodes(pays.nodes)}, the most that was tried"
+        yield f"scaling pays up to {counted(pays.nodes, 'node')}, the most that was tried"
         return
     after = found.counts[found.counts.index(pays) + 1]
     if after.step_s is not None and pays.step_s is not None:
         gain = pays.step_s / after.step_s
         words = f"{gain:.2f} times as fast, of {after.nodes / pays.nodes:.2f} possible"
         yield (
-            f"scaling pays up to {_nodes(pays.nodes)}: {after.nodes} would be "
+            f"scaling pays up to {counted(pays.nodes, 'node')}: {after.nodes} would be "
             + (words if gain >= _FASTER else "no faster")
         )
-
-
-def _nodes(number: int) -> str:
-    return "1 node" if number == 1 else f"{number} nodes"

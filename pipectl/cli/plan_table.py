@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
 
 from rich.table import Table
 
-from pipectl.cli.console import plain
+from pipectl.cli.tables import add_rows, shown_rows, table
 from pipectl.plan import Plan, Replication, Stage
 from pipectl.units import format_bytes, format_time
 
@@ -15,8 +14,6 @@ _FIGURES = (
     *("stage", "rank", "node", "ops", "parameters"),
     *("forward", "backward", "load", "peak memory"),
 )
-_MOST_ROWS, _FIRST, _LAST = 24, 12, 4
-_GAP = "…"
 _LONG = 40
 
 
@@ -26,30 +23,27 @@ def stage_table(plan: Plan, ends: Sequence[tuple[str, str]] | None) -> Table:
     Args:
         ends: first and last operator of every stage; None where there is no room for them.
     """
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in _FIGURES:
-        table.add_column(column, justify="right", no_wrap=True)
-    for column in ("from", "to") if ends else ():
-        table.add_column(column, no_wrap=True)
+    words = ("from", "to") if ends else ()
+    made = table(*_FIGURES, *words, left=words)
     total_s = sum(stage.load_s for stage in plan.stages) or 1.0
-    for index, after in pairwise([*shown_stages(plan), len(plan.stages)]):
-        stage = plan.stages[index]
-        cells = _cells(plan, index, stage.load_s / total_s)
-        table.add_row(*map(plain, (*cells, *(ends[index] if ends else ()))))
-        if after > index + 1:
-            table.add_row(*[_GAP] * len(_FIGURES))
-    return table
+
+    def cells(index: int) -> Iterator[object]:
+        yield from _cells(plan, index, plan.stages[index].load_s / total_s)
+        yield from ends[index] if ends else ()
+
+    add_rows(made, shown_stages(plan), len(plan.stages), cells, len(_FIGURES))
+    return made
 
 
 def shown_stages(plan: Plan) -> list[int]:
     """All stages, or of very many the first, the last, the slowest and the fullest."""
-    count = len(plan.stages)
-    if count <= _MOST_ROWS:
-        return list(range(count))
-    loads = [stage.load_s for stage in plan.stages]
-    peaks = [_peak_bytes(plan, stage) for stage in plan.stages]
-    extremes = {loads.index(max(loads)), peaks.index(max(peaks))}
-    return sorted({*range(_FIRST), *range(count - _LAST, count), *extremes})
+
+    def extremes() -> set[int]:
+        loads = [stage.load_s for stage in plan.stages]
+        peaks = [_peak_bytes(plan, stage) for stage in plan.stages]
+        return {loads.index(max(loads)), peaks.index(max(peaks))}
+
+    return shown_rows(len(plan.stages), extremes)
 
 
 def number_ranges(numbers: Sequence[int]) -> str:

@@ -13,6 +13,7 @@ from pipectl.cli.plan_subject import find_subject
 from pipectl.cli.plan_table import number_ranges
 from pipectl.cli.plan_view import counted
 from pipectl.cli.plan_wait import stoppable
+from pipectl.cli.tables import add_rows, shown_rows, table
 from pipectl.units import format_bytes, format_time
 
 if TYPE_CHECKING:
@@ -26,8 +27,6 @@ _COLUMNS = (
 )
 _BAR = 16
 _LEAST_WIDTH = 120
-_MOST_ROWS, _FIRST, _LAST = 24, 12, 4
-_GAP = "…"
 
 
 def answer(ask: Ask) -> None:
@@ -74,20 +73,20 @@ def _table(found: Throughput, profile: Profile, *, wide: bool) -> Table:
     Args:
         wide: whether there is room for bars and names.
     """
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in _COLUMNS:
-        table.add_column(column, justify="right", no_wrap=True)
-    for column in ("", "from") if wide else ():
-        table.add_column(column, no_wrap=True)
+    words = ("", "from") if wide else ()
+    made = table(*_COLUMNS, *words, left=words)
     stages = list(found.placed)
-    for index, (stage, devices) in enumerate(stages):
-        if len(stages) <= _MOST_ROWS or index < _FIRST or index >= len(stages) - _LAST:
-            bar = "█" * round(_BAR * stage.time_s / (found.plan.value_s or 1.0))
-            more = (bar, profile.by_id[stage.nodes[0]].name) if wide else ()
-            table.add_row(*map(plain, (index, *_cells(stage, devices), *more)))
-        elif index == _FIRST:
-            table.add_row(*[_GAP] * len(_COLUMNS))
-    return table
+
+    def cells(index: int) -> Iterator[object]:
+        stage, devices = stages[index]
+        yield index
+        yield from _cells(stage, devices)
+        if wide:
+            yield "█" * round(_BAR * stage.time_s / (found.plan.value_s or 1.0))
+            yield profile.by_id[stage.nodes[0]].name
+
+    add_rows(made, shown_rows(len(stages)), len(stages), cells, len(_COLUMNS))
+    return made
 
 
 def _cells(stage: ThroughputStage, devices: range) -> Iterator[object]:

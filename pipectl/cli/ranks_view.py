@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from pipectl.cli.console import plain
+from pipectl.cli.tables import table
 from pipectl.jobs.status import Peak, RunStatus
 from pipectl.units import format_bytes, format_time
 
@@ -24,15 +25,13 @@ def ranks_table(status: RunStatus, rows: int | None = None) -> Table:
         rows: at most; None for all.
     """
     peaks = {peak.rank: peak for peak in status.peaks}
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for head in _HEADS:
-        table.add_column(head, justify="left" if head in _LEFT else "right", no_wrap=True)
+    made = table(*_HEADS, left=_LEFT)
     shown = status.ranks if rows is None or len(status.ranks) <= rows else status.ranks[: rows - 1]
     for rank in shown:
-        table.add_row(*map(plain, _cells(rank, peaks.get(int(rank["rank"])))))
+        made.add_row(*map(plain, _cells(rank, peaks.get(int(rank["rank"])))))
     if len(shown) < len(status.ranks):
-        table.add_row("…", plain(f"{len(status.ranks) - len(shown)} more"))
-    return table
+        made.add_row("…", plain(f"{len(status.ranks) - len(shown)} more"))
+    return made
 
 
 def bar(share: float, width: int = _BAR) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from rich.table import Table
 
 from pipectl.cli.console import note, output, plain, say
+from pipectl.cli.tables import table
 from pipectl.report.comparison import SPENT, Both, Comparison, Part, RankStep
 from pipectl.report.finding import finding
 from pipectl.units import format_time
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from pipectl.jobs.tracing import Traced
 
 T = TypeVar("T")
+_PARTS = ("stage", "rank", "action", "times", "predicted", "measured", "ratio")
 _MOST_PARTS, _MOST_RANKS = 32, 16
 _NOTHING_S = 5e-7
 
@@ -55,28 +57,24 @@ def _rank_off_s(rank: RankStep) -> float:
 
 def _parts_table(parts: Sequence[Part]) -> Table:
     """An action of each kind, on average."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for head in ("stage", "rank", "action", "times", "predicted", "measured", "ratio"):
-        table.add_column(head, justify="left" if head == "action" else "right", no_wrap=True)
+    made = table(*_PARTS, left=("action",))
     for part in parts:
         one = Both(*(time_s / part.actions for time_s in part.time))
         ratio = "" if one.ratio is None else f"{one.ratio:.2f}"
         stage = "" if part.stage < 0 else str(part.stage)
         named = stage, str(part.rank), part.kind.replace("_", " "), str(part.actions)
-        table.add_row(*map(plain, (*named, *map(format_time, one), ratio)))
-    return table
+        made.add_row(*map(plain, (*named, *map(format_time, one), ratio)))
+    return made
 
 
 def _ranks_table(ranks: Sequence[RankStep]) -> Table:
     """Predicted and measured times of a step; without what no rank does."""
     shown = [name for name in SPENT if any(sum(r.spent[name]) >= _NOTHING_S for r in ranks)]
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for head in ("rank", *(name.replace("_", " ") for name in shown)):
-        table.add_column(head, justify="right")
+    made = table("rank", *(name.replace("_", " ") for name in shown), no_wrap=False)
     for rank in ranks:
         cells = (" / ".join(map(format_time, rank.spent[name])) for name in shown)
-        table.add_row(*map(plain, (rank.rank, *cells)))
-    return table
+        made.add_row(*map(plain, (rank.rank, *cells)))
+    return made
 
 
 def _remarks(found: Traced, compared: Comparison, parts: int, ranks: int) -> Iterator[str]:
