@@ -65,21 +65,25 @@ def scaling_lines(found: Scaling) -> Iterator[str]:
     """What people should conclude."""
     for count in found.counts:
         if count.plan is None:
-            yield f"{counted(count.nodes, 'node')}: {count.reason.removeprefix('no feasible plan: ')}"
+            yield f"{_nodes(count.nodes)}: {count.reason.removeprefix('no feasible plan: ')}"
     base, pays = found.base, found.pays_until
     if base is None or pays is None:
         yield "the model fits on none of these"
         return
     if base is not found.counts[0]:
-        yield f"efficiency is against {counted(base.nodes, 'node')}, the fewest on which the model fits"
+        yield f"efficiency is against {_nodes(base.nodes)}, the fewest on which the model fits"
     if pays is found.counts[-1]:
-        yield f"scaling pays up to {counted(pays.nodes, 'node')}, the most that was tried"
+        yield f"scaling pays up to {_nodes(pays.nodes)}, the most that was tried"
         return
     after = found.counts[found.counts.index(pays) + 1]
     if after.step_s is not None and pays.step_s is not None:
         gain = pays.step_s / after.step_s
         words = f"{gain:.2f} times as fast, of {after.nodes / pays.nodes:.2f} possible"
         yield (
-            f"scaling pays up to {counted(pays.nodes, 'node')}: {after.nodes} would be "
+            f"scaling pays up to {_nodes(pays.nodes)}: {after.nodes} would be "
             + (words if gain >= _FASTER else "no faster")
         )
+
+
+def _nodes(number: int) -> str:
+    return counted(number, "node")

@@ -21,11 +21,11 @@ from pipectl.capture.randomness import seed_of
 from pipectl.capture.shares import sample_shares, target_shares, weighted
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.plan import Plan
-from pipectl.runtime.engine import StepInput, StepOutput
 from pipectl.runtime.passes import Batch
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.stage_states import shared_uses
 from pipectl.runtime.step_end import StepEnd
+from pipectl.runtime.step_input import StepInput, StepOutput
 from pipectl.runtime.telemetry import StepReport, Telemetry
 from pipectl.runtime.tracing import Tracing
 from pipectl.schedule import Action

@@ -26,13 +26,14 @@ from pipectl.profile import Profile
 from pipectl.profiler.allocated import record_allocated
 from pipectl.runtime.blocked_stage import BlockedStage
 from pipectl.runtime.device import CpuDevice
-from pipectl.runtime.engine import Engine, StepInput
+from pipectl.runtime.engine import Engine
 from pipectl.runtime.failure import Doing
 from pipectl.runtime.layout import Layout
 from pipectl.runtime.offload import StageOffload, mover_of
 from pipectl.runtime.optimizer import Clipping, SharedGradients
 from pipectl.runtime.stage import StageRuntime
 from pipectl.runtime.stage_states import shared_uses
+from pipectl.runtime.step_input import StepInput
 from pipectl.runtime.stepper import make_stepper
 from pipectl.runtime.transport import Message
 from pipectl.schedule import channels, lower, memory_bytes

@@ -27,12 +27,12 @@ from pipectl.capture import CapturedJob
 from pipectl.plan import Plan
 from pipectl.runs import RunDirectory
 from pipectl.runtime.device import CpuDevice
-from pipectl.runtime.engine import StepInput
 from pipectl.runtime.failure import Doing
 from pipectl.runtime.passes import pass_of
 from pipectl.runtime.process import settle_process
 from pipectl.runtime.reduction import Reducer
 from pipectl.runtime.setup import Setup
+from pipectl.runtime.step_input import StepInput
 from pipectl.runtime.trainer import Trainer
 from pipectl.runtime.transport import Progress, choose_progress
 from pipectl.runtime.waiting import barrier
