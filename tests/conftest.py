@@ -57,12 +57,6 @@ def make_plan(
         skips: further values: producing stage, stages of its uses, whether a gradient comes back.
     """
     ranks = list(ranks or range(stages))
-    values = [(stage, (stage + 1,), True) for stage in range(stages - 1)] + list(skips)
-    found = [
-        route
-        for index, (producer, uses, has_gradient) in enumerate(values)
-        for route in routes(f"v{index}", producer, uses, has_gradient=has_gradient)
-    ]
     return Plan(
         name="pipeline",
         fingerprint=None,
@@ -77,9 +71,21 @@ def make_plan(
             Stage((f"n{index}",), (ranks[index],), costs[index] if costs else COST)
             for index in range(stages)
         ),
-        transfers=tuple(Transfer(r.kind, r.source, r.target, size_bytes) for r in found),
+        transfers=_transfers(stages, skips, size_bytes),
         node_of_rank=tuple(node_of_rank or [0] * (max(ranks) + 1)),
         memory_limit_bytes=memory_limit_bytes,
+    )
+
+
+def _transfers(
+    stages: int, skips: Sequence[tuple[int, tuple[int, ...], bool]], size_bytes: int
+) -> tuple[Transfer, ...]:
+    """Of a chain: each stage to the next, and further values."""
+    values = [(stage, (stage + 1,), True) for stage in range(stages - 1)] + list(skips)
+    return tuple(
+        Transfer(route.kind, route.source, route.target, size_bytes)
+        for index, (producer, uses, has_gradient) in enumerate(values)
+        for route in routes(f"v{index}", producer, uses, has_gradient=has_gradient)
     )
 
 

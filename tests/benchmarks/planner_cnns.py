@@ -137,8 +137,10 @@ Table 1).
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=FOLDER)
-    parser.add_argument("names", nargs="*", help="all by default")
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(PIXELS)}; all by default")
     given = parser.parse_args()
+    if unknown := set(given.names) - set(PIXELS):
+        parser.error(f"no network {', '.join(sorted(unknown))}; there are {', '.join(PIXELS)}")
     profiles = {name: profile_of(name, given.folder) for name in given.names or PIXELS}
     for name, profile in profiles.items():
         make_plan(profile, cluster_of(2), PlanRequest(name, BATCH))

@@ -67,20 +67,41 @@ def planned(path: Path, machines: list[int], row: Row) -> tuple[HybridPlan, floa
     return found[0], perf_counter() - started_s
 
 
+HEADER = """## Stages with replicas, against DAPPLE and PipeDream
+
+`python tests/benchmarks/planner_dapple.py`; simulated seconds of one iteration on
+DAPPLE's profiles, links and devices, 16 devices numbered machine by machine. The rule
+*at least* gives every device at least the profile's micro-batch, *split* does not.
+"""
+COLUMNS = (
+    *("profile (batch, micro-batch)", "layout", "rule", "DAPPLE", "PipeDream", "best listed"),
+    *("pipectl", "of best", "replicas", "planning s"),
+)
+
+
+def cells(path: Path, row: Row, values: dict[str, float], plan: HybridPlan, took_s: float) -> str:
+    """A row of the table."""
+    best_s = min(values.values())
+    found = (
+        f"{path.stem.removeprefix('dapple-')} ({row[1]}, {row[2]})",
+        row[0],
+        "at least" if row[3] == AT_LEAST else "split",
+        f"{values['DAPPLE']:.3f}",
+        f"{values['PipeDream']:.3f}" if "PipeDream" in values else "",
+        f"{best_s:.3f}",
+        f"{plan.step_time_s:.3f}",
+        f"{plan.step_time_s / best_s:.3f}",
+        " ".join(map(str, plan.replicas)),
+        f"{took_s:.2f}",
+    )
+    return f"| {' | '.join(found)} |"
+
+
 def main() -> None:
     """Print the table and the means."""
     directory = Path(os.environ["PIPECTL_WORKLOADS"])
-    print("## Stages with replicas, against DAPPLE and PipeDream\n")
-    print(
-        "`python tests/benchmarks/planner_dapple.py`; simulated seconds of one iteration on\n"
-        "DAPPLE's profiles, links and devices, 16 devices numbered machine by machine. The rule\n"
-        "*at least* gives every device at least the profile's micro-batch, *split* does not.\n"
-    )
-    print(
-        "| profile (batch, micro-batch) | layout | rule | DAPPLE | PipeDream | best listed "
-        "| pipectl | of best | replicas | planning s |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print(HEADER)
+    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
     ratios: dict[str, list[float]] = {"DAPPLE": [], "PipeDream": []}
     paths = sorted(directory.glob("dapple-*.json"))
     planned(paths[0], [1, 1], ("", 16, 8, ""))  # compile
@@ -89,23 +110,10 @@ def main() -> None:
         layouts = document["cluster"]["layouts"]
         for row, values in listed(document).items():
             plan, seconds = planned(path, layouts[row[0]], row)
-            step_s, best_s = plan.step_time_s, min(values.values())
             for name, found in ratios.items():
                 if row[3] == AT_LEAST and "PipeDream" in values:
-                    found.append(step_s / values[name])
-            cells = [
-                f"{path.stem.removeprefix('dapple-')} ({row[1]}, {row[2]})",
-                row[0],
-                "at least" if row[3] == AT_LEAST else "split",
-                f"{values['DAPPLE']:.3f}",
-                f"{values['PipeDream']:.3f}" if "PipeDream" in values else "",
-                f"{best_s:.3f}",
-                f"{step_s:.3f}",
-                f"{step_s / best_s:.3f}",
-                " ".join(map(str, plan.replicas)),
-                f"{seconds:.2f}",
-            ]
-            print("| " + " | ".join(cells) + " |", flush=True)
+                    found.append(plan.step_time_s / values[name])
+            print(cells(path, row, values, plan, seconds), flush=True)
     print()
     for name, found in ratios.items():
         mean = exp(sum(map(log, found)) / len(found))

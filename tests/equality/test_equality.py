@@ -207,6 +207,16 @@ def plain_loop(model: str, batch: str, steps: int) -> dict[str, Tensor]:
         torch.set_num_threads(threads)
 
 
+def accumulate(model: Any, loss_of: Any, scaler: Any, parts: Any, precision: str, *, masked: bool):
+    """The gradients of a step, micro-batch by micro-batch."""
+    counts = [int((targets >= 0).sum()) if masked else len(targets) for _, targets in parts]
+    dtype = getattr(torch, {"bf16": "bfloat16"}.get(precision, precision))
+    for (inputs, targets), count in zip(parts, counts, strict=True):
+        with torch.autocast("cpu", dtype, enabled=dtype.itemsize == 2):
+            loss = loss_of(model(inputs), targets)
+        scaler.scale(loss * (count / sum(counts))).backward()
+
+
 def _plain_loop(name: str, batch: str, steps: int) -> dict[str, Tensor]:
     tied = name == "tied"
     row = JOBS.MODELS[name]
@@ -230,13 +240,7 @@ def _plain_loop(name: str, batch: str, steps: int) -> dict[str, Tensor]:
     for _, positions in planned:
         parts = [next(loaded) for _ in split_batch(len(positions), size)]
         before = {key: tensor.clone() for key, tensor in model.named_buffers()}
-        masked = name == "frozen"
-        counts = [int((targets >= 0).sum()) if masked else len(targets) for _, targets in parts]
-        for (inputs, targets), count in zip(parts, counts, strict=True):
-            dtype = getattr(torch, {"bf16": "bfloat16"}.get(row.precision, row.precision))
-            with torch.autocast("cpu", dtype, enabled=dtype.itemsize == 2):
-                loss = loss_of(model(inputs), targets)
-            scaler.scale(loss * (count / sum(counts))).backward()
+        accumulate(model, loss_of, scaler, parts, row.precision, masked=name == "frozen")
         if row.on_nonfinite == "skip" and has_nan(model):
             optimizer.zero_grad()
             model.load_state_dict(before, strict=False)

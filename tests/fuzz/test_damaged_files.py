@@ -39,6 +39,7 @@ MOST_S = 20.0
 DATA = Path(__file__).parents[1] / "data" / "scheduler" / "slurm"
 SPEC = Path(__file__).parents[2] / "configs" / "gpt-stdlib.yaml"
 
+Example = Callable[[Callable[..., Any]], None]
 DEEP: list[Any] = []
 for _ in range(60):
     DEEP = [DEEP]
@@ -161,7 +162,7 @@ def refused(work: Callable[[], None]) -> PipectlError | None:
     return None
 
 
-def fuzz(count: int, example: Callable[[Callable[..., Any]], None]) -> None:
+def fuzz(count: int, example: Example) -> None:
     """Call ``example`` with ``draw`` so often; only documented errors may come of it."""
 
     @settings(max_examples=count, deadline=None, database=None, derandomize=count == SOME,
@@ -184,19 +185,20 @@ def changed(document: Any, draw: Callable[..., Any]) -> bytes:
     return damage(json.dumps(document), draw)
 
 
-def examples(directory: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:  # noqa: C901
+def examples(directory: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """By kind of file: an example."""
-    file = directory / "file"
+    made = (
+        *of_single_files(directory / "file"),
+        of_manifests(directory),
+        of_runs(RunDirectory.create(directory / "runs", "tiny", 0.0)),
+        of_slurm_answers(monkeypatch),
+    )
+    return dict(zip(KINDS, made, strict=True))
+
+
+def of_single_files(file: Path) -> list[Example]:
     profile, plan, cluster = profile_document(), plan_document(), CLUSTER.to_json()
-    shard = Shard("rank-0000.safetensors", 1, "00", ("a",))
-    Manifest(3, 2, {"b": "a"}, (shard,), (shard,)).save(directory)
-    manifest = json.loads((directory / "manifest.json").read_text())
-    run = RunDirectory.create(directory / "runs", "tiny", 0.0)
-    whole = run_documents()
-    slurm_answers = [path.read_text() for path in sorted(DATA.iterdir())]
-    said = {"stdout": "", "code": 0}
-    monkeypatch.setattr("pipectl.batch.process.run",
-                        lambda *_, **__: Completed(said["code"], said["stdout"], ""))  # fmt: skip
+    record = run_documents()["record.json"]
 
     def of_spec(draw: Callable[..., Any]) -> None:
         document = yaml.safe_load(SPEC.read_text())
@@ -221,13 +223,27 @@ def examples(directory: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]
         make_plan(Profile.from_json(profile), Cluster.load(file), REQUEST)
 
     def of_record(draw: Callable[..., Any]) -> None:
-        file.write_bytes(changed(whole["record.json"], draw))
+        file.write_bytes(changed(record, draw))
         Record.load(file)
+
+    return [of_spec, of_profile, of_plan, of_cluster, of_record]
+
+
+def of_manifests(directory: Path) -> Example:
+    shard = Shard("rank-0000.safetensors", 1, "00", ("a",))
+    Manifest(3, 2, {"b": "a"}, (shard,), (shard,)).save(directory)
+    manifest = json.loads((directory / "manifest.json").read_text())
 
     def of_manifest(draw: Callable[..., Any]) -> None:
         (directory / "manifest.json").write_bytes(changed(manifest, draw))
         for found in Manifest.load(directory).shards:
             assert (directory / found.file).resolve().is_relative_to(directory.resolve())
+
+    return of_manifest
+
+
+def of_runs(run: RunDirectory) -> Example:
+    whole = run_documents()
 
     def of_run(draw: Callable[..., Any]) -> None:
         """Status never fails: it tells what it can."""
@@ -237,6 +253,15 @@ def examples(directory: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]
             texts = [changed(x, draw) if name == spoilt else json.dumps(x).encode() for x in lines]
             (run.path / name).write_bytes(b"\n".join(texts))
         assert refused(lambda: say(status(run, 1.7e9 + 60))) is None
+
+    return of_run
+
+
+def of_slurm_answers(monkeypatch: pytest.MonkeyPatch) -> Example:
+    slurm_answers = [path.read_text() for path in sorted(DATA.iterdir())]
+    said = {"stdout": "", "code": 0}
+    monkeypatch.setattr("pipectl.batch.process.run",
+                        lambda *_, **__: Completed(said["code"], said["stdout"], ""))  # fmt: skip
 
     def of_slurm(draw: Callable[..., Any]) -> None:
         answer = damage(draw(st.sampled_from(slurm_answers)), draw).decode("utf-8", "replace")
@@ -248,8 +273,7 @@ def examples(directory: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]
         slurm.query(["7", "12"], since=draw(st.sampled_from([None, 0.0, 1.7e9])))
         slurm.find(draw(st.sampled_from(["tag", "", "x", "7"])))
 
-    made = (of_spec, of_profile, of_plan, of_cluster, of_record, of_manifest, of_run, of_slurm)
-    return dict(zip(KINDS, made, strict=True))
+    return of_slurm
 
 
 def say(found: Any) -> None:

@@ -5,63 +5,36 @@ from __future__ import annotations
 import json
 import sys
 import time
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 from mpi4py import MPI
+from trainers import Training, in_turns
 
-from pipectl.capture import CapturedJob
-from pipectl.plan import Plan
-from pipectl.runs import RunDirectory
-from pipectl.runtime.device import CpuDevice
-from pipectl.runtime.failure import Doing
 from pipectl.runtime.process import settle_process
-from pipectl.runtime.setup import Setup
-from pipectl.runtime.trainer import Trainer
 from pipectl.runtime.transport import choose_progress
-from pipectl.runtime.waiting import barrier
 from pipectl.spec import load
 
 
-class Training:
-    """Steps of a trainer, and what it does between them, as ``Trainer.train`` has it."""
+class Saving(Training):
+    """Steps of a trainer, and what it does between them."""
 
     def __init__(self, case: dict[str, Any], name: str, progress: Any, every: str) -> None:
         total = case["warm_up"] + case["rounds"] * case["steps"] + 1  # behind the last it saves
         more = [f"training.steps={total}", f"checkpoint={{every: {every}, keep: 2}}"]
         spec = load(Path(case["job"]), overrides=[*case["overrides"], *more])
-        folder = Path(case["folder"])
-        if MPI.COMM_WORLD.rank == 0:
-            (folder / name).mkdir()
-        barrier(MPI.COMM_WORLD)
-        plan = Plan.load(folder / "plan.json")
-        setup = Setup(MPI.COMM_WORLD, CapturedJob(spec), plan, CpuDevice(), Doing(), progress)
-        self.trainer = Trainer(setup, RunDirectory(folder / name), 1)
-        self.trainer._telemetry.state("measuring")
-        self.trainer.learn_layouts()
-        batches = iter(setup.batches)
-        self._planned = [next(batches) for _ in range(total)]
-        self._loaded = self.trainer._load(self._planned)
-        self._number = count(1)
+        super().__init__(spec, Path(case["folder"]), name, progress, total)
         self.saving_s: list[float] = []
         self._save = self.trainer._continuation.save
         self.trainer._continuation.save = self._timed_save  # type: ignore[method-assign]
 
-    def run(self, steps: int) -> float:
-        """Seconds a step, from one meeting of all ranks to the next."""
-        barrier(MPI.COMM_WORLD)
-        start = time.perf_counter()
-        for _ in range(steps):
-            number = next(self._number)
-            self.trainer._step(number, len(self._planned[number - 1][1]), self._loaded)
-            self.trainer._between_steps(number)
-        barrier(MPI.COMM_WORLD)
-        return (time.perf_counter() - start) / steps
+    def step(self, number: int) -> None:
+        super().step(number)
+        self.trainer._between_steps(number)
 
     def finish(self) -> None:
         self.trainer._continuation.finish()
-        self.trainer._telemetry.finish()
+        super().finish()
 
     def _timed_save(self, step: int) -> None:
         start = time.perf_counter()
@@ -74,21 +47,11 @@ def main(folder: Path) -> None:
     case = json.loads((folder / "case.json").read_text())
     choice = choose_progress(MPI.COMM_WORLD.Dup(), "auto")
     with choice.progress(staged=False) as progress:
-        trainings = {
-            "without": Training(case, "without", progress, "null"),
-            "with": Training(case, "with", progress, str(case["steps"])),
-        }
-        found: dict[str, Any] = {name: [] for name in trainings}
-        for training in trainings.values():
-            training.run(case["warm_up"])
-        for number in range(case["rounds"]):
-            order = list(trainings) if number % 2 else list(trainings)[::-1]
-            for name in order:
-                found[name].append(trainings[name].run(case["steps"]))
-        for training in trainings.values():
-            training.finish()
-    found["saving_s"] = trainings["with"].saving_s
+        saving = Saving(case, "with", progress, str(case["steps"]))
+        trainings = {"without": Saving(case, "without", progress, "null"), "with": saving}
+        times = in_turns(trainings, case["warm_up"], case["rounds"], case["steps"])
     if MPI.COMM_WORLD.rank == 0:
+        found = {**times, "saving_s": saving.saving_s}
         (folder / "result.json").write_text(json.dumps(found))
 
 
