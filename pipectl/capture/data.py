@@ -37,8 +37,7 @@ Pieces = Callable[[int], Sequence[range]]
 
 def split_batch(samples: int, micro_batch_size: int) -> list[int]:
     """Sizes of the micro-batches of a batch: all full but the last, which takes the rest."""
-    full, rest = divmod(samples, micro_batch_size)
-    return [micro_batch_size] * full + ([rest] if rest else [])
+    return [len(positions) for positions in micro_batches_of(samples, micro_batch_size)]
 
 
 def micro_batches_of(samples: int, micro_batch_size: int) -> list[range]:

@@ -31,8 +31,9 @@ from pipectl.jobs.plan import find_plan
 from pipectl.jobs.profile import Progress, fresh_profile, measure
 from pipectl.jobs.status import RunStatus
 from pipectl.jobs.submit import Inputs, submit
+from pipectl.jobs.verify_overrides import SGD, local, on_ranks
 from pipectl.plan import Plan
-from pipectl.planner.request import PLACED, ROUND, V_SHAPED
+from pipectl.planner.request import PLACED
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory
 from pipectl.schedule.unflushed import NAMES as UNFLUSHED
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
     from pipectl.capture.traits import Traits
     from pipectl.runtime.compare import Comparison, Trained
     from pipectl.spec import JobSpec
-
-_SGD = ("optimizer={factory: 'torch.optim:SGD', kwargs: {lr: 0.1}}", "lr_scheduler=null")
 
 Follow = Callable[[RunDirectory], RunStatus]
 """Waits until a run is over."""
@@ -127,14 +126,14 @@ class _Verifying:
     two_plans: bool
 
     def __post_init__(self) -> None:
-        asked = load(self.job, [*self.overrides, *_ranks(self.ranks)])
+        asked = load(self.job, [*self.overrides, *on_ranks(self.ranks)])
         if asked.pipeline.schedule in UNFLUSHED:
             raise UsageError(
                 f"verify: schedule {asked.pipeline.schedule} is asynchronous, so its results are "
                 "not those of one process",
                 cure="verify the model and the job with --set pipeline.schedule=auto",
             )
-        self.here = _local(asked, self.steps, self.directory)
+        self.here = local(asked, self.steps, self.directory)
 
     def verify(self, progress: Progress | None) -> Verification:
         from pipectl.capture.traits import find_traits
@@ -147,7 +146,7 @@ class _Verifying:
         traits = find_traits(spec, plan.micro_batch_size)
         other, expected = self._other(spec, profile, plan, traits)
         if expected.tolerance:
-            self.here.extend(_SGD)
+            self.here.extend(SGD)
             spec = self._spec(self.ranks)
         found = PipelineRun(self._train(spec, profile, plan))
         reference = self._reference(profile, plan, other, traits)
@@ -209,7 +208,7 @@ class _Verifying:
         return self._spec(ranks, *fixed, *simple, "pipeline.warm_up=auto")
 
     def _spec(self, ranks: int, *more: str) -> JobSpec:
-        return load(self.job, [*self.overrides, *self.here, *_ranks(ranks), *more])
+        return load(self.job, [*self.overrides, *self.here, *on_ranks(ranks), *more])
 
     def _profile(self, spec: JobSpec, progress: Progress | None) -> Profile:
         """The job's own profile if it is fresh: its times change no result."""
@@ -256,43 +255,6 @@ class _Verifying:
         if done.returncode:
             raise WorkerError(f"the plain process failed: {done.said}")
         return directory
-
-
-def _local(spec: JobSpec, steps: int, directory: Path) -> list[str]:
-    """What differs from the job as the user wrote it: here, short, one thread a rank."""
-    launcher = ["launch={launcher: mpiexec}"] if spec.launch.launcher == "srun" else []
-    # What is not finite on both sides is equal, too.
-    onwards = ["training.on_nonfinite=ignore"] if spec.training.on_nonfinite == "stop" else []
-    return [
-        *launcher,
-        *onwards,
-        f"training.steps={steps}",
-        f"output.directory='{directory}'",
-        f"checkpoint={{every: 1, keep: {steps}}}",
-        f"pipeline.stages={_stages(spec)}",
-        "resources.cpus_per_task=1",
-        "launch.progress_core=false",
-        "resources.memory_per_node=null",
-        "pipeline.memory_limit=null",
-        "evaluation=null",
-        "callbacks=null",
-        "cluster=null",
-    ]
-
-
-def _stages(spec: JobSpec) -> int | str:
-    """Fewer would leave ranks unverified, unless the planner chooses the ranks of a stage."""
-    if spec.pipeline.stages is not None:
-        return spec.pipeline.stages
-    if spec.pipeline.replicas == "any" or spec.pipeline.backward is None:
-        return "auto"
-    chunks = 2 if spec.pipeline.schedule in (*ROUND, *V_SHAPED) else 1
-    of_each = 2 if spec.pipeline.backward == "apart" else int(spec.pipeline.replicas or 1)
-    return chunks * max(1, spec.resources.ranks // of_each)
-
-
-def _ranks(ranks: int) -> tuple[str, ...]:
-    return "resources.nodes=1", f"resources.tasks_per_node={ranks}", "resources.more=[]"
 
 
 def _require_success(found: RunStatus) -> None:
