@@ -13,7 +13,7 @@ from pipectl.units import format_bytes, parse_bytes
 
 
 def command(
-    name: RunName,
+    name: RunName = "last",
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="The file; by default model.safetensors."),

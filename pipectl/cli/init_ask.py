@@ -32,7 +32,7 @@ def find_queue(scheduler: str, name: str | None, *, ask: bool) -> Queue | None:
     try:
         found = queues(scheduler)
     except SchedulerError as error:
-        note(f"limits are not known: {error.message}")
+        note(f"limits are not known: {error.message.splitlines()[0]}")
         return None if name is None else Queue(name)
     queue = choose(found, name)
     if name is None and ask and len(found) > 1:
