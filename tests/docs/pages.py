@@ -2,8 +2,8 @@
 
 What a reader may type stands in fenced blocks: ``sh``, or ``console`` with ``$`` before commands
 and what they print below. The word behind says what they need: nothing, ``site`` (a batch system,
-which is pretended), ``lab`` (the Slurm of slurm/lab), or ``setup`` (they install, or run tests). A
-command whose comment says that it fails must do so.
+which is pretended), ``lab`` (the Slurm of slurm/lab), ``walk`` (an empty directory), or ``setup``
+(they install, or run tests). A command whose comment says that it fails must do so.
 """
 
 from __future__ import annotations
@@ -31,21 +31,32 @@ class Block:
     """Commands of a page.
 
     Args:
-        needs: empty, ``site``, ``lab`` or ``setup``.
+        needs: empty, ``site``, ``lab``, ``walk`` or ``setup``.
         line: where they begin.
+        output: what they print, as far as the page shows it.
     """
 
     needs: str
     line: int
     commands: tuple[str, ...]
+    output: tuple[str, ...] = ()
 
 
 def blocks(text: str) -> Iterator[Block]:
     for match in _BLOCK.finditer(text):
         lines = [line.removeprefix(match[1]) for line in match[4].splitlines()]
+        output: list[str] = []
         if match[2] == "console":
+            output = [line for line in lines if line and not line.startswith(("$ ", "..."))]
             lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
-        yield Block(match[3] or "", text[: match.start()].count("\n") + 2, tuple(lines))
+        start = text[: match.start()].count("\n") + 2
+        yield Block(match[3] or "", start, tuple(lines), tuple(output))
+
+
+def shown(page: Path, *needs: str) -> list[str]:
+    """What the commands of such blocks print, as the page has it."""
+    found = blocks(page.read_text(encoding="utf-8"))
+    return [line for block in found if block.needs in needs for line in block.output]
 
 
 def script(page: Path, *needs: str) -> str:

@@ -25,15 +25,20 @@ def shortened(source: Path, target: Path, **keys: object) -> None:
     target.write_text(yaml.safe_dump({**job, **keys}))
 
 
+def basic_commands(folder: Path) -> None:
+    """Put them into ``folder / "bin"``."""
+    (folder / "bin").mkdir(parents=True)
+    for name in BASICS.split():
+        (folder / "bin" / name).symlink_to(f"/bin/{name}")
+
+
 def directory_of_a_reader(folder: Path, python: str) -> None:
     """Make it: with pipectl on PATH, and the jobs of the checkout.
 
     Args:
         python: what runs pipectl.
     """
-    (folder / "bin").mkdir()
-    for name in BASICS.split():
-        (folder / "bin" / name).symlink_to(f"/bin/{name}")
+    basic_commands(folder)
     program = folder / "bin" / "pipectl"
     program.write_text(f'#!/bin/sh\nexec {python} -m pipectl "$@"\n')
     program.chmod(0o755)
@@ -43,8 +48,8 @@ def directory_of_a_reader(folder: Path, python: str) -> None:
         shortened(source, folder / "configs" / source.name)
 
 
-def bash(text: str, folder: Path, *elsewhere: str) -> None:
-    """Run it in ``folder``.
+def bash(text: str, folder: Path, *elsewhere: str) -> list[str]:
+    """Run it in ``folder``; the lines that it printed.
 
     Args:
         elsewhere: directories at the end of PATH.
@@ -61,3 +66,4 @@ def bash(text: str, folder: Path, *elsewhere: str) -> None:
         timeout=800,
     )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return f"{done.stdout}\n{done.stderr}".splitlines()
