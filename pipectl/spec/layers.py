@@ -1,7 +1,6 @@
 """What the job file, the site files and ``--set`` say, laid over each other.
 
-Mappings are merged key by key, everything else is replaced. A mapping that names a ``factory``
-replaces the one below whole: keyword arguments belong to their factory.
+Mappings are merged key by key, everything else is replaced.
 """
 
 from __future__ import annotations
@@ -101,11 +100,9 @@ def put(table: Table, keys: list[str], value: Tree, place: Place) -> Table:
 
 
 def _over(lower: Tree, upper: Tree) -> Tree:
-    if not isinstance(upper, Table) or "factory" in upper.entries:
-        return upper
-    if isinstance(lower, Scalar) and set(upper.entries) == {"kwargs"} and not is_null(lower):
-        lower = _expanded(lower)
-    return merge(lower, upper) if isinstance(lower, Table) else upper
+    if isinstance(lower, Table) and isinstance(upper, Table):
+        return merge(lower, upper)
+    return upper
 
 
 def _expanded(factory: Scalar) -> Table:

@@ -50,10 +50,10 @@ From the weakest to the strongest:
 5. `--set key.key=value` on the command line, in order; the value is YAML, such as
    `--set launch.args='[--label, --kill-on-bad-exit]'`.
 
-Mappings are merged key by key and everything else is replaced; a mapping that names a `factory`
-replaces the whole one below it. `--set` replaces exactly the key it names. A key that is `null`, or
-empty, has its default, whatever a weaker source says. Environment variables set no key:
-a job means the same in every shell, and what differs between users stands in their site files.
+Mappings are merged key by key and everything else is replaced; `--set` replaces exactly the key it
+names. A key that is `null`, or empty, has its default, whatever a weaker source says. Environment
+variables set no key: a job means the same in every shell, and what differs between users stands in
+their site files.
 `pipectl check JOB.yaml --origins` shows every key with its value and where that comes from.
 
 A site file describes the site. It may set

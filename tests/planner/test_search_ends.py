@@ -30,6 +30,18 @@ class After:
         return self.looks < 0
 
 
+@pytest.mark.parametrize("faster", [True, False])
+def test_cuts_of_the_antichain_planner_are_taken_where_they_are_faster(
+    chain, monkeypatch, faster
+) -> None:
+    plan = make_plan(chain(12), CLUSTER, REQUEST)
+    step_s = plan.predicted_step_s * (0.5 if faster else 2.0)
+    other = replace(plan, prediction=replace(plan.prediction, step_time_s=step_s))
+    monkeypatch.setattr("pipectl.planner.search.policy_plans", lambda *_, **__: [other])
+    found = make_plan(chain(12), CLUSTER, REQUEST)
+    assert found.predicted_step_s == min(step_s, plan.predicted_step_s)
+
+
 def test_without_any_time_there_is_an_even_cut(chain) -> None:
     plan = make_plan(chain(12), CLUSTER, REQUEST, After(0))
     assert [len(stage.nodes) for stage in plan.stages] == [3, 3, 3, 3]

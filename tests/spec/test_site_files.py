@@ -31,6 +31,13 @@ def test_each_layer_is_over_the_one_before(layered) -> None:
     assert layered(*partitions, "slurm.partition=flag").slurm.partition == "flag"
 
 
+def test_no_key_of_a_mapping_replaces_the_others(layered) -> None:
+    spec = layered(
+        "environment: {variables: {A: 1}}", "environment: {variables: {factory: 2, kwargs: 3}}"
+    )
+    assert spec.environment.variables == {"A": "1", "factory": "2", "kwargs": "3"}
+
+
 def test_mappings_are_merged_and_lists_replaced(layered) -> None:
     spec = layered(
         "slurm: {account: a, qos: q}\n"
