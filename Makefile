@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 JOB := configs/gpt-stdlib.yaml
-WITH_RANKS := tests/configs tests/equality
+WITH_RANKS := tests/configs
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-equality test-lowest coverage torture check bench bench-planner mutants golden clean
