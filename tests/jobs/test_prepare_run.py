@@ -10,12 +10,12 @@ import pytest
 
 from pipectl.cluster import assumed_cluster
 from pipectl.errors import CaptureError
-from pipectl.jobs import prepare, reporting
+from pipectl.jobs import prepare
 from pipectl.jobs.cache import Entry
 from pipectl.jobs.profile import Measurement
 from pipectl.plan import Plan
 from pipectl.profile import Operator, OptimizerCost, Profile
-from pipectl.runs import Record, RunDirectory
+from pipectl.runs import Record, RunDirectory, heartbeat
 from pipectl.spec import JobSpec, dump, load
 
 JOB = """\
@@ -86,7 +86,7 @@ def test_a_heartbeat_tells_how_far_it_is(
     run: RunDirectory, measured: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beats = []
-    monkeypatch.setattr(reporting, "write_json", lambda path, value: beats.append((path, value)))
+    monkeypatch.setattr(heartbeat, "write_json", lambda path, value: beats.append((path, value)))
     prepare.prepare(run, clock=lambda: 7.0)
     assert [path for path, _ in beats] == [run.heartbeat] * 2
     assert [value["state"] for _, value in beats] == ["profiling 33%", "planning"]
