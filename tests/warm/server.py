@@ -111,8 +111,9 @@ class Server:
         self.children.remove(child)
 
 
-def become(asked: message.Request) -> None:
-    """As ``python -m MODULE WORDS`` in the environment of the client."""
+def become(asked: message.Request, python: str) -> None:
+    """As ``python -m MODULE WORDS`` where the client is; what it starts in turn is warm, too."""
+    sys.executable = python
     for number, given in enumerate(asked.files[:3]):
         os.dup2(given, number)
         os.close(given)
@@ -143,7 +144,7 @@ def main(address: str, *files: str) -> None:
         Path(f"{address}.new").rename(address)  # from now on there is an answer
         asked: Any = Server(listener).serve()
     if asked is not None:
-        become(asked)
+        become(asked, str(Path(address).with_name("python")))
 
 
 if __name__ == "__main__":
