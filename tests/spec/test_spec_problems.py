@@ -23,7 +23,7 @@ TOP_LEVEL = (
         ("walltime: 3", "7:1: walltime: unknown key; did you mean 'resources.walltime'?"),
         ("zzz: 3", f"7:1: zzz: unknown key; known are {TOP_LEVEL}"),
         ("checkpoint:\n  often: 3", "8:3: checkpoint.often: unknown key; known are every, keep, keep_every, on_signal, lead_time, max_requeues"),
-        ("slurm: {source: x}", "7:9: slurm.source: unknown key; known are partition, account, qos, constraint, reservation, gres, licenses, nodelist, exclude, mail_type, mail_user, exclusive, directives"),
+        ("slurm: {source: x}", "7:9: slurm.source: unknown key; known are partition, account, qos, constraint, reservation, gres, licenses, nodelist, exclude, mail_type, mail_user, exclusive, omit, directives"),
         ("evaluation: {data: a:b, metrics: {m: {factor: a:b, factory: c:d}}}", "7:39: evaluation.metrics.m.factor: unknown key; did you mean 'factory'?"),
         # structure
         ("resources: 5", "7:12: resources: must be a mapping, not 5"),
