@@ -14,8 +14,6 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
 from typing import Self
 
-import psutil
-
 from pipectl.capture import CapturedJob
 from pipectl.profiler.alone import AloneStages
 from pipectl.profiler.partitions import whole
@@ -99,12 +97,13 @@ def neighbour_count(spec: JobSpec, cores: int) -> int:
 
 
 def _compute(spec: JobSpec, size: int, ready: Event, stop: Event) -> None:
-    """Train until told to stop, or until whoever measures is gone."""
+    """Train until told to stop, or until whoever measures is gone, be it before this begins."""
     settle_process(spec.threads)
+    measuring = multiprocessing.parent_process()
+    assert measuring is not None
     job = CapturedJob(spec)
     subject = Subject.of(job, size, CpuDevice())
     stages = AloneStages(subject, job.states, whole(subject.graph))
     ready.set()
-    parent = psutil.Process().parent()
-    while not stop.is_set() and parent is not None and parent.is_running():
+    while not stop.is_set() and measuring.is_alive():
         stages.run(0)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +67,32 @@ def test_neighbours_compute_until_the_measurement_is_over(
     assert len(started) >= 2
     left = [process.pid for process in psutil.Process().children()]
     assert len(set(started) - set(left)) == 2
+
+
+KILLED_AT_ONCE = """
+import os, signal, sys
+from pathlib import Path
+from pipectl.profiler.neighbours import Neighbours
+from pipectl.spec import load
+
+if __name__ == "__main__":
+    os.sched_getaffinity = lambda _: {0, 1}
+    neighbours = Neighbours(load(Path(sys.argv[1])), 4).__enter__()
+    print(neighbours._processes[0].pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_no_neighbour_outlives_a_measuring_process_that_is_killed_while_it_starts(
+    tmp_path: Path,
+) -> None:
+    spec_of(tmp_path, resources={"tasks_per_node": 2})
+    (tmp_path / "killed.py").write_text(KILLED_AT_ONCE)
+    command = [sys.executable, str(tmp_path / "killed.py"), str(tmp_path / "job.yaml")]
+    started = int(subprocess.run(command, stdout=subprocess.PIPE, check=False).stdout)
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(started)
+        assert psutil.wait_procs([process], timeout=120)[1] == []
 
 
 def test_a_profile_says_that_a_neighbour_failed(tmp_path: Path) -> None:
