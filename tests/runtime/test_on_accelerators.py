@@ -1,0 +1,77 @@
+"""Ranks on a real accelerator, which they share: the same training as on one rank, and on the CPU.
+
+Kernels of accelerators add in other orders than the CPU's, so results agree within rounding; SGD
+does not magnify what is tiny.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipectl.runs import read_errors, read_heartbeat
+from pipectl.runtime import checkpoint
+from pipectl.runtime.device import Staging
+
+ROUNDING = 1e-4
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here"),
+]
+
+
+@pytest.fixture
+def trained(make_spec: Any, make_run: Any, work: Any) -> Any:
+    """``trained(ranks, gpus, **sections)``: the weights at the end."""
+
+    def train(ranks: int, gpus: int, **sections: Any) -> dict[str, Tensor]:
+        resources = {"tasks_per_node": ranks, "gpus_per_node": gpus}
+        run = make_run(make_spec(ranks, resources=resources, **sections))
+        done = work(ranks, run, fresh=True)
+        assert done.returncode == 0, done.stderr
+        assert read_errors(run) == []
+        beat = read_heartbeat(run)
+        assert beat is not None
+        assert len(beat["ranks"]) == ranks
+        return checkpoint.load(run.checkpoints / "step-000005")
+
+    return train
+
+
+def assert_agree(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], rtol=ROUNDING, atol=ROUNDING, msg=name)
+
+
+@pytest.mark.mpi
+def test_one_rank_trains_what_it_trains_on_the_cpu(trained: Any) -> None:
+    assert_agree(trained(1, gpus=1), trained(1, gpus=0))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_two_ranks_that_share_an_accelerator_train_what_one_does(
+    trained: Any, schedule: str
+) -> None:
+    pipeline = {"micro_batches": 2, "stages": 2, "schedule": schedule}
+    assert_agree(trained(1, gpus=1), trained(2, gpus=1, pipeline=pipeline))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("piece_bytes", [64, 1 << 20])
+def test_messages_go_through_host_memory_and_back(dtype: torch.dtype, piece_bytes: int) -> None:
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    sent = torch.arange(1000, device=device).to(dtype)
+    staging = Staging(device)
+    outgoing = staging.outgoing(sent, piece_bytes)
+    for piece in range(-(-sent.numel() * sent.element_size() // piece_bytes)):
+        outgoing.wait(piece)
+    received = staging.incoming(outgoing.buffer)
+    assert received.device.type == device.type
+    assert torch.equal(received.cpu(), sent.cpu())
