@@ -55,7 +55,7 @@ FURTHER = {
         "gpt_float16": ("smaller_last",), "frozen": ("smaller_last",),
     },
     "zb-v": {
-        "gpt": ("smaller_last",), "cnn": ("divisible", "few"), "dense": ("one_left_over",),
+        "gpt": ("smaller_last",), "cnn": ("divisible", "few", "one_left_over"),
         "cnn_bf16": ("smaller_last",),
     },
     "dualpipev": {"gpt": ("divisible", "few"), "cnn": ("smaller_last",)},
