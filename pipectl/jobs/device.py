@@ -23,7 +23,7 @@ def this_device(spec: JobSpec, kind: str | None) -> MeasuredOn:
     accelerator = _accelerator(spec.resources.gpus_per_node)
     return MeasuredOn(
         kind=kind or accelerator or "cpu",
-        model=accelerator or _processor(),
+        model=accelerator or processor(),
         cores=len(os.sched_getaffinity(0)),
         threads=spec.threads,
         torch=_installed("torch"),
@@ -38,7 +38,7 @@ def _accelerator(wanted: int) -> str | None:
     return accelerator_name(wanted)
 
 
-def _processor() -> str:
+def processor() -> str:
     """What the kernel calls the first processor; its architecture where it names none."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()

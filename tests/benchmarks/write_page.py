@@ -22,6 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from pipectl.files import write_text
+from pipectl.jobs.device import processor
 
 HERE = Path(__file__).resolve().parent
 CHECKOUT = HERE.parents[1]
@@ -121,17 +122,11 @@ def measured(page: Page, name: str) -> str | None:
 
 def circumstances(page: Page) -> str:
     """Of a measurement: when, on what, and how busy that was before."""
-    cores = f"{_processor()} with {os.cpu_count()} cores"
+    cores = f"{processor()} with {os.cpu_count()} cores"
     packages = ", ".join(f"{name} {version(name)}" for name in page.packages)
     load = f"load {os.getloadavg()[0]:.1f} before"
     today = datetime.date.today().isoformat()
     return f"*{today}, {cores}, Python {platform.python_version()}, {packages}; {load}.*"
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
-    return found[1] if found else platform.machine()
 
 
 def introduction(program: Path) -> tuple[str, str]:

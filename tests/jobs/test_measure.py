@@ -149,7 +149,7 @@ def test_code_processor_and_versions_make_it_another(
     assert [cached(), cached()] == [False, True]
     Path("layers.py").write_text("width = 2\n")
     assert [cached(), cached()] == [False, True]
-    monkeypatch.setattr(device, "_processor", lambda: "another")
+    monkeypatch.setattr(device, "processor", lambda: "another")
     assert [cached(), cached()] == [False, True]
     monkeypatch.setattr(device, "version", lambda _package: "9.9")
     assert [cached(), cached()] == [False, True]
