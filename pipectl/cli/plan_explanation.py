@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan
-from pipectl.planner.data_parallel import WithoutPipeline
-from pipectl.planner.explain import NOTHING, Explanation, Offer
-from pipectl.planner.step_parts import LinkLoad
+from pipectl.planner.answers.data_parallel import WithoutPipeline
+from pipectl.planner.answers.explain import NOTHING, Explanation, Offer
+from pipectl.planner.answers.step_parts import LinkLoad
 from pipectl.schedule.saving import copy_bytes
 from pipectl.units import format_bytes, format_time
 

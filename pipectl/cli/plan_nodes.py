@@ -7,7 +7,7 @@ from pipectl.cli.plan_ask import Ask
 from pipectl.cli.plan_nodes_view import scaling_lines, scaling_table
 from pipectl.cli.plan_subject import find_subject
 from pipectl.cli.plan_wait import stoppable
-from pipectl.planner.scaling import scaling
+from pipectl.planner.answers.scaling import scaling
 
 _LEAST_WIDTH = 100
 

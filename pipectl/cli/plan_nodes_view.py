@@ -9,7 +9,7 @@ from rich.table import Table
 from pipectl.cli.console import plain
 from pipectl.cli.plan_view import counted
 from pipectl.cli.tables import table
-from pipectl.planner.scaling import Count, Scaling
+from pipectl.planner.answers.scaling import Count, Scaling
 from pipectl.units import format_time
 
 _COLUMNS = (

@@ -14,8 +14,8 @@ from pipectl.files import make_directory
 if TYPE_CHECKING:
     from pipectl.jobs.subject import Subject
     from pipectl.plan import Plan
-    from pipectl.planner.data_parallel import WithoutPipeline
-    from pipectl.planner.explain import Explanation
+    from pipectl.planner.answers.data_parallel import WithoutPipeline
+    from pipectl.planner.answers.explain import Explanation
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ def answer(ask: Ask) -> None:
 def _find(ask: Ask, subject: Subject) -> Found:
     from pipectl.jobs.deadline import Deadline
     from pipectl.jobs.engines import PIPECTL, planner_named, searcher_named
-    from pipectl.planner.data_parallel import without_pipeline
-    from pipectl.planner.explain import explain
+    from pipectl.planner.answers.data_parallel import without_pipeline
+    from pipectl.planner.answers.explain import explain
 
     made_of = subject.profile, subject.cluster, subject.request
     deadline = Deadline(ask.budget_s)

@@ -7,9 +7,9 @@ from typing import Any
 
 from pipectl.jobs.wishes import Objective
 from pipectl.plan import Plan
-from pipectl.planner.data_parallel import Estimate, WithoutPipeline
-from pipectl.planner.explain import Explanation
-from pipectl.planner.scaling import Count, Scaling
+from pipectl.planner.answers.data_parallel import Estimate, WithoutPipeline
+from pipectl.planner.answers.explain import Explanation
+from pipectl.planner.answers.scaling import Count, Scaling
 
 
 def plan_json(plan: Plan, without: WithoutPipeline | None) -> dict[str, Any]:

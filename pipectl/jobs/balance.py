@@ -15,8 +15,8 @@ from pipectl.plan import Plan
 from pipectl.planner.exact.balance import balance
 from pipectl.planner.exact.request import Balance, BalanceRequest, DeviceKind
 from pipectl.planner.folding import folded
-from pipectl.planner.given_stages import plan_of_stages
-from pipectl.planner.other_clusters import with_nodes, with_ranks
+from pipectl.planner.machines.other_clusters import with_nodes, with_ranks
+from pipectl.planner.plans.given_stages import plan_of_stages
 from pipectl.planner.pruning import prepared
 from pipectl.units import format_bytes
 

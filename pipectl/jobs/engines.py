@@ -13,7 +13,7 @@ from pipectl.jobs.deadline import Deadline
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest
 from pipectl.planner.policies import NAMES, OWN
-from pipectl.planner.policy_plans import policy_plans
+from pipectl.planner.policies.policy_plans import policy_plans
 from pipectl.planner.request import Planner
 from pipectl.planner.search import MOST_ALTERNATIVES, Found, search_plans
 from pipectl.profile import Profile

@@ -14,7 +14,7 @@ from pipectl.jobs.wishes import Technique, Wishes
 from pipectl.plan import Replication
 from pipectl.planner import PlanRequest
 from pipectl.planner.folding import folded
-from pipectl.planner.other_clusters import with_bandwidth, with_ranks, with_slower_links
+from pipectl.planner.machines.other_clusters import with_bandwidth, with_ranks, with_slower_links
 from pipectl.planner.pruning import prepared
 from pipectl.profile import Profile
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import ceil
 
 from pipectl.plan import StageCost, Transfer
-from pipectl.planner.footprint import Footprint
+from pipectl.planner.memory.footprint import Footprint
 from pipectl.planner.operator_times import Times
 from pipectl.profile import Profile, StageOverhead
 

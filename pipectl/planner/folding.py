@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from pipectl.graph import topological_order
-from pipectl.planner.condense import contract, group_labels
 from pipectl.planner.exact.load_model import stage_edges
+from pipectl.planner.graphs.condense import contract, group_labels
 from pipectl.profile import Operator, Profile
 
 BACKWARD = "backward"

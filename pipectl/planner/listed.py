@@ -12,9 +12,9 @@ from math import ceil
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan
-from pipectl.planner.halves import with_halves
-from pipectl.planner.placed import balanced, fastest_that_fits, one_rank_a_stage
 from pipectl.planner.request import Planner, PlanRequest
+from pipectl.planner.techniques.halves import with_halves
+from pipectl.planner.techniques.placed import balanced, fastest_that_fits, one_rank_a_stage
 from pipectl.planner.trials import predicted
 from pipectl.profile import Profile
 from pipectl.schedule import splits_backwards

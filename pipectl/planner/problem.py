@@ -13,20 +13,20 @@ from pipectl.arrays import Floats, Integers
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan, Stage
 from pipectl.planner.assumed import assumptions_of, baseline_bytes, size_assumptions
-from pipectl.planner.bounds import Bounds, Layout, numbered_partitions
-from pipectl.planner.condense import Condensed
+from pipectl.planner.bounding.bounds import Bounds, Layout, numbered_partitions
+from pipectl.planner.bounding.cuts import Cuts, Cutter, Timings
 from pipectl.planner.costs import scaled_transfers, stage_costs
-from pipectl.planner.cuts import Cuts, Cutter, Timings
-from pipectl.planner.devices import Pool, pools
-from pipectl.planner.footprint import Footprint, Footprints
-from pipectl.planner.liveness import parameter_gradients
-from pipectl.planner.loads import Costs
-from pipectl.planner.new_plan import new_plan
+from pipectl.planner.graphs.condense import Condensed
+from pipectl.planner.graphs.loads import Costs
+from pipectl.planner.graphs.spans import Partition
+from pipectl.planner.machines.devices import Pool, pools
+from pipectl.planner.machines.placement import Placement
+from pipectl.planner.memory.footprint import Footprint, Footprints
+from pipectl.planner.memory.liveness import parameter_gradients
+from pipectl.planner.memory.tables import StageTable
 from pipectl.planner.operator_times import OperatorTimes, Times
-from pipectl.planner.placement import Placement
+from pipectl.planner.plans.new_plan import new_plan
 from pipectl.planner.request import Order, PlanRequest
-from pipectl.planner.spans import Partition
-from pipectl.planner.tables import StageTable
 from pipectl.profile import Profile
 
 MOST_CUTS = 16

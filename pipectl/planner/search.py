@@ -1,9 +1,9 @@
 """The search for the best plan, with whatever the request allows.
 
 With one rank a stage, see :mod:`pipectl.planner.straight`; with replicas,
-:mod:`pipectl.planner.replicated` and :mod:`pipectl.planner.copies`; with offload, backwards on
-other ranks and several stages a rank, :mod:`pipectl.planner.variants`. Of small problems
-:mod:`pipectl.planner.proof` looks at everything.
+:mod:`pipectl.planner.replication`; with offload, backwards on other ranks or several stages a
+rank, :mod:`pipectl.planner.variants`. Of small problems :mod:`pipectl.planner.proof` looks at
+everything.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
 from pipectl.planner.assumed import baseline_bytes
-from pipectl.planner.copies import copied_plans, one_copy
-from pipectl.planner.judge import TIE
+from pipectl.planner.exploring.judge import TIE
 from pipectl.planner.listed import listed_plan
-from pipectl.planner.placed import placed_plan
 from pipectl.planner.policies import antichain
-from pipectl.planner.policy_plans import policy_plans
+from pipectl.planner.policies.policy_plans import policy_plans
 from pipectl.planner.proof import proven
 from pipectl.planner.rating import PLANNER
-from pipectl.planner.replicated import MANY_RANKS, replicated_plans
+from pipectl.planner.replication.copies import copied_plans, one_copy
+from pipectl.planner.replication.replicated import MANY_RANKS, replicated_plans
 from pipectl.planner.request import PLACED, PlanRequest
 from pipectl.planner.straight import straight_plans
+from pipectl.planner.techniques.placed import placed_plan
 from pipectl.planner.unflushed import unflushed_plan
 from pipectl.planner.variants import varied_plans
 from pipectl.profile import Profile

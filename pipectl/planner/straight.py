@@ -23,14 +23,14 @@ from dataclasses import replace
 from pipectl.cluster import Cluster
 from pipectl.errors import OutOfTimeError
 from pipectl.plan import Plan, Search
-from pipectl.planner.candidates import Candidate
-from pipectl.planner.condense import Condensed, condense
-from pipectl.planner.explorer import Explorer
-from pipectl.planner.first_plan import first_choices
-from pipectl.planner.fitting import Fitter
-from pipectl.planner.infeasible import infeasible
-from pipectl.planner.judge import Verdict
-from pipectl.planner.partition import Space
+from pipectl.planner.exploring.candidates import Candidate
+from pipectl.planner.exploring.explorer import Explorer
+from pipectl.planner.exploring.first_plan import first_choices
+from pipectl.planner.exploring.fitting import Fitter
+from pipectl.planner.exploring.infeasible import infeasible
+from pipectl.planner.exploring.judge import Verdict
+from pipectl.planner.graphs.condense import Condensed, condense
+from pipectl.planner.partitions.partition import Space
 from pipectl.planner.problem import Problem
 from pipectl.planner.rating import PLANNER, largest_load_s
 from pipectl.planner.request import PlanRequest, stage_counts

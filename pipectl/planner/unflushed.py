@@ -14,11 +14,11 @@ from math import ceil
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
-from pipectl.planner.blocks import in_blocks
-from pipectl.planner.condense import condense
-from pipectl.planner.placed import balanced, fastest_that_fits
+from pipectl.planner.graphs.condense import condense
 from pipectl.planner.request import PlanRequest, micro_batch_sizes, stage_counts
-from pipectl.planner.traffic import guessed_traffic, settled_traffic
+from pipectl.planner.techniques.blocks import in_blocks
+from pipectl.planner.techniques.placed import balanced, fastest_that_fits
+from pipectl.planner.techniques.traffic import guessed_traffic, settled_traffic
 from pipectl.planner.trials import Trials
 from pipectl.profile import Profile
 from pipectl.schedule import default_warm_up, pipedream

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipectl.planner.costs import stage_times
-from pipectl.planner.footprint import Footprint
+from pipectl.planner.memory.footprint import Footprint
 from pipectl.planner.operator_times import Times
 from pipectl.profile import StageOverhead
 

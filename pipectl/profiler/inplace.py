@@ -14,7 +14,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from pipectl.planner.footprint import Footprints
+from pipectl.planner.memory.footprint import Footprints
 from pipectl.profiler.alone import AloneStages
 from pipectl.profiler.cache import last_level_bytes
 from pipectl.profiler.effort import Effort, Rounds

@@ -13,7 +13,7 @@ from torch import fx
 from pipectl.capture import CapturedJob
 from pipectl.capture.deferred import is_deferred
 from pipectl.capture.names import own_path
-from pipectl.planner.footprint import Footprints
+from pipectl.planner.memory.footprint import Footprints
 from pipectl.planner.operator_times import operator_times
 from pipectl.profile import MeasuredOn, Operator, Profile
 from pipectl.profiler.effort import Effort

@@ -32,7 +32,7 @@ from catalogue import Entry, entries, spec_of
 
 from pipectl.capture import CapturedJob
 from pipectl.planner.costs import stage_times
-from pipectl.planner.footprint import Footprints
+from pipectl.planner.memory.footprint import Footprints
 from pipectl.planner.operator_times import operator_times
 from pipectl.profile import Profile
 from pipectl.profiler import profile_job

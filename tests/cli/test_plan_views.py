@@ -15,10 +15,10 @@ from pipectl.cli.plan_table import mark_lines, number_ranges, shown_stages, stag
 from pipectl.cli.plan_view import headline
 from pipectl.cluster import assumed_cluster
 from pipectl.plan import Blocks, Plan, Prediction, Replication, StageCost
-from pipectl.planner.data_parallel import Estimate, WithoutPipeline
-from pipectl.planner.explain import Alternative, Explanation, Offer
-from pipectl.planner.scaling import Count, Scaling
-from pipectl.planner.step_parts import LinkLoad, StepParts
+from pipectl.planner.answers.data_parallel import Estimate, WithoutPipeline
+from pipectl.planner.answers.explain import Alternative, Explanation, Offer
+from pipectl.planner.answers.scaling import Count, Scaling
+from pipectl.planner.answers.step_parts import LinkLoad, StepParts
 
 COST = StageCost(1e-3, 2e-3, 0.0, 2**20, 2**21, 0)
 

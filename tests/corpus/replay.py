@@ -20,7 +20,7 @@ from pipectl.capture import CapturedJob, Cut, Lane, Slot
 from pipectl.capture.randomness import seed_of
 from pipectl.plan import Plan, Stage
 from pipectl.planner.costs import scaled_transfers, stage_costs
-from pipectl.planner.footprint import Footprints
+from pipectl.planner.memory.footprint import Footprints
 from pipectl.planner.operator_times import operator_times
 from pipectl.profile import Profile
 from pipectl.profiler.allocated import record_allocated

@@ -8,8 +8,8 @@ from itertools import combinations, pairwise
 import pytest
 from hypothesis import strategies as st
 
-from pipectl.planner.bitsets import bits
-from pipectl.planner.condense import Condensed
+from pipectl.planner.graphs.bitsets import bits
+from pipectl.planner.graphs.condense import Condensed
 from pipectl.profile import Operator, OptimizerCost, Profile
 
 Graphs = st.SearchStrategy[Profile]

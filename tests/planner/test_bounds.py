@@ -4,11 +4,11 @@ from hypothesis import strategies as st
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
 from pipectl.planner import PlanRequest
-from pipectl.planner.bounds import Layout
-from pipectl.planner.candidates import Candidates
-from pipectl.planner.condense import condense
-from pipectl.planner.judge import Judge
-from pipectl.planner.least_peaks import least_peaks_bytes
+from pipectl.planner.bounding.bounds import Layout
+from pipectl.planner.exploring.candidates import Candidates
+from pipectl.planner.exploring.judge import Judge
+from pipectl.planner.graphs.condense import condense
+from pipectl.planner.memory.least_peaks import least_peaks_bytes
 from pipectl.planner.problem import Choice, Problem
 from pipectl.planner.request import open_orders
 from pipectl.simulate import simulate

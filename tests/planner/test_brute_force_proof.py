@@ -14,11 +14,11 @@ from pipectl.errors import InfeasibleError
 from pipectl.link import Link
 from pipectl.plan import Replication
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.areas import MICRO_BATCHES_IF_PROPORTIONAL
-from pipectl.planner.condense import condense
+from pipectl.planner.exploring.areas import MICRO_BATCHES_IF_PROPORTIONAL
+from pipectl.planner.graphs.condense import condense
+from pipectl.planner.plans.replica_costs import ReplicaChoice, ReplicaPlans
 from pipectl.planner.proof import proven
 from pipectl.planner.proof.search import SAME
-from pipectl.planner.replica_costs import ReplicaChoice, ReplicaPlans
 from pipectl.planner.request import micro_batch_sizes
 from pipectl.schedule.one_f_one_b import policy_a, policy_b
 from pipectl.simulate import simulate

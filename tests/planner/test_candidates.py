@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
 from pipectl.planner import PlanRequest
-from pipectl.planner.bounds import Layout
-from pipectl.planner.candidates import Candidates
-from pipectl.planner.condense import condense
-from pipectl.planner.enumeration import Enumeration
-from pipectl.planner.ideals import all_downsets
-from pipectl.planner.neighbours import neighbours
+from pipectl.planner.bounding.bounds import Layout
+from pipectl.planner.exploring.candidates import Candidates
+from pipectl.planner.exploring.neighbours import neighbours
+from pipectl.planner.graphs.condense import condense
+from pipectl.planner.graphs.ideals import all_downsets
+from pipectl.planner.partitions.enumeration import Enumeration
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import open_orders
 

@@ -1,8 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipectl.planner.bitsets import bits
-from pipectl.planner.condense import Condensed, condense, contract
+from pipectl.planner.graphs.bitsets import bits
+from pipectl.planner.graphs.condense import Condensed, condense, contract
 
 
 def reach(count, edges):

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from pipectl.graph import TransferKind
 from pipectl.plan import Transfer
-from pipectl.planner.condense import condense
 from pipectl.planner.costs import scaled_transfers, stage_costs
-from pipectl.planner.footprint import Footprints
+from pipectl.planner.graphs.condense import condense
+from pipectl.planner.memory.footprint import Footprints
 from pipectl.planner.operator_times import operator_times
 from pipectl.profile import OptimizerCost, StageOverhead
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.graph import TransferKind
 from pipectl.link import Link
-from pipectl.planner.condense import condense
+from pipectl.planner.bounding.cuts import Cutter
 from pipectl.planner.costs import scaled_transfers, stage_costs
-from pipectl.planner.cuts import Cutter
-from pipectl.planner.footprint import Footprints
+from pipectl.planner.graphs.condense import condense
+from pipectl.planner.memory.footprint import Footprints
 from pipectl.planner.operator_times import operator_times
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import PlanRequest

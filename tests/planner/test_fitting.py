@@ -10,10 +10,10 @@ from pipectl.cluster import (
     assumed_cluster,
 )
 from pipectl.planner import PlanRequest
-from pipectl.planner.condense import condense
-from pipectl.planner.fitting import Fit, Fitter
-from pipectl.planner.least_peaks import largest_peak_bytes
-from pipectl.planner.mix import Mix
+from pipectl.planner.exploring.fitting import Fit, Fitter
+from pipectl.planner.graphs.condense import condense
+from pipectl.planner.machines.mix import Mix
+from pipectl.planner.memory.least_peaks import largest_peak_bytes
 from pipectl.planner.problem import Problem
 
 

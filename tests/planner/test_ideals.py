@@ -1,9 +1,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipectl.planner.bitsets import bits
-from pipectl.planner.condense import condense
-from pipectl.planner.ideals import all_downsets, prefix_downsets
+from pipectl.planner.graphs.bitsets import bits
+from pipectl.planner.graphs.condense import condense
+from pipectl.planner.graphs.ideals import all_downsets, prefix_downsets
 
 
 def is_downset(graph, members: int) -> bool:

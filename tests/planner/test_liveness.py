@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from pipectl.planner.costs import stage_costs
-from pipectl.planner.footprint import Footprints
-from pipectl.planner.liveness import peak_bytes
+from pipectl.planner.memory.footprint import Footprints
+from pipectl.planner.memory.liveness import peak_bytes
 from pipectl.planner.operator_times import operator_times
 from pipectl.profile import Operator, OperatorMemory, OptimizerCost, Profile, StepMemory
 

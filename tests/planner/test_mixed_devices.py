@@ -7,8 +7,8 @@ import pytest
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.devices import mixes, pools
-from pipectl.planner.mix import Mix
+from pipectl.planner.machines.devices import mixes, pools
+from pipectl.planner.machines.mix import Mix
 from pipectl.simulate import simulate
 
 LINK = Link(1e-5, 1e9)

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipectl.link import Link, measured_link
-from pipectl.planner.bitsets import bits
-from pipectl.planner.condense import condense
-from pipectl.planner.loads import PER_SECOND, Costs, hold_s
-from pipectl.planner.mix import Mix
-from pipectl.planner.partition import Partitioner, Space
+from pipectl.planner.graphs.bitsets import bits
+from pipectl.planner.graphs.condense import condense
+from pipectl.planner.graphs.loads import PER_SECOND, Costs, hold_s
+from pipectl.planner.machines.mix import Mix
+from pipectl.planner.partitions.partition import Partitioner, Space
 from pipectl.profile import StageOverhead
 
 LINK = Link(latency_s=0.0, bandwidth_bytes_per_s=1e6)

@@ -6,7 +6,7 @@ from pipectl.cluster import Cluster, Device, Node
 from pipectl.errors import InfeasibleError
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.halves import ASSUMED
+from pipectl.planner.techniques.halves import ASSUMED
 from pipectl.schedule import lower, validate
 from pipectl.simulate import simulate
 

@@ -1,8 +1,8 @@
 import pytest
 
 from pipectl.cluster import assumed_cluster
-from pipectl.planner.devices import pools
-from pipectl.planner.placement import placements
+from pipectl.planner.machines.devices import pools
+from pipectl.planner.machines.placement import placements
 
 
 @pytest.mark.parametrize(

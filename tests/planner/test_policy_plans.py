@@ -11,7 +11,7 @@ from pipectl.link import Link
 from pipectl.plan import Replication
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.policies import POLICIES
-from pipectl.planner.policy_plans import policy_plans
+from pipectl.planner.policies.policy_plans import policy_plans
 from pipectl.schedule import lower, validate
 from pipectl.simulate import simulate
 

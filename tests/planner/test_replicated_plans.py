@@ -11,8 +11,8 @@ from pipectl.errors import InfeasibleError
 from pipectl.link import Link
 from pipectl.plan import Replication
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.condense import condense
-from pipectl.planner.replica_costs import ReplicaChoice, ReplicaPlans
+from pipectl.planner.graphs.condense import condense
+from pipectl.planner.plans.replica_costs import ReplicaChoice, ReplicaPlans
 from pipectl.planner.request import micro_batch_sizes
 from pipectl.planner.search import search_plans
 from pipectl.schedule import lower, validate

@@ -6,8 +6,8 @@ from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan, Prediction
 from pipectl.planner import PlanRequest, make_plan
+from pipectl.planner.answers.scaling import scaling
 from pipectl.planner.request import Planner
-from pipectl.planner.scaling import scaling
 from pipectl.profile import Profile
 
 REQUEST = PlanRequest(name="test", batch_size=64)

@@ -9,9 +9,9 @@ from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.link import Link
 from pipectl.plan import Plan
 from pipectl.planner import Found, PlanRequest, make_plan, search_plans
-from pipectl.planner.condense import condense
-from pipectl.planner.fitting import Fitter, plain_fit
-from pipectl.planner.mix import Mix
+from pipectl.planner.exploring.fitting import Fitter, plain_fit
+from pipectl.planner.graphs.condense import condense
+from pipectl.planner.machines.mix import Mix
 from pipectl.planner.problem import Problem
 
 LINK = Link(1e-4, 1e7)

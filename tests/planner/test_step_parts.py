@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.link import Link
 from pipectl.plan import Plan, StageCost
-from pipectl.planner.step_parts import StepParts, busiest_link, step_parts
+from pipectl.planner.answers.step_parts import StepParts, busiest_link, step_parts
 from pipectl.simulate import simulate
 
 COST = StageCost(1.0, 2.0, 0.5, 0, 0, 0)

@@ -8,7 +8,7 @@ import pytest
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.judge import TIE
+from pipectl.planner.exploring.judge import TIE
 from pipectl.schedule import lower, validate
 from pipectl.simulate import simulate
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pipectl.planner.costs import stage_times
-from pipectl.planner.footprint import Footprints
+from pipectl.planner.memory.footprint import Footprints
 from pipectl.planner.operator_times import operator_times
 from pipectl.profile import Operator, Profile, StageOverhead
 from pipectl.profiler.fit import Sample, fit_stages

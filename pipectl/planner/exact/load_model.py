@@ -16,11 +16,11 @@ from functools import cached_property
 import numpy as np
 
 from pipectl.arrays import Floats, Integers
-from pipectl.planner.bitsets import bits
-from pipectl.planner.condense import Condensed, contract, group_labels
 from pipectl.planner.exact.arrays import Arcs, Moves
 from pipectl.planner.exact.reduce import joined, loose
 from pipectl.planner.exact.request import BalanceRequest, DeviceKind
+from pipectl.planner.graphs.bitsets import bits
+from pipectl.planner.graphs.condense import Condensed, contract, group_labels
 from pipectl.profile import Operator, Profile
 
 

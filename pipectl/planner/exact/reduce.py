@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipectl.planner.bitsets import bits
+from pipectl.planner.graphs.bitsets import bits
 
 
 def joined(

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipectl.arrays import Flags
-from pipectl.planner.bitsets import follows, membership
-from pipectl.planner.condense import Condensed, condense
-from pipectl.planner.ideals import all_downsets, prefix_downsets
+from pipectl.planner.graphs.bitsets import follows, membership
+from pipectl.planner.graphs.condense import Condensed, condense
+from pipectl.planner.graphs.ideals import all_downsets, prefix_downsets
 from pipectl.profile import Profile
 
 MOST_STATES = 640

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipectl.planner.bitsets import bits, bitset
-from pipectl.planner.condense import Condensed, condense
+from pipectl.planner.graphs.bitsets import bits, bitset
+from pipectl.planner.graphs.condense import Condensed, condense
+from pipectl.planner.graphs.ideals import prefix_downsets
 from pipectl.planner.hybrid.states import States
-from pipectl.planner.ideals import prefix_downsets
 from pipectl.profile import Profile
 
 MOST_STATES = 1500

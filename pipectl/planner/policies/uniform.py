@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipectl.planner.condense import condense
+from pipectl.planner.graphs.condense import condense
+from pipectl.planner.graphs.ideals import prefix_downsets
 from pipectl.planner.hybrid.links import LinkRules
 from pipectl.planner.hybrid.placing import consecutive
 from pipectl.planner.hybrid.states import States
-from pipectl.planner.ideals import prefix_downsets
 from pipectl.planner.policies.policy import PolicyPlan, Prefixes, Work
 from pipectl.profile import Profile
 

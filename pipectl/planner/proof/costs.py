@@ -17,8 +17,8 @@ import numpy as np
 from pipectl.arrays import Floats
 from pipectl.cluster import Cluster
 from pipectl.plan import Replication
-from pipectl.planner.condense import Condensed
-from pipectl.planner.liveness import parameter_gradients
+from pipectl.planner.graphs.condense import Condensed
+from pipectl.planner.memory.liveness import parameter_gradients
 from pipectl.planner.operator_times import operator_times
 from pipectl.planner.proof.chains import Graph, Layout
 from pipectl.planner.proof.layouts import Arrangement

@@ -9,11 +9,11 @@ from math import ceil
 
 from pipectl.cluster import Cluster
 from pipectl.plan import Replication
-from pipectl.planner.areas import most_micro_batches
-from pipectl.planner.copies import share_of_one_copy
+from pipectl.planner.exploring.areas import most_micro_batches
 from pipectl.planner.hybrid.placing import consecutive
-from pipectl.planner.placement import every_placement
-from pipectl.planner.replicated import MICRO_BATCHES_PER_RANK, replica_orders
+from pipectl.planner.machines.placement import every_placement
+from pipectl.planner.replication.copies import share_of_one_copy
+from pipectl.planner.replication.replicated import MICRO_BATCHES_PER_RANK, replica_orders
 from pipectl.planner.request import Order, PlanRequest, micro_batch_sizes, open_orders
 from pipectl.profile import Profile
 from pipectl.schedule.one_f_one_b import policy_a, policy_b

@@ -18,8 +18,9 @@ import numpy as np
 
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan, Search
-from pipectl.planner.condense import condense
-from pipectl.planner.ideals import all_downsets
+from pipectl.planner.graphs.condense import condense
+from pipectl.planner.graphs.ideals import all_downsets
+from pipectl.planner.plans.replica_costs import ReplicaChoice, ReplicaPlans
 from pipectl.planner.problem import Choice, Problem
 from pipectl.planner.proof.chains import FOUND, VISITED, Promising, explore
 from pipectl.planner.proof.costs import LeastCosts
@@ -27,7 +28,6 @@ from pipectl.planner.proof.layouts import Arrangement, arrangements, orders_of
 from pipectl.planner.proof.links import Ways
 from pipectl.planner.proof.plan_bound import plan_bound_s
 from pipectl.planner.rating import largest_load_s
-from pipectl.planner.replica_costs import ReplicaChoice, ReplicaPlans
 from pipectl.planner.request import PLACED, Order, PlanRequest
 from pipectl.profile import Profile
 from pipectl.simulate import simulate

@@ -1,11 +1,11 @@
 """The least that one step of a 1F1B-family schedule takes, replica by replica. Compiled.
 
 A *unit* is one replica of a stage on its rank; units are numbered stage by stage. As in
-:mod:`pipectl.planner.recurrence`, the actions of all units are taken in one order that agrees with
-every dependency, so each end follows from ends that are known. A message begins once it is made,
-once the one before it has left the link, and once its receive is posted: when the receiver turns to
-the message before. What units share (cores, links, the order in which sends are awaited) is left
-out: all of it can only delay actions further, so the simulated step is never shorter.
+:mod:`pipectl.planner.bounding.recurrence`, the actions of all units are taken in one order that
+agrees with every dependency, so each end follows from ends that are known. A message begins once it
+is made, once the one before it has left the link, and once its receive is posted: when the receiver
+turns to the message before. What units share (cores, links, the order in which sends are awaited)
+is left out: all of it can only delay actions further, so the simulated step is never shorter.
 """
 
 from __future__ import annotations

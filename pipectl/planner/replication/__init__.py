@@ -1,4 +1,4 @@
-"""Stages and numbers of replicas for very many ranks, to begin a search with."""
+"""Stages with replicas: which are tried, and what they take; proposals for very many ranks."""
 
 from pipectl.planner.replication.proposals import Proposal, replica_counts
 

@@ -16,9 +16,9 @@ import numpy as np
 
 from pipectl.arrays import Floats, Integers
 from pipectl.cluster import Cluster
-from pipectl.planner.bitsets import bits, follows, membership
-from pipectl.planner.condense import Condensed, condense
-from pipectl.planner.ideals import all_downsets, prefix_downsets
+from pipectl.planner.graphs.bitsets import bits, follows, membership
+from pipectl.planner.graphs.condense import Condensed, condense
+from pipectl.planner.graphs.ideals import all_downsets, prefix_downsets
 from pipectl.planner.operator_times import operator_times
 from pipectl.profile import Profile
 

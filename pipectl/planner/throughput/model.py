@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipectl.planner.condense import Block, Condensed, condense
+from pipectl.planner.graphs.condense import Block, Condensed, condense
 from pipectl.profile import Operator, Profile, Variant
 
 DIRECTIONS = 2

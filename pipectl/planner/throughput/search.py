@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from pipectl.errors import InfeasibleError
-from pipectl.planner.ideals import all_downsets, prefix_downsets
+from pipectl.planner.graphs.ideals import all_downsets, prefix_downsets
 from pipectl.planner.throughput.bisection import Bisection
 from pipectl.planner.throughput.cost import stage_memory_bytes, stage_time_s
 from pipectl.planner.throughput.decision import Cut, Decision

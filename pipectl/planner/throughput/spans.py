@@ -18,7 +18,7 @@ import numpy as np
 
 from pipectl.arrays import Integers, Words
 from pipectl.compiled import compiled
-from pipectl.planner.bitsets import membership, words_of
+from pipectl.planner.graphs.bitsets import membership, words_of
 from pipectl.planner.throughput.tables import Borders
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipectl.errors import InfeasibleError
-from pipectl.planner.bitsets import bits
+from pipectl.planner.graphs.bitsets import bits
 from pipectl.planner.throughput import ThroughputRequest, plan_throughput
 from pipectl.planner.throughput.cost import stage_memory_bytes, stage_time_s
 from pipectl.planner.throughput.model import workload_of

@@ -1,0 +1,1 @@
+"""Which partitions are tried, in which order, until no other can be faster."""

@@ -1,0 +1,285 @@
+"""The queue of the search; see :mod:`pipectl.planner.search`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import islice
+from math import inf
+
+from pipectl.errors import OutOfTimeError
+from pipectl.planner.bounding.bounds import Layout
+from pipectl.planner.exploring.areas import Area, Areas
+from pipectl.planner.exploring.candidates import Candidate, Candidates
+from pipectl.planner.exploring.fitting import Fitter, plain_fit
+from pipectl.planner.exploring.judge import Judge, Verdict, family_of
+from pipectl.planner.exploring.neighbours import neighbours
+from pipectl.planner.partitions.dynamic import Check
+from pipectl.planner.partitions.partition import Bound, Space
+from pipectl.planner.problem import Choice, Problem
+from pipectl.planner.request import micro_batch_sizes, open_orders
+
+MOST_LOOKS = 2_000_000
+"""While borders move: partitions times what one costs, in operators, actions and messages."""
+LEAST_GAIN = 1e-6
+"""Share of the step by which a move of borders makes it shorter at least."""
+MOST_FITTINGS = 24
+"""Memory-limited searches, the most promising first."""
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """Stages to be cut for the memory limit."""
+
+    area: Area
+    schedule: str
+    warm_up: tuple[int, ...]
+
+
+_Item = Area | Candidates | _Fit
+
+
+class Explorer:
+    """Tries what could be best, in the order of what it could take at least.
+
+    Args:
+        counts: numbers of stages to try.
+        check: called often; raises to end the search.
+    """
+
+    def __init__(self, problem: Problem, space: Space, counts: Sequence[int], check: Check) -> None:
+        self.problem = problem
+        self.judge = Judge(problem)
+        self._check = check
+        self._areas = Areas(problem, space, counts, check)
+        self._fitter = Fitter(problem, check)
+        self._queue: list[tuple[float, tuple[int, ...], int, _Item]] = []
+        self._pushed = 0
+        self._fits: set[_Fit] = set()
+        self._fitted = 0
+        self._hopeless: list[_Fit] = []
+        self._memory_is_short = False
+        self._complete: dict[Area, Candidates] = {}
+        self._opened: list[Candidates] = []
+        self._minima: set[Choice] = set()
+        self._looks = MOST_LOOKS
+
+    def run(self) -> None:
+        """Find the best plan; what is found so far is with the judge at any time."""
+        for area in self._areas.all:
+            self._push(area.least_s, (area.stages, 0, 0, area.micro_batches), area)
+        self._work()
+        if self.judge.best() is None:
+            self._fit_with_smaller_micro_batches()
+        self._improve()
+
+    def bound(self, stages: int, size: int, *, finished: bool) -> Bound:
+        """What is proven about partitions into so many stages; quickly if time is up."""
+        if finished:
+            with suppress(OutOfTimeError):
+                return self._areas.bound(stages, size)
+        return self._areas.quick_bound(stages, size)
+
+    def least_step_s(self) -> float:
+        """No plan with the numbers of stages and micro-batch sizes that were tried takes less."""
+        return min([*map(self._least_s, self._areas.all), self.judge.fastest_s])
+
+    def alternatives(self, best: Verdict, most: int) -> list[Verdict]:
+        """The next best plans of other shapes; most were not simulated because they are beaten."""
+        options = [each for opened in self._opened for each in opened.best_of_orders()]
+        known = self.judge.families()
+        for candidate in sorted(options, key=lambda each: (each.bound_s, each.simplicity)):
+            if len(known) > most:
+                break
+            if family_of(candidate) not in known and self.judge.may_fit(candidate):
+                self.judge.examine(candidate)
+                known = self.judge.families()
+        return self.judge.alternatives(best, most)
+
+    def _least_s(self, area: Area) -> float:
+        """What was found if all candidates of an area were tried, or else its bound."""
+        if area not in self._complete:
+            return area.least_s
+        candidates = self._complete[area]
+        return min([candidates.next_s, *map(self.judge.least_s, candidates.taken)])
+
+    def _push(self, bound_s: float, simplicity: tuple[int, ...], item: _Item) -> None:
+        self._pushed += 1
+        heappush(self._queue, (bound_s, simplicity, self._pushed, item))
+
+    def _work(self) -> None:
+        """Until nothing in the queue can be best."""
+        while self._queue:
+            bound_s, _, _, item = heappop(self._queue)
+            self._check()
+            if self.judge.is_beaten(bound_s):
+                return
+            self._turn(item)
+
+    def _turn(self, item: _Item) -> None:
+        if isinstance(item, Candidates):
+            candidate = item.take()
+            if self.judge.best() is None and not self.problem.has_limits:
+                self.judge.judge(self._polished(candidate))
+            if not self.judge.judge(candidate):
+                self._push_fit(candidate)
+            self._push_candidates(item)
+        elif isinstance(item, Area):
+            self._open(item)
+        else:
+            self._fit(item)
+
+    def _open(self, area: Area) -> None:
+        """From an area to its candidates."""
+        if self._memory_is_short and not self._can_fit(area):
+            return
+        everything = self._areas.everything(area)
+        layouts = self._proposals(area) if everything is None else everything
+        found = self._candidates(layouts, area)
+        self._opened.append(found)
+        self._push_candidates(found)
+        if everything is not None:
+            self._complete[area] = found
+        if not self._memory_is_short and not any(map(self.judge.may_fit, found)):
+            self._memory_is_short = self.problem.has_limits
+
+    def _can_fit(self, area: Area) -> bool:
+        """Whether there are stages that fit with the fewest micro-batches in flight; if so, these
+        are judged. Asked before other cuts are looked for, once these were seen not to fit."""
+        fit = _Fit(area, *self._areas.orders(area.stages, area.size)[0])
+        if fit in self._fits:
+            return not self._is_hopeless(fit)
+        self._fits.add(fit)
+        self._fit(fit)
+        return not self._is_hopeless(fit)
+
+    def _proposals(self, area: Area) -> list[Layout]:
+        return self._areas.layouts(self._areas.cuts(area.stages))
+
+    def _candidates(self, layouts: Sequence[Layout], area: Area) -> Candidates:
+        """Layouts of an area in every order."""
+        orders = self._areas.orders(area.stages, area.size)
+        return Candidates(self.problem, layouts, area.size, orders)
+
+    def _push_candidates(self, candidates: Candidates) -> None:
+        if candidates.next_s < inf:
+            self._push(candidates.next_s, candidates.simplicity, candidates)
+
+    def _push_fit(self, candidate: Candidate) -> None:
+        choice = candidate.choice
+        fit = _Fit(self._area_of(candidate), choice.schedule, choice.warm_up)
+        if fit not in self._fits and self.problem.has_limits:
+            self._fits.add(fit)
+            self._push(fit.area.least_s, candidate.simplicity, fit)
+
+    def _fit(self, fit: _Fit) -> None:
+        """Cut anew, within the memory limit."""
+        if self._fitted < MOST_FITTINGS and not self._is_hopeless(fit):
+            if self._consider_fit(fit):
+                self._fitted += 1
+            else:
+                self._hopeless.append(fit)
+
+    def _is_hopeless(self, fit: _Fit) -> bool:
+        """Whether less of everything found no stages that fit."""
+        return any(
+            other.area.stages == fit.area.stages
+            and other.area.size <= fit.area.size
+            and all(less <= more for less, more in zip(other.warm_up, fit.warm_up, strict=True))
+            for other in self._hopeless
+        )
+
+    def _consider_fit(self, fit: _Fit) -> bool:
+        """Judge the partitions that fit best, without and with recomputation; are there any?"""
+        area, found = fit.area, False
+        for mix in self._areas.mixes(area.stages):
+            for recompute in self.problem.request.recompute_choices:
+                wanted = plain_fit(self.problem, area.size, fit.warm_up, mix, recompute=recompute)
+                cuts = self._fitter.balanced(wanted)
+                found |= bool(cuts)
+                layouts = self._areas.layouts(cuts)
+                order = fit.schedule, fit.warm_up
+                self.judge.consider(Candidates(self.problem, layouts, area.size, [order]))
+        return found
+
+    def _fit_with_smaller_micro_batches(self) -> None:
+        """More micro-batches than speed asks for, down to single samples; most stages help most."""
+        request = self.problem.request
+        known = self._areas.sizes(self._areas.counts[-1])
+        counts = [count for count in self._areas.counts if self.problem.could_hold(count)]
+        for size in micro_batch_sizes(request, request.batch_size):
+            for stages in reversed(counts) if size < min(known) else ():
+                depths = open_orders(request, stages, self.problem.micro_batches(size))
+                self._consider_fit(_Fit(self._areas.of(stages, size), *depths[0]))
+            if self.judge.best() is not None:
+                return
+
+    def _improve(self) -> None:
+        """Move borders of the best partition while that makes its simulated step shorter."""
+        best = self.judge.best()
+        if best is None or self._area_of(best.candidate) in self._complete:
+            return
+        if self.problem.has_limits:
+            self.judge.consider(self._recut(self._area_of(best.candidate)))
+        else:
+            self.judge.judge(self._polished(best.candidate))
+        while not self.judge.is_beaten(0.0):
+            before = self.judge.best()
+            if before is None or self._is_settled(before):
+                return
+            self.judge.consider(self._near(before.candidate))
+            if self.judge.best() is before:
+                return
+
+    def _is_settled(self, best: Verdict) -> bool:
+        """Whether no neighbour can be better, because the bounds are what is simulated."""
+        candidate = best.candidate
+        exact = best.simulation.step_time_s <= candidate.bound_s * (1 + LEAST_GAIN)
+        return exact and candidate.choice in self._minima
+
+    def _polished(self, candidate: Candidate) -> Candidate:
+        """The best by its bound that is found by cutting anew and by moving borders.
+
+        Stages that are balanced at one micro-batch size need not be at another.
+        """
+        area = self._area_of(candidate)
+        if area in self._complete or candidate.choice in self._minima:
+            return candidate
+        recut = self._recut(area)
+        if recut.next_s < candidate.bound_s:
+            candidate = recut.take()
+        every = False
+        while self._looks > 0:
+            near = self._near(candidate, every=every)
+            if near.next_s < candidate.bound_s * (1 - LEAST_GAIN):
+                candidate, every = near.take(), False
+            elif every:
+                self._minima.add(candidate.choice)
+                break
+            else:
+                every = True
+        return candidate
+
+    def _recut(self, area: Area) -> Candidates:
+        """Good cuts for the size of an area, if that is another than all are cut for first."""
+        is_other = area.size != self._areas.reference_size
+        cuts = self._areas.cuts(area.stages, area.size) if is_other else []
+        return self._candidates(self._areas.layouts(cuts), area)
+
+    def _near(self, candidate: Candidate, *, every: bool = False) -> Candidates:
+        """The neighbours of a candidate, in every order; none once enough were looked at."""
+        self._check()
+        area, choice = self._area_of(candidate), candidate.choice
+        times = self.problem.block_times(area.size)
+        layout = Layout(choice.partition, choice.placement, choice.recompute)
+        found = neighbours(layout, self.problem.graph, times, every=every)
+        look = len(self.problem.profile.operators) + 2 * area.micro_batches * area.stages
+        near = list(islice(found, max(0, self._looks // look)))
+        self._looks -= max(1, len(near)) * look
+        return self._candidates(near, area)
+
+    def _area_of(self, candidate: Candidate) -> Area:
+        choice = candidate.choice
+        return self._areas.of(len(choice.placement), choice.size)

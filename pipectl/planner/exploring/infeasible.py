@@ -1,0 +1,157 @@
+"""The error for a job that does not fit: how much is missing, where, and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import ceil
+
+from pipectl.errors import InfeasibleError
+from pipectl.plan import Plan
+from pipectl.planner.exploring.fitting import Fit, Fitter, plain_fit
+from pipectl.planner.machines.devices import mixes
+from pipectl.planner.machines.mix import Mix
+from pipectl.planner.machines.placement import placements
+from pipectl.planner.memory.least_peaks import largest_peak_bytes
+from pipectl.planner.partitions.partition import Cut
+from pipectl.planner.problem import Choice, Problem
+from pipectl.planner.request import PlanRequest, micro_batch_sizes, open_orders
+from pipectl.schedule.gpipe import NAME as GPIPE
+from pipectl.schedule.one_f_one_b import NAME as ONE_F_ONE_B
+from pipectl.simulate import simulate
+from pipectl.units import format_bytes
+
+_FEW = 8
+
+
+def infeasible(problem: Problem, fitter: Fitter, counts: Sequence[int]) -> InfeasibleError:
+    """The error to raise when no candidate fits.
+
+    Args:
+        counts: numbers of stages that were allowed.
+    """
+    plan, peaks = min(
+        _smallest_peaks(problem, fitter, counts), key=lambda found: _worst(problem, found[1])[0]
+    )
+    excess, rank = _worst(problem, peaks)
+    limit = problem.limit_bytes(rank)
+    message = (
+        f"no feasible plan: the one with the smallest peak found needs "
+        f"{format_bytes(peaks[rank])} on rank {rank} ({_breakdown(problem, plan, rank)}), "
+        f"{format_bytes(excess)} more than its limit of {format_bytes(limit)}"
+    )
+    return InfeasibleError(message, cure="; ".join(_cures(problem, fitter, plan, peaks, rank)))
+
+
+def _smallest_peaks(
+    problem: Problem, fitter: Fitter, counts: Sequence[int]
+) -> Iterator[tuple[Plan, tuple[int, ...]]]:
+    """Plans made for little memory, with what each of their ranks needs."""
+    request = problem.request
+    size = micro_batch_sizes(request, request.batch_size)[-1]
+    for stages in _some(counts):
+        schedule, warm_up = open_orders(request, stages, problem.micro_batches(size))[0]
+        for cut in _smallest(problem, fitter, size, warm_up):
+            for placement in placements(problem.cluster, problem.devices, cut.kinds):
+                again = cut.recompute
+                plan = problem.plan(
+                    Choice(cut.partition, placement, size, schedule, warm_up, again)
+                )
+                baseline = problem.baseline_bytes
+                found = simulate(plan, problem.cluster, process_baseline_bytes=baseline)
+                yield plan, found.peak_memory_bytes
+
+
+def _some(counts: Sequence[int]) -> Sequence[int]:
+    """The most stages of all, and the fewest; more stages rarely need more memory."""
+    return sorted({*counts[:_FEW], *counts[-_FEW:]})
+
+
+def _smallest(problem: Problem, fitter: Fitter, size: int, warm_up: Sequence[int]) -> list[Cut]:
+    stages, recompute = len(warm_up), problem.request.recompute is not False
+    states = len(problem.graph) + 1
+    return [
+        cut
+        for mix in mixes(problem.devices, states, stages, stages)
+        for cut in fitter.smallest_peak(plain_fit(problem, size, warm_up, mix, recompute=recompute))
+    ]
+
+
+def _worst(problem: Problem, peaks: Sequence[int]) -> tuple[float, int]:
+    """The largest excess over a limit, and its rank."""
+    excess = [peak - problem.limit_bytes(rank) for rank, peak in enumerate(peaks)]
+    rank = max(range(len(excess)), key=lambda index: (excess[index], -index))
+    return excess[rank], rank
+
+
+def _breakdown(problem: Problem, plan: Plan, rank: int) -> str:
+    """What the memory of a rank consists of."""
+    parts = [f"process {format_bytes(problem.baseline_bytes)}"]
+    for index in plan.stages_of_rank(rank):
+        cost = plan.stages[index].cost
+        parts = [
+            f"stage {index} of {len(plan.stages)}: {parts[0]}",
+            f"parameters, gradients and optimizer "
+            f"{format_bytes(cost.resident_bytes + cost.accumulated_bytes)}",
+            f"{format_bytes(cost.saved_bytes)} for each micro-batch in flight "
+            f"(at most {plan.warm_up[index]}, of {plan.micro_batch_size} samples)",
+        ]
+    return ", ".join(parts)
+
+
+def _cures(
+    problem: Problem, fitter: Fitter, plan: Plan, peaks: Sequence[int], rank: int
+) -> Iterator[str]:
+    """Changes that need less memory, each with the peak it is estimated to have."""
+    limit = problem.limit_bytes(rank)
+    if limit == problem.request.memory_limit_bytes:
+        name = problem.request.named("memory_limit")
+        yield f"{name} {ceil(max(peaks) / 2**20)}MiB would do"
+    else:
+        yield f"ranks with {ceil(max(peaks) / 2**20)} MiB of memory would do"
+    if limit <= problem.baseline_bytes:
+        return
+    now = _estimate(problem, fitter, problem.request, len(plan.stages), limit)
+    for name, request, stages in _changes(problem, plan):
+        peak = _estimate(problem, fitter, request, stages, limit)
+        if peak < now:
+            fits = "fits" if peak <= limit else "still too much"
+            yield f"{name}: about {format_bytes(peak)} ({fits})"
+
+
+def _changes(problem: Problem, plan: Plan) -> Iterator[tuple[str, PlanRequest, int]]:
+    """(description, changed request, stages) of what a user could change."""
+    request, stages = problem.request, len(plan.stages)
+    more = min(2 * stages, len(problem.graph))
+    if more > stages:
+        free = replace(request, stages=None, warm_up=None)
+        yield _more_stages(problem, more), free, more
+    if request.schedule == GPIPE:
+        yield "schedule 1f1b", replace(request, schedule=ONE_F_ONE_B), stages
+    for factor in (2, 4, 8):
+        count = plan.micro_batches * factor
+        if request.micro_batches is not None and count <= request.batch_size:
+            name = f"{request.named('micro_batches')} {count}"
+            yield name, replace(request, micro_batches=count), stages
+
+
+def _more_stages(problem: Problem, stages: int) -> str:
+    """How a user gets so many stages."""
+    if not problem.request.from_job:
+        return f"--devices {stages}"
+    within = stages <= problem.cluster.ranks
+    return f"pipeline.stages {stages}" if within else f"{stages} stages on {stages} ranks"
+
+
+def _estimate(
+    problem: Problem, fitter: Fitter, request: PlanRequest, stages: int, limit: float
+) -> int:
+    """The smallest peak found under a changed request, without buffers of messages."""
+    size = micro_batch_sizes(request, request.batch_size)[-1]
+    _, warm_up = open_orders(request, stages, problem.micro_batches(size))[0]
+    fit = Fit(size, warm_up, Mix.ordered([0] * stages, 1), (limit,))
+    count, baseline = problem.micro_batches(size), problem.baseline_bytes
+    return min(
+        largest_peak_bytes(problem.table(cut.partition, size).costs, warm_up, baseline, count)
+        for cut in fitter.smallest_peak(fit)
+    )

@@ -1,0 +1,1 @@
+"""What stages hold at once."""

@@ -1,0 +1,1 @@
+"""Partitions of a graph into a given number of stages."""

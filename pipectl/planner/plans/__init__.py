@@ -1,0 +1,1 @@
+"""Plans put together from stages that are known."""

@@ -1,0 +1,1 @@
+"""What stages may do besides: offload, recompute, run backwards elsewhere, or share a rank."""

@@ -1,0 +1,71 @@
+"""Cuts for interleaved schedules: several stages a rank, which go round over all ranks.
+
+The stages of a rank share its speed, so stage s is cut for the device of rank s mod p. Start and
+end of a step are short then, so balance is all that counts, and few micro-batches suffice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from math import ceil, inf
+
+from pipectl.errors import OutOfTimeError
+from pipectl.plan import Plan
+from pipectl.planner.exploring.fitting import Fit, Fitter
+from pipectl.planner.machines.mix import Mix
+from pipectl.planner.plans.making import Maker
+from pipectl.planner.problem import Problem
+from pipectl.planner.request import PlanRequest, micro_batch_sizes
+from pipectl.planner.techniques.placed import MICRO_BATCHES_PER_RANK
+
+CHUNKS = (2, 4)
+"""Stages a rank."""
+MOST_ACTIONS = 150_000
+"""Forwards and backwards of a step; longer ones, which interleaving helps least, are not tried."""
+
+
+def interleaved_proposals(
+    problem: Problem, fitter: Fitter, maker: Maker, found: Sequence[Plan]
+) -> Iterator[Plan]:
+    """Plans without predictions; cut for the micro-batch size of the best plan.
+
+    Args:
+        found: the best first, or none.
+    """
+    ranks, request = problem.cluster.ranks, problem.request
+    sizes = _sizes(request, ranks, found)
+    for stages in _totals(request, ranks, len(problem.graph)):
+        for partition in _partitions(problem, fitter, stages, sizes[0]):
+            members = tuple(tuple(problem.graph.operators_of(blocks)) for blocks in partition)
+            for size in sizes:
+                if 2 * stages * problem.micro_batches(size) <= MOST_ACTIONS:
+                    yield maker.interleaved(members, ranks, size)
+
+
+def _totals(request: PlanRequest, ranks: int, blocks: int) -> list[int]:
+    """Numbers of stages that go round over all ranks, several times."""
+    if ranks == 1 or request.warm_up is not None or request.schedule is not None:
+        return []
+    asked = request.stages
+    totals = [chunks * ranks for chunks in CHUNKS] if asked is None else [asked]
+    return [stages for stages in totals if ranks < stages <= blocks and stages % ranks == 0]
+
+
+def _sizes(request: PlanRequest, ranks: int, found: Sequence[Plan]) -> list[int]:
+    """Micro-batch sizes to try, the first one to cut for."""
+    if request.micro_batches is not None:
+        return micro_batch_sizes(request, request.batch_size)
+    few = [ceil(request.batch_size / (count * ranks)) for count in MICRO_BATCHES_PER_RANK]
+    return list(dict.fromkeys([*(plan.micro_batch_size for plan in found[:1]), *few]))
+
+
+def _partitions(problem: Problem, fitter: Fitter, stages: int, size: int) -> list[tuple[int, ...]]:
+    """With the smallest bottleneck, whatever they hold."""
+    kind_of = {rank: kind for kind, pool in enumerate(problem.devices) for rank in pool.ranks}
+    kinds = [kind_of[stage % problem.cluster.ranks] for stage in range(stages)]
+    mix = Mix.ordered(kinds, len(problem.devices))
+    fit = Fit(size, (1,) * stages, mix, (inf,) * len(problem.devices))
+    with suppress(OutOfTimeError):
+        return list(dict.fromkeys(cut.partition for cut in fitter.balanced(fit)))
+    return []
