@@ -16,8 +16,8 @@ from pipectl.capture import Cut, Slot
 from pipectl.graph import TransferKind
 from pipectl.profiler.marks import Cost, Marked, Spent, clock_of
 from pipectl.profiler.subject import Subject
+from pipectl.runtime.layout import Tensors
 from pipectl.runtime.stage import StageRuntime
-from pipectl.runtime.transport import Tensors
 
 _SEED = 1
 _MICRO_BATCH = 0

@@ -23,9 +23,9 @@ from pipectl.capture import Cut, Slot
 from pipectl.capture.slices import Samples
 from pipectl.graph import TransferKind
 from pipectl.runtime.device import Device
+from pipectl.runtime.layout import Tensors
 from pipectl.runtime.offload import Pool, StageOffload
 from pipectl.runtime.stage import StageRuntime
-from pipectl.runtime.transport import Tensors
 from pipectl.runtime.versions import Version
 
 Cuts = Mapping[tuple[bool, Samples], Cut]

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from pipectl.capture import CapturedGraph, Slot
 from pipectl.capture.factories import call
 from pipectl.errors import CaptureError
-from pipectl.runtime.transport import Tensors
+from pipectl.runtime.layout import Tensors
 
 
 class Metrics:

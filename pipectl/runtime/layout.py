@@ -14,6 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipectl.capture import Slot
+
+Tensors = dict[Slot, Tensor | None]
+"""Tensors of one message; None where a slot has no gradient."""
+
 
 @dataclass(frozen=True)
 class Layout:

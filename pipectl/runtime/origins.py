@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipectl.capture import Cut
 from pipectl.graph import TransferKind
-from pipectl.runtime.transport import Tensors
+from pipectl.runtime.layout import Tensors
 
 
 class Origin(NamedTuple):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipectl.capture import CapturedGraph, Slot
 from pipectl.capture.slices import batch_dimension
-from pipectl.runtime.transport import Tensors
+from pipectl.runtime.layout import Tensors
 from pipectl.runtime.wiring import Range
 
 

@@ -19,10 +19,10 @@ from pipectl.runtime.compiling import compile_stage
 from pipectl.runtime.device import Device
 from pipectl.runtime.halves import Deferred, split_backwards
 from pipectl.runtime.in_flight import Live, Start
+from pipectl.runtime.layout import Tensors
 from pipectl.runtime.offload import Pool, StageOffload
 from pipectl.runtime.stage_states import StageStates, before, rewriting
-from pipectl.runtime.transport import Tensors
-from pipectl.runtime.transport.ticks import insert_ticks
+from pipectl.runtime.ticks import insert_ticks
 from pipectl.runtime.versions import Version, Versions
 
 

@@ -1,4 +1,4 @@
-"""The measuring process says what a rank's process needs, so it must not hold more than one."""
+"""What the measuring process holds: no more than a rank's process, and no MPI."""
 
 import subprocess
 import sys
@@ -7,4 +7,12 @@ import sys
 def test_neither_measuring_nor_training_loads_the_planners_compiler() -> None:
     modules = "pipectl.jobs.profile, pipectl.runtime.worker, pipectl.profiler.job"
     program = f"import sys, {modules}; sys.exit('numba' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_measuring_needs_no_mpi() -> None:
+    """To start it would take a thread, and fails on some login nodes."""
+    program = (
+        "import sys, pipectl.jobs.profile, pipectl.profiler; sys.exit('mpi4py' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -12,7 +12,7 @@ from pipectl.runtime.apart.agreement import Agreement
 from pipectl.runtime.apart.ends import Ends, lasting_states, values_received, written_states
 from pipectl.runtime.apart.half import Half
 from pipectl.runtime.apart.trace import Graph
-from pipectl.runtime.transport import Tensors
+from pipectl.runtime.layout import Tensors
 
 
 class BackwardHalf(Half):

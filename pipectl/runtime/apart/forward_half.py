@@ -16,8 +16,7 @@ from pipectl.runtime.apart.ends import Ends, lasting_states, values_received, wr
 from pipectl.runtime.apart.half import Half
 from pipectl.runtime.apart.packet import memory_of, pack
 from pipectl.runtime.apart.trace import TOGETHER, Given, structure_of
-from pipectl.runtime.layout import Layout
-from pipectl.runtime.transport import Tensors
+from pipectl.runtime.layout import Layout, Tensors
 
 
 class ForwardHalf(Half):

@@ -6,14 +6,15 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
-
-from mpi4py import MPI
+from typing import TYPE_CHECKING, NamedTuple
 
 from pipectl.errors import WorkerError
 from pipectl.plan import OffloadTarget, Plan
 from pipectl.schedule import lower, peak_host_bytes
 from pipectl.units import format_bytes
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 
 class _Found(NamedTuple):

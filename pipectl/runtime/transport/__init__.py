@@ -1,6 +1,6 @@
 from pipectl.runtime.transport.checks import Message
 from pipectl.runtime.transport.choice import Choice, choose_progress
-from pipectl.runtime.transport.lanes import Posted, Tensors, Transport
+from pipectl.runtime.transport.lanes import Posted, Transport
 from pipectl.runtime.transport.progress import Progress
 
-__all__ = ["Choice", "Message", "Posted", "Progress", "Tensors", "Transport", "choose_progress"]
+__all__ = ["Choice", "Message", "Posted", "Progress", "Transport", "choose_progress"]

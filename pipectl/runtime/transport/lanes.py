@@ -18,13 +18,11 @@ from torch import Tensor
 from pipectl.capture import Lane, Slot
 from pipectl.errors import MismatchError, WorkerError
 from pipectl.runtime.device import Device
-from pipectl.runtime.layout import Layout
+from pipectl.runtime.layout import Layout, Tensors
 from pipectl.runtime.transport.checks import Message, Note, differences, note_of, outline_of
 from pipectl.runtime.transport.progress import Progress
 from pipectl.runtime.transport.transfer import Transfer, memory
 
-Tensors = dict[Slot, Tensor | None]
-"""Tensors of one message; None where a slot has no gradient."""
 Layouts = dict[Slot, Layout | None]
 _HEADER, _NOTE, _EXTRA = 0, 1, 2
 """Tags of a lane behind those of its slots."""

@@ -4,7 +4,7 @@ Many MPIs advance a large message only within calls of the two ranks that share 
 such calls during the computation:
 
 - ``none``: none is needed, because the library or the hardware works by itself;
-- ``poll``: between operators (:mod:`~pipectl.runtime.transport.ticks`);
+- ``poll``: between operators (:mod:`~pipectl.runtime.ticks`);
 - ``thread``: by a thread that works in bursts. A burst goes on while its calls move data, which
   they do one fragment at a time, and ends when they find nothing, so that the thread takes little
   of a core that computes. While a message is expected but does not come, pauses grow.
