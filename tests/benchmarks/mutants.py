@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -121,7 +122,8 @@ class Copies:
             start = time.monotonic()
             operator = get_operator(fault.operator_name)()
             with use_mutation(copy / fault.module_path, operator, fault.occurrence):
-                passed = tests_pass(copy, tests, limit_s, fault.module_path)
+                files = likely_first(copy, tests, fault.module_path.stem)
+                passed = tests_pass(copy, files, limit_s, fault.module_path)
             return Outcome(fault, not passed, time.monotonic() - start)
         finally:
             self._free.put(copy)
@@ -135,6 +137,14 @@ def copied(target: Path) -> Path:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(CHECKOUT / name, target / name)
     return target
+
+
+def likely_first(copy: Path, tests: Sequence[str], name: str) -> list[str]:
+    """The files of tests; those that speak of a module before the others."""
+    files = sorted(path for folder in tests for path in (copy / folder).rglob("test_*.py"))
+    word = re.compile(rf"\b{name}\b")
+    files.sort(key=lambda path: not (name in path.name or word.search(path.read_text())))
+    return [str(path.relative_to(copy)) for path in files]
 
 
 def tests_pass(copy: Path, tests: Sequence[str], limit_s: float, changed: Path | None) -> bool:
