@@ -6,16 +6,14 @@ the form it would have in a message.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cells import random_stages
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -34,20 +32,6 @@ SMALL = [
 ]
 REAL = ["gpt", "tied", "cnn", "dense"]
 WEIGHTS = (0.75, 0.25)
-
-
-def _cells() -> Any:
-    path = Path(__file__).parents[1] / "equality" / "cells.py"
-    spec = importlib.util.spec_from_file_location("equality_cells_for_stages", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-random_stages = _cells().random_stages
 
 
 @dataclass

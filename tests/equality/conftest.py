@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
@@ -29,24 +29,28 @@ def trained(
 
 
 @pytest.fixture(scope="session")
-def trained_product(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+def trained_product(
+    tmp_path_factory: pytest.TempPathFactory,
+    warm_python_of: Callable[..., AbstractContextManager[str]],
+) -> Iterator[Callable[[int], Path]]:
     """``trained_product(ranks)``: all of whole_product.py, trained on so many ranks."""
     directory = tmp_path_factory.mktemp("product")
 
     @cache
     def on(ranks: int) -> Path:
-        train(ranks, directory, "product")
+        train(ranks, directory, "product", python=python)
         return directory / str(ranks)
 
-    return on
+    with warm_python_of(HERE / "all_captured.py") as python:
+        yield on
 
 
-def train(ranks: int, directory: Path, *words: str, python: str = sys.executable) -> None:
-    """Run cells.py on so many ranks."""
+def train(ranks: int, directory: Path, *words: str, python: str) -> None:
+    """Run train_cells.py on so many ranks."""
     beside = Path(sys.prefix) / "bin" / "mpiexec"
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
     assert mpiexec, "no mpiexec: pip install mpich"
-    program = [python, "-m", "mpi4py", str(HERE / "cells.py"), str(directory), *words]
+    program = [python, "-m", "mpi4py", str(HERE / "train_cells.py"), str(directory), *words]
     done = subprocess.run(
         [mpiexec, "-n", str(ranks), *program],
         capture_output=True,

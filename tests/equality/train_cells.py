@@ -1,0 +1,162 @@
+"""Trains every cell of the equality table on 4, 3, 2 and 1 of the ranks it is started on.
+
+Started as ``mpiexec -n 4 python -m mpi4py train_cells.py DIRECTORY``; started on more, it trains on
+all of them what is also tried on many; with the word ``product`` behind, all of whole_product.py,
+on as many as it is started on. Every cell leaves its weights in ``DIRECTORY/<ranks>/<cell>``, and
+once more on one rank and without dropout, in ``DIRECTORY/plain/<cell>``. Starting MPI takes long,
+so there is one start for all numbers up to four. So does capturing: a process captures each model
+once, or has it from the process that it was forked from; see all_captured.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import replica_cells
+import torch
+import whole_product
+from cell_jobs import captured, spec_text
+from cells import (
+    CHUNKS,
+    PAIRED,
+    cells_over,
+    make_plan,
+    random_stages,
+    stages_of_states,
+    unflushed_cells,
+)
+from mpi4py import MPI
+from whole_product import Cell
+
+from pipectl.capture import CapturedGraph, CapturedJob, Cut
+from pipectl.plan import Plan
+from pipectl.runs import RunDirectory
+from pipectl.runtime import stage as stage_module
+from pipectl.runtime.compiling import compile_stage
+from pipectl.runtime.device import CpuDevice
+from pipectl.runtime.failure import Doing
+from pipectl.runtime.offload import StageOffload
+from pipectl.runtime.setup import Setup
+from pipectl.runtime.trainer import Trainer
+from pipectl.spec import load
+
+
+def train(directory: Path, communicator: MPI.Comm, *, plain: bool) -> None:
+    training = Training(directory, communicator, plain=plain)
+    chosen = cells_over(communicator.size)
+    chosen += [] if plain or communicator.size > 4 else unflushed_cells()
+    train_cells(training, chosen)
+    for shared in [] if plain else replica_cells.cells_of(communicator.size):
+        job = training.job(shared, shared_text(shared))
+        training.run(shared, job, *shared_plan(shared, job.training_graph(2)))
+
+
+def train_cells(training: Training, chosen: Sequence[Cell]) -> None:
+    """Every cell through a random cut of its own."""
+    ranks = training.communicator.size
+    for number, cell in enumerate(chosen):
+        job = training.job(cell, spec_text(cell, plain=training.plain))
+        graph = job.training_graph(2)
+        count = ranks * CHUNKS.get(cell.schedule, 1)
+        if cell.schedule in PAIRED:
+            count = -(-ranks // 2)
+        stages = random_stages(graph, count, number)
+        training.run(cell, job, make_plan(graph, stages, cell, ranks), stages)
+
+
+def train_on_four_and_fewer(directory: Path, world: MPI.Comm) -> None:
+    """On four ranks; on three beside one; on two beside the one that trains without dropout."""
+    train(directory, world, plain=False)
+    train(directory, world.Split(world.rank // 3), plain=False)
+    part = world.Split((0, 0, 1, 2)[world.rank])
+    if world.rank < 3:
+        train(directory, part, plain=world.rank == 2)
+
+
+class Lent(MPI.Intracomm):
+    """Frees what was made of it: MPI has some two thousand communicators in all."""
+
+    def __init__(self, _: MPI.Comm) -> None:
+        self.made: list[MPI.Comm] = []
+
+    def Dup(self, info: MPI.Info | None = None) -> Any:  # noqa: N802
+        self.made.append(MPI.Intracomm(super().Dup(info)))
+        return self.made[-1]
+
+    def Create_group(self, group: MPI.Group, tag: int = 0) -> Any:  # noqa: N802
+        self.made.append(MPI.Intracomm(super().Create_group(group, tag)))
+        return self.made[-1]
+
+    def take_back(self) -> None:
+        for made in self.made:
+            made.Free()
+        self.made.clear()
+
+
+class Training:
+    """Trains cell after cell; a model is captured once."""
+
+    def __init__(self, directory: Path, communicator: MPI.Comm, *, plain: bool = False) -> None:
+        self.folder = directory / ("plain" if plain else str(communicator.size))
+        self.communicator = communicator
+        self.plain = plain
+
+    def job(self, cell: Any, text: str) -> CapturedJob:
+        run = RunDirectory(self.folder / str(cell))
+        if self.communicator.rank == 0:
+            run.trace.mkdir(parents=True)
+            run.job.write_text(text)
+        self.communicator.Barrier()
+        spec = load(run.job)
+        return captured(cell.model, plain=self.plain).of(spec)
+
+    def run(self, cell: Any, job: CapturedJob, plan: Plan, stages: dict[str, int]) -> None:
+        run = RunDirectory(self.folder / str(cell))
+        if self.communicator.rank == 0:
+            graph = job.training_graph(2)
+            split = Cut(graph, stages, training=True).split_uses
+            (run.path / "split_uses.json").write_text(json.dumps(sorted(split)))
+            (run.path / "stages.json").write_text(json.dumps(stages_of_states(graph, stages)))
+        lent = Lent(self.communicator)
+        Trainer(Setup(lent, job, plan, CpuDevice(), Doing()), run, 1).train()
+        lent.take_back()
+
+
+def shared_plan(cell: Any, graph: CapturedGraph) -> tuple[Plan, dict[str, int]]:
+    held = len(cell.replicas)
+    stages = held * CHUNKS.get(cell.schedule, 1)
+    return replica_cells.shared_plan(
+        cell,
+        graph,
+        stages,
+        lambda seed: random_stages(graph, stages, seed),
+        lambda found: make_plan(graph, found, cell, held),
+    )
+
+
+def shared_text(cell: Any) -> str:
+    """With SGD: under Adam, a tiny gradient of either sign moves a weight by the full rate."""
+    text = spec_text(cell, plain=False)
+    text = text.replace("AdamW', kwargs: {lr: 0.003}", "SGD', kwargs: {lr: 0.1}")
+    return text.replace("{steps:", "{compile: true, steps:") if cell.compiled else text
+
+
+if __name__ == "__main__":
+    os.fsync = lambda _: None  # nothing here need outlive the machine
+    torch.set_num_threads(1)
+    StageOffload.least_bytes = 0
+    # What reaches the compiler is tried here; the compiler itself would take minutes.
+    stage_module.compile_stage = partial(compile_stage, backend="aot_eager")
+    directory, world = Path(sys.argv[1]), MPI.COMM_WORLD
+    if "product" in sys.argv:
+        train_cells(Training(directory, world), whole_product.cells_over(world.size))
+    elif world.size > 4:
+        train(directory, world, plain=False)
+    else:
+        train_on_four_and_fewer(directory, world)
