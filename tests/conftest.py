@@ -138,6 +138,13 @@ def warm_python() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
+def warm_commands() -> Iterator[str]:
+    """:func:`warm_server`, for ``-m pipectl`` and what it starts."""
+    with warm_server(Path(__file__).parent / "warm" / "commands.py") as program:
+        yield program
+
+
+@pytest.fixture(scope="session")
 def warm_python_of() -> Callable[..., AbstractContextManager[str]]:
     """:func:`warm_server`."""
     return warm_server
@@ -171,8 +178,8 @@ def contents() -> Callable[[Path], dict[str, Any]]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Two more than there are cores: tests of real ranks wait for each other a good deal."""
-    return min(4, len(os.sched_getaffinity(0)) + 2)
+    """One more than there are cores: tests of real ranks wait for each other a good deal."""
+    return min(4, len(os.sched_getaffinity(0)) + 1)
 
 
 def scope_of(nodeid: str) -> str:

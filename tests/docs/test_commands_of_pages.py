@@ -34,10 +34,10 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="session")
-def prepared(tmp_path_factory: pytest.TempPathFactory, warm_python: str) -> Path:
+def prepared(tmp_path_factory: pytest.TempPathFactory, warm_commands: str) -> Path:
     """A directory with the jobs that the pages name, their profiles, and a finished run."""
     folder = tmp_path_factory.mktemp("reader")
-    directory_of_a_reader(folder, warm_python)
+    directory_of_a_reader(folder, warm_commands)
     bash("pipectl init .", folder)
     shortened(folder / "job.yaml", folder / "job.yaml", name="job")
     bash("pipectl submit job.yaml --scheduler local --wait", folder)

@@ -4,6 +4,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -44,6 +45,12 @@ def lab() -> Iterator[Path]:
         finally:
             subprocess.run([LAB / "down"], check=True, timeout=180)
             shutil.rmtree(state, ignore_errors=True)
+
+
+@pytest.fixture
+def warm(monkeypatch: pytest.MonkeyPatch, warm_commands: str) -> None:
+    """Commands and ranks that begin sooner; other tests show how they start by themselves."""
+    monkeypatch.setattr(sys, "executable", warm_commands)
 
 
 @pytest.fixture

@@ -20,14 +20,14 @@ def reader(
     lab: Path,
     free_ports: int,
     tmp_path: Path,
-    warm_python: str,
+    warm_commands: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Path]:
     """A checkout, as far as a reader uses it, and settings for another lab."""
     state = Path(f"{lab}-2")
     monkeypatch.setenv("PIPECTL_LAB", str(state))
     monkeypatch.setenv("PIPECTL_LAB_PORT", str(free_ports))
-    directory_of_a_reader(tmp_path, warm_python)
+    directory_of_a_reader(tmp_path, warm_commands)
     (tmp_path / "slurm").symlink_to(CHECKOUT / "slurm")
     bash("pipectl init . --yes --scheduler local", tmp_path)
     shortened(tmp_path / "job.yaml", tmp_path / "job.yaml", launch={"scheduler": "slurm"})

@@ -69,10 +69,12 @@ def weights(folder: Path, run: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="session")
-def local_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def local_run(tmp_path_factory: pytest.TempPathFactory, warm_commands: str) -> Path:
     """The same job, trained without a batch system on one rank; its profile is kept."""
     folder = tmp_path_factory.mktemp("local")
-    run = submit(folder, "local", "resources.nodes=1", "resources.tasks_per_node=1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", warm_commands)
+        run = submit(folder, "local", "resources.nodes=1", "resources.tasks_per_node=1")
     assert watch(folder, run)[-1]["state"] == "COMPLETED"
     return folder / "runs" / run
 
@@ -114,6 +116,7 @@ def test_the_job_runs_on_virtual_nodes_and_gives_the_local_weights(
     assert all(torch.equal(found[name], local_weights[name]) for name in found)
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("launcher", ["mpiexec", pytest.param("srun", marks=pytest.mark.torture)])
 def test_nodes_of_two_kinds_are_one_pipeline(
     lab: Path,
@@ -142,6 +145,7 @@ def test_nodes_of_two_kinds_are_one_pipeline(
     assert all(torch.equal(found[name], local_weights[name]) for name in local_weights)
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_failing_model_fails_the_slurm_job_and_status_names_the_culprit(
     lab: Path, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import multiprocessing
 import os
 import random
 import runpy
@@ -114,6 +115,7 @@ class Server:
 def become(asked: message.Request, python: str) -> None:
     """As ``python -m MODULE WORDS`` where the client is; what it starts in turn is warm, too."""
     sys.executable = python
+    start_by_forks()
     for number, given in enumerate(asked.files[:3]):
         os.dup2(given, number)
         os.close(given)
@@ -128,6 +130,13 @@ def become(asked: message.Request, python: str) -> None:
     np.random.seed()
     sys.argv = asked.words[1:]
     runpy.run_module(asked.words[1], run_name="__main__", alter_sys=True)
+
+
+def start_by_forks() -> None:
+    """What would be spawned is forked: nothing has been computed here that a fork could disturb."""
+    forks = multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda method=None: forks  # type: ignore[assignment, misc]
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 def main(address: str, *files: str) -> None:

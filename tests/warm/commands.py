@@ -1,0 +1,43 @@
+"""Loads what commands need besides torch, the planner's kernels too, for all that is forked."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import pkgutil
+import tempfile
+from pathlib import Path
+
+import pipectl
+from pipectl.cli import main
+
+PARTS = ("batch", "cli", "jobs", "planner", "profiler", "report", "simulate")
+"""Those that start no MPI."""
+PROFILE = {
+    "version": 1,
+    "name": "warm",
+    "source": "test",
+    "micro_batch_size": 2,
+    "optimizer": {"state_bytes_per_parameter": 2.0, "step_s_per_byte": 1e-10},
+    "nodes": [
+        {"id": f"op{index}", "forward_s": 0.01, "backward_s": 0.02, "parameter_bytes": 2**20,
+         "output_bytes": 1000, "saved": [[f"op{index}", 1000]]}
+        for index in range(6)
+    ],
+    "edges": [[f"op{index}", f"op{index + 1}"] for index in range(5)],
+}  # fmt: skip
+
+for part in PARTS:
+    (folder,) = (Path(each) / part for each in pipectl.__path__)
+    for found in pkgutil.walk_packages([str(folder)], f"pipectl.{part}."):
+        importlib.import_module(found.name)
+with tempfile.TemporaryDirectory() as place:
+    profile = Path(place) / "profile.json"
+    profile.write_text(json.dumps(PROFILE))
+    words = f"plan --profile {profile} --devices 3 --batch-size 16 --memory-limit 1GiB --explain"
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = main(words.split())
+    assert code == 0, said.getvalue()
