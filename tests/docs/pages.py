@@ -18,6 +18,7 @@ from pathlib import Path
 CHECKOUT = Path(__file__).parents[2]
 PAGES = [
     CHECKOUT / "README.md",
+    CHECKOUT / "CONTRIBUTING.md",
     CHECKOUT / "slurm" / "README.md",
     *sorted((CHECKOUT / "docs").glob("*.md")),
 ]

@@ -106,6 +106,7 @@ def test_commands_run(page: Path, reader: Path) -> None:
 def test_commands_of_the_set_up_are_those_of_make_and_of_packages() -> None:
     targets = re.findall(r"^([\w-]+):", (CHECKOUT / "Makefile").read_text(), re.MULTILINE)
     known = ("pip install ", "pip wheel ", "python3 -m venv ", "sudo apt-get install ", "    ")
+    known += (".venv/bin/python -m pytest ",)
     for page in PAGES:
         for block in blocks(page.read_text(encoding="utf-8")):
             if block.needs == "setup":
