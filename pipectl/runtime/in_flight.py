@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
@@ -60,3 +61,16 @@ class Live:
     caught: dict[Slot, Tensor | None]
     deferred: Deferred
     version: Version | None
+
+    def seeded(
+        self, gradients: Mapping[Slot, Tensor | None], loss: Slot, scale: float, weight: float
+    ) -> tuple[list[Any], list[Tensor]]:
+        """Where the backward enters the graph, and with which gradients; the loss comes first."""
+        arrived = [(self.roots.get(slot), gradient) for slot, gradient in gradients.items()]
+        found = [(root, seed) for root, seed in arrived if root is not None and seed is not None]
+        roots: list[Any] = [root for root, _ in found]
+        seeds = [seed for _, seed in found]
+        if loss in self.losses:
+            roots.insert(0, self.losses[loss])
+            seeds.insert(0, torch.full_like(self.losses[loss], scale) * weight)
+        return roots, seeds

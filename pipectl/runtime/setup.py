@@ -8,15 +8,16 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob, Cut, Lane, evaluation_stages
-from pipectl.capture.data import Batches, Loader, split_batch
+from pipectl.capture.data import Loader
 from pipectl.capture.deferred import is_deferred
 from pipectl.capture.slices import Rows, Samples
-from pipectl.errors import CaptureError, MismatchError
+from pipectl.errors import MismatchError
 from pipectl.plan import Plan, Replication
 from pipectl.runtime.apart import Announcements, add_lanes, make_half
 from pipectl.runtime.blocked_stage import BlockedStage
 from pipectl.runtime.checkpoint import Stored
 from pipectl.runtime.device import Device
+from pipectl.runtime.division import Division
 from pipectl.runtime.engine import Engine
 from pipectl.runtime.failure import Doing
 from pipectl.runtime.offload import StageOffload, directory_of, mover_of
@@ -26,7 +27,6 @@ from pipectl.runtime.stage import StageRuntime
 from pipectl.runtime.transport import Progress, Transport
 from pipectl.runtime.wiring import Range
 from pipectl.schedule import Channel, channels, plan_of_trial, splits_backwards
-from pipectl.spec import JobSpec
 
 
 class Setup:
@@ -39,13 +39,12 @@ class Setup:
         stages: of this rank, by index.
         training, evaluating: engines; the second is None without evaluation data.
         cut: of the training graph at the plan's micro-batch size.
-        batches: of the training data.
+        data: how the data divide into micro-batches.
         loader: of the training data, or None where this rank reads none.
         reading: this rank's stages that read the training data.
         replicas: what its stages with replicas do together.
         evaluated: its stages of which it is the first replica, which evaluates.
         evaluation_loader: of the held-out data, likewise.
-        evaluation_samples: size of the held-out data.
         owners: the rank that saves each parameter and buffer, in model order.
     """
 
@@ -66,7 +65,8 @@ class Setup:
         me = communicator.rank
         self.evaluated = tuple(i for i, rank in enumerate(self.rank_of_stage) if rank == me)
         self.updating_rank_of_stage = [stage.updating_ranks[0] for stage in plan.stages]
-        held_out = self._divide_data()
+        held_out = job.evaluation_loader()
+        self.data = Division.of(job, plan, held_out, communicator)
         cuts = self._cuts()
         self.owners = self._owners(cuts)
         self._make_states(self._held(cuts), stored)
@@ -83,20 +83,6 @@ class Setup:
         self.loader: Loader | None = job.loader if self.reading else None
         self.evaluation_loader = held_out if self.evaluated else None
         self._release()
-
-    def _divide_data(self) -> Loader | None:
-        """Into steps and micro-batches; returns the held-out data."""
-        spec = self.job.spec
-        samples = self._agree(self.job.loader.samples)
-        self.batches = Batches(samples, spec.training.batch_size, spec.data.drop_last)
-        self._check_batches(spec)
-        held_out = self.job.evaluation_loader()
-        self.evaluation_samples = held_out.samples if held_out is not None else None
-        evaluated = spec.evaluation.batch_size if spec.evaluation is not None else None
-        self.evaluation_size = evaluated or self.plan.micro_batch_size
-        self.sizes = self._training_sizes()
-        self.evaluation_sizes = self._evaluation_sizes(held_out)
-        return held_out
 
     def _make_states(self, held: Sequence[str], stored: Stored | None) -> None:
         """Give parameters and buffers the values that training starts from."""
@@ -172,48 +158,14 @@ class Setup:
             return BlockedStage(index, own, stage.blocks.firsts, *given, offload=offload)
         return StageRuntime(index, own, *given, recompute=stage.recompute, offload=offload)
 
-    def _agree(self, samples: int | None) -> int | None:
-        """The number of samples, which must be the same on all ranks."""
-        counts = self.communicator.allgather(samples)
-        if any(count != counts[0] for count in counts):
-            raise MismatchError(
-                f"data: the ranks find different numbers of samples: {sorted(set(counts))}",
-                cure="check that all nodes see the same files",
-            )
-        return samples
-
-    def _check_batches(self, spec: JobSpec) -> None:
-        if not any(True for _ in self.batches.of_epoch()):
-            raise CaptureError(
-                f"data: {self.batches.samples} samples fill no batch of {spec.training.batch_size}",
-                cure="make the batch smaller, or set data.drop_last: false",
-            )
-
-    def _training_sizes(self) -> list[int]:
-        """Every micro-batch size that training will meet, largest first."""
-        steps = self.batches.of_epoch()
-        lengths = {len(positions) for positions in steps}
-        found = {n for length in lengths for n in split_batch(length, self.plan.micro_batch_size)}
-        return sorted({*found, self.plan.micro_batch_size}, reverse=True)
-
-    def _evaluation_sizes(self, held_out: Loader | None) -> list[int]:
-        if held_out is None:
-            return []
-        if self.evaluation_samples is None:
-            raise CaptureError(
-                "evaluation.data: is iterable, so that its end is not known",
-                cure="use a data set with __len__ and __getitem__ for evaluation",
-            )
-        return sorted(set(split_batch(self.evaluation_samples, self.evaluation_size)), reverse=True)
-
     def _cuts(self) -> dict[tuple[bool, int], Cut]:
         """A cut for every micro-batch size; sizes share the graph where its batch is free."""
         plan_stages = dict(self.plan.stage_of)
         cuts: dict[tuple[bool, int], Cut] = {}
-        for size in self.sizes:
+        for size in self.data.sizes:
             cuts[True, size] = Cut(self.job.training_graph(size), plan_stages, training=True)
         training = cuts[True, self.plan.micro_batch_size].graph
-        for size in self.evaluation_sizes:
+        for size in self.data.evaluation_sizes:
             graph = self.job.evaluation_graph(size)
             stages = evaluation_stages(graph, training, plan_stages)
             cuts[False, size] = Cut(graph, stages, training=False)
@@ -247,8 +199,8 @@ class Setup:
         self.training = self._engine(self.cut, planned, wires)
         self.evaluating: Engine | None = None
         self.evaluation_channels: tuple[Channel, ...] = ()
-        if self.evaluation_sizes:
-            cut = cuts[False, self.evaluation_sizes[0]]
+        if self.data.evaluation_sizes:
+            cut = cuts[False, self.data.evaluation_sizes[0]]
             self.evaluation_channels = tuple(self._channel(lane) for lane in sorted(cut.lanes))
             wires = self._transport(cut)
             self.evaluating = self._engine(cut, self.evaluation_channels, wires)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -57,9 +56,8 @@ class StageRuntime:
         recompute: bool = False,
         offload: StageOffload | None = None,
     ) -> None:
-        self.index = index
+        self.index, self.offload = index, offload
         self._recompute = recompute
-        self.offload = offload
         self._device = device
         self._precision = precision
         self.codes = {key: build_stage(cut, index, key[1]) for key, cut in cuts.items()}
@@ -156,16 +154,7 @@ class StageRuntime:
         live = self._live.pop(micro_batch)
         if self.offload is not None:
             self.offload.end(micro_batch)
-        roots: list[Any] = []
-        seeds = []
-        for slot, gradient in gradients.items():
-            root = live.roots.get(slot)
-            if gradient is not None and root is not None:
-                roots.append(root)
-                seeds.append(gradient)
-        if loss in live.losses:
-            roots.insert(0, live.losses[loss])
-            seeds.insert(0, torch.full_like(live.losses[loss], scale) * weight)
+        roots, seeds = live.seeded(gradients, loss, scale, weight)
         if roots:
             torch.autograd.backward(roots, seeds)
         if self.versions is not None and live.version is not None:
@@ -214,9 +203,8 @@ class StageRuntime:
     def updating(self) -> Iterator[None]:
         """Around an update of the parameters, while backwards of older versions are to come."""
         assert self.versions is not None
-        waiting = [live.version for live in self._live.values()]
-        waiting += [start.version for start in self._starts.values()]
-        self.versions.before_update([version for version in waiting if version is not None])
+        waiting = (*self._live.values(), *self._starts.values())
+        self.versions.before_update([m.version for m in waiting if m.version is not None])
         yield
         self.versions.after_update()
 
@@ -301,9 +289,8 @@ class StageRuntime:
         key = True, start.size
         written = self._cuts[key].graph.written
         inputs = {n: t.clone() if n in written else t for n, t in start.inputs.items()}
-        arguments = self._arguments[key]
         # The forward leaves this memory behind: see rewriting().
-        buffers = {index: arguments[index].detach() for index in self._written(key)}
+        buffers = {index: self._arguments[key][index].detach() for index in self._written(key)}
         return replace(start, inputs=inputs, buffers=buffers)
 
     def _written(self, key: tuple[bool, Samples]) -> list[int]:
