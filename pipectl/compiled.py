@@ -15,12 +15,20 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import numba
+from numba.core.event import TimingListener, register
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _IN_PLACE = {"_nrt": False}
+_TIMER = TimingListener()  # type: ignore[no-untyped-call]
+register("numba:compile", _TIMER)  # type: ignore[no-untyped-call]
 _PART = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, **_IN_PLACE}
+
+
+def compiling_s() -> float:
+    """Seconds that this process has spent on compiling kernels which it did not find on disk."""
+    return float(_TIMER.duration) if _TIMER.done else 0.0
 
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:

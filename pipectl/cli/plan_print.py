@@ -13,6 +13,10 @@ from pipectl.files import make_directory, write_text
 from pipectl.jobs.answer import explanation_json, plan_json
 from pipectl.jobs.plan import predicted
 from pipectl.report.gantt_svg import gantt_svg
+from pipectl.units import format_time
+
+_NOTEWORTHY_S = 1.0
+"""Seconds of compiling that a reader would otherwise take for the search's."""
 
 
 def draw(path: Path, found: Found) -> None:
@@ -49,6 +53,9 @@ def _remarks(found: Found) -> Iterator[str]:
     """What to know of the search, and of doing without a pipeline."""
     from pipectl.runtime.supported import unsupported
 
+    if found.compiling_s >= _NOTEWORTHY_S:
+        took = format_time(found.compiling_s)
+        yield f"compiled: the planner, for {took} of the search; the next finds it on disk"
     if found.stopped:
         gap = None if found.plan.search is None else found.plan.search.gap
         proven = "the best so far" if gap is None else f"within {gap:.1%} of the best possible"

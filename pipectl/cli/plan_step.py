@@ -26,6 +26,7 @@ class Found:
         stopped: what ended the search early; empty if nothing did.
         without: what a step takes without a pipeline; None where planning was interrupted.
         explanation: None unless asked for.
+        compiling_s: of the search, what compiling the planner took.
     """
 
     subject: Subject
@@ -33,6 +34,7 @@ class Found:
     stopped: str
     without: WithoutPipeline | None
     explanation: Explanation | None
+    compiling_s: float
 
 
 def answer(ask: Ask) -> None:
@@ -55,6 +57,7 @@ def answer(ask: Ask) -> None:
 
 
 def _find(ask: Ask, subject: Subject) -> Found:
+    from pipectl.compiled import compiling_s
     from pipectl.jobs.deadline import Deadline
     from pipectl.jobs.engines import PIPECTL, planner_named, searcher_named
     from pipectl.planner.answers.data_parallel import without_pipeline
@@ -65,7 +68,9 @@ def _find(ask: Ask, subject: Subject) -> Found:
     search, planner = searcher_named(ask.planner, deadline), planner_named(ask.planner, deadline)
     without = explanation = None
     with stoppable(deadline) as watch:
+        before_s = compiling_s()
         first = search(*made_of)
+        compiled_s = compiling_s() - before_s
         stopped = ""
         if deadline.cut_short:
             stopped = "by Ctrl-C" if deadline.interrupted else f"after {ask.budget_s} s"
@@ -77,4 +82,4 @@ def _find(ask: Ask, subject: Subject) -> Found:
             explanation = explain(
                 first.plan, *made_of, planner, first.alternatives, lambda: deadline.interrupted
             )
-    return Found(subject, first.plan, stopped, without, explanation)
+    return Found(subject, first.plan, stopped, without, explanation, compiled_s)

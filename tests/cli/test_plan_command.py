@@ -31,6 +31,16 @@ def test_plan_shows_stages_prediction_and_a_gantt(cli: Command, profile: Path) -
     assert lines[-1] == f"plan: {PLAN}"
 
 
+def test_a_search_that_compiled_the_planner_says_so(
+    cli: Command, profile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spent = iter((3.0, 15.5, 15.5, 15.7))
+    monkeypatch.setattr("pipectl.compiled.compiling_s", lambda: next(spent))
+    first, second = (cli("plan", "job.yaml").out.splitlines() for _ in range(2))
+    assert "compiled: the planner, for 12.5 s of the search; the next finds it on disk" in first
+    assert not any(line.startswith("compiled") for line in second)
+
+
 def test_a_plan_can_be_printed_where_output_is_ascii(profile: Path) -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     command = [sys.executable, "-m", "pipectl", "plan", "job.yaml", "--scheduler", "local"]
