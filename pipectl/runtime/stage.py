@@ -203,7 +203,7 @@ class StageRuntime:
     def updating(self) -> Iterator[None]:
         """Around an update of the parameters, while backwards of older versions are to come."""
         assert self.versions is not None
-        waiting = (*self._live.values(), *self._starts.values())
+        waiting: list[Live | Start] = [*self._live.values(), *self._starts.values()]
         self.versions.before_update([m.version for m in waiting if m.version is not None])
         yield
         self.versions.after_update()
