@@ -106,7 +106,7 @@ def find_mpiexec(request: JobRequest) -> str:
     if found is None:
         raise SchedulerError(
             "mpiexec: not found beside the Python interpreter nor on PATH",
-            cure="pip install 'pipectl[mpich]', or name your cluster's MPI in environment.modules",
+            cure="pip install mpich, or name your cluster's MPI in environment.modules",
         )
     return found
 

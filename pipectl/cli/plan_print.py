@@ -29,7 +29,8 @@ def draw(path: Path, found: Found) -> None:
 
 def print_json(found: Found) -> None:
     """One object."""
-    document = {**plan_json(found.plan, found.without), "cut_short": bool(found.stopped)}
+    more = {"cut_short": bool(found.stopped), "compiling_s": found.compiling_s}
+    document = {**plan_json(found.plan, found.without), **more}
     if found.explanation is not None:
         document["explanation"] = explanation_json(found.explanation)
     say_json(document)
@@ -54,8 +55,7 @@ def _remarks(found: Found) -> Iterator[str]:
     from pipectl.runtime.supported import unsupported
 
     if found.compiling_s >= _NOTEWORTHY_S:
-        took = format_time(found.compiling_s)
-        yield f"compiled: the planner, for {took} of the search; the next finds it on disk"
+        yield f"compiled: the planner, for {format_time(found.compiling_s)} of the search"
     if found.stopped:
         gap = None if found.plan.search is None else found.plan.search.gap
         proven = "the best so far" if gap is None else f"within {gap:.1%} of the best possible"

@@ -70,7 +70,7 @@ def _find(ask: Ask, subject: Subject) -> Found:
     with stoppable(deadline) as watch:
         before_s = compiling_s()
         first = search(*made_of)
-        compiled_s = compiling_s() - before_s
+        spent_s = compiling_s() - before_s
         stopped = ""
         if deadline.cut_short:
             stopped = "by Ctrl-C" if deadline.interrupted else f"after {ask.budget_s} s"
@@ -82,4 +82,4 @@ def _find(ask: Ask, subject: Subject) -> Found:
             explanation = explain(
                 first.plan, *made_of, planner, first.alternatives, lambda: deadline.interrupted
             )
-    return Found(subject, first.plan, stopped, without, explanation, compiled_s)
+    return Found(subject, first.plan, stopped, without, explanation, spent_s)

@@ -18,7 +18,7 @@ class Objective(StrEnum):
 
 
 class Technique(StrEnum):
-    """What the planner chooses only where it is allowed: ranks cannot run all of it yet, or results
+    """What the planner chooses only where it is allowed: the job has not asked for it, or results
     change (split samples)."""
 
     REPLICAS = "replicas"

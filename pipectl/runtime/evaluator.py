@@ -26,7 +26,7 @@ class Evaluator:
     def learn(self) -> None:
         """Send a micro-batch of every size, so that all ends of the channels know all layouts."""
         setup = self._setup
-        for size in setup.data.evaluation_sizes:
+        for size in setup.division.evaluation_sizes:
             held_out = setup.evaluation_loader or setup.job.loader
             assert setup.evaluating is not None
             setup.evaluating.run(self._program(1), self._example(size, held_out), lambda: None)
@@ -39,12 +39,12 @@ class Evaluator:
         """
         setup = self._setup
         assert setup.evaluating is not None
-        assert setup.data.evaluation_samples is not None
-        sizes = split_batch(setup.data.evaluation_samples, setup.data.evaluation_size)
+        assert setup.division.evaluation_samples is not None
+        sizes = split_batch(setup.division.evaluation_samples, setup.division.evaluation_size)
         metrics = Metrics(self._metrics, setup.job.evaluation_graph(sizes[0]))
         setup.evaluating.on_evaluated = metrics.add
         seed = self._seed, "evaluation", step
-        given = StepInput(sizes, (), self._batches(setup.data.evaluation_samples), seed)
+        given = StepInput(sizes, (), self._batches(setup.division.evaluation_samples), seed)
         setup.evaluating.run(self._program(len(sizes)), given, lambda: None)
         barrier(setup.communicator)
         root = setup.rank_of_stage[setup.evaluating.loss_stage]
@@ -56,7 +56,7 @@ class Evaluator:
         loader = self._setup.evaluation_loader
         if loader is None:
             return iter(())
-        return loader.micro_batches([(0, range(samples))], self._setup.data.evaluation_size)
+        return loader.micro_batches([(0, range(samples))], self._setup.division.evaluation_size)
 
     def _example(self, size: int, loader: Any) -> StepInput:
         batches = iter([loader.example(size)]) if self._setup.evaluated else iter(())

@@ -65,7 +65,14 @@ class Live:
     def seeded(
         self, gradients: Mapping[Slot, Tensor | None], loss: Slot, scale: float, weight: float
     ) -> tuple[list[Any], list[Tensor]]:
-        """Where the backward enters the graph, and with which gradients; the loss comes first."""
+        """Where the backward enters the graph, and with which gradients.
+
+        Args:
+            gradients: of the stage's results and of received values that later stages use too.
+            loss: slot of the loss, which comes first.
+            scale: of the loss, in float16.
+            weight: the share of the micro-batch in the loss of its step.
+        """
         arrived = [(self.roots.get(slot), gradient) for slot, gradient in gradients.items()]
         found = [(root, seed) for root, seed in arrived if root is not None and seed is not None]
         roots: list[Any] = [root for root, _ in found]

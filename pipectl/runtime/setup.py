@@ -39,7 +39,7 @@ class Setup:
         stages: of this rank, by index.
         training, evaluating: engines; the second is None without evaluation data.
         cut: of the training graph at the plan's micro-batch size.
-        data: how the data divide into micro-batches.
+        division: of the data into steps and micro-batches.
         loader: of the training data, or None where this rank reads none.
         reading: this rank's stages that read the training data.
         replicas: what its stages with replicas do together.
@@ -66,7 +66,7 @@ class Setup:
         self.evaluated = tuple(i for i, rank in enumerate(self.rank_of_stage) if rank == me)
         self.updating_rank_of_stage = [stage.updating_ranks[0] for stage in plan.stages]
         held_out = job.evaluation_loader()
-        self.data = Division.of(job, plan, held_out, communicator)
+        self.division = Division.of(job, plan, held_out, communicator)
         cuts = self._cuts()
         self.owners = self._owners(cuts)
         self._make_states(self._held(cuts), stored)
@@ -162,10 +162,10 @@ class Setup:
         """A cut for every micro-batch size; sizes share the graph where its batch is free."""
         plan_stages = dict(self.plan.stage_of)
         cuts: dict[tuple[bool, int], Cut] = {}
-        for size in self.data.sizes:
+        for size in self.division.sizes:
             cuts[True, size] = Cut(self.job.training_graph(size), plan_stages, training=True)
         training = cuts[True, self.plan.micro_batch_size].graph
-        for size in self.data.evaluation_sizes:
+        for size in self.division.evaluation_sizes:
             graph = self.job.evaluation_graph(size)
             stages = evaluation_stages(graph, training, plan_stages)
             cuts[False, size] = Cut(graph, stages, training=False)
@@ -199,8 +199,8 @@ class Setup:
         self.training = self._engine(self.cut, planned, wires)
         self.evaluating: Engine | None = None
         self.evaluation_channels: tuple[Channel, ...] = ()
-        if self.data.evaluation_sizes:
-            cut = cuts[False, self.data.evaluation_sizes[0]]
+        if self.division.evaluation_sizes:
+            cut = cuts[False, self.division.evaluation_sizes[0]]
             self.evaluation_channels = tuple(self._channel(lane) for lane in sorted(cut.lanes))
             wires = self._transport(cut)
             self.evaluating = self._engine(cut, self.evaluation_channels, wires)

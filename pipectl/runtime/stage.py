@@ -56,7 +56,8 @@ class StageRuntime:
         recompute: bool = False,
         offload: StageOffload | None = None,
     ) -> None:
-        self.index, self.offload = index, offload
+        self.index = index
+        self.offload = offload
         self._recompute = recompute
         self._device = device
         self._precision = precision
@@ -204,7 +205,7 @@ class StageRuntime:
         """Around an update of the parameters, while backwards of older versions are to come."""
         assert self.versions is not None
         waiting: list[Live | Start] = [*self._live.values(), *self._starts.values()]
-        self.versions.before_update([m.version for m in waiting if m.version is not None])
+        self.versions.before_update([each.version for each in waiting if each.version is not None])
         yield
         self.versions.after_update()
 

@@ -87,7 +87,7 @@ class Trainer:
         self._telemetry.state("warming up")
         self.learn_layouts()
         self._telemetry.state("training")
-        steps, training = self._spec.training.steps, self._setup.data.batches
+        steps, training = self._spec.training.steps, self._setup.division.batches
         planned = list(islice(iter(training), steps))
         if is_unflushed(self._setup.plan):
             self._train_stretches(planned)

@@ -31,7 +31,7 @@ def learn_layouts(
     """
     found = {n: t for stage in setup.stages.values() for n, t in stage.buffers.items()}
     before = {name: tensor.clone() for name, tensor in found.items()}
-    for size in setup.data.sizes:
+    for size in setup.division.sizes:
         _try(size, setup, loss_shares, shared)
     changed = [name for name, old in before.items() if not torch.equal(found[name], old)]
     everywhere = setup.communicator.allgather(changed)

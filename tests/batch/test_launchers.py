@@ -43,7 +43,7 @@ def test_no_mpiexec_says_how_to_get_one(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SchedulerError, match="mpiexec") as caught:
         find_mpiexec(make_request(mpiexec=None))
-    assert "pipectl[mpich]" in (caught.value.cure or "")
+    assert "pip install mpich" in (caught.value.cure or "")
 
 
 def test_mpiexec_of_no_known_kind_is_told_the_ranks_alone(make_request: MakeRequest) -> None:

@@ -142,8 +142,8 @@ def copied(target: Path) -> Path:
 def likely_first(copy: Path, tests: Sequence[str], name: str) -> list[str]:
     """The files of tests; those that speak of a module before the others."""
     files = sorted(path for folder in tests for path in (copy / folder).rglob("test_*.py"))
-    word = re.compile(rf"\b{name}\b")
-    files.sort(key=lambda path: not (name in path.name or word.search(path.read_text())))
+    word = re.compile(rf"\b{re.escape(name)}\b")
+    files.sort(key=lambda path: not (name in path.name or word.search(path.read_text("utf-8"))))
     return [str(path.relative_to(copy)) for path in files]
 
 

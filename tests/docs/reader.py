@@ -21,8 +21,8 @@ SMALLER = {"layers": 2, "megabytes": 0.3, "windows": 16}
 def shortened(source: Path, target: Path, **keys: object) -> None:
     job = yaml.safe_load(source.read_text())
     job["training"].update(steps=STEPS)
-    for made in (job["model"], job["data"], job.get("evaluation", {}).get("data", {})):
-        given = made.get("kwargs", {})
+    for made in (job["model"], job["data"], (job.get("evaluation") or {}).get("data", {})):
+        given = made.get("kwargs") or {}
         given.update({name: value for name, value in SMALLER.items() if name in given})
     job["checkpoint"] = {**(job.get("checkpoint") or {}), "every": 3}
     target.write_text(yaml.safe_dump({**job, **keys}))

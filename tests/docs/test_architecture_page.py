@@ -1,6 +1,7 @@
 """The page on the architecture shows the imports there are, and every part of the planner."""
 
 import os
+import re
 
 from layers import LAYERS, PACKAGE, layer_picture, stacked
 from pages import CHECKOUT
@@ -36,3 +37,5 @@ def test_the_page_names_every_part_of_the_planner():
     files = {path.name for path in (PACKAGE / "planner").glob("*.py")} - {"__init__.py"}
     folders = {f"{path.parent.name}/" for path in (PACKAGE / "planner").glob("*/__init__.py")}
     assert {name for name in files | folders if f"`{name}`" not in words} == set()
+    there = {path.name for path in PACKAGE.rglob("*.py")}
+    assert {name for name in re.findall(r"`(\w+\.py)`", words) if name not in there} == set()

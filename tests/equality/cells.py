@@ -107,15 +107,24 @@ def unflushed_cells() -> Iterator[Cell]:
 
 
 def cells_over(ranks: int) -> list[Cell]:
-    """The cells that are trained over so many ranks: all over 4."""
+    """The cells that are trained over so many ranks: nearly all over 4."""
     more = whole_product.SAMPLE.get(ranks, ())
     if ranks > 4:
         return [*cells_on_many_ranks(), *more]
     return [*(cell for cell in cells() if _is_over(cell, ranks)), *more]
 
 
+def reference_of(cell: Cell) -> Cell:
+    """What it equals, trained on one rank."""
+    return Cell(cell.model, "gpipe", cell.batch)
+
+
 def _is_over(cell: Cell, ranks: int) -> bool:
-    """Whether a cell is trained over 1, 2, 3 or 4 ranks; on 1 are those that others equal."""
+    """Whether a cell is trained over 1, 2, 3 or 4 ranks; on 1 are those that others equal.
+
+    Models that are like others but for one thing are trained with GPipe on four ranks only, and
+    with one kind of batch.
+    """
     if cell.schedule in OWN:
         return True
     if ranks == 1:

@@ -84,7 +84,6 @@ def test_a_profile_measured_by_a_training_job_is_found_too(login: Path) -> None:
     assert pipectl("cancel", json.loads(second.stdout)["run"]).returncode == 0
 
 
-@pytest.mark.usefixtures("warm")
 def test_an_ended_job_goes_on_in_the_next(login: Path) -> None:
     run = answer("profile", str(JOB), *LARGE, "--submit")["run"]
     deadline = time.monotonic() + 280

@@ -163,7 +163,7 @@ def test_mpiexec_starts_every_rank_in_blocks(
 ) -> None:
     mpiexec = Path(sys.executable).parent / "mpiexec"
     if not mpiexec.exists():
-        pytest.skip("needs the mpich wheel: pip install 'pipectl[mpich]'")
+        pytest.skip("needs the mpich wheel: pip install mpich")
     code = (
         "import os; from mpi4py import MPI; w = MPI.COMM_WORLD; "
         "os.write(1, f'rank {w.rank} of {w.size} on {os.environ[\"SLURMD_NODENAME\"]}\\n'.encode())"

@@ -30,14 +30,14 @@ PROFILE = {
 }  # fmt: skip
 
 for part in PARTS:
-    (folder,) = (Path(each) / part for each in pipectl.__path__)
+    folder = Path(str(pipectl.__file__)).with_name(part)
     for found in pkgutil.walk_packages([str(folder)], f"pipectl.{part}."):
         importlib.import_module(found.name)
 with tempfile.TemporaryDirectory() as place:
     profile = Path(place) / "profile.json"
     profile.write_text(json.dumps(PROFILE))
-    words = f"plan --profile {profile} --devices 3 --batch-size 16 --memory-limit 1GiB --explain"
+    words = ["--devices", "3", "--batch-size", "16", "--memory-limit", "1GiB", "--explain"]
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        code = main(words.split())
+        code = main(["plan", "--profile", str(profile), *words])
     assert code == 0, said.getvalue()

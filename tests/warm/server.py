@@ -115,7 +115,7 @@ class Server:
 def become(asked: message.Request, python: str) -> None:
     """As ``python -m MODULE WORDS`` where the client is; what it starts in turn is warm, too."""
     sys.executable = python
-    start_by_forks()
+    fork_instead_of_spawning()
     for number, given in enumerate(asked.files[:3]):
         os.dup2(given, number)
         os.close(given)
@@ -132,10 +132,15 @@ def become(asked: message.Request, python: str) -> None:
     runpy.run_module(asked.words[1], run_name="__main__", alter_sys=True)
 
 
-def start_by_forks() -> None:
-    """What would be spawned is forked: nothing has been computed here that a fork could disturb."""
-    forks = multiprocessing.get_context("fork")
-    multiprocessing.get_context = lambda method=None: forks  # type: ignore[assignment, misc]
+def fork_instead_of_spawning() -> None:
+    """Neighbours of a profile then begin at once; TERM ends them, whatever their parent does on it.
+
+    That is safe while nothing computes with several threads, and before MPI is started.
+    """
+    context_of, forks = multiprocessing.get_context, multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda method=None: (  # type: ignore[assignment, misc]
+        forks if method == "spawn" else context_of(method)
+    )
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 

@@ -70,6 +70,29 @@ def test_it_ends_with_whoever_stands_in_for_it(warm_python: str) -> None:
     client.stdout.close()
 
 
+SPAWN = """
+import multiprocessing, signal, time
+
+def work():
+    begun.set()
+    time.sleep(600)
+
+signal.signal(signal.SIGTERM, lambda *_: None)
+context = multiprocessing.get_context("spawn")
+begun = context.Event()
+child = context.Process(target=work)
+child.start()
+begun.wait()
+child.terminate()
+child.join()
+print(type(child).__name__, child.exitcode)
+"""
+
+
+def test_what_it_would_spawn_is_forked_and_ends_when_it_is_told_to(warm_python: str) -> None:
+    assert run(warm_python, *ASK, SPAWN).stdout == "ForkProcess -15\n"
+
+
 @pytest.mark.mpi
 def test_ranks_find_each_other_and_one_that_dies_ends_all(launch_warm: Any) -> None:
     code = "from mpi4py import MPI; print(MPI.COMM_WORLD.allgather(MPI.COMM_WORLD.rank))"

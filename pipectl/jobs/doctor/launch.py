@@ -32,7 +32,7 @@ def mpi(spec: JobSpec | None) -> Findings:
         command = mpiexec_command(request, here=True)
         found = json.loads(said(command, "").splitlines()[-1])
     except PipectlError as error:
-        cure = error.cure or "pip install 'pipectl[mpich]', or load your cluster's MPI first"
+        cure = error.cure or "pip install mpich, or load your cluster's MPI first"
         yield Finding("MPI", Level.FAIL, error.message, cure)
         return
     except (ValueError, IndexError):

@@ -39,7 +39,7 @@ class Training:
         self.trainer = Trainer(setup, run, 1)
         self.trainer._telemetry.state("measuring")
         self.trainer.learn_layouts()
-        batches = iter(setup.data.batches)
+        batches = iter(setup.division.batches)
         self._planned = [next(batches) for _ in range(steps)]
         self._loaded = self.trainer._load(self._planned)
         self._number = count(1)
