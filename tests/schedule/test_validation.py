@@ -95,6 +95,21 @@ def test_sends_are_taken_as_rendezvous(pipeline):
     )
 
 
+def test_a_rank_that_waits_for_one_at_its_end_is_told_without_a_circle(pipeline):
+    plan = pipeline(2, 1)
+
+    def silent(actions):
+        for kind in (Kind.SEND_WAIT, Kind.SEND_START):
+            actions.pop(find(actions, kind, 0))
+
+    with pytest.raises(ScheduleError) as caught:
+        check_progress(channels(plan), changed(programs_of(plan), 1, silent))
+    assert caught.value.message == (
+        "rank programs: deadlock: rank 0 waits to receive the gradient of stage 1 for stage 0, "
+        "micro-batch 0, from rank 1"
+    )
+
+
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_no_row_can_be_missing(pipeline, rank):
     plan = pipeline(3, 2)
