@@ -152,9 +152,9 @@ class Head:
 
     def _hears_of_the_end(self, content: Mapping[str, Any], rank: int, now: float) -> None:
         says = content["says"]
-        if says == "failing":
+        if says in ("failing", "failed"):
             self._explained = True
-        if says in ("bye", "died"):
+        if says in ("bye", "died", "failed"):
             self._over.add(rank)
         if says == "died" and all(death.rank != rank for death in self._deaths):
             if not self._deaths:

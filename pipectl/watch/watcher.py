@@ -150,10 +150,10 @@ class Watcher:
             "stopped": charge.stopped,
             "node": self._given["node"],
         }
-        if charge.said_goodbye or (charge.explains and charge.ended_at):
+        if charge.said_goodbye:
             return {**content, "says": "bye"}
         if charge.explains:
-            return {**content, "says": "failing"}
+            return {**content, "says": "failed" if charge.ended_at else "failing"}
         if self._lost_at is None:
             return content
         return {**content, "says": "died", **charge.death(self._launcher)._asdict()}
