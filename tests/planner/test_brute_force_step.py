@@ -99,6 +99,17 @@ def test_the_least_possible_load_is_found_on_any_mix_of_devices(
     assert search.lower_bound_s == pytest.approx(best_s, abs=1e-11)
 
 
+def test_the_least_possible_load_stays_known_where_the_proof_finds_another_plan(
+    make_profile, make_operator
+) -> None:
+    """Nothing takes time but updates, which are shorter where stages share a parameter."""
+    nothing = {"forward_s": 0.0, "backward_s": 0.0, "output_bytes": 0, "gradient_bytes": 0}
+    shared = [make_operator(i, **nothing, parameters=(("p0", 100),)) for i in range(6)]
+    request = PlanRequest("job", 8, micro_batches=1, stages=3)
+    search = make_plan(make_profile(shared, [(0, 1)]), cluster_of(FAST, FAST, FAST), request).search
+    assert (search.exact, search.lower_bound_s, search.max_stage_load_s) == (True, 0.0, 0.0)
+
+
 def test_the_best_plan_of_mixed_devices_is_nearly_always_found(
     make_profile, make_operator, partitions_of
 ) -> None:
