@@ -161,10 +161,9 @@ def test_all_ranks_skip_or_stop_at_the_same_step(
     stopped = make_run(make_spec(2, MARKED, model=STEEP, training=stopping))
     done = launch(2, HERE / "ranks_in_turn.py", two.path, replicated.path, stopped.path)
     assert done.returncode != 0
-    assert "rank 0, stage 0, step 3" in done.stderr
-    assert "WorkerError: step 2: the gradient of 'gate' in stage 0 is not finite" in done.stderr
-    (error,) = read_errors(stopped)
-    assert (error["rank"], error["exit_code"]) == (0, 1)
+    (error,) = read_errors(stopped)  # on the terminal MPI's abort may cut it off
+    assert (error["rank"], error["stage"], error["step"], error["exit_code"]) == (0, 0, 3, 1)
+    assert error["message"].startswith("step 2: the gradient of 'gate' in stage 0 is not finite")
     assert faults(one) == faults(two) == faults(replicated) == {
         2: {"loss_of_micro_batch": 0}, 5: {"loss_of_micro_batch": 0},
     }  # fmt: skip
