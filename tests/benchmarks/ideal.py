@@ -42,8 +42,6 @@ from pipectl.simulate import simulate
 
 RANKS, MICRO_BATCHES = 2, 8
 ROUNDS, STEPS = 7, 3
-MORE_ROUNDS = 15
-"""Of the speed-up, whose rounds are short."""
 MANY = 500
 """Micro-batches of stages that compute nothing."""
 GOAL_STEP, GOAL_ACTION_US, GOAL_SPEED_UP = 1.03, 50, 0.95
@@ -187,8 +185,7 @@ def main() -> None:
     print(f"## Two ranks on two cores against the ideal ({RANKS} ranks, {MICRO_BATCHES} "
           "micro-batches, one thread each)")  # fmt: skip
     for name in given.parts or parts:
-        rounds = MORE_ROUNDS if name == "speed-up" else ROUNDS
-        parts[name](1 if given.short else rounds)
+        parts[name](1 if given.short else ROUNDS)
 
 
 if __name__ == "__main__":
