@@ -131,7 +131,7 @@ def _one_rank_a_stage(
     else:
         others = _as_others_cut(profile, cluster, request, expired)
         if others and _is_faster(others[0], found[0]):
-            found = [others[0], *found]
+            found = [_as_proven_of(found[0], others[0]), *found]
     is_short = not found or any(stage.recompute for stage in found[0].stages)
     if request.blocks is None and is_short:
         with suppress(InfeasibleError, OutOfTimeError):
@@ -140,6 +140,15 @@ def _one_rank_a_stage(
     if reason is not None and not found:
         raise reason
     return found
+
+
+def _as_proven_of(known: Plan, plan: Plan) -> Plan:
+    """A plan with what is proven of the largest load of plans of its shape, if one is known."""
+    shapes = {(len(each.stages), each.micro_batch_size) for each in (known, plan)}
+    if len(shapes) > 1 or known.search is None or plan.search is None:
+        return plan
+    least_s, exact = known.search.lower_bound_s, known.search.exact
+    return replace(plan, search=replace(plan.search, lower_bound_s=least_s, exact=exact))
 
 
 def _is_faster(plan: Plan, other: Plan) -> bool:

@@ -110,6 +110,26 @@ def test_the_least_possible_load_stays_known_where_the_proof_finds_another_plan(
     assert (search.exact, search.lower_bound_s, search.max_stage_load_s) == (True, 0.0, 0.0)
 
 
+def test_the_least_possible_load_stays_known_where_another_planner_cuts_better(
+    make_profile, make_operator
+) -> None:
+    times = [(0.001, 0.002), (0.0, 0.0), (0.0, 0.003), (0.0, 0.002), (0.0, 0.001), (0.0, 0.0)]
+    operators = [
+        make_operator(
+            i,
+            forward_s=forward_s,
+            backward_s=backward_s,
+            output_bytes=0,
+            gradient_bytes=0,
+            parameters=(("p0", 100),),
+        )
+        for i, (forward_s, backward_s) in enumerate(times)
+    ]
+    request = PlanRequest("job", 8, micro_batches=1, stages=4)
+    cluster = cluster_of(FAST, FAST, SLOW, SLOW)
+    assert make_plan(make_profile(operators, [(0, 1), (0, 2)]), cluster, request).search.exact
+
+
 def test_the_best_plan_of_mixed_devices_is_nearly_always_found(
     make_profile, make_operator, partitions_of
 ) -> None:
