@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipectl.cli.console import note, say, say_json
+from pipectl.cli.console import note, output, plain, say, say_json
 from pipectl.profile import Profile
 from pipectl.units import format_bytes, format_time
 
@@ -24,7 +24,7 @@ def show(found: Measurement, path: Path, now: float, *, as_json: bool) -> None:
     if as_json:
         say_json({**summary_json(found.profile, path), **found.to_json()})
         return
-    say(summary(found.profile))
+    output().print(plain(summary(found.profile)))
     say(f"profile: {path}")
     tell_origin(found, now, "--again measures anew")
 

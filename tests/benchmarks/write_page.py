@@ -17,6 +17,7 @@ import platform
 import re
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -103,7 +104,7 @@ PAGES = {"run": RUN, "planner": PLANNER}
 def measured(page: Page, name: str) -> str | None:
     """A section's text; None if its program failed."""
     print(f"{page.program(name).name}", file=sys.stderr, flush=True)
-    before = circumstances(page)
+    load, begun = os.getloadavg()[0], time.monotonic()
     command = [sys.executable, "-W", "ignore", str(page.program(name))]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of the mpiexec beside it
     variables = {**os.environ, "PATH": path}
@@ -112,21 +113,22 @@ def measured(page: Page, name: str) -> str | None:
         print(f"failed, and printed:\n{done.stdout}", file=sys.stderr, flush=True)
         return None
     printed = as_markdown(done.stdout)
+    how = circumstances(page, load, (time.monotonic() - begun) / 60)
     if not page.described:
         title, _, rest = printed.partition("\n")
-        return "\n\n".join((title, before, rest.strip()))
+        return "\n\n".join((title, how, rest.strip()))
     title, text = introduction(page.program(name))
     rest = "\n".join(line for line in printed.splitlines() if not line.startswith("## "))
-    return "\n\n".join(filter(None, (title, text, before, rest.strip())))
+    return "\n\n".join(filter(None, (title, text, how, rest.strip())))
 
 
-def circumstances(page: Page) -> str:
-    """Of a measurement: when, on what, and how busy that was before."""
+def circumstances(page: Page, load: float, minutes: float) -> str:
+    """Of a measurement: when, on what, how busy that was before, and how long it took."""
     cores = f"{processor()} with {os.cpu_count()} cores"
     packages = ", ".join(f"{name} {version(name)}" for name in page.packages)
-    load = f"load {os.getloadavg()[0]:.1f} before"
     today = datetime.date.today().isoformat()
-    return f"*{today}, {cores}, Python {platform.python_version()}, {packages}; {load}.*"
+    before = f"load {load:.1f} before; took {max(1, round(minutes))} min"
+    return f"*{today}, {cores}, Python {platform.python_version()}, {packages}; {before}.*"
 
 
 def introduction(program: Path) -> tuple[str, str]:
