@@ -20,7 +20,10 @@ Pairs = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Times:
-    """Times of every operator, in a stage with much data and in one that stays in the cache."""
+    """Times of every operator, in a stage with much data and in one that stays in the cache.
+
+    None is longer in the cache: where a measurement says so, it is noise, and bounds rest on it.
+    """
 
     uncached: Pairs
     cached: Pairs
@@ -57,7 +60,8 @@ class OperatorTimes:
 
     def arrays_at(self, size: int) -> tuple[Floats, Floats]:
         """The same as arrays, cached and uncached; shapes [2, operators]."""
-        return self._cached.at(size), self._uncached.at(size)
+        uncached = self._uncached.at(size)
+        return np.minimum(self._cached.at(size), uncached), uncached
 
 
 def _pairs(times: Floats) -> Pairs:

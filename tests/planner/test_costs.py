@@ -126,6 +126,12 @@ def test_a_stage_that_stays_in_the_cache_is_faster(
     assert cost.forward_s == pytest.approx(time_s, rel=0.01)
 
 
+def test_nothing_is_slower_in_the_cache(make_profile, make_operator) -> None:
+    operator = make_operator(0, forward_s=1.0, backward_s=2.0)
+    times = measured_times(make_profile([replace(operator, cached={8: (1.5, 1.5)})], []))
+    assert (times.cached, times.uncached) == ([(1.0, 1.5)], [(1.0, 2.0)])
+
+
 def measured_times(profile):
     return operator_times(profile, profile.micro_batch_size)
 

@@ -113,6 +113,20 @@ def test_more_replicas_than_ranks_are_refused(chain) -> None:
         make_plan(chain(6), cluster_of(2), PlanRequest("job", 16, replicas=3))
 
 
+def test_bounds_hold_where_noise_says_that_caches_are_slow(chain) -> None:
+    profile = chain(2)
+    slow = [replace(each, cached={8: (1.0, 1.0)}) for each in profile.operators]
+    overhead = replace(profile.stage, cache_bytes=1)
+    noisy = replace(profile, operators=tuple(slow), stage=overhead)
+    for stages, replicas in (1, 2), (2, 1):
+        request = PlanRequest("r", 32, micro_batches=4, stages=stages, replicas=replicas)
+        search = make_plan(noisy, cluster_of(2), request).search
+        assert search is not None
+        assert search.lower_bound_s <= search.max_stage_load_s
+        assert search.gap is not None
+        assert search.gap >= 0
+
+
 def test_every_rank_stays_within_its_memory(chain) -> None:
     profile = chain(6)
     free = make_plan(profile, cluster_of(4), PlanRequest("job", 16, replicas=None))

@@ -141,8 +141,7 @@ class LeastCosts:
     def _block_times(self, size: int, parts: int) -> Floats:
         """The same by block, of a micro-batch in so many parts."""
         samples = ceil(size / parts)
-        times = operator_times(self._profile, samples)
-        least = np.minimum(np.array(times.cached), np.array(times.uncached)) * (size / samples)
+        least = np.array(operator_times(self._profile, samples).cached) * (size / samples)
         found: Floats = np.array(
             [least[list(block.operators)].sum(axis=0) for block in self._graph.blocks]
         ).T
