@@ -139,7 +139,7 @@ def introduction(program: Path) -> tuple[str, str]:
 
 def as_markdown(printed: str) -> str:
     """Text without a table is shown as it is."""
-    lines = printed.strip().splitlines()
+    lines = printed.strip("\n").splitlines()
     if not any(line.startswith("|") for line in lines):
         return "\n".join(("```text", *lines, "```"))
     return "\n".join(lines)
