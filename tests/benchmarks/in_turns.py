@@ -131,7 +131,9 @@ def start(
     alone = nullcontext(["mpiexec", "-n", str(ranks)])
     with shaped_link(megabits) if megabits else alone as launch:
         worker = [sys.executable, "-W", "ignore", "-m", "mpi4py", str(RANKS / program)]
-        subprocess.run([*launch, *worker, str(folder)], env=environment, check=True, timeout=1800)
+        command = [*launch, *worker, str(folder)]
+        # Warnings of the network's library are no figures.
+        subprocess.run(command, env=environment, stdout=sys.stderr, check=True, timeout=1800)
 
 
 def train_in_turns(
