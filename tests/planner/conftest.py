@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipectl.planner.graphs.bitsets import bits
 from pipectl.planner.graphs.condense import Condensed
-from pipectl.profile import Operator, OptimizerCost, Profile
+from pipectl.profile import Operator, OptimizerCost, Profile, StageOverhead
 
 Graphs = st.SearchStrategy[Profile]
 
@@ -63,11 +64,16 @@ def chain() -> Callable[..., Profile]:
 
 
 @st.composite
-def random_profiles(draw: st.DrawFn, most: int = 7) -> Profile:
-    """Any DAG with few distinct costs, so that ties are common."""
+def random_profiles(draw: st.DrawFn, most: int = 7, *, caches: bool = False) -> Profile:
+    """Any DAG with few distinct costs, so that ties are common.
+
+    With ``caches``, stages may find their data in one, and noise may have it that they are slower.
+    """
     count = draw(st.integers(1, most))
     pairs = list(combinations(range(count), 2))
     edges = draw(st.lists(st.sampled_from(pairs), unique=True)) if pairs else []
+    cache_bytes = draw(st.sampled_from([None, 1000, 3000, 10_000])) if caches else None
+    times = st.tuples(*[st.integers(0, 4).map(lambda found: found * 1e-3)] * 2)
     operators = [
         operator(
             index,
@@ -77,10 +83,11 @@ def random_profiles(draw: st.DrawFn, most: int = 7) -> Profile:
             gradient_bytes=draw(st.integers(0, 1)) * 1000,
             parameters=((f"p{draw(st.integers(0, count))}", 100),),
             saved=((f"n{draw(st.integers(0, index))}", 1000),),
+            cached={8: draw(times)} if cache_bytes else {},
         )
         for index in range(count)
     ]
-    return profile(operators, sorted(edges))
+    return replace(profile(operators, sorted(edges)), stage=StageOverhead(cache_bytes=cache_bytes))
 
 
 @pytest.fixture(scope="session")

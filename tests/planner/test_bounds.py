@@ -44,7 +44,7 @@ CLUSTERS = [
 def test_nothing_is_simulated_below_the_bounds(
     data, cluster, stages, batch, size, profiles, partitions_of
 ) -> None:
-    profile = data.draw(profiles(most=5))
+    profile = data.draw(profiles(most=5, caches=True))
     problem = Problem(profile, cluster, PlanRequest("job", batch), condense(profile))
     partitions = list(partitions_of(problem.graph, stages))
     if not partitions:

@@ -52,7 +52,7 @@ def best_step_s(problem, partitions_of, sizes):
 def test_no_plan_is_below_the_lower_bound_and_none_above_the_best_if_the_gap_is_0(
     data, count, profiles, partitions_of
 ) -> None:
-    profile = data.draw(profiles(most=4))
+    profile = data.draw(profiles(most=4, caches=True))
     devices = data.draw(st.lists(st.sampled_from([FAST, SLOW]), min_size=1, max_size=3))
     cluster = cluster_of(*devices)
     request = PlanRequest("job", 8 * count, micro_batches=count)

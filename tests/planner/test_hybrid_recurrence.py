@@ -91,12 +91,14 @@ def recurrence_s(plan, latency_s):
 
 
 @st.composite
-def plans(draw, least_s=0.0, most_s=1.0):
-    """Chains of stages, some with one transfer that skips stages.
+def plans(draw, least_s=0.0, most_s=1.0, *, skips=True):
+    """Chains of stages.
 
     Args:
         least_s: shortest computation.
         most_s: longest time of a message.
+        skips: whether some have one transfer that skips stages. Its receiver, which has other
+            receives posted, may make it begin late.
     """
     count = draw(st.integers(1, 5))
     micro_batches = draw(st.integers(1, 12))
@@ -104,7 +106,7 @@ def plans(draw, least_s=0.0, most_s=1.0):
     forward = draw(st.lists(times, min_size=count, max_size=count))
     backward = draw(st.lists(times, min_size=count, max_size=count))
     pairs = [(i, i + 1) for i in range(count - 1)]
-    if count > 2:
+    if skips and count > 2:
         pairs += draw(st.sampled_from([[], [(0, count - 1)]]))
     sizes = st.integers(0, 8).map(lambda value: int(value / 8 * most_s * BYTES_PER_S))
     transfers = []
@@ -118,7 +120,7 @@ def plans(draw, least_s=0.0, most_s=1.0):
 
 
 @settings(max_examples=100, deadline=None)
-@given(plan=plans(least_s=1.0, most_s=0.25), latency_s=st.sampled_from([0.0, 0.0625]))
+@given(plan=plans(least_s=1.0, most_s=0.25, skips=False), latency_s=st.sampled_from([0.0, 0.0625]))
 def test_it_equals_the_event_simulator_where_messages_are_shorter_than_computations(
     plan, latency_s
 ):

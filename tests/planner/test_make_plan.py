@@ -67,7 +67,7 @@ def test_plan_survives_its_file_and_predicts_what_simulation_says(chain, tmp_pat
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), batch=st.integers(1, 24), cores=st.integers(1, 2))
 def test_every_operator_has_one_stage_and_nothing_flows_back(data, batch, cores, profiles) -> None:
-    profile = data.draw(profiles())
+    profile = data.draw(profiles(caches=True))
     plan = make_plan(profile, cluster_of([2, 1], cores), PlanRequest("job", batch))
     nodes = [node for stage in plan.stages for node in stage.nodes]
     assert sorted(nodes) == sorted(operator.id for operator in profile.operators)
@@ -221,7 +221,7 @@ def test_programs_of_the_plan_can_be_lowered(chain) -> None:
 def test_memory_limit_holds_or_the_error_says_how_much_is_missing(
     data, limit, batch, profiles
 ) -> None:
-    profile = data.draw(profiles())
+    profile = data.draw(profiles(caches=True))
     request = PlanRequest("job", batch, memory_limit_bytes=limit)
     error = None
     try:

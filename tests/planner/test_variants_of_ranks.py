@@ -86,7 +86,7 @@ def test_saved_values_that_travel_too_long_stay(lopsided) -> None:
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_no_chain_has_a_smaller_bottleneck(profiles, data) -> None:
-    profile = data.draw(profiles(6))
+    profile = data.draw(profiles(6, caches=True))
     ranks = data.draw(st.integers(2, 5))
     states = States.of(profile)
     cluster = cluster_of([ranks])
