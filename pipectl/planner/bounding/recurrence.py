@@ -11,9 +11,9 @@ forward of micro-batch t. Three stages, warm-up (3, 2, 1)::
 
 Where the warm-up never rises with the stage, everything an action waits for stands before it, so
 each end follows from ends that are known: one pass of (stages + transfers) x micro-batches steps.
-It equals the event simulation of the same plan where no two transfers share a link and messages
-are shorter than computations; longer ones may begin later there, because receives are posted only
-a little ahead.
+It equals the event simulation of the same plan where stages send to their neighbours only, no two
+transfers share a link and messages are shorter than computations; others may begin later there,
+because receives are posted only a little ahead.
 
 In the steady state all ends move by the same time a turn (a max-plus system at its eigenvalue);
 once that held for a whole cycle of the backwards in flight, the turns up to the last micro-batch
