@@ -37,6 +37,16 @@ def test_every_field_is_read_as_it_was_written(pipeline):
     assert Plan.from_json(written(plan)) == plan
 
 
+def test_the_most_that_is_sent_at_once_is_a_message_or_a_sum_of_gradients(pipeline):
+    plan = pipeline(2, 4, node_of_rank=[0, 0, 1])
+    first, last = plan.stages
+    message = replace(plan.transfers[0], size_bytes=50)
+    assert replace(plan, transfers=()).most_sent_bytes == 0
+    assert replace(plan, transfers=(message,)).most_sent_bytes == 50
+    twice = replace(last, ranks=(1, 2), cost=replace(last.cost, parameter_bytes=70))
+    assert replace(plan, stages=(first, twice), transfers=(message,)).most_sent_bytes == 70
+
+
 def test_blocks_are_read_as_they_were_written(pipeline):
     plan = pipeline(1, 4)
     firsts = tuple(f"n{index}" for index in range(3))

@@ -184,6 +184,13 @@ class Plan:
         return len(self.node_of_rank)
 
     @property
+    def most_sent_bytes(self) -> int:
+        """The most that one stage sends another at once, or replicas of one each other."""
+        between = (transfer.size_bytes for transfer in self.transfers)
+        sums = (stage.cost.accumulated_bytes for stage in self.stages if stage.replicas > 1)
+        return max((*between, *sums), default=0)
+
+    @property
     def micro_batch_shares(self) -> tuple[float, ...]:
         """Size of every micro-batch relative to a full one; only the last can be below 1."""
         last = self.batch_size - (self.micro_batches - 1) * self.micro_batch_size

@@ -73,7 +73,7 @@ def _train(
         warn(fault)
     local_rank = next(ranks.index(rank) for ranks in nodes if rank in ranks)
     doing.action = "trying out messages"
-    device, choice = _wires(communicator, spec, local_rank)
+    device, choice = _wires(communicator, spec, plan, local_rank)
     messages = {"route": device.route, **choice.to_json()}
     if rank == 0:
         warn(f"messages: {json.dumps(messages)}")
@@ -83,7 +83,9 @@ def _train(
         Trainer(setup, directory, attempt, messages, stored).train()
 
 
-def _wires(communicator: MPI.Comm, spec: JobSpec, local_rank: int) -> tuple[Device, Choice]:
+def _wires(
+    communicator: MPI.Comm, spec: JobSpec, plan: Plan, local_rank: int
+) -> tuple[Device, Choice]:
     """The device of this rank, and how messages reach it and move."""
     accelerators, in_place = spec.resources.gpus_per_node, False
     if accelerators and torch.accelerator.is_available():
@@ -92,7 +94,8 @@ def _wires(communicator: MPI.Comm, spec: JobSpec, local_rank: int) -> tuple[Devi
         if communicator.rank == 0:
             warn(f"MPI and accelerators: {finding.why}")
     device = choose_device(accelerators, local_rank, in_place=in_place)
-    return device, choose_progress(communicator.Dup(), spec.launch.progress)
+    choice = choose_progress(communicator.Dup(), spec.launch.progress, plan.most_sent_bytes)
+    return device, choice
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 Neighbours exchange a message while both compute a fixed amount of work, once for every kind of
 help. What counts is the time until both the work and the message are done, so a helper that takes
-the core away from the work gains nothing.
+the core away from the work gains nothing. The message is as large as those of the job: buffers of
+the operating system take in a small one, which then needs no help, and not a large one.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ _AS_GOOD = 0.4
 
 _NO_THREADS = "this MPI does not allow calls from several threads"
 _FIRST_BYTES, _FEWEST_BYTES, _MOST_BYTES = 2**20, 2**18, 2**23
-_WANTED_S = 0.02
-"""Time of the message that the trial aims at."""
+_LONGEST_S = 0.15
+"""Time of a message; on slower links it is smaller."""
 _WORK = 1.5
 """Time of the work, in times of the message."""
-_FEWEST, _MOST = 5, 25
+_FEWEST, _MOST = 3, 25
 _MODE_S = 0.15
 """Time for the repeats of one mode, if the fewest do not take longer."""
 _ORDER = 96  # a product of matrices of this order is an operator of some ten microseconds
@@ -69,12 +70,15 @@ class Choice:
         return Progress(self.mode, whole if self.mode == "none" else HELPED)
 
 
-def choose_progress(communicator: MPI.Comm, wanted: str = "auto") -> Choice:
-    """The help to use, the same on all ranks. Collective; takes up to about 2 s on slow links.
+def choose_progress(
+    communicator: MPI.Comm, wanted: str = "auto", message_bytes: int = _MOST_BYTES
+) -> Choice:
+    """The help to use, the same on all ranks. Collective; takes some seconds on slow links.
 
     Args:
         communicator: of its own.
         wanted: a mode, or ``auto`` to try out.
+        message_bytes: of the largest message there will be; the same on all ranks.
     """
     # One rank whose MPI was started for a single thread decides for all: they must choose alike.
     threads = communicator.allreduce(MPI.Query_thread(), op=MPI.MIN) >= MPI.THREAD_MULTIPLE
@@ -85,7 +89,7 @@ def choose_progress(communicator: MPI.Comm, wanted: str = "auto") -> Choice:
     if communicator.size == 1:
         return Choice("none", "a single rank")
     modes = [mode for mode in MODES if mode != "thread" or threads]
-    mine = _trial(communicator, modes)
+    mine = _trial(communicator, modes, message_bytes)
     gained = {mode: communicator.allreduce(mine[mode], op=MPI.MAX) for mode in modes[1:]}
     choice = decide(gained)
     return choice if threads else replace(choice, why=f"{_NO_THREADS}; {choice.why}")
@@ -106,7 +110,7 @@ def decide(gained: dict[str, float]) -> Choice:
     return Choice(mode, words, rows)
 
 
-def _trial(communicator: MPI.Comm, modes: Sequence[str]) -> dict[str, float]:
+def _trial(communicator: MPI.Comm, modes: Sequence[str], message_bytes: int) -> dict[str, float]:
     """What every mode gains at this rank, at the better of its two neighbours."""
     found = dict.fromkeys(modes, 0.0)
     for first in (0, 1):  # pairs (0, 1), (2, 3) ..., then (1, 2), (3, 4) ...
@@ -114,7 +118,7 @@ def _trial(communicator: MPI.Comm, modes: Sequence[str]) -> dict[str, float]:
         rank = communicator.rank
         other = rank + 1 if (rank - first) % 2 == 0 else rank - 1
         if rank >= first and 0 <= other < communicator.size and other >= first:
-            gained = _gains(_Pair(communicator, other), modes)
+            gained = _gains(_Pair(communicator, other), modes, message_bytes)
             found = {mode: max(found[mode], gained[mode]) for mode in modes}
     barrier(communicator)
     return found
@@ -166,11 +170,11 @@ class _Pair:
         )
 
 
-def _gains(pair: _Pair, modes: Sequence[str]) -> dict[str, float]:
+def _gains(pair: _Pair, modes: Sequence[str], message_bytes: int) -> dict[str, float]:
     """Of every mode, the time it saves, in times of the message; of the least disturbed trials."""
-    size = _FIRST_BYTES
-    alone_s = _alone_s(pair, size)
-    size = int(min(_MOST_BYTES, max(_FEWEST_BYTES, size * _WANTED_S / alone_s)))
+    in_time = _FIRST_BYTES * _LONGEST_S / _alone_s(pair, _FIRST_BYTES)
+    wanted = min(_MOST_BYTES, max(_FIRST_BYTES, message_bytes))
+    size = int(max(_FEWEST_BYTES, min(wanted, in_time)))
     alone_s = _alone_s(pair, size)
     products = int(pair.larger(_WORK * alone_s / _product_s())) + 1
     buffers = _buffers(size)

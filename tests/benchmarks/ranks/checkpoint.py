@@ -11,6 +11,7 @@ from typing import Any
 from mpi4py import MPI
 from trainers import Training, in_turns
 
+from pipectl.plan import Plan
 from pipectl.runtime.process import settle_process
 from pipectl.runtime.transport import choose_progress
 from pipectl.spec import load
@@ -45,7 +46,8 @@ class Saving(Training):
 def main(folder: Path) -> None:
     settle_process(1)
     case = json.loads((folder / "case.json").read_text())
-    choice = choose_progress(MPI.COMM_WORLD.Dup(), "auto")
+    most = Plan.load(folder / "plan.json").most_sent_bytes
+    choice = choose_progress(MPI.COMM_WORLD.Dup(), "auto", most)
     with choice.progress(staged=False) as progress:
         saving = Saving(case, "with", progress, str(case["steps"]))
         trainings = {"without": Saving(case, "without", progress, "null"), "with": saving}

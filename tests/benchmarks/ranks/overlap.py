@@ -113,7 +113,7 @@ def work(size: int) -> None:
         for mode, pieces, name in WAYS:
             figures = rank.figures(mode, pieces, late, both=both)
             rows.append((what, name, *(f"{value:.2f}" for value in figures)))
-    choice = choose_progress(rank.world.Dup())
+    choice = choose_progress(rank.world.Dup(), "auto", size)
     if rank.world.rank == 0:
         say(rank.alone_s, rows, f"{choice.mode}: {choice.why}")
 

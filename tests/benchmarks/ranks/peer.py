@@ -75,7 +75,8 @@ def main(folder: Path) -> None:
     store = dist.TCPStore(case["host"], case["port"], world.size, world.rank == 0)
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
     found: dict[str, list[float]] = {}
-    with choose_progress(world.Dup(), "auto").progress(staged=False) as progress:
+    most = max(Plan.load(folder / f"{name}.json").most_sent_bytes for name in case["plans"])
+    with choose_progress(world.Dup(), "auto", most).progress(staged=False) as progress:
         steps = dict(contenders(case, folder, progress))
         for _ in range(case["rounds"]):
             for name, step in steps.items():

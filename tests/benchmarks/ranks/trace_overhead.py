@@ -34,7 +34,8 @@ def main(folder: Path) -> None:
     settle_process(1)
     case = json.loads((folder / "case.json").read_text())
     total = WARM_UP + case["rounds"] * case["steps"]
-    choice = choose_progress(MPI.COMM_WORLD.Dup(), "auto")
+    most = Plan.load(folder / "plan.json").most_sent_bytes
+    choice = choose_progress(MPI.COMM_WORLD.Dup(), "auto", most)
     with choice.progress(staged=False) as progress:
         trainings = {
             "none": Recording(folder, "none", progress, "{steps: []}", total),

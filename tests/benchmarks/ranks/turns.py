@@ -196,7 +196,10 @@ def main(folder: Path) -> None:
     case = json.loads((folder / "case.json").read_text())
     settle_process(1)
     world = MPI.COMM_WORLD
-    with choose_progress(world.Dup(), "auto").progress(staged=False) as progress:
+    most = max(
+        Plan.load(folder / given["plan"]).most_sent_bytes for given in case["contenders"].values()
+    )
+    with choose_progress(world.Dup(), "auto", most).progress(staged=False) as progress:
         mine = measure(case, folder, progress)
     mine["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     everyone = world.gather(mine)

@@ -65,10 +65,11 @@ def test_pieces_follow_from_the_choice(mode, staged, pieces) -> None:
 TRIAL = """
 from mpi4py import MPI
 from pipectl.runtime.transport import choose_progress
-found = choose_progress(MPI.COMM_WORLD.Dup())
-everyone = MPI.COMM_WORLD.allgather(found)
-assert all(choice == found for choice in everyone), everyone
-assert dict(found.gained).keys() == {"poll", "thread"}
+for message_bytes in 0, 2**22:
+    found = choose_progress(MPI.COMM_WORLD.Dup(), "auto", message_bytes)
+    everyone = MPI.COMM_WORLD.allgather(found)
+    assert all(choice == found for choice in everyone), everyone
+    assert dict(found.gained).keys() == {"poll", "thread"}
 """
 
 
