@@ -5,6 +5,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -204,7 +205,8 @@ def test_a_log_is_followed_as_it_grows(
         (finished / "exit_code").write_text("0\n")
 
     (finished / "exit_code").unlink()
-    monkeypatch.setattr("pipectl.cli.logs.time.sleep", end)
+    clock = SimpleNamespace(time=time.time, monotonic=time.monotonic, sleep=end)
+    monkeypatch.setattr("pipectl.cli.logs.time", clock)
     assert cli("logs", "-f").out == "started\nzero [31mred\nmore\n"
 
 

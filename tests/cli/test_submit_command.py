@@ -3,8 +3,10 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -252,7 +254,7 @@ def test_an_interrupt_ends_the_waiting_and_not_the_run(
 
     local_mpi("mpiexec", "exec sleep 60")
     with monkeypatch.context() as patch:
-        patch.setattr("pipectl.cli.follow.time.sleep", interrupt)
+        patch.setattr("pipectl.cli.follow.time", SimpleNamespace(time=time.time, sleep=interrupt))
         result = cli("submit", "job.yaml", "--scheduler", "local", "--wait")
     run = only_run().name
     assert result.code == 130
