@@ -22,7 +22,7 @@ from pipectl.planner.listed import listed_plan
 from pipectl.planner.policies import antichain
 from pipectl.planner.policies.policy_plans import policy_plans
 from pipectl.planner.proof import proven
-from pipectl.planner.rating import PLANNER
+from pipectl.planner.rating import PLANNER, have_same_least_load
 from pipectl.planner.replication.copies import copied_plans, one_copy
 from pipectl.planner.replication.replicated import MANY_RANKS, replicated_plans
 from pipectl.planner.request import PLACED, PlanRequest
@@ -144,8 +144,7 @@ def _one_rank_a_stage(
 
 def _as_proven_of(known: Plan, plan: Plan) -> Plan:
     """A plan with what is proven of the largest load of plans of its shape, if one is known."""
-    shapes = {(len(each.stages), each.micro_batch_size) for each in (known, plan)}
-    if len(shapes) > 1 or known.search is None or plan.search is None:
+    if known.search is None or plan.search is None or not have_same_least_load(known, plan):
         return plan
     least_s, exact = known.search.lower_bound_s, known.search.exact
     return replace(plan, search=replace(plan.search, lower_bound_s=least_s, exact=exact))

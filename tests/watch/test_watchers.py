@@ -104,18 +104,21 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
         rank.close()
 
 
-def test_a_rank_that_says_goodbye_is_not_reported(job: Job) -> None:
-    (rank,) = job.start(1)
-    rank.watch()
-    rank.says(BYE)
-    rank.is_left()
-    assert job.reports == {}
+@pytest.fixture
+def two(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[Job, Rank, Rank]:
+    """The head and another rank, both watched, of a job that is soon ended."""
+    monkeypatch.setattr(watcher, "_GRACE_S", 0.2)
+    first, second = job.start(2)
+    first.watch()
+    second.watch()
+    return job, first, second
 
 
-def test_a_rank_alone_that_says_why_it_fails_is_not_reported(job: Job) -> None:
+@pytest.mark.parametrize("words", [BYE, FAILING])
+def test_a_rank_alone_that_says_why_it_ends_is_not_reported(job: Job, words: bytes) -> None:
     (rank,) = job.start(1)
     rank.watch()
-    rank.says(FAILING)
+    rank.says(words)
     rank.is_left()
     assert job.reports == {}
 
@@ -130,12 +133,9 @@ def test_a_rank_that_is_killed_is_reported(job: Job) -> None:
 
 
 def test_the_head_reports_another_that_is_killed_and_ends_all(
-    job: Job, monkeypatch: pytest.MonkeyPatch
+    two: tuple[Job, Rank, Rank],
 ) -> None:
-    monkeypatch.setattr(watcher, "_GRACE_S", 0.2)
-    first, second = job.start(2)
-    first.watch()
-    second.watch()
+    job, first, second = two
     second.ends()
     second.is_left()
     assert first.process.wait(LONG_S) == -signal.SIGKILL
@@ -145,12 +145,9 @@ def test_the_head_reports_another_that_is_killed_and_ends_all(
 
 
 def test_a_rank_that_says_why_it_fails_ends_all_and_is_not_reported(
-    job: Job, monkeypatch: pytest.MonkeyPatch
+    two: tuple[Job, Rank, Rank],
 ) -> None:
-    monkeypatch.setattr(watcher, "_GRACE_S", 0.2)
-    first, second = job.start(2)
-    first.watch()
-    second.watch()
+    job, first, second = two
     second.says(FAILING + b"ValueError")
     second.ends()
     assert first.process.wait(LONG_S) == -signal.SIGKILL

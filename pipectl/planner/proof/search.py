@@ -27,7 +27,7 @@ from pipectl.planner.proof.costs import LeastCosts
 from pipectl.planner.proof.layouts import Arrangement, arrangements, orders_of
 from pipectl.planner.proof.links import Ways
 from pipectl.planner.proof.plan_bound import plan_bound_s
-from pipectl.planner.rating import largest_load_s
+from pipectl.planner.rating import have_same_least_load, largest_load_s
 from pipectl.planner.request import PLACED, Order, PlanRequest
 from pipectl.profile import Profile
 from pipectl.simulate import simulate
@@ -244,7 +244,7 @@ class _Proof:
         """Of the best plan's stages: the largest load, and the least that is certain."""
         plan, cluster = self.best, self._problem.cluster
         largest_s = largest_load_s(plan, cluster)
-        if _shape(plan) == _shape(self._given):  # whose bound is that of all such plans
+        if have_same_least_load(plan, self._given):
             return {"max_stage_load_s": largest_s}
         times = self._problem.block_times(plan.micro_batch_size, cached=True)
         speed = sum(cluster.device(rank).speed for rank in range(cluster.ranks))
@@ -253,11 +253,6 @@ class _Proof:
             "lower_bound_s": min(largest_s, sum(times) / speed),
             "exact": False,
         }
-
-
-def _shape(plan: Plan) -> tuple[object, ...]:
-    """What the least possible load depends on."""
-    return plan.micro_batch_size, [stage.replicas for stage in plan.stages]
 
 
 def _room(stages: int) -> Promising:

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from mpi4py import MPI
-from trainers import Training, in_turns
+from trainers import Training, helped, in_turns
 
-from pipectl.plan import Plan
 from pipectl.runtime.process import settle_process
-from pipectl.runtime.transport import choose_progress
 from pipectl.spec import load
 
 
@@ -46,9 +44,7 @@ class Saving(Training):
 def main(folder: Path) -> None:
     settle_process(1)
     case = json.loads((folder / "case.json").read_text())
-    most = Plan.load(folder / "plan.json").most_sent_bytes
-    choice = choose_progress(MPI.COMM_WORLD.Dup(), "auto", most)
-    with choice.progress(staged=False) as progress:
+    with helped([folder / "plan.json"]) as progress:
         saving = Saving(case, "with", progress, str(case["steps"]))
         trainings = {"without": Saving(case, "without", progress, "null"), "with": saving}
         times = in_turns(trainings, case["warm_up"], case["rounds"], case["steps"])

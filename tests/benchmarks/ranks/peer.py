@@ -22,11 +22,12 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "corpus"))
 
 import packages
+from trainers import helped
 from turns import Step, timed, trained
 
 from pipectl.capture import CapturedJob
 from pipectl.plan import Plan
-from pipectl.runtime.transport import Progress, choose_progress
+from pipectl.runtime.transport import Progress
 from pipectl.spec import JobSpec, load
 
 Case = dict[str, Any]
@@ -75,8 +76,7 @@ def main(folder: Path) -> None:
     store = dist.TCPStore(case["host"], case["port"], world.size, world.rank == 0)
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
     found: dict[str, list[float]] = {}
-    most = max(Plan.load(folder / f"{name}.json").most_sent_bytes for name in case["plans"])
-    with choose_progress(world.Dup(), "auto", most).progress(staged=False) as progress:
+    with helped(folder / f"{name}.json" for name in case["plans"]) as progress:
         steps = dict(contenders(case, folder, progress))
         for _ in range(case["rounds"]):
             for name, step in steps.items():

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 from mpi4py import MPI
-from trainers import Training, in_turns
+from trainers import Training, helped, in_turns
 
 from pipectl.plan import Plan
 from pipectl.runtime.process import settle_process
-from pipectl.runtime.transport import Progress, choose_progress
+from pipectl.runtime.transport import Progress
 from pipectl.schedule import lower
 from pipectl.spec import load
 
@@ -34,9 +34,7 @@ def main(folder: Path) -> None:
     settle_process(1)
     case = json.loads((folder / "case.json").read_text())
     total = WARM_UP + case["rounds"] * case["steps"]
-    most = Plan.load(folder / "plan.json").most_sent_bytes
-    choice = choose_progress(MPI.COMM_WORLD.Dup(), "auto", most)
-    with choice.progress(staged=False) as progress:
+    with helped([folder / "plan.json"]) as progress:
         trainings = {
             "none": Recording(folder, "none", progress, "{steps: []}", total),
             "every": Recording(folder, "every", progress, "{every: 1}", total),

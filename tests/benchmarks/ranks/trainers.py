@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.failure import Doing
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.trainer import Trainer
+from pipectl.runtime.transport import Progress, choose_progress
 from pipectl.runtime.waiting import barrier
 from pipectl.spec import JobSpec
 
@@ -60,6 +61,12 @@ class Training:
     def finish(self) -> None:
         """End what goes on beside the steps."""
         self.trainer._telemetry.finish()
+
+
+def helped(plans: Iterable[Path]) -> Progress:
+    """Messages with the help that suits the largest one of some plans. Collective."""
+    most = max(Plan.load(path).most_sent_bytes for path in plans)
+    return choose_progress(MPI.COMM_WORLD.Dup(), "auto", most).progress(staged=False)
 
 
 def in_turns(

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mpi4py import MPI
+from trainers import helped
 
 from pipectl.capture import CapturedJob
 from pipectl.plan import Plan
@@ -34,7 +35,7 @@ from pipectl.runtime.reduction import Reducer
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.step_input import StepInput
 from pipectl.runtime.trainer import Trainer
-from pipectl.runtime.transport import Progress, choose_progress
+from pipectl.runtime.transport import Progress
 from pipectl.runtime.waiting import barrier
 from pipectl.schedule import Kind
 from pipectl.spec import JobSpec, load
@@ -196,10 +197,8 @@ def main(folder: Path) -> None:
     case = json.loads((folder / "case.json").read_text())
     settle_process(1)
     world = MPI.COMM_WORLD
-    most = max(
-        Plan.load(folder / given["plan"]).most_sent_bytes for given in case["contenders"].values()
-    )
-    with choose_progress(world.Dup(), "auto", most).progress(staged=False) as progress:
+    plans = {folder / given["plan"] for given in case["contenders"].values()}
+    with helped(plans) as progress:
         mine = measure(case, folder, progress)
     mine["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     everyone = world.gather(mine)
