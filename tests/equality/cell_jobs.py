@@ -75,8 +75,8 @@ UNFLUSHED = {
 """Models, their batches and memory, that are also trained without flushes."""
 UNFLUSHED_STEPS, UNFLUSHED_STRETCH = 16, 11
 """Enough for a body on four ranks, and an evaluation on the way, which empties the pipeline."""
-STEPS = 6
-MORE_STEPS = {"gpt_float16": 10, "cnn_float16": 10, "cnn_bf16": 10, "cnn": 10}
+STEPS = 4
+MORE_STEPS = {"gpt_float16": 8, "cnn_float16": 8, "cnn_bf16": 8, "cnn": 8}
 """Models of which some steps are left out, and one that is compared with them."""
 
 
