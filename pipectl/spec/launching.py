@@ -31,7 +31,8 @@ class Launch(Section):
         "where `sbatch` is found, else `pbs` where `qsub` is.",
     )
     launcher: Launcher = Field(
-        default="auto", description="The command that starts the ranks; `auto` follows the MPI."
+        default="auto",
+        description="The command that starts the ranks; `auto` is `mpiexec`. `srun` needs Slurm.",
     )
     mpi: Line = Field(
         default="auto",
@@ -151,5 +152,6 @@ class Output(Section):
 
     directory: Line = Field(
         default="runs",
-        description="Directory of the run directories, relative to the directory of the command.",
+        description="Directory of the run directories, relative to the directory of the command. "
+        "Commands on runs look in `runs`, or where `-d` says.",
     )

@@ -42,7 +42,8 @@ class Pipeline(Section):
     )
     warm_up: AutoCounts = Field(
         default=None,
-        description="Forwards each stage runs before its first backward, one number a stage.",
+        description="Forwards each stage runs before its first backward, one number a stage; needs "
+        "`stages`.",
     )
     replicas: AutoReplicas = Field(
         default=None,

@@ -18,9 +18,10 @@ class Sweep(Section):
     """Several runs of this job that differ in some values: a job array on Slurm and PBS.
 
     Keys are dotted as for `--set`. What decides which nodes a job gets is the same for all runs:
-    `resources`, `slurm`, `pbs`, `launch.scheduler`, how a checkpoint is asked for, `name` and
-    `output` cannot be swept. All commands but `check` and `submit` leave the sweep alone, and work
-    on the job as the rest of the file says. See [sweeps](sweeps.md).
+    `version`, `name`, `resources`, `slurm`, `pbs`, `launch.scheduler`, `launch.template`, `output`,
+    `site_defaults` and how a checkpoint is asked for (`on_signal`, `lead_time`, `max_requeues`)
+    cannot be swept. All commands but `check` and `submit` leave the sweep alone, and work on the
+    job as the rest of the file says. See [sweeps](sweeps.md).
     """
 
     grid: Grid = Field(
