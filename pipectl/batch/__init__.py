@@ -15,10 +15,12 @@ from pipectl.batch.protocol import (
 )
 from pipectl.batch.registry import NAMES, get
 from pipectl.batch.resolve import Evidence, resolve
+from pipectl.batch.script import CHECKPOINTED
 from pipectl.batch.template import Template
 from pipectl.batch.template import check as check_template
 
 __all__ = [
+    "CHECKPOINTED",
     "NAMES",
     "Array",
     "Container",

@@ -130,7 +130,7 @@ def _shell_code(state: JobState, code: int | None) -> int | None:
 
 def _comment(state: JobState, fields: Mapping[str, str]) -> str:
     """Why it waits."""
-    if state not in {JobState.QUEUED, JobState.HELD}:
+    if not state.waits:
         return ""
     if state is JobState.HELD and fields.get("depend"):
         return f"waits for {fields['depend']}"

@@ -30,6 +30,11 @@ class JobState(StrEnum):
     UNKNOWN = "UNKNOWN"
 
     @property
+    def waits(self) -> bool:
+        """Whether the job has yet to start, maybe once more."""
+        return self in {JobState.QUEUED, JobState.HELD}
+
+    @property
     def final(self) -> bool:
         """Whether the job is over for good; UNKNOWN is not."""
         return self in _FINAL
@@ -143,8 +148,8 @@ class Stop:
     Args:
         signal: that the job script then gets, ``USR2`` or ``USR1``.
         lead_time_s: between the signal and the end of the walltime.
-        requeues: how often the batch system may start the job again after that, or after the
-            failure of a node.
+        requeues: up to which start of the run the batch system may start the job again after that,
+            or after the failure of a node.
     """
 
     signal: str = "USR2"

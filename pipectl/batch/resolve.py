@@ -48,7 +48,7 @@ def resolve(evidence: Evidence) -> JobStatus:
     listed = evidence.listed
     if listed is not None and listed.state is not JobState.UNKNOWN:
         return _completed_by_file(listed, evidence)
-    if evidence.exit_code is not None:
+    if evidence.exit_code is not None and not _may_go_on(evidence):
         return _from_exit_code(evidence.exit_code, evidence.cancelled)
     if evidence.cancelled and evidence.query_error is None and listed is None:
         reason = "cancelled, and no longer listed"
@@ -89,6 +89,12 @@ def _from_exit_code(code: int, cancelled: bool) -> JobStatus:
     return JobStatus(state, reason=reason, exit_code=code, source="run directory")
 
 
+def _may_go_on(evidence: Evidence) -> bool:
+    """Whether the code may be of an earlier start, and the next one waits in a queue that could
+    not be asked."""
+    return evidence.exit_code == CHECKPOINTED and evidence.query_error is not None
+
+
 def _is_fresh(evidence: Evidence) -> bool:
     beat = evidence.heartbeat_at
     return beat is not None and abs(evidence.now - beat) < HEARTBEAT_FRESH_S
@@ -107,7 +113,10 @@ def _why_unknown(evidence: Evidence) -> str:
     parts = [_silence(evidence)]
     if evidence.submitting:
         parts.insert(0, "its submission was never confirmed")
-    parts.append("no exit code in the run directory")
+    if evidence.exit_code is None:
+        parts.append("no exit code in the run directory")
+    else:
+        parts.append("stopped at a checkpoint, and may go on")
     if evidence.heartbeat_at is None:
         parts.append("no heartbeat")
     else:

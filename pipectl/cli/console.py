@@ -6,7 +6,9 @@ import json
 import os
 import re
 import sys
+from collections.abc import Mapping
 from io import TextIOWrapper
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +64,17 @@ def short(path: Path) -> str:
 
 
 def say_json(value: Any) -> None:
-    """A machine-readable answer."""
-    sys.stdout.write(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+    """A machine-readable answer; JSON has no numbers that are not finite, which become null."""
+    text = json.dumps(_finite(value), indent=1, ensure_ascii=False, allow_nan=False)
+    sys.stdout.write(f"{text}\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def _console(*, stderr: bool) -> Console:

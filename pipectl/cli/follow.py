@@ -53,11 +53,12 @@ def exit_code(found: RunStatus) -> int:
 
 def _look(found: RunStatus, progress: Report) -> None:
     """Move the bar by what the files say, until it is time to ask the batch system again."""
+    of_earlier_start = found.job.state.waits and found.run.exit_code.exists()
     for _ in range(_polls(found)):
         time.sleep(_POLL_S)
         now = figures(found.run, found.record)
         progress(now.step, found.steps or 1, f"{_label(found)}{_loss(now)}")
-        if found.run.exit_code.exists():
+        if found.run.exit_code.exists() and not of_earlier_start:
             return
 
 

@@ -98,7 +98,7 @@ def _beside(reference: str, directory: Path) -> str:
     file = parse(reference, Path()).file
     if file is None:
         return reference
-    path = os.path.relpath(file, directory.absolute())
+    path = os.path.relpath(file, directory.resolve())
     return f"{path if path.startswith('..') else f'./{path}'}:{reference.rpartition(':')[2]}"
 
 

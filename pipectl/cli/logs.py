@@ -12,7 +12,15 @@ import typer
 from pipectl.cli.console import note, plain
 from pipectl.cli.options import RUNS, RunsDirectory, names_of_runs
 from pipectl.errors import PipectlError, UsageError
-from pipectl.runs import Line, Printed, Record, RunDirectory, find_run, late_lines
+from pipectl.runs import (
+    Line,
+    Printed,
+    Record,
+    RunDirectory,
+    find_run,
+    late_lines,
+    read_exit_code,
+)
 
 _POLL_S = 0.5
 _LOOK_S = 10.0
@@ -50,16 +58,23 @@ def command(
 
 def _follow(run: RunDirectory, printed: Printed, shown: _Shown) -> None:
     """Print what is added until the run is over; the batch system is asked now and then."""
-    from pipectl.jobs.status import status
-
-    over = False
-    while not over:
-        shown.print(printed.whole())
+    shown.print(printed.whole())
+    while not _is_over(run):
+        of_earlier_start = run.exit_code.exists()
         until = time.monotonic() + _LOOK_S
-        while time.monotonic() < until and not run.exit_code.exists():
+        while time.monotonic() < until and (of_earlier_start or not run.exit_code.exists()):
             time.sleep(_POLL_S)
             shown.print(printed.whole())
-        over = run.exit_code.exists() or status(run, time.time()).job.state.final
+
+
+def _is_over(run: RunDirectory) -> bool:
+    """What stopped at a checkpoint may go on: the batch system knows."""
+    from pipectl.batch import CHECKPOINTED
+    from pipectl.jobs.status import status
+
+    if read_exit_code(run) not in (None, CHECKPOINTED):
+        return True
+    return status(run, time.time()).job.state.final
 
 
 def _check(run: RunDirectory, ranks: Sequence[int]) -> None:

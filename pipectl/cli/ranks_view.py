@@ -47,7 +47,7 @@ def _cells(rank: Mapping[str, Any], peak: Peak | None) -> tuple[object, ...]:
     return (
         rank["rank"],
         rank.get("node", ""),
-        ",".join(map(str, rank.get("stages", ()))),
+        ",".join(map(str, rank.get("stages") or ())),
         "" if waiting is None else bar(1 - waiting),
         "" if waiting is None else f"{waiting:.0%}",
         "" if busy_s is None else format_time(busy_s),

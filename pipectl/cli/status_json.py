@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipectl.batch import JobState
 from pipectl.jobs.status import RunStatus
 
 
@@ -26,7 +25,7 @@ def status_json(status: RunStatus) -> dict[str, Any]:
         "submitted_at": status.record.submitted_at if status.record else None,
         "phase": status.phase,
         "restarts": status.restarts,
-        "expected_start": job.start if job.state in {JobState.QUEUED, JobState.HELD} else None,
+        "expected_start": job.start if job.state.waits else None,
         "step": found.step,
         "steps": status.steps,
         "first_loss": found.first_loss,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from pipectl.batch import JobState, JobStatus
+from pipectl.batch import JobStatus
 from pipectl.cli.console import note, output, plain, say, say_json
 from pipectl.cli.rows import Rows
 from pipectl.cli.status_json import status_json
@@ -89,7 +89,7 @@ def _cells(status: RunStatus) -> tuple[str, ...]:
 
 def _waits_for(job: JobStatus) -> str:
     """What a job in the queue waits for, and until when, as far as the batch system says."""
-    if job.state not in {JobState.QUEUED, JobState.HELD}:
+    if not job.state.waits:
         return ""
     start = "" if job.start is None else f"{datetime.fromtimestamp(job.start):%a %H:%M}"
     return ", ".join(filter(None, (job.reason[:_REASON], start and f"until {start}")))

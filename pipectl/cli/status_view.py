@@ -62,7 +62,7 @@ def _details(status: RunStatus) -> Iterator[tuple[str, str]]:
     found, job = status.measured, status.job
     if job.reason:
         yield "reason", job.reason
-    if job.start is not None and job.state in {JobState.QUEUED, JobState.HELD}:
+    if job.start is not None and job.state.waits:
         yield "expected", f"to start {datetime.fromtimestamp(job.start):%Y-%m-%d %H:%M}"
     if status.restarts:
         yield "restarts", str(status.restarts)
@@ -75,15 +75,19 @@ def _details(status: RunStatus) -> Iterator[tuple[str, str]]:
         yield "progress", made
     yield from _speed(status)
     if found.evaluation:
-        values = ", ".join(f"{name} {value:.4g}" for name, value in found.evaluation.items())
+        values = ", ".join(f"{name} {_figure(value)}" for name, value in found.evaluation.items())
         yield "evaluation", f"after step {found.evaluation_step}: {values}"
     if found.first_loss is not None:
-        now = "not finite" if found.last_loss is None else f"{found.last_loss:.4g}"
+        now = _figure(found.last_loss)
         yield "loss", f"{found.first_loss:.4g} after the first step, {now} now"
     if found.not_finite:
         *more, last = found.not_finite
         before = f"; {len(more)} steps before it" if more else ""
         yield "not finite", f"step {last}: {found.fault}{before}"
+
+
+def _figure(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4g}"
 
 
 def _files(status: RunStatus) -> Iterator[tuple[str, str]]:

@@ -17,6 +17,7 @@ from pipectl.cli.rehearse import rehearse
 from pipectl.cli.submit_script import forecast, print_script, tell_launch
 from pipectl.cli.submit_sweep import submit_points
 from pipectl.cli.submitted import answer, follow_to_the_end, tell_plan
+from pipectl.errors import UsageError
 
 if TYPE_CHECKING:
     from pipectl.jobs.submit import Submission
@@ -50,6 +51,10 @@ def command(
     """Run a job, profiling and planning it where needed."""
     from pipectl.spec import load_sweep
 
+    if as_json and (dry_run or test_only):
+        raise UsageError("--json: --dry-run and --test-only print text", cure="leave it out")
+    if after and rehearsal:
+        raise UsageError("--after: a rehearsal waits for no other run", cure="leave it out")
     spec, points = load_sweep(job, overrides or ())
     name = None if scheduler is None else scheduler.value
     if dry_run:

@@ -61,12 +61,13 @@ def cancel_sweep(sweep: SweepDirectory, now: float) -> int:
     alive = [item for item in known if not item.job.state.final]
     # On this machine, those that wait must know before the end of others makes them start.
     alive.sort(key=lambda item: item.job.state is not JobState.QUEUED)
-    _end(alive, now)
-    return len(alive)
+    return _end(alive, now)
 
 
-def _end(alive: Sequence[RunStatus], now: float) -> None:
+def _end(alive: Sequence[RunStatus], now: float) -> int:
+    """How many were ended; that of others takes time, in which one may come to its own end."""
     ended: set[str] = set()
+    count = 0
     for item in alive:
         with locked(item.run):
             record = completed(item.run, now)
@@ -74,8 +75,12 @@ def _end(alive: Sequence[RunStatus], now: float) -> None:
                 continue
             scheduler = get(record.scheduler)
             own = record.task is None
+            if own and status(item.run, now).job.state.final:
+                continue
             job_id = record.job_id if own else scheduler.array_id(record.job_id)
             if job_id not in ended:
                 scheduler.cancel(job_id)
                 ended.add(job_id)
             record.after(now, "cancelled").save(item.run.record)
+            count += 1
+    return count

@@ -8,6 +8,7 @@ from typing import Any
 from pipectl.errors import DataFileError
 from pipectl.files import read_json
 from pipectl.runs import RunDirectory, read_errors
+from pipectl.runs.sound import sound
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def culprit(run: RunDirectory) -> Culprit | None:
 
 def _preparation(run: RunDirectory) -> list[dict[str, Any]]:
     try:
-        return [read_json(run.preparation_error, cure="")]
+        return [sound(read_json(run.preparation_error, cure=""))]
     except DataFileError:
         return []
 

@@ -24,21 +24,23 @@ def jobs_of(runs: Sequence[RunDirectory], scheduler: str, now: float) -> tuple[s
     """
     found = [status for status in statuses(runs, now) if status.job.state is not JobState.COMPLETED]
     jobs = tuple(_job_of(status, scheduler) for status in found)
-    return _arrays(runs, jobs) if scheduler == PBS else jobs
+    return _arrays([status.run for status in found], runs, jobs) if scheduler == PBS else jobs
 
 
-def _arrays(runs: Sequence[RunDirectory], jobs: Sequence[str]) -> tuple[str, ...]:
+def _arrays(
+    awaited: Sequence[RunDirectory], named: Sequence[RunDirectory], jobs: Sequence[str]
+) -> tuple[str, ...]:
     """On PBS nothing can wait for a single job of an array: the arrays, where all runs are named.
 
     Raises:
         UsageError: not all runs of an array are.
     """
     array_id = get(PBS).array_id
-    for run, record in ((run, Record.load(run.record)) for run in runs):
+    for run, record in ((run, Record.load(run.record)) for run in awaited):
         alone = record.job_id is None or array_id(record.job_id) == record.job_id
         if record.sweep is None or alone:
             continue
-        if not set(sweep_of(run, record.sweep.name).runs()) <= set(runs):
+        if not set(sweep_of(run, record.sweep.name).runs()) <= set(named):
             raise UsageError(
                 f"--after {run.name}: PBS lets no job wait for one of an array",
                 cure=f"wait for all of it: --after {record.sweep.name}",

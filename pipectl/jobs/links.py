@@ -13,7 +13,7 @@ from pipectl.jobs.launching import settle
 from pipectl.jobs.machines import measured_key
 from pipectl.jobs.measuring_run import submit_measuring
 from pipectl.jobs.request import job_request, make_tag
-from pipectl.jobs.submit import Submission
+from pipectl.jobs.submit import Submission, removed_on_failure
 from pipectl.runs import RunDirectory
 
 if TYPE_CHECKING:
@@ -47,7 +47,8 @@ def submit_links(
         )
     make_directory(output.parent)
     run = RunDirectory.create(Path(spec.output.directory), f"{spec.name}-links", now)
-    request = _request(spec, run, scheduler, output.absolute(), BUDGET_S[effort])
+    with removed_on_failure(run):
+        request = _request(spec, run, scheduler, output.absolute(), BUDGET_S[effort])
     return submit_measuring(run, spec, request, scheduler, now)
 
 

@@ -36,8 +36,11 @@ def cluster_of(spec: JobSpec, scheduler: str) -> Cluster:
     return find_machines(spec, scheduler).cluster
 
 
-def find_machines(spec: JobSpec, scheduler: str) -> Machines:
+def find_machines(spec: JobSpec, scheduler: str, base: Path | None = None) -> Machines:
     """The described cluster, else the measured one if it is of this job, else an assumed one.
+
+    Args:
+        base: where the measured one lies, if not in the spec's output directory.
 
     Raises:
         MismatchError: the described cluster has another number of ranks than the resources.
@@ -46,7 +49,7 @@ def find_machines(spec: JobSpec, scheduler: str) -> Machines:
     if spec.cluster_file is not None:
         return Machines(_described(spec, spec.cluster_file), spec.cluster_file)
     assumed = _this_machine(spec) if scheduler == LOCAL else _allocation(spec)
-    path = cluster_path(spec)
+    path = cluster_path(spec, base)
     if not path.exists():
         return Machines(assumed)
     measured = Cluster.load(path)

@@ -31,7 +31,7 @@ class Measured:
     samples_per_s: float | None = None
     step_time_s: float | None = None
     evaluation_step: int | None = None
-    evaluation: Mapping[str, float] = field(default_factory=dict)
+    evaluation: Mapping[str, float | None] = field(default_factory=dict)
     not_finite: tuple[int, ...] = ()
     fault: str = ""
 
@@ -99,7 +99,7 @@ def measured(lines: Iterable[Mapping[str, Any]]) -> Measured:
         samples_per_s=last.get("samples_per_s"),
         step_time_s=step_time_s,
         evaluation_step=evaluation.get("step"),
-        evaluation=evaluation.get("evaluation", {}),
+        evaluation=evaluation.get("evaluation") or {},
         not_finite=tuple(line["step"] for line in faults),
         fault=_fault(faults[-1]["not_finite"]) if faults else "",
     )

@@ -33,9 +33,14 @@ def plan_path(spec: JobSpec) -> Path:
     return Path(spec.output.directory) / f"{spec.name}.plan.json"
 
 
-def cluster_path(spec: JobSpec) -> Path:
-    """``runs/<name>.cluster.json``, where measured links are."""
-    return Path(spec.output.directory) / f"{spec.name}.cluster.json"
+def cluster_path(spec: JobSpec, base: Path | None = None) -> Path:
+    """``runs/<name>.cluster.json``, where measured links are.
+
+    Args:
+        base: instead of the spec's output directory.
+    """
+    directory = Path(spec.output.directory) if base is None else base
+    return directory / f"{spec.name}.cluster.json"
 
 
 def cache_directory(base: Path) -> Path:

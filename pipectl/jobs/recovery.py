@@ -48,7 +48,8 @@ def completed(run: RunDirectory, now: float, *, wait: bool = True) -> Record:
         record = record.after(
             now, "submitted", job_id=job_id, detail=f"{job_id}, by its own script"
         )
-        record.save(run.record)
+        with suppress(UsageError):  # somebody else's run: whoever may write it does
+            record.save(run.record)
         return record
     if record.job_id is not None or record.state != "submitting":
         return record

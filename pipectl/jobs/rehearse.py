@@ -19,7 +19,7 @@ from pipectl.jobs.places import LOCAL, profile_path, scheduler_name
 from pipectl.jobs.plan import planned, write_plan
 from pipectl.jobs.profile import Progress, fresh_profile, measure
 from pipectl.jobs.request import job_request, make_tag
-from pipectl.jobs.submit import Submission, hand_over
+from pipectl.jobs.submit import Submission, hand_over, removed_on_failure
 from pipectl.plan import Plan
 from pipectl.rehearsal import Rehearsal
 from pipectl.runs import REHEARSAL, Record, RunDirectory, read_metrics
@@ -127,8 +127,9 @@ def submit_rehearsal(inputs: RehearsalInputs, now: float) -> Submission:
     """
     spec, plan = inputs.spec, inputs.plan
     run = RunDirectory.create(Path(spec.output.directory), f"{spec.name}-rehearsal", now)
-    rehearsal = rehearsal_of(plan, inputs.cluster, _ranks_per_core(inputs))
-    request = _request(inputs, run, rehearsal)
+    with removed_on_failure(run):
+        rehearsal = rehearsal_of(plan, inputs.cluster, _ranks_per_core(inputs))
+        request = _request(inputs, run, rehearsal)
     record = Record(
         name=request.name,
         scheduler=inputs.scheduler,

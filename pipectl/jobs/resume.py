@@ -29,6 +29,7 @@ from pipectl.runs import (
     RunDirectory,
     last_checkpoint,
     locked,
+    read_starts,
     step_of,
 )
 from pipectl.spec import load
@@ -79,7 +80,7 @@ def _resume(
 ) -> Resumption:
     _check_over(run, record, now, force=force)
     spec = load(run.job, overrides)
-    cluster = find_machines(spec, record.scheduler).cluster
+    cluster = find_machines(spec, record.scheduler, run.path.parent).cluster
     before = Plan.load(run.plan) if run.plan.exists() else None
     plan = before
     if before is not None:
@@ -139,7 +140,7 @@ def _hand_over(
 ) -> Record:
     scheduler = get(record.scheduler)
     request = job_request(spec, run.path, make_tag(run.path), prepare=plan is None, plan=plan)
-    request = settle(request).of(request)
+    request = _counted_on(settle(request).of(request), read_starts(run))
     script = scheduler.render(request)
     record = _begun_anew(record, request, spec.training.steps, now)
     before = _contents(run)
@@ -166,6 +167,14 @@ def _hand_over(
     with suppress(UsageError):  # it is found by its tag
         record.save(run.record)
     return record
+
+
+def _counted_on(request: JobRequest, starts: int) -> JobRequest:
+    """As often back into the queue as a new run, whose starts are counted from 1."""
+    stop = request.stop
+    if stop is None or not stop.requeues:
+        return request
+    return replace(request, stop=replace(stop, requeues=starts + stop.requeues))
 
 
 def _begun_anew(record: Record, request: JobRequest, steps: int, now: float) -> Record:

@@ -106,7 +106,7 @@ class RunStatus:
         return [
             Peak(int(rank["rank"]), int(rank["peak_bytes"]), predicted.get(int(rank["rank"])))
             for rank in self.ranks
-            if "peak_bytes" in rank
+            if rank.get("peak_bytes") is not None
         ]
 
     @property

@@ -118,7 +118,8 @@ def submit(inputs: Inputs, now: float, after: Sequence[RunDirectory] = ()) -> Su
     refuse_twice(Path(spec.output.directory), spec.name, now)
     before = jobs_of(after, inputs.scheduler, now)
     run = RunDirectory.create(Path(spec.output.directory), spec.name, now)
-    request = _request(inputs, run.path, before)
+    with removed_on_failure(run):
+        request = _request(inputs, run.path, before)
     record = record_of(inputs, request, now)
     record = hand_over(run, request, record, writer(run, inputs, request))
     return Submission(run, record, inputs.plan)
@@ -138,7 +139,7 @@ def hand_over(
     """
     scheduler = get(record.scheduler)
     with locked(run):
-        with _removed_on_failure(run):
+        with removed_on_failure(run):
             script = scheduler.render(request)
             write()
             write_text(run.script, script, mode=0o777)
@@ -158,7 +159,7 @@ def hand_over(
 
 
 @contextmanager
-def _removed_on_failure(run: RunDirectory) -> Iterator[None]:
+def removed_on_failure(run: RunDirectory) -> Iterator[None]:
     """Leave nothing behind of a run that no batch system has heard of."""
     try:
         yield

@@ -12,7 +12,7 @@ from pipectl.jobs.measuring_run import submit_measuring
 from pipectl.jobs.profile import Wish
 from pipectl.jobs.profile_in_job import arguments_for
 from pipectl.jobs.request import MEASURE, job_request, make_tag
-from pipectl.jobs.submit import Submission
+from pipectl.jobs.submit import Submission, removed_on_failure
 from pipectl.runs import RunDirectory
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ def submit_profile(
     """
     make_directory(output.parent)
     run = RunDirectory.create(Path(spec.output.directory), f"{spec.name}-profile", now)
-    request = _request(spec, run, output, wish)
+    with removed_on_failure(run):
+        request = _request(spec, run, output, wish)
     return submit_measuring(run, spec, request, scheduler, now)
 
 

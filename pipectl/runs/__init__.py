@@ -14,6 +14,7 @@ from pipectl.runs.readers import (
     read_figures,
     read_heartbeat,
     read_metrics,
+    read_starts,
 )
 from pipectl.runs.record import (
     PROFILING,
@@ -62,6 +63,7 @@ __all__ = [
     "read_figures",
     "read_heartbeat",
     "read_metrics",
+    "read_starts",
     "step_of",
     "sweep_of",
 ]

@@ -132,6 +132,11 @@ class RunDirectory:
         return self.path / RESUBMITTED
 
     @property
+    def attempt(self) -> Path:
+        """How often the job script was started."""
+        return self.path / "attempt"
+
+    @property
     def exit_code(self) -> Path:
         """The job script's exit code, written when it ends."""
         return self.path / "exit_code"

@@ -15,10 +15,18 @@ from pipectl.units import did_you_mean
 def list_runs(base: Path) -> list[RunDirectory]:
     """All runs in ``base``, oldest first; none where ``base`` does not exist."""
     try:
-        names = [path.name for path in base.iterdir() if path.is_dir()]
+        names = [path.name for path in base.iterdir() if _is_directory(path)]
     except OSError:
         return []
     return [RunDirectory(base / name) for name in sorted(names, key=_age) if RUN_NAME.match(name)]
+
+
+def _is_directory(path: Path) -> bool:
+    """Not if it cannot be told, such as of a link to where one may not look."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
 
 
 def list_sweeps(base: Path) -> list[SweepDirectory]:
@@ -111,4 +119,4 @@ def _none(base: Path, name: str, runs: list[RunDirectory]) -> UnknownRunError:
 def _age(name: str) -> list[tuple[int, str]]:
     """Sort key: the time stamp comes first, and ``-10`` after ``-9``."""
     parts = re.split(r"(\d+)", name)
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]

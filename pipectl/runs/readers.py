@@ -79,8 +79,17 @@ def read_errors(run: RunDirectory) -> list[dict[str, Any]]:
 
 def read_exit_code(run: RunDirectory) -> int | None:
     """The job script's exit code; None while it has none."""
+    return _number(run.exit_code)
+
+
+def read_starts(run: RunDirectory) -> int:
+    """How often the job script was started."""
+    return max(0, _number(run.attempt) or 0)
+
+
+def _number(path: Path) -> int | None:
     try:
-        return int(run.exit_code.read_text(encoding="ascii"))
+        return int(path.read_text(encoding="ascii"))
     except (OSError, ValueError):
         return None
 

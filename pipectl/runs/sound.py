@@ -61,6 +61,11 @@ def _object(value: Any) -> dict[str, Any] | None:
     return sound(value) if isinstance(value, dict) else None
 
 
+def _wholes(value: Any) -> list[int] | None:
+    known = isinstance(value, list) and all(_whole(item) is not None for item in value)
+    return value if known else None
+
+
 def _ranks(value: Any) -> list[dict[str, Any]] | None:
     if not isinstance(value, list):
         return None
@@ -75,6 +80,7 @@ _FIELDS: dict[str, Check] = {
     **dict.fromkeys(("gradient_norm", "loss_scale", "busy_s"), _finite),
     **dict.fromkeys(("state", "host", "node", "type", "message", "cure", "traceback"), _text),
     **dict.fromkeys(("action", "gradient_of"), _text),
+    "stages": _wholes,
     "waiting": _share,
     "evaluation": _figures,
     "not_finite": _object,

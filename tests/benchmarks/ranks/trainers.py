@@ -65,7 +65,7 @@ class Training:
 
 def helped(plans: Iterable[Path]) -> Progress:
     """Messages with the help that suits the largest one of some plans. Collective."""
-    most = max(Plan.load(path).most_sent_bytes for path in plans)
+    most = max((Plan.load(path).most_sent_bytes for path in plans), default=0)
     return choose_progress(MPI.COMM_WORLD.Dup(), "auto", most).progress(staged=False)
 
 
