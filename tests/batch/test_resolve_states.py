@@ -65,6 +65,14 @@ def test_the_exit_code_counts_when_the_scheduler_does_not_answer() -> None:
     assert verdict(query_error="squeue: down", exit_code=0).state is JobState.COMPLETED
 
 
+def test_a_stop_at_a_checkpoint_may_be_of_an_earlier_start() -> None:
+    """The next one may wait in the queue that does not answer."""
+    assert verdict(exit_code=75).state is JobState.PREEMPTED
+    status = verdict(exit_code=75, query_error="squeue: down")
+    assert status.state is JobState.UNKNOWN
+    assert "stopped at a checkpoint, and may go on" in status.reason
+
+
 def test_a_fresh_heartbeat_means_running() -> None:
     status = verdict(heartbeat_at=NOW - 10)
     assert (status.state, status.source) == (JobState.RUNNING, "heartbeat")

@@ -97,6 +97,17 @@ def test_every_problem_is_an_error_of_its_own(cli: Command, job: Path) -> None:
     assert [line.startswith("error: --set ") for line in result.err.splitlines()] == [True, True]
 
 
+def test_json_has_no_numbers_that_are_not_finite(cli: Command, job: Path) -> None:
+    changes = ("--set", "optimizer.kwargs.lr=.nan", "--set", "optimizer.kwargs.eps=-.inf")
+    result = cli("check", "job.yaml", "--origins", "--json", *changes)
+    assert result.code == 0, result.err
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    json.loads(result.out, parse_constant=refuse)
+
+
 def test_schema_is_printed_and_written(cli: Command) -> None:
     printed = cli("schema")
     written = cli("schema", "-o", "job.schema.json")

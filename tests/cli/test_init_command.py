@@ -139,6 +139,15 @@ def test_a_model_of_ones_own(cli: Any) -> None:
     assert spec.data.factory.endswith(":samples")
 
 
+def test_a_model_of_ones_own_behind_a_link(cli: Any) -> None:
+    Path("model.py").write_text("def build(): ...\ndef samples(): ...\n")
+    Path("far/away").mkdir(parents=True)
+    Path("near").symlink_to("far/away")
+    code = ("--model", "model.py:build", "--data", "model.py:samples")
+    assert cli("init", "near/first", *code).code == 0
+    assert cli("check", "near/first/job.yaml").code == 0
+
+
 def test_a_hostile_partition_is_one_value(cli: Any, slurm: Any) -> None:
     slurm('a"}: {b,#*|1:00:00|1|2|9000|(null)|up')
     assert cli("init").code == 0

@@ -94,6 +94,18 @@ def test_the_job_has_one_node_with_all_its_tasks(
     assert "mpiexec" not in script
 
 
+def test_a_template_without_a_body_leaves_no_run(
+    cli: Command, real_job: Path, program: Program
+) -> None:
+    program("sbatch", "echo 77")
+    Path("template.sh").write_text("#!/bin/bash\n")
+    for option in ("--submit", "--links"):
+        template = ("--scheduler", "slurm", "--set", "launch.template=./template.sh")
+        result = cli("profile", "job.yaml", option, *template)
+        assert (result.code, "body" in result.err) == (3, True), result.err
+        assert [path for path in Path("runs").iterdir() if path.is_dir()] == []
+
+
 def test_a_refused_submission_leaves_no_run(cli: Command, real_job: Path, program: Program) -> None:
     program("sbatch", "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1")
     result = cli("profile", "job.yaml", "--submit")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pipectl.cluster import Cluster
 from pipectl.plan import Plan
 from pipectl.runs import Record, RunDirectory
 from pipectl.spec import load
@@ -68,6 +69,29 @@ def test_other_ranks_get_another_plan_with_the_same_micro_batches(
     record = Record.load(ended.record)
     assert (record.ranks, record.nodes) == (4, 4)
     assert "--nodes=4" in ended.script.read_text()
+
+
+def test_it_goes_back_into_the_queue_as_often_as_a_new_run(
+    cli: Command, ended: RunDirectory
+) -> None:
+    assert "if ((attempt <= 3)); then" in ended.script.read_text()
+    ended.attempt.write_text("4\n")
+    assert cli("resume", "last").code == 0
+    assert "if ((attempt <= 7)); then" in ended.script.read_text()
+    ended.exit_code.write_text("1\n")
+    assert cli("resume", "last", "--set", "checkpoint.max_requeues=0").code == 0
+    assert "attempt <=" not in ended.script.read_text()
+
+
+def test_measured_links_are_found_from_everywhere(
+    cli: Command, ended: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = replace(Cluster.load(ended.cluster), source="measured")
+    measured.save(ended.path.parent / "tiny.cluster.json")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert cli("resume", "last", "-d", str(ended.path.parent)).code == 0
+    assert Cluster.load(ended.cluster).source == "measured"
 
 
 def test_more_steps_need_no_other_plan(cli: Command, ended: RunDirectory) -> None:

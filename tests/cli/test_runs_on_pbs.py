@@ -7,6 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from pipectl.errors import UsageError
+from pipectl.runs import Record
+
 Program = Callable[[str, str], None]
 PBS = ("--scheduler", "pbs")
 
@@ -49,6 +54,24 @@ def test_a_run_that_submits_itself_again(cli: Any, job: Path, program: Program) 
     assert cli("cancel", "last").code == 0
     program("qstat", listing("12.vm", "F", "    substate = 91\\n    Exit_status = 271\\n"))
     assert "CANCELLED" in cli("status", "last").out
+
+
+def test_a_run_that_nobody_else_may_write_is_shown(
+    cli: Any, job: Path, program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program("qsub", "echo 7.vm")
+    assert cli("submit", "job.yaml", *PBS).code == 0
+    (run,) = Path("runs").glob("*-tiny")
+    (run / "resubmitted").write_text("12.vm\n")
+    program("qstat", '[[ $* == "-x -f 12.vm" ]] && ' + listing("12.vm", "R"))
+
+    def refuse(self: Record, path: Path) -> None:
+        raise UsageError(f"{path}: cannot be written", cure="")
+
+    monkeypatch.setattr(Record, "save", refuse)
+    shown = json.loads(cli("status", "last", "--json").out)
+    assert (shown["job_id"], shown["state"]) == ("12.vm", "RUNNING")
+    assert told(run)["job_id"] == "7.vm"
 
 
 def test_what_a_script_left_there_is_no_argument(cli: Any, job: Path, program: Program) -> None:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from conftest import Command
 
 RunOf = Callable[..., Path]
+Program = Callable[[str, str], Path]
+LISTED = "echo '12|{}|1|N/A|N/A|n1||None'"
 
 
 def test_no_runs_at_all(cli: Command) -> None:
@@ -66,6 +68,18 @@ def test_one_completed_run(cli: Command, finished: Path) -> None:
         "  loss          3 after the first step, 0.3 now",
         "  run directory runs/20250101-120000-tiny",
     ]
+
+
+def test_metrics_that_are_not_finite_are_said_to_be(cli: Command, finished: Path) -> None:
+    for values in ({"loss": None, "perplexity": 2.5}, None):
+        line = {"attempt": 1, "step": 10, "time": 0, "evaluation": values}
+        with (finished / "metrics.jsonl").open("a") as stream:
+            stream.write(json.dumps(line) + "\n")
+        result = cli("status", "last")
+        assert (result.code, result.err) == (0, "")
+        told = "after step 10: loss not finite, perplexity 2.5" in result.out
+        assert told == (values is not None)
+        assert json.loads(cli("status", "last", "--json").out)["evaluation"] == (values or {})
 
 
 def test_the_last_lines_say_where_the_latest_weights_are(cli: Command, finished: Path) -> None:
@@ -143,6 +157,15 @@ def test_damaged_files_around_a_good_record_do_not_hide_the_state(
     assert "COMPLETED" in result.out
 
 
+def test_fields_of_the_wrong_type_do_not_hide_the_rest(cli: Command, failed: Path) -> None:
+    ranks = [{"rank": 0, "peak_bytes": None, "stages": 5}, {"rank": 1, "stages": None}]
+    (failed / "heartbeat.json").write_text(json.dumps({"time": 1.0, "ranks": ranks}))
+    (failed / "errors/prepare.json").write_text('{"type": "E", "message": 3, "cure": 5}')
+    for more in ((), ("--ranks",), ("--json",)):
+        result = cli("status", "last", *more)
+        assert (result.code, result.err) == (0, "")
+
+
 def test_a_run_of_another_machine_is_not_guessed(cli: Command, run_of: RunOf) -> None:
     run_of("20250103-120000-tiny", job_id=f"1.1@not-{socket.gethostname()}")
     result = cli("status", "last")
@@ -197,17 +220,43 @@ def test_logs_without_control_characters(cli: Command, finished: Path) -> None:
 
 
 def test_a_log_is_followed_as_it_grows(
-    cli: Command, finished: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Command, run_of: RunOf, program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def end(_seconds: float) -> None:
-        with (finished / "logs/job.log").open("a") as log:
-            log.write("more\n")
-        (finished / "exit_code").write_text("0\n")
+    run = run_of("20250103-120000-tiny", scheduler="slurm", job_id="12")
+    (run / "logs/job.log").write_text("started\n")
+    program("squeue", LISTED.format("RUNNING"))
 
-    (finished / "exit_code").unlink()
+    def end(_seconds: float) -> None:
+        with (run / "logs/job.log").open("a") as log:
+            log.write("more\n")
+        (run / "exit_code").write_text("0\n")
+
     clock = SimpleNamespace(time=time.time, monotonic=time.monotonic, sleep=end)
     monkeypatch.setattr("pipectl.cli.logs.time", clock)
-    assert cli("logs", "-f").out == "started\nzero [31mred\nmore\n"
+    assert cli("logs", "-f").out == "started\nmore\n"
+
+
+def test_the_log_of_a_run_that_will_start_again_is_followed(
+    cli: Command, run_of: RunOf, program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exit code of the start before stays until the next one."""
+    run = run_of("20250103-120000-tiny", scheduler="slurm", job_id="12")
+    (run / "logs/job.log").write_text("before\n")
+    (run / "exit_code").write_text("75\n")
+    program("squeue", LISTED.format("PENDING"))
+    program("sacct", "exit 1")
+    looks = iter(range(100))
+
+    def goes_on(_seconds: float) -> None:
+        if next(looks) == 3:
+            (run / "logs/job.log").write_text("before\nand on\n")
+            (run / "exit_code").write_text("0\n")
+            program("squeue", "exit 0")
+
+    now = iter(range(0, 1000, 4))
+    clock = SimpleNamespace(time=time.time, monotonic=lambda: next(now), sleep=goes_on)
+    monkeypatch.setattr("pipectl.cli.logs.time", clock)
+    assert cli("logs", "-f").out == "before\nand on\n"
 
 
 def test_logs_of_ranks(cli: Command, finished: Path) -> None:

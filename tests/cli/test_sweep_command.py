@@ -272,6 +272,20 @@ def test_behind_an_array_of_pbs(cli: Command, sweep: None, program: Program) -> 
     assert "-W depend=afterok:41[].vm\n" in (behind / "job.sh").read_text().replace("'", "")
 
 
+def test_behind_a_run_of_an_array_that_has_completed(
+    cli: Command, sweep: None, program: Program
+) -> None:
+    program("qsub", "echo 41[].vm")
+    cli("submit", "job.yaml", *PBS)
+    (runs()[2] / "exit_code").write_text("0\n")
+    rows = (f"Job Id: 41[{i}].vm\n    job_state = {'X' if i == 2 else 'R'}" for i in range(4))
+    program("qstat", listed(*rows))
+    alone: Any = ("--set", "sweep=null", "--set", "name=next")
+    assert cli("submit", "job.yaml", *PBS, "--after", "tiny-2", *alone).code == 0
+    (behind,) = (path for path in Path("runs").glob("*-next") if path.is_dir())
+    assert "depend" not in (behind / "job.sh").read_text()
+
+
 def test_values_are_text_on_a_terminal(cli: Command, sweep: None, program: Program) -> None:
     program("sbatch", "echo 35")
     program("squeue", "true")

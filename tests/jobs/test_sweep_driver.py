@@ -100,6 +100,23 @@ def test_cancelled_runs_never_start(start: Callable[..., Started]) -> None:
     assert not cancel(runs[3], time.time())
 
 
+def test_a_run_that_ends_while_others_are_cancelled_has_completed(
+    start: Callable[..., Started], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep, runs = start(2, 2)
+    until(runs, JobState.RUNNING, JobState.RUNNING)
+    end = LocalScheduler.cancel
+
+    def slowly(self: LocalScheduler, job_id: str) -> None:
+        end(self, job_id)
+        (runs[1].path / "go").touch()
+        until(runs[1:], JobState.COMPLETED)
+
+    monkeypatch.setattr(LocalScheduler, "cancel", slowly)
+    assert cancel_sweep(sweep, time.time()) == 1
+    until(runs, JobState.CANCELLED, JobState.COMPLETED)
+
+
 def test_what_waits_for_a_driver_that_is_gone_never_starts(
     start: Callable[..., Started],
 ) -> None:

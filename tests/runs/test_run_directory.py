@@ -87,6 +87,21 @@ def test_runs_are_listed_oldest_first(base: Path) -> None:
     assert list_runs(base / "absent") == []
 
 
+def test_what_cannot_be_looked_at_hides_no_run(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = list_runs(base)
+    (base / "20261122-000000-locked").symlink_to(base / "notes")
+    (base / "5²").mkdir()
+    is_dir = Path.is_dir
+
+    def refused(path: Path) -> bool:
+        if path.name.endswith("locked"):
+            raise PermissionError(13, "Permission denied")
+        return is_dir(path)
+
+    monkeypatch.setattr(Path, "is_dir", refused)
+    assert list_runs(base) == before
+
+
 @pytest.mark.parametrize(
     ("name", "found"),
     [
