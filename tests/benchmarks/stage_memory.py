@@ -76,8 +76,9 @@ def main() -> None:
     large = [peak for peak in found if peak.measured > 20 * BYTES]
     within = sum(abs(peak.predicted / peak.measured - 1) <= SHARE for peak in large)
     print(f"{sum(map(holds, found))} of {len(found)} stages within 5% or 8 MiB")
-    print(f"median error {errors[len(errors) // 2]:.1%}; of {len(large)} stages")
-    print(f"above 160 MiB, {within} within 5%")
+    print(f"median error {errors[len(errors) // 2]:.1%}")
+    print(f"{within} of {len(large)} stages above 160 MiB within 5%" if large else
+          "no stage above 160 MiB: this says only that no prediction is far off")  # fmt: skip
 
 
 if __name__ == "__main__":
