@@ -116,3 +116,10 @@ class UnknownRunError(PipectlError):
     """No run has this name, or its state cannot be determined."""
 
     exit_code = 6
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether an error of Python or torch says that there is no memory left."""
+    text = str(error).lower()
+    words = ("allocate memory", "out of memory", "bad_alloc")
+    return isinstance(error, MemoryError) or any(each in text for each in words)

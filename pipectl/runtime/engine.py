@@ -14,6 +14,7 @@ from pipectl.capture import Cut, Slot
 from pipectl.capture.slices import Rows, Samples
 from pipectl.graph import TransferKind
 from pipectl.runtime.apart import BackwardHalf, ForwardHalf
+from pipectl.runtime.batch_shapes import samples_of
 from pipectl.runtime.device import Device
 from pipectl.runtime.failure import Doing
 from pipectl.runtime.layout import Tensors
@@ -63,6 +64,7 @@ class Engine:
         self._device = device
         self._board = doing.board
         self._loss = Slot(cut.graph.loss)
+        self._captured = samples_of(cut.graph)
         self.origins: Origins | None = None
         # Called with (samples, results, targets) where the loss of an evaluation is computed.
         self.on_evaluated: Callable[[int, Tensors, Any], None] | None = None
@@ -284,6 +286,9 @@ class Engine:
         leaves = pytree.tree_leaves(self._loaded.part(action.micro_batch, wanted))
         known = dict(zip(self._cut.graph.inputs, leaves, strict=True))
         target = self._device.torch_device
+        for name in names:
+            if name in self._captured:
+                self._captured[name].check(name, known[name], training=training)
         return {name: known[name].to(target) for name in names}
 
     def _latest_use(self, item: tuple[Slot, Any]) -> int:

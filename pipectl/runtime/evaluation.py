@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,20 +21,31 @@ class Metrics:
     """Accumulates the loss and the user's metrics over the micro-batches of one evaluation.
 
     A metric with ``update(outputs, targets)`` and ``compute()`` is used as such, from a fresh copy
-    each time; a plain function is averaged, weighted by samples.
+    each time; a plain function is averaged, weighted by samples. The loss is weighted as in
+    training: a micro-batch without weight (no valid token, say) may have none.
 
     Args:
         metrics: by name, as the spec gives them.
         graph: the evaluation graph, whose outputs the metrics see.
+        weigh: gives the weight of a micro-batch in the loss, from its targets; None weighs by
+            samples.
     """
 
-    def __init__(self, metrics: Mapping[str, Any], graph: CapturedGraph) -> None:
+    def __init__(
+        self,
+        metrics: Mapping[str, Any],
+        graph: CapturedGraph,
+        weigh: Callable[[Any], float] | None = None,
+    ) -> None:
         self._graph = graph
+        self._weigh = weigh
         self._stateful = {n: copy.deepcopy(m) for n, m in metrics.items() if _is_stateful(m)}
         self._functions: dict[str, Callable[[Any, Any], Any]] = {
             name: metric for name, metric in metrics.items() if not _is_stateful(metric)
         }
         self._sums: dict[str, float] = {}
+        self._loss: float = 0.0
+        self._weight: float = 0
         self._samples = 0
 
     def add(self, size: int, results: Tensors, targets: Any) -> None:
@@ -41,7 +53,7 @@ class Metrics:
         loss = results[Slot(self._graph.loss)]
         assert isinstance(loss, Tensor)
         self._samples += size
-        self._sum("loss", float(loss) * size)
+        self._add_loss(loss, size if self._weigh is None else self._weigh(targets))
         if not self._stateful and not self._functions:
             return
         outputs = self._outputs(results)
@@ -52,13 +64,19 @@ class Metrics:
             self._sum(name, _number(name, value) * size)
 
     def result(self) -> dict[str, float]:
-        """The loss and every metric by name."""
+        """The loss and every metric by name; the loss is NaN where nothing has a weight."""
+        loss = self._loss / self._weight if self._weight else math.nan
         means = {name: total / self._samples for name, total in self._sums.items()}
         computed = {
             name: _number(name, call(metric.compute, f"evaluation.metrics.{name}"))
             for name, metric in self._stateful.items()
         }
-        return {**means, **computed}
+        return {"loss": loss, **means, **computed}
+
+    def _add_loss(self, loss: Tensor, weight: float) -> None:
+        if weight:
+            self._loss += float(loss) * weight
+            self._weight += weight
 
     def _sum(self, name: str, value: float) -> None:
         self._sums[name] = self._sums.get(name, 0.0) + value

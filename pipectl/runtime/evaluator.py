@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+from pipectl.capture import CapturedJob
 from pipectl.capture.data import split_batch
+from pipectl.capture.shares import target_weight
 from pipectl.runtime.evaluation import Metrics
 from pipectl.runtime.passes import Batch
 from pipectl.runtime.setup import Setup
@@ -22,6 +25,7 @@ class Evaluator:
         self._rank = setup.communicator.rank
         self._seed = setup.job.spec.training.seed
         self._metrics = setup.job.metrics()
+        self._weigh = _weight_of(setup.job)
 
     def learn(self) -> None:
         """Send a micro-batch of every size, so that all ends of the channels know all layouts."""
@@ -41,7 +45,7 @@ class Evaluator:
         assert setup.evaluating is not None
         assert setup.division.evaluation_samples is not None
         sizes = split_batch(setup.division.evaluation_samples, setup.division.evaluation_size)
-        metrics = Metrics(self._metrics, setup.job.evaluation_graph(sizes[0]))
+        metrics = Metrics(self._metrics, setup.job.evaluation_graph(sizes[0]), self._weigh)
         setup.evaluating.on_evaluated = metrics.add
         seed = self._seed, "evaluation", step
         given = StepInput(sizes, (), self._batches(setup.division.evaluation_samples), seed)
@@ -66,3 +70,9 @@ class Evaluator:
         setup = self._setup
         found, stages = setup.evaluation_channels, setup.evaluated
         return lower_evaluation(found, stages, self._rank, micro_batches).body
+
+
+def _weight_of(job: CapturedJob) -> Callable[[Any], float] | None:
+    """What weighs a micro-batch by its targets, as in training; None weighs by samples."""
+    weigh = job.weight()
+    return None if weigh is None else partial(target_weight, weigh, job.spec.loss.weight)

@@ -13,7 +13,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from pipectl.errors import PipectlError
+from pipectl.errors import PipectlError, lacks_memory
 from pipectl.files import write_json
 from pipectl.graph import TransferKind
 from pipectl.runs import RunDirectory
@@ -140,8 +140,6 @@ def _details(error: BaseException) -> dict[str, Any]:
 
 def _cure(error: BaseException) -> str | None:
     """For what is no fault of the user's code."""
-    text = str(error).lower()
-    lacks = any(words in text for words in ("allocate memory", "out of memory", "bad_alloc"))
-    if not (lacks or isinstance(error, MemoryError)):
+    if not lacks_memory(error):
         return None
     return "set pipeline.memory_limit below what a rank gets, and plan again"

@@ -9,6 +9,7 @@ anything is saved.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from pipectl.capture.shares import first_undefined
 from pipectl.errors import WorkerError
 from pipectl.runtime.loss_scale import alike
 from pipectl.runtime.origins import Origin
-from pipectl.runtime.waiting import barrier, wait
+from pipectl.runtime.waiting import barrier, poll, wait
 
 _PLACES = 2**31
 """More than there are parameters or micro-batches; the first is the largest number."""
@@ -32,6 +33,8 @@ _STAGES = 2**20
 """More than there are stages."""
 _LOSS = 2**62
 """Above all that parameters give: the gradients of such a loss are not finite either."""
+_PATIENCE_S = 3.0
+"""How long a rank lets another one report the fault that it has."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,9 @@ class Guard:
     def stop(self, fault: Fault, *, together: bool) -> None:
         """End the training: with an error where the fault is, for which the others wait.
 
+        Where not all ranks come here, one that waits starves those behind it, and the one with the
+        fault may never come: so the others wait for a moment, and then say the same.
+
         Args:
             together: whether all ranks come here, so that each can end what it does first.
 
@@ -158,7 +164,9 @@ class Guard:
         """
         if together:
             barrier(self._communicator)
-        if self._found_here:
+        elif not self._found_here:
+            self._pause()
+        if self._found_here or not together:
             raise WorkerError(
                 f"step {fault.step}: {fault.what} is not finite (infinite or NaN){fault.where}",
                 cure="lower the learning rate, clip gradients (training.clip_grad_norm) or look at "
@@ -166,6 +174,12 @@ class Guard:
                 "on from the last checkpoint",
             )
         barrier(self._communicator)
+
+    def _pause(self) -> None:
+        """Let messages move for a moment, unless all ranks wait here."""
+        until = time.monotonic() + _PATIENCE_S
+        others = self._communicator.Ibarrier()
+        poll(lambda: bool(others.Test()) or time.monotonic() > until, lambda _: False)
 
     def _fault(self, step: int, found: int, origin: int) -> Fault:
         above, place = divmod(found, _PLACES)

@@ -18,6 +18,7 @@ from pipectl.errors import CaptureError
 
 _TENSOR, _TUPLE, _DICT, _FLOAT = "tensor", "tuple", "dict", "float"
 _PLAIN = (bool, int, str, type(None))
+_COMPARED = (*_PLAIN, float)
 
 
 def take(
@@ -58,6 +59,43 @@ def give(
         return found if _is_counter(optimizer, parameter, found) else found.to(parameter.device)
 
     optimizer.state[parameter] = _decoded(state, placed)
+
+
+def of_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What the parameter groups hold beside parameters, to be compared with later."""
+    return [
+        {key: _mark(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def refuse_changes(optimizer: torch.optim.Optimizer, before: list[dict[str, Any]]) -> None:
+    """Refuse an optimizer that has itself changed its groups since, in a step.
+
+    What a learning-rate schedule changes there comes back when it is walked again. What the
+    optimizer counts there would begin anew when a run goes on, as only the state of parameters is
+    saved.
+
+    Raises:
+        CaptureError: naming what it has changed.
+    """
+    for now, then in zip(of_groups(optimizer), before, strict=False):
+        changed = [key for key in now if key not in then or now[key] != then[key]]
+        if changed:
+            raise CaptureError(
+                f"optimizer: {type(optimizer).__name__} keeps {changed[0]!r} in its parameter "
+                "groups and changes it in every step, which a checkpoint cannot hold",
+                cure="use an optimizer that keeps what it counts in the state of each parameter",
+            )
+
+
+def _mark(value: Any) -> Any:
+    """What shows whether a value was changed, without waiting for a device."""
+    if isinstance(value, Tensor):
+        return id(value), value._version
+    if isinstance(value, tuple):
+        return tuple(map(_mark, value))
+    return value if isinstance(value, _COMPARED) else id(value)
 
 
 def _is_counter(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, found: Tensor) -> bool:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
 
+from pipectl.errors import UsageError
 from pipectl.runtime.guard import Fault, Guard
 from pipectl.runtime.loss_scale import LossScale
 from pipectl.runtime.optimizer import Clipping, SharedGradients
@@ -173,7 +175,8 @@ class StepEnd:
         self._record(fault)
         if not self._skips:
             assert self.guard is not None
-            self._finish()
+            with suppress(UsageError):  # of the last checkpoint, of which rank 0 has warned
+                self._finish()
             self.guard.stop(fault, together=True)
         return True
 

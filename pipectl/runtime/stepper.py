@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.factories import call
-from pipectl.errors import CaptureError
-from pipectl.runtime.optimizer_state import take
+from pipectl.errors import CaptureError, lacks_memory
+from pipectl.runtime.optimizer_state import of_groups, refuse_changes, take
 from pipectl.units import did_you_mean
 
 
@@ -30,6 +30,7 @@ class Stepper:
     lr_scheduler: Any | None
     updates: int = 0
     before_update: Callable[[], None] = lambda: None
+    _has_stepped: bool = field(default=False, init=False)
 
     @property
     def learning_rate(self) -> float:
@@ -37,10 +38,19 @@ class Stepper:
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer else float("nan")
 
     def step(self) -> None:
-        """Update the parameters, then the learning rate."""
+        """Update the parameters, then the learning rate.
+
+        Raises:
+            CaptureError: the optimizer or the schedule raises, or a checkpoint could not hold what
+                the optimizer remembers: seen at the first update, not when the training is saved.
+        """
         self.before_update()
         if self.optimizer is not None:
-            self.optimizer.step()
+            before = None if self._has_stepped else of_groups(self.optimizer)
+            _run(self.optimizer.step, "optimizer")
+            if before is not None:
+                refuse_changes(self.optimizer, before)
+            self._has_stepped = True
         self.skip()
         self.step_schedule()
 
@@ -48,7 +58,7 @@ class Stepper:
         """Update the learning rate alone."""
         self.updates += 1
         if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+            _run(self.lr_scheduler.step, "lr_scheduler")
 
     def state(
         self, parameters: Mapping[str, nn.Parameter]
@@ -71,6 +81,21 @@ class Stepper:
         """Drop the gradients and leave all else."""
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
+
+
+def _run(step: Callable[[], Any], key: str) -> None:
+    """Call user code of the spec's ``key``; that memory is short is told as it is.
+
+    Raises:
+        CaptureError: it raises.
+    """
+    try:
+        call(step, key)
+    except CaptureError as error:
+        cause = error.__cause__
+        if cause is not None and lacks_memory(cause):
+            raise cause from None
+        raise
 
 
 def make_stepper(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> Stepper:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -89,10 +89,16 @@ class Stretches:
 
     Of a stretch with a step that is to be recorded, its first steps are, as many as the prediction
     shows.
+
+    Raises:
+        MismatchError: see :func:`refuse`.
+        CaptureError: likewise; or some step has another number of micro-batches than the plan.
     """
 
     def __init__(self, setup: Setup, end: StepEnd, telemetry: Telemetry, tracing: Tracing) -> None:
-        refuse(setup.job.spec.training, setup.plan.schedule, shared_uses(setup.cut))
+        training = setup.job.spec.training
+        refuse(training, setup.plan.schedule, shared_uses(setup.cut))
+        _check_counts(islice(iter(setup.division.batches), training.steps), setup.plan)
         self._setup = setup
         self._plan: Plan = setup.plan
         self._end, self._stepper = end, end.stepper
@@ -109,9 +115,6 @@ class Stretches:
             first: number of the first.
             batches: positions of the samples of every step.
             loaded: the micro-batches of these steps and all later ones.
-
-        Raises:
-            CaptureError: a step has another number of micro-batches than the plan.
         """
         for stage in self._setup.updated_stages:
             stage.restart_versions()
@@ -130,7 +133,6 @@ class Stretches:
     def _make_input(self, loaded: Iterator[Batch]) -> StretchInput:
         size, count = self._plan.micro_batch_size, self._plan.micro_batches
         steps = [split_batch(len(positions), size) for positions in self._batches]
-        _check_counts(steps, count, self._plan.schedule)
         micro_batches: Iterator[Batch] = islice(loaded, len(steps) * count)
         weights: Sequence[float] = [share for sizes in steps for share in sample_shares(sizes)]
         if self._weigh is not None:
@@ -243,11 +245,18 @@ class _Weights(Sequence[float]):
         return bool(step)
 
 
-def _check_counts(steps: Sequence[Sequence[int]], count: int, schedule: str) -> None:
-    other = next((len(sizes) for sizes in steps if len(sizes) != count), None)
+def _check_counts(planned: Iterable[tuple[int, range]], plan: Plan) -> None:
+    """Refuse a step with another number of micro-batches than the plan, before any is trained.
+
+    Raises:
+        CaptureError: naming it.
+    """
+    lengths = {len(positions) for _, positions in planned}
+    counts = {len(split_batch(length, plan.micro_batch_size)) for length in lengths}
+    other = next(iter(sorted(counts - {plan.micro_batches})), None)
     if other is not None:
         raise CaptureError(
-            f"data: the last batch of an epoch fills {other} of {count} micro-batches; schedule "
-            f"{schedule} takes as many in every step",
+            f"data: the last batch of an epoch fills {other} of {plan.micro_batches} "
+            f"micro-batches; schedule {plan.schedule} takes as many in every step",
             cure="set data.drop_last: true",
         )

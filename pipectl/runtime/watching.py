@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -35,6 +36,11 @@ from pipectl.spec import JobSpec
 from pipectl.watch.board import shared_memory
 from pipectl.watch.charge import BYE, FAILING
 from pipectl.watch.wire import Address, listen
+
+_pipes: list[int] = []
+"""Through which this process talks to its watcher, while it is watched."""
+_held = threading.local()
+"""Of each thread that forks: the signals that it had blocked before, as ``mask``."""
 
 
 @contextmanager
@@ -112,6 +118,8 @@ def _start(given: Mapping[str, Any], keep: list[int]) -> int | None:
 @contextmanager
 def _last_words(pipe: int) -> Iterator[None]:
     """Tell the watcher of signals, of python's own crash reports, and how the work ends."""
+    _keep_from_children()
+    _pipes.append(pipe)
     main = threading.current_thread() is threading.main_thread()
     if main:
         before = signal.signal(signal.SIGTERM, _end)
@@ -126,8 +134,10 @@ def _last_words(pipe: int) -> Iterator[None]:
         if main:
             signal.set_wakeup_fd(woken)
             signal.signal(signal.SIGTERM, before)
-        with suppress(OSError):  # the watcher may be gone
-            os.write(pipe, said)
+        if pipe in _pipes:  # no more in a child that ends like this
+            _pipes.remove(pipe)
+            with suppress(OSError):  # the watcher may be gone
+                os.write(pipe, said)
         os.close(pipe)
 
 
@@ -135,3 +145,35 @@ def _end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
     """End as without a handler; that there is one lets the watcher know of the signal."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
+
+
+@cache
+def _keep_from_children() -> None:
+    """Have forks of this process (workers of the user's data, say) say nothing to its watcher.
+
+    It would take a signal to one of them, or its crash, for one of the rank.
+    """
+    os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_fall_silent)
+
+
+def _hold() -> None:
+    """Keep a signal to a child from arriving before the child has fallen silent."""
+    if _pipes:
+        _held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+
+def _release() -> None:
+    mask = _held.__dict__.pop("mask", None)
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _fall_silent() -> None:
+    """In a child: end by signals as without a watcher."""
+    if _pipes:
+        _pipes.clear()
+        faulthandler.disable()
+        signal.set_wakeup_fd(-1)
+        if signal.getsignal(signal.SIGTERM) is _end:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _release()

@@ -139,8 +139,8 @@ class Loss(Factory):
     )
     weight: WeightReference = Field(
         default="samples",
-        description="Weight of a micro-batch in the loss of a step: its number of `samples`, or "
-        "a function of its `targets`, such as the number of valid tokens.",
+        description="Weight of a micro-batch in the loss of a step, and of an evaluation: its "
+        "number of `samples`, or a function of its `targets`, such as the number of valid tokens.",
     )
 
 

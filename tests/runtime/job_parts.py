@@ -43,6 +43,27 @@ class Marked(Samples):
         self.vectors[4:8, 0] = 100.0
 
 
+class Ragged(Samples):
+    """From one sample on, vectors are longer, or targets are fewer."""
+
+    def __init__(self, count: int = 24, longer_from: int = 1000, fewer_from: int = 1000) -> None:
+        super().__init__(count)
+        self.longer_from, self.fewer_from = longer_from, fewer_from
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        vector, targets = super().__getitem__(index)
+        longer = nn.functional.pad(vector, (0, 2)) if index >= self.longer_from else vector
+        return longer, targets[: 2 if index >= self.fewer_from else 3]
+
+
+class HalfPadded(Samples):
+    """Six samples, of which the first two have nothing but padding."""
+
+    def __init__(self) -> None:
+        super().__init__(6)
+        self.targets[:2] = PADDING
+
+
 class Spoilt(Samples):
     """Two vectors cannot be computed with."""
 
@@ -116,6 +137,17 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(
         outputs.flatten(0, 1), targets.flatten(), ignore_index=PADDING
     )
+
+
+class Tempered(nn.Module):
+    """A loss that is trained, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(1))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return loss(outputs * self.temperature, targets)
 
 
 def valid(targets: Tensor) -> Tensor:

@@ -129,11 +129,44 @@ def test_one_rank_stops_and_saves_nothing_of_the_step(
 
 
 @pytest.mark.mpi
-def test_steps_that_overlap_stop_too(make_spec: Any, make_run: Any, work: Any) -> None:
+def test_what_is_not_finite_is_told_though_no_checkpoint_could_be_written(
+    make_spec: Any, make_run: Any, work: Any
+) -> None:
+    run = make_run(make_spec(1, MARKED, model=STEEP, checkpoint={"every": 1}))
+    run.checkpoints.rmdir()
+    run.checkpoints.write_text("no folder")
+    done = work(0, run)
+    assert "the checkpoint of step 1 was not written" in done.stderr
+    (error,) = read_errors(run)
+    assert error["message"].startswith("step 2: the gradient of 'gate' in stage 0 is not finite")
+
+
+def test_where_steps_overlap_a_rank_without_the_fault_says_the_same() -> None:
+    """It must not wait for a rank that may wait for it."""
+    model = layers()
+    model[1].bias.grad[0] = math.nan
+    guard = guard_of(model)
+    guard.tell(3, guard.in_gradients())
+    fault = guard.heard()
+    assert fault is not None
+    guard._found_here = False
+    with pytest.raises(WorkerError, match=r"step 3: the gradient of '1\.bias' in stage 1 is not"):
+        guard.stop(fault, together=False)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("ranks", "given"),
+    [(2, {"schedule": "pipedream-2bw", "micro_batches": 2}), (3, {"schedule": "pipedream"})],
+    ids=lambda item: f"{item}" if isinstance(item, int) else item["schedule"],
+)
+def test_steps_that_overlap_stop_too(
+    make_spec: Any, make_run: Any, work: Any, ranks: int, given: dict[str, Any]
+) -> None:
     training = {"steps": 5, "batch_size": 4}
-    pipeline = {"stages": 2, "schedule": "pipedream-2bw", "micro_batches": 2}
-    run = make_run(make_spec(2, SPOILT, training=training, pipeline=pipeline))
-    done = work(2, run)
+    pipeline = {"stages": ranks, **given}
+    run = make_run(make_spec(ranks, SPOILT, training=training, pipeline=pipeline))
+    done = work(ranks, run)
     assert done.returncode != 0
     assert read_errors(run)[0]["message"] == (
         "step 2: the loss of micro-batch 0 is not finite (infinite or NaN); "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -48,6 +49,23 @@ def fed(metrics: dict[str, Any]) -> Metrics:
 
 def test_the_loss_is_weighed_by_samples() -> None:
     assert fed({}).result() == {"loss": (4 * 1.0 + 2 * 4.0) / 6}
+
+
+def test_the_loss_is_weighed_as_in_training_and_what_has_no_weight_is_left_out() -> None:
+    """Of padding alone a loss is NaN; metrics count samples all the same."""
+    found = Metrics({"one": lambda outputs, targets: outputs["logits"].mean()}, Graph(), float)  # type: ignore[arg-type]
+    for size, loss, valid in ((4, 1.0, 1.0), (2, math.nan, 0.0), (2, 4.0, 5.0)):
+        found.add(size, results(loss, torch.full((size,), loss)), valid)
+    result = found.result()
+    assert result["loss"] == (1.0 * 1 + 4.0 * 5) / 6
+    assert math.isnan(result["one"])
+    assert list(result) == ["loss", "one"]
+
+
+def test_without_any_weight_there_is_no_loss() -> None:
+    found = Metrics({}, Graph(), lambda targets: 0.0)  # type: ignore[arg-type]
+    found.add(4, results(math.nan, torch.ones(4)), torch.zeros(4))
+    assert math.isnan(found.result()["loss"])
 
 
 def test_a_function_is_weighed_by_samples_and_gets_the_models_structure() -> None:

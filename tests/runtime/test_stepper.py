@@ -27,6 +27,20 @@ def build():
 
 def data():
     return TensorDataset(torch.randn(4, 2), torch.randn(4, 1))
+
+class Broken(torch.optim.SGD):
+    def step(self, closure=None):
+        raise KeyError("beta3")
+
+class Large(torch.optim.SGD):
+    def step(self, closure=None):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...")
+
+class Counting(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
 """
 GROUPS = "groups: [{match: '*.bias', weight_decay: 0.0}, {match: '1.*', lr: 0.5}]"
 Maker = Callable[..., CapturedJob]
@@ -154,3 +168,59 @@ def test_stepper_without_schedule_keeps_its_rate() -> None:
     stepper = Stepper(torch.optim.SGD(layer.parameters(), lr=0.5), None)
     stepper.step()
     assert stepper.learning_rate == 0.5
+
+
+def first_step_of(made: CapturedJob) -> Stepper:
+    """After a step with gradients of 1."""
+    stepper = stepper_of(made)
+    for parameter in made.step.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    stepper.step()
+    return stepper
+
+
+def test_an_optimizer_that_fails_in_a_step_is_named_with_the_users_line(job: Maker) -> None:
+    made = job("factory: './model.py:Broken', kwargs: {lr: 1.0}")
+    with pytest.raises(CaptureError, match=r"^optimizer: raised KeyError: 'beta3' \(at .*model"):
+        first_step_of(made)
+
+
+def test_a_schedule_that_fails_in_a_step_is_named(job: Maker, tmp_path: Path) -> None:
+    (tmp_path / "schedules.py").write_text(
+        "from torch.optim.lr_scheduler import LambdaLR\n\n"
+        "def make(optimizer):\n    return LambdaLR(optimizer, lambda step: {0: 1.0}[step])\n"
+    )
+    made = job("kwargs: {lr: 1.0}", "lr_scheduler: {factory: './schedules.py:make'}")
+    with pytest.raises(CaptureError, match=r"^lr_scheduler: raised KeyError: 1 \(at .*schedules"):
+        first_step_of(made)
+
+
+def test_an_update_that_lacks_memory_is_no_fault_of_the_optimizer(job: Maker) -> None:
+    """What to do about it is said where the rank fails."""
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        first_step_of(job("factory: './model.py:Large', kwargs: {lr: 1.0}"))
+
+
+def test_an_optimizer_that_counts_in_its_groups_is_refused_by_name(job: Maker) -> None:
+    made = job("factory: './model.py:Counting', kwargs: {lr: 1.0}")
+    with pytest.raises(CaptureError, match="Counting keeps 'k' in its parameter groups"):
+        first_step_of(made)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop",
+     "Rprop", "SGD"],
+)  # fmt: skip
+def test_optimizers_of_torch_keep_nothing_in_their_groups(job: Maker, name: str) -> None:
+    """What a schedule changes there, momentum too, is none of theirs."""
+    cycles = {"SGD": "momentum: 0.9", "AdamW": "betas: [0.9, 0.99]"}
+    schedule = (
+        "lr_scheduler: {factory: 'torch.optim.lr_scheduler:OneCycleLR', "
+        "kwargs: {max_lr: 0.1, total_steps: 9}}"
+    )
+    given = ", ".join(filter(None, ("lr: 0.1", cycles.get(name))))
+    made = job(
+        f"factory: 'torch.optim:{name}', kwargs: {{{given}}}", *[schedule] * (name in cycles)
+    )
+    assert first_step_of(made).updates == 1

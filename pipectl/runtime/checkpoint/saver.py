@@ -215,6 +215,8 @@ def _written(partial: Path, rank: int, snapshot: Snapshot) -> dict[str, Any]:
         weights, training = snapshot.write(partial, rank)
     except Exception as error:  # safetensors raises its own for a full disk
         return {"error": f"{error} (rank {rank})"}
+    finally:
+        snapshot.given_back.set()  # whatever failed: updates wait for it
     return {
         "weights": [shard.to_json() for shard in weights],
         "training": [shard.to_json() for shard in training],

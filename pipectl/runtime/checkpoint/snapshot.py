@@ -52,7 +52,9 @@ class Snapshot:
         return sum(tensor.nbytes for tensor in found)
 
     def write(self, directory: Path, rank: int) -> tuple[list[Shard], list[Shard]]:
-        """Write this rank's files: what is lent first.
+        """Write this rank's files: what is lent first, which is given back once it is written.
+
+        Where that fails, it is the caller who gives it back.
 
         Returns:
             Those of weights and those of the training state: one or none of each.
@@ -64,16 +66,13 @@ class Snapshot:
         file, more = f"rank-{rank:04d}.safetensors", {"optimizer": json.dumps(self.optimizer)}
         states = (key.removeprefix(_STATE) for key in self.training.tensors if _is_state(key))
         told = (*states, *self.optimizer)
-        try:
-            with ExitStack() as opened:
-                own = _Part(opened, directory, file, self.weights, self.weights.tensors)
-                rest = _Part(opened, directory, f"{TRAINING}/{file}", self.training, told, more)
-                own.write_lent()
-                rest.write_lent()
-                self.given_back.set()
-                return list(own.finish()), list(rest.finish())
-        finally:
+        with ExitStack() as opened:
+            own = _Part(opened, directory, file, self.weights, self.weights.tensors)
+            rest = _Part(opened, directory, f"{TRAINING}/{file}", self.training, told, more)
+            own.write_lent()
+            rest.write_lent()
             self.given_back.set()
+            return list(own.finish()), list(rest.finish())
 
 
 class _Part:

@@ -33,7 +33,7 @@ class Stored(Mapping[str, Tensor]):
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.manifest = Manifest.load(directory)
-        self._weights = _by_name(directory, self.manifest.weights)
+        self._weights = {n: directory / s.file for s in self.manifest.weights for n in s.names}
         self._training = _by_name(directory, self.manifest.training)
         self._reader = TensorReader()
         self._optimizer = cache(self._optimizer_state)
@@ -95,18 +95,20 @@ class Stored(Mapping[str, Tensor]):
         It may have nothing of one: of a parameter that got no gradient, say.
         """
         for name, parameter in parameters.items():
-            file = self._training.get(name)
-            if file is not None:
-                read = partial(self._reader.tensor, file)
-                give(optimizer, parameter, self._optimizer(file)[name], read)
+            for file in self._training.get(name, ()):
+                if name in self._optimizer(file):
+                    read = partial(self._reader.tensor, file)
+                    give(optimizer, parameter, self._optimizer(file)[name], read)
 
     def _state(self, name: str) -> Tensor:
         plain = plain_name(name)
         if plain is not None and plain in self._weights:
             return self[plain]
-        if name not in self._training:
-            raise self._other(f"has no {name!r}")
-        return self._reader.tensor(self._training[name], state_key(name))
+        key = state_key(name)
+        for file in self._training.get(name, ()):
+            if key in self._reader.header(file).layouts:
+                return self._reader.tensor(file, key)
+        raise self._other(f"has no {name!r}")
 
     def _place(self, name: str) -> tuple[Path, str]:
         """File of a weight, and the name it has there."""
@@ -174,5 +176,14 @@ def _damaged(directory: Path, shards: Iterable[Shard]) -> str | None:
     return next((shard.file for shard in shards if not shard.is_whole(directory)), None)
 
 
-def _by_name(directory: Path, shards: Iterable[Shard]) -> dict[str, Path]:
-    return {name: directory / shard.file for shard in shards for name in shard.names}
+def _by_name(directory: Path, shards: Iterable[Shard]) -> dict[str, tuple[Path, ...]]:
+    """The files that tell of each name.
+
+    Of a parameter of the loss there may be two: one rank writes its value, and another, which alone
+    updates it, what the optimizer remembers.
+    """
+    found: dict[str, tuple[Path, ...]] = {}
+    for shard in shards:
+        for name in shard.names:
+            found[name] = (*found.get(name, ()), directory / shard.file)
+    return found

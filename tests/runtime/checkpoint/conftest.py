@@ -49,10 +49,10 @@ def module_runs(
         path = folder / f"{next(numbers)}.yaml"
         path.write_text(yaml.safe_dump(document(ranks, sections)))
         spec = load(path)
-        precision = spec.training.precision
-        if precision not in profiles:  # what its data are makes no difference here
-            profiles[precision] = profile_of(spec)
-        profile = profiles[precision]
+        key = f"{spec.training.precision} {spec.loss.factory}"
+        if key not in profiles:  # what its data are makes no difference here
+            profiles[key] = profile_of(spec)
+        profile = profiles[key]
         cluster = assumed_cluster("here", [ranks], ranks, None)
         stages = ranks // (request.get("replicas") or 1)
         wanted = {"micro_batches": 2, "stages": stages, **request}

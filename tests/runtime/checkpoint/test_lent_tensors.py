@@ -12,6 +12,7 @@ from mpi4py import MPI
 from safetensors.torch import load_file
 from torch import nn
 
+from pipectl.errors import UsageError
 from pipectl.runs import Manifest
 from pipectl.runtime import checkpoint
 from pipectl.runtime.checkpoint import Keep, Saver, Snapshot, take_snapshot, tensor_file
@@ -108,20 +109,26 @@ def test_no_more_is_copied_than_there_is_room_for(room: int | None) -> None:
     assert all(buffer.data_ptr() != count.data_ptr() for buffer in buffers)
 
 
+@pytest.mark.parametrize("broken", [(tensor_file.TensorFile, "write"), (Path, "mkdir")])
 def test_a_writer_that_fails_gives_everything_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: tuple[type, str]
 ) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(tensor_file.TensorFile, "write", full)
     mine = parameters()
     warnings: list[str] = []
     saver = Saver(MPI.COMM_SELF, tmp_path, Keep(1), 1, warnings.append)
     stepper = stepper_of(mine)
+    monkeypatch.setattr(*broken, full)
     saver.start(Manifest(2, 4, {}), snapshot(mine, stepper, 0, torch.zeros(1)))
     saver.give_back()
     assert not saver.borrows
+    with pytest.raises(UsageError, match=r"the last checkpoint: .*No space left on device"):
+        saver.finish()
+
+
+def full(path: Any, *_: object, **__: object) -> None:
+    """The folder of all checkpoints is there, so only what is within it cannot be made."""
+    if not (isinstance(path, Path) and path.exists()):
+        raise OSError(28, "No space left on device")
 
 
 def test_files_are_what_other_programs_read(tmp_path: Path) -> None:

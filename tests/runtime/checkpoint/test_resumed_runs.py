@@ -76,7 +76,10 @@ VARIANTS = {
         options(training={"steps": STEPS, "batch_size": 4}),
         {"schedule": "pipedream-2bw"},
     ),
-    "shared out": (options(), {"replicas": 2, "shard_optimizer": True}),
+    "shared out": (
+        options(loss={"factory": f"{PARTS}:Tempered", "weight": f"{PARTS}:valid"}),
+        {"replicas": 2, "shard_optimizer": True},
+    ),
 }
 
 
@@ -109,6 +112,15 @@ def test_two_ranks_go_on_to_the_bit(
     trained: dict[str, tuple[RunDirectory, RunDirectory]], name: str
 ) -> None:
     check_same(*trained[name])
+
+
+def test_a_trained_loss_has_its_value_and_its_optimizer_state_in_two_files(
+    trained: dict[str, tuple[RunDirectory, RunDirectory]],
+) -> None:
+    """The variant would also pass if one replica wrote both."""
+    whole, _ = trained["shared out"]
+    shards = checkpoint.load(whole.checkpoints / f"step-{STOPPED:06d}").manifest.training
+    assert ["loss.temperature" in shard.names for shard in shards] == [True, True]
 
 
 def test_other_numbers_of_ranks_go_on_to_the_bit(

@@ -304,7 +304,8 @@ class Nested(torch.optim.Optimizer):
 
 def some_parameters() -> dict[str, nn.Parameter]:
     generator = torch.Generator().manual_seed(1)
-    return {f"model.{name}": nn.Parameter(torch.randn(3, 4, generator=generator)) for name in "ab"}
+    names = "model.a", "model.b", "loss.c"
+    return {name: nn.Parameter(torch.randn(3, 4, generator=generator)) for name in names}
 
 
 def train(stepper: Stepper, parameters: dict[str, nn.Parameter], steps: range) -> None:
