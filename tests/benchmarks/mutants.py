@@ -124,7 +124,10 @@ class Copies:
             with use_mutation(copy / fault.module_path, operator, fault.occurrence):
                 files = likely_first(copy, tests, fault.module_path.stem)
                 passed = tests_pass(copy, files, limit_s, fault.module_path)
-            return Outcome(fault, not passed, time.monotonic() - start)
+            outcome = Outcome(fault, not passed, time.monotonic() - start)
+            told = "found" if outcome.found else "missed"
+            print(f"{told} in {outcome.seconds:.0f} s: {outcome}", file=sys.stderr, flush=True)
+            return outcome
         finally:
             self._free.put(copy)
 
