@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -45,6 +44,7 @@ from pipectl.runtime.failure import Doing
 from pipectl.runtime.offload import StageOffload
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.trainer import Trainer
+from pipectl.runtime.waiting import barrier
 from pipectl.spec import load
 
 
@@ -75,18 +75,11 @@ def train_on_four_and_fewer(directory: Path, world: MPI.Comm) -> None:
     """On four ranks; on three beside one; on two beside the one that trains without dropout."""
     train(directory, world, plain=False)
     train(directory, world.Split(world.rank // 3), plain=False)
-    wait_for(world)
+    barrier(world)  # which leaves the cores to those that still train
     part = world.Split((0, 0, 1, 2)[world.rank])
     if world.rank < 3:
         train(directory, part, plain=world.rank == 2)
-    wait_for(world)
-
-
-def wait_for(ranks: MPI.Comm) -> None:
-    """A barrier that leaves the cores to those who still train."""
-    barrier = ranks.Ibarrier()
-    while not barrier.Test():
-        time.sleep(0.05)
+    barrier(world)
 
 
 class Lent(MPI.Intracomm):
