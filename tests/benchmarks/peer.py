@@ -39,6 +39,8 @@ from pipectl.units import format_bytes
 
 BATCH, MICRO_BATCHES, RANKS = 32, 8, 2
 ROUNDS, STEPS = 7, 3
+LINK_ROUNDS = 15
+"""Over links steps differ more."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def write_case(folder: Path, model: Model, megabits: int) -> dict[str, Any]:
         "theirs": {
             name: given for count in sorted(counts) for name, given in theirs(model, count).items()
         },
-        "rounds": ROUNDS,
+        "rounds": LINK_ROUNDS if megabits else ROUNDS,
         "steps": STEPS,
         "host": HOST if megabits else "127.0.0.1",
         "port": 29511,
