@@ -85,8 +85,9 @@ def prediction_lines(plan: Plan) -> Iterator[str]:
     """Step time, throughput, bubble, the binding stage; then memory."""
     if plan.prediction is not None:
         step_s = plan.prediction.step_time_s
+        rate = f"{plan.batch_size / step_s:.1f} samples/s, " if step_s else ""
         yield (
-            f"predicted: {format_time(step_s)} a step, {plan.batch_size / step_s:.1f} samples/s, "
+            f"predicted: {format_time(step_s)} a step, {rate}"
             f"bubble {plan.prediction.bubble:.1%}; {_binding(plan)}"
         )
         yield f"memory: {_memory(plan.prediction, plan.memory_limit_bytes)}"

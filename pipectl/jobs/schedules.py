@@ -55,7 +55,7 @@ def read_listed(path: Path, name: str) -> Listed:
         UsageError: the file cannot be read.
     """
     try:
-        return Listed.read(path.read_text(encoding="utf-8"), name)
+        return Listed.read(path.read_text(encoding="utf-8-sig"), name)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
             f"{path}: cannot be read: {error}", cure="name a CSV file of actions, a line a rank"

@@ -171,6 +171,11 @@ def _reordered(plan: Plan, schedule: str) -> Plan:
             f"--schedule {schedule}: a plan's stages are cut for its own schedule",
             cure="name a .csv file, or plan again with pipeline.schedule",
         )
+    if any(stage.replicas > 1 or stage.backward_ranks for stage in plan.stages):
+        raise UsageError(
+            f"--schedule {schedule}: stages of the plan have several ranks, lists give them one",
+            cure="plan again with pipeline.schedule",
+        )
     listed = read_listed(Path(schedule), schedule)
     have = len(plan.stages), plan.micro_batches, plan.ranks
     needs = listed.stages, listed.micro_batches, len(listed.ranks)

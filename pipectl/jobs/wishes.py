@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
@@ -58,7 +59,7 @@ class Wishes:
             "training.batch_size": self.batch_size,
             "pipeline.micro_batches": self.micro_batches,
             "pipeline.memory_limit": self.memory_limit_bytes,
-            "cluster": self.cluster,
+            "cluster": None if self.cluster is None else json.dumps(str(self.cluster.absolute())),
         }
         return [f"{key}={value}" for key, value in keys.items() if value is not None]
 

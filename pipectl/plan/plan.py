@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
@@ -113,6 +113,11 @@ class Search:
     step_lower_bound_s: float | None = None
     gap: float | None = None
     finished: bool = True
+
+    def bounded(self, step_s: float, least_s: float) -> Search:
+        """With a bound of the step, which a plan's own may undercut by what floats are rounded."""
+        gap = max(0.0, step_s / least_s - 1) if least_s else None
+        return replace(self, step_lower_bound_s=least_s, gap=gap)
 
     @classmethod
     def from_json(cls, item: Reader) -> Search:

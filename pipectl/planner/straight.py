@@ -106,16 +106,15 @@ def _search(explorer: Explorer, found: Verdict, least_s: float, *, finished: boo
     """What is known of how good a plan is."""
     plan = found.plan
     bound = explorer.bound(len(plan.stages), plan.micro_batch_size, finished=finished)
-    return Search(
+    search = Search(
         planner=PLANNER,
         max_stage_load_s=largest_load_s(plan, explorer.problem.cluster),
         lower_bound_s=bound.load_s,
         exact=bound.exact,
         planning_s=0.0,
-        step_lower_bound_s=least_s,
-        gap=found.simulation.step_time_s / least_s - 1 if least_s else 0.0,
         finished=finished and not explorer.judge.gave_up,
     )
+    return search.bounded(found.simulation.step_time_s, least_s)
 
 
 def _space(graph: Condensed, profile: Profile, stages: int) -> Space:

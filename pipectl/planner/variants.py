@@ -221,8 +221,7 @@ def _described(plan: Plan, cluster: Cluster, bound_s: float, *, finished: bool) 
         exact=False,
         planning_s=0.0,
     )
-    gap = plan.predicted_step_s / bound_s - 1 if bound_s else None
-    found = replace(found, step_lower_bound_s=bound_s, gap=gap)
+    found = found.bounded(plan.predicted_step_s, bound_s)
     return replace(
         plan,
         search=replace(found, finished=found.finished and finished),

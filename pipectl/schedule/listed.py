@@ -125,8 +125,9 @@ class Listed:
 
     def unordered_stages(self) -> list[int]:
         """Stages whose gradients do not add up by rising micro-batch."""
-        last = Kind.BACKWARD_WEIGHT if self.splits else Kind.BACKWARD
-        return sorted({entry.stage for entry in self._falling(last)})
+        halves = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # the first has those of norms
+        kinds = halves if self.splits else (Kind.BACKWARD,)
+        return sorted({entry.stage for kind in kinds for entry in self._falling(kind)})
 
     def sequences(self) -> list[Integers]:
         """Kind, stage and micro-batch of every rank's actions; shape [actions, 3]."""

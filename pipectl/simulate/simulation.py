@@ -119,7 +119,7 @@ def _simulate_steady(
 
 def _simulation(step_time_s: float, busy_s: Sequence[float], **others: Any) -> Simulation:
     utilisation = tuple(busy / step_time_s if step_time_s else 0.0 for busy in busy_s)
-    bubble = 1 - sum(utilisation) / len(utilisation)
+    bubble = max(0.0, 1 - sum(utilisation) / len(utilisation))  # sums round
     return Simulation(step_time_s, bubble, utilisation, **others)
 
 

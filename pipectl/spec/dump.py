@@ -24,6 +24,7 @@ def settled(spec: JobSpec) -> JobSpec:
         _set(data, path, str(references.parse(text, spec.base)))
     for path, file in spec.files():
         _set(data, path, str(file))
+    data["environment"]["container"] = spec.container
     data["site_defaults"] = False
     absolute = JobSpec.model_validate(data)
     absolute._source = spec.source

@@ -28,7 +28,10 @@ def plan_key(spec: JobSpec) -> str:
     data = spec.model_dump()
     resources = {key: value for key, value in data["resources"].items() if key != "walltime"}
     cluster = None if spec.cluster_file is None else _content(spec.cluster_file)
-    order = None if spec.schedule_file is None else _content(spec.schedule_file)
+    order = None
+    if spec.schedule_file is not None:
+        order = _content(spec.schedule_file)
+        data["pipeline"]["schedule"] = spec.schedule_file.name
     return _digest([_profiled(spec), data["pipeline"], resources, cluster, order])
 
 
@@ -42,9 +45,10 @@ def links_key(spec: JobSpec, machine: str) -> str:
     resources = {key: value for key, value in data["resources"].items() if key != "walltime"}
     started = ("launcher", "mpi", "bind", "args")
     launch = {key: data["launch"][key] for key in started}
+    environment = {**data["environment"], "container": spec.container}
     places = {"slurm": ("partition", "constraint", "reservation"), "pbs": ("queue", "select_extra")}
     where = {name: [data[name][key] for key in keys] for name, keys in places.items()}
-    return _digest([machine, resources, launch, data["environment"], where])
+    return _digest([machine, resources, launch, environment, where])
 
 
 def _profiled(spec: JobSpec) -> Any:

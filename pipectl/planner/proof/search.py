@@ -145,12 +145,8 @@ class _Proof:
         if complete:
             least_s = step_s if self._undecided_s >= self._limit_s else self._undecided_s
             least_s = min(step_s, max(least_s, given.step_lower_bound_s or 0.0))
-        found = replace(
-            given,
-            step_lower_bound_s=least_s,
-            gap=step_s / least_s - 1 if least_s else given.gap,
-            finished=given.finished or (complete and least_s == step_s),
-        )
+        finished = given.finished or (complete and least_s == step_s)
+        found = replace(given.bounded(step_s, least_s), finished=finished)
         return found if self.best is self._given else replace(found, **self._loads())
 
     @property

@@ -62,10 +62,9 @@ def _ranked(found: Iterable[Plan]) -> list[Plan]:
 
 def _search(plan: Plan, cluster: Cluster, search: Search, bound_s: float) -> Search:
     """What is known of how good a plan is: of its step, nothing but the work there is."""
-    return replace(
+    loads = replace(
         search,
         max_stage_load_s=largest_load_s(plan, cluster),
         lower_bound_s=bound_s / plan.micro_batches,
-        step_lower_bound_s=bound_s,
-        gap=plan.predicted_step_s / bound_s - 1 if bound_s else None,
     )
+    return loads.bounded(plan.predicted_step_s, bound_s)
