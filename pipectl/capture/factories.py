@@ -50,7 +50,7 @@ def find(factory: str, base: Path) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def call(function: Callable[..., Any], factory: str, *args: Any, **kwargs: Any) -> Any:
+def call(function: Callable[..., Any], factory: str, /, *args: Any, **kwargs: Any) -> Any:
     """Call user code; its exception becomes an error that names file and line.
 
     Raises:

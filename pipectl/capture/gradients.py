@@ -69,7 +69,8 @@ def recorded_functions() -> Iterator[Functions]:
     """While a model is exported, record its autograd functions; yields them by the name used.
 
     Raises:
-        CaptureError: from the export, where the model puts a hook on a gradient.
+        CaptureError: from the export, where the model puts a hook on a gradient, or uses two
+            functions of one name.
     """
     found: Functions = {}
     untouched: Any = vars(torch.autograd.Function)["apply"]
@@ -79,7 +80,12 @@ def recorded_functions() -> Iterator[Functions]:
         if function is CheckpointFunction:  # recomputation is planned, not captured
             body, _, *given = args
             return body(*given)
-        found[f"{function.__module__}.{function.__qualname__}"] = function
+        name = f"{function.__module__}.{function.__qualname__}"
+        if found.setdefault(name, function) is not function:
+            raise CaptureError(
+                f"model: two autograd functions are named {name}, and a graph knows them by name",
+                cure="define one function, which gets as arguments what tells them apart",
+            )
         return record(function, *args, **kwargs)
 
     hook = Tensor.register_hook

@@ -7,6 +7,7 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from pipectl.capture.explain import AS_IT_IS, NodeError
 from pipectl.capture.regions import WHOLE, region_of
 from pipectl.errors import CaptureError
 
+_TORCH = str(Path(torch.__file__).parent)
 # Checks that export leaves in the graph; the shapes they check are fixed when a stage is built.
 _GUARDS = {
     torch.ops.aten._assert_scalar.default,
@@ -51,11 +53,13 @@ class CapturedGraph:
 
     Attributes:
         states: parameters, buffers and constants by placeholder name.
-        inputs: placeholder names of the batch's tensors, in pytree order of (inputs, targets).
+        inputs: what the batch held, by placeholder names, in pytree order of (inputs, targets):
+            tensors without values, numbers and all else as they were.
         operators: nodes that compute, in graph order. Each is an operator of the profile; its
             name is the operator's id.
         loss: name of the node that gives the loss.
-        outputs: what the model returned, flattened: node names, or constants as they are.
+        outputs: what the model returned, flattened: names of tensors, nodes of sizes, or constants
+            as they are.
         output_spec: pytree structure of ``outputs``.
         groups, requires_grad, settled, rewritten, written: see
             :class:`pipectl.capture.aliases.Aliases`.
@@ -77,8 +81,10 @@ class CapturedGraph:
         self._merge_tied()
         self.operators = tuple(n for n in self.graph.nodes if _computes(n))
         self.constants: dict[str, Any] = dict(program.constants)
-        self.symbols = _batch_symbols(self.graph, self.inputs)
-        self.fixed = not self.symbols
+        symbols = _batch_symbols(self.inputs)
+        self.symbols = frozenset(symbols)
+        self.fixed = not symbols
+        self._conditions = _conditions(symbols)
         aliases = find_aliases(self, states)
         self._rename_mutated(aliases)
         self.groups = aliases.groups
@@ -87,6 +93,16 @@ class CapturedGraph:
         self.rewritten = aliases.rewritten
         self.written = aliases.written
         self.loss, self.outputs, self.output_spec = _results(program)
+
+    def holds_for(self, batch: int) -> bool:
+        """Whether the model computes the same for micro-batches of ``batch`` samples.
+
+        What it asks of their number itself (``if len(x) > 8``) was decided when it was captured.
+        """
+        if self.fixed:
+            return batch == self.batch_size
+        sizes = dict.fromkeys(self.symbols, batch)
+        return all(condition.xreplace(sizes) != False for condition in self._conditions)  # noqa: E712
 
     @cached_property
     def position(self) -> dict[str, int]:
@@ -221,18 +237,21 @@ def _computes(node: fx.Node) -> bool:
 
 def _placeholders(
     program: ExportedProgram, tied: Mapping[str, str]
-) -> tuple[dict[str, State], tuple[str, ...]]:
+) -> tuple[dict[str, State], dict[str, Any]]:
     kinds = {
         InputKind.PARAMETER: "parameter",
         InputKind.BUFFER: "buffer",
         InputKind.CONSTANT_TENSOR: "constant",
     }
     states: dict[str, State] = {}
-    inputs: list[str] = []
+    inputs: dict[str, Any] = {}
+    values = {
+        node.name: node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")
+    }
     for spec in program.graph_signature.input_specs:
         name = getattr(spec.arg, "name", None)
         if spec.kind is InputKind.USER_INPUT:
-            inputs.append(str(name))
+            inputs[str(name)] = values.get(name)
         elif spec.kind in kinds and name is not None:
             full_name = str(spec.target)
             states[name] = State(tied.get(full_name, full_name), kinds[spec.kind])
@@ -241,27 +260,51 @@ def _placeholders(
                 f"model: uses a {spec.kind.name.lower()}, which cannot be split over processes",
                 cure="keep only tensors, parameters and buffers in the model's forward()",
             )
-    return states, tuple(inputs)
+    return states, inputs
 
 
-def _batch_symbols(graph: fx.Graph, inputs: tuple[str, ...]) -> set[Any]:
-    symbols: set[Any] = set()
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        if node.name in inputs and isinstance(value, Tensor) and value.dim() > 0:
-            size: Any = value.shape[0]
-            if isinstance(size, torch.SymInt):
-                symbols |= size.node.expr.free_symbols
-    return symbols
+def _batch_symbols(inputs: Mapping[str, Any]) -> dict[Any, Any]:
+    """Symbols of the number of samples, each with where it is from; none where it is a number.
+
+    A tensor that nobody reads has one of its own, also where all others have numbers.
+    """
+    tensors = [value for value in inputs.values() if isinstance(value, Tensor) and value.dim()]
+    sizes: list[Any] = [tensor.shape[0] for tensor in tensors]
+    if not all(isinstance(size, torch.SymInt) and size.node.expr.is_Symbol for size in sizes):
+        return {}
+    return {size.node.expr: size.node.shape_env for size in sizes}
+
+
+def _conditions(symbols: Mapping[Any, Any]) -> tuple[Any, ...]:
+    """What was asked of the number of samples by code outside torch, as it was answered.
+
+    What torch asks it asks again for every size.
+    """
+    environments = {id(environment): environment for environment in symbols.values()}
+    asked = [
+        environment.replace(guard.expr)  # symbols that turned out to be equal have one name
+        for environment in environments.values()
+        for guard in environment.guards
+        if not _is_of_torch(guard.sloc.framework_loc)
+    ]
+    return tuple(condition for condition in asked if condition.free_symbols <= symbols.keys())
+
+
+def _is_of_torch(place: Any) -> bool:
+    return str(getattr(place, "filename", place)).startswith(_TORCH)
 
 
 def _results(program: ExportedProgram) -> tuple[str, tuple[Any, ...], Any]:
     output = next(node for node in program.graph.nodes if node.op == "output")
     loss, *outputs = output.args[0]
     spec = program.call_spec.out_spec
-    flat = tuple(item.name if isinstance(item, fx.Node) else item for item in outputs)
+    flat = tuple(item.name if _is_tensor(item) else item for item in outputs)
     inner = spec.child(1) if outputs and spec is not None else None
     return loss.name, flat, inner
+
+
+def _is_tensor(item: Any) -> bool:
+    return isinstance(item, fx.Node) and isinstance(item.meta.get("val"), Tensor)
 
 
 def _describe_argument(argument: Any, root: fx.GraphModule) -> str:

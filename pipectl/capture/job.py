@@ -169,8 +169,9 @@ class CapturedJob:
     def _graph(self, batch: int, *, training: bool) -> CapturedGraph:
         key = (training, batch)
         if key not in self._graphs:
-            known = next((g for (t, _), g in self._graphs.items() if t is training), None)
-            self._graphs[key] = known if known and not known.fixed else self._capture(*key, known)
+            known = [graph for (kind, _), graph in self._graphs.items() if kind is training]
+            found = next((graph for graph in known if graph.holds_for(batch)), None)
+            self._graphs[key] = found or self._capture(*key, next(iter(known), None))
         return self._graphs[key]
 
     def _capture(self, training: bool, batch: int, known: CapturedGraph | None) -> CapturedGraph:

@@ -43,7 +43,10 @@ def batch_dimension(graph: CapturedGraph, node: fx.Node) -> int | None:
     Raises:
         CaptureError: samples are merged with something else, so that rows cannot be told.
     """
-    value = node.meta.get("val")
+    return _batch_dimension(graph, node.name, node.meta.get("val"))
+
+
+def _batch_dimension(graph: CapturedGraph, name: str, value: Any) -> int | None:
     sizes: Sequence[Any] = value.shape if isinstance(value, Tensor) else ()
     found = [
         (dim, size.node.expr)
@@ -55,7 +58,7 @@ def batch_dimension(graph: CapturedGraph, node: fx.Node) -> int | None:
     dim, expression = found[0]
     if len(found) > 1 or expression not in graph.symbols:
         raise CaptureError(
-            f"model: the samples of {node.name!r} are not one dimension of it "
+            f"model: the samples of {name!r} are not one dimension of it "
             f"({[str(size) for size in sizes]}), so replicas cannot share them",
             cure=f"{_CURE}, or cut elsewhere",
         )
@@ -77,18 +80,29 @@ def whole_draw(graph: CapturedGraph, node: fx.Node, rows: Rows) -> Callable[...,
         )
     leaves = pytree.tree_leaves((node.args, node.kwargs))
     dims = [batch_dimension(graph, x) if isinstance(x, fx.Node) else None for x in leaves]
-    result = batch_dimension(graph, node)
+    results = [_batch_dimension(graph, node.name, value) for value in _values(node)]
 
     def draw(*args: Any, **kwargs: Any) -> Any:
         given, spec = pytree.tree_flatten((args, kwargs))
         pairs = zip(given, dims, strict=True)
         grown = [_grown(x, dim, rows) if isinstance(x, Tensor) else x for x, dim in pairs]
         args, kwargs = pytree.tree_unflatten(grown, spec)
-        drawn = target(*args, **kwargs)
-        mine = drawn if result is None else drawn.narrow(result, rows.start, rows.stop - rows.start)
-        return given[0].copy_(mine) if schema.is_mutable else mine
+        drawn, several = pytree.tree_flatten(target(*args, **kwargs))
+        mine = [_narrowed(x, dim, rows) for x, dim in zip(drawn, results, strict=True)]
+        return (
+            given[0].copy_(mine[0]) if schema.is_mutable else pytree.tree_unflatten(mine, several)
+        )
 
     return draw
+
+
+def _values(node: fx.Node) -> list[Any]:
+    """What an operator gives: one tensor, or several."""
+    return pytree.tree_leaves(node.meta.get("val"))
+
+
+def _narrowed(tensor: Tensor, dim: int | None, rows: Rows) -> Tensor:
+    return tensor if dim is None else tensor.narrow(dim, rows.start, rows.stop - rows.start)
 
 
 def _grown(tensor: Tensor, dim: int | None, rows: Rows) -> Tensor:

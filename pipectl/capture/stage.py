@@ -39,8 +39,14 @@ class StageCode:
     results: tuple[Slot, ...]
 
 
-def build_stage(cut: Cut, stage: int, samples: Samples) -> StageCode:
+_CPU = torch.device("cpu")
+
+
+def build_stage(cut: Cut, stage: int, samples: Samples, device: torch.device = _CPU) -> StageCode:
     """The code of ``stage`` for micro-batches of so many samples, or for a part of them.
+
+    Args:
+        device: that it runs on; tensors that it makes are made there.
 
     Raises:
         CaptureError: the graph was captured for another, fixed, batch size.
@@ -51,7 +57,14 @@ def build_stage(cut: Cut, stage: int, samples: Samples) -> StageCode:
             f"model: captured for {graph.batch_size} samples, not for {count_of(samples)}",
             cure="let replicas take whole micro-batches",
         )
-    return _Builder(cut, stage, samples).build()
+    return _Builder(cut, stage, samples, device).build()
+
+
+def on_device(arguments: Any, device: torch.device) -> Any:
+    """Arguments of an operator, which was captured on the CPU."""
+    return fx.node.map_aggregate(
+        arguments, lambda item: device if isinstance(item, torch.device) else item
+    )
 
 
 def uses_of_parameter(graph: CapturedGraph, placeholder: str) -> tuple[str, ...]:
@@ -64,11 +77,12 @@ def uses_of_parameter(graph: CapturedGraph, placeholder: str) -> tuple[str, ...]
 class _Builder:
     """Copies a stage's operators into a graph of its own."""
 
-    def __init__(self, cut: Cut, stage: int, samples: Samples) -> None:
+    def __init__(self, cut: Cut, stage: int, samples: Samples, device: torch.device) -> None:
         self._cut = cut
         self._captured = cut.graph
         self._samples = samples
         self._stage = stage
+        self._device = device
         self._graph = fx.Graph()
         self._switch = Switch(self._graph)
         self._names = cut.operators(stage)
@@ -144,7 +158,7 @@ class _Builder:
             own_use = self._local.get(Slot(source.name, node.name))
             return own_use if own_use is not None else self._local[Slot(source.name)]
 
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), local)
+        args, kwargs = fx.node.map_arg(on_device((node.args, node.kwargs), self._device), local)
         return self._graph.create_node("call_function", target, args, kwargs, node.name)
 
     def _fork(self, name: str, behind: str) -> None:
@@ -163,13 +177,27 @@ class _Builder:
         if self._stage == self._cut.loss_stage:
             for name in (self._captured.loss, *self._captured.outputs):
                 if isinstance(name, str):
-                    found[Slot(name)] = None
+                    found[self._returned(name)] = None
         for lane, slots in self._cut.lanes.items():
             if lane.source == self._stage and lane.kind == "activation":
                 found.update(dict.fromkeys(slots))
             elif lane.target == self._stage and lane.kind == "gradient":
                 found.update((slot, None) for slot in slots if slot in self._local)
         return [slot for slot in found if slot not in self._received]
+
+    def _returned(self, name: str) -> Slot:
+        """The slot of the loss or of what the model returned.
+
+        Raises:
+            CaptureError: a parameter or buffer that no operator of this stage reads.
+        """
+        if name in self._captured.states and Slot(name) not in self._local:
+            raise CaptureError(
+                f"model: returns {self._captured.states[name].name!r}, which metrics would get "
+                "from another stage",
+                cure="return a copy of it (.clone()), or leave it out of what the model returns",
+            )
+        return Slot(name)
 
 
 def fork_uses(value: Tensor, uses: int) -> tuple[Tensor, ...]:

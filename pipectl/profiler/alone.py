@@ -90,6 +90,11 @@ class AloneStages:
         self._backward(index)
         return marked.spent(self._clock())
 
+    def forget(self) -> None:
+        """Drop the gradients of parameters."""
+        for stage in self._stages:
+            stage.forget()
+
     def _first_pass(self) -> None:
         for index in range(len(self)):
             made = self._forward(index)

@@ -123,10 +123,14 @@ class _MarkedRuns:
         self._spent: list[list[Spent]] = [[] for _ in range(len(stages))]
 
     def round(self) -> None:
-        """Run every stage twice, the second time with marks: the first fills the caches."""
+        """Run every stage twice, the second time with marks: the first fills the caches.
+
+        Gradients do not stay: many cuts of one model take turns.
+        """
         for index, spent in enumerate(self._spent):
             self._stages.run(index)
             spent.append(self._stages.run_marked(index, self._cost))
+        self._stages.forget()
 
     def operators(self) -> Pairs:
         """Medians of every operator."""
@@ -151,6 +155,7 @@ class _WholeRuns:
         for index, times in enumerate(self._times):
             self._stages.run(index)
             times.append(self._stages.run(index))
+        self._stages.forget()
 
     def samples(self, footprints: Footprints) -> list[Sample]:
         """Every stage as a whole."""

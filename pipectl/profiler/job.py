@@ -122,8 +122,8 @@ class _Profiling:
 
     def profile(self) -> Profile:
         """The profile, but for what is known of the process."""
-        profile = self._measured_in_pieces() if self._in_pieces else self._measured_in_place()
         cost = optimizer_cost(self._job, self._device)
+        profile = self._measured_in_pieces() if self._in_pieces else self._measured_in_place()
         kept = [f"{path} stays one operator: {why}" for path, why in self._job.kept.items()]
         return replace(profile, optimizer=cost, assumptions=(*profile.assumptions, *kept))
 
@@ -203,10 +203,10 @@ class _Profiling:
         }
 
     def _fits(self, kept: Mapping[str, Measured], size: int) -> bool:
-        """Whether a micro-batch of so many samples leaves the machine enough memory."""
+        """Whether a micro-batch of so many samples leaves the device enough memory."""
         saved = dict(pair for measured in kept.values() for pair in measured.saved)
         needed = sum(saved.values()) * size / self._sizes[0]
-        return needed < _MEMORY_SHARE * psutil.virtual_memory().available
+        return needed < _MEMORY_SHARE * self._device.free_bytes()
 
     def _subject(self, size: int) -> Subject:
         return Subject.of(self._job, size, self._device)

@@ -14,6 +14,8 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
 from typing import Self
 
+import psutil
+
 from pipectl.capture import CapturedJob
 from pipectl.profiler.alone import AloneStages
 from pipectl.profiler.partitions import whole
@@ -41,8 +43,10 @@ class Neighbours:
         self._stop = context.Event()
         self._ready = [context.Event() for _ in range(self.count)]
         self._processes: list[BaseProcess] = [
-            context.Process(target=_compute, args=(spec, size, ready, self._stop), daemon=True)
-            for ready in self._ready
+            context.Process(
+                target=_compute, args=(spec, size, place, ready, self._stop), daemon=True
+            )
+            for place, ready in enumerate(self._ready)
         ]
 
     def __enter__(self) -> Self:
@@ -66,7 +70,10 @@ class Neighbours:
         missing = self.count - self.computing
         if not missing:
             return ()
-        return (f"{missing} of {self.count} neighbour processes failed to start while measuring",)
+        return (
+            f"{missing} of {self.count} neighbour processes failed to start while measuring, or "
+            "found too little memory",
+        )
 
     @property
     def computing(self) -> int:
@@ -96,12 +103,24 @@ def neighbour_count(spec: JobSpec, cores: int) -> int:
     return 0 if alone else max(0, at_once - 1)
 
 
-def _compute(spec: JobSpec, size: int, ready: Event, stop: Event) -> None:
-    """Train until told to stop, or until whoever measures is gone, be it before this begins."""
+def has_room(job: CapturedJob, place: int) -> bool:
+    """Whether memory is left for the gradients of a neighbour, those before, and who measures."""
+    gradients = sum(tensor.nbytes for tensor in job.states.values() if tensor.requires_grad)
+    return (place + 2) * gradients <= int(psutil.virtual_memory().available)
+
+
+def _compute(spec: JobSpec, size: int, place: int, ready: Event, stop: Event) -> None:
+    """Train until told to stop, or until whoever measures is gone, be it before this begins.
+
+    Args:
+        place: among the neighbours; where memory is short, the first ones compute.
+    """
     settle_process(spec.threads)
     measuring = multiprocessing.parent_process()
     assert measuring is not None
     job = CapturedJob(spec)
+    if not has_room(job, place):
+        return
     subject = Subject.of(job, size, CpuDevice())
     stages = AloneStages(subject, job.states, whole(subject.graph))
     ready.set()

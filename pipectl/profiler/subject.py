@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedGraph, CapturedJob
+from pipectl.capture.batch import by_name
 from pipectl.runtime.device import Device
 
 
@@ -32,8 +32,7 @@ class Subject:
     def of(cls, job: CapturedJob, size: int, device: Device) -> Subject:
         """The training graph of a job and the first samples of its data."""
         graph = job.training_graph(size)
-        leaves = pytree.tree_leaves(job.loader.example(size))
         target = device.torch_device
-        moved = [leaf.to(target) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        batch = dict(zip(graph.inputs, moved, strict=True))
+        named = by_name(graph, job.loader.example(size))
+        batch = {name: leaf.to(target) for name, leaf in named.items() if isinstance(leaf, Tensor)}
         return cls(graph, batch, size, device, job.spec.training.precision)

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from pipectl.capture.opaque import Opaque
 from pipectl.capture.precision import arithmetic, missing_kernels
 from pipectl.capture.regions import WHOLE, region_of
+from pipectl.capture.stage import on_device
 from pipectl.profile import OperatorMemory
 from pipectl.profiler.costs import Call, Ran, Times, run, value_bytes
 from pipectl.profiler.memory import Allocations, measure_allocations
@@ -68,7 +69,8 @@ class Walk:
         self._last = self._last_readers()
         for node in self._graph.graph.nodes:
             if node.op == "placeholder" and node.name not in self._graph.states:
-                self._values[node] = subject.batch.get(node.name)
+                given = subject.batch.get(node.name)
+                self._values[node] = None if given is None else given.clone()  # may be written
 
     def measure(self, done: Callable[[str], None]) -> dict[str, Measured]:
         """Measure every operator in order; ``done`` is called with the name of each."""
@@ -138,6 +140,7 @@ class Walk:
             times = self._times(node, call)
             allocations = measure_allocations(call, self._subject.device.torch_device)
             ran = run(call)
+            self._write(node, call)
         saved = self._name_saved(node, call, ran)
         self._values[node] = pytree.tree_map_only(
             Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), ran.result
@@ -146,6 +149,14 @@ class Walk:
         measured = Measured(times, value_bytes(ran.result), saved, memory)
         self._note(node, ran, measured, allocations)
         return measured
+
+    def _write(self, node: fx.Node, call: Call) -> None:
+        """Let later readers of what an operator wrote, through a view, find it there."""
+        schema = getattr(node.target, "_schema", None)
+        writes = schema is not None and schema.is_mutable
+        if writes and not any(s.name in self._graph.states for s in node.all_input_nodes):
+            with torch.no_grad():
+                call.target(*call.args, **call.kwargs)
 
     def _times(self, node: fx.Node, call: Call) -> Times:
         if self._timing is None:
@@ -187,7 +198,8 @@ class Walk:
                 return self._graph.size_at(source, self._subject.size)
             return self._values[source]
 
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
+        given = on_device((node.args, node.kwargs), self._subject.device.torch_device)
+        args, kwargs = fx.node.map_arg(given, value)
         schema = getattr(node.target, "_schema", None)
         mutates = bool(schema is not None and schema.is_mutable) or "batch_norm" in str(node.target)
         mutates = mutates or isinstance(node.target, Opaque)
@@ -239,7 +251,9 @@ class Walk:
         state = self._graph.states[node.name]
         constant = state.kind == "constant"
         self._values[node] = (
-            self._graph.constants[state.name] if constant else self._states[state.name]
+            self._graph.constants[state.name].to(self._subject.device.torch_device)
+            if constant
+            else self._states[state.name]
         )
         return self._values[node]  # type: ignore[no-any-return]
 

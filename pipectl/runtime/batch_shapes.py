@@ -1,8 +1,8 @@
-"""What the tensors of a batch must look like: the captured graph holds for one shape alone.
+"""What a batch must look like: the captured graph holds for one shape alone.
 
 Only the number of samples is free in it. Other sizes stand in its operators as numbers, so a batch
 of another shape (padded to its longest sample, say) would fail deep inside of torch, or train on
-something else.
+something else. So do numbers that a batch brings along.
 """
 
 from __future__ import annotations
@@ -29,44 +29,72 @@ class Sample:
     sizes: tuple[int, ...]
     dtype: torch.dtype
 
-    def check(self, name: str, found: Any, *, training: bool) -> None:
+    def check(self, name: str, found: Tensor, samples: int, *, training: bool) -> None:
         """Raise unless a loaded tensor is alike.
 
         Args:
             name: of the tensor in the graph.
+            samples: that it must have.
 
         Raises:
             CaptureError: it is not.
         """
-        if isinstance(found, Tensor):
-            if found.shape[1:] == self.sizes and found.dtype is self.dtype and found.dim():
-                return
-            given = f"{_words(found.shape)} of {found.dtype}"
-        else:
-            given = f"a {type(found).__name__}"
-        data = "data" if training else "evaluation.data"
-        raise CaptureError(
-            f"{data}: {name!r} of a batch is {given}, but the model was captured with "
-            f"{_words(('samples', *self.sizes))} of {self.dtype}",
-            cure="let all batches have one shape and type: pad all samples to one length in the "
-            "data set or its collate_fn; if all have the new one by now, profile and plan again",
-        )
+        data = _key(training=training)
+        if found.shape[1:] != self.sizes or found.dtype is not self.dtype or not found.dim():
+            raise CaptureError(
+                f"{data}: {name!r} of a batch is {_words(found.shape)} of {found.dtype}, but the "
+                f"model was captured with {_words(('samples', *self.sizes))} of {self.dtype}",
+                cure="let all batches have one shape and type: pad all samples to one length in "
+                "the data set or its collate_fn; if all have the new one by now, profile and plan "
+                "again",
+            )
+        if found.shape[0] != samples:
+            raise CaptureError(
+                f"{data}: {name!r} of a micro-batch has {found.shape[0]} samples, not {samples}",
+                cure="let the collate_fn keep all samples it gets: leave those that are no good "
+                "out of the data set",
+            )
 
 
-def samples_of(graph: CapturedGraph) -> dict[str, Sample]:
-    """What the batch's tensors must be, by their names in a graph.
+@dataclass(frozen=True)
+class Number:
+    """A number of the batch, which the graph has for ever."""
 
-    Those that only the user's own code reads are left out: it takes what it is made for, and the
+    value: float
+
+    def check(self, name: str, found: float, samples: int, *, training: bool) -> None:  # noqa: ARG002
+        """Raise unless a loaded number is the same.
+
+        Raises:
+            CaptureError: it is not.
+        """
+        if found != self.value:
+            raise CaptureError(
+                f"{_key(training=training)}: {name!r} of a batch is the number {found}, but the "
+                f"model was captured with {self.value}, and computes with that",
+                cure="let the collate_fn make a tensor of it, with an entry for every sample, or "
+                "leave it out",
+            )
+
+
+def expected_of(graph: CapturedGraph) -> dict[str, Sample | Number]:
+    """What the batch's tensors and numbers must be, by their names in a graph.
+
+    Tensors that only the user's own code reads are left out: it takes what it is made for, and the
     shape of what it gives is looked at.
     """
     own = {node.name for node in graph.operators if isinstance(node.target, Opaque)}
-    names = {name for name in graph.inputs if not own.issuperset(graph.users.get(name, ()))}
-    values = {n.name: n.meta.get("val") for n in graph.graph.nodes if n.name in names}
-    return {
-        name: Sample(tuple(value.shape[1:]), value.dtype)
-        for name, value in values.items()
-        if isinstance(value, Tensor)
-    }
+    found: dict[str, Sample | Number] = {}
+    for name, value in graph.inputs.items():
+        if isinstance(value, int | float):
+            found[name] = Number(value)
+        elif isinstance(value, Tensor) and not own.issuperset(graph.users.get(name, ())):
+            found[name] = Sample(tuple(value.shape[1:]), value.dtype)
+    return found
+
+
+def _key(*, training: bool) -> str:
+    return "data" if training else "evaluation.data"
 
 
 def _words(sizes: Any) -> str:

@@ -55,6 +55,9 @@ class Device(Protocol):
     def peak_bytes(self) -> int:
         """Most memory this rank has held: resident on the CPU, allocated on an accelerator."""
 
+    def free_bytes(self) -> int:
+        """Memory that nobody holds now."""
+
 
 class CpuDevice:
     """Tensors live in host memory: MPI reads and writes them in place."""
@@ -81,6 +84,10 @@ class CpuDevice:
     def peak_bytes(self) -> int:
         """Peak resident memory of the process."""
         return _peak_resident_bytes()
+
+    def free_bytes(self) -> int:
+        """Of the machine."""
+        return int(psutil.virtual_memory().available)
 
 
 class Staging:
@@ -166,6 +173,11 @@ class AcceleratorDevice:
     def peak_bytes(self) -> int:
         """Most bytes allocated on the accelerator."""
         return int(torch.accelerator.max_memory_allocated(self.torch_device))
+
+    def free_bytes(self) -> int:
+        """Of the accelerator."""
+        free, _ = torch.accelerator.get_memory_info(self.torch_device)
+        return int(free)
 
 
 def choose_device(accelerators_per_node: int, local_rank: int, *, in_place: bool = False) -> Device:

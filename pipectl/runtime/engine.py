@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from pipectl.capture import Cut, Slot
-from pipectl.capture.slices import Rows, Samples
+from pipectl.capture.batch import by_name
+from pipectl.capture.slices import Rows, Samples, count_of
 from pipectl.graph import TransferKind
 from pipectl.runtime.apart import BackwardHalf, ForwardHalf
-from pipectl.runtime.batch_shapes import samples_of
+from pipectl.runtime.batch_shapes import Number, expected_of
 from pipectl.runtime.device import Device
 from pipectl.runtime.failure import Doing
 from pipectl.runtime.layout import Tensors
@@ -64,7 +64,7 @@ class Engine:
         self._device = device
         self._board = doing.board
         self._loss = Slot(cut.graph.loss)
-        self._captured = samples_of(cut.graph)
+        self._expected = expected_of(cut.graph)
         self.origins: Origins | None = None
         # Called with (samples, results, targets) where the loss of an evaluation is computed.
         self.on_evaluated: Callable[[int, Tensors, Any], None] | None = None
@@ -279,16 +279,16 @@ class Engine:
     def _inputs(
         self, runtime: StageRuntime, action: Action, *, training: bool = True
     ) -> dict[str, Tensor]:
-        names = runtime.inputs(training, self._samples(action))
+        samples = self._samples(action)
+        names = runtime.inputs(training, samples)
         if not names:
             return {}
         wanted = Range(action.start, action.stop)
-        leaves = pytree.tree_leaves(self._loaded.part(action.micro_batch, wanted))
-        known = dict(zip(self._cut.graph.inputs, leaves, strict=True))
+        known = by_name(self._cut.graph, self._loaded.part(action.micro_batch, wanted))
         target = self._device.torch_device
-        for name in names:
-            if name in self._captured:
-                self._captured[name].check(name, known[name], training=training)
+        for name, expected in self._expected.items():
+            if name in names or isinstance(expected, Number):
+                expected.check(name, known[name], count_of(samples), training=training)
         return {name: known[name].to(target) for name in names}
 
     def _latest_use(self, item: tuple[Slot, Any]) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedGraph, Slot
@@ -56,7 +56,7 @@ class Metrics:
         self._add_loss(loss, size if self._weigh is None else self._weigh(targets))
         if not self._stateful and not self._functions:
             return
-        outputs = self._outputs(results)
+        outputs = self._outputs(size, results)
         for name, metric in self._stateful.items():
             call(metric.update, f"evaluation.metrics.{name}", outputs, targets)
         for name, function in self._functions.items():
@@ -81,12 +81,15 @@ class Metrics:
     def _sum(self, name: str, value: float) -> None:
         self._sums[name] = self._sums.get(name, 0.0) + value
 
-    def _outputs(self, results: Tensors) -> Any:
+    def _outputs(self, size: int, results: Tensors) -> Any:
         """What the model returned, with tensors on the host."""
-        leaves = [
-            _on_host(results.get(Slot(item))) if isinstance(item, str) else item
-            for item in self._graph.outputs
-        ]
+
+        def value(item: Any) -> Any:
+            if isinstance(item, fx.Node):
+                return self._graph.size_at(item, size)
+            return _on_host(results.get(Slot(item))) if isinstance(item, str) else item
+
+        leaves = list(map(value, self._graph.outputs))
         return pytree.tree_unflatten(leaves, self._graph.output_spec)
 
 

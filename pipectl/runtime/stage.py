@@ -61,7 +61,9 @@ class StageRuntime:
         self._recompute = recompute
         self._device = device
         self._precision = precision
-        self.codes = {key: build_stage(cut, index, key[1]) for key, cut in cuts.items()}
+        self.codes = {
+            key: build_stage(cut, index, key[1], device.torch_device) for key, cut in cuts.items()
+        }
         self._cuts = cuts
         self._anchor = torch.zeros((), requires_grad=True)
         self._live: dict[int, Live] = {}

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
+from random import random as draw
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
 Output = namedtuple("Output", ["loss", "logits"])
 
@@ -457,3 +459,139 @@ class NamingOutputs(nn.Module):
 
     def forward(self, x: Tensor) -> dict[str, object]:
         return {"loss": self.inner(x).square().mean(), "kind": "linear", "note": "nothing"}
+
+
+class Described(Vectors):
+    """Targets with a name for every sample, one that the loss ignores, and how many there are."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, dict[str, Any]]:
+        vector, found = super().__getitem__(index)
+        return vector, {"name": f"{index}.png", "y": found, "id": torch.tensor([index, 0])}
+
+    @staticmethod
+    def collate_fn(samples: list[Any]) -> tuple[Tensor, dict[str, Any]]:
+        inputs, targets = default_collate(samples)
+        return inputs, {**targets, "count": len(samples)}
+
+
+def mean_by_count(outputs: Tensor, targets: dict[str, Any]) -> Tensor:
+    return nn.functional.cross_entropy(outputs, targets["y"], reduction="sum") / targets["count"]
+
+
+def mean_by_size(outputs: Tensor, targets: dict[str, Any]) -> Tensor:
+    """Of a size that is a number in the graph."""
+    loss = nn.functional.cross_entropy(outputs, targets["y"], reduction="sum")
+    return loss / int(outputs.shape[0])
+
+
+class AsksForSize(nn.Module):
+    """Doubles where there are many samples; where they are even, in another way."""
+
+    def __init__(self, even: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        self.even = even
+
+    def forward(self, x: Tensor) -> Tensor:
+        doubles = x.shape[0] % 2 == 0 if self.even else x.shape[0] > 5
+        return self.linear(x) * 2 if doubles else self.linear(x)
+
+
+class DrawsByName(nn.Module):
+    """A layer that is sometimes skipped, with a function that was imported by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * (2 if draw() < 0.5 else 3)
+
+
+def scaling(factor: float) -> type[torch.autograd.Function]:
+    class Scaling(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: Tensor) -> Tensor:
+            return x * factor
+
+        @staticmethod
+        def backward(ctx, gradient: Tensor) -> Tensor:
+            return gradient * factor
+
+    return Scaling
+
+
+class DroppedLstm(nn.Module):
+    """An operator that draws, and gives several tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(3, 4, num_layers=2, dropout=0.5, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values, _ = self.lstm(x.unflatten(1, (2, 3)))
+        return self.head(values[:, -1])
+
+
+class OneName(nn.Module):
+    """Two autograd functions that cannot be told apart by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.functions = scaling(2.0), scaling(5.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.functions
+        return second.apply(first.apply(self.inner(x)))
+
+
+class Positions(nn.Module):
+    """Makes tensors of its own, on the device that it was captured on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 6)
+        self.inner = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x + self.table(torch.arange(6, device=x.device)).sum(1))
+
+
+class WritesASlice(nn.Module):
+    """Indices that are written through a view, and no indices before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 6)
+        self.inner = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        indices = torch.full((len(x), 4), -100)
+        indices[:, :] = torch.arange(4)
+        return self.inner(x + self.table(indices).sum(1))
+
+
+class ReturnsMore(nn.Module):
+    """Its result with the number of samples, or with a parameter."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.extra = nn.Parameter(torch.ones(3))
+        self.what = what
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        found = self.inner(x)
+        return (
+            {"y": found, "n": x.shape[0]} if self.what == "size" else {"y": found, "w": self.extra}
+        )
+
+
+def loss_of_y(outputs: dict[str, Any], targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs["y"], targets)
+
+
+def count_of_outputs(outputs: dict[str, Any], targets: Tensor) -> Tensor:
+    return torch.tensor(float(outputs["n"] == len(targets)))

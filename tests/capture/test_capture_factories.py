@@ -160,3 +160,8 @@ def test_bind_constructs_classes_and_binds_functions() -> None:
     assert bind(Loss, "loss", {"scale": 2.0}).scale == 2.0
     assert bind(max, "loss", {"default": 4})([]) == 4
     assert bind(max, "loss", {}) is max
+
+
+def test_arguments_of_a_factory_may_have_any_name() -> None:
+    given = {"function": "gelu", "factory": 3}
+    assert call(dict, "models.py:dict", **given) == given

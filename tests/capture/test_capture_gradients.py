@@ -69,3 +69,10 @@ def test_a_backward_hook_on_a_module_is_refused(make_job) -> None:
     with pytest.raises(CaptureError) as raised:
         make_job("BackwardHook").training_graph(4)
     assert raised.value.message == "model: inner.0 has a backward hook, which no graph can hold"
+
+
+def test_two_functions_of_one_name_are_refused(make_job) -> None:
+    with pytest.raises(CaptureError) as raised:
+        make_job("OneName").training_graph(4)
+    assert "two autograd functions are named" in raised.value.message
+    assert "scaling.<locals>.Scaling" in raised.value.message

@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from pipectl.capture import Cut, build_stage
+from pipectl.capture.batch import by_name
 from pipectl.capture.randomness import is_random, seed_of, seed_operator
+from pipectl.capture.slices import Rows
 
 
 def test_seeds_are_64_bit_and_differ_by_every_part() -> None:
@@ -103,3 +105,18 @@ def test_a_mask_follows_from_the_seed_alone(job_of) -> None:
     assert torch.equal(in_two(5), expected)
     assert torch.equal(whole.module(5, *values(whole), inputs, targets)[0], expected)
     assert not torch.equal(whole.module(6, *values(whole), inputs, targets)[0], expected)
+
+
+def test_rows_of_a_draw_that_gives_several_tensors(job_of) -> None:
+    job = job_of("DroppedLstm")
+    graph = job.training_graph(8)
+    cut = Cut(graph, {n.name: 0 for n in graph.operators}, training=True)
+    batch = job.loader.example(8)
+    losses = []
+    for samples in (8, Rows(8, 0, 4), Rows(8, 4, 8)):
+        code = build_stage(cut, 0, samples)
+        states = [job.states[graph.states[slot.value].name] for slot in code.states]
+        first, last = (0, 8) if isinstance(samples, int) else samples[1:]
+        given = {name: tensor[first:last] for name, tensor in by_name(graph, batch).items()}
+        losses += code.module(5, *states, *(given[name] for name in code.inputs))
+    assert torch.allclose(losses[0], (losses[1] + losses[2]) / 2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,13 +19,17 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedGraph, CapturedJob, Cut, Slot, build_stage
+from pipectl.capture.batch import by_name
 from pipectl.capture.data import Loader
 from pipectl.capture.randomness import seed_of
 from pipectl.errors import CaptureError
 from pipectl.graph import TransferKind
 from pipectl.runtime.device import CpuDevice
+from pipectl.runtime.evaluation import Metrics
 from pipectl.runtime.layout import Layout
 from pipectl.runtime.stage import StageRuntime
+
+MODELS = Path(__file__).with_name("models.py")
 
 SMALL = [
     *("mlp", "Inplace", "SharedNorm", "Tied", "Tuples", "Dropping", "Sizes", "Crossing"),
@@ -291,3 +296,44 @@ def test_a_written_buffer_outlives_the_next_forward(job_of: Any) -> None:
         stage.forget()
         job.states["model.scale"].data.copy_(before)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_tensors_that_a_stage_makes_are_on_its_device(job_of: Any) -> None:
+    job, device = job_of("Positions"), torch.device("meta")
+    graph = job.training_graph(4)
+    code = build_stage(Cut(graph, whole(graph), training=True), 0, 4, device)
+    states = [job.states[graph.states[slot.value].name].to(device) for slot in code.states]
+    batch = {
+        name: value.to(device) for name, value in by_name(graph, job.loader.example(4)).items()
+    }
+    (loss,) = code.module(0, *states, *(batch[name] for name in code.inputs))
+    assert loss.device == device
+
+
+@pytest.mark.parametrize("size", [4, 7])
+def test_a_number_of_samples_among_what_a_model_returns(make_job: Any, size: int) -> None:
+    metric = {"factory": f"{MODELS}:count_of_outputs"}
+    job = make_job(
+        "ReturnsMore", kwargs={"what": "size"}, loss="loss_of_y",
+        evaluation={"data": {"factory": f"{MODELS}:Vectors"}, "metrics": {"right": metric}},
+    )  # fmt: skip
+    graph = job.evaluation_graph(4)
+    code = build_stage(Cut(graph, whole(graph), training=False), 0, size)
+    states = [job.states[graph.states[slot.value].name] for slot in code.states]
+    inputs, targets = job.loader.example(size)
+    batch = by_name(graph, (inputs, targets))
+    results = code.module(0, *states, *(batch[name] for name in code.inputs))
+    metrics = Metrics(job.metrics(), graph)
+    metrics.add(size, dict(zip(code.results, results, strict=True)), targets)
+    assert metrics.result()["right"] == 1.0
+
+
+def test_a_parameter_that_is_returned_but_not_used_is_refused(make_job: Any) -> None:
+    metric = {"factory": f"{MODELS}:count_of_outputs"}
+    job = make_job(
+        "ReturnsMore", kwargs={"what": "parameter"}, loss="loss_of_y",
+        evaluation={"data": {"factory": f"{MODELS}:Vectors"}, "metrics": {"right": metric}},
+    )  # fmt: skip
+    graph = job.evaluation_graph(4)
+    with pytest.raises(CaptureError, match=r"^model: returns 'model\.extra'"):
+        build_stage(Cut(graph, whole(graph), training=False), 0, 4)

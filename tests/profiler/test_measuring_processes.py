@@ -14,12 +14,20 @@ import pytest
 import yaml
 
 from pipectl.capture import CapturedJob
+from pipectl.errors import CaptureError
+from pipectl.profiler import profile_job
+from pipectl.profiler.alone import AloneStages
 from pipectl.profiler.cache import last_level_bytes
-from pipectl.profiler.neighbours import Neighbours, neighbour_count
+from pipectl.profiler.neighbours import Neighbours, has_room, neighbour_count
 from pipectl.profiler.partitions import random_stages, whole, windows
+from pipectl.profiler.states import SampleStates
+from pipectl.profiler.subject import Subject
+from pipectl.profiler.walk import Walk
+from pipectl.runtime.device import CpuDevice
 from pipectl.spec import JobSpec, load
 
 MODELS = Path(__file__).with_name("models.py")
+CAPTURED = Path(__file__).parents[1] / "capture" / "models.py"
 
 
 def spec_of(tmp_path: Path, **more: Any) -> JobSpec:
@@ -139,3 +147,40 @@ def test_random_stages_are_runs_and_depend_on_the_seed(tmp_path: Path) -> None:
         assert list(cut.values()) == sorted(cut.values())
         assert 2 <= len(set(cut.values())) <= 6
     assert set(whole(graph).values()) == {0}
+
+
+def test_neighbours_leave_room_for_those_before_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = CapturedJob(spec_of(tmp_path))
+    gradients = sum(parameter.nbytes for parameter in job.step.parameters())
+    memory = psutil.virtual_memory()._replace(available=3 * gradients)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    assert [has_room(job, place) for place in range(3)] == [True, True, False]
+
+
+def test_gradients_do_not_stay_between_the_rounds_of_cuts(tmp_path: Path) -> None:
+    job = CapturedJob(spec_of(tmp_path))
+    subject = Subject.of(job, 4, CpuDevice())
+    stages = AloneStages(subject, job.states, whole(subject.graph))
+    stages.run(0)
+    assert all(parameter.grad is not None for parameter in job.step.parameters())
+    stages.forget()
+    assert all(parameter.grad is None for parameter in job.step.parameters())
+
+
+def test_an_optimizer_that_cannot_step_is_named_before_anything_is_measured(
+    tmp_path: Path,
+) -> None:
+    spec = spec_of(tmp_path, optimizer={"factory": "torch.optim:LBFGS"})
+    with pytest.raises(CaptureError, match=r"^optimizer: raised TypeError: .*closure"):
+        profile_job(spec, lambda *_: pytest.fail("measured"))
+
+
+def test_what_is_written_through_a_view_is_found_by_later_readers(tmp_path: Path) -> None:
+    job = CapturedJob(spec_of(tmp_path, model=f"{CAPTURED}:WritesASlice"))
+    device = CpuDevice()
+    walk = Walk(
+        Subject.of(job, 4, device), SampleStates(job, device.torch_device), None, once=False
+    )
+    assert "embedding" in walk.measure(lambda _: None)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from mpi4py import MPI
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
 PADDING = -100
 
@@ -44,13 +45,25 @@ class Marked(Samples):
 
 
 class Ragged(Samples):
-    """From one sample on, vectors are longer, or targets are fewer."""
+    """From one sample on, vectors are longer, or targets are fewer; or a sample is lost."""
 
-    def __init__(self, count: int = 24, longer_from: int = 1000, fewer_from: int = 1000) -> None:
+    def __init__(
+        self,
+        count: int = 24,
+        longer_from: int = 1000,
+        fewer_from: int = 1000,
+        lost: int | None = None,
+    ) -> None:
         super().__init__(count)
-        self.longer_from, self.fewer_from = longer_from, fewer_from
+        self.longer_from, self.fewer_from, self.lost = longer_from, fewer_from, lost
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    @staticmethod
+    def collate_fn(samples: list[tuple[Tensor, Tensor] | None]) -> Any:
+        return default_collate([sample for sample in samples if sample is not None])
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor] | None:
+        if index == self.lost:
+            return None
         vector, targets = super().__getitem__(index)
         longer = nn.functional.pad(vector, (0, 2)) if index >= self.longer_from else vector
         return longer, targets[: 2 if index >= self.fewer_from else 3]

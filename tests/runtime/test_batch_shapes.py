@@ -11,37 +11,44 @@ import torch
 from pipectl.capture import CapturedJob
 from pipectl.errors import CaptureError
 from pipectl.runs import read_errors, read_metrics
-from pipectl.runtime.batch_shapes import samples_of
+from pipectl.runtime.batch_shapes import Number, expected_of
 
 PARTS = Path(__file__).with_name("job_parts.py")
 RAGGED = f"{PARTS}:Ragged"
 
 
 def test_only_the_number_of_samples_is_free(make_spec: Any) -> None:
-    captured = samples_of(CapturedJob(make_spec(1)).training_graph(2))
+    captured = expected_of(CapturedJob(make_spec(1)).training_graph(2))
     inputs, targets = captured["inputs"], captured["targets"]
-    inputs.check("inputs", torch.zeros(5, 6), training=True)
-    targets.check("targets", torch.zeros(1, 3, dtype=torch.int64), training=False)
+    inputs.check("inputs", torch.zeros(5, 6), 5, training=True)
+    targets.check("targets", torch.zeros(1, 3, dtype=torch.int64), 1, training=False)
     for wrong in (torch.zeros(2, 7), torch.zeros(2), torch.zeros(2, 6, 1)):
         with pytest.raises(CaptureError, match=r"^data: 'inputs' of a batch is") as caught:
-            inputs.check("inputs", wrong, training=True)
+            inputs.check("inputs", wrong, 2, training=True)
         assert f"{list(wrong.shape)} of torch.float32" in caught.value.message
         assert "captured with [samples, 6] of torch.float32" in caught.value.message
     with pytest.raises(CaptureError, match=r"^evaluation\.data: 'targets' .* of torch\.int32, but"):
-        targets.check("targets", torch.zeros(2, 3, dtype=torch.int32), training=False)
-    with pytest.raises(CaptureError, match="is a list, but"):
-        targets.check("targets", [1, 2], training=True)
+        targets.check("targets", torch.zeros(2, 3, dtype=torch.int32), 2, training=False)
+    with pytest.raises(CaptureError, match=r"^data: 'inputs' of a .* has 5 samples, not 6"):
+        inputs.check("inputs", torch.zeros(5, 6), 6, training=True)
+
+
+def test_a_number_must_stay_what_it_was() -> None:
+    Number(3).check("targets_count", 3, 4, training=True)
+    with pytest.raises(CaptureError, match=r"^data: 'targets_count' .* number 2, .* with 3, and"):
+        Number(3).check("targets_count", 2, 4, training=True)
 
 
 def test_what_only_a_kept_submodule_reads_may_have_any_shape(make_spec: Any) -> None:
     spec = make_spec(1, model={"factory": f"{PARTS}:Model", "opaque": ["layers"]})
-    assert set(samples_of(CapturedJob(spec).training_graph(2))) == {"targets"}
+    assert set(expected_of(CapturedJob(spec).training_graph(2))) == {"targets"}
 
 
 @pytest.mark.parametrize(
     ("kwargs", "found"),
     [({"longer_from": 8}, "'inputs' of a batch is [2, 8]"),
-     ({"fewer_from": 8}, "'targets' of a batch is [2, 2]")],
+     ({"fewer_from": 8}, "'targets' of a batch is [2, 2]"),
+     ({"lost": 9}, "'inputs' of a micro-batch has 1 samples, not 2")],
 )  # fmt: skip
 def test_a_batch_of_another_shape_ends_the_training(
     make_spec: Any, make_run: Any, work: Any, kwargs: dict[str, int], found: str
@@ -52,7 +59,7 @@ def test_a_batch_of_another_shape_ends_the_training(
     (error,) = read_errors(run)
     assert error["message"].startswith(f"data: {found}")
     assert (error["type"], error["step"]) == ("CaptureError", 3)
-    assert "pad all samples to one length" in error["cure"]
+    assert ("keep all samples" if "lost" in kwargs else "pad all samples") in error["cure"]
     assert [line["step"] for line in read_metrics(run)] == [1, 2]
 
 
