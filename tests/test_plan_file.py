@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pipectl.errors import DataFileError
-from pipectl.plan import Blocks, Plan, Replication, StagePeaks
+from pipectl.plan import Blocks, Plan, Replication, Search, StagePeaks
 
 NEW = ("replication", "backward_ranks", "recompute", "offload", "input_bytes", "blocks")
 
@@ -105,3 +105,10 @@ def test_an_unknown_replication_is_named(pipeline):
     document = written(pipeline(2, 2)) | {"replication": "both"}
     with pytest.raises(DataFileError, match="replication: must be whole or split, not 'both'"):
         Plan.from_json(document)
+
+
+def test_a_bound_that_rounding_lifts_above_the_step_leaves_no_gap():
+    search = Search("any", 1.0, 1.0, exact=True, planning_s=0.0)
+    assert search.bounded(3.0, 2.0).gap == 0.5
+    assert search.bounded(0.3, 0.1 + 0.2).gap == 0.0
+    assert search.bounded(3.0, 0.0).gap is None

@@ -59,9 +59,15 @@ class Wishes:
             "training.batch_size": self.batch_size,
             "pipeline.micro_batches": self.micro_batches,
             "pipeline.memory_limit": self.memory_limit_bytes,
-            "cluster": None if self.cluster is None else json.dumps(str(self.cluster.absolute())),
+            "cluster": self._cluster_in_job(),
         }
         return [f"{key}={value}" for key, value in keys.items() if value is not None]
+
+    def _cluster_in_job(self) -> str | None:
+        """Quoted, as the names of files may mean something else in YAML."""
+        if self.cluster is None:
+            return None
+        return json.dumps(str(self.cluster.absolute()), ensure_ascii=False)
 
     @property
     def is_what_if(self) -> bool:

@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 from pipectl.cli.plan_explanation import explanation_lines, worth_lines
 from pipectl.cli.plan_nodes_view import scaling_lines, scaling_table
 from pipectl.cli.plan_table import mark_lines, number_ranges, shown_stages, stage_table
-from pipectl.cli.plan_view import headline
+from pipectl.cli.plan_view import headline, prediction_lines
 from pipectl.cluster import assumed_cluster
 from pipectl.plan import Blocks, Plan, Prediction, Replication, StageCost
 from pipectl.planner.answers.data_parallel import Estimate, WithoutPipeline
@@ -69,6 +69,14 @@ def test_how_replicas_share_their_work(replicated: Plan) -> None:
     first = next(mark_lines(split))
     expected = "replicas: the ranks of a stage take samples of every micro-batch"
     assert first == f"{expected}; operators such as BatchNorm see only these"
+
+
+def test_a_step_without_work_has_no_rate(pipeline: Callable[..., Plan]) -> None:
+    plan = pipeline(1, 4, costs=[COST])
+    assert next(prediction_lines(timed(plan, 2.0))).startswith("predicted: 2.00 s a step, 2.0 samp")
+    assert next(prediction_lines(timed(plan, 0.0))).startswith(
+        "predicted: 0.00 us a step, bubble 25.0%"
+    )
 
 
 def test_a_plain_plan_has_no_marks(pipeline: Callable[..., Plan]) -> None:

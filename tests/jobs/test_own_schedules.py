@@ -76,6 +76,11 @@ def test_a_package_offers_one_by_name(monkeypatch):
         made_listed("fold", "two", 2, 3)
 
 
+def test_files_of_spreadsheets_begin_with_a_mark(tmp_path):
+    (tmp_path / "x.csv").write_text(BACK_TO_FRONT, encoding="utf-8-sig")
+    assert read_listed(tmp_path / "x.csv", "x.csv") == Listed.read(BACK_TO_FRONT, "x.csv")
+
+
 def test_names_and_files_that_are_not_there(tmp_path):
     with pytest.raises(UsageError, match="there is no schedule 'fold'"):
         made_listed("fold", 2, 2, 3)

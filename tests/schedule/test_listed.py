@@ -101,6 +101,14 @@ def test_gradients_in_another_order_run_and_are_told(pipeline, text, technique):
     assert Listed.read(text, "x").unordered_stages() == ([0, 1] if text == BACK_TO_FRONT else [0])
 
 
+@pytest.mark.parametrize(
+    ("backwards", "unordered"),
+    [("0I0,0I1,0W0,0W1", []), ("0I1,0I0,0W0,0W1", [0]), ("0I0,0I1,0W1,0W0", [0])],
+)
+def test_gradients_come_from_both_halves(backwards, unordered):
+    assert Listed.read(f"0F0,0F1,{backwards}", "x").unordered_stages() == unordered
+
+
 def test_fewer_micro_batches_than_the_lists_have(pipeline):
     plan = planned(pipeline, BACK_TO_FRONT)
     for count in (1, 2):

@@ -28,6 +28,12 @@ def test_equal_stages_never_wait(pipeline, schedule, micro_batches, stages):
     assert found.bubble == pytest.approx(0, abs=1e-9)
 
 
+def test_rounding_leaves_no_bubble_below_none(pipeline):
+    cost = StageCost(0.1, 0.2, 0.1, 0, 0, 0)
+    plan = pipeline(2, 2, schedule="pipedream-2bw", costs=[cost] * 2)
+    assert simulate(plan, cluster(2)).bubble == 0
+
+
 def test_the_slowest_stage_sets_the_pace(pipeline):
     slow = replace(COST, forward_s=3.0)
     plan = pipeline(3, 1, schedule="pipedream", costs=[COST, slow, COST])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipectl.spec import JobSpec, dump, load, plan_key, profile_key, settled
+from pipectl.spec import JobSpec, dump, links_key, load, plan_key, profile_key, settled
 
 
 @pytest.fixture
@@ -92,11 +92,21 @@ def test_values_keep_their_type(read, minimal, tmp_path: Path, number: float) ->
     assert repr(found) == repr(spec.optimizer.kwargs)
 
 
-def test_keys_do_not_depend_on_where_files_are(job: Path, tmp_path: Path) -> None:
-    spec = load(job, sites=())
+@pytest.mark.parametrize("image", ["pipectl.sif", "docker://example.org/pipectl"])
+def test_an_image_stays_what_the_job_names(job: Path, tmp_path: Path, image: str) -> None:
+    spec = load(job, [f"environment.container={image}"], sites=())
     again = reload(spec, tmp_path / "run.yaml")
-    assert profile_key(again) == profile_key(spec)
-    assert plan_key(again) == plan_key(spec)
+    assert again.container == spec.container
+    assert links_key(again, "slurm here") == links_key(spec, "slurm here")
+
+
+def test_keys_do_not_depend_on_where_files_are(job: Path, tmp_path: Path) -> None:
+    (job.parent / "mine.csv").write_text("0F0,0B0\n1F0,1B0\n")
+    for own in ([], ["pipeline={schedule: mine.csv}"]):
+        spec = load(job, own, sites=())
+        again = reload(spec, tmp_path / "run.yaml")
+        assert profile_key(again) == profile_key(spec)
+        assert plan_key(again) == plan_key(spec)
 
 
 @pytest.mark.parametrize(
