@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
+from math import inf
 
 _BYTE_UNITS = {
     "": 1, "B": 1,
@@ -14,7 +15,8 @@ _BYTE_UNITS = {
 }  # fmt: skip
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 _CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d{1,2}):(\d{1,2})")
-_DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?")
+_DURATION = re.compile(r"(?:(\d+)d(?!\d+$))?(?:(\d+)h(?!\d+$))?(?:(\d+)m)?(?:(\d+)s?)?")
+"""A number without a unit is seconds, alone or behind minutes; ``1h30`` means minutes to most."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -26,9 +28,10 @@ def parse_bytes(text: str) -> int:
     """
     match = _BYTES.fullmatch(text)
     unit = _BYTE_UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None:
+    size = float(match[1]) * unit if match and unit else inf
+    if size == inf:
         raise ValueError(f"{text!r} is not a size; write for example 4GiB or 512MiB")
-    return int(float(match[1]) * unit)
+    return int(size)
 
 
 def format_bytes(size_bytes: float) -> str:

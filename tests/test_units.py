@@ -16,7 +16,7 @@ def test_a_size_has_binary_or_decimal_units(text, size):
     assert units.parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "4 GiBs", "-1", "GiB", "1e3"])
+@pytest.mark.parametrize("text", ["", "4 GiBs", "-1", "GiB", "1e3", "9" * 400])
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(ValueError, match="is not a size"):
         units.parse_bytes(text)
@@ -37,14 +37,17 @@ def test_a_size_is_shown_with_three_digits(size, text):
     ("text", "seconds"),
     [
         ("00:30:00", 1800), ("2-12:00:00", 216_000), ("100:00:00", 360_000), ("3m", 180),
-        ("1h30m", 5400), ("1d", 86_400), ("90", 90), (" 90s ", 90),
+        ("1h30m", 5400), ("1d", 86_400), ("90", 90), (" 90s ", 90), ("1d12h", 129_600),
+        ("1h30s", 3630), ("1m30", 90),
     ],
 )  # fmt: skip
 def test_a_duration_is_a_clock_or_has_units(text, seconds):
     assert units.parse_duration(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "00:60:00", "00:00:60", "1m1h", "soon", "1.5h"])
+@pytest.mark.parametrize(
+    "text", ["", "00:60:00", "00:00:60", "1m1h", "soon", "1.5h", "1h30", "1d12"]
+)
 def test_what_is_no_duration_is_refused(text):
     with pytest.raises(ValueError, match="is not a duration"):
         units.parse_duration(text)
