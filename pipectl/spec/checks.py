@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,10 @@ def _is_file(path: Path) -> bool:
 
 
 def _stages_fit_ranks(pipeline: Pipeline, resources: Resources) -> Iterator[Finding]:
-    own = pipeline.schedule not in (None, *BUILT_IN)
-    if pipeline.stages is None or pipeline.stages <= resources.ranks or own:
+    if pipeline.stages is None or pipeline.schedule not in (None, *BUILT_IN):
         return
     if pipeline.schedule in ROUND:
-        if pipeline.stages % resources.ranks:
+        if pipeline.stages % min(pipeline.stages, resources.ranks):
             yield (
                 ("pipeline", "stages"),
                 f"{pipeline.stages} stages cannot go round over {resources.ranks} ranks; schedule "
@@ -73,7 +73,7 @@ def _stages_fit_ranks(pipeline: Pipeline, resources: Resources) -> Iterator[Find
                 f"{pipeline.stages} stages cannot lie in a V over {resources.ranks} ranks; "
                 f"schedule {pipeline.schedule} takes two a rank",
             )
-    else:
+    elif pipeline.stages > resources.ranks:
         kinds = [f"{kind.nodes} x {kind.tasks_per_node}" for kind in resources.kinds]
         asked = f"nodes x tasks_per_node = {' + '.join(kinds)}"
         yield (
@@ -104,6 +104,8 @@ def _warm_up_fits(pipeline: Pipeline) -> Iterator[Finding]:
         yield path, "has no meaning with schedule gpipe, which runs all forwards first"
     if pipeline.schedule not in (None, *ONE_STAGE):
         yield path, f"has no meaning with schedule {pipeline.schedule}, which has one of its own"
+    if any(early < late for early, late in pairwise(pipeline.warm_up)):
+        yield path, f"{list(pipeline.warm_up)} rises from a stage to the next; it may only fall"
     most = max(pipeline.warm_up, default=0)
     if pipeline.micro_batches is not None and most > pipeline.micro_batches:
         yield (

@@ -95,6 +95,9 @@ TOP_LEVEL = (
         ("pipeline: {stages: 1, warm_up: [2, 1]}", "7:32: pipeline.warm_up: has length 2, but pipeline.stages is 1"),
         ("pipeline: {stages: 1, micro_batches: 2, warm_up: [3]}", "7:50: pipeline.warm_up: 3 forwards, but there are 2 micro-batches"),
         ("pipeline: {stages: 3, schedule: interleaved}\nresources: {tasks_per_node: 2}", "7:20: pipeline.stages: 3 stages cannot go round over 2 ranks; schedule interleaved takes a multiple of them"),
+        ("pipeline: {stages: 3, schedule: zb-v}\nresources: {nodes: 4}", "7:20: pipeline.stages: 3 stages cannot lie in a V over 4 ranks; schedule zb-v takes two a rank"),
+        ("pipeline: {stages: 1, schedule: dualpipev}", "7:20: pipeline.stages: 1 stages cannot lie in a V over 1 ranks; schedule dualpipev takes two a rank"),
+        ("pipeline: {stages: 3, warm_up: [2, 1, 2]}\nresources: {nodes: 3}", "7:32: pipeline.warm_up: [2, 1, 2] rises from a stage to the next; it may only fall"),
         ("pipeline: {stages: 1, schedule: interleaved, warm_up: [1]}", "7:55: pipeline.warm_up: has no meaning with schedule interleaved, which has one of its own"),
         ("pipeline: {stages: 1, schedule: gpipe, warm_up: [1]}", "7:49: pipeline.warm_up: has no meaning with schedule gpipe, which runs all forwards first"),
         # repeated and dangerous
