@@ -83,7 +83,7 @@ class Listed:
         """
         rows = enumerate(csv.reader(text.splitlines()), 1)
         chosen = [(line, row) for line, row in rows if _is_meant(row)]
-        listed = cls(name, tuple(tuple(_entries(row, line, name)) for line, row in chosen))
+        listed = cls(name, tuple(_held(row, line, name) for line, row in chosen))
         listed._check()
         return listed
 
@@ -155,7 +155,7 @@ class Listed:
                 latest[entry.stage] = max(latest[entry.stage], entry.micro_batch)
 
     def _check(self) -> None:
-        if not any(self.ranks):
+        if not self.ranks:
             raise ScheduleError(f"{self.name}: no action", cure=_CURE)
         known = self._check_once()
         for stage in range(self.stages):
@@ -204,6 +204,14 @@ _COMPLETE = ({Kind.FORWARD, Kind.BACKWARD}, _HALVES)
 def _is_meant(row: Sequence[str]) -> bool:
     """Whether a line is a rank's."""
     return any(cell.strip() for cell in row) and not row[0].lstrip().startswith("#")
+
+
+def _held(row: Sequence[str], line: int, name: str) -> tuple[Entry, ...]:
+    """What a rank computes: something, as blank lines stand for no rank."""
+    entries = tuple(_entries(row, line, name))
+    if not entries:
+        raise ScheduleError(f"{name}:{line}: no action that is computed", cure="leave the line out")
+    return entries
 
 
 def _entries(row: Sequence[str], line: int, name: str) -> Iterator[Entry]:
