@@ -151,8 +151,8 @@ def _stream(programs: Programs, rank: int, position: int) -> int:
 
 @part_of_kernel
 def _transfer(programs: Programs, network: Network, stream: int, position: int) -> int:
-    """Index of the transfer; a stream without micro-batches has one."""
-    return int(network.first_transfer[stream]) + max(0, int(programs.rows[position, MICRO_BATCH]))
+    """Index of the transfer."""
+    return int(network.first_transfer[stream]) + 1 + int(programs.rows[position, MICRO_BATCH])
 
 
 @part_of_kernel

@@ -19,7 +19,7 @@ Way = tuple[Part, ...]
 
 @dataclass(frozen=True)
 class Stream:
-    """Transfers that follow the same way, one for every micro-batch.
+    """Transfers that follow the same way: one of no micro-batch (-1), then one for every one.
 
     Args:
         size_bytes: of a full micro-batch.

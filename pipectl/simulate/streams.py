@@ -78,7 +78,7 @@ def _messages(plan: Plan, cluster: Cluster, numbering: Numbering) -> Iterator[St
             yield Stream(0, 0.0, (), 2, 0)
             continue
         way = way_between(cluster, plan.node_of_rank, channel.source_rank, channel.target_rank)
-        yield Stream(channel.size_bytes, way_latency_s(way), way, 2, plan.micro_batches)
+        yield Stream(channel.size_bytes, way_latency_s(way), way, 2, 1 + plan.micro_batches)
 
 
 def _sums(plan: Plan, cluster: Cluster) -> Iterator[Stream]:
@@ -96,4 +96,4 @@ def _copies(plan: Plan, cluster: Cluster) -> Iterator[Stream]:
             link = device.offload_link(plan.offload_to)
             for to_host in (True, False):
                 way = host_way(link, rank, to_host=to_host)
-                yield Stream(stage.kept_bytes, link.latency_s, way, 1, plan.micro_batches)
+                yield Stream(stage.kept_bytes, link.latency_s, way, 1, 1 + plan.micro_batches)

@@ -8,15 +8,30 @@ import pytest
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
 from pipectl.plan import StageCost
-from pipectl.schedule import lower, validate
+from pipectl.schedule import default_warm_up, lower, validate
 from pipectl.simulate import simulate
 
 COST = StageCost(1.0, 2.0, 0.5, 100, 50, 10)
 
 
-def cluster(ranks, latency_s=0.0):
-    link = Link(latency_s, 1e12)
+def cluster(ranks, latency_s=0.0, bandwidth_bytes_per_s=1e12):
+    link = Link(latency_s, bandwidth_bytes_per_s)
     return Cluster("c", "test", (Node("n", ranks, ranks, Device("cpu", 1.0)),), link, link)
+
+
+def halves_apart(pipeline, weights_s):
+    """Two stages of two ranks each, whose weights travel that long; their equal times, a cluster.
+
+    Saved values and activations take no time.
+    """
+    cost = StageCost(1.0, 1.0, 0.0, round(1000 * weights_s), 0, 0)
+    plan = pipeline(2, 1, schedule="pipedream", costs=[cost] * 2, node_of_rank=[0] * 4)
+    stages = (
+        replace(stage, ranks=(2 * index,), backward_ranks=(2 * index + 1,))
+        for index, stage in enumerate(plan.stages)
+    )
+    warm_up = default_warm_up("pipedream", 2, 1, apart=(True, True))
+    return replace(plan, stages=tuple(stages), warm_up=warm_up), cluster(4, 0.0, 1000)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
@@ -58,6 +73,14 @@ def test_peaks_are_those_that_are_proven(pipeline):
                     micro_batch_size=2, batch_size=7)  # fmt: skip
     proof = validate(plan, [lower(plan, rank) for rank in range(3)])
     assert simulate(plan, cluster(3)).peak_memory_bytes == proof.peak_memory_bytes
+
+
+def test_every_version_of_the_weights_is_a_message_of_its_own(pipeline):
+    timeline = simulate(*halves_apart(pipeline, 0.9)).timeline
+    assert len(timeline.events) > 20
+    for event in timeline.events:
+        if event.kind in ("forward", "backward"):
+            assert event.end_s - event.start_s == pytest.approx(1.0)
 
 
 def test_the_timeline_fills_runs_and_drains(pipeline):
