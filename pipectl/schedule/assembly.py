@@ -6,6 +6,7 @@ Around each computation stand, in this order::
     FETCH_START     of what the next computation needs
     RECEIVE_WAIT    for saved values, FETCH_WAIT, RECOMPUTE: what a backward starts from
     RECEIVE_WAIT    for what else the computation reads
+    RECEIVE_START   of the weights behind those that have just arrived
     SEND_WAIT       for the activations whose memory a backward is about to release
     the computation
     SEND_WAIT       for an earlier message of the same channel, usually two before
@@ -105,7 +106,7 @@ class Assembly:
         stage = channel.target_stage
         slots = self._computation.blocks[Kind.FORWARD, stage].slots_of(uses)
         self._add_weight(Phase.RECEIVE_START, 0, Kind.RECEIVE_START, stage, index)
-        start, later = Phase.RENEW, Portion(made[1:])
+        start, later = Phase.RECEIVE_NEXT, Portion(made[1:])
         self.rows.add(start, slots[:-1], Kind.RECEIVE_START, stage, later, channel=index)
         wait = Phase.RECEIVE_WAIT
         self.rows.add(wait, slots, Kind.RECEIVE_WAIT, stage, portion, channel=index)

@@ -9,7 +9,7 @@ backward of each. From some step on all do the same, and one of these is the bod
 Where forward and backward of a stage have ranks of their own, the second starts to receive saved
 values by the turn of the forward that makes them, so that the first can drop them soon; and a step
 begins with the weights of the last one on their way back. Where steps are not flushed, they follow
-their UPDATE, into buffers that are posted behind the first forward with the weights before; an
+their UPDATE, into buffers that are posted before the first forward with the weights before; an
 UPDATE of a rank that only runs forwards says that a step has had its last one there.
 """
 

@@ -19,16 +19,17 @@ class Phase(IntEnum):
     FETCH_WAIT = 3
     RECOMPUTE = 4
     RECEIVE_WAIT = 5
-    RELEASE = 6
-    COMPUTE = 7
-    SEND_WAIT = 8
-    OFFLOAD_WAIT = 9
-    SEND_START = 10
-    OFFLOAD_START = 11
-    REDUCE_START = 12
-    REDUCE_WAIT = 13
-    UPDATE = 14
-    RENEW = 15
+    RECEIVE_NEXT = 6
+    RELEASE = 7
+    COMPUTE = 8
+    SEND_WAIT = 9
+    OFFLOAD_WAIT = 10
+    SEND_START = 11
+    OFFLOAD_START = 12
+    REDUCE_START = 13
+    REDUCE_WAIT = 14
+    UPDATE = 15
+    RENEW = 16
 
 
 class Rows:

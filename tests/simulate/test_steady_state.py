@@ -75,6 +75,16 @@ def test_peaks_are_those_that_are_proven(pipeline):
     assert simulate(plan, cluster(3)).peak_memory_bytes == proof.peak_memory_bytes
 
 
+@pytest.mark.parametrize("weights_s", [0.0, 0.3, 0.9])
+def test_weights_travel_during_a_forward(pipeline, weights_s):
+    found = simulate(*halves_apart(pipeline, weights_s))
+    assert found.step_time_s == pytest.approx(1.0)
+
+
+def test_weights_that_travel_longer_than_a_forward_set_the_pace(pipeline):
+    assert simulate(*halves_apart(pipeline, 1.5)).step_time_s == pytest.approx(1.5)
+
+
 def test_every_version_of_the_weights_is_a_message_of_its_own(pipeline):
     timeline = simulate(*halves_apart(pipeline, 0.9)).timeline
     assert len(timeline.events) > 20
