@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
 from pipectl.runs import list_runs, list_sweeps
+
+T = TypeVar("T")
+
+
+def read_by(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """A parser whose complaint, a ValueError, is a wrong command line."""
+
+    def read(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    return read
+
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job spec.")]
 Overrides = Annotated[

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from math import inf
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
+from pipectl.cli.options import read_by
 from pipectl.errors import UsageError
 from pipectl.jobs.wishes import Objective, Technique
 from pipectl.units import did_you_mean, parse_bytes, parse_duration
 
-T = TypeVar("T")
 _BITS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]?)bit\s*")
 _PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _MOST_NODES = 100_000
@@ -31,8 +31,8 @@ def bandwidth(text: str) -> float:
         found = float(bits[1]) * _PREFIXES[bits[2]] / 8 if bits else float(parse_bytes(amount))
     except ValueError:
         raise ValueError(f"{text!r} is not a bandwidth; write for example 1GB/s") from None
-    if not found:
-        raise ValueError("must be above 0")
+    if not 0 < found < inf:
+        raise ValueError("must be above 0, and finite")
     return found
 
 
@@ -73,21 +73,9 @@ def techniques(texts: list[str] | None) -> tuple[Technique, ...]:
     return tuple(dict.fromkeys(map(Technique, names)))
 
 
-def _read(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """A parser whose complaint is a wrong command line."""
-
-    def read(text: str) -> T:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
-
-    return read
-
-
 def _positive(text: str) -> float:
     number = float(text)
-    if not 0 < number < float("inf"):
+    if not 0 < number < inf:
         raise ValueError("must be a number above 0")
     return number
 
@@ -111,14 +99,14 @@ Cpus = Annotated[
 ]
 MemoryLimit = Annotated[
     int | None,
-    typer.Option(parser=_read(parse_bytes), metavar="SIZE", help="Of every rank: 8GiB."),
+    typer.Option(parser=read_by(parse_bytes), metavar="SIZE", help="Of every rank: 8GiB."),
 ]
 Bandwidth = Annotated[
-    float | None, typer.Option(parser=_read(bandwidth), metavar="RATE", help="Of links: 1GB/s.")
+    float | None, typer.Option(parser=read_by(bandwidth), metavar="RATE", help="Of links: 1GB/s.")
 ]
 CommunicationScale = Annotated[
     float | None,
-    typer.Option(parser=_read(_positive), metavar="X", help="Messages take X times as long."),
+    typer.Option(parser=read_by(_positive), metavar="X", help="Messages take X times as long."),
 ]
 ObjectiveOption = Annotated[Objective, typer.Option(help="What makes a plan good.")]
 PlannerName = Annotated[
@@ -129,7 +117,7 @@ PlannerName = Annotated[
 ]
 Budget = Annotated[
     int | None,
-    typer.Option(parser=_read(parse_duration), metavar="TIME", help="For each plan: 10s."),
+    typer.Option(parser=read_by(parse_duration), metavar="TIME", help="For each plan: 10s."),
 ]
 NodeCounts = Annotated[
     list[str] | None,

@@ -142,6 +142,8 @@ def test_a_plan_is_written_where_it_is_asked_for(cli: Command, alone: Path) -> N
         ),
         (("--profile", "p.json", "--devices", "2", "--bandwidth", "fast"), "is not a bandwidth"),
         (("--profile", "p.json", "--devices", "2", "--bandwidth", "0GB/s"), "must be above 0"),
+        (("--profile", "p.json", "--bandwidth", f"{'9' * 400}bit/s"), "bandwidth': must be above"),
+        (("--profile", "p.json", "--bandwidth", f"{'9' * 400}B/s"), "is not a bandwidth"),
         (("--profile", "p.json", "--devices", "2", "--memory-limit", "x"), "is not a size"),
         (("--profile", "p.json", "--devices", "2", "--budget", "soon"), "is not a duration"),
         (("--profile", "p.json", "--devices", "2", "--communication-scale", "-1"), "above 0"),
