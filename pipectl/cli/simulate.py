@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pipectl.cli.console import output, plain, say, say_json
-from pipectl.cli.options import Json
+from pipectl.cli.options import Json, read_by
 from pipectl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -17,6 +18,19 @@ if TYPE_CHECKING:
 _SHAPE = "of equal stages, in any unit"
 _MOST = 16
 """Stages whose micro-batches in flight are told."""
+_LONGEST = 1e100
+"""A time whose sums are finite."""
+
+
+def _time(text: str) -> float:
+    number = float(text)
+    if not 0 <= number <= _LONGEST:
+        raise ValueError(f"must be a number from 0 to {_LONGEST:g}")
+    return number
+
+
+def _time_option(help_text: str) -> Any:
+    return typer.Option(parser=read_by(_time), metavar="X", help=help_text)
 
 
 def command(
@@ -29,30 +43,45 @@ def command(
     stages: Annotated[int | None, typer.Option(min=1, help="Stages.")] = None,
     micro_batches: Annotated[int | None, typer.Option(min=1, help="Micro-batches.")] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Ranks, if fewer than stages.")] = None,
-    forward: Annotated[float, typer.Option(min=0, help=f"Time {_SHAPE}.")] = 1.0,
-    backward: Annotated[float, typer.Option(min=0, help=f"Time {_SHAPE}.")] = 2.0,
-    latency: Annotated[float, typer.Option(min=0, help="Of messages, in this unit.")] = 0.0,
+    forward: Annotated[float | None, _time_option(f"Time {_SHAPE}; else 1.")] = None,
+    backward: Annotated[float | None, _time_option(f"Time {_SHAPE}; else 2.")] = None,
+    latency: Annotated[float | None, _time_option("Of messages, in this unit; else 0.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw the step here.")] = None,
     as_json: Json = False,
 ) -> None:
     """Simulate one step and draw it: what every rank does when, and where it waits."""
     from pipectl.jobs.simulating import Shape, simulate_shape
 
+    shape = _given(stages=stages, micro_batches=micro_batches, ranks=ranks)
+    shape |= _given(forward_s=forward, backward_s=backward, latency_s=latency)
     if plan is not None:
+        _refuse(shape, "a plan has its own", cure="leave it out, or name a --schedule alone")
         found = _of_plan(plan, cluster, schedule)
-    elif schedule is None:
+    elif schedule is not None:
+        _refuse(_given(cluster=cluster), "is for a plan's stages", cure="name it: --plan FILE")
+        found = simulate_shape(schedule, Shape(**shape))
+    else:
         raise UsageError(
             "nothing to simulate", cure="give --schedule NAME, --schedule FILE.csv or --plan FILE"
         )
-    else:
-        shape = Shape(stages, micro_batches, ranks, forward, backward, latency)
-        found = simulate_shape(schedule, shape)
     if svg is not None:
         _draw(svg, found)
     if as_json:
         say_json(found.to_json())
     else:
         _show(found)
+
+
+def _given(**options: object) -> dict[str, Any]:
+    """Those that are given."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _refuse(given: Mapping[str, object], why: str, *, cure: str) -> None:
+    """Raise an error about options that have no meaning here, naming the first."""
+    for name in given:
+        option = name.removesuffix("_s").replace("_", "-")
+        raise UsageError(f"--{option}: {why}", cure=cure)
 
 
 def _of_plan(path: Path, cluster: Path | None, schedule: str | None) -> Simulated:
@@ -84,6 +113,8 @@ def _show(found: Simulated) -> None:
     for line in gantt_lines(timeline, console.width):
         console.print(line)
     console.print(plain(legend(timeline), "dim"))
+    for remark in found.remarks:
+        say(remark, "dim")
 
 
 def _figures(found: Simulated) -> str:

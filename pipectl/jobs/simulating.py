@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from pipectl.plan import Plan, Stage, StageCost, Transfer
 from pipectl.schedule import NAMES, Proof, default_ranks, default_warm_up, lower, validate
 from pipectl.schedule.listed import Listed
 from pipectl.simulate import Simulation, simulate
+from pipectl.units import format_time
 
 SUFFIX = ".csv"
 _FAST = 1e15
@@ -40,11 +42,31 @@ class Shape:
 
 @dataclass(frozen=True)
 class Simulated:
-    """A step, and what its programs need."""
+    """A step, and what its programs need.
+
+    Args:
+        assumptions: of the machines.
+    """
 
     plan: Plan
     simulation: Simulation
     proof: Proof
+    assumptions: tuple[str, ...]
+
+    @property
+    def planned_s(self) -> float | None:
+        """The step as the plan itself predicts it; None where that is of another order."""
+        return None if self.plan.prediction is None else self.plan.prediction.step_time_s
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What is assumed, and what the plan says otherwise."""
+        assumed = tuple(f"assumed: {assumption}" for assumption in self.assumptions)
+        planned_s = self.planned_s
+        if planned_s is None or isclose(planned_s, self.simulation.step_time_s, rel_tol=1e-6):
+            return assumed
+        said = f"the plan predicts {format_time(planned_s)} a step, on the machines it was made for"
+        return (*assumed, said)
 
     def to_json(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -55,10 +77,12 @@ class Simulated:
             "ranks": self.plan.ranks,
             "micro_batches": self.plan.micro_batches,
             "step_time_s": found.step_time_s,
+            "planned_step_time_s": self.planned_s,
             "bubble": found.bubble,
             "utilisation": list(found.utilisation),
             "peak_in_flight": list(self.proof.peak_in_flight),
             "peak_memory_bytes": list(found.peak_memory_bytes),
+            "assumptions": list(self.assumptions),
         }
 
 
@@ -95,14 +119,14 @@ def simulate_plan(plan: Plan, cluster: Cluster | None, schedule: str | None) -> 
         plan = _reordered(plan, schedule)
     if cluster is None:
         counts = [plan.node_of_rank.count(node) for node in range(1 + max(plan.node_of_rank))]
-        cluster = assumed_cluster("assumed", counts, max(counts), None)
+        cluster = assumed_cluster(plan.name, counts, max(counts), None)
     return _run(plan, cluster)
 
 
 def _run(plan: Plan, cluster: Cluster) -> Simulated:
     programs = [lower(plan, rank) for rank in range(plan.ranks)]
     proof = validate(plan, programs)
-    return Simulated(plan, simulate(plan, cluster, programs), proof)
+    return Simulated(plan, simulate(plan, cluster, programs), proof, cluster.assumptions)
 
 
 def _listed(schedule: str, shape: Shape) -> Listed | None:
@@ -113,14 +137,15 @@ def _listed(schedule: str, shape: Shape) -> Listed | None:
     else:
         stages, micro_batches = _numbers(schedule, shape)
         listed = made_listed(schedule, shape.ranks or stages, stages, micro_batches)
-    for name in ("stages", "micro_batches"):
-        wanted, found = getattr(shape, name), getattr(listed, name)
-        if wanted not in (None, found):
-            raise UsageError(
-                f"{schedule} has {found} {name.replace('_', '-')}, not {wanted}",
-                cure=f"leave --{name.replace('_', '-')} out",
-            )
+    _check_wish(schedule, "stages", shape.stages, listed.stages)
+    _check_wish(schedule, "micro-batches", shape.micro_batches, listed.micro_batches)
+    _check_wish(schedule, "ranks", shape.ranks, len(listed.ranks))
     return listed
+
+
+def _check_wish(schedule: str, name: str, wanted: int | None, found: int) -> None:
+    if wanted not in (None, found):
+        raise UsageError(f"{schedule} has {found} {name}, not {wanted}", cure=f"leave --{name} out")
 
 
 def _numbers(schedule: str, shape: Shape) -> tuple[int, int]:
@@ -135,6 +160,7 @@ def _numbers(schedule: str, shape: Shape) -> tuple[int, int]:
 def _named(schedule: str, shape: Shape) -> Plan:
     stages, micro_batches = _numbers(schedule, shape)
     ranks = default_ranks(schedule, stages, shape.ranks)
+    _check_wish(f"{schedule} of {stages} stages", "ranks", shape.ranks, len(set(ranks)))
     warm_up = default_warm_up(schedule, stages, micro_batches, ranks=len(set(ranks)))
     return _chain(schedule, shape, ranks, micro_batches, warm_up)
 
@@ -198,4 +224,5 @@ def _in_order(plan: Plan, listed: Listed) -> Plan:
         actions=listed.text,
         warm_up=listed.warm_up,
         stages=tuple(replace(stage, ranks=(rank,)) for stage, rank in held),
+        prediction=None,
     )

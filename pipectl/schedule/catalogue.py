@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import ceil
 
 from pipectl.errors import ScheduleError
 from pipectl.plan import Plan, Replication
@@ -63,7 +64,7 @@ def default_ranks(schedule: str, stages: int, ranks: int | None = None) -> tuple
         return (*range(stages // 2), *reversed(range(stages // 2)))
     if schedule not in (interleaved.NAME, looped_bfs.NAME):
         return tuple(range(stages))
-    around = ranks or max(1, stages // 2)
+    around = ranks or ceil(stages / 2)
     if stages % around:
         raise ScheduleError(
             f"schedule {schedule}: {stages} stages do not go round over {around} ranks",

@@ -1,10 +1,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from pipectl.cluster import assumed_cluster
+from pipectl.link import Link
+from pipectl.plan import Plan
 
 if TYPE_CHECKING:
     from conftest import Command
@@ -61,6 +67,84 @@ def test_a_plan_and_its_stages_in_another_order(cli: Command, profile: Path) -> 
     assert other["peak_memory_bytes"][0] < planned["peak_memory_bytes"][0]
 
 
+def test_a_machine_that_nobody_named_is_told(cli: Command, profile: Path) -> None:
+    job = (Path("job.yaml").read_text(), "cluster: slow.json\n")
+    cluster = assumed_cluster("slow", [1, 1], 1, None)
+    replace(cluster, between_nodes=Link(0.01, 1e6), assumed=False).save(Path("slow.json"))
+    Path("job.yaml").write_text("".join(job))
+    assert cli("plan", "job.yaml").code == 0
+    plan = ("--plan", "runs/tiny.plan.json")
+    told = cli("simulate", *plan).out.splitlines()[-2:]
+    assert told[0] == "assumed: cluster 'tiny' is assumed, not measured"
+    assert told[1].startswith("the plan predicts ")
+    assert "assumed" not in cli("simulate", *plan, "--cluster", "slow.json").out
+    answer, known = (
+        json.loads(cli("simulate", *plan, *named, "--json").out)
+        for named in ((), ("--cluster", "slow.json"))
+    )
+    assert answer["assumptions"] == ["cluster 'tiny' is assumed, not measured"]
+    assert answer["step_time_s"] < answer["planned_step_time_s"]
+    assert known["step_time_s"] == known["planned_step_time_s"] == answer["planned_step_time_s"]
+
+
+def test_what_a_plan_predicts_of_its_own_order_is_not_told_of_another(
+    cli: Command, profile: Path
+) -> None:
+    assert cli("plan", "job.yaml").code == 0
+    serial = "0F0,0B0,0F1,0B1,0F2,0B2,0F3,0B3\n"
+    Path("serial.csv").write_text(serial + serial.replace("0F", "1F").replace("0B", "1B"))
+    plan = ("--plan", "runs/tiny.plan.json", "--schedule", "serial.csv")
+    assert "the plan predicts" not in cli("simulate", *plan).out
+    assert json.loads(cli("simulate", *plan, "--json").out)["planned_step_time_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ranks": (0, 1)}, "stages of the plan have several ranks"),
+        ({"backward_ranks": (1,)}, "stages of the plan have several ranks"),
+    ],
+)
+def test_lists_give_every_stage_one_rank(
+    cli: Command, mine: str, pipeline: Callable[..., Plan], changes: dict[str, Any], message: str
+) -> None:
+    plan = pipeline(2, 2, node_of_rank=(0, 0))
+    stages = (replace(plan.stages[0], **changes), plan.stages[1])
+    replace(plan, stages=stages).save(Path("plan.json"))
+    result = cli("simulate", "--plan", "plan.json", "--schedule", mine)
+    assert (result.code, result.out) == (2, "")
+    assert message in result.err
+
+
+@pytest.mark.parametrize("option", ["--forward", "--backward", "--latency"])
+@pytest.mark.parametrize("time", ["nan", "inf", "-1", "1e308", "soon"])
+def test_times_are_numbers(cli: Command, place: Path, option: str, time: str) -> None:
+    result = cli("simulate", "--schedule", "1f1b", *SHAPE, option, time)
+    assert (result.code, result.out) == (2, "")
+    assert option in result.err
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--stages", "2"),
+        ("--micro-batches", "4"),
+        ("--ranks", "2"),
+        ("--forward", "1"),
+        ("--backward", "2"),
+        ("--latency", "0"),
+    ],
+)
+def test_a_plan_has_its_own_numbers(
+    cli: Command, pipeline: Callable[..., Plan], option: str, value: str
+) -> None:
+    pipeline(2, 2).save(Path("plan.json"))
+    assert cli("simulate", "--plan", "plan.json").code == 0
+    result = cli("simulate", "--plan", "plan.json", option, value)
+    assert (result.code, result.out) == (2, "")
+    assert f"{option}: a plan has its own" in result.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -68,6 +152,14 @@ def test_a_plan_and_its_stages_in_another_order(cli: Command, profile: Path) -> 
         (("--schedule", "1f1b"), 2, "of how many stages and micro-batches?"),
         (("--schedule", "zigzag", *SHAPE), 2, "there is no schedule 'zigzag'"),
         (("--schedule", "mine.csv", "--stages", "3"), 2, "mine.csv has 2 stages, not 3"),
+        (("--schedule", "mine.csv", "--ranks", "3"), 2, "mine.csv has 2 ranks, not 3"),
+        (("--schedule", "1f1b", *SHAPE, "--ranks", "2"), 2, "1f1b of 4 stages has 4 ranks, not 2"),
+        (("--schedule", "1f1b", *SHAPE, "--cluster", "c"), 2, "--cluster: is for a plan's stages"),
+        (
+            ("--schedule", "interleaved", "--stages", "3", "--micro-batches", "4"),
+            3,
+            "3 stages do not go round over 2 ranks",
+        ),
         (("--schedule", "none.csv"), 2, "none.csv: cannot be read"),
         (("--schedule", "zb-v", "--stages", "3", "--micro-batches", "4"), 3, "3 stages"),
         (("--schedule", "bad.csv"), 3, "bad.csv:1: action 2: '0X0' is no action"),
