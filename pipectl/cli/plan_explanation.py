@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan
 from pipectl.planner.answers.data_parallel import WithoutPipeline
-from pipectl.planner.answers.explain import NOTHING, Explanation, Offer
+from pipectl.planner.answers.explain import NOTHING, Alternative, Explanation, Offer
 from pipectl.planner.answers.step_parts import LinkLoad
 from pipectl.schedule.saving import copy_bytes
 from pipectl.units import format_bytes, format_time
@@ -54,11 +54,7 @@ def explanation_lines(found: Explanation, cluster: Cluster) -> Iterator[str]:
     yield from _checkpoint_line(found.plan)
     yield ""
     yield "other plans:" if found.alternatives else "other plans: none was found"
-    yield from _table(
-        (other.difference, format_time(_step), f"{_step / found.parts.step_s - 1:+.1%}")
-        for other in found.alternatives
-        for _step in (other.plan.predicted_step_s,)
-    )
+    yield from _table(_alternative(other, found.parts.step_s) for other in found.alternatives)
     yield ""
     yield "what more would buy:"
     yield from _table(_offer(offer, found.plan.predicted_step_s) for offer in found.offers)
@@ -108,6 +104,13 @@ def _checkpoint_line(plan: Plan) -> Iterator[str]:
             f"checkpoints: while one is written, rank {rank} holds up to "
             f"{format_bytes(copies[rank])} besides"
         )
+
+
+def _alternative(other: Alternative, step_s: float) -> tuple[str, str, str]:
+    """What is different, step time, and by how much that is longer, where it can be said."""
+    other_s = other.plan.predicted_step_s
+    longer = f"{other_s / step_s - 1:+.1%}" if step_s else ""
+    return other.difference, format_time(other_s), longer
 
 
 def _offer(offer: Offer, step_s: float) -> tuple[str, str, str]:

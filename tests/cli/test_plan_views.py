@@ -172,6 +172,15 @@ def test_an_explanation_from_top_to_bottom(pipeline: Callable[..., Plan]) -> Non
     assert max(map(len, lines[:-1])) <= 90
 
 
+def test_nothing_is_longer_than_a_step_without_work_by_a_share(
+    pipeline: Callable[..., Plan],
+) -> None:
+    found = explanation(pipeline)
+    found = replace(found, parts=StepParts(0, (0,), *[0.0] * 8))
+    lines = list(explanation_lines(found, assumed_cluster("test", [1, 1], 1, None)))
+    assert "  schedule gpipe                    1.25 s" in lines
+
+
 def test_a_link_that_works_longer_than_any_rank_binds(pipeline: Callable[..., Plan]) -> None:
     found = explanation(pipeline)
     assert found.link is not None
