@@ -57,6 +57,7 @@ def build_stage(cut: Cut, stage: int, samples: Samples, device: torch.device = _
             f"model: captured for {graph.batch_size} samples, not for {count_of(samples)}",
             cure="let replicas take whole micro-batches",
         )
+    place_subgraphs(graph.root, device)
     return _Builder(cut, stage, samples, device).build()
 
 
@@ -65,6 +66,17 @@ def on_device(arguments: Any, device: torch.device) -> Any:
     return fx.node.map_aggregate(
         arguments, lambda item: device if isinstance(item, torch.device) else item
     )
+
+
+def place_subgraphs(root: fx.GraphModule, device: torch.device) -> None:
+    """Have the branches and bodies that operators of a graph call compute on a device."""
+    if device == _CPU:
+        return
+    for module in root.modules():
+        if isinstance(module, fx.GraphModule) and module is not root:
+            for node in module.graph.nodes:
+                node.args, node.kwargs = on_device((node.args, node.kwargs), device)
+            module.recompile()
 
 
 def uses_of_parameter(graph: CapturedGraph, placeholder: str) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from pipectl.capture.opaque import Opaque
 from pipectl.capture.precision import arithmetic, missing_kernels
 from pipectl.capture.regions import WHOLE, region_of
-from pipectl.capture.stage import on_device
+from pipectl.capture.stage import on_device, place_subgraphs
 from pipectl.profile import OperatorMemory
 from pipectl.profiler.costs import Call, Ran, Times, run, value_bytes
 from pipectl.profiler.memory import Allocations, measure_allocations
@@ -67,6 +67,7 @@ class Walk:
         self._values: dict[fx.Node, Any] = {}
         self._storage_names: dict[fx.Node, str] = {}
         self._last = self._last_readers()
+        place_subgraphs(self._graph.root, subject.device.torch_device)
         for node in self._graph.graph.nodes:
             if node.op == "placeholder" and node.name not in self._graph.states:
                 given = subject.batch.get(node.name)

@@ -559,6 +559,21 @@ class Positions(nn.Module):
         return self.inner(x + self.table(torch.arange(6, device=x.device)).sum(1))
 
 
+class BranchPositions(nn.Module):
+    """The same in a branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        shifted = torch.cond(x.sum() > 0, self.shift, lambda x: x * 2, (x,))
+        return self.inner(shifted)
+
+    def shift(self, x: Tensor) -> Tensor:
+        return x + torch.arange(6, device=x.device)
+
+
 class WritesASlice(nn.Module):
     """Indices that are written through a view, and no indices before."""
 

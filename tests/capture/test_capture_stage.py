@@ -337,3 +337,12 @@ def test_a_parameter_that_is_returned_but_not_used_is_refused(make_job: Any) -> 
     graph = job.evaluation_graph(4)
     with pytest.raises(CaptureError, match=r"^model: returns 'model\.extra'"):
         build_stage(Cut(graph, whole(graph), training=False), 0, 4)
+
+
+def test_so_are_those_of_the_branches_that_it_calls(make_job: Any) -> None:
+    device = torch.device("meta")
+    graph = make_job("BranchPositions").training_graph(4)
+    code = build_stage(Cut(graph, whole(graph), training=True), 0, 4, device)
+    inner = [module for name, module in code.module.named_modules() if name]
+    made = [n for module in inner for n in module.graph.nodes if "arange" in str(n.target)]
+    assert [node.kwargs["device"] for node in made] == [device]
