@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import fx
 
+from pipectl.capture import accelerator
 from pipectl.capture.gradients import Applied
 from pipectl.capture.opaque import Opaque
 from pipectl.capture.schemas import arguments_by_name
@@ -38,8 +39,7 @@ def seed_operator(base: int, key: int) -> None:
     """
     seed = _mix(base ^ key)
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
+    accelerator.seed_generator(seed)
 
 
 def seed_libraries(base: int, key: int) -> None:

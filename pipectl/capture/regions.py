@@ -19,6 +19,8 @@ from torch._export.passes import replace_set_grad_with_hop_pass as _gradient_pas
 from torch.amp import autocast_mode
 from torch.utils import _pytree as pytree
 
+from pipectl.capture import accelerator
+
 _KEY = "pipectl_region"
 _SET_GRADIENTS = torch._C._set_grad_enabled
 _ENTER, _EXIT = autocast_mode._enter_autocast, autocast_mode._exit_autocast
@@ -190,9 +192,9 @@ def _devices(captured: str) -> Iterator[str]:
     """Where an autocast holds: what was captured on the CPU may run on an accelerator."""
     if captured == "cpu":
         yield captured
-        captured = "cuda"
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        yield captured
+    used = accelerator.in_use()
+    if used is not None and captured in ("cpu", used):
+        yield used
 
 
 def _enter_inference(self: Any) -> None:

@@ -1,0 +1,57 @@
+"""An accelerator of any kind: pretended, as torch knows those of other vendors."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pipectl.capture import accelerator
+from pipectl.capture.randomness import seed_operator
+from pipectl.capture.regions import _devices
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def make(module: Any) -> None:
+        monkeypatch.setattr(accelerator, "_known", lambda: ("npu", module))
+
+    return make
+
+
+def test_without_one_nothing_is_in_use() -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("there is one")
+    assert accelerator.in_use() is None
+    assert list(_devices("cpu")) == ["cpu"]
+    assert list(_devices("cuda")) == []
+
+
+def test_one_that_nobody_has_used_is_left_alone(pretend: Any) -> None:
+    pretend(SimpleNamespace(is_initialized=lambda: False))
+    assert accelerator.in_use() is None
+    seed_operator(1, 2)
+
+
+def test_an_operator_is_seeded_on_the_current_one(pretend: Any) -> None:
+    generators = [torch.Generator().manual_seed(3), torch.Generator()]
+    pretend(SimpleNamespace(default_generators=generators, current_device=lambda: 1))
+    seed_operator(1, 2)
+    expected = torch.default_generator.initial_seed()
+    assert [each.initial_seed() for each in generators] == [3, expected]
+
+
+def test_one_without_generators_of_its_own_is_seeded_as_a_whole(pretend: Any) -> None:
+    seeds: list[int] = []
+    pretend(SimpleNamespace(manual_seed=seeds.append))
+    seed_operator(1, 2)
+    assert seeds == [torch.default_generator.initial_seed()]
+
+
+def test_an_autocast_that_was_captured_on_the_cpu_holds_there(pretend: Any) -> None:
+    pretend(SimpleNamespace())
+    assert list(_devices("cpu")) == ["cpu", "npu"]
+    assert list(_devices("npu")) == ["npu"]
+    assert list(_devices("cuda")) == []
