@@ -29,7 +29,7 @@ from pipectl.profiler.states import SampleStates
 from pipectl.profiler.subject import Subject
 from pipectl.profiler.timing import Timing
 from pipectl.profiler.walk import Measured, Walk
-from pipectl.runtime.device import choose_device
+from pipectl.runtime.device import choose_device, move
 from pipectl.runtime.process import settle_process
 from pipectl.spec import JobSpec, profile_key
 
@@ -113,7 +113,7 @@ class _Profiling:
         self._in_pieces = any(is_deferred(tensor) for tensor in job.states.values())
         for tensor in job.states.values():
             if not is_deferred(tensor):
-                tensor.data = tensor.data.to(self._device.torch_device)
+                move(tensor, self._device.torch_device)
         self._graph = job.training_graph(sizes[0])
         records.match(self._graph.fingerprint)
         parts = {_size(size): float(size) for size in sizes}

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Outgoing:
@@ -192,6 +192,17 @@ def choose_device(accelerators_per_node: int, local_rank: int, *, in_place: bool
         return CpuDevice()
     count = min(accelerators_per_node, torch.accelerator.device_count())
     return AcceleratorDevice(local_rank % count, in_place=in_place)
+
+
+def move(tensor: Tensor, device: torch.device) -> None:
+    """Move a parameter or buffer, so that whoever holds it has it there."""
+    moved = tensor.detach().to(device)
+    if torch._has_compatible_shallow_copy_type(tensor, moved):
+        tensor.data = moved
+        return
+    if isinstance(tensor, nn.Parameter):  # to a device outside of torch
+        moved = nn.Parameter(moved, tensor.requires_grad)
+    torch._C._swap_tensor_impl(tensor, moved)
 
 
 def _peak_resident_bytes() -> int:

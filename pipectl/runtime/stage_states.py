@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pipectl.capture import Cut, Slot
 from pipectl.capture.stage import StageCode, uses_of_parameter
-from pipectl.runtime.device import Device
+from pipectl.runtime.device import Device, move
 
 
 class StageStates:
@@ -37,9 +37,9 @@ class StageStates:
     def _state(self, cut: Cut, slot: Slot) -> Tensor:
         state = cut.graph.states[slot.value]
         if state.kind == "constant":
-            return self._moved(cut.graph.constants[state.name])
+            return cut.graph.constants[state.name].to(self._device.torch_device)
         tensor = self._states[state.name]
-        tensor.data = self._moved(tensor.data)
+        move(tensor, self._device.torch_device)
         if not isinstance(tensor, nn.Parameter):
             self.buffers[state.name] = tensor
             return tensor
@@ -52,9 +52,6 @@ class StageStates:
             leaf = parameter.detach().requires_grad_(parameter.requires_grad)
             self.uses[slot] = leaf
         return self.uses[slot]
-
-    def _moved(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device.torch_device)
 
 
 def shared_uses(cut: Cut) -> dict[str, list[tuple[Slot, int]]]:
