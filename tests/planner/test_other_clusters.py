@@ -12,6 +12,7 @@ from pipectl.planner.machines.other_clusters import (
     with_ranks,
     with_slower_links,
 )
+from pipectl.simulate.reduction import reduction_s
 
 MEASURED = Link(1e-4, 1e9, timings=((1, 1e-4), (10**6, 1.1e-3)))
 
@@ -54,6 +55,23 @@ def test_slower_links_take_a_multiple_of_the_time_for_every_message():
         assert found.transfer_s(size) == pytest.approx(3 * MEASURED.transfer_s(size))
     free = with_slower_links(replace(cluster(1, 1), between_nodes=MEASURED), 0.0).between_nodes
     assert free.transfer_s(10**9) < 1e-8
+
+
+def test_links_between_switches_and_measured_sums_change_with_the_others():
+    far = replace(
+        cluster(1, 1), between_switches=MEASURED, allreduce=((2, 1, 1e-3), (2, 10**6, 5e-3))
+    )
+    slower, free = with_slower_links(far, 3.0), with_slower_links(far, 0.0)
+    assert slower.between_switches.transfer_s(1000) == pytest.approx(3 * MEASURED.transfer_s(1000))
+    assert slower.allreduce == ((2, 1, pytest.approx(3e-3)), (2, 10**6, pytest.approx(15e-3)))
+    assert free.between_switches.transfer_s(10**9) < 1e-8
+    assert reduction_s(free, free.node_of_rank, (0, 1), 10**6) < 1e-8
+    faster = with_faster_links(far, 2.0)
+    assert faster.between_switches.transfer_s(10**6) == pytest.approx(6e-4)
+    assert faster.allreduce == ((2, 1, 1e-3), (2, 10**6, pytest.approx(3e-3)))
+    given = with_bandwidth(far, 5e8)
+    assert given.between_switches.transfer_s(5e8) == pytest.approx(1 + 1e-4)
+    assert given.allreduce == (), "sums follow from the links"
 
 
 def test_faster_links_keep_their_latency():

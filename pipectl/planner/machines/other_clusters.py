@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from pipectl.cluster import Cluster, Node
@@ -40,34 +41,47 @@ def with_memory(cluster: Cluster, more_bytes: int) -> Cluster:
 
 
 def with_bandwidth(cluster: Cluster, bytes_per_s: float) -> Cluster:
-    """Every link with this bandwidth and its own latency."""
-    return _with_links(
-        cluster,
-        *(
-            replace(
-                link, bandwidth_bytes_per_s=bytes_per_s, timings=(), assumed=False, observed=None
-            )
-            for link in (cluster.within_node, cluster.between_nodes)
-        ),
-    )
+    """Every link with this bandwidth and its own latency; sums follow from the links."""
+
+    def changed(link: Link) -> Link:
+        return replace(
+            link, bandwidth_bytes_per_s=bytes_per_s, timings=(), assumed=False, observed=None
+        )
+
+    return replace(_with_links(cluster, changed), allreduce=())
 
 
 def with_slower_links(cluster: Cluster, factor: float) -> Cluster:
-    """Every message takes ``factor`` times as long; 0 makes messages free."""
-    return _with_links(
-        cluster, _slower(cluster.within_node, factor), _slower(cluster.between_nodes, factor)
-    )
+    """Every message and sum takes ``factor`` times as long; 0 makes them free."""
+    sums = tuple((ranks, size, time_s * factor) for ranks, size, time_s in cluster.allreduce)
+    changed = _with_links(cluster, lambda link: _slower(link, factor))
+    return replace(changed, allreduce=sums if factor else ())
 
 
 def with_faster_links(cluster: Cluster, factor: float) -> Cluster:
-    """Links of ``factor`` times the bandwidth and the same latency."""
-    return _with_links(
-        cluster, _faster(cluster.within_node, factor), _faster(cluster.between_nodes, factor)
+    """Links of ``factor`` times the bandwidth and the same latency.
+
+    Of a measured sum, what the smallest takes is latency.
+    """
+    least: dict[int, float] = {}
+    for ranks, _, time_s in cluster.allreduce:
+        least[ranks] = min(time_s, least.get(ranks, time_s))
+    sums = tuple(
+        (ranks, size, least[ranks] + (time_s - least[ranks]) / factor)
+        for ranks, size, time_s in cluster.allreduce
     )
+    changed = _with_links(cluster, lambda link: _faster(link, factor))
+    return replace(changed, allreduce=sums)
 
 
-def _with_links(cluster: Cluster, within: Link, between: Link) -> Cluster:
-    return replace(cluster, within_node=within, between_nodes=between)
+def _with_links(cluster: Cluster, changed: Callable[[Link], Link]) -> Cluster:
+    switches = cluster.between_switches
+    return replace(
+        cluster,
+        within_node=changed(cluster.within_node),
+        between_nodes=changed(cluster.between_nodes),
+        between_switches=None if switches is None else changed(switches),
+    )
 
 
 def _slower(link: Link, factor: float) -> Link:
