@@ -9,6 +9,7 @@ from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.answers.data_parallel import Estimate, WithoutPipeline, without_pipeline
 from pipectl.planner.hybrid import ClusterRules
 from pipectl.profile import Profile
+from pipectl.schedule.listed import Listed
 
 LINK = Link(0.0, 1e6)
 REQUEST = PlanRequest(name="test", batch_size=64)
@@ -97,3 +98,11 @@ def test_only_what_is_clearly_faster_is_better(chain: Callable[..., Profile]):
     assert WithoutPipeline(same, None).better_than(plan) is None
     assert WithoutPipeline(same, fast).better_than(plan) is fast
     assert WithoutPipeline(None, None).better_than(plan) is None
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "interleaved", "zb-h1", "pipedream"])
+def test_one_rank_needs_no_schedule(chain: Callable[..., Profile], schedule: str):
+    found = estimates(chain(4), cluster(1, 1), schedule=schedule)
+    assert found == estimates(chain(4), cluster(1, 1))
+    listed = Listed.read("0F0,0B0\n1F0,1B0\n", "my.csv")
+    assert estimates(chain(4), cluster(1, 1), listed=listed) == found

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.link import Link
 from pipectl.plan import Plan, StageCost
+from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.answers.step_parts import StepParts, busiest_link, step_parts
+from pipectl.profile import Profile
 from pipectl.simulate import simulate
 
 COST = StageCost(1.0, 2.0, 0.5, 0, 0, 0)
@@ -85,3 +87,12 @@ def test_a_half_duplex_link_carries_both_directions(pipeline: Callable[..., Plan
     found = busiest_link(plan, cluster(1, 1, duplex=False))
     assert found is not None
     assert found.bytes_per_step == 16000
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
+def test_of_steps_that_overlap_one_counts(chain: Callable[..., Profile], schedule: str):
+    machines = cluster(1, 1)
+    plan = make_plan(chain(8), machines, PlanRequest("job", 32, schedule=schedule))
+    found = parts(plan, machines)
+    assert found.busy_s == pytest.approx(max(plan.prediction.utilisation) * found.step_s)
+    assert found.busy_s + found.communication_s + found.bubble_s == pytest.approx(found.step_s)

@@ -107,8 +107,8 @@ def _whole(
 ) -> Estimate | None:
     """One rank with the whole model and its share of the batch."""
     share = ceil(request.batch_size / ranks)
-    alone = replace(request, stages=1, warm_up=None, replicas=1, backward_apart=False)
-    wanted = replace(alone, batch_size=share, key=None)
+    alone = replace(request, stages=1, schedule=None, listed=None, warm_up=None, replicas=1)
+    wanted = replace(alone, backward_apart=False, batch_size=share, key=None)
     if ranks > 1:
         wanted = replace(wanted, micro_batches=None)
     try:

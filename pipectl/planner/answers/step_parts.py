@@ -13,6 +13,7 @@ from pipectl.cluster import Cluster
 from pipectl.link import Link
 from pipectl.plan import Plan
 from pipectl.planner.machines.other_clusters import with_slower_links
+from pipectl.schedule import is_unflushed
 from pipectl.simulate import COMPUTE_KINDS, Simulation, simulate
 from pipectl.timeline import Timeline
 
@@ -74,8 +75,9 @@ def step_parts(plan: Plan, cluster: Cluster, simulation: Simulation) -> StepPart
         simulation: of the plan on the cluster.
     """
     rank = max(range(plan.ranks), key=lambda each: (simulation.utilisation[each], -each))
-    spent = _spent(simulation.timeline, rank)
-    step_s = simulation.step_time_s
+    spent, step_s = _spent(simulation.timeline, rank), simulation.step_time_s
+    if is_unflushed(plan):
+        spent = _of_one_step(spent, simulation.utilisation[rank] * step_s)
     computing_s = sum(spent.get(kind, 0.0) for kind in COMPUTE_KINDS)
     update_s, recompute_s = spent.get("update", 0.0), spent.get("recompute", 0.0)
     reduction_s = spent.get("reduce_wait", 0.0)
@@ -103,6 +105,16 @@ def _spent(timeline: Timeline, rank: int) -> dict[str, float]:
     for event in timeline.of_rank(rank):
         spent[event.kind] = spent.get(event.kind, 0.0) + event.end_s - event.start_s
     return spent
+
+
+def _of_one_step(spent: dict[str, float], busy_s: float) -> dict[str, float]:
+    """Its share of what was spent in several that overlap.
+
+    Args:
+        busy_s: that the rank computes in one.
+    """
+    share = busy_s / sum(spent.get(kind, 0.0) for kind in COMPUTE_KINDS)
+    return {kind: time_s * share for kind, time_s in spent.items()}
 
 
 def busiest_link(plan: Plan, cluster: Cluster) -> LinkLoad | None:
