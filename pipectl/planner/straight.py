@@ -17,7 +17,7 @@ while that makes its simulated step shorter.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from pipectl.cluster import Cluster
@@ -27,13 +27,14 @@ from pipectl.planner.exploring.candidates import Candidate
 from pipectl.planner.exploring.explorer import Explorer
 from pipectl.planner.exploring.first_plan import first_choices
 from pipectl.planner.exploring.fitting import Fitter
-from pipectl.planner.exploring.infeasible import infeasible
+from pipectl.planner.exploring.infeasible import infeasible, least_demanding
 from pipectl.planner.exploring.judge import Verdict
 from pipectl.planner.graphs.condense import Condensed, condense
 from pipectl.planner.partitions.partition import Space
-from pipectl.planner.problem import Problem
+from pipectl.planner.problem import Choice, Problem
 from pipectl.planner.rating import PLANNER, largest_load_s
 from pipectl.planner.request import PlanRequest, stage_counts
+from pipectl.planner.trials import out_of_time
 from pipectl.profile import Profile
 
 
@@ -58,20 +59,42 @@ def straight_plans(
     counts = stage_counts(request, cluster.ranks, len(graph))
     space = _space(graph, profile, counts[-1])
     problem = Problem(profile, cluster, request, space.graph)
-    explorer = Explorer(problem, space, counts, _Deadline(expired).check)
+    check = _Deadline(expired).check
+    explorer = Explorer(problem, space, counts, check)
     finished = _run(explorer)
-    if not finished and explorer.judge.best() is None:
-        for choice in first_choices(problem, counts):
-            explorer.judge.examine(Candidate(choice, problem.micro_batches(choice.size), 0.0))
+    if explorer.judge.best() is None:
+        if finished:
+            _examine_least_demanding(explorer, Fitter(problem, check), counts)
+        else:
+            _examine(explorer, first_choices(problem, counts))
     best = explorer.judge.best()
     if best is None:
-        raise infeasible(problem, Fitter(problem), counts) if finished else _nothing_yet()
+        raise out_of_time()
     others = explorer.alternatives(best, alternatives) if alternatives and finished else []
     least_s = explorer.least_step_s()
     return [
         _predicted(verdict, _search(explorer, verdict, least_s, finished=finished))
         for verdict in (best, *others)
     ]
+
+
+def _examine(explorer: Explorer, choices: Iterable[Choice]) -> None:
+    for choice in choices:
+        micro_batches = explorer.problem.micro_batches(choice.size)
+        explorer.judge.examine(Candidate(choice, micro_batches, 0.0))
+
+
+def _examine_least_demanding(explorer: Explorer, fitter: Fitter, counts: Sequence[int]) -> None:
+    """The last resort of a search that has found nothing.
+
+    Raises:
+        InfeasibleError: it does not fit either.
+        OutOfTimeError: time was over before it was found.
+    """
+    choice, demand = least_demanding(explorer.problem, fitter, counts)
+    _examine(explorer, [choice])
+    if explorer.judge.best() is None:
+        raise infeasible(explorer.problem, fitter, demand)
 
 
 class _Deadline:
@@ -82,11 +105,7 @@ class _Deadline:
 
     def check(self) -> None:
         if self._expired():
-            raise _nothing_yet()
-
-
-def _nothing_yet() -> OutOfTimeError:
-    return OutOfTimeError("planning was ended before any plan was found", cure="allow more time")
+            raise out_of_time()
 
 
 def _run(explorer: Explorer) -> bool:

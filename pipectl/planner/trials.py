@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from pipectl.cluster import Cluster
+from pipectl.errors import OutOfTimeError
 from pipectl.plan import Plan
 from pipectl.simulate import simulate
 
@@ -21,6 +22,11 @@ def predicted(plan: Plan, cluster: Cluster, baseline_bytes: int) -> Plan:
     """
     found = simulate(plan, cluster, process_baseline_bytes=baseline_bytes)
     return replace(plan, prediction=found.prediction)
+
+
+def out_of_time() -> OutOfTimeError:
+    """The error to raise when time was over before there was any plan."""
+    return OutOfTimeError("planning was ended before any plan was found", cure="allow more time")
 
 
 class Trials:
@@ -52,7 +58,12 @@ class Trials:
     @property
     def are_over(self) -> bool:
         """Whether no more should be tried, once there is something."""
-        return self._actions > self._most_actions or self._expired()
+        return self._actions > self._most_actions or self.time_is_up
+
+    @property
+    def time_is_up(self) -> bool:
+        """Whether nothing more should be begun."""
+        return self._expired()
 
     def run(self, plan: Plan) -> Plan:
         """The plan with its prediction."""

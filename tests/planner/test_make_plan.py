@@ -339,3 +339,31 @@ def test_a_thousand_operators_are_planned_in_seconds(make_profile, make_operator
     assert time.process_time() - started < 15
     search = plan.search
     assert search.max_stage_load_s <= 1.25 * search.lower_bound_s
+
+
+def test_a_plan_that_fits_is_found_however_few_its_stages(make_operator, make_profile) -> None:
+    """With more stages the first has more micro-batches in flight, and saves too much."""
+    saved = [((f"n{i}:own", 8_000_000 if i == 0 else 1000),) for i in range(16)]
+    operators = [make_operator(i, saved=held) for i, held in enumerate(saved)]
+    profile = make_profile(operators, [(i, i + 1) for i in range(15)])
+    limit = 1_500_000
+    plan = make_plan(profile, cluster_of([4], 4), PlanRequest("job", 16, memory_limit_bytes=limit))
+    assert max(plan.prediction.peak_memory_bytes) <= limit
+
+
+def test_what_recomputes_is_said_to_keep_its_inputs(make_operator, make_profile) -> None:
+    operators = [make_operator(i, saved=((f"n{i}:own", 10**6),)) for i in range(4)]
+    profile = make_profile(operators, [(i, i + 1) for i in range(3)])
+    limited = PlanRequest("job", 16, stages=2, recompute=True, memory_limit_bytes=100_000)
+    with pytest.raises(InfeasibleError) as caught:
+        make_plan(profile, cluster_of([2], 2), limited)
+    assert "0 B for each micro-batch in flight" in caught.value.message
+
+
+def test_a_limit_that_devices_do_not_have_would_not_do(chain) -> None:
+    cluster = cluster_of([2], 2, memory_bytes=6_000)
+    request = PlanRequest("job", 64, micro_batches=8, stages=2, memory_limit_bytes=5_500)
+    with pytest.raises(InfeasibleError) as caught:
+        make_plan(chain(8), cluster, request)
+    said = "pipeline.memory_limit 1MiB and ranks with 1 MiB of memory would do"
+    assert caught.value.cure.startswith(said)

@@ -207,10 +207,10 @@ class Explorer:
     def _fit_with_smaller_micro_batches(self) -> None:
         """More micro-batches than speed asks for, down to single samples; most stages help most."""
         request = self.problem.request
-        known = self._areas.sizes(self._areas.counts[-1])
         counts = [count for count in self._areas.counts if self.problem.could_hold(count)]
         for size in micro_batch_sizes(request, request.batch_size):
-            for stages in reversed(counts) if size < min(known) else ():
+            fresh = [count for count in counts if size < min(self._areas.sizes(count))]
+            for stages in reversed(fresh):
                 depths = open_orders(request, stages, self.problem.micro_batches(size))
                 self._consider_fit(_Fit(self._areas.of(stages, size), *depths[0]))
             if self.judge.best() is not None:

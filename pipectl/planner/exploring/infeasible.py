@@ -22,17 +22,26 @@ from pipectl.simulate import simulate
 from pipectl.units import format_bytes
 
 _FEW = 8
+Demand = tuple[Plan, tuple[int, ...]]
+"""A plan and the peak of each of its ranks."""
 
 
-def infeasible(problem: Problem, fitter: Fitter, counts: Sequence[int]) -> InfeasibleError:
-    """The error to raise when no candidate fits.
+def least_demanding(
+    problem: Problem, fitter: Fitter, counts: Sequence[int]
+) -> tuple[Choice, Demand]:
+    """What was made for little memory and exceeds its limits least, or does not.
 
     Args:
         counts: numbers of stages that were allowed.
     """
-    plan, peaks = min(
-        _smallest_peaks(problem, fitter, counts), key=lambda found: _worst(problem, found[1])[0]
+    return min(
+        _smallest_peaks(problem, fitter, counts), key=lambda found: _worst(problem, found[1][1])[0]
     )
+
+
+def infeasible(problem: Problem, fitter: Fitter, demand: Demand) -> InfeasibleError:
+    """The error to raise when no candidate fits, of the one that exceeds its limits least."""
+    plan, peaks = demand
     excess, rank = _worst(problem, peaks)
     limit = problem.limit_bytes(rank)
     message = (
@@ -45,7 +54,7 @@ def infeasible(problem: Problem, fitter: Fitter, counts: Sequence[int]) -> Infea
 
 def _smallest_peaks(
     problem: Problem, fitter: Fitter, counts: Sequence[int]
-) -> Iterator[tuple[Plan, tuple[int, ...]]]:
+) -> Iterator[tuple[Choice, Demand]]:
     """Plans made for little memory, with what each of their ranks needs."""
     request = problem.request
     size = micro_batch_sizes(request, request.batch_size)[-1]
@@ -53,13 +62,11 @@ def _smallest_peaks(
         schedule, warm_up = open_orders(request, stages, problem.micro_batches(size))[0]
         for cut in _smallest(problem, fitter, size, warm_up):
             for placement in placements(problem.cluster, problem.devices, cut.kinds):
-                again = cut.recompute
-                plan = problem.plan(
-                    Choice(cut.partition, placement, size, schedule, warm_up, again)
-                )
-                baseline = problem.baseline_bytes
+                again = (True,) * stages if request.recompute else cut.recompute
+                choice = Choice(cut.partition, placement, size, schedule, warm_up, again)
+                plan, baseline = problem.plan(choice), problem.baseline_bytes
                 found = simulate(plan, problem.cluster, process_baseline_bytes=baseline)
-                yield plan, found.peak_memory_bytes
+                yield choice, (plan, found.peak_memory_bytes)
 
 
 def _some(counts: Sequence[int]) -> Sequence[int]:
@@ -88,12 +95,12 @@ def _breakdown(problem: Problem, plan: Plan, rank: int) -> str:
     """What the memory of a rank consists of."""
     parts = [f"process {format_bytes(problem.baseline_bytes)}"]
     for index in plan.stages_of_rank(rank):
-        cost = plan.stages[index].cost
+        stage = plan.stages[index]
+        held = stage.cost.resident_bytes + stage.cost.accumulated_bytes
         parts = [
             f"stage {index} of {len(plan.stages)}: {parts[0]}",
-            f"parameters, gradients and optimizer "
-            f"{format_bytes(cost.resident_bytes + cost.accumulated_bytes)}",
-            f"{format_bytes(cost.saved_bytes)} for each micro-batch in flight "
+            f"parameters, gradients and optimizer {format_bytes(held)}",
+            f"{format_bytes(stage.kept_bytes)} for each micro-batch in flight "
             f"(at most {plan.warm_up[index]}, of {plan.micro_batch_size} samples)",
         ]
     return ", ".join(parts)
@@ -104,11 +111,7 @@ def _cures(
 ) -> Iterator[str]:
     """Changes that need less memory, each with the peak it is estimated to have."""
     limit = problem.limit_bytes(rank)
-    if limit == problem.request.memory_limit_bytes:
-        name = problem.request.named("memory_limit")
-        yield f"{name} {ceil(max(peaks) / 2**20)}MiB would do"
-    else:
-        yield f"ranks with {ceil(max(peaks) / 2**20)} MiB of memory would do"
+    yield " and ".join(_room(problem, peaks)) + " would do"
     if limit <= problem.baseline_bytes:
         return
     now = _estimate(problem, fitter, problem.request, len(plan.stages), limit)
@@ -117,6 +120,15 @@ def _cures(
         if peak < now:
             fits = "fits" if peak <= limit else "still too much"
             yield f"{name}: about {format_bytes(peak)} ({fits})"
+
+
+def _room(problem: Problem, peaks: Sequence[int]) -> Iterator[str]:
+    """What has to be raised for a plan with these peaks."""
+    most, asked = max(peaks), problem.request.memory_limit_bytes
+    if asked is not None and asked < most:
+        yield f"{problem.request.named('memory_limit')} {ceil(most / 2**20)}MiB"
+    if any(peak > problem.cluster.memory_of(rank, None) for rank, peak in enumerate(peaks)):
+        yield f"ranks with {ceil(most / 2**20)} MiB of memory"
 
 
 def _changes(problem: Problem, plan: Plan) -> Iterator[tuple[str, PlanRequest, int]]:
