@@ -269,3 +269,23 @@ def test_large_problems_are_left_as_they_are(chain):
     cluster = Cluster("c", "test", nodes, LINK, LINK)
     plan = make_plan(chain(20), cluster, PlanRequest("job", 32))
     assert proven(plan, chain(20), cluster, PlanRequest("job", 32)) is plan
+
+
+def test_nothing_is_proven_where_what_was_not_looked_at_could_be_faster(
+    chain, make_operator, make_profile
+) -> None:
+    """Plans with several stages a rank, and those that would fit if they offloaded."""
+    cluster = Cluster("c", "test", (Node("n", 2, 2, KINDS[0]),), LINK, LINK)
+    request = PlanRequest("job", 4)
+    assert make_plan(chain(9), cluster, request).search.gap == 0.0
+    assert make_plan(chain(9), cluster, replace(request, interleave=True)).search.gap > 0.0
+    operators = [make_operator(i, saved=((f"n{i}:own", 10**6),)) for i in range(9)]
+    hungry = make_profile(operators, list(pairwise(range(9))))
+    limited = replace(request, memory_limit_bytes=900_000)
+    known = make_plan(hungry, cluster, limited)
+    assert known.search.gap == 0.0
+    free = make_plan(hungry, cluster, request)
+    fresh = replace(known, search=replace(known.search, step_lower_bound_s=None))
+    unsure = proven(fresh, hungry, cluster, replace(limited, offload=None))
+    assert unsure.search.step_lower_bound_s == pytest.approx(free.predicted_step_s)
+    assert unsure.search.gap > 0.1

@@ -94,6 +94,7 @@ def _is_known(request: PlanRequest) -> bool:
     """Whether a request is of the kinds that are looked at."""
     known = request.schedule not in PLACED and not request.recompute
     known = known and not request.offload and request.backward_apart is False
+    known = known and not request.interleave
     return known and (request.warm_up is None or request.replicas == 1)
 
 
@@ -222,7 +223,8 @@ class _Proof:
         peaks = enumerate(simulation.peak_memory_bytes)
         if all(peak <= problem.limit_bytes(rank) for rank, peak in peaks):
             self.best = replace(plan, prediction=simulation.prediction)
-        elif problem.request.recompute is None:  # it could fit, and be as fast, if it recomputed
+        elif None in (problem.request.recompute, problem.request.offload):
+            # It could fit, and be as fast, if it recomputed or offloaded.
             self._undecided_s = min(self._undecided_s, least_s)
 
     def _plan(self, candidate: _Candidate) -> Plan:
