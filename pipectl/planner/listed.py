@@ -6,29 +6,39 @@ but the largest stage to matter.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import ceil
 
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan
-from pipectl.planner.request import Planner, PlanRequest
+from pipectl.planner.assumed import baseline_bytes
+from pipectl.planner.request import PlanRequest
 from pipectl.planner.techniques.halves import with_halves
-from pipectl.planner.techniques.placed import balanced, fastest_that_fits, one_rank_a_stage
-from pipectl.planner.trials import predicted
+from pipectl.planner.techniques.placed import (
+    TimedPlanner,
+    balanced,
+    fastest_that_fits,
+    one_rank_a_stage,
+)
+from pipectl.planner.trials import Trials
 from pipectl.profile import Profile
-from pipectl.schedule import splits_backwards
 from pipectl.schedule.listed import Listed
 
 
 def listed_plan(
-    make_plan: Planner, profile: Profile, cluster: Cluster, request: PlanRequest, baseline: int
+    make_plan: TimedPlanner,
+    profile: Profile,
+    cluster: Cluster,
+    request: PlanRequest,
+    expired: Callable[[], bool],
 ) -> Plan:
     """The plan with the order of ``request.listed``.
 
     Args:
         make_plan: cuts the model into stages.
-        baseline: bytes of a process without a stage.
+        expired: once it is true, the cut found so far is good enough.
 
     Raises:
         InfeasibleError: the lists are for more ranks or micro-batches than there are, or the plan
@@ -39,12 +49,11 @@ def listed_plan(
     size = _micro_batch_size(listed, request)
     _check_ranks(listed, cluster)
     wide = one_rank_a_stage(cluster, ceil(listed.stages / cluster.ranks))
-    open_request = replace(request, listed=None, schedule=None, warm_up=None)
-    cut = make_plan(profile, wide, balanced(open_request, listed.stages, size))
-    plan = _ordered(cut, listed, cluster, request)
-    if splits_backwards(plan):
-        plan = with_halves(plan, profile)
-    return fastest_that_fits([predicted(plan, cluster, baseline)], cluster, request)
+    open_request = replace(request, listed=None, schedule=None, warm_up=None, backward_apart=False)
+    cut = make_plan(profile, wide, balanced(open_request, listed.stages, size), expired)
+    plan = with_halves(_ordered(cut, listed, cluster, request), profile)
+    trials = Trials(cluster, request.memory_limit_bytes, baseline_bytes(profile), expired)
+    return fastest_that_fits([trials.run(plan)], profile, cluster, request, trials)
 
 
 def _micro_batch_size(listed: Listed, request: PlanRequest) -> int:

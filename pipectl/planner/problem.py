@@ -214,7 +214,7 @@ class Problem:
             table.transfers,
             (choice.schedule, choice.warm_up),
             choice.size,
-            self.assumptions + self._size_assumptions(choice.size),
+            (*self.assumptions, *size_assumptions(self.profile, choice.size)),
         )
 
     def table(self, partition: Partition, size: int) -> StageTable:
@@ -260,14 +260,3 @@ class Problem:
     @cached_property
     def _exact(self) -> Footprints:
         return Footprints(self.profile)
-
-    def _size_assumptions(self, size: int) -> tuple[str, ...]:
-        found = size_assumptions(self.profile, size)
-        asked = self.request.micro_batches
-        if asked in (None, self.micro_batches(size)):
-            return found
-        return (
-            *found,
-            f"{asked} micro-batches of {self.request.batch_size} samples cannot be of one size "
-            f"with a smaller last one: {self.micro_batches(size)} of {size} samples instead",
-        )

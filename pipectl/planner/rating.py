@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import ceil
 
 from pipectl.cluster import Cluster
@@ -29,6 +29,16 @@ def largest_load_s(plan: Plan, cluster: Cluster) -> float:
     return max(loads)
 
 
+def largest_stage_load_s(plan: Plan, cluster: Cluster) -> float:
+    """The same of one stage, whatever else its ranks hold."""
+    return max(
+        load_s / cluster.device(rank).speed
+        for stage in plan.stages
+        for ranks, load_s in _shares(stage)
+        for rank in ranks
+    )
+
+
 def least_step_s(plan: Plan, cluster: Cluster) -> float:
     """No simulation of a plan takes less: its busiest rank computes all it has to.
 
@@ -52,10 +62,16 @@ def have_same_least_load(plan: Plan, other: Plan) -> bool:
     return _load_shape(plan) == _load_shape(other)
 
 
-def work_s(profile: Profile, cluster: Cluster, request: PlanRequest) -> float:
-    """All work of a step, at the size at which a sample takes least, spread over all devices."""
+def work_s(
+    profile: Profile, cluster: Cluster, request: PlanRequest, tried: Iterable[int] = ()
+) -> float:
+    """All work of a step, at the size at which a sample takes least, spread over all devices.
+
+    Args:
+        tried: micro-batch sizes besides those that a search with open ones tries.
+    """
     speed = sum(cluster.device(rank).speed for rank in range(cluster.ranks))
-    sizes = micro_batch_sizes(request, request.batch_size)
+    sizes = {*tried, *micro_batch_sizes(request, request.batch_size)}
     slices = {ceil(size / count) for size in sizes for count in range(1, cluster.ranks + 1)}
     samples_s = (
         sum(map(sum, operator_times(profile, size).cached)) / size for size in sorted(slices)

@@ -105,8 +105,8 @@ class PlanRequest:
         if self.warm_up is not None:
             object.__setattr__(self, "warm_up", tuple(self.warm_up))
             self._check_warm_up(tuple(self.warm_up))
-        if self.schedule in UNFLUSHED:
-            self._check_unflushed()
+        if self.schedule in UNFLUSHED or self.listed is not None:
+            self._check_single()
         if self.backward_apart:
             self._check_apart()
         if self.blocks and self.recompute is False:
@@ -114,10 +114,14 @@ class PlanRequest:
                 "blocks: of stages that do not recompute", cure="set recompute, or leave blocks out"
             )
 
-    def _check_unflushed(self) -> None:
+    @property
+    def _named_schedule(self) -> str | None:
+        return self.schedule if self.listed is None else self.listed.name
+
+    def _check_single(self) -> None:
         if (self.replicas or 1) > 1:
             raise InvalidInputError(
-                f"replicas: schedule {self.schedule!r} takes no more than one",
+                f"replicas: schedule {self._named_schedule!r} takes no more than one",
                 cure="leave replicas out, or use another schedule",
             )
 
@@ -138,9 +142,9 @@ class PlanRequest:
                 cure="ask for replicas or backward_apart, but not both",
             )
         known = GPIPE, ONE_F_ONE_B, *UNFLUSHED
-        if self.schedule not in (None, *known):
+        if self._named_schedule not in (None, *known):
             raise InvalidInputError(
-                f"schedule: {self.schedule!r} leaves no backward to other ranks",
+                f"schedule: {self._named_schedule!r} leaves no backward to other ranks",
                 cure=f"one of {', '.join(known)}, or leave the schedule to the planner",
             )
 

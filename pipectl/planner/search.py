@@ -16,13 +16,12 @@ from time import perf_counter
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
-from pipectl.planner.assumed import baseline_bytes
 from pipectl.planner.exploring.judge import TIE
 from pipectl.planner.listed import listed_plan
 from pipectl.planner.policies import antichain
 from pipectl.planner.policies.policy_plans import policy_plans
 from pipectl.planner.proof import proven
-from pipectl.planner.rating import PLANNER, have_same_least_load
+from pipectl.planner.rating import PLANNER, have_same_least_load, work_s
 from pipectl.planner.replication.copies import copied_plans, one_copy
 from pipectl.planner.replication.replicated import MANY_RANKS, replicated_plans
 from pipectl.planner.request import PLACED, PlanRequest
@@ -93,23 +92,28 @@ def _ranked(
     """The best plan, and the next best."""
     started_s = perf_counter()
     if request.listed is not None:
-        found = [listed_plan(make_plan, profile, cluster, request, baseline_bytes(profile))]
+        found = [listed_plan(make_plan, profile, cluster, request, expired)]
     elif request.schedule in UNFLUSHED:
-        baseline = baseline_bytes(profile)
-        found = [unflushed_plan(make_plan, profile, cluster, request, baseline, expired)]
+        found = [unflushed_plan(make_plan, profile, cluster, request, expired)]
     elif request.has_variants:
         found = varied_plans(_several, profile, cluster, request, expired)
+    elif (request.replicas or 1) > 1:
+        found = _copies(profile, cluster, request, request.replicas or 1, expired)
     elif request.schedule in PLACED:
-        baseline = baseline_bytes(profile)
-        found = [placed_plan(make_plan, profile, cluster, request, baseline)]
+        found = [placed_plan(make_plan, profile, cluster, request, expired)]
     elif request.replicas is None:
         found = _with_replicas(profile, cluster, request, expired)
-    elif request.replicas > 1:
-        alone = _several(profile, *one_copy(cluster, request, request.replicas), expired)
-        found = copied_plans(profile, cluster, request, alone, request.replicas)
     else:
         found = _one_rank_a_stage(profile, cluster, request, expired, alternatives)
     return [_timed(found[0], perf_counter() - started_s), *found[1:]]
+
+
+def _copies(
+    profile: Profile, cluster: Cluster, request: PlanRequest, copies: int, expired: Expired
+) -> list[Plan]:
+    """Plans in which every stage has as many replicas."""
+    alone = _several(*one_copy(profile, cluster, request, copies), expired)
+    return copied_plans(profile, cluster, request, alone, copies)
 
 
 def _one_rank_a_stage(
@@ -170,7 +174,7 @@ def _as_others_cut(
     None of them recomputes.
     """
     few = 1 < cluster.ranks <= MANY_RANKS and len(profile.operators) <= MANY_OPERATORS
-    if profile.has_several_sizes or not few or request.recompute:
+    if profile.has_several_sizes or not few or request.recompute or expired():
         return []
     with suppress(InfeasibleError):
         return policy_plans(antichain.NAME, profile, cluster, request, expired, planner=PLANNER)
@@ -180,11 +184,22 @@ def _as_others_cut(
 def _with_replicas(
     profile: Profile, cluster: Cluster, request: PlanRequest, expired: Expired
 ) -> list[Plan]:
-    """Plans with and without replicas; of equals the ones without come first."""
+    """Plans with and without replicas; of equals the ones without come first.
+
+    What is proven of steps without replicas is not of those with.
+    """
     found = replicated_plans(profile, cluster, request, expired)
     with suppress(*((InfeasibleError, OutOfTimeError) if found else ())):
-        found = [*_several(profile, cluster, replace(request, replicas=1), expired), *found]
+        straight = _several(profile, cluster, replace(request, replicas=1), expired)
+        bound_s = work_s(profile, cluster, request)
+        found = [*(_bounded(plan, bound_s) for plan in straight), *found]
     return sorted(found, key=lambda plan: plan.predicted_step_s)
+
+
+def _bounded(plan: Plan, bound_s: float) -> Plan:
+    if plan.search is None:
+        return plan
+    return replace(plan, search=plan.search.bounded(plan.predicted_step_s, bound_s))
 
 
 def _timed(plan: Plan, planning_s: float) -> Plan:

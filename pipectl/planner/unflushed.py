@@ -7,23 +7,26 @@ micro-batches is as good as another but for its size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from math import ceil
 
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
+from pipectl.planner.assumed import baseline_bytes
 from pipectl.planner.graphs.condense import condense
 from pipectl.planner.request import PlanRequest, micro_batch_sizes, stage_counts
 from pipectl.planner.techniques.blocks import in_blocks
-from pipectl.planner.techniques.placed import balanced, fastest_that_fits
+from pipectl.planner.techniques.placed import (
+    TimedPlanner,
+    balanced,
+    fastest_that_fits,
+    one_rank_a_stage,
+)
 from pipectl.planner.techniques.traffic import guessed_traffic, settled_traffic
 from pipectl.planner.trials import Trials
 from pipectl.profile import Profile
 from pipectl.schedule import default_warm_up, pipedream
-
-Planner = Callable[[Profile, Cluster, PlanRequest, Callable[[], bool]], Plan]
 
 MICRO_BATCHES_A_RANK = (1, 2, 4)
 """Numbers to try where it is open; with fewer than one a rank, the two versions of the weights
@@ -31,33 +34,37 @@ that there are would let the pipeline run dry."""
 
 
 def unflushed_plan(
-    make_plan: Planner,
+    make_plan: TimedPlanner,
     profile: Profile,
     cluster: Cluster,
     request: PlanRequest,
-    baseline: int,
     expired: Callable[[], bool],
 ) -> Plan:
     """The plan found with the least time between updates that fits into memory.
 
     Args:
         make_plan: cuts the model into stages.
-        baseline: bytes of a process without a stage.
         expired: once it is true, what was found so far is good enough.
 
     Raises:
         InfeasibleError: nothing fits, or the micro-batches do not suit the schedule.
     """
     found: list[Plan] = []
+    reason: Exception | None = None
+    roomy = one_rank_a_stage(cluster, 1)
+    trials = Trials(cluster, request.memory_limit_bytes, baseline_bytes(profile), expired)
     for wanted in _long_steps(profile, cluster, request):
-        if not (found and expired()):
-            with suppress(*((InfeasibleError, OutOfTimeError) if found else ())):
-                plan = make_plan(profile, cluster, wanted, expired)
-                plan = _unflushed(plan, request)
-                plan = in_blocks(plan, profile) if request.blocks else plan
-                trials = Trials(cluster, request.memory_limit_bytes, baseline, expired)
-                found.append(_tried(plan, request, cluster, trials))
-    return fastest_that_fits(found, cluster, request)
+        if not (expired() and any(map(trials.fits, found))):
+            try:
+                plan = _unflushed(make_plan(profile, roomy, wanted, expired), request)
+            except (InfeasibleError, OutOfTimeError) as error:
+                reason = error
+                continue
+            plan = in_blocks(plan, profile) if request.blocks else plan
+            found.append(_tried(plan, request, cluster, trials))
+    if reason is not None and not found:
+        raise reason
+    return fastest_that_fits(found, profile, cluster, request, trials)
 
 
 def _tried(plan: Plan, request: PlanRequest, cluster: Cluster, trials: Trials) -> Plan:

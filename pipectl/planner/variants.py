@@ -24,7 +24,7 @@ from pipectl.planner.request import PlanRequest
 from pipectl.planner.techniques.blocks import BlockPlans
 from pipectl.planner.techniques.keeping import Keeping, ways
 from pipectl.planner.techniques.proposals import MOST_RANKS, Proposals, Search
-from pipectl.planner.trials import Trials
+from pipectl.planner.trials import Trials, out_of_time
 from pipectl.profile import Profile
 
 Key = tuple[object, ...]
@@ -82,7 +82,7 @@ class _Variants:
         if not self._expired() or (plain and not self._plans and self._request.blocks):
             self._try_all(plain)
         if not self._plans:
-            raise reason or self._nothing()
+            raise out_of_time() if self._expired() else reason or self._nothing()
         return self._ranked(plain[:1])
 
     def _try_all(self, plain: Sequence[Plan]) -> None:

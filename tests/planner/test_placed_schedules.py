@@ -3,8 +3,9 @@
 import pytest
 
 from pipectl.cluster import Cluster, Device, Node
-from pipectl.errors import InfeasibleError
+from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.link import Link
+from pipectl.plan import Replication
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.techniques.halves import ASSUMED
 from pipectl.schedule import lower, validate
@@ -103,3 +104,90 @@ def test_what_does_not_fit_is_refused_with_what_is_missing(chain, where) -> None
     assert min(make_plan(chain(12), cluster_of(2), request()).prediction.peak_memory_bytes) > limit
     with pytest.raises(InfeasibleError, match="more than the memory limit"):
         make_plan(chain(12), cluster, request(**given))
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "interleaved"])
+def test_bounds_are_those_of_its_own_step(chain, schedule) -> None:
+    plan = make_plan(chain(12), cluster_of(2), PlanRequest("job", 8, schedule=schedule))
+    search = plan.search
+    assert 0 < search.step_lower_bound_s <= plan.predicted_step_s
+    assert search.gap == pytest.approx(plan.predicted_step_s / search.step_lower_bound_s - 1)
+
+
+def test_the_largest_load_is_that_of_the_ranks_the_stages_lie_on(chain) -> None:
+    nodes = tuple(Node(f"n{speed}", 1, 1, Device("cpu", speed)) for speed in (3.0, 1.0))
+    cluster = Cluster("c", "test", nodes, FAST, FAST)
+    plan = make_plan(chain(12), cluster, request("interleaved", stages=4))
+    loads = [stage.load_s / (3.0, 1.0)[stage.ranks[0]] for stage in plan.stages]
+    assert plan.search.max_stage_load_s == pytest.approx(max(loads))
+
+
+@pytest.fixture
+def hungry(make_operator, make_profile):
+    """Each operator saves much more than it receives."""
+    operators = [make_operator(i, saved=((f"n{i}:own", 10**6),)) for i in range(8)]
+    return make_profile(operators, [(i, i + 1) for i in range(7)])
+
+
+@pytest.mark.parametrize(("schedule", "limit"), [("looped-bfs", 3_000_000), ("zb-v", 900_000)])
+def test_stages_recompute_where_nothing_else_fits(hungry, schedule, limit) -> None:
+    def wanted(recompute):
+        return PlanRequest(
+            "job", 8, schedule=schedule, stages=4, recompute=recompute, memory_limit_bytes=limit
+        )
+
+    with pytest.raises(InfeasibleError):
+        make_plan(hungry, cluster_of(2), wanted(False))
+    plan = make_plan(hungry, cluster_of(2), wanted(None))
+    assert any(stage.recompute for stage in plan.stages)
+    assert max(plan.prediction.peak_memory_bytes) <= limit
+    validate(plan, [lower(plan, rank) for rank in range(2)])
+    assert plan.predicted_step_s <= make_plan(hungry, cluster_of(2), wanted(True)).predicted_step_s
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks_of_stages"),
+    [
+        ("zb-h1", [(0,), (1,), (2,)]),
+        ("interleaved", [(0,), (1,), (2,)]),
+        ("looped-bfs", [(0,), (1,), (2,)]),
+        ("zb-v", [(0,), (0,)]),
+    ],
+)
+def test_there_are_no_more_stages_than_the_graph_has_blocks(
+    chain, schedule, ranks_of_stages
+) -> None:
+    plan = make_plan(chain(3), cluster_of(4), request(schedule))
+    assert [stage.ranks for stage in plan.stages] == ranks_of_stages
+
+
+@pytest.mark.parametrize("way", Replication)
+@pytest.mark.parametrize(
+    ("schedule", "stages"),
+    [("zb-h1", 2), ("zb-v", 4), ("dualpipev", 4), ("interleaved", 4), ("looped-bfs", 4)],
+)
+def test_replicas_are_copies_of_the_pipeline(chain, schedule, stages, way) -> None:
+    wanted = request(schedule, stages=stages, replicas=2, replication=way)
+    plan = make_plan(chain(12), cluster_of(4), wanted)
+    assert {stage.replicas for stage in plan.stages} == {2}
+    assert {rank for stage in plan.stages for rank in stage.ranks} == {0, 1, 2, 3}
+    assert (plan.schedule, plan.replication) == (schedule, way)
+    halved = schedule in ("zb-h1", "zb-v", "dualpipev")
+    assert all((stage.cost.weight_s is not None) == halved for stage in plan.stages)
+    validate(plan, [lower(plan, rank) for rank in range(4)])
+    assert (
+        plan.predicted_step_s
+        < make_plan(chain(12), cluster_of(2), request(schedule, stages=stages)).predicted_step_s
+    )
+
+
+def test_open_replicas_stay_one(chain) -> None:
+    plan = make_plan(chain(12), cluster_of(4), request("zb-h1", stages=2, replicas=None))
+    assert [stage.ranks for stage in plan.stages] == [(0,), (1,)]
+
+
+def test_time_that_is_up_gives_a_plan_of_even_cuts(chain) -> None:
+    plan = make_plan(chain(12), cluster_of(2), request("zb-h1"), lambda: True)
+    assert not plan.search.finished
+    with pytest.raises(OutOfTimeError):
+        make_plan(chain(12), cluster_of(2), request("zb-h1", memory_limit_bytes=6000), lambda: True)

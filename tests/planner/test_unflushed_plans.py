@@ -1,5 +1,7 @@
 """Plans for schedules without flushes, which only their names bring."""
 
+from dataclasses import replace
+
 import pytest
 
 from pipectl.cluster import Cluster, Device, Node
@@ -94,3 +96,37 @@ def test_what_does_not_fit_is_refused(chain) -> None:
 def test_what_they_cannot_have_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="replicas: schedule 'pipedream' takes"):
         PlanRequest("job", 32, schedule="pipedream", replicas=2)
+
+
+def test_its_bound_is_that_of_its_own_step(chain) -> None:
+    request = PlanRequest("job", 8, schedule="pipedream-2bw")
+    plan = make_plan(chain(12), cluster_of(2), request)
+    assert plan.search.step_lower_bound_s <= plan.predicted_step_s * (1 + 1e-9)
+    assert plan.search.gap < 0.01
+
+
+@pytest.fixture
+def hungry(make_operator, make_profile):
+    """Each operator saves much more than it receives."""
+    operators = [make_operator(i, saved=((f"n{i}:own", 500_000),)) for i in range(8)]
+    return make_profile(operators, [(i, i + 1) for i in range(7)])
+
+
+@pytest.mark.parametrize("where", ["job", "device"])
+def test_smaller_micro_batches_are_tried_wherever_the_limit_is(hungry, where) -> None:
+    limit = 1_500_000
+    given = {"memory_limit_bytes": limit} if where == "job" else {}
+    node = Node("n", 2, 2, Device("cpu", 1.0, limit if where == "device" else None))
+    cluster = Cluster("c", "test", (node,), FAST, FAST)
+    request = PlanRequest("job", 8, schedule="pipedream-2bw", stages=2, **given)
+    plan = make_plan(hungry, cluster, request)
+    assert max(plan.prediction.peak_memory_bytes) <= limit
+
+
+def test_stages_recompute_where_nothing_else_fits(hungry) -> None:
+    limited = PlanRequest("job", 8, schedule="pipedream", stages=2, memory_limit_bytes=3_000_000)
+    with pytest.raises(InfeasibleError):
+        make_plan(hungry, cluster_of(2), limited)
+    plan = make_plan(hungry, cluster_of(2), replace(limited, recompute=None))
+    assert any(stage.recompute for stage in plan.stages)
+    validate(plan, [lower(plan, rank) for rank in range(2)])

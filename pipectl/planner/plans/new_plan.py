@@ -27,6 +27,7 @@ def new_plan(
         size: samples of a micro-batch.
     """
     schedule, warm_up = order
+    count = ceil(request.batch_size / size)
     return Plan(
         name=request.name,
         fingerprint=profile.fingerprint,
@@ -34,12 +35,24 @@ def new_plan(
         warm_up=warm_up,
         batch_size=request.batch_size,
         micro_batch_size=size,
-        micro_batches=ceil(request.batch_size / size),
+        micro_batches=count,
         stages=tuple(stages),
         transfers=tuple(transfers),
         node_of_rank=cluster.node_of_rank,
         memory_limit_bytes=request.memory_limit_bytes,
         key=request.key,
         offload_to=request.offload_to,
-        assumptions=tuple(assumptions),
+        assumptions=(*assumptions, *_other_count(request, count, size)),
+    )
+
+
+def _other_count(request: PlanRequest, count: int, size: int) -> tuple[str, ...]:
+    """Why there are not as many micro-batches as were asked for."""
+    if request.micro_batches in (None, count):
+        return ()
+    copies = request.replicas or 1
+    equally = f" and be shared evenly by {copies} replicas" if copies > 1 else ""
+    return (
+        f"{request.micro_batches} micro-batches of {request.batch_size} samples cannot be of one "
+        f"size with a smaller last one{equally}: {count} of {size} samples instead",
     )

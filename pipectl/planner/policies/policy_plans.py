@@ -7,6 +7,7 @@ are chosen here as for our own plans, by simulation, so that what differs is the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError
@@ -49,7 +50,9 @@ def policy_plans(
     if request.schedule in PLACED:
         raise InfeasibleError(f"no feasible plan: {name} plans for gpipe and 1f1b only", cure=_CURE)
     choices = _choices(name, profile, cluster, request)
-    found = judged(profile, cluster, request, choices, expired, planner=planner or name)
+    # These planners do not look at memory, so nothing recomputes unless all of it shall.
+    wanted = replace(request, recompute=bool(request.recompute), blocks=bool(request.blocks))
+    found = judged(profile, cluster, wanted, choices, expired, planner=planner or name)
     if not found:
         raise InfeasibleError(
             f"no feasible plan: the stages that {name} chooses need more memory than a rank may "

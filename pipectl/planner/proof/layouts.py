@@ -12,7 +12,7 @@ from pipectl.plan import Replication
 from pipectl.planner.exploring.areas import most_micro_batches
 from pipectl.planner.hybrid.placing import consecutive
 from pipectl.planner.machines.placement import every_placement
-from pipectl.planner.replication.copies import share_of_one_copy
+from pipectl.planner.replication.copies import share_of_one_copy, size_together
 from pipectl.planner.replication.replicated import MICRO_BATCHES_PER_RANK, replica_orders
 from pipectl.planner.request import Order, PlanRequest, micro_batch_sizes, open_orders
 from pipectl.profile import Profile
@@ -116,9 +116,8 @@ def _sizes(
         if replication is Replication.WHOLE and request.micro_batches is None:
             found = [ceil(size / count) for size in found for count in range(1, most + 1)]
     else:
-        found = _sizes_of_copies(profile, request, len(replicas))
-        if replication is Replication.SPLIT:
-            found = [size * most for size in found]
+        alone = _sizes_of_copies(profile, request, len(replicas))
+        found = [size_together(size, request, most, replication) for size in alone]
     if replication is Replication.SPLIT and most > 1:
         return sorted({size for size in found if size >= most}, reverse=True)
     return sorted({size for size in found if ceil(batch / size) >= most}, reverse=True)

@@ -13,12 +13,17 @@ from pipectl.planner.machines.other_clusters import with_ranks
 from pipectl.planner.plans.replica_costs import ReplicaChoice, members_of
 from pipectl.planner.replication.replica_judge import judged
 from pipectl.planner.replication.replicated import replica_orders
-from pipectl.planner.request import PlanRequest
+from pipectl.planner.request import PLACED, Order, PlanRequest
+from pipectl.planner.techniques.placed import placed_orders
 from pipectl.profile import Profile
 
 
-def one_copy(cluster: Cluster, request: PlanRequest, copies: int) -> tuple[Cluster, PlanRequest]:
+def one_copy(
+    profile: Profile, cluster: Cluster, request: PlanRequest, copies: int
+) -> tuple[Profile, Cluster, PlanRequest]:
     """What one of several copies has for itself: the first ranks, and samples of a step.
+
+    Where copies share out the optimizer's state, the profile has an even share of it.
 
     Raises:
         InfeasibleError: more copies than ranks.
@@ -28,7 +33,14 @@ def one_copy(cluster: Cluster, request: PlanRequest, copies: int) -> tuple[Clust
             f"no feasible plan: {copies} replicas of every stage, but only {cluster.ranks} ranks",
             cure="use fewer replicas, or ask for more ranks",
         )
-    return with_ranks(cluster, cluster.ranks // copies), share_of_one_copy(request, copies)
+    held = _with_shared_state(profile, copies) if request.shard_optimizer else profile
+    return held, with_ranks(cluster, cluster.ranks // copies), share_of_one_copy(request, copies)
+
+
+def _with_shared_state(profile: Profile, copies: int) -> Profile:
+    optimizer = profile.optimizer_cost
+    state = optimizer.state_bytes_per_parameter_byte / copies
+    return replace(profile, optimizer=replace(optimizer, state_bytes_per_parameter_byte=state))
 
 
 def share_of_one_copy(request: PlanRequest, copies: int) -> PlanRequest:
@@ -40,6 +52,15 @@ def share_of_one_copy(request: PlanRequest, copies: int) -> PlanRequest:
         batch_size=ceil(request.batch_size / copies),
         micro_batches=None if batches is None else ceil(batches / copies),
     )
+
+
+def size_together(size: int, request: PlanRequest, copies: int, way: Replication) -> int:
+    """Samples of a micro-batch of all copies, where one copy alone has ``size``."""
+    if way is Replication.WHOLE:
+        return size
+    if request.micro_batches is None:
+        return size * copies
+    return max(copies, ceil(request.batch_size / request.micro_batches))
 
 
 def copied_plans(
@@ -77,6 +98,17 @@ def _copied(
     apart = tuple(tuple(first + copy * plan.ranks for copy in range(copies)) for first in firsts)
     for ranks in (together, apart):
         for way in request.replications:
-            size = plan.micro_batch_size * (copies if way is Replication.SPLIT else 1)
-            for schedule, warm_up in replica_orders((copies,) * len(firsts), way, size, request):
+            size = size_together(plan.micro_batch_size, request, copies, way)
+            for schedule, warm_up in _orders(plan, request, copies, way, size):
                 yield ReplicaChoice(members, ranks, size, way, schedule, warm_up)
+
+
+def _orders(
+    plan: Plan, request: PlanRequest, copies: int, way: Replication, size: int
+) -> list[Order]:
+    """Orders to try of copies of a plan, in micro-batches of ``size`` samples."""
+    replicas = (copies,) * len(plan.stages)
+    if request.schedule not in PLACED:
+        return replica_orders(replicas, way, size, request)
+    in_turn = replicas if way is Replication.WHOLE else None
+    return placed_orders(plan, request, ceil(request.batch_size / size), in_turn)

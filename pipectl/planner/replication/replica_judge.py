@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from math import inf
 
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan, Search
@@ -11,6 +12,9 @@ from pipectl.planner.assumed import assumptions_of, baseline_bytes
 from pipectl.planner.plans.replica_costs import ReplicaChoice, ReplicaPlans
 from pipectl.planner.rating import PLANNER, largest_load_s, preference, work_s
 from pipectl.planner.request import PlanRequest
+from pipectl.planner.techniques.blocks import BlockPlans
+from pipectl.planner.techniques.halves import with_halves
+from pipectl.planner.techniques.keeping import Keeping, ways
 from pipectl.planner.trials import Trials
 from pipectl.profile import Profile
 
@@ -29,7 +33,8 @@ def judged(
 ) -> list[Plan]:
     """The plans of choices that fit, with predictions, the fastest first.
 
-    Of plans with equal numbers of stages, replicas and micro-batches the best stands there.
+    Of plans with equal numbers of stages, replicas and micro-batches the best stands there. Those
+    that do not fit recompute if they may, as long as that could be faster than what does.
 
     Args:
         expired: asked now and then; once it is true, what was found so far is returned.
@@ -38,17 +43,35 @@ def judged(
     makers = ReplicaPlans(profile, cluster, request, assumptions_of(profile, cluster))
     limit_bytes, baseline = request.memory_limit_bytes, baseline_bytes(profile)
     trials = Trials(cluster, limit_bytes, baseline, expired, most_actions=MOST_ACTIONS)
+    allowed = ways(request.recompute_choices, (False,), request.block_choices)
+    keeping = Keeping(allowed, trials, cluster, BlockPlans(profile).of)
     found: list[Plan] = []
+    unfit: list[Plan] = []
     finished = True
     for choice in choices:
         if found and trials.are_over:
             finished = False
             break
-        tried = trials.run(makers.plan(choice))
-        found += [tried] if trials.fits(tried) else []
+        tried = keeping.simplest(with_halves(makers.plan(choice), profile))
+        (found if trials.fits(tried) else unfit).append(tried)
+    found += _held(unfit, found, keeping, trials)
     bound_s = work_s(profile, cluster, request)
     said = Search(planner, 0.0, 0.0, exact=False, planning_s=0.0, finished=finished)
     return [replace(plan, search=_search(plan, cluster, said, bound_s)) for plan in _ranked(found)]
+
+
+def _held(
+    unfit: Iterable[Plan], found: Sequence[Plan], keeping: Keeping, trials: Trials
+) -> list[Plan]:
+    """Plans that fit if stages recompute, and could be faster than those that were found."""
+    held: list[Plan] = []
+    for plan in sorted(unfit, key=preference):
+        best_s = min((known.predicted_step_s for known in (*found, *held)), default=inf)
+        if best_s < inf and (trials.are_over or plan.predicted_step_s >= best_s):
+            break
+        again = keeping.within_memory(plan)
+        held += [] if again is None else [again]
+    return held
 
 
 def _ranked(found: Iterable[Plan]) -> list[Plan]:

@@ -7,6 +7,7 @@ from math import ceil
 
 from pipectl.plan import Plan, Stage, StageCost
 from pipectl.profile import Operator, Profile
+from pipectl.schedule import splits_backwards
 
 ASSUMED = (
     "backwards are split: gradients of parameters are taken as half of the backward of operators "
@@ -15,7 +16,9 @@ ASSUMED = (
 
 
 def with_halves(plan: Plan, profile: Profile) -> Plan:
-    """The plan of a schedule that splits backwards, with the cost of both halves of each stage."""
+    """With the cost of both halves of each stage, if the plan's schedule splits backwards."""
+    if not splits_backwards(plan):
+        return plan
     scale = plan.micro_batch_size / profile.micro_batch_size
     return replace(
         plan,

@@ -91,6 +91,8 @@ class Keeping:
         trials = self._trials
         if trials.fits(plan):
             return settled_traffic(plan, trials) if self._is_open else plan
+        if len(self._allowed) == 1:
+            return None
         uniform = {way: trials.run(self._alike(plan, way)) for way in self._allowed}
         fitting = {way: _fitting_stages(tried, trials) for way, tried in uniform.items()}
         best: Plan | None = None

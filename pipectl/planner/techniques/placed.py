@@ -7,18 +7,23 @@ Few micro-batches suffice, as these schedules shorten start and end; several num
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import ceil
 
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan
-from pipectl.planner.request import ROUND, V_SHAPED, Planner, PlanRequest, micro_batch_sizes
+from pipectl.planner.assumed import baseline_bytes
+from pipectl.planner.graphs.condense import condense
+from pipectl.planner.rating import largest_stage_load_s, work_s
+from pipectl.planner.request import ROUND, V_SHAPED, Order, PlanRequest, micro_batch_sizes
+from pipectl.planner.techniques.blocks import BlockPlans
 from pipectl.planner.techniques.halves import with_halves
-from pipectl.planner.trials import predicted
+from pipectl.planner.techniques.keeping import Keeping, ways
+from pipectl.planner.trials import Trials, out_of_time
 from pipectl.profile import Profile
-from pipectl.schedule import default_warm_up, splits_backwards
+from pipectl.schedule import default_warm_up
 from pipectl.schedule.one_f_one_b import NAME as ONE_F_ONE_B
 from pipectl.schedule.one_f_one_b import policy_a, policy_b
 from pipectl.schedule.zb_h1 import NAME as ZB_H1
@@ -31,43 +36,54 @@ MICRO_BATCHES_PER_RANK = (1, 2, 4, 8)
 LONG = 8
 """Micro-batches a stage with which start and end of a step hardly count."""
 
+TimedPlanner = Callable[[Profile, Cluster, PlanRequest, Callable[[], bool]], Plan]
+"""Makes the best plan it can until time is up; raises InfeasibleError where none fits."""
+
 
 def placed_plan(
-    make_plan: Planner, profile: Profile, cluster: Cluster, request: PlanRequest, baseline: int
+    make_plan: TimedPlanner,
+    profile: Profile,
+    cluster: Cluster,
+    request: PlanRequest,
+    expired: Callable[[], bool],
 ) -> Plan:
     """The fastest plan found that fits into memory.
 
     Args:
         make_plan: cuts the model into stages.
         request: with a schedule of this module.
-        baseline: bytes of a process without a stage.
+        expired: once it is true, what was found so far is good enough.
 
     Raises:
         InfeasibleError: the stages do not suit the ranks, or nothing fits.
     """
-    places = _places(request, cluster)
+    places = _places(request, cluster.ranks, len(condense(profile)))
     wide = one_rank_a_stage(cluster, ceil(len(places) / cluster.ranks))
-    found = [
-        predicted(plan, cluster, baseline)
-        for size in _sizes(request, len(set(places)))
-        for cut in [make_plan(profile, wide, balanced(request, len(places), size))]
-        for plan in _ordered(_placed(cut, cluster, request, places), profile, request)
-    ]
-    return fastest_that_fits(found, cluster, request)
+    trials = Trials(cluster, request.memory_limit_bytes, baseline_bytes(profile), expired)
+    found: list[Plan] = []
+    for size in _sizes(request, len(set(places))):
+        if not (expired() and any(map(trials.fits, found))):
+            cut = make_plan(profile, wide, balanced(request, len(places), size), expired)
+            placed = _placed(cut, cluster, request, places)
+            found += [trials.run(plan) for plan in _ordered(placed, profile, request)]
+    return fastest_that_fits(found, profile, cluster, request, trials)
 
 
-def _places(request: PlanRequest, cluster: Cluster) -> list[int]:
+def _places(request: PlanRequest, ranks: int, blocks: int) -> list[int]:
     """The rank of every stage.
+
+    Args:
+        blocks: that the graph can be cut into.
 
     Raises:
         InfeasibleError: that number of stages has no place in the schedule.
     """
-    fixed, ranks = request.fixed_stages, cluster.ranks
+    fixed = request.fixed_stages
     if request.schedule == ZB_H1:
-        stages = fixed or ranks
+        stages = fixed or min(ranks, blocks)
         _check(stages <= ranks, request, f"{stages} stages need as many ranks, of {ranks}", ranks)
         return list(range(stages))
-    stages = fixed or CHUNKS * ranks
+    stages = fixed or _most_stages(CHUNKS if request.schedule in V_SHAPED else ranks, ranks, blocks)
     if request.schedule in V_SHAPED:
         fits = stages % 2 == 0 and stages <= 2 * ranks
         _check(fits, request, f"{stages} stages cannot lie in a V over {ranks} ranks", 2 * ranks)
@@ -81,6 +97,12 @@ def _places(request: PlanRequest, cluster: Cluster) -> list[int]:
         around,
     )
     return [stage % around for stage in range(stages)]
+
+
+def _most_stages(multiple_of: int, ranks: int, blocks: int) -> int:
+    """As many as ranks hold at most and blocks give; fewer than one round if blocks are few."""
+    most = min(CHUNKS * ranks, blocks)
+    return most - most % min(multiple_of, most)
 
 
 def _check(fits: bool, request: PlanRequest, fault: str, suitable: int) -> None:
@@ -125,6 +147,7 @@ def balanced(request: PlanRequest, stages: int, size: int) -> PlanRequest:
         batch_size=count * size,
         micro_batches=count,
         memory_limit_bytes=None,
+        replicas=1,
     )
 
 
@@ -144,26 +167,51 @@ def _placed(plan: Plan, cluster: Cluster, request: PlanRequest, places: list[int
 
 def _ordered(plan: Plan, profile: Profile, request: PlanRequest) -> Iterator[Plan]:
     """With every warm-up that is open, and the cost of halves where backwards are split."""
-    stages, count = len(plan.stages), plan.micro_batches
+    split = with_halves(plan, profile)
+    for _, warm_up in placed_orders(plan, request, plan.micro_batches):
+        yield replace(split, warm_up=warm_up)
+
+
+def placed_orders(
+    plan: Plan, request: PlanRequest, micro_batches: int, replicas: Sequence[int] | None = None
+) -> list[Order]:
+    """Orders to try of a plan whose schedule is one of these.
+
+    Args:
+        replicas: of every stage, if they take whole micro-batches in turn.
+    """
+    stages = len(plan.stages)
     if request.warm_up is not None:
         warm_ups = [request.warm_up]
     elif plan.schedule == ZB_H1:
-        warm_ups = [policy_a(stages, count), policy_b(stages, count)]
+        warm_ups = [policy(stages, micro_batches, replicas) for policy in (policy_a, policy_b)]
     else:
         ranks = len({stage.ranks for stage in plan.stages})
-        warm_ups = [default_warm_up(plan.schedule, stages, count, ranks=ranks)]
-    split = with_halves(plan, profile) if splits_backwards(plan) else plan
-    for warm_up in dict.fromkeys(warm_ups):
-        yield replace(split, warm_up=tuple(min(depth, count) for depth in warm_up))
+        given = plan.schedule, stages, micro_batches
+        warm_ups = [default_warm_up(*given, ranks=ranks, replicas=replicas)]
+    depths = (tuple(min(depth, micro_batches) for depth in each) for each in warm_ups)
+    return [(plan.schedule, warm_up) for warm_up in dict.fromkeys(depths)]
 
 
-def fastest_that_fits(plans: list[Plan], cluster: Cluster, request: PlanRequest) -> Plan:
-    """The fastest that fits.
+def fastest_that_fits(
+    plans: list[Plan], profile: Profile, cluster: Cluster, request: PlanRequest, trials: Trials
+) -> Plan:
+    """The fastest that fits, with bounds of its own step: its stages were cut for a longer one.
+
+    Args:
+        plans: with predictions; if none fits, stages do without what they save where they may.
 
     Raises:
         InfeasibleError: none does.
+        OutOfTimeError: none of those does that were found in time.
     """
-    fitting = [plan for plan in plans if excess_bytes(plan, cluster, request) <= 0]
+    away = (bool(request.offload),)
+    allowed = ways(request.recompute_choices, away, request.block_choices)
+    keeping = Keeping(allowed, trials, cluster, BlockPlans(profile).of)
+    fitting = [plan for plan in plans if trials.fits(plan)]
+    fitting = fitting or [held for plan in plans if (held := keeping.within_memory(plan))]
+    if not fitting and trials.time_is_up:
+        raise out_of_time()
     if not fitting:
         least = min(excess_bytes(plan, cluster, request) for plan in plans)
         raise InfeasibleError(
@@ -172,7 +220,14 @@ def fastest_that_fits(plans: list[Plan], cluster: Cluster, request: PlanRequest)
             cure="set pipeline.schedule to auto, use more ranks, or raise the limit",
         )
     chosen = min(fitting, key=lambda plan: plan.predicted_step_s)
-    return replace(chosen, memory_limit_bytes=request.memory_limit_bytes)
+    assert chosen.search is not None
+    search = replace(chosen.search, max_stage_load_s=largest_stage_load_s(chosen, cluster))
+    bound_s = work_s(profile, cluster, request, [plan.micro_batch_size for plan in plans])
+    return replace(
+        chosen,
+        memory_limit_bytes=request.memory_limit_bytes,
+        search=search.bounded(chosen.predicted_step_s, bound_s),
+    )
 
 
 def excess_bytes(plan: Plan, cluster: Cluster, request: PlanRequest) -> float:
