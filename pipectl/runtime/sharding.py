@@ -14,18 +14,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from pipectl.plan import owners
 from pipectl.runtime.exchange import Exchange, Received, Sent
 
 
 def owners_of(parameters: Mapping[str, Tensor], replicas: int) -> dict[str, int]:
-    """The replica that updates each parameter: the largest first, to who has least so far."""
-    load = [0] * replicas
-    found: dict[str, int] = {}
-    order = sorted(parameters, key=lambda name: -parameters[name].nbytes)
-    for name in order:
-        found[name] = min(range(replicas), key=load.__getitem__)
-        load[found[name]] += parameters[name].nbytes
-    return {name: found[name] for name in parameters}
+    """The replica that updates each parameter, by the rule that plans count its state by."""
+    return owners.owners_of({name: each.nbytes for name, each in parameters.items()}, replicas)
 
 
 class Sharing:

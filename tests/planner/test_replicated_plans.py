@@ -11,10 +11,17 @@ from pipectl.errors import InfeasibleError
 from pipectl.link import Link
 from pipectl.plan import Replication
 from pipectl.planner import PlanRequest, make_plan
+from pipectl.planner.assumed import DEFAULT_BASELINE_BYTES
 from pipectl.planner.graphs.condense import condense
+from pipectl.planner.hybrid.model import costs_of
+from pipectl.planner.hybrid.states import States
 from pipectl.planner.plans.replica_costs import ReplicaChoice, ReplicaPlans
+from pipectl.planner.rating import work_s
+from pipectl.planner.replication.figures import figures_of, states_of
+from pipectl.planner.replication.replicated import MANY_RANKS, replicated_plans
 from pipectl.planner.request import micro_batch_sizes
 from pipectl.planner.search import search_plans
+from pipectl.profile import OperatorMemory, OptimizerCost
 from pipectl.schedule import lower, validate
 from pipectl.schedule.one_f_one_b import NAME as ONE_F_ONE_B
 from pipectl.schedule.one_f_one_b import policy_a
@@ -141,3 +148,171 @@ def test_the_same_request_gives_the_same_plan(chain) -> None:
     first, second = (make_plan(chain(7), cluster_of(5), request) for _ in range(2))
     timeless = [replace(p, search=replace(p.search, planning_s=0.0)) for p in (first, second)]
     assert timeless[0] == timeless[1]
+
+
+def test_the_bound_of_plans_without_replicas_holds_for_those_with(chain) -> None:
+    """Five stages on seven ranks: two may have replicas, though they do not pay over this link."""
+    profile = chain(20, parameter_bytes=10**6, parameters=(("p", 10**6),))
+    cluster = cluster_of(7, Link(1e-3, 1e6))
+    request = PlanRequest("job", 32, stages=5, replicas=None)
+    plan = make_plan(profile, cluster, request)
+    assert max(stage.replicas for stage in plan.stages) == 1
+    assert plan.search.step_lower_bound_s == pytest.approx(work_s(profile, cluster, request))
+
+
+@pytest.mark.parametrize("asked", [{"stages": 5}, {"warm_up": (14, 12, 8, 6, 2)}])
+def test_a_given_number_of_stages_gets_replicas_for_the_ranks_that_are_left(chain, asked) -> None:
+    cluster = cluster_of(7, Link(1e-6, 1e11))
+    plan = make_plan(chain(20), cluster, PlanRequest("job", 32, replicas=None, **asked))
+    alone = make_plan(chain(20), cluster, PlanRequest("job", 32, **asked))
+    assert len(plan.stages) == 5
+    assert sum(stage.replicas for stage in plan.stages) == 7
+    assert plan.predicted_step_s < 0.8 * alone.predicted_step_s
+
+
+def test_a_given_number_of_stages_is_looked_for_on_many_ranks(chain) -> None:
+    """Though fewer stages would be faster."""
+    cluster = cluster_of(MANY_RANKS + 1, Link(1e-6, 1e11))
+    found = replicated_plans(chain(12), cluster, PlanRequest("job", 64, stages=5, replicas=None))
+    assert found
+    assert {len(plan.stages) for plan in found} == {5}
+
+
+@pytest.fixture
+def hungry(make_operator, make_profile):
+    """Each operator saves much more than it receives."""
+    operators = [make_operator(i, saved=((f"n{i}:own", 10**6),)) for i in range(12)]
+    return make_profile(operators, [(i, i + 1) for i in range(11)])
+
+
+@pytest.mark.parametrize("asked", [{"replicas": 2, "stages": 2}, {"replicas": None}])
+@pytest.mark.parametrize("way", Replication)
+def test_replicas_recompute_if_all_stages_shall(hungry, asked, way) -> None:
+    request = PlanRequest("job", 32, recompute=True, replication=way, **asked)
+    plan = make_plan(hungry, cluster_of(4, Link(1e-6, 1e11)), request)
+    assert max(stage.replicas for stage in plan.stages) > 1
+    assert all(stage.recompute for stage in plan.stages)
+    validate(plan, [lower(plan, rank) for rank in range(plan.ranks)])
+
+
+@pytest.mark.parametrize("blocks", [False, None])
+@pytest.mark.parametrize("way", Replication)
+def test_replicas_recompute_where_nothing_else_fits(hungry, way, blocks) -> None:
+    limited = PlanRequest(
+        "job",
+        32,
+        stages=2,
+        schedule="gpipe",
+        replicas=2,
+        replication=way,
+        memory_limit_bytes=4_000_000,
+    )
+    cluster = cluster_of(4, Link(1e-6, 1e11))
+    with pytest.raises(InfeasibleError):
+        make_plan(hungry, cluster, limited)
+    plan = make_plan(hungry, cluster, replace(limited, recompute=None, blocks=blocks))
+    assert any(stage.recompute for stage in plan.stages)
+    assert max(plan.prediction.peak_memory_bytes) <= 4_000_000
+    free = make_plan(hungry, cluster, replace(limited, recompute=None, memory_limit_bytes=None))
+    assert not any(stage.recompute for stage in free.stages)
+
+
+def test_other_numbers_of_micro_batches_than_asked_for_are_said(chain) -> None:
+    plan = make_plan(chain(6), cluster_of(4), PlanRequest("job", 16, replicas=2, micro_batches=3))
+    assert plan.micro_batches == 4
+    assert plan.assumptions[-1] == (
+        "3 micro-batches of 16 samples cannot be of one size with a smaller last one and be "
+        "shared evenly by 2 replicas: 4 of 4 samples instead"
+    )
+    split = PlanRequest("job", 16, replicas=2, micro_batches=3, replication=Replication.SPLIT)
+    plan = make_plan(chain(6), cluster_of(4), split)
+    assert (plan.micro_batches, plan.micro_batch_size) == (3, 6)
+
+
+def test_frozen_parameters_have_neither_gradients_nor_state(make_operator, make_profile) -> None:
+    """Three large frozen operators; whoever counts them as trained finds no room for them."""
+    heavy = {"parameter_bytes": 10**6, "forward_s": 1e-6, "backward_s": 1e-6}
+    operators = [
+        make_operator(
+            i,
+            **(heavy | {"parameters": ((f"p{i}", 10**6),)} if i < 3 else {}),
+            memory=OperatorMemory(1000, f"n{i}", 1000, 1000, (((f"p{i}", 100),) if i > 2 else ())),
+        )
+        for i in range(12)
+    ]
+    profile = make_profile(operators, [(i, i + 1) for i in range(11)])
+    limit = 1_200_000
+    states = states_of(profile)
+    costs = costs_of(profile, States.of(profile), 8, [1, 2], fractions=False)
+    figures = figures_of(profile, cluster_of(3), states, 8, 4, float(limit))
+    trained = 9 * 100
+    assert costs.reduced_bytes[-1] == figures.trained_bytes[-1] == trained
+    held = 3 * 10**6 + trained + 3 * trained
+    assert {*costs.resident_bytes[:, -1], *figures.resident_bytes[:, -1]} == {held}
+    for replicas in (1, None):
+        request = PlanRequest("job", 16, stages=3, replicas=replicas, memory_limit_bytes=limit)
+        plan = make_plan(profile, cluster_of(3), request)
+        assert max(plan.prediction.peak_memory_bytes) <= limit
+
+
+def test_a_process_that_was_not_measured_takes_what_is_assumed(chain) -> None:
+    profile = replace(chain(4), process_baseline_bytes=None)
+    limit = float(DEFAULT_BASELINE_BYTES + 1000)
+    figures = figures_of(profile, cluster_of(2), states_of(profile), 8, 4, limit)
+    assert figures.limit_bytes == 1000
+
+
+def owning(make_operator, make_profile, sizes, state=6.0):
+    """A chain of operators with a parameter each, and an optimizer with much state."""
+    named = [((f"p{i}", size),) for i, size in enumerate(sizes)]
+    operators = [
+        make_operator(i, parameters=pairs, parameter_bytes=pairs[0][1])
+        for i, pairs in enumerate(named)
+    ]
+    found = make_profile(operators, [(i, i + 1) for i in range(len(sizes) - 1)])
+    return replace(found, optimizer=OptimizerCost(state, 1e-9))
+
+
+@pytest.mark.parametrize("ranks", [2, MANY_RANKS + 1])
+@pytest.mark.parametrize("replicas", [2, None])
+def test_shared_out_state_lets_a_plan_fit(make_operator, make_profile, replicas, ranks) -> None:
+    """Whole it takes 32 MB; with two replicas, 20, and 6 more for the sums of gradients."""
+    profile = owning(make_operator, make_profile, [10**6] * 4)
+    limited = PlanRequest(
+        "job", 16, stages=1, replicas=replicas, memory_limit_bytes=27_000_000, shard_optimizer=True
+    )
+    plan = make_plan(profile, cluster_of(ranks, Link(1e-6, 1e11)), limited)
+    assert plan.stages[0].replicas > 1
+    assert plan.stages[0].cost.optimizer_bytes < 24_000_000
+    with pytest.raises(InfeasibleError):
+        make_plan(
+            profile,
+            cluster_of(ranks, Link(1e-6, 1e11)),
+            replace(limited, shard_optimizer=False),
+        )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "replicas", "most"),
+    [([100] * 4, 2, 200), ([700, 100, 100], 2, 700), ([900, 100, 500, 400, 400, 100], 3, 900)],
+)
+def test_the_owner_of_most_state_counts(make_operator, make_profile, sizes, replicas, most) -> None:
+    """Parameters stay whole, and go to whoever has least so far, the largest first."""
+    profile = owning(make_operator, make_profile, sizes)
+    request = PlanRequest("job", 16, replicas=replicas, shard_optimizer=True)
+    members, ranks = (tuple(range(len(sizes))),), (tuple(range(replicas)),)
+    choice = ReplicaChoice(members, ranks, 4, Replication.WHOLE, ONE_F_ONE_B, (1,))
+    plan = ReplicaPlans(profile, cluster_of(replicas), request).plan(choice)
+    assert plan.stages[0].cost.optimizer_bytes == 6 * most
+
+
+def test_all_replicas_keep_the_state_of_parameters_with_several_uses(
+    make_operator, make_profile
+) -> None:
+    profile = owning(make_operator, make_profile, [100, 100, 100])
+    tied = [replace(o, parameters=(*o.parameters, ("tied", 1000))) for o in profile.operators[:2]]
+    profile = replace(profile, operators=(*tied, profile.operators[2]))
+    request = PlanRequest("job", 16, replicas=2, shard_optimizer=True)
+    choice = ReplicaChoice(((0, 1), (2,)), ((0, 1), (2, 3)), 4, Replication.WHOLE, "1f1b", (2, 1))
+    plan = ReplicaPlans(profile, cluster_of(4), request).plan(choice)
+    assert [stage.cost.optimizer_bytes for stage in plan.stages] == [6 * 1100, 6 * 100]

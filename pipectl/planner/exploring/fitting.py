@@ -21,7 +21,7 @@ from pipectl.planner.graphs.ideals import prefix_downsets
 from pipectl.planner.graphs.loads import PER_SECOND, Loads, items_of
 from pipectl.planner.graphs.spans import Boundary, Items, Spans, States, find_spans
 from pipectl.planner.machines.mix import Mix
-from pipectl.planner.memory.liveness import memory_of, parameter_gradients
+from pipectl.planner.memory.liveness import memory_of, parameter_gradients, trained_parameters
 from pipectl.planner.partitions.chain_kernels import UNREACHED
 from pipectl.planner.partitions.dynamic import Chains, Check, Memory, best_chains
 from pipectl.planner.partitions.partition import Cut
@@ -118,7 +118,8 @@ class Fitter:
         """Bytes by mode, without and for each micro-batch in flight; shape [modes * 2, spans]."""
         scale = self._problem.scale(fit.size)
         state = self._problem.profile.optimizer_cost.state_bytes_per_parameter_byte
-        resident = self._problem.baseline_bytes + sizes.gradients + (1 + state) * sizes.parameters
+        resident = self._problem.baseline_bytes + sizes.parameters + sizes.gradients
+        resident = resident + state * sizes.trained
         resident = (resident + messages * scale * self._temporary).astype(np.int64)
         rows = [resident, sizes.saved + messages * sizes.crossing]
         if fit.recompute:
@@ -173,6 +174,7 @@ class _Sizes:
 
     spans: Spans
     parameters: Integers
+    trained: Integers
     gradients: Integers
     saved: Integers
     crossing: Integers
@@ -191,6 +193,10 @@ class _Boundaries:
         self.parameters = Boundary(states, items_of(graph.parameters))
         self.saved = Boundary(states, items_of(graph.saved))
 
+        def trained(block: Block) -> dict[str, int]:
+            inside = [operators[index] for index in block.operators]
+            return dict(pair for operator in inside for pair in trained_parameters(operator))
+
         def gradients(block: Block) -> dict[str, int]:
             """One that several operators use has a gradient for each."""
             return {
@@ -199,6 +205,7 @@ class _Boundaries:
                 for name, size in parameter_gradients(operators[index])
             }
 
+        self.trained = Boundary(states, items_of(held_by(map(trained, graph.blocks))))
         self.gradients = Boundary(states, items_of(held_by(map(gradients, graph.blocks))))
 
     def up_to(self, length: int) -> _Sizes:
@@ -213,6 +220,7 @@ class _Boundaries:
         return _Sizes(
             spans,
             self.parameters.touched(spans),
+            self.trained.touched(spans),
             self.gradients.touched(spans),
             self.saved.touched(spans),
             self.messages.crossing(spans),

@@ -17,6 +17,7 @@ import numpy as np
 from pipectl.arrays import Flags, Floats, Integers
 from pipectl.planner.hybrid.links import LinkRules
 from pipectl.planner.hybrid.states import States
+from pipectl.planner.memory.liveness import trained_bytes
 from pipectl.planner.operator_times import operator_times
 from pipectl.profile import Profile
 
@@ -30,12 +31,12 @@ class Costs(NamedTuple):
     """What the states hold, for one micro-batch size; bytes as float64.
 
     Args:
-        forward_s, backward_s: shape (replica counts, states); on one of so many replicas.
+        forward_s, backward_s, resident_bytes: shape (replica counts, states); on one of so many
+            replicas, the last: parameters, their gradients and its part of the optimizer's state.
         stage_s: shape (2,); what every stage adds to a forward and a backward.
         update_s: of the optimizer.
         activation_bytes, gradient_bytes: what crosses a cut at the state, and comes back.
         reduced_bytes: gradients of the parameters.
-        resident_bytes: parameters, their gradients and the optimizer's state.
         saved_bytes: kept for the backward of a whole micro-batch.
     """
 
@@ -79,6 +80,7 @@ class Model(NamedTuple):
         follows: shape (states, states); which state can follow which.
         most: entry of ``replicas`` up to which a stage may be split.
         last_share: size of the last micro-batch relative to the others.
+        stages: that every plan has; 0 if any number will do.
     """
 
     costs: Costs
@@ -87,6 +89,7 @@ class Model(NamedTuple):
     most: int
     micro_batches: int
     last_share: float
+    stages: int = 0
 
 
 def replica_counts(devices: int) -> Integers:
@@ -98,12 +101,19 @@ def replica_counts(devices: int) -> Integers:
 
 
 def costs_of(
-    profile: Profile, states: States, size: int, replicas: Sequence[int], *, fractions: bool
+    profile: Profile,
+    states: States,
+    size: int,
+    replicas: Sequence[int],
+    *,
+    fractions: bool,
+    shard_optimizer: bool = False,
 ) -> Costs:
     """Costs of all states at a micro-batch size.
 
     Args:
         fractions: whether replicas may get fractions of a sample, at proportional times.
+        shard_optimizer: whether replicas share out the optimizer's state.
     """
     members = states.members.astype(np.float64)
     scale = size / profile.micro_batch_size
@@ -112,6 +122,7 @@ def costs_of(
     optimizer = profile.optimizer_cost
     operators = profile.operators
     parameters = members @ np.array([float(o.parameter_bytes) for o in operators])
+    trained = members @ np.array([float(trained_bytes(o)) for o in operators])
     overhead = profile.stage
     return Costs(
         forward_s=np.ascontiguousarray(columns[:, : len(replicas)].T),
@@ -120,12 +131,34 @@ def costs_of(
         update_s=parameters * optimizer.step_s_per_byte,
         activation_bytes=crossing @ np.array([float(o.output_bytes) for o in operators]) * scale,
         gradient_bytes=crossing @ np.array([float(o.gradient_bytes) for o in operators]) * scale,
-        reduced_bytes=parameters,
-        resident_bytes=parameters * (2.0 + optimizer.state_bytes_per_parameter_byte),
+        reduced_bytes=trained,
+        resident_bytes=resident_bytes(
+            parameters,
+            trained,
+            optimizer.state_bytes_per_parameter_byte,
+            replicas if shard_optimizer else [1] * len(replicas),
+        ),
         saved_bytes=members
         @ np.array([float(_saved(profile, i)) for i in range(len(operators))])
         * scale,
     )
+
+
+def resident_bytes(
+    parameters: Floats, trained: Floats, state: float, shared_by: Sequence[int]
+) -> Floats:
+    """Parameters, gradients and optimizer's state.
+
+    Args:
+        parameters, trained: shape (states,); of the second there are gradients and state.
+        state: bytes of it per byte.
+        shared_by: so many replicas.
+
+    Returns:
+        Shape (entries of ``shared_by``, states).
+    """
+    shares = 1.0 + state / np.array(shared_by, np.float64)
+    return np.ascontiguousarray(parameters + np.outer(shares, trained))
 
 
 def _saved(profile: Profile, index: int) -> int:

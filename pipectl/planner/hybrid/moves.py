@@ -2,7 +2,8 @@
 
 Moves: a border to another state, alone or with a replica to or from the neighbour; a replica from
 any stage to any other, to a spare device or from it; the replicas of two stages exchanged; a stage
-split at any state with any share of its replicas; two neighbours merged.
+split at any state with any share of its replicas; two neighbours merged. The last two are for
+models with any number of stages.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ def _neighbours(model: Model, plan: Sketch) -> Iterator[Rows]:
     """All plans one move away, by kind of move."""
     yield from _moved_borders(model, plan)
     yield _moved_replicas(model, plan)
-    yield from _split(model, plan)
-    yield from _merged(model, plan)
+    if not model.stages:
+        yield from _split(model, plan)
+        yield from _merged(model, plan)
 
 
 def _moved_borders(model: Model, plan: Sketch) -> Iterator[Rows]:
@@ -137,6 +139,8 @@ def _largest(model: Model, devices: int) -> int:
 
 def kicks(model: Model, plan: Sketch) -> list[Sketch]:
     """Every merge of two stages, and every stage split evenly; to start again from."""
+    if model.stages:
+        return []
     cuts, picks = plan
     rows = list(_merged(model, plan))
     work = model.costs.forward_s[0] + model.costs.backward_s[0]

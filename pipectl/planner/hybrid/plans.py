@@ -29,6 +29,8 @@ class HybridRequest:
         scatter: whether stages may be spread over machines in other ways than one device after
             another in the order of the ranks.
         keep: how many of the best plans are returned.
+        stages: of every plan; None if any number will do.
+        shard_optimizer: whether replicas share out the optimizer's state.
     """
 
     batch_size: int
@@ -37,6 +39,8 @@ class HybridRequest:
     fractions: bool = False
     scatter: bool = True
     keep: int = 8
+    stages: int | None = None
+    shard_optimizer: bool = False
 
     def micro_batches(self, size: int) -> int:
         """Of a step, with micro-batches of ``size`` samples."""
@@ -100,7 +104,7 @@ def placed_parts(
         activation_s=np.array([message.hold_s for message in there]),
         gradient_s=np.array([message.hold_s for message in back]),
         late_s=np.array([message.late_s for message in there]),
-        resident_bytes=costs.resident_bytes[end] - costs.resident_bytes[start],
+        resident_bytes=_held(costs.resident_bytes, pick, start, end),
         saved_bytes=(costs.saved_bytes[end] - costs.saved_bytes[start]) / replicas,
         summed_bytes=np.where(replicas > 1, reduced * (2.0 - 1.0 / replicas), 0.0),
         limit_bytes=np.array([min(rules.memory_bytes(r) for r in inside) for inside in ranks]),

@@ -132,7 +132,14 @@ def _fields(
     found = []
     for size in sizes:
         if size >= request.least_samples:
-            costs = costs_of(profile, states, size, replicas.tolist(), fractions=request.fractions)
+            costs = costs_of(
+                profile,
+                states,
+                size,
+                replicas.tolist(),
+                fractions=request.fractions,
+                shard_optimizer=request.shard_optimizer,
+            )
             for order, layout in layouts.items():
                 model = _model(states, costs, request, size, layout)
                 found.append(_Field(size, order, model))
@@ -147,7 +154,7 @@ def _model(
     allowed = counts if samples == 0 else counts[counts * samples <= size * (1 + 1e-12)]
     most = max(len(allowed), 1) - 1
     count, share = request.micro_batches(size), request.last_share(size)
-    return Model(costs, layout, states.follows, most, count, share)
+    return Model(costs, layout, states.follows, most, count, share, request.stages or 0)
 
 
 def _descend(place: _Field, plans: Iterable[Sketch], most: int, expired: Expired) -> None:

@@ -11,7 +11,7 @@ shortest way; a rising cap gives plans from balanced with many stages to short w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -36,14 +36,19 @@ MOST_DEVICES = 48
 def first_seeds(model: Model) -> list[Sketch]:
     """Plans that show roughly what a micro-batch size is worth, without duplicates."""
     states = _sampled(model, MOST_STATES)
-    return list(dict.fromkeys([*_even(model, states), *_shortest(model, states, FIRST_SLACKS)]))
+    return _wanted(model, [*_even(model, states), *_shortest(model, states, FIRST_SLACKS)])
 
 
 def more_seeds(model: Model) -> list[Sketch]:
     """Further plans to begin with."""
     states = _sampled(model, MOST_STATES)
     few = few_stages(model, states) if model.layout.devices <= MOST_DEVICES else ()
-    return list(dict.fromkeys([*few, *_shortest(model, states, SLACKS)]))
+    return _wanted(model, [*few, *_shortest(model, states, SLACKS)])
+
+
+def _wanted(model: Model, plans: Iterable[Sketch]) -> list[Sketch]:
+    """Those with the right number of stages, each once."""
+    return [p for p in dict.fromkeys(plans) if model.stages in (0, len(p[1]))]
 
 
 def _sampled(model: Model, most: int) -> Integers:
@@ -167,7 +172,7 @@ def _stage_s(model: Model, start: int, end: int, pick: int, place: int, cap_s: f
     if stage > cap_s:
         return np.inf
     held = costs.saved_bytes[end] - costs.saved_bytes[start]
-    need = costs.resident_bytes[end] - costs.resident_bytes[start]
+    need = costs.resident_bytes[pick, end] - costs.resident_bytes[pick, start]
     if need + held / layout.replicas[pick] > layout.limit_bytes[begin, pick]:
         return np.inf
     size = costs.reduced_bytes[end] - costs.reduced_bytes[start]

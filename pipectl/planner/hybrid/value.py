@@ -87,7 +87,9 @@ def _stage(
     rate, late = layout.reduce_s_per_byte[begin, pick], layout.reduce_late_s[begin, pick]
     parts.reduce_s[stage] = late + size * rate if size > 0.0 else 0.0
     parts.update_s[stage] = (costs.update_s[end] - costs.update_s[start]) * slow
-    parts.resident_bytes[stage] = costs.resident_bytes[end] - costs.resident_bytes[start]
+    parts.resident_bytes[stage] = (
+        costs.resident_bytes[pick, end] - costs.resident_bytes[pick, start]
+    )
     held = costs.saved_bytes[end] - costs.saved_bytes[start]
     replicas = layout.replicas[pick]
     parts.saved_bytes[stage] = held / replicas

@@ -79,6 +79,17 @@ def parameter_gradients(operator: Operator) -> list[tuple[str, int]]:
     return [pair for pair in memory_of(operator).gradients if pair[0] in names]
 
 
+def trained_parameters(operator: Operator) -> list[tuple[str, int]]:
+    """(name, bytes) of its parameters that have a gradient, and so a state of the optimizer."""
+    names = {name for name, _ in parameter_gradients(operator)}
+    return [pair for pair in operator.parameters if pair[0] in names]
+
+
+def trained_bytes(operator: Operator) -> int:
+    """What these take."""
+    return sum(size for _, size in trained_parameters(operator))
+
+
 def levels_of(operators: Sequence[Operator], borders: Borders) -> Levels:
     """The highest levels of a stage.
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipectl.plan import StagePeaks
+from pipectl.plan.owners import owners_of
 from pipectl.planner.memory.liveness import (
     Borders,
     Levels,
@@ -31,6 +32,7 @@ class StageMemory:
             because a backward needs both.
         levels: None where the profile does not say what operators allocate.
         trained: parameters with a gradient by full name, in the optimizer's order.
+        owned: those of them that only one operator of the model uses.
         accumulated: their gradients; a parameter that several operators use has one for each.
         buffers: buffers.
         shared: of the parameters with several uses: themselves, their uses here, and the most
@@ -40,6 +42,7 @@ class StageMemory:
     saved: int
     levels: Levels | None
     trained: Mapping[str, int]
+    owned: Mapping[str, int]
     accumulated: int
     buffers: int
     shared: tuple[int, int, int]
@@ -48,6 +51,16 @@ class StageMemory:
     def trained_bytes(self) -> int:
         """Parameters that the optimizer has a state of."""
         return sum(self.trained.values())
+
+    def updated_bytes(self, replicas: int) -> int:
+        """Parameters that the replica with most of them updates, if they share them out.
+
+        Each is one replica's as a whole; those that several operators use, all update.
+        """
+        load = [0] * replicas
+        for name, owner in owners_of(self.owned, replicas).items():
+            load[owner] += self.owned[name]
+        return self.trained_bytes - sum(self.owned.values()) + max(load)
 
     def peaks(self, scale: float, optimizer: OptimizerCost | None) -> StagePeaks | None:
         """The most allocated at once, at ``scale`` times the profile's micro-batch size."""
@@ -121,6 +134,7 @@ class StageMemories:
             saved=sum(saved.values()),
             levels=self._levels(inside, operators, crossing) if self._measured else None,
             trained=trained,
+            owned={name: size for name, size in trained.items() if name not in self._uses},
             accumulated=sum(size for _, size in gradients),
             buffers=sum(buffers.values()),
             shared=self._shared(trained, gradients),

@@ -90,9 +90,11 @@ class ReplicaPlans:
         found = self._costs_of_replicas(choice)
         if not self._request.shard_optimizer:
             return found
+        state = self._profile.optimizer_cost.state_bytes_per_parameter_byte
+        memory = self._footprint(choice.members).memory
         return [
-            replace(cost, optimizer_bytes=ceil(cost.optimizer_bytes / count))
-            for cost, count in zip(found, choice.replicas, strict=True)
+            replace(cost, optimizer_bytes=ceil(state * held.updated_bytes(count)))
+            for cost, held, count in zip(found, memory, choice.replicas, strict=True)
         ]
 
     def _costs_of_replicas(self, choice: ReplicaChoice) -> list[StageCost]:

@@ -16,9 +16,12 @@ import numpy as np
 
 from pipectl.arrays import Floats, Integers
 from pipectl.cluster import Cluster
+from pipectl.planner.assumed import baseline_bytes
 from pipectl.planner.graphs.bitsets import bits, follows, membership
 from pipectl.planner.graphs.condense import Condensed, condense
 from pipectl.planner.graphs.ideals import all_downsets, prefix_downsets
+from pipectl.planner.hybrid.model import resident_bytes
+from pipectl.planner.memory.liveness import trained_bytes
 from pipectl.planner.operator_times import operator_times
 from pipectl.profile import Profile
 
@@ -39,7 +42,9 @@ class Figures(NamedTuple):
         moved_s: to send what crosses a cut at the state, or what comes back if that is longer;
             shape [counts, states].
         reduce_s_per_byte: of summing gradients, spread over the micro-batches; shape [counts].
-        parameter_bytes, resident_bytes, saved_bytes: of the operators inside; shape [states].
+        trained_bytes, saved_bytes: of the operators inside: parameters with a gradient, and what a
+            micro-batch keeps; shape [states].
+        resident_bytes: of a replica: all that stays; shape [counts, states].
         stage_s: what a stage takes besides.
         micro_batches: no stage holds more.
         limit_bytes: memory of a rank.
@@ -50,7 +55,7 @@ class Figures(NamedTuple):
     work_s: Floats
     moved_s: Floats
     reduce_s_per_byte: Floats
-    parameter_bytes: Floats
+    trained_bytes: Floats
     resident_bytes: Floats
     saved_bytes: Floats
     stage_s: float
@@ -89,18 +94,24 @@ def figures_of(
     size: int,
     micro_batches: int,
     limit_bytes: float,
+    *,
+    shard_optimizer: bool = False,
 ) -> Figures:
-    """The figures for micro-batches of ``size`` samples."""
+    """The figures for micro-batches of ``size`` samples.
+
+    Args:
+        shard_optimizer: whether replicas share out the optimizer's state.
+    """
     graph, downsets = states
     devices = [node.device for node in cluster.nodes]
     speed = min(device.speed for device in devices)
     memory = min((d.memory_bytes for d in devices if d.memory_bytes is not None), default=inf)
-    baseline = profile.process_baseline_bytes or 0
     counts = _counts(min(cluster.ranks, size), size)
     inside = membership(downsets, len(graph))
     members = np.ascontiguousarray(inside[:, list(graph.block_of)], dtype=np.float64)
     operators = profile.operators
     parameters = members @ np.array([float(o.parameter_bytes) for o in operators])
+    trained = members @ np.array([float(trained_bytes(o)) for o in operators])
     saved = members @ np.array([float(sum(b for _, b in o.saved)) for o in operators])
     scale = size / profile.micro_batch_size
     state = profile.optimizer_cost.state_bytes_per_parameter_byte
@@ -111,12 +122,14 @@ def figures_of(
         work_s=np.array(work),
         moved_s=_moved(cluster, _crossing(graph, downsets).max(axis=0) * scale, counts),
         reduce_s_per_byte=_reduce(cluster, counts, micro_batches),
-        parameter_bytes=parameters,
-        resident_bytes=parameters * (2.0 + state),
+        trained_bytes=trained,
+        resident_bytes=resident_bytes(
+            parameters, trained, state, counts if shard_optimizer else [1] * len(counts)
+        ),
         saved_bytes=saved * scale,
         stage_s=(profile.stage.forward_s + profile.stage.backward_s) / speed,
         micro_batches=micro_batches,
-        limit_bytes=float(min(memory, limit_bytes) - baseline),
+        limit_bytes=float(min(memory, limit_bytes) - baseline_bytes(profile)),
     )
 
 

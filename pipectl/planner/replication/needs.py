@@ -30,7 +30,7 @@ def fewest_ranks(
         end, count: of the same shape; are filled with the end of the first stage and the place of
             its number of replicas.
     """
-    states = len(figures.parameter_bytes)
+    states = len(figures.trained_bytes)
     needs = np.full((stages + 1, states), NONE, dtype=np.int64)
     needs[0, states - 1] = 0
     for start in range(states - 2, -1, -1):
@@ -74,8 +74,8 @@ def _extend(
 def load_s(figures: Figures, start: int, stop: int, place: int) -> float:
     """Seconds per micro-batch of a stage: the longest of its compute and its two borders."""
     compute = figures.work_s[place, stop] - figures.work_s[place, start] + figures.stage_s
-    parameters = figures.parameter_bytes[stop] - figures.parameter_bytes[start]
-    compute += parameters * figures.reduce_s_per_byte[place]
+    trained = figures.trained_bytes[stop] - figures.trained_bytes[start]
+    compute += trained * figures.reduce_s_per_byte[place]
     moved = max(figures.moved_s[place, start], figures.moved_s[place, stop])
     return float(max(compute, moved))
 
@@ -83,10 +83,10 @@ def load_s(figures: Figures, start: int, stop: int, place: int) -> float:
 @compiled
 def memory_bytes(figures: Figures, start: int, stop: int, place: int, behind: int) -> float:
     """Memory of a rank of a stage with so many stages behind it."""
-    resident = figures.resident_bytes[stop] - figures.resident_bytes[start]
+    resident = figures.resident_bytes[place, stop] - figures.resident_bytes[place, start]
     saved = figures.saved_bytes[stop] - figures.saved_bytes[start]
     replicas = figures.replicas[place]
     flying = saved * min(behind + 1, figures.micro_batches) / replicas
-    parameters = figures.parameter_bytes[stop] - figures.parameter_bytes[start]
-    summed = parameters * (2.0 - 1.0 / replicas) if replicas > 1 else 0.0
+    trained = figures.trained_bytes[stop] - figures.trained_bytes[start]
+    summed = trained * (2.0 - 1.0 / replicas) if replicas > 1 else 0.0
     return float(resident + max(flying, summed))

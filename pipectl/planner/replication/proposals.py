@@ -56,6 +56,7 @@ def replica_counts(
     micro_batches: int,
     *,
     limit_bytes: float = inf,
+    shard_optimizer: bool = False,
     expired: Callable[[], bool] = lambda: False,
 ) -> list[Proposal]:
     """The least bottleneck for every number of stages that fits, by rising number of stages.
@@ -68,10 +69,12 @@ def replica_counts(
         size: samples of a micro-batch; a stage has at most so many replicas.
         micro_batches: of a step.
         limit_bytes: resident memory of a rank, if less than its device has.
+        shard_optimizer: whether replicas share out the optimizer's state.
         expired: asked between two questions; once it says yes, what is known is returned.
     """
     states = states_of(profile)
-    figures = figures_of(profile, cluster, states, size, micro_batches, limit_bytes)
+    given = profile, cluster, states, size, micro_batches, limit_bytes
+    figures = figures_of(*given, shard_optimizer=shard_optimizer)
     most = min(cluster.ranks, len(states.downsets) - 1, MOST_STAGES)
     found = _answers(figures, cluster.ranks, [_Found()] * (most + 1), inf)
     found = [_Found(lower_s=inf) if item.load_s == inf else item for item in found]
@@ -85,7 +88,7 @@ def replica_counts(
 
 def _answers(figures: Figures, ranks: int, found: list[_Found], most_s: float) -> list[_Found]:
     """What is known after asking for one more bottleneck."""
-    shape = len(found), len(figures.parameter_bytes)
+    shape = len(found), len(figures.trained_bytes)
     end, count = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
     needs = fewest_ranks(figures, most_s, ranks, len(found) - 1, end, count)
     better = []

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from math import ceil, inf
 
@@ -67,7 +68,6 @@ def replicated_plans(
         choice
         for proposal in search(profile, cluster, request, expired)
         if max(map(len, proposal.ranks)) > 1
-        if request.stages in (None, len(proposal.ranks))
         for choice in _ways(proposal, request)
     )
     return judged(profile, cluster, request, choices, expired)
@@ -98,7 +98,13 @@ def _of_few_ranks(
 ) -> Iterator[_Proposal]:
     states = States.of(profile)
     sizes = tuple(micro_batch_sizes(request, MICRO_BATCHES_PER_RANK * cluster.ranks))
-    wanted = HybridRequest(request.batch_size, sizes, keep=PROPOSALS)
+    wanted = HybridRequest(
+        request.batch_size,
+        sizes,
+        keep=PROPOSALS,
+        stages=request.fixed_stages,
+        shard_optimizer=request.shard_optimizer,
+    )
     limit = inf if request.memory_limit_bytes is None else float(request.memory_limit_bytes)
     rules = ClusterRules(cluster, limit, baseline_bytes(profile))
     for plan in hybrid_plans(profile, states, rules, wanted, expired):
@@ -112,11 +118,18 @@ def _of_many_ranks(
     """Those with the shortest steps, if a step takes its bottleneck for every micro-batch, and
     once more for every stage but one."""
     limit = inf if request.memory_limit_bytes is None else float(request.memory_limit_bytes)
+    counts_of = partial(
+        replica_counts,
+        limit_bytes=limit,
+        shard_optimizer=request.shard_optimizer,
+        expired=expired,
+    )
     found = [
         (one.load_s * (count + len(one.stages) - 1), size, one)
         for size in micro_batch_sizes(request, request.batch_size)[-SIZES:]
         for count in [ceil(request.batch_size / size)]
-        for one in replica_counts(profile, cluster, size, count, limit_bytes=limit, expired=expired)
+        for one in counts_of(profile, cluster, size, count)
+        if request.fixed_stages in (None, len(one.stages))
     ]
     for _, size, one in sorted(found, key=lambda rated: rated[:2])[:PROPOSALS]:
         yield _Proposal(members_of(profile, one.stages), consecutive(one.replicas), size)
