@@ -7,6 +7,7 @@ micro-batches is as good as another but for its size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import ceil
 
@@ -42,6 +43,8 @@ def unflushed_plan(
 ) -> Plan:
     """The plan found with the least time between updates that fits into memory.
 
+    Stages are cut for balance, and where these do not fit for the memory there is.
+
     Args:
         make_plan: cuts the model into stages.
         expired: once it is true, what was found so far is good enough.
@@ -51,20 +54,43 @@ def unflushed_plan(
     """
     found: list[Plan] = []
     reason: Exception | None = None
-    roomy = one_rank_a_stage(cluster, 1)
     trials = Trials(cluster, request.memory_limit_bytes, baseline_bytes(profile), expired)
+
+    def planned(machines: Cluster, long_step: PlanRequest) -> Plan:
+        plan = _unflushed(make_plan(profile, machines, long_step, expired), request)
+        plan = in_blocks(plan, profile) if request.blocks else plan
+        return _tried(plan, request, cluster, trials)
+
     for wanted in _long_steps(profile, cluster, request):
         if not (expired() and any(map(trials.fits, found))):
             try:
-                plan = _unflushed(make_plan(profile, roomy, wanted, expired), request)
+                found += _cut(planned, wanted, request, cluster, trials)
             except (InfeasibleError, OutOfTimeError) as error:
                 reason = error
-                continue
-            plan = in_blocks(plan, profile) if request.blocks else plan
-            found.append(_tried(plan, request, cluster, trials))
     if reason is not None and not found:
         raise reason
     return fastest_that_fits(found, profile, cluster, request, trials)
+
+
+def _cut(
+    planned: Callable[[Cluster, PlanRequest], Plan],
+    wanted: PlanRequest,
+    request: PlanRequest,
+    cluster: Cluster,
+    trials: Trials,
+) -> Iterator[Plan]:
+    """The plan with balanced stages, and if that does not fit, with some that a flushed step fits.
+
+    Args:
+        planned: makes a plan of the stages of a long step.
+        wanted: the long step.
+    """
+    balanced_plan = planned(one_rank_a_stage(cluster, 1), wanted)
+    yield balanced_plan
+    if not trials.fits(balanced_plan):
+        with suppress(InfeasibleError, OutOfTimeError):
+            limit = request.memory_limit_bytes
+            yield planned(cluster, replace(wanted, memory_limit_bytes=limit))
 
 
 def _tried(plan: Plan, request: PlanRequest, cluster: Cluster, trials: Trials) -> Plan:

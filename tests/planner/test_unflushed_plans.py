@@ -112,21 +112,39 @@ def hungry(make_operator, make_profile):
     return make_profile(operators, [(i, i + 1) for i in range(7)])
 
 
-@pytest.mark.parametrize("where", ["job", "device"])
-def test_smaller_micro_batches_are_tried_wherever_the_limit_is(hungry, where) -> None:
-    limit = 1_500_000
+def limited(profile, limit, where):
+    """Two stages within a limit that the job or the device has."""
     given = {"memory_limit_bytes": limit} if where == "job" else {}
     node = Node("n", 2, 2, Device("cpu", 1.0, limit if where == "device" else None))
-    cluster = Cluster("c", "test", (node,), FAST, FAST)
     request = PlanRequest("job", 8, schedule="pipedream-2bw", stages=2, **given)
-    plan = make_plan(hungry, cluster, request)
-    assert max(plan.prediction.peak_memory_bytes) <= limit
+    return make_plan(profile, Cluster("c", "test", (node,), FAST, FAST), request)
+
+
+@pytest.mark.parametrize("where", ["job", "device"])
+def test_smaller_micro_batches_are_tried_wherever_the_limit_is(hungry, where) -> None:
+    assert max(limited(hungry, 1_500_000, where).prediction.peak_memory_bytes) <= 1_500_000
+
+
+@pytest.mark.parametrize("where", ["job", "device"])
+def test_stages_are_cut_for_memory_where_balanced_ones_do_not_fit(
+    make_operator, make_profile, where
+) -> None:
+    """The first two operators have nearly all parameters."""
+    sizes = [10**6, 10**6, *[100] * 6]
+    operators = [
+        make_operator(i, parameters=((f"p{i}", size),), parameter_bytes=size)
+        for i, size in enumerate(sizes)
+    ]
+    profile = make_profile(operators, [(i, i + 1) for i in range(7)])
+    plan = limited(profile, 6_500_000, where)
+    assert [len(stage.nodes) for stage in plan.stages] == [1, 7]
+    assert max(plan.prediction.peak_memory_bytes) <= 6_500_000
 
 
 def test_stages_recompute_where_nothing_else_fits(hungry) -> None:
-    limited = PlanRequest("job", 8, schedule="pipedream", stages=2, memory_limit_bytes=3_000_000)
+    wanted = PlanRequest("job", 8, schedule="pipedream", stages=2, memory_limit_bytes=3_000_000)
     with pytest.raises(InfeasibleError):
-        make_plan(hungry, cluster_of(2), limited)
-    plan = make_plan(hungry, cluster_of(2), replace(limited, recompute=None))
+        make_plan(hungry, cluster_of(2), wanted)
+    plan = make_plan(hungry, cluster_of(2), replace(wanted, recompute=None))
     assert any(stage.recompute for stage in plan.stages)
     validate(plan, [lower(plan, rank) for rank in range(2)])

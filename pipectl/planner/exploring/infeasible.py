@@ -103,6 +103,8 @@ def _breakdown(problem: Problem, plan: Plan, rank: int) -> str:
             f"{format_bytes(stage.kept_bytes)} for each micro-batch in flight "
             f"(at most {plan.warm_up[index]}, of {plan.micro_batch_size} samples)",
         ]
+        if stage.recompute:
+            parts.append(f"{format_bytes(stage.cost.saved_bytes)} for one that it recomputes")
     return ", ".join(parts)
 
 
