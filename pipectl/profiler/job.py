@@ -29,7 +29,7 @@ from pipectl.profiler.states import SampleStates
 from pipectl.profiler.subject import Subject
 from pipectl.profiler.timing import Timing
 from pipectl.profiler.walk import Measured, Walk
-from pipectl.runtime.device import choose_device, move
+from pipectl.runtime.device import CpuDevice, Device, choose_device, move
 from pipectl.runtime.process import settle_process
 from pipectl.spec import JobSpec, profile_key
 
@@ -72,8 +72,9 @@ def profile_job(
     sizes = measured_sizes(spec, effort)
     with Neighbours(spec, sizes[0]) as neighbours:
         job = CapturedJob(spec)
-        baseline_bytes = _baseline_bytes(job, sizes[0])
-        profiling = _Profiling(job, effort, sizes, progress, Records(journal))
+        device = choose_device(spec.resources.gpus_per_node, 0)
+        baseline_bytes = _baseline_bytes(job, sizes[0], device)
+        profiling = _Profiling(job, effort, sizes, progress, Records(journal), device)
         neighbours.wait()
         profile = profiling.profile()
         return replace(
@@ -84,13 +85,15 @@ def profile_job(
         )
 
 
-def _baseline_bytes(job: CapturedJob, size: int) -> int:
+def _baseline_bytes(job: CapturedJob, size: int, device: Device) -> int:
     """What a rank holds besides its stages: libraries, captured graph and data.
 
-    Taken right after the capture, which every rank does for itself and which leaves more behind
-    than importing torch does.
+    An accelerator holds none of it. Taken right after the capture, which every rank does for itself
+    and which leaves more behind than importing torch does.
     """
     job.training_graph(size)
+    if not isinstance(device, CpuDevice):
+        return 0
     states_bytes = sum(t.nbytes for t in job.states.values() if not is_deferred(t))
     own_bytes = max(0, int(psutil.Process().memory_info().rss) - states_bytes)
     return own_bytes + _RANK_BYTES + _BESIDE_BYTES
@@ -104,12 +107,13 @@ class _Profiling:
         sizes: tuple[int, ...],
         progress: Progress | None,
         records: Records,
+        device: Device,
     ) -> None:
         self._job = job
         self._effort = effort
         self._sizes = sizes
         self._records = records
-        self._device = choose_device(job.spec.resources.gpus_per_node, 0)
+        self._device = device
         self._in_pieces = any(is_deferred(tensor) for tensor in job.states.values())
         for tensor in job.states.values():
             if not is_deferred(tensor):

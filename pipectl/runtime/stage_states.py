@@ -37,7 +37,8 @@ class StageStates:
     def _state(self, cut: Cut, slot: Slot) -> Tensor:
         state = cut.graph.states[slot.value]
         if state.kind == "constant":
-            return cut.graph.constants[state.name].to(self._device.torch_device)
+            constant: Tensor = cut.graph.constants[state.name]
+            return constant.to(self._device.torch_device)
         tensor = self._states[state.name]
         move(tensor, self._device.torch_device)
         if not isinstance(tensor, nn.Parameter):

@@ -6,6 +6,7 @@ does not magnify what is tiny.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from pipectl.runs import read_errors, read_heartbeat
 from pipectl.runtime import checkpoint
 from pipectl.runtime.device import Staging
 
+MODELS = Path(__file__).parents[1] / "equality" / "models.py"
 ROUNDING = 1e-4
 pytestmark = [
     pytest.mark.gpu,
@@ -54,12 +56,37 @@ def test_one_rank_trains_what_it_trains_on_the_cpu(trained: Any) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
 def test_two_ranks_that_share_an_accelerator_train_what_one_does(
     trained: Any, schedule: str
 ) -> None:
     pipeline = {"micro_batches": 2, "stages": 2, "schedule": schedule}
     assert_agree(trained(1, gpus=1), trained(2, gpus=1, pipeline=pipeline))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("model", "pipeline", "precision"),
+    [
+        ("tied", {"offload": "host"}, "float32"),
+        ("cnn", {"recompute": "all"}, "float32"),
+        ("gpt", {}, "float16"),
+    ],
+)
+def test_models_that_make_tensors_drop_out_and_keep_statistics(
+    trained: Any, model: str, pipeline: dict[str, str], precision: str
+) -> None:
+    """The same masks on one rank and on two: they follow from the seed on any device."""
+    tokens = model != "cnn"
+    job = {
+        "model": {"factory": f"{MODELS}:{model}"},
+        "loss": {"factory": f"{MODELS}:token_loss" if tokens else "torch.nn:CrossEntropyLoss"},
+        "data": {"factory": f"{MODELS}:{'Tokens' if tokens else 'Images'}"},
+        "training": {"steps": 5, "batch_size": 4, "precision": precision},
+    }
+    one = trained(1, gpus=1, **job)
+    two = trained(2, gpus=2, **job, pipeline={"micro_batches": 2, "stages": 2, **pipeline})
+    assert_agree(one, two)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])

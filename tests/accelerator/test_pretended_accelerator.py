@@ -1,0 +1,74 @@
+"""Ranks on an accelerator that torch itself does not know, where there is no real one.
+
+Its tensors are of a device of their own, whose operators refuse tensors of the CPU; messages,
+offload and checkpoints go the way they go on any accelerator. What it cannot show is speed, memory
+that the host does not reach, and operators that are still at work when they return.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils import cpp_extension
+
+HERE = Path(__file__).parent
+TESTS = HERE.parent / "runtime" / "test_on_accelerators.py"
+COMPILER = shutil.which(os.environ.get("CXX", "g++"))
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(COMPILER is None, reason="no C++ compiler"),
+    pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a real one"),
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that makes the device known to every Python that has it on its path."""
+    folder = tmp_path_factory.mktemp("site")
+    torch_folder = Path(torch.__file__).parent
+    options = ["-O0", "-shared", "-fPIC", "-std=c++20"]
+    includes = [option for path in cpp_extension.include_paths() for option in ("-isystem", path)]
+    libraries = [f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
+    target = ["-o", str(folder / "libpretended.so")]
+    assert COMPILER is not None
+    subprocess.run(
+        [COMPILER, *options, *includes, str(HERE / "pretended.cpp"), *target, *libraries],
+        check=True,
+    )
+    shutil.copy(HERE / "pretended.py", folder)
+    info = folder / "pretended-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pretended\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[torch.backends]\npretended = pretended:load\n")
+    return folder
+
+
+def python(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(filter(None, [str(place), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_its_operators_refuse_tensors_of_the_cpu(place: Path) -> None:
+    code = "import torch; torch.embedding(torch.ones(3, 3, device='pretended'), torch.tensor([1]))"
+    done = python(place, "-c", code)
+    assert done.returncode == 1
+    assert "all tensors to be on the same device" in done.stderr
+
+
+@pytest.mark.mpi
+def test_what_is_for_accelerators_passes_on_it(place: Path) -> None:
+    done = python(place, "-m", "pytest", "-n0", "-m", "gpu", "-p", "no:cacheprovider", str(TESTS))
+    assert done.returncode == 0, done.stdout
+    assert " skipped" not in done.stdout
