@@ -310,13 +310,22 @@ def test_tensors_that_a_stage_makes_are_on_its_device(job_of: Any) -> None:
     assert loss.device == device
 
 
+def evaluated(make_job: Any, what: str) -> CapturedJob:
+    """A job with a metric, whose model returns something besides its result."""
+    held_out = {"factory": f"{MODELS}:Vectors"}
+    metrics = {"right": {"factory": f"{MODELS}:count_of_outputs"}}
+    found: CapturedJob = make_job(
+        "ReturnsMore",
+        kwargs={"what": what},
+        loss="loss_of_y",
+        evaluation={"data": held_out, "metrics": metrics},
+    )
+    return found
+
+
 @pytest.mark.parametrize("size", [4, 7])
 def test_a_number_of_samples_among_what_a_model_returns(make_job: Any, size: int) -> None:
-    metric = {"factory": f"{MODELS}:count_of_outputs"}
-    job = make_job(
-        "ReturnsMore", kwargs={"what": "size"}, loss="loss_of_y",
-        evaluation={"data": {"factory": f"{MODELS}:Vectors"}, "metrics": {"right": metric}},
-    )  # fmt: skip
+    job = evaluated(make_job, "size")
     graph = job.evaluation_graph(4)
     code = build_stage(Cut(graph, whole(graph), training=False), 0, size)
     states = [job.states[graph.states[slot.value].name] for slot in code.states]
@@ -329,12 +338,7 @@ def test_a_number_of_samples_among_what_a_model_returns(make_job: Any, size: int
 
 
 def test_a_parameter_that_is_returned_but_not_used_is_refused(make_job: Any) -> None:
-    metric = {"factory": f"{MODELS}:count_of_outputs"}
-    job = make_job(
-        "ReturnsMore", kwargs={"what": "parameter"}, loss="loss_of_y",
-        evaluation={"data": {"factory": f"{MODELS}:Vectors"}, "metrics": {"right": metric}},
-    )  # fmt: skip
-    graph = job.evaluation_graph(4)
+    graph = evaluated(make_job, "parameter").evaluation_graph(4)
     with pytest.raises(CaptureError, match=r"^model: returns 'model\.extra'"):
         build_stage(Cut(graph, whole(graph), training=False), 0, 4)
 
