@@ -41,6 +41,7 @@ class Applied:
 
 
 Functions = dict[str, type[torch.autograd.Function]]
+_NUMBERS = (int, float, bool, str)
 _HOOK_CURE = "change the gradient by a torch.autograd.Function instead, or remove the hook"
 
 
@@ -81,7 +82,7 @@ def recorded_functions() -> Iterator[Functions]:
             body, _, *given = args
             return body(*given)
         name = f"{function.__module__}.{function.__qualname__}"
-        if found.setdefault(name, function) is not function:
+        if not _is_alike(found.setdefault(name, function), function):
             raise CaptureError(
                 f"model: two autograd functions are named {name}, and a graph knows them by name",
                 cure="define one function, which gets as arguments what tells them apart",
@@ -96,6 +97,25 @@ def recorded_functions() -> Iterator[Functions]:
     finally:
         torch.autograd.Function.apply = untouched  # type: ignore[method-assign]
         Tensor.register_hook = hook  # type: ignore[method-assign]
+
+
+def _is_alike(one: type[torch.autograd.Function], other: type[torch.autograd.Function]) -> bool:
+    """Whether two classes, made by one definition perhaps, do the same."""
+    methods = "forward", "backward", "setup_context", "jvp"
+    return one is other or all(_does_alike(vars(one).get(m), vars(other).get(m)) for m in methods)
+
+
+def _does_alike(one: Any, other: Any) -> bool:
+    if one is None or other is None:
+        return one is other
+    first, second = one.__func__, other.__func__  # of static methods
+    pairs = zip(_cells(first), _cells(second), strict=False)
+    same_code = first.__code__ is second.__code__ and first.__defaults__ == second.__defaults__
+    return same_code and all(a is b or (type(a) in _NUMBERS and a == b) for a, b in pairs)
+
+
+def _cells(function: Any) -> list[Any]:
+    return [cell.cell_contents for cell in function.__closure__ or ()]
 
 
 def call_functions(program: ExportedProgram, functions: Functions) -> None:

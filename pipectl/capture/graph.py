@@ -7,7 +7,6 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,11 +15,11 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from pipectl.capture.aliases import Aliases, find_aliases
+from pipectl.capture.batch_size import batch_symbols, conditions_on
 from pipectl.capture.explain import AS_IT_IS, NodeError
 from pipectl.capture.regions import WHOLE, region_of
 from pipectl.errors import CaptureError
 
-_TORCH = str(Path(torch.__file__).parent)
 # Checks that export leaves in the graph; the shapes they check are fixed when a stage is built.
 _GUARDS = {
     torch.ops.aten._assert_scalar.default,
@@ -81,10 +80,10 @@ class CapturedGraph:
         self._merge_tied()
         self.operators = tuple(n for n in self.graph.nodes if _computes(n))
         self.constants: dict[str, Any] = dict(program.constants)
-        symbols = _batch_symbols(self.inputs)
+        symbols = batch_symbols(self.inputs)
         self.symbols = frozenset(symbols)
         self.fixed = not symbols
-        self._conditions = _conditions(symbols)
+        self._conditions = conditions_on(symbols)
         aliases = find_aliases(self, states)
         self._rename_mutated(aliases)
         self.groups = aliases.groups
@@ -139,7 +138,8 @@ class CapturedGraph:
     def fingerprint(self) -> str:
         """Digest of the whole graph: equal for equal models, whatever their weights."""
         states = [f"{name}={state}" for name, state in self.states.items()]
-        shapes = [self._describe(n) for n in self.graph.nodes if n.op == "placeholder"]
+        entering = self.graph.find_nodes(op="placeholder")
+        shapes = [self._describe(n) for n in entering if isinstance(n.meta["val"], Tensor)]
         return _digest("\n".join([*states, *shapes, *self.signatures.values(), self.loss]), 32)
 
     def tensor_inputs(self, node: fx.Node) -> list[fx.Node]:
@@ -190,8 +190,6 @@ class CapturedGraph:
     def _describe(self, node: fx.Node) -> str:
         if node.op == "placeholder":
             value = node.meta["val"]
-            if not isinstance(value, Tensor):
-                return f"{node.name}={value}"
             shape = [str(size) if type(size) is int else "b" for size in value.shape]
             return f"{node.name}:{value.dtype}{shape[self.fixed :]}"
         region = region_of(node)
@@ -261,37 +259,6 @@ def _placeholders(
                 cure="keep only tensors, parameters and buffers in the model's forward()",
             )
     return states, inputs
-
-
-def _batch_symbols(inputs: Mapping[str, Any]) -> dict[Any, Any]:
-    """Symbols of the number of samples, each with where it is from; none where it is a number.
-
-    A tensor that nobody reads has one of its own, also where all others have numbers.
-    """
-    tensors = [value for value in inputs.values() if isinstance(value, Tensor) and value.dim()]
-    sizes: list[Any] = [tensor.shape[0] for tensor in tensors]
-    if not all(isinstance(size, torch.SymInt) and size.node.expr.is_Symbol for size in sizes):
-        return {}
-    return {size.node.expr: size.node.shape_env for size in sizes}
-
-
-def _conditions(symbols: Mapping[Any, Any]) -> tuple[Any, ...]:
-    """What was asked of the number of samples by code outside torch, as it was answered.
-
-    What torch asks it asks again for every size.
-    """
-    environments = {id(environment): environment for environment in symbols.values()}
-    asked = [
-        environment.replace(guard.expr)  # symbols that turned out to be equal have one name
-        for environment in environments.values()
-        for guard in environment.guards
-        if not _is_of_torch(guard.sloc.framework_loc)
-    ]
-    return tuple(condition for condition in asked if condition.free_symbols <= symbols.keys())
-
-
-def _is_of_torch(place: Any) -> bool:
-    return str(getattr(place, "filename", place)).startswith(_TORCH)
 
 
 def _results(program: ExportedProgram) -> tuple[str, tuple[Any, ...], Any]:

@@ -13,6 +13,7 @@ from torch import fx
 from pipectl.capture import CapturedJob
 from pipectl.capture.deferred import is_deferred
 from pipectl.capture.names import own_path
+from pipectl.errors import CaptureError
 from pipectl.planner.memory.footprint import Footprints
 from pipectl.planner.operator_times import operator_times
 from pipectl.profile import MeasuredOn, Operator, Profile
@@ -113,6 +114,7 @@ class _Profiling:
         self._effort = effort
         self._sizes = sizes
         self._records = records
+        self._left_out: list[str] = []
         self._device = device
         self._in_pieces = any(is_deferred(tensor) for tensor in job.states.values())
         for tensor in job.states.values():
@@ -129,7 +131,8 @@ class _Profiling:
         cost = optimizer_cost(self._job, self._device)
         profile = self._measured_in_pieces() if self._in_pieces else self._measured_in_place()
         kept = [f"{path} stays one operator: {why}" for path, why in self._job.kept.items()]
-        return replace(profile, optimizer=cost, assumptions=(*profile.assumptions, *kept))
+        found = (*profile.assumptions, *kept, *self._left_out)
+        return replace(profile, optimizer=cost, assumptions=found)
 
     def device(self, neighbours: int) -> MeasuredOn:
         """What was measured on, as far as the process itself knows."""
@@ -143,6 +146,8 @@ class _Profiling:
         times: dict[int, Timed] = {}
         kept: dict[str, Measured] = {}
         for size in self._sizes:
+            if not self._is_captured(size):
+                continue
             found = self._walk(size, _size(size), timing)
             pairs = {name: (m.times.forward_s, m.times.backward_s) for name, m in found.items()}
             times[size] = Timed(pairs, {})
@@ -157,8 +162,22 @@ class _Profiling:
         for size in self._sizes:
             if size > self._sizes[0] and not self._fits(kept, size):
                 break
+            if not self._is_captured(size):
+                continue
             times[size] = self._timed(size, working_set)
         return self._fitted(self._assembled(kept, times), working_set)
+
+    def _is_captured(self, size: int) -> bool:
+        """Whether the model takes micro-batches of a size; one it must take is measured first."""
+        try:
+            self._job.training_graph(size)
+        except CaptureError as error:
+            if size == self._sizes[0]:
+                raise
+            self._left_out.append(f"micro-batches of {size} were not measured: {error.message}")
+            self._work.end(_size(size))
+            return False
+        return True
 
     def _timed(self, size: int, working_set: Mapping[str, float]) -> Timed:
         known = self._records.times(size)

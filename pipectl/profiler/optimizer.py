@@ -10,11 +10,12 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.deferred import is_deferred
+from pipectl.capture.factories import call
 from pipectl.profile import OptimizerCost
 from pipectl.profiler.marks import clock_of
 from pipectl.profiler.memory import measure_step
 from pipectl.runtime.device import Device
-from pipectl.runtime.stepper import Stepper, make_optimizer
+from pipectl.runtime.stepper import make_optimizer
 
 _SAMPLE_BYTES = 64 << 20
 _REPEATS = 5
@@ -24,7 +25,7 @@ def optimizer_cost(job: CapturedJob, device: Device) -> OptimizerCost:
     """State, time and temporary values of a step, per byte of parameters.
 
     Raises:
-        CaptureError: the optimizer fails, or could not be kept in a checkpoint.
+        CaptureError: the optimizer fails.
     """
     clock, place = clock_of(device), device.torch_device
     sample = _sample(job, place)
@@ -32,7 +33,7 @@ def optimizer_cost(job: CapturedJob, device: Device) -> OptimizerCost:
     for parameter in sample.values():
         parameter.grad = torch.zeros_like(parameter)
     optimizer = make_optimizer(job, sample)
-    Stepper(optimizer, None).step()
+    call(optimizer.step, "optimizer")
     times = []
     for _ in range(_REPEATS):
         start = clock()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils import _pytree as pytree
 from pipectl.capture.opaque import Opaque
 from pipectl.capture.precision import arithmetic, missing_kernels
 from pipectl.capture.regions import WHOLE, region_of
+from pipectl.capture.schemas import arguments_by_name, written_arguments
 from pipectl.capture.stage import on_device, place_subgraphs
 from pipectl.profile import OperatorMemory
 from pipectl.profiler.costs import Call, Ran, Times, run, value_bytes
@@ -108,9 +110,10 @@ class Walk:
         views = any(
             isinstance(s, Shape) and s.origin is not None for s in pytree.tree_leaves(result)
         )
-        if self._patterns is None or (states and views):
-            return  # a view of a parameter needs that parameter
-        key = self._key(node, self._call(node, self._outline))
+        call = self._call(node, self._outline)
+        if self._patterns is None or (states and views) or _written(node, call):
+            return  # a view of a parameter needs that parameter, and each write its own memory
+        key = self._key(node, call)
         name = self._storage_name(node)
         names = self._argument_names(node)
         self._patterns[key] = Pattern(
@@ -141,23 +144,31 @@ class Walk:
             times = self._times(node, call)
             allocations = measure_allocations(call, self._subject.device.torch_device)
             ran = run(call)
-            self._write(node, call)
         saved = self._name_saved(node, call, ran)
-        self._values[node] = pytree.tree_map_only(
-            Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), ran.result
-        )
+        self._values[node] = self._value(node, call, ran)
         memory = self._named(node, call, allocations)
         measured = Measured(times, value_bytes(ran.result), saved, memory)
         self._note(node, ran, measured, allocations)
         return measured
 
-    def _write(self, node: fx.Node, call: Call) -> None:
-        """Let later readers of what an operator wrote, through a view, find it there."""
-        schema = getattr(node.target, "_schema", None)
-        writes = schema is not None and schema.is_mutable
-        if writes and not any(s.name in self._graph.states for s in node.all_input_nodes):
+    def _value(self, node: fx.Node, call: Call, ran: Ran) -> Any:
+        """What later operators read: where values are written in place, in their own memory."""
+        result = ran.result
+        written = _written(node, call)
+        if written and not self._state_storages & set(_storages(written)):
             with torch.no_grad():
-                call.target(*call.args, **call.kwargs)
+                result = call.target(*call.args, **call.kwargs)
+        flags = pytree.tree_map_only(Tensor, lambda tensor: tensor.requires_grad, ran.result)
+        return pytree.tree_map(
+            lambda one, flag: one.detach().requires_grad_(flag) if isinstance(one, Tensor) else one,
+            result,
+            flags,
+        )
+
+    @cached_property
+    def _state_storages(self) -> set[int]:
+        nodes = self._graph.graph.find_nodes(op="placeholder")
+        return set(_storages([self._outline(n) for n in nodes if n.name in self._graph.states]))
 
     def _times(self, node: fx.Node, call: Call) -> Times:
         if self._timing is None:
@@ -281,6 +292,16 @@ class Walk:
                 self._values.pop(source, None)
         for value in self._last.get(node, ()):
             self._values.pop(value, None)
+
+
+def _written(node: fx.Node, call: Call) -> list[Tensor]:
+    """The arguments that an operator writes, if its schema says so."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    given = arguments_by_name(schema, call.args, call.kwargs)
+    found = pytree.tree_leaves([given.get(name) for name in written_arguments(schema)])
+    return [leaf for leaf in found if isinstance(leaf, Tensor)]
 
 
 def _storages(leaves: list[Any]) -> list[int]:

@@ -8,6 +8,7 @@ something else. So do numbers that a batch brings along.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isnan
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class Number:
         Raises:
             CaptureError: it is not.
         """
-        if found != self.value:
+        if found != self.value and not (isnan(found) and isnan(self.value)):
             raise CaptureError(
                 f"{_key(training=training)}: {name!r} of a batch is the number {found}, but the "
                 f"model was captured with {self.value}, and computes with that",

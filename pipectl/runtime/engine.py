@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pipectl.capture import Cut, Slot
+from pipectl.capture import CapturedGraph, Cut, Slot
 from pipectl.capture.batch import by_name
 from pipectl.capture.slices import Rows, Samples, count_of
 from pipectl.graph import TransferKind
@@ -39,6 +39,7 @@ class Engine:
     Args:
         stages: the rank's stages by index.
         cut: of the training or evaluation graph; any batch size serves.
+        graphs: by samples of a micro-batch, where they are several.
         channels: what the channel column of a program refers to, unless a pass brings its own.
         reducer: sums gradients over replicas.
     """
@@ -53,6 +54,7 @@ class Engine:
         device: Device,
         doing: Doing,
         reducer: Reducer | None = None,
+        graphs: Mapping[int, CapturedGraph] | None = None,
     ) -> None:
         self._rank = rank
         self._stages = stages
@@ -64,7 +66,10 @@ class Engine:
         self._device = device
         self._board = doing.board
         self._loss = Slot(cut.graph.loss)
-        self._expected = expected_of(cut.graph)
+        self._graphs = graphs or {}
+        self._expected = {
+            graph: expected_of(graph) for graph in {cut.graph, *self._graphs.values()}
+        }
         self.origins: Origins | None = None
         # Called with (samples, results, targets) where the loss of an evaluation is computed.
         self.on_evaluated: Callable[[int, Tensors, Any], None] | None = None
@@ -284,10 +289,11 @@ class Engine:
         if not names:
             return {}
         wanted = Range(action.start, action.stop)
-        known = by_name(self._cut.graph, self._loaded.part(action.micro_batch, wanted))
-        target = self._device.torch_device
-        for name, expected in self._expected.items():
-            if name in names or isinstance(expected, Number):
+        graph = self._graphs.get(self._given.sizes[action.micro_batch], self._cut.graph)
+        known = by_name(graph, self._loaded.part(action.micro_batch, wanted))
+        target, whole = self._device.torch_device, isinstance(samples, int)
+        for name, expected in self._expected[graph].items():
+            if name in names or (whole and isinstance(expected, Number)):
                 expected.check(name, known[name], count_of(samples), training=training)
         return {name: known[name].to(target) for name in names}
 

@@ -26,7 +26,7 @@ class Metrics:
 
     Args:
         metrics: by name, as the spec gives them.
-        graph: the evaluation graph, whose outputs the metrics see.
+        graph_of: the evaluation graph for a number of samples, whose outputs the metrics see.
         weigh: gives the weight of a micro-batch in the loss, from its targets; None weighs by
             samples.
     """
@@ -34,10 +34,10 @@ class Metrics:
     def __init__(
         self,
         metrics: Mapping[str, Any],
-        graph: CapturedGraph,
+        graph_of: Callable[[int], CapturedGraph],
         weigh: Callable[[Any], float] | None = None,
     ) -> None:
-        self._graph = graph
+        self._graph_of = graph_of
         self._weigh = weigh
         self._stateful = {n: copy.deepcopy(m) for n, m in metrics.items() if _is_stateful(m)}
         self._functions: dict[str, Callable[[Any, Any], Any]] = {
@@ -50,13 +50,14 @@ class Metrics:
 
     def add(self, size: int, results: Tensors, targets: Any) -> None:
         """One micro-batch of ``size`` samples: the loss and outputs among ``results`` count."""
-        loss = results[Slot(self._graph.loss)]
+        graph = self._graph_of(size)
+        loss = results[Slot(graph.loss)]
         assert isinstance(loss, Tensor)
         self._samples += size
         self._add_loss(loss, size if self._weigh is None else self._weigh(targets))
         if not self._stateful and not self._functions:
             return
-        outputs = self._outputs(size, results)
+        outputs = _outputs(graph, size, results)
         for name, metric in self._stateful.items():
             call(metric.update, f"evaluation.metrics.{name}", outputs, targets)
         for name, function in self._functions.items():
@@ -81,17 +82,6 @@ class Metrics:
     def _sum(self, name: str, value: float) -> None:
         self._sums[name] = self._sums.get(name, 0.0) + value
 
-    def _outputs(self, size: int, results: Tensors) -> Any:
-        """What the model returned, with tensors on the host."""
-
-        def value(item: Any) -> Any:
-            if isinstance(item, fx.Node):
-                return self._graph.size_at(item, size)
-            return _on_host(results.get(Slot(item))) if isinstance(item, str) else item
-
-        leaves = list(map(value, self._graph.outputs))
-        return pytree.tree_unflatten(leaves, self._graph.output_spec)
-
 
 def _is_stateful(metric: Any) -> bool:
     return hasattr(metric, "update") and hasattr(metric, "compute")
@@ -115,3 +105,14 @@ def _number(name: str, value: Any) -> float:
 
 def _on_host(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.cpu()
+
+
+def _outputs(graph: CapturedGraph, size: int, results: Tensors) -> Any:
+    """What the model returned, with tensors on the host."""
+
+    def value(item: Any) -> Any:
+        if isinstance(item, fx.Node):
+            return graph.size_at(item, size)
+        return _on_host(results.get(Slot(item))) if isinstance(item, str) else item
+
+    return pytree.tree_unflatten(list(map(value, graph.outputs)), graph.output_spec)

@@ -45,7 +45,7 @@ class Evaluator:
         assert setup.evaluating is not None
         assert setup.division.evaluation_samples is not None
         sizes = split_batch(setup.division.evaluation_samples, setup.division.evaluation_size)
-        metrics = Metrics(self._metrics, setup.job.evaluation_graph(sizes[0]), self._weigh)
+        metrics = Metrics(self._metrics, setup.job.evaluation_graph, self._weigh)
         setup.evaluating.on_evaluated = metrics.add
         seed = self._seed, "evaluation", step
         given = StepInput(sizes, (), self._batches(setup.division.evaluation_samples), seed)

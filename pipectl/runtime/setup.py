@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from mpi4py import MPI
 from torch import Tensor, nn
 
-from pipectl.capture import CapturedJob, Cut, Lane, evaluation_stages
+from pipectl.capture import CapturedGraph, CapturedJob, Cut, Lane, evaluation_stages
 from pipectl.capture.data import Loader
 from pipectl.capture.deferred import is_deferred
 from pipectl.capture.slices import Rows, Samples
@@ -196,14 +196,16 @@ class Setup:
             )
         add_lanes(self.cut, self.job.states, lanes)
         wires = self._transport(self.cut)
-        self.training = self._engine(self.cut, planned, wires)
+        graphs = {size: cut.graph for (training, size), cut in cuts.items() if training}
+        self.training = self._engine(self.cut, planned, wires, graphs)
         self.evaluating: Engine | None = None
         self.evaluation_channels: tuple[Channel, ...] = ()
         if self.division.evaluation_sizes:
             cut = cuts[False, self.division.evaluation_sizes[0]]
             self.evaluation_channels = tuple(self._channel(lane) for lane in sorted(cut.lanes))
             wires = self._transport(cut)
-            self.evaluating = self._engine(cut, self.evaluation_channels, wires)
+            graphs = {size: cut.graph for (training, size), cut in cuts.items() if not training}
+            self.evaluating = self._engine(cut, self.evaluation_channels, wires, graphs)
 
     def _transport(self, cut: Cut) -> Transport:
         return Transport(
@@ -214,9 +216,15 @@ class Setup:
             check=self.job.spec.launch.check_messages,
         )
 
-    def _engine(self, cut: Cut, found: tuple[Channel, ...], wires: Transport) -> Engine:
-        rank = self.communicator.rank
-        return Engine(rank, self.stages, cut, found, wires, self.device, self.doing, self.reducer)
+    def _engine(
+        self,
+        cut: Cut,
+        found: tuple[Channel, ...],
+        wires: Transport,
+        graphs: Mapping[int, CapturedGraph],
+    ) -> Engine:
+        rank, given = self.communicator.rank, (self.device, self.doing, self.reducer)
+        return Engine(rank, self.stages, cut, found, wires, *given, graphs=graphs)
 
     def _channel(self, lane: Lane) -> Channel:
         ranks = self.rank_of_stage[lane.source], self.rank_of_stage[lane.target]

@@ -478,6 +478,10 @@ def mean_by_count(outputs: Tensor, targets: dict[str, Any]) -> Tensor:
     return nn.functional.cross_entropy(outputs, targets["y"], reduction="sum") / targets["count"]
 
 
+def mean_by_y(outputs: Tensor, targets: dict[str, Any]) -> Tensor:
+    return nn.functional.cross_entropy(outputs, targets["y"])
+
+
 def mean_by_size(outputs: Tensor, targets: dict[str, Any]) -> Tensor:
     """Of a size that is a number in the graph."""
     loss = nn.functional.cross_entropy(outputs, targets["y"], reduction="sum")
@@ -537,10 +541,10 @@ class DroppedLstm(nn.Module):
 class OneName(nn.Module):
     """Two autograd functions that cannot be told apart by their names."""
 
-    def __init__(self) -> None:
+    def __init__(self, second: float = 5.0) -> None:
         super().__init__()
         self.inner = mlp()
-        self.functions = scaling(2.0), scaling(5.0)
+        self.functions = scaling(2.0), scaling(second)
 
     def forward(self, x: Tensor) -> Tensor:
         first, second = self.functions
@@ -575,16 +579,19 @@ class BranchPositions(nn.Module):
 
 
 class WritesASlice(nn.Module):
-    """Indices that are written through a view, and no indices before."""
+    """Indices that are written through a view, from a buffer and twice, and no indices before."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(4, 6)
         self.inner = mlp()
+        self.register_buffer("indices", torch.arange(4) - 7)
 
     def forward(self, x: Tensor) -> Tensor:
         indices = torch.full((len(x), 4), -100)
-        indices[:, :] = torch.arange(4)
+        view = indices[:, :]
+        view.copy_(self.indices)
+        view.add_(3).add_(4)
         return self.inner(x + self.table(indices).sum(1))
 
 

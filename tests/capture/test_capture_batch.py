@@ -47,3 +47,11 @@ def test_other_tensors_or_numbers_are_refused(
     with pytest.raises(CaptureError) as raised:
         by_name(job.training_graph(4), (inputs, {**targets, **change}))
     assert raised.value.message == f"data: a batch {message}"
+
+
+def test_texts_and_numbers_are_no_part_of_the_model(make_job: Any) -> None:
+    """A profile and a run may have captured batches of different sizes."""
+    names = "mlp", "Described", "mean_by_y"
+    graphs = [make_job(names[0], data=names[1], loss=names[2]).training_graph(n) for n in (4, 6)]
+    assert not graphs[0].fixed
+    assert graphs[0].fingerprint == graphs[1].fingerprint

@@ -76,3 +76,8 @@ def test_two_functions_of_one_name_are_refused(make_job) -> None:
         make_job("OneName").training_graph(4)
     assert "two autograd functions are named" in raised.value.message
     assert "scaling.<locals>.Scaling" in raised.value.message
+
+
+def test_two_functions_that_do_the_same_are_one(make_job) -> None:
+    graph = make_job("OneName", kwargs={"second": 2.0}).training_graph(4)
+    assert sum("Scaling" in str(node.target) for node in graph.operators) == 2

@@ -60,3 +60,21 @@ class Normed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.a(x))
+
+
+class NeedsGradients(torch.optim.SGD):
+    """Fails where there is nothing to do."""
+
+    def step(self, closure=None):
+        if any(p.grad is None for group in self.param_groups for p in group["params"]):
+            raise ValueError("no gradient")
+        return super().step(closure)
+
+
+class AtMostFour(Counted):
+    """Takes small micro-batches alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] > 4:
+            raise ValueError("too many")
+        return super().forward(x)

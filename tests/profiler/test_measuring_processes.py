@@ -19,6 +19,7 @@ from pipectl.profiler import profile_job
 from pipectl.profiler.alone import AloneStages
 from pipectl.profiler.cache import last_level_bytes
 from pipectl.profiler.neighbours import Neighbours, has_room, neighbour_count
+from pipectl.profiler.optimizer import optimizer_cost
 from pipectl.profiler.partitions import random_stages, whole, windows
 from pipectl.profiler.states import SampleStates
 from pipectl.profiler.subject import Subject
@@ -184,3 +185,17 @@ def test_what_is_written_through_a_view_is_found_by_later_readers(tmp_path: Path
         Subject.of(job, 4, device), SampleStates(job, device.torch_device), None, once=False
     )
     assert "embedding" in walk.measure(lambda _: None)
+
+
+def test_steps_of_the_optimizer_are_timed_with_gradients(tmp_path: Path) -> None:
+    optimizer = {"factory": f"{MODELS}:NeedsGradients", "kwargs": {"lr": 0.1}}
+    cost = optimizer_cost(CapturedJob(spec_of(tmp_path, optimizer=optimizer)), CpuDevice())
+    assert cost.step_s_per_byte > 0
+
+
+def test_a_size_that_the_model_refuses_is_left_out(tmp_path: Path) -> None:
+    profile = profile_job(spec_of(tmp_path, model=f"{MODELS}:AtMostFour"))
+    measured = {profile.micro_batch_size, *profile.operators[0].timings}
+    assert max(measured) <= 4 < 8
+    (said,) = [text for text in profile.assumptions if "were not measured" in text]
+    assert said.startswith("micro-batches of 8 were not measured: ")

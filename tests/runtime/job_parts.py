@@ -69,6 +69,23 @@ class Ragged(Samples):
         return longer, targets[: 2 if index >= self.fewer_from else 3]
 
 
+class Counted(Samples):
+    """With the number of samples of each micro-batch."""
+
+    @staticmethod
+    def collate_fn(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, dict[str, Any]]:
+        inputs, targets = default_collate(samples)
+        return inputs, {"y": targets, "count": len(samples)}
+
+
+def counted_loss(outputs: Tensor, targets: dict[str, Any]) -> Tensor:
+    """Each size has a graph of its own, with its own numbers."""
+    total = nn.functional.cross_entropy(
+        outputs.transpose(1, 2), targets["y"], ignore_index=PADDING, reduction="sum"
+    )
+    return total / targets["count"] / int(outputs.shape[0])
+
+
 class HalfPadded(Samples):
     """Six samples, of which the first two have nothing but padding."""
 

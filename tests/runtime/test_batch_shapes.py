@@ -72,3 +72,21 @@ def test_held_out_data_of_another_shape_are_refused_before_the_training(
     (error,) = read_errors(run)
     assert error["message"].startswith("evaluation.data: 'inputs' of a batch is [2, 8]")
     assert read_metrics(run) == []
+
+
+def test_a_number_is_that_of_the_graph_for_its_size(
+    make_spec: Any, make_run: Any, work: Any
+) -> None:
+    """Five samples a step, in micro-batches of two."""
+    run = make_run(
+        make_spec(
+            1,
+            data={"factory": f"{PARTS}:Counted"},
+            loss={"factory": f"{PARTS}:counted_loss"},
+            training={"steps": 2, "batch_size": 5},
+            pipeline={"micro_batches": 3, "stages": 1},
+        )
+    )
+    done = work(0, run)
+    assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in read_metrics(run)] == [1, 2]
