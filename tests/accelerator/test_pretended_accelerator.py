@@ -68,7 +68,12 @@ def test_its_operators_refuse_tensors_of_the_cpu(place: Path) -> None:
 
 
 @pytest.mark.mpi
-def test_what_is_for_accelerators_passes_on_it(place: Path) -> None:
-    done = python(place, "-m", "pytest", "-n0", "-m", "gpu", "-p", "no:cacheprovider", str(TESTS))
+@pytest.mark.parametrize(
+    "chosen", ["tied or host_memory", pytest.param("test", marks=pytest.mark.product)]
+)
+def test_what_is_for_accelerators_passes_on_it(place: Path, chosen: str) -> None:
+    """A GPT whose saved values go to the host; all there is takes two minutes."""
+    options = ("-n0", "-m", "gpu", "-k", chosen, "-p", "no:cacheprovider")
+    done = python(place, "-m", "pytest", *options, str(TESTS))
     assert done.returncode == 0, done.stdout
     assert " skipped" not in done.stdout
