@@ -42,7 +42,7 @@ def test_all_end_and_the_rank_is_named(begin: Any, what: str, rank: int) -> None
     assert ranks.gone_s() < GONE_WITHIN_S
     assert ranks.left_in_memory() == []
     error = ranks.error()
-    assert (error["rank"], error["stage"], error["step"]) == (rank, rank, 3)
+    assert (error["rank"], error["stage"], error["step"]) == (rank, rank, 3), error["message"]
     assert error["action"] == "FORWARD micro-batch 1"
     assert error["message"].startswith(IN_FORWARD[what])
     assert error["after_s"] < 10
