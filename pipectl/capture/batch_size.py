@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_TORCH = str(Path(torch.__file__).parent)
+from pipectl.capture.factories import is_torch_code
 
 
 def batch_symbols(inputs: Mapping[str, Any]) -> dict[Any, Any]:
@@ -40,4 +39,4 @@ def conditions_on(symbols: Mapping[Any, Any]) -> tuple[Any, ...]:
 
 
 def _is_of_torch(place: Any) -> bool:
-    return str(getattr(place, "filename", place)).startswith(_TORCH)
+    return is_torch_code(str(getattr(place, "filename", place)))

@@ -6,14 +6,12 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
-import torch
 
-_TORCH = str(Path(torch.__file__).parent)
+from pipectl.capture.factories import is_torch_code
 
 
 class DrawError(Exception):
@@ -70,7 +68,7 @@ def _refusing(
     function: Callable[..., Any], name: str, generators: _Generators
 ) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        if sys._getframe(1).f_code.co_filename.startswith(_TORCH):
+        if is_torch_code(sys._getframe(1).f_code.co_filename):
             generators.check()
             found = function(*args, **kwargs)
             generators.skip()

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
+import torch
+
 from pipectl.errors import CaptureError
 from pipectl.units import did_you_mean
 
@@ -88,6 +90,11 @@ def is_user_code(filename: str) -> bool:
     return not filename.startswith((package, stdlib, "<")) and not any(
         p in filename for p in library
     )
+
+
+def is_torch_code(filename: str) -> bool:
+    """Whether a file is torch's."""
+    return filename.startswith(str(Path(torch.__file__).parent))
 
 
 def _import_file(path: Path, factory: str) -> ModuleType:

@@ -41,7 +41,7 @@ class Applied:
 
 
 Functions = dict[str, type[torch.autograd.Function]]
-_NUMBERS = (int, float, bool, str)
+_PLAIN = (int, float, bool, str)
 _HOOK_CURE = "change the gradient by a torch.autograd.Function instead, or remove the hook"
 
 
@@ -102,16 +102,15 @@ def recorded_functions() -> Iterator[Functions]:
 def _is_alike(one: type[torch.autograd.Function], other: type[torch.autograd.Function]) -> bool:
     """Whether two classes, made by one definition perhaps, do the same."""
     methods = "forward", "backward", "setup_context", "jvp"
-    return one is other or all(_does_alike(vars(one).get(m), vars(other).get(m)) for m in methods)
+    return all(_does_alike(getattr(one, m), getattr(other, m)) for m in methods)
 
 
 def _does_alike(one: Any, other: Any) -> bool:
-    if one is None or other is None:
-        return one is other
-    first, second = one.__func__, other.__func__  # of static methods
-    pairs = zip(_cells(first), _cells(second), strict=False)
-    same_code = first.__code__ is second.__code__ and first.__defaults__ == second.__defaults__
-    return same_code and all(a is b or (type(a) in _NUMBERS and a == b) for a, b in pairs)
+    if one is other:  # inherited by both, perhaps
+        return True
+    pairs = zip(_cells(one), _cells(other), strict=True)
+    same_code = one.__code__ is other.__code__ and one.__defaults__ == other.__defaults__
+    return same_code and all(a is b or (type(a) in _PLAIN and a == b) for a, b in pairs)
 
 
 def _cells(function: Any) -> list[Any]:

@@ -39,9 +39,9 @@ class Engine:
     Args:
         stages: the rank's stages by index.
         cut: of the training or evaluation graph; any batch size serves.
-        graphs: by samples of a micro-batch, where they are several.
         channels: what the channel column of a program refers to, unless a pass brings its own.
         reducer: sums gradients over replicas.
+        graphs: by samples of a micro-batch, where they are several.
     """
 
     def __init__(

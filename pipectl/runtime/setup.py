@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from mpi4py import MPI
 from torch import Tensor, nn
 
-from pipectl.capture import CapturedGraph, CapturedJob, Cut, Lane, evaluation_stages
+from pipectl.capture import CapturedJob, Cut, Lane, evaluation_stages
 from pipectl.capture.data import Loader
 from pipectl.capture.deferred import is_deferred
 from pipectl.capture.slices import Rows, Samples
@@ -196,16 +196,14 @@ class Setup:
             )
         add_lanes(self.cut, self.job.states, lanes)
         wires = self._transport(self.cut)
-        graphs = {size: cut.graph for (training, size), cut in cuts.items() if training}
-        self.training = self._engine(self.cut, planned, wires, graphs)
+        self.training = self._engine(self.cut, planned, wires, cuts)
         self.evaluating: Engine | None = None
         self.evaluation_channels: tuple[Channel, ...] = ()
         if self.division.evaluation_sizes:
             cut = cuts[False, self.division.evaluation_sizes[0]]
             self.evaluation_channels = tuple(self._channel(lane) for lane in sorted(cut.lanes))
             wires = self._transport(cut)
-            graphs = {size: cut.graph for (training, size), cut in cuts.items() if not training}
-            self.evaluating = self._engine(cut, self.evaluation_channels, wires, graphs)
+            self.evaluating = self._engine(cut, self.evaluation_channels, wires, cuts)
 
     def _transport(self, cut: Cut) -> Transport:
         return Transport(
@@ -221,8 +219,10 @@ class Setup:
         cut: Cut,
         found: tuple[Channel, ...],
         wires: Transport,
-        graphs: Mapping[int, CapturedGraph],
+        cuts: Mapping[tuple[bool, int], Cut],
     ) -> Engine:
+        alike = {size: each for (kind, size), each in cuts.items() if kind is cut.training}
+        graphs = {size: each.graph for size, each in alike.items()}
         rank, given = self.communicator.rank, (self.device, self.doing, self.reducer)
         return Engine(rank, self.stages, cut, found, wires, *given, graphs=graphs)
 
