@@ -35,10 +35,13 @@ from pipectl.schedule import Kind
 from pipectl.spec import JobSpec
 from pipectl.watch.board import shared_memory
 from pipectl.watch.charge import BYE, FAILING
+from pipectl.watch.siblings import show_sign
 from pipectl.watch.wire import Address, listen
 
 _pipes: list[int] = []
 """Through which this process talks to its watcher, while it is watched."""
+_signs: list[socket.socket] = []
+"""That this process shows while it is watched."""
 _held = threading.local()
 """Of each thread that forks: the signals that it had blocked before, as ``mask``."""
 
@@ -67,15 +70,18 @@ def watched(
         "kinds": [kind.name for kind in Kind],
         "lanes": [kind.value for kind in TransferKind],
     }
+    sign = show_sign(given["secret"])
     pipe = _start(given, [number for number in (handle, board) if number >= 0])
     os.close(board)
     if own is not None:
         own.close()
     if pipe is None:
+        if sign is not None:
+            sign.close()
         warn("no process can be started that would watch this rank; it works without")
         yield
         return
-    with _last_words(pipe):
+    with _last_words(pipe, sign):
         yield
 
 
@@ -116,10 +122,11 @@ def _start(given: Mapping[str, Any], keep: list[int]) -> int | None:
 
 
 @contextmanager
-def _last_words(pipe: int) -> Iterator[None]:
+def _last_words(pipe: int, sign: socket.socket | None) -> Iterator[None]:
     """Tell the watcher of signals, of python's own crash reports, and how the work ends."""
     _keep_from_children()
     _pipes.append(pipe)
+    _signs.extend([] if sign is None else [sign])
     main = threading.current_thread() is threading.main_thread()
     if main:
         before = signal.signal(signal.SIGTERM, _end)
@@ -139,6 +146,12 @@ def _last_words(pipe: int) -> Iterator[None]:
             with suppress(OSError):  # the watcher may be gone
                 os.write(pipe, said)
         os.close(pipe)
+        _take_down_signs()
+
+
+def _take_down_signs() -> None:
+    while _signs:
+        _signs.pop().close()
 
 
 def _end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
@@ -172,6 +185,7 @@ def _fall_silent() -> None:
     """In a child: end by signals as without a watcher."""
     if _pipes:
         _pipes.clear()
+        _take_down_signs()
         faulthandler.disable()
         signal.set_wakeup_fd(-1)
         if signal.getsignal(signal.SIGTERM) is _end:

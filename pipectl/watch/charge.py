@@ -25,19 +25,29 @@ class Charge:
 
     Args:
         pid: of its process.
+        secret: of the job.
         pipe: what it says, as a file descriptor.
         script: the job script's process, if it runs on this machine; else 0.
         launched: whether a job script started it, so that its launcher must stay.
     """
 
     def __init__(
-        self, rank: int, pid: int, pipe: int, board: Board, *, script: int, launched: bool
+        self,
+        rank: int,
+        pid: int,
+        pipe: int,
+        board: Board,
+        *,
+        secret: str,
+        script: int,
+        launched: bool,
     ) -> None:
         self.rank = rank
         self._pid, self._pipe, self._board = pid, pipe, board
         self._launched = launched
         self._origin = machine.process_state(pid)
-        self._siblings = Siblings(pid, 0 if self._origin is None else self._origin.parent)
+        parent = 0 if self._origin is None else self._origin.parent
+        self._siblings = Siblings(pid, parent, secret)
         self._launcher_pid = _grandparent(self._origin)
         self._launcher = machine.process_state(self._launcher_pid)
         self._with_launcher = False

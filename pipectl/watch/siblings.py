@@ -1,14 +1,20 @@
 """In which order the ranks of a node ended, whenever that is looked at.
 
 The death of one rank has its launcher kill all others within a millisecond, and on a busy machine
-their watchers see that in any order. The kernel keeps the order: processes that end become ready in
-an epoll instance one after the other.
+their watchers see that in any order. The kernel keeps the order: what happens becomes ready in an
+epoll instance one after the other.
+
+A process gives back its files before it counts as ended, and all its threads have to end in
+between. MPICH's launcher kills the others when the dying rank's socket to it closes, so that one of
+them may have ended first. Therefore every rank holds a socket that nobody talks to, its *sign*,
+which closes at the same moment.
 """
 
 from __future__ import annotations
 
 import os
 import select
+import socket
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,25 +25,69 @@ class Siblings:
     Args:
         pid: of one of them.
         parent: of the launcher's process there.
+        secret: of the job.
     """
 
-    def __init__(self, pid: int, parent: int) -> None:
-        self._pid, self._parent = pid, parent
+    def __init__(self, pid: int, parent: int, secret: str) -> None:
+        self._pid, self._parent, self._secret = pid, parent, secret
         self._epoll = select.epoll()
-        self._pids: dict[int, int] = {}
+        self._ends: dict[int, int] = {}
+        self._signs: dict[int, socket.socket] = {}
+        self._pid_of: dict[int, int] = {}
 
     def find(self) -> None:
         """Look for those that were started since."""
-        for pid in {self._pid, *_children(self._parent)} - set(self._pids.values()):
+        for pid in {self._pid, *_children(self._parent)}:
             with suppress(OSError, AttributeError):  # not every kernel has that
-                handle = os.pidfd_open(pid)
-                self._pids[handle] = pid
-                self._epoll.register(handle, select.EPOLLIN)
+                if pid not in self._ends:
+                    self._ends[pid] = self._awaited(os.pidfd_open(pid), pid)
+            if pid not in self._signs:
+                self._reach_for_sign(pid)
 
     def ended_before(self) -> int:
         """How many had ended when this one did, if it has; 0 if unknown."""
-        ended = [self._pids[handle] for handle, _ in self._epoll.poll(0, len(self._pids) or 1)]
+        events = self._epoll.poll(0, len(self._pid_of) or 1)
+        ended = dict.fromkeys(self._pid_of[handle] for handle, _ in events)
         return [*ended, self._pid].index(self._pid)
+
+    def _awaited(self, handle: int, pid: int) -> int:
+        self._epoll.register(handle, select.EPOLLIN)
+        self._pid_of[handle] = pid
+        return handle
+
+    def _reach_for_sign(self, pid: int) -> None:
+        """It is there once the rank has begun to be watched."""
+        sign = socket.socket(socket.AF_UNIX)
+        sign.setblocking(False)
+        try:
+            sign.connect(_name(self._secret, pid))
+        except OSError:
+            sign.close()
+        else:
+            self._signs[pid] = sign
+            self._awaited(sign.fileno(), pid)
+
+
+def show_sign(secret: str) -> socket.socket | None:
+    """What tells the watchers on this node that this process ends, when it closes.
+
+    None where the system has no sockets without files.
+    """
+    sign = socket.socket(socket.AF_UNIX)
+    try:
+        sign.bind(_name(secret, os.getpid()))
+        sign.listen(_MOST_WATCHERS)
+    except OSError:
+        sign.close()
+        return None
+    return sign
+
+
+_MOST_WATCHERS = 1024
+
+
+def _name(secret: str, pid: int) -> str:
+    return f"\0pipectl-{secret}-{pid}"
 
 
 def _children(pid: int) -> set[int]:

@@ -53,6 +53,7 @@ class Watcher:
             given["pid"],
             _PIPE,
             mapped(given["board"]),
+            secret=given["secret"],
             script=given["script"],
             launched=given["launched"],
         )
