@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,8 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 def write_text(path: Path, text: str, *, mode: int = 0o666, durable: bool = True) -> None:
     """Replace ``path`` by ``text`` at once (temporary file, fsync, rename).
 
+    Links stay, and so does what is no file, such as ``/dev/stdout``: that is written to.
+
     Args:
         durable: whether to wait for the disk, so that the text outlives a crash of the machine.
 
@@ -25,18 +26,11 @@ def write_text(path: Path, text: str, *, mode: int = 0o666, durable: bool = True
         UsageError: the directory cannot be written; the previous file is untouched.
     """
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                stream.write(text)
-                stream.flush()
-                if durable:
-                    os.fsync(stream.fileno())
-            Path(name).chmod(mode & ~_umask())
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+        else:
+            file = Path(os.path.realpath(path)) if path.is_symlink() else path
+            _replace(file, text, mode, durable=durable)
     except OSError as error:
         raise UsageError(
             f"{path}: cannot be written: {error.strerror or error}",
@@ -97,8 +91,18 @@ def read_json(path: Path, *, cure: str) -> dict[str, Any]:
     return value
 
 
-def _umask() -> int:
-    """The process's umask (which can only be read by setting it)."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
+def _replace(path: Path, text: str, mode: int, *, durable: bool) -> None:
+    """See :func:`write_text`."""
+    new = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
+    # The system applies the umask, which no thread can ask for without changing that of all.
+    handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            if durable:
+                os.fsync(stream.fileno())
+        new.replace(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise

@@ -38,6 +38,38 @@ def test_only_a_durable_file_waits_for_the_disk(tmp_path, monkeypatch):
     assert (tmp_path / "x").read_text() == "new"
 
 
+def test_the_umask_is_changed_by_nobody(tmp_path, monkeypatch):
+    """Files that another thread makes in the meantime would have another mode."""
+
+    def refuse(_mask):
+        raise AssertionError
+
+    monkeypatch.setattr(os, "umask", refuse)
+    path, other = tmp_path / "x", tmp_path / "other"
+    other.touch()
+    write_text(path, "new")
+    assert path.stat().st_mode == other.stat().st_mode
+
+
+def test_what_is_no_file_stays_and_is_written_to(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_text(tmp_path / "pipe", "new")
+    assert os.read(reader, 9) == b"new"
+    os.close(reader)
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path):
+    (tmp_path / "far").mkdir()
+    (tmp_path / "link").symlink_to("far/x")
+    for text in ("old", "new"):
+        write_text(tmp_path / "link", text)
+        assert (tmp_path / "far/x").read_text() == text
+    assert (tmp_path / "link").is_symlink()
+    assert list((tmp_path / "far").iterdir()) == [tmp_path / "far/x"]
+
+
 def test_a_directory_below_a_file_cannot_be_created(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="cannot be created"):
