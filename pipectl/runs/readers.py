@@ -67,14 +67,23 @@ def read_heartbeat(run: RunDirectory) -> dict[str, Any] | None:
 
 
 def read_errors(run: RunDirectory) -> list[dict[str, Any]]:
-    """Failure reports of ranks, the first failure first; unreadable ones are left out."""
+    """Failure reports of ranks, the first failure first; unreadable ones are left out.
+
+    By time, but of the ends that watchers of one node tell of in the order that its kernel saw.
+    """
     reports = []
     for path in sorted(run.errors.glob("rank-*.json")):
         try:
             reports.append(sound(read_json(path, cure=_CURE)))
         except DataFileError:
             continue
-    return sorted(reports, key=_failure_order)
+    reports.sort(key=_failure_order)
+    for host in {report.get("host") for report in reports}:
+        ended = [i for i, each in enumerate(reports) if _is_of_watcher(each, host)]
+        ordered = sorted((reports[i] for i in ended), key=lambda each: int(each["earlier"]))
+        for place, report in zip(ended, ordered, strict=True):
+            reports[place] = report
+    return reports
 
 
 def read_exit_code(run: RunDirectory) -> int | None:
@@ -158,6 +167,11 @@ def _cut_offs(lines: Sequence[dict[str, Any]]) -> dict[int, float]:
         cut_offs[attempt] = cut
         cut = min(cut, first[attempt])
     return cut_offs
+
+
+def _is_of_watcher(report: dict[str, Any], host: str | None) -> bool:
+    """Whether it tells how a rank of a node ended."""
+    return report.get("host") == host and report.get("earlier") is not None
 
 
 def _failure_order(report: dict[str, Any]) -> tuple[float, int]:

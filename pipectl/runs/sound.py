@@ -75,7 +75,7 @@ def _ranks(value: Any) -> list[dict[str, Any]] | None:
 
 _FIELDS: dict[str, Check] = {
     **dict.fromkeys(("step", "steps", "attempt", "rank", "stage", "pid", "exit_code"), _whole),
-    **dict.fromkeys(("rss_bytes", "peak_bytes", "loss_of_micro_batch"), _whole),
+    **dict.fromkeys(("rss_bytes", "peak_bytes", "loss_of_micro_batch", "earlier"), _whole),
     **dict.fromkeys(("time", "loss", "step_time_s", "samples_per_s", "learning_rate"), _finite),
     **dict.fromkeys(("gradient_norm", "loss_scale", "busy_s"), _finite),
     **dict.fromkeys(("state", "host", "node", "type", "message", "cure", "traceback"), _text),

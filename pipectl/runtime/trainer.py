@@ -217,7 +217,14 @@ class Trainer:
             self._save(step)
 
     def _finish_saving(self) -> None:
-        self._continuation.finish()
+        """As a phase: on a slow disk it takes long, and no rank is to be taken for lost by that."""
+        doing = self._setup.doing
+        before = doing.board.read()
+        doing.action = "saving"
+        try:
+            self._continuation.finish()
+        finally:  # reports of errors tell of the row
+            doing.board.row(before.kind, before.stage, before.micro_batch)
 
     def _stops_behind(self, step: int) -> bool:
         """Whether the pipeline must be empty behind a step."""

@@ -18,6 +18,8 @@ the numbers of signals there, and the stack when it crashes."""
 _ASKED = (bytes([signal.SIGTERM]), bytes([signal.SIGINT]))
 _LAST_WORDS_S = 2.0
 """Time between a signal to end and the kill: a rank may be in a long operator."""
+_RECENT_S = 2.0
+"""A process that was killed for memory earlier than that, before a rank ended, was another."""
 
 
 class Charge:
@@ -54,7 +56,9 @@ class Charge:
         self._script = machine.process_state(script) if script else None
         self._script_pid = script
         self._handle = _open_handle(pid)
-        self._kills = machine.killed_for_memory()
+        self._kills = self._newer_kills = machine.killed_for_memory()
+        self._counted_at = time.monotonic()
+        self._for_memory = False
         self._shared = machine.shared_files(pid)
         self._heard = b""
         self._trains = self._hung_up = False
@@ -90,9 +94,12 @@ class Charge:
         if state is None:
             if not self.ended_at:
                 self.ended_at = time.time()
+                self._listen()  # to what it said in between
+                self._for_memory = machine.killed_for_memory() > self._kills
                 self._with_launcher = _still(self._launcher_pid, self._launcher) is None
             return
         self.stopped = state.letter == "T"  # a debugger's is a small one
+        self._count_kills()
         if not self._trains:
             self._siblings.find()
             self._trains = self.sight.step > 1
@@ -120,7 +127,7 @@ class Charge:
             earlier=self._siblings.ended_before() if self.ended_at else 0,
             asked=bool(self._asked_at),
             words=self._words(),
-            for_memory=not launcher and machine.killed_for_memory() > self._kills,
+            for_memory=self._for_memory and not launcher,
             launcher=launcher,
             with_launcher=self._with_launcher,
         )
@@ -134,6 +141,12 @@ class Charge:
     def clean_up(self) -> None:
         """Remove what its MPI leaves behind."""
         machine.remove(self._shared)
+
+    def _count_kills(self) -> None:
+        """Keep how many there were a moment ago, be they of this job or not."""
+        if time.monotonic() - self._counted_at >= _RECENT_S:
+            self._kills, self._newer_kills = self._newer_kills, machine.killed_for_memory()
+            self._counted_at = time.monotonic()
 
     def _listen(self) -> None:
         with suppress(BlockingIOError):

@@ -16,6 +16,9 @@ SETTLE_S = 0.3
 """After a death: others may be older, or a rank may have said why it fails."""
 MISSED = 4
 """Intervals after a death: a rank that is not heard of since then has lost its node."""
+LONGEST_S = 11.0
+"""After a death, however many ranks there are: rank 0's watcher ends a second later. Until then,
+ranks that live are told to end, and say so."""
 _MESSAGES_PER_S = 1000
 """That rank 0's watcher gets; with more ranks, each tells it more rarely."""
 _MEMORY = "set pipeline.memory_limit below what a rank gets, and plan again; pipectl resume goes on"
@@ -29,7 +32,7 @@ class Death(NamedTuple):
         earlier: how many ranks of its node had ended before.
         asked: whether it had been sent a signal to end, as launchers do.
         words: its last, if it had any.
-        for_memory: whether the kernel killed a process of its machine for memory then.
+        for_memory: whether the kernel killed a process of its machine for memory just then.
         launcher: what is gone that started it, in words, while it still lived; else empty.
         with_launcher: whether the launcher was gone when this was noticed.
     """
@@ -45,19 +48,23 @@ class Death(NamedTuple):
 
     @property
     def verdict(self) -> Verdict:
-        """In words."""
+        """In words, and when it was."""
+        return self._told._replace(at=self.at, earlier=self.earlier)
+
+    @property
+    def _told(self) -> Verdict:
         if self.launcher:
             cure = "it was killed, or its node is gone; " + RESUME
             return Verdict(self.rank, f"{self.launcher} that started it is gone", cure)
-        if self.for_memory:
-            message = "killed by the kernel, for lack of memory on its node"
-            return Verdict(self.rank, message, _MEMORY)
         if self.words:
             message = f"its process crashed: {self.words.splitlines()[0]}"
             return Verdict(self.rank, message, RESUME, self.words)
         if self.asked:
             message = "its process was sent a signal to end (SIGTERM or SIGINT), by itself"
             return Verdict(self.rank, message, RESUME)
+        if self.for_memory:
+            message = "killed by the kernel, for lack of memory on its node"
+            return Verdict(self.rank, message, _MEMORY)
         message = "its process was killed (SIGKILL, say), or ended without a word"
         if self.with_launcher:
             message += "; the launcher is gone, too"
@@ -119,6 +126,11 @@ class Head:
         """Whether a rank has ended, so that all others must."""
         return self._explained or bool(self._deaths and now - self._first_death >= SETTLE_S)
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether a rank has ended, or fails, so that all others soon must."""
+        return self._explained or bool(self._deaths)
+
     def warning(self, now: float) -> str:
         """Who waits for whom, when for too long no rank moves on; once, then ever more rarely."""
         seen = self._seen(now)
@@ -171,9 +183,10 @@ class Head:
         since_s = now - self._first_death
         if since_s < SETTLE_S or all(death.asked for death in self._deaths):
             return None
+        missed_s = min(MISSED * interval_s(self._size), LONGEST_S)
         for rank, at in self._heard.items():
             if at < self._first_death and rank not in self._over:
-                return self._gone(rank) if since_s > MISSED * interval_s(self._size) else None
+                return self._gone(rank) if since_s > missed_s else None
         return self._first().verdict
 
     def _first(self) -> Death:

@@ -38,7 +38,8 @@ def report(path: Path, verdict: Verdict, sight: Sight, node: str, names: Names) 
         "message": verdict.message,
         "cure": verdict.cure,
         "traceback": verdict.stack,
-        "time": time.time(),
+        "time": time.time() if verdict.at is None else verdict.at,
+        "earlier": None if verdict.at is None else verdict.earlier,
         "exit_code": 1,
     }
     with suppress(PipectlError, OSError):

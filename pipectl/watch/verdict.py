@@ -45,12 +45,16 @@ class Verdict(NamedTuple):
 
     Args:
         stack: where it was, if that is known.
+        at: seconds since the epoch, when it ended; None if it has not, as far as is known.
+        earlier: how many ranks of its node had ended before.
     """
 
     rank: int
     message: str
     cure: str
     stack: str = ""
+    at: float | None = None
+    earlier: int = 0
 
 
 def limit_s(least_s: float, predicted_s: float, paces_s: float) -> float:

@@ -70,19 +70,25 @@ class Watcher:
 
     def watch(self) -> None:
         """Until the rank has ended."""
+        before = time.monotonic()
         while not self._turn():
-            before = time.monotonic()
-            wait_s = _SHORT_TICK_S if self._is_ending else _TICK_S
+            wait_s = self._tick_s
             handles = [] if self._charge.ended_at else self._charge.handles
             select.select([self._wire.socket.fileno(), *handles], [], [], wait_s)
             # Time is counted by wake-ups: none passes while this process is stopped.
-            self._now += min(time.monotonic() - before, 2 * wait_s)
+            after = time.monotonic()
+            self._now += min(after - before, 2 * wait_s)
+            before = after
         if self._charge.ended_at:
             self._charge.clean_up()
 
     @property
     def _is_ending(self) -> bool:
         return self._lost_at is not None
+
+    @property
+    def _tick_s(self) -> float:
+        return _SHORT_TICK_S if self._is_ending else _TICK_S
 
     def _turn(self) -> bool:
         """Look around and act; whether all is over."""
@@ -114,7 +120,9 @@ class Watcher:
                 self._report(death.verdict)
             self._ordered = True
         elif self._is_without_head():
-            self._report(Verdict(0, "nothing is heard of its node: it is gone", RESUME))
+            verdict = Verdict(0, "nothing is heard of its node: it is gone", RESUME)
+            step, node = self._charge.sight.step, self._given["hosts"][-1]
+            self._report(verdict, Sight(step=step), node)
             self._ordered = True
 
     def _is_over(self) -> bool:
@@ -181,10 +189,11 @@ class Leader(Watcher):
         self._others: dict[int, tuple[str, int]] = {}
         self._end_at: float | None = None
         self._reported = False
+        self._judged_at = float("-inf")
 
     @property
     def _is_ending(self) -> bool:
-        return self._end_at is not None or super()._is_ending
+        return self._end_at is not None or self._head.is_ending or super()._is_ending
 
     def _deliver(self, content: Mapping[str, Any]) -> None:
         self._head.hears(content, self._now)
@@ -196,6 +205,12 @@ class Leader(Watcher):
         self._wire.send(source, {"says": said})
 
     def _act(self) -> None:
+        """At most once a tick, as it looks at all ranks and messages are many; and at the end."""
+        if self._now - self._judged_at >= self._tick_s or self._is_over():
+            self._judged_at = self._now
+            self._judge()
+
+    def _judge(self) -> None:
         verdict = None if self._reported else self._head.verdict(self._now)
         over = self._head.is_over(self._now)
         if verdict is not None:

@@ -62,7 +62,7 @@ class Wire:
         """Send; what cannot be sent now is lost, as it may be on its way."""
         if target is None:
             return
-        fields = {**content, "words": str(content.get("words", ""))[-_MOST_WORDS:]}
+        fields = {**content, "words": str(content.get("words", ""))[:_MOST_WORDS]}
         with suppress(OSError):
             self.socket.sendto(json.dumps({**fields, "secret": self._secret}).encode(), target)
 

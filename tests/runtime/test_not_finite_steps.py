@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,14 +14,18 @@ from torch import nn
 
 from pipectl.capture import Slot
 from pipectl.cluster import assumed_cluster
-from pipectl.errors import WorkerError
+from pipectl.errors import UsageError, WorkerError
 from pipectl.jobs.plan import find_plan
 from pipectl.jobs.status import status
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory, read_errors, read_metrics
 from pipectl.runtime import checkpoint
+from pipectl.runtime.failure import Doing
 from pipectl.runtime.guard import Fault, Guard, _number, _origin, not_finite
 from pipectl.runtime.origins import Origin, Origins
+from pipectl.runtime.trainer import Trainer
+from pipectl.schedule import Kind
+from pipectl.watch.board import NO_ROW, Sight
 
 HERE = Path(__file__).parent
 PARTS = HERE / "job_parts.py"
@@ -139,6 +144,24 @@ def test_what_is_not_finite_is_told_though_no_checkpoint_could_be_written(
     assert "the checkpoint of step 1 was not written" in done.stderr
     (error,) = read_errors(run)
     assert error["message"].startswith("step 2: the gradient of 'gate' in stage 0 is not finite")
+
+
+def test_a_checkpoint_that_takes_long_before_the_job_stops_is_no_row() -> None:
+    """In a row, all ranks would be taken for waiting for each other."""
+    doing, seen = Doing(), list[Sight]()
+    doing.board.row(Kind.UPDATE, 1, -1)
+
+    def finish() -> None:
+        seen.append(doing.board.read())
+        raise UsageError("a full disk")
+
+    rank: Any = SimpleNamespace(
+        _setup=SimpleNamespace(doing=doing), _continuation=SimpleNamespace(finish=finish)
+    )
+    with pytest.raises(UsageError):
+        Trainer._finish_saving(rank)
+    assert [(sight.kind, sight.phase) for sight in seen] == [(NO_ROW, "saving")]
+    assert (doing.action, doing.stage) == ("UPDATE micro-batch -1", 1)
 
 
 def test_where_steps_overlap_a_rank_without_the_fault_says_the_same() -> None:

@@ -44,13 +44,14 @@ def test_messages_arrive_if_they_bear_the_secret() -> None:
     assert target is not None
     foreign.send(target, {"says": "end"})
     foreign.socket.sendto(b"\xff{", target)
-    one.send(target, {"says": "beat", "words": "x" * 10**6})
+    one.send(target, {"says": "beat", "words": "Fatal Python error" + "x" * 10**6})
     deadline = time.monotonic() + 10
     found = own.receive()
     while not found and time.monotonic() < deadline:
         time.sleep(0.01)
         found = own.receive()
     assert [content["says"] for content, _ in found] == ["beat"]
+    assert found[0][0]["words"].startswith("Fatal Python error")
     assert len(found[0][0]["words"]) < 10**4
     assert resolve(Address(["no.such.host.invalid"], 1, "")) is None
     one.send(None, {"says": "beat"})

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from pipectl.watch import watcher
 from pipectl.watch.board import Sight
-from pipectl.watch.head import MISSED, SETTLE_S, Death, Head, interval_s
+from pipectl.watch.head import LONGEST_S, MISSED, SETTLE_S, Death, Head, interval_s
 from pipectl.watch.words import Names
 
 NAMES = Names(["FORWARD", "RECEIVE_WAIT"], ["activation"])
@@ -59,7 +60,9 @@ def test_no_order_is_known_between_nodes_but_the_time(head: Head) -> None:
     [
         ({"for_memory": True}, "killed by the kernel, for lack of memory"),
         ({"words": "Fatal Python error: Aborted\nThread 1"}, "crashed: Fatal Python error: Abort"),
+        ({"words": "Fatal Python error: Aborted", "for_memory": True}, "crashed: Fatal Python"),
         ({"asked": True}, "was sent a signal to end"),
+        ({"asked": True, "for_memory": True}, "was sent a signal to end"),
         ({"launcher": "the job script"}, "the job script that started it is gone"),
         ({"with_launcher": True}, "the launcher is gone, too"),
     ],
@@ -81,6 +84,17 @@ def test_a_rank_that_is_silent_while_others_die_has_lost_its_node(head: Head) ->
     found = head.verdict(15.0)
     assert found is not None
     assert found.rank == 0
+
+
+def test_of_very_many_ranks_a_lost_node_is_told_of_before_the_watcher_ends() -> None:
+    head = Head(10_000, 30.0, 1.0, NAMES)
+    head.hears(beat(2, COMPUTES), 9.5)
+    head.hears(died(0, 100.0), 10.0)
+    assert head.verdict(10.0 + LONGEST_S) is None
+    found = head.verdict(10.0 + 12.0)
+    assert found is not None
+    assert found.rank == 2
+    assert LONGEST_S < watcher._GRACE_S + watcher._LEAVE_S
 
 
 def test_a_job_that_is_cancelled_has_no_culprit(head: Head) -> None:

@@ -11,16 +11,19 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipectl.runs import RunDirectory, read_errors
 from pipectl.schedule import Kind
-from pipectl.watch import watcher
+from pipectl.watch import charge, machine, watcher
 from pipectl.watch.board import Board, shared_memory
 from pipectl.watch.charge import BYE, FAILING
+from pipectl.watch.head import Head
 from pipectl.watch.wire import listen
 
 LONG_S = 60.0
@@ -156,6 +159,17 @@ def test_a_rank_that_says_why_it_fails_ends_all_and_is_not_reported(
     assert job.reports == {}
 
 
+def test_what_a_rank_says_right_before_its_end_is_heard(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (rank,) = job.start(1)
+    monkeypatch.setattr(charge, "_still", lambda _pid, _before: rank.says(FAILING))
+    own = rank.watcher._charge
+    own.look()
+    assert own.ended_at
+    assert own.explains
+
+
 def test_a_crash_is_told_in_pythons_words(job: Job) -> None:
     (rank,) = job.start(1)
     rank.says(b"Fatal Python error: Segmentation fault\n")
@@ -163,6 +177,34 @@ def test_a_crash_is_told_in_pythons_words(job: Job) -> None:
     rank.ends()
     rank.is_left()
     assert job.reports[0] == "its process crashed: Fatal Python error: Segmentation fault"
+
+
+@pytest.mark.parametrize(
+    ("turns", "last", "words"),
+    [
+        (0, b"", "killed by the kernel, for lack of memory"),
+        (3, b"", "its process was killed (SIGKILL, say)"),
+        (0, b"Fatal Python error: Aborted\n", "its process crashed"),
+        (3, b"Fatal Python error: Aborted\n", "its process crashed"),
+    ],
+)
+def test_only_who_is_killed_just_then_was_killed_for_memory(
+    job: Job, monkeypatch: pytest.MonkeyPatch, turns: int, last: bytes, words: str
+) -> None:
+    """The kernel counts the processes of all jobs of the machine."""
+    kills = [7]
+    monkeypatch.setattr(machine, "killed_for_memory", lambda: kills[0])
+    monkeypatch.setattr(charge, "_RECENT_S", 0.0)
+    (rank,) = job.start(1)
+    rank.watcher._turn()
+    kills[0] += 1
+    for _ in range(turns):
+        rank.watcher._turn()
+    rank.says(last)
+    rank.ends()
+    rank.watch()
+    rank.is_left()
+    assert job.reports[0].startswith(words)
 
 
 def test_a_rank_that_is_asked_to_end_and_does_not_is_killed(
@@ -185,14 +227,54 @@ def test_a_watcher_that_nobody_answers_reports_by_itself(job: Job) -> None:
     assert "killed" in job.reports[1]
 
 
+def test_of_watchers_that_nobody_answers_the_one_whose_rank_ended_first_counts(job: Job) -> None:
+    _, other, first = job.start(3)
+    for rank in (other, first):
+        rank.watcher._turn()
+    for rank in (first, other):
+        rank.ends()
+        rank.watcher._turn()
+    for rank in (other, first):
+        rank.watcher._now = LONG_S
+        rank.watcher._turn()
+    assert [error["rank"] for error in read_errors(RunDirectory(job.errors.parent))] == [2, 1]
+
+
+def test_many_messages_do_not_stop_the_clock_of_the_head(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks are judged once a tick, which takes long where they are many."""
+    judged: list[float] = []
+
+    def verdict(head: Head, now: float) -> None:
+        judged.append(now)
+        time.sleep(0.005)
+
+    monkeypatch.setattr(Head, "verdict", verdict)
+    monkeypatch.setattr(watcher, "_TICK_S", 1.0)
+    first, second = job.start(2)
+    first.watch()
+    begun = time.monotonic()
+    while (passed_s := time.monotonic() - begun) < 2.0:
+        second.watcher._deliver(second.watcher._content())
+        time.sleep(0.001)
+    assert first.watcher._now == pytest.approx(passed_s, abs=0.5)
+    assert len(judged) <= 3
+    first.says(BYE)
+    first.is_left()
+
+
 def test_without_a_sign_of_the_head_a_rank_that_stands_still_is_ended(job: Job) -> None:
     first, second = job.start(2, least_s=0.5)
+    second.board.step(7)
     second.watch()
     second.watcher._answered_at = 0.0  # and never again: the head's watcher does not run
     assert second.process.wait(LONG_S) == -signal.SIGKILL
     second.is_left()
     assert list(job.reports) == [0]
-    assert "its node: it is gone" in job.reports[0]
+    (error,) = read_errors(RunDirectory(job.errors.parent))
+    assert "its node: it is gone" in error["message"]
+    assert (error["host"], error["step"]) == (socket.gethostname(), 7)
     assert first.process.poll() is None
 
 
