@@ -125,7 +125,7 @@ class Cluster:
     @property
     def ranks(self) -> int:
         """Number of ranks."""
-        return len(self.node_of_rank)
+        return sum(node.ranks for node in self.nodes)
 
     @property
     def _has_assumed_switches(self) -> bool:

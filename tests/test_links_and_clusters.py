@@ -101,6 +101,12 @@ def test_switches_interfaces_and_host_links_survive_the_file(tmp_path: Path) -> 
     assert Cluster.load(tmp_path / "cluster.json") == cluster
 
 
+def test_a_number_of_ranks_costs_nothing_however_large() -> None:
+    document = CLUSTER.to_json()
+    document["nodes"][0]["ranks"] = 8_000_000_000
+    assert Cluster.from_json(document).ranks == 8_000_000_002
+
+
 def test_a_file_without_the_new_fields_is_read_as_before() -> None:
     document = assumed_cluster("old", [2, 2], 2, None).to_json()
     for link in document["links"].values():

@@ -15,6 +15,8 @@ from pipectl.units import format_time
 
 SUBMIT_GRACE_S = 60.0
 HEARTBEAT_FRESH_S = 60.0
+"""At least; it is written behind steps, so that of long ones it is older."""
+_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Evidence:
             between is not taken for one that vanished.
         heartbeat_at: time of the last heartbeat.
         heartbeat: what it said, e.g. ``training, step 12 of 500``.
+        step_time_s: how long a step takes; None where that is not known.
         cancelled: whether we asked for its end.
         submitting: whether the submission was never confirmed.
     """
@@ -39,6 +42,7 @@ class Evidence:
     exit_code: int | None = None
     heartbeat_at: float | None = None
     heartbeat: str = ""
+    step_time_s: float | None = None
     cancelled: bool = False
     submitting: bool = False
 
@@ -97,7 +101,8 @@ def _may_go_on(evidence: Evidence) -> bool:
 
 def _is_fresh(evidence: Evidence) -> bool:
     beat = evidence.heartbeat_at
-    return beat is not None and abs(evidence.now - beat) < HEARTBEAT_FRESH_S
+    fresh_s = max(HEARTBEAT_FRESH_S, _STEPS * (evidence.step_time_s or 0.0))
+    return beat is not None and abs(evidence.now - beat) < fresh_s
 
 
 def _silence(evidence: Evidence) -> str:

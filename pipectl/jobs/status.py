@@ -259,6 +259,7 @@ def _job(record: Record, answer: Answer, reading: Reading, now: float) -> JobSta
             exit_code=reading.exit_code,
             heartbeat_at=reading.heartbeat_at,
             heartbeat=_said(reading.heartbeat),
+            step_time_s=reading.measured.step_time_s,
             cancelled=record.state == "cancelled",
             submitting=record.state == "submitting",
         )

@@ -1,4 +1,4 @@
-"""``heartbeat.json``: what a job does now, and how its ranks are; written every few seconds."""
+"""``heartbeat.json``: what a job does now, and how its ranks are; written behind steps."""
 
 from __future__ import annotations
 

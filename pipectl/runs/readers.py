@@ -16,7 +16,7 @@ from pipectl.runs.sound import sound
 
 _EDGE = 1 << 17
 """Bytes at either end of a long file."""
-_FAULT = b'"not_finite"'
+_FAULT, _ATTEMPT = b'"not_finite"', re.compile(rb'"attempt": (\d+)')
 _CURE = "the running job writes it again within seconds"
 
 
@@ -28,7 +28,8 @@ def read_metrics(run: RunDirectory) -> list[dict[str, Any]]:
 def read_figures(run: RunDirectory) -> list[dict[str, Any]]:
     """As :func:`read_metrics`, of long runs only the first and last lines, and those that are rare.
 
-    What is rare is what was not finite; of evaluations, the last ones are there.
+    What is rare is what was not finite, and an attempt's first line; of evaluations, the last ones
+    are there.
     """
     try:
         with run.metrics.open("rb") as stream:
@@ -115,18 +116,32 @@ def last_checkpoint(run: RunDirectory) -> Path | None:
 
 
 def _edges(stream: BinaryIO) -> bytes:
-    """The file, or its begin, its end, and lines between them that tell of faults."""
-    head = stream.read(_EDGE)
-    rest = stream.read()
-    if len(rest) <= _EDGE:
-        return head + rest
-    middle = rest[:-_EDGE]
-    faults, at = [], middle.find(_FAULT)
+    """The file, or its begin, its end, and of the lines between them those that are rare."""
+    text = stream.read()
+    if len(text) <= 2 * _EDGE:
+        return text
+    begin = text.rfind(b"\n", 0, _EDGE) + 1
+    end = text.find(b"\n", len(text) - _EDGE) + 1 or len(text)
+    rare = sorted({*_faults(text, begin, end), *_first_of_attempts(text, begin, end)})
+    lines = (text[text.rfind(b"\n", 0, at) + 1 : text.find(b"\n", at) + 1 or None] for at in rare)
+    return b"".join((text[:begin], *lines, text[end:]))
+
+
+def _faults(text: bytes, begin: int, end: int) -> Iterator[int]:
+    """Where a fault is told of."""
+    at = text.find(_FAULT, begin, end)
     while at >= 0:
-        end = middle.find(b"\n", at)
-        faults.append(middle[middle.rfind(b"\n", 0, at) + 1 : end if end >= 0 else len(middle)])
-        at = middle.find(_FAULT, end) if end >= 0 else -1
-    return b"\n".join((head, *faults, rest[-_EDGE:]))
+        yield at
+        at = text.find(_FAULT, at + 1, end)
+
+
+def _first_of_attempts(text: bytes, begin: int, end: int) -> Iterator[int]:
+    """Within each attempt's first line: later attempts overrule earlier ones from its step on."""
+    found = _ATTEMPT.search(text, begin, end)
+    while found:
+        yield found.start()
+        other = re.compile(rb'"attempt": (?!%b\b)(\d+)' % found[1])
+        found = other.search(text, found.end(), end)
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -81,6 +81,12 @@ def test_a_fresh_heartbeat_means_running() -> None:
     assert "squeue: down" in status.reason
 
 
+def test_heartbeats_are_as_far_apart_as_steps() -> None:
+    assert verdict(heartbeat_at=NOW - 80, step_time_s=90.0).state is JobState.RUNNING
+    assert verdict(heartbeat_at=NOW - 280, step_time_s=90.0).state is JobState.UNKNOWN
+    assert verdict(heartbeat_at=NOW - 80, step_time_s=1.0).state is JobState.UNKNOWN
+
+
 def test_an_absent_job_of_just_now_is_queued() -> None:
     assert verdict(submitted_at=NOW - 59).state is JobState.QUEUED
     assert verdict(submitted_at=NOW - 61).state is JobState.UNKNOWN

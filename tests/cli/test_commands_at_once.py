@@ -215,6 +215,23 @@ def test_clocks_that_differ_change_no_state(
     assert cli("status", "last").code == 0
 
 
+def test_a_heartbeat_may_be_as_old_as_steps_are_long(
+    cli: Command, profile: Path, queue: Path, program: Callable[[str, str], Path]
+) -> None:
+    assert cli(*SUBMIT).code == 0
+    (run,) = runs()
+    program("squeue", "echo down >&2; exit 1")
+    program("sacct", "exit 1")
+    record = json.loads(run.record.read_text())
+    run.record.write_text(json.dumps({**record, "submitted_at": time.time() - 7200}))
+    run.heartbeat.write_text(json.dumps({"state": "training", "step": 1, "steps": 4}))
+    os.utime(run.heartbeat, (time.time() - 80, time.time() - 80))
+    for step_time_s, state in ((1.0, "UNKNOWN"), (90.0, "RUNNING")):
+        line = {"attempt": 1, "step": 1, "steps": 4, "loss": 1.0, "step_time_s": step_time_s}
+        run.metrics.write_text(json.dumps(line) + "\n")
+        assert json.loads(cli("status", "last", "--json").out)["state"] == state
+
+
 def modes(folder: Path) -> set[str]:
     paths = (path for path in folder.rglob("*") if path.name != "job.sh")
     return {f"{stat.S_IMODE(path.stat().st_mode):o}" for path in paths}

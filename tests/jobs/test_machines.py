@@ -74,10 +74,11 @@ def test_a_described_cluster_is_taken_as_it_is(tmp_path: Path) -> None:
     assert cluster_of(load(tmp_path / "job.yaml"), "slurm") == described
 
 
-def test_a_described_cluster_needs_as_many_ranks(tmp_path: Path) -> None:
-    assumed_cluster("mine", [5], 4, None).save(tmp_path / "cluster.json")
+@pytest.mark.parametrize("ranks", [5, 8_000_000_000])
+def test_a_described_cluster_needs_as_many_ranks(tmp_path: Path, ranks: int) -> None:
+    assumed_cluster("mine", [ranks], 4, None).save(tmp_path / "cluster.json")
     (tmp_path / "job.yaml").write_text(JOB + "cluster: cluster.json\n")
-    with pytest.raises(MismatchError, match="describes 5 ranks, resources: ask for 6"):
+    with pytest.raises(MismatchError, match=f"describes {ranks} ranks, resources: ask for 6"):
         cluster_of(load(tmp_path / "job.yaml"), "local")
 
 

@@ -53,6 +53,18 @@ def test_an_attempt_that_did_steps_again_wins(run: RunDirectory) -> None:
     assert (found.step, found.last_loss, found.first_loss) == (STEPS - 101, 7.0, 3.0)
 
 
+@pytest.mark.parametrize("size", [1 << 17, 1 << 18])
+def test_faults_that_a_later_attempt_trained_past_are_over(run: RunDirectory, size: int) -> None:
+    """Also where a border cuts the line with which it begins, 50 bytes before ``size``."""
+    fault = {"attempt": 1, "step": 800, "not_finite": {"loss_of_micro_batch": 2}}
+    first = [*map(line, range(1, size // 150)), json.dumps({**fault, "pad": ""})]
+    pad = "x" * (size - 50 - sum(map(len, first)) - len(first))
+    first[-1] = json.dumps({**fault, "pad": pad})
+    second = [line(step, 2) for step in range(701, 8000)]
+    run.metrics.write_text("\n".join([*first, *second]) + "\n")
+    assert measured(read_figures(run)).not_finite == measured(read_metrics(run)).not_finite == ()
+
+
 def test_short_files_are_read_whole(run: RunDirectory) -> None:
     assert read_figures(run) == []
     run.metrics.write_text("\n".join(line(step) for step in range(1, 50)) + '\n{"torn')
