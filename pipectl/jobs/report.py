@@ -165,10 +165,14 @@ def _timelines(found: RunStatus, step: Traced | None, trace_name: str) -> Iterat
 
 
 def _memory(found: RunStatus) -> Iterator[str]:
-    peaks = found.peaks[:_MOST_RANKS]
+    every = found.peaks
+    largest = sorted(every, key=lambda peak: -peak.measured_bytes)[:_MOST_RANKS]
+    peaks = sorted(largest, key=lambda peak: peak.rank)
     if not peaks:
         return
     yield heading("Memory")
+    if len(peaks) < len(every):
+        yield paragraph(f"{len(peaks)} of {len(every):,} ranks: those that hold most.")
     most = max(max(peak.measured_bytes, peak.predicted_bytes or 0) for peak in peaks)
     rows = []
     for peak in peaks:

@@ -12,7 +12,7 @@ from pipectl.batch import JobRequest, JobState, get
 from pipectl.batch.process import NoAnswerError
 from pipectl.cluster import Cluster
 from pipectl.errors import PipectlError, UsageError
-from pipectl.files import write_text
+from pipectl.files import make_directory, write_text
 from pipectl.jobs.launching import settle
 from pipectl.jobs.machines import find_machines
 from pipectl.jobs.plan import find_plan, fresh_plan, write_plan
@@ -85,7 +85,8 @@ def _resume(
     plan = before
     if before is not None:
         spec, plan = _planned(run, spec, overrides, cluster, before)
-    record = _hand_over(run, spec, plan, cluster, record, now)
+    moves = _aside(run) if plan != before else {}
+    record = _hand_over(run, spec, plan, cluster, record, now, moves)
     last = last_checkpoint(run)
     step = 0 if last is None else step_of(last) or 0
     return Resumption(run, record, plan, step, planned=plan != before)
@@ -137,6 +138,7 @@ def _hand_over(
     cluster: Cluster,
     record: Record,
     now: float,
+    moves: Mapping[Path, Path],
 ) -> Record:
     scheduler = get(record.scheduler)
     request = job_request(spec, run.path, make_tag(run.path), prepare=plan is None, plan=plan)
@@ -145,6 +147,7 @@ def _hand_over(
     record = _begun_anew(record, request, spec.training.steps, now)
     before = _contents(run)
     try:
+        _move(moves)
         write_job(run, spec, request.template)
         cluster.save(run.cluster)
         if plan is not None:
@@ -154,14 +157,14 @@ def _hand_over(
         run.exit_code.unlink(missing_ok=True)
         run.resubmitted.unlink(missing_ok=True)
     except (PipectlError, OSError, KeyboardInterrupt):
-        _put_back(run, before)
+        _put_back(run, before, moves)
         raise
     try:
         job_id = scheduler.submit(run.script, request)
     except NoAnswerError:  # the job may be on its way, as behind a Ctrl-C
         raise
     except PipectlError:
-        _put_back(run, before)
+        _put_back(run, before, moves)
         raise
     record = record.after(now, "submitted", job_id=job_id)
     with suppress(UsageError):  # it is found by its tag
@@ -201,8 +204,26 @@ def _contents(run: RunDirectory) -> dict[Path, str | None]:
     return {path: _content(path) for path in paths}
 
 
-def _put_back(run: RunDirectory, before: Mapping[Path, str | None]) -> None:
+def _aside(run: RunDirectory) -> dict[Path, Path]:
+    """Where recorded steps go when the run gets another plan, which they say nothing of."""
+    folder = run.trace_before(read_starts(run))
+    return {path: folder / path.name for path in run.trace.glob("step-*.json")}
+
+
+def _move(moves: Mapping[Path, Path]) -> None:
+    for path, place in moves.items():
+        make_directory(place.parent)
+        path.replace(place)
+
+
+def _put_back(
+    run: RunDirectory, before: Mapping[Path, str | None], moves: Mapping[Path, Path]
+) -> None:
     """Make the files what they were; each of them, even if others cannot be written."""
+    for path, place in moves.items():
+        with suppress(OSError):
+            place.replace(path)
+            place.parent.rmdir()  # once it is empty
     for path, text in before.items():
         with suppress(UsageError, OSError):
             if text is None:

@@ -47,7 +47,7 @@ def traced(run: RunDirectory, step: int | None = None) -> Traced:
     """A recorded step; by default the last.
 
     Raises:
-        UsageError: it was not recorded.
+        UsageError: it was not recorded, or under another plan than the run has now.
         DataFileError: a file is missing or damaged.
     """
     steps = tuple(measured_steps(run))
@@ -63,4 +63,11 @@ def traced(run: RunDirectory, step: int | None = None) -> Traced:
             f"{run.name}: step {chosen} is not recorded", cure=f"steps that are: {some}"
         )
     predicted, measured = Timeline.load(run.predicted), Timeline.load(run.measured_of(chosen))
-    return Traced(run, Plan.load(run.plan), steps, predicted, measured)
+    plan = Plan.load(run.plan)
+    if measured.ranks != plan.ranks:
+        raise UsageError(
+            f"{run.name}: step {chosen} was recorded on {measured.ranks} ranks, and the plan has "
+            f"{plan.ranks}",
+            cure="it is of an earlier plan; `--step` chooses another",
+        )
+    return Traced(run, plan, steps, predicted, measured)

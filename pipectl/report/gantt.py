@@ -13,7 +13,7 @@ what else occurs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -49,8 +49,8 @@ def legend(timeline: Timeline, *, max_ranks: int = MOST_RANKS) -> str:
     """What the characters mean, of those that occur; and whether ranks are left out."""
     kinds = {event.kind for event in timeline.events}
     marks = "  ".join(f"{FILLS[kind]} {name}" for kind, name in NAMES.items() if kind in kinds)
-    left_out = timeline.ranks > max_ranks
-    some = f", {max_ranks} of {timeline.ranks:,} ranks are shown" if left_out else ""
+    shown = len(drawn_ranks([timeline], max_ranks))
+    some = f", {shown} of {timeline.ranks:,} ranks are shown" if shown < timeline.ranks else ""
     return f"{marks}  (digits: micro-batch, blank: idle{some})"
 
 
@@ -65,7 +65,7 @@ def gantt(timeline: Timeline, width: int, *, max_ranks: int = MOST_RANKS) -> lis
     end_s = timeline.end_s
     if end_s <= 0:
         return []
-    ranks = shown_ranks(timeline.ranks, max_ranks)
+    ranks = drawn_ranks([timeline], max_ranks)
     by_rank: dict[int, list[Event]] = {rank: [] for rank in ranks}
     for event in timeline.events:
         if event.rank in by_rank and event.kind in FILLS:
@@ -82,6 +82,20 @@ def shown_ranks(ranks: int, max_ranks: int) -> Sequence[int]:
     if ranks <= max_ranks:
         return range(ranks)
     return sorted({round(row * (ranks - 1) / (max_ranks - 1)) for row in range(max_ranks)})
+
+
+def drawn_ranks(timelines: Iterable[Timeline], max_ranks: int) -> Sequence[int]:
+    """As :func:`shown_ranks`, of those of which there is something to draw."""
+    known = recorded_ranks(timelines)
+    return [known[place] for place in shown_ranks(len(known), max_ranks)]
+
+
+def recorded_ranks(timelines: Iterable[Timeline]) -> Sequence[int]:
+    """The ranks that have events in all timelines; all ranks where none has."""
+    timelines = list(timelines)
+    found = [{event.rank for event in timeline.events} for timeline in timelines]
+    most = max(timeline.ranks for timeline in timelines)
+    return sorted(set.intersection(*found)) or range(most)
 
 
 def _row(events: Sequence[Event], columns: int, end_s: float) -> Iterator[Segment]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from html import escape
 from typing import NamedTuple
 
-from pipectl.report.gantt import shown_ranks
+from pipectl.report.gantt import recorded_ranks, shown_ranks
 from pipectl.report.looks import COLOURS, FILLS, NAMES
 from pipectl.timeline import Event, Timeline
 from pipectl.units import format_time
@@ -53,7 +53,7 @@ def gantts_svg(timelines: Mapping[str, Timeline], title: str, *notes: str, width
     """
     drawn = [event for each in timelines.values() for event in each.events if event.kind in FILLS]
     ranks = max(timeline.ranks for timeline in timelines.values())
-    rows = _rows_of(ranks, len(drawn))
+    rows = _rows_of(timelines.values())
     if len(rows) < ranks:
         notes = (*notes, f"{len(rows)} of {ranks:,} ranks are shown")
     top = 28 + _LINE * len(notes) + _LEGEND_HEIGHT
@@ -90,11 +90,14 @@ def _panels(timelines: Mapping[str, Timeline], rows: int, top: int) -> Iterator[
         top += rows * _ROW_HEIGHT
 
 
-def _rows_of(ranks: int, events: int) -> dict[int, int]:
+def _rows_of(timelines: Collection[Timeline]) -> dict[int, int]:
     """The row of every rank that is shown."""
-    affordable = _MOST_BARS * ranks // max(1, events)
-    shown = shown_ranks(ranks, max(2, min(_MOST_RANKS, affordable)))
-    return {rank: row for row, rank in enumerate(shown)}
+    known = recorded_ranks(timelines)
+    drawn = (event.rank for each in timelines for event in each.events if event.kind in FILLS)
+    bars = sum(map(set(known).__contains__, drawn))
+    affordable = _MOST_BARS * len(known) // max(1, bars)
+    shown = shown_ranks(len(known), max(2, min(_MOST_RANKS, affordable)))
+    return {known[place]: row for row, place in enumerate(shown)}
 
 
 def _heading(title: str, notes: tuple[str, ...]) -> Iterator[str]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipectl.report.gantt import shown_ranks
+from pipectl.report.gantt import drawn_ranks
 from pipectl.report.looks import COLOURS
 from pipectl.report.page import script
 from pipectl.timeline import Timeline
@@ -106,18 +106,18 @@ def timelines_html(timelines: Mapping[str, Timeline]) -> str:
         timelines: by name.
     """
     kinds = list(COLOURS)
-    data = [_data(name, timeline, kinds) for name, timeline in timelines.items()]
+    ranks = drawn_ranks(timelines.values(), _MOST_RANKS)
+    data = [_data(name, timeline, ranks, kinds) for name, timeline in timelines.items()]
     return f'<canvas id="timelines"></canvas><p id="told" class="faint">{_HINT}</p>' + script(
         _PROGRAM, timelines=data, kinds=kinds, colours=COLOURS
     )
 
 
-def _data(name: str, timeline: Timeline, kinds: list[str]) -> dict[str, Any]:
-    ranks = list(shown_ranks(timeline.ranks, _MOST_RANKS))
+def _data(name: str, timeline: Timeline, ranks: Sequence[int], kinds: list[str]) -> dict[str, Any]:
     events: dict[int, list[list[float]]] = {rank: [] for rank in ranks}
     number = {kind: index for index, kind in enumerate(kinds)}
     for event in timeline.events:
         if event.kind in number and event.rank in events:
             times = [round(event.start_s, 9), round(event.end_s, 9)]
             events[event.rank].append([*times, number[event.kind], event.stage, event.micro_batch])
-    return {"name": name, "end": timeline.end_s, "ranks": ranks, "events": events}
+    return {"name": name, "end": timeline.end_s, "ranks": list(ranks), "events": events}

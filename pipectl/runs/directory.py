@@ -148,7 +148,7 @@ class RunDirectory:
 
     @property
     def heartbeat(self) -> Path:
-        """What the ranks do, a few seconds old."""
+        """What the ranks do, as of one of the last steps."""
         return self.path / "heartbeat.json"
 
     @property
@@ -192,6 +192,10 @@ class RunDirectory:
     def measured_of(self, step: int) -> Path:
         """Timeline of a step as it was."""
         return self.trace / f"step-{step:06d}.json"
+
+    def trace_before(self, starts: int) -> Path:
+        """Timelines of steps under an earlier plan, after so many starts of the job."""
+        return self.trace / f"attempt-{starts}"
 
     @property
     def report(self) -> Path:

@@ -56,6 +56,16 @@ def test_everything_about_a_run(cli: Command, traced: Path) -> None:
     assert sum(event["ph"] == "X" for event in events) == 16
 
 
+def test_of_very_many_ranks_those_are_shown_that_hold_most(cli: Command, traced: Path) -> None:
+    ranks = [{"rank": rank, "peak_bytes": (1 + rank) << 20} for rank in range(100)]
+    (traced / "heartbeat.json").write_text(json.dumps({"version": 1, "ranks": ranks}))
+    assert cli("report").code == 0
+    text = (traced / "report.html").read_text()
+    assert "64 of 100 ranks: those that hold most." in text
+    shown = re.findall(r"\brank (\d+)\b", text.partition(">Memory<")[2])
+    assert list(map(int, shown)) == list(range(36, 100))
+
+
 def test_a_run_that_has_nothing_yet(cli: Command, failed: Path, tmp_path: Path) -> None:
     assert cli("report", "-o", "there/page.html").code == 0
     text = (tmp_path / "there" / "page.html").read_text()

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from conftest import Command
 
 Program = Callable[[str, str], Path]
+FOUR_RANKS = ("--set", "resources.nodes=4", "--set", "pipeline={stages: 4}")
 
 
 @pytest.fixture
@@ -59,8 +60,7 @@ def test_the_same_job_goes_on_in_its_directory(cli: Command, ended: RunDirectory
 def test_other_ranks_get_another_plan_with_the_same_micro_batches(
     cli: Command, ended: RunDirectory
 ) -> None:
-    sets = ("--set", "resources.nodes=4", "--set", "pipeline={stages: 4}")
-    result = cli("resume", "last", *sets, "--json")
+    result = cli("resume", "last", *FOUR_RANKS, "--json")
     assert result.code == 0
     answer = json.loads(result.out)
     assert (answer["from_step"], answer["planned_anew"], answer["job_id"]) == (2, True, "42")
@@ -69,6 +69,21 @@ def test_other_ranks_get_another_plan_with_the_same_micro_batches(
     record = Record.load(ended.record)
     assert (record.ranks, record.nodes) == (4, 4)
     assert "--nodes=4" in ended.script.read_text()
+
+
+def test_recorded_steps_make_way_for_those_of_another_plan(
+    cli: Command, ended: RunDirectory
+) -> None:
+    ended.attempt.write_text("2\n")
+    step = ended.measured_of(2)
+    step.write_text("{}")
+    assert cli("resume", "last").code == 0
+    assert step.exists()
+    ended.exit_code.write_text("1\n")
+    assert cli("resume", "last", *FOUR_RANKS).code == 0
+    assert not step.exists()
+    assert (ended.trace_before(2) / step.name).read_text() == "{}"
+    assert ended.predicted.exists()
 
 
 def test_it_goes_back_into_the_queue_as_often_as_a_new_run(
@@ -105,11 +120,13 @@ def test_a_rejected_submission_leaves_the_run_as_it_was(
     cli: Command, ended: RunDirectory, program: Program
 ) -> None:
     program("sbatch", "echo 'sbatch: error: invalid partition' >&2; exit 1")
+    ended.measured_of(2).write_text("{}")
     before = contents(ended)
-    result = cli("resume", "last", "--set", "resources.nodes=4", "--set", "pipeline={stages: 4}")
+    result = cli("resume", "last", *FOUR_RANKS)
     assert (result.code, result.out) == (5, "")
     assert "invalid partition" in result.err
     assert contents(ended) == before
+    assert list(ended.trace.glob("attempt-*")) == []
 
 
 def test_a_run_that_is_not_over_is_refused(

@@ -75,6 +75,21 @@ def test_a_picture_shows_both(cli: Command, run: RunDirectory) -> None:
         assert words in picture
 
 
+def test_a_step_of_an_earlier_plan_is_not_compared(
+    cli: Command, run: RunDirectory, pipeline: Callable[..., Plan]
+) -> None:
+    cluster = Cluster("c", "t", (Node("n", 4, 4, Device("cpu")),), FREE, FREE)
+    events = simulate(pipeline(4, 4), cluster).timeline.events
+    Timeline(events, 4, 12).save(run.measured_of(12))
+    result = cli("trace", "last", "--perfetto", "step.json")
+    assert result.code == 2
+    assert "step 12 was recorded on 4 ranks, and the plan has 2" in result.err
+    assert not Path("step.json").exists()
+    assert cli("report").code == 0
+    assert "measured, step" not in run.report.read_text()
+    assert cli("trace", "last", "--step", "10").code == 0
+
+
 def test_what_is_not_there_is_said(cli: Command, run: RunDirectory) -> None:
     result = cli("trace", "last", "--step", "7")
     assert result.code == 2

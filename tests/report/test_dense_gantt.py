@@ -1,12 +1,16 @@
 """More blocks than columns, more ranks than rows, and the kinds that not every plan has."""
 
+import json
+import re
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 
-from pipectl.report.gantt import gantt, legend
-from pipectl.report.gantt_svg import gantt_svg
+from pipectl.report.gantt import gantt, legend, shown_ranks
+from pipectl.report.gantt_svg import gantt_svg, gantts_svg
 from pipectl.report.looks import FILLS
+from pipectl.report.timelines_html import timelines_html
 from pipectl.timeline import Event, Timeline
 
 
@@ -19,6 +23,10 @@ def alternating(count: int, forward_s: float, backward_s: float, idle_s: float =
         end = start + forward_s + backward_s
         events.append(Event(0, start + forward_s, end, "backward", 0, index))
     return Timeline(tuple(events), 1)
+
+
+def at_once(ranks: Iterable[int], of: int) -> Timeline:
+    return Timeline(tuple(Event(rank, 0.0, 1.0, "forward", 0, 0) for rank in ranks), of)
 
 
 @pytest.mark.parametrize(("forward_s", "backward_s", "idle_s"), [(1, 2, 0), (1, 1, 2), (3, 5, 2)])
@@ -45,7 +53,7 @@ def test_the_legend_names_what_occurs_and_what_is_left_out():
     assert legend(Timeline(tuple(kinds), 1)) == (
         "░ forward  ▒ forward again  R sum of gradients  (digits: micro-batch, blank: idle)"
     )
-    many = legend(Timeline((Event(0, 0.0, 1.0, "backward"),), 1024))
+    many = legend(at_once(range(1024), 1024))
     assert many.endswith("blank: idle, 32 of 1,024 ranks are shown)")
 
 
@@ -55,8 +63,7 @@ def test_every_kind_that_is_drawn_has_a_name():
 
 
 def test_a_picture_of_many_ranks_shows_some_and_says_so():
-    events = tuple(Event(rank, 0.0, 1.0, "forward", 0, 0) for rank in range(1024))
-    picture = gantt_svg(Timeline(events, 1024), "many", "a note")
+    picture = gantt_svg(at_once(range(1024), 1024), "many", "a note")
     assert "64 of 1,024 ranks are shown" in picture
     assert ">rank 0<" in picture
     assert ">rank 1023<" in picture
@@ -70,3 +77,19 @@ def test_a_picture_of_many_events_stays_small():
         for index in range(5000)
     )
     assert gantt_svg(Timeline(events, 32), "many").count("<rect class") < 25_000
+
+
+def test_ranks_that_were_not_recorded_have_no_rows():
+    measured, predicted = at_once(shown_ranks(100, 70), 100), at_once(range(100), 100)
+    rows = gantt(measured, 80)
+    assert len(rows) == 32
+    assert all("░" in str(row) for row in rows)
+    assert "32 of 100 ranks are shown" in legend(measured)
+    both = {"predicted": predicted, "measured": measured}
+    picture = gantts_svg(both, "both")
+    assert "64 of 100 ranks are shown" in picture
+    assert picture.count('<rect class="forward"') == 2 * 64 + 1  # and the legend's
+    (drawn,) = re.findall(r"const timelines = (.*);", timelines_html(both))
+    for timeline in json.loads(drawn):
+        assert len(timeline["events"]) == 32
+        assert all(timeline["events"].values())
