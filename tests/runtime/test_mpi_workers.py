@@ -81,14 +81,25 @@ def whole_batch_loss() -> float:
     return float(parts.loss(model(data.vectors[:4]), data.targets[:4]).detach())
 
 
+def test_every_step_draws_masks_of_its_own(make_spec: Any, make_run: Any, work: Any) -> None:
+    """Nothing else tells steps apart: weights stay, and each has the same four samples."""
+    model = {"factory": f"{HERE / 'job_parts.py'}:Model", "kwargs": {"dropout": 0.5}}
+    still = {"factory": "torch.optim:SGD", "kwargs": {"lr": 0.0}}
+    run = make_run(make_spec(1, data={"kwargs": {"count": 4}}, model=model, optimizer=still))
+    done = work(0, run)
+    assert done.returncode == 0, done.stderr
+    losses = [line["loss"] for line in read_metrics(run)]
+    assert len(set(losses)) == len(losses) == 5
+
+
 @pytest.mark.parametrize("progress", ["poll", "thread"])
-def test_help_and_checks_change_no_bit(
-    make_spec: Any, make_run: Any, work: Any, progress: str
+def test_help_and_checks_are_those_that_the_job_asks_for_and_change_no_bit(
+    make_spec: Any, make_run: Any, work: Any, launch: Any, progress: str
 ) -> None:
-    launch = {"progress": progress, "check_messages": True}
-    one, two = make_run(make_spec(1)), make_run(make_spec(2, launch=launch))
-    for ranks, run in ((0, one), (2, two)):
-        done = work(ranks, run)
+    """The two ranks fail where messages, operators or checkpoints were not told."""
+    asked = {"progress": progress, "check_messages": True}
+    one, two = make_run(make_spec(1)), make_run(make_spec(2, launch=asked))
+    for done in (work(0, one), launch(2, HERE / "wired_worker.py", "--run", two.path)):
         assert done.returncode == 0, done.stderr
     weights = [checkpoint.load(run.checkpoints / "step-000005") for run in (one, two)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

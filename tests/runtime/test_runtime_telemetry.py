@@ -70,6 +70,14 @@ def test_a_line_per_step(run: RunDirectory) -> None:
     assert second["loss"] == 1.0
 
 
+def test_a_step_is_written_once_every_rank_has_reported_it(run: RunDirectory) -> None:
+    writer = telemetry(run)
+    writer.report(report(1))
+    writer._reports[2] = {1: {}}  # another rank is ahead
+    assert writer.has_written(1)
+    assert not writer.has_written(2)
+
+
 def test_an_evaluation_is_a_line_of_its_own(run: RunDirectory) -> None:
     writer = telemetry(run, attempt=2)
     writer.report(report(1))
