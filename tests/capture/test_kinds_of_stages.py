@@ -1,0 +1,65 @@
+"""Stages that keep what backwards need, that recompute it, and that do so in blocks.
+
+None of this changes a bit, so other tests would not miss it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pipectl.capture import CapturedJob, Cut
+from pipectl.capture.batch import by_name
+from pipectl.runtime.blocked_stage import BlockedStage
+from pipectl.runtime.device import CpuDevice
+from pipectl.runtime.offload import HostStore, Mover, StageOffload
+from pipectl.runtime.stage import StageRuntime
+
+KINDS = ("keeping", "recomputing", "in blocks")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def job(job_of: Any) -> Any:
+    """Of five operators, the last four of which are a block."""
+    return job_of("deeper")
+
+
+def stage_of(job: CapturedJob, kind: str, offload: StageOffload | None = None) -> StageRuntime:
+    """All of a model."""
+    graph = job.training_graph(4)
+    cuts = {(True, 4): Cut(graph, {node.name: 0 for node in graph.operators}, training=True)}
+    if kind == "in blocks":
+        firsts = [graph.operators[-4].name]
+        return BlockedStage(0, cuts, firsts, job.states, CpuDevice(), offload=offload)
+    recompute = kind == "recomputing"
+    return StageRuntime(0, cuts, job.states, CpuDevice(), recompute=recompute, offload=offload)
+
+
+def forward(job: CapturedJob, stage: StageRuntime) -> None:
+    known = by_name(job.training_graph(4), job.loader.example(4))
+    stage.forward(0, 4, 0, {name: known[name] for name in stage.inputs(True, 4)}, {})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_forward_leaves_behind_may_leave_the_device(
+    job: CapturedJob, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StageOffload, "least_bytes", 0)
+    mover = Mover(HostStore(), CPU)
+    offload = StageOffload(mover, CPU)
+    stage = stage_of(job, kind, offload)
+    forward(job, stage)
+    assert offload._pools[0].blocks
+    mover.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_messages_advance_between_operators(job: CapturedJob, kind: str) -> None:
+    calls: list[str] = []
+    stage = stage_of(job, kind)
+    stage.let_advance(lambda: calls.append("call"))
+    forward(job, stage)
+    assert calls
