@@ -6,9 +6,11 @@ the same parts in the same order.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import cell_jobs as JOBS
 import pytest
 import replica_cells as CELLS
 import torch
@@ -27,9 +29,15 @@ def weights(trained: Path, cell: Any) -> dict[str, Tensor]:
 
 
 def figures(trained: Path, cell: Any) -> list[float | None]:
-    """Losses, then norms of gradients, of all steps; None for the norm of a skipped one."""
+    """Losses, then norms of gradients, of all steps, then losses of evaluations.
+
+    The norm of a skipped step is None. Evaluations with statistics of a norm are left out.
+    """
     lines = read_metrics(RunDirectory(trained / str(cell.ranks) / str(cell)))
-    return [line[key] for key in ("loss", "gradient_norm") for line in lines if "loss" in line]
+    found = [line[key] for key in ("loss", "gradient_norm") for line in lines if "loss" in line]
+    if cell.model != "cnn":
+        found += [line["evaluation"]["loss"] for line in lines if "evaluation" in line]
+    return found
 
 
 def assert_close(found: list[float | None], expected: list[float | None], rel: float) -> None:
@@ -84,6 +92,14 @@ def test_replicas_add_in_another_order_than_one_rank(trained: Path) -> None:
     """The table would also be equal if one replica did all the work."""
     found, expected = (weights(trained, Shared("gpt", count)) for count in ((2,), (1,)))
     assert any(not torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.mpi
+def test_sums_begin_while_the_last_backward_of_a_step_goes_on(trained: Path) -> None:
+    """The table would also be equal if they began behind it. Before the steps is the warm-up."""
+    cell = Shared("gpt", (2,))
+    early = json.loads((trained / "2" / str(cell) / "early_sums.json").read_text())
+    assert early[-JOBS.STEPS :] == [True] * JOBS.STEPS
 
 
 @pytest.mark.mpi

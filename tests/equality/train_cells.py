@@ -37,11 +37,13 @@ from whole_product import Cell
 from pipectl.capture import CapturedGraph, CapturedJob, Cut
 from pipectl.plan import Plan
 from pipectl.runs import RunDirectory
+from pipectl.runtime import replicas as replicas_module
 from pipectl.runtime import stage as stage_module
 from pipectl.runtime.compiling import compile_stage
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.failure import Doing
 from pipectl.runtime.offload import StageOffload
+from pipectl.runtime.reduction import StageReduction
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.trainer import Trainer
 from pipectl.runtime.waiting import barrier
@@ -102,6 +104,18 @@ class Lent(MPI.Intracomm):
         self.made.clear()
 
 
+EARLY: list[bool] = []
+"""Of every sum that is started: whether a part of it was on its way before."""
+
+
+class Noted(StageReduction):
+    """Notes how early its sums are."""
+
+    def start(self) -> None:
+        EARLY.append(any(bucket.started for bucket in self._buckets))
+        super().start()
+
+
 class Training:
     """Trains cell after cell; a model is captured once."""
 
@@ -127,8 +141,11 @@ class Training:
             (run.path / "split_uses.json").write_text(json.dumps(sorted(split)))
             (run.path / "stages.json").write_text(json.dumps(stages_of_states(graph, stages)))
         lent = Lent(self.communicator)
+        EARLY.clear()
         Trainer(Setup(lent, job, plan, CpuDevice(), Doing()), run, 1).train()
         lent.take_back()
+        if self.communicator.rank == 0:
+            (run.path / "early_sums.json").write_text(json.dumps(EARLY))
 
 
 def shared_plan(cell: Any, graph: CapturedGraph) -> tuple[Plan, dict[str, int]]:
@@ -154,6 +171,7 @@ if __name__ == "__main__":
     os.fsync = lambda _: None  # nothing here need outlive the machine
     torch.set_num_threads(1)
     StageOffload.least_bytes = 0
+    replicas_module.StageReduction = Noted
     # What reaches the compiler is tried here; the compiler itself would take minutes.
     stage_module.compile_stage = partial(compile_stage, backend="aot_eager")
     directory, world = Path(sys.argv[1]), MPI.COMM_WORLD

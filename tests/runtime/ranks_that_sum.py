@@ -1,6 +1,7 @@
-"""Replicas that sum gradients and share out updates; every rank says what it found.
+"""Replicas that sum gradients, share out updates and agree on buffers.
 
-Started as ``mpiexec -n RANKS python -m mpi4py ranks_that_sum.py FILE MODE``; rank 0 writes FILE.
+Started as ``mpiexec -n RANKS python -m mpi4py ranks_that_sum.py FILE MODE``; rank 0 writes FILE:
+what every rank found.
 """
 
 from __future__ import annotations
@@ -8,14 +9,18 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from pipectl.plan import Plan, Stage, StageCost
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.exchange import Exchange
 from pipectl.runtime.reduction import StageReduction
+from pipectl.runtime.replicas import Replicas
 from pipectl.runtime.sharding import Sharing, owners_of
 from pipectl.runtime.transport import Progress
 
@@ -54,6 +59,22 @@ def summed(exchange: Exchange, dtype: torch.dtype, *, shard: bool) -> dict[str, 
     return {n: None if p.grad is None else p.grad.double().tolist() for n, p in leaves.items()}
 
 
+def begun(exchange: Exchange) -> dict[str, list[bool]]:
+    """Whether each bucket is on its way behind a backward, before all are started."""
+    leaves, found = made(torch.float32), {}
+    reduction = StageReduction(0, exchange, leaves, bucket_bytes=32)
+    backward(leaves, exchange.replica)
+    reduction.learn()
+    for which in ("earlier", "last"):
+        if which == "last":
+            reduction.arm()
+        backward(leaves, exchange.replica)
+        found[which] = [bucket.started for bucket in reduction._buckets]
+    reduction.start()
+    reduction.finish()
+    return found
+
+
 def shared(exchange: Exchange) -> dict[str, list[float]]:
     """Parameters behind an update of each by its owner alone."""
     leaves = made(torch.float32)
@@ -66,6 +87,30 @@ def shared(exchange: Exchange) -> dict[str, list[float]]:
     return {name: leaf.tolist() for name, leaf in leaves.items()}
 
 
+def agreed(world: MPI.Intracomm, progress: Progress) -> dict[str, list[float]]:
+    """Buffers behind a step of which the first replica computes two micro-batches, others one."""
+    count = world.size + 1
+    stage = Stage(("n",), tuple(range(world.size)), StageCost(1.0, 2.0, 0.0, 0, 0, 0))
+    plan = Plan(
+        name="agreed",
+        fingerprint=None,
+        schedule="1f1b",
+        warm_up=(1,),
+        batch_size=count,
+        micro_batch_size=1,
+        micro_batches=count,
+        stages=(stage,),
+        transfers=(),
+        node_of_rank=(0,) * world.size,
+    )
+    buffers = {"mean": torch.tensor([12.0, 24.0]) * world.rank, "count": torch.tensor([5])}
+    held: Any = {0: SimpleNamespace(buffers=buffers)}
+    replicas = Replicas(world, plan, held, CpuDevice(), progress)
+    buffers["count"] += 1 if world.rank else 2
+    replicas.agree_on_buffers(plan, list(buffers))
+    return {name: buffer.tolist() for name, buffer in buffers.items()}
+
+
 def main(file: Path, mode: str) -> None:
     world = MPI.COMM_WORLD
     with Progress(mode) as progress:
@@ -74,7 +119,9 @@ def main(file: Path, mode: str) -> None:
             "float32": summed(exchange, torch.float32, shard=False),
             "bfloat16": summed(exchange, torch.bfloat16, shard=False),
             "sharded": summed(exchange, torch.float32, shard=True),
+            "begun": begun(exchange),
             "shared": shared(exchange),
+            "agreed": agreed(world, progress),
         }
     everyone = world.gather(found)
     if everyone is not None:

@@ -55,27 +55,41 @@ def test_one_that_is_alone_is_like_itself() -> None:
 
 
 @pytest.mark.mpi
-def test_a_flipped_bit_ends_the_job_within_the_steps_between_checks(
-    make_spec: Any, make_run: Any, work: Any, tmp_path: Path
+@pytest.mark.parametrize(
+    ("step", "every", "saving", "stop"),
+    [(3, 2, {}, False), (3, 0, {"checkpoint": {"every": 4}}, False), (1, 0, {}, True)],
+    ids=["every two steps", "before a checkpoint", "before a stop"],
+)
+def test_a_flipped_bit_ends_the_job_where_replicas_are_compared_next(
+    make_spec: Any,
+    make_run: Any,
+    work: Any,
+    tmp_path: Path,
+    step: int,
+    every: int,
+    saving: dict[str, Any],
+    stop: bool,
 ) -> None:
-    """On the second of three replicas, behind step 3; compared behind steps 2, 4 and 6."""
-    optimizer = {"factory": f"{PARTS}:Faulty", "kwargs": {"lr": 0.1, "rank": 1, "step": 3}}
-    training = {"steps": 6, "batch_size": 6, "check_replicas": 2}
+    """On the second of three replicas, a step before; no checkpoint has it."""
+    optimizer = {"factory": f"{PARTS}:Faulty", "kwargs": {"lr": 0.1, "rank": 1, "step": step}}
+    training = {"steps": 6, "batch_size": 6, "check_replicas": every}
     pipeline = {"micro_batches": 3, "stages": 1, "replicas": 3}
-    spec = make_spec(3, optimizer=optimizer, training=training, pipeline=pipeline)
+    spec = make_spec(3, optimizer=optimizer, training=training, pipeline=pipeline, **saving)
     one = make_run(make_spec(1, optimizer=optimizer, training=training))
     run = RunDirectory.create(tmp_path / "replicated", spec.name, 0.0)
     run.job.write_text((tmp_path / "job-3.yaml").read_text())
     profile = Profile.load(one.profile)
     profile.save(run.profile)
     find_plan(spec, profile, assumed_cluster("here", [3], 3, None)).save(run.plan)
+    if stop:  # all ranks do, behind step 2
+        run.stop.write_text("")
     done = work(3, run)
     assert done.returncode != 0
     (error,) = read_errors(run)
     assert error["rank"] == 1
     assert error["message"].startswith(
-        "step 4: the replicas of stage 0 no longer hold the same weights: 'layers.0.0.bias'; "
-        "rank 1 differs from the others of ranks 0, 1, 2"
+        f"step {step + 1}: the replicas of stage 0 no longer hold the same weights: "
+        "'layers.0.0.bias'; rank 1 differs from the others of ranks 0, 1, 2"
     )
-    assert {line["step"] for line in read_metrics(run)} <= {1, 2, 3, 4}
+    assert {line["step"] for line in read_metrics(run)} <= {*range(1, step + 2)}
     assert list(run.checkpoints.glob("step-*")) == []

@@ -67,12 +67,30 @@ def test_sharded_sums_are_at_their_owners_alone(found: list[dict[str, Any]]) -> 
 
 
 @pytest.mark.mpi
+def test_sums_begin_within_the_last_backward_and_no_earlier_one(
+    found: list[dict[str, Any]],
+) -> None:
+    for mine in found:
+        assert mine["begun"] == {"earlier": [False, False], "last": [True, True]}
+
+
+@pytest.mark.mpi
 def test_all_replicas_get_what_an_owner_updated(found: list[dict[str, Any]]) -> None:
     owners = RANKS.owners_of(RANKS.made(torch.float32), len(found))
     for mine in found:
         assert mine["shared"] == {
             name: [1.0 + owner] * RANKS.SIZES[name] for name, owner in owners.items()
         }
+
+
+@pytest.mark.mpi
+def test_statistics_are_means_over_micro_batches_and_counts_are_sums(
+    found: list[dict[str, Any]],
+) -> None:
+    micro_batches = len(found) + 1
+    mean = sum(12.0 * replica for replica in range(len(found))) / micro_batches
+    for mine in found:
+        assert mine["agreed"] == {"mean": [mean, 2 * mean], "count": [5 + micro_batches]}
 
 
 def test_state_is_shared_out_evenly() -> None:
