@@ -64,6 +64,17 @@ VARIANTS = {
         ),
         {},
     ),
+    "float16, trained": (
+        options(
+            training={
+                "steps": STEPS,
+                "batch_size": 4,
+                "precision": "float16",
+                "loss_scale": {"initial": 2.0**10, "growth_interval": 2},
+            }
+        ),
+        {},
+    ),
     "spoilt": (
         options(
             data={"factory": f"{PARTS}:Spoilt"},
@@ -105,6 +116,20 @@ def test_steps_are_left_out_before_and_after_the_checkpoint(
     found = [[x["step"] for x in read_metrics(run) if "not_finite" in x] for run in (whole, rest)]
     assert [step for step in found[0] if step > STOPPED] == found[1]
     assert min(found[0]) <= STOPPED < max(found[0])
+
+
+def test_half_precision_is_left_between_two_growths_of_its_scale(
+    trained: dict[str, tuple[RunDirectory, RunDirectory]],
+) -> None:
+    """The variants would also pass if every step were skipped."""
+    whole, _ = trained["float16, trained"]
+    stopped, ended = (
+        checkpoint.load(whole.checkpoints / f"step-{step:06d}").manifest
+        for step in (STOPPED, STEPS)
+    )
+    assert stopped.loss_scale is not None
+    assert stopped.loss_scale.steps_since == 1
+    assert ended.updates == STEPS
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -199,6 +224,30 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on(
     assert {line["attempt"] for line in lines} == {1, 2}
     ends = [checkpoint.load(found.checkpoints / f"step-{STEPS:06d}") for found in (whole, run)]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_steps_that_overlap_stop_where_the_pipeline_is_empty(module_runs: Any, work: Any) -> None:
+    """Which is behind the next checkpoint."""
+    sections, request = VARIANTS["asynchronous"]
+    run = module_runs(2, sections, **request)
+    run.stop.write_text("")
+    done = work(2, run)
+    assert done.returncode == 0, done.stderr
+    assert run.stopped.exists()
+    assert [line["step"] for line in read_metrics(run)] == [*range(1, STOPPED + 1)]
+    assert names(run) == [f"step-{STOPPED:06d}"]
+
+
+def test_checkpoints_stay_as_the_job_says(module_runs: Any, work: Any) -> None:
+    run = module_runs(1, options(checkpoint={"every": 1, "keep": 2, "keep_every": 4}))
+    done = work(0, run)
+    assert done.returncode == 0, done.stderr
+    assert names(run) == ["step-000009", "step-000008", "step-000004"]
+
+
+def names(run: RunDirectory) -> list[str]:
+    """Of the checkpoints, from the newest."""
+    return [path.name for path in checkpoints(run.checkpoints)]
 
 
 def kill_a_rank_behind_step(run: RunDirectory, process: subprocess.Popen[str], step: int) -> None:

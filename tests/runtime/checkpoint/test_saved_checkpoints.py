@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,6 +77,25 @@ def test_only_the_newest_are_kept(tmp_path: Path, states: dict[str, Tensor]) -> 
     for step in (5, 10, 999_999, 1_000_000):
         save(tmp_path, step, states, Keep(2))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1000000", "step-999999"]
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, states: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files and folders first, the manifest too; behind the renaming, the name."""
+    synced: set[tuple[str, bool]] = set()
+
+    def sync(handle: int) -> None:
+        path = Path(f"/proc/self/fd/{handle}").readlink().relative_to(tmp_path)
+        text = re.sub(r"/\.manifest\.json\..*", "/manifest.json", str(path))
+        synced.add((text, (tmp_path / "step-000007").exists()))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    save(tmp_path, 7, states)
+    files = "rank-0000.safetensors", "training/rank-0000.safetensors", "manifest.json"
+    part = ".step-000007.partial-1"
+    before = {part, f"{part}/training", *(f"{part}/{file}" for file in files)}
+    assert synced == {*((path, False) for path in before), (".", True)}
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path, states: dict[str, Tensor]) -> None:
