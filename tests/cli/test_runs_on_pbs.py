@@ -89,9 +89,20 @@ def test_a_server_that_is_down(cli: Any, job: Path, program: Program) -> None:
     program("qsub", "echo 7.vm")
     assert cli("submit", "job.yaml", *PBS).code == 0
     program("qstat", "echo 'qstat: cannot connect to server pbs (errno=15010)' >&2; exit 162")
-    shown = cli("status", "last").out
-    assert "QUEUED" in shown
-    assert cli("cancel", "last").code in (0, 5)
+    assert "QUEUED" in cli("status", "last").out
+
+
+def test_a_cancellation_that_is_refused_is_not_recorded(
+    cli: Any, job: Path, program: Program
+) -> None:
+    program("qsub", "echo 7.vm")
+    assert cli("submit", "job.yaml", *PBS).code == 0
+    (run,) = Path("runs").glob("*-tiny")
+    program("qstat", listing("7.vm", "R"))
+    program("qdel", "echo 'qdel: cannot connect to server pbs (errno=15010)' >&2; exit 162")
+    result = cli("cancel", "last")
+    assert (result.code, "qdel 7.vm: " in result.err) == (5, True), result.err
+    assert told(run)["state"] == "submitted"
 
 
 def test_no_forecast(cli: Any, job: Path, program: Program) -> None:

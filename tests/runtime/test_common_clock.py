@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from pipectl.runtime.clock import CommonClock, agree, estimate
+from pipectl.runtime import clock
+from pipectl.runtime.clock import CommonClock, estimate
 
 
 def test_the_fastest_trip_tells_offset_and_error():
@@ -15,8 +16,29 @@ def test_an_offset_moves_the_clock():
     assert there() - here() == pytest.approx(100.0, abs=1.0)
 
 
-@pytest.mark.mpi
-def test_ranks_of_one_machine_read_the_same_clock():
-    from mpi4py import MPI
+@pytest.mark.parametrize("what", ["_BOOT", "_NAMESPACE"])
+def test_machines_and_namespaces_of_clocks_are_told_apart(monkeypatch, tmp_path, what):
+    for name in ("_BOOT", "_NAMESPACE"):
+        (tmp_path / name).symlink_to(__file__)
+        monkeypatch.setattr(clock, name, tmp_path / name)
+    here = clock._machine()
+    assert clock._machine() == here
+    (tmp_path / "other").write_text("other")
+    (tmp_path / what).unlink()
+    (tmp_path / what).symlink_to(tmp_path / "other")
+    assert clock._machine() != here
 
-    assert agree(MPI.COMM_SELF.Dup()) == CommonClock(0.0, 0.0)
+
+AGREEING = """
+from mpi4py import MPI
+from pipectl.runtime.clock import CommonClock, agree
+assert agree(MPI.COMM_WORLD.Dup()) == CommonClock(0.0, 0.0)
+"""
+
+
+@pytest.mark.mpi
+def test_ranks_of_one_machine_read_the_same_clock(launch, tmp_path):
+    script = tmp_path / "agreeing.py"
+    script.write_text(AGREEING)
+    done = launch(2, script)
+    assert done.returncode == 0, done.stderr

@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 from pipectl.runtime.transport import gpu_aware
-from pipectl.runtime.transport.gpu_aware import find, judge, passes_self_test
+from pipectl.runtime.transport.gpu_aware import Finding, find, judge, passes_self_test
 
 
 def works(_: str) -> bool:
@@ -84,6 +84,20 @@ def test_without_a_function_the_list_counts_and_then_the_environment(
 def test_the_job_may_decide(wanted: str) -> None:
     finding = find(MPI.COMM_SELF, wanted, asks=True)
     assert (finding.able, finding.why) == (wanted == "always", "set in the job")
+
+
+@pytest.mark.parametrize(
+    ("asks", "test", "other", "able"),
+    [(True, works, False, False), (True, fails, True, False), (False, never_asked, True, True)],
+)
+def test_a_rank_that_cannot_decides_for_all_and_not_all_send_a_test_message(
+    monkeypatch, asks, test, other, able
+) -> None:
+    libraries(monkeypatch, MPIX_Query_cuda_support=lambda: 1)
+    monkeypatch.setattr(gpu_aware, "_kind", lambda: "cuda")
+    monkeypatch.setattr(gpu_aware, "passes_self_test", test)
+    world: Any = SimpleNamespace(allgather=lambda mine: [mine, Finding(other, "there")])
+    assert find(world, "auto", asks=asks).able is able
 
 
 def test_rocm_is_called_cuda_by_torch(monkeypatch) -> None:
