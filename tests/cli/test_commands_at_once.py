@@ -195,22 +195,29 @@ def test_a_batch_system_that_is_down_loses_no_unconfirmed_job(
     assert json.loads(cli("status", "last", "--json").out)["job_id"] == "41"
 
 
-def test_clocks_that_differ_change_no_state(
-    cli: Command, profile: Path, queue: Path, program: Callable[[str, str], Path]
-) -> None:
-    """Nodes' clocks are not asked; a heartbeat counts by the clock of the file system."""
+def unanswered(cli: Command, program: Callable[[str, str], Path]) -> RunDirectory:
+    """A run that was submitted two hours ago, and of which the batch system says nothing."""
     assert cli(*SUBMIT).code == 0
     (run,) = runs()
     program("squeue", "echo down >&2; exit 1")
     program("sacct", "exit 1")
     record = json.loads(run.record.read_text())
     run.record.write_text(json.dumps({**record, "submitted_at": time.time() - 7200}))
+    return run
+
+
+def test_clocks_that_differ_change_no_state(
+    cli: Command, profile: Path, queue: Path, program: Callable[[str, str], Path]
+) -> None:
+    """Nodes' clocks are not asked; a heartbeat counts by the clock of the file system."""
+    run = unanswered(cli, program)
     for skew in (-86400, 86400):
         beat = {"time": time.time() + skew, "state": "training", "step": 3, "steps": 4}
         run.heartbeat.write_text(json.dumps(beat))
         assert json.loads(cli("status", "last", "--json").out)["state"] == "RUNNING"
         os.utime(run.heartbeat, (time.time() - 600, time.time() - 600))
         assert json.loads(cli("status", "last", "--json").out)["state"] == "UNKNOWN"
+    record = json.loads(run.record.read_text())
     run.record.write_text(json.dumps({**record, "submitted_at": time.time() + 86400}))
     assert cli("status", "last").code == 0
 
@@ -218,12 +225,7 @@ def test_clocks_that_differ_change_no_state(
 def test_a_heartbeat_may_be_as_old_as_steps_are_long(
     cli: Command, profile: Path, queue: Path, program: Callable[[str, str], Path]
 ) -> None:
-    assert cli(*SUBMIT).code == 0
-    (run,) = runs()
-    program("squeue", "echo down >&2; exit 1")
-    program("sacct", "exit 1")
-    record = json.loads(run.record.read_text())
-    run.record.write_text(json.dumps({**record, "submitted_at": time.time() - 7200}))
+    run = unanswered(cli, program)
     run.heartbeat.write_text(json.dumps({"state": "training", "step": 1, "steps": 4}))
     os.utime(run.heartbeat, (time.time() - 80, time.time() - 80))
     for step_time_s, state in ((1.0, "UNKNOWN"), (90.0, "RUNNING")):
