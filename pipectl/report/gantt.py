@@ -86,8 +86,12 @@ def shown_ranks(ranks: int, max_ranks: int) -> Sequence[int]:
 
 def drawn_ranks(timelines: Iterable[Timeline], max_ranks: int) -> Sequence[int]:
     """As :func:`shown_ranks`, of those of which there is something to draw."""
-    known = recorded_ranks(timelines)
-    return [known[place] for place in shown_ranks(len(known), max_ranks)]
+    return spread_over(recorded_ranks(timelines), max_ranks)
+
+
+def spread_over(ranks: Sequence[int], most: int) -> list[int]:
+    """So many of some ranks, spread as :func:`shown_ranks` are over all."""
+    return [ranks[place] for place in shown_ranks(len(ranks), most)]
 
 
 def recorded_ranks(timelines: Iterable[Timeline]) -> Sequence[int]:

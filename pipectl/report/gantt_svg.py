@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from html import escape
 from typing import NamedTuple
 
-from pipectl.report.gantt import recorded_ranks, shown_ranks
+from pipectl.report.gantt import recorded_ranks, spread_over
 from pipectl.report.looks import COLOURS, FILLS, NAMES
 from pipectl.timeline import Event, Timeline
 from pipectl.units import format_time
@@ -96,8 +96,8 @@ def _rows_of(timelines: Collection[Timeline]) -> dict[int, int]:
     drawn = (event.rank for each in timelines for event in each.events if event.kind in FILLS)
     bars = sum(map(set(known).__contains__, drawn))
     affordable = _MOST_BARS * len(known) // max(1, bars)
-    shown = shown_ranks(len(known), max(2, min(_MOST_RANKS, affordable)))
-    return {known[place]: row for row, place in enumerate(shown)}
+    shown = spread_over(known, max(2, min(_MOST_RANKS, affordable)))
+    return {rank: row for row, rank in enumerate(shown)}
 
 
 def _heading(title: str, notes: tuple[str, ...]) -> Iterator[str]:

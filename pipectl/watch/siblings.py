@@ -18,6 +18,9 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
+_MOST_WATCHERS = 1024
+"""Of a node, which reach for a sign."""
+
 
 class Siblings:
     """The processes that one launcher started on a node.
@@ -31,7 +34,7 @@ class Siblings:
     def __init__(self, pid: int, parent: int, secret: str) -> None:
         self._pid, self._parent, self._secret = pid, parent, secret
         self._epoll = select.epoll()
-        self._ends: dict[int, int] = {}
+        self._ends: set[int] = set()
         self._signs: dict[int, socket.socket] = {}
         self._pid_of: dict[int, int] = {}
 
@@ -40,7 +43,8 @@ class Siblings:
         for pid in {self._pid, *_children(self._parent)}:
             with suppress(OSError, AttributeError):  # not every kernel has that
                 if pid not in self._ends:
-                    self._ends[pid] = self._awaited(os.pidfd_open(pid), pid)
+                    self._await(os.pidfd_open(pid), pid)
+                    self._ends.add(pid)
             if pid not in self._signs:
                 self._reach_for_sign(pid)
 
@@ -50,10 +54,9 @@ class Siblings:
         ended = dict.fromkeys(self._pid_of[handle] for handle, _ in events)
         return [*ended, self._pid].index(self._pid)
 
-    def _awaited(self, handle: int, pid: int) -> int:
+    def _await(self, handle: int, pid: int) -> None:
         self._epoll.register(handle, select.EPOLLIN)
         self._pid_of[handle] = pid
-        return handle
 
     def _reach_for_sign(self, pid: int) -> None:
         """It is there once the rank has begun to be watched."""
@@ -65,7 +68,7 @@ class Siblings:
             sign.close()
         else:
             self._signs[pid] = sign
-            self._awaited(sign.fileno(), pid)
+            self._await(sign.fileno(), pid)
 
 
 def show_sign(secret: str) -> socket.socket | None:
@@ -81,9 +84,6 @@ def show_sign(secret: str) -> socket.socket | None:
         sign.close()
         return None
     return sign
-
-
-_MOST_WATCHERS = 1024
 
 
 def _name(secret: str, pid: int) -> str:

@@ -51,30 +51,16 @@ def check_same(one: RunDirectory, other: RunDirectory) -> None:
     assert all(figures[0][step] == found for step, found in figures[1].items())
 
 
+def in_float16(scale: float) -> dict[str, Any]:
+    """Sections of a job whose first loss scale is so large."""
+    training = {"steps": STEPS, "batch_size": 4, "precision": "float16"}
+    return options(training={**training, "loss_scale": {"initial": scale, "growth_interval": 2}})
+
+
 VARIANTS = {
     "plain": (options(), {}),
-    "float16": (
-        options(
-            training={
-                "steps": STEPS,
-                "batch_size": 4,
-                "precision": "float16",
-                "loss_scale": {"initial": 2.0**40, "growth_interval": 2},
-            }
-        ),
-        {},
-    ),
-    "float16, trained": (
-        options(
-            training={
-                "steps": STEPS,
-                "batch_size": 4,
-                "precision": "float16",
-                "loss_scale": {"initial": 2.0**10, "growth_interval": 2},
-            }
-        ),
-        {},
-    ),
+    "float16": (in_float16(2.0**40), {}),
+    "float16, trained": (in_float16(2.0**10), {}),
     "spoilt": (
         options(
             data={"factory": f"{PARTS}:Spoilt"},
