@@ -15,6 +15,7 @@ from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan
 from pipectl.planner.assumed import baseline_bytes
 from pipectl.planner.request import PlanRequest
+from pipectl.planner.techniques.given_ranks import on_ranks
 from pipectl.planner.techniques.halves import with_halves
 from pipectl.planner.techniques.placed import (
     TimedPlanner,
@@ -51,7 +52,8 @@ def listed_plan(
     wide = one_rank_a_stage(cluster, ceil(listed.stages / cluster.ranks))
     open_request = replace(request, listed=None, schedule=None, warm_up=None, backward_apart=False)
     cut = make_plan(profile, wide, balanced(open_request, listed.stages, size), expired)
-    plan = with_halves(_ordered(cut, listed, cluster, request), profile)
+    placed = on_ranks(cut, listed.rank_of_stage, profile, cluster, request)
+    plan = with_halves(_ordered(placed, listed, request), profile)
     trials = Trials(cluster, request.memory_limit_bytes, baseline_bytes(profile), expired)
     return fastest_that_fits([trials.run(plan)], profile, cluster, request, trials)
 
@@ -81,20 +83,17 @@ def _check_ranks(listed: Listed, cluster: Cluster) -> None:
         )
 
 
-def _ordered(cut: Plan, listed: Listed, cluster: Cluster, request: PlanRequest) -> Plan:
-    """The stages of a plan in the order, and on the ranks, of the lists."""
-    stages = zip(cut.stages, listed.rank_of_stage, strict=True)
+def _ordered(placed: Plan, listed: Listed, request: PlanRequest) -> Plan:
+    """The stages of a plan in the order of the lists."""
     return replace(
-        cut,
+        placed,
         schedule=listed.name,
         actions=listed.text,
         warm_up=listed.warm_up,
         batch_size=request.batch_size,
         micro_batches=listed.micro_batches,
-        stages=tuple(replace(stage, ranks=(rank,)) for stage, rank in stages),
-        node_of_rank=cluster.node_of_rank,
         memory_limit_bytes=request.memory_limit_bytes,
-        assumptions=(*cut.assumptions, *notices(listed)),
+        assumptions=(*placed.assumptions, *notices(listed)),
     )
 
 

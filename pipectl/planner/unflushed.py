@@ -16,6 +16,7 @@ from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
 from pipectl.planner.assumed import baseline_bytes
 from pipectl.planner.graphs.condense import condense
+from pipectl.planner.plans.new_plan import other_count
 from pipectl.planner.request import PlanRequest, micro_batch_sizes, stage_counts
 from pipectl.planner.techniques.blocks import in_blocks
 from pipectl.planner.techniques.placed import (
@@ -148,7 +149,10 @@ def _unflushed(plan: Plan, request: PlanRequest) -> Plan:
         warm_up=warm_up,
         batch_size=request.batch_size,
         micro_batches=micro_batches,
-        assumptions=(*plan.assumptions, _semantics(schedule, warm_up)),
+        assumptions=(
+            *(*plan.assumptions, _semantics(schedule, warm_up)),
+            *other_count(request, micro_batches, plan.micro_batch_size),
+        ),
     )
 
 

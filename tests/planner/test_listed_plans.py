@@ -59,3 +59,11 @@ def test_stages_recompute_where_nothing_else_fits(chain) -> None:
     plan = make_plan(saved, cluster_of(2), asked)
     assert max(plan.prediction.peak_memory_bytes) <= limit
     assert any(stage.recompute for stage in plan.stages)
+
+
+@pytest.mark.parametrize("speeds", [(3.0, 1.0), (1.0, 3.0)])
+def test_stages_suit_the_devices_they_lie_on(chain, speeds) -> None:
+    nodes = tuple(Node(f"n{speed}", 1, 1, Device("cpu", speed)) for speed in speeds)
+    plan = make_plan(chain(16), Cluster("c", "test", nodes, FAST, FAST), request(FOLDED))
+    loads = [stage.load_s / speeds[stage.ranks[0]] for stage in plan.stages]
+    assert max(loads) == pytest.approx(min(loads))

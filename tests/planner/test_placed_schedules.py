@@ -114,12 +114,26 @@ def test_bounds_are_those_of_its_own_step(chain, schedule) -> None:
     assert search.gap == pytest.approx(plan.predicted_step_s / search.step_lower_bound_s - 1)
 
 
-def test_the_largest_load_is_that_of_the_ranks_the_stages_lie_on(chain) -> None:
-    nodes = tuple(Node(f"n{speed}", 1, 1, Device("cpu", speed)) for speed in (3.0, 1.0))
+@pytest.mark.parametrize("speeds", [(3.0, 1.0), (1.0, 3.0)])
+@pytest.mark.parametrize(
+    ("schedule", "stages"), [("interleaved", 4), ("zb-v", 4), ("zb-h1", 2), ("zb-h1", 1)]
+)
+def test_stages_suit_the_devices_they_lie_on(chain, schedule, stages, speeds) -> None:
+    nodes = tuple(Node(f"n{speed}", 1, 1, Device("cpu", speed)) for speed in speeds)
     cluster = Cluster("c", "test", nodes, FAST, FAST)
-    plan = make_plan(chain(12), cluster, request("interleaved", stages=4))
-    loads = [stage.load_s / (3.0, 1.0)[stage.ranks[0]] for stage in plan.stages]
+    plan = make_plan(chain(16), cluster, request(schedule, stages=stages))
+    loads = [stage.load_s / speeds[stage.ranks[0]] for stage in plan.stages]
+    assert max(loads) == pytest.approx(min(loads))
     assert plan.search.max_stage_load_s == pytest.approx(max(loads))
+    assert stages > 1 or speeds[plan.stages[0].ranks[0]] == 3.0
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "interleaved", "zb-v", "pipedream-2bw"])
+def test_another_number_of_micro_batches_than_asked_for_is_told(chain, schedule) -> None:
+    wanted = PlanRequest("job", 8, schedule=schedule, micro_batches=5)
+    plan = make_plan(chain(12), cluster_of(2), wanted)
+    assert plan.micro_batches == 4
+    assert sum("5 micro-batches of 8 samples" in said for said in plan.assumptions) == 1
 
 
 @pytest.fixture

@@ -42,11 +42,11 @@ def new_plan(
         memory_limit_bytes=request.memory_limit_bytes,
         key=request.key,
         offload_to=request.offload_to,
-        assumptions=(*assumptions, *_other_count(request, count, size)),
+        assumptions=(*assumptions, *other_count(request, count, size)),
     )
 
 
-def _other_count(request: PlanRequest, count: int, size: int) -> tuple[str, ...]:
+def other_count(request: PlanRequest, count: int, size: int) -> tuple[str, ...]:
     """Why there are not as many micro-batches as were asked for."""
     if request.micro_batches in (None, count):
         return ()

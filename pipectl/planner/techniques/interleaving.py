@@ -7,16 +7,14 @@ end of a step are short then, so balance is all that counts, and few micro-batch
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from math import ceil, inf
+from math import ceil
 
-from pipectl.errors import OutOfTimeError
 from pipectl.plan import Plan
-from pipectl.planner.exploring.fitting import Fit, Fitter
-from pipectl.planner.machines.mix import Mix
+from pipectl.planner.exploring.fitting import Fitter
 from pipectl.planner.plans.making import Maker
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import PlanRequest, micro_batch_sizes
+from pipectl.planner.techniques.given_ranks import cuts_for
 from pipectl.planner.techniques.placed import MICRO_BATCHES_PER_RANK
 
 CHUNKS = (2, 4)
@@ -36,7 +34,8 @@ def interleaved_proposals(
     ranks, request = problem.cluster.ranks, problem.request
     sizes = _sizes(request, ranks, found)
     for stages in _totals(request, ranks, len(problem.graph)):
-        for partition in _partitions(problem, fitter, stages, sizes[0]):
+        around = [stage % ranks for stage in range(stages)]
+        for partition in cuts_for(problem, fitter, around, sizes[0]):
             members = tuple(tuple(problem.graph.operators_of(blocks)) for blocks in partition)
             for size in sizes:
                 if 2 * stages * problem.micro_batches(size) <= MOST_ACTIONS:
@@ -58,14 +57,3 @@ def _sizes(request: PlanRequest, ranks: int, found: Sequence[Plan]) -> list[int]
         return micro_batch_sizes(request, request.batch_size)
     few = [ceil(request.batch_size / (count * ranks)) for count in MICRO_BATCHES_PER_RANK]
     return list(dict.fromkeys([*(plan.micro_batch_size for plan in found[:1]), *few]))
-
-
-def _partitions(problem: Problem, fitter: Fitter, stages: int, size: int) -> list[tuple[int, ...]]:
-    """With the smallest bottleneck, whatever they hold."""
-    kind_of = {rank: kind for kind, pool in enumerate(problem.devices) for rank in pool.ranks}
-    kinds = [kind_of[stage % problem.cluster.ranks] for stage in range(stages)]
-    mix = Mix.ordered(kinds, len(problem.devices))
-    fit = Fit(size, (1,) * stages, mix, (inf,) * len(problem.devices))
-    with suppress(OutOfTimeError):
-        return list(dict.fromkeys(cut.partition for cut in fitter.balanced(fit)))
-    return []

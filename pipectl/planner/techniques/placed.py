@@ -15,10 +15,13 @@ from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan
 from pipectl.planner.assumed import baseline_bytes
+from pipectl.planner.exploring.judge import TIE
 from pipectl.planner.graphs.condense import condense
+from pipectl.planner.plans.new_plan import other_count
 from pipectl.planner.rating import largest_stage_load_s, work_s
 from pipectl.planner.request import ROUND, V_SHAPED, Order, PlanRequest, micro_batch_sizes
 from pipectl.planner.techniques.blocks import BlockPlans
+from pipectl.planner.techniques.given_ranks import on_ranks
 from pipectl.planner.techniques.halves import with_halves
 from pipectl.planner.techniques.keeping import Keeping, ways
 from pipectl.planner.trials import Trials, out_of_time
@@ -64,7 +67,7 @@ def placed_plan(
     for size in _sizes(request, len(set(places))):
         if not (expired() and any(map(trials.fits, found))):
             cut = make_plan(profile, wide, balanced(request, len(places), size), expired)
-            placed = _placed(cut, cluster, request, places)
+            placed = _placed(cut, profile, cluster, request, places)
             found += [trials.run(plan) for plan in _ordered(placed, profile, request)]
     return fastest_that_fits(found, profile, cluster, request, trials)
 
@@ -151,17 +154,21 @@ def balanced(request: PlanRequest, stages: int, size: int) -> PlanRequest:
     )
 
 
-def _placed(plan: Plan, cluster: Cluster, request: PlanRequest, places: list[int]) -> Plan:
+def _placed(
+    cut: Plan, profile: Profile, cluster: Cluster, request: PlanRequest, places: list[int]
+) -> Plan:
     """The stages on their ranks, in a step of the batch."""
     assert request.schedule is not None
-    stages = zip(plan.stages, places, strict=True)
+    size = cut.micro_batch_size
+    if request.schedule == ZB_H1:  # any rank suits a stage, and each was cut for its own
+        places = [stage.ranks[0] for stage in cut.stages]
+    count = ceil(request.batch_size / size)
     return replace(
-        plan,
+        on_ranks(cut, places, profile, cluster, request),
         schedule=request.schedule,
         batch_size=request.batch_size,
-        micro_batches=ceil(request.batch_size / plan.micro_batch_size),
-        stages=tuple(replace(stage, ranks=(rank,)) for stage, rank in stages),
-        node_of_rank=cluster.node_of_rank,
+        micro_batches=count,
+        assumptions=(*cut.assumptions, *other_count(request, count, size)),
     )
 
 
@@ -221,7 +228,9 @@ def fastest_that_fits(
         )
     chosen = min(fitting, key=lambda plan: plan.predicted_step_s)
     assert chosen.search is not None
-    search = replace(chosen.search, max_stage_load_s=largest_stage_load_s(chosen, cluster))
+    load_s, known = largest_stage_load_s(chosen, cluster), chosen.search
+    exact = known.exact and load_s <= known.max_stage_load_s * (1 + TIE)
+    search = replace(known, max_stage_load_s=load_s, exact=exact)
     bound_s = work_s(profile, cluster, request, [plan.micro_batch_size for plan in plans])
     return replace(
         chosen,

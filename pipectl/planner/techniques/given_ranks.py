@@ -1,0 +1,63 @@
+"""Stages for ranks that are given, one behind the other, whose devices may differ in speed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from math import inf
+
+from pipectl.cluster import Cluster
+from pipectl.errors import OutOfTimeError
+from pipectl.plan import Plan
+from pipectl.planner.exploring.fitting import Fit, Fitter
+from pipectl.planner.graphs.condense import condense
+from pipectl.planner.graphs.spans import Partition
+from pipectl.planner.machines.mix import Mix
+from pipectl.planner.problem import Choice, Problem
+from pipectl.planner.rating import largest_stage_load_s
+from pipectl.planner.request import PlanRequest
+from pipectl.profile import Profile
+
+
+def cuts_for(problem: Problem, fitter: Fitter, ranks: Sequence[int], size: int) -> list[Partition]:
+    """Partitions with the smallest bottleneck, whatever they hold.
+
+    Args:
+        ranks: of every stage; several may be the same.
+        size: samples of a micro-batch.
+    """
+    kind_of = {rank: kind for kind, pool in enumerate(problem.devices) for rank in pool.ranks}
+    mix = Mix.ordered([kind_of[rank] for rank in ranks], len(problem.devices))
+    fit = Fit(size, (1,) * len(ranks), mix, (inf,) * len(problem.devices))
+    with suppress(OutOfTimeError):
+        return list(dict.fromkeys(cut.partition for cut in fitter.balanced(fit)))
+    return []
+
+
+def on_ranks(
+    plan: Plan, ranks: Sequence[int], profile: Profile, cluster: Cluster, request: PlanRequest
+) -> Plan:
+    """The plan with its stages on these ranks; cut anew where devices are not all alike.
+
+    Args:
+        plan: whose stages were cut for whatever rank of the cluster suits them.
+        ranks: of every stage.
+    """
+    found = [_moved(plan, ranks, cluster)]
+    problem = Problem(profile, cluster, request, condense(profile))
+    if len(problem.devices) > 1:
+        size = plan.micro_batch_size
+        for partition in cuts_for(problem, Fitter(problem), ranks, size):
+            cut = problem.plan(Choice(partition, tuple(ranks), size, plan.schedule, plan.warm_up))
+            found.append(replace(found[0], stages=cut.stages, transfers=cut.transfers))
+    return min(found, key=lambda each: largest_stage_load_s(each, cluster))
+
+
+def _moved(plan: Plan, ranks: Sequence[int], cluster: Cluster) -> Plan:
+    stages = zip(plan.stages, ranks, strict=True)
+    return replace(
+        plan,
+        stages=tuple(replace(stage, ranks=(rank,)) for stage, rank in stages),
+        node_of_rank=cluster.node_of_rank,
+    )
