@@ -131,3 +131,19 @@ def test_stages_recompute_where_nothing_else_fits(hungry) -> None:
     again = cuts[0].recompute
     assert any(again)
     assert not all(again), "the last stage has one micro-batch in flight and need not"
+
+
+def test_no_smaller_micro_batches_are_faster(make_profile, make_operator) -> None:
+    """Micro-batches of four fit into two stages only if these are not even, smaller ones do."""
+    operators = [make_operator(i, saved=((f"n{i}:own", 10**6),)) for i in range(8)]
+    hungry = make_profile(operators, [(i, i + 1) for i in range(7)])
+    link = Link(1e-6, 1e11)
+    two = Cluster("c", "test", (Node("n", 2, 2, Device("cpu")),), link, link)
+    wanted = PlanRequest("job", 64, stages=2, memory_limit_bytes=3_500_000)
+    plan = make_plan(hungry, two, wanted)
+    steps = [
+        make_plan(hungry, two, replace(wanted, micro_batches=count)).predicted_step_s
+        for count in (16, 32, 64)
+    ]
+    assert plan.predicted_step_s <= min(steps) * (1 + 1e-3)
+    assert plan.search.step_lower_bound_s <= min(steps)

@@ -80,6 +80,11 @@ class Areas:
             for size in self.sizes(stages)
         ]
 
+    @property
+    def known(self) -> list[Area]:
+        """Every area, with those besides that were asked for."""
+        return list(dict.fromkeys([*self.all, *self._known.values()]))
+
     def of(self, stages: int, size: int) -> Area:
         """One area, with its bound."""
         if (stages, size) not in self._known:

@@ -84,7 +84,7 @@ class Explorer:
 
     def least_step_s(self) -> float:
         """No plan with the numbers of stages and micro-batch sizes that were tried takes less."""
-        return min([*map(self._least_s, self._areas.all), self.judge.fastest_s])
+        return min([*map(self._least_s, self._areas.known), self.judge.fastest_s])
 
     def alternatives(self, best: Verdict, most: int) -> list[Verdict]:
         """The next best plans of other shapes; most were not simulated because they are beaten."""
@@ -205,16 +205,19 @@ class Explorer:
         return found
 
     def _fit_with_smaller_micro_batches(self) -> None:
-        """More micro-batches than speed asks for, down to single samples; most stages help most."""
+        """More micro-batches than speed asks for, down to single samples; most stages help most.
+
+        Where stages fit, balance may need smaller ones still.
+        """
         request = self.problem.request
         counts = [count for count in self._areas.counts if self.problem.could_hold(count)]
         for size in micro_batch_sizes(request, request.batch_size):
             fresh = [count for count in counts if size < min(self._areas.sizes(count))]
             for stages in reversed(fresh):
-                depths = open_orders(request, stages, self.problem.micro_batches(size))
-                self._consider_fit(_Fit(self._areas.of(stages, size), *depths[0]))
-            if self.judge.best() is not None:
-                return
+                area = self._areas.of(stages, size)
+                if not self.judge.is_beaten(area.least_s):
+                    depths = open_orders(request, stages, area.micro_batches)
+                    self._consider_fit(_Fit(area, *depths[0]))
 
     def _improve(self) -> None:
         """Move borders of the best partition while that makes its simulated step shorter."""

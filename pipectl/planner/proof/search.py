@@ -120,13 +120,16 @@ class _Proof:
         self._undecided_s = inf
 
     def run(self) -> bool:
-        """Whether nothing was left out."""
+        """Whether nothing was left out; where the given plan is of a size that is not looked at,
+        as for want of memory, others of that size are."""
         problem = self._problem
         blocks = len(problem.graph)
         every = arrangements(problem.profile, problem.cluster, problem.request, blocks)
         if every is None:
             return False
+        shapes: set[tuple[tuple[int, ...], int]] = set()
         for arrangement in every:
+            shapes.add((arrangement.replicas, arrangement.size))
             if self._costs.least_work_s(arrangement) < self._limit_s:
                 if not self._explore(arrangement):
                     return False
@@ -136,7 +139,8 @@ class _Proof:
                 self._undecided_s = min(self._undecided_s, self._queue[0][0])
                 break
             self._take()
-        return True
+        given = self._given
+        return (tuple(s.replicas for s in given.stages), given.micro_batch_size) in shapes
 
     def search(self, *, complete: bool) -> Search:
         """What is known of the best plan now."""
