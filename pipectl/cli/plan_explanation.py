@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan
+from pipectl.planner.answers.busiest_link import End, LinkLoad
 from pipectl.planner.answers.data_parallel import WithoutPipeline
 from pipectl.planner.answers.explain import NOTHING, Alternative, Explanation, Offer
-from pipectl.planner.answers.step_parts import LinkLoad
 from pipectl.schedule.saving import copy_bytes
 from pipectl.units import format_bytes, format_time
 
@@ -51,7 +51,7 @@ def explanation_lines(found: Explanation, cluster: Cluster) -> Iterator[str]:
     yield from _binding(found)
     if found.link is not None:
         yield _link_line(found.link, found.parts.step_s, cluster)
-    yield from _checkpoint_line(found.plan)
+    yield from _checkpoint_line(found.plan, cluster)
     yield ""
     yield "other plans:" if found.alternatives else "other plans: none was found"
     yield from _table(_alternative(other, found.parts.step_s) for other in found.alternatives)
@@ -83,21 +83,38 @@ def _binding(found: Explanation) -> Iterator[str]:
 
 
 def _link_line(link: LinkLoad, step_s: float, cluster: Cluster) -> str:
-    ends = [
-        cluster.nodes[end].name if link.between_nodes else f"rank {end}"
-        for end in (link.source, link.target)
-    ]
     share = link.busy_s / step_s if step_s else 0.0
     return (
-        f"busiest link: {ends[0]} to {ends[1]}, {format_bytes(link.bytes_per_step)} a step, "
+        f"busiest link: {_ends(link, cluster)}, {format_bytes(link.bytes_per_step)} a step, "
         f"in use for {format_time(link.busy_s)} ({share:.1%} of the step)"
     )
 
 
-def _checkpoint_line(plan: Plan) -> Iterator[str]:
+def _ends(link: LinkLoad, cluster: Cluster) -> str:
+    """What the link lies between, or whose it is."""
+
+    def named(end: End) -> str:
+        if link.between == "node" and isinstance(end, int):
+            return cluster.nodes[end].name
+        return f"{link.between} {end}"
+
+    if link.source is None:
+        return f"into {named(link.target)}"
+    if link.target is None:
+        return f"out of {named(link.source)}"
+    if link.source == link.target:
+        return f"in and out of {named(link.source)}"
+    return f"{named(link.source)} to {named(link.target)}"
+
+
+def _checkpoint_line(plan: Plan, cluster: Cluster) -> Iterator[str]:
     """What copies take beside the peak, of the rank with the most; nothing where nothing is known
     of the state."""
-    copies = {rank: copy_bytes(plan, rank) for rank in range(plan.ranks)}
+    limit_bytes = plan.memory_limit_bytes
+    copies = {
+        rank: copy_bytes(plan, rank, cluster.memory_of(rank, limit_bytes))
+        for rank in range(plan.ranks)
+    }
     rank = max(copies, key=copies.__getitem__)
     if copies[rank]:
         yield (

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 
+from pipectl.cluster import Cluster
 from pipectl.runs import Manifest, RunDirectory
 from pipectl.runtime.checkpoint import Keep, Saver, Stored, plain_name, take_snapshot
 from pipectl.runtime.failure import warn
@@ -46,7 +47,7 @@ class Continuation:
         keep = Keep(spec.keep, spec.keep_every)
         communicator = setup.communicator.Dup()
         self._saver = Saver(communicator, run.checkpoints, keep, attempt, warn, reported)
-        self._room_bytes = _room_bytes(setup)
+        self._room_bytes = _room_bytes(setup, run)
         self.poll = self._saver.poll
         self.finish = self._saver.finish
         stepper.before_update = self._give_back
@@ -86,10 +87,14 @@ class Continuation:
         stored.close()
 
 
-def _room_bytes(setup: Setup) -> int | None:
+def _room_bytes(setup: Setup, run: RunDirectory) -> int | None:
     """For copies; beside an accelerator, whose memory the plan counts, the host has enough."""
-    on_host = setup.device.torch_device.type == "cpu"
-    return room_bytes(setup.plan, setup.communicator.rank) if on_host else None
+    if setup.device.torch_device.type != "cpu":
+        return None
+    rank, limit_bytes = setup.communicator.rank, setup.plan.memory_limit_bytes
+    if not run.cluster.exists():
+        return room_bytes(setup.plan, rank, limit_bytes)
+    return room_bytes(setup.plan, rank, Cluster.load(run.cluster).memory_of(rank, limit_bytes))
 
 
 def _plain_aliases(aliases: Mapping[str, str]) -> dict[str, str]:

@@ -51,7 +51,7 @@ def test_an_explanation_as_json(cli: Command, alone: Path) -> None:
     found = json.loads(cli(*EXPLAIN, "--json").out)["explanation"]
     assert found["binds"] == "rank"
     assert found["busiest_rank"]["stages"] == [0]
-    assert found["busiest_link"]["between_nodes"] is True
+    assert found["busiest_link"]["between"] == "node"
     assert {"change", "step_time_s", "gain", "reason"} == set(found["offers"][0])
     times = [other["step_time_s"] for other in found["alternatives"]]
     assert times == sorted(times) != []

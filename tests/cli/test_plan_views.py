@@ -15,10 +15,11 @@ from pipectl.cli.plan_table import mark_lines, number_ranges, shown_stages, stag
 from pipectl.cli.plan_view import headline, prediction_lines
 from pipectl.cluster import assumed_cluster
 from pipectl.plan import Blocks, Plan, Prediction, Replication, StageCost
+from pipectl.planner.answers.busiest_link import LinkLoad
 from pipectl.planner.answers.data_parallel import Estimate, WithoutPipeline
 from pipectl.planner.answers.explain import Alternative, Explanation, Offer
 from pipectl.planner.answers.scaling import Count, Scaling
-from pipectl.planner.answers.step_parts import LinkLoad, StepParts
+from pipectl.planner.answers.step_parts import StepParts
 
 COST = StageCost(1e-3, 2e-3, 0.0, 2**20, 2**21, 0)
 
@@ -130,7 +131,7 @@ def explanation(pipeline: Callable[..., Plan]) -> Explanation:
         plan=plan,
         measured_size=4,
         parts=StepParts(0, (0,), 1.0, 0.5, 0.1, 0.05, 0.1, 0.0, 0.05, 0.2),
-        link=LinkLoad(between_nodes=True, source=0, target=1, busy_s=0.25, bytes_per_step=2**30),
+        link=LinkLoad("node", source=0, target=1, busy_s=0.25, bytes_per_step=2**30),
         alternatives=(
             Alternative("schedule gpipe", timed(plan, 1.25)),
             Alternative("1 stage, 8 micro-batches of 2", timed(plan, 2.0)),
@@ -184,10 +185,29 @@ def test_nothing_is_longer_than_a_step_without_work_by_a_share(
 def test_a_link_that_works_longer_than_any_rank_binds(pipeline: Callable[..., Plan]) -> None:
     found = explanation(pipeline)
     assert found.link is not None
-    busy = replace(found, link=replace(found.link, busy_s=0.9, between_nodes=False))
+    busy = replace(found, link=replace(found.link, busy_s=0.9, between="rank"))
     lines = list(explanation_lines(busy, assumed_cluster("test", [2], 2, None)))
     assert lines[1] == "the busiest link binds; the busiest rank, 0 (stage 0):"
     assert lines[8].startswith("busiest link: rank 0 to rank 1, ")
+
+
+@pytest.mark.parametrize(
+    ("between", "ends", "words"),
+    [
+        ("switch", ("a", "b"), "switch a to switch b"),
+        ("node", (0, None), "out of node0"),
+        ("node", (None, 1), "into node1"),
+        ("node", (1, 1), "in and out of node1"),
+    ],
+)
+def test_a_link_is_named_by_what_it_connects(
+    pipeline: Callable[..., Plan], between: str, ends: tuple[object, object], words: str
+) -> None:
+    found = explanation(pipeline)
+    assert found.link is not None
+    link = replace(found.link, between=between, source=ends[0], target=ends[1])
+    lines = explanation_lines(replace(found, link=link), assumed_cluster("test", [1, 1], 1, None))
+    assert any(line.startswith(f"busiest link: {words}, ") for line in lines)
 
 
 @pytest.fixture

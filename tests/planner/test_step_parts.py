@@ -9,7 +9,7 @@ from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.link import Link
 from pipectl.plan import Plan, StageCost
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.answers.step_parts import StepParts, busiest_link, step_parts
+from pipectl.planner.answers.step_parts import StepParts, step_parts
 from pipectl.profile import Profile
 from pipectl.simulate import simulate
 
@@ -64,31 +64,6 @@ def test_the_parts_add_up_to_the_step(
     assert min(*times, found.bubble_s) >= 0
 
 
-def test_no_messages_no_link(pipeline: Callable[..., Plan]):
-    assert busiest_link(pipeline(1, 4), cluster(1)) is None
-
-
-@pytest.mark.parametrize(("shared", "messages"), [(True, 2), (False, 1)])
-def test_ranks_of_two_nodes_share_a_link_or_have_their_own(
-    pipeline: Callable[..., Plan], shared: bool, messages: int
-):
-    skips = [(0, (2,), True), (1, (3,), True)]
-    plan = pipeline(4, 8, size_bytes=1000, skips=skips, node_of_rank=(0, 0, 1, 1))
-    plan = replace(plan, transfers=tuple(t for t in plan.transfers if abs(t.source - t.target) > 1))
-    found = busiest_link(plan, cluster(2, 2, shared=shared))
-    assert found is not None
-    assert found.between_nodes == shared
-    assert found.bytes_per_step == messages * 8000
-    assert found.busy_s == pytest.approx(messages * 8e-6)
-
-
-def test_a_half_duplex_link_carries_both_directions(pipeline: Callable[..., Plan]):
-    plan = pipeline(2, 8, size_bytes=1000, node_of_rank=(0, 1))
-    found = busiest_link(plan, cluster(1, 1, duplex=False))
-    assert found is not None
-    assert found.bytes_per_step == 16000
-
-
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
 def test_of_steps_that_overlap_one_counts(chain: Callable[..., Profile], schedule: str):
     machines = cluster(1, 1)
@@ -96,3 +71,11 @@ def test_of_steps_that_overlap_one_counts(chain: Callable[..., Profile], schedul
     found = parts(plan, machines)
     assert found.busy_s == pytest.approx(max(plan.prediction.utilisation) * found.step_s)
     assert found.busy_s + found.communication_s + found.bubble_s == pytest.approx(found.step_s)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_a_step_without_work_has_no_parts(chain: Callable[..., Profile], schedule: str):
+    machines, idle = cluster(1, 1), chain(8, forward_s=0.0, backward_s=0.0)
+    idle = replace(idle, optimizer=None)
+    found = parts(make_plan(idle, machines, PlanRequest("job", 32, schedule=schedule)), machines)
+    assert found.busy_s == 0

@@ -13,7 +13,8 @@ from typing import Any
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
-from pipectl.planner.answers.step_parts import LinkLoad, StepParts, busiest_link, step_parts
+from pipectl.planner.answers.busiest_link import LinkLoad, busiest_link
+from pipectl.planner.answers.step_parts import StepParts, step_parts
 from pipectl.planner.machines.other_clusters import with_faster_links, with_memory, with_nodes
 from pipectl.planner.policies import OWN
 from pipectl.planner.request import MEASURED, Planner, PlanRequest

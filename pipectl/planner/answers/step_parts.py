@@ -1,4 +1,4 @@
-"""Where the time of a predicted step goes, and which stage or link the others wait for.
+"""Where the time of a predicted step goes, and which rank the others wait for.
 
 What messages cost is found by simulating the plan once more with messages that take no time: what
 is hidden behind computation costs nothing, however long it takes.
@@ -6,11 +6,9 @@ is hidden behind computation costs nothing, however long it takes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipectl.cluster import Cluster
-from pipectl.link import Link
 from pipectl.plan import Plan
 from pipectl.planner.machines.other_clusters import with_slower_links
 from pipectl.schedule import is_unflushed
@@ -50,22 +48,6 @@ class StepParts:
     def busy_s(self) -> float:
         """Time in which the rank computes."""
         return self.compute_s + self.recompute_s + self.update_s
-
-
-@dataclass(frozen=True)
-class LinkLoad:
-    """The busiest connection in one direction.
-
-    Args:
-        source, target: two nodes if ``between_nodes``, else two ranks.
-        busy_s: time of a step in which it carries messages.
-    """
-
-    between_nodes: bool
-    source: int
-    target: int
-    busy_s: float
-    bytes_per_step: float
 
 
 def step_parts(plan: Plan, cluster: Cluster, simulation: Simulation) -> StepParts:
@@ -113,44 +95,6 @@ def _of_one_step(spent: dict[str, float], busy_s: float) -> dict[str, float]:
     Args:
         busy_s: that the rank computes in one.
     """
-    share = busy_s / sum(spent.get(kind, 0.0) for kind in COMPUTE_KINDS)
+    all_s = sum(spent.get(kind, 0.0) for kind in COMPUTE_KINDS)
+    share = busy_s / all_s if all_s else 0.0
     return {kind: time_s * share for kind, time_s in spent.items()}
-
-
-def busiest_link(plan: Plan, cluster: Cluster) -> LinkLoad | None:
-    """The connection that carries messages longest; None if there is no message."""
-    busy: dict[tuple[bool, int, int], tuple[float, float]] = {}
-    for key, link, size in _messages(plan, cluster):
-        time_s = sum(link.hold_s(size * share) for share in plan.micro_batch_shares)
-        before_s, before = busy.get(key, (0.0, 0.0))
-        busy[key] = before_s + time_s, before + size * sum(plan.micro_batch_shares)
-    if not busy:
-        return None
-    key = max(busy, key=lambda each: (busy[each][0], each))
-    return LinkLoad(*key, *busy[key])
-
-
-def _messages(plan: Plan, cluster: Cluster) -> Iterator[tuple[tuple[bool, int, int], Link, float]]:
-    """(connection, link, bytes of a full micro-batch) of every message between two ranks.
-
-    A stage with several ranks splits its messages evenly over the pairs it forms.
-    """
-    for item in plan.transfers:
-        sources, targets = plan.stages[item.source].ranks, plan.stages[item.target].ranks
-        pairs = [(source, target) for source in sources for target in targets]
-        for source, target in pairs:
-            if source != target:
-                key = _connection(cluster, source, target)
-                yield key, cluster.link(source, target), item.size_bytes / len(pairs)
-
-
-def _connection(cluster: Cluster, source: int, target: int) -> tuple[bool, int, int]:
-    """What two ranks share a link with: all ranks of their nodes, or nobody."""
-    link = cluster.link(source, target)
-    first, second = cluster.node_of_rank[source], cluster.node_of_rank[target]
-    shared = first != second and link.shared
-    if not shared:
-        first, second = source, target
-    if not link.duplex:
-        first, second = sorted((first, second))
-    return shared, first, second

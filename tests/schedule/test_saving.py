@@ -1,0 +1,22 @@
+"""Memory for copies while a checkpoint is written."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from pipectl.plan import Plan, Prediction, StageCost
+from pipectl.schedule.saving import copy_bytes, room_bytes
+
+COST = StageCost(1.0, 2.0, 0.5, 40, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("limit", "room", "copies"), [(64, 49, 40), (16, 1, 1), (10, 0, 0), (None, None, 40)]
+)
+def test_copies_take_what_a_rank_has_left(
+    pipeline: Callable[..., Plan], limit: int | None, room: int | None, copies: int
+):
+    plan = replace(pipeline(1, 4, costs=[COST]), prediction=Prediction(1.0, 0.0, (1.0,), (15,)))
+    assert room_bytes(plan, 0, limit) == room
+    assert copy_bytes(plan, 0, limit) == copies
