@@ -57,7 +57,7 @@ def way_between(
 
 def way_latency_s(way: Way) -> float:
     """Latency of a way: of every link on it once."""
-    return sum(link.latency_s for link in dict.fromkeys(link for _, link in way))
+    return sum({id(link): link.latency_s for _, link in way}.values())
 
 
 def host_way(link: Link, rank: int, *, to_host: bool) -> Way:

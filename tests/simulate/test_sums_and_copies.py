@@ -154,6 +154,13 @@ def test_nodes_of_different_switches_share_the_way_between_these(pipeline):
     assert messages(pipeline, ends, together) == pytest.approx(1 + 10)
 
 
+def test_links_with_equal_figures_are_two(pipeline):
+    apart = cluster(4, 1, switches=["a", "a", "b", "b"], between_switches=Link(1.0, 10.0))
+    assert messages(pipeline, [(0, 2)], apart) == pytest.approx(1 + 1 + 10)
+    one = dataclasses.replace(BETWEEN, interface=True)
+    assert messages(pipeline, [(0, 1)], cluster(2, 1, between_nodes=one)) == pytest.approx(1 + 10)
+
+
 def test_tables_give_the_times_of_links():
     link = Link(0.5, 7.0, timings=((1, 0.4), (10, 1.5), (20, 4.0)))
     network = tables(

@@ -111,7 +111,7 @@ class Bounds:
             sums.source[:count],
             sums.target[:count],
             np.array([_way_hold_s(way, sizes, last_share) for way in self._ways]),
-            np.array([sum(link.latency_s for link in dict.fromkeys(way)) for way in self._ways]),
+            np.array([sum(link.latency_s for link in way) for way in self._ways]),
             sums.first,
             cut,
             nodes,
