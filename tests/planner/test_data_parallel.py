@@ -56,6 +56,21 @@ def test_one_rank_is_one_whatever_a_stage_has(
     assert estimates(chain(4), cluster(1, 1), **asked) == estimates(chain(4), cluster(1, 1))
 
 
+def test_measured_sums_count(chain: Callable[..., Profile]):
+    measured = replace(cluster(1, 1), allreduce=((2, 1, 5.0), (2, 10**6, 5.0)))
+    found = estimates(chain(4), measured).data_parallel
+    assert found is not None
+    assert found.reduction_s == pytest.approx(5.0)
+
+
+def test_sums_pass_the_links_between_switches(chain: Callable[..., Profile]):
+    nodes = tuple(Node(name, 1, 1, Device("cpu"), switch=name) for name in "ab")
+    far = replace(cluster(1, 1), nodes=nodes, between_switches=Link(1.0, 1e6))
+    found = estimates(chain(4), far).data_parallel
+    assert found is not None
+    assert found.reduction_s == pytest.approx(2 * 1.0 + 400 / 1e6)
+
+
 def test_tied_parameters_are_summed_once(chain: Callable[..., Profile]):
     tied = chain(4, parameters=(("shared", 1000),))
     found = estimates(tied, cluster(1, 1)).data_parallel

@@ -1,9 +1,8 @@
 """What a step takes without a pipeline: on one rank, or with the whole model on every rank.
 
-Both are estimates to compare a plan with. Data parallelism is taken as one ring all-reduce of the
-gradients after the last backward: every rank sends ``2 (p - 1) / p`` of them to its neighbour, in
-``2 (p - 1)`` messages (Patarasuk and Yuan, 2009), and the slowest connection of the ring sets the
-pace. What libraries hide of it behind the backward is not subtracted.
+Both are estimates to compare a plan with. Data parallelism is taken as one sum of the gradients
+after the last backward, which takes what a plan's own sums over as many ranks take; see
+:mod:`pipectl.simulate.reduction`. What libraries hide of it behind the backward is not subtracted.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from math import ceil
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
-from pipectl.planner.hybrid import ClusterRules
 from pipectl.planner.machines.other_clusters import with_nodes, with_ranks
 from pipectl.planner.request import Planner, PlanRequest
 from pipectl.profile import Profile
+from pipectl.simulate.reduction import reduction_s
 
 CLEARLY = 0.99
 """A pipeline must be slower than this share to be called not worth it."""
@@ -91,9 +90,9 @@ def _data_parallel(
         return None
     slowest = max(fitting, key=lambda each: each.step_s)
     crowding = max(1.0, max(node.ranks / node.cores for node in cluster.nodes))
-    reduction_s = ClusterRules(cluster).reduce_s(_gradient_bytes(profile), range(ranks))
-    step_s = slowest.step_s * crowding + reduction_s
-    return Estimate(ranks, step_s, reduction_s, slowest.peak_memory_bytes)
+    sum_s = reduction_s(cluster, cluster.node_of_rank, range(ranks), _gradient_bytes(profile))
+    step_s = slowest.step_s * crowding + sum_s
+    return Estimate(ranks, step_s, sum_s, slowest.peak_memory_bytes)
 
 
 def _distinct_nodes(cluster: Cluster) -> list[Cluster]:
