@@ -20,6 +20,9 @@ def assumptions_of(profile: Profile, cluster: Cluster) -> tuple[str, ...]:
     found = list(profile.assumptions)
     if profile.process_baseline_bytes is None:
         found.append(f"a process without a stage takes {DEFAULT_BASELINE_BYTES >> 20} MiB")
+    sizes = profile.edge_bytes.items()
+    if any(size != profile.by_id[source].output_bytes for (source, _), size in sizes):
+        found.append("a message has the output_bytes of its operator: edge_bytes are not used")
     return (*found, *cluster.assumptions)
 
 

@@ -218,6 +218,8 @@ def _edges(reader: Reader) -> tuple[Edges, dict[tuple[str, str], int]]:
     sizes = reader.integers("edge_bytes", default=[])
     if sizes and len(sizes) != len(edges):
         raise reader.error("edge_bytes", f"has {len(sizes)} sizes for {len(edges)} edges")
+    if min(sizes, default=0) < 0:
+        raise reader.error("edge_bytes", f"must be at least 0 each, not {min(sizes)}")
     return tuple(dict.fromkeys(edges)), dict(zip(edges, sizes, strict=False))
 
 

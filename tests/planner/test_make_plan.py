@@ -368,3 +368,10 @@ def test_a_limit_that_devices_do_not_have_would_not_do(chain) -> None:
         make_plan(chain(8), cluster, request)
     said = "pipeline.memory_limit 1MiB and ranks with 1 MiB of memory would do"
     assert caught.value.cure.startswith(said)
+
+
+@pytest.mark.parametrize(("size", "told"), [(5, 1), (1000, 0)])
+def test_sizes_of_edges_that_no_step_is_planned_with_are_told(chain, size, told) -> None:
+    profile = replace(chain(4), edge_bytes={("n0", "n1"): size})
+    plan = make_plan(profile, cluster_of([2], 2), PlanRequest("job", 8))
+    assert sum("edge_bytes are not used" in said for said in plan.assumptions) == told
