@@ -81,8 +81,7 @@ class Listed:
         Raises:
             ScheduleError: naming file, line and action.
         """
-        rows = enumerate(csv.reader(text.splitlines()), 1)
-        chosen = [(line, row) for line, row in rows if _is_meant(row)]
+        chosen = [(line, row) for line, row in _rows(text, name) if _is_meant(row)]
         listed = cls(name, tuple(_held(row, line, name) for line, row in chosen))
         listed._check()
         return listed
@@ -199,6 +198,15 @@ class Listed:
 
 _HALVES = {Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
 _COMPLETE = ({Kind.FORWARD, Kind.BACKWARD}, _HALVES)
+
+
+def _rows(text: str, name: str) -> Iterator[tuple[int, list[str]]]:
+    """The lines with their numbers."""
+    reader = csv.reader(text.splitlines())
+    try:
+        yield from enumerate(reader, 1)
+    except csv.Error as error:
+        raise ScheduleError(f"{name}:{reader.line_num}: {error}", cure=_CURE) from None
 
 
 def _is_meant(row: Sequence[str]) -> bool:

@@ -26,6 +26,12 @@ def listed_order(plan: Plan) -> Order:
             f"schedule {plan.schedule}: its lists are of other stages or ranks than the plan's",
             cure="plan the job again",
         )
+    if plan.micro_batches > listed.micro_batches:
+        raise ScheduleError(
+            f"schedule {plan.schedule}: its lists have {listed.micro_batches} micro-batches, the "
+            f"plan {plan.micro_batches}",
+            cure="plan the job again",
+        )
     return order_of(listed)
 
 

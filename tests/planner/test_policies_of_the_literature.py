@@ -86,3 +86,11 @@ def test_dapple_links():
     assert rules.reduce_s(1e6, [0]) == 0.0
     assert rules.reduce_s(1e6, [0, 1]) == pytest.approx(1e6 / 25e9)
     assert rules.reduce_s(1e6, [1, 2]) == pytest.approx(1e6 / 3e9)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_links_whose_time_is_all_latency_are_no_fault(chain, name):
+    link = Link(1e-3, 1e9, timings=((1, 1e-3), (2_000_000, 1e-3)))
+    nodes = tuple(Node(f"node{i}", 2, 2, Device("cpu")) for i in range(2))
+    rules = ClusterRules(Cluster("test", "test", nodes, link, link))
+    assert POLICIES[name](chain(6), rules, Work(64, 8)).ranks

@@ -76,3 +76,8 @@ def test_efficiency_is_against_the_fewest_nodes_that_fit(chain, timed):
 def test_a_model_that_fits_nowhere(chain, timed):
     found = scaling(chain(4), ONE, REQUEST, [1, 2], timed({}))
     assert (found.base, found.pays_until) == (None, None)
+
+
+def test_steps_that_take_no_time_have_no_efficiency(chain, timed):
+    found = scaling(chain(4), ONE, REQUEST, [1, 2], timed({1: 0.0, 2: 0.0}))
+    assert [found.efficiency(count) for count in found.counts] == [None, None]

@@ -155,3 +155,15 @@ def test_lists_of_the_peer_are_taken_as_they_are(pipeline, name, chunks):
     assert plan.stages[1].ranks == (1,)
     assert simulate(plan, assumed_cluster("here", [4], 4, None)).bubble < 0.5
     assert np.all(order_of(Listed.read(text, "x")).forward(0, np.arange(8)) >= 0)
+
+
+def test_a_cell_that_is_too_long_is_named_with_its_line():
+    with pytest.raises(ScheduleError, match=r"my\.csv:2: field larger than field limit"):
+        Listed.read('0F0,0B0\n"' + "1F0 " * 40_000, "my.csv")
+
+
+def test_a_plan_of_more_micro_batches_than_its_lists_is_refused(pipeline):
+    plan = planned(pipeline, "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    longer = dataclasses.replace(plan, micro_batches=4, batch_size=2 * plan.batch_size)
+    with pytest.raises(ScheduleError, match="its lists have 2 micro-batches, the plan 4"):
+        lower(longer, 0)

@@ -64,7 +64,7 @@ class Scaling:
     def efficiency(self, count: Count) -> float | None:
         """Speed-up over :attr:`base` per node that it has more; None where nothing fits."""
         base = self.base
-        if base is None or base.step_s is None or count.step_s is None:
+        if base is None or base.step_s is None or not count.step_s:
             return None
         return base.step_s * base.nodes / (count.step_s * count.nodes)
 

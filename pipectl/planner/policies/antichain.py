@@ -8,7 +8,7 @@ fill it. It is PipeDream's programme without replicas (Narayanan et al., SOSP 20
 from __future__ import annotations
 
 from pipectl.planner.hybrid.links import LinkRules
-from pipectl.planner.policies.pipedream import solved
+from pipectl.planner.policies.pipedream import bandwidth, solved
 from pipectl.planner.policies.policy import PolicyPlan, Work
 from pipectl.profile import Profile
 
@@ -18,10 +18,9 @@ NAME = "antichain"
 def plan(profile: Profile, rules: LinkRules, work: Work) -> PolicyPlan:
     """A straight pipeline on all devices, or on as many as there are states; links count once."""
     devices = len(rules.machine_of)
-    size = 1e6
-    bandwidth = size / rules.transfer_s(size, [0], [devices - 1]).hold_s if devices > 1 else 1.0
+    between = bandwidth(rules, 0, devices - 1) if devices > 1 else 1.0
     for count in range(devices, 1, -1):
-        found = solved(profile, work, [count], [bandwidth], straight=True)
+        found = solved(profile, work, [count], [between], straight=True)
         if found.value_s < float("inf"):
             return found
     return solved(profile, work, [], [], straight=True)

@@ -23,6 +23,7 @@ from pipectl.planner.policies.policy import PolicyPlan, Prefixes, Work
 from pipectl.profile import Profile
 
 NAME = "pipedream"
+_LEAST_S = 1e-12
 
 
 @dataclass(frozen=True)
@@ -45,15 +46,16 @@ def plan(profile: Profile, rules: LinkRules, work: Work) -> PolicyPlan:
     """The plan for the rules' machines, their bandwidths taken from messages of one megabyte."""
     machines = max(rules.machine_of) + 1
     within = len(rules.machine_of) // machines
-    bandwidths = [_bandwidth(rules, 0, 1)] if within > 1 else []
-    bandwidths += [_bandwidth(rules, 0, len(rules.machine_of) - 1)] if machines > 1 else []
+    bandwidths = [bandwidth(rules, 0, 1)] if within > 1 else []
+    bandwidths += [bandwidth(rules, 0, len(rules.machine_of) - 1)] if machines > 1 else []
     counts = [count for count in (within, machines) if count > 1]
     return solved(profile, work, counts, bandwidths, straight=False)
 
 
-def _bandwidth(rules: LinkRules, sender: int, receiver: int) -> float:
+def bandwidth(rules: LinkRules, sender: int, receiver: int) -> float:
+    """Bytes per second of a message of one megabyte; its time may be no longer than a latency."""
     size = 1e6
-    return size / rules.transfer_s(size, [sender], [receiver]).hold_s
+    return size / max(rules.transfer_s(size, [sender], [receiver]).hold_s, _LEAST_S)
 
 
 def solved(
