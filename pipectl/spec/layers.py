@@ -10,7 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pipectl.errors import Problem, UsageError
+from pipectl.spec.models import JobSpec
 from pipectl.spec.reader import UnreadableError, read_file, read_text
+from pipectl.spec.structure import section_at
+from pipectl.spec.training import Factory
 from pipectl.spec.tree import Entry, Place, Scalar, Table, Tree, is_null, printable
 from pipectl.spec.values import VERSION
 
@@ -82,19 +85,22 @@ def apply_override(tree: Table, override: str, problems: list[Problem]) -> Table
     return put(tree, keys, value or Scalar("", plain=True, place=place), place)
 
 
-def put(table: Table, keys: list[str], value: Tree, place: Place) -> Table:
+def put(
+    table: Table, keys: list[str], value: Tree, place: Place, above: tuple[str, ...] = ()
+) -> Table:
     """``table`` with the value at ``keys``, making mappings on the way.
 
     Args:
         place: where the keys are written.
+        above: the keys that lead to ``table`` from the top of the spec.
     """
     key, *rest = keys
+    path = (*above, key)
     below = table.entries.get(key)
     if rest:
-        inner = Table(place=place) if below is None else below.value
-        if isinstance(inner, Scalar) and rest[0] in ("factory", "kwargs") and not is_null(inner):
-            inner = _expanded(inner)
-        value = put(inner if isinstance(inner, Table) else Table(place=place), rest, value, place)
+        inner = None if below is None else _expanded(below.value, path)
+        inner = inner if isinstance(inner, Table) else Table(place=place)
+        value = put(inner, rest, value, place, path)
     name = Scalar(key, plain=True, place=place) if below is None or not rest else below.key
     return Table({**table.entries, key: Entry(name, value)}, table.place)
 
@@ -105,10 +111,14 @@ def _over(lower: Tree, upper: Tree) -> Tree:
     return upper
 
 
-def _expanded(factory: Scalar) -> Table:
-    """A factory's short form written out."""
-    key = Scalar("factory", plain=True, place=factory.place)
-    return Table({"factory": Entry(key, factory)}, factory.place)
+def _expanded(tree: Tree, path: tuple[str, ...]) -> Tree:
+    """What is written at ``path``, with the short form of a factory written out."""
+    section = section_at(JobSpec, path)
+    short = isinstance(tree, Scalar) and not is_null(tree)
+    if not short or section is None or not issubclass(section, Factory):
+        return tree
+    key = Scalar("factory", plain=True, place=tree.place)
+    return Table({"factory": Entry(key, tree)}, tree.place)
 
 
 def _checked_site(tree: Table, path: Path, problems: list[Problem]) -> Table:

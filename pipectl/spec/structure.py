@@ -49,15 +49,16 @@ def without_none(annotation: Any) -> Any:
 
 
 def section_at(model: type[Section], path: tuple[str | int, ...]) -> type[Section] | None:
-    """The model of the section at ``path``, seen from ``model``."""
+    """The model of the section at ``path``, seen from ``model``; None where there is no section."""
     steps = iter(path)
     for step in steps:
         info = model.model_fields.get(str(step))
         inner = None if info is None else section_of(info)
         if info is None or inner is None:
             return None
-        if is_mapping_of_sections(info) or is_list_of_sections(info):
-            next(steps, None)
+        several = is_mapping_of_sections(info) or is_list_of_sections(info)
+        if several and next(steps, None) is None:
+            return None
         model = inner
     return model
 

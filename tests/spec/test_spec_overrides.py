@@ -60,6 +60,41 @@ def test_keyword_arguments_join_a_factory_in_short_form(read, minimal) -> None:
     assert spec.optimizer.kwargs == {"lr": 0.1}
 
 
+SHORT = """\
+{version: 1, name: demo, model: a:model, loss: a:loss, data: a:data, optimizer: a:optimizer,
+ training: {steps: 10, batch_size: 8}, evaluation: {data: a:held_out, metrics: {m: a:metric}},
+ callbacks: {c: a:callback}}
+"""
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "optimizer.groups=[{match: '*.bias', weight_decay: 0}]",
+        "model.materialize=per_rank",
+        "model.opaque=[router]",
+        "loss.weight=a:weight",
+        "data.workers=2",
+        "data.drop_last=true",
+        "data.shuffle=false",
+        "evaluation.data.kwargs.count=5",
+        "evaluation.metrics.m.kwargs.k=5",
+        "callbacks.c.kwargs.project=p",
+    ],
+)
+def test_every_key_joins_a_factory_in_short_form(read, override: str) -> None:
+    before, after = read(SHORT), read(SHORT, override)
+    assert set(before.factories()) <= set(after.factories())
+    assert after != before
+
+
+def test_text_where_no_factory_may_stand_is_replaced(read, minimal) -> None:
+    spec = read(minimal + "callbacks: a:callback\n", "callbacks.c=a:callback")
+    assert list(spec.callbacks) == ["c"]
+    spec = read(minimal, "model.kwargs.in_features.kwargs=5")
+    assert spec.model.kwargs["in_features"] == {"kwargs": 5}
+
+
 def test_a_value_may_contain_an_equals_sign(read, minimal) -> None:
     spec = read(minimal, "slurm.directives=[--gres=gpu:1]", "pbs.select_extra=model=icelake")
     assert spec.slurm.directives == ("--gres=gpu:1",)

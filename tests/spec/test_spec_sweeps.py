@@ -84,6 +84,18 @@ sweep:
     assert found[2].spec.model.kwargs["in_features"] == "4"
 
 
+def test_keys_of_a_sweep_join_a_factory_in_short_form(points: Points) -> None:
+    found = points(
+        """\
+optimizer: torch.optim:SGD
+sweep: {points: [{optimizer.groups: [{match: "*.bias", lr: 0.1}]}, {optimizer.kwargs.lr: 0.2}]}
+"""
+    )
+    assert [point.spec.optimizer.factory for point in found] == ["torch.optim:SGD"] * 2
+    assert found[0].spec.optimizer.groups[0].match == "*.bias"
+    assert found[1].spec.optimizer.kwargs == {"lr": 0.2}
+
+
 def test_a_sweep_goes_over_set_and_can_be_left_out(points: Points) -> None:
     sweep = "sweep: {grid: {training.seed: [3, 4]}}\n"
     assert [p.spec.training.seed for p in points(sweep, "training.seed=9")] == [3, 4]
