@@ -20,6 +20,9 @@ import torch
 from pipectl.errors import CaptureError
 from pipectl.units import did_you_mean
 
+_USER = "pipectl_user_"
+"""Begins the names of modules that are imported from files."""
+
 
 def find(factory: str, base: Path) -> Callable[..., Any]:
     """The callable that ``./file.py:name`` or ``package.module:name`` names.
@@ -75,6 +78,14 @@ def bind(function: Callable[..., Any], factory: str, kwargs: Mapping[str, Any]) 
     return functools.partial(function, **kwargs) if kwargs else function
 
 
+def module_of(user_class: type) -> str:
+    """The module of a user's class; that of a file by the file's name alone, wherever it lies."""
+    name = user_class.__module__
+    if not name.startswith(_USER):
+        return name
+    return name.removeprefix(_USER).rpartition("_")[0]
+
+
 def user_line(trace: TracebackType | None) -> str:
     """``" (at file.py:12)"`` for the deepest frame outside installed packages, or nothing."""
     frames = traceback.extract_tb(trace)
@@ -100,7 +111,7 @@ def is_torch_code(filename: str) -> bool:
 def _import_file(path: Path, factory: str) -> ModuleType:
     # The same name in every process: loader processes may unpickle objects of this module.
     digest = hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()
-    name = f"pipectl_user_{path.stem}_{digest}"
+    name = f"{_USER}{path.stem}_{digest}"
     if name in sys.modules:
         return sys.modules[name]
     if not path.is_file():

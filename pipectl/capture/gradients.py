@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from pipectl.capture.explain import place_in
+from pipectl.capture.factories import module_of
 from pipectl.capture.names import own_path
 from pipectl.errors import CaptureError
 
@@ -34,6 +35,10 @@ class Applied:
     @property
     def __name__(self) -> str:
         return self.function.__name__.strip("_").lower()
+
+    def __repr__(self) -> str:
+        # A part of the graph's fingerprint, which must not tell where the user's file lies.
+        return f"{module_of(self.function)}.{self.function.__qualname__}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the function gives, with its own backward."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,14 @@ def test_the_fingerprint_names_the_function_and_no_address(make_job) -> None:
     graphs = [make_job("OwnBackward").training_graph(4) for _ in range(2)]
     assert graphs[0].fingerprint == graphs[1].fingerprint
     assert "0x" not in "".join(str(node.target) for node in graphs[0].operators)
+
+
+def test_the_fingerprint_does_not_depend_on_where_the_file_lies(make_job, tmp_path: Path) -> None:
+    copy = shutil.copy(MODELS, tmp_path)
+    here = make_job("OwnBackward").training_graph(4)
+    there = make_job(f"{copy}:OwnBackward").training_graph(4)
+    assert there.signatures == here.signatures
+    assert there.fingerprint == here.fingerprint
 
 
 def test_export_leaves_autograd_as_it_was(make_job) -> None:
