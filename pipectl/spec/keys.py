@@ -66,6 +66,8 @@ def _profiled(spec: JobSpec) -> Any:
     load = {key: data["resources"][key] for key in ("tasks_per_node", "cpus_per_task")}
     if spec.launch.progress_core:
         load["threads"] = spec.threads
+    if spec.resources.gpus_per_node:  # how many there are changes no time on one of them
+        load["accelerators"] = True
     training = {key: data["training"][key] for key in ("batch_size", "precision")}
     modules = user_sources(references.parse(text, spec.base) for _, text in named)
     contents = {name: _content(path) for name, path in modules.items()}

@@ -121,6 +121,7 @@ def test_keys_do_not_depend_on_where_files_are(job: Path, tmp_path: Path) -> Non
         ("training.batch_size=16", True, True),
         ("pipeline.micro_batches=4", True, True),
         ("resources.cpus_per_task=2", True, True),
+        ("resources.gpus_per_node=1", True, True),
         ("pipeline.schedule=1f1b", False, True),
         ("pipeline.memory_limit=1GiB", False, True),
         ("resources.nodes=3", False, True),
@@ -140,6 +141,12 @@ def test_keys_change_with_what_they_stand_for(
     before, after = load(job, sites=()), load(job, [override], sites=())
     assert (profile_key(before) != profile_key(after)) == profile_changes
     assert (plan_key(before) != plan_key(after)) == plan_changes
+
+
+def test_more_accelerators_change_the_plan_alone(job: Path) -> None:
+    one, two = (load(job, [f"resources.gpus_per_node={n}"], sites=()) for n in (1, 2))
+    assert profile_key(one) == profile_key(two)
+    assert plan_key(one) != plan_key(two)
 
 
 def test_keys_change_with_the_threads_that_a_core_costs(job: Path) -> None:
