@@ -52,26 +52,35 @@ def _modules(names: Iterable[str], search: Sequence[Path]) -> list[tuple[str, Pa
 
 def _file(name: str, search: Sequence[Path]) -> Path | None:
     """The user's file of a module; None for one of a library, and where there is none."""
-    parts = name.split(".")
-    if parts[0] in sys.stdlib_module_names or parts[0] == "pipectl":
+    *packages, last = name.split(".")
+    top = packages[0] if packages else last
+    if top in sys.stdlib_module_names or top == "pipectl":
         return None
-    home = next((root for root in search if _holds(root, parts[0])), None)
-    if home is None or _is_library(home):
-        return None
-    path = home.joinpath(*parts)
-    return next((p for p in (path / "__init__.py", path.with_suffix(".py")) if p.is_file()), None)
+    for package in packages:
+        search = _within(package, search)
+    found = _imported(last, search)
+    return None if found is None or _is_library(found) else found
 
 
-def _holds(root: Path, top: str) -> bool:
-    """Whether a top-level module is here: a package, a file, or a directory of modules."""
-    folder = root / top
-    return folder.with_suffix(".py").is_file() or any(
-        path.is_file() for path in (folder / "__init__.py", *folder.glob("*.py"))
-    )
+def _within(package: str, search: Sequence[Path]) -> Sequence[Path]:
+    """Where the modules of a package are looked for.
+
+    Without an ``__init__.py`` that is every directory of its name, whatever lies in it (PEP 420).
+    """
+    found = _imported(package, search)
+    if found is None:
+        return [root / package for root in search]
+    return [found.parent] if found.name == "__init__.py" else []
 
 
-def _is_library(root: Path) -> bool:
-    return any(part in _LIBRARY for part in root.parts) or root.is_relative_to(
+def _imported(name: str, search: Sequence[Path]) -> Path | None:
+    """The file that an import runs: of the first directory with such a package or module."""
+    files = ((root / name / "__init__.py", root / f"{name}.py") for root in search)
+    return next((file for pair in files for file in pair if file.is_file()), None)
+
+
+def _is_library(file: Path) -> bool:
+    return any(part in _LIBRARY for part in file.parts) or file.is_relative_to(
         sysconfig.get_path("stdlib")
     )
 

@@ -66,6 +66,29 @@ def test_packages_and_relative_imports(tmp_path: Path, write: Write) -> None:
     ]
 
 
+def test_packages_that_are_directories_alone(tmp_path: Path, write: Write) -> None:
+    write({"model": "from src.models.gpt import Gpt", "src/models/gpt": "from . import blocks"})
+    write({"src/models/blocks": "", "src/models/unused": ""})
+    assert found(tmp_path, "./model.py:build") == {
+        "src.models.gpt": "src/models/gpt.py",
+        "src.models.blocks": "src/models/blocks.py",
+    }
+
+
+def test_directories_of_one_name_make_up_a_package_unless_one_has_its_own_file(
+    tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "_SEARCH", (tmp_path / "site-packages", tmp_path / "work"))
+    write({"model": "import shared.mine, shared.theirs, whole.part, whole.inner.part"})
+    write({"site-packages/shared/theirs": "", "work/shared/mine": "", "whole/part": ""})
+    write({"work/whole/__init__": "", "work/whole/inner/part": ""})
+    assert found(tmp_path, "./model.py:build") == {
+        "shared.mine": "work/shared/mine.py",
+        "whole": "work/whole/__init__.py",
+        "whole.inner.part": "work/whole/inner/part.py",
+    }
+
+
 def test_files_that_import_each_other_end(tmp_path: Path, write: Write) -> None:
     write({"model": "import a", "a": "import b, model", "b": "import a"})
     assert sorted(found(tmp_path, "./model.py:build")) == ["a", "b", "model"]
