@@ -163,7 +163,9 @@ class CapturedJob:
 
     def _loader(self, item: Factory, workers: int, *, shuffle: bool) -> Loader:
         seed = self.spec.training.seed
-        seed_everything(seed_of(seed, item.factory) >> 32)
+        # By the factory's name, so that one for both kinds of data splits them alike; without the
+        # directory of its file, which differs between checkouts.
+        seed_everything(seed_of(seed, item.resolve(self.spec.base).portable) >> 32)
         return Loader(self._make(item), seed=seed, workers=workers, shuffle=shuffle)
 
     def _graph(self, batch: int, *, training: bool) -> CapturedGraph:

@@ -27,6 +27,12 @@ class Reference:
     def __str__(self) -> str:
         return f"{self.file or self.module}:{self.attribute}"
 
+    @property
+    def portable(self) -> str:
+        """The reference as a spec beside the file has it: the same wherever the file lies."""
+        where = self.module if self.file is None else f"./{self.file.name}"
+        return f"{where}:{self.attribute}"
+
 
 def parse(text: str, base: Path) -> Reference:
     """The reference in ``text``; a relative file is looked up from ``base``.

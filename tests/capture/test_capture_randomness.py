@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from pipectl.capture import Cut, build_stage
+from pipectl.capture import CapturedJob, Cut, build_stage
 from pipectl.capture.batch import by_name
 from pipectl.capture.randomness import is_random, seed_of, seed_operator
 from pipectl.capture.slices import Rows
+from pipectl.spec import JobSpec, dump, load
 
 
 def test_seeds_are_64_bit_and_differ_by_every_part() -> None:
@@ -105,6 +108,42 @@ def test_a_mask_follows_from_the_seed_alone(job_of) -> None:
     assert torch.equal(in_two(5), expected)
     assert torch.equal(whole.module(5, *values(whole), inputs, targets)[0], expected)
     assert not torch.equal(whole.module(6, *values(whole), inputs, targets)[0], expected)
+
+
+DRAWN = """
+import torch
+from torch.utils.data import TensorDataset
+
+def dataset():
+    return TensorDataset(torch.randn(8, 6), torch.randint(3, (8,)))
+"""
+JOB = """
+version: 1
+name: job
+model: {factory: torch.nn:Linear, kwargs: {in_features: 6, out_features: 3}}
+loss: torch.nn:CrossEntropyLoss
+data: ./drawn.py:dataset
+training: {steps: 1, batch_size: 8}
+"""
+
+
+def test_what_a_data_factory_draws_follows_from_the_seed_wherever_its_file_lies(
+    tmp_path: Path,
+) -> None:
+    def inputs_of(spec: JobSpec) -> torch.Tensor:
+        return CapturedJob(spec).loader.example(8)[0]
+
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "drawn.py").write_text(DRAWN)
+        (tmp_path / name / "job.yaml").write_text(JOB)
+    here, there = (load(tmp_path / name / "job.yaml", sites=()) for name in ("here", "there"))
+    (tmp_path / "run.yaml").write_text(dump(there))
+    drawn = inputs_of(here)
+    assert torch.equal(inputs_of(there), drawn)
+    assert torch.equal(inputs_of(load(tmp_path / "run.yaml", sites=())), drawn)
+    other = load(tmp_path / "here" / "job.yaml", ["training.seed=1"], sites=())
+    assert not torch.equal(inputs_of(other), drawn)
 
 
 def test_rows_of_a_draw_that_gives_several_tensors(job_of) -> None:
