@@ -183,7 +183,10 @@ class Loader:
         for epoch in count():
             samples = _SeededStream(self._dataset, self._seed, epoch)
             empty = True
-            for sample in DataLoader(samples, batch_size=None, num_workers=self._workers):
+            loaded = DataLoader(
+                samples, batch_size=None, collate_fn=_as_it_is, num_workers=self._workers
+            )
+            for sample in loaded:
                 empty = False
                 yield sample
             if empty:
@@ -200,6 +203,11 @@ class Loader:
                 f"data: samples cannot be joined to a batch: {type(error).__name__}: {error}",
                 cure="make samples of equal shape, or give the data set a collate_fn",
             ) from error
+
+
+def _as_it_is(sample: Any) -> Any:
+    """What `DataLoader` otherwise makes tensors of, the data set's own `collate_fn` joins."""
+    return sample
 
 
 def _skip(samples: Iterator[Any], count: int) -> None:

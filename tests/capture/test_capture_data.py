@@ -193,6 +193,27 @@ def test_collate_fn_of_the_data_set_is_used() -> None:
     assert targets.tolist() == [1, 1, 1]
 
 
+class Unconverted(IterableDataset):
+    """Pairs of arrays, of which its `collate_fn` makes tensors itself."""
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        return ((np.full(3, index, "f4"), np.zeros(1, "f4")) for index in range(4))
+
+    @staticmethod
+    def collate_fn(samples: list[Any]) -> tuple[Tensor, Tensor]:
+        assert all(isinstance(sample, tuple) for sample in samples)
+        vectors, targets = zip(*samples, strict=True)
+        return torch.from_numpy(np.stack(vectors)), torch.from_numpy(np.stack(targets))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_collate_fn_of_an_iterable_is_given_what_the_data_set_gives(workers: int) -> None:
+    """In the training, as where the model is captured."""
+    loader = Loader(Unconverted(), seed=1, workers=workers)
+    first, _ = loader.micro_batches([(0, range(4))], 2)
+    assert all(map(torch.equal, first, loader.example(2)))
+
+
 def test_samples_of_different_shape_say_what_to_do() -> None:
     class Ragged(Noisy):
         def __getitem__(self, index: int) -> tuple[Tensor, int]:
