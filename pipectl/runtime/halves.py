@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture.graph import State
 from pipectl.capture.stage import StageCode
+from pipectl.runtime.memories import take_apart, without_gradient
 
 _ATEN = torch.ops.aten
 SPLIT = frozenset(
@@ -66,7 +67,9 @@ class Deferred:
     def run(self) -> None:
         """Add to the gradients of the weights."""
         if self.roots:
+            without = without_gradient(self.weights)
             torch.autograd.backward(self.roots, self.gradients, inputs=self.weights)
+            take_apart(without, self.gradients)
 
 
 def split_backwards(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor, fx
@@ -19,6 +20,7 @@ from pipectl.runtime.device import Device
 from pipectl.runtime.halves import Deferred, split_backwards
 from pipectl.runtime.in_flight import Live, Start
 from pipectl.runtime.layout import Tensors
+from pipectl.runtime.memories import take_apart, without_gradient
 from pipectl.runtime.offload import Pool, StageOffload
 from pipectl.runtime.stage_states import StageStates, before, rewriting
 from pipectl.runtime.ticks import insert_ticks
@@ -74,6 +76,7 @@ class StageRuntime:
         own = StageStates(states, device)
         self.parameters, self.buffers, self.uses = own.parameters, own.buffers, own.uses
         self._arguments = {k: own.arguments(cuts[k], code) for k, code in self.codes.items()}
+        self._leaves = self._trained()
 
     def inputs(self, training: bool, size: Samples) -> tuple[str, ...]:
         """Names of the batch tensors this stage reads."""
@@ -158,8 +161,12 @@ class StageRuntime:
         if self.offload is not None:
             self.offload.end(micro_batch)
         roots, seeds = live.seeded(gradients, loss, scale, weight)
+        others = chain(gradients.values(), live.caught.values(), live.deferred.gradients)
+        leaves = self._leaves if live.version is None else live.version.leaves.values()
+        without = without_gradient(leaves)
         if roots:
             torch.autograd.backward(roots, seeds)
+        take_apart(without, others)
         if self.versions is not None and live.version is not None:
             self.versions.collect(live.version)
         if live.deferred.roots:
@@ -228,6 +235,11 @@ class StageRuntime:
             tensor.grad = None
         if self.versions is not None:
             self.versions.forget()
+
+    def _trained(self) -> list[Tensor]:
+        """What training gives gradients."""
+        found = [tensor for key, each in self._arguments.items() if key[0] for tensor in each]
+        return list({id(tensor): tensor for tensor in found if tensor.requires_grad}.values())
 
     def _pool(self, micro_batch: int, size: Samples, version: Version | None) -> Pool | None:
         """What takes what a micro-batch keeps."""

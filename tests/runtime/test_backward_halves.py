@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from pipectl.capture import Slot
+from pipectl.capture import CapturedJob, Cut, Slot
 from pipectl.capture.stage import StageCode
+from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.halves import Deferred, split_backwards
+from pipectl.runtime.stage import StageRuntime
+
+PARTS = Path(__file__).with_name("job_parts.py")
 
 
 class Product(nn.Module):
@@ -187,3 +192,50 @@ def test_neither_results_nor_autocast_inputs_are_kept_for_the_second_half():
     assert len(current[0].roots) == 1
     del result
     assert seen.expired()
+
+
+def test_weight_halves_leave_the_gradients_alone_that_they_are_given():
+    """A value that is added to the result may be on its way with the same gradient."""
+
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(5, 6)), nn.Parameter(torch.ones(6, 1))
+
+        def forward(self, x):
+            return torch.addmm(self.bias.t(), x, self.weight)
+
+    code, parameters = code_of(Turned(), torch.randn(1, 5))
+    current = [Deferred()]
+    apart = split(code, current)
+    given = []
+    for _ in range(2):
+        current.append(Deferred())
+        result = apart.module(0, *parameters, torch.randn(1, 5, requires_grad=True))
+        result.backward(torch.ones_like(result))
+        given += current[-1].gradients
+        current[-1].run()
+    assert [gradient.tolist() for gradient in given] == [[[1.0] * 6]] * 2
+
+
+def test_weight_halves_that_come_late_use_the_gradients_of_their_own_micro_batch(make_spec):
+    """The gradient of the place, behind a view, is in the memory of the linear layer's."""
+    job = CapturedJob(make_spec(1, model={"factory": f"{PARTS}:Placed"}))
+    graph = job.training_graph(1)
+    cuts = {(True, 1): Cut(graph, {node.name: 0 for node in graph.operators}, training=True)}
+    found = []
+    for halves in (False, True):
+        stage = StageRuntime(0, cuts, job.states, CpuDevice())
+        if halves:
+            stage.split_backwards()
+        for number in range(2):
+            values = torch.full((1, 6), 1.0 + number), torch.tensor([[0, 1, 2]])
+            stage.forward(number, 1, 0, dict(zip(graph.inputs, values, strict=True)), {})
+            stage.backward(number, {}, Slot(graph.loss), 1.0)
+        for number in range(2):
+            stage.finish_backward(number)
+        found.append({name: tensor.grad for name, tensor in stage.parameters.items()})
+        stage.forget()
+    whole, late = found
+    assert len(whole) == 5
+    assert [name for name in whole if not torch.equal(whole[name], late[name])] == []

@@ -14,9 +14,10 @@ from pipectl.errors import WorkerError
 from pipectl.runtime.apart.agreement import Agreement
 from pipectl.runtime.apart.ends import Ends, lasting_states, values_received, written_states
 from pipectl.runtime.apart.half import Half
-from pipectl.runtime.apart.packet import memory_of, pack
+from pipectl.runtime.apart.packet import pack
 from pipectl.runtime.apart.trace import TOGETHER, Given, structure_of
 from pipectl.runtime.layout import Layout, Tensors
+from pipectl.runtime.memories import memory_of
 
 
 class ForwardHalf(Half):

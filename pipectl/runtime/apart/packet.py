@@ -23,6 +23,7 @@ from torch import Tensor
 
 from pipectl.errors import WorkerError
 from pipectl.runtime.layout import Layout
+from pipectl.runtime.memories import memory_of
 
 BUNDLED_BYTES = 8 << 10
 """Tensors below this size travel together: a message of their own would cost more than a copy."""
@@ -140,11 +141,6 @@ def pack(
             packing.find(tensors, known[memory], states[known[memory]])
     views = tuple(packing.found[_key(tensor)] for tensor in saved)
     return Contents(views, tuple(packing.parts)), [packing.bundle(), *packing.tensors]
-
-
-def memory_of(tensor: Tensor) -> int:
-    """Tells tensors of one memory from others, as long as they are alive."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _check(tensor: Tensor) -> None:

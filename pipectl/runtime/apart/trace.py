@@ -9,6 +9,7 @@ gradients accumulate in them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from pipectl.capture.stage import Receive, StageCode
 from pipectl.errors import MismatchError
 from pipectl.runtime.apart.valueless import Valueless
 from pipectl.runtime.layout import Layout
+from pipectl.runtime.memories import take_apart, without_gradient
 
 TOGETHER = "set pipeline.backward to together: its backward has to stay with its forward"
 _PLAIN = (int, float, str, type(None), torch.dtype, torch.device)
@@ -67,6 +69,7 @@ class Graph:
         device: torch.device,
     ) -> None:
         self._code = code
+        self._leaves = [state for state in states if state.requires_grad]
         self._values: list[Tensor | None] = []
         self._caught: dict[Slot, Tensor | None] = {}
         self._device = device
@@ -102,11 +105,13 @@ class Graph:
         roots = [self._edges[slot] for slot in gradients]
         self._values = [*values]
         values.clear()
+        without = without_gradient(self._leaves)
         if roots:
             torch.autograd.backward(roots, list(gradients.values()), retain_graph=True)
         self._values = []
         found = dict(self._caught)
         self._caught.clear()
+        take_apart(without, chain(gradients.values(), found.values()))
         return found
 
     def has(self, slot: Slot) -> bool:

@@ -74,10 +74,21 @@ class Step:
 
     Args:
         apart: whether the halves of every stage are processes of their own.
+        versions: whether weights have versions, as where steps overlap.
+
+    Attributes:
+        returned: gradients that left a stage, and copies made at once.
     """
 
     def __init__(
-        self, job: CapturedJob, cut: Cut, *, apart: bool, recompute: bool = False, size: int = 2
+        self,
+        job: CapturedJob,
+        cut: Cut,
+        *,
+        apart: bool,
+        recompute: bool = False,
+        versions: bool = False,
+        size: int = 2,
     ) -> None:
         self.cut, self.size = cut, size
         cuts, told = {(True, size): cut}, Told()
@@ -95,8 +106,11 @@ class Step:
             ends = Ends(0, places_of(cut, index), recompute, told)  # type: ignore[arg-type]
             for halves, kind in ((self.forwards, ForwardHalf), (self.backwards, BackwardHalf)):
                 halves.append(kind(ends, index, cuts, copies(job.states), *shared))
+        for stage in self.backwards if versions else ():
+            stage.keep_versions(1)
         self.recompute = recompute
         self.messages: list[dict[Slot, Tensor | None]] = []
+        self.returned: list[tuple[Tensor, Tensor]] = []
 
     def run(self, batches: list[tuple[Any, Any]]) -> None:
         """All forwards, then all backwards; the first half forgets what it sent."""
@@ -128,6 +142,7 @@ class Step:
                 self.backwards[index].recompute(number)
             mine = {slot: t for (stage, slot), t in gradients.items() if stage == index}
             made = self.backwards[index].backward(number, mine, loss, 0.5)
+            self.returned += [(t, t.clone()) for t in made.values() if t is not None]
             for lane, slots in self.cut.lanes.items():
                 if lane.kind is TransferKind.GRADIENT and lane.source == index:
                     gradients.update({(lane.target, slot): made.get(slot) for slot in slots})
@@ -154,7 +169,7 @@ def copied(tensor: Tensor | None) -> Tensor | None:
 def steps(capture: Callable[..., CapturedJob]) -> Callable[..., tuple[Step, Step]]:
     """``steps(model, stages)``: two micro-batches through whole stages, and through halves."""
 
-    def make(model: str, stages: int = 1, precision: str = "float32", *, recompute: bool = False):
+    def make(model: str, stages: int = 1, precision: str = "float32", **how: bool):
         job = capture(model, precision)
         graph = job.training_graph(2)
         count = len(graph.operators)
@@ -169,7 +184,7 @@ def steps(capture: Callable[..., CapturedJob]) -> Callable[..., tuple[Step, Step
         batches = [(x + torch.rand(x.shape, generator=generator), y) for x, y in batches]
         found = []
         for apart in (False, True):
-            step = Step(job, cut, apart=apart, recompute=recompute)
+            step = Step(job, cut, apart=apart, **how)
             step.run(batches)
             found.append(step)
         return found

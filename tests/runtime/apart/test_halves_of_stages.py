@@ -27,6 +27,15 @@ def test_gradients_and_buffers_are_those_of_whole_stages(steps, model, stages, r
     assert_equal(*steps(model, stages, recompute=recompute))
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("versions", [False, True])
+def test_gradients_that_left_a_stage_stay_as_they_are(steps, recompute, versions):
+    """Autograd would add to them in the next backward: a parameter's gradient is a view of them."""
+    for step in steps("placed", 3, recompute=recompute, versions=versions):
+        assert len(step.returned) == 4
+        assert all(torch.equal(left, copy) for left, copy in step.returned)
+
+
 def test_half_precision_too(steps):
     assert_equal(*steps("attention", 2, "bf16"))
 

@@ -11,9 +11,11 @@ import torch
 from pipectl.capture import Lane, Slot
 from pipectl.errors import WorkerError
 from pipectl.graph import TransferKind
+from pipectl.plan import Plan
 from pipectl.runtime.layout import Layout
 from pipectl.runtime.transport.checks import Message, Note, differences, note_of
 
+PARTS = Path(__file__).parents[1] / "job_parts.py"
 LANE = Lane(TransferKind.GRADIENT, 2, 1)
 A, B = Slot("a"), Slot("b", "user")
 VALUES = {A: torch.arange(6.0).view(2, 3), B: None}
@@ -82,3 +84,21 @@ def test_a_damaged_message_ends_both_ranks(launch: Any, damage: str, words: str)
     done = launch(2, Path(__file__).with_name("damage.py"), damage)
     assert done.returncode not in (0, 17)
     assert words in done.stderr
+
+
+@pytest.mark.mpi
+def test_gradients_do_not_change_while_they_are_sent(
+    make_spec: Any, make_run: Any, work: Any
+) -> None:
+    """With one sample a micro-batch, the gradients of places are views of the one that is sent."""
+    spec = make_spec(
+        2,
+        model={"factory": f"{PARTS}:Placed", "kwargs": {"count": 24}},
+        training={"steps": 2, "batch_size": 4},
+        pipeline={"stages": 2, "schedule": "1f1b", "micro_batches": 4},
+        launch={"check_messages": True},
+    )
+    run = make_run(spec)
+    assert Plan.load(run.plan).stages[1].nodes[0].startswith(("unsqueeze", "add"))
+    done = work(2, run)
+    assert done.returncode == 0, done.stderr
