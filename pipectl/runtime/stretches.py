@@ -90,12 +90,22 @@ class Stretches:
     Of a stretch with a step that is to be recorded, its first steps are, as many as the prediction
     shows.
 
+    Args:
+        save_on: moves a checkpoint on that is being written; never waits for another rank.
+
     Raises:
         MismatchError: see :func:`refuse`.
         CaptureError: likewise; or some step has another number of micro-batches than the plan.
     """
 
-    def __init__(self, setup: Setup, end: StepEnd, telemetry: Telemetry, tracing: Tracing) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        end: StepEnd,
+        telemetry: Telemetry,
+        tracing: Tracing,
+        save_on: Callable[[], None],
+    ) -> None:
         training = setup.job.spec.training
         refuse(training, setup.plan.schedule, shared_uses(setup.cut))
         _check_counts(islice(iter(setup.division.batches), training.steps), setup.plan)
@@ -104,6 +114,7 @@ class Stretches:
         self._end, self._stepper = end, end.stepper
         self._telemetry = telemetry
         self._tracing = tracing
+        self._save_on = save_on
         self._weigh = setup.job.weight() if setup.cut.loss_stage in setup.stages else None
         for stage in setup.updated_stages:
             stage.keep_versions(versions_kept(self._plan, stage.index))
@@ -172,6 +183,7 @@ class Stretches:
         if index == steps_apart(self._plan):
             self._end_trace()
         self._tracing.advance()
+        self._save_on()
         self._report(index, rate, out)
 
     def _look(self, index: int, out: StepOutput) -> None:

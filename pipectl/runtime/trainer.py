@@ -118,7 +118,8 @@ class Trainer:
         """Steps that overlap; the pipeline empties where all ranks meet."""
         setup = self._setup
         batches = [positions for _, positions in planned]
-        stretches = Stretches(setup, self._end, self._telemetry, self._tracing)
+        save_on = self._continuation.poll
+        stretches = Stretches(setup, self._end, self._telemetry, self._tracing, save_on)
         loaded: Iterator[Batch] = iter(())
         if setup.loader is not None:
             size = setup.plan.micro_batch_size

@@ -1,12 +1,16 @@
-"""Trainings whose steps overlap: what they refuse before the first step."""
+"""Trainings whose steps overlap: what they refuse before the first step, and their checkpoints."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipectl.runs import read_errors, read_metrics
+
+PARTS = Path(__file__).with_name("job_parts.py")
 
 
 @pytest.mark.mpi
@@ -29,3 +33,23 @@ def test_a_short_last_batch_is_refused_before_the_first_step(
     )
     assert read_metrics(run) == []
     assert not list(run.checkpoints.glob("step-*"))
+
+
+@pytest.mark.mpi
+def test_a_checkpoint_becomes_valid_while_the_next_steps_overlap(
+    make_spec: Any, make_run: Any, work: Any
+) -> None:
+    """Not at the next one, before which a job that is killed would have lost both."""
+    spec = make_spec(
+        2,
+        training={"steps": 12, "batch_size": 4},
+        pipeline={"stages": 2, "schedule": "pipedream-2bw", "micro_batches": 2},
+        checkpoint={"every": 6},
+        callbacks={"watching": f"{PARTS}:watching"},
+    )
+    run = make_run(spec)
+    done = work(2, run)
+    assert done.returncode == 0, done.stderr
+    seen = dict(map(json.loads, (run.path / "seen.jsonl").read_text().splitlines()))
+    assert seen[6] == []
+    assert seen[11] == ["step-000006"]
