@@ -19,6 +19,8 @@ from pipectl.errors import CaptureError
 _TENSOR, _TUPLE, _DICT, _FLOAT = "tensor", "tuple", "dict", "float"
 _PLAIN = (bool, int, str, type(None))
 _COMPARED = (*_PLAIN, float)
+_COUNTERS = frozenset({"step", "mu_product"})
+"""What optimizers of torch count steps in; all else, also numbers, is where the parameter is."""
 
 
 def take(
@@ -55,8 +57,9 @@ def give(
     """
 
     def placed(name: str) -> Tensor:
-        found = tensor(name)
-        return found if _is_counter(optimizer, parameter, found) else found.to(parameter.device)
+        found, key = tensor(name), name.rpartition("/")[2]
+        on_host = not found.dim() and _counts_on_host(optimizer, parameter, key)
+        return found if on_host else found.to(parameter.device)
 
     optimizer.state[parameter] = _decoded(state, placed)
 
@@ -98,10 +101,15 @@ def _mark(value: Any) -> Any:
     return value if isinstance(value, _COMPARED) else id(value)
 
 
-def _is_counter(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, found: Tensor) -> bool:
-    """Whether it is a number of steps, which torch keeps on the CPU unless kernels need it."""
+def _counts_on_host(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str) -> bool:
+    """Whether what has a name is a number of steps, which torch keeps on the CPU.
+
+    Except where kernels need it, and in ASGD.
+    """
+    if key not in _COUNTERS or isinstance(optimizer, torch.optim.ASGD):
+        return False
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
-    return not found.dim() and not (group.get("capturable") or group.get("fused"))
+    return not (group.get("capturable") or group.get("fused"))
 
 
 def _encoded(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:

@@ -69,10 +69,10 @@ def test_its_operators_refuse_tensors_of_the_cpu(place: Path) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    "chosen", ["tied or host_memory", pytest.param("test", marks=pytest.mark.product)]
+    "chosen", ["tied or host_memory or numbers", pytest.param("test", marks=pytest.mark.product)]
 )
 def test_what_is_for_accelerators_passes_on_it(place: Path, chosen: str) -> None:
-    """A GPT whose saved values go to the host; all there is takes two minutes."""
+    """Messages, optimizers, a GPT whose saved values go to the host; all takes two minutes."""
     options = ("-n0", "-m", "gpu", "-k", chosen, "-p", "no:cacheprovider")
     done = python(place, "-m", "pytest", *options, str(TESTS))
     assert done.returncode == 0, done.stdout

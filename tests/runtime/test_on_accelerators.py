@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from mpi4py import MPI
+from torch import Tensor, nn
 
-from pipectl.runs import read_errors, read_heartbeat
+from pipectl.runs import Manifest, read_errors, read_heartbeat
 from pipectl.runtime import checkpoint
+from pipectl.runtime.checkpoint import Keep, Saver, take_snapshot
 from pipectl.runtime.device import Staging
+from pipectl.runtime.stepper import Stepper
 
 MODELS = Path(__file__).parents[1] / "equality" / "models.py"
 ROUNDING = 1e-4
@@ -102,3 +105,41 @@ def test_messages_go_through_host_memory_and_back(dtype: torch.dtype, piece_byte
     received = staging.incoming(outgoing.buffer)
     assert received.device.type == device.type
     assert torch.equal(received.cpu(), sent.cpu())
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "NAdam", "Adafactor", "ASGD"])
+@pytest.mark.parametrize("dimensions", [0, 1])
+def test_optimizers_go_on_with_their_numbers_where_they_were(
+    tmp_path: Path, name: str, dimensions: int
+) -> None:
+    """What they remember of a parameter without dimensions is a number, as a count of steps is."""
+    device = torch.accelerator.current_accelerator()
+    found = []
+    for _ in range(2):
+        parameter = nn.Parameter(torch.ones((3,) * dimensions, device=device))
+        options = {"momentum": 0.9} if name == "SGD" else {}
+        found.append((parameter, getattr(torch.optim, name)([parameter], lr=0.1, **options)))
+    (parameter, optimizer), (again, other) = found
+    update(parameter, optimizer)
+    saver = Saver(MPI.COMM_SELF, tmp_path, Keep(1), 1, print)
+    named = {"model.scale": parameter}
+    saver.start(Manifest(1, 1, {}), take_snapshot(named, {*named}, Stepper(optimizer, None), named))
+    saver.finish()
+    stored = checkpoint.load(tmp_path / "step-000001")
+    stored.restore_states({"model.scale": again})
+    stored.restore_optimizer(other, {"model.scale": again})
+    assert places(other) == places(optimizer)
+    for each in found:
+        update(*each)
+    assert torch.equal(again, parameter)
+
+
+def update(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+    parameter.grad = torch.full_like(parameter, 0.5)
+    optimizer.step()
+
+
+def places(optimizer: torch.optim.Optimizer) -> dict[str, torch.device]:
+    """Where what an optimizer remembers of its one parameter is."""
+    (state,) = optimizer.state.values()
+    return {key: value.device for key, value in state.items() if isinstance(value, Tensor)}
