@@ -35,7 +35,7 @@ class Aliases:
 
     Attributes:
         groups: a group's id for every operator that must share a stage with others.
-        requires_grad: whether the operator's value has a gradient.
+        requires_grad: whether the operator's value has a gradient, once all its writes are done.
         returned_argument: the argument node that an in-place operator returned itself.
         settled: for values that are written after they are made: the operator of the last write.
         rewritten: placeholders of the buffers that are written, other than by a norm itself.
@@ -78,6 +78,7 @@ class _FakeRun:
                 self._visit(node, mode, states)
 
     def result(self) -> Aliases:
+        self._note_gradients()
         self._group_mutated()
         self._group_tuples()
         self._group_counters()
@@ -140,14 +141,19 @@ class _FakeRun:
         for tensor in (*written, *_declared_writes(node.target, args, kwargs)):
             self._last_write.update(dict.fromkeys(_storages(tensor), index))
             self._note_returned(node, tensor, result)
-        leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        self._found.requires_grad[node.name] = any(leaf.requires_grad for leaf in leaves)
         return result
 
     def _note_returned(self, node: fx.Node, written: Tensor, result: Any) -> None:
         for source in node.all_input_nodes:
             if self._values[source] is written is result:
                 self._found.returned_argument[node.name] = source
+
+    def _note_gradients(self) -> None:
+        """Only at the end: a write through a view may have given a value its gradient."""
+        for node in self._graph.operators:
+            leaves = pytree.tree_leaves(self._values[node])
+            found = (leaf.requires_grad for leaf in leaves if isinstance(leaf, Tensor))
+            self._found.requires_grad[node.name] = any(found)
 
     def _group_mutated(self) -> None:
         for storage, last in self._last_write.items():

@@ -154,16 +154,25 @@ class Walk:
     def _value(self, node: fx.Node, call: Call, ran: Ran) -> Any:
         """What later operators read: where values are written in place, in their own memory."""
         result = ran.result
+        flags = pytree.tree_map_only(Tensor, lambda tensor: tensor.requires_grad, result)
         written = _written(node, call)
         if written and not self._state_storages & set(_storages(written)):
             with torch.no_grad():
                 result = call.target(*call.args, **call.kwargs)
-        flags = pytree.tree_map_only(Tensor, lambda tensor: tensor.requires_grad, ran.result)
+            if any(flag is True for flag in pytree.tree_leaves(flags)):
+                self._pass_gradient(written)
         return pytree.tree_map(
             lambda one, flag: one.detach().requires_grad_(flag) if isinstance(one, Tensor) else one,
             result,
             flags,
         )
+
+    def _pass_gradient(self, written: list[Tensor]) -> None:
+        """Let values that were written through a view have the gradient that this gave them."""
+        storages = set(_storages(written))
+        for node, value in self._values.items():
+            if self._graph.requires_grad.get(node.name) and storages & set(_storages([value])):
+                value.requires_grad_()
 
     @cached_property
     def _state_storages(self) -> set[int]:

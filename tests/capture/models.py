@@ -273,6 +273,19 @@ class Crossing(nn.Module):
         return self.head(y * right + left)
 
 
+class Filled(nn.Module):
+    """A value without gradient until it is filled through a view of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        y[:, :3] = self.a(x)[:, :3]
+        return self.head(y.tanh())
+
+
 class Skip(nn.Module):
     """A value used right away and once more at the end."""
 

@@ -67,6 +67,12 @@ def test_a_value_written_through_a_view_is_settled_by_the_last_write(graph_of) -
     assert members(graph, "linear") == members(graph, write)
 
 
+def test_a_value_filled_through_a_view_has_the_gradient_of_what_fills_it(graph_of) -> None:
+    graph = graph_of("Filled")
+    assert graph.requires_grad["zeros_like"]
+    assert "tanh" in graph.users["zeros_like"]
+
+
 def test_a_norm_used_twice_stays_in_one_stage(graph_of) -> None:
     graph = graph_of("SharedNorm")
     assert members(graph, "batch_norm") >= {"batch_norm", "batch_norm_1"}

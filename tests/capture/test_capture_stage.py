@@ -33,7 +33,7 @@ MODELS = Path(__file__).with_name("models.py")
 
 SMALL = [
     *("mlp", "Inplace", "SharedNorm", "Tied", "Tuples", "Dropping", "Sizes", "Crossing"),
-    *("OwnBackward", "RunningScale"),
+    *("OwnBackward", "RunningScale", "Filled"),
 ]
 REAL = ["gpt", "tied", "cnn", "dense"]
 WEIGHTS = (0.75, 0.25)

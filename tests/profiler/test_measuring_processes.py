@@ -23,7 +23,7 @@ from pipectl.profiler.optimizer import optimizer_cost
 from pipectl.profiler.partitions import random_stages, whole, windows
 from pipectl.profiler.states import SampleStates
 from pipectl.profiler.subject import Subject
-from pipectl.profiler.walk import Walk
+from pipectl.profiler.walk import Measured, Walk
 from pipectl.runtime.device import CpuDevice
 from pipectl.spec import JobSpec, load
 
@@ -178,13 +178,20 @@ def test_an_optimizer_that_cannot_step_is_named_before_anything_is_measured(
         profile_job(spec, lambda *_: pytest.fail("measured"))
 
 
-def test_what_is_written_through_a_view_is_found_by_later_readers(tmp_path: Path) -> None:
-    job = CapturedJob(spec_of(tmp_path, model=f"{CAPTURED}:WritesASlice"))
+def walked(tmp_path: Path, model: str) -> dict[str, Measured]:
+    job = CapturedJob(spec_of(tmp_path, model=f"{CAPTURED}:{model}"))
     device = CpuDevice()
-    walk = Walk(
-        Subject.of(job, 4, device), SampleStates(job, device.torch_device), None, once=False
-    )
-    assert "embedding" in walk.measure(lambda _: None)
+    states = SampleStates(job, device.torch_device)
+    return Walk(Subject.of(job, 4, device), states, None, once=False).measure(lambda _: None)
+
+
+def test_what_is_written_through_a_view_is_found_by_later_readers(tmp_path: Path) -> None:
+    assert "embedding" in walked(tmp_path, "WritesASlice")
+
+
+def test_what_is_filled_through_a_view_is_kept_for_the_backward(tmp_path: Path) -> None:
+    saved = walked(tmp_path, "Filled")["tanh"].saved
+    assert saved == (("tanh", 4 * 6 * 4),)
 
 
 def test_steps_of_the_optimizer_are_timed_with_gradients(tmp_path: Path) -> None:
