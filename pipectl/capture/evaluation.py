@@ -14,13 +14,15 @@ def evaluation_stages(
     """Stages for the operators of the evaluation graph.
 
     An operator goes where its parameters and buffers are, and every operator as early as its
-    inputs and its group allow: whatever is possible at all is possible that way.
+    inputs and its group allow: whatever is possible at all is possible that way. The loss waits for
+    the outputs, which are wanted where it is.
 
     Raises:
         CaptureError: a parameter is only in a stage before the values it meets.
     """
     allowed = _allowed_stages(graph, _holders(training, plan))
     sources = {n.name: [s.name for s in graph.tensor_inputs(n)] for n in graph.operators}
+    sources[graph.loss] += [name for name in graph.outputs if name in sources]
     stage_of = dict.fromkeys(sources, 0)
     lowest_of_group = dict.fromkeys(graph.groups.values(), 0)
     settled = False

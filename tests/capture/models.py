@@ -624,6 +624,18 @@ class ReturnsMore(nn.Module):
         )
 
 
+class WithEmbedding(nn.Module):
+    """Its result, and a second one with parameters of its own, which the loss does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.head, self.project = nn.Linear(6, 6), nn.Linear(6, 3), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.a(x)
+        return {"y": self.head(y), "e": self.project(y)}
+
+
 def loss_of_y(outputs: dict[str, Any], targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(outputs["y"], targets)
 

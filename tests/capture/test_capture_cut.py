@@ -126,6 +126,19 @@ def test_evaluation_goes_where_the_parameters_are(job_of) -> None:
     }
 
 
+def test_the_loss_of_an_evaluation_waits_for_outputs_that_it_does_not_read(
+    make_job, make_spec
+) -> None:
+    data = {"factory": make_spec("mlp").data.factory}
+    evaluation = {"data": data, "metrics": {"m": "builtins:max"}}
+    job = make_job("WithEmbedding", loss="loss_of_y", evaluation=evaluation)
+    training, graph = job.training_graph(4), job.evaluation_graph(4)
+    found = evaluation_stages(graph, training, stages(training, "linear_2"))
+    cut = Cut(graph, found, training=False)
+    assert (found["linear_1"], found["linear_2"], cut.loss_stage) == (0, 1, 1)
+    assert list(cut.lanes) == [Lane(ACTIVATION, 0, 1)]
+
+
 @pytest.mark.parametrize("name", ["gpt", "tied", "cnn", "dense"])
 def test_evaluation_can_follow_every_cut_of_training(real_job, name: str) -> None:
     job = real_job(name)
