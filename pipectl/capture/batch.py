@@ -6,6 +6,7 @@ else (names of files, say) it knows nothing of, and batches may hold any number 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -36,3 +37,8 @@ def by_name(graph: CapturedGraph, batch: Any) -> dict[str, Any]:
             )
         found.update(zip(names, given, strict=True))
     return found
+
+
+def spared(graph: CapturedGraph, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a batch for one forward: those that it writes are copies."""
+    return {name: t.clone() if name in graph.written else t for name, t in inputs.items()}

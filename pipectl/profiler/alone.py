@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from pipectl.capture import Cut, Slot
+from pipectl.capture.batch import spared
 from pipectl.graph import TransferKind
 from pipectl.profiler.marks import Cost, Marked, Spent, clock_of
 from pipectl.profiler.subject import Subject
@@ -65,8 +66,9 @@ class AloneStages:
 
     def run(self, index: int) -> tuple[float, float]:
         """One forward and one backward of a stage: the seconds of each."""
+        inputs = self._inputs(index)
         start = self._clock()
-        self._forward(index)
+        self._forward(index, inputs)
         middle = self._clock()
         self._backward(index)
         return middle - start, self._clock() - middle
@@ -84,7 +86,7 @@ class AloneStages:
             self._marked[index] = Marked(plain, operators, self._clock, cost)
         marked = self._marked[index]
         codes[self._key] = replace(plain, module=marked)
-        self._forward(index)
+        self._forward(index, self._inputs(index))
         codes[self._key] = plain
         marked.watch_backward()
         self._backward(index)
@@ -97,15 +99,18 @@ class AloneStages:
 
     def _first_pass(self) -> None:
         for index in range(len(self)):
-            made = self._forward(index)
+            made = self._forward(index, self._inputs(index))
             self._deliver(TransferKind.ACTIVATION, index, made)
         for index in reversed(range(len(self))):
             self._deliver(TransferKind.GRADIENT, index, self._backward(index))
 
-    def _forward(self, index: int) -> Tensors:
-        given = self._given[index]
-        stage = self._stages[index]
-        return stage.forward(_MICRO_BATCH, self._size, _SEED, given.inputs, given.activations)
+    def _inputs(self, index: int) -> dict[str, Tensor]:
+        """What a stage reads from the batch, for one forward: every run finds the same."""
+        return spared(self.cut.graph, self._given[index].inputs)
+
+    def _forward(self, index: int, inputs: Mapping[str, Tensor]) -> Tensors:
+        stage, arrived = self._stages[index], self._given[index].activations
+        return stage.forward(_MICRO_BATCH, self._size, _SEED, inputs, arrived)
 
     def _backward(self, index: int) -> Tensors:
         given = dict(self._given[index].gradients)

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch.autograd.graph import get_gradient_edge
 
 from pipectl.capture import CapturedGraph, Cut, Slot, build_stage
+from pipectl.capture.batch import spared
 from pipectl.capture.precision import arithmetic
 from pipectl.capture.slices import Samples
 from pipectl.capture.stage import Receive
@@ -302,8 +303,7 @@ class StageRuntime:
     def _preserved(self, start: Start) -> Start:
         """What a forward starts from, safe from what it writes."""
         key = True, start.size
-        written = self._cuts[key].graph.written
-        inputs = {n: t.clone() if n in written else t for n, t in start.inputs.items()}
+        inputs = spared(self._cuts[key].graph, start.inputs)
         # The forward leaves this memory behind: see rewriting().
         buffers = {index: self._arguments[key][index].detach() for index in self._written(key)}
         return replace(start, inputs=inputs, buffers=buffers)

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 import yaml
 
 from pipectl.capture import CapturedJob
@@ -18,6 +19,7 @@ from pipectl.errors import CaptureError
 from pipectl.profiler import profile_job
 from pipectl.profiler.alone import AloneStages
 from pipectl.profiler.cache import last_level_bytes
+from pipectl.profiler.marks import Cost
 from pipectl.profiler.neighbours import Neighbours, has_room, neighbour_count
 from pipectl.profiler.optimizer import optimizer_cost
 from pipectl.profiler.partitions import random_stages, whole, windows
@@ -81,6 +83,7 @@ def test_neighbours_compute_until_the_measurement_is_over(
 KILLED_AT_ONCE = """
 import os, signal, sys
 from pathlib import Path
+from pipectl.profiler.marks import Cost
 from pipectl.profiler.neighbours import Neighbours
 from pipectl.spec import load
 
@@ -168,6 +171,18 @@ def test_gradients_do_not_stay_between_the_rounds_of_cuts(tmp_path: Path) -> Non
     assert all(parameter.grad is not None for parameter in job.step.parameters())
     stages.forget()
     assert all(parameter.grad is None for parameter in job.step.parameters())
+
+
+def test_every_run_finds_the_batch_as_it_was(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, data=f"{MODELS}:FromOne", loss=f"{MODELS}:counted_from_one")
+    job = CapturedJob(spec)
+    subject = Subject.of(job, 4, CpuDevice())
+    before = {name: tensor.clone() for name, tensor in subject.batch.items()}
+    stages = AloneStages(subject, job.states, random_stages(subject.graph, 0))
+    for index in range(len(stages)):
+        stages.run(index)
+        stages.run_marked(index, Cost(0.0, 0.0))
+    assert all(torch.equal(before[name], tensor) for name, tensor in subject.batch.items())
 
 
 def test_an_optimizer_that_cannot_step_is_named_before_anything_is_measured(

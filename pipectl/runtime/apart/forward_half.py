@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipectl.capture import Slot
+from pipectl.capture.batch import spared
 from pipectl.capture.slices import Samples
 from pipectl.errors import WorkerError
 from pipectl.runtime.apart.agreement import Agreement
@@ -119,8 +120,8 @@ class ForwardHalf(Half):
 
     def _started(self, size: int, inputs: Mapping[str, Tensor], arrived: Tensors) -> list[Tensor]:
         """What a forward starts from, safe from what it writes."""
-        code, written = self.codes[True, size], self._cuts[True, size].graph.written
-        batch = [inputs[n].clone() if n in written else inputs[n] for n in code.inputs]
+        code, own = self.codes[True, size], spared(self.graph(size), inputs)
+        batch = [own[name] for name in code.inputs]
         buffers = [buffer.clone() for _, buffer in written_states(self, size)]
         found = [*batch, *(arrived[slot] for slot in values_received(code)), *buffers]
         return [tensor for tensor in found if tensor is not None]
