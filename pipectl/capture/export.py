@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
+from pipectl.capture.carried import Attribute, assigned, refused_reads
 from pipectl.capture.drawing import refused_draws
 from pipectl.capture.explain import explain
 from pipectl.capture.gradients import (
@@ -59,6 +60,17 @@ def export_step(step: Step, inputs: Any, targets: Any, kept: Kept) -> ExportedPr
 
 
 def _export(step: Step, batch: tuple[Any, Any], kept: Kept, *, free: bool) -> ExportedProgram:
+    program, attributes = _program(step, batch, kept, free=free)
+    if attributes:  # only watching them shows whether the model reads what it kept
+        with refused_reads(attributes):
+            program, _ = _program(step, batch, kept, free=free)
+    return program
+
+
+def _program(
+    step: Step, batch: tuple[Any, Any], kept: Kept, *, free: bool
+) -> tuple[ExportedProgram, list[Attribute]]:
+    """The program, and the attributes that every step assigns anew."""
     shapes = pytree.tree_map(_free_batch, batch) if free else None
     with ExitStack() as stack:
         stack.enter_context(_quiet())
@@ -66,10 +78,11 @@ def _export(step: Step, batch: tuple[Any, Any], kept: Kept, *, free: bool) -> Ex
         stack.enter_context(marked_regions())
         calls = stack.enter_context(traced(step, kept))
         functions = stack.enter_context(recorded_functions())
+        attributes = stack.enter_context(assigned(step))
         program = torch.export.export(step, batch, dynamic_shapes=shapes, strict=False)
     call_functions(program, functions)
     call_modules(program, calls)
-    return program
+    return program, attributes
 
 
 def _free_batch(leaf: Any) -> dict[int, Any] | None:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipectl.capture.carried import CarriedError
 from pipectl.capture.explain import NodeError, culprit, explain
 from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.names import in_model, own_name
@@ -105,7 +106,7 @@ class Fallback:
     def _keep(self, error: CaptureError) -> None:
         """Keep the submodule in which an export failed; raise if there is none to blame."""
         path = error.path if isinstance(error, NodeError) else self._path(culprit(error))
-        if not self._may_be_kept(path):
+        if isinstance(error, CarriedError) or not self._may_be_kept(path):
             raise error
         if self._inside(path):
             return self._widen(path, error.message)

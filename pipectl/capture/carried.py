@@ -1,0 +1,205 @@
+"""Tensors that a model keeps in plain attributes from one step to the next.
+
+A graph would freeze them: it reads what they held when it was captured, and torch drops what is
+assigned. That does no harm where nothing reads it again (a map to look at), or where every step
+would assign the same (a table that is made when it is first needed).
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.utils import _pytree as pytree
+
+from pipectl.capture.explain import place_in
+from pipectl.capture.names import own_name
+from pipectl.errors import CaptureError
+
+_CONVERSIONS = {"to", "_to_copy", "type_as", "contiguous", "clone", "detach", "alias"}
+"""Operators that leave values as they are."""
+_ABSENT = object()
+
+
+class CarriedError(CaptureError):
+    """A model computes with what it kept in an earlier step.
+
+    Such a submodule is no operator unasked: no checkpoint holds what it keeps.
+    """
+
+
+class Attribute(NamedTuple):
+    """A plain attribute of a module; ``path`` is the module's in the step."""
+
+    module: nn.Module
+    path: str
+    name: str
+
+
+@contextmanager
+def assigned(step: nn.Module) -> Iterator[list[Attribute]]:
+    """While a step is exported: find plain attributes that get other tensors in every step.
+
+    Yields:
+        Those that are left with tensors that follow from the batch, or from what was there before.
+    """
+    watch = _Watch(step)
+    before = step.register_forward_pre_hook(watch.begin)
+    behind = step.register_forward_hook(watch.end)
+    try:
+        yield watch.found
+    finally:
+        before.remove()
+        behind.remove()
+        watch.tidy()
+
+
+class _Watch:
+    """Compares the attributes of modules before and behind a forward."""
+
+    def __init__(self, step: nn.Module) -> None:
+        self.found: list[Attribute] = []
+        self._modules: dict[str, nn.Module] = dict(step.named_modules())
+        self._before = {path: dict(vars(module)) for path, module in self._modules.items()}
+        self._batch: set[fx.Node] = set()
+
+    def begin(self, _: nn.Module, batch: Any) -> None:
+        """Note the batch."""
+        self._batch = set(_nodes(batch))
+
+    def end(self, *_: Any) -> None:
+        """Find what was assigned."""
+        for path, module in self._modules.items():
+            for name, value in vars(module).items():
+                old = self._before[path].get(name)
+                if value is not old and self._changes(old, value):
+                    self.found.append(Attribute(module, path, name))
+
+    def tidy(self) -> None:
+        """Drop the attributes that are new: torch leaves those, with tensors of the export."""
+        for path, module in self._modules.items():
+            for name in vars(module).keys() - self._before[path].keys():
+                del vars(module)[name]
+
+    def _changes(self, old: Any, new: Any) -> bool:
+        """Whether tensors follow from the batch or, other than by a conversion, from old ones."""
+        known = {id(leaf) for leaf in pytree.tree_leaves(old)}
+
+        def is_source(node: fx.Node) -> bool:
+            return node in self._batch or id(_constant(node)) in known
+
+        nodes = map(_unconverted, _nodes(new))
+        return any(node.op != "get_attr" and _follows(node, is_source) for node in nodes)
+
+
+def _nodes(value: Any) -> list[fx.Node]:
+    """The nodes of tensors in the graph that is being traced."""
+    mode = get_proxy_mode()
+    if mode is None:
+        return []
+    leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    slots: list[Any] = [get_proxy_slot(leaf, mode.tracer, None) for leaf in leaves]
+    return [slot.proxy.node for slot in slots if slot is not None]
+
+
+def _follows(node: fx.Node, is_source: Callable[[fx.Node], bool]) -> bool:
+    """Whether the values of a node follow from those of a source."""
+    waiting, seen = [node], {node}
+    while waiting:
+        node = waiting.pop()
+        if is_source(node):
+            return True
+        fresh = [source for source in _sources(node) if source not in seen]
+        seen.update(fresh)
+        waiting += fresh
+    return False
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    """The nodes on whose values, not only sizes and types, those of a node depend."""
+    kind = _kind(node)
+    if kind.startswith(("sym_", "new_")) or kind.endswith("_like"):
+        return []
+    return node.all_input_nodes[:1] if kind in _CONVERSIONS else node.all_input_nodes
+
+
+def _unconverted(node: fx.Node) -> fx.Node:
+    while _kind(node) in _CONVERSIONS:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _kind(node: fx.Node) -> str:
+    return str(getattr(node.target, "_opname", ""))
+
+
+def _constant(node: fx.Node) -> Any:
+    """The tensor that a node stands for, if it was there before the trace."""
+    mode = get_proxy_mode()
+    if mode is None or node.op != "get_attr":
+        return _ABSENT
+    tracer: Any = mode.tracer
+    return getattr(tracer.root, str(node.target), _ABSENT)
+
+
+@contextmanager
+def refused_reads(attributes: Sequence[Attribute]) -> Iterator[None]:
+    """While a step is exported once more: refuse attributes that are read before they are written.
+
+    Raises:
+        CarriedError: from the export.
+    """
+    with ExitStack() as stack:
+        for kind, name in {(type(each.module), each.name): None for each in attributes}:
+            same = [a for a in attributes if (type(a.module), a.name) == (kind, name)]
+            guard = _Guard(name, same, inspect.getattr_static(kind, name, _ABSENT))
+            stack.enter_context(mock.patch.object(kind, name, guard, create=True))
+        yield
+
+
+class _Guard:
+    """Stands in a class for an attribute, before the values that its instances have.
+
+    Args:
+        attributes: the attribute in the modules that must not read it before they write it.
+        default: what the class has in its place.
+    """
+
+    def __init__(self, name: str, attributes: Sequence[Attribute], default: Any) -> None:
+        self._name = name
+        self._default = default
+        # By their dictionaries, which the proxies that an export puts around modules share.
+        self._unwritten = {id(vars(each.module)): each for each in attributes}
+
+    def __get__(self, module: nn.Module | None, kind: type[nn.Module] | None = None) -> Any:
+        if module is not None and id(vars(module)) in self._unwritten:
+            raise _refusal(self._unwritten[id(vars(module))])
+        own = {} if module is None else vars(module)
+        found = own.get(self._name, self._default)
+        if found is _ABSENT:
+            raise AttributeError(self._name)
+        return found
+
+    def __set__(self, module: nn.Module, value: Any) -> None:
+        self._unwritten.pop(id(vars(module)), None)
+        vars(module)[self._name] = value
+
+    def __delete__(self, module: nn.Module) -> None:
+        self._unwritten.pop(id(vars(module)), None)
+        del vars(module)[self._name]
+
+
+def _refusal(attribute: Attribute) -> CarriedError:
+    name = own_name(f"{attribute.path}.{attribute.name}")
+    return CarriedError(
+        f"model: keeps {name!r} from one step to the next"
+        f"{place_in(''.join(traceback.format_stack()))}, which a graph would freeze",
+        cure="make it a buffer with register_buffer(), or name the submodule that keeps it under "
+        "model.opaque",
+    )

@@ -1,0 +1,113 @@
+"""Tensors that a model keeps in plain attributes: refused where a step reads those of another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipectl.capture import CapturedJob
+from pipectl.capture.opaque import Opaque
+from pipectl.errors import CaptureError
+
+CARRIED = {
+    "mean": ("torch.zeros(6)", "self.kept = 0.9 * self.kept + 0.1 * x.detach().mean(0)"),
+    "count": ("torch.ones(())", "self.kept = self.kept + 1"),
+    "detached": ("torch.zeros(6)", "self.kept = self.kept.detach(); self.kept = self.kept + x[0]"),
+    "hidden": ("None", "self.kept = x.detach() if self.kept is None else x + self.kept"),
+    "pair": ("()", "self.kept = (*self.kept[:1], x.tanh().detach())"),
+    "previous": ("None", "x, self.kept = x if self.kept is None else x + self.kept, x"),
+}
+HARMLESS = {
+    "map": ("None", "self.kept = x.detach()"),
+    "written_first": ("torch.zeros(6)", "self.kept = x.detach(); x = x + self.kept"),
+    "table": ("None", "self.kept = torch.arange(6.0) if self.kept is None else self.kept"),
+    "sized": ("None", "self.kept = self.kept or x.new_ones(x.shape[1]); x = x * self.kept"),
+    "converted": ("torch.ones(6).double()", "self.kept = self.kept.to(x.dtype); x = x * self.kept"),
+    "number": ("0", "self.kept += 1"),
+}
+SOURCE = """\
+import torch
+from torch import nn
+
+class Keeping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.kept = {first}
+    def forward(self, x):
+        x = self.linear(x)
+        {code}
+        return x
+
+class Whole(Keeping):
+    def forward(self, x):
+        return super().forward(x)[:, :3]
+
+def layers():
+    return [nn.Linear(6, 6), Keeping(), nn.Linear(6, 3)]
+
+class New(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+    def forward(self, x):
+        self.seen = self.linear(x)
+        return self.seen
+"""
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Any:
+    """A file with models that keep something."""
+
+    def write(kind: str) -> Path:
+        first, code = {**CARRIED, **HARMLESS}[kind]
+        path = tmp_path / f"keeps_{kind}.py"
+        path.write_text(SOURCE.format(first=first, code=code))
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("kind", CARRIED)
+def test_what_a_step_reads_of_the_one_before_is_refused(make_job, written, kind: str) -> None:
+    path = written(kind)
+    with pytest.raises(CaptureError) as raised:
+        make_job(f"{path}:Whole").training_graph(4)
+    line = CARRIED[kind][1]
+    assert raised.value.message == (
+        f"model: keeps 'kept' from one step to the next (at {path}:11: {line}), "
+        "which a graph would freeze"
+    )
+    assert raised.value.cure is not None
+    assert "register_buffer()" in raised.value.cure
+
+
+@pytest.mark.parametrize("kind", HARMLESS)
+def test_what_no_step_reads_of_another_may_be_kept(make_job, written, kind: str) -> None:
+    job = make_job(f"{written(kind)}:Whole")
+    first = job.model.kept
+    assert job.training_graph(4).requires_grad["linear"]
+    assert job.model.kept is first
+
+
+def test_an_attribute_that_is_new_is_gone_after_the_capture(make_job, written) -> None:
+    job = make_job(f"{written('map')}:New")
+    job.training_graph(4)
+    assert not hasattr(job.model, "seen")
+
+
+def test_a_submodule_that_keeps_something_stays_as_it_is_where_the_spec_says_so(
+    make_spec, written
+) -> None:
+    spec = make_spec(f"{written('mean')}:layers")
+    with pytest.raises(CaptureError, match=r"^model: keeps '1\.kept' from one step to the next"):
+        CapturedJob(spec).training_graph(4)
+    named = spec.model.model_copy(update={"opaque": ("1",)})
+    job = CapturedJob(spec.model_copy(update={"model": named}))
+    kept = [n.target for n in job.training_graph(4).operators if isinstance(n.target, Opaque)]
+    assert [operator.path for operator in kept] == ["1"]
+    assert torch.equal(job.model[1].kept, torch.zeros(6))
