@@ -82,10 +82,14 @@ class _Watch:
                     self.found.append(Attribute(module, path, name))
 
     def tidy(self) -> None:
-        """Drop the attributes that are new: torch leaves those, with tensors of the export."""
+        """Drop new attributes with tensors of the export, which torch leaves.
+
+        Others may say what a forward has done for good (put hooks on modules, say).
+        """
         for path, module in self._modules.items():
             for name in vars(module).keys() - self._before[path].keys():
-                del vars(module)[name]
+                if _tensors(vars(module)[name]):
+                    del vars(module)[name]
 
     def _changes(self, old: Any, new: Any) -> bool:
         """Whether tensors follow from the batch or, other than by a conversion, from old ones."""
@@ -103,9 +107,12 @@ def _nodes(value: Any) -> list[fx.Node]:
     mode = get_proxy_mode()
     if mode is None:
         return []
-    leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    slots: list[Any] = [get_proxy_slot(leaf, mode.tracer, None) for leaf in leaves]
+    slots: list[Any] = [get_proxy_slot(leaf, mode.tracer, None) for leaf in _tensors(value)]
     return [slot.proxy.node for slot in slots if slot is not None]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _follows(node: fx.Node, is_source: Callable[[fx.Node], bool]) -> bool:

@@ -1,8 +1,9 @@
 """Which tensors share memory, and keeping gradients of parameters apart from others.
 
 The gradient of a parameter that is used through a view lies in the memory of another gradient. The
-first that a parameter gets becomes its own, and later backwards add to it where it is. By then a
-message may still read that memory, or the weight half of a backward.
+first that a parameter gets becomes its own, and later backwards add to it where it is: to that of
+two parameters, if both are used so (torch 2.13 looks only at tensors, not at memory). By then, a
+message may still read that memory, too, or the weight half of a backward.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def without_gradient(leaves: Iterable[Tensor]) -> list[Tensor]:
 
 
 def take_apart(leaves: Sequence[Tensor], others: Iterable[Tensor | None]) -> None:
-    """Copy those gradients of leaves that lie in the memory of others.
+    """Copy those gradients of leaves that lie in the memory of others, or of each other.
 
     Args:
         leaves: that had no gradient before the backward.
@@ -35,5 +36,9 @@ def take_apart(leaves: Sequence[Tensor], others: Iterable[Tensor | None]) -> Non
     memories = {memory_of(other) for other in others if other is not None}
     for leaf in leaves:
         found = leaf.grad
-        if found is not None and found.layout is torch.strided and memory_of(found) in memories:
+        if found is None or found.layout is not torch.strided:
+            continue
+        if memory_of(found) in memories:
             leaf.grad = found.clone()
+        else:
+            memories.add(memory_of(found))

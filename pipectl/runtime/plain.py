@@ -30,6 +30,7 @@ from pipectl.files import write_json
 from pipectl.runtime.device import choose_device
 from pipectl.runtime.guard import not_finite
 from pipectl.runtime.loss_scale import refuse_half_parameters
+from pipectl.runtime.memories import take_apart, without_gradient
 from pipectl.runtime.process import settle_process
 from pipectl.runtime.stepper import Stepper, make_stepper
 from pipectl.spec import JobSpec, load
@@ -177,11 +178,14 @@ def _accumulate(
 ) -> list[Tensor]:
     """Add the gradients of all micro-batches; returns their losses."""
     losses = []
+    parameters = list(job.step.parameters())
     for batch, share in zip(batches, shares, strict=True):
         inputs, targets = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
         with arithmetic(job.spec.training.precision, device):
             loss = job.step(inputs, targets)
+        without = without_gradient(parameters)
         scaler.scale(loss * share).backward()
+        take_apart(without, ())
         losses.append(loss.detach())
     return losses
 

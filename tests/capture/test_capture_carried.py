@@ -54,7 +54,7 @@ class New(nn.Module):
         super().__init__()
         self.linear = nn.Linear(6, 3)
     def forward(self, x):
-        self.seen = self.linear(x)
+        self.called, self.seen = True, self.linear(x)
         return self.seen
 """
 
@@ -94,10 +94,11 @@ def test_what_no_step_reads_of_another_may_be_kept(make_job, written, kind: str)
     assert job.model.kept is first
 
 
-def test_an_attribute_that_is_new_is_gone_after_the_capture(make_job, written) -> None:
+def test_a_tensor_in_a_new_attribute_is_gone_after_the_capture(make_job, written) -> None:
     job = make_job(f"{written('map')}:New")
     job.training_graph(4)
     assert not hasattr(job.model, "seen")
+    assert job.model.called
 
 
 def test_a_submodule_that_keeps_something_stays_as_it_is_where_the_spec_says_so(

@@ -1,0 +1,32 @@
+"""Gradients of parameters in memory of their own."""
+
+import pytest
+import torch
+from torch import nn
+
+from pipectl.runtime.memories import memory_of, take_apart, without_gradient
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_parameters_behind_views_of_one_value_add_up_by_themselves(count):
+    places = [nn.Parameter(torch.zeros(3)) for _ in range(count)]
+    weight = torch.tensor([[1.0, 2.0, 3.0]])
+    for _ in range(2):
+        value = torch.ones(1, 3)
+        for place in places:
+            value = value + place.unsqueeze(0)
+        without = without_gradient(places)
+        (value * weight).sum().backward()
+        take_apart(without, ())
+    assert [place.grad.tolist() for place in places] == [[2.0, 4.0, 6.0]] * count
+
+
+def test_only_what_shares_memory_is_copied():
+    own, lent = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    other = torch.ones(1, 2)
+    own.grad, lent.grad = torch.ones(2), other[0]
+    before = own.grad
+    take_apart([own, lent], [other, None])
+    assert own.grad is before
+    assert memory_of(lent.grad) != memory_of(other)
+    assert lent.grad.tolist() == [1.0, 1.0]
