@@ -7,7 +7,6 @@ from pipectl.cluster import Cluster, Device, Node, assumed_cluster
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.answers.data_parallel import Estimate, WithoutPipeline, without_pipeline
-from pipectl.planner.hybrid import ClusterRules
 from pipectl.profile import Profile
 from pipectl.schedule.listed import Listed
 
@@ -22,21 +21,6 @@ def cluster(*ranks: int, cores: int = 1) -> Cluster:
 
 def estimates(profile: Profile, machines: Cluster, **changes: object) -> WithoutPipeline:
     return without_pipeline(profile, machines, replace(REQUEST, **changes), make_plan)
-
-
-def all_reduce_s(machines, size_bytes):
-    return ClusterRules(machines).reduce_s(size_bytes, range(machines.ranks))
-
-
-def test_a_ring_passes_all_but_a_share_twice():
-    assert all_reduce_s(cluster(1), 1e6) == 0.0
-    assert all_reduce_s(cluster(1, 1), 1e6) == pytest.approx(1.0)
-    assert all_reduce_s(cluster(1, 1, 1, 1), 1e6) == pytest.approx(1.5)
-
-
-def test_the_slowest_link_of_the_ring_sets_its_pace():
-    slow = replace(cluster(2, 2, cores=2), between_nodes=Link(0.01, 5e5))
-    assert all_reduce_s(slow, 1e6) == pytest.approx(6 * (0.01 + 0.5))
 
 
 def test_four_chained_operators_on_one_rank_and_on_two(chain: Callable[..., Profile]):
