@@ -150,7 +150,8 @@ def _unflushed(plan: Plan, request: PlanRequest) -> Plan:
         batch_size=request.batch_size,
         micro_batches=micro_batches,
         assumptions=(
-            *(*plan.assumptions, _semantics(schedule, warm_up)),
+            *plan.assumptions,
+            _semantics(schedule, warm_up),
             *other_count(request, micro_batches, plan.micro_batch_size),
         ),
     )

@@ -91,10 +91,11 @@ def _room_bytes(setup: Setup, run: RunDirectory) -> int | None:
     """For copies; beside an accelerator, whose memory the plan counts, the host has enough."""
     if setup.device.torch_device.type != "cpu":
         return None
-    rank, limit_bytes = setup.communicator.rank, setup.plan.memory_limit_bytes
-    if not run.cluster.exists():
-        return room_bytes(setup.plan, rank, limit_bytes)
-    return room_bytes(setup.plan, rank, Cluster.load(run.cluster).memory_of(rank, limit_bytes))
+    plan, rank = setup.plan, setup.communicator.rank
+    limit_bytes: float | None = plan.memory_limit_bytes
+    if run.cluster.exists():
+        limit_bytes = Cluster.load(run.cluster).memory_of(rank, limit_bytes)
+    return room_bytes(plan, rank, limit_bytes)
 
 
 def _plain_aliases(aliases: Mapping[str, str]) -> dict[str, str]:

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture.graph import State
 from pipectl.capture.stage import StageCode
-from pipectl.runtime.memories import take_apart, without_gradient
+from pipectl.runtime.memories import kept_apart
 
 _ATEN = torch.ops.aten
 SPLIT = frozenset(
@@ -67,9 +67,8 @@ class Deferred:
     def run(self) -> None:
         """Add to the gradients of the weights."""
         if self.roots:
-            without = without_gradient(self.weights)
-            torch.autograd.backward(self.roots, self.gradients, inputs=self.weights)
-            take_apart(without, self.gradients)
+            with kept_apart(self.weights, self.gradients):
+                torch.autograd.backward(self.roots, self.gradients, inputs=self.weights)
 
 
 def split_backwards(

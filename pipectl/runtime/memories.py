@@ -8,7 +8,8 @@ message may still read that memory, too, or the weight half of a backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -19,22 +20,20 @@ def memory_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def without_gradient(leaves: Iterable[Tensor]) -> list[Tensor]:
-    """Those to which the next backward may give other memory than their own."""
-    return [leaf for leaf in leaves if leaf.grad is None]
-
-
-def take_apart(leaves: Sequence[Tensor], others: Iterable[Tensor | None]) -> None:
-    """Copy those gradients of leaves that lie in the memory of others, or of each other.
+@contextmanager
+def kept_apart(leaves: Iterable[Tensor], others: Iterable[Tensor | None] = ()) -> Iterator[None]:
+    """For one backward: give leaves their first gradients in memory of nothing else.
 
     Args:
-        leaves: that had no gradient before the backward.
-        others: gradients that are read after it.
+        leaves: that it can give gradients.
+        others: gradients that are read after it; looked at when it is done.
     """
-    if not leaves:
+    fresh = [leaf for leaf in leaves if leaf.grad is None]
+    yield
+    if not fresh:
         return
     memories = {memory_of(other) for other in others if other is not None}
-    for leaf in leaves:
+    for leaf in fresh:
         found = leaf.grad
         if found is None or found.layout is not torch.strided:
             continue

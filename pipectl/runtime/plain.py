@@ -30,7 +30,7 @@ from pipectl.files import write_json
 from pipectl.runtime.device import choose_device
 from pipectl.runtime.guard import not_finite
 from pipectl.runtime.loss_scale import refuse_half_parameters
-from pipectl.runtime.memories import take_apart, without_gradient
+from pipectl.runtime.memories import kept_apart
 from pipectl.runtime.process import settle_process
 from pipectl.runtime.stepper import Stepper, make_stepper
 from pipectl.spec import JobSpec, load
@@ -183,9 +183,8 @@ def _accumulate(
         inputs, targets = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
         with arithmetic(job.spec.training.precision, device):
             loss = job.step(inputs, targets)
-        without = without_gradient(parameters)
-        scaler.scale(loss * share).backward()
-        take_apart(without, ())
+        with kept_apart(parameters):
+            scaler.scale(loss * share).backward()
         losses.append(loss.detach())
     return losses
 

@@ -21,7 +21,7 @@ from pipectl.runtime.device import Device
 from pipectl.runtime.halves import Deferred, split_backwards
 from pipectl.runtime.in_flight import Live, Start
 from pipectl.runtime.layout import Tensors
-from pipectl.runtime.memories import take_apart, without_gradient
+from pipectl.runtime.memories import kept_apart
 from pipectl.runtime.offload import Pool, StageOffload
 from pipectl.runtime.stage_states import StageStates, before, rewriting
 from pipectl.runtime.ticks import insert_ticks
@@ -164,10 +164,9 @@ class StageRuntime:
         roots, seeds = live.seeded(gradients, loss, scale, weight)
         others = chain(gradients.values(), live.caught.values(), live.deferred.gradients)
         leaves = self._leaves if live.version is None else live.version.leaves.values()
-        without = without_gradient(leaves)
         if roots:
-            torch.autograd.backward(roots, seeds)
-        take_apart(without, others)
+            with kept_apart(leaves, others):
+                torch.autograd.backward(roots, seeds)
         if self.versions is not None and live.version is not None:
             self.versions.collect(live.version)
         if live.deferred.roots:

@@ -40,7 +40,9 @@ class JobSpec(Section):
     data: Data
     optimizer: Optimizer = Field(default_factory=Optimizer)
     lr_scheduler: Factory | None = Field(
-        default=None, description="The learning-rate schedule, called with the optimizer."
+        default=None,
+        description="The learning-rate schedule, called with the optimizer. It moves after every "
+        "optimizer step: `T_max` is `training.steps`, say.",
     )
     evaluation: Evaluation | None = None
     training: Training
@@ -60,7 +62,8 @@ class JobSpec(Section):
     cluster: Line | None = Field(
         default=None,
         description="Path of `cluster.json`, relative to the file that names it; by default the "
-        "cluster is assumed from `resources`.",
+        "one that `pipectl profile --links` measured for this job, else the cluster is assumed "
+        "from `resources`.",
     )
     slurm: Slurm = Field(default_factory=Slurm)
     pbs: Pbs = Field(default_factory=Pbs)

@@ -88,11 +88,18 @@ class Resources(Section):
     cpus_per_task: Count = Field(
         default=1, description="Cores of each rank; so many threads, but for launch.progress_core."
     )
-    gpus_per_node: Natural = Field(default=0, description="Accelerators of each node.")
+    gpus_per_node: Natural = Field(
+        default=0,
+        description="Accelerators of each node. If above 0, ranks compute on them, and on the CPU "
+        "where torch finds none (`pipectl doctor` says what it finds).",
+    )
     memory_per_node: Bytes | None = Field(
         default=None, description="Memory of each node; by default the scheduler's own default."
     )
-    walltime: Seconds = Field(default=3600, description="Time after which the job is ended.")
+    walltime: Seconds = Field(
+        default=3600,
+        description="Time after which the batch system ends the job; on this machine nothing does.",
+    )
     more: tuple[MoreNodes, ...] = Field(
         default=(),
         description="Nodes of further kinds, whose ranks are numbered behind the others: more "

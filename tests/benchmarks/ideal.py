@@ -1,13 +1,17 @@
 """How near the engine comes to what its schedule allows, with two ranks on two cores.
 
 *Steps*: the measured step against the simulator's with messages that take no time; each round
-profiles anew, with two neighbours. *Actions*: what the engine takes for a row of its program where
-stages compute next to nothing, sends included; a whole step also waits for the other rank.
-*Speed-up* over one rank, against the p m / (m + p - 1) of even stages. One rank computes with one
-thread as well; *beside a neighbour* says how fast it is while the other core is as busy as in the
-pipeline: cores share memory and clock, and what they lose to each other no pipeline gets back.
+profiles anew, with two neighbours. *Computations*: profiles and steps are minutes apart, and the
+machine's speed changes meanwhile; so steps are also compared with what their own computations, each
+as long as it was there, would have taken had they waited for nothing but what they need. What is
+above 1 are messages, Python between actions, and waits that the schedule does not ask for.
+*Actions*: what the engine takes for a row of its program where stages compute next to nothing,
+sends included; a whole step also waits for the other rank. *Speed-up* over one rank, against the
+p m / (m + p - 1) of even stages. One rank computes with one thread as well; *beside a neighbour*
+says how fast it is while the other core is as busy as in the pipeline: cores share memory and
+clock, and what they lose to each other no pipeline gets back.
 
-    python tests/benchmarks/ideal.py [--short] [steps] [actions] [speed-up]
+    python tests/benchmarks/ideal.py [--short] [steps] [computations] [actions] [speed-up]
 """
 
 from __future__ import annotations
@@ -15,10 +19,11 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from in_turns import (
     MODELS,
@@ -38,6 +43,7 @@ from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.plans.given_stages import plan_of_stages
 from pipectl.profile import Profile
+from pipectl.schedule import Kind
 from pipectl.simulate import simulate
 
 RANKS, MICRO_BATCHES = 2, 8
@@ -88,6 +94,71 @@ def steps(rounds: int) -> None:
         ratios = [real / ideal for real, ideal in zip(measured, simulated, strict=True)]
         print(f"| {name} | {spread(simulated)} | {spread(measured)} | {spread(ratios)} "
               f"| {statistics.median(bubbles):.3f} |", flush=True)  # fmt: skip
+
+
+class Computation(NamedTuple):
+    """A row of a recorded step in which a rank computed."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+    seconds: float
+
+    def needs(self) -> tuple[Kind, int, int]:
+        """Kind, stage and micro-batch of what another stage computes before it."""
+        neighbour = -1 if self.kind is Kind.FORWARD else 1
+        return self.kind, self.stage + neighbour, self.micro_batch
+
+
+def computations(rounds: int) -> None:
+    count = rounds * STEPS
+    print(f"\n### Measured steps over their own computations ({count} steps, goal {GOAL_STEP})\n")
+    print("| model | computations alone s | measured step s | ratio |")
+    print("|---|---|---|---|")
+    for name, job in JOBS.items():
+        with tempfile.TemporaryDirectory() as place:
+            folder = Path(place)
+            job.write(folder, RANKS)
+            plan = plan_for(job, profiled(folder, MICRO_BATCHES), RANKS, MICRO_BATCHES)
+            plan.save(folder / "plan.json")
+            contenders = {name: {"plan": "plan.json"}}
+            case = {"contenders": contenders, "rounds": 1, "steps": STEPS, "recorded": count}
+            records = [rank["records"][name] for rank in train_in_turns(folder, case, RANKS)]
+        measured = [step["seconds"] for step in records[0]]
+        alone = [
+            without_waits([list(computed(mine["table"])) for mine in step])
+            for step in zip(*records, strict=True)
+        ]
+        ratios = [real / ideal for real, ideal in zip(measured, alone, strict=True)]
+        print(f"| {name} | {spread(alone)} | {spread(measured)} | {spread(ratios)} |", flush=True)
+
+
+def computed(table: Sequence[Sequence[float]]) -> Iterator[Computation]:
+    """What a rank computed in a recorded step, in its order."""
+    for start_s, end_s, event, stage, micro_batch, _ in table:
+        if event < len(Kind) and Kind(event).is_compute:
+            yield Computation(Kind(event), int(stage), int(micro_batch), end_s - start_s)
+
+
+def without_waits(ranks: Sequence[Sequence[Computation]]) -> float:
+    """Seconds until every rank has done its computations, if nothing else takes time.
+
+    A forward needs that of the stage before, a backward that of the stage behind, and updates need
+    all of them, since ranks meet before.
+    """
+    updates = [each.seconds for mine in ranks for each in mine if each.kind is Kind.UPDATE]
+    left = [deque(each for each in mine if each.kind is not Kind.UPDATE) for mine in ranks]
+    waited_for = {each[:3] for mine in left for each in mine}
+    ends: dict[tuple[Kind, int, int], float] = {}
+    free_s = [0.0] * len(ranks)
+    while any(left):
+        for rank, mine in enumerate(left):
+            while mine and (needs := mine[0].needs()) not in waited_for:
+                done = mine.popleft()
+                free_s[rank] = max(free_s[rank], ends.get(needs, 0.0)) + done.seconds
+                ends[done[:3]] = free_s[rank]
+                waited_for.remove(done[:3])
+    return max(free_s) + max(updates)
 
 
 def additions(micro_batches: int) -> Job:
@@ -179,9 +250,14 @@ def trained_alone_and_together(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--short", action="store_true", help="one round")
-    parser.add_argument("parts", nargs="*", help="steps, actions, speed-up; all by default")
+    parser.add_argument("parts", nargs="*", help="by default all")
     given = parser.parse_args()
-    parts = {"steps": steps, "actions": actions, "speed-up": speed_up}
+    parts = {
+        "steps": steps,
+        "computations": computations,
+        "actions": actions,
+        "speed-up": speed_up,
+    }
     print(f"## Two ranks on two cores against the ideal ({RANKS} ranks, {MICRO_BATCHES} "
           "micro-batches, one thread each)")  # fmt: skip
     for name in given.parts or parts:

@@ -82,7 +82,7 @@ those sections anew. `make bench-planner` compares the planner with others and w
 What is compared is compared within one run: contenders take turns, round after round, so that what
 else the machine does hits all of them alike. Printed are ratios of medians, and the spread: lowest
 to highest in brackets. Figures in seconds mean little elsewhere. *Load before* is the load
-average of the machine when a section began.
+average of the machine when a section began; a *goal* is what the project asks of itself.
 """,
 )
 PLANNER = Page(

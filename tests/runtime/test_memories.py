@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipectl.runtime.memories import memory_of, take_apart, without_gradient
+from pipectl.runtime.memories import kept_apart, memory_of
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -15,18 +15,17 @@ def test_parameters_behind_views_of_one_value_add_up_by_themselves(count):
         value = torch.ones(1, 3)
         for place in places:
             value = value + place.unsqueeze(0)
-        without = without_gradient(places)
-        (value * weight).sum().backward()
-        take_apart(without, ())
+        with kept_apart(places):
+            (value * weight).sum().backward()
     assert [place.grad.tolist() for place in places] == [[2.0, 4.0, 6.0]] * count
 
 
 def test_only_what_shares_memory_is_copied():
     own, lent = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     other = torch.ones(1, 2)
-    own.grad, lent.grad = torch.ones(2), other[0]
-    before = own.grad
-    take_apart([own, lent], [other, None])
+    before = torch.ones(2)
+    with kept_apart([own, lent], [other, None]):
+        own.grad, lent.grad = before, other[0]
     assert own.grad is before
     assert memory_of(lent.grad) != memory_of(other)
     assert lent.grad.tolist() == [1.0, 1.0]

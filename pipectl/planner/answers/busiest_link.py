@@ -47,11 +47,11 @@ def busiest_link(plan: Plan, cluster: Cluster) -> LinkLoad | None:
     for channel in channels(plan):
         if channel.is_local:
             continue
-        ends = channel.source_rank, channel.target_rank
+        ends, sizes = (channel.source_rank, channel.target_rank), list(_sizes(plan, channel))
+        moved = sum(number * size for size, number in sizes)
         for key, link in way_between(cluster, plan.node_of_rank, *ends):
             before_s, before = busy.get(key, (0.0, 0.0))
-            time_s = sum(number * link.hold_s(size) for size, number in _sizes(plan, channel))
-            moved = sum(number * size for size, number in _sizes(plan, channel))
+            time_s = sum(number * link.hold_s(size) for size, number in sizes)
             busy[key], links[key] = (before_s + time_s, before + moved), link
     if not busy:
         return None

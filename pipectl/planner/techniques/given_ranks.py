@@ -13,6 +13,7 @@ from pipectl.plan import Plan
 from pipectl.planner.exploring.fitting import Fit, Fitter
 from pipectl.planner.graphs.condense import condense
 from pipectl.planner.graphs.spans import Partition
+from pipectl.planner.machines.devices import pools
 from pipectl.planner.machines.mix import Mix
 from pipectl.planner.problem import Choice, Problem
 from pipectl.planner.rating import largest_stage_load_s
@@ -45,8 +46,8 @@ def on_ranks(
         ranks: of every stage.
     """
     found = [_moved(plan, ranks, cluster)]
-    problem = Problem(profile, cluster, request, condense(profile))
-    if len(problem.devices) > 1:
+    if len(pools(cluster)) > 1:
+        problem = Problem(profile, cluster, request, condense(profile))
         size = plan.micro_batch_size
         for partition in cuts_for(problem, Fitter(problem), ranks, size):
             cut = problem.plan(Choice(partition, tuple(ranks), size, plan.schedule, plan.warm_up))

@@ -23,7 +23,7 @@ from pipectl.capture.stage import Receive, StageCode
 from pipectl.errors import MismatchError
 from pipectl.runtime.apart.valueless import Valueless
 from pipectl.runtime.layout import Layout
-from pipectl.runtime.memories import take_apart, without_gradient
+from pipectl.runtime.memories import kept_apart
 
 TOGETHER = "set pipeline.backward to together: its backward has to stay with its forward"
 _PLAIN = (int, float, str, type(None), torch.dtype, torch.device)
@@ -105,13 +105,13 @@ class Graph:
         roots = [self._edges[slot] for slot in gradients]
         self._values = [*values]
         values.clear()
-        without = without_gradient(self._leaves)
+        others = chain(gradients.values(), self._caught.values())
         if roots:
-            torch.autograd.backward(roots, list(gradients.values()), retain_graph=True)
+            with kept_apart(self._leaves, others):
+                torch.autograd.backward(roots, list(gradients.values()), retain_graph=True)
         self._values = []
         found = dict(self._caught)
         self._caught.clear()
-        take_apart(without, chain(gradients.values(), found.values()))
         return found
 
     def has(self, slot: Slot) -> bool:

@@ -6,6 +6,8 @@ plans and ``case.json``: how many rounds, steps in each, and by name who takes p
 - ``on``: ``all`` ranks together, the ``first`` alone while others sleep, or ``each`` for itself;
 - ``sums``: ``late`` if sums of gradients over replicas start when all ranks have done all else;
 - ``compile``: true if stages go through ``torch.compile``.
+
+With ``recorded`` in the case, everyone then trains so many steps of which every row is recorded.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.failure import Doing
 from pipectl.runtime.passes import pass_of
 from pipectl.runtime.process import settle_process
+from pipectl.runtime.recording import Recording
 from pipectl.runtime.reduction import Reducer
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.step_input import StepInput
@@ -50,6 +53,7 @@ class Training:
     setup: Setup
     step: Step
     rows: int
+    trainer: Trainer
 
 
 def trained(
@@ -73,11 +77,12 @@ def trained(
             seed=(0, number),
             wiring=doing.wiring,
             pieces=doing.pieces,
+            recording=trainer._recording,
         )
         trainer._end.begin(trainer._changing())
         trainer._compute(number, doing, given)
 
-    return Training(setup, step, len(doing.actions))
+    return Training(setup, step, len(doing.actions), trainer)
 
 
 def timed(step: Step, steps: int, world: MPI.Intracomm) -> float:
@@ -93,6 +98,17 @@ def clocked(act: Callable[[], object], world: MPI.Intracomm) -> float:
     act()
     barrier(world)
     return time.perf_counter() - start
+
+
+def recorded(training: Training, steps: int, world: MPI.Intracomm) -> list[dict[str, Any]]:
+    """Steps one by one, and what this rank did in them."""
+    found = []
+    for number in range(steps):
+        recording = training.trainer._recording = Recording()
+        seconds = clocked(partial(training.step, number), world)
+        found.append({"seconds": seconds, "table": recording.table().tolist()})
+    training.trainer._recording = None
+    return found
 
 
 class LateSums(Reducer):
@@ -190,7 +206,18 @@ def measure(case: dict[str, Any], folder: Path, progress: Progress) -> dict[str,
             watch = Watch(training)
             timed(training.step, case["steps"], world)
             kinds[name] = watch.medians()
-    return {"seconds": seconds, "first_s": first_s, "rows": rows, "kinds": kinds}
+    records = {
+        name: recorded(training, case.get("recorded", 0), world)
+        for name, training in found.items()
+        if training
+    }
+    return {
+        "seconds": seconds,
+        "first_s": first_s,
+        "rows": rows,
+        "kinds": kinds,
+        "records": records,
+    }
 
 
 def main(folder: Path) -> None:
