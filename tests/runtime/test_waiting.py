@@ -1,0 +1,43 @@
+"""Waits that sleep, and say that they wait."""
+
+import time
+
+import pytest
+
+from pipectl.runtime.waiting import WorkMeter, poll, tell_of_waits
+
+LOOK_S, MOVE_S = 1.5e-6, 8e-6
+"""Processor time of a call that finds nothing to do, and of one that moves a fragment."""
+
+
+@pytest.fixture
+def told():
+    """What a wait said of itself."""
+    found: list[bool] = []
+    tell_of_waits(found.append)
+    yield found
+    tell_of_waits(lambda _: None)
+
+
+@pytest.mark.parametrize("works", [False, True])
+def test_a_long_wait_is_told_whether_or_not_data_moves(told, works):
+    until = time.perf_counter() + 0.02
+    poll(lambda: time.perf_counter() > until, lambda _: works)
+    assert told == [True, False]
+
+
+def test_a_short_wait_is_not_told(told):
+    poll(lambda: True, lambda _: False)
+    assert told == []
+
+
+def test_only_calls_that_moved_data_count_as_work():
+    meter = WorkMeter()
+    assert [meter.worked(taken) for taken in (LOOK_S, MOVE_S, LOOK_S)] == [False, True, False]
+    assert all(meter.worked(MOVE_S) for _ in range(5000))
+
+
+def test_a_clock_that_was_wrong_once_does_not_make_waits_spin_for_ever():
+    meter = WorkMeter()
+    meter.worked(0.0)
+    assert sum(meter.worked(LOOK_S) for _ in range(20000)) < 5000
