@@ -88,7 +88,7 @@ def waiting_words(seen: Mapping[int, Seen], names: Names, culprit: int | None = 
     """Who waits for whom: of all chains one that leads to the culprit, if any does."""
     sights = {rank: known.sight for rank, known in seen.items()}
     waiting = [rank for rank, sight in sights.items() if sight.waiting and rank != culprit]
-    direct = [rank for rank in waiting if sights[rank].peer == culprit]
+    direct = [] if culprit is None else [r for r, sight in sights.items() if sight.peer == culprit]
     first = next(iter(direct or waiting), None)
     return "" if first is None else chain(first, sights, names, culprit)
 

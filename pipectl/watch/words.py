@@ -46,14 +46,16 @@ def awaited(sight: Sight, names: Names) -> str:
 def chain(rank: int, sights: Mapping[int, Sight], names: Names, culprit: int | None = None) -> str:
     """Whom a rank waits for, and for whom that one waits, and so on.
 
+    Ranks count that have just begun to wait for a message, or that it is coming in for.
+
     Args:
         sights: of the ranks that are heard of.
         culprit: does what it does whomever it waits for; the chain ends there.
     """
     if culprit is not None and culprit in sights:
-        sights = {**sights, culprit: sights[culprit]._replace(waiting=False)}
+        sights = {**sights, culprit: sights[culprit]._replace(waiting=False, peer=-1)}
     told, text = [rank], f"rank {rank} {_does(sights[rank], names)}"
-    while (sight := sights.get(told[-1])) is not None and sight.waiting and sight.peer >= 0:
+    while (sight := sights.get(told[-1])) is not None and sight.peer >= 0:
         if sight.peer in told or len(told) == _HOPS:
             return text + (", and so in a circle" if sight.peer in told else ", and so on")
         told.append(sight.peer)
@@ -63,7 +65,7 @@ def chain(rank: int, sights: Mapping[int, Sight], names: Names, culprit: int | N
 
 
 def _does(sight: Sight, names: Names) -> str:
-    if sight.waiting:
+    if sight.waiting or sight.peer >= 0:
         return awaited(sight, names)
     return f"is in {_short(sight, names)}" if sight.kind != NO_ROW else f"is {sight.phase}"
 

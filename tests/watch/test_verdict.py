@@ -135,6 +135,14 @@ def test_of_all_that_wait_one_that_waits_for_the_culprit_is_told_of() -> None:
     assert waiting_words({1: known(computes())}, NAMES) == ""
 
 
+def test_ranks_that_only_begin_to_wait_are_links_of_the_chain() -> None:
+    begins = awaits(0)._replace(waiting=False)
+    seen = {0: known(computes()), 1: known(begins), 2: known(awaits(1))}
+    words = "rank 1 waits for activation 5 of stage 0 from rank 0, which is in backward 4"
+    assert waiting_words(seen, NAMES, culprit=0) == words
+    assert waiting_words(seen, NAMES).endswith(f"which {words.removeprefix('rank 1 ')}")
+
+
 def test_a_chain_ends_at_the_culprit_though_it_waits_itself() -> None:
     seen = {0: known(awaits(1, 2)), 1: known(awaits(0))}
     words = "rank 0 waits for activation 2 of stage 1 from rank 1, which is in receive wait 5"
