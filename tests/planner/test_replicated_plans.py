@@ -103,6 +103,17 @@ def test_a_stage_that_takes_most_of_the_time_gets_the_replicas(make_operator, ma
     assert plan.prediction.step_time_s < straight.prediction.step_time_s
 
 
+@pytest.mark.parametrize(("way", "batch"), [(Replication.WHOLE, 16), (Replication.SPLIT, 2)])
+def test_no_rank_is_kept_that_would_have_nothing_to_do(way, batch, make_operator, make_profile):
+    """Two micro-batches of which a replica takes the whole, or one of two samples."""
+    one = make_profile([make_operator(0, forward_s=1.0, backward_s=2.0)], [])
+    count = 2 if way is Replication.WHOLE else 1
+    request = PlanRequest("job", batch, micro_batches=count, replicas=None, replication=way)
+    plan = make_plan(one, cluster_of(3), request)
+    assert [stage.replicas for stage in plan.stages] == [2]
+    assert plan.search.gap == 0.0
+
+
 def test_a_slow_link_is_not_worth_replicas(chain) -> None:
     profile = chain(8, parameter_bytes=10**6, parameters=(("p", 10**6),))
     slow = cluster_of(2, Link(1e-3, 1e6))

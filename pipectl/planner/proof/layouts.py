@@ -13,7 +13,11 @@ from pipectl.planner.exploring.areas import most_micro_batches
 from pipectl.planner.hybrid.placing import consecutive
 from pipectl.planner.machines.placement import every_placement
 from pipectl.planner.replication.copies import share_of_one_copy, size_together
-from pipectl.planner.replication.replicated import MICRO_BATCHES_PER_RANK, replica_orders
+from pipectl.planner.replication.replicated import (
+    MICRO_BATCHES_PER_RANK,
+    most_at_work,
+    replica_orders,
+)
 from pipectl.planner.request import Order, PlanRequest, micro_batch_sizes, open_orders
 from pipectl.profile import Profile
 from pipectl.schedule.one_f_one_b import policy_a, policy_b
@@ -110,7 +114,7 @@ def _sizes(
     replication: Replication,
 ) -> list[int]:
     """Micro-batch sizes; replicas without any work would only cost time."""
-    batch, most = request.batch_size, max(replicas)
+    most = max(replicas)
     if request.replicas is None and most > 1:
         found = micro_batch_sizes(request, MICRO_BATCHES_PER_RANK * cluster.ranks)
         if replication is Replication.WHOLE and request.micro_batches is None:
@@ -118,9 +122,8 @@ def _sizes(
     else:
         alone = _sizes_of_copies(profile, request, len(replicas))
         found = [size_together(size, request, most, replication) for size in alone]
-    if replication is Replication.SPLIT and most > 1:
-        return sorted({size for size in found if size >= most}, reverse=True)
-    return sorted({size for size in found if ceil(batch / size) >= most}, reverse=True)
+    busy = {size for size in found if most_at_work(size, replication, request) >= most}
+    return sorted(busy, reverse=True)
 
 
 def _sizes_of_copies(profile: Profile, request: PlanRequest, stages: int) -> list[int]:

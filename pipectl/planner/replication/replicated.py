@@ -135,14 +135,26 @@ def _of_many_ranks(
         yield _Proposal(members_of(profile, one.stages), consecutive(one.replicas), size)
 
 
+def most_at_work(size: int, way: Replication, request: PlanRequest) -> int:
+    """Replicas of a stage that have something to do; more would only cost time.
+
+    Args:
+        size: samples of a micro-batch.
+    """
+    return size if way is Replication.SPLIT else ceil(request.batch_size / size)
+
+
 def _ways(proposal: _Proposal, request: PlanRequest) -> Iterator[ReplicaChoice]:
     """A proposal in every way that is allowed."""
-    members, ranks = proposal.members, proposal.ranks
-    replicas = tuple(map(len, ranks))
+    members = proposal.members
     for way in request.replications:
         split = way is Replication.SPLIT
-        for size in _sizes(proposal.size, replicas, request, split=split):
-            warm_ups = proposal.warm_ups if split else ()
+        for size in _sizes(proposal.size, tuple(map(len, proposal.ranks)), request, split=split):
+            most = most_at_work(size, way, request)
+            ranks = tuple(held[:most] for held in proposal.ranks)
+            replicas, warm_ups = tuple(map(len, ranks)), proposal.warm_ups if split else ()
+            if max(replicas) == 1:
+                continue
             for schedule, warm_up in replica_orders(replicas, way, size, request, warm_ups):
                 yield ReplicaChoice(members, ranks, size, way, schedule, warm_up)
 
