@@ -89,6 +89,21 @@ def pbs_path(path: str, what: str) -> str:
     )
 
 
+def options_of(line: str) -> list[str]:
+    """The options of one directive, each with its value: a line may hold several."""
+    try:
+        words = shlex.split(line, comments=True)
+    except ValueError:
+        words = line.split()
+    found: list[str] = []
+    for word in words:
+        if word.startswith("-") or not found:
+            found.append(word)
+        else:
+            found[-1] += f" {word}"
+    return found
+
+
 def checked_directive(
     text: str,
     what: str,
@@ -99,17 +114,17 @@ def checked_directive(
     mark: str,
     example: str,
 ) -> str:
-    """One of the user's own options for the head of a script, verbatim.
+    """A line of the user's own options for the head of a script, verbatim.
 
     Args:
         what: its field.
         command: whose option it is.
         managed: options that pipectl writes itself, and the fields to set instead.
-        is_option: whether a line is an option, in any spelling.
+        is_option: whether what the user wrote is an option, in any spelling.
         mark: of a directive, which may be there.
 
     Raises:
-        InvalidInputError: it is none, or one that pipectl writes.
+        InvalidInputError: it is none, or holds one that pipectl writes.
     """
     line = checked(text, what).strip().removeprefix(mark).strip()
     if not line.startswith("-"):
@@ -117,8 +132,9 @@ def checked_directive(
             f"{what}: {text!r} is no option of {command}",
             cure=f"write it as on {command}'s command line, for example {example}",
         )
+    given = options_of(line)
     for option, key in managed.items():
-        if is_option(line, option):
+        if any(is_option(one, option) for one in given):
             raise InvalidInputError(
                 f"{what}: {option} is written by pipectl itself",
                 cure=f"set {key} in the job spec" if key else "remove it",

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from pipectl.batch.quoting import checked
+from pipectl.batch.quoting import checked, options_of
 from pipectl.errors import InvalidInputError, Problem, SpecError
 
 DIRECTIVES = "#pipectl directives"
@@ -76,7 +75,7 @@ def assemble(
         template: None for pipectl's own frame, which is a shebang.
         header: lines of directives.
         mark: with which the template's own directives begin, ``#SBATCH`` say.
-        directive: refuses one that may not be there; gets the option and where it is.
+        directive: refuses one that may not be there; gets its options and where it is.
 
     Raises:
         InvalidInputError: the template cannot be used, or has a directive that pipectl manages.
@@ -85,8 +84,8 @@ def assemble(
         return f"#!/bin/bash\n{header}{body}"
     check(template)
     if directive is not None:
-        for place, option in _options(template, mark):
-            directive(option, place)
+        for place, options in _directives(template, mark):
+            directive(options, place)
     parts = {DIRECTIVES: header.rstrip("\n"), BODY: body.strip("\n")}
     lines = (parts.get(line.rstrip(), line) for line in template.text.splitlines())
     return "\n".join(lines) + "\n"
@@ -176,8 +175,8 @@ def _hidden(template: Template) -> Iterator[Problem]:
             yield _fault(template, number, error.message)
 
 
-def _options(template: Template, mark: str) -> Iterator[tuple[str, str]]:
-    """Place and text of every option in the template's own directives."""
+def _directives(template: Template, mark: str) -> Iterator[tuple[str, str]]:
+    """Place and text of the template's own directives, those without any option left out."""
     lines = template.text.splitlines()
     first = _first_command(lines)
     for number, line in enumerate(lines, start=1):
@@ -186,23 +185,9 @@ def _options(template: Template, mark: str) -> Iterator[tuple[str, str]]:
         if number > first:
             message = f"{mark} counts only before the first command, on line {first}"
             raise SpecError([_fault(template, number, message)])
-        for option in _split(line.removeprefix(mark)):
-            yield f"{template.file}:{number}", option
-
-
-def _split(text: str) -> list[str]:
-    """The options of one line, each with its value."""
-    try:
-        words = shlex.split(text, comments=True)
-    except ValueError:
-        words = text.split()
-    found: list[str] = []
-    for word in words:
-        if word.startswith("-") or not found:
-            found.append(word)
-        else:
-            found[-1] += f" {word}"
-    return found
+        text = line.removeprefix(mark).replace("\t", " ")
+        if options_of(text):
+            yield f"{template.file}:{number}", text.strip()
 
 
 def _first_command(lines: list[str]) -> int:

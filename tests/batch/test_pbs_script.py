@@ -151,6 +151,8 @@ def test_nothing_else_comes_into_a_resource_list(
         ("#PBS -q x", "pbs.queue"),
         ("-m ae", "pbs.mail"),
         ("-W depend=afterok:1", "remove"),
+        ("-p 5 -N x", "name"),
+        ("-l software=x -lselect=2", "resources"),
         ("walltime=3", "command line"),
         ("-m a\n#PBS -q x", "one line"),
     ],

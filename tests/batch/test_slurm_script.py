@@ -61,7 +61,16 @@ def test_a_nasty_option_stays_on_its_line(make_request: MakeRequest, nasty: list
 
 
 @pytest.mark.parametrize(
-    "directive", ["--begin=now", "--gpus=4", "-S 1", "--switches=1@10", "#SBATCH --nice=5"]
+    "directive",
+    [
+        "--begin=now",
+        "--gpus=4",
+        "-S 1",
+        "--switches=1@10",
+        "#SBATCH --nice=5",
+        "--switches=1 --nice=5",
+        "--bb='x --mem=5G'",
+    ],
 )
 def test_own_directives_are_written_verbatim(make_request: MakeRequest, directive: str) -> None:
     request = make_request(slurm=SlurmOptions(directives=(directive,)))
@@ -79,6 +88,8 @@ def test_own_directives_are_written_verbatim(make_request: MakeRequest, directiv
         ("--output=x", "remove it"),
         ("--array=1-4", "remove it"),
         ("#SBATCH --time=1", "resources.walltime"),
+        ("--switches=1 --mem=5G", "resources.memory_per_node"),
+        ("--begin now -N2", "resources.nodes"),
     ],
 )
 def test_directives_that_pipectl_manages_are_refused(
