@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pipectl.batch.array import render_array
 from pipectl.batch.launchers import mpiexec_command, srun_command
 from pipectl.batch.protocol import JobRequest
-from pipectl.batch.quoting import checked_directive, slurm_file, slurm_value
+from pipectl.batch.quoting import checked_directive, options_of, slurm_file, slurm_value
 from pipectl.batch.script import render_body
 from pipectl.batch.slurm_nodes import (
     components,
@@ -47,6 +47,8 @@ _MANAGED = {
     "--array": None, "-a": None, "--parsable": None, "--wrap": None, "--wait": None, "-W": None,
     "--export": None, "--test-only": None,
 }  # fmt: skip
+
+_ELSEWHERE = ("--clusters", "-M")
 
 _SITE_KEYS = (
     "account", "partition", "qos", "constraint", "reservation", "gres", "licenses", "nodelist",
@@ -162,14 +164,25 @@ def _resources(request: JobRequest) -> Iterator[str]:
 
 
 def _checking(request: JobRequest) -> Callable[[str, str], str]:
-    """What refuses directives that pipectl writes itself; those that it is to omit are free."""
+    """What refuses directives that pipectl writes itself; those that it is to omit are free.
+
+    So are jobs on other clusters: squeue and scancel would not find them, or find others.
+    """
     free = {_MANAGED[f"--{name}"] for name in request.slurm.omit}
     managed = {option: key for option, key in _MANAGED.items() if key not in free}
 
     def check(text: str, what: str) -> str:
-        return checked_directive(
+        line = checked_directive(
             text, what, "sbatch", managed, _is_option, mark="#SBATCH", example="--switches=1"
         )
+        for given in options_of(line):
+            if any(_is_option(given, option) for option in _ELSEWHERE):
+                raise InvalidInputError(
+                    f"{what}: {given}: pipectl could neither see nor cancel a job that only sbatch "
+                    "knows to be on another cluster",
+                    cure="remove it, and set SLURM_CLUSTERS for all commands of pipectl",
+                )
+        return line
 
     return check
 

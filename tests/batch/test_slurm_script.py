@@ -90,6 +90,8 @@ def test_own_directives_are_written_verbatim(make_request: MakeRequest, directiv
         ("#SBATCH --time=1", "resources.walltime"),
         ("--switches=1 --mem=5G", "resources.memory_per_node"),
         ("--begin now -N2", "resources.nodes"),
+        ("--clusters=east", "SLURM_CLUSTERS"),
+        ("--nice=5 -Meast,west", "SLURM_CLUSTERS"),
     ],
 )
 def test_directives_that_pipectl_manages_are_refused(

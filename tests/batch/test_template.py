@@ -67,6 +67,7 @@ def test_faults_have_their_line(text: str, line: int, words: str) -> None:
         ("slurm", "#SBATCH --nodes=7"),
         ("slurm", "#SBATCH --switches=1 -t 5:00 # long"),
         ("slurm", "#SBATCH --switches=1 --wrap 'true'"),
+        ("slurm", "#SBATCH --switches=1 -M east"),
         ("pbs", "#PBS -p 5 -N mine"),
         ("pbs", "#PBS -l place=pack"),
         ("slurm", "#SBATCH nothing"),
