@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipectl.errors import InvalidInputError
@@ -39,6 +39,10 @@ class Container:
         """
         own = (PYTHON if words[0] == python else words[0], *words[1:])
         return ("apptainer", "exec", *self._options(), self.image, *own)
+
+    def seeing(self, directory: Path) -> Container:
+        """The same, with one directory more."""
+        return replace(self, binds=tuple(dict.fromkeys((*self.binds, directory))))
 
     def _options(self) -> Iterator[str]:
         if self.accelerators:

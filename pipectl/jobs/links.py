@@ -65,4 +65,5 @@ def _request(
         walltime_s=min(training.walltime_s, _WALLTIME_S),
         command=(training.python, "-m", "mpi4py", "-m", PROBE, *files, *given),
         stop=None,
+        container=training.container and training.container.seeing(output.parent),
     )

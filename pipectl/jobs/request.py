@@ -115,13 +115,17 @@ def array_request(
 
 
 def _container(spec: JobSpec, directory: Path) -> Container | None:
-    """With the directories of the run and of all files that the spec names."""
+    """With the directories of all files that the spec names, and that of the runs.
+
+    Preparing in the job writes profiles beside the run directory, for other runs to find.
+    """
     if spec.container is None:
         return None
     code = (parse(text, spec.base).file for _, text in spec.factories())
     named = (*code, spec.weights_path, spec.cluster_file, spec.schedule_file)
-    folders = sorted({path.parent for path in named if path is not None} - {directory})
-    return Container(spec.container, (directory, *folders), spec.resources.gpus_per_node > 0)
+    runs = directory.parent
+    folders = sorted({path.parent for path in named if path is not None} - {runs})
+    return Container(spec.container, (runs, *folders), spec.resources.gpus_per_node > 0)
 
 
 def _stop(spec: JobSpec) -> Stop:

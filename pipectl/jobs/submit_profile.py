@@ -47,5 +47,13 @@ def _request(spec: JobSpec, run: RunDirectory, output: Path, wish: Wish) -> JobR
     command = (training.python, "-m", MEASURE, *arguments_for(run, output, wish))
     name = f"{spec.name}-profile"
     return replace(
-        training, name=name, ranks=1, nodes=1, more=(), command=command, alone=True, stop=None
+        training,
+        name=name,
+        ranks=1,
+        nodes=1,
+        more=(),
+        command=command,
+        alone=True,
+        stop=None,
+        container=training.container and training.container.seeing(output.absolute().parent),
     )

@@ -64,13 +64,13 @@ def test_python_of_the_container_runs_with_the_same_words(
     ("written", "image"),
     [("./torch.sif", "{}/torch.sif"), ("docker://a/b:1", "docker://a/b:1"), ("/x.sif", "/x.sif")],
 )
-def test_what_a_job_says(tmp_path: Path, written: str, image: str) -> None:
+def test_what_the_job_names_and_writes_is_bound(tmp_path: Path, written: str, image: str) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(JOB.replace("IMAGE", written))
     container = job_request(load(path, check_files=False), Path("/runs/x"), "t").container
     assert container is not None
     assert container.image == image.format(tmp_path)
-    assert container.binds == (Path("/runs/x"), tmp_path, tmp_path / "code")
+    assert container.binds == (Path("/runs"), tmp_path, tmp_path / "code")
     assert container.accelerators
 
 

@@ -94,6 +94,21 @@ def test_the_job_has_one_node_with_all_its_tasks(
     assert "mpiexec" not in script
 
 
+@pytest.mark.parametrize("option", ["--device-kind=big", "--links"])
+def test_a_container_sees_where_the_result_goes(
+    cli: Command, real_job: Path, program: Program, option: str
+) -> None:
+    program("sbatch", "echo 77")
+    image = ("--set", "environment.container=docker://a/b", "--set", "resources.tasks_per_node=2")
+    place = ("--scheduler", "slurm", "--submit", "--output", "far/away.json")
+    result = cli("profile", "job.yaml", option, *place, *image)
+    assert result.code == 0, result.err
+    (script,) = Path("runs").glob("*/job.sh")
+    launch = script.read_text().splitlines()[-2]
+    for name in ("runs", "far"):
+        assert f" --bind={Path(name).absolute()} " in launch
+
+
 def test_a_template_without_a_body_leaves_no_run(
     cli: Command, real_job: Path, program: Program
 ) -> None:
