@@ -140,7 +140,10 @@ def _enter(request: JobRequest) -> Iterator[str]:
 
 
 def _environment(request: JobRequest) -> Iterator[str]:
-    """Modules and the user's own lines; neither is expected to survive ``set -u``."""
+    """Modules and the user's own lines; neither is expected to survive ``set -u``.
+
+    What traps they set for commands that fail or begin would end or disturb what follows.
+    """
     if not (request.modules or request.setup):
         return
     lines = ["set +u"]
@@ -151,7 +154,9 @@ def _environment(request: JobRequest) -> Iterator[str]:
     if request.setup:
         lines.append("# environment.setup, verbatim:")
         lines.extend(_setup_lines(request))
-    lines.append(f'set +e\nset -uo pipefail\ncd "${RUN_VARIABLE}" || exit 1')
+    lines.append(
+        f'trap - ERR DEBUG RETURN\nset +e\nset -uo pipefail\ncd "${RUN_VARIABLE}" || exit 1'
+    )
     yield "\n".join(lines)
 
 

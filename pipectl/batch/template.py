@@ -16,7 +16,8 @@ _SHEBANG = re.compile(r"#!\s*(/\S*/bash|/usr/bin/env (-S )?bash)(\s.*)?")
 _CURE = f"a template has the lines `{DIRECTIVES}` and `{BODY}`, each once; see docs/slurm.md"
 
 BEFORE_BODY = """\
-# The template's own EXIT trap is kept; options that would change what follows are off.
+# The template's own EXIT trap is kept; what else of it would change what follows is off.
+trap - ERR DEBUG RETURN
 template_exit=()
 eval "template_exit=($(trap -p EXIT))"
 set +efC"""

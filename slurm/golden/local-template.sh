@@ -9,7 +9,8 @@ scratch=$(mktemp -d)
 export TMPDIR=$scratch
 trap 'rm -rf "$scratch"' EXIT
 
-# The template's own EXIT trap is kept; options that would change what follows are off.
+# The template's own EXIT trap is kept; what else of it would change what follows is off.
+trap - ERR DEBUG RETURN
 template_exit=()
 eval "template_exit=($(trap -p EXIT))"
 set +efC

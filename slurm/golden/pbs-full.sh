@@ -86,6 +86,7 @@ module load gcc/13.2 openmpi/5.0.6 || exit 1
 # environment.setup, verbatim:
 source /proj/venv/bin/activate
 ulimit -s unlimited
+trap - ERR DEBUG RETURN
 set +e
 set -uo pipefail
 cd "$PIPECTL_RUN_DIRECTORY" || exit 1

@@ -18,7 +18,8 @@ export TMPDIR=$scratch
 trap 'rm -rf "$scratch"' EXIT
 
 exec >>/scratch/u/runs/20261120-152233-gpt-small/logs/job.log 2>&1 # PBS may begin its own file anew
-# The template's own EXIT trap is kept; options that would change what follows are off.
+# The template's own EXIT trap is kept; what else of it would change what follows is off.
+trap - ERR DEBUG RETURN
 template_exit=()
 eval "template_exit=($(trap -p EXIT))"
 set +efC

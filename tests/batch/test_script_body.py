@@ -95,6 +95,22 @@ def test_setup_may_use_unset_variables_fail_and_change_directory(make_request: M
     assert output.splitlines() == ["[]", "kept  as is", str(request.run_directory)]
 
 
+@pytest.mark.parametrize(
+    ("setup", "output"),
+    [
+        ("set -E; trap 'exit 9' ERR", "launched\n"),
+        ("set -T; trap 'echo back' RETURN", "launched\n"),
+        ("set -T; trap 'echo next' DEBUG", "next\nlaunched\n"),  # before it is taken away
+    ],
+)
+def test_traps_of_the_setup_do_not_fire_behind_it(
+    make_request: MakeRequest, setup: str, output: str
+) -> None:
+    request = make_request(setup=(setup,))
+    assert run(request, ["bash", "-c", "echo launched; exit 75"]) == (75, output)
+    assert exit_file(request) == "75\n"
+
+
 def test_setup_with_a_carriage_return_is_refused(make_request: MakeRequest) -> None:
     with pytest.raises(InvalidInputError, match=r"environment\.setup"):
         render_body(make_request(setup=("echo a\r\necho b",)), ["true"])

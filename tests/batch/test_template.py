@@ -121,6 +121,7 @@ def start(request: JobRequest, head: str, launch: list[str]) -> subprocess.Popen
     [
         "true",
         "set -euo pipefail\nset -x",
+        "set -ET; trap 'exit 9' ERR; trap 'echo back' RETURN",
         "set -Cf; cd /; IFS=$'\\n\\t'; trap '' USR2; attempt=9; child=1; run() { false; }",
         "shopt -s nullglob failglob; trap 'exit 9' TERM",
     ],
