@@ -40,3 +40,12 @@ def suitable(library: str, kinds: Sequence[str]) -> str | None:
     said = library.lower()
     wishes: Sequence[str] = next((wishes for name, wishes in _WISHES if name in said), ())
     return next((wish for wish in wishes if not kinds or wish in kinds), None)
+
+
+def takes(kinds: Sequence[str], mpi: str) -> bool:
+    """Whether a Slurm knows what ``srun --mpi`` is given: a kind, or a version of one.
+
+    Args:
+        kinds: that Slurm has; with none, it does not say, and may know anything.
+    """
+    return not kinds or mpi in kinds or mpi.startswith(tuple(f"{kind}_v" for kind in kinds))

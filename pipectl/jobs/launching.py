@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pipectl.batch import JobRequest, dialect_of, find_mpiexec, process
 from pipectl.batch.dialects import AUTO
-from pipectl.batch.pmi import USUAL, offered, suitable
+from pipectl.batch.pmi import USUAL, offered, suitable, takes
 from pipectl.errors import SchedulerError
 
 _PATIENCE_S = 20.0
@@ -88,7 +88,7 @@ def _elsewhere(request: JobRequest) -> bool:
 
 
 def _unknown(mpi: str, kinds: Sequence[str]) -> str:
-    if not kinds or mpi in kinds or mpi.startswith(tuple(f"{kind}_v" for kind in kinds)):
+    if takes(kinds, mpi):
         return ""
     return (
         f"srun here knows no --mpi={mpi}, but {', '.join(kinds)}; ranks may not find each other "

@@ -17,6 +17,9 @@ from pipectl.jobs.doctor import Finding, Level, environment, examine, files, fin
 from pipectl.jobs.doctor.batch_systems import pbs, slurm
 from pipectl.jobs.doctor.files import file_system
 from pipectl.jobs.doctor.launch import mpi
+from pipectl.jobs.launching import settle
+from pipectl.jobs.request import job_request
+from pipectl.spec import load
 
 Program = Callable[[str, str], None]
 
@@ -107,6 +110,41 @@ def test_slurm(program: Program) -> None:
     found = list(slurm(None))
     assert found[0].text == "slurm 22.05.8; partitions debug*, gpu"
     assert found[1].text == "srun --mpi: pmi2, pmix_v4"
+
+
+JOB = """\
+version: 1
+name: tiny
+model: {factory: "torch.nn:Linear"}
+loss: {factory: "torch.nn:MSELoss"}
+data: {factory: "./model.py:data"}
+training: {steps: 4, batch_size: 8}
+launch: {launcher: srun}
+site_defaults: false
+"""
+
+
+@pytest.mark.parametrize(
+    ("wanted", "listed", "level"),
+    [
+        ("pmix_v5", "none pmi2 pmix", Level.OK),
+        ("none", "none pmi2", Level.OK),
+        ("pmix", "", Level.OK),
+        ("pmix", "none pmi2", Level.FAIL),
+    ],
+)
+def test_what_srun_takes_is_what_a_submission_does_not_warn_of(
+    program: Program, tmp_path: Path, wanted: str, listed: str, level: Level
+) -> None:
+    program("sbatch", "true")
+    program("sinfo", "echo slurm 22.05.8")
+    program("srun", f'printf "MPI plugin types are...\\n" >&2; printf "\\t%s\\n" {listed} >&2')
+    job = tmp_path / "job.yaml"
+    job.write_text(JOB)
+    spec = load(job, [f"launch.mpi={wanted}"], check_files=False)
+    assert of("PMI", slurm(spec)).level is level
+    warning = settle(job_request(spec, tmp_path / "run", "tag")).warning
+    assert bool(warning) is (level is Level.FAIL)
 
 
 def test_a_controller_that_is_down(program: Program) -> None:

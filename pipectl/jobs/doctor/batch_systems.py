@@ -6,7 +6,8 @@ import shutil
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from pipectl.batch.pmi import offered
+from pipectl.batch.dialects import AUTO
+from pipectl.batch.pmi import offered, takes
 from pipectl.errors import PipectlError
 from pipectl.jobs.doctor.finding import Finding, Findings, Level, said
 
@@ -33,10 +34,10 @@ def slurm(spec: JobSpec | None) -> Findings:
 
 def _pmi(listed: str, spec: JobSpec | None) -> Finding:
     """What ``srun --mpi`` may be given, against what the job gives it."""
-    kinds = [kind for kind in offered(listed) if kind != "none"]
-    wanted = "auto" if spec is None else spec.launch.mpi
-    text = f"srun --mpi: {', '.join(kinds) or 'none'}"
-    if spec is None or spec.launch.launcher != "srun" or wanted in {*kinds, "auto"}:
+    kinds = offered(listed)
+    wanted = AUTO if spec is None or spec.launch.launcher != "srun" else spec.launch.mpi
+    text = f"srun --mpi: {', '.join(kind for kind in kinds if kind != 'none') or 'none'}"
+    if wanted == AUTO or takes(kinds, wanted):
         return Finding("PMI", Level.OK, text)
     cure = "set launch.mpi to one of them, as your MPI needs it"
     return Finding("PMI", Level.FAIL, f"{text}; the job wants {wanted}", cure)
