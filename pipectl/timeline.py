@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,10 +57,6 @@ class Timeline:
     def of_rank(self, rank: int) -> Iterator[Event]:
         """The events of one rank."""
         return (event for event in self.events if event.rank == rank)
-
-    def busy_s(self, rank: int, kinds: Sequence[str]) -> float:
-        """Time a rank spent in actions of the given kinds."""
-        return sum(e.end_s - e.start_s for e in self.of_rank(rank) if e.kind in kinds)
 
     def to_json(self) -> dict[str, Any]:
         """Columns, so that long timelines stay small and readable."""

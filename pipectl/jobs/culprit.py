@@ -23,7 +23,6 @@ class Culprit:
     where: str
     message: str
     cure: str | None
-    traceback: str
     exit_code: int
     others: int
 
@@ -39,7 +38,6 @@ def culprit(run: RunDirectory) -> Culprit | None:
         where=_where(first),
         message=f"{kind}: {text}" if kind else str(text),
         cure=first.get("cure"),
-        traceback=first.get("traceback") or "",
         exit_code=code if isinstance(code, int) and 0 < code < 128 else 1,
         others=len(reports) - 1,
     )

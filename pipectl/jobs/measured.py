@@ -109,8 +109,3 @@ def _fault(found: Mapping[str, Any]) -> str:
     if "loss_of_micro_batch" in found:
         return f"the loss of micro-batch {found['loss_of_micro_batch']}"
     return f"the gradient of {found.get('gradient_of')!r} in stage {found.get('stage')}"
-
-
-def efficiency(plan: Plan, step_time_s: float) -> float:
-    """See :meth:`Expected.efficiency`."""
-    return Expected.of(plan).efficiency(step_time_s)

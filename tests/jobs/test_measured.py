@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pipectl.jobs.measured import efficiency, measured
+from pipectl.jobs.measured import Expected, measured
 from pipectl.plan import Plan, Stage, StageCost
 
 
@@ -57,4 +57,4 @@ def test_efficiency_is_profiled_compute_over_the_ranks_time(
         transfers=(),
         node_of_rank=(0, 0),
     )
-    assert efficiency(plan, 7.0) == pytest.approx(expected)
+    assert Expected.of(plan).efficiency(7.0) == pytest.approx(expected)
