@@ -17,32 +17,37 @@ from pipectl.cluster import Cluster
 from pipectl.errors import PipectlError
 from pipectl.jobs.places import profile_path
 from pipectl.jobs.plan import find_plan, write_plan
-from pipectl.jobs.profile import measure
+from pipectl.jobs.profile import fresh_profile, measure
 from pipectl.jobs.reporting import Heartbeat, reporting_failure
-from pipectl.profile import Profile
-from pipectl.runs import Record, RunDirectory
+from pipectl.runs import Record, RunDirectory, last_checkpoint
 from pipectl.spec import load
 
 if TYPE_CHECKING:
+    from pipectl.profile import Profile
     from pipectl.spec import JobSpec
 
 
 def prepare(run: RunDirectory, clock: Callable[[], float] = time.time) -> None:
-    """Write the profile and the plan of a run, unless they are there.
+    """Write the profile and the plan of a run, unless they are there and of its job still.
+
+    A run that goes on from a checkpoint keeps its plan: results depend on its micro-batches, and
+    the ranks see for themselves whether the model is another.
 
     Raises:
         PipectlError: the model cannot be profiled, or no plan fits.
     """
+    if run.plan.exists() and last_checkpoint(run) is not None:
+        return
     spec = load(run.job)
     cluster = Cluster.load(run.cluster)
     heartbeat = Heartbeat(run, spec.training.steps, clock)
-    if run.profile.exists():
-        profile = Profile.load(run.profile)
-    else:
+    known = fresh_profile(spec, run.profile)
+    profile = known
+    if profile is None:
         base = run.path.parent
         profile = measure(spec, run.profile, heartbeat.profiling, base=base).profile
         _share(run, spec, profile)
-    if not run.plan.exists():
+    if known is None or not run.plan.exists():
         heartbeat.beat("planning")
         write_plan(run, find_plan(spec, profile, cluster), cluster)
 

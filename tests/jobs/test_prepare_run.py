@@ -104,6 +104,27 @@ def test_what_is_there_is_kept(run: RunDirectory, measured: list[Path]) -> None:
     assert Plan.load(run.plan) == marked
 
 
+def test_what_the_job_has_outgrown_is_made_anew(run: RunDirectory, measured: list[Path]) -> None:
+    prepare.prepare(run)
+    replace(PROFILE, key="of another model").save(run.profile)
+    replace(Plan.load(run.plan), assumptions=("mine",)).save(run.plan)
+    prepare.prepare(run)
+    assert measured == [run.profile] * 2
+    assert Plan.load(run.plan).assumptions != ("mine",)
+    assert Profile.load(run.profile).key is None
+
+
+def test_a_run_with_a_checkpoint_keeps_its_plan(run: RunDirectory, measured: list[Path]) -> None:
+    prepare.prepare(run)
+    marked = replace(Plan.load(run.plan), assumptions=("mine",))
+    marked.save(run.plan)
+    replace(PROFILE, key="of another model").save(run.profile)
+    (run.checkpoints / "step-000002").mkdir()
+    prepare.prepare(run)
+    assert measured == [run.profile]
+    assert Plan.load(run.plan) == marked
+
+
 def test_a_failure_is_reported_in_the_run_and_on_standard_error(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
