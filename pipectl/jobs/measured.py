@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -41,6 +41,11 @@ class Measured:
         if self.step_time_s is None or self.steps is None:
             return None
         return (self.steps - self.step) * self.step_time_s
+
+    @property
+    def waiting(self) -> Measured:
+        """The same of a run whose next start is yet to come, on ranks whose pace is not known."""
+        return replace(self, steps=None)
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def _resume(
     plan = before
     if before is not None:
         spec, plan = _planned(run, spec, overrides, cluster, before)
-    moves = _aside(run) if plan != before else {}
+    moves = _aside(run, replanned=plan != before)
     record = _hand_over(run, spec, plan, cluster, record, now, moves)
     last = last_checkpoint(run)
     step = 0 if last is None else step_of(last) or 0
@@ -204,10 +204,16 @@ def _contents(run: RunDirectory) -> dict[Path, str | None]:
     return {path: _content(path) for path in paths}
 
 
-def _aside(run: RunDirectory) -> dict[Path, Path]:
-    """Where recorded steps go when the run gets another plan, which they say nothing of."""
-    folder = run.trace_before(read_starts(run))
-    return {path: folder / path.name for path in run.trace.glob("step-*.json")}
+def _aside(run: RunDirectory, *, replanned: bool) -> dict[Path, Path]:
+    """Where goes what the earlier start reported, which says nothing of the run while it waits; and
+    recorded steps, if the run gets another plan."""
+    starts = read_starts(run)
+    told = [*run.errors.glob("*.json"), *([run.heartbeat] if run.heartbeat.exists() else [])]
+    steps = run.trace.glob("step-*.json") if replanned else ()
+    return {
+        **{path: run.errors_before(starts) / path.name for path in told},
+        **{path: run.trace_before(starts) / path.name for path in steps},
+    }
 
 
 def _move(moves: Mapping[Path, Path]) -> None:

@@ -51,7 +51,8 @@ class RunStatus:
     Args:
         record: None where it cannot be read; ``job.reason`` then says why.
         job: the state and where it is known from.
-        phase: what the ranks said they do, e.g. ``training``; empty before the first heartbeat.
+        phase: what the ranks said they do, e.g. ``training``; empty before the first heartbeat, and
+            while the next start is yet to come.
         plan: None before the job has made one, or where it was not read, see :func:`statuses`.
         culprit: the first failure that was reported, if any was.
         restarts: how often the job was started again.
@@ -239,9 +240,9 @@ def _status(
         run=run,
         record=record if isinstance(record, Record) else None,
         job=job,
-        phase=heartbeat.get("state") or "",
+        phase="" if job.state.waits else heartbeat.get("state") or "",
         restarts=max(0, (heartbeat.get("attempt") or 1) - 1),
-        measured=reading.measured,
+        measured=reading.measured.waiting if job.state.waits else reading.measured,
         plan=plan,
         ranks=tuple(heartbeat.get("ranks") or ()),
         culprit=reading.culprit,

@@ -193,6 +193,10 @@ class RunDirectory:
         """Timeline of a step as it was."""
         return self.trace / f"step-{step:06d}.json"
 
+    def errors_before(self, starts: int) -> Path:
+        """What was reported by the last of so many starts of the job."""
+        return self.errors / f"attempt-{starts}"
+
     def trace_before(self, starts: int) -> Path:
         """Timelines of steps under an earlier plan, after so many starts of the job."""
         return self.trace / f"attempt-{starts}"

@@ -13,7 +13,7 @@ import pytest
 
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan
-from pipectl.runs import Record, RunDirectory
+from pipectl.runs import Record, RunDirectory, beat
 from pipectl.spec import load
 
 if TYPE_CHECKING:
@@ -86,6 +86,23 @@ def test_recorded_steps_make_way_for_those_of_another_plan(
     assert ended.predicted.exists()
 
 
+def test_what_the_earlier_start_told_is_out_of_the_way_while_the_next_one_waits(
+    cli: Command, ended: RunDirectory
+) -> None:
+    ended.attempt.write_text("2\n")
+    failure = {"rank": 0, "type": "ValueError", "message": "bad news", "time": 1.0}
+    ended.error_of(0).write_text(json.dumps(failure))
+    beat(ended, "training", 2, 4, attempt=2)
+    assert "bad news" in cli("status", "last").out
+    assert cli("resume", "last").code == 0
+    shown = cli("status", "last").out
+    assert "QUEUED" in shown
+    assert not any(text in shown for text in ("bad news", "training"))
+    for path in (ended.error_of(0), ended.heartbeat):
+        assert not path.exists()
+        assert (ended.errors_before(2) / path.name).exists()
+
+
 def test_it_goes_back_into_the_queue_as_often_as_a_new_run(
     cli: Command, ended: RunDirectory
 ) -> None:
@@ -121,12 +138,14 @@ def test_a_rejected_submission_leaves_the_run_as_it_was(
 ) -> None:
     program("sbatch", "echo 'sbatch: error: invalid partition' >&2; exit 1")
     ended.measured_of(2).write_text("{}")
+    ended.error_of(0).write_text("{}")
+    beat(ended, "training", 2, 4)
     before = contents(ended)
     result = cli("resume", "last", *FOUR_RANKS)
     assert (result.code, result.out) == (5, "")
     assert "invalid partition" in result.err
     assert contents(ended) == before
-    assert list(ended.trace.glob("attempt-*")) == []
+    assert list(ended.path.glob("*/attempt-*")) == []
 
 
 def test_a_run_that_is_not_over_is_refused(

@@ -159,6 +159,18 @@ def test_what_the_batch_system_says_comes_first(base: Path) -> None:
     assert all('"QUEUED"' in text for text in shown(base, keep=True, ask=ask))
 
 
+@pytest.mark.parametrize("state", [JobState.QUEUED, JobState.RUNNING])
+def test_while_the_next_start_waits_nothing_is_going_on(base: Path, state: JobState) -> None:
+    answers = {"slurm": Answer({"41": JobStatus(state)})}
+    for kept in (None, KeptReadings(base)):
+        run = list_runs(base)[-1]
+        (found,) = statuses([run], NOW, lambda _: answers, kept)
+        going = state is JobState.RUNNING
+        assert found.phase == ("training" if going else "")
+        assert (found.measured.remaining_s is not None) == going
+        assert found.measured.step == 2
+
+
 def test_what_may_still_change_is_not_kept(base: Path) -> None:
     run = make_run(base, "young")
     shown(base, keep=True)

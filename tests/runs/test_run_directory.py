@@ -47,6 +47,7 @@ def test_paths(tmp_path: Path) -> None:
         run.predicted: "trace/predicted.json",
         run.measured_of(12): "trace/step-000012.json",
         run.trace_before(2): "trace/attempt-2",
+        run.errors_before(2): "errors/attempt-2",
         run.checkpoints: "checkpoints",
         run.preparation_error: "errors/prepare.json",
         run.error_of(3): "errors/rank-0003.json",
