@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipectl.cli.console import say, say_json
+from pipectl.cli.console import note, say, say_json
 from pipectl.cli.options import RUNS, Json, Overrides, RunName, RunsDirectory
+from pipectl.cli.submit_script import tell_launch
 from pipectl.cli.submitted import answer, follow_to_the_end, tell_plan
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ def command(
     from pipectl.runs import find_run
 
     found = resume(find_run(directory, name), overrides or (), time.time(), force=force)
+    if found.warning:
+        note(f"warning: {found.warning}")
+    tell_launch(found.launch)
     if not as_json:
         _tell(found)
     if wait:
@@ -40,7 +44,9 @@ def command(
 
 
 def _tell(found: Resumption) -> None:
-    if found.planned and found.plan is not None:
+    if found.plan is None:
+        note("no fresh profile: the job measures the model first, in its allocation")
+    elif found.planned:
         tell_plan(found.plan, "planned anew: ")
     record = found.record
     begin = f"from step {found.step}" if found.step else "from the beginning: no checkpoint yet"

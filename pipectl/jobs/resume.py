@@ -13,13 +13,14 @@ from pipectl.batch.process import NoAnswerError
 from pipectl.cluster import Cluster
 from pipectl.errors import PipectlError, UsageError
 from pipectl.files import make_directory, write_text
-from pipectl.jobs.launching import settle
+from pipectl.jobs.launching import Settled, settle
 from pipectl.jobs.machines import find_machines
 from pipectl.jobs.plan import find_plan, fresh_plan, write_plan
 from pipectl.jobs.recovery import completed
 from pipectl.jobs.request import job_request, make_tag
 from pipectl.jobs.status import status
 from pipectl.jobs.template import write_job
+from pipectl.jobs.unchanged import check_unchanged
 from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import (
@@ -46,6 +47,8 @@ class Resumption:
         plan: None where the job has to make it.
         step: of the last checkpoint; 0 where there is none, so that it begins anew.
         planned: whether it has another plan than before.
+        warning: why a measured cluster was not used; empty where all is well.
+        launch: what ranks are started with.
     """
 
     run: RunDirectory
@@ -53,6 +56,8 @@ class Resumption:
     plan: Plan | None
     step: int
     planned: bool
+    warning: str
+    launch: Settled
 
 
 def resume(
@@ -67,7 +72,7 @@ def resume(
         force: go on even if it cannot be told whether it is over.
 
     Raises:
-        UsageError: it still waits or runs, or is no training.
+        UsageError: it still waits or runs, is no training, or is to change what it cannot.
         InfeasibleError: no plan fits.
         SchedulerError: the batch system rejects it; the run is as it was.
     """
@@ -79,17 +84,21 @@ def _resume(
     run: RunDirectory, record: Record, overrides: Sequence[str], now: float, *, force: bool
 ) -> Resumption:
     _check_over(run, record, now, force=force)
-    spec = load(run.job, overrides)
-    cluster = find_machines(spec, record.scheduler, run.path.parent).cluster
+    spec, was = load(run.job, overrides), load(run.job)
+    check_unchanged(run, record, was, spec)
+    machines = find_machines(spec, record.scheduler, run.path.parent)
     before = Plan.load(run.plan) if run.plan.exists() else None
     plan = before
     if before is not None:
-        spec, plan = _planned(run, spec, overrides, cluster, before)
+        spec, plan = _planned(run, spec, overrides, machines.cluster, before)
+    request = job_request(spec, run.path, make_tag(run.path), prepare=plan is None, plan=plan)
+    launch = settle(request)
+    request = _counted_on(launch.of(request), read_starts(run))
     moves = _aside(run, replanned=plan != before)
-    record = _hand_over(run, spec, plan, cluster, record, now, moves)
+    record = _hand_over(run, spec, plan, machines.cluster, request, record, now, moves)
     last = last_checkpoint(run)
     step = 0 if last is None else step_of(last) or 0
-    return Resumption(run, record, plan, step, planned=plan != before)
+    return Resumption(run, record, plan, step, plan != before, machines.warning, launch)
 
 
 def _planned(
@@ -136,13 +145,12 @@ def _hand_over(
     spec: JobSpec,
     plan: Plan | None,
     cluster: Cluster,
+    request: JobRequest,
     record: Record,
     now: float,
     moves: Mapping[Path, Path],
 ) -> Record:
     scheduler = get(record.scheduler)
-    request = job_request(spec, run.path, make_tag(run.path), prepare=plan is None, plan=plan)
-    request = _counted_on(settle(request).of(request), read_starts(run))
     script = scheduler.render(request)
     record = _begun_anew(record, request, spec.training.steps, now)
     before = _contents(run)

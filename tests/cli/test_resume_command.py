@@ -86,6 +86,31 @@ def test_recorded_steps_make_way_for_those_of_another_plan(
     assert ended.predicted.exists()
 
 
+def test_another_batch_system_is_refused(cli: Command, ended: RunDirectory) -> None:
+    before = contents(ended)
+    result = cli("resume", "last", "--set", "launch.scheduler=local")
+    assert result.code == 2
+    assert "was submitted to slurm and goes on there, not on local" in result.err
+    assert contents(ended) == before
+    assert cli("resume", "last", "--set", "launch.scheduler=slurm").code == 0
+
+
+def test_what_a_submission_warns_of_a_resumption_does_too(
+    cli: Command, ended: RunDirectory, program: Program
+) -> None:
+    program("srun", "echo 'MPI plugin types are...'; echo '  none'; echo '  pmi2'")
+    srun = ("--set", "launch.launcher=srun", "--set", "launch.mpi=pmix")
+    replace(Cluster.load(ended.cluster), key="of other links").save(
+        ended.path.parent / "tiny.cluster.json"
+    )
+    submitted = cli("submit", "job.yaml", "--scheduler", "slurm", *srun).err.splitlines()
+    resumed = cli("resume", ended.name, *srun, "--json").err.splitlines()
+    for found in submitted, resumed:
+        assert "tiny.cluster.json was measured for other resources" in found[0]
+    assert submitted[1:] == resumed[1:]
+    assert resumed[1].startswith("warning: srun here knows no --mpi=pmix")
+
+
 def test_what_the_earlier_start_told_is_out_of_the_way_while_the_next_one_waits(
     cli: Command, ended: RunDirectory
 ) -> None:
