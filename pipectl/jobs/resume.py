@@ -20,7 +20,7 @@ from pipectl.jobs.recovery import completed
 from pipectl.jobs.request import job_request, make_tag
 from pipectl.jobs.status import status
 from pipectl.jobs.template import write_job
-from pipectl.jobs.unchanged import check_unchanged
+from pipectl.jobs.unchanged import check_unchanged, is_of_model
 from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import (
@@ -90,7 +90,7 @@ def _resume(
     before = Plan.load(run.plan) if run.plan.exists() else None
     plan = before
     if before is not None:
-        spec, plan = _planned(run, spec, overrides, machines.cluster, before)
+        spec, plan = _planned(run, was, spec, overrides, machines.cluster, before)
     request = job_request(spec, run.path, make_tag(run.path), prepare=plan is None, plan=plan)
     launch = settle(request)
     request = _counted_on(launch.of(request), read_starts(run))
@@ -102,20 +102,29 @@ def _resume(
 
 
 def _planned(
-    run: RunDirectory, spec: JobSpec, overrides: Sequence[str], cluster: Cluster, before: Plan
-) -> tuple[JobSpec, Plan]:
+    run: RunDirectory,
+    was: JobSpec,
+    spec: JobSpec,
+    overrides: Sequence[str],
+    cluster: Cluster,
+    before: Plan,
+) -> tuple[JobSpec, Plan | None]:
     """The plan as it was, if the job is, else another; and the job that it belongs to.
 
-    It has as many micro-batches as before, unless others are asked for.
+    It has as many micro-batches as before, unless others are asked for. There is none yet where the
+    model is another: the job measures it. What begins anew then has the micro-batches that suit it.
     """
     from pipectl.runtime.supported import check_supported
 
     profile = Profile.load(run.profile)
     plan = fresh_plan(spec, profile, cluster, run.plan)
-    if plan is None:
-        if spec.pipeline.micro_batches is None:
-            kept = f"pipeline.micro_batches={before.micro_batches}"
-            spec = load(run.job, [*overrides, kept])
+    if plan is not None:
+        return spec, plan
+    same = is_of_model(profile, was, spec)
+    if spec.pipeline.micro_batches is None and (same or last_checkpoint(run) is not None):
+        kept = f"pipeline.micro_batches={before.micro_batches}"
+        spec = load(run.job, [*overrides, kept])
+    if same:
         plan = find_plan(spec, profile, cluster)
         check_supported(plan, str(run.plan))
     return spec, plan
@@ -160,6 +169,9 @@ def _hand_over(
         cluster.save(run.cluster)
         if plan is not None:
             write_plan(run, plan, cluster)
+        else:
+            run.plan.unlink(missing_ok=True)
+            run.predicted.unlink(missing_ok=True)
         write_text(run.script, script, mode=0o777)
         record.save(run.record)
         run.exit_code.unlink(missing_ok=True)

@@ -86,6 +86,78 @@ def test_recorded_steps_make_way_for_those_of_another_plan(
     assert ended.predicted.exists()
 
 
+@pytest.fixture
+def another_model(ended: RunDirectory, place: Path) -> None:
+    """The model's file has changed since the run ended."""
+    (place / "model.py").write_text("def build(): return 1\ndef data(): ...\n")
+
+
+def begins_anew(run: RunDirectory) -> None:
+    (run.checkpoints / "step-000002").rmdir()
+
+
+@pytest.mark.usefixtures("another_model")
+def test_a_model_that_has_changed_is_measured_anew_by_the_job(
+    cli: Command, ended: RunDirectory
+) -> None:
+    begins_anew(ended)
+    result = cli("resume", "last")
+    assert result.code == 0
+    assert result.err == ("no fresh profile: the job measures the model first, in its allocation\n")
+    assert "from the beginning" in result.out
+    assert "pipectl.jobs.prepare" in ended.script.read_text()
+    assert not ended.plan.exists()
+    assert not ended.predicted.exists()
+
+
+@pytest.mark.usefixtures("another_model")
+def test_it_keeps_its_micro_batches_where_it_goes_on_from_a_checkpoint(
+    cli: Command, ended: RunDirectory
+) -> None:
+    assert cli("resume", "last", "--set", "pipeline={stages: 2}").code == 0
+    assert "pipectl.jobs.prepare" in ended.script.read_text()
+    assert load(ended.job).pipeline.micro_batches == 4
+
+
+def test_another_model_by_name_is_measured_where_nothing_is_saved_yet(
+    cli: Command, ended: RunDirectory
+) -> None:
+    begins_anew(ended)
+    assert cli("resume", "last", "--set", "model.kwargs={width: 3}").code == 0
+    assert not ended.plan.exists()
+
+
+@pytest.mark.usefixtures("another_model")
+def test_a_rejected_submission_of_another_model_leaves_the_plan(
+    cli: Command, ended: RunDirectory, program: Program
+) -> None:
+    program("sbatch", "echo 'sbatch: error: invalid partition' >&2; exit 1")
+    before = contents(ended)
+    assert cli("resume", "last").code == 5
+    assert contents(ended) == before
+
+
+def test_other_ranks_need_no_other_profile(cli: Command, ended: RunDirectory) -> None:
+    begins_anew(ended)
+    assert cli("resume", "last", "--set", "resources={nodes: 1, tasks_per_node: 2}").code == 0
+    assert "pipectl.jobs.prepare" not in ended.script.read_text()
+    assert Plan.load(ended.plan).ranks == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("factory", "{place}/model.py:data"), ("kwargs", "{{width: 3}}")]
+)
+def test_another_model_than_that_of_the_checkpoints_is_refused(
+    cli: Command, ended: RunDirectory, place: Path, key: str, value: str
+) -> None:
+    before = contents(ended)
+    result = cli("resume", "last", "--set", f"model.{key}={value.format(place=place)}")
+    assert result.code == 2, result.err
+    assert f"model.{key} has changed, but its checkpoints are of the model as it was" in result.err
+    assert f"`pipectl export {ended.name}`" in result.err
+    assert contents(ended) == before
+
+
 def test_another_batch_system_is_refused(cli: Command, ended: RunDirectory) -> None:
     before = contents(ended)
     result = cli("resume", "last", "--set", "launch.scheduler=local")
