@@ -102,7 +102,7 @@ class LocalScheduler:
         since: float | None = None,  # noqa: ARG002 - a local id is never recycled
     ) -> Mapping[str, JobStatus]:
         """See :class:`~pipectl.batch.protocol.Scheduler`; jobs of other hosts are UNKNOWN."""
-        return {job_id: _status(_Process.parse(job_id)) for job_id in ids}
+        return {job_id: _told(job_id) for job_id in ids}
 
     def cancel(self, job_id: str) -> None:
         """TERM to the job's process group, then KILL to all of it that is left.
@@ -156,6 +156,14 @@ def _bears(script: Path, tag: str) -> bool:
         return False
     head = takewhile(lambda line: not line or line.startswith("#"), lines)
     return any(line.startswith(_MARK) and line.endswith(f" {tag}") for line in head)
+
+
+def _told(job_id: str) -> JobStatus:
+    """Of one job; another one's damaged record must not hide it."""
+    try:
+        return _status(_Process.parse(job_id))
+    except SchedulerError as error:
+        return JobStatus(JobState.UNKNOWN, reason=error.message, source="process")
 
 
 def _status(job: _Process) -> JobStatus:

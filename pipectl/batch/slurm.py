@@ -17,6 +17,7 @@ from pipectl.batch.slurm_text import (
     SQUEUE_FORMAT,
     Listed,
     array_of,
+    is_id,
     parse_exit_code,
     parse_sacct,
     parse_shown,
@@ -83,6 +84,7 @@ class SlurmScheduler:
 
     def query(self, ids: Sequence[str], *, since: float | None = None) -> Mapping[str, JobStatus]:
         """States from squeue; for jobs that are over or not listed from the accounting too."""
+        ids = list(filter(is_id, ids))  # a damaged record must not hide the other jobs
         if not ids:
             return {}
         jobs = list(dict.fromkeys(map(array_of, ids)))

@@ -49,6 +49,7 @@ _BOOTING = frozenset({"CONFIGURING", "POWER_UP_NODE"})
 _REASON_IS_STALE = frozenset({JobState.COMPLETED, JobState.CANCELLED})
 _NO_REASON = frozenset({"None", "(null)", ""})
 _JOB_ID = re.compile(r"([0-9]{1,18})(?:;\S+)?")
+_ASKED = re.compile(r"[0-9]{1,18}(_[0-9]{1,9})?")
 _SHOWN = re.compile(r"JobId=([0-9]+)(?: ArrayJobId=([0-9]+) ArrayTaskId=([0-9]+))?\s")
 _WAITING = re.compile(r"([0-9]{1,18})_\[([0-9,-]{1,9999})(?:%[0-9]+)?\]")
 _SECONDS = re.compile(r"[1-9][0-9]{0,10}")
@@ -105,6 +106,11 @@ def parse_sacct(stdout: str) -> Iterator[Listed]:
         )
         submitted = _time(submit)
         yield from (Listed(job_id, status, submitted_at=submitted) for job_id in _job_ids(listed))
+
+
+def is_id(text: str) -> bool:
+    """Whether it is the id of a job, or of one of an array; squeue answers nothing of any other."""
+    return bool(_ASKED.fullmatch(text))
 
 
 def array_of(job_id: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipectl.batch import JobRequest, JobState, JobStatus, Stop, get
+from pipectl.batch import JobRequest, JobState, JobStatus, Stop, get, process
 from pipectl.batch.local import LocalScheduler
 from pipectl.errors import SchedulerError, UsageError
 
@@ -147,9 +147,14 @@ def test_a_job_of_another_host_is_unknown_and_cannot_be_cancelled() -> None:
         scheduler.cancel("12.34@elsewhere")
 
 
-def test_a_damaged_id_is_named() -> None:
+def test_a_damaged_id_is_named_and_hides_no_other_job() -> None:
+    mine = f"{os.getpid()}.{process.start_time(os.getpid())}@{socket.gethostname()}"
+    found = LocalScheduler().query(["12", mine])
+    assert found["12"].state is JobState.UNKNOWN
+    assert "'12' is not the id of a local job" in found["12"].reason
+    assert found[mine].state is JobState.RUNNING
     with pytest.raises(SchedulerError, match="'12'"):
-        LocalScheduler().query(["12"])
+        LocalScheduler().cancel("12")
 
 
 def test_srun_is_refused(make_request: MakeRequest) -> None:

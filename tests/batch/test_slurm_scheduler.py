@@ -127,6 +127,13 @@ def test_query_of_nothing_asks_nobody(slurm: "FakeCommands") -> None:
     assert slurm.calls("squeue") == []
 
 
+def test_what_is_no_id_hides_no_other_job(slurm: "FakeCommands") -> None:
+    slurm.replay("squeue", "squeue-format.txt")
+    found = SlurmScheduler().query(["7.vm", "36", "12.34@here"])
+    assert list(found) == ["36"]
+    assert slurm.calls("squeue")[0][-1] == "36,36"
+
+
 def test_finished_jobs_get_their_exit_code_from_the_accounting(slurm: "FakeCommands") -> None:
     slurm.answer("squeue", "2|FAILED|1|1795228139|1795228139|node1|t|NonZeroExitCode\n")
     slurm.replay("sacct", "sacct-format.txt")
