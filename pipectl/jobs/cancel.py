@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from pipectl.batch import JobState, get
 from pipectl.errors import UnknownRunError
 from pipectl.jobs.recovery import completed
 from pipectl.jobs.status import RunStatus, status, statuses
-from pipectl.runs import RunDirectory, SweepDirectory, locked
+from pipectl.runs import Record, RunDirectory, SweepDirectory, locked, read_exit_code
+
+_RESUBMITS = "pbs"
+"""The batch system on which job scripts submit themselves again."""
+_PATIENCE_S, _LOOK_S = 10.0, 0.2
 
 
 def cancel(run: RunDirectory, now: float) -> bool:
@@ -35,7 +40,34 @@ def cancel(run: RunDirectory, now: float) -> bool:
             return False
         get(record.scheduler).cancel(record.job_id)
         record.after(now, "cancelled").save(run.record)
+        _end_next(run, record, now)
     return True
+
+
+def _end_next(run: RunDirectory, record: Record, now: float) -> None:
+    """End the job that a script may just have submitted to go on, whose end came too late for that.
+
+    It does so behind ranks that stopped at a checkpoint, and may not have got to tell of it.
+
+    Args:
+        record: of the job that was ended.
+    """
+    if record.scheduler != _RESUBMITS or not run.stopped.exists():
+        return
+    deadline = time.monotonic() + _PATIENCE_S
+    while (found := completed(run, now)).job_id == record.job_id:
+        if read_exit_code(run) is not None or time.monotonic() > deadline:
+            break
+        time.sleep(_LOOK_S)
+    scheduler = get(record.scheduler)
+    if (
+        found.job_id == record.job_id and record.task is None
+    ):  # the tag of an array is not its runs'
+        job_id = scheduler.find(record.tag)
+        found = found.after(now, "submitted", job_id=job_id, detail="found by its tag")
+    if found.job_id is not None and found.job_id != record.job_id:
+        scheduler.cancel(found.job_id)
+        found.after(now, "cancelled").save(run.record)
 
 
 def cancel_sweep(sweep: SweepDirectory, now: float) -> int:
@@ -82,5 +114,6 @@ def _end(alive: Sequence[RunStatus], now: float) -> int:
                 scheduler.cancel(job_id)
                 ended.add(job_id)
             record.after(now, "cancelled").save(item.run.record)
+            _end_next(item.run, record, now)
             count += 1
     return count

@@ -56,6 +56,29 @@ def test_a_run_that_submits_itself_again(cli: Any, job: Path, program: Program) 
     assert "CANCELLED" in cli("status", "last").out
 
 
+TOLD = 'echo 12.vm >"$run/resubmitted"; '
+
+
+@pytest.mark.parametrize("told_by", [TOLD, ""])
+def test_the_end_of_a_run_that_just_submits_itself_again(
+    cli: Any, job: Path, program: Program, place: Path, told_by: str
+) -> None:
+    """The script ends behind its qsub, whether or not it gets to tell the id."""
+    program("qsub", "echo 7.vm")
+    assert cli("submit", "job.yaml", *PBS).code == 0
+    (run,) = Path("runs").glob("*-tiny")
+    (run / "stopped").touch()
+    name = f"tiny.{told(run)['tag'].split()[-1]}"
+    named = "    Job_Name = " + name + "\\n"
+    program("qstat", f"{listing('7.vm', 'R', named)}; {listing('12.vm', 'Q', named)}")
+    program("qselect", "echo 7.vm; echo 12.vm")
+    end = f"run={run.absolute()}; {told_by}echo 143 >$run/exit_code"
+    program("qdel", f"echo $1 >>{place}/ended; [[ $1 != 7.vm ]] || {{ {end}; }}")
+    assert cli("cancel", "last").code == 0
+    assert (place / "ended").read_text().split() == ["7.vm", "12.vm"]
+    assert (told(run)["job_id"], told(run)["state"]) == ("12.vm", "cancelled")
+
+
 def test_a_run_that_nobody_else_may_write_is_shown(
     cli: Any, job: Path, program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
