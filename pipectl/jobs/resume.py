@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING
 
 from pipectl.batch import JobRequest, JobState, get
 from pipectl.batch.process import NoAnswerError
-from pipectl.cluster import Cluster
 from pipectl.errors import PipectlError, UsageError
 from pipectl.files import make_directory, write_text
 from pipectl.jobs.launching import Settled, settle
 from pipectl.jobs.machines import find_machines
-from pipectl.jobs.plan import find_plan, fresh_plan, write_plan
+from pipectl.jobs.plan import find_plan, fresh_plan
 from pipectl.jobs.recovery import completed
 from pipectl.jobs.request import job_request, make_tag
 from pipectl.jobs.status import status
-from pipectl.jobs.template import write_job
-from pipectl.jobs.unchanged import check_unchanged, is_of_model
+from pipectl.jobs.submit import Inputs, writer
+from pipectl.jobs.unchanged import check_unchanged, is_of_model, taken_for
 from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import (
@@ -84,50 +83,51 @@ def _resume(
     run: RunDirectory, record: Record, overrides: Sequence[str], now: float, *, force: bool
 ) -> Resumption:
     _check_over(run, record, now, force=force)
-    spec, was = load(run.job, overrides), load(run.job)
+    was, spec = load(run.job), load(run.job, overrides)
     check_unchanged(run, record, was, spec)
     machines = find_machines(spec, record.scheduler, run.path.parent)
     before = Plan.load(run.plan) if run.plan.exists() else None
-    plan = before
+    inputs = Inputs(
+        spec, record.scheduler, machines.cluster, None, before, warning=machines.warning
+    )
     if before is not None:
-        spec, plan = _planned(run, was, spec, overrides, machines.cluster, before)
-    request = job_request(spec, run.path, make_tag(run.path), prepare=plan is None, plan=plan)
+        inputs = _planned(run, was, inputs, overrides, before.micro_batches)
+    plan = inputs.plan
+    request = job_request(
+        inputs.spec, run.path, make_tag(run.path), prepare=plan is None, plan=plan
+    )
     launch = settle(request)
     request = _counted_on(launch.of(request), read_starts(run))
     moves = _aside(run, replanned=plan != before)
-    record = _hand_over(run, spec, plan, machines.cluster, request, record, now, moves)
+    record = _hand_over(run, inputs, request, record, now, moves)
     last = last_checkpoint(run)
     step = 0 if last is None else step_of(last) or 0
-    return Resumption(run, record, plan, step, plan != before, machines.warning, launch)
+    return Resumption(run, record, plan, step, plan != before, inputs.warning, launch)
 
 
 def _planned(
-    run: RunDirectory,
-    was: JobSpec,
-    spec: JobSpec,
-    overrides: Sequence[str],
-    cluster: Cluster,
-    before: Plan,
-) -> tuple[JobSpec, Plan | None]:
-    """The plan as it was, if the job is, else another; and the job that it belongs to.
+    run: RunDirectory, was: JobSpec, inputs: Inputs, overrides: Sequence[str], micro_batches: int
+) -> Inputs:
+    """With the plan as it was, if the job is, else with another, which the job itself makes where
+    the model is another.
 
-    It has as many micro-batches as before, unless others are asked for. There is none yet where the
-    model is another: the job measures it. What begins anew then has the micro-batches that suit it.
+    It has as many micro-batches as before, unless others are asked for. What begins anew with
+    another model has those that suit it.
     """
     from pipectl.runtime.supported import check_supported
 
-    profile = Profile.load(run.profile)
-    plan = fresh_plan(spec, profile, cluster, run.plan)
-    if plan is not None:
-        return spec, plan
+    spec, cluster, profile = inputs.spec, inputs.cluster, Profile.load(run.profile)
+    if fresh_plan(spec, profile, cluster, run.plan) is not None:
+        return inputs
     same = is_of_model(profile, was, spec)
     if spec.pipeline.micro_batches is None and (same or last_checkpoint(run) is not None):
-        kept = f"pipeline.micro_batches={before.micro_batches}"
-        spec = load(run.job, [*overrides, kept])
-    if same:
-        plan = find_plan(spec, profile, cluster)
-        check_supported(plan, str(run.plan))
-    return spec, plan
+        spec = load(run.job, [*overrides, f"pipeline.micro_batches={micro_batches}"])
+    if not same:
+        return replace(inputs, spec=spec, plan=None)
+    profile = taken_for(profile, spec)
+    plan = find_plan(spec, profile, cluster)
+    check_supported(plan, str(run.plan))
+    return replace(inputs, spec=spec, profile=profile, plan=plan)
 
 
 def _check_over(run: RunDirectory, record: Record, now: float, *, force: bool) -> None:
@@ -151,9 +151,7 @@ def _check_over(run: RunDirectory, record: Record, now: float, *, force: bool) -
 
 def _hand_over(
     run: RunDirectory,
-    spec: JobSpec,
-    plan: Plan | None,
-    cluster: Cluster,
+    inputs: Inputs,
     request: JobRequest,
     record: Record,
     now: float,
@@ -161,15 +159,12 @@ def _hand_over(
 ) -> Record:
     scheduler = get(record.scheduler)
     script = scheduler.render(request)
-    record = _begun_anew(record, request, spec.training.steps, now)
-    before = _contents(run)
+    record = _begun_anew(record, request, inputs.spec.training.steps, now)
+    before = _contents(run, inputs)
     try:
         _move(moves)
-        write_job(run, spec, request.template)
-        cluster.save(run.cluster)
-        if plan is not None:
-            write_plan(run, plan, cluster)
-        else:
+        writer(run, inputs, request)()
+        if inputs.plan is None:
             run.plan.unlink(missing_ok=True)
             run.predicted.unlink(missing_ok=True)
         write_text(run.script, script, mode=0o777)
@@ -215,11 +210,12 @@ def _begun_anew(record: Record, request: JobRequest, steps: int, now: float) -> 
     return record.after(now, "submitting", detail="resumed")
 
 
-def _contents(run: RunDirectory) -> dict[Path, str | None]:
+def _contents(run: RunDirectory, inputs: Inputs) -> dict[Path, str | None]:
     """What is changed for another start; None where there is no file."""
+    profile = () if inputs.profile is None else (run.profile,)
     paths = (
         run.job, run.template, run.cluster, run.plan, run.predicted, run.script, run.record,
-        run.exit_code, run.resubmitted,
+        run.exit_code, run.resubmitted, *profile,
     )  # fmt: skip
     return {path: _content(path) for path in paths}
 

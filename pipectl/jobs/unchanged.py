@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipectl.errors import UsageError
@@ -9,12 +10,11 @@ from pipectl.jobs.places import scheduler_name
 from pipectl.jobs.profile import is_fresh
 from pipectl.profile import Profile
 from pipectl.runs import Record, RunDirectory, last_checkpoint
+from pipectl.spec import profile_key
 from pipectl.spec.references import parse
 
 if TYPE_CHECKING:
     from pipectl.spec import JobSpec
-
-_NOT_OF_MODEL = ("resources", "pipeline", "launch")
 
 
 def check_unchanged(run: RunDirectory, record: Record, was: JobSpec, spec: JobSpec) -> None:
@@ -44,14 +44,17 @@ def check_unchanged(run: RunDirectory, record: Record, was: JobSpec, spec: JobSp
 
 
 def is_of_model(profile: Profile, was: JobSpec, spec: JobSpec) -> bool:
-    """Whether a run's profile is of the model, data and optimizer that it goes on with.
+    """Whether a run's profile is of the model and loss that it goes on with.
 
-    Other ranks or micro-batches need no other profile, for it tells what theirs take.
+    For the rest it need not be measured again: the profile is near enough to plan other ranks by.
     """
-    same = spec.model_copy(update={name: getattr(was, name) for name in _NOT_OF_MODEL})
-    any_number = was.pipeline.model_copy(update={"micro_batches": None})
-    free = same.model_copy(update={"pipeline": any_number})
-    return is_fresh(same, profile) or is_fresh(free, profile)
+    return is_fresh(was.model_copy(update={"model": spec.model, "loss": spec.loss}), profile)
+
+
+def taken_for(profile: Profile, spec: JobSpec) -> Profile:
+    """The profile with the key of a job that it is not quite of, so that changes from there on are
+    seen."""
+    return profile if profile.key is None else replace(profile, key=profile_key(spec))
 
 
 def _changed_model(was: JobSpec, spec: JobSpec) -> str:

@@ -137,11 +137,20 @@ def test_a_rejected_submission_of_another_model_leaves_the_plan(
     assert contents(ended) == before
 
 
-def test_other_ranks_need_no_other_profile(cli: Command, ended: RunDirectory) -> None:
+def test_other_ranks_need_no_other_profile_whatever_changed_before(
+    cli: Command, ended: RunDirectory, place: Path
+) -> None:
     begins_anew(ended)
-    assert cli("resume", "last", "--set", "resources={nodes: 1, tasks_per_node: 2}").code == 0
-    assert "pipectl.jobs.prepare" not in ended.script.read_text()
-    assert Plan.load(ended.plan).ranks == 2
+    for tasks in (2, 4):
+        change = f"resources={{nodes: 1, tasks_per_node: {tasks}}}"
+        more = ("--set", f"pipeline.stages={tasks}", "--set", "data.kwargs={more: 1}")
+        assert cli("resume", "last", "--set", change, *more).code == 0
+        assert "pipectl.jobs.prepare" not in ended.script.read_text()
+        assert Plan.load(ended.plan).ranks == tasks
+        ended.exit_code.write_text("1\n")
+    (place / "model.py").write_text("def build(): return 1\ndef data(): ...\n")
+    assert cli("resume", "last").code == 0
+    assert "pipectl.jobs.prepare" in ended.script.read_text()
 
 
 @pytest.mark.parametrize(

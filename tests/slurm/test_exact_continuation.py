@@ -14,7 +14,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from pipectl.jobs.status import RunStatus, status
 from pipectl.jobs.submit import Inputs, submit
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory, checkpoints, read_heartbeat, read_metrics
-from pipectl.spec import load
+from pipectl.spec import load, profile_key
 
 pytestmark = [pytest.mark.mpi, pytest.mark.torture, pytest.mark.timeout(3600)]
 PARTS = Path(__file__).parents[1] / "runtime" / "job_parts.py"
@@ -265,8 +265,9 @@ def begin(tmp_path_factory: pytest.TempPathFactory, profile: Profile) -> Iterato
         changed["output.directory"] = str(folder / "runs")
         spec = load(path, [f"{key}={json.dumps(value)}" for key, value in changed.items()])
         cluster = find_machines(spec, scheduler).cluster
-        plan = find_plan(spec, profile, cluster)
-        run = submit(Inputs(spec, scheduler, cluster, profile, plan), time.time()).run
+        fresh = replace(profile, key=profile_key(spec))
+        plan = find_plan(spec, fresh, cluster)
+        run = submit(Inputs(spec, scheduler, cluster, fresh, plan), time.time()).run
         seed = f"{SEED} {scheduler} {family} {ranks} {settings}"
         started.append(Continued(run, scheduler, random.Random(seed), family))
         return started[-1]
