@@ -60,9 +60,8 @@ def _end_next(run: RunDirectory, record: Record, now: float) -> None:
             break
         time.sleep(_LOOK_S)
     scheduler = get(record.scheduler)
-    if (
-        found.job_id == record.job_id and record.task is None
-    ):  # the tag of an array is not its runs'
+    # The tag of an array is not its runs'.
+    if found.job_id == record.job_id and record.task is None:
         job_id = scheduler.find(record.tag)
         found = found.after(now, "submitted", job_id=job_id, detail="found by its tag")
     if found.job_id is not None and found.job_id != record.job_id:
