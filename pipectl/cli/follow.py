@@ -12,7 +12,7 @@ from pipectl.jobs.measured import Measured
 from pipectl.jobs.places import LOCAL
 from pipectl.jobs.reading import figures
 from pipectl.jobs.status import RunStatus, status
-from pipectl.runs import PROFILING, RunDirectory
+from pipectl.runs import PROFILING, RunDirectory, as_typed
 
 _POLL_S = 0.5
 _ASK_S = 10.0
@@ -24,7 +24,7 @@ def follow(run: RunDirectory) -> RunStatus:
     try:
         return watch(run)
     except KeyboardInterrupt:
-        note(f"\nthe run goes on; end it with: pipectl cancel {run.name}")
+        note(f"\nthe run goes on; end it with: pipectl cancel {as_typed(run)}")
         raise
 
 

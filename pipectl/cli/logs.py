@@ -17,6 +17,7 @@ from pipectl.runs import (
     Printed,
     Record,
     RunDirectory,
+    as_typed,
     find_run,
     late_lines,
     read_exit_code,
@@ -53,7 +54,7 @@ def command(
     shown.print(late_lines(run))
     if not shown.any:
         whose = f"of rank {', '.join(map(str, rank))} " if rank else ""
-        note(f"{run.name}: nothing {whose}was printed; see: pipectl status {run.name}")
+        note(f"{run.name}: nothing {whose}was printed; see: pipectl status {as_typed(run)}")
 
 
 def _follow(run: RunDirectory, printed: Printed, shown: _Shown) -> None:

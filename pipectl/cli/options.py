@@ -9,7 +9,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from pipectl.runs import list_runs, list_sweeps
+from pipectl.runs import USUAL, list_runs, list_sweeps
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 RunsDirectory = Annotated[
     Path, typer.Option("--directory", "-d", help="Where the run directories are.")
 ]
-RUNS = Path("runs")
+RUNS = USUAL
 
 
 def names_of_runs(context: typer.Context, incomplete: str) -> list[str]:

@@ -14,7 +14,7 @@ from pipectl.cli.status_json import status_json
 from pipectl.cli.status_words import progress, state_text
 from pipectl.cli.sweep_values import values_text
 from pipectl.jobs.status import Laggard, Peak, RunStatus
-from pipectl.runs import PROFILING, last_checkpoint, step_of
+from pipectl.runs import PROFILING, as_typed, last_checkpoint, step_of
 from pipectl.units import format_bytes, format_time
 
 _SHOWN_PEAKS = 4
@@ -104,7 +104,7 @@ def _files(status: RunStatus) -> Iterator[tuple[str, str]]:
         yield "weights", short(weights)
     if status.can_go_on:
         since = "its beginning" if weights is None else f"step {step_of(weights)}"
-        yield "to go on", f"pipectl resume {status.run.name}  (from {since})"
+        yield "to go on", f"pipectl resume {as_typed(status.run)}  (from {since})"
     yield "run directory", short(status.run.path)
 
 
@@ -161,5 +161,5 @@ def _failure(status: RunStatus) -> Iterator[Text]:
     for line in (fault.cure or "").splitlines():
         yield plain(f"                {line}")
     yield plain(
-        f"                details: {short(status.run.errors)}, pipectl logs {status.run.name}"
+        f"                details: {short(status.run.errors)}, pipectl logs {as_typed(status.run)}"
     )

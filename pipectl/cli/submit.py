@@ -18,6 +18,7 @@ from pipectl.cli.submit_script import forecast, print_script, tell_launch
 from pipectl.cli.submit_sweep import submit_points
 from pipectl.cli.submitted import answer, follow_to_the_end, tell_plan
 from pipectl.errors import UsageError
+from pipectl.runs import as_typed
 
 if TYPE_CHECKING:
     from pipectl.jobs.submit import Submission
@@ -102,4 +103,4 @@ def _tell(submission: Submission) -> None:
     record = submission.record
     say(f"submitted: {record.name} ({record.scheduler} job {record.job_id})")
     say(f"run directory: {short(submission.run.path)}")
-    say(f"see: pipectl status {submission.run.name}")
+    say(f"see: pipectl status {as_typed(submission.run)}")

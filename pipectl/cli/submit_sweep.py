@@ -14,6 +14,7 @@ from pipectl.cli.interruption import resumable
 from pipectl.cli.progress import progress_bar
 from pipectl.cli.submit_script import tell_launch
 from pipectl.cli.submitted import answer
+from pipectl.runs import as_typed
 
 if TYPE_CHECKING:
     from pipectl.jobs.submit import Submission
@@ -69,7 +70,7 @@ def _tell(found: Swept) -> None:
     where = "" if first.scheduler == "local" else f" ({first.scheduler} job {found.job_id})"
     say(f"submitted: {len(found.submissions)} runs of {first.name}{where}")
     say(f"sweep directory: {short(found.sweep.path)}")
-    say(f"see: pipectl status {found.sweep.name}")
+    say(f"see: pipectl status {as_typed(found.sweep)}")
 
 
 def _answer(sweep: SweepDirectory, submission: Submission) -> dict[str, object]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from pipectl.cli.console import say
+from pipectl.runs import as_typed
 
 if TYPE_CHECKING:
     from pipectl.jobs.status import RunStatus
@@ -37,7 +38,7 @@ def tell_plan(plan: Plan, before: str = "") -> None:
 def tell_measuring(run: RunDirectory, record: Record) -> None:
     """For people: the job that measures, and how to see how it is doing."""
     say(f"submitted: {run.name} ({record.scheduler} job {record.job_id})")
-    say(f"see: pipectl status {run.name}")
+    say(f"see: pipectl status {as_typed(run)}")
 
 
 def follow_to_the_end(run: RunDirectory, *, as_json: bool) -> None:

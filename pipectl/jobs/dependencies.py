@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pipectl.batch import JobState, get
 from pipectl.errors import UsageError
 from pipectl.jobs.status import RunStatus, statuses
-from pipectl.runs import Record, RunDirectory, sweep_of
+from pipectl.runs import Record, RunDirectory, as_typed, sweep_of
 
 PBS = "pbs"
 
@@ -40,10 +40,11 @@ def _arrays(
         alone = record.job_id is None or array_id(record.job_id) == record.job_id
         if record.sweep is None or alone:
             continue
-        if not set(sweep_of(run, record.sweep.name).runs()) <= set(named):
+        sweep = sweep_of(run, record.sweep.name)
+        if not set(sweep.runs()) <= set(named):
             raise UsageError(
                 f"--after {run.name}: PBS lets no job wait for one of an array",
-                cure=f"wait for all of it: --after {record.sweep.name}",
+                cure=f"wait for all of it: --after {as_typed(sweep)}",
             )
     return tuple(dict.fromkeys(map(array_id, jobs)))
 
@@ -53,11 +54,12 @@ def _job_of(status: RunStatus, scheduler: str) -> str:
     if status.job.state.final:
         raise UsageError(
             f"--after {name}: is {status.job.state.value}, so nothing would ever start",
-            cure=f"`pipectl resume {name}` first",
+            cure=f"`pipectl resume {as_typed(status.run)}` first",
         )
     if record is None or record.job_id is None:
         raise UsageError(
-            f"--after {name}: its job is not known", cure=f"see `pipectl status {name}`"
+            f"--after {name}: its job is not known",
+            cure=f"see `pipectl status {as_typed(status.run)}`",
         )
     if record.scheduler != scheduler:
         raise UsageError(

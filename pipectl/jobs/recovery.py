@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipectl.batch import Scheduler, get
 from pipectl.errors import DataFileError, PipectlError, UsageError
-from pipectl.runs import Record, RunDirectory, is_job_id, list_runs, locked, sweep_of
+from pipectl.runs import Record, RunDirectory, as_typed, is_job_id, list_runs, locked, sweep_of
 
 _LOOKED_AT = 10
 """Runs of one name, the newest."""
@@ -123,6 +123,6 @@ def _twice(run: RunDirectory, record: Record) -> UsageError:
     return UsageError(
         f"{run.name}: was interrupted while it was submitted, and is {record.scheduler} job "
         f"{record.job_id}; nothing was submitted now",
-        cure=f"follow it with `pipectl status {run.name}`, or end it with `pipectl cancel`; for "
-        "another run beside it, submit again",
+        cure=f"follow it with `pipectl status {as_typed(run)}`, or end it with `pipectl cancel`; "
+        "for another run beside it, submit again",
     )

@@ -1,7 +1,15 @@
 """Run directories: making, finding, recording and reading them."""
 
 from pipectl.runs.directory import ATTEMPT, RESUBMITTED, RUN_VARIABLE, SCRIPT, RunDirectory
-from pipectl.runs.find import find_run, find_runs, find_sweep, list_runs, list_sweeps
+from pipectl.runs.find import (
+    USUAL,
+    as_typed,
+    find_run,
+    find_runs,
+    find_sweep,
+    list_runs,
+    list_sweeps,
+)
 from pipectl.runs.heartbeat import beat
 from pipectl.runs.lock import locked
 from pipectl.runs.manifest import LossScaleState, Manifest, Shard, checkpoints, step_of
@@ -35,6 +43,7 @@ __all__ = [
     "RUN_VARIABLE",
     "SCRIPT",
     "TRAINING",
+    "USUAL",
     "Event",
     "Line",
     "LossScaleState",
@@ -46,6 +55,7 @@ __all__ = [
     "Setting",
     "Shard",
     "SweepDirectory",
+    "as_typed",
     "beat",
     "checkpoints",
     "find_run",

@@ -1,8 +1,9 @@
-"""Finding runs by name."""
+"""Finding runs by name, and how to call one so that it is found."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from pipectl.errors import UnknownRunError
 from pipectl.runs.directory import RUN_NAME, RunDirectory
 from pipectl.runs.sweep import FOLDER, SweepDirectory
 from pipectl.units import did_you_mean
+
+USUAL = Path("runs")
+"""Where commands look for runs unless told otherwise."""
 
 
 def list_runs(base: Path) -> list[RunDirectory]:
@@ -35,7 +39,9 @@ def list_sweeps(base: Path) -> list[SweepDirectory]:
 
 
 def find_sweep(base: Path, name: str) -> SweepDirectory | None:
-    """The sweep called ``name``: its whole name, or a part as of a run; None where a run is meant.
+    """The sweep called ``name``; None where a run is meant.
+
+    It is called by its path, its whole name, or a part as of a run.
 
     What runs have in common is the name of their sweep, so those of a sweep that matches do not
     count as further matches.
@@ -43,6 +49,9 @@ def find_sweep(base: Path, name: str) -> SweepDirectory | None:
     Raises:
         UnknownRunError: several match.
     """
+    if _is_path(name):
+        sweep = SweepDirectory(Path(name))
+        return sweep if sweep.members.exists() else None
     sweeps = [] if name == "last" else list_sweeps(base)
     runs = list_runs(base) if sweeps else []
     exact = [sweep for sweep in sweeps if sweep.name == name]
@@ -64,7 +73,9 @@ def find_run(base: Path, name: str) -> RunDirectory:
     Raises:
         UnknownRunError: none matches, or several do.
     """
-    if "/" in name and RUN_NAME.match(Path(name).absolute().name) and Path(name).is_dir():
+    if _is_path(name):
+        if sweep := find_sweep(base, name):
+            raise _of_several(name, sweep)
         return RunDirectory(Path(name))
     runs = list_runs(base)
     if not runs:
@@ -76,9 +87,7 @@ def find_run(base: Path, name: str) -> RunDirectory:
     if len(matches) == 1:
         return matches[0]
     if sweep := find_sweep(base, name):
-        raise UnknownRunError(
-            f"{name!r} is a sweep of several runs", cure=f"name one of them: {sweep.name}-0, say"
-        )
+        raise _of_several(name, sweep)
     raise _several(name, matches) if matches else _none(base, name, runs)
 
 
@@ -95,8 +104,36 @@ def find_runs(base: Path, names: Sequence[str]) -> list[RunDirectory]:
     return found
 
 
+def as_typed(found: RunDirectory | SweepDirectory) -> str:
+    """What calls a run or sweep from here: its name where that leads to it, else its path."""
+    base = found.base if isinstance(found, SweepDirectory) else found.path.parent
+    try:
+        named = USUAL.samefile(base)
+    except OSError:
+        named = False
+    if named:
+        return shlex.quote(found.name)
+    here = Path.cwd()
+    if not found.path.is_relative_to(here):
+        return shlex.quote(str(found.path))
+    path = str(found.path.relative_to(here))
+    return shlex.quote(path if "/" in path else f"./{path}")
+
+
+def _is_path(name: str) -> bool:
+    """Of a run or sweep, not a name: that has no slash."""
+    return "/" in name and bool(RUN_NAME.match(Path(name).absolute().name)) and Path(name).is_dir()
+
+
 def _matches(run: str, part: str) -> bool:
     return bool(part) and (run.startswith(part) or run.endswith(part))
+
+
+def _of_several(name: str, sweep: SweepDirectory) -> UnknownRunError:
+    first = as_typed(RunDirectory(sweep.base / f"{sweep.name}-0"))
+    return UnknownRunError(
+        f"{name!r} is a sweep of several runs", cure=f"name one of them: {first}, say"
+    )
 
 
 def _several(name: str, matches: Sequence[RunDirectory | SweepDirectory]) -> UnknownRunError:

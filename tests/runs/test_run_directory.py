@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from pipectl.errors import UnknownRunError, UsageError
-from pipectl.runs import RunDirectory, find_run, list_runs
+from pipectl.runs import RunDirectory, as_typed, find_run, list_runs
 
 NOW = datetime(2026, 11, 20, 15, 22, 33).timestamp()
 
@@ -125,6 +125,26 @@ def test_a_run_is_found_by_its_path(base: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(base.parent)
     assert find_run(base, f"{base.name}/{path.name}").path == path
     assert find_run(base, f"{path}/").path == path
+
+
+def test_a_run_is_called_by_what_finds_it(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its name only where commands look for it without being told where."""
+    run = RunDirectory(base / "20261121-080000-bert")
+    elsewhere = base.parent / "else where"
+    elsewhere.mkdir()
+    for directory, called in (
+        (elsewhere, str(run.path)),
+        (base.parent, f"{base.name}/{run.name}"),
+        (base, f"./{run.name}"),
+    ):
+        monkeypatch.chdir(directory)
+        assert as_typed(run) == called
+        assert find_run(Path("runs"), called) == run
+    (elsewhere / "runs").symlink_to(base)
+    monkeypatch.chdir(elsewhere)
+    assert as_typed(run) == run.name
+    monkeypatch.chdir(base)
+    assert as_typed(RunDirectory(elsewhere / "runs" / run.name)) == f"'{elsewhere}/runs/{run.name}'"
 
 
 def test_an_ambiguous_name_lists_the_runs(base: Path) -> None:

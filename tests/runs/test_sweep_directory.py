@@ -10,7 +10,9 @@ from pipectl.runs import (
     Members,
     RunDirectory,
     SweepDirectory,
+    as_typed,
     find_run,
+    find_runs,
     find_sweep,
     list_runs,
     list_sweeps,
@@ -57,6 +59,25 @@ def test_a_sweep_is_found_by_a_part_of_its_name(tmp_path: Path) -> None:
         assert found.path == sweep.path
     for name in (runs[0].name, "gpt-1", "last", "other", ""):
         assert find_sweep(tmp_path, name) is None
+
+
+def test_a_sweep_is_found_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a run is asked for, which is not the directory of the sweep."""
+    sweep, runs = SweepDirectory.create(tmp_path / "out", "gpt", 2, NOW)
+    sweep.save(Members("tag", tuple(run.name for run in runs), None))
+    monkeypatch.chdir(tmp_path)
+    called = f"out/sweeps/{STEM}"
+    assert as_typed(sweep) == called
+    found = find_sweep(Path("runs"), called)
+    assert found is not None
+    assert found.path == sweep.path
+    assert find_runs(Path("runs"), [called]) == runs
+    assert find_sweep(Path("runs"), f"out/{STEM}-0") is None
+    with pytest.raises(UnknownRunError, match="is a sweep of several runs") as caught:
+        find_run(Path("runs"), called)
+    assert caught.value.cure == f"name one of them: out/{STEM}-0, say"
+    (tmp_path / "out").rename("runs")
+    assert as_typed(SweepDirectory(tmp_path / "runs/sweeps" / STEM)) == STEM
 
 
 def test_where_a_run_is_meant_a_sweep_is_none(tmp_path: Path) -> None:

@@ -1,0 +1,79 @@
+"""Runs outside ``./runs``: what commands print to be pasted leads to them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Command
+
+Program = Callable[[str, str], Path]
+SLURM = ("--scheduler", "slurm")
+ELSEWHERE = ("--set", "output.directory=out side")
+SWEEP = "sweep:\n  grid: {training.seed: [0, 1]}\n"
+
+
+def pasted(text: str, command: str) -> list[str]:
+    """The arguments of a command that a text tells to run."""
+    (found,) = re.findall(rf"pipectl {command} ((?:'[^']*'|[^\s'`])+)", text)
+    return [command, *shlex.split(found)]
+
+
+@pytest.fixture
+def slurm(program: Program) -> None:
+    program("sbatch", "echo 41")
+    program("squeue", "echo '41|RUNNING|1|N/A|N/A|n1||None'")
+    program("sacct", "exit 1")
+
+
+def test_what_submit_tells_to_run(cli: Command, profile: Path, slurm: None) -> None:
+    Path("runs").rename("out side")
+    told = cli("submit", "job.yaml", *SLURM, *ELSEWHERE).out
+    assert "see: pipectl status 'out side/" in told
+    found = cli(*pasted(told, "status"))
+    assert (found.code, "RUNNING" in found.out) == (0, True)
+    (path,) = pasted(told, "status")[1:]
+    assert cli("cancel", path).code == 5, "found, but there is no scancel"
+
+
+def test_what_submit_tells_of_a_sweep(cli: Command, profile: Path, slurm: None) -> None:
+    Path("runs").rename("out side")
+    with Path("job.yaml").open("a") as job:
+        job.write(SWEEP)
+    told = cli("submit", "job.yaml", *SLURM, *ELSEWHERE).out
+    called = pasted(told, "status")
+    assert "2 runs" in cli(*called).out
+    result = cli("status", called[1], "--ranks")
+    assert (result.code, f"it: 'out side/{Path(called[1]).name}-0', say" in result.err) == (2, True)
+    assert cli("submit", "job.yaml", *SLURM, "--after", called[1]).code == 0
+
+
+def test_what_is_told_of_runs_by_their_directory(cli: Command, failed: Path) -> None:
+    Path("runs").rename("away")
+    told = cli("status", "last", "-d", "away").out
+    for command in ("logs", "resume"):
+        assert pasted(told, command)[1] == f"away/{failed.name}"
+    result = cli(*pasted(told, "logs"))
+    assert result.code == 0
+    assert pasted(result.err, "status")[1] == f"away/{failed.name}"
+
+
+def test_runs_that_wait_for_others_name_them(
+    cli: Command, profile: Path, slurm: None, program: Program
+) -> None:
+    cli("submit", "job.yaml", *SLURM)
+    (run,) = (path for path in Path("runs").iterdir() if path.is_dir())
+    (run / "exit_code").write_text("1\n")
+    Path("runs").rename("away")
+    Path("runs").mkdir()
+    Path("away/tiny.profile.json").rename("runs/tiny.profile.json")
+    program("squeue", "exit 0")
+    result = cli("submit", "job.yaml", *SLURM, "--after", f"away/{run.name}")
+    assert result.code == 2
+    assert pasted(result.err, "resume") == ["resume", f"away/{run.name}"]
