@@ -91,20 +91,25 @@ def _foot(text: str) -> Text:
 
 
 def _show(look: Callable[[Console], tuple[RenderableType, bool]]) -> None:
-    """Show what is found, about twice a second, until that says that it is over."""
+    """Show what is found, about twice a second, until that says that it is over.
+
+    Raises:
+        KeyboardInterrupt: before there was anything to see; later, Ctrl-C just ends the view.
+    """
     console = output()
     if not console.is_terminal:
         raise UsageError(
             "--watch: there is no terminal to watch on",
             cure="leave it out, or follow a run with `pipectl submit --wait`",
         )
+    over = None
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live:
-            over = False
             while not over:
                 before = time.monotonic()
                 shown, over = look(console)
                 live.update(shown, refresh=True)
                 time.sleep(max(_TICK_S, _AT_MOST * (time.monotonic() - before)))
     except KeyboardInterrupt:
-        pass
+        if over is None:
+            raise

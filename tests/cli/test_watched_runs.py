@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -19,9 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from rich.console import Console
 
 from pipectl.cli.ranks_view import bar
 from pipectl.cli.sparkline import sparkline
+from pipectl.runs import Members, SweepDirectory
 
 if TYPE_CHECKING:
     from conftest import Command
@@ -110,6 +113,24 @@ def test_one_run_is_watched_to_its_end(finished: Path) -> None:
     assert re.search("loss  [▁▂▃▄▅▆▇█]{10}", screen)
     assert "█████" in screen
     assert "COMPLETED" in rest, "the last state stays on the terminal"
+
+
+@pytest.mark.parametrize("arguments", [(), ("last",), ("rates",)])
+def test_ctrl_c_in_the_first_look(
+    cli: Command, finished: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    """Of all runs, one, or a sweep, while the batch system is asked, say."""
+    sweep, runs = SweepDirectory.create(Path("runs"), "rates", 2, 1.8e9)
+    sweep.save(Members("tag", tuple(run.name for run in runs), None))
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    screen = Console(file=io.StringIO(), force_terminal=True)
+    monkeypatch.setattr("pipectl.cli.status_watch.output", lambda: screen)
+    monkeypatch.setattr("pipectl.jobs.watching.Watching.look", interrupt)
+    result = cli("status", *arguments, "--watch")
+    assert (result.code, result.out, result.err) == (130, "", "")
 
 
 def test_it_needs_a_terminal(cli: Command, finished: Path) -> None:
