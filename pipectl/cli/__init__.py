@@ -31,6 +31,7 @@ from pipectl.cli import (
 from pipectl.cli.console import print_anything, say
 from pipectl.cli.failure import DEBUG_VARIABLE
 from pipectl.cli.failure import report as report_failure
+from pipectl.cli.interruption import interruptible
 
 app = typer.Typer(
     name="pipectl",
@@ -79,7 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     print_anything()
     try:
-        result = app(args=arguments, prog_name="pipectl", standalone_mode=False)
+        with interruptible():
+            result = app(args=arguments, prog_name="pipectl", standalone_mode=False)
     except (Exception, KeyboardInterrupt) as error:
         return report_failure(error)
     return result if isinstance(result, int) else 0

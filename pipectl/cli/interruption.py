@@ -1,28 +1,51 @@
-"""Measuring that may be interrupted at any moment, and says what it leaves behind."""
+"""Commands that may be interrupted at any moment, and tidy up or say what they leave behind."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 import typer
 
 from pipectl.cli.console import note
 from pipectl.cli.failure import INTERRUPTED
 
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Within, SIGTERM and the end of the terminal do what Ctrl-C does, as if there was one.
+
+    Whoever ends the command sends both, or one twice: the first counts, so that none ends the
+    tidying up. A signal that is ignored (`nohup`), or taken already, stays so.
+    """
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        for number in ours:
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    ours = [number for number in _SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
 
 @contextmanager
 def resumable() -> Iterator[None]:
-    """Within, Ctrl-C and SIGTERM print one line and exit with 130."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Within, an interrupt prints one line and exits with 130."""
     try:
         yield
     except KeyboardInterrupt as stop:
         note(_line(getattr(stop, "kept", 0)), style="")
         raise typer.Exit(INTERRUPTED) from stop
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _line(kept: int) -> str:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -256,11 +257,13 @@ def test_a_running_local_job_is_shown_and_cancelled(
     assert "  CANCELLED  local job " in cli("status", "last").out
 
 
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_ends_the_waiting_and_not_the_run(
-    cli: Command, profile: Path, local_mpi: Program, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cli: Command, profile: Path, local_mpi: Program, monkeypatch: pytest.MonkeyPatch,
+    how: signal.Signals,
+) -> None:  # fmt: skip
     def interrupt(_seconds: float) -> None:
-        raise KeyboardInterrupt
+        signal.raise_signal(how)
 
     local_mpi("mpiexec", "exec sleep 60")
     with monkeypatch.context() as patch:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
+from pipectl.jobs.cancel import cancel
 from pipectl.profiler import neighbours
+from pipectl.runs import Record, RunDirectory
 
 if TYPE_CHECKING:
     from conftest import Command
@@ -99,6 +104,36 @@ def test_a_pipeline_equals_a_plain_loop_to_the_bit(verify: Command) -> None:
     assert (answer["micro_batches"], answer["micro_batch_size"]) == (4, 2)
     losses = [pair[0] for pair in answer["losses"]]
     assert len(set(losses)) == 4
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupt_leaves_no_ranks_behind(
+    verify: Command, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
+) -> None:
+    """Its files go too, though it is asked twice."""
+    runs: list[psutil.Process] = []
+
+    def interrupted(run: RunDirectory) -> None:
+        script = psutil.Process(int((Record.load(run.record).job_id or "").partition(".")[0]))
+        while not run.heartbeat.exists():
+            assert script.is_running()
+            time.sleep(0.01)
+        runs.extend([script, *script.children(recursive=True)])
+        signal.raise_signal(how)
+
+    def cancel_slowly(run: RunDirectory, now: float) -> bool:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGHUP)
+        return cancel(run, now)
+
+    monkeypatch.setattr("pipectl.cli.follow.watch", interrupted)
+    monkeypatch.setattr("pipectl.jobs.verify.cancel", cancel_slowly)
+    result = verify("--steps", "1000000")
+    assert (result.code, result.out) == (130, "")
+    assert len(runs) > 3
+    assert psutil.wait_procs(runs, timeout=10)[1] == []
 
 
 @pytest.mark.mpi
