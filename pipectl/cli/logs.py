@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pipectl.cli.console import note, plain
 from pipectl.cli.options import RUNS, RunsDirectory, names_of_runs
-from pipectl.errors import PipectlError, UsageError
+from pipectl.errors import PipectlError, UnknownRunError, UsageError
 from pipectl.runs import (
     Line,
     Printed,
@@ -23,8 +23,13 @@ from pipectl.runs import (
     read_exit_code,
 )
 
+if TYPE_CHECKING:
+    from pipectl.batch import JobStatus
+
 _POLL_S = 0.5
 _LOOK_S = 10.0
+_PATIENCE_S = 60.0
+"""How long to follow a run of which nobody knows whether it goes on."""
 
 
 def command(
@@ -48,34 +53,51 @@ def command(
     _check(run, rank or ())
     shown = _Shown(rank or ())
     printed = Printed(run.job_log)
-    if follow:
-        _follow(run, printed, shown)
+    unknown = _follow(run, printed, shown) if follow else None
     shown.print(printed.all())
     shown.print(late_lines(run))
     if not shown.any:
         whose = f"of rank {', '.join(map(str, rank))} " if rank else ""
         note(f"{run.name}: nothing {whose}was printed; see: pipectl status {as_typed(run)}")
+    if unknown is not None:
+        raise UnknownRunError(
+            f"{run.name}: it cannot be told whether it goes on: {unknown}",
+            cure=f"if it does, follow it again: pipectl logs -f {as_typed(run)}",
+        )
 
 
-def _follow(run: RunDirectory, printed: Printed, shown: _Shown) -> None:
-    """Print what is added until the run is over; the batch system is asked now and then."""
+def _follow(run: RunDirectory, printed: Printed, shown: _Shown) -> str | None:
+    """Print what is added until the run is over; the batch system is asked now and then.
+
+    Returns:
+        None, or why it is not known whether it is over, where nothing was added for long.
+    """
+    from pipectl.batch import JobState
+
     shown.print(printed.whole())
-    while not _is_over(run):
+    seen, last = printed.seen, time.monotonic()
+    while (job := _going_on(run)) is not None:
+        if job.state is not JobState.UNKNOWN or printed.seen != seen:
+            seen, last = printed.seen, time.monotonic()
+        elif time.monotonic() - last >= _PATIENCE_S:
+            return job.reason
         of_earlier_start = run.exit_code.exists()
         until = time.monotonic() + _LOOK_S
         while time.monotonic() < until and (of_earlier_start or not run.exit_code.exists()):
             time.sleep(_POLL_S)
             shown.print(printed.whole())
+    return None
 
 
-def _is_over(run: RunDirectory) -> bool:
-    """What stopped at a checkpoint may go on: the batch system knows."""
+def _going_on(run: RunDirectory) -> JobStatus | None:
+    """The state of a run that is not over; what stopped at a checkpoint may go on."""
     from pipectl.batch import CHECKPOINTED
     from pipectl.jobs.status import status
 
     if read_exit_code(run) not in (None, CHECKPOINTED):
-        return True
-    return status(run, time.time()).job.state.final
+        return None
+    job = status(run, time.time()).job
+    return None if job.state.final else job
 
 
 def _check(run: RunDirectory, ranks: Sequence[int]) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import time
 from collections.abc import Callable
@@ -257,6 +258,39 @@ def test_the_log_of_a_run_that_will_start_again_is_followed(
     clock = SimpleNamespace(time=time.time, monotonic=lambda: next(now), sleep=goes_on)
     monkeypatch.setattr("pipectl.cli.logs.time", clock)
     assert cli("logs", "-f").out == "before\nand on\n"
+
+
+@pytest.mark.parametrize("lost", ["machine", "directory", "scheduler"])
+def test_a_log_is_not_followed_for_ever_where_nobody_knows_of_an_end(
+    cli: Command, run_of: RunOf, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    """Of a run of another machine, one that was removed, or one whose batch system is gone."""
+    slurm = {"scheduler": "slurm", "job_id": "12"}
+    elsewhere = {"job_id": f"1.1@not-{socket.gethostname()}"}
+    run = run_of("20250103-120000-tiny", **(slurm if lost == "scheduler" else elsewhere))
+    log = run / "logs/job.log"
+    log.write_text("started\n")
+    now = 0.0
+
+    def pass_by(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        assert now < 1000
+        if now == 50 and lost == "directory":
+            shutil.rmtree(run)
+        elif now == 50:
+            log.write_text("started\nmore\nand ended in the mid")
+
+    clock = SimpleNamespace(time=time.time, monotonic=lambda: now, sleep=pass_by)
+    monkeypatch.setattr("pipectl.cli.logs.time", clock)
+    result = cli("logs", "-f")
+    assert result.code == 6
+    assert result.out == "started\n" + (
+        "" if lost == "directory" else "more\nand ended in the mid\n"
+    )
+    assert result.err.startswith(f"error: {run.name}: it cannot be told whether it goes on: ")
+    assert result.err.endswith(f"follow it again: pipectl logs -f {run.name}\n")
+    assert 60 <= now <= 130, "as long after the last line"
 
 
 def test_logs_of_ranks(cli: Command, finished: Path) -> None:
