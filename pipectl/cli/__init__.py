@@ -28,8 +28,8 @@ from pipectl.cli import (
     trace,
     verify,
 )
-from pipectl.cli.console import print_anything, say
-from pipectl.cli.failure import DEBUG_VARIABLE
+from pipectl.cli.console import discard_unwritten, nobody_reads, print_anything, say
+from pipectl.cli.failure import DEBUG_VARIABLE, UNREAD
 from pipectl.cli.failure import report as report_failure
 from pipectl.cli.interruption import interruptible
 
@@ -80,8 +80,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     print_anything()
     try:
+        return _run(arguments)
+    except (BrokenPipeError, SystemExit) as end:
+        if not nobody_reads(end):
+            raise
+        return UNREAD
+    finally:
+        discard_unwritten()
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    try:
         with interruptible():
             result = app(args=arguments, prog_name="pipectl", standalone_mode=False)
+            sys.stdout.flush()
+    except BrokenPipeError:
+        raise
     except (Exception, KeyboardInterrupt) as error:
         return report_failure(error)
     return result if isinstance(result, int) else 0

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from io import TextIOWrapper
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.text import Text
@@ -31,10 +31,37 @@ def joined(*parts: Text) -> Text:
 
 
 def print_anything() -> None:
-    """Let a terminal that is not UTF-8 show ``?`` for what it cannot show."""
+    """Let a terminal that is not UTF-8 show ``?`` for what it cannot show, and none take all."""
+    sys.stdout = sys.stdout or _nowhere()
+    sys.stderr = sys.stderr or _nowhere()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
+
+
+def nobody_reads(end: BaseException) -> bool:
+    """Whether the reader of what is printed is gone, as ``head`` is.
+
+    Args:
+        end: what printing came to; typer and rich make an exit of it.
+    """
+    return isinstance(end, BrokenPipeError) or isinstance(end.__context__, BrokenPipeError)
+
+
+def discard_unwritten() -> None:
+    """Forget what could not be written, of which python would complain once more at the end."""
+    for stream in filter(None, (sys.__stdout__, sys.__stderr__)):
+        try:
+            stream.flush()
+        except OSError:
+            with _nowhere() as nowhere:
+                os.dup2(nowhere.fileno(), stream.fileno())
+        except ValueError:  # it is closed
+            continue
+
+
+def _nowhere() -> TextIO:
+    return Path(os.devnull).open("w", encoding="utf-8")
 
 
 def output() -> Console:
