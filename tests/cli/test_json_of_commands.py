@@ -1,0 +1,221 @@
+"""Every command with ``--json`` has the top-level keys that docs/formats.md says."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from mpi4py import MPI
+from pages import CHECKOUT
+from typer.main import get_command
+
+from pipectl.cli import app
+from pipectl.cluster import Cluster, assumed_cluster
+from pipectl.jobs.doctor import Finding, Level
+from pipectl.jobs.expectation import Expectation
+from pipectl.jobs.plan import write_plan
+from pipectl.jobs.verify import Verification
+from pipectl.plan import Plan
+from pipectl.profile import Profile
+from pipectl.runs import Manifest, RunDirectory
+from pipectl.runtime.checkpoint import Keep, Saver, take_snapshot
+from pipectl.runtime.stepper import Stepper
+from pipectl.simulate import simulate
+from pipectl.timeline import Timeline
+
+if TYPE_CHECKING:
+    from conftest import Command
+
+Patch = pytest.MonkeyPatch
+Program = Callable[[str, str], Path]
+SLURM = ("--scheduler", "slurm")
+ALONE = ("plan", "--profile", "p.json", "--batch-size", "8", "--devices", "2")
+REHEARSED = '{"attempt":1,"step":1,"steps":1,"time":1,"loss":null,"step_time_s":0.5,"late_s":0}'
+
+
+def documented() -> dict[str, tuple[bool, set[str]]]:
+    """Whether it is a list, and the keys, by what stands in the first column.
+
+    A file that the page describes, or another row, stands for the keys of that.
+    """
+    page = (CHECKOUT / "docs" / "formats.md").read_text(encoding="utf-8")
+    section = page.split("## What commands print as JSON")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `pipectl ([^`]+)`([^|]*) \| (.*) \|$", section, re.MULTILINE)
+    found = {}
+    for command, of, keys in rows:
+        form = command + of.removesuffix(", a list")
+        found[form] = of.endswith(", a list"), set(re.findall(r"`([^`]+)`", keys))
+    for form, (many, keys) in found.items():
+        for other in keys & set(found):
+            found[form] = many, keys - {other} | found[other][1]
+    return found
+
+
+def keys_of(text: str) -> tuple[bool, set[str]]:
+    answer = json.loads(text)
+    if isinstance(answer, dict):
+        return False, set(answer)
+    assert answer, "an empty list says nothing"
+    assert {frozenset(item) for item in answer} == {frozenset(answer[0])}
+    return True, set(answer[0])
+
+
+@pytest.fixture
+def shown(cli: Command) -> Callable[..., None]:
+    """``shown("status RUN", "status", "last")``: that command prints what the page says of it."""
+
+    def check(form: str, *arguments: str) -> None:
+        result = cli(*arguments, "--json")
+        assert result.code == 0, result.err
+        many, keys = documented()[form]
+        for file in ("plan.json", "cluster.json"):
+            if file in keys:
+                keys = keys - {file} | set(json.loads(Path(f"runs/tiny.{file}").read_text()))
+        assert keys_of(result.out) == (many, keys)
+
+    return check
+
+
+Shown = Callable[..., None]
+
+
+@pytest.fixture
+def slurm(program: Program) -> None:
+    """Takes every job, and lists none."""
+    program("sbatch", "echo 41")
+    program("squeue", "exit 0")
+    program("sacct", "exit 1")
+
+
+@pytest.fixture
+def alone(place: Path, profile_document: Callable[..., dict[str, Any]]) -> None:
+    """A profile without a job."""
+    Path("p.json").write_text(json.dumps(profile_document()))
+
+
+def test_every_command_that_prints_json_is_there() -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    have = {
+        name
+        for name, command in commands.items()
+        if any("--json" in parameter.opts for parameter in command.params)
+    }
+    assert {form.split()[0] for form in documented()} == have
+
+
+def test_every_row_is_tested() -> None:
+    tested = re.findall(r'shown\(\s*"([^"]+)", ', Path(__file__).read_text(encoding="utf-8"))
+    assert set(tested) == set(documented())
+
+
+def test_check(shown: Shown, job: Path) -> None:
+    shown("check JOB --origins", "check", "job.yaml", "--origins")
+
+
+def test_profile(shown: Shown, profile: Path, monkeypatch: Patch) -> None:
+    measured = Profile.load(profile)
+    monkeypatch.setattr("pipectl.profiler.profile_job", lambda *_, **__: measured)
+    shown("profile JOB", "profile", "job.yaml", "--again", "--scheduler", "local")
+
+
+def test_measuring_in_a_job(shown: Shown, job: Path, slurm: None) -> None:
+    shown("profile JOB --submit", "profile", "job.yaml", "--submit", *SLURM)
+    shown("profile JOB --submit", "profile", "job.yaml", "--submit", "--links", *SLURM)
+
+
+def test_links(shown: Shown, job: Path, slurm: None, monkeypatch: Patch) -> None:
+    def measured(*_: object, **__: object) -> None:
+        Cluster.save(assumed_cluster("two", [1, 1], 1, None), Path("runs/tiny.cluster.json"))
+
+    monkeypatch.setattr("pipectl.cli.links.completed", measured)
+    shown("profile JOB --links", "profile", "job.yaml", "--links", *SLURM)
+
+
+def test_plan(shown: Shown, profile: Path) -> None:
+    shown("plan JOB", "plan", "job.yaml", *SLURM)
+    shown("plan JOB --explain", "plan", "job.yaml", "--explain", *SLURM)
+
+
+def test_other_questions_to_plan(shown: Shown, alone: None) -> None:
+    shown("plan JOB --nodes N,M", *ALONE[:-2], "--nodes", "1,2")
+    shown("plan JOB --objective max-stage-load", *ALONE, "--objective", "max-stage-load")
+    shown("plan JOB --objective throughput", *ALONE, "--objective", "throughput")
+
+
+def test_simulate(shown: Shown, place: Path) -> None:
+    shape = ("--stages", "2", "--micro-batches", "4")
+    shown("simulate", "simulate", "--schedule", "1f1b", *shape)
+
+
+def test_submit_and_resume(cli: Command, shown: Shown, profile: Path, slurm: None) -> None:
+    shown("submit JOB", "submit", "job.yaml", *SLURM)
+    (run,) = (path for path in Path("runs").iterdir() if path.is_dir())
+    (run / "exit_code").write_text("1\n")
+    shown("status RUN", "status", "last")
+    shown("resume RUN", "resume", "last")
+
+
+def test_sweeps(shown: Shown, profile: Path, slurm: None, program: Program) -> None:
+    with Path("job.yaml").open("a") as job:
+        job.write("sweep:\n  grid: {training.seed: [0, 1]}\n")
+    shown("submit JOB of a sweep", "submit", "job.yaml", *SLURM)
+    (sweep,) = Path("runs/sweeps").iterdir()
+    program("squeue", "echo '41_0|RUNNING|1|N/A|N/A|n1||None'")
+    shown("status SWEEP", "status", str(sweep))
+
+
+def test_rehearsals(
+    place: Path, shown: Shown, profile: Path, slurm: None, program: Program, monkeypatch: Patch
+) -> None:
+    shown("submit JOB --rehearse, in a queue", "submit", "job.yaml", "--rehearse", *SLURM)
+    (place / "bin/python").symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(place / "bin/python"))
+    program("mpiexec", f"run=\"${{@: -1}}\"; echo '{REHEARSED}' > $run/metrics.jsonl")
+    here = ("--scheduler", "local")
+    shown("submit JOB --rehearse, here", "submit", "job.yaml", "--rehearse", *here)
+
+
+def test_status(shown: Shown, finished: Path, failed: Path) -> None:
+    shown("status", "status")
+    shown("status RUN", "status", finished.name)
+    shown("status RUN", "status", failed.name)
+
+
+def test_trace(shown: Shown, place: Path, pipeline: Callable[..., Plan]) -> None:
+    run = RunDirectory.create(place / "runs", "gpt", 0.0)
+    plan, cluster = pipeline(2, 4), assumed_cluster("c", [2], 1, None)
+    write_plan(run, plan, cluster)
+    timeline = simulate(plan, cluster).timeline
+    Timeline(timeline.events, 2, 5).save(run.measured_of(5))
+    shown("trace RUN", "trace", "last")
+
+
+def test_export(shown: Shown, finished: Path) -> None:
+    saver = Saver(MPI.COMM_SELF, finished / "checkpoints", Keep(3), 1, print)
+    saver.start(
+        Manifest(5, 4, {}),
+        take_snapshot({"model.w": torch.ones(2)}, {"model.w"}, Stepper(None, None), {}),
+    )
+    saver.finish()
+    shown("export RUN", "export", "last")
+
+
+def test_verify(shown: Shown, job: Path, pipeline: Callable[..., Plan], monkeypatch: Patch) -> None:
+    """What tests with real ranks verify is in test_verify_command.py."""
+    equal: Any = SimpleNamespace(equal=True, largest=0.0, first=None, losses=[(1.0, 1.0)])
+    found = Verification(pipeline(2, 4), None, "a reference", Expectation((), 0.0), equal)
+    monkeypatch.setattr("pipectl.jobs.verify.verify", lambda *_, **__: found)
+    shown("verify JOB", "verify", "job.yaml")
+
+
+def test_doctor(shown: Shown, place: Path, monkeypatch: Patch) -> None:
+    found = [Finding("python", Level.OK, "3"), Finding("MPI", Level.WARN, "none", "install it")]
+    monkeypatch.setattr("pipectl.jobs.doctor.examine", lambda *_: found)
+    shown("doctor", "doctor")
