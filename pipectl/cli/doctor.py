@@ -9,6 +9,7 @@ import typer
 
 from pipectl.cli.console import joined, output, plain, say_json
 from pipectl.cli.options import RUNS, Json, Overrides, RunsDirectory
+from pipectl.cli.refusal import refuse
 
 if TYPE_CHECKING:
     from pipectl.jobs.doctor import Finding
@@ -27,6 +28,11 @@ def command(
     from pipectl.jobs.doctor import Level, examine
     from pipectl.spec import load
 
+    if job is None:
+        refuse({"--set": overrides}, "changes a job, and none is given", cure="name it: JOB.yaml")
+    else:
+        elsewhere = {"--directory": directory != RUNS}
+        refuse(elsewhere, "the job has its own", cure="--set output.directory=DIRECTORY")
     spec = None if job is None else load(job, overrides or ())
     found = []
     for finding in examine(spec, directory if spec is None else Path(spec.output.directory)):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from pipectl.cli import init_options as given
 from pipectl.cli.console import say
+from pipectl.cli.refusal import refuse
 from pipectl.errors import UsageError
 from pipectl.files import make_directory, write_text
 from pipectl.units import is_name
@@ -21,7 +22,7 @@ def command(
     directory: given.Directory = Path(),
     model: given.Model = None,
     data: given.Data = None,
-    loss: given.Loss = "torch.nn:CrossEntropyLoss",
+    loss: given.Loss = given.LOSS,
     name: given.Name = "starter",
     scheduler: given.Scheduler = None,
     partition: given.Partition = None,
@@ -41,9 +42,12 @@ def command(
     from pipectl.jobs.places import LOCAL, detected
 
     _check_name(name)
-    code = None if model is None else _code(model, loss, data)
+    code = _code(model, loss, data)
     targets = _targets(directory, force=force, example=code is None)
     where = scheduler.value if scheduler else detected()
+    if where == LOCAL:
+        sites = {"--partition": partition, "--account": account}
+        refuse(sites, "the job is for this machine", cure="name a --scheduler, slurm or pbs")
     ask = init_ask.is_terminal() and not yes and where != LOCAL
     queue = init_ask.find_queue(where, partition, ask=ask)
     asked = {
@@ -64,10 +68,14 @@ def _check_name(name: str) -> None:
         raise UsageError(f"--name: {name!r} cannot name a job", cure="letters, digits, '.', '_'")
 
 
-def _code(model: str, loss: str, data: str | None) -> Code:
-    """What the user names, by default data beside the model."""
+def _code(model: str | None, loss: str, data: str | None) -> Code | None:
+    """What the user names, by default data beside the model; None for the example."""
     from pipectl.cli.init_spec import Code, reference_fault
 
+    if model is None:
+        own = {"--data": data, "--loss": loss != given.LOSS}
+        refuse(own, "goes with a model of yours", cure="name it: --model FILE:NAME")
+        return None
     code = Code(model, loss, data or f"{model.rpartition(':')[0]}:training_data")
     for option, text in (("--model", code.model), ("--data", code.data), ("--loss", loss)):
         reference_fault(text, option)

@@ -9,6 +9,7 @@ import typer
 
 from pipectl.cli.options import SchedulerName
 
+LOSS = "torch.nn:CrossEntropyLoss"
 Directory = Annotated[Path, typer.Argument(help="Where to write it.")]
 Model = Annotated[
     str | None,

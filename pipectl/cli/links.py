@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipectl.cli.console import note, output, say, say_json, short
 from pipectl.cli.submitted import answer, completed, tell_measuring
-from pipectl.errors import UsageError
 
 if TYPE_CHECKING:
     from pipectl.jobs.submit import Submission
     from pipectl.spec import JobSpec
-
-
-def refuse(options: Mapping[str, object]) -> None:
-    """Say which of the given options are about the model only."""
-    for option, value in options.items():
-        if value:
-            raise UsageError(
-                f"{option}: has no meaning with --links", cure="links are always measured anew"
-            )
 
 
 def measure_links(

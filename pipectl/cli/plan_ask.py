@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipectl.cli.refusal import refuse
 from pipectl.errors import UsageError
 from pipectl.jobs.engines import PIPECTL
 from pipectl.jobs.wishes import Objective, Wishes
@@ -46,29 +47,21 @@ def check(ask: Ask) -> None:
         _check_without_job(ask)
     if ask.objective is not Objective.STEP_TIME:
         why = f"has no meaning for --objective {ask.objective}"
-        _refuse(why, **{"--nodes": ask.nodes, "--explain": ask.explain})
-        _refuse(why, **{"-o": ask.output, "--svg": ask.svg})
-        _refuse(why, **{"--planner": ask.planner != PIPECTL, "--allow": ask.wishes.allow})
+        refuse({"--nodes": ask.nodes, "--explain": ask.explain}, why)
+        refuse({"-o": ask.output, "--svg": ask.svg}, why)
+        refuse({"--planner": ask.planner != PIPECTL, "--allow": ask.wishes.allow}, why)
     if ask.planner != PIPECTL:
-        _refuse(f"{ask.planner} chooses by its own rules", **{"--allow": ask.wishes.allow})
+        refuse({"--allow": ask.wishes.allow}, f"{ask.planner} chooses by its own rules")
     if ask.objective is not Objective.MAX_STAGE_LOAD:
         ask.wishes.refuse("only --objective max-stage-load has CPUs beside the devices", "cpus")
     if ask.nodes is not None:
         ask.wishes.refuse("--nodes says how many; choose one", "devices")
         why = "cannot be used with --nodes, which makes several plans"
-        _refuse(why, **{"-o": ask.output, "--svg": ask.svg, "--explain": ask.explain})
+        refuse({"-o": ask.output, "--svg": ask.svg, "--explain": ask.explain}, why)
 
 
 def _check_without_job(ask: Ask) -> None:
     if ask.profile_file is None:
         raise UsageError("nothing to plan", cure="give JOB.yaml, or a profile: --profile FILE")
-    _refuse(
-        "is about a job file, and none is given",
-        **{"--set": ask.overrides, "--scheduler": ask.scheduler},
-    )
-
-
-def _refuse(why: str, **options: object) -> None:
-    for name, value in options.items():
-        if value:
-            raise UsageError(f"{name}: {why}")
+    about_jobs = {"--set": ask.overrides, "--scheduler": ask.scheduler}
+    refuse(about_jobs, "is about a job file, and none is given")

@@ -11,6 +11,7 @@ import typer
 from pipectl.cli.interruption import resumable
 from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption
 from pipectl.cli.progress import progress_bar
+from pipectl.cli.refusal import refuse
 from pipectl.errors import UsageError
 from pipectl.units import is_name
 
@@ -66,9 +67,10 @@ def command(
     name = scheduler_name(spec, None if scheduler is None else scheduler.value)
     effort = "fast" if fast else "thorough" if thorough else "normal"
     if links:
-        from pipectl.cli.links import measure_links, refuse
+        from pipectl.cli.links import measure_links
 
-        refuse({"--again": again, "--device-kind": device_kind, "--here": here})
+        about_model = {"--again": again, "--device-kind": device_kind, "--here": here}
+        refuse(about_model, "has no meaning with --links", cure="links are always measured anew")
         measure_links(spec, name, output, effort, wait=wait or not submit, as_json=as_json)
         return
     wish = Wish(effort, device_kind, again)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +9,7 @@ import typer
 
 from pipectl.cli.console import output, plain, say, say_json
 from pipectl.cli.options import Json, read_by
+from pipectl.cli.refusal import refuse
 from pipectl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -55,10 +55,11 @@ def command(
     shape = _given(stages=stages, micro_batches=micro_batches, ranks=ranks)
     shape |= _given(forward_s=forward, backward_s=backward, latency_s=latency)
     if plan is not None:
-        _refuse(shape, "a plan has its own", cure="leave it out, or name a --schedule alone")
+        own = {f"--{name.removesuffix('_s').replace('_', '-')}": shape[name] for name in shape}
+        refuse(own, "a plan has its own", cure="leave it out, or name a --schedule alone")
         found = _of_plan(plan, cluster, schedule)
     elif schedule is not None:
-        _refuse(_given(cluster=cluster), "is for a plan's stages", cure="name it: --plan FILE")
+        refuse({"--cluster": cluster}, "is for a plan's stages", cure="name it: --plan FILE")
         found = simulate_shape(schedule, Shape(**shape))
     else:
         raise UsageError(
@@ -75,13 +76,6 @@ def command(
 def _given(**options: object) -> dict[str, Any]:
     """Those that are given."""
     return {name: value for name, value in options.items() if value is not None}
-
-
-def _refuse(given: Mapping[str, object], why: str, *, cure: str) -> None:
-    """Raise an error about options that have no meaning here, naming the first."""
-    for name in given:
-        option = name.removesuffix("_s").replace("_", "-")
-        raise UsageError(f"--{option}: {why}", cure=cure)
 
 
 def _of_plan(path: Path, cluster: Path | None, schedule: str | None) -> Simulated:

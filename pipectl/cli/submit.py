@@ -13,11 +13,11 @@ from pipectl.cli.console import note, say, say_json, short
 from pipectl.cli.interruption import resumable
 from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption, names_of_runs
 from pipectl.cli.progress import progress_bar
+from pipectl.cli.refusal import choose_one, refuse
 from pipectl.cli.rehearse import rehearse
 from pipectl.cli.submit_script import forecast, print_script, tell_launch
 from pipectl.cli.submit_sweep import submit_points
 from pipectl.cli.submitted import answer, follow_to_the_end, tell_plan
-from pipectl.errors import UsageError
 from pipectl.runs import as_typed
 
 if TYPE_CHECKING:
@@ -52,10 +52,13 @@ def command(
     """Run a job, profiling and planning it where needed."""
     from pipectl.spec import load_sweep
 
-    if as_json and (dry_run or test_only):
-        raise UsageError("--json: --dry-run and --test-only print text", cure="leave it out")
-    if after and rehearsal:
-        raise UsageError("--after: a rehearsal waits for no other run", cure="leave it out")
+    choose_one(dry_run=dry_run, test_only=test_only, rehearse=rehearsal)
+    if dry_run or test_only:
+        refuse({"--json": as_json}, "--dry-run and --test-only print text", cure="leave it out")
+        why = "--dry-run and --test-only submit nothing"
+        refuse({"--wait": wait, "--after": after}, why, cure="leave it out")
+    if rehearsal:
+        refuse({"--after": after}, "a rehearsal waits for no other run", cure="leave it out")
     spec, points = load_sweep(job, overrides or ())
     name = None if scheduler is None else scheduler.value
     if dry_run:

@@ -55,16 +55,6 @@ def test_local_without_mpi_fails_before_anything_is_made(
     assert [path for path in Path("runs").iterdir() if path.is_dir()] == []
 
 
-@pytest.mark.parametrize(
-    "options",
-    [("--json", "--dry-run"), ("--json", "--test-only"), ("--after", "last", "--rehearse")],
-)
-def test_options_that_do_not_go_together(cli: Command, job: Path, options: tuple[str, ...]) -> None:
-    result = cli("submit", "job.yaml", *options)
-    assert (result.code, result.out) == (2, "")
-    assert result.err.startswith(f"error: {options[0]}: ")
-
-
 def test_auto_is_slurm_where_sbatch_is(cli: Command, job: Path, program: Program) -> None:
     assert "#SBATCH" not in cli("submit", "job.yaml", "--dry-run").out
     program("sbatch", "exit 1")

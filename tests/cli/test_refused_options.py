@@ -1,0 +1,59 @@
+"""Options that mean nothing beside others are refused, and none is left aside without a word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Command
+
+SUBMITS_NOTHING = "--dry-run and --test-only submit nothing"
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("submit job.yaml --dry-run --test-only", "--dry-run and --test-only: choose one"),
+        ("submit job.yaml --dry-run --rehearse", "--dry-run and --rehearse: choose one"),
+        ("submit job.yaml --test-only --rehearse", "--test-only and --rehearse: choose one"),
+        ("submit job.yaml --dry-run --wait", f"--wait: {SUBMITS_NOTHING}"),
+        ("submit job.yaml --test-only --wait", f"--wait: {SUBMITS_NOTHING}"),
+        ("submit job.yaml --dry-run --after x", f"--after: {SUBMITS_NOTHING}"),
+        ("submit job.yaml --test-only --after x", f"--after: {SUBMITS_NOTHING}"),
+        ("submit job.yaml --dry-run --json", "--json: --dry-run and --test-only print text"),
+        ("submit job.yaml --test-only --json", "--json: --dry-run and --test-only print text"),
+        ("submit job.yaml --rehearse --after x", "--after: a rehearsal waits for no other run"),
+        ("init new --data data.py:rows", "--data: goes with a model of yours"),
+        ("init new --loss torch.nn:MSELoss", "--loss: goes with a model of yours"),
+        ("init new --partition long", "--partition: the job is for this machine"),
+        ("init new --account mine", "--account: the job is for this machine"),
+        ("doctor --set training.steps=1", "--set: changes a job, and none is given"),
+        ("doctor job.yaml -d elsewhere", "--directory: the job has its own"),
+        ("check job.yaml --json", "--json: of what?"),
+        ("plan --profile p.json --set name=x", "--set: is about a job file, and none is given"),
+        ("plan job.yaml --nodes 1 --svg x.svg", "--svg: cannot be used with --nodes"),
+        ("plan job.yaml --cpus 0", "--cpus: only --objective max-stage-load has CPUs"),
+        ("plan job.yaml --objective throughput --explain", "--explain: has no meaning for"),
+        ("plan job.yaml --planner dapple --allow split", "--allow: dapple chooses by its own"),
+        ("profile job.yaml --fast --thorough", "--fast and --thorough: choose one"),
+        ("profile job.yaml --here --submit", "--here and --submit: choose one"),
+        ("profile job.yaml --wait", "--wait: there is no job to wait for"),
+        ("profile job.yaml --links --again", "--again: has no meaning with --links"),
+        ("profile job.yaml --links --here", "--here: has no meaning with --links"),
+        ("profile job.yaml --links --device-kind a", "--device-kind: has no meaning with --links"),
+        ("simulate --plan p.json --forward 0", "--forward: a plan has its own"),
+        ("simulate --plan p.json --micro-batches 4", "--micro-batches: a plan has its own"),
+        ("simulate --schedule gpipe --cluster c.json", "--cluster: is for a plan's stages"),
+    ],
+)
+def test_what_has_no_meaning_is_refused_in_a_sentence(
+    cli: Command, job: Path, line: str, error: str
+) -> None:
+    before = sorted(Path().iterdir())
+    result = cli(*line.split())
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith(f"error: {error}")
+    assert sorted(Path().iterdir()) == before
