@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ from pipectl.errors import DataFileError, UsageError
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """In JSON, a part of a character; half of one cannot be written again."""
 
+_MOST_LINKS = 40
+
 
 def write_text(path: Path, text: str, *, mode: int = 0o666, durable: bool = True) -> None:
     """Replace ``path`` by ``text`` at once (temporary file, fsync, rename).
 
-    Links stay, and so does what is no file, such as ``/dev/stdout``: that is written to.
+    Links stay, and so does what is no file, such as ``/dev/stdout``: that is written to, also
+    where it leads to one.
 
     Args:
         durable: whether to wait for the disk, so that the text outlives a crash of the machine.
@@ -26,16 +30,18 @@ def write_text(path: Path, text: str, *, mode: int = 0o666, durable: bool = True
         UsageError: the directory cannot be written; the previous file is untouched.
     """
     try:
-        if path.exists() and not path.is_file():
+        number = _open_file(path)
+        if number is not None:
+            sys.stdout.flush()  # what was printed before comes before it
+            with os.fdopen(os.dup(number), "w", encoding="utf-8") as stream:
+                stream.write(text)
+        elif path.exists() and not path.is_file():
             path.write_text(text, encoding="utf-8")
         else:
             file = Path(os.path.realpath(path)) if path.is_symlink() else path
             _replace(file, text, mode, durable=durable)
     except OSError as error:
-        raise UsageError(
-            f"{path}: cannot be written: {error.strerror or error}",
-            cure="choose a directory you may write to, or free some space",
-        ) from error
+        raise _unwritable(path, error) from error
 
 
 def make_directory(path: Path) -> None:
@@ -53,6 +59,31 @@ def make_directory(path: Path) -> None:
         ) from error
     if not os.access(path, os.W_OK | os.X_OK):
         raise UsageError(f"{path}: cannot be written", cure=cure)
+
+
+def is_stream(path: Path) -> bool:
+    """Whether a path is no place for a file: ``/dev/stdout``, a device, or a pipe."""
+    return _open_file(path) is not None or not (
+        path.is_file() or path.is_dir() or not path.exists()
+    )
+
+
+def make_directory_of(path: Path) -> None:
+    """Make the directory in which :func:`write_text` is to write ``path``, before long work.
+
+    Raises:
+        UsageError: it could not be written there.
+    """
+    try:
+        if (number := _open_file(path)) is not None:
+            os.fstat(number)
+        stream, directory = is_stream(path), path.is_dir()
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    if directory:
+        raise UsageError(f"{path}: is a directory", cure="name a file in it")
+    if not stream:
+        make_directory(Path(os.path.realpath(path)).parent if path.is_symlink() else path.parent)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -89,6 +120,25 @@ def read_json(path: Path, *, cure: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataFileError(f"{path}: holds a {type(value).__name__}, not an object", cure=cure)
     return value
+
+
+def _unwritable(path: Path, error: OSError) -> UsageError:
+    return UsageError(
+        f"{path}: cannot be written: {error.strerror or error}",
+        cure="choose a directory you may write to, or free some space",
+    )
+
+
+def _open_file(path: Path) -> int | None:
+    """The number of this process's open file that ``/dev/stdout``, say, stands for."""
+    for _ in range(_MOST_LINKS):
+        folder = os.path.realpath(path.parent)
+        if folder == os.path.realpath("/dev/fd") and path.name.isdecimal():
+            return int(path.name)
+        if not path.is_symlink():
+            break
+        path = Path(folder, path.readlink())
+    return None
 
 
 def _replace(path: Path, text: str, mode: int, *, durable: bool) -> None:

@@ -1,11 +1,14 @@
 """Whole files: old content or new, never half; and every way in which one cannot be read."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from pipectl.errors import DataFileError, UsageError
-from pipectl.files import make_directory, read_json, write_json, write_text
+from pipectl.files import make_directory, make_directory_of, read_json, write_json, write_text
 
 
 def no_space(_handle):
@@ -58,6 +61,35 @@ def test_what_is_no_file_stays_and_is_written_to(tmp_path):
     assert os.read(reader, 9) == b"new"
     os.close(reader)
     assert (tmp_path / "pipe").is_fifo()
+
+
+@pytest.mark.parametrize("name", ["/dev/stdout", "/proc/self/fd/1", "link"])
+def test_standard_output_is_written_to_also_where_it_goes_to_a_file(tmp_path, name):
+    (tmp_path / "link").symlink_to("/dev/stdout")
+    program = (
+        "import sys; from pathlib import Path; from pipectl.files import *;"
+        "path = Path(sys.argv[1]); make_directory_of(path); print('before');"
+        "write_text(path, 'new\\n'); print(is_stream(path))"
+    )
+    with (tmp_path / "x").open("w") as stream:
+        command = [sys.executable, "-c", program, name]
+        subprocess.run(command, cwd=tmp_path, stdout=stream, check=True)
+    assert (tmp_path / "x").read_text() == "before\nnew\nTrue\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "x"]
+
+
+def test_a_place_is_looked_at_before_anything_is_written(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("far/x")
+    for path in (tmp_path / "pipe", tmp_path / "link", tmp_path / "new/x", Path("/dev/null")):
+        make_directory_of(path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["far", "link", "new", "pipe"]
+    with pytest.raises(UsageError, match="new: is a directory"):
+        make_directory_of(tmp_path / "new")
+    with pytest.raises(UsageError, match="pipe: cannot be created"):
+        make_directory_of(tmp_path / "pipe" / "x")
+    with pytest.raises(UsageError, match="/dev/fd/999: cannot be written: Bad file descriptor"):
+        make_directory_of(Path("/dev/fd/999"))
 
 
 def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path):

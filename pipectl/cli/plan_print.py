@@ -9,7 +9,7 @@ from pipectl.cli.console import output, plain, say, say_json
 from pipectl.cli.plan_explanation import explanation_lines, worth_lines
 from pipectl.cli.plan_step import Found
 from pipectl.cli.plan_view import headline, plan_view, prediction_lines
-from pipectl.files import make_directory, write_text
+from pipectl.files import write_text
 from pipectl.jobs.answer import explanation_json, plan_json
 from pipectl.jobs.plan import predicted
 from pipectl.report.gantt_svg import gantt_svg
@@ -21,7 +21,6 @@ _NOTEWORTHY_S = 1.0
 
 def draw(path: Path, found: Found) -> None:
     """Write the predicted step as an SVG picture."""
-    make_directory(path.parent)
     timeline = predicted(found.plan, found.subject.cluster)
     notes = prediction_lines(found.plan)
     write_text(path, gantt_svg(timeline, headline(found.plan), *notes))

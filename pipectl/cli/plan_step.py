@@ -9,7 +9,7 @@ from pipectl.cli.console import say
 from pipectl.cli.plan_ask import Ask
 from pipectl.cli.plan_subject import find_subject
 from pipectl.cli.plan_wait import stoppable
-from pipectl.files import make_directory
+from pipectl.files import make_directory_of
 
 if TYPE_CHECKING:
     from pipectl.jobs.subject import Subject
@@ -42,9 +42,10 @@ def answer(ask: Ask) -> None:
     from pipectl.cli.plan_print import draw, print_json, print_text
 
     subject, path = find_subject(ask)
+    for file in filter(None, (path, ask.svg)):
+        make_directory_of(file)
     found = _find(ask, subject)
     if path is not None:
-        make_directory(path.parent)
         found.plan.save(path)
     if ask.svg is not None:
         draw(ask.svg, found)

@@ -22,16 +22,18 @@ def command(
     ] = None,
 ) -> None:
     """Write a page of HTML about a run: plan, timelines, loss, memory, the model by stage."""
-    from pipectl.files import make_directory, write_text
+    from pipectl.files import is_stream, make_directory_of, write_text
     from pipectl.jobs.report import report
     from pipectl.runs import find_run
 
     run = find_run(directory, name)
     path = run.report if output is None else output.absolute()
-    trace = path.with_suffix(".perfetto.json")
-    found = report(run, time.time(), trace.name)
-    make_directory(path.parent)
+    make_directory_of(path)
+    trace = None if is_stream(path) else path.with_suffix(".perfetto.json")
+    found = report(run, time.time(), None if trace is None else trace.name)
     write_text(path, found.page)
+    if trace is None:
+        return
     say(f"{short(path)} ({format_bytes(len(found.page))}): open it in a browser")
     if found.trace is not None:
         write_text(trace, found.trace)

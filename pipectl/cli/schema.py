@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from pipectl.cli.console import say, say_json
-from pipectl.files import write_json
+from pipectl.files import make_directory_of, write_json
 
 
 def command(
@@ -20,5 +20,6 @@ def command(
     if output is None:
         say_json(json_schema())
         return
+    make_directory_of(output)
     write_json(output, json_schema())
     say(f"schema: {output}")

@@ -50,8 +50,11 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Simulate one step and draw it: what every rank does when, and where it waits."""
+    from pipectl.files import make_directory_of
     from pipectl.jobs.simulating import Shape, simulate_shape
 
+    if svg is not None:
+        make_directory_of(svg)
     shape = _given(stages=stages, micro_batches=micro_batches, ranks=ranks)
     shape |= _given(forward_s=forward, backward_s=backward, latency_s=latency)
     if plan is not None:
@@ -89,10 +92,9 @@ def _of_plan(path: Path, cluster: Path | None, schedule: str | None) -> Simulate
 
 def _draw(path: Path, found: Simulated) -> None:
     from pipectl.cli.plan_view import headline
-    from pipectl.files import make_directory, write_text
+    from pipectl.files import write_text
     from pipectl.report.gantt_svg import gantt_svg
 
-    make_directory(path.parent)
     timeline = found.simulation.timeline
     write_text(path, gantt_svg(timeline, headline(found.plan), _figures(found)))
 

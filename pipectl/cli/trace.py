@@ -9,6 +9,7 @@ import typer
 
 from pipectl.cli.console import note, say_json, short
 from pipectl.cli.options import RUNS, Json, RunName, RunsDirectory
+from pipectl.files import make_directory_of, write_text
 from pipectl.units import format_bytes
 
 if TYPE_CHECKING:
@@ -34,7 +35,10 @@ def command(
     from pipectl.jobs.tracing import traced
     from pipectl.runs import find_run
 
-    found = traced(find_run(directory, name), step)
+    run = find_run(directory, name)
+    for path in filter(None, (perfetto, svg)):
+        make_directory_of(path)
+    found = traced(run, step)
     if as_json:
         say_json({"run": found.run.name, "steps": found.steps, **found.comparison().to_json()})
     else:
@@ -48,19 +52,15 @@ def command(
 def _draw(path: Path, found: Traced) -> None:
     from pipectl.cli.plan_view import headline
     from pipectl.cli.trace_view import step_line
-    from pipectl.files import make_directory, write_text
     from pipectl.report.gantt_svg import gantts_svg
 
-    make_directory(path.parent)
     title = step_line(found, found.comparison())
     write_text(path, gantts_svg(found.timelines(), title, headline(found.plan)))
 
 
 def _write(path: Path, found: Traced) -> None:
-    from pipectl.files import make_directory, write_text
     from pipectl.report.perfetto import chrome_trace
 
-    make_directory(path.parent)
     text = chrome_trace(found.groups())
     write_text(path, text)
     note(

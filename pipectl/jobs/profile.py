@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipectl.errors import UsageError
 from pipectl.fields import Reader
-from pipectl.files import make_directory, read_json
+from pipectl.files import make_directory, make_directory_of, read_json
 from pipectl.jobs.cache import Entry, ProfileCache, identity_of
 from pipectl.jobs.device import this_device
 from pipectl.jobs.places import cache_directory, on_login_node
@@ -118,7 +118,7 @@ def measure(
         Interrupted: by the user; what was measured so far is used the next time.
         UsageError: ``path`` or the cache cannot be written.
     """
-    make_directory(path.parent)
+    make_directory_of(path)
     found = measured(spec, progress, wish, base=base)
     found.profile.save(path)
     return found

@@ -43,12 +43,12 @@ class Report(NamedTuple):
     trace: str | None
 
 
-def report(run: RunDirectory, now: float, trace_name: str) -> Report:
+def report(run: RunDirectory, now: float, trace_name: str | None) -> Report:
     """The page, from what the run directory holds by now; what is missing is left out.
 
     Args:
         now: seconds since the epoch.
-        trace_name: of the file beside the page that the trace goes to.
+        trace_name: of the file beside the page that the trace goes to; None where it has none.
     """
     found = status(run, now)
     profile, step = _profile(run), _traced(run)
@@ -59,7 +59,7 @@ def report(run: RunDirectory, now: float, trace_name: str) -> Report:
     parts += _curves(run)
     if found.plan is not None and profile is not None:
         parts += _graph(found.plan, profile)
-    trace = None if step is None else chrome_trace(step.groups())
+    trace = None if step is None or trace_name is None else chrome_trace(step.groups())
     return Report(page(f"{run.name} - pipectl", parts), trace)
 
 
@@ -149,7 +149,7 @@ def _stage_row(index: int, stage: Stage, names: dict[str, str]) -> list[object]:
     ]
 
 
-def _timelines(found: RunStatus, step: Traced | None, trace_name: str) -> Iterator[str]:
+def _timelines(found: RunStatus, step: Traced | None, trace_name: str | None) -> Iterator[str]:
     drawn: dict[str, Timeline] = {} if step is None else step.timelines()
     if step is None:
         with suppress(PipectlError):
@@ -157,7 +157,7 @@ def _timelines(found: RunStatus, step: Traced | None, trace_name: str) -> Iterat
     if drawn:
         yield heading("A step")
         yield timelines_html(drawn)
-    if step is not None:
+    if step is not None and trace_name is not None:
         yield paragraph(
             f"Both for a trace viewer, such as ui.perfetto.dev: {trace_name}, beside this page.",
             "faint",

@@ -1,0 +1,100 @@
+"""Where commands write: directories are made, streams written to, and all is known beforehand."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pipectl.timeline import Event, Timeline
+
+if TYPE_CHECKING:
+    from conftest import Command
+
+SHAPE = "simulate --schedule gpipe --stages 2 --micro-batches 2"
+WRITERS = [
+    (f"{SHAPE} --svg", "simulating.simulate_shape"),
+    ("plan job.yaml -o", "engines.searcher_named"),
+    ("plan job.yaml --svg", "engines.searcher_named"),
+    ("trace last --perfetto", "tracing.traced"),
+    ("trace last --svg", "tracing.traced"),
+    ("report last -o", "report.report"),
+    ("schema -o", ""),
+]
+
+
+@pytest.fixture
+def everything(profile: Path, finished: Path, pipeline: Callable[..., Any]) -> None:
+    """A job with a profile, and a run with a recorded step."""
+    pipeline(2, 4).save(finished / "plan.json")
+    events = tuple(Event(rank, 0.0, 1.0, "forward", rank, 0) for rank in range(2))
+    Timeline(events, 2, None).save(finished / "trace" / "predicted.json")
+    Timeline(events, 2, 10).save(finished / "trace" / "step-000010.json")
+
+
+@pytest.mark.parametrize(("line", "_work"), WRITERS)
+def test_a_directory_that_is_not_there_is_made(
+    cli: Command, everything: None, line: str, _work: str
+) -> None:
+    result = cli(*line.split(), "new/place/x")
+    assert result.code == 0, result.err
+    assert Path("new/place/x").stat().st_size
+
+
+@pytest.mark.parametrize(("line", "work"), [*WRITERS, ("profile job.yaml -o", "profile.measured")])
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [("job.yaml/x", "job.yaml: cannot be created: "), ("runs", "runs: is a directory")],
+)
+def test_that_nothing_can_be_written_is_found_out_before_the_work(
+    cli: Command, everything: None, monkeypatch: pytest.MonkeyPatch,
+    line: str, work: str, where: str, error: str,
+) -> None:  # fmt: skip
+    if work:
+        monkeypatch.setattr(f"pipectl.jobs.{work}", lambda *_, **__: pytest.fail("worked"))
+    result = cli(*line.split(), where)
+    assert (result.code, result.out) == (2, "")
+    assert error in result.err.splitlines()[0]
+
+
+@pytest.mark.parametrize(("line", "_work"), WRITERS)
+def test_what_is_no_file_is_written_to_and_stays(
+    cli: Command, everything: None, line: str, _work: str
+) -> None:
+    os.mkfifo("pipe")
+    read: list[bytes] = []
+    reader = threading.Thread(target=lambda: read.append(Path("pipe").read_bytes()))
+    reader.start()
+    beside = sorted(Path().iterdir())
+    result = cli(*line.split(), "pipe")
+    reader.join()
+    assert result.code == 0, result.err
+    assert read[0]
+    assert Path("pipe").is_fifo()
+    assert sorted(Path().iterdir()) == beside
+    assert cli(*line.split(), "/dev/null").code == 0
+    assert Path("/dev/null").is_char_device()
+
+
+@pytest.mark.parametrize(("line", "_work"), WRITERS)
+def test_standard_output_gets_it_between_what_is_printed(
+    cli: Command, everything: None, line: str, _work: str
+) -> None:
+    cli(*line.split(), "written")
+    result = cli(*line.split(), "/dev/stdout")
+    assert result.code == 0, result.err
+    assert Path("written").read_text()[:60] in result.out  # times differ
+
+
+def test_a_page_for_a_stream_names_no_trace_beside_it(cli: Command, everything: None) -> None:
+    cli("report", "last", "-o", "page.html")
+    assert "page.perfetto.json, beside this page" in Path("page.html").read_text()
+    result = cli("report", "last", "-o", "/dev/stdout")
+    assert result.out.startswith("<!")
+    assert result.out.endswith("</html>\n")
+    assert "beside this page" not in result.out
+    assert not Path("/dev/stdout.perfetto.json").exists()
