@@ -100,6 +100,26 @@ def test_a_damaged_checkpoint_is_told(cli: Command, saved: Path) -> None:
     assert not Path("model.safetensors").exists()
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+@pytest.mark.parametrize("size", [(), ("--shard-size", "100B")])
+def test_an_export_that_ends_early_leaves_nothing_behind(
+    cli: Command, saved: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, size: Any
+) -> None:
+    writer, files = "pipectl.runtime.checkpoint.export.TensorFile.finish", []
+
+    def finish(_self: object, name: str, _names: object) -> None:
+        files.append(name)
+        if len(files) == (2 if size else 1):
+            raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, finish)
+        result = cli("export", "last", "-o", "new/out", *size)
+    assert (result.code, result.out) == (130 if isinstance(error, KeyboardInterrupt) else 2, "")
+    assert [path for path in Path("new").rglob("*") if path.is_file()] == []
+    assert cli("export", "last", "-o", "new/out", *size).code == 0
+
+
 def test_a_run_without_checkpoints(cli: Command, run_of: Callable[..., Path]) -> None:
     run_of("20250101-120000-tiny")
     assert "has no checkpoint yet" in refused(cli)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 from torch import Tensor
 
-from pipectl.errors import DataFileError, UsageError
+from pipectl.errors import UsageError
 from pipectl.files import make_directory, write_text
 from pipectl.runtime.checkpoint.stored import Stored
 from pipectl.runtime.checkpoint.tensor_file import TensorFile
@@ -36,7 +36,8 @@ def export_file(weights: Stored, path: Path) -> int:
 def export_shards(weights: Stored, directory: Path, most_bytes: int) -> int:
     """Write files of at most so many bytes and their index, as model hubs have them.
 
-    A tensor that is larger gets a file of its own. The index is written last.
+    A tensor that is larger gets a file of its own. The index is written last, and where it cannot
+    be, no file stays.
 
     Returns:
         Bytes of all tensors.
@@ -50,10 +51,11 @@ def export_shards(weights: Stored, directory: Path, most_bytes: int) -> int:
         f"model-{index:05d}-of-{len(parts):05d}.safetensors": part
         for index, part in enumerate(parts, 1)
     }
-    total = sum(_export(weights, part, directory / file) for file, part in files.items())
     places = {name: file for file, part in files.items() for name in part}
-    document = {"metadata": {"total_size": total}, "weight_map": places}
-    write_text(directory / INDEX, json.dumps(document, indent=1) + "\n")
+    with _all_or_none([directory / file for file in files]):
+        total = sum(_export(weights, part, directory / file) for file, part in files.items())
+        document = {"metadata": {"total_size": total}, "weight_map": places}
+        write_text(directory / INDEX, json.dumps(document, indent=1) + "\n")
     return total
 
 
@@ -83,17 +85,25 @@ def _export(weights: Mapping[str, Tensor], layouts: Mapping[str, Tensor], path: 
 
 
 @contextmanager
+def _all_or_none(files: Iterable[Path]) -> Iterator[None]:
+    """Remove files again, which nobody could read without the rest."""
+    try:
+        yield
+    except BaseException:
+        for file in files:
+            file.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
 def _whole(path: Path) -> Iterator[Path]:
-    """A file to write that then takes the place of another."""
+    """A file to write that then takes the place of another; gone where that fails."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        yield partial
-        partial.replace(path)
-    except DataFileError:
-        partial.unlink(missing_ok=True)
-        raise
+        with _all_or_none([partial]):
+            yield partial
+            partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise UsageError(
             f"{path}: cannot be written: {error}",
             cure="choose a directory you may write to, or free some space",
