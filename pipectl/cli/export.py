@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from pipectl.cli.console import say, say_json, short
-from pipectl.cli.options import RUNS, Json, RunName, RunsDirectory
+from pipectl.cli.options import RUNS, Json, RunName, RunsDirectory, above_zero, read_by
 from pipectl.units import format_bytes, parse_bytes
 
 
@@ -19,12 +19,15 @@ def command(
         typer.Option("--output", "-o", help="The file; by default model.safetensors."),
     ] = None,
     step: Annotated[
-        int | None, typer.Option("--step", help="Of the checkpoint; by default the last.")
+        int | None, typer.Option("--step", min=1, help="Of the checkpoint; by default the last.")
     ] = None,
     shard_size: Annotated[
-        str | None,
+        int | None,
         typer.Option(
-            "--shard-size", metavar="SIZE", help="Several files of at most 5GB, say, and an index."
+            "--shard-size",
+            parser=read_by(above_zero(parse_bytes)),
+            metavar="SIZE",
+            help="Several files of at most 5GB, say, and an index.",
         ),
     ] = None,
     as_json: Json = False,
@@ -34,12 +37,8 @@ def command(
     from pipectl.jobs.export import export
     from pipectl.runs import find_run
 
-    try:
-        most = None if shard_size is None else parse_bytes(shard_size)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--shard-size") from error
-    path = output or Path("model" if most else "model.safetensors")
-    found = export(find_run(directory, name), path, step, most)
+    path = output or Path("model" if shard_size else "model.safetensors")
+    found = export(find_run(directory, name), path, step, shard_size)
     if as_json:
         say_json({"path": str(found.path), "step": found.step, "bytes": found.size_bytes})
     else:

@@ -30,7 +30,7 @@ def command(
     nodes: given.Count = None,
     tasks_per_node: given.Count = None,
     cpus_per_task: given.Count = None,
-    gpus_per_node: given.Count = None,
+    gpus_per_node: given.Gpus = None,
     memory: given.Memory = None,
     walltime: given.Walltime = None,
     yes: given.Yes = False,
@@ -52,8 +52,7 @@ def command(
     queue = init_ask.find_queue(where, partition, ask=ask)
     asked = {
         "nodes": nodes, "tasks_per_node": tasks_per_node, "cpus_per_task": cpus_per_task,
-        "gpus_per_node": gpus_per_node, "memory_bytes": memory and init_ask.size(memory),
-        "walltime_s": walltime and init_ask.duration(walltime),
+        "gpus_per_node": gpus_per_node, "memory_bytes": memory, "walltime_s": walltime,
     }  # fmt: skip
     resources = init_ask.find_resources(queue, asked, ask=ask)
     _write(targets, spec_text(

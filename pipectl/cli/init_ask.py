@@ -13,6 +13,7 @@ import typer
 from pipectl.batch.queues import Queue, queues
 from pipectl.cli.console import note
 from pipectl.cli.init_spec import offer
+from pipectl.cli.options import above_zero, read_by
 from pipectl.errors import SchedulerError, UsageError
 from pipectl.jobs.starting import Ask, choose, excess, propose
 from pipectl.units import did_you_mean, format_clock, parse_bytes, parse_duration
@@ -71,26 +72,6 @@ def find_resources(queue: Queue | None, given: Mapping[str, Any], *, ask: bool) 
     return wanted
 
 
-def size(text: str) -> int:
-    """Bytes in an option."""
-    return _read(parse_bytes, text)
-
-
-def duration(text: str) -> int:
-    """Seconds in an option."""
-    return _read(parse_duration, text)
-
-
-def _read(parse: Callable[[str], int], text: str) -> int:
-    try:
-        found = parse(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    if found < 1:
-        raise typer.BadParameter("must be more than 0")
-    return found
-
-
 def _count(text: str) -> int:
     if not re.fullmatch("[1-9][0-9]{0,6}", text.strip()):
         raise typer.BadParameter("must be a whole number of at least 1")
@@ -98,7 +79,7 @@ def _count(text: str) -> int:
 
 
 def _memory(text: str) -> int | None:
-    return None if text == "default" else size(text)
+    return None if text == "default" else read_by(above_zero(parse_bytes))(text)
 
 
 _QUESTIONS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
@@ -106,7 +87,7 @@ _QUESTIONS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "tasks_per_node": ("Ranks on each node", _count),
     "cpus_per_task": ("Cores of each rank", _count),
     "memory_bytes": ("Memory of each node", _memory),
-    "walltime_s": ("Walltime", duration),
+    "walltime_s": ("Walltime", read_by(above_zero(parse_duration))),
 }
 
 

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from pipectl.cli.options import SchedulerName
+from pipectl.cli.options import SchedulerName, above_zero, read_by
+from pipectl.units import parse_bytes, parse_duration
 
 LOSS = "torch.nn:CrossEntropyLoss"
 Directory = Annotated[Path, typer.Argument(help="Where to write it.")]
@@ -26,7 +27,18 @@ Partition = Annotated[
 ]
 Account = Annotated[str | None, typer.Option(help="Account the job is charged to.")]
 Count = Annotated[int | None, typer.Option(min=1)]
-Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Of each node.")]
-Walltime = Annotated[str | None, typer.Option(metavar="TIME")]
+Gpus = Annotated[int | None, typer.Option(min=0)]
+Memory = Annotated[
+    int | None,
+    typer.Option(
+        parser=read_by(above_zero(parse_bytes)), metavar="SIZE", help="Of each node: 16GiB."
+    ),
+]
+Walltime = Annotated[
+    int | None,
+    typer.Option(
+        parser=read_by(above_zero(parse_duration)), metavar="TIME", help="For example 1h30m."
+    ),
+]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace files that exist.")]

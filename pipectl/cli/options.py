@@ -26,6 +26,18 @@ def read_by(parse: Callable[[str], T]) -> Callable[[str], T]:
     return read
 
 
+def above_zero(parse: Callable[[str], int]) -> Callable[[str], int]:
+    """A parser of sizes or durations for which 0 is none."""
+
+    def read(text: str) -> int:
+        found = parse(text)
+        if found < 1:
+            raise ValueError("must be more than 0")
+        return found
+
+    return read
+
+
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job spec.")]
 Overrides = Annotated[
     list[str] | None,

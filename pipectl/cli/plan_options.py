@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from pipectl.cli.options import read_by
+from pipectl.cli.options import above_zero, read_by
 from pipectl.errors import UsageError
 from pipectl.jobs.wishes import Objective, Technique
 from pipectl.units import did_you_mean, parse_bytes, parse_duration
@@ -99,7 +99,9 @@ Cpus = Annotated[
 ]
 MemoryLimit = Annotated[
     int | None,
-    typer.Option(parser=read_by(parse_bytes), metavar="SIZE", help="Of every rank: 8GiB."),
+    typer.Option(
+        parser=read_by(above_zero(parse_bytes)), metavar="SIZE", help="Of every rank: 8GiB."
+    ),
 ]
 Bandwidth = Annotated[
     float | None, typer.Option(parser=read_by(bandwidth), metavar="RATE", help="Of links: 1GB/s.")

@@ -57,3 +57,39 @@ def test_what_has_no_meaning_is_refused_in_a_sentence(
     assert (result.code, result.out) == (2, "")
     assert result.err.startswith(f"error: {error}")
     assert sorted(Path().iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("export last --shard-size 0", "--shard-size': must be more than 0"),
+        ("export last --step 0", "--step': 0 is not in the range x>=1."),
+        ("init new --memory 0", "--memory': must be more than 0"),
+        ("init new --memory=", "--memory': '' is not a size"),
+        ("init new --walltime 0", "--walltime': must be more than 0"),
+        ("init new --walltime=", "--walltime': '' is not a duration"),
+        ("init new --gpus-per-node -1", "--gpus-per-node': -1 is not in the range x>=0."),
+        ("init new --nodes 0", "--nodes': 0 is not in the range x>=1."),
+        ("plan job.yaml --memory-limit 0", "--memory-limit': must be more than 0"),
+        ("plan job.yaml --batch-size 0", "--batch-size': 0 is not in the range x>=1."),
+        ("plan job.yaml --devices 0", "--devices': 0 is not in the range x>=1."),
+        ("plan job.yaml --bandwidth 0", "--bandwidth': must be above 0"),
+        ("plan job.yaml --communication-scale 0", "--communication-scale': must be a number above"),
+        ("simulate --schedule gpipe --stages 0", "--stages': 0 is not in the range x>=1."),
+        ("simulate --schedule gpipe --ranks 0", "--ranks': 0 is not in the range x>=1."),
+        ("trace last --step 0", "--step': 0 is not in the range x>=1."),
+        ("verify job.yaml --ranks 0", "--ranks': 0 is not in the range x>=1."),
+        ("verify job.yaml --steps 0", "--steps': 0 is not in the range x>=1."),
+    ],
+)
+def test_zero_is_refused_where_there_must_be_some(
+    cli: Command, job: Path, line: str, error: str
+) -> None:
+    result = cli(*line.split())
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith(f"error: Invalid value for '{error}")
+    assert not Path("new").exists()
+
+
+def test_a_job_for_no_accelerators_can_be_asked_for(cli: Command) -> None:
+    assert cli("init", "new", "--gpus-per-node", "0").code == 0
