@@ -15,7 +15,7 @@ from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption, names
 from pipectl.cli.progress import progress_bar
 from pipectl.cli.refusal import choose_one, refuse
 from pipectl.cli.rehearse import rehearse
-from pipectl.cli.submit_script import forecast, print_script, tell_launch
+from pipectl.cli.submit_script import NO_PROFILE, forecast, print_script, tell_launch
 from pipectl.cli.submit_sweep import submit_points
 from pipectl.cli.submitted import answer, follow_to_the_end, tell_plan
 from pipectl.runs import as_typed
@@ -100,7 +100,7 @@ def _submit(
 
 def _tell(submission: Submission) -> None:
     if submission.plan is None:
-        note("no fresh profile: the job measures the model first, in its allocation")
+        note(NO_PROFILE)
     else:
         tell_plan(submission.plan)
     record = submission.record

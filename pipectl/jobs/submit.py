@@ -82,20 +82,31 @@ def gather(spec: JobSpec, scheduler: str | None, progress: Progress | None = Non
     launch = settle(request)
     get(name).render(launch.of(request))  # fails now, not after measuring
     make_directory(directory)
-    profile, measurement = fresh_profile(spec, profile_path(spec)), None
+    profile, measurement = trainable_profile(spec), None
     if profile is None and name == LOCAL:
         measurement = measure(spec, profile_path(spec), progress)
         profile = measurement.profile
     if profile is None:
         return Inputs(spec, name, cluster, None, None, warning=warning, launch=launch)
-    if profile.fingerprint is None:
+    plan = planned(spec, profile, cluster)
+    check_supported(plan, str(plan_path(spec)))
+    return Inputs(spec, name, cluster, profile, plan, measurement, warning, launch)
+
+
+def trainable_profile(spec: JobSpec) -> Profile | None:
+    """The fresh profile of a job; None where it has to be measured.
+
+    Raises:
+        MismatchError: it comes from elsewhere, and nothing says that it is of this model.
+        DataFileError: there is one, but it cannot be read.
+    """
+    profile = fresh_profile(spec, profile_path(spec))
+    if profile is not None and profile.fingerprint is None:
         raise MismatchError(
             f"{profile_path(spec)}: an imported profile can be planned, not submitted",
             cure="remove it; the model is then measured",
         )
-    plan = planned(spec, profile, cluster)
-    check_supported(plan, str(plan_path(spec)))
-    return Inputs(spec, name, cluster, profile, plan, measurement, warning, launch)
+    return profile
 
 
 def submit(inputs: Inputs, now: float, after: Sequence[RunDirectory] = ()) -> Submission:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 Program = Callable[[str, str], Path]
 SLURM = ("--scheduler", "slurm")
+UNMEASURED = "no fresh profile: the job measures the model first, in its allocation"
 
 
 def only_run() -> Path:
@@ -26,11 +27,56 @@ def only_run() -> Path:
 
 def test_dry_run_prints_only_the_script_and_leaves_nothing(cli: Command, job: Path) -> None:
     result = cli("submit", "job.yaml", *SLURM, "--dry-run")
-    assert (result.code, result.err) == (0, "")
+    assert (result.code, result.err) == (0, f"{UNMEASURED}\n")
     assert result.out.startswith("#!/bin/bash\n#SBATCH --job-name=tiny\n")
     assert "-m pipectl.jobs.prepare " in result.out
     assert "-m pipectl.runtime.worker --run " in result.out
     assert not Path("runs").exists()
+
+
+def without_names(script: str) -> list[str]:
+    """The lines of a script in which no run is named."""
+    return [line for line in script.splitlines() if "-tiny" not in line]
+
+
+@pytest.mark.parametrize("changes", [(), ("--set", "pipeline.offload=disk")])
+def test_dry_run_prints_what_is_submitted_of_the_plan_that_lies_there(
+    cli: Command, profile: Path, program: Program, changes: tuple[str, ...]
+) -> None:
+    program("sbatch", "echo 41")
+    cli("submit", "job.yaml", *SLURM, *changes)
+    result = cli("submit", "job.yaml", *SLURM, *changes, "--dry-run")
+    assert result.err.startswith("plan: runs/tiny.plan.json: tiny: 2 stages on 2 ranks, schedule ")
+    assert "\npredicted: " in result.err
+    assert without_names(result.out) == without_names((only_run() / "job.sh").read_text())
+
+
+def test_dry_run_uses_nothing_stale_and_says_what_would_be_made(
+    cli: Command, profile: Path, program: Program
+) -> None:
+    line = ("submit", "job.yaml", "--dry-run")
+    said = "no fresh plan: submit makes one, of runs/tiny.profile.json\n"
+    assert cli(*line, *SLURM).err == said
+    cli("plan", "job.yaml", *SLURM)
+    assert cli(*line, *SLURM).err.startswith("plan: ")
+    result = cli(*line, *SLURM, "--set", "pipeline.schedule=gpipe")
+    assert result.err == said
+    assert "pipectl.jobs.prepare" not in result.out
+    Path("model.py").write_text("def build(): return 1\ndef data(): ...\n")
+    result = cli(*line, *SLURM)
+    assert result.err == f"{UNMEASURED}\n"
+    assert "pipectl.jobs.prepare" in result.out
+    result = cli(*line, "--scheduler", "local")
+    assert result.err == "no fresh profile: submit measures the model first, here\n"
+    assert "pipectl.jobs.prepare" not in result.out
+
+
+def test_dry_run_warns_of_a_measured_cluster_that_is_not_used(cli: Command, profile: Path) -> None:
+    from pipectl.cluster import assumed_cluster
+
+    assumed_cluster("mine", [1, 1, 1], 1, None).save(Path("runs/tiny.cluster.json"))
+    result = cli("submit", "job.yaml", *SLURM, "--dry-run")
+    assert "warning: runs/tiny.cluster.json describes nodes of [1, 1, 1] ranks" in result.err
 
 
 @pytest.mark.parametrize("scheduler", ["local", "slurm"])
@@ -39,7 +85,7 @@ def test_dry_run_needs_no_mpi(
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(place / "bin/python"))
     result = cli("submit", "job.yaml", "--scheduler", scheduler, "--dry-run")
-    assert (result.code, result.err) == (0, "")
+    assert (result.code, result.err.startswith("no fresh profile: ")) == (0, True)
     launch = next(line for line in result.out.splitlines() if line.startswith("run mpiexec"))
     assert shlex.split(launch)[:4] == ["run", "mpiexec", "-n", "2"]
 
@@ -90,7 +136,7 @@ def test_submit_to_slurm_without_a_profile_leaves_it_to_the_job(
     result = cli("submit", "job.yaml", *SLURM)
     run = only_run()
     assert result.code == 0
-    assert result.err == "no fresh profile: the job measures the model first, in its allocation\n"
+    assert result.err == f"{UNMEASURED}\n"
     assert not (run / "profile.json").exists()
     assert "-m pipectl.jobs.prepare" in (run / "job.sh").read_text()
 
@@ -172,11 +218,14 @@ def test_a_truncated_plan_is_not_replaced(cli: Command, profile: Path) -> None:
     assert Path("runs/tiny.plan.json").read_text() == '{"version"'
 
 
-def test_an_imported_profile_cannot_be_submitted(cli: Command, profile: Path) -> None:
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_an_imported_profile_cannot_be_submitted(
+    cli: Command, profile: Path, more: tuple[str, ...]
+) -> None:
     document = json.loads(profile.read_text())
     del document["fingerprint"], document["key"]
     profile.write_text(json.dumps(document))
-    result = cli("submit", "job.yaml", *SLURM)
+    result = cli("submit", "job.yaml", *SLURM, *more)
     assert (result.code, result.out) == (3, "")
     assert "an imported profile can be planned, not submitted" in result.err
 

@@ -137,6 +137,7 @@ def test_a_dry_run_shows_the_array_and_the_first_run(cli: Command, sweep: None) 
     array, first = out.split('exec /bin/bash "$run/job.sh"\n')
     assert "#SBATCH --array=0-3%2" in array
     assert "--array" not in first
+    assert "pipectl.jobs.prepare" not in array
     assert "-tiny-0\n" in first
     assert not runs()
 
