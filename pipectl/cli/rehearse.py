@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pipectl.cli.console import note, say, say_json, short
 from pipectl.cli.interruption import resumable
 from pipectl.cli.progress import progress_bar
-from pipectl.cli.submitted import completed
+from pipectl.cli.submitted import answer, completed
 from pipectl.units import format_time
 
 if TYPE_CHECKING:
@@ -28,12 +28,14 @@ def rehearse(spec: JobSpec, scheduler: str | None, *, wait: bool, as_json: bool)
 
     with resumable(), progress_bar("profiling") as progress:
         inputs = gather(spec, scheduler, progress)
+    if inputs.warning:
+        note(f"warning: {inputs.warning}")
     submission = submit_rehearsal(inputs, time.time())
     _tell(inputs, submission)
     if wait or inputs.scheduler == LOCAL:
         _follow(submission, as_json=as_json)
     elif as_json:
-        say_json({"run": submission.run.name, "directory": str(submission.run.path)})
+        say_json(answer(submission.run, submission.record))
     else:
         say(f"see: pipectl status {submission.run.name}")
 

@@ -45,12 +45,14 @@ class RehearsalInputs:
 
     Args:
         scheduler: where.
+        warning: why a measured cluster was not used; empty where all is well.
     """
 
     spec: JobSpec
     plan: Plan
     cluster: Cluster
     scheduler: str
+    warning: str = ""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def gather(
         PipectlError: no plan fits, or a file cannot be used.
     """
     home = scheduler_name(spec, None)
-    cluster = find_machines(spec, home).cluster
+    machines = find_machines(spec, home)
     make_directory(Path(spec.output.directory))
     profile = fresh_profile(spec, profile_path(spec))
     if profile is None and home == LOCAL:
@@ -113,7 +115,9 @@ def gather(
             f"{profile_path(spec)}: no fresh profile, so there is no plan to rehearse",
             cure="measure the model first: pipectl profile --submit JOB.yaml",
         )
-    return RehearsalInputs(spec, planned(spec, profile, cluster), cluster, scheduler or LOCAL)
+    cluster = machines.cluster
+    plan = planned(spec, profile, cluster)
+    return RehearsalInputs(spec, plan, cluster, scheduler or LOCAL, machines.warning)
 
 
 def submit_rehearsal(inputs: RehearsalInputs, now: float) -> Submission:

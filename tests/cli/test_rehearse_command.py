@@ -58,6 +58,28 @@ def test_a_rehearsal_for_programs_says_when_it_was_disturbed(
     assert "a rank came 3.50 s too late" in words
 
 
+def test_json_stays_json_beside_warnings(
+    cli: Command, profile: Path, mpi: Callable[[str], Path], program: Callable[[str, str], Path]
+) -> None:
+    from pipectl.cluster import assumed_cluster
+
+    mpi(f"echo '{LINE % 0}' > $run/metrics.jsonl")
+    program("sbatch", "echo 41")
+    assumed_cluster("mine", [1, 1, 1], 1, None).save(Path("runs/tiny.cluster.json"))
+    unused = "warning: runs/tiny.cluster.json describes nodes of [1, 1, 1] ranks"
+    result = cli("submit", "job.yaml", *FOUR, "--rehearse", "--json")
+    assert result.err.startswith(unused)
+    assert json.loads(result.out)["ranks"] == 4
+    result = cli("submit", "job.yaml", *FOUR, "--rehearse", "--json", "--scheduler", "slurm")
+    assert result.err.startswith(unused)
+    answer = json.loads(result.out)
+    assert (answer["scheduler"], answer["job_id"]) == ("slurm", "41")
+    assert Path(answer["directory"]).name == answer["run"]
+    mpi("exit 7")
+    result = cli("submit", "job.yaml", *FOUR, "--rehearse", "--json")
+    assert (result.code, json.loads(result.out)["state"]) == (1, "FAILED")
+
+
 def test_a_rehearsal_that_fails_has_an_exit_code(
     cli: Command, profile: Path, mpi: Callable[[str], Path]
 ) -> None:
