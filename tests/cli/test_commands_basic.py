@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,8 @@ import pytest
 
 if TYPE_CHECKING:
     from conftest import Command
+
+    from pipectl.plan import Plan
 
 COMMANDS = ("init", "check", "schema", "profile", "plan", "submit", "status", "logs", "cancel")
 
@@ -38,6 +41,32 @@ def test_starting_loads_neither_torch_nor_mpi_nor_the_spec(
     )
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["status"], ["status", "last"], ["status", "last", "--ranks"], ["status", "last", "--json"],
+     ["logs"], ["logs", "--follow"], ["logs", "--script"], ["cancel", "last"], ["--help"]],
+)  # fmt: skip
+@pytest.mark.parametrize("run", ["finished", "failed"])
+def test_looking_at_a_run_loads_neither_torch_nor_mpi(
+    request: pytest.FixtureRequest, place: Path, pipeline: Callable[..., Plan],
+    run: str, arguments: list[str],
+) -> None:  # fmt: skip
+    directory: Path = request.getfixturevalue(run)
+    pipeline(2, 4).save(directory / "plan.json")
+    (directory / "job.sh").write_text("exit\n")
+    beat = {"version": 1, "state": "training", "step": 4, "steps": 10, "time": 1, "ranks": []}
+    (directory / "heartbeat.json").write_text(json.dumps(beat))
+    program = (
+        "import sys; from pipectl.cli import main; code = main(sys.argv[1:]);"
+        "heavy = {'torch', 'mpi4py', 'numpy', 'numba'} & set(sys.modules);"
+        "sys.exit(','.join(heavy) or code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], cwd=place, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
 
