@@ -11,11 +11,13 @@ from pipectl.cli import init_options as given
 from pipectl.cli.console import say
 from pipectl.cli.refusal import refuse
 from pipectl.errors import UsageError
-from pipectl.files import make_directory, write_text
+from pipectl.files import make_directory_of, write_text
 from pipectl.units import is_name
 
 if TYPE_CHECKING:
     from pipectl.cli.init_spec import Code
+
+_NAME = "use letters, digits, '.', '_' and '-'"
 
 
 def command(
@@ -27,9 +29,9 @@ def command(
     scheduler: given.Scheduler = None,
     partition: given.Partition = None,
     account: given.Account = None,
-    nodes: given.Count = None,
-    tasks_per_node: given.Count = None,
-    cpus_per_task: given.Count = None,
+    nodes: given.Nodes = None,
+    tasks_per_node: given.Tasks = None,
+    cpus_per_task: given.Cpus = None,
     gpus_per_node: given.Gpus = None,
     memory: given.Memory = None,
     walltime: given.Walltime = None,
@@ -64,7 +66,7 @@ def command(
 
 def _check_name(name: str) -> None:
     if not is_name(name):
-        raise UsageError(f"--name: {name!r} cannot name a job", cure="letters, digits, '.', '_'")
+        raise UsageError(f"--name: {name!r} cannot name a job", cure=_NAME)
 
 
 def _code(model: str | None, loss: str, data: str | None) -> Code | None:
@@ -82,7 +84,8 @@ def _code(model: str | None, loss: str, data: str | None) -> Code | None:
 
 
 def _write(targets: Sequence[Path], job: str) -> None:
-    make_directory(targets[0].parent)
+    for target in targets:
+        make_directory_of(target)
     for target in targets:
         example = (files("pipectl.cli") / "starter" / "model.py.txt").read_text("utf-8")
         write_text(target, job if target.name == "job.yaml" else example)

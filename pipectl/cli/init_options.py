@@ -26,8 +26,10 @@ Partition = Annotated[
     str | None, typer.Option("--partition", "--queue", help="Of Slurm, or queue of PBS.")
 ]
 Account = Annotated[str | None, typer.Option(help="Account the job is charged to.")]
-Count = Annotated[int | None, typer.Option(min=1)]
-Gpus = Annotated[int | None, typer.Option(min=0)]
+Nodes = Annotated[int | None, typer.Option(min=1, help="How many.")]
+Tasks = Annotated[int | None, typer.Option(min=1, help="Ranks on each node.")]
+Cpus = Annotated[int | None, typer.Option(min=1, help="Cores of each rank.")]
+Gpus = Annotated[int | None, typer.Option(min=0, help="Accelerators of each node.")]
 Memory = Annotated[
     int | None,
     typer.Option(

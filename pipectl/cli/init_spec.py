@@ -108,10 +108,14 @@ def _resources(ask: Ask) -> str:
         "tasks_per_node": ask.tasks_per_node,
         "cpus_per_task": ask.cpus_per_task,
         "gpus_per_node": ask.gpus_per_node or None,
-        "memory_per_node": None if ask.memory_bytes is None else f"{ask.memory_bytes >> 20}MiB",
+        "memory_per_node": None if ask.memory_bytes is None else _size(ask.memory_bytes),
         "walltime": f'"{format_clock(ask.walltime_s)}"',
     }
     return ", ".join(f"{key}: {value}" for key, value in parts.items() if value is not None)
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes >> 20}MiB" if size_bytes >> 20 else f"{size_bytes}B"
 
 
 def offer(queue: Queue) -> str:

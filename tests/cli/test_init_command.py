@@ -148,6 +148,27 @@ def test_a_model_of_ones_own_behind_a_link(cli: Any) -> None:
     assert cli("check", "near/first/job.yaml").code == 0
 
 
+def test_little_memory_is_what_was_asked_for(cli: Any) -> None:
+    for text, size_bytes in (("10KiB", 10 * 2**10), ("1MiB", 2**20), ("1GB", 953 * 2**20)):
+        assert cli("init", "--force", "--memory", text).code == 0
+        assert load(Path("job.yaml"), sites=()).resources.memory_per_node == size_bytes
+
+
+def test_where_one_file_cannot_be_written_none_is(cli: Any) -> None:
+    Path("new/model.py").mkdir(parents=True)
+    result = cli("init", "new", "--force")
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith("error: new/model.py: is a directory\n")
+    assert not Path("new/job.yaml").exists()
+
+
+def test_every_option_says_what_it_is(cli: Any) -> None:
+    for line in cli("init", "--help").out.splitlines():
+        if line.startswith("  -"):
+            words = line.split("  ", 2)[2].replace("[x>=1]", "").replace("[x>=0]", "")
+            assert words.strip(), line
+
+
 def test_a_hostile_partition_is_one_value(cli: Any, slurm: Any) -> None:
     slurm('a"}: {b,#*|1:00:00|1|2|9000|(null)|up')
     assert cli("init").code == 0
