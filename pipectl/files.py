@@ -132,11 +132,13 @@ def _unwritable(path: Path, error: OSError) -> UsageError:
 def _open_file(path: Path) -> int | None:
     """The number of this process's open file that ``/dev/stdout``, say, stands for."""
     for _ in range(_MOST_LINKS):
+        if path.parent.name != "fd" and not path.is_symlink():
+            return None  # nearly always: a file
         folder = os.path.realpath(path.parent)
         if folder == os.path.realpath("/dev/fd") and path.name.isdecimal():
             return int(path.name)
         if not path.is_symlink():
-            break
+            return None
         path = Path(folder, path.readlink())
     return None
 
