@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from pipectl.cli.console import note, say, say_json, short
 from pipectl.cli.interruption import resumable
 from pipectl.cli.progress import progress_bar
+from pipectl.cli.submit_script import tell_launch
 from pipectl.cli.submitted import answer, completed
 from pipectl.units import format_time
 
@@ -30,6 +31,7 @@ def rehearse(spec: JobSpec, scheduler: str | None, *, wait: bool, as_json: bool)
         inputs = gather(spec, scheduler, progress)
     if inputs.warning:
         note(f"warning: {inputs.warning}")
+    tell_launch(inputs.launch)
     submission = submit_rehearsal(inputs, time.time())
     _tell(inputs, submission)
     if wait or inputs.scheduler == LOCAL:

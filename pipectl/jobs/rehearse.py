@@ -13,7 +13,7 @@ from pipectl.batch import JobRequest
 from pipectl.cluster import Cluster
 from pipectl.errors import UsageError
 from pipectl.files import make_directory, write_text
-from pipectl.jobs.launching import settle
+from pipectl.jobs.launching import Settled, settle
 from pipectl.jobs.machines import find_machines
 from pipectl.jobs.places import LOCAL, profile_path, scheduler_name
 from pipectl.jobs.plan import planned, write_plan
@@ -45,6 +45,7 @@ class RehearsalInputs:
 
     Args:
         scheduler: where.
+        launch: what ranks are started with.
         warning: why a measured cluster was not used; empty where all is well.
     """
 
@@ -52,6 +53,7 @@ class RehearsalInputs:
     plan: Plan
     cluster: Cluster
     scheduler: str
+    launch: Settled
     warning: str = ""
 
 
@@ -115,9 +117,10 @@ def gather(
             f"{profile_path(spec)}: no fresh profile, so there is no plan to rehearse",
             cure="measure the model first: pipectl profile --submit JOB.yaml",
         )
-    cluster = machines.cluster
+    where, cluster = scheduler or LOCAL, machines.cluster
     plan = planned(spec, profile, cluster)
-    return RehearsalInputs(spec, plan, cluster, scheduler or LOCAL, machines.warning)
+    launch = settle(_started(job_request(spec, Path(spec.output.directory), "check"), spec, where))
+    return RehearsalInputs(spec, plan, cluster, where, launch, machines.warning)
 
 
 def submit_rehearsal(inputs: RehearsalInputs, now: float) -> Submission:
@@ -183,12 +186,13 @@ def _request(inputs: RehearsalInputs, run: RunDirectory, rehearsal: Rehearsal) -
         gpus_per_node=0,
         stop=None,
     )
-    request = _crowded(request, spec) if inputs.scheduler == LOCAL else request
-    return settle(request).of(request)
+    return inputs.launch.of(_started(request, spec, inputs.scheduler))
 
 
-def _crowded(request: JobRequest, spec: JobSpec) -> JobRequest:
-    """All ranks on this machine, however few cores it has."""
+def _started(request: JobRequest, spec: JobSpec, scheduler: str) -> JobRequest:
+    """On this machine all ranks start, however few cores it has."""
+    if scheduler != LOCAL:
+        return request
     ours = scheduler_name(spec, None) == LOCAL
     return replace(
         request,
