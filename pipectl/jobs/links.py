@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 from pipectl.batch import JobRequest
 from pipectl.errors import UsageError
-from pipectl.files import make_directory_of
 from pipectl.jobs.launching import settle
 from pipectl.jobs.machines import measured_key
-from pipectl.jobs.measuring_run import submit_measuring
+from pipectl.jobs.measuring_run import prepare_output, submit_measuring
 from pipectl.jobs.request import job_request, make_tag
 from pipectl.jobs.submit import Submission, removed_on_failure
 from pipectl.runs import RunDirectory
@@ -45,7 +44,7 @@ def submit_links(
             "resources: a job of one rank has no links to measure",
             cure="set resources.nodes or resources.tasks_per_node to 2 or more",
         )
-    make_directory_of(output)
+    prepare_output(output)
     run = RunDirectory.create(Path(spec.output.directory), f"{spec.name}-links", now)
     with removed_on_failure(run):
         request = _request(spec, run, scheduler, output.absolute(), BUDGET_S[effort])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipectl.batch import JobRequest
-from pipectl.files import write_text
+from pipectl.errors import UsageError
+from pipectl.files import is_stream, make_directory_of, write_text
 from pipectl.jobs.submit import Submission, hand_over
 from pipectl.runs import PROFILING, Record, RunDirectory
 from pipectl.spec import dump
@@ -15,6 +17,17 @@ if TYPE_CHECKING:
 
 PERCENT = 100
 """Steps of such a run: it tells its progress in percent."""
+
+
+def prepare_output(output: Path) -> None:
+    """Make the directory of what such a run writes.
+
+    Raises:
+        UsageError: it cannot be written, or is no file.
+    """
+    if is_stream(output):
+        raise UsageError(f"{output}: is no file, which a job could write", cure="name another: -o")
+    make_directory_of(output)
 
 
 def submit_measuring(

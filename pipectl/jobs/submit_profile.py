@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipectl.batch import JobRequest
-from pipectl.files import make_directory_of
-from pipectl.jobs.measuring_run import submit_measuring
+from pipectl.jobs.measuring_run import prepare_output, submit_measuring
 from pipectl.jobs.profile import Wish
 from pipectl.jobs.profile_in_job import arguments_for
 from pipectl.jobs.request import MEASURE, job_request, make_tag
@@ -34,7 +33,7 @@ def submit_profile(
     Raises:
         SchedulerError: see :func:`pipectl.jobs.submit.submit`.
     """
-    make_directory_of(output)
+    prepare_output(output)
     run = RunDirectory.create(Path(spec.output.directory), f"{spec.name}-profile", now)
     with removed_on_failure(run):
         request = _request(spec, run, output, wish)

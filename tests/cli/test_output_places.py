@@ -90,6 +90,21 @@ def test_standard_output_gets_it_between_what_is_printed(
     assert Path("written").read_text()[:60] in result.out  # times differ
 
 
+@pytest.mark.parametrize("way", ["--submit", "--links"])
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [("/dev/stdout", "/dev/stdout: is no file"), ("runs", "runs: is a directory")],
+)
+def test_what_a_job_measures_goes_to_a_file(
+    cli: Command, everything: None, way: str, where: str, error: str
+) -> None:
+    before = sorted(Path("runs").iterdir())
+    result = cli("profile", "job.yaml", way, "--scheduler", "local", "-o", where)
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith(f"error: {error}")
+    assert sorted(Path("runs").iterdir()) == before
+
+
 def test_a_page_for_a_stream_names_no_trace_beside_it(cli: Command, everything: None) -> None:
     cli("report", "last", "-o", "page.html")
     assert "page.perfetto.json, beside this page" in Path("page.html").read_text()
