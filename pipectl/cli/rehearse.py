@@ -11,6 +11,7 @@ from pipectl.cli.interruption import resumable
 from pipectl.cli.progress import progress_bar
 from pipectl.cli.submit_script import tell_launch
 from pipectl.cli.submitted import answer, completed
+from pipectl.runs import as_typed
 from pipectl.units import format_time
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def rehearse(spec: JobSpec, scheduler: str | None, *, wait: bool, as_json: bool)
     elif as_json:
         say_json(answer(submission.run, submission.record))
     else:
-        say(f"see: pipectl status {submission.run.name}")
+        say(f"see: pipectl status {as_typed(submission.run)}")
 
 
 def _tell(inputs: RehearsalInputs, submission: Submission) -> None:

@@ -11,6 +11,7 @@ from pipectl.cli.console import note, say, say_json
 from pipectl.cli.options import RUNS, Json, Overrides, RunName, RunsDirectory
 from pipectl.cli.submit_script import tell_launch
 from pipectl.cli.submitted import answer, follow_to_the_end, tell_plan
+from pipectl.runs import as_typed
 
 if TYPE_CHECKING:
     from pipectl.jobs.resume import Resumption
@@ -51,4 +52,4 @@ def _tell(found: Resumption) -> None:
     record = found.record
     begin = f"from step {found.step}" if found.step else "from the beginning: no checkpoint yet"
     say(f"resumed: {record.name} ({record.scheduler} job {record.job_id}), {begin}")
-    say(f"see: pipectl status {found.run.name}")
+    say(f"see: pipectl status {as_typed(found.run)}")

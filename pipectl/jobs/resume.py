@@ -27,6 +27,7 @@ from pipectl.runs import (
     REHEARSAL,
     Record,
     RunDirectory,
+    as_typed,
     last_checkpoint,
     locked,
     read_starts,
@@ -145,7 +146,7 @@ def _check_over(run: RunDirectory, record: Record, now: float, *, force: bool) -
     if found.state.alive:
         raise UsageError(
             f"{run.name}: is {found.state.value}",
-            cure=f"wait for its end, or `pipectl cancel {run.name}` first",
+            cure=f"wait for its end, or `pipectl cancel {as_typed(run)}` first",
         )
 
 

@@ -9,7 +9,7 @@ from pipectl.errors import UsageError
 from pipectl.jobs.places import scheduler_name
 from pipectl.jobs.profile import is_fresh
 from pipectl.profile import Profile
-from pipectl.runs import Record, RunDirectory, last_checkpoint
+from pipectl.runs import Record, RunDirectory, as_typed, last_checkpoint
 from pipectl.spec import profile_key
 from pipectl.spec.references import parse
 
@@ -39,7 +39,7 @@ def check_unchanged(run: RunDirectory, record: Record, was: JobSpec, spec: JobSp
         raise UsageError(
             f"{run.name}: {changed} has changed, but its checkpoints are of the model as it was",
             cure="leave that out, or submit the other model as a run of its own; it may begin with "
-            f"what `pipectl export {run.name}` writes (model.weights)",
+            f"what `pipectl export {as_typed(run)}` writes (model.weights)",
         )
 
 
