@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from torch import Tensor
@@ -30,32 +30,40 @@ def export_file(weights: Stored, path: Path) -> int:
         UsageError: the file cannot be written; one that was there is as it was.
         DataFileError: the checkpoint is damaged.
     """
-    return _export(weights, {name: weights.layout(name) for name in weights}, path)
+    make_directory(path.absolute().parent)
+    layouts = {name: weights.layout(name) for name in weights}
+    with _whole(path) as partial:
+        _write(weights, layouts, partial, path.name)
+    return sum(layout.nbytes for layout in layouts.values())
 
 
 def export_shards(weights: Stored, directory: Path, most_bytes: int) -> int:
     """Write files of at most so many bytes and their index, as model hubs have them.
 
-    A tensor that is larger gets a file of its own. The index is written last, and where it cannot
-    be, no file stays.
+    A tensor that is larger gets a file of its own. The files get their names when all are written,
+    the index last.
 
     Returns:
         Bytes of all tensors.
 
     Raises:
-        UsageError: a file cannot be written.
+        UsageError: a file cannot be written; those that were there are as they were.
         DataFileError: the checkpoint is damaged.
     """
+    make_directory(directory)
     parts = list(_parts({name: weights.layout(name) for name in weights}, most_bytes))
     files = {
         f"model-{index:05d}-of-{len(parts):05d}.safetensors": part
         for index, part in enumerate(parts, 1)
     }
     places = {name: file for file, part in files.items() for name in part}
-    with _all_or_none([directory / file for file in files]):
-        total = sum(_export(weights, part, directory / file) for file, part in files.items())
-        document = {"metadata": {"total_size": total}, "weight_map": places}
-        write_text(directory / INDEX, json.dumps(document, indent=1) + "\n")
+    total = sum(layout.nbytes for part in parts for layout in part.values())
+    document = {"metadata": {"total_size": total}, "weight_map": places}
+    with ExitStack() as ends:
+        index = ends.enter_context(_whole(directory / INDEX))
+        for file, part in files.items():
+            _write(weights, part, ends.enter_context(_whole(directory / file)), file)
+        write_text(index, json.dumps(document, indent=1) + "\n")
     return total
 
 
@@ -72,27 +80,15 @@ def _parts(layouts: Mapping[str, Tensor], most_bytes: int) -> Iterator[dict[str,
         yield part
 
 
-def _export(weights: Mapping[str, Tensor], layouts: Mapping[str, Tensor], path: Path) -> int:
-    """Write some weights; gives their bytes."""
-    make_directory(path.absolute().parent)
+def _write(
+    weights: Mapping[str, Tensor], layouts: Mapping[str, Tensor], path: Path, name: str
+) -> None:
+    """Write some weights into a file that is to have a name."""
     names = sorted(layouts, key=lambda name: (-layouts[name].element_size(), name))
-    with _whole(path) as partial:
-        file = TensorFile(partial, {name: layouts[name] for name in names}, _METADATA)
-        with closing(file):
-            file.write(weights[name] for name in names)
-            file.finish(path.name, names)
-    return sum(layout.nbytes for layout in layouts.values())
-
-
-@contextmanager
-def _all_or_none(files: Iterable[Path]) -> Iterator[None]:
-    """Remove files again, which nobody could read without the rest."""
-    try:
-        yield
-    except BaseException:
-        for file in files:
-            file.unlink(missing_ok=True)
-        raise
+    file = TensorFile(path, {name: layouts[name] for name in names}, _METADATA)
+    with closing(file):
+        file.write(weights[name] for name in names)
+        file.finish(name, names)
 
 
 @contextmanager
@@ -100,11 +96,12 @@ def _whole(path: Path) -> Iterator[Path]:
     """A file to write that then takes the place of another; gone where that fails."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        with _all_or_none([partial]):
-            yield partial
-            partial.replace(path)
+        yield partial
+        partial.replace(path)
     except OSError as error:
         raise UsageError(
             f"{path}: cannot be written: {error}",
             cure="choose a directory you may write to, or free some space",
         ) from error
+    finally:
+        partial.unlink(missing_ok=True)
