@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,16 @@ pipeline: {stages: 2, micro_batches: 4, schedule: 1f1b}
 resources: {nodes: 2, tasks_per_node: 1}
 site_defaults: false
 """
+
+
+@pytest.fixture(autouse=True)
+def signals_as_a_shell_leaves_them() -> Iterator[None]:
+    """Whoever measures the tests may have taken some for itself."""
+    taken = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, signal.SIG_DFL) for number in taken]
+    yield
+    for number, handler in zip(taken, before, strict=True):
+        signal.signal(number, handler)
 
 
 @pytest.fixture
