@@ -40,11 +40,15 @@ site_defaults: false
 
 @pytest.fixture(autouse=True)
 def signals_as_a_shell_leaves_them() -> Iterator[None]:
-    """Whoever measures the tests may have taken some for itself."""
-    taken = (signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, signal.SIG_DFL) for number in taken]
+    """Whoever runs or measures the tests may have taken some for itself, or ignore them."""
+    usual = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
     yield
-    for number, handler in zip(taken, before, strict=True):
+    for number, handler in before.items():
         signal.signal(number, handler)
 
 
