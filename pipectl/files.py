@@ -40,6 +40,8 @@ def write_text(path: Path, text: str, *, mode: int = 0o666, durable: bool = True
         else:
             file = Path(os.path.realpath(path)) if path.is_symlink() else path
             _replace(file, text, mode, durable=durable)
+    except BrokenPipeError:  # nobody reads it
+        raise
     except OSError as error:
         raise _unwritable(path, error) from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from errno import ENOSPC
+from errno import EDQUOT, EFBIG, EIO, ENOSPC
 
 import typer
 
@@ -14,6 +14,7 @@ from pipectl.errors import PipectlError, SpecError
 
 DEBUG_VARIABLE = "PIPECTL_DEBUG"
 INTERRUPTED = 130
+_UNWRITTEN = (ENOSPC, EDQUOT, EFBIG, EIO)
 UNREAD = 141
 """What a shell makes of SIGPIPE, by which other programs end here."""
 
@@ -43,7 +44,7 @@ def _describe(error: BaseException) -> tuple[int, list[str], str | None]:
         return INTERRUPTED, ["interrupted"], None
     if isinstance(error, OSError) and error.filename is not None:
         return 1, [f"{error.filename}: {error.strerror or error}"], None
-    if isinstance(error, OSError) and error.errno == ENOSPC:
+    if isinstance(error, OSError) and error.errno in _UNWRITTEN:
         return 1, [f"the output cannot be written: {error.strerror}"], "free some space"
     cure = "this is a fault of pipectl; please report it with the output of: pipectl --debug ..."
     return 1, [f"{type(error).__name__}: {error}"], cure

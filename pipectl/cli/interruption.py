@@ -23,10 +23,13 @@ def interruptible() -> Iterator[None]:
     tidying up. A signal that is ignored (`nohup`), or taken already, stays so.
     """
 
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
+    def interrupt(_number: int, frame: FrameType | None) -> None:
         for number in ours:
             signal.signal(number, signal.SIG_IGN)
-        raise KeyboardInterrupt
+        handler = signal.getsignal(signal.SIGINT)
+        if not callable(handler):
+            raise KeyboardInterrupt
+        handler(signal.SIGINT, frame)
 
     ours = [number for number in _SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
     for number in ours:

@@ -61,7 +61,7 @@ def command(
         note(f"{run.name}: nothing {whose}was printed; see: pipectl status {as_typed(run)}")
     if unknown is not None:
         raise UnknownRunError(
-            f"{run.name}: it cannot be told whether it goes on: {unknown}",
+            f"{run.name}: it cannot be told whether it goes on: {unknown or 'nothing says so'}",
             cure=f"if it does, follow it again: pipectl logs -f {as_typed(run)}",
         )
 

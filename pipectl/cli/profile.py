@@ -11,7 +11,7 @@ import typer
 from pipectl.cli.interruption import resumable
 from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption
 from pipectl.cli.progress import progress_bar
-from pipectl.cli.refusal import refuse
+from pipectl.cli.refusal import choose_one, refuse
 from pipectl.errors import UsageError
 from pipectl.units import is_name
 
@@ -87,10 +87,8 @@ def command(
 def _check(
     fast: bool, thorough: bool, submit: bool, wait: bool, here: bool, device_kind: str | None
 ) -> None:
-    if fast and thorough:
-        raise UsageError("--fast and --thorough: choose one", cure="or neither")
-    if here and submit:
-        raise UsageError("--here and --submit: choose one", cure="--submit measures in a job")
+    choose_one(fast=fast, thorough=thorough)
+    choose_one(here=here, submit=submit)
     if wait and not submit:
         raise UsageError("--wait: there is no job to wait for", cure="add --submit")
     if device_kind is not None and not is_name(device_kind):

@@ -9,7 +9,7 @@ import typer
 
 from pipectl.cli.console import note, say, say_json
 from pipectl.cli.options import RUNS, Json, Overrides, RunName, RunsDirectory
-from pipectl.cli.submit_script import tell_launch
+from pipectl.cli.submit_script import NO_PROFILE, tell_launch
 from pipectl.cli.submitted import answer, follow_to_the_end, tell_plan
 from pipectl.runs import as_typed
 
@@ -46,7 +46,7 @@ def command(
 
 def _tell(found: Resumption) -> None:
     if found.plan is None:
-        note("no fresh profile: the job measures the model first, in its allocation")
+        note(NO_PROFILE)
     elif found.planned:
         tell_plan(found.plan, "planned anew: ")
     record = found.record

@@ -58,7 +58,7 @@ def command(
     shape = _given(stages=stages, micro_batches=micro_batches, ranks=ranks)
     shape |= _given(forward_s=forward, backward_s=backward, latency_s=latency)
     if plan is not None:
-        own = {f"--{name.removesuffix('_s').replace('_', '-')}": shape[name] for name in shape}
+        own = {f"--{key.removesuffix('_s').replace('_', '-')}": shape[key] for key in shape}
         refuse(own, "a plan has its own", cure="leave it out, or name a --schedule alone")
         found = _of_plan(plan, cluster, schedule)
     elif schedule is not None:

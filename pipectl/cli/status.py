@@ -53,11 +53,10 @@ def command(
 def _sweep(sweep: SweepDirectory, *, as_json: bool, ranks: bool, watch: bool) -> None:
     from pipectl.batch import JobState
     from pipectl.cli.status_sweep import show_sweep
-    from pipectl.runs import RunDirectory, as_typed
+    from pipectl.runs import one_of
 
     if ranks:
-        first = as_typed(RunDirectory(sweep.base / f"{sweep.name}-0"))
-        raise UsageError("--ranks: of which run?", cure=f"name it: {first}, say")
+        raise UsageError("--ranks: of which run?", cure=f"name it: {one_of(sweep)}, say")
     if watch:
         from pipectl.cli.status_watch import watch_sweep
 

@@ -54,9 +54,7 @@ def command(
 
     choose_one(dry_run=dry_run, test_only=test_only, rehearse=rehearsal)
     if dry_run or test_only:
-        refuse({"--json": as_json}, "--dry-run and --test-only print text", cure="leave it out")
-        why = "--dry-run and --test-only submit nothing"
-        refuse({"--wait": wait, "--after": after}, why, cure="leave it out")
+        _check_looking(wait=wait, after=after, as_json=as_json)
     if rehearsal:
         refuse({"--after": after}, "a rehearsal waits for no other run", cure="leave it out")
     spec, points = load_sweep(job, overrides or ())
@@ -71,6 +69,13 @@ def command(
         submit_points(spec, points, name, after or (), wait=wait, as_json=as_json)
     else:
         _submit(spec, name, after or (), wait=wait, as_json=as_json)
+
+
+def _check_looking(*, wait: bool, after: Sequence[str] | None, as_json: bool) -> None:
+    """What has a meaning only where something is submitted."""
+    refuse({"--json": as_json}, "--dry-run and --test-only print text", cure="leave it out")
+    why = "--dry-run and --test-only submit nothing"
+    refuse({"--wait": wait, "--after": after}, why, cure="leave it out")
 
 
 def _submit(

@@ -25,9 +25,9 @@ def prepare_output(output: Path) -> None:
     Raises:
         UsageError: it cannot be written, or is no file.
     """
+    make_directory_of(output)
     if is_stream(output):
         raise UsageError(f"{output}: is no file, which a job could write", cure="name another: -o")
-    make_directory_of(output)
 
 
 def submit_measuring(

@@ -41,13 +41,13 @@ def prepare(run: RunDirectory, clock: Callable[[], float] = time.time) -> None:
     spec = load(run.job)
     cluster = Cluster.load(run.cluster)
     heartbeat = Heartbeat(run, spec.training.steps, clock)
-    known = fresh_profile(spec, run.profile)
-    profile = known
+    profile = fresh_profile(spec, run.profile)
     if profile is None:
+        run.plan.unlink(missing_ok=True)  # of the model as it was
         base = run.path.parent
         profile = measure(spec, run.profile, heartbeat.profiling, base=base).profile
         _share(run, spec, profile)
-    if known is None or not run.plan.exists():
+    if not run.plan.exists():
         heartbeat.beat("planning")
         write_plan(run, find_plan(spec, profile, cluster), cluster)
 

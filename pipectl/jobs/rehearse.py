@@ -18,7 +18,7 @@ from pipectl.jobs.machines import find_machines
 from pipectl.jobs.places import LOCAL, profile_path, scheduler_name
 from pipectl.jobs.plan import planned, write_plan
 from pipectl.jobs.profile import Progress, fresh_profile, measure
-from pipectl.jobs.request import job_request, make_tag
+from pipectl.jobs.request import job_request, make_tag, trial_request
 from pipectl.jobs.submit import Submission, hand_over, removed_on_failure
 from pipectl.plan import Plan
 from pipectl.rehearsal import Rehearsal
@@ -119,7 +119,7 @@ def gather(
         )
     where, cluster = scheduler or LOCAL, machines.cluster
     plan = planned(spec, profile, cluster)
-    launch = settle(_started(job_request(spec, Path(spec.output.directory), "check"), spec, where))
+    launch = settle(_started(trial_request(spec), spec, where))
     return RehearsalInputs(spec, plan, cluster, where, launch, machines.warning)
 
 

@@ -100,6 +100,11 @@ def _with_ranks(request: JobRequest, spec: JobSpec, variables: Mapping[str, str]
     )
 
 
+def trial_request(spec: JobSpec) -> JobRequest:
+    """The request of a run that is not made: whether it could be started shows before the work."""
+    return job_request(spec, Path(spec.output.directory) / "check", "check")
+
+
 def array_request(
     request: JobRequest, runs: Sequence[RunDirectory], at_once: int | None
 ) -> JobRequest:

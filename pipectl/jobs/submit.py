@@ -21,7 +21,7 @@ from pipectl.jobs.places import LOCAL, plan_path, profile_path, scheduler_name
 from pipectl.jobs.plan import planned, write_plan
 from pipectl.jobs.profile import Measurement, Progress, fresh_profile, measure
 from pipectl.jobs.recovery import refuse_twice
-from pipectl.jobs.request import job_request, make_tag
+from pipectl.jobs.request import job_request, make_tag, trial_request
 from pipectl.jobs.template import write_job
 from pipectl.plan import Plan
 from pipectl.profile import Profile
@@ -77,11 +77,10 @@ def gather(spec: JobSpec, scheduler: str | None, progress: Progress | None = Non
     name = scheduler_name(spec, scheduler)
     machines = find_machines(spec, name)
     cluster, warning = machines.cluster, machines.warning
-    directory = Path(spec.output.directory)
-    request = job_request(spec, directory, "check")
+    request = trial_request(spec)
     launch = settle(request)
     get(name).render(launch.of(request))  # fails now, not after measuring
-    make_directory(directory)
+    make_directory(Path(spec.output.directory))
     profile, measurement = trainable_profile(spec), None
     if profile is None and name == LOCAL:
         measurement = measure(spec, profile_path(spec), progress)

@@ -16,7 +16,7 @@ from pipectl.jobs.machines import find_machines
 from pipectl.jobs.places import LOCAL, profile_path, scheduler_name
 from pipectl.jobs.plan import find_plan
 from pipectl.jobs.profile import Measurement, Progress, fresh_profile, measure, measured
-from pipectl.jobs.request import job_request
+from pipectl.jobs.request import trial_request
 from pipectl.jobs.submit import Inputs, gather
 from pipectl.plan import Plan
 from pipectl.profile import Profile
@@ -101,7 +101,7 @@ def _gathered(point: Point, name: str, made: _Made, progress: Progress | None) -
 def _launch(spec: JobSpec, name: str, made: _Made) -> Settled:
     """How ranks are started; what cannot be written into a script fails now."""
     key = f"{spec.launch} {spec.environment}"
-    request = job_request(spec, Path(spec.output.directory), "check")
+    request = trial_request(spec)
     if key not in made.launches:
         made.launches[key] = settle(request)
     found = made.launches[key]

@@ -9,6 +9,7 @@ from pipectl.runs.find import (
     find_sweep,
     list_runs,
     list_sweeps,
+    one_of,
 )
 from pipectl.runs.heartbeat import beat
 from pipectl.runs.lock import locked
@@ -68,6 +69,7 @@ __all__ = [
     "list_sweeps",
     "locked",
     "measured_steps",
+    "one_of",
     "read_errors",
     "read_exit_code",
     "read_figures",

@@ -129,10 +129,15 @@ def _matches(run: str, part: str) -> bool:
     return bool(part) and (run.startswith(part) or run.endswith(part))
 
 
+def one_of(sweep: SweepDirectory) -> str:
+    """What calls one of its runs from here, for an example."""
+    first = next(iter(sweep.runs()), RunDirectory(sweep.base / f"{sweep.name}-0"))
+    return as_typed(first)
+
+
 def _of_several(name: str, sweep: SweepDirectory) -> UnknownRunError:
-    first = as_typed(RunDirectory(sweep.base / f"{sweep.name}-0"))
     return UnknownRunError(
-        f"{name!r} is a sweep of several runs", cure=f"name one of them: {first}, say"
+        f"{name!r} is a sweep of several runs", cure=f"name one of them: {one_of(sweep)}, say"
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from pipectl.batch import Container, JobRequest
 from pipectl.batch.script import render_body
 from pipectl.errors import InvalidInputError
-from pipectl.jobs.request import job_request
+from pipectl.jobs.request import job_request, trial_request
 from pipectl.spec import load
 
 MakeRequest = Callable[..., JobRequest]
@@ -69,6 +69,9 @@ def test_what_the_job_names_and_writes_is_bound(tmp_path: Path, written: str, im
     path.write_text(JOB.replace("IMAGE", written))
     container = job_request(load(path, check_files=False), Path("/runs/x"), "t").container
     assert container is not None
+    trial = trial_request(load(path, check_files=False)).container
+    assert trial is not None
+    assert trial.binds[0] == Path("runs").absolute()
     assert container.image == image.format(tmp_path)
     assert container.binds == (Path("/runs"), tmp_path, tmp_path / "code")
     assert container.accelerators

@@ -9,6 +9,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
+from pipectl.cli.interruption import interruptible
 from pipectl.cli.plan_wait import Watch, stoppable
 from pipectl.jobs.deadline import Deadline
 
@@ -24,6 +25,14 @@ def test_the_first_interrupt_ends_the_search_and_the_second_aborts(
         assert "ending with the best so far; Ctrl-C again aborts" in capfd.readouterr().err
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP])
+def test_whoever_ends_the_search_otherwise_gets_the_best_so_far_too(how: signal.Signals) -> None:
+    deadline = Deadline()
+    with interruptible(), stoppable(deadline):
+        signal.raise_signal(how)
+        assert deadline()
 
 
 def test_afterwards_an_interrupt_is_what_it_was() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from conftest import Command
 
 
 def run(*arguments: str, **streams: Any) -> tuple[int, str]:
@@ -24,7 +28,7 @@ def run(*arguments: str, **streams: Any) -> tuple[int, str]:
     "arguments",
     [
         *(("logs",), ("logs", "-f"), ("status",), ("status", "last", "--json")),
-        *(("schema",), ("--help",), ("--version",)),
+        *(("schema",), ("schema", "-o", "/dev/stdout"), ("--help",), ("--version",)),
     ],
 )
 def test_a_reader_that_is_gone_ends_a_command_without_a_word(
@@ -51,6 +55,16 @@ def test_a_reader_of_complaints_that_is_gone(finished: Path) -> None:
 @pytest.mark.parametrize("arguments", [("logs",), ("status",), ("--version",)])
 def test_no_standard_output_at_all(finished: Path, arguments: tuple[str, ...]) -> None:
     assert run(*arguments, preexec_fn=lambda: os.close(1)) == (0, "")
+
+
+def test_a_quota_is_no_fault_of_ours(cli: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def print_too_much(*_: object, **__: object) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr("pipectl.cli.status_table.show_all", print_too_much)
+    result = cli("status")
+    message = "error: the output cannot be written: Disk quota exceeded\n  free some space\n"
+    assert (result.code, result.err) == (1, message)
 
 
 @pytest.mark.parametrize("arguments", [("logs",), ("status",), ("schema",)])

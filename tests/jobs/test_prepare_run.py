@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -112,6 +113,21 @@ def test_what_the_job_has_outgrown_is_made_anew(run: RunDirectory, measured: lis
     assert measured == [run.profile] * 2
     assert Plan.load(run.plan).assumptions != ("mine",)
     assert Profile.load(run.profile).key is None
+
+
+def test_no_plan_of_another_model_stays_where_planning_is_cut_short(
+    run: RunDirectory, measured: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare.prepare(run)
+    replace(PROFILE, key="of another model").save(run.profile)
+    replace(Plan.load(run.plan), assumptions=("mine",)).save(run.plan)
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "find_plan", lambda *_: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            prepare.prepare(run)
+    prepare.prepare(run)
+    assert measured == [run.profile] * 2
+    assert Plan.load(run.plan).assumptions != ("mine",)
 
 
 def test_a_run_with_a_checkpoint_keeps_its_plan(run: RunDirectory, measured: list[Path]) -> None:
