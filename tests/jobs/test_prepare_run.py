@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -121,8 +120,12 @@ def test_no_plan_of_another_model_stays_where_planning_is_cut_short(
     prepare.prepare(run)
     replace(PROFILE, key="of another model").save(run.profile)
     replace(Plan.load(run.plan), assumptions=("mine",)).save(run.plan)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as patch:
-        patch.setattr(prepare, "find_plan", lambda *_: signal.raise_signal(signal.SIGINT))
+        patch.setattr(prepare, "find_plan", killed)
         with pytest.raises(KeyboardInterrupt):
             prepare.prepare(run)
     prepare.prepare(run)
