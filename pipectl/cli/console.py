@@ -84,6 +84,12 @@ def note(text: object, style: str = "dim") -> None:
     errors().print(plain(text, style), soft_wrap=True)
 
 
+def warn(text: str) -> None:
+    """Print a warning to standard error, if there is one."""
+    if text:
+        note(f"warning: {text}")
+
+
 def short(path: Path) -> str:
     """A path as it can be typed from here: relative where it lies below the current directory."""
     here = Path.cwd()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipectl.cli.console import note
+from pipectl.cli.console import note, warn
 from pipectl.cli.plan_ask import Ask
 from pipectl.jobs.wishes import Objective
 
@@ -48,8 +48,7 @@ def _of_job(ask: Ask, job: Path) -> tuple[Subject, Path | None]:
     spec = load(job, overrides)
     profile = _profile(spec, job, ask.profile_file, overrides)
     subject = subject_of_job(spec, profile, scheduler_name(spec, ask.scheduler), ask.wishes)
-    if subject.warning:
-        note(f"warning: {subject.warning}")
+    warn(subject.warning)
     own = None if ask.wishes.is_what_if else plan_path(spec)
     return subject, ask.output or own
 

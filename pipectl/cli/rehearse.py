@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from pipectl.cli.console import note, say, say_json, short
+from pipectl.cli.console import note, say, say_json, short, warn
 from pipectl.cli.interruption import resumable
 from pipectl.cli.progress import progress_bar
 from pipectl.cli.submit_script import tell_launch
@@ -30,8 +30,7 @@ def rehearse(spec: JobSpec, scheduler: str | None, *, wait: bool, as_json: bool)
 
     with resumable(), progress_bar("profiling") as progress:
         inputs = gather(spec, scheduler, progress)
-    if inputs.warning:
-        note(f"warning: {inputs.warning}")
+    warn(inputs.warning)
     tell_launch(inputs.launch)
     submission = submit_rehearsal(inputs, time.time())
     _tell(inputs, submission)

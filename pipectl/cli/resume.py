@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipectl.cli.console import note, say, say_json
+from pipectl.cli.console import note, say, say_json, warn
 from pipectl.cli.options import RUNS, Json, Overrides, RunName, RunsDirectory
 from pipectl.cli.submit_script import NO_PROFILE, tell_launch
 from pipectl.cli.submitted import answer, follow_to_the_end, tell_plan
@@ -32,8 +32,7 @@ def command(
     from pipectl.runs import find_run
 
     found = resume(find_run(directory, name), overrides or (), time.time(), force=force)
-    if found.warning:
-        note(f"warning: {found.warning}")
+    warn(found.warning)
     tell_launch(found.launch)
     if not as_json:
         _tell(found)

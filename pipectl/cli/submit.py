@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipectl.cli.console import note, say, say_json, short
+from pipectl.cli.console import note, say, say_json, short, warn
 from pipectl.cli.interruption import resumable
 from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption, names_of_runs
 from pipectl.cli.progress import progress_bar
@@ -90,8 +90,7 @@ def _submit(
         inputs = gather(spec, scheduler, progress)
     if inputs.measurement is not None:
         tell_origin(inputs.measurement, time.time(), "pipectl profile --again measures anew")
-    if inputs.warning:
-        note(f"warning: {inputs.warning}")
+    warn(inputs.warning)
     if inputs.launch is not None:
         tell_launch(inputs.launch)
     submission = submit(inputs, time.time(), before)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pipectl.cli.console import note
+from pipectl.cli.console import note, warn
 
 if TYPE_CHECKING:
     from pipectl.jobs.launching import Settled
@@ -40,8 +40,7 @@ def _tell_start(spec: JobSpec, rendered: Rendered, scheduler: str | None) -> Non
     from pipectl.cli.plan_view import headline, prediction_lines
     from pipectl.jobs.places import LOCAL, plan_path, profile_path, scheduler_name
 
-    if rendered.warning:
-        note(f"warning: {rendered.warning}")
+    warn(rendered.warning)
     if rendered.plan is not None:
         note(f"plan: {plan_path(spec)}: {headline(rendered.plan)}")
         for line in prediction_lines(rendered.plan):
@@ -71,5 +70,4 @@ def tell_launch(launch: Settled) -> None:
     """Say what ranks are started with, where somebody would ask."""
     if launch.said:
         note(launch.said)
-    if launch.warning:
-        note(f"warning: {launch.warning}")
+    warn(launch.warning)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from pipectl.cli.console import note, say, say_json, short
+from pipectl.cli.console import note, say, say_json, short, warn
 from pipectl.cli.interruption import resumable
 from pipectl.cli.progress import progress_bar
 from pipectl.cli.submit_script import tell_launch
@@ -46,7 +46,7 @@ def submit_points(
     with resumable(), progress_bar("profiling") as progress:
         inputs = gather_sweep(spec, points, scheduler, progress)
     for warning in dict.fromkeys(item.warning for item in inputs if item.warning):
-        note(f"warning: {warning}")
+        warn(warning)
     for launch in dict.fromkeys(item.launch for item in inputs if item.launch is not None):
         tell_launch(launch)
     at_once = None if spec.sweep is None else spec.sweep.at_once

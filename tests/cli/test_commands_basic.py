@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 COMMANDS = ("init", "check", "schema", "profile", "plan", "submit", "status", "logs", "cancel")
 
+HEAVY = {"torch", "mpi4py", "numpy", "numba"}
+
 
 def test_help_lists_every_command_with_a_whole_sentence(cli: Command) -> None:
     result = cli("--help")
@@ -30,19 +32,23 @@ def test_no_command_shows_the_help(cli: Command) -> None:
     assert cli().out == cli("--help").out
 
 
+def check_loads_none_of(modules: set[str], arguments: list[str], place: Path) -> None:
+    """Run a command that succeeds, in a process of its own."""
+    program = (
+        "import sys; from pipectl.cli import main; code = main(sys.argv[1:]);"
+        f"sys.exit(','.join({modules} & set(sys.modules)) or code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], cwd=place, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["status"], ["status", "--help"]])
 def test_starting_loads_neither_torch_nor_mpi_nor_the_spec(
     arguments: list[str], tmp_path: Path
 ) -> None:
-    program = (
-        "import sys; from pipectl.cli import main; code = main(sys.argv[1:]);"
-        "heavy = {'torch', 'mpi4py', 'numpy', 'numba', 'pipectl.spec', 'pipectl.planner'};"
-        "sys.exit(','.join(heavy & set(sys.modules)) or code)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    check_loads_none_of({*HEAVY, "pipectl.spec", "pipectl.planner"}, arguments, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -60,15 +66,7 @@ def test_looking_at_a_run_loads_neither_torch_nor_mpi(
     (directory / "job.sh").write_text("exit\n")
     beat = {"version": 1, "state": "training", "step": 4, "steps": 10, "time": 1, "ranks": []}
     (directory / "heartbeat.json").write_text(json.dumps(beat))
-    program = (
-        "import sys; from pipectl.cli import main; code = main(sys.argv[1:]);"
-        "heavy = {'torch', 'mpi4py', 'numpy', 'numba'} & set(sys.modules);"
-        "sys.exit(','.join(heavy) or code)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], cwd=place, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    check_loads_none_of(HEAVY, arguments, place)
 
 
 @pytest.mark.parametrize(
