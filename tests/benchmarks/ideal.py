@@ -47,7 +47,7 @@ from pipectl.schedule import Kind
 from pipectl.simulate import simulate
 
 RANKS, MICRO_BATCHES = 2, 8
-ROUNDS, STEPS = 7, 3
+ROUNDS, STEPS = 5, 3
 MANY = 500
 """Micro-batches of stages that compute nothing."""
 GOAL_STEP, GOAL_ACTION_US, GOAL_SPEED_UP = 1.03, 50, 0.95

@@ -10,16 +10,18 @@ Peak memory is measured in processes of their own.
 A link is given in Mbit/s, or as the share of a rank's computation that the messages of one
 direction take on it: how much there is to hide, on machines of any speed.
 
-    python tests/benchmarks/peer.py [CASE ...]      a case: gpt, gpt-8192, resnet50, densenet121,
-                                                    gpt@200, gpt@100 (Mbit/s), gpt@20%, gpt@40%
+    python tests/benchmarks/peer.py [--rounds COUNT] [CASE ...]
+
+A case: gpt, gpt-8192, resnet50 or densenet121, in shared memory or over a link: gpt@20%, gpt@200.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,9 +40,7 @@ from pipectl.schedule.one_f_one_b import policy_b
 from pipectl.units import format_bytes
 
 BATCH, MICRO_BATCHES, RANKS = 32, 8, 2
-ROUNDS, STEPS = 7, 3
-LINK_ROUNDS = 15
-"""Over links steps differ more."""
+ROUNDS, STEPS = 5, 3
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,12 @@ MODELS = {
     "resnet50": Model(vision("resnet50"), "layer3.1"),
     "densenet121": Model(vision("densenet121"), "features.denseblock3.denselayer12"),
 }
-CASES = ("gpt", "gpt-8192", "resnet50", "densenet121", "gpt@200", "gpt@100", "gpt@20%", "gpt@40%")
+GOAL_SAME_CUT = 1.0
+GOALS_UNEVEN = {"gpt-8192": 1.12, "resnet50": 1.25, "densenet121": 1.25}
+"""Of pipectl's plan over 1F1B with equally many layers a rank."""
+GOALS_LINK = {"gpt@20%": 1.12, "gpt@40%": 1.3}
+"""Over the peer's best, with its micro-batches."""
+CASES = ("gpt", "gpt-8192", "resnet50", "densenet121", "gpt@20%", "gpt@40%")
 
 
 def cluster_between(megabits: int) -> Cluster:
@@ -96,7 +101,7 @@ def request() -> PlanRequest:
     return PlanRequest("peer", batch_size=BATCH, micro_batches=MICRO_BATCHES)
 
 
-def write_case(folder: Path, model: Model, megabits: int) -> dict[str, Any]:
+def write_case(folder: Path, model: Model, megabits: int, rounds: int) -> dict[str, Any]:
     """The job's profile and pipectl's plans; returns who takes part."""
     plans = plans_of(folder, model, cluster_between(megabits))
     for name, plan in plans.items():
@@ -107,7 +112,7 @@ def write_case(folder: Path, model: Model, megabits: int) -> dict[str, Any]:
         "theirs": {
             name: given for count in sorted(counts) for name, given in theirs(model, count).items()
         },
-        "rounds": LINK_ROUNDS if megabits else ROUNDS,
+        "rounds": rounds,
         "steps": STEPS,
         "host": HOST if megabits else "127.0.0.1",
         "port": 29511,
@@ -170,9 +175,10 @@ def peaks(folder: Path, case: dict[str, Any]) -> dict[str, list[int]]:
     }
 
 
-def show(name: str, seconds: dict[str, list[float]]) -> None:
+def show(name: str, seconds: Mapping[str, list[float]]) -> dict[str, float]:
+    """Prints the times a step; returns their medians."""
     middles = {key: statistics.median(times) for key, times in seconds.items()}
-    best = min(value for key, value in middles.items() if key.startswith("torch/"))
+    best = fastest_of_the_peer(middles)
     print(f"\n### {name}\n")
     print("| | median s a step | lowest to highest | against torch's 1F1B | its best |")
     print("|---|---|---|---|---|")
@@ -180,23 +186,61 @@ def show(name: str, seconds: dict[str, list[float]]) -> None:
         middle, spread = middles[key], f"{min(times):.3f} to {max(times):.3f}"
         ratios = f"{middles['torch/1F1B'] / middle:.2f}x | {best / middle:.2f}x"
         print(f"| {key} | {middle:.3f} | {spread} | {ratios} |", flush=True)
+    return middles
 
 
-def main(cases: list[str]) -> None:
+def fastest_of_the_peer(middles: Mapping[str, float], same_micro_batches: bool = False) -> float:
+    """Seconds a step of its best schedule, of any number of micro-batches or of the common one."""
+    names = [name for name in middles if name.startswith("torch/")]
+    return min(middles[name] for name in names if not (same_micro_batches and " of " in name))
+
+
+def show_goals(found: Mapping[str, Mapping[str, float]]) -> None:
+    """How many times faster each case was than the peer, beside the goals."""
+    print("\n### Against the goals\n\n| | goal | found |\n|---|---|---|")
+    shared = {case: middles for case, middles in found.items() if "@" not in case}
+    for schedule in ("1F1B", "GPipe"):
+        ratios = (
+            f"{case} {middles[f'torch/{schedule}'] / middles[f'pipectl, {schedule}']:.2f}x"
+            for case, middles in shared.items()
+        )
+        print(f"| same cut, {schedule} | {GOAL_SAME_CUT}x | {', '.join(ratios)} |")
+    for case, middles in found.items():
+        best, ours = fastest_of_the_peer(middles), "pipectl, its plan"
+        if case in GOALS_UNEVEN:
+            faster = middles["torch/1F1B"] / middles[ours]
+            print(f"| {case}: plan over equal layers | {GOALS_UNEVEN[case]}x | {faster:.2f}x |")
+        for name in [name for name in middles if name.startswith(ours)]:
+            of_8 = fastest_of_the_peer(middles, same_micro_batches=True) / middles[name]
+            goal = f"{GOALS_LINK[case]}x" if case in GOALS_LINK else ""
+            print(f"| {case}: {name.removeprefix('pipectl, ')} over its best of {MICRO_BATCHES} "
+                  f"(of any) | {goal} | {of_8:.2f}x ({best / middles[name]:.2f}x) |")  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    usual = " ".join(CASES).replace("%", "%%")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"by default {usual}")
+    given = parser.parse_args()
+    if unknown := {text.partition("@")[0] for text in given.cases} - MODELS.keys():
+        parser.error(f"no model {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}")
     print(f"## pipectl and torch.distributed.pipelining {torch.__version__}\n")
     print(f"{RANKS} ranks, one thread each; batch {BATCH} in {MICRO_BATCHES} micro-batches; AdamW.")
-    for given in cases or CASES:
-        name, _, text = given.partition("@")
+    found = {}
+    for text in given.cases or CASES:
+        name, _, speed = text.partition("@")
         with tempfile.TemporaryDirectory() as place:
             folder, model = Path(place), MODELS[name]
             model.job.write(folder, RANKS)
-            megabits = link_speed(folder, model, text)
-            case = write_case(folder, model, megabits)
-            shown = f"{given}, {megabits} Mbit/s" if text.endswith("%") else given
-            show(shown, run(folder, case, megabits)["seconds"])
+            megabits = link_speed(folder, model, speed)
+            case = write_case(folder, model, megabits, given.rounds)
+            shown = f"{text}, {megabits} Mbit/s" if speed.endswith("%") else text
+            found[text] = show(shown, run(folder, case, megabits)["seconds"])
             for key, sizes in ({} if megabits else peaks(folder, case)).items():
-                print(f"\nPeak resident, {key}: {', '.join(map(format_bytes, sizes))}")
+                print(f"\nPeak resident, {key}: {', '.join(map(format_bytes, sizes))}", flush=True)
+    show_goals(found)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

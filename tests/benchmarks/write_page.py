@@ -27,6 +27,8 @@ from pipectl.jobs.device import processor
 
 HERE = Path(__file__).resolve().parent
 CHECKOUT = HERE.parents[1]
+REMARKS = "remarks"
+"""The section that is written by hand, and kept: what single runs do not show."""
 _MARK = re.compile(r"^<!-- (\w+) -->\n(.*?)(?=^<!-- |\Z)", re.MULTILINE | re.DOTALL)
 
 
@@ -126,7 +128,7 @@ def measured(page: Page, name: str) -> str | None:
 def circumstances(page: Page, load: float, minutes: float) -> str:
     """Of a measurement: when, on what, how busy that was before, and how long it took."""
     cores = f"{processor()} with {os.cpu_count()} cores"
-    packages = ", ".join(f"{name} {version(name)}" for name in page.packages)
+    packages = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in page.packages)
     today = datetime.date.today().isoformat()
     before = f"load {load:.1f} before; took {max(1, round(minutes))} min"
     return f"*{today}, {cores}, Python {platform.python_version()}, {packages}; {before}.*"
@@ -148,7 +150,8 @@ def as_markdown(printed: str) -> str:
 
 def write(page: Page, sections: dict[str, str]) -> None:
     """All sections there are."""
-    marked = (f"<!-- {n} -->\n{sections[n].strip()}\n" for n in page.sections if n in sections)
+    names = [name for name in (*page.sections, REMARKS) if name in sections]
+    marked = (f"<!-- {name} -->\n{sections[name].strip()}\n" for name in names)
     write_text(page.path, "\n".join([page.opening, *marked]))
 
 
