@@ -16,6 +16,7 @@ from time import perf_counter
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
+from pipectl.planner.exploring.areas import most_micro_batches
 from pipectl.planner.exploring.judge import TIE
 from pipectl.planner.listed import listed_plan
 from pipectl.planner.policies import antichain
@@ -24,7 +25,7 @@ from pipectl.planner.proof import proven
 from pipectl.planner.rating import PLANNER, have_same_least_load, work_s
 from pipectl.planner.replication.copies import copied_plans, one_copy
 from pipectl.planner.replication.replicated import MANY_RANKS, replicated_plans
-from pipectl.planner.request import PLACED, PlanRequest
+from pipectl.planner.request import PLACED, PlanRequest, micro_batch_sizes
 from pipectl.planner.straight import straight_plans
 from pipectl.planner.techniques.placed import placed_plan
 from pipectl.planner.unflushed import unflushed_plan
@@ -171,14 +172,20 @@ def _as_others_cut(
 
     Such profiles are imported: often with links that bind more than stages do, which is what that
     planner balances, while ours looks for short steps near balanced stages.
-    None of them recomputes.
+    None of them recomputes, and none has more micro-batches than ours of as many stages may have.
     """
     few = 1 < cluster.ranks <= MANY_RANKS and len(profile.operators) <= MANY_OPERATORS
     if profile.has_several_sizes or not few or request.recompute or expired():
         return []
     with suppress(InfeasibleError):
-        return policy_plans(antichain.NAME, profile, cluster, request, expired, planner=PLANNER)
+        found = policy_plans(antichain.NAME, profile, cluster, request, expired, planner=PLANNER)
+        return [plan for plan in found if _is_of_a_size_to_try(plan, profile, request)]
     return []
+
+
+def _is_of_a_size_to_try(plan: Plan, profile: Profile, request: PlanRequest) -> bool:
+    most = most_micro_batches(profile, len(plan.stages))
+    return plan.micro_batch_size in micro_batch_sizes(request, most)
 
 
 def _with_replicas(

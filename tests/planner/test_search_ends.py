@@ -42,6 +42,17 @@ def test_cuts_of_the_antichain_planner_are_taken_where_they_are_faster(
     assert found.predicted_step_s == min(step_s, plan.predicted_step_s)
 
 
+def test_they_have_no_more_micro_batches_than_others_with_as_many_stages(
+    make_operator, make_profile
+) -> None:
+    operators = [make_operator(i, forward_s=1 / 128, backward_s=0.0) for i in range(2)]
+    nodes = tuple(Node(f"n{i}", min(i, 2) or 1, 1, Device("cpu")) for i in range(3))
+    cluster = Cluster("c", "test", nodes, LINK, Link(1e-4, 3e6))
+    plan = make_plan(make_profile(operators, [(0, 1)]), cluster, PlanRequest("job", 32))
+    assert (len(plan.stages), plan.micro_batches) == (2, 8)
+    assert plan.search.gap == 0.0
+
+
 def test_without_any_time_there_is_an_even_cut(chain) -> None:
     plan = make_plan(chain(12), CLUSTER, REQUEST, After(0))
     assert [len(stage.nodes) for stage in plan.stages] == [3, 3, 3, 3]
