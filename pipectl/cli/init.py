@@ -47,9 +47,7 @@ def command(
     code = _code(model, loss, data)
     targets = _targets(directory, force=force, example=code is None)
     where = scheduler.value if scheduler else detected()
-    if where == LOCAL:
-        sites = {"--partition": partition, "--account": account}
-        refuse(sites, "the job is for this machine", cure="name a --scheduler, slurm or pbs")
+    _check_site(where, partition, account)
     ask = init_ask.is_terminal() and not yes and where != LOCAL
     queue = init_ask.find_queue(where, partition, ask=ask)
     asked = {
@@ -67,6 +65,14 @@ def command(
 def _check_name(name: str) -> None:
     if not is_name(name):
         raise UsageError(f"--name: {name!r} cannot name a job", cure=_NAME)
+
+
+def _check_site(where: str, partition: str | None, account: str | None) -> None:
+    from pipectl.jobs.places import LOCAL
+
+    if where == LOCAL:
+        sites = {"--partition": partition, "--account": account}
+        refuse(sites, "the job is for this machine", cure="name a --scheduler, slurm or pbs")
 
 
 def _code(model: str | None, loss: str, data: str | None) -> Code | None:

@@ -69,8 +69,7 @@ def command(
     if links:
         from pipectl.cli.links import measure_links
 
-        about_model = {"--again": again, "--device-kind": device_kind, "--here": here}
-        refuse(about_model, "has no meaning with --links", cure="links are always measured anew")
+        _check_links(again, device_kind, here)
         measure_links(spec, name, output, effort, wait=wait or not submit, as_json=as_json)
         return
     wish = Wish(effort, device_kind, again)
@@ -96,6 +95,11 @@ def _check(
             f"--device-kind: {device_kind!r} cannot be part of a file's name",
             cure="use letters, digits, '.', '_' and '-'",
         )
+
+
+def _check_links(again: bool, device_kind: str | None, here: bool) -> None:
+    about_model = {"--again": again, "--device-kind": device_kind, "--here": here}
+    refuse(about_model, "has no meaning with --links", cure="links are always measured anew")
 
 
 def _measure(spec: JobSpec, path: Path, wish: Wish, *, as_json: bool) -> None:

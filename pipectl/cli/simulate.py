@@ -51,23 +51,12 @@ def command(
 ) -> None:
     """Simulate one step and draw it: what every rank does when, and where it waits."""
     from pipectl.files import make_directory_of
-    from pipectl.jobs.simulating import Shape, simulate_shape
 
     if svg is not None:
         make_directory_of(svg)
     shape = _given(stages=stages, micro_batches=micro_batches, ranks=ranks)
     shape |= _given(forward_s=forward, backward_s=backward, latency_s=latency)
-    if plan is not None:
-        own = {f"--{key.removesuffix('_s').replace('_', '-')}": shape[key] for key in shape}
-        refuse(own, "a plan has its own", cure="leave it out, or name a --schedule alone")
-        found = _of_plan(plan, cluster, schedule)
-    elif schedule is not None:
-        refuse({"--cluster": cluster}, "is for a plan's stages", cure="name it: --plan FILE")
-        found = simulate_shape(schedule, Shape(**shape))
-    else:
-        raise UsageError(
-            "nothing to simulate", cure="give --schedule NAME, --schedule FILE.csv or --plan FILE"
-        )
+    found = _simulated(shape, schedule, plan, cluster)
     if svg is not None:
         _draw(svg, found)
     if as_json:
@@ -79,6 +68,24 @@ def command(
 def _given(**options: object) -> dict[str, Any]:
     """Those that are given."""
     return {name: value for name, value in options.items() if value is not None}
+
+
+def _simulated(
+    shape: dict[str, Any], schedule: str | None, plan: Path | None, cluster: Path | None
+) -> Simulated:
+    """Of a plan, or of equal stages of a shape."""
+    from pipectl.jobs.simulating import Shape, simulate_shape
+
+    if plan is not None:
+        own = {f"--{key.removesuffix('_s').replace('_', '-')}": shape[key] for key in shape}
+        refuse(own, "a plan has its own", cure="leave it out, or name a --schedule alone")
+        return _of_plan(plan, cluster, schedule)
+    if schedule is None:
+        raise UsageError(
+            "nothing to simulate", cure="give --schedule NAME, --schedule FILE.csv or --plan FILE"
+        )
+    refuse({"--cluster": cluster}, "is for a plan's stages", cure="name it: --plan FILE")
+    return simulate_shape(schedule, Shape(**shape))
 
 
 def _of_plan(path: Path, cluster: Path | None, schedule: str | None) -> Simulated:

@@ -25,26 +25,29 @@ if TYPE_CHECKING:
     from pipectl.spec import JobSpec
 
 
+_DryRun = Annotated[bool, typer.Option("--dry-run", help="Only print the script.")]
+_TestOnly = Annotated[bool, typer.Option("--test-only", help="Only ask when it would start.")]
+_Wait = Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")]
+_Rehearse = Annotated[
+    bool, typer.Option("--rehearse", help="Wait instead of computing; on this machine by default.")
+]
+_After = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="RUN",
+        help="Start when that run, or sweep, has completed.",
+        autocompletion=names_of_runs,
+    ),
+]
+
+
 def command(
     job: JobFile,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the script.")] = False,
-    test_only: Annotated[
-        bool, typer.Option("--test-only", help="Only ask when it would start.")
-    ] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")] = False,
-    rehearsal: Annotated[
-        bool,
-        typer.Option("--rehearse", help="Wait instead of computing; on this machine by default."),
-    ] = False,
-    after: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--after",
-            metavar="RUN",
-            help="Start when that run, or sweep, has completed.",
-            autocompletion=names_of_runs,
-        ),
-    ] = None,
+    dry_run: _DryRun = False,
+    test_only: _TestOnly = False,
+    wait: _Wait = False,
+    rehearsal: _Rehearse = False,
+    after: _After = None,
     scheduler: SchedulerOption = None,
     as_json: Json = False,
     overrides: Overrides = None,

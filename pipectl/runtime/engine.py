@@ -73,21 +73,7 @@ class Engine:
         self.origins: Origins | None = None
         # Called with (samples, results, targets) where the loss of an evaluation is computed.
         self.on_evaluated: Callable[[int, Tensors, Any], None] | None = None
-        self._handlers: dict[int, Callable[[Action], None]] = {
-            Kind.FORWARD: self._forward,
-            Kind.RECOMPUTE: self._recompute,
-            Kind.BACKWARD: self._backward,
-            Kind.BACKWARD_INPUT: self._backward,
-            Kind.BACKWARD_WEIGHT: self._backward_weight,
-            Kind.EVALUATE: self._evaluate,
-            Kind.SEND_START: self._send_start,
-            Kind.SEND_WAIT: self._send_wait,
-            Kind.RECEIVE_START: self._receive_start,
-            Kind.RECEIVE_WAIT: self._receive_wait,
-            **dict.fromkeys(_OFFLOAD, self._offload),
-            Kind.REDUCE_START: lambda action: self._reducer.start(action.stage),
-            Kind.REDUCE_WAIT: lambda action: self._reducer.finish(action.stage),
-        }
+        self._handlers = self._handlers_by_kind()
 
     @property
     def loss_stage(self) -> int:
@@ -123,6 +109,24 @@ class Engine:
             for row in rows:
                 self._execute(Action(*row), update)
         return self._out
+
+    def _handlers_by_kind(self) -> dict[int, Callable[[Action], None]]:
+        """What executes an action; updates are the caller's."""
+        return {
+            Kind.FORWARD: self._forward,
+            Kind.RECOMPUTE: self._recompute,
+            Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
+            Kind.EVALUATE: self._evaluate,
+            Kind.SEND_START: self._send_start,
+            Kind.SEND_WAIT: self._send_wait,
+            Kind.RECEIVE_START: self._receive_start,
+            Kind.RECEIVE_WAIT: self._receive_wait,
+            **dict.fromkeys(_OFFLOAD, self._offload),
+            Kind.REDUCE_START: lambda action: self._reducer.start(action.stage),
+            Kind.REDUCE_WAIT: lambda action: self._reducer.finish(action.stage),
+        }
 
     def _execute(self, action: Action, update: Update) -> None:
         start = time.perf_counter()

@@ -17,7 +17,7 @@ import numpy as np
 from pipectl.arrays import Flags, Floats, Integers
 from pipectl.planner.hybrid.links import LinkRules
 from pipectl.planner.hybrid.states import States
-from pipectl.planner.memory.liveness import trained_bytes
+from pipectl.planner.memory.held import held_bytes
 from pipectl.planner.operator_times import operator_times
 from pipectl.profile import Profile
 
@@ -119,50 +119,19 @@ def costs_of(
     scale = size / profile.micro_batch_size
     crossing = states.crossing(profile.edge_indices).astype(np.float64)
     columns = members @ _times(profile, size, replicas, fractions=fractions)
-    optimizer = profile.optimizer_cost
-    operators = profile.operators
-    parameters = members @ np.array([float(o.parameter_bytes) for o in operators])
-    trained = members @ np.array([float(trained_bytes(o)) for o in operators])
-    overhead = profile.stage
+    held = held_bytes(profile, members, replicas, shard_optimizer=shard_optimizer)
+    operators, overhead = profile.operators, profile.stage
     return Costs(
         forward_s=np.ascontiguousarray(columns[:, : len(replicas)].T),
         backward_s=np.ascontiguousarray(columns[:, len(replicas) :].T),
         stage_s=np.array([overhead.forward_s, overhead.backward_s]),
-        update_s=parameters * optimizer.step_s_per_byte,
+        update_s=held.parameters * profile.optimizer_cost.step_s_per_byte,
         activation_bytes=crossing @ np.array([float(o.output_bytes) for o in operators]) * scale,
         gradient_bytes=crossing @ np.array([float(o.gradient_bytes) for o in operators]) * scale,
-        reduced_bytes=trained,
-        resident_bytes=resident_bytes(
-            parameters,
-            trained,
-            optimizer.state_bytes_per_parameter_byte,
-            replicas if shard_optimizer else [1] * len(replicas),
-        ),
-        saved_bytes=members
-        @ np.array([float(_saved(profile, i)) for i in range(len(operators))])
-        * scale,
+        reduced_bytes=held.trained,
+        resident_bytes=held.resident,
+        saved_bytes=held.saved * scale,
     )
-
-
-def resident_bytes(
-    parameters: Floats, trained: Floats, state: float, shared_by: Sequence[int]
-) -> Floats:
-    """Parameters, gradients and optimizer's state.
-
-    Args:
-        parameters, trained: shape (states,); of the second there are gradients and state.
-        state: bytes of it per byte.
-        shared_by: so many replicas.
-
-    Returns:
-        Shape (entries of ``shared_by``, states).
-    """
-    shares = 1.0 + state / np.array(shared_by, np.float64)
-    return np.ascontiguousarray(parameters + np.outer(shares, trained))
-
-
-def _saved(profile: Profile, index: int) -> int:
-    return sum(size for _, size in profile.operators[index].saved)
 
 
 def _times(profile: Profile, size: int, replicas: Sequence[int], *, fractions: bool) -> Floats:

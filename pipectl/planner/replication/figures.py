@@ -20,8 +20,7 @@ from pipectl.planner.assumed import baseline_bytes
 from pipectl.planner.graphs.bitsets import bits, follows, membership
 from pipectl.planner.graphs.condense import Condensed, condense
 from pipectl.planner.graphs.ideals import all_downsets, prefix_downsets
-from pipectl.planner.hybrid.model import resident_bytes
-from pipectl.planner.memory.liveness import trained_bytes
+from pipectl.planner.memory.held import held_bytes
 from pipectl.planner.operator_times import operator_times
 from pipectl.profile import Profile
 
@@ -109,12 +108,8 @@ def figures_of(
     counts = _counts(min(cluster.ranks, size), size)
     inside = membership(downsets, len(graph))
     members = np.ascontiguousarray(inside[:, list(graph.block_of)], dtype=np.float64)
-    operators = profile.operators
-    parameters = members @ np.array([float(o.parameter_bytes) for o in operators])
-    trained = members @ np.array([float(trained_bytes(o)) for o in operators])
-    saved = members @ np.array([float(sum(b for _, b in o.saved)) for o in operators])
+    held = held_bytes(profile, members, counts, shard_optimizer=shard_optimizer)
     scale = size / profile.micro_batch_size
-    state = profile.optimizer_cost.state_bytes_per_parameter_byte
     work = [members @ _work(profile, -(-size // count)) / speed for count in counts]
     return Figures(
         follows=follows(inside).astype(np.int64),
@@ -122,11 +117,9 @@ def figures_of(
         work_s=np.array(work),
         moved_s=_moved(cluster, _crossing(graph, downsets).max(axis=0) * scale, counts),
         reduce_s_per_byte=_reduce(cluster, counts, micro_batches),
-        trained_bytes=trained,
-        resident_bytes=resident_bytes(
-            parameters, trained, state, counts if shard_optimizer else [1] * len(counts)
-        ),
-        saved_bytes=saved * scale,
+        trained_bytes=held.trained,
+        resident_bytes=held.resident,
+        saved_bytes=held.saved * scale,
         stage_s=(profile.stage.forward_s + profile.stage.backward_s) / speed,
         micro_batches=micro_batches,
         limit_bytes=float(min(memory, limit_bytes) - baseline_bytes(profile)),
