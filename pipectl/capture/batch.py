@@ -12,31 +12,56 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pipectl.capture.graph import CapturedGraph
+from pipectl.capture.graph import CapturedGraph, Place
 from pipectl.errors import CaptureError
 
-KINDS = {"tensors": (Tensor,), "numbers": (int, float)}
+_NAMED = 3
+"""So many differences a message names."""
 
 
-def by_name(graph: CapturedGraph, batch: Any) -> dict[str, Any]:
-    """Tensors and numbers of ``(inputs, targets)``.
+def by_name(graph: CapturedGraph, batch: Any, *, training: bool = True) -> dict[str, Any]:
+    """Tensors and numbers of ``(inputs, targets)``, which are known by their places in it.
+
+    So keys of dictionaries may come in any order.
+
+    Args:
+        training: whether it is a batch of ``data``, or of ``evaluation.data``.
 
     Raises:
-        CaptureError: there are more of them than were captured, or fewer.
+        CaptureError: there are others of them than were captured.
     """
-    leaves = pytree.tree_leaves(batch)
-    found: dict[str, Any] = {}
-    for words, kinds in KINDS.items():
-        names = [name for name, value in graph.inputs.items() if isinstance(value, kinds)]
-        given = [leaf for leaf in leaves if isinstance(leaf, kinds)]
-        if len(given) != len(names):
-            raise CaptureError(
-                f"data: a batch holds {len(given)} {words}, the one that was captured {len(names)}",
-                cure="let all batches hold the same tensors; make one tensor of what every sample "
-                "has, with the batch as its first dimension",
-            )
-        found.update(zip(names, given, strict=True))
-    return found
+    leaves = pytree.tree_flatten_with_path(batch)[0]
+    given = {(_kind(leaf), place): leaf for place, leaf in leaves if _kind(leaf)}
+    captured = graph.inputs.items()
+    wanted = {(_kind(v), graph.places[name]): name for name, v in captured if _kind(v)}
+    if given.keys() != wanted.keys():
+        missing = [f"{_words(*key)} is missing" for key in wanted if key not in given]
+        new = [f"{_words(*key)} is new" for key in given if key not in wanted]
+        raise _other(missing + new, "data" if training else "evaluation.data")
+    return {name: given[key] for key, name in wanted.items()}
+
+
+def _kind(leaf: Any) -> str:
+    """What a leaf is to the graph; empty for what it knows nothing of."""
+    if isinstance(leaf, Tensor):
+        return "tensor"
+    return "number" if isinstance(leaf, int | float) else ""
+
+
+def _words(kind: str, place: Place) -> str:
+    """A leaf of ``(inputs, targets)`` in words."""
+    part = place[0].get(("inputs", "targets"))
+    return f"{kind} {part}{pytree.keystr(place[1:])}"
+
+
+def _other(differences: list[str], section: str) -> CaptureError:
+    named, more = differences[:_NAMED], len(differences) - _NAMED
+    words = ", ".join([*named, f"and {more} more"] if more > 0 else named)
+    return CaptureError(
+        f"{section}: a batch differs from the one captured: {words}",
+        cure="let all batches hold the same tensors under the same keys; make one tensor of what "
+        "every sample has, with the batch as its first dimension",
+    )
 
 
 def spared(graph: CapturedGraph, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

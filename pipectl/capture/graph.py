@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
 
 from pipectl.capture.aliases import Aliases, find_aliases
 from pipectl.capture.batch_size import batch_symbols, conditions_on
@@ -27,6 +28,10 @@ _GUARDS = {
     torch.ops.aten.sym_constrain_range.default,
     torch.ops.aten.sym_constrain_range_for_size.default,
 }
+
+
+Place = tuple[pytree.KeyEntry, ...]
+"""Of a leaf in ``(inputs, targets)``: the keys, fields and indices that lead to it."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +53,14 @@ class CapturedGraph:
     Args:
         states: parameters and buffers by full name, tied ones once.
         tied: further names of tied states to the name in ``states``.
-        batch: samples of the exported micro-batch.
+        example: the ``(inputs, targets)`` it was exported with.
+        batch: samples in them.
 
     Attributes:
         states: parameters, buffers and constants by placeholder name.
         inputs: what the batch held, by placeholder names, in pytree order of (inputs, targets):
             tensors without values, numbers and all else as they were.
+        places: where each of ``inputs`` lies in a batch.
         operators: nodes that compute, in graph order. Each is an operator of the profile; its
             name is the operator's id.
         loss: name of the node that gives the loss.
@@ -71,12 +78,17 @@ class CapturedGraph:
         program: ExportedProgram,
         states: Mapping[str, Tensor],
         tied: Mapping[str, str],
+        example: tuple[Any, Any],
         batch: int,
     ) -> None:
         self.root = program.graph_module
         self.graph = program.graph
         self.batch_size = batch
         self.states, self.inputs = _placeholders(program, tied)
+        leaves, _ = pytree.tree_flatten_with_path(example)
+        self.places: dict[str, Place] = {
+            name: place for name, (place, _) in zip(self.inputs, leaves, strict=True)
+        }
         self._merge_tied()
         self.operators = tuple(n for n in self.graph.nodes if _computes(n))
         self.constants: dict[str, Any] = dict(program.constants)

@@ -186,7 +186,7 @@ class CapturedJob:
 
         def capture(kept: Kept) -> CapturedGraph:
             program = export_step(self.step, inputs, targets, kept)
-            return CapturedGraph(program, self.states, self.tied, size)
+            return CapturedGraph(program, self.states, self.tied, (inputs, targets), size)
 
         with torch.random.fork_rng(devices=[]), arithmetic(precision, torch.device("cpu")):
             graph = self._fallback.capture(size, self.loader.example, capture)

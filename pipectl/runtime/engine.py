@@ -294,7 +294,8 @@ class Engine:
             return {}
         wanted = Range(action.start, action.stop)
         graph = self._graphs.get(self._given.sizes[action.micro_batch], self._cut.graph)
-        known = by_name(graph, self._loaded.part(action.micro_batch, wanted))
+        loaded = self._loaded.part(action.micro_batch, wanted)
+        known = by_name(graph, loaded, training=training)
         target, whole = self._device.torch_device, isinstance(samples, int)
         for name, expected in self._expected[graph].items():
             if name in names or (whole and isinstance(expected, Number)):

@@ -487,6 +487,21 @@ class Described(Vectors):
         return inputs, {**targets, "count": len(samples)}
 
 
+Marks = namedtuple("Marks", ["y", "boxes"])
+
+
+class Marked(Vectors):
+    """Targets in a named tuple, some of them in a list."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Marks]:
+        vector, found = super().__getitem__(index)
+        return vector, Marks(found, [torch.ones(2), {"weight": torch.ones(1)}])
+
+
+def mean_by_mark(outputs: Tensor, targets: Marks) -> Tensor:
+    return nn.functional.cross_entropy(outputs, targets.y) * targets.boxes[1]["weight"].mean()
+
+
 def mean_by_count(outputs: Tensor, targets: dict[str, Any]) -> Tensor:
     return nn.functional.cross_entropy(outputs, targets["y"], reduction="sum") / targets["count"]
 

@@ -32,12 +32,32 @@ def test_numbers_are_those_of_the_batch_that_was_captured(job: Any) -> None:
     assert job.training_graph(4).inputs["targets_count"] == 4
 
 
+def test_tensors_are_found_by_their_keys_in_any_order(job: Any) -> None:
+    inputs, targets = job.loader.example(4)
+    graph = job.training_graph(4)
+    reversed_targets = dict(reversed(targets.items()))
+    assert list(reversed_targets) != list(targets)
+    found = by_name(graph, [inputs, reversed_targets])
+    expected = by_name(graph, (inputs, targets))
+    assert list(found) == list(expected)
+    assert all(found[name] is value for name, value in expected.items())
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"more": torch.zeros(4)}, "holds 4 tensors, the one that was captured 3"),
-        ({"count": torch.zeros(4)}, "holds 4 tensors, the one that was captured 3"),
-        ({"further": 3}, "holds 2 numbers, the one that was captured 1"),
+        ({"more": torch.zeros(4)}, "tensor targets['more'] is new"),
+        (
+            {"count": torch.zeros(4)},
+            "number targets['count'] is missing, tensor targets['count'] is new",
+        ),
+        ({"further": 3}, "number targets['further'] is new"),
+        ({"id": None}, "tensor targets['id'] is missing"),
+        (
+            {"boxes": [1, 2, 3, 4, 5]},
+            "number targets['boxes'][0] is new, number targets['boxes'][1] is new, "
+            "number targets['boxes'][2] is new, and 2 more",
+        ),
     ],
 )
 def test_other_tensors_or_numbers_are_refused(
@@ -46,7 +66,26 @@ def test_other_tensors_or_numbers_are_refused(
     inputs, targets = job.loader.example(4)
     with pytest.raises(CaptureError) as raised:
         by_name(job.training_graph(4), (inputs, {**targets, **change}))
-    assert raised.value.message == f"data: a batch {message}"
+    assert raised.value.message == f"data: a batch differs from the one captured: {message}"
+
+
+def test_as_many_tensors_under_other_keys_are_refused(job: Any) -> None:
+    inputs, targets = job.loader.example(4)
+    renamed = {"label" if key == "y" else key: value for key, value in targets.items()}
+    with pytest.raises(CaptureError) as raised:
+        by_name(job.training_graph(4), (inputs, renamed), training=False)
+    assert raised.value.message == (
+        "evaluation.data: a batch differs from the one captured: tensor targets['y'] is missing, "
+        "tensor targets['label'] is new"
+    )
+
+
+def test_named_tuples_and_lists_are_taken_apart(make_job: Any) -> None:
+    job = make_job("mlp", data="Marked", loss="mean_by_mark")
+    inputs, marks = job.loader.example(3)
+    found = by_name(job.training_graph(4), (inputs, marks._replace(boxes=tuple(marks.boxes))))
+    expected = [inputs, marks.y, marks.boxes[0], marks.boxes[1]["weight"]]
+    assert [id(value) for value in found.values()] == [id(value) for value in expected]
 
 
 def test_texts_and_numbers_are_no_part_of_the_model(make_job: Any) -> None:
