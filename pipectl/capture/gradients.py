@@ -1,7 +1,7 @@
 """Gradients that the user's own code forms, which ``torch.export`` drops without a word.
 
 An autograd function is recorded as one operator, so that its backward survives. A hook on a
-gradient cannot be: the graph has no place for it, and it is refused.
+gradient cannot be: the graph has no place for it, and it is refused. So is one on a parameter.
 """
 
 from __future__ import annotations
@@ -67,6 +67,25 @@ def refuse_backward_hooks(model: nn.Module, kept: Iterable[nn.Module] = ()) -> N
             path = own_path(name) or "the model"
             raise CaptureError(
                 f"model: {path} has a backward hook, which no graph can hold", cure=_HOOK_CURE
+            )
+
+
+def refuse_parameter_hooks(model: nn.Module) -> None:
+    """Raise if a parameter that is trained has a hook on its gradient.
+
+    It would run in some plans alone: others train leaves in the parameter's memory (one for each
+    of several uses, or for each version of the weights), or add the gradients of replicas.
+
+    Raises:
+        CaptureError: naming the parameter.
+    """
+    for name, parameter in model.named_parameters():
+        hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        if hooks and parameter.requires_grad:
+            raise CaptureError(
+                f"model: parameter {own_path(name)} has a hook on its gradient, which would not "
+                "run in every plan",
+                cure=_HOOK_CURE,
             )
 
 

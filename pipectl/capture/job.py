@@ -15,6 +15,7 @@ from pipectl.capture.data import Loader
 from pipectl.capture.deferred import is_deferred
 from pipectl.capture.export import export_step
 from pipectl.capture.fallback import Fallback
+from pipectl.capture.gradients import refuse_parameter_hooks
 from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.materialize import Materializer
 from pipectl.capture.names import own_name
@@ -41,7 +42,8 @@ class CapturedJob:
         tied: further names of tied states to the name in ``states``.
 
     Raises:
-        CaptureError: a factory fails or returns the wrong kind of object.
+        CaptureError: a factory fails or returns the wrong kind of object, or a parameter has a
+            hook on its gradient.
         DataFileError: the weights to start from do not fit the model.
     """
 
@@ -55,6 +57,7 @@ class CapturedJob:
             lambda: as_module(factories.call(factory, name, **spec.model.kwargs), name)
         )
         self.step = Step(model, self._loss(), with_outputs=False)
+        refuse_parameter_hooks(self.step)
         self.loader = self._loader(spec.data, spec.data.workers, shuffle=spec.data.shuffle)
         self.states: dict[str, Tensor] = {
             **dict(self.step.named_parameters()),

@@ -417,6 +417,25 @@ class BackwardHook(nn.Module):
         return self.inner(x)
 
 
+class ParameterHook(nn.Module):
+    """A hook on a parameter, set by the constructor."""
+
+    def __init__(self, kind: str = "gradient", frozen: bool = False) -> None:
+        super().__init__()
+        self.inner = mlp()
+        weight = self.inner[0].weight
+        if kind == "gradient":
+            handle = weight.register_hook(lambda gradient: gradient * 0.5)
+        else:
+            handle = weight.register_post_accumulate_grad_hook(lambda parameter: None)
+        if kind == "removed":
+            handle.remove()
+        weight.requires_grad_(not frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
 class Running(nn.Module):
     """Statistics that are assigned, not written in place."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipectl.capture import Cut, build_stage
+from pipectl.capture import CapturedJob, Cut, build_stage
 from pipectl.errors import CaptureError
 
 MODELS = Path(__file__).with_name("models.py")
@@ -78,6 +78,26 @@ def test_a_backward_hook_on_a_module_is_refused(make_job) -> None:
     with pytest.raises(CaptureError) as raised:
         make_job("BackwardHook").training_graph(4)
     assert raised.value.message == "model: inner.0 has a backward hook, which no graph can hold"
+
+
+@pytest.mark.parametrize("materialize", ["eager", "per_rank"])
+@pytest.mark.parametrize("kind", ["gradient", "accumulated"])
+def test_a_hook_on_a_trained_parameter_is_refused(make_spec, kind: str, materialize: str) -> None:
+    """Tied parameters, versions of weights and weights made on their rank would not run it."""
+    spec = make_spec("ParameterHook", kwargs={"kind": kind})
+    model = spec.model.model_copy(update={"materialize": materialize})
+    spec = spec.model_copy(update={"model": model})
+    with pytest.raises(CaptureError) as raised:
+        CapturedJob(spec)
+    assert raised.value.message == (
+        "model: parameter inner.0.weight has a hook on its gradient, which would not run in every "
+        "plan"
+    )
+
+
+@pytest.mark.parametrize("kwargs", [{"frozen": True}, {"kind": "removed"}])
+def test_a_hook_that_never_runs_is_none(make_job, kwargs) -> None:
+    assert make_job("ParameterHook", kwargs=kwargs).training_graph(4).operators
 
 
 def test_two_functions_of_one_name_are_refused(make_job) -> None:
