@@ -172,6 +172,16 @@ def test_equal_times_take_the_fewest_in_flight(chain) -> None:
     assert plan.warm_up == (4, 3, 2, 1)
 
 
+@pytest.mark.parametrize(("latency_s", "warm_up"), [(1e-6, (4, 3, 2, 1)), (1e-5, (7, 5, 3, 1))])
+def test_a_step_that_is_hardly_shorter_is_worth_no_deeper_warm_up(
+    chain, latency_s, warm_up
+) -> None:
+    """0.015 % and 0.15 %, of more blocks than there are proofs for."""
+    cluster = cluster_of([4], 4, link=Link(latency_s, 1e11))
+    request = PlanRequest("job", 32, micro_batches=8, stages=4)
+    assert make_plan(chain(16), cluster, request).warm_up == warm_up
+
+
 def test_slow_messages_make_the_warm_up_deeper(chain) -> None:
     slow = Link(2e-3, 1e9)
     request = PlanRequest("job", 128, micro_batches=16, stages=4)

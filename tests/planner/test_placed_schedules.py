@@ -88,6 +88,15 @@ def test_zb_h1_takes_a_warm_up(chain) -> None:
     assert plan.warm_up == (5, 2)
 
 
+def test_zb_h1_has_a_deeper_warm_up_where_messages_are_slow(chain) -> None:
+    slow = Link(latency_s=1e-3, bandwidth_bytes_per_s=1e11)
+    node = Node("n", 4, 4, Device("cpu"))
+    plan = make_plan(
+        chain(16), Cluster("c", "test", (node,), slow, slow), request("zb-h1", micro_batches=8)
+    )
+    assert plan.warm_up == (7, 5, 3, 1)
+
+
 @pytest.mark.parametrize("stages", [3, 6])
 def test_stages_that_cannot_lie_in_a_v_are_refused(chain, stages) -> None:
     with pytest.raises(

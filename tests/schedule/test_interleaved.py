@@ -1,6 +1,7 @@
 """Interleaved 1F1B against its drawing, the published figures and torch's list."""
 
 import textwrap
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,15 @@ from hypothesis import strategies as st
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.errors import ScheduleError
 from pipectl.link import Link
-from pipectl.schedule import Kind, compute_programs, interleaved, lower, validate
+from pipectl.plan import Replication
+from pipectl.schedule import (
+    Kind,
+    compute_programs,
+    default_warm_up,
+    interleaved,
+    lower,
+    validate,
+)
 from pipectl.simulate import simulate
 
 INTERLEAVED = """\
@@ -155,3 +164,18 @@ def test_stages_that_do_not_go_round_are_refused(pipeline):
     plan = pipeline(4, 4, schedule="interleaved", ranks=[0, 0, 1, 1])
     with pytest.raises(ScheduleError, match=r"stages are on ranks 0, 0, 1, 1\n"):
         lower(plan, 0)
+
+
+def test_replicas_in_turn_each_compute_as_one_of_fewer_micro_batches(pipeline):
+    """Also the forwards before the first backward are those of all replicas together."""
+    one, two = rounds(pipeline, 2, 2, 4), rounds(pipeline, 2, 2, 8)
+    stages = tuple(
+        replace(stage, ranks=(2 * stage.ranks[0], 2 * stage.ranks[0] + 1)) for stage in two.stages
+    )
+    two = replace(two, stages=stages, node_of_rank=(0,) * 4, replication=Replication.WHOLE)
+    for rank, program in enumerate(compute_programs(two)):
+        found = [(a.kind, a.stage, a.micro_batch) for a in program.body]
+        alone = compute_programs(one)[rank // 2].body
+        assert found == [(a.kind, a.stage, 2 * a.micro_batch + rank % 2) for a in alone]
+    known = default_warm_up("interleaved", 4, 8, ranks=2, replicas=(2, 2, 2, 2))
+    assert known == tuple(2 * depth for depth in one.warm_up)

@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 
 from pipectl import schedule
+from pipectl.cluster import OffloadTarget
 from pipectl.errors import ScheduleError
 from pipectl.graph import TransferKind
 from pipectl.plan import Blocks, Replication, Transfer
-from pipectl.schedule import Channel, Kind, lower, lower_evaluation, program_hash
+from pipectl.schedule import Channel, Kind, lower, lower_evaluation, plan_of_trial, program_hash
 
 SHORT = {
     Kind.FORWARD: "F",
@@ -211,8 +212,21 @@ def test_program_hash_follows_what_the_programs_follow_from(pipeline):
         first_stage(plan, recompute=True),
         first_stage(plan, recompute=True, blocks=Blocks(("n",), 1.0, 1.0, 1.0, 0, 0)),
         first_stage(plan, offload=True),
+        dataclasses.replace(plan, offload_to=OffloadTarget.DISK),
+        dataclasses.replace(plan, shard_optimizer=True),
         first_stage(plan, backward_ranks=(1,)),
         first_stage(plan, nodes=("another",)),
     ]
     assert program_hash(dataclasses.replace(plan, name="same")) == program_hash(plan)
     assert len({program_hash(item) for item in [plan, *changed]}) == 1 + len(changed)
+
+
+def test_the_trial_of_a_plan_uses_every_channel(pipeline):
+    plan = pipeline(2, 12, ranks=[0, 2], node_of_rank=[0] * 5, micro_batch_size=4)
+    held = [{"ranks": (0, 1)}, {"ranks": (2, 3, 4)}]
+    stages = tuple(dataclasses.replace(s, **h) for s, h in zip(plan.stages, held, strict=True))
+    plan = dataclasses.replace(plan, stages=stages, replication=Replication.WHOLE)
+    trial = plan_of_trial(plan, 2)
+    assert (trial.micro_batches, trial.micro_batch_size, trial.batch_size) == (6, 2, 12)
+    used = {a.channel for rank in range(5) for a in lower(trial, rank).body} - {-1}
+    assert used == set(range(len(schedule.channels(plan))))

@@ -16,6 +16,7 @@ from pipectl.link import Link
 from pipectl.schedule import (
     Kind,
     compute_programs,
+    default_ranks,
     dual_pipe_v,
     looped_bfs,
     lower,
@@ -205,3 +206,10 @@ def test_stages_that_do_not_lie_in_a_v_are_refused(pipeline, schedule):
     plan = pipeline(4, 4, schedule=schedule, ranks=[0, 1, 0, 1])
     with pytest.raises(ScheduleError, match=r"stages are on ranks 0, 1, 0, 1\n.*0, 1, 1, 0"):
         lower(plan, 0)
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "dualpipev"])
+def test_an_odd_number_of_stages_has_no_v(schedule):
+    assert default_ranks(schedule, 6) == (0, 1, 2, 2, 1, 0)
+    with pytest.raises(ScheduleError, match=r"5 stages\n.*an even number"):
+        default_ranks(schedule, 5)

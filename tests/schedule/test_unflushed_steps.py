@@ -22,7 +22,7 @@ from pipectl.schedule import (
     validate,
 )
 from pipectl.schedule.lowering import stretch
-from pipectl.schedule.unflushed import steps_apart
+from pipectl.schedule.unflushed import steps_apart, versions_kept
 
 SKIPS = [(0, (1, 2, 3), True), (1, (3,), False)]
 
@@ -241,3 +241,14 @@ def test_flushed_programs_have_one_part(pipeline):
     program = lower(pipeline(2, 4), 0)
     assert program == Program(program.body)
     assert program.unrolled(1, 4) == program.body
+
+
+@pytest.mark.parametrize("alone", [(False, False, False), (True, False, True)])
+@pytest.mark.parametrize(("schedule", "micro_batches"), [("pipedream", 1), ("pipedream-2bw", 4)])
+def test_as_many_versions_are_kept_as_are_asked_for(pipeline, schedule, micro_batches, alone):
+    plan = apart(pipeline(3, micro_batches, schedule=schedule), alone)
+    for index, stage in enumerate(plan.stages):
+        rows = lower_stretch(plan, stage.updating_ranks[0], 12)
+        begins = Kind.BACKWARD if alone[index] else Kind.FORWARD
+        ages = rows.column("weight_version")[rows.column("kind") == begins]
+        assert versions_kept(plan, index) == 1 + ages.max()

@@ -10,7 +10,7 @@ from pipectl.link import Link
 from pipectl.plan import StageCost
 from pipectl.schedule.actions import Action, Actions, Kind, Program
 from pipectl.simulate import machine, simulate
-from pipectl.simulate.network import Stream, tables
+from pipectl.simulate.network import Stream, tables, way_between
 from pipectl.simulate.reduction import reduction_s
 from pipectl.simulate.way import hold_s
 
@@ -52,6 +52,23 @@ def test_a_ring_takes_its_slowest_link_in_every_round():
     assert found == pytest.approx(2 * 3 * (1.0 + 100 / 10))
     assert reduction_s(cluster(), (0, 0, 1, 1), (0, 1), 400) == pytest.approx(2 * (0.25 + 2))
     assert reduction_s(cluster(), (0, 0, 1, 1), (1,), 400) == 0
+
+
+def test_a_ring_enters_every_node_once_in_whatever_order_the_replicas_are():
+    one_each = cluster(between_nodes=dataclasses.replace(BETWEEN, shared=True))
+    nodes = (0, 0, 1, 1)
+    found = [reduction_s(one_each, nodes, ranks, 400) for ranks in ((0, 1, 2, 3), (0, 2, 1, 3))]
+    assert found == [pytest.approx(2 * 3 * (1.0 + 100 / 10))] * 2
+
+
+def test_what_is_summed_are_gradients_of_what_is_trained(pipeline):
+    """Not all parameters, of which some are frozen."""
+    plan = replicated(pipeline, (0, 1), [0, 0])
+    cost = dataclasses.replace(plan.stages[0].cost, gradient_bytes=100)
+    frozen = dataclasses.replace(plan, stages=(dataclasses.replace(plan.stages[0], cost=cost),))
+    ends = [simulate(item, cluster()).step_time_s for item in (plan, frozen)]
+    sums = [reduction_s(cluster(), (0, 0), (0, 1), size) for size in (400, 100)]
+    assert ends[0] - ends[1] == pytest.approx(sums[0] - sums[1])
 
 
 def test_a_ring_of_two_over_a_half_duplex_link_takes_turns():
@@ -177,3 +194,15 @@ def test_returning_to_python_between_events_changes_nothing(random_case, monkeyp
     expected = simulate(plan, shape)
     monkeypatch.setattr(machine, "EVENTS_AT_ONCE", 1)
     assert simulate(plan, shape) == expected
+
+
+def test_ranks_of_one_node_share_no_interface():
+    link = dataclasses.replace(WITHIN, interface=True)
+    (part,) = way_between(cluster(within_node=link), (0, 0, 1, 1), 0, 1)
+    assert part == (("within", (0, 1)), link)
+
+
+def test_a_message_enters_a_node_only_when_it_has_begun_to_leave_its_own(pipeline):
+    """The second leaves behind the first, and the third enters behind the second."""
+    shape = cluster(4, 1, between_nodes=dataclasses.replace(BETWEEN, interface=True))
+    assert messages(pipeline, [(0, 2), (0, 3), (1, 3)], shape) == pytest.approx(1 + 30)
