@@ -57,6 +57,14 @@ def test_the_slowest_stage_sets_the_pace(pipeline):
     assert found.utilisation == pytest.approx((3.5 / 5.5, 1.0, 3.5 / 5.5))
 
 
+def test_steps_count_from_when_all_stages_wait_as_long_as_ever(pipeline):
+    """The first few wait longer where messages are slow: 3.08 s a step."""
+    times = [(0.25, 0.5), (0.5, 1.5), (0.75, 1.25)]
+    costs = [StageCost(forward_s, backward_s, 0.0, 100, 0, 20) for forward_s, backward_s in times]
+    plan = pipeline(3, 1, schedule="pipedream", costs=costs)
+    assert simulate(plan, cluster(3, latency_s=1.0)).step_time_s == pytest.approx(3.0)
+
+
 def test_a_flushed_step_is_longer_by_its_start_and_end(pipeline):
     plans = [pipeline(4, 4, schedule=name, costs=[COST] * 4) for name in ("1f1b", "pipedream-2bw")]
     flushed, overlapped = (simulate(plan, cluster(4)).step_time_s for plan in plans)
