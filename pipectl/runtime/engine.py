@@ -94,7 +94,7 @@ class Engine:
         """
         self._given, self._out = given, StepOutput()
         self._sends: dict[tuple[int, int], Posted] = {}
-        self._receives: dict[tuple[int, int], Posted | None] = {}
+        self._receives: dict[tuple[int, int], Posted] = {}
         self._arrived: dict[tuple[TransferKind, int, int], list[Piece]] = {}
         self._made: dict[tuple[TransferKind, int], Tensors] = {}
         self._origin: dict[tuple[TransferKind, int], int] = {}
@@ -247,7 +247,6 @@ class Engine:
         self._board.awaits(channel.source_rank, channel.source_stage, _LANES[channel.kind])
         tensors = self._transport.finish_receive(
             Message(lane, action.micro_batch),
-            self._whole(action),
             channel.source_rank,
             self._receives.pop((action.channel, action.micro_batch)),
         )

@@ -107,7 +107,7 @@ class Replay:
         }
         return _Posted({s: torch.empty(o.count, dtype=o.dtype) for s, o in layouts.items()})
 
-    def finish_receive(self, message: Message, _size: int, _rank: int, posted: _Posted) -> Any:
+    def finish_receive(self, message: Message, _rank: int, posted: _Posted) -> Any:
         found: dict[Slot, Tensor | None] = {}
         for slot, tensor in self._messages[message.lane].items():
             found[slot] = None

@@ -2,12 +2,15 @@
 
 A lane (one direction between two stages) carries the same tensors for every micro-batch of one
 size. Their layouts are announced once, in the first exchange of that size between two ranks
-(``learn``), and known to both from then on.
+(``learn``), and known to both from then on. MPI gives messages to receives in the order in which
+these were posted, so a receive that starts before is known what it gets, is posted before all that
+start behind it.
 """
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,8 +33,15 @@ _HEADER, _NOTE, _EXTRA = 0, 1, 2
 
 @dataclass
 class Posted:
-    """A message under way. Holds the memory MPI reads or writes until it is complete."""
+    """A message under way. Holds the memory MPI reads or writes until it is complete.
 
+    Args:
+        size: of the micro-batch, where the message is received.
+        known: whether its layouts are, so that its receive is posted.
+    """
+
+    size: int = 0
+    known: bool = False
     transfers: list[Transfer] = field(default_factory=list)
     buffers: dict[Slot, Tensor] = field(default_factory=dict)
     layouts: Layouts = field(default_factory=dict)
@@ -68,6 +78,9 @@ class Transport:
         self._check = check
         self._tags = _tags(lanes, largest_tag(communicator))
         self._layouts: dict[tuple[Lane, int, int], Layouts] = {}
+        # Of each lane and rank, receives in the order in which they started.
+        self._unposted: defaultdict[tuple[Lane, int], deque[Posted]] = defaultdict(deque)
+        self._without_note: defaultdict[tuple[Lane, int], deque[Posted]] = defaultdict(deque)
 
     def start_send(self, message: Message, size: int, rank: int, tensors: Tensors) -> Posted:
         """Begin to send; ``tensors`` must not change until the message has left."""
@@ -85,24 +98,27 @@ class Transport:
             self._send_text(posted, Slot("note"), posted.note.to_json(), rank, tags[~_NOTE])
         return posted
 
-    def start_receive(self, message: Message, size: int, rank: int) -> Posted | None:
-        """Post the buffers of a message; None while its layouts are not known."""
-        layouts = self._layouts.get((message.lane, rank, size))
-        return None if layouts is None else self._post(message.lane, layouts, rank)
+    def start_receive(self, message: Message, size: int, rank: int) -> Posted:
+        """Post the buffers of a message, which come in the order in which they are sent.
 
-    def finish_receive(
-        self, message: Message, size: int, rank: int, posted: Posted | None
-    ) -> Tensors:
+        Those of whose layouts nothing is known yet are posted when they are learnt.
+        """
+        posted = Posted(size)
+        self._unposted[message.lane, rank].append(posted)
+        if self._check:
+            self._without_note[message.lane, rank].append(posted)
+        self._post_known(message.lane, rank)
+        return posted
+
+    def finish_receive(self, message: Message, rank: int, posted: Posted) -> Tensors:
         """Wait for a message; its tensors lie in memory of their own.
 
         Raises:
             WorkerError: messages are checked, and this one is not what its sender sent.
         """
-        if posted is None:
-            layouts = self._layouts.get((message.lane, rank, size))
-            if layouts is None:
-                layouts = self._learn(message.lane, size, rank)
-            posted = self._post(message.lane, layouts, rank)
+        while not posted.known:
+            self._learn(message.lane, self._unposted[message.lane, rank][0].size, rank)
+            self._post_known(message.lane, rank)
         said = self._read_note(message, rank, posted) if self._check else None
         self._progress.wait(posted.transfers)
         if said is not None:
@@ -128,14 +144,19 @@ class Transport:
         """Let MPI work on what is under way; to be called between actions."""
         self._progress.advance()
 
-    def _post(self, lane: Lane, layouts: Layouts, rank: int) -> Posted:
-        posted = Posted(layouts=layouts)
+    def _post_known(self, lane: Lane, rank: int) -> None:
+        """Post receives up to the first of whose layouts nothing is known."""
+        waiting = self._unposted[lane, rank]
+        while waiting and (layouts := self._layouts.get((lane, rank, waiting[0].size))) is not None:
+            self._post(waiting.popleft(), lane, layouts, rank)
+
+    def _post(self, posted: Posted, lane: Lane, layouts: Layouts, rank: int) -> None:
+        posted.known, posted.layouts = True, layouts
         for index, (slot, layout) in enumerate(layouts.items()):
             if layout is not None:
                 buffer = self._device.message_buffer(layout.count, layout.dtype)
                 posted.buffers[slot] = buffer
                 self._receive(posted, lane, slot, rank, self._tags[lane][index])
-        return posted
 
     def _send_tensor(self, posted: Posted, slot: Slot, vector: Tensor, rank: int, tag: int) -> None:
         """Send a vector on the device, each piece as soon as MPI may read it."""
@@ -190,7 +211,7 @@ class Transport:
         self._layouts[lane, rank, size] = layouts
         return layouts
 
-    def _learn(self, lane: Lane, size: int, rank: int) -> Layouts:
+    def _learn(self, lane: Lane, size: int, rank: int) -> None:
         fields = self._receive_text(rank, self._tags[lane][~_HEADER])
         slots = self._lanes[lane]
         if len(fields) != len(slots):
@@ -203,14 +224,17 @@ class Transport:
         pairs = zip(slots, fields, strict=True)
         layouts = {slot: item and Layout.from_json(item) for slot, item in pairs}
         self._layouts[lane, rank, size] = layouts
-        return layouts
 
     def _read_note(self, message: Message, rank: int, posted: Posted) -> Note:
         """What the sender says of a message; compared with what was expected before it arrives.
 
-        A message that is too short for its buffers might never end.
+        A message that is too short for its buffers might never end. Notes come in the order of the
+        messages, which may be read in another.
         """
-        said = Note.from_json(self._receive_text(rank, self._tags[message.lane][~_NOTE]))
+        while posted.note is None:
+            text = self._receive_text(rank, self._tags[message.lane][~_NOTE])
+            self._without_note[message.lane, rank].popleft().note = Note.from_json(text)
+        said = posted.note
         self._refuse(differences(said.outline, outline_of(message, posted.layouts)), message, rank)
         return said
 

@@ -37,7 +37,7 @@ def main(damage: str) -> None:
     for micro_batch in (0, 1):
         if world.rank == 1:
             posted = transport.start_receive(Message(LANE, micro_batch), 2, 0)
-            transport.finish_receive(Message(LANE, micro_batch), 2, 0, posted)
+            transport.finish_receive(Message(LANE, micro_batch), 0, posted)
         else:
             wrong = micro_batch == 1 and damage == "micro-batch"
             message = Message(LANE, 7 if wrong else micro_batch)

@@ -9,11 +9,15 @@ import pytest
 import torch
 
 from pipectl.capture import Lane, Slot
+from pipectl.cluster import assumed_cluster
 from pipectl.errors import WorkerError
 from pipectl.graph import TransferKind
 from pipectl.plan import Plan
+from pipectl.planner import PlanRequest, make_plan
+from pipectl.profile import Profile
 from pipectl.runtime.layout import Layout
 from pipectl.runtime.transport.checks import Message, Note, differences, note_of
+from pipectl.schedule.listed import Listed
 
 PARTS = Path(__file__).parents[1] / "job_parts.py"
 LANE = Lane(TransferKind.GRADIENT, 2, 1)
@@ -100,5 +104,18 @@ def test_gradients_do_not_change_while_they_are_sent(
     )
     run = make_run(spec)
     assert Plan.load(run.plan).stages[1].nodes[0].startswith(("unsqueeze", "add"))
+    done = work(2, run)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.mpi
+def test_gradients_may_be_read_in_another_order_than_they_are_sent(
+    make_spec: Any, make_run: Any, work: Any
+) -> None:
+    listed = Listed.read("0F0,0F1,0B1,0B0\n1F0,1F1,1B0,1B1\n", "crossed.csv")
+    run = make_run(make_spec(2, launch={"check_messages": True}))
+    request = PlanRequest("job", batch_size=4, listed=listed)
+    cluster = assumed_cluster("here", [2], 2, None)
+    make_plan(Profile.load(run.profile), cluster, request).save(run.plan)
     done = work(2, run)
     assert done.returncode == 0, done.stderr

@@ -69,7 +69,7 @@ def exchange(world: MPI.Comm, transport: Transport, case: Case) -> list[Posted]:
     first = Message(LANE, 0)
     tensor = torch.zeros(case.expected)
     if world.rank == 1:
-        transport.finish_receive(first, 2, 0, None)
+        transport.finish_receive(first, 0, transport.start_receive(first, 2, 0))
         return []
     transport.finish_send(transport.start_send(first, 2, 1, {A: tensor}))
     other = torch.ones(case.sent, dtype=case.dtype)
@@ -81,7 +81,7 @@ def exchange(world: MPI.Comm, transport: Transport, case: Case) -> list[Posted]:
 def received(transport: Transport) -> str | None:
     try:
         posted = transport.start_receive(Message(LANE, 1), 2, 0)
-        transport.finish_receive(Message(LANE, 1), 2, 0, posted)
+        transport.finish_receive(Message(LANE, 1), 0, posted)
     except WorkerError as error:
         return error.message
     return None
