@@ -13,6 +13,7 @@ import json
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from mpi4py import MPI
@@ -78,6 +79,8 @@ class Transport:
         self._check = check
         self._tags = _tags(lanes, largest_tag(communicator))
         self._layouts: dict[tuple[Lane, int, int], Layouts] = {}
+        # By rank and tag, while it is under way: a transfer holds the memory it sends.
+        self._last_sent: WeakValueDictionary[tuple[int, int], Transfer] = WeakValueDictionary()
         # Of each lane and rank, receives in the order in which they started.
         self._unposted: defaultdict[tuple[Lane, int], deque[Posted]] = defaultdict(deque)
         self._without_note: defaultdict[tuple[Lane, int], deque[Posted]] = defaultdict(deque)
@@ -168,10 +171,10 @@ class Transport:
             outgoing.wait(offset // pieces.size_bytes)
             return communicator.Isend(memory(outgoing.buffer, offset, size_bytes), rank, tag)
 
-        total_bytes = outgoing.buffer.nbytes
-        posted.transfers.append(
-            self._progress.begin(lambda: Transfer.send(start, total_bytes, pieces))
-        )
+        total_bytes, before = outgoing.buffer.nbytes, self._last_sent.get((rank, tag))
+        transfer = self._progress.begin(lambda: Transfer.send(start, total_bytes, pieces, before))
+        self._last_sent[rank, tag] = transfer
+        posted.transfers.append(transfer)
 
     def _receive(self, posted: Posted, lane: Lane, slot: Slot, rank: int, tag: int) -> None:
         pieces, communicator = self._progress.pieces, self._communicator

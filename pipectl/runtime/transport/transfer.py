@@ -5,6 +5,9 @@ copied through host memory leaves piece by piece. And over TCP the answer to the
 message waits behind all that was started before it: unless only few pieces are under way, two
 ranks that send to each other take turns.
 
+MPI tells pieces apart by their order alone. So a message with the tag of an earlier one starts
+behind the last piece of that one.
+
 Nothing says how long a message is but its pieces, so every piece that arrives must have the size
 that was expected: anything else means that the two ranks run different programs.
 """
@@ -55,6 +58,7 @@ class Transfer:
         piece_bytes: of a piece.
         under_way: most pieces at the same time; None for all.
         what: is received; None for what is sent.
+        after: starts all its pieces before this starts any.
     """
 
     def __init__(
@@ -64,20 +68,29 @@ class Transfer:
         piece_bytes: int,
         under_way: int | None,
         what: Words | None = None,
+        after: Transfer | None = None,
     ) -> None:
         self._start = start
         self._size_bytes = size_bytes
         self._piece_bytes = piece_bytes
         self._offset = 0
         self._what = what
+        self._after = after
+        self._unstarted = max(1, -(-size_bytes // piece_bytes))  # no bytes are a piece, too
         self._under_way: deque[tuple[MPI.Request, int]] = deque()
-        self._room = under_way or -(-size_bytes // piece_bytes) + 1
-        self._start_next(first=True)
+        self._room = under_way or self._unstarted
+        self._start_next()
 
     @classmethod
-    def send(cls, start: Start, size_bytes: int, pieces: Pieces = WHOLE) -> Transfer:
-        """Begin to send."""
-        return cls(start, size_bytes, pieces.size_bytes, pieces.under_way)
+    def send(
+        cls,
+        start: Start,
+        size_bytes: int,
+        pieces: Pieces = WHOLE,
+        after: Transfer | None = None,
+    ) -> Transfer:
+        """Begin to send, behind an earlier message that goes to the same rank with the same tag."""
+        return cls(start, size_bytes, pieces.size_bytes, pieces.under_way, after=after)
 
     @classmethod
     def receive(
@@ -96,10 +109,11 @@ class Transfer:
         Raises:
             WorkerError: what arrives has another size than expected.
         """
+        self._start_next()
         while self._under_way and self._done(*self._under_way[0]):
             self._under_way.popleft()
             self._start_next()
-        return not self._under_way
+        return not self._unstarted and not self._under_way
 
     def _done(self, request: MPI.Request, size_bytes: int) -> bool:
         """Whether a piece has left or arrived."""
@@ -126,13 +140,16 @@ class Transfer:
             "and files; launch.check_messages: true says which message is the first that differs",
         )
 
-    def _start_next(self, *, first: bool = False) -> None:
-        """Start pieces while there is room. A message without bytes is a piece, too."""
-        while len(self._under_way) < self._room and (first or self._offset < self._size_bytes):
+    def _start_next(self) -> None:
+        """Start pieces while there is room."""
+        if self._after is not None and self._after._unstarted:
+            return
+        self._after = None
+        while self._unstarted and len(self._under_way) < self._room:
             size_bytes = min(self._piece_bytes, self._size_bytes - self._offset)
             self._under_way.append((self._start(self._offset, size_bytes), size_bytes))
             self._offset += size_bytes
-            first = False
+            self._unstarted -= 1
 
 
 def memory(vector: Tensor, offset: int, size_bytes: int) -> tuple[MPI.memory, MPI.Datatype]:

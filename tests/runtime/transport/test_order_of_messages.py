@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
 RANKS = Path(__file__).with_name("message_order.py")
-WHOLE = 1000
+WHOLE, PIECES = 1000, 16
 
 
 @pytest.mark.parametrize("how", ["none", "none check"])
@@ -27,6 +27,12 @@ def test_receives_that_start_before_layouts_are_known(launch: Any, order: str, h
 
 def test_messages_are_checked_in_whatever_order_they_are_read(launch: Any) -> None:
     check(launch, "+0 -0 +1 +2 -2 -1", WHOLE, "none check")
+
+
+@pytest.mark.parametrize("how", ["none", "poll", "thread", "thread check"])
+def test_pieces_of_several_messages(launch: Any, how: str) -> None:
+    """No piece of a message leaves before all of the one before it have."""
+    check(launch, "+0 -0 +1 +2 +3s +4s -1 -2 -3s -4s", PIECES, how)
 
 
 def check(launch: Any, order: str, piece_bytes: int, how: str) -> None:
