@@ -2,7 +2,8 @@
 
 Samples are drawn in an order that follows from the run seed alone, and python, numpy and torch
 are seeded before each sample, so a rank that loads the inputs and a rank that loads the targets
-see the same augmentation.
+see the same augmentation. What a ``collate_fn`` draws follows from the last sample of its
+micro-batch, or, of iterable data, from the place of that.
 """
 
 from __future__ import annotations
@@ -97,6 +98,8 @@ class Loader:
         self._shuffle = shuffle
         self._iterable = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
         self.collate: Callable[[list[Any]], Any] = getattr(dataset, "collate_fn", default_collate)
+        # The data set's own may look at all samples of a micro-batch, and draw numbers for it.
+        self.takes_whole = self.collate is not default_collate
 
     @property
     def samples(self) -> int | None:
@@ -175,7 +178,10 @@ class Loader:
             position = 0
             for piece in pieces_of(len(positions)) if number >= skipped else ():
                 _skip(samples, piece.start - position)
-                yield self._collate(list(islice(samples, len(piece))))
+                found = list(islice(samples, len(piece)))
+                # Where samples come from processes, the generators are as computations left them.
+                _seed(seed_of(self._seed, "piece", number, piece.start))
+                yield self._collate(found)
                 position = piece.stop
             _skip(samples, len(positions) - position)
 
@@ -216,7 +222,10 @@ def _skip(samples: Iterator[Any], count: int) -> None:
 
 def seed_sample(seed: int, epoch: int, index: int) -> None:
     """Seed python, numpy and torch for one sample."""
-    value = seed_of(seed, "sample", epoch, index)
+    _seed(seed_of(seed, "sample", epoch, index))
+
+
+def _seed(value: int) -> None:
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
     torch.default_generator.manual_seed(value)

@@ -46,21 +46,24 @@ class Pass:
         ]
 
 
-def pass_of(plan: Plan, rank: int, reading: Sequence[int]) -> Pass:
+def pass_of(plan: Plan, rank: int, reading: Sequence[int], *, whole: bool = False) -> Pass:
     """The pass of one rank.
 
     Args:
         plan: of this step.
         reading: the rank's stages that read the batch.
+        whole: whether micro-batches are loaded whole, also where they are split.
 
     Raises:
         ScheduleError: see :func:`pipectl.schedule.lower`.
     """
     actions = lower(plan, rank).body
-    whole = micro_batches_of(plan.batch_size, plan.micro_batch_size)
+    sizes = map(len, micro_batches_of(plan.batch_size, plan.micro_batch_size))
     wiring = Wiring.of(plan, rank, actions)
     pieces = _pieces(plan, rank, reading)
-    return Pass(plan, actions, wiring, tuple(map(len, whole)), pieces)
+    if whole:
+        pieces = dict.fromkeys(pieces, Range())
+    return Pass(plan, actions, wiring, tuple(sizes), pieces)
 
 
 def parts_of(plan: Plan, rank: int, stage: int) -> dict[int, Range]:

@@ -250,7 +250,8 @@ class Trainer:
 
     def _make_pass(self, samples: int) -> Pass:
         setup = self._setup
-        return pass_of(plan_of_step(setup.plan, samples), self._rank, setup.reading)
+        plan, whole = plan_of_step(setup.plan, samples), setup.job.loader.takes_whole
+        return pass_of(plan, self._rank, setup.reading, whole=whole)
 
     def learn_layouts(self) -> None:
         """Send micro-batches of every size over every channel; see :func:`learn_layouts`."""

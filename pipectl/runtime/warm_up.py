@@ -47,8 +47,9 @@ def _try(size: int, setup: Setup, loss_shares: LossShares, shared: SharedGradien
     plan = setup.plan
     if is_unflushed(plan):  # a trial is flushed; its messages are the same
         plan = replace(plan, schedule=ONE_F_ONE_B)
-    trial = pass_of(plan_of_trial(plan, size), setup.communicator.rank, setup.reading)
-    whole: Any = setup.job.loader.example(size) if setup.reading else None
+    rank, loader = setup.communicator.rank, setup.job.loader
+    trial = pass_of(plan_of_trial(plan, size), rank, setup.reading, whole=loader.takes_whole)
+    whole: Any = loader.example(size) if setup.reading else None
     batches: list[Batch] = [
         whole if piece.start < 0 else narrowed(whole, *piece) for piece in trial.pieces.values()
     ]

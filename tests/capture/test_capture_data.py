@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from pipectl.capture.data import Batches, Loader, split_batch
 from pipectl.errors import CaptureError
@@ -212,6 +212,31 @@ def test_collate_fn_of_an_iterable_is_given_what_the_data_set_gives(workers: int
     loader = Loader(Unconverted(), seed=1, workers=workers)
     first, _ = loader.micro_batches([(0, range(4))], 2)
     assert all(map(torch.equal, first, loader.example(2)))
+
+
+class Shifted(NoisyStream):
+    @staticmethod
+    def collate_fn(samples: list[Any]) -> Any:
+        vectors, targets = default_collate(samples)
+        return vectors + random.random() + np.random.rand() + torch.rand(1), targets
+
+
+def test_what_collate_fn_draws_for_an_iterable_does_not_depend_on_what_runs_between() -> None:
+    def read(workers: int, seed: int) -> list[Tensor]:
+        found = []
+        loader = Loader(Shifted(), seed=1, workers=workers)
+        for inputs, _ in loader.micro_batches(islice(Batches(None, 4), 2), 2):
+            found.append(inputs)
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed)
+        return found
+
+    expected = read(0, seed=5)
+    assert all(map(torch.equal, read(1, seed=5), expected))
+    assert all(map(torch.equal, read(1, seed=6), expected))
+    shifts = [inputs.flatten()[0] for inputs in expected]
+    assert len(set(map(float, shifts))) == 4
 
 
 def test_samples_of_different_shape_say_what_to_do() -> None:

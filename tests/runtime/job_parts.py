@@ -130,6 +130,15 @@ class Paced(Samples):
         return super().__getitem__(index)
 
 
+class Shifted(Samples):
+    """All samples of a micro-batch are moved by a number that is drawn for it."""
+
+    @staticmethod
+    def collate_fn(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        vectors, targets = default_collate(samples)
+        return vectors + torch.randn(1), targets
+
+
 class Endless(IterableDataset):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         samples = Samples()

@@ -11,7 +11,8 @@ import torch
 
 from pipectl.cluster import assumed_cluster
 from pipectl.jobs.plan import find_plan
-from pipectl.plan import Plan
+from pipectl.plan import Plan, Replication
+from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory, read_heartbeat, read_metrics
 from pipectl.runtime import checkpoint
@@ -47,3 +48,21 @@ def test_two_copies_that_share_out_their_optimizer_train_what_one_rank_trains(
     heartbeat = read_heartbeat(two)
     assert heartbeat is not None
     assert [rank["stages"] for rank in heartbeat["ranks"]] == [[0], [0]]
+
+
+@pytest.mark.mpi
+def test_a_collate_fn_draws_for_a_split_micro_batch_what_it_draws_on_one_rank(
+    make_spec: Callable[..., Any], make_run: Callable[..., RunDirectory], work: Callable[..., Any]
+) -> None:
+    data = {"factory": f"{PARTS}:Shifted"}
+    one, two = (make_run(make_spec(ranks, loss=LOSS, data=data)) for ranks in (1, 2))
+    request = PlanRequest(
+        "job", 4, micro_batches=2, stages=1, replicas=2, replication=Replication.SPLIT
+    )
+    cluster = assumed_cluster("here", [2], 2, None)
+    make_plan(Profile.load(two.profile), cluster, request).save(two.plan)
+    for ranks, run in ((1, one), (2, two)):
+        done = work(ranks, run)
+        assert done.returncode == 0, done.stderr
+    losses = [[line["loss"] for line in read_metrics(run)] for run in (one, two)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
