@@ -32,10 +32,18 @@ class Bucket:
         owner: the replica that owns all of it, and alone gets the sum; None if each owns a part,
             and all get everything.
         tag: of its messages, with the next.
+        with_flags: whether a number for every leaf travels along, which tells if any replica has a
+            gradient of it: where none has, none is made.
     """
 
     def __init__(
-        self, exchange: Exchange, leaves: Sequence[Tensor], owner: int | None, tag: int
+        self,
+        exchange: Exchange,
+        leaves: Sequence[Tensor],
+        owner: int | None,
+        tag: int,
+        *,
+        with_flags: bool = False,
     ) -> None:
         self._exchange = exchange
         self.leaves = tuple(leaves)
@@ -43,7 +51,9 @@ class Bucket:
         self._tag = tag
         ends = torch.tensor([0, *(leaf.numel() for leaf in leaves)]).cumsum(0).tolist()
         self._edges = list(pairwise(ends))
-        self._parts = _parts(ends[-1], exchange.replicas, owner)
+        self._flags = len(self.leaves) if with_flags else 0
+        self._count = ends[-1] + self._flags
+        self._parts = _parts(self._count, exchange.replicas, owner)
         self._flat: Tensor | None = None
         self._incoming: list[tuple[int, Received]] = []
         self._sums: list[tuple[int, Received]] = []
@@ -58,11 +68,14 @@ class Bucket:
     def start(self) -> None:
         """Send others their parts, and receive one's own."""
         first = self.leaves[0]
-        flat = torch.empty(self._edges[-1][1], dtype=first.dtype, device=first.device)
+        flat = torch.empty(self._count, dtype=first.dtype, device=first.device)
         self._flat = flat
         for leaf, (start, stop) in zip(self.leaves, self._edges, strict=True):
             part = flat[start:stop].view(leaf.shape)
             part.zero_() if leaf.grad is None else part.copy_(leaf.grad)
+        if self._flags:
+            has = [leaf.grad is not None for leaf in self.leaves]
+            flat[-self._flags :].copy_(torch.tensor(has))
         mine, exchange = self._parts[self._exchange.replica], self._exchange
         for replica in exchange.others:
             if len(mine):
@@ -95,12 +108,13 @@ class Bucket:
         for replica, message in self._sums:
             part = self._parts[replica]
             self._flat[part.start : part.stop] = self._exchange.arrived(message)
-        for leaf, (start, stop) in zip(self.leaves, self._edges, strict=True):
-            self._put(leaf, self._flat[start:stop].view(leaf.shape))
+        found = self._flat[-self._flags :].tolist() if self._flags else [True] * len(self.leaves)
+        for leaf, (start, stop), has in zip(self.leaves, self._edges, found, strict=True):
+            self._put(leaf, self._flat[start:stop].view(leaf.shape), bool(has))
         self._reset()
 
-    def _put(self, leaf: Tensor, total: Tensor) -> None:
-        if self._owner not in (None, self._exchange.replica):
+    def _put(self, leaf: Tensor, total: Tensor, has: bool) -> None:
+        if not has or self._owner not in (None, self._exchange.replica):
             leaf.grad = None
         elif leaf.grad is None:
             leaf.grad = torch.empty_like(leaf).copy_(total)

@@ -5,9 +5,9 @@ Both give the same bits in every plan: sums and norms are formed in model order,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +20,14 @@ from pipectl.runtime.waiting import wait
 
 Uses = list[tuple[Slot, int]]
 """Uses of one parameter in graph order, each with its stage."""
-_Use = tuple[Slot, tuple[int, ...]]
-"""A use, with the ranks of its stage."""
+
+
+class _Use(NamedTuple):
+    """A use, with the ranks of its stage; ``branches`` if some steps may leave it out."""
+
+    slot: Slot
+    ranks: tuple[int, ...]
+    branches: bool
 
 
 class SharedGradients:
@@ -38,6 +44,8 @@ class SharedGradients:
             over them before.
         leaves: this rank's leaf of every use it computes.
         parameters: this rank's parameters by full name.
+        branching: the stages in which a use may have a gradient in some steps only; whether it has
+            travels with it.
     """
 
     def __init__(
@@ -47,28 +55,34 @@ class SharedGradients:
         ranks_of_stage: Sequence[Sequence[int]],
         leaves: Mapping[Slot, Tensor],
         parameters: Mapping[str, nn.Parameter],
+        branching: Container[int] = (),
     ) -> None:
         self._communicator = communicator
         self._leaves = leaves
         self._parameters = parameters
         self._users = {
-            name: [(slot, tuple(ranks_of_stage[stage])) for slot, stage in uses]
+            name: [
+                _Use(slot, tuple(ranks_of_stage[stage]), stage in branching) for slot, stage in uses
+            ]
             for name, uses in shared.items()
         }
         self._with_gradient: set[Slot] = set()
 
     def learn(self) -> None:
-        """Agree, after a first backward, on the uses that a gradient reaches. Collective."""
+        """Agree, after a first backward, on the uses that a gradient reaches. Collective.
+
+        Those that one reached in an earlier backward stay.
+        """
         mine = [slot for slot, leaf in self._leaves.items() if leaf.grad is not None]
-        self._with_gradient = set().union(*self._communicator.allgather(mine))
+        self._with_gradient.update(*self._communicator.allgather(mine))
 
     def reduce(self) -> None:
         """Give every parameter with several uses its whole gradient. Collective among holders."""
         for name, users in self._users.items():
             parameter = self._parameters.get(name)
-            if parameter is not None:
-                active = [user for user in users if user[0] in self._with_gradient]
-                holders = {rank for _, ranks in users for rank in ranks}
+            if parameter is not None and parameter.requires_grad:
+                active = [use for use in users if use.branches or use.slot in self._with_gradient]
+                holders = {rank for use in users for rank in use.ranks}
                 gradients = self._exchange(parameter, active, holders)
                 parameter.grad = _sum_in_order(gradients, parameter)
         for leaf in self._leaves.values():
@@ -77,28 +91,48 @@ class SharedGradients:
     def _exchange(
         self, parameter: nn.Parameter, users: Sequence[_Use], holders: set[int]
     ) -> list[Tensor]:
-        """The gradient of every use, own and remote, in graph order; of others' from the first."""
+        """The gradients of the uses, own and remote, in graph order; of others' from the first."""
         me = self._communicator.rank
         requests: list[MPI.Request] = []
-        gradients: list[Tensor] = []
-        buffers: dict[int, np.ndarray[Any, Any]] = {}
-        for index, (slot, ranks) in enumerate(users):
-            if me in ranks:
-                gradient = self._leaves[slot].grad
-                assert gradient is not None
-                gradients.append(gradient)
-                buffers[index] = _bytes(gradient.detach().contiguous().cpu())
-                readers = sorted(holders - set(ranks)) if me == ranks[0] else ()
-                requests += [
-                    self._communicator.Isend(buffers[index], other, index) for other in readers
-                ]
-            else:
-                host = torch.empty(parameter.shape, dtype=parameter.dtype)
-                gradients.append(host)
-                buffers[index] = _bytes(host)
-                requests.append(self._communicator.Irecv(buffers[index], ranks[0], index))
+        gradients: dict[int, Tensor | None] = {}
+        messages: dict[int, np.ndarray[Any, Any]] = {}
+        for index, use in enumerate(users):
+            if me not in use.ranks:
+                messages[index] = np.empty(parameter.nbytes + use.branches, dtype=np.uint8)
+                requests.append(self._communicator.Irecv(messages[index], use.ranks[0], index))
+                continue
+            gradients[index] = self._leaves[use.slot].grad
+            readers = sorted(holders - set(use.ranks)) if me == use.ranks[0] else []
+            if readers:
+                messages[index] = _packed(gradients[index], parameter, use)
+            requests += [
+                self._communicator.Isend(messages[index], other, index) for other in readers
+            ]
         wait(requests)
-        return [gradient.to(parameter.device) for gradient in gradients]
+        for index, use in enumerate(users):
+            if index not in gradients:
+                gradients[index] = _unpacked(messages[index], parameter, use)
+        found = (gradients[index] for index in range(len(users)))
+        return [gradient.to(parameter.device) for gradient in found if gradient is not None]
+
+
+def _packed(gradient: Tensor | None, parameter: nn.Parameter, use: _Use) -> np.ndarray[Any, Any]:
+    """The gradient of a use as a message; where it may be missing, a byte behind says if it is."""
+    if not use.branches:
+        assert gradient is not None
+        return _bytes(gradient)
+    message = np.zeros(parameter.nbytes + 1, dtype=np.uint8)
+    if gradient is not None:
+        message[:-1], message[-1] = _bytes(gradient), 1
+    return message
+
+
+def _unpacked(message: np.ndarray[Any, Any], parameter: nn.Parameter, use: _Use) -> Tensor | None:
+    """What :func:`_packed` was given, on the host."""
+    if use.branches and not message[-1]:
+        return None
+    found = torch.from_numpy(message[: parameter.nbytes])
+    return found.view(parameter.dtype).view(parameter.shape)
 
 
 def _sum_in_order(gradients: Sequence[Tensor], parameter: nn.Parameter) -> Tensor | None:
@@ -111,8 +145,9 @@ def _sum_in_order(gradients: Sequence[Tensor], parameter: nn.Parameter) -> Tenso
     return total
 
 
-def _bytes(host: Tensor) -> np.ndarray[Any, Any]:
-    """The memory of a contiguous host tensor."""
+def _bytes(gradient: Tensor) -> np.ndarray[Any, Any]:
+    """The memory of a gradient on the host, its own where it lies there in one piece."""
+    host = gradient.detach().contiguous().cpu()
     return host.view(-1).view(torch.uint8).numpy()
 
 

@@ -29,6 +29,8 @@ class StageReduction:
         leaves: by a name that all replicas give them, in model order: what the stage accumulates
             gradients in.
         owners: the replica that alone gets the sum of a leaf; all get those of others.
+        branches: whether a step may leave some leaves without gradient: those that no replica has
+            one of get none.
     """
 
     def __init__(
@@ -38,8 +40,12 @@ class StageReduction:
         leaves: Mapping[str, Tensor],
         owners: Mapping[str, int] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        *,
+        branches: bool = False,
     ) -> None:
         self.stage = stage
+        self._branches = branches
+        self._known: set[str] = set()
         self._exchange = exchange
         self._leaves = leaves
         self._owners = owners or {}
@@ -50,13 +56,17 @@ class StageReduction:
         self._armed = False
 
     def learn(self) -> None:
-        """Agree, after a first backward, on what has gradients. Collective among the replicas."""
+        """Agree, after a first backward, on what has gradients, with what had some in earlier ones.
+
+        Collective among the replicas.
+        """
         mine = [name for name, leaf in self._leaves.items() if leaf.grad is not None]
-        known = self._exchange.agreed(mine)
+        self._known |= self._exchange.agreed(mine)
+        known = self._leaves if self._branches else self._known
         names = [name for name in reversed(list(self._leaves)) if name in known]
         groups = _groups(names, self._leaves, self._owners, self._bucket_bytes)
         self._buckets = [
-            Bucket(self._exchange, [self._leaves[name] for name in group], owner, 2 * index)
+            self._bucket([self._leaves[name] for name in group], owner, index)
             for index, (owner, group) in enumerate(groups)
         ]
         for handle in self._hooks:
@@ -66,6 +76,9 @@ class StageReduction:
             for index, bucket in enumerate(self._buckets)
             for leaf in bucket.leaves
         ]
+
+    def _bucket(self, leaves: Sequence[Tensor], owner: int | None, index: int) -> Bucket:
+        return Bucket(self._exchange, leaves, owner, 2 * index, with_flags=self._branches)
 
     def arm(self) -> None:
         """The next backward is the last one of the step."""

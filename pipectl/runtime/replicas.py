@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -51,10 +51,20 @@ class Replicas:
             stage: Exchange(group, device, progress) for stage, group in self._groups.items()
         }
 
-    def reducer(self) -> Reducer:
-        """Sums the gradients of all these stages."""
+    def reducer(self, branching: Container[int] = ()) -> Reducer:
+        """Sums the gradients of all these stages.
+
+        Args:
+            branching: the stages of which a step may leave some gradients out.
+        """
         return Reducer(
-            StageReduction(index, exchange, self._leaves(index), self.owners(index))
+            StageReduction(
+                index,
+                exchange,
+                self._leaves(index),
+                self.owners(index),
+                branches=index in branching,
+            )
             for index, exchange in self.exchanges.items()
         )
 

@@ -24,6 +24,7 @@ from pipectl.runtime.offload import StageOffload, directory_of, mover_of
 from pipectl.runtime.passes import parts_of
 from pipectl.runtime.replicas import Replicas
 from pipectl.runtime.stage import StageRuntime
+from pipectl.runtime.stage_states import branching_stages
 from pipectl.runtime.transport import Progress, Transport
 from pipectl.runtime.wiring import Range
 from pipectl.schedule import Channel, channels, plan_of_trial, splits_backwards
@@ -39,6 +40,7 @@ class Setup:
         stages: of this rank, by index.
         training, evaluating: engines; the second is None without evaluation data.
         cut: of the training graph at the plan's micro-batch size.
+        branching: the stages where it depends on values which parameters have gradients.
         division: of the data into steps and micro-batches.
         loader: of the training data, or None where this rank reads none.
         reading: this rank's stages that read the training data.
@@ -75,8 +77,9 @@ class Setup:
         self.stages = self._stages(cuts)
         self._change_code()
         self.cut = cuts[True, plan.micro_batch_size]
+        self.branching = branching_stages(self.cut)
         self.replicas = Replicas(communicator, plan, self.stages, device, self.progress)
-        self.reducer = self.replicas.reducer()
+        self.reducer = self.replicas.reducer(self.branching)
         self._make_engines(cuts)
         weighing = self.cut.loss_stage if job.weight() is not None else None
         self.reading = tuple(i for i, s in self.stages.items() if s.reads or i == weighing)

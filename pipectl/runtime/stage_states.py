@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from pipectl.capture import Cut, Slot
+from pipectl.capture.randomness import branches
 from pipectl.capture.stage import StageCode, uses_of_parameter
 from pipectl.runtime.device import Device, move
 
@@ -63,6 +64,14 @@ def shared_uses(cut: Cut) -> dict[str, list[tuple[Slot, int]]]:
         if users:
             found[state.name] = [(Slot(state.name, user), cut.stage_of[user]) for user in users]
     return found
+
+
+def branching_stages(cut: Cut) -> frozenset[int]:
+    """The stages in which some parameters may have a gradient in some steps only."""
+    graph = cut.graph
+    return frozenset(
+        cut.stage_of[node.name] for node in graph.operators if branches(node, graph.root)
+    )
 
 
 @contextmanager

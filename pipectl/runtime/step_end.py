@@ -195,6 +195,7 @@ class StepEnd:
             [stage.updating_ranks for stage in setup.plan.stages],
             {slot: leaf for stage in setup.updated_stages for slot, leaf in stage.uses.items()},
             setup.parameters,
+            setup.branching,
         )
 
     def _make_loss_scale(self) -> LossScale | None:

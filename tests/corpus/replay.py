@@ -32,7 +32,7 @@ from pipectl.runtime.layout import Layout
 from pipectl.runtime.offload import StageOffload, mover_of
 from pipectl.runtime.optimizer import Clipping, SharedGradients
 from pipectl.runtime.stage import StageRuntime
-from pipectl.runtime.stage_states import shared_uses
+from pipectl.runtime.stage_states import branching_stages, shared_uses
 from pipectl.runtime.step_input import StepInput
 from pipectl.runtime.stepper import make_stepper
 from pipectl.runtime.transport import Message
@@ -138,7 +138,9 @@ class _Alone:
     def Isend(self, *_: Any) -> MPI.Request:  # noqa: N802
         return MPI.REQUEST_NULL
 
-    Irecv = Isend
+    def Irecv(self, buffer: Any, *_: Any) -> MPI.Request:  # noqa: N802
+        buffer.fill(1)
+        return MPI.REQUEST_NULL
 
     def Iallreduce(self, *_: Any) -> MPI.Request:  # noqa: N802
         return MPI.REQUEST_NULL
@@ -210,9 +212,9 @@ class _Step:
         self._job, self._plan, self._runtime = job, plan, runtime
         ranks = [(rank,) for rank in range(len(plan.stages))]
         alone: Any = _Alone(stage)
-        self._shared = SharedGradients(
-            alone, shared_uses(cut), ranks, runtime.uses, runtime.parameters
-        )
+        given = shared_uses(cut), ranks, runtime.uses, runtime.parameters, branching_stages(cut)
+        self._shared = SharedGradients(alone, *given)
+        self._knows_uses = False
         held = {n: p for n, p in runtime.parameters.items() if p.requires_grad}
         self._clipping = Clipping(alone, {name: p.dtype for name, p in held.items()}, held, held)
         self._stepper = make_stepper(job, runtime.parameters)
@@ -226,7 +228,9 @@ class _Step:
         return StepInput(sizes, [share] * plan.micro_batches, batches, ("memory",))
 
     def update(self) -> None:
-        self._shared.learn()
+        if not self._knows_uses:
+            self._shared.learn()
+            self._knows_uses = True
         self._shared.reduce()
         self._clipping.clip(1.0)
         self._stepper.step()

@@ -59,6 +59,21 @@ def summed(exchange: Exchange, dtype: torch.dtype, *, shard: bool) -> dict[str, 
     return {n: None if p.grad is None else p.grad.double().tolist() for n, p in leaves.items()}
 
 
+def grown(exchange: Exchange, *, branches: bool) -> dict[str, list[float] | None]:
+    """Sums behind first backwards of one leaf each; of a third, one replica has a gradient."""
+    leaves = made(torch.float32)
+    reduction = StageReduction(0, exchange, leaves, branches=branches)
+    for name in "ab":
+        leaves[name].grad = torch.ones_like(leaves[name])
+        reduction.learn()
+        leaves[name].grad = None
+    for name in "ab" if exchange.replica else "abc":
+        leaves[name].grad = torch.ones_like(leaves[name])
+    reduction.start()
+    reduction.finish()
+    return {n: None if p.grad is None else p.grad.unique().tolist() for n, p in leaves.items()}
+
+
 def begun(exchange: Exchange) -> dict[str, list[bool]]:
     """Whether each bucket is on its way behind a backward, before all are started."""
     leaves, found = made(torch.float32), {}
@@ -119,6 +134,8 @@ def main(file: Path, mode: str) -> None:
             "float32": summed(exchange, torch.float32, shard=False),
             "bfloat16": summed(exchange, torch.bfloat16, shard=False),
             "sharded": summed(exchange, torch.float32, shard=True),
+            "grown": grown(exchange, branches=False),
+            "branching": grown(exchange, branches=True),
             "begun": begun(exchange),
             "shared": shared(exchange),
             "agreed": agreed(world, progress),

@@ -81,6 +81,23 @@ def test_gradients_of_several_uses_are_summed_in_graph_order() -> None:
     assert all(leaf.grad is None for leaf in leaves.values())
 
 
+def test_uses_of_all_first_backwards_are_summed() -> None:
+    """Ranks try every size of micro-batches, and learn from each."""
+    parameter = nn.Parameter(torch.zeros(1))
+    leaves = {Slot("w", use): torch.zeros(1, requires_grad=True) for use in "ab"}
+    uses = {"w": [(slot, 0) for slot in leaves]}
+    shared = SharedGradients(MPI.COMM_SELF, uses, [(0,)], leaves, {"w": parameter})
+    for leaf in leaves.values():
+        leaf.grad = torch.ones(1)
+        shared.learn()
+        leaf.grad = None
+    for leaf in leaves.values():
+        leaf.grad = torch.ones(1)
+    shared.reduce()
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [2.0]
+
+
 def test_a_parameter_that_no_gradient_reaches_has_none() -> None:
     parameter, slot = nn.Parameter(torch.zeros(1)), Slot("w", "use")
     leaves = {slot: torch.zeros(1, requires_grad=True)}

@@ -75,6 +75,21 @@ def test_sums_begin_within_the_last_backward_and_no_earlier_one(
 
 
 @pytest.mark.mpi
+def test_what_any_first_backward_has_made_is_summed(found: list[dict[str, Any]]) -> None:
+    for mine in found:
+        assert mine["grown"]["a"] == mine["grown"]["b"] == [len(found)]
+
+
+@pytest.mark.mpi
+def test_where_a_stage_branches_a_gradient_of_one_replica_is_one_of_all(
+    found: list[dict[str, Any]],
+) -> None:
+    everywhere = [float(len(found))]
+    for mine in found:
+        assert mine["branching"] == {"a": everywhere, "b": everywhere, "c": [1.0], "unused": None}
+
+
+@pytest.mark.mpi
 def test_all_replicas_get_what_an_owner_updated(found: list[dict[str, Any]]) -> None:
     owners = RANKS.owners_of(RANKS.made(torch.float32), len(found))
     for mine in found:
