@@ -19,6 +19,7 @@ from pipectl.capture.gradients import refuse_parameter_hooks
 from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.materialize import Materializer
 from pipectl.capture.names import own_name
+from pipectl.capture.overlap import refuse_overlaps
 from pipectl.capture.precision import arithmetic
 from pipectl.capture.randomness import seed_of
 from pipectl.capture.step import Step, as_module, seed_everything
@@ -42,8 +43,8 @@ class CapturedJob:
         tied: further names of tied states to the name in ``states``.
 
     Raises:
-        CaptureError: a factory fails or returns the wrong kind of object, or a parameter has a
-            hook on its gradient.
+        CaptureError: a factory fails or returns the wrong kind of object, or a trained parameter
+            has a hook on its gradient or shares memory with another state.
         DataFileError: the weights to start from do not fit the model.
     """
 
@@ -63,6 +64,7 @@ class CapturedJob:
             **dict(self.step.named_parameters()),
             **dict(self.step.named_buffers()),
         }
+        refuse_overlaps(self.states)
         self._names = {id(tensor): name for name, tensor in self.states.items()}
         self.tied = self._further_names()
         self._materializer.start(self.step, self.states, self.tied)
