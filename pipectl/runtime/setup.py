@@ -115,8 +115,9 @@ class Setup:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters by full name that this rank updates."""
-        return {n: p for stage in self.updated_stages for n, p in stage.parameters.items()}
+        """The parameters by full name that this rank updates, in model order."""
+        found = {n: p for stage in self.updated_stages for n, p in stage.parameters.items()}
+        return {name: found[name] for name in self.job.states if name in found}
 
     @property
     def updated_stages(self) -> list[StageRuntime]:

@@ -109,7 +109,9 @@ class Optimizer(Factory):
 
     factory: Reference = Field(
         default="torch.optim:AdamW",
-        description="The optimizer class, or a function that makes one.",
+        description="The optimizer class, or a function that makes one. Every rank calls it with "
+        "the trained parameters of its own stages (with `shard_optimizer`, with its part of them), "
+        "in the order of `model.named_parameters()`; with `groups`, with a list of these.",
     )
     groups: tuple[Group, ...] = Field(
         default=(),

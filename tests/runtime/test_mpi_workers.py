@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,28 @@ def test_every_step_draws_masks_of_its_own(make_spec: Any, make_run: Any, work: 
     assert done.returncode == 0, done.stderr
     losses = [line["loss"] for line in read_metrics(run)]
     assert len(set(losses)) == len(losses) == 5
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_optimizer_is_given_a_ranks_parameters_in_the_order_of_the_model(
+    ranks: int, make_spec: Any, make_run: Any, work: Any, tmp_path: Path
+) -> None:
+    """The model uses its layers in another order."""
+    parts = HERE / "job_parts.py"
+    noted = tmp_path / "noted"
+    noted.mkdir()
+    kwargs = {"lr": 0.1, "folder": str(noted)}
+    optimizer = {"factory": f"{parts}:noting", "kwargs": kwargs}
+    run = make_run(make_spec(ranks, model=f"{parts}:Backwards", optimizer=optimizer))
+    for file in noted.iterdir():  # of the profiler, which tries the optimizer
+        file.unlink()
+    done = work(ranks, run)
+    assert done.returncode == 0, done.stderr
+    whole = [[12, 8], [12], [8, 7], [8], [7, 6], [7]]
+    given = [json.loads(file.read_text()) for file in noted.iterdir()]
+    assert sorted(item for sizes in given for item in sizes) == sorted(whole)
+    for sizes in given:
+        assert sizes == [item for item in whole if item in sizes]
 
 
 @pytest.mark.parametrize("progress", ["poll", "thread"])
