@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 
+import pytest
 import torch
 from mpi4py import MPI
 from torch import Tensor
@@ -100,14 +101,16 @@ def compare(found: dict[Slot, Tensor | None], expected: dict[Slot, Tensor | None
 
 
 def refuse(transport: Transport, lane: Lane, rank: int) -> None:
-    """A tensor of another shape than was announced is not sent."""
-    wrong = {**tensors(0, 0, 4), SLOTS[0]: torch.zeros(3, 6)}
-    message = ""
-    try:
-        transport.start_send(Message(lane, 0), 4, rank, wrong)
-    except WorkerError as error:
-        message = error.message
-    assert "should be torch.float32 [4, 6], but is torch.float32 [3, 6]" in message
+    """What was not announced as such is not sent."""
+    absent = next(slot for slot, tensor in tensors(0, 0, 4).items() if tensor is None)
+    for slot, words in {
+        SLOTS[0]: "should be torch.float32 [4, 6], but is torch.float32 [3, 6]",
+        absent: "should be nothing, but is torch.float32 [3, 6]",
+    }.items():
+        wrong = {**tensors(0, 0, 4), slot: torch.zeros(3, 6)}
+        with pytest.raises(WorkerError) as raised:
+            transport.start_send(Message(lane, 0), 4, rank, wrong)
+        assert words in raised.value.message
 
 
 if __name__ == "__main__":

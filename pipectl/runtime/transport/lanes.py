@@ -92,9 +92,12 @@ class Transport:
         if layouts is None:
             layouts = self._announce(message.lane, size, rank, tensors, posted)
         tags = self._tags[message.lane]
-        for index, (slot, layout) in enumerate(layouts.items()):
-            if layout is not None:
-                vector = self._flat(message.lane, slot, layout, tensors.get(slot))
+        vectors = {
+            slot: _flat(message.lane, slot, layout, tensors.get(slot))
+            for slot, layout in layouts.items()
+        }
+        for index, (slot, vector) in enumerate(vectors.items()):
+            if vector is not None:
                 self._send_tensor(posted, slot, vector, rank, tags[index])
         if self._check:
             posted.note = note_of(message, layouts, posted.buffers)
@@ -195,16 +198,6 @@ class Transport:
         me = self._communicator.rank
         return f"from stage {lane.source} (rank {rank}) to stage {lane.target} (rank {me})"
 
-    def _flat(self, lane: Lane, slot: Slot, layout: Layout, tensor: Tensor | None) -> Tensor:
-        if tensor is None or tensor.dtype != layout.dtype or tuple(tensor.shape) != layout.sizes:
-            found = "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
-            raise WorkerError(
-                f"the {lane.kind} of {slot.value!r} from stage {lane.source} to {lane.target} "
-                f"should be {layout.dtype} {list(layout.sizes)}, but is {found}",
-                cure="a model whose shapes depend on the data cannot be split here",
-            )
-        return layout.flatten(tensor.detach())
-
     def _announce(
         self, lane: Lane, size: int, rank: int, tensors: Tensors, posted: Posted
     ) -> Layouts:
@@ -298,3 +291,21 @@ def _tags(lanes: dict[Lane, list[Slot]], largest: int) -> dict[Lane, range]:
 
 def _layout(tensor: Tensor | None) -> Layout | None:
     return None if tensor is None else Layout.of(tensor)
+
+
+def _flat(lane: Lane, slot: Slot, layout: Layout | None, tensor: Tensor | None) -> Tensor | None:
+    """A tensor as it is sent; None where there never is one."""
+    expected = None if layout is None else (layout.dtype, layout.sizes)
+    found = None if tensor is None else (tensor.dtype, tuple(tensor.shape))
+    if found != expected:
+        raise WorkerError(
+            f"the {lane.kind} of {slot.value!r} from stage {lane.source} to {lane.target} should "
+            f"be {_words(expected)}, but is {_words(found)}",
+            cure="a model where shapes, or which tensors have a gradient, depend on the data "
+            "cannot be split here",
+        )
+    return None if layout is None or tensor is None else layout.flatten(tensor.detach())
+
+
+def _words(form: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
+    return "nothing" if form is None else f"{form[0]} {list(form[1])}"
