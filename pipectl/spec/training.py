@@ -128,9 +128,15 @@ class Data(Factory):
 
     workers: Natural = Field(default=0, description="Processes that load samples, per rank.")
     drop_last: Flag = Field(
-        default=False, description="Leave out the last batch of an epoch if it is not full."
+        default=False,
+        description="Leave out the last batch of an epoch if it is not full. Those of iterable "
+        "data always are.",
     )
-    shuffle: Flag = Field(default=True, description="Draw a new order of samples every epoch.")
+    shuffle: Flag = Field(
+        default=True,
+        description="Draw a new order of samples every epoch. Iterable data come as they are: what "
+        "order they have, they give themselves.",
+    )
 
 
 class Loss(Factory):
