@@ -1,8 +1,10 @@
 """What recording costs: a training with every step recorded against one with none.
 
-Two ranks train a small GPT twice over in the same processes, a few steps of each in turn, round
-after round; what counts is the ratio of step times, round by round. Beside it, what recording one
-action takes on its own.
+Two ranks train a small GPT three times over in the same processes, a few steps of each in turn,
+round after round: with every step recorded, with none, and with none once more. What counts is the
+ratio of step times, round by round; that of the two which record nothing is what the method cannot
+tell apart. Beside it, what recording one action takes on its own, and writing one step's file,
+which a thread of rank 0 does.
 
     python tests/benchmarks/trace_overhead.py [ROUNDS] [STEPS]
 """
@@ -25,15 +27,17 @@ import yaml
 from pipectl.cluster import assumed_cluster
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Profile
-from pipectl.runtime.recording import Recording
-from pipectl.schedule import Action
+from pipectl.runtime.recording import WIDTH, Recording
+from pipectl.runtime.tracing import timeline_of
+from pipectl.schedule import Action, Kind
 
 HERE = Path(__file__).resolve().parent
 RANK = HERE / "ranks" / "trace_overhead.py"
 CONFIGS = HERE.parents[1] / "configs" / "models"
 RANKS, BATCH, MICRO_BATCHES = 2, 16, 8
-ROUNDS, STEPS = 60, 4
-ACTIONS, REPEATS = 20_000, 15
+ROUNDS, STEPS = 180, 2
+ACTIONS, FILES, REPEATS = 20_000, 20, 15
+PAUSE_S = 0.05
 
 
 def job() -> dict[str, Any]:
@@ -76,17 +80,27 @@ def measure(folder: Path) -> dict[str, Any]:
     return found
 
 
-def show(found: dict[str, Any]) -> None:
-    none, every = found["none"], found["every"]
-    ratios = sorted(e / n for e, n in zip(every, none, strict=True))
-    low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
-    print(f"a step, nothing recorded:  {statistics.median(none) * 1e3:.2f} ms (median)")
+def show(found: dict[str, Any], record_s: float) -> None:
+    none, again, every = (found[name] for name in ("none", "again", "every"))
+    step_s, rows = statistics.median([*none, *again]), found["rows"]
+    print(f"a step, nothing recorded:  {step_s * 1e3:.2f} ms (median)")
     print(f"a step, every one recorded: {statistics.median(every) * 1e3:.2f} ms")
+    base = [(n + a) / 2 for n, a in zip(none, again, strict=True)]
+    show_ratio("ratio", every, base)
+    show_ratio("nothing recorded, against itself", again, none)
+    share = rows * record_s / step_s
+    print(f"actions a step and rank: {rows}, which take {share:.3%} of a step to record")
+
+
+def show_ratio(name: str, ours: list[float], theirs: list[float]) -> None:
+    """By round; the error is that of a median, from the spread of the middle half."""
+    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+    low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
+    error = 0.93 * (high - low) / len(ratios) ** 0.5
     print(
-        f"ratio: {statistics.median(ratios):.4f} (median of {len(ratios)} rounds; "
+        f"{name}: {statistics.median(ratios):.4f} +- {error:.4f} (median of {len(ratios)} rounds; "
         f"half of them {low:.4f} to {high:.4f}, all {ratios[0]:.4f} to {ratios[-1]:.4f})"
     )
-    print(f"actions a step and rank: {found['rows']}")
 
 
 def record() -> float:
@@ -103,11 +117,28 @@ def record() -> float:
     return statistics.median(times)
 
 
+def write(folder: Path, rows: int) -> float:
+    """Seconds that a step's file takes, of so many actions a rank; median of some repeats."""
+    table = np.zeros((rows + 1, WIDTH))
+    table[1:, 2] = int(Kind.FORWARD)
+    times = []
+    for _ in range(FILES):
+        time.sleep(PAUSE_S)  # what is written again at once is in the caches, and faster
+        start = time.perf_counter()
+        timeline_of(dict.fromkeys(range(RANKS), table), RANKS).save(folder / "step.json")
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
 def main(rounds: int = ROUNDS, steps: int = STEPS) -> None:
+    record_s = record()
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder), rounds, steps)
-        show(measure(Path(folder)))
-    print(f"recording one action: {record() * 1e6:.3f} us")
+        found = measure(Path(folder))
+        write_s = write(Path(folder), found["rows"])
+    show(found, record_s)
+    print(f"recording one action: {record_s * 1e6:.3f} us")
+    print(f"writing a step's file: {write_s * 1e3:.2f} ms")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A rank of ``trace_overhead.py``: two trainers in one process, one of which records every step."""
+"""A rank of ``trace_overhead.py``: three trainers in a process, one of which records every step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from pipectl.runtime.transport import Progress
 from pipectl.schedule import lower
 from pipectl.spec import load
 
-WARM_UP = 3
+WARM_UP, UNMEASURED = 3, 1
+NOTHING = "{steps: []}"
 
 
 class Recording(Training):
@@ -33,13 +34,13 @@ class Recording(Training):
 def main(folder: Path) -> None:
     settle_process(1)
     case = json.loads((folder / "case.json").read_text())
-    total = WARM_UP + case["rounds"] * case["steps"]
+    total = WARM_UP + case["rounds"] * (UNMEASURED + case["steps"])
+    traces = {"none": NOTHING, "every": "{every: 1}", "again": NOTHING}
     with helped([folder / "plan.json"]) as progress:
         trainings = {
-            "none": Recording(folder, "none", progress, "{steps: []}", total),
-            "every": Recording(folder, "every", progress, "{every: 1}", total),
+            name: Recording(folder, name, progress, trace, total) for name, trace in traces.items()
         }
-        times = in_turns(trainings, WARM_UP, case["rounds"], case["steps"])
+        times = in_turns(trainings, WARM_UP, case["rounds"], case["steps"], UNMEASURED)
     if MPI.COMM_WORLD.rank == 0:
         rows = len(lower(Plan.load(folder / "plan.json"), 0).body)
         (folder / "result.json").write_text(json.dumps({**times, "rows": rows}))

@@ -70,15 +70,28 @@ def helped(plans: Iterable[Path]) -> Progress:
 
 
 def in_turns(
-    trainings: Mapping[str, Training], warm_up: int, rounds: int, steps: int
+    trainings: Mapping[str, Training], warm_up: int, rounds: int, steps: int, unmeasured: int = 0
 ) -> dict[str, list[float]]:
-    """Seconds a step in every round, by name; the order changes from round to round."""
+    """Seconds a step in every round, by name.
+
+    Args:
+        unmeasured: first steps of a turn, in which ends what the turn before has left behind.
+    """
     found: dict[str, list[float]] = {name: [] for name in trainings}
     for training in trainings.values():
         training.run(warm_up)
     for number in range(rounds):
-        for name in list(trainings) if number % 2 else list(trainings)[::-1]:
+        for name in _order(list(trainings), number):
+            for _ in range(unmeasured):
+                trainings[name].run(1)
             found[name].append(trainings[name].run(steps))
     for training in trainings.values():
         training.finish()
     return found
+
+
+def _order(names: list[str], number: int) -> list[str]:
+    """Of a round, so that each is as often in every place and behind every other."""
+    first = number % len(names)
+    order = names[first:] + names[:first]
+    return order[::-1] if number // len(names) % 2 else order
