@@ -47,7 +47,6 @@ class Continuation:
         keep = Keep(spec.keep, spec.keep_every)
         communicator = setup.communicator.Dup()
         self._saver = Saver(communicator, run.checkpoints, keep, attempt, warn, reported)
-        self._saver.go_on_from(0)
         self._room_bytes = _room_bytes(setup, run)
         self.poll = self._saver.poll
         self.finish = self._saver.finish
@@ -80,7 +79,6 @@ class Continuation:
             updated: the parameters that this rank updates.
         """
         manifest, optimizer = stored.manifest, self._stepper.optimizer
-        self._saver.go_on_from(manifest.step)
         if optimizer is not None:
             stored.restore_optimizer(optimizer, updated)
         self._stepper.move_on(manifest.updates)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -39,21 +39,14 @@ class Keep:
     newest: int
     every: int | None = None
 
-    def drops(self, directory: Path, step: int, damaged: Collection[int] = ()) -> list[Path]:
+    def drops(self, directory: Path, step: int) -> list[Path]:
         """The checkpoints that may go, now that there is one of a step.
 
         Later ones were damaged when the run went on from before them, so they count for none.
-
-        Args:
-            damaged: steps whose checkpoints are, which count for none either, and go.
         """
         found = [(path, step_of(path) or 0) for path in checkpoints(directory)]
-        past = [(path, at) for path, at in found if at <= step]
-        old = [(path, at) for path, at in past if at not in damaged][self.newest :]
-        return [
-            *(path for path, at in past if at in damaged),
-            *(path for path, at in old if not (self.every and at % self.every == 0)),
-        ]
+        old = [(path, at) for path, at in found if at <= step][self.newest :]
+        return [path for path, at in old if not (self.every and at % self.every == 0)]
 
 
 class _Save:
@@ -105,15 +98,9 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._save: _Save | None = None
         self._failure = ""
-        self._damaged: set[int] = set()
         if communicator.rank == 0:
             _remove_leftovers(directory)
         barrier(communicator)
-
-    def go_on_from(self, step: int) -> None:
-        """Take later checkpoints for damaged, since the run could not go on from them."""
-        steps = (step_of(path) or 0 for path in checkpoints(self._directory))
-        self._damaged = {at for at in steps if at > step}
 
     def start(self, manifest: Manifest, snapshot: Snapshot) -> None:
         """Begin to write a checkpoint; collective. An earlier one is finished first.
@@ -192,14 +179,8 @@ class Saver:
             save.heard.append(json.loads(text))
         all_written = len(save.heard) == self._communicator.size
         if save.committed is None and all_written and self._ready(save.manifest.step):
-            self._damaged.discard(save.manifest.step)  # is replaced
             save.committed = self._thread.submit(
-                _commit,
-                self._directory,
-                save.partial,
-                _complete_manifest(save),
-                self._keep,
-                frozenset(self._damaged),
+                _commit, self._directory, save.partial, _complete_manifest(save), self._keep
             )
 
     def _lacking(self, size_bytes: int) -> str:
@@ -269,13 +250,7 @@ def _shard(fields: dict[str, Any]) -> Shard:
     return Shard.from_reader(Reader(fields, file="what a rank wrote", cure=_CURE))
 
 
-def _commit(
-    directory: Path,
-    partial: Path,
-    manifest: Manifest | str,
-    keep: Keep,
-    damaged: Collection[int],
-) -> None:
+def _commit(directory: Path, partial: Path, manifest: Manifest | str, keep: Keep) -> None:
     """Give a checkpoint its name, and drop what is no longer kept.
 
     Raises:
@@ -289,7 +264,7 @@ def _commit(
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    for old in keep.drops(directory, manifest.step, damaged):
+    for old in keep.drops(directory, manifest.step):
         _drop(old)
 
 

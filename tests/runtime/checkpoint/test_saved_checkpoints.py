@@ -16,7 +16,7 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 from pipectl.errors import CaptureError, DataFileError, MismatchError, UsageError
-from pipectl.runs import Manifest, checkpoints, step_of
+from pipectl.runs import Manifest
 from pipectl.runtime import checkpoint
 from pipectl.runtime.checkpoint import Keep, Saver, take_snapshot
 from pipectl.runtime.stepper import Stepper
@@ -77,24 +77,6 @@ def test_only_the_newest_are_kept(tmp_path: Path, states: dict[str, Tensor]) -> 
     for step in (5, 10, 999_999, 1_000_000):
         save(tmp_path, step, states, Keep(2))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1000000", "step-999999"]
-
-
-def test_a_damaged_one_takes_no_place_and_goes_behind_a_good_one(
-    tmp_path: Path, states: dict[str, Tensor]
-) -> None:
-    """The run went on from step 10: that of 15 is passed by, that of 20 made anew."""
-
-    for step in (10, 15, 20):
-        save(tmp_path, step, states)
-    saver = Saver(MPI.COMM_SELF, tmp_path, Keep(2), 2, print)
-    saver.go_on_from(10)
-    own, found = take_snapshot(states, states.keys(), Stepper(None, None), {}), []
-    for step in (12, 18, 20, 25):
-        saver.start(Manifest(step, 4, {}), own)
-        saver._complete()
-        found.append([step_of(path) for path in checkpoints(tmp_path)])
-    saver.finish()
-    assert found == [[20, 15, 12, 10], [20, 18, 12], [20, 18], [25, 20]]
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
