@@ -58,7 +58,7 @@ def _other(differences: list[str], section: str) -> CaptureError:
     named, more = differences[:_NAMED], len(differences) - _NAMED
     words = ", ".join([*named, f"and {more} more"] if more > 0 else named)
     return CaptureError(
-        f"{section}: a batch differs from the one captured: {words}",
+        f"{section}: a batch differs from the training batch that was captured: {words}",
         cure="let all batches hold the same tensors under the same keys; make one tensor of what "
         "every sample has, with the batch as its first dimension",
     )

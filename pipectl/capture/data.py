@@ -3,7 +3,7 @@
 Samples are drawn in an order that follows from the run seed alone, and python, numpy and torch
 are seeded before each sample, so a rank that loads the inputs and a rank that loads the targets
 see the same augmentation. What a ``collate_fn`` draws follows from the last sample of its
-micro-batch, or, of iterable data, from the place of that.
+micro-batch, or, of iterable data, from the place of the micro-batch in the run.
 """
 
 from __future__ import annotations

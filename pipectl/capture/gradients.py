@@ -70,7 +70,7 @@ def refuse_backward_hooks(model: nn.Module, kept: Iterable[nn.Module] = ()) -> N
             )
 
 
-def refuse_parameter_hooks(model: nn.Module) -> None:
+def refuse_parameter_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Raise if a parameter that is trained has a hook on its gradient.
 
     It would run in some plans alone: others train leaves in the parameter's memory (one for each
@@ -79,7 +79,7 @@ def refuse_parameter_hooks(model: nn.Module) -> None:
     Raises:
         CaptureError: naming the parameter.
     """
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters:
         hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
         if hooks and parameter.requires_grad:
             raise CaptureError(

@@ -58,7 +58,7 @@ class CapturedJob:
             lambda: as_module(factories.call(factory, name, **spec.model.kwargs), name)
         )
         self.step = Step(model, self._loss(), with_outputs=False)
-        refuse_parameter_hooks(self.step)
+        refuse_parameter_hooks(self.step.named_parameters())
         self.loader = self._loader(spec.data, spec.data.workers, shuffle=spec.data.shuffle)
         self.states: dict[str, Tensor] = {
             **dict(self.step.named_parameters()),

@@ -63,7 +63,9 @@ class _Place(NamedTuple):
 
 def _place(tensor: Tensor) -> _Place | None:
     """None where it lies in no memory that another could share."""
-    if is_lazy(tensor) or tensor.layout is not torch.strided or not tensor.numel():
+    if is_lazy(tensor) or tensor.is_nested or tensor.layout is not torch.strided:
+        return None
+    if not tensor.numel():
         return None
     item_bytes, strides = tensor.element_size(), tensor.stride()
     # Elements of an expanded dimension are one.

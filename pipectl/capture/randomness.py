@@ -56,7 +56,7 @@ SEEDERS: tuple[Seeder, ...] = (seed_operator, seed_libraries)
 
 def seeder_of(node: fx.Node, root: fx.GraphModule) -> Seeder | None:
     """What seeds an operator before it runs; None if it cannot draw random numbers."""
-    if _runs(node, root, Opaque):
+    if runs(node, root, Opaque):
         return seed_libraries  # whether it draws may depend on values
     return seed_operator if is_random(node, root) else None
 
@@ -69,15 +69,8 @@ def is_random(node: fx.Node, root: fx.GraphModule) -> bool:
     return any(_draws(inner) for inner in _with_inner(node, root))
 
 
-def branches(node: fx.Node, root: fx.GraphModule) -> bool:
-    """Whether what has a gradient behind an operator may depend on values.
-
-    So it may where the backward is that of a user's code, in the operator or in a subgraph.
-    """
-    return _runs(node, root, Opaque | Applied)
-
-
-def _runs(node: fx.Node, root: fx.GraphModule, kind: Any) -> bool:
+def runs(node: fx.Node, root: fx.GraphModule, kind: type) -> bool:
+    """Whether an operator, or one of the subgraphs it runs, calls a target of some kind."""
     return any(isinstance(inner.target, kind) for inner in _with_inner(node, root))
 
 

@@ -91,7 +91,7 @@ class SharedGradients:
     def _exchange(
         self, parameter: nn.Parameter, users: Sequence[_Use], holders: set[int]
     ) -> list[Tensor]:
-        """The gradients of the uses, own and remote, in graph order; of others' from the first."""
+        """The gradients of the uses, in graph order; others' from their first rank."""
         me = self._communicator.rank
         requests: list[MPI.Request] = []
         gradients: dict[int, Tensor | None] = {}

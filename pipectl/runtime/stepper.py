@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.factories import call
+from pipectl.capture.gradients import refuse_parameter_hooks
 from pipectl.errors import CaptureError, lacks_memory
 from pipectl.runtime.optimizer_state import of_groups, refuse_changes, take
 from pipectl.units import did_you_mean
@@ -105,13 +106,15 @@ def make_stepper(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> St
         parameters: by full name; frozen ones are left out.
 
     Raises:
-        CaptureError: a factory fails, or the schedule needs a loss to step.
+        CaptureError: a factory fails or puts hooks on parameters, or the schedule needs a loss to
+            step.
     """
     trained = {name: found for name, found in parameters.items() if found.requires_grad}
     schedule = _schedule(job)
     if not trained:
         return Stepper(None, None)
     optimizer = make_optimizer(job, trained)
+    refuse_parameter_hooks(trained.items())  # its factory may set some
     return Stepper(optimizer, None if schedule is None else schedule(optimizer))
 
 

@@ -10,6 +10,7 @@ a step.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -31,9 +32,10 @@ MOST_EVENTS = 1_000_000
 """Of a file (about 60 MB); of more, evenly spread ranks are recorded."""
 STEPS_A_CLOCK = 16
 MOST_WAITING = 8
-"""Times that files are to be written, before rank 0 waits for them."""
-EVENTS_AT_ONCE = 1000
-"""Small files are written several at a time, which takes half as long as one now and then."""
+"""Batches of files that may wait to be written, before rank 0 waits for them."""
+EVENTS_AT_ONCE, HELD_S = 1000, 1.0
+"""Small files are written in batches, which takes half as long as one by one: of so many events, or
+as soon as the first is so old."""
 _TAG = clock.TAG + 1
 
 
@@ -61,6 +63,7 @@ class Tracing:
         self._receiving: list[tuple[MPI.Request, Table, int]] = []
         self._tables: dict[int, dict[int, Table]] = {}
         self._whole: dict[int, dict[int, Table]] = {}
+        self._held_since = 0.0
         self._writer = ThreadPoolExecutor(1, "trace")
         self._writing: deque[Future[None]] = deque()
         self._attempts = Attempts("the trace", warn)
@@ -102,6 +105,8 @@ class Tracing:
         self._sending = [item for item in self._sending if not item[0].Test()]
         if self._rank == 0 and self._tables:
             self._receive()
+        if self._whole and time.perf_counter() - self._held_since > HELD_S:
+            self._start_writing()
 
     def finish(self) -> None:
         """Wait until everything is written."""
@@ -131,6 +136,8 @@ class Tracing:
         found = self._tables.setdefault(step, {})
         found[rank] = table
         if len(found) == len(self._recorded):
+            if not self._whole:
+                self._held_since = time.perf_counter()
             self._whole[step] = self._tables.pop(step)
             events = sum(len(table) for tables in self._whole.values() for table in tables.values())
             if events > EVENTS_AT_ONCE or not self.wants(step + 1):

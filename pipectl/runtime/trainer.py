@@ -95,8 +95,8 @@ class Trainer:
             self._train_steps(planned, self._load(planned))
         self._setup.doing.action = "finishing"
         self._stopping.finish()
+        self._tracing.finish()  # also where the last checkpoint cannot be written
         self._continuation.finish()
-        self._tracing.finish()
         self._telemetry.finish("stopped" if self._stopped else "done")
         if self._callbacks is not None:
             self._callbacks.close()

@@ -109,9 +109,10 @@ class Optimizer(Factory):
 
     factory: Reference = Field(
         default="torch.optim:AdamW",
-        description="The optimizer class, or a function that makes one. Every rank calls it with "
-        "the trained parameters of its own stages (with `shard_optimizer`, with its part of them), "
-        "in the order of `model.named_parameters()`; with `groups`, with a list of these.",
+        description="The optimizer class, or a function that makes one. Every rank that updates "
+        "parameters calls it with those of its own stages (with `shard_optimizer`, with its part "
+        "of them), in the order of `model.named_parameters()`; with `groups`, with a list of "
+        "parameter groups.",
     )
     groups: tuple[Group, ...] = Field(
         default=(),
@@ -130,7 +131,7 @@ class Data(Factory):
     drop_last: Flag = Field(
         default=False,
         description="Leave out the last batch of an epoch if it is not full. Those of iterable "
-        "data always are.",
+        "data always are full: they run on into the next epoch.",
     )
     shuffle: Flag = Field(
         default=True,

@@ -10,6 +10,8 @@ import torch
 from pipectl.capture.batch import by_name
 from pipectl.errors import CaptureError
 
+DIFFERS = "a batch differs from the training batch that was captured"
+
 
 @pytest.fixture(scope="module")
 def job(make_job: Any) -> Any:
@@ -66,7 +68,7 @@ def test_other_tensors_or_numbers_are_refused(
     inputs, targets = job.loader.example(4)
     with pytest.raises(CaptureError) as raised:
         by_name(job.training_graph(4), (inputs, {**targets, **change}))
-    assert raised.value.message == f"data: a batch differs from the one captured: {message}"
+    assert raised.value.message == f"data: {DIFFERS}: {message}"
 
 
 def test_as_many_tensors_under_other_keys_are_refused(job: Any) -> None:
@@ -75,7 +77,7 @@ def test_as_many_tensors_under_other_keys_are_refused(job: Any) -> None:
     with pytest.raises(CaptureError) as raised:
         by_name(job.training_graph(4), (inputs, renamed), training=False)
     assert raised.value.message == (
-        "evaluation.data: a batch differs from the one captured: tensor targets['y'] is missing, "
+        f"evaluation.data: {DIFFERS}: tensor targets['y'] is missing, "
         "tensor targets['label'] is new"
     )
 

@@ -36,6 +36,11 @@ class Large(torch.optim.SGD):
     def step(self, closure=None):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...")
 
+class Hooking(torch.optim.SGD):
+    def __init__(self, parameters, **kwargs):
+        super().__init__(parameters, **kwargs)
+        self.param_groups[0]["params"][0].register_post_accumulate_grad_hook(print)
+
 class Counting(torch.optim.SGD):
     def step(self, closure=None):
         super().step(closure)
@@ -182,6 +187,12 @@ def first_step_of(made: CapturedJob) -> Stepper:
 def test_an_optimizer_that_fails_in_a_step_is_named_with_the_users_line(job: Maker) -> None:
     made = job("factory: './model.py:Broken', kwargs: {lr: 1.0}")
     with pytest.raises(CaptureError, match=r"^optimizer: raised KeyError: 'beta3' \(at .*model"):
+        first_step_of(made)
+
+
+def test_a_hook_that_the_factory_puts_on_a_parameter_is_refused(job: Maker) -> None:
+    made = job("factory: './model.py:Hooking', kwargs: {lr: 1.0}")
+    with pytest.raises(CaptureError, match=r"^model: parameter 0\.weight has a hook"):
         first_step_of(made)
 
 

@@ -3,8 +3,8 @@
 A lane (one direction between two stages) carries the same tensors for every micro-batch of one
 size. Their layouts are announced once, in the first exchange of that size between two ranks
 (``learn``), and known to both from then on. MPI gives messages to receives in the order in which
-these were posted, so a receive that starts before is known what it gets, is posted before all that
-start behind it.
+these were posted: so while the layouts of one receive are unknown, those started behind it are not
+posted either.
 """
 
 from __future__ import annotations
