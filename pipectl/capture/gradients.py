@@ -70,6 +70,11 @@ def refuse_backward_hooks(model: nn.Module, kept: Iterable[nn.Module] = ()) -> N
             )
 
 
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether something is called with its gradient."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 def refuse_parameter_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Raise if a parameter that is trained has a hook on its gradient.
 
@@ -80,8 +85,7 @@ def refuse_parameter_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> No
         CaptureError: naming the parameter.
     """
     for name, parameter in parameters:
-        hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-        if hooks and parameter.requires_grad:
+        if parameter.requires_grad and has_hooks(parameter):
             raise CaptureError(
                 f"model: parameter {own_path(name)} has a hook on its gradient, which would not "
                 "run in every plan",

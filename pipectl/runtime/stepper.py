@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.factories import call
-from pipectl.capture.gradients import refuse_parameter_hooks
+from pipectl.capture.gradients import has_hooks, refuse_parameter_hooks
 from pipectl.errors import CaptureError, lacks_memory
 from pipectl.runtime.optimizer_state import of_groups, refuse_changes, take
 from pipectl.units import did_you_mean
@@ -113,8 +113,10 @@ def make_stepper(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> St
     schedule = _schedule(job)
     if not trained:
         return Stepper(None, None)
+    # Its factory may set hooks; those of sums over replicas are of an earlier training of the job.
+    unhooked = [(name, found) for name, found in trained.items() if not has_hooks(found)]
     optimizer = make_optimizer(job, trained)
-    refuse_parameter_hooks(trained.items())  # its factory may set some
+    refuse_parameter_hooks(unhooked)
     return Stepper(optimizer, None if schedule is None else schedule(optimizer))
 
 
