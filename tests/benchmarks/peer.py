@@ -106,7 +106,8 @@ def write_case(folder: Path, model: Model, megabits: int, rounds: int) -> dict[s
     plans = plans_of(folder, model, cluster_between(megabits))
     for name, plan in plans.items():
         plan.save(folder / f"{name}.json")
-    counts = {plan.micro_batches for plan in plans.values()}
+    # The peer wants a micro-batch for each stage at least; our plan may be of one rank.
+    counts = {plan.micro_batches for plan in plans.values() if plan.micro_batches >= RANKS}
     return {
         "plans": list(plans),
         "theirs": {
