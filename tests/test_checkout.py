@@ -1,4 +1,4 @@
-"""What is in the repository: no paths of one machine, no file of several ideas."""
+"""What is in the repository: no path of one machine."""
 
 import subprocess
 from pathlib import Path
@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 CHECKOUT = Path(__file__).parents[1]
-MOST_LINES = 400
 
 # Written in two parts, so that this file does not contain them.
 MACHINE_PATHS = ("/wo" "rk/", "/tmp/" "dev", "/opt/" "wheels", "/ro" "ot/")  # fmt: skip
@@ -33,12 +32,3 @@ def test_no_file_mentions_a_path_of_one_machine():
         if any(machine_path in line for machine_path in MACHINE_PATHS)
     ]
     assert found == []
-
-
-def test_package_files_are_short():
-    long = {
-        str(path.relative_to(CHECKOUT)): lines
-        for path in sorted((CHECKOUT / "pipectl").rglob("*.py"))
-        if (lines := len(path.read_text(encoding="utf-8").splitlines())) > MOST_LINES
-    }
-    assert long == {}
