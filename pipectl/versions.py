@@ -1,0 +1,54 @@
+"""Versions: those of torch that pipectl was tested with, and those of this installation."""
+
+from __future__ import annotations
+
+import platform
+import re
+from importlib.metadata import PackageNotFoundError, version
+
+from pipectl import __version__
+
+OLDEST_TORCH, NEWEST_TORCH = "2.13", "2.15"
+"""The first and the last release of torch with which the tests ran; both count."""
+
+
+def tested_torch() -> str:
+    """The range in words: ``torch 2.13 to 2.15``."""
+    return f"torch {OLDEST_TORCH} to {NEWEST_TORCH}"
+
+
+def is_tested_torch(installed: str) -> bool:
+    """Whether a version of torch (``2.14.1+cpu``) lies in the range."""
+    release = _release(installed)
+    return _release(OLDEST_TORCH) <= release <= _release(NEWEST_TORCH)
+
+
+def untested_torch() -> str | None:
+    """What to say if the installed torch is none of those tested, else None."""
+    installed = installed_version("torch")
+    if installed is None or is_tested_torch(installed):
+        return None
+    return f"tested with {tested_torch()}; this is {installed}"
+
+
+def installed_versions() -> str:
+    """What a report of a fault needs: ``pipectl 0.1.0, torch 2.13.0, mpi4py 4.1.1, Python 3.12.3``.
+
+    Reads what is installed; imports nothing.
+    """
+    others = {name: installed_version(name) or "not installed" for name in ("torch", "mpi4py")}
+    known = {"pipectl": __version__, **others, "Python": platform.python_version()}
+    return ", ".join(f"{name} {number}" for name, number in known.items())
+
+
+def installed_version(package: str) -> str | None:
+    """The version of an installed package, None if there is none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _release(text: str) -> tuple[int, ...]:
+    """Major and minor number, the only ones that count."""
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
