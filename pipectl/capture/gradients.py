@@ -103,9 +103,14 @@ def recorded_functions() -> Iterator[Functions]:
     """
     found: Functions = {}
     untouched: Any = vars(torch.autograd.Function)["apply"]
-    record: Callable[..., Any] = allow_in_pre_dispatch_graph(untouched.__func__)  # type: ignore[no-untyped-call]
 
     def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        # A Python class method in torch 2.13 and one of C from 2.14 on: both bind.
+        return untouched.__get__(None, function)(*args, **kwargs)
+
+    record: Callable[..., Any] = allow_in_pre_dispatch_graph(apply)  # type: ignore[no-untyped-call]
+
+    def record_known(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         if function is CheckpointFunction:  # recomputation is planned, not captured
             body, _, *given = args
             return body(*given)
@@ -118,7 +123,7 @@ def recorded_functions() -> Iterator[Functions]:
         return record(function, *args, **kwargs)
 
     hook = Tensor.register_hook
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    torch.autograd.Function.apply = classmethod(record_known)  # type: ignore[assignment, method-assign]
     Tensor.register_hook = _refuse_hook  # type: ignore[method-assign]
     try:
         yield found
