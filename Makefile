@@ -5,9 +5,10 @@ INSTALLED := .venv/installed
 MEASURED := .venv/measured
 JOB := configs/gpt-stdlib.yaml
 WITH_RANKS := tests/configs
+TORCH ?= 2.15
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-equality test-lowest coverage torture check bench bench-planner mutants golden clean
+.PHONY: help demo test test-equality test-lowest test-newest coverage torture check bench bench-planner mutants golden clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' Makefile | expand -t 18
@@ -44,6 +45,12 @@ test-lowest: ## run the tests that start no ranks, and some that do, with the lo
 	.venv-lowest/bin/python -m pytest -n auto -m 'not mpi and not slurm and not corpus and not product and not torture'
 	.venv-lowest/bin/python -m pytest -n 0 $(WITH_RANKS)
 
+test-newest: ## run the tests of capture, equality and the runtime with the newest torch (TORCH=2.14: that one)
+	$(PYTHON) -m venv .venv-newest
+	sed 's/^torch==.*/torch==$(TORCH).*/' constraints.txt > .venv-newest/constraints.txt
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-newest/constraints.txt -e '.[mpich,examples,test]'
+	.venv-newest/bin/python -m pytest -n auto tests/capture tests/equality tests/profiler tests/runtime $(WITH_RANKS)
+
 coverage: $(INSTALLED) ## run all tests and say which share of the branches they took; an hour
 	$(BIN)/python -m pytest -n auto --cov --cov-report=
 	$(BIN)/python tests/coverage_of_layers.py
@@ -71,5 +78,5 @@ golden: $(INSTALLED) ## rewrite the golden files and the generated reference; lo
 	$(BIN)/python -m pipectl.spec.reference .
 
 clean: ## remove what make and the tools made; runs/ stays
-	rm -rf .venv .venv-lowest .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage build dist
+	rm -rf .venv .venv-lowest .venv-newest .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -14,10 +14,12 @@ import pytest
 import yaml
 from distribution import source_distribution, wheel
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from pages import CHECKOUT
 
 import pipectl
+from pipectl.versions import NEWEST_TORCH, OLDEST_TORCH
 
 PROJECT: dict[str, Any] = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
 CITATION: dict[str, Any] = yaml.safe_load((CHECKOUT / "CITATION.cff").read_text())
@@ -64,11 +66,21 @@ def test_lower_bounds_are_the_versions_that_were_tried() -> None:
         *PROJECT["dependencies"],
         *(text for name in EXTRAS_OF_LOWEST for text in extras[name]),
     ]
-    bounds = {one.name: next(iter(one.specifier)) for one in map(Requirement, asked)}
+    bounds = {
+        one.name: next(bound for bound in one.specifier if bound.operator != "<")
+        for one in map(Requirement, asked)
+    }
     assert tried.keys() == bounds.keys()
     for name, bound in bounds.items():
         assert bound.operator == ">=", name
         assert Version(tried[name]) in Requirement(f"{name}=={bound.version}.*").specifier, name
+
+
+def test_the_bounds_of_torch_are_the_releases_that_were_tested() -> None:
+    torch = next(one for one in map(Requirement, PROJECT["dependencies"]) if one.name == "torch")
+    major, minor = NEWEST_TORCH.split(".")
+    assert torch.specifier == SpecifierSet(f">={OLDEST_TORCH},<{major}.{int(minor) + 1}")
+    assert f"\nTORCH ?= {NEWEST_TORCH}\n" in (CHECKOUT / "Makefile").read_text()
 
 
 @pytest.fixture(scope="module")

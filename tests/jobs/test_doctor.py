@@ -191,6 +191,14 @@ def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (found.level, "No module named" in found.text) == (Level.FAIL, True)
 
 
+def test_a_torch_outside_the_tested_releases_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipectl.versions.version", lambda _: "2.99.0")
+    first = next(environment.torch())
+    assert (first.what, first.level) == ("torch", Level.WARN)
+    assert first.text.startswith("tested with torch 2.13 to ")
+    assert "this is 2.99.0" in first.text
+
+
 @pytest.mark.mpi
 def test_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pipectl import __version__
 from pipectl.errors import PipectlError
 from pipectl.jobs.doctor.finding import Finding, Findings, Level, said
+from pipectl.versions import tested_torch, untested_torch
 
 _SELF_TEST = "pipectl.runtime.transport.self_test"
 _TORCH = (
@@ -38,7 +39,11 @@ def torch() -> Findings:
         text = error.message if isinstance(error, PipectlError) else "says nothing of its devices"
         yield Finding("torch", Level.FAIL, f"{installed} cannot be imported: {text}", cure)
         return
-    yield Finding("torch", Level.OK, f"{name}")
+    if untested := untested_torch():
+        cure = f"if something fails that should not, install {tested_torch()}"
+        yield Finding("torch", Level.WARN, untested, cure)
+    else:
+        yield Finding("torch", Level.OK, name)
     if not kind:
         yield Finding("accelerators", Level.OK, "none: ranks compute on cores")
         return
