@@ -63,6 +63,32 @@ def neighbours_of(communicator: MPI.Comm) -> list[list[int]]:
     return list(grouped(communicator.allgather(node_name())).values())
 
 
+def accelerators_of(communicator: MPI.Comm) -> str:
+    """The type of accelerator that all ranks see, such as ``cuda``; empty if none sees any.
+
+    Collective: what follows from an accelerator holds for all ranks or for none.
+
+    Raises:
+        MismatchError: on all ranks, naming those that see another one than rank 0, or none.
+    """
+    mine = torch.accelerator.current_accelerator(check_available=True)
+    types: list[tuple[str, str]] = communicator.allgather((mine.type if mine else "", node_name()))
+    differing = [rank for rank, (kind, _) in enumerate(types) if kind != types[0][0]]
+    if differing:
+        (first, first_node), (other, node) = types[0], types[differing[0]]
+        raise MismatchError(
+            f"rank {differing[0]} on {node}{_more(differing)} sees {_accelerator(other)}, "
+            f"but rank 0 on {first_node} sees {_accelerator(first)}",
+            cure="the job asks for accelerators on every node (resources.gpus_per_node): see that "
+            "the batch system and the launcher give every rank one, or set it to 0",
+        )
+    return types[0][0]
+
+
+def _accelerator(kind: str) -> str:
+    return f"an accelerator of type {kind}" if kind else "no accelerator"
+
+
 def misplaced(nodes: Sequence[Sequence[int]], node_of_rank: Sequence[int]) -> str:
     """How the real nodes differ from those of the plan, for people; empty where they do not.
 

@@ -9,14 +9,19 @@ from __future__ import annotations
 import json
 import os
 
-import torch
 from mpi4py import MPI
 
 from pipectl.capture import CapturedJob
 from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import ATTEMPT, RunDirectory, beat
-from pipectl.runtime.agreement import check_alike, check_graph, misplaced, neighbours_of
+from pipectl.runtime.agreement import (
+    accelerators_of,
+    check_alike,
+    check_graph,
+    misplaced,
+    neighbours_of,
+)
 from pipectl.runtime.checkpoint import newest
 from pipectl.runtime.device import Device, choose_device
 from pipectl.runtime.failure import Doing, run_rank, warn
@@ -86,9 +91,9 @@ def _train(
 def _wires(
     communicator: MPI.Comm, spec: JobSpec, plan: Plan, local_rank: int
 ) -> tuple[Device, Choice]:
-    """The device of this rank, and how messages reach it and move."""
+    """The device of this rank, and how messages reach it and move. Collective."""
     accelerators, in_place = spec.resources.gpus_per_node, False
-    if accelerators and torch.accelerator.is_available():
+    if accelerators and accelerators_of(communicator):
         finding = gpu_aware.find(communicator, spec.launch.gpu_aware, asks=local_rank == 0)
         in_place = finding.able
         if communicator.rank == 0:

@@ -25,6 +25,8 @@ def change(what: str) -> None:
         agreement.identity = lambda *_: ("a fingerprint", "a hash")
     elif what == "deeper":
         build_other_model()
+    elif what == "accelerator":
+        see_an_accelerator()
 
 
 def build_other_model() -> None:
@@ -35,6 +37,12 @@ def build_other_model() -> None:
         built(self, spec.model_copy(update={"model": model}))
 
     CapturedJob.__init__ = deeper
+
+
+def see_an_accelerator() -> None:
+    """As torch would name one; nothing is computed on it before the ranks have agreed."""
+    torch.accelerator.is_available = lambda: True
+    torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
 
 
 if __name__ == "__main__":

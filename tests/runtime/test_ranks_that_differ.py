@@ -78,3 +78,11 @@ def move_an_operator(run: RunDirectory) -> None:
         replace(second, nodes=(*first.nodes[-2:], *second.nodes)),
     )
     replace(plan, stages=moved).save(run.plan)
+
+
+def test_an_accelerator_that_only_some_ranks_see_is_named(two: Any, refused: Any) -> None:
+    for run in two:
+        text = run.job.read_text()
+        assert "gpus_per_node: 0" in text
+        run.job.write_text(text.replace("gpus_per_node: 0", "gpus_per_node: 1"))
+    refused("sees an accelerator of type cuda, but rank 0 on ", "accelerator")
