@@ -10,22 +10,20 @@ import torch
 from torch import Tensor, nn
 
 
-class Outgoing:
-    """A vector in memory that MPI may read, or will be able to soon.
+class MessageBuffer:
+    """A vector that MPI may read or write, now or when the device has got so far.
 
     Args:
-        buffer: the memory.
-        copied: events behind which each piece of it is there; none where all is there.
+        free: events after which MPI may use each piece, or one for all; none if it may now.
     """
 
-    def __init__(self, buffer: Tensor, copied: Sequence[torch.Event] = ()) -> None:
-        self.buffer = buffer
-        self._copied = copied
+    def __init__(self, vector: Tensor, free: Sequence[torch.Event] = ()) -> None:
+        self.vector = vector
+        self._free = free
 
-    def wait(self, piece: int) -> None:
-        """Return when MPI may read a piece."""
-        if self._copied:
-            self._copied[piece].synchronize()
+    def is_free(self, piece: int) -> bool:
+        """Whether MPI may use a piece now."""
+        return not self._free or self._free[min(piece, len(self._free) - 1)].query()
 
 
 class Device(Protocol):
@@ -43,10 +41,10 @@ class Device(Protocol):
     def synchronize(self) -> None:
         """Return when everything queued on the device is done."""
 
-    def message_buffer(self, count: int, dtype: torch.dtype) -> Tensor:
+    def message_buffer(self, count: int, dtype: torch.dtype) -> MessageBuffer:
         """Memory that MPI can write ``count`` elements into."""
 
-    def to_message(self, vector: Tensor, piece_bytes: int) -> Outgoing:
+    def to_message(self, vector: Tensor, piece_bytes: int) -> MessageBuffer:
         """``vector`` for MPI, which reads it in pieces of so many bytes."""
 
     def from_message(self, buffer: Tensor) -> Tensor:
@@ -69,13 +67,13 @@ class CpuDevice:
     def synchronize(self) -> None:
         """Operators on the CPU are done when they return."""
 
-    def message_buffer(self, count: int, dtype: torch.dtype) -> Tensor:
+    def message_buffer(self, count: int, dtype: torch.dtype) -> MessageBuffer:
         """Host memory; the allocator hands freed blocks of this size out again."""
-        return torch.empty(count, dtype=dtype)
+        return MessageBuffer(torch.empty(count, dtype=dtype))
 
-    def to_message(self, vector: Tensor, piece_bytes: int) -> Outgoing:  # noqa: ARG002
+    def to_message(self, vector: Tensor, piece_bytes: int) -> MessageBuffer:  # noqa: ARG002
         """The vector itself."""
-        return Outgoing(vector)
+        return MessageBuffer(vector)
 
     def from_message(self, buffer: Tensor) -> Tensor:
         """The buffer itself."""
@@ -105,31 +103,24 @@ class Staging:
         """Host memory, pinned where there is an accelerator; torch keeps freed blocks."""
         return torch.empty(count, dtype=dtype, pin_memory=self._pinned)
 
-    def outgoing(self, vector: Tensor, piece_bytes: int) -> Outgoing:
+    def outgoing(self, vector: Tensor, piece_bytes: int) -> MessageBuffer:
         """Queue the copies of all pieces; the first can leave while the second is copied."""
         buffer = self.buffer(vector.numel(), vector.dtype)
         if not vector.numel():
-            return Outgoing(buffer)
+            return MessageBuffer(buffer)
         source, target = vector.view(torch.uint8), buffer.view(torch.uint8)
         copied = []
         for offset in range(0, target.numel(), piece_bytes):
             piece = slice(offset, offset + piece_bytes)
             target[piece].copy_(source[piece], non_blocking=self._pinned)
-            copied += self._mark()
-        return Outgoing(buffer, copied)
+            if self._pinned:
+                copied.append(_mark(self._device))
+        return MessageBuffer(buffer, copied)
 
     def incoming(self, buffer: Tensor) -> Tensor:
         """A copy on the device. The buffer's memory is not reused before the copy has ended."""
         tensor = torch.empty_like(buffer, device=self._device, pin_memory=False)
         return tensor.copy_(buffer, non_blocking=self._pinned)
-
-    def _mark(self) -> list[torch.Event]:
-        """An event behind what is queued now; the CPU queues nothing."""
-        if not self._pinned:
-            return []
-        event = torch.Event(self._device)
-        event.record()
-        return [event]
 
 
 class AcceleratorDevice:
@@ -153,18 +144,18 @@ class AcceleratorDevice:
         """Wait for the current stream, which holds all of the rank's work."""
         torch.accelerator.current_stream().synchronize()
 
-    def message_buffer(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Memory of the accelerator, or pinned host memory."""
+    def message_buffer(self, count: int, dtype: torch.dtype) -> MessageBuffer:
+        """Memory of the accelerator, once kernels no longer use it, or pinned host memory."""
         if self.staged:
-            return self._staging.buffer(count, dtype)
-        return torch.empty(count, dtype=dtype, device=self.torch_device)
+            return MessageBuffer(self._staging.buffer(count, dtype))
+        vector = torch.empty(count, dtype=dtype, device=self.torch_device)
+        return MessageBuffer(vector, [_mark(self.torch_device)])
 
-    def to_message(self, vector: Tensor, piece_bytes: int) -> Outgoing:
+    def to_message(self, vector: Tensor, piece_bytes: int) -> MessageBuffer:
         """The vector once it is computed, or a copy that is made piece by piece."""
         if self.staged:
             return self._staging.outgoing(vector, piece_bytes)
-        self.synchronize()
-        return Outgoing(vector)
+        return MessageBuffer(vector, [_mark(self.torch_device)])
 
     def from_message(self, buffer: Tensor) -> Tensor:
         """The buffer itself, or a copy on the accelerator."""
@@ -178,6 +169,13 @@ class AcceleratorDevice:
         """Of the accelerator."""
         free, _ = torch.accelerator.get_memory_info(self.torch_device)
         return int(free)
+
+
+def _mark(device: torch.device) -> torch.Event:
+    """An event after what is queued on an accelerator now."""
+    event = torch.Event(device)
+    event.record()
+    return event
 
 
 def choose_device(accelerators_per_node: int, local_rank: int, *, in_place: bool = False) -> Device:

@@ -52,29 +52,33 @@ class Exchange:
     def send(self, vector: Tensor, replica: int, tag: int) -> Sent:
         """Begin to send a contiguous vector, which must not change until it has left."""
         pieces, communicator = self._progress.pieces, self._communicator
-        outgoing = self._device.to_message(vector, pieces.size_bytes)
+        buffer = self._device.to_message(vector, pieces.size_bytes)
 
-        def start(offset: int, size_bytes: int) -> MPI.Request:
-            outgoing.wait(offset // pieces.size_bytes)
-            return communicator.Isend(memory(outgoing.buffer, offset, size_bytes), replica, tag)
+        def start(offset: int, size_bytes: int) -> MPI.Request | None:
+            if not buffer.is_free(offset // pieces.size_bytes):
+                return None
+            return communicator.Isend(memory(buffer.vector, offset, size_bytes), replica, tag)
 
-        size_bytes = outgoing.buffer.nbytes
+        size_bytes = buffer.vector.nbytes
         begun = self._progress.begin(lambda: Transfer.send(start, size_bytes, pieces))
-        return Sent(begun, outgoing.buffer)
+        return Sent(begun, buffer.vector)
 
     def receive(self, count: int, dtype: torch.dtype, replica: int, tag: int) -> Received:
         """Begin to receive a vector."""
         pieces, communicator = self._progress.pieces, self._communicator
         buffer = self._device.message_buffer(count, dtype)
 
-        def start(offset: int, size_bytes: int) -> MPI.Request:
-            return communicator.Irecv(memory(buffer, offset, size_bytes), replica, tag)
+        def start(offset: int, size_bytes: int) -> MPI.Request | None:
+            if not buffer.is_free(offset // pieces.size_bytes):
+                return None
+            return communicator.Irecv(memory(buffer.vector, offset, size_bytes), replica, tag)
 
         def what() -> str:
             return f"a sum of gradients, from replica {replica} of the stage to {self.replica},"
 
-        begun = self._progress.begin(lambda: Transfer.receive(start, buffer.nbytes, pieces, what))
-        return Received(begun, buffer)
+        total_bytes = buffer.vector.nbytes
+        begun = self._progress.begin(lambda: Transfer.receive(start, total_bytes, pieces, what))
+        return Received(begun, buffer.vector)
 
     def arrived(self, received: Received) -> Tensor:
         """A vector that has arrived, on the device."""

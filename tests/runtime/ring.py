@@ -16,7 +16,7 @@ from torch import Tensor
 from pipectl.capture import Lane, Slot
 from pipectl.errors import WorkerError
 from pipectl.graph import TransferKind
-from pipectl.runtime.device import CpuDevice, Outgoing, Staging
+from pipectl.runtime.device import CpuDevice, MessageBuffer, Staging
 from pipectl.runtime.transport import Message, Progress, Transport
 from pipectl.runtime.transport.transfer import Pieces
 
@@ -34,9 +34,9 @@ class StagedCpu(CpuDevice):
     def __init__(self) -> None:
         self.staging = Staging(torch.device("cpu"))
 
-    def to_message(self, vector: Tensor, piece_bytes: int) -> Outgoing:
+    def to_message(self, vector: Tensor, piece_bytes: int) -> MessageBuffer:
         outgoing = self.staging.outgoing(vector, piece_bytes)
-        assert not vector.numel() or outgoing.buffer.data_ptr() != vector.data_ptr()
+        assert not vector.numel() or outgoing.vector.data_ptr() != vector.data_ptr()
         return outgoing
 
     def from_message(self, buffer: Tensor) -> Tensor:

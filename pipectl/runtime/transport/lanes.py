@@ -81,16 +81,20 @@ class Transport:
         self._layouts: dict[tuple[Lane, int, int], Layouts] = {}
         # By rank and tag, while it is under way: a transfer holds the memory it sends.
         self._last_sent: WeakValueDictionary[tuple[int, int], Transfer] = WeakValueDictionary()
+        self._last_received: WeakValueDictionary[tuple[int, int], Transfer] = WeakValueDictionary()
         # Of each lane and rank, receives in the order in which they started.
         self._unposted: defaultdict[tuple[Lane, int], deque[Posted]] = defaultdict(deque)
         self._without_note: defaultdict[tuple[Lane, int], deque[Posted]] = defaultdict(deque)
 
     def start_send(self, message: Message, size: int, rank: int, tensors: Tensors) -> Posted:
-        """Begin to send; ``tensors`` must not change until the message has left."""
+        """Begin to send, without waiting for the device or the other rank.
+
+        ``tensors`` must not change until the message has left.
+        """
         layouts = self._layouts.get((message.lane, rank, size))
         posted = Posted()
         if layouts is None:
-            layouts = self._announce(message.lane, size, rank, tensors, posted)
+            layouts = self._announce(message.lane, size, rank, tensors)
         tags = self._tags[message.lane]
         vectors = {
             slot: _flat(message.lane, slot, layout, tensors.get(slot))
@@ -100,8 +104,10 @@ class Transport:
             if vector is not None:
                 self._send_tensor(posted, slot, vector, rank, tags[index])
         if self._check:
-            posted.note = note_of(message, layouts, posted.buffers)
-            self._send_text(posted, Slot("note"), posted.note.to_json(), rank, tags[~_NOTE])
+            # Of the tensors, not of the buffers: copies to these may still be under way.
+            present = {slot: vector for slot, vector in vectors.items() if vector is not None}
+            posted.note = note_of(message, layouts, present)
+            self._send_text(posted.note.to_json(), rank, tags[~_NOTE])
         return posted
 
     def start_receive(self, message: Message, size: int, rank: int) -> Posted:
@@ -160,50 +166,55 @@ class Transport:
         posted.known, posted.layouts = True, layouts
         for index, (slot, layout) in enumerate(layouts.items()):
             if layout is not None:
-                buffer = self._device.message_buffer(layout.count, layout.dtype)
-                posted.buffers[slot] = buffer
-                self._receive(posted, lane, slot, rank, self._tags[lane][index])
+                self._receive(posted, lane, slot, layout, rank, self._tags[lane][index])
 
     def _send_tensor(self, posted: Posted, slot: Slot, vector: Tensor, rank: int, tag: int) -> None:
         """Send a vector on the device, each piece as soon as MPI may read it."""
         pieces, communicator = self._progress.pieces, self._communicator
         outgoing = self._device.to_message(vector, pieces.size_bytes)
-        posted.buffers[slot] = outgoing.buffer
+        posted.buffers[slot] = outgoing.vector
 
-        def start(offset: int, size_bytes: int) -> MPI.Request:
-            outgoing.wait(offset // pieces.size_bytes)
-            return communicator.Isend(memory(outgoing.buffer, offset, size_bytes), rank, tag)
+        def start(offset: int, size_bytes: int) -> MPI.Request | None:
+            if not outgoing.is_free(offset // pieces.size_bytes):
+                return None
+            return communicator.Isend(memory(outgoing.vector, offset, size_bytes), rank, tag)
 
-        total_bytes, before = outgoing.buffer.nbytes, self._last_sent.get((rank, tag))
+        total_bytes, before = outgoing.vector.nbytes, self._last_sent.get((rank, tag))
         transfer = self._progress.begin(lambda: Transfer.send(start, total_bytes, pieces, before))
         self._last_sent[rank, tag] = transfer
         posted.transfers.append(transfer)
 
-    def _receive(self, posted: Posted, lane: Lane, slot: Slot, rank: int, tag: int) -> None:
+    def _receive(
+        self, posted: Posted, lane: Lane, slot: Slot, layout: Layout, rank: int, tag: int
+    ) -> None:
         pieces, communicator = self._progress.pieces, self._communicator
-        buffer = posted.buffers[slot]
+        incoming = self._device.message_buffer(layout.count, layout.dtype)
+        posted.buffers[slot] = incoming.vector
 
-        def start(offset: int, size_bytes: int) -> MPI.Request:
-            return communicator.Irecv(memory(buffer, offset, size_bytes), rank, tag)
+        def start(offset: int, size_bytes: int) -> MPI.Request | None:
+            if not incoming.is_free(offset // pieces.size_bytes):
+                return None
+            return communicator.Irecv(memory(incoming.vector, offset, size_bytes), rank, tag)
 
         def what() -> str:
             return f"the {lane.kind} of {slot.value!r} {self._way(lane, rank)}"
 
-        posted.transfers.append(
-            self._progress.begin(lambda: Transfer.receive(start, buffer.nbytes, pieces, what))
+        total_bytes, before = incoming.vector.nbytes, self._last_received.get((rank, tag))
+        transfer = self._progress.begin(
+            lambda: Transfer.receive(start, total_bytes, pieces, what, before)
         )
+        self._last_received[rank, tag] = transfer
+        posted.transfers.append(transfer)
 
     def _way(self, lane: Lane, rank: int) -> str:
         """From where to here, in words."""
         me = self._communicator.rank
         return f"from stage {lane.source} (rank {rank}) to stage {lane.target} (rank {me})"
 
-    def _announce(
-        self, lane: Lane, size: int, rank: int, tensors: Tensors, posted: Posted
-    ) -> Layouts:
+    def _announce(self, lane: Lane, size: int, rank: int, tensors: Tensors) -> Layouts:
         layouts = {slot: _layout(tensors.get(slot)) for slot in self._lanes[lane]}
         fields = [layout and layout.to_json() for layout in layouts.values()]
-        self._send_text(posted, Slot("header"), fields, rank, self._tags[lane][~_HEADER])
+        self._send_text(fields, rank, self._tags[lane][~_HEADER])
         self._layouts[lane, rank, size] = layouts
         return layouts
 
@@ -247,20 +258,24 @@ class Transport:
                 "see docs/troubleshooting.md",
             )
 
-    def _send_text(self, posted: Posted, slot: Slot, fields: Any, rank: int, tag: int) -> None:
+    def _send_text(self, fields: Any, rank: int, tag: int) -> None:
+        """Send a text on its own: its receiver posts no buffer before it needs the text.
+
+        So no message counts as unsent because of its text. The transfer holds the memory.
+        """
         text = torch.frombuffer(bytearray(json.dumps(fields).encode()), dtype=torch.uint8)
-        posted.buffers[slot] = text
 
         def start(offset: int, size_bytes: int) -> MPI.Request:
             return self._communicator.Isend(memory(text, offset, size_bytes), rank, tag)
 
-        posted.transfers.append(self._progress.begin(lambda: Transfer.send(start, text.nbytes)))
+        self._progress.begin(lambda: Transfer.send(start, text.nbytes))
 
     def _receive_text(self, rank: int, tag: int) -> Any:
         status = MPI.Status()
         self._progress.until(lambda: bool(self._communicator.Iprobe(rank, tag, status)))
         text = bytearray(status.Get_count(MPI.BYTE))
-        self._communicator.Recv([text, MPI.BYTE], rank, tag)
+        request = self._communicator.Irecv([text, MPI.BYTE], rank, tag)
+        self._progress.until(request.Test)
         return json.loads(text)
 
 

@@ -6,7 +6,7 @@ message waits behind all that was started before it: unless only few pieces are 
 ranks that send to each other take turns.
 
 MPI tells pieces apart by their order alone. So a message with the tag of an earlier one starts
-behind the last piece of that one.
+after the last piece of that one.
 
 Nothing says how long a message is but its pieces, so every piece that arrives must have the size
 that was expected: anything else means that the two ranks run different programs.
@@ -27,8 +27,8 @@ from pipectl.units import format_bytes
 LARGEST_BYTES = 2**30
 """Of one MPI message: some libraries count bytes in 32 bits with a sign."""
 
-Start = Callable[[int, int], MPI.Request]
-"""Starts the piece of so many bytes at an offset."""
+Start = Callable[[int, int], MPI.Request | None]
+"""Starts the piece of so many bytes at an offset; None if MPI may not use its memory yet."""
 Words = Callable[[], str]
 """Names a message, for errors."""
 
@@ -89,7 +89,7 @@ class Transfer:
         pieces: Pieces = WHOLE,
         after: Transfer | None = None,
     ) -> Transfer:
-        """Begin to send, behind an earlier message that goes to the same rank with the same tag."""
+        """Begin to send, after an earlier message that goes to the same rank with the same tag."""
         return cls(start, size_bytes, pieces.size_bytes, pieces.under_way, after=after)
 
     @classmethod
@@ -99,9 +99,13 @@ class Transfer:
         size_bytes: int,
         pieces: Pieces = WHOLE,
         what: Words = lambda: "a message",
+        after: Transfer | None = None,
     ) -> Transfer:
-        """Begin to receive; all pieces are posted at once, so that none is unexpected."""
-        return cls(start, size_bytes, pieces.size_bytes, None, what)
+        """Begin to receive, after an earlier message from the same rank with the same tag.
+
+        All pieces are posted at once, so that none is unexpected.
+        """
+        return cls(start, size_bytes, pieces.size_bytes, None, what, after)
 
     def advance(self) -> bool:
         """Let MPI work, and start what may follow; whether all is done.
@@ -147,7 +151,10 @@ class Transfer:
         self._after = None
         while self._unstarted and len(self._under_way) < self._room:
             size_bytes = min(self._piece_bytes, self._size_bytes - self._offset)
-            self._under_way.append((self._start(self._offset, size_bytes), size_bytes))
+            request = self._start(self._offset, size_bytes)
+            if request is None:
+                return
+            self._under_way.append((request, size_bytes))
             self._offset += size_bytes
             self._unstarted -= 1
 

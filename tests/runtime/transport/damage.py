@@ -1,6 +1,7 @@
 """Two ranks, of which the first sends a message that is damaged on purpose.
 
-Started as ``mpiexec -n 2 python -m mpi4py damage.py KIND``; ends with 17 if nobody notices.
+Started as ``mpiexec -n 2 python -m mpi4py damage.py KIND``; ends with 17 if nobody notices. With
+``none``, messages are only sent, with long notes.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class Damaged(Transport):
 
 def main(damage: str) -> None:
     world = MPI.COMM_WORLD
+    if damage == "none":
+        return send_and_go_on(world)
     transport = Damaged(world.Dup(), CpuDevice(), {LANE: [A]}, check=True)
     tensor = torch.arange(6.0).view(2, 3)
     for micro_batch in (0, 1):
@@ -47,6 +50,27 @@ def main(damage: str) -> None:
             transport.finish_send(sent)
     world.Barrier()
     sys.exit(17)
+
+
+def send_and_go_on(world: MPI.Intracomm) -> None:
+    """The second message has left before its receiver, which has posted its buffers, waits for it.
+
+    Its note is far longer than it is.
+    """
+    slots = [Slot(f"{'long' * 50}-{index}") for index in range(2000)]
+    transport = Transport(world.Dup(), CpuDevice(), {LANE: slots}, check=True)
+    tensors: dict[Slot, torch.Tensor | None] = {**dict.fromkeys(slots), slots[7]: torch.ones(3)}
+    for index in range(2):
+        message = Message(LANE, index)
+        if world.rank:
+            posted = transport.start_receive(message, 2, 0)
+            if index == 1:
+                world.Barrier()
+            assert transport.finish_receive(message, 0, posted)[slots[7]] is not None
+        else:
+            transport.finish_send(transport.start_send(message, 2, 1, tensors))
+            if index == 1:
+                world.Barrier()
 
 
 if __name__ == "__main__":

@@ -91,6 +91,12 @@ def test_a_damaged_message_ends_both_ranks(launch: Any, damage: str, words: str)
 
 
 @pytest.mark.mpi
+def test_a_send_does_not_wait_until_its_note_is_read(launch: Any) -> None:
+    done = launch(2, Path(__file__).with_name("damage.py"), "none", timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.mpi
 def test_gradients_do_not_change_while_they_are_sent(
     make_spec: Any, make_run: Any, work: Any
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from mpi4py import MPI
@@ -10,6 +12,8 @@ from torch import Tensor
 from pipectl.capture import Lane, Slot
 from pipectl.errors import MismatchError
 from pipectl.graph import TransferKind
+from pipectl.runtime.device import CpuDevice, MessageBuffer
+from pipectl.runtime.transport import Message, Transport
 from pipectl.runtime.transport.lanes import _tags, largest_tag
 from pipectl.runtime.transport.progress import Progress
 from pipectl.runtime.transport.transfer import Pieces, Transfer, memory
@@ -111,6 +115,59 @@ def test_what_fails_in_the_helper_is_raised_by_the_next_wait() -> None:
     both.send(10, 10)
     while not receiving.advance():
         pass
+
+
+class LateDevice(CpuDevice):
+    """Copies what is sent piece by piece, and only when it is let; MPI uses no buffer before."""
+
+    def __init__(self) -> None:
+        self.lets = False
+
+    def message_buffer(self, count: int, dtype: torch.dtype) -> MessageBuffer:
+        return MessageBuffer(torch.zeros(count, dtype=dtype), [self.event(lambda: None)])
+
+    def to_message(self, vector: Tensor, piece_bytes: int) -> MessageBuffer:
+        source, copy = vector.view(torch.uint8), torch.zeros_like(vector)
+        pieces = zip(source.split(piece_bytes), copy.view(torch.uint8).split(piece_bytes))  # noqa: B905
+        return MessageBuffer(copy, [self.event(lambda s=s, c=c: c.copy_(s)) for s, c in pieces])
+
+    def event(self, act: Any) -> Any:
+        device = self
+
+        class Event:
+            def query(self) -> bool:
+                if device.lets:
+                    act()
+                return device.lets
+
+            def synchronize(self) -> None:
+                raise AssertionError("nobody waits for the device")
+
+        return Event()
+
+
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("mode", ["none", "thread"])
+def test_a_send_that_the_device_is_not_ready_for_waits_in_the_queue(mode: str, check: bool) -> None:
+    """It starts at once, leaves in the order of the sends, and no check takes it for damaged."""
+    lane, slot, device = Lane(TransferKind.ACTIVATION, 0, 1), Slot("note"), LateDevice()
+    with Progress(mode, Pieces(16, 2)) as progress:
+        transport = Transport(MPI.COMM_SELF, device, {lane: [slot]}, progress, check=check)
+        messages = [Message(lane, index) for index in range(3)]
+        values = [torch.arange(10.0) + 100 * index for index in range(3)]
+        sent = [
+            transport.start_send(message, 1, 0, {slot: value})
+            for message, value in zip(messages, values, strict=True)
+        ]
+        received = [transport.start_receive(message, 1, 0) for message in messages]
+        assert not progress.finished(sent[0].transfers)
+        device.lets = True
+        for index in (1, 0, 2):
+            found = transport.finish_receive(messages[index], 0, received[index])[slot]
+            assert found is not None
+            assert torch.equal(found, values[index])
+            transport.finish_send(sent[index])
+        progress.advance()  # headers and notes, for which no send waits
 
 
 def lanes(slots: int) -> dict[Lane, list[Slot]]:
