@@ -87,12 +87,11 @@ class Bucket:
                 part = flat[theirs.start : theirs.stop]
                 self._sent.append(exchange.send(part, replica, self._tag))
 
-    def advance(self) -> None:
-        """Add up one's own part once all have sent it, and send it on."""
-        if self.started and not self._summed:
-            arriving = [message for _, message in self._incoming]
-            if self._exchange.finished(arriving):
-                self._sum()
+    def advance(self) -> bool:
+        """Add up one's own part once all have sent it, and send it on; whether that is done."""
+        if not self._summed and self._exchange.are_complete([got for _, got in self._incoming]):
+            self._sum()
+        return self._summed
 
     def settle(self) -> None:
         """Wait for what one's own part needs."""

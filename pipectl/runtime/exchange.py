@@ -84,9 +84,9 @@ class Exchange:
         """A vector that has arrived, on the device."""
         return self._device.from_message(received.buffer)
 
-    def finished(self, messages: Sequence[Sent | Received]) -> bool:
-        """Whether messages are complete."""
-        return self._progress.finished([message.transfer for message in messages])
+    def are_complete(self, messages: Sequence[Sent | Received]) -> bool:
+        """Whether messages were complete when all messages last advanced."""
+        return all(message.transfer.done for message in messages)
 
     def wait(self, messages: Sequence[Sent | Received]) -> None:
         """Return when messages are complete."""

@@ -51,6 +51,7 @@ class StageReduction:
         self._owners = owners or {}
         self._bucket_bytes = bucket_bytes
         self._buckets: list[Bucket] = []
+        self._arriving: list[Bucket] = []
         self._missing: dict[int, int] = {}
         self._hooks: list[RemovableHandle] = []
         self._armed = False
@@ -90,17 +91,17 @@ class StageReduction:
         self._armed = False
         for bucket in self._buckets:
             if not bucket.started:
-                bucket.start()
+                self._start(bucket)
 
     def advance(self) -> None:
-        """Go on with what has arrived."""
-        for bucket in self._buckets:
-            bucket.advance()
+        """Go on with what has arrived: looks once at every bucket that is on its way."""
+        self._arriving = [bucket for bucket in self._arriving if not bucket.advance()]
 
     def finish(self) -> None:
         """Return when every gradient is the sum over all replicas."""
-        for bucket in self._buckets:
+        for bucket in self._arriving:
             bucket.settle()
+        self._arriving = []
         for bucket in self._buckets:
             bucket.finish()
 
@@ -113,7 +114,11 @@ class StageReduction:
             return
         self._missing[index] -= 1
         if not self._missing[index]:
-            self._buckets[index].start()
+            self._start(self._buckets[index])
+
+    def _start(self, bucket: Bucket) -> None:
+        bucket.start()
+        self._arriving.append(bucket)
 
 
 class Reducer:
@@ -140,7 +145,7 @@ class Reducer:
         self._stages[stage].finish()
 
     def advance(self) -> None:
-        """Go on with what has arrived; called between actions."""
+        """Go on with what has arrived; called between actions, after messages have advanced."""
         for item in self._stages.values():
             item.advance()
 

@@ -12,10 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from mpi4py import MPI
 
 from pipectl.plan import Stage, StageCost
 from pipectl.runtime.buckets import Bucket
-from pipectl.runtime.exchange import Received, Sent
+from pipectl.runtime.device import CpuDevice
+from pipectl.runtime.exchange import Exchange, Received, Sent
+from pipectl.runtime.reduction import Reducer, StageReduction
+from pipectl.runtime.transport import Progress
 
 PROGRAM = Path(__file__).with_name("ranks_that_sum.py")
 _SPEC = importlib.util.spec_from_file_location("ranks_that_sum", PROGRAM)
@@ -159,3 +163,55 @@ def test_a_sum_holds_what_the_memory_account_says(replicas: int) -> None:
     bucket.finish()
     assert exchange.held_bytes == 0
     assert leaf.grad.tolist() == [1.0 + replicas] * (12 // replicas) + [1.0] * (12 - 12 // replicas)
+
+
+class Awaited:
+    """The messages of one replica of two, whose other answers with what it got when it may."""
+
+    rank, size = 0, 2
+
+    def __init__(self) -> None:
+        self.answers = False
+        self.tests = 0
+
+    def Isend(self, buffer: Any, *_: int) -> Any:  # noqa: N802
+        return Awaiting(self, buffer[0].nbytes)
+
+    Irecv = Isend
+
+    def allgather(self, names: list[str]) -> list[list[str]]:
+        return [names]
+
+
+class Awaiting:
+    """A message under way."""
+
+    def __init__(self, messages: Awaited, size_bytes: int) -> None:
+        self._messages, self._size_bytes = messages, size_bytes
+
+    def Test(self, status: MPI.Status | None = None) -> bool:  # noqa: N802
+        self._messages.tests += 1
+        if status is not None:
+            status.Set_elements(MPI.BYTE, self._size_bytes)
+        return self._messages.answers
+
+
+@pytest.mark.parametrize("buckets", [10, 400])
+def test_the_work_on_sums_under_way_grows_with_their_number_and_no_faster(buckets: int) -> None:
+    """Counted in calls of MPI, of which each asks about one message."""
+    messages, progress = Awaited(), Progress()
+    leaves = {str(i): torch.zeros(2, requires_grad=True) for i in range(buckets)}
+    for leaf in leaves.values():
+        leaf.grad = torch.ones_like(leaf)
+    exchange = Exchange(messages, CpuDevice(), progress)  # type: ignore[arg-type]
+    stage = StageReduction(0, exchange, leaves, bucket_bytes=1)
+    reducer = Reducer([stage])
+    reducer.learn()
+    reducer.start(0)
+    for _ in range(3):  # as between actions
+        progress.advance()
+        reducer.advance()
+    assert messages.tests == 3 * 2 * buckets  # each sends half of a bucket and receives the other
+    messages.answers = True
+    reducer.finish(0)
+    assert messages.tests <= 8 * 2 * buckets

@@ -69,23 +69,27 @@ class Progress:
 
     def wait(self, transfers: Sequence[Transfer]) -> None:
         """Return when some transfers are complete; all others advance meanwhile."""
-        self._waiting = True
-        try:
-            poll(lambda: self._all_done(transfers), self._worked)
-        finally:
-            self._waiting = False
-
-    def finished(self, transfers: Sequence[Transfer]) -> bool:
-        """Whether some transfers are complete; all advance once."""
-        return self._all_done(transfers)
+        if not all(transfer.done for transfer in transfers):
+            self._waiting = True
+            try:
+                self.until(lambda: all(transfer.done for transfer in transfers))
+            finally:
+                self._waiting = False
 
     def until(self, done: Callable[[], bool]) -> None:
         """Return when ``done`` says so; all transfers advance meanwhile."""
-        poll(lambda: done() or self._all_done(None), self._worked)
+
+        def is_over() -> bool:
+            self.advance()
+            return done()
+
+        poll(is_over, self._worked)
 
     def advance(self) -> None:
-        """Let MPI work on everything once."""
+        """Let MPI work on everything once; raise what has failed in the helper."""
         with self._lock:
+            if self._failure is not None:
+                raise self._failure
             self._advance()
 
     def tick(self) -> None:
@@ -102,16 +106,6 @@ class Progress:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-
-    def _all_done(self, transfers: Sequence[Transfer] | None) -> bool:
-        with self._lock:
-            if self._failure is not None:
-                raise self._failure
-            self._advance()
-            if transfers is None:
-                return False
-            left = set(map(id, self._transfers))
-            return not any(id(transfer) in left for transfer in transfers)
 
     def _worked(self, cpu_s: float) -> bool:
         """Whether a round through all transfers, so long, moved data."""

@@ -59,6 +59,9 @@ class Transfer:
         under_way: most pieces at the same time; None for all.
         what: is received; None for what is sent.
         after: starts all its pieces before this starts any.
+
+    Attributes:
+        done: whether all bytes have left or arrived; found out by ``advance`` alone.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Transfer:
         self._unstarted = max(1, -(-size_bytes // piece_bytes))  # no bytes are a piece, too
         self._under_way: deque[tuple[MPI.Request, int]] = deque()
         self._room = under_way or self._unstarted
+        self.done = False
         self._start_next()
 
     @classmethod
@@ -117,7 +121,8 @@ class Transfer:
         while self._under_way and self._done(*self._under_way[0]):
             self._under_way.popleft()
             self._start_next()
-        return not self._unstarted and not self._under_way
+        self.done = not self._unstarted and not self._under_way
+        return self.done
 
     def _done(self, request: MPI.Request, size_bytes: int) -> bool:
         """Whether a piece has left or arrived."""
