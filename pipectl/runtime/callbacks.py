@@ -5,10 +5,10 @@ What goes wrong in it is a warning: no training ends because a server of curves 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from pipectl.capture import factories
 from pipectl.runs import RunDirectory
@@ -18,7 +18,7 @@ Tell = Callable[[dict[str, Any]], object]
 
 
 class Callbacks:
-    """Those of a job, by their names.
+    """Those of a job, by their names; as a context, closed at its end, however it ends.
 
     Args:
         warn: told when one fails; it is not called again then.
@@ -29,33 +29,63 @@ class Callbacks:
 
     def __init__(self, spec: JobSpec, run: RunDirectory, warn: Callable[[str], None]) -> None:
         self._warn = warn
-        self._told: dict[str, Tell] = {
-            name: _made(factory.factory, factory.kwargs, spec, run)
-            for name, factory in spec.callbacks.items()
-        }
+        self._told: dict[str, Tell] = {}
+        try:
+            for name, factory in spec.callbacks.items():
+                self._told[name] = _made(factory.factory, factory.kwargs, spec, run)
+        except BaseException as error:
+            self.close(error)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, failure: BaseException | None, __: object) -> None:
+        self.close(failure)
 
     def __call__(self, line: Mapping[str, Any]) -> None:
         """Tell all of them a line; each gets a copy."""
         for name, tell in list(self._told.items()):
             self._attempt(name, partial(tell, dict(line)))
 
-    def close(self) -> None:
-        """Call ``close()`` of those that have it."""
-        for name, tell in list(self._told.items()):
-            self._attempt(name, getattr(tell, "close", lambda: None))
-        self._told.clear()
+    def close(self, failure: BaseException | None = None) -> None:
+        """Call ``close`` of those that have it, once; nothing it raises replaces the failure.
+
+        Args:
+            failure: what ends the training; given to those whose ``close`` has such a parameter.
+        """
+        while self._told:
+            name, tell = self._told.popitem()
+            close = getattr(tell, "close", None)
+            if close is None:
+                continue
+            try:
+                close(failure=failure) if _takes_failure(close) else close()
+            except BaseException as error:
+                if failure is None and not isinstance(error, Exception):
+                    raise
+                self._warn(f"callbacks.{name}: its close() {_raised(error)}")
 
     def _attempt(self, name: str, act: Callable[[], object]) -> None:
         try:
             act()
         except Exception as error:  # whatever it is, training goes on
-            with suppress(KeyError):
-                del self._told[name]
-            place = factories.user_line(error.__traceback__)
+            self._told.pop(name, None)
             self._warn(
-                f"callbacks.{name}: raised {type(error).__name__}: {error}{place}; training goes "
-                "on, and it is not called any more"
+                f"callbacks.{name}: {_raised(error)}; training goes on, and it is not called any "
+                "more"
             )
+
+
+def _raised(error: BaseException) -> str:
+    return f"raised {type(error).__name__}: {error}{factories.user_line(error.__traceback__)}"
+
+
+def _takes_failure(close: Callable[..., object]) -> bool:
+    try:
+        return "failure" in inspect.signature(close).parameters
+    except (TypeError, ValueError):  # of a function without a signature, as some in C
+        return False
 
 
 def _made(factory: str, kwargs: Mapping[str, Any], spec: JobSpec, run: RunDirectory) -> Tell:

@@ -62,7 +62,9 @@ class Telemetry:
         stages: of this rank.
         messages: how they travel.
         loss_ranks: that compute the loss, or parts of it.
-        tell: is told every line of the metrics; on rank 0.
+
+    Attributes:
+        tell: called with every line of the metrics; on rank 0.
     """
 
     def __init__(
@@ -74,10 +76,9 @@ class Telemetry:
         stages: tuple[int, ...],
         messages: Mapping[str, Any] | None = None,
         loss_ranks: Sequence[int] = (0,),
-        tell: Callable[[dict[str, Any]], object] | None = None,
     ) -> None:
         self._messages = messages
-        self._tell = tell
+        self.tell: Callable[[dict[str, Any]], object] | None = None
         self._loss_ranks = loss_ranks
         self._communicator = communicator
         self._run = run
@@ -213,9 +214,9 @@ class Telemetry:
     def _append(self, lines: list[dict[str, Any]]) -> None:
         sound = [_finite(line) for line in lines]
         self._lines.add(map(json.dumps, sound))
-        if self._tell is not None:
+        if self.tell is not None:
             for line in sound:
-                self._tell(line)
+                self.tell(line)
 
     def _beat(self, *, force: bool = False) -> None:
         now = time.time()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from functools import cache
 from itertools import islice, pairwise
 from typing import Any
@@ -58,10 +59,9 @@ class Trainer:
         stages = tuple(setup.stages)
         communicator = setup.communicator.Dup()
         self._loss_ranks = setup.plan.stages[setup.cut.loss_stage].ranks
-        self._callbacks = None if self._rank else Callbacks(self._spec, run, warn)
         self._telemetry = Telemetry(
             communicator, run, self._spec.training.steps, attempt, stages, messages,
-            self._loss_ranks, self._callbacks,
+            self._loss_ranks,
         )  # fmt: skip
         rows = len(lower(setup.plan, self._rank).body)
         self._tracing = Tracing(
@@ -84,6 +84,14 @@ class Trainer:
 
     def train(self) -> None:
         """Run all steps, evaluations and checkpoints."""
+        callbacks = nullcontext() if self._rank else Callbacks(self._spec, self._run, warn)
+        with callbacks as self._telemetry.tell:
+            self._train()
+        self._setup.close()
+        if self._stopped and self._rank == 0:
+            write_text(self._run.stopped, "")
+
+    def _train(self) -> None:
         self._telemetry.state("warming up")
         self.learn_layouts()
         self._telemetry.state("training")
@@ -98,11 +106,6 @@ class Trainer:
         self._tracing.finish()  # also where the last checkpoint cannot be written
         self._continuation.finish()
         self._telemetry.finish("stopped" if self._stopped else "done")
-        if self._callbacks is not None:
-            self._callbacks.close()
-        self._setup.close()
-        if self._stopped and self._rank == 0:
-            write_text(self._run.stopped, "")
 
     def _train_steps(self, planned: list[tuple[int, range]], loaded: Iterator[Batch]) -> None:
         """Each step by itself, with the pipeline empty behind it."""

@@ -223,6 +223,19 @@ class Faulty(torch.optim.SGD):
             self.param_groups[0]["params"][1].data.view(torch.int32)[3] ^= 1
 
 
+class Closed:
+    """Writes down with which failure it is closed."""
+
+    def __init__(self, run, config):
+        self.file = run / "closed"
+
+    def __call__(self, line):
+        pass
+
+    def close(self, failure):
+        self.file.write_text(type(failure).__name__)
+
+
 def told(run, config):
     """Writes down what a callback is told."""
 

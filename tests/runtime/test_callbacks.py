@@ -41,6 +41,12 @@ class Closing:
     def close(self):
         (self.run / "closed").touch()
 
+class Knowing(Closing):
+    def close(self, failure):
+        with (self.run / "failures").open("a") as stream:
+            stream.write(repr(failure))
+        raise SystemExit("and this is not heard")
+
 def nothing(run, config):
     pass
 """
@@ -99,6 +105,29 @@ def test_one_that_fails_is_left_alone(tmp_path: Path, run: RunDirectory) -> None
 
 def test_they_are_closed(tmp_path: Path, run: RunDirectory) -> None:
     Callbacks(job(tmp_path, '{a: "./mine.py:Closing"}'), run, print).close()
+    assert (run.path / "closed").exists()
+
+
+def test_a_failure_closes_them_once_and_stays_the_error(tmp_path: Path, run: RunDirectory) -> None:
+    warned: list[str] = []
+    spec = job(tmp_path, '{a: "./mine.py:Closing", b: "./mine.py:Knowing", c: "./mine.py:Loud"}')
+    with (
+        pytest.raises(ValueError, match="in step 3"),
+        Callbacks(spec, run, warned.append) as callbacks,
+    ):
+        raise ValueError("in step 3")
+    callbacks.close()
+    assert (run.path / "closed").exists()
+    assert (run.path / "failures").read_text() == "ValueError('in step 3')"
+    assert [line.partition(" (at")[0] for line in warned] == [
+        "callbacks.c: its close() raised RuntimeError: never called",
+        "callbacks.b: its close() raised SystemExit: and this is not heard",
+    ]
+
+
+def test_one_that_cannot_be_made_closes_those_before(tmp_path: Path, run: RunDirectory) -> None:
+    with pytest.raises(CaptureError, match="has no 'missing'"):
+        Callbacks(job(tmp_path, '{a: "./mine.py:Closing", b: "./mine.py:missing"}'), run, print)
     assert (run.path / "closed").exists()
 
 

@@ -169,7 +169,8 @@ def is_alive(pid: int) -> bool:
 
 
 def test_data_that_fail_in_the_middle_of_training(make_spec: Any, make_run: Any, work: Any) -> None:
-    run = make_run(make_spec(1, data={"kwargs": {"fails_from": 9}}))
+    callbacks = {"closed": f"{HERE / 'job_parts.py'}:Closed"}
+    run = make_run(make_spec(1, data={"kwargs": {"fails_from": 9}}, callbacks=callbacks))
     done = work(0, run)
     assert done.returncode != 0
     (error,) = read_errors(run)
@@ -177,6 +178,7 @@ def test_data_that_fail_in_the_middle_of_training(make_spec: Any, make_run: Any,
     assert error["message"] == "sample 9 cannot be read"
     assert "job_parts.py" in error["traceback"]
     assert [line["step"] for line in read_metrics(run)] == [1, 2]
+    assert (run.path / "closed").read_text() == "OSError"
 
 
 def test_data_of_which_ranks_see_different_lengths(
