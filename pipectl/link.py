@@ -16,14 +16,15 @@ Timings = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True)
 class Observed:
-    """What measuring found besides; for people, neither planner nor simulator reads it.
+    """What measuring found besides; neither planner nor simulator reads it.
 
     Args:
         both_ways: time of a message while one travels the other way, over its time alone.
         pairs: pairs of ranks that were measured at once; 0 where there was only one.
         at_once: time of a message while all these pairs send, over its time alone.
         overlap: (bytes, plain, polled): the share of a message's time that is hidden while both
-            ranks compute, without and with calls of MPI in between.
+            ranks compute, without and with calls of MPI in between; ``launch.progress: auto``
+            goes by it.
     """
 
     both_ways: float | None = None

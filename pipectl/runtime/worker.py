@@ -6,12 +6,12 @@ wrong, and where, to a file of its own in the run directory.
 
 from __future__ import annotations
 
-import json
 import os
 
 from mpi4py import MPI
 
 from pipectl.capture import CapturedJob
+from pipectl.cluster import Cluster
 from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import ATTEMPT, RunDirectory, beat
@@ -31,7 +31,7 @@ from pipectl.runtime.process import settle_process
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.supported import check_supported
 from pipectl.runtime.trainer import Trainer
-from pipectl.runtime.transport import Choice, choose_progress, gpu_aware
+from pipectl.runtime.transport import Circumstances, choose_progress, gpu_aware
 from pipectl.runtime.watching import watched
 from pipectl.runtime.world import check_world
 from pipectl.spec import JobSpec, load
@@ -76,31 +76,34 @@ def _train(
     nodes = neighbours_of(communicator)
     if rank == 0 and (fault := misplaced(nodes, plan.node_of_rank)):
         warn(fault)
+    doing.action = "choosing how messages travel"
     local_rank = next(ranks.index(rank) for ranks in nodes if rank in ranks)
-    doing.action = "trying out messages"
-    device, choice = _wires(communicator, spec, plan, local_rank)
+    device = _device(communicator, spec, local_rank)
+    circumstances = Circumstances(
+        ranks_per_node=[len(ranks) for ranks in nodes],
+        message_bytes=plan.most_sent_bytes,
+        spare_core=spec.launch.progress_core,
+        cluster=Cluster.load(directory.cluster) if directory.cluster.exists() else None,
+    )
+    choice = choose_progress(communicator, spec.launch.progress, circumstances)
     messages = {"route": device.route, **choice.to_json()}
     if rank == 0:
-        warn(f"messages: {json.dumps(messages)}")
+        warn(f"messages: {device.route}; progress: {choice.mode} ({choice.why})")
     doing.action = "building the stages"
     with choice.progress(staged=device.staged) as progress:
         setup = Setup(communicator, job, plan, device, doing, progress, stored)
         Trainer(setup, directory, attempt, messages, stored).train()
 
 
-def _wires(
-    communicator: MPI.Comm, spec: JobSpec, plan: Plan, local_rank: int
-) -> tuple[Device, Choice]:
-    """The device of this rank, and how messages reach it and move. Collective."""
+def _device(communicator: MPI.Comm, spec: JobSpec, local_rank: int) -> Device:
+    """The device of this rank, and how messages reach it. Collective."""
     accelerators, in_place = spec.resources.gpus_per_node, False
     if accelerators and accelerators_of(communicator):
         finding = gpu_aware.find(communicator, spec.launch.gpu_aware, asks=local_rank == 0)
         in_place = finding.able
         if communicator.rank == 0:
             warn(f"MPI and accelerators: {finding.why}")
-    device = choose_device(accelerators, local_rank, in_place=in_place)
-    choice = choose_progress(communicator.Dup(), spec.launch.progress, plan.most_sent_bytes)
-    return device, choice
+    return choose_device(accelerators, local_rank, in_place=in_place)
 
 
 if __name__ == "__main__":

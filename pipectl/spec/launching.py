@@ -51,7 +51,8 @@ class Launch(Section):
     progress: Progress = Field(
         default="auto",
         description="What moves messages while ranks compute: `none` where MPI does it by itself, "
-        "`poll` between operators, or a `thread`; `auto` tries them out when the ranks start.",
+        "`poll` between operators, or a `thread`; `auto` follows from the nodes, the size of the "
+        "messages and what `pipectl profile --links` measured.",
     )
     progress_core: Flag = Field(
         default=False,

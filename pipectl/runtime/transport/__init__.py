@@ -1,6 +1,14 @@
 from pipectl.runtime.transport.checks import Message
-from pipectl.runtime.transport.choice import Choice, choose_progress
+from pipectl.runtime.transport.choice import Choice, Circumstances, choose_progress
 from pipectl.runtime.transport.lanes import Posted, Transport
 from pipectl.runtime.transport.progress import Progress
 
-__all__ = ["Choice", "Message", "Posted", "Progress", "Transport", "choose_progress"]
+__all__ = [
+    "Choice",
+    "Circumstances",
+    "Message",
+    "Posted",
+    "Progress",
+    "Transport",
+    "choose_progress",
+]

@@ -1,48 +1,41 @@
-"""Which help messages need to move while ranks compute: tried out when the ranks start.
+"""Which help messages need to move while ranks compute (``launch.progress: auto``).
 
-Neighbours exchange a message while both compute a fixed amount of work, once for every kind of
-help. What counts is the time until both the work and the message are done, so a helper that takes
-the core away from the work gains nothing. The message is as large as those of the job: buffers of
-the operating system take in a small one, which then needs no help, and not a large one.
+A rule and no trial, so that a job gets the same help in every run: a trial at the start of a run
+measures what else the machine does at that moment. Whether help hides messages on a link is
+measured by ``pipectl profile --links``; the rule reads it from the run's ``cluster.json``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from time import perf_counter
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import log
 from typing import Any
 
-import numpy as np
-import torch
 from mpi4py import MPI
-from torch import Tensor
 
-from pipectl.runtime.transport.progress import MODES, Progress
-from pipectl.runtime.transport.transfer import WHOLE, Pieces, Transfer, memory
-from pipectl.runtime.waiting import barrier, wait
+from pipectl.cluster import Cluster
+from pipectl.link import Link
+from pipectl.runtime.transport.progress import Progress
+from pipectl.runtime.transport.transfer import WHOLE, Pieces
+from pipectl.units import format_bytes
 
 HELPED = Pieces(2**20, under_way=4)
 """Pieces of a message that moves only within calls: see :mod:`.transfer`."""
 STAGED = Pieces(4 * 2**20)
 """Pieces of a message that is copied through host memory."""
+SMALL_BYTES = 64 * 2**10
+"""Smaller messages leave within the call that starts them, also over TCP."""
 NEEDED = 0.5
-"""Share of a message's time that help must hide to be worth its cost; less may be noise."""
-_LEAST = 0.3
-
-_AS_GOOD = 0.4
-"""A thread is preferred where it hides this much, and this part of what polling hides."""
-
-_NO_THREADS = "this MPI does not allow calls from several threads"
-_FIRST_BYTES, _FEWEST_BYTES, _MOST_BYTES = 2**20, 2**18, 2**23
-_LONGEST_S = 0.15
-"""Time of a message; on slower links it is smaller."""
-_WORK = 1.5
-"""Time of the work, in times of the message."""
-_FEWEST, _MOST = 3, 25
-_MODE_S = 0.15
-"""Time for the repeats of one mode, if the fewest do not take longer."""
-_ORDER = 96  # a product of matrices of this order is an operator of some ten microseconds
+"""Share of a message's time that polling must hide, beyond what is hidden without it."""
+_OWN_PROGRESS = (
+    "MPIR_CVAR_ASYNC_PROGRESS",
+    "MPICH_ASYNC_PROGRESS",
+    "I_MPI_ASYNC_PROGRESS",
+    "OMPI_MCA_btl_tcp_progress_thread",
+)
+"""Variables by which users have MPI itself move messages."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +45,14 @@ class Choice:
     Args:
         mode: see :mod:`~pipectl.runtime.transport.progress`.
         why: in words.
-        gained: of every kind of help, the part of a message's time that it hid, at the link that
-            gained most; empty where nothing was tried.
     """
 
     mode: str
     why: str
-    gained: tuple[tuple[str, float], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """For the heartbeat."""
-        return {"progress": self.mode, "why": self.why, "gained": dict(self.gained)}
+        return {"progress": self.mode, "why": self.why}
 
     def progress(self, *, staged: bool) -> Progress:
         """The chosen help, at work from now on."""
@@ -70,142 +60,87 @@ class Choice:
         return Progress(self.mode, whole if self.mode == "none" else HELPED)
 
 
-def choose_progress(
-    communicator: MPI.Comm, wanted: str = "auto", message_bytes: int = _MOST_BYTES
-) -> Choice:
-    """The help to use, the same on all ranks. Collective; takes some seconds on slow links.
+@dataclass(frozen=True)
+class Circumstances:
+    """What the rule goes by.
 
     Args:
-        communicator: of its own.
-        wanted: a mode, or ``auto`` to try out.
-        message_bytes: of the largest message there will be; the same on all ranks.
+        ranks_per_node: of every node that has ranks.
+        message_bytes: of the largest message there will be.
+        threads: whether MPI allows calls from several threads on all ranks.
+        spare_core: whether ranks leave a core to what moves messages.
+        cluster: the machines and links that the plan was made for; None if unknown.
+        environment: variables of rank 0.
     """
-    # One rank whose MPI was started for a single thread decides for all: they must choose alike.
+
+    ranks_per_node: Sequence[int]
+    message_bytes: int
+    threads: bool = True
+    spare_core: bool = False
+    cluster: Cluster | None = None
+    environment: Mapping[str, str] | None = None
+
+
+def choose_progress(communicator: MPI.Comm, wanted: str, circumstances: Circumstances) -> Choice:
+    """The help to use, the same on all ranks. Collective.
+
+    Args:
+        wanted: a mode, or ``auto`` for the rule.
+        circumstances: as rank 0 knows them, but for threads, which all ranks must allow.
+    """
     threads = communicator.allreduce(MPI.Query_thread(), op=MPI.MIN) >= MPI.THREAD_MULTIPLE
-    if wanted == "thread" and not threads:
-        return Choice("poll", _NO_THREADS)
+    known = {**vars(circumstances), "threads": threads, "environment": os.environ}
+    return communicator.bcast(decide(wanted, Circumstances(**known)))
+
+
+def decide(wanted: str, known: Circumstances) -> Choice:
+    """The rule."""
+    no_threads = "this MPI does not allow calls from several threads"
     if wanted != "auto":
-        return Choice(wanted, "set in the job")
-    if communicator.size == 1:
+        refused = wanted == "thread" and not known.threads
+        return Choice("poll", no_threads) if refused else Choice(wanted, "set in the job")
+    if sum(known.ranks_per_node) == 1:
         return Choice("none", "a single rank")
-    modes = [mode for mode in MODES if mode != "thread" or threads]
-    mine = _trial(communicator, modes, message_bytes)
-    gained = {mode: communicator.allreduce(mine[mode], op=MPI.MAX) for mode in modes[1:]}
-    choice = decide(gained)
-    return choice if threads else replace(choice, why=f"{_NO_THREADS}; {choice.why}")
+    if known.message_bytes < SMALL_BYTES:
+        largest = format_bytes(known.message_bytes)
+        return Choice("none", f"the largest message, of {largest}, leaves at once")
+    if known.spare_core and known.threads:
+        return Choice("thread", "launch.progress_core leaves it a core")
+    judged = list(_judged(known))
+    needed = [why for needs, why in judged if needs]
+    if not needed:
+        return Choice("none", "; ".join(why for _, why in judged))
+    if known.threads:
+        return Choice("thread", needed[0])
+    return Choice("poll", f"{needed[0]}; {no_threads}")
 
 
-def decide(gained: dict[str, float]) -> Choice:
-    """The choice that follows from what every kind of help gained.
-
-    A thread also helps in the midst of long operators, of which the trial has none.
-    """
-    rows = tuple(gained.items())
-    words = ", ".join(f"{mode} hides {share:.0%} more of a message" for mode, share in rows)
-    best = max(gained.values(), default=0.0)
-    if best < NEEDED:
-        return Choice("none", f"help hides too little: {words}", rows)
-    thread = gained.get("thread", 0.0)
-    mode = "thread" if thread >= max(_LEAST, _AS_GOOD * best) else "poll"
-    return Choice(mode, words, rows)
-
-
-def _trial(communicator: MPI.Comm, modes: Sequence[str], message_bytes: int) -> dict[str, float]:
-    """What every mode gains at this rank, at the better of its two neighbours."""
-    found = dict.fromkeys(modes, 0.0)
-    for first in (0, 1):  # pairs (0, 1), (2, 3) ..., then (1, 2), (3, 4) ...
-        barrier(communicator)
-        rank = communicator.rank
-        other = rank + 1 if (rank - first) % 2 == 0 else rank - 1
-        if rank >= first and 0 <= other < communicator.size and other >= first:
-            gained = _gains(_Pair(communicator, other), modes, message_bytes)
-            found = {mode: max(found[mode], gained[mode]) for mode in modes}
-    barrier(communicator)
-    return found
+def _judged(known: Circumstances) -> Iterator[tuple[bool, str]]:
+    """Of every kind of link that the job has, whether its messages need help, and why."""
+    cluster = known.cluster
+    if max(known.ranks_per_node) > 1:
+        link = None if cluster is None else cluster.within_node
+        copied = "within a node, the receiving processor copies messages itself"
+        yield _measured("within a node", link, known.message_bytes) or (False, copied)
+    if len(known.ranks_per_node) > 1:
+        link = None if cluster is None else cluster.between_nodes
+        own = next((name for name in _OWN_PROGRESS if _is_set(known, name)), None)
+        why = "between nodes, MPI may move large messages within its calls alone"
+        if own is not None:
+            why = f"between nodes, MPI moves messages by itself ({own})"
+        yield _measured("between nodes", link, known.message_bytes) or (own is None, why)
 
 
-class _Pair:
-    """This rank and the one it exchanges messages with."""
-
-    def __init__(self, communicator: MPI.Comm, other: int) -> None:
-        self._communicator = communicator
-        self._other = other
-
-    def larger(self, value: float) -> float:
-        """The larger one of both ranks' values, on both."""
-        mine, theirs = np.array([value]), np.empty(1)
-        wait(
-            [
-                self._communicator.Irecv(theirs, self._other, 1),
-                self._communicator.Isend(mine, self._other, 1),
-            ]
-        )
-        return max(value, float(theirs[0]))
-
-    def exchange_s(self, mode: str, buffers: Sequence[Tensor], products: int) -> float:
-        """Time in which both ranks compute and exchange a message, in seconds."""
-        with Progress(mode, WHOLE if mode == "none" else HELPED) as progress:
-            self.larger(0.0)
-            start = perf_counter()
-            transfers = [
-                progress.begin(lambda: self._receive(buffers[0], progress.pieces)),
-                progress.begin(lambda: self._send(buffers[1], progress.pieces)),
-            ]
-            _multiply(products, progress if mode == "poll" else None)
-            progress.wait(transfers)
-            return self.larger(perf_counter() - start)
-
-    def _send(self, buffer: Tensor, pieces: Pieces) -> Transfer:
-        return Transfer.send(
-            lambda at, size: self._communicator.Isend(memory(buffer, at, size), self._other, 2),
-            buffer.nbytes,
-            pieces,
-        )
-
-    def _receive(self, buffer: Tensor, pieces: Pieces) -> Transfer:
-        return Transfer.receive(
-            lambda at, size: self._communicator.Irecv(memory(buffer, at, size), self._other, 2),
-            buffer.nbytes,
-            pieces,
-        )
+def _measured(where: str, link: Link | None, message_bytes: int) -> tuple[bool, str] | None:
+    """The same by what ``profile --links`` found for the size nearest to the largest message."""
+    rows = () if link is None or link.observed is None else link.observed.overlap
+    if not rows:
+        return None
+    size, plain, polled = min(rows, key=lambda row: abs(log(row[0] / message_bytes)))
+    words = f"{where}, {plain:.0%} of a message of {format_bytes(size)} is hidden without help"
+    return polled - plain >= NEEDED, f"{words} and {polled:.0%} with it, as measured"
 
 
-def _gains(pair: _Pair, modes: Sequence[str], message_bytes: int) -> dict[str, float]:
-    """Of every mode, the time it saves, in times of the message; of the least disturbed trials."""
-    in_time = _FIRST_BYTES * _LONGEST_S / _alone_s(pair, _FIRST_BYTES)
-    wanted = min(_MOST_BYTES, max(_FIRST_BYTES, message_bytes))
-    size = int(max(_FEWEST_BYTES, min(wanted, in_time)))
-    alone_s = _alone_s(pair, size)
-    products = int(pair.larger(_WORK * alone_s / _product_s())) + 1
-    buffers = _buffers(size)
-    times: dict[str, list[float]] = {mode: [] for mode in modes}
-    for _ in range(int(min(_MOST, max(_FEWEST, _MODE_S / (alone_s * (1 + _WORK)))))):
-        for mode in modes:
-            times[mode].append(pair.exchange_s(mode, buffers, products))
-    return {mode: (min(times["none"]) - min(times[mode])) / alone_s for mode in modes}
-
-
-def _alone_s(pair: _Pair, size: int) -> float:
-    """Time of the exchange without any work."""
-    buffers = _buffers(size)
-    return min(pair.exchange_s("none", buffers, 0) for _ in range(2))
-
-
-def _buffers(size: int) -> list[Tensor]:
-    return [torch.ones(size, dtype=torch.uint8) for _ in range(2)]
-
-
-def _product_s() -> float:
-    _multiply(20, None)
-    start = perf_counter()
-    _multiply(50, None)
-    return (perf_counter() - start) / 50
-
-
-def _multiply(products: int, progress: Progress | None) -> None:
-    matrix = np.ones((_ORDER, _ORDER), dtype=np.float32)
-    product = np.empty_like(matrix)
-    for _ in range(products):
-        np.matmul(matrix, matrix, out=product)
-        if progress is not None:
-            progress.tick()
+def _is_set(known: Circumstances, name: str) -> bool:
+    environment = known.environment or {}
+    return environment.get(name, "").lower() not in ("", "0", "no", "off", "false")

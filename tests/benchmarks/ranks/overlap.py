@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from pipectl.runtime.transport import Progress, choose_progress
+from pipectl.runtime.transport import Circumstances, Progress, choose_progress
 from pipectl.runtime.transport.choice import HELPED, STAGED
 from pipectl.runtime.transport.transfer import WHOLE, Pieces, Transfer, memory
 from pipectl.runtime.waiting import barrier
@@ -113,13 +113,13 @@ def work(size: int) -> None:
         for mode, pieces, name in WAYS:
             figures = rank.figures(mode, pieces, late, both=both)
             rows.append((what, name, *(f"{value:.2f}" for value in figures)))
-    choice = choose_progress(rank.world.Dup(), "auto", size)
+    choice = choose_progress(rank.world, "auto", Circumstances([1, 1], size))
     if rank.world.rank == 0:
         say(rank.alone_s, rows, f"{choice.mode}: {choice.why}")
 
 
 def say(alone_s: float, rows: list[tuple[str, ...]], chosen: str) -> None:
-    print(f"The message alone: {1e3 * alone_s:.1f} ms. Chosen at start-up: {chosen}.\n")
+    print(f"The message alone: {1e3 * alone_s:.1f} ms. Chosen by `auto`: {chosen}.\n")
     print(
         "| messages | help | without work | waited for behind the work | lost by the work | "
         "processor time of the thread |"

@@ -13,11 +13,12 @@ from mpi4py import MPI
 from pipectl.capture import CapturedJob
 from pipectl.plan import Plan
 from pipectl.runs import RunDirectory
+from pipectl.runtime.agreement import neighbours_of
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.failure import Doing
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.trainer import Trainer
-from pipectl.runtime.transport import Progress, choose_progress
+from pipectl.runtime.transport import Circumstances, Progress, choose_progress
 from pipectl.runtime.waiting import barrier
 from pipectl.spec import JobSpec
 
@@ -66,7 +67,9 @@ class Training:
 def helped(plans: Iterable[Path]) -> Progress:
     """Messages with the help that suits the largest one of some plans. Collective."""
     most = max((Plan.load(path).most_sent_bytes for path in plans), default=0)
-    return choose_progress(MPI.COMM_WORLD.Dup(), "auto", most).progress(staged=False)
+    ranks_per_node = [len(ranks) for ranks in neighbours_of(MPI.COMM_WORLD)]
+    circumstances = Circumstances(ranks_per_node, most)
+    return choose_progress(MPI.COMM_WORLD, "auto", circumstances).progress(staged=False)
 
 
 def in_turns(

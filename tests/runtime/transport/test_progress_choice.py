@@ -1,51 +1,92 @@
-"""What follows from a trial, and a trial over a real MPI."""
+"""Which help messages get: by rule, the same in every run of a job."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from mpi4py import MPI
 
-from pipectl.runtime.transport.choice import HELPED, STAGED, Choice, choose_progress, decide
+from pipectl.cluster import Cluster, assumed_cluster
+from pipectl.link import Observed
+from pipectl.runtime.transport.choice import (
+    HELPED,
+    STAGED,
+    Choice,
+    Circumstances,
+    choose_progress,
+    decide,
+)
 from pipectl.runtime.transport.transfer import WHOLE
+
+MIB = 2**20
+
+
+def measured(within: tuple[float, float], between: tuple[float, float]) -> Cluster:
+    """Small messages are always hidden; of large ones, the shares without and with polling."""
+    cluster = assumed_cluster("measured", [2, 2], 2, None)
+
+    def link(name: str, shares: tuple[float, float]) -> Any:
+        rows = ((MIB, 1.0, 1.0), (16 * MIB, *shares))
+        return replace(getattr(cluster, name), observed=Observed(overlap=rows))
+
+    links = {
+        "within_node": link("within_node", within),
+        "between_nodes": link("between_nodes", between),
+    }
+    return replace(cluster, **links)
+
+
+HARDWARE = measured((0.1, 0.2), (0.9, 1.0))
+TCP = measured((0.1, 0.2), (0.0, 0.9))
+COPIED_BY_OTHERS = measured((0.0, 0.8), (0.9, 1.0))
 
 
 @pytest.mark.parametrize(
-    ("poll", "thread", "mode"),
+    ("known", "mode", "words"),
     [
-        (0.0, 0.0, "none"),
-        (0.4, 0.4, "none"),
-        (0.9, 0.8, "thread"),
-        (1.9, 0.8, "thread"),
-        (0.9, 0.1, "poll"),
-        (1.9, 0.5, "poll"),
-        (0.1, 0.9, "thread"),
+        (Circumstances([1], 16 * MIB), "none", "a single rank"),
+        (Circumstances([4], 16 * MIB), "none", "the receiving processor copies"),
+        (Circumstances([1, 1], 16 * MIB), "thread", "within its calls alone"),
+        (Circumstances([2, 2], 16 * MIB, threads=False), "poll", "calls from several threads"),
+        (Circumstances([2, 2], 2**15), "none", "KiB, leaves at once"),
+        (Circumstances([2], 16 * MIB, spare_core=True), "thread", "launch.progress_core"),
+        (
+            Circumstances([1, 1], MIB, environment={"I_MPI_ASYNC_PROGRESS": "1"}),
+            "none",
+            "by itself (I_MPI_ASYNC_PROGRESS)",
+        ),
+        (Circumstances([1, 1], MIB, environment={"I_MPI_ASYNC_PROGRESS": "0"}), "thread", "calls"),
+        (Circumstances([2, 2], 16 * MIB, cluster=HARDWARE), "none", "between nodes, 90%"),
+        (Circumstances([2, 2], 16 * MIB, cluster=TCP), "thread", "0% of a message of 16"),
+        (Circumstances([2, 2], 2 * MIB, cluster=TCP), "none", "100% of a message of 1"),
+        (Circumstances([2], 16 * MIB, cluster=COPIED_BY_OTHERS), "thread", "and 80% with it"),
     ],
 )
-def test_help_is_chosen_where_it_hides_much_of_a_message(poll, thread, mode) -> None:
-    choice = decide({"poll": poll, "thread": thread})
-    assert choice.mode == mode
-    assert f"poll hides {poll:.0%} more of a message" in choice.why
-    assert choice.to_json()["gained"] == {"poll": poll, "thread": thread}
+def test_help_follows_from_nodes_messages_and_measured_links(
+    known: Circumstances, mode: str, words: str
+) -> None:
+    choice = decide("auto", known)
+    assert choice.mode == mode, choice
+    assert words in choice.why
 
 
-def test_without_thread_support_there_is_polling() -> None:
-    assert decide({"poll": 0.9}).mode == "poll"
-    assert decide({"poll": 0.0}).mode == "none"
-
-
-def test_a_single_rank_tries_nothing() -> None:
-    assert choose_progress(MPI.COMM_SELF).why == "a single rank"
+def test_the_links_of_a_cluster_file_decide_as_those_that_were_measured() -> None:
+    again = Cluster.from_json(TCP.to_json())
+    known = Circumstances([2, 2], 16 * MIB, cluster=again)
+    assert decide("auto", known) == decide("auto", replace(known, cluster=TCP))
 
 
 @pytest.mark.parametrize("mode", ["none", "poll", "thread"])
 def test_the_job_may_force_a_choice(mode: str) -> None:
-    choice = choose_progress(MPI.COMM_SELF, mode)
+    choice = choose_progress(MPI.COMM_SELF, mode, Circumstances([1], 0))
     assert (choice.mode, choice.why) == (mode, "set in the job")
 
 
 def test_an_mpi_for_one_thread_gets_no_helper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
-    assert choose_progress(MPI.COMM_SELF, "thread").mode == "poll"
+    assert choose_progress(MPI.COMM_SELF, "thread", Circumstances([1], 0)).mode == "poll"
 
 
 @pytest.mark.parametrize(
@@ -60,22 +101,3 @@ def test_an_mpi_for_one_thread_gets_no_helper(monkeypatch: pytest.MonkeyPatch) -
 def test_pieces_follow_from_the_choice(mode, staged, pieces) -> None:
     with Choice(mode, "").progress(staged=staged) as progress:
         assert (progress.mode, progress.pieces) == (mode, pieces)
-
-
-TRIAL = """
-from mpi4py import MPI
-from pipectl.runtime.transport import choose_progress
-for message_bytes in 0, 2**22:
-    found = choose_progress(MPI.COMM_WORLD.Dup(), "auto", message_bytes)
-    everyone = MPI.COMM_WORLD.allgather(found)
-    assert all(choice == found for choice in everyone), everyone
-    assert dict(found.gained).keys() == {"poll", "thread"}
-"""
-
-
-@pytest.mark.mpi
-def test_a_trial_ends_alike_on_three_ranks(launch, tmp_path) -> None:
-    script = tmp_path / "trial.py"
-    script.write_text(TRIAL)
-    done = launch(3, script)
-    assert done.returncode == 0, done.stderr
