@@ -9,19 +9,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pipectl.access import followed, private_mode, read_limited
 from pipectl.errors import DataFileError, UsageError
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """In JSON, a part of a character; half of one cannot be written again."""
 
 _MOST_LINKS = 40
+MAX_BYTES = 2**28
+"""Of a data file; others may have written it."""
+_STREAMS = (Path("/dev/fd"), Path("/proc/self/fd"))
 
 
 def write_text(path: Path, text: str, *, mode: int = 0o666, durable: bool = True) -> None:
     """Replace ``path`` by ``text`` at once (temporary file, fsync, rename).
 
-    Links stay, and so does what is no file, such as ``/dev/stdout``: that is written to, also
-    where it leads to one.
+    A new file is as private as its directory. Links stay, those of other users are refused; so does
+    what is no file, such as ``/dev/stdout``: that is written to, also where it leads to one.
 
     Args:
         durable: whether to wait for the disk, so that the text outlives a crash of the machine.
@@ -36,10 +40,9 @@ def write_text(path: Path, text: str, *, mode: int = 0o666, durable: bool = True
             with os.fdopen(os.dup(number), "w", encoding="utf-8") as stream:
                 stream.write(text)
         elif path.exists() and not path.is_file():
-            path.write_text(text, encoding="utf-8")
+            followed(path).write_text(text, encoding="utf-8")
         else:
-            file = Path(os.path.realpath(path)) if path.is_symlink() else path
-            _replace(file, text, mode, durable=durable)
+            _replace(followed(path), text, mode, durable=durable)
     except BrokenPipeError:  # nobody reads it
         raise
     except OSError as error:
@@ -47,20 +50,34 @@ def write_text(path: Path, text: str, *, mode: int = 0o666, durable: bool = True
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory and its parents; one that exists is fine if it can be written.
+    """Create a directory and its parents, for us alone; one that exists is fine if it can be
+    written.
 
     Raises:
         UsageError: it cannot be created, or not be written.
     """
     cure = "choose a directory you may write to"
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        make_private_directory(path)
     except OSError as error:
         raise UsageError(
             f"{path}: cannot be created: {error.strerror or error}", cure=cure
         ) from error
     if not os.access(path, os.W_OK | os.X_OK):
         raise UsageError(f"{path}: cannot be written", cure=cure)
+
+
+def make_private_directory(path: Path) -> None:
+    """Create a directory and those above it that are missing, which nobody else may look into.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    if path.is_dir():
+        return
+    if path.parent != path:
+        make_private_directory(path.parent)
+    path.mkdir(0o700, exist_ok=True)
 
 
 def is_stream(path: Path) -> bool:
@@ -93,21 +110,25 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
-def read_json(path: Path, *, cure: str) -> dict[str, Any]:
-    """The JSON object in ``path``.
+def read_json(path: Path, *, cure: str, limit: int = MAX_BYTES) -> dict[str, Any]:
+    """The JSON object in ``path``, a file or an open one such as ``/dev/stdin``.
+
+    Args:
+        limit: bytes that it may have.
 
     Raises:
         DataFileError: missing, unreadable, truncated or no object; ``cure`` says how to get it.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = _content(path, limit).decode("utf-8")
         value = json.loads(text)
         if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()
     except FileNotFoundError:
         raise DataFileError(f"{path}: no such file", cure=cure) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise DataFileError(f"{path}: cannot be read: {error}", cure=cure) from error
+        why = getattr(error, "strerror", None) or error
+        raise DataFileError(f"{path}: cannot be read: {why}", cure=cure) from error
     except json.JSONDecodeError as error:
         place = f"{path}:{error.lineno}:{error.colno}"
         raise DataFileError(
@@ -122,6 +143,13 @@ def read_json(path: Path, *, cure: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataFileError(f"{path}: holds a {type(value).__name__}, not an object", cure=cure)
     return value
+
+
+def _content(path: Path, limit: int) -> bytes:
+    if path != Path("/dev/stdin") and path.parent not in _STREAMS:
+        return read_limited(path, limit)
+    with path.open("rb") as stream:
+        return stream.read(limit)
 
 
 def _unwritable(path: Path, error: OSError) -> UsageError:
@@ -149,6 +177,7 @@ def _replace(path: Path, text: str, mode: int, *, durable: bool) -> None:
     """See :func:`write_text`."""
     new = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
     # The system applies the umask, which no thread can ask for without changing that of all.
+    mode = private_mode(path.parent, mode)
     handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:

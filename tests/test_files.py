@@ -15,13 +15,17 @@ def no_space(_handle):
     raise OSError(28, "No space left on device")
 
 
-def test_a_file_is_replaced_whole_with_the_mode_of_new_files(tmp_path):
+@pytest.mark.parametrize(
+    ("around", "private"), [(0o755, 0o644), (0o700, 0o600), (0o750, 0o640), (0o775, 0o664)]
+)
+def test_a_file_is_replaced_whole_and_is_as_private_as_its_directory(tmp_path, around, private):
+    tmp_path.chmod(around)
     path, other = tmp_path / "x", tmp_path / "other"
     other.touch()
     write_text(path, "old")
     write_text(path, "new")
     assert path.read_text() == "new"
-    assert path.stat().st_mode == other.stat().st_mode
+    assert path.stat().st_mode == other.stat().st_mode & (~0o777 | private)
     assert sorted(tmp_path.iterdir()) == sorted([path, other])
 
 
@@ -48,6 +52,7 @@ def test_the_umask_is_changed_by_nobody(tmp_path, monkeypatch):
         raise AssertionError
 
     monkeypatch.setattr(os, "umask", refuse)
+    tmp_path.chmod(0o755)
     path, other = tmp_path / "x", tmp_path / "other"
     other.touch()
     write_text(path, "new")
@@ -108,6 +113,13 @@ def test_a_directory_below_a_file_cannot_be_created(tmp_path):
         make_directory(tmp_path / "file" / "below")
     make_directory(tmp_path / "a" / "b")
     make_directory(tmp_path / "a" / "b")
+
+
+def test_directories_that_are_made_are_private(tmp_path):
+    tmp_path.chmod(0o755)
+    make_directory(tmp_path / "a/b")
+    assert [path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")] == [0o700, 0o700]
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
 
 
 def test_json_comes_back_as_it_was_written(tmp_path):

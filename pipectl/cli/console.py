@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import sys
 from collections.abc import Mapping
 from io import TextIOWrapper
@@ -15,14 +13,14 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+from pipectl.printable import printable, printable_json
+
 _WIDTH_WITHOUT_TERMINAL = 120
 
 
 def plain(text: object, style: str = "") -> Text:
     """Text shown as it is: no markup, no control characters (a newline or tab may stay)."""
-    shown = str(text)
-    return Text(shown if shown.isprintable() else _CONTROL.sub("", shown), style=style)
+    return Text(printable(text), style=style)
 
 
 def joined(*parts: Text) -> Text:
@@ -98,8 +96,7 @@ def short(path: Path) -> str:
 
 def say_json(value: Any) -> None:
     """A machine-readable answer; JSON has no numbers that are not finite, which become null."""
-    text = json.dumps(_finite(value), indent=1, ensure_ascii=False, allow_nan=False)
-    sys.stdout.write(f"{text}\n")
+    sys.stdout.write(f"{printable_json(_finite(value), indent=1)}\n")
 
 
 def _finite(value: Any) -> Any:

@@ -11,6 +11,7 @@ import typer
 
 from pipectl.cli.console import errors, joined, plain
 from pipectl.errors import PipectlError, SpecError
+from pipectl.printable import printable
 
 DEBUG_VARIABLE = "PIPECTL_DEBUG"
 INTERRUPTED = 130
@@ -26,7 +27,7 @@ def report(error: BaseException) -> int:
         The documented exit code.
     """
     if os.environ.get(DEBUG_VARIABLE):
-        sys.stderr.write("".join(traceback.format_exception(error)))
+        sys.stderr.write(printable("".join(traceback.format_exception(error))))
     code, messages, cure = _describe(error)
     _print(messages, cure)
     return code

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipectl.cli.console import note, plain
+from pipectl.access import read_limited
+from pipectl.cli.console import note
 from pipectl.cli.options import RUNS, RunsDirectory, names_of_runs
 from pipectl.errors import PipectlError, UnknownRunError, UsageError
+from pipectl.printable import printable
 from pipectl.runs import (
     Line,
     Printed,
@@ -26,6 +28,7 @@ from pipectl.runs import (
 if TYPE_CHECKING:
     from pipectl.batch import JobStatus
 
+_LARGEST_SCRIPT = 2**22
 _POLL_S = 0.5
 _LOOK_S = 10.0
 _PATIENCE_S = 60.0
@@ -48,7 +51,7 @@ def command(
     """Print what a run printed, lines of ranks as `[3] text`."""
     run = find_run(directory, name)
     if script:
-        sys.stdout.write(plain(run.script.read_text("utf-8", "replace")).plain)
+        sys.stdout.write(printable(_script(run)))
         return
     _check(run, rank or ())
     shown = _Shown(rank or ())
@@ -64,6 +67,15 @@ def command(
             f"{run.name}: it cannot be told whether it goes on: {unknown or 'nothing says so'}",
             cure=f"if it does, follow it again: pipectl logs -f {as_typed(run)}",
         )
+
+
+def _script(run: RunDirectory) -> str:
+    try:
+        return read_limited(run.script, _LARGEST_SCRIPT).decode("utf-8", "replace")
+    except OSError as error:
+        raise UsageError(
+            f"{run.script}: cannot be read: {error.strerror}", cure="look at the run's job.log"
+        ) from None
 
 
 def _follow(run: RunDirectory, printed: Printed, shown: _Shown) -> str | None:
@@ -130,5 +142,5 @@ class _Shown:
         for line in lines:
             if not self._ranks or line.rank in self._ranks:
                 self.any = True
-                sys.stdout.write(f"{plain(line.text).plain}\n")
+                sys.stdout.write(f"{printable(line.text)}\n")
         sys.stdout.flush()

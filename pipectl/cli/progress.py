@@ -37,7 +37,7 @@ def progress_bar(counted: str = "") -> Iterator[Report]:
         yield Lines(counted).report if counted else _silent
         return
     figure: ProgressColumn = TaskProgressColumn() if counted else MofNCompleteColumn()
-    text = TextColumn("{task.description}")
+    text = TextColumn("{task.description}", markup=False)
     columns = (text, BarColumn(), figure, TimeRemainingColumn(elapsed_when_finished=True))
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(counted, total=None)

@@ -77,7 +77,7 @@ class Rows:
     ) -> Iterator[Segment]:
         before = ""
         for head, cell, width in zip(self._columns, cells, widths, strict=True):
-            text = cell.plain
+            text = cell.plain.replace("\n", " ")
             if cell_len(text) > width:
                 text = set_cell_size(text, width - 1) + "…"
             room = " " * (width - cell_len(text))

@@ -15,7 +15,6 @@ from pipectl.cli.status_json import status_json
 from pipectl.cli.status_words import state_text
 from pipectl.cli.sweep_values import short_keys, shown
 from pipectl.jobs.best import best_of
-from pipectl.jobs.kept_readings import kept_readings
 from pipectl.jobs.status import RunStatus, statuses
 from pipectl.runs import SweepDirectory
 
@@ -24,9 +23,7 @@ _HEADS = ("run", "state", "step", "loss", "best")
 
 def show_sweep(sweep: SweepDirectory, *, as_json: bool) -> list[RunStatus]:
     """Print how the runs of a sweep are, and return it."""
-    runs = sweep.runs()
-    with kept_readings(sweep.base, len(runs)) as kept:
-        found = statuses(runs, time.time(), kept=kept)
+    found = statuses(sweep.runs(), time.time())
     if as_json:
         say_json(sweep_json(sweep, found))
     else:

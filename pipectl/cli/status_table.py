@@ -13,7 +13,6 @@ from pipectl.cli.rows import Rows
 from pipectl.cli.status_json import status_json
 from pipectl.cli.status_words import progress, state_text
 from pipectl.cli.sweep_values import values_text
-from pipectl.jobs.kept_readings import kept_readings
 from pipectl.jobs.status import RunStatus, statuses
 from pipectl.runs import list_runs
 from pipectl.units import format_bytes, format_time
@@ -33,9 +32,7 @@ _OPTIONAL = (  # the least important first
 def show_all(directory: Path, limit: int, *, as_json: bool) -> None:
     """Print how the newest runs of a directory are."""
     runs = list_runs(directory)
-    newest = runs[-limit:]
-    with kept_readings(directory, len(newest)) as kept:
-        found = statuses(newest, time.time(), kept=kept)
+    found = statuses(runs[-limit:], time.time())
     if as_json:
         say_json([status_json(status) for status in found])
     elif not found:

@@ -38,11 +38,20 @@ def run_lines(status: RunStatus, *, files: bool = True) -> Iterator[Text]:
         files: whether to say what it has made, and where that lies.
     """
     yield joined(
-        plain(status.run.name, "bold"), _GAP, state_text(status), _GAP, plain(_job(status))
+        plain(_in_a_line(status.run.name), "bold"),
+        _GAP,
+        state_text(status),
+        _GAP,
+        plain(_in_a_line(_job(status))),
     )
     for label, text in (*_point(status), *_details(status), *(_files(status) if files else ())):
-        yield plain(f"  {label:<14}{text}")
+        yield plain(f"  {label:<14}{_in_a_line(text)}")
     yield from _failure(status)
+
+
+def _in_a_line(text: str) -> str:
+    """Nobody's field looks like another line."""
+    return " ".join(text.split("\n"))
 
 
 def _job(status: RunStatus) -> str:
@@ -155,7 +164,7 @@ def _failure(status: RunStatus) -> Iterator[Text]:
     if fault is None or status.job.state is JobState.COMPLETED:
         return
     others = f" (and {fault.others} more ranks)" if fault.others else ""
-    yield joined(plain("  error         ", "red"), plain(f"{fault.where}{others}"))
+    yield joined(plain("  error         ", "red"), plain(_in_a_line(f"{fault.where}{others}")))
     for line in fault.message.splitlines():
         yield plain(f"                {line}")
     for line in (fault.cure or "").splitlines():

@@ -17,7 +17,6 @@ from pipectl.cli.status_sweep import headline, points_table
 from pipectl.cli.status_table import runs_table
 from pipectl.cli.status_view import run_lines
 from pipectl.errors import UsageError
-from pipectl.jobs.kept_readings import kept_readings
 from pipectl.jobs.status import RunStatus
 from pipectl.jobs.watching import Watching
 from pipectl.runs import RunDirectory, SweepDirectory, list_runs, read_metrics
@@ -38,9 +37,8 @@ def watch_all(directory: Path, limit: int) -> None:
             return plain(f"{directory}: no runs yet"), False
         return Group(runs_table(found, console.width), _foot("Ctrl-C ends")), False
 
-    with kept_readings(directory, limit) as kept:
-        watching = Watching(kept=kept)
-        _show(look)
+    watching = Watching()
+    _show(look)
 
 
 def watch_one(run: RunDirectory) -> RunStatus:
@@ -67,9 +65,8 @@ def watch_sweep(sweep: SweepDirectory) -> None:
         over = all(status.job.state.final for status in found)
         return Group(plain(headline(sweep, found), "bold"), table, foot), over
 
-    with kept_readings(sweep.base, len(sweep.runs())) as kept:
-        watching = Watching(kept=kept)
-        _show(look)
+    watching = Watching()
+    _show(look)
 
 
 def _screen(found: RunStatus, console: Console) -> RenderableType:

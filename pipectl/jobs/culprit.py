@@ -45,7 +45,7 @@ def culprit(run: RunDirectory) -> Culprit | None:
 
 def _preparation(run: RunDirectory) -> list[dict[str, Any]]:
     try:
-        return [sound(read_json(run.preparation_error, cure=""))]
+        return [sound(read_json(run.preparation_error, cure="", limit=2**24))]
     except DataFileError:
         return []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
+from pipectl.access import is_ours, read_limited
 from pipectl.batch import Scheduler, get
 from pipectl.errors import DataFileError, PipectlError, UsageError
 from pipectl.runs import Record, RunDirectory, as_typed, is_job_id, list_runs, locked, sweep_of
@@ -19,7 +20,7 @@ def recovered(run: RunDirectory, now: float) -> Record:
 
     That is so where a submission was interrupted, but reached the queue (the job is found by its
     tag), and where a job script submitted itself again, since the batch system requeues none.
-    Nothing is changed while another command has the run.
+    Nothing is changed while another command has the run, or if it is another user's.
 
     Args:
         now: seconds since the epoch.
@@ -30,6 +31,8 @@ def recovered(run: RunDirectory, now: float) -> Record:
     record = Record.load(run.record)
     if record.job_id is not None and _next_job(run) in {None, record.job_id}:
         return record
+    if not is_ours(run.path):
+        return _continued(run, record, now)
     with locked(run, wait=False) as ours:
         return completed(run, now, wait=False) if ours else record
 
@@ -43,12 +46,10 @@ def completed(run: RunDirectory, now: float, *, wait: bool = True) -> Record:
     Raises:
         DataFileError: there is no record, or it is damaged.
     """
-    record, job_id = Record.load(run.record), _next_job(run)
-    if job_id is not None and job_id != record.job_id:
-        record = record.after(
-            now, "submitted", job_id=job_id, detail=f"{job_id}, by its own script"
-        )
-        with suppress(UsageError):  # somebody else's run: whoever may write it does
+    known = Record.load(run.record)
+    record = _continued(run, known, now)
+    if record is not known:
+        with suppress(UsageError):  # it is read from the same file the next time
             record.save(run.record)
         return record
     if record.job_id is not None or record.state != "submitting":
@@ -91,10 +92,18 @@ def _told(run: RunDirectory, tag: str, scheduler: Scheduler, array_id: str, now:
             )
 
 
+def _continued(run: RunDirectory, record: Record, now: float) -> Record:
+    """The record after what the job script submitted, if it did."""
+    job_id = _next_job(run)
+    if job_id in {None, record.job_id}:
+        return record
+    return record.after(now, "submitted", job_id=job_id, detail=f"{job_id}, by its own script")
+
+
 def _next_job(run: RunDirectory) -> str | None:
     """The job that the script submitted, if it did."""
     try:
-        text = run.resubmitted.read_text(encoding="utf-8")[:_LINE]
+        text = read_limited(run.resubmitted, _LINE).decode()
     except (OSError, ValueError):
         return None
     words = text.split()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from pipectl.errors import PipectlError
 from pipectl.files import write_json
+from pipectl.printable import printable
 from pipectl.runs import RunDirectory, beat
 
 _BEAT_S = 1.0
@@ -64,7 +65,7 @@ def reporting_failure(run: RunDirectory, work: Callable[[], None]) -> int:
     except Exception as error:
         code = error.exit_code if isinstance(error, PipectlError) else 1
         write_json(run.preparation_error, _report(error, code))
-        sys.stderr.write(f"error: {error or type(error).__name__}\n")
+        sys.stderr.write(printable(f"error: {error or type(error).__name__}\n"))
         return code
     return 0
 

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 from pipectl.batch import Evidence, JobState, JobStatus, get, resolve
 from pipectl.errors import DataFileError, PipectlError
 from pipectl.jobs.culprit import Culprit
-from pipectl.jobs.kept_readings import KeptReadings
 from pipectl.jobs.measured import Expected, Measured
-from pipectl.jobs.reading import Reading, facts_of, read
+from pipectl.jobs.reading import Reading, read
 from pipectl.jobs.recovery import recovered
 from pipectl.plan import Plan
 from pipectl.runs import TRAINING, Record, RunDirectory
@@ -53,10 +52,9 @@ class RunStatus:
         job: the state and where it is known from.
         phase: what the ranks said they do, e.g. ``training``; empty before the first heartbeat, and
             while the next start is yet to come.
-        plan: None before the job has made one, or where it was not read, see :func:`statuses`.
+        plan: None before the job has made one.
         culprit: the first failure that was reported, if any was.
         restarts: how often the job was started again.
-        kept: what the plan says, where it was not read.
     """
 
     run: RunDirectory
@@ -68,12 +66,11 @@ class RunStatus:
     ranks: tuple[Mapping[str, Any], ...]
     culprit: Culprit | None
     restarts: int = 0
-    kept: Expected | None = None
 
     @property
     def expected(self) -> Expected | None:
         """What the plan says of the figures."""
-        return self.kept if self.plan is None else Expected.of(self.plan)
+        return None if self.plan is None else Expected.of(self.plan)
 
     @property
     def predicted_step_s(self) -> float | None:
@@ -161,59 +158,25 @@ def statuses(
     runs: Sequence[RunDirectory],
     now: float,
     ask: Callable[[Sequence[Record]], Answers] = ask,
-    kept: KeptReadings | None = None,
 ) -> list[RunStatus]:
     """The state of several runs, with one question per batch system.
 
     Args:
         now: seconds since the epoch.
         ask: what the batch systems say of the jobs in these records.
-        kept: readings of runs whose files have not changed since; their plans are not read.
     """
-    if kept is not None:
-        return _kept_or_read(runs, now, ask, kept)
     records = [_record(run, now) for run in runs]
     answers = ask([record for record in records if isinstance(record, Record)])
     found = []
     for run, record in zip(runs, records, strict=True):
-        plan = _plan(run)
-        reading = read(run, record if isinstance(record, Record) else None, plan)
-        found.append(_status(run, record, reading, answers, now, plan))
+        reading = read(run, record if isinstance(record, Record) else None)
+        found.append(_status(run, record, reading, answers, now))
     return found
 
 
 def status(run: RunDirectory, now: float) -> RunStatus:
     """The state of one run; see :func:`statuses`."""
     return statuses([run], now)[0]
-
-
-def _kept_or_read(
-    runs: Sequence[RunDirectory],
-    now: float,
-    ask: Callable[[Sequence[Record]], Answers],
-    kept: KeptReadings,
-) -> list[RunStatus]:
-    """The batch systems are asked by kept records, too; these count if the files are unchanged
-    *behind* that question. What has changed is read, and asked about, anew."""
-    held = {run: known for run in runs if (known := kept.record(run)) is not None}
-    records = {run: held.get(run) or _record(run, now) for run in runs}
-    answers = ask([record for record in records.values() if isinstance(record, Record)])
-    found, stale = {}, []
-    for run, record in records.items():
-        facts = facts_of(run)
-        reading = kept.reading(run, facts)
-        if reading is None and run in held:
-            stale.append(run)
-            continue
-        if reading is None:
-            known = record if isinstance(record, Record) else None
-            reading = read(run, known, _plan(run))
-            kept.keep(run, known, reading, facts)
-        found[run] = _status(run, record, reading, answers, now)
-    if stale:
-        kept.forget(stale)
-        found |= zip(stale, _kept_or_read(stale, now, ask, kept), strict=True)
-    return [found[run] for run in runs]
 
 
 def _record(run: RunDirectory, now: float) -> Record | DataFileError:
@@ -229,7 +192,6 @@ def _status(
     reading: Reading,
     answers: Answers,
     now: float,
-    plan: Plan | None = None,
 ) -> RunStatus:
     if isinstance(record, Record):
         job = _job(record, answers.get(record.scheduler, Answer({})), reading, now)
@@ -243,10 +205,9 @@ def _status(
         phase="" if job.state.waits else heartbeat.get("state") or "",
         restarts=max(0, (heartbeat.get("attempt") or 1) - 1),
         measured=reading.measured.waiting if job.state.waits else reading.measured,
-        plan=plan,
+        plan=_plan(run),
         ranks=tuple(heartbeat.get("ranks") or ()),
         culprit=reading.culprit,
-        kept=reading.expected,
     )
 
 

@@ -1,8 +1,7 @@
 """The state of runs again and again, for somebody who watches them.
 
-What jobs write is read every time, unless it is kept and has not changed. Batch systems serve many
-people: they are asked at once when there is a job that they were not asked about, and then ever
-more rarely.
+What jobs write is read every time. Batch systems serve many people: they are asked at once when
+there is a job that they were not asked about, and then ever more rarely.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from pipectl.jobs.kept_readings import KeptReadings
 from pipectl.jobs.places import LOCAL
 from pipectl.jobs.status import Answers, RunStatus, ask, statuses
 from pipectl.runs import Record, RunDirectory
@@ -23,14 +21,10 @@ class Watching:
 
     Args:
         clock: in seconds, of any origin.
-        kept: as for :func:`~pipectl.jobs.status.statuses`.
     """
 
-    def __init__(
-        self, clock: Callable[[], float] = time.monotonic, kept: KeptReadings | None = None
-    ) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._kept = kept
         self._pause_s, self._due_s = _LEAST_S, 0.0
         self._asked: frozenset[tuple[str, str | None]] = frozenset()
         self._answers: Answers = {}
@@ -41,7 +35,7 @@ class Watching:
         Args:
             now: seconds since the epoch.
         """
-        return statuses(runs, now, self._ask, self._kept)
+        return statuses(runs, now, self._ask)
 
     def _ask(self, records: Sequence[Record]) -> Answers:
         here = [record for record in records if record.scheduler == LOCAL]

@@ -9,8 +9,10 @@ from itertools import count
 from pathlib import Path
 
 from pipectl.errors import UsageError
+from pipectl.files import make_private_directory
 
-RUN_NAME = re.compile(r"(\d{8}-\d{6})-(.+)")
+RUN_NAME = re.compile(r"[0-9]{8}-[0-9]{6}-[A-Za-z0-9._-]+")
+"""In full: shells complete such names, so that nothing in them may mean anything to a shell."""
 ATTEMPT = "PIPECTL_ATTEMPT"
 """Variable of the environment: which start of the job this is, from 1."""
 SCRIPT = "PIPECTL_SCRIPT"
@@ -34,7 +36,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, base: Path, name: str, now: float) -> RunDirectory:
-        """A new directory ``<YYYYMMDD-HHMMSS>-<name>`` with its folders.
+        """A new directory ``<YYYYMMDD-HHMMSS>-<name>`` with its folders, for its owner alone.
 
         A second run of the same second gets ``-2`` appended, and so on.
 
@@ -45,7 +47,7 @@ class RunDirectory:
             UsageError: ``base`` cannot be written.
         """
         try:
-            base.mkdir(parents=True, exist_ok=True)
+            make_private_directory(base)
             run = cls(_make_unique(base, stem_of(name, now)))
             run.make_folders()
         except OSError as error:
@@ -64,7 +66,7 @@ class RunDirectory:
     def make_folders(self) -> None:
         """Make what a new run directory holds."""
         for folder in _FOLDERS:
-            (self.path / folder).mkdir()
+            (self.path / folder).mkdir(0o700)
 
     @property
     def name(self) -> str:
@@ -257,7 +259,7 @@ def _make_unique(base: Path, stem: str) -> Path:
     """Make the first that is free; two callers never share one."""
     for path in numbered(base, stem):
         try:
-            path.mkdir()
+            path.mkdir(0o700)
         except FileExistsError:
             continue
         return path

@@ -22,7 +22,9 @@ def list_runs(base: Path) -> list[RunDirectory]:
         names = [path.name for path in base.iterdir() if _is_directory(path)]
     except OSError:
         return []
-    return [RunDirectory(base / name) for name in sorted(names, key=_age) if RUN_NAME.match(name)]
+    return [
+        RunDirectory(base / name) for name in sorted(names, key=_age) if RUN_NAME.fullmatch(name)
+    ]
 
 
 def _is_directory(path: Path) -> bool:
@@ -122,7 +124,8 @@ def as_typed(found: RunDirectory | SweepDirectory) -> str:
 
 def _is_path(name: str) -> bool:
     """Of a run or sweep, not a name: that has no slash."""
-    return "/" in name and bool(RUN_NAME.match(Path(name).absolute().name)) and Path(name).is_dir()
+    is_run = RUN_NAME.fullmatch(Path(name).absolute().name) is not None
+    return "/" in name and is_run and Path(name).is_dir()
 
 
 def _matches(run: str, part: str) -> bool:

@@ -9,9 +9,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
+from pipectl.access import fault_of_owner, open_regular
+from pipectl.errors import UsageError
+
 
 class Lockable(Protocol):
     """A run, or a sweep."""
+
+    @property
+    def path(self) -> Path:
+        """Its directory."""
 
     @property
     def lock(self) -> Path:
@@ -27,9 +34,13 @@ def locked(run: Lockable, *, wait: bool = True) -> Iterator[bool]:
 
     Args:
         wait: whether to wait for another command; else it is told whether the run is ours.
+
+    Raises:
+        UsageError: it belongs to another user, or others may put files there.
     """
+    refuse_foreign(run.path)
     try:
-        handle = os.open(run.lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        handle = open_regular(run.lock, os.O_CREAT | os.O_RDWR)
     except OSError:
         yield True
         return
@@ -37,6 +48,23 @@ def locked(run: Lockable, *, wait: bool = True) -> Iterator[bool]:
         yield _lock(handle, wait=wait)
     finally:
         os.close(handle)
+
+
+def refuse_foreign(directory: Path) -> None:
+    """Refuse to change a run or sweep into whose directory others can write.
+
+    What it says of jobs and processes, and its links, would be theirs.
+
+    Raises:
+        UsageError: saying who can.
+    """
+    if fault := fault_of_owner(directory, root=False):
+        theirs = fault.startswith("belongs")
+        copy = "copy it to a directory of your own, and go on with the copy"
+        raise UsageError(
+            f"{directory}: {fault}, so that nothing in it can be relied on",
+            cure=copy if theirs else f"if you know what is in it: chmod go-w {directory}",
+        )
 
 
 def _lock(handle: int, *, wait: bool) -> bool:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from pipectl.access import open_regular
 from pipectl.runs.directory import RunDirectory
 
 _LABEL = re.compile(rb"\[(0|[1-9][0-9]{0,8})\] ")
-_CHUNK = 1 << 20
+_CHUNK, _LONGEST = 1 << 20, 1 << 22
 
 
 class Line(NamedTuple):
@@ -26,7 +28,8 @@ class Line(NamedTuple):
 
 
 class Printed:
-    """Reads a file that grows, from where it stopped before; one that is not there is empty.
+    """Reads a file that grows, from where it stopped before; what is not there, or no file, is
+    empty.
 
     Only the begin of a line says whose it is: every line of a rank is labelled, whatever it holds.
 
@@ -42,13 +45,15 @@ class Printed:
     def whole(self) -> Iterator[Line]:
         """The lines that were finished since."""
         try:
-            with self._path.open("rb") as file:
+            with os.fdopen(open_regular(self._path), "rb") as file:
                 file.seek(self.seen)
                 while text := file.read(_CHUNK):
                     self.seen += len(text)
                     *lines, self._rest = (self._rest + text).split(b"\n")
+                    if len(self._rest) > _LONGEST:  # a line that never ends is cut
+                        lines, self._rest = [*lines, self._rest], b""
                     yield from map(_line, lines)
-        except FileNotFoundError:
+        except OSError:
             return
 
     def all(self) -> Iterator[Line]:

@@ -6,17 +6,19 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from pipectl.access import read_limited
 from pipectl.errors import DataFileError
 from pipectl.files import read_json
 from pipectl.runs.directory import RunDirectory
 from pipectl.runs.manifest import checkpoints
 from pipectl.runs.sound import sound
 
-_EDGE = 1 << 17
-"""Bytes at either end of a long file."""
-_FAULT, _ATTEMPT = b'"not_finite"', re.compile(rb'"attempt": (\d+)')
+_EDGE = 1 << 13
+"""Bytes at either end of a long file: some 40 lines."""
+_MAX_BYTES, _MAX_REPORT_BYTES, _MAX_DIGITS = 2**28, 2**24, 100
+_FAULT, _EVALUATION, _ATTEMPT = b'"not_finite"', b'"evaluation"', re.compile(rb'"attempt": (\d+)')
 _CURE = "the running job writes it again within seconds"
 
 
@@ -28,15 +30,13 @@ def read_metrics(run: RunDirectory) -> list[dict[str, Any]]:
 def read_figures(run: RunDirectory) -> list[dict[str, Any]]:
     """As :func:`read_metrics`, of long runs only the first and last lines, and those that are rare.
 
-    What is rare is what was not finite, and an attempt's first line; of evaluations, the last ones
-    are there.
+    What is rare is what was not finite, an attempt's first line, and the last evaluation.
     """
     try:
-        with run.metrics.open("rb") as stream:
-            text = _edges(stream)
+        text = read_limited(run.metrics, _MAX_BYTES)
     except OSError:
         return []
-    return merge_attempts(list(_parsed(text)))
+    return merge_attempts(list(_parsed(_edges(text))))
 
 
 def merge_attempts(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -60,7 +60,7 @@ def read_heartbeat(run: RunDirectory) -> dict[str, Any] | None:
         DataFileError: the file is damaged.
     """
     try:
-        return sound(read_json(run.heartbeat, cure=_CURE))
+        return sound(read_json(run.heartbeat, cure=_CURE, limit=_MAX_REPORT_BYTES))
     except DataFileError:
         if not run.heartbeat.exists():
             return None
@@ -75,7 +75,7 @@ def read_errors(run: RunDirectory) -> list[dict[str, Any]]:
     reports = []
     for path in sorted(run.errors.glob("rank-*.json")):
         try:
-            reports.append(sound(read_json(path, cure=_CURE)))
+            reports.append(sound(read_json(path, cure=_CURE, limit=_MAX_REPORT_BYTES)))
         except DataFileError:
             continue
     reports.sort(key=_failure_order)
@@ -99,7 +99,7 @@ def read_starts(run: RunDirectory) -> int:
 
 def _number(path: Path) -> int | None:
     try:
-        return int(path.read_text(encoding="ascii"))
+        return int(read_limited(path, _MAX_DIGITS))
     except (OSError, ValueError):
         return None
 
@@ -115,15 +115,18 @@ def last_checkpoint(run: RunDirectory) -> Path | None:
     return next(iter(checkpoints(run.checkpoints)), None)
 
 
-def _edges(stream: BinaryIO) -> bytes:
+def _edges(text: bytes) -> bytes:
     """The file, or its begin, its end, and of the lines between them those that are rare."""
-    text = stream.read()
     if len(text) <= 2 * _EDGE:
         return text
     begin = text.rfind(b"\n", 0, _EDGE) + 1
     end = text.find(b"\n", len(text) - _EDGE) + 1 or len(text)
-    rare = sorted({*_faults(text, begin, end), *_first_of_attempts(text, begin, end)})
-    lines = (text[text.rfind(b"\n", 0, at) + 1 : text.find(b"\n", at) + 1 or None] for at in rare)
+    rare = {*_faults(text, begin, end), *_first_of_attempts(text, begin, end)}
+    if (last := text.rfind(_EVALUATION, begin, end)) >= 0:
+        rare.add(last)
+    lines = (
+        text[text.rfind(b"\n", 0, at) + 1 : text.find(b"\n", at) + 1 or None] for at in sorted(rare)
+    )
     return b"".join((text[:begin], *lines, text[end:]))
 
 
@@ -147,7 +150,7 @@ def _first_of_attempts(text: bytes, begin: int, end: int) -> Iterator[int]:
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """The lines that are whole, with integer ``attempt`` and ``step``."""
     try:
-        yield from _parsed(path.read_bytes())
+        yield from _parsed(read_limited(path, _MAX_BYTES))
     except OSError:
         return
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipectl.fields import Reader
-from pipectl.files import read_json, write_json
+from pipectl.files import make_private_directory, read_json, write_json
 from pipectl.runs.directory import RunDirectory, not_made, numbered, stem_of
 
 VERSION = 1
@@ -56,7 +56,7 @@ class SweepDirectory:
         """
         stem = stem_of(name, now)
         try:
-            (base / FOLDER).mkdir(parents=True, exist_ok=True)
+            make_private_directory(base / FOLDER)
             for path in numbered(base / FOLDER, stem):
                 sweep = cls(path)
                 runs = sweep._made(points)
@@ -77,7 +77,7 @@ class SweepDirectory:
         made: list[Path] = []
         try:
             for path in (self.path, *(run.path for run in runs)):
-                path.mkdir()
+                path.mkdir(0o700)
                 made.append(path)
             for run in runs:
                 run.make_folders()
@@ -87,7 +87,7 @@ class SweepDirectory:
             if isinstance(error, FileExistsError):
                 return None
             raise
-        self.logs.mkdir()
+        self.logs.mkdir(0o700)
         return runs
 
     @property

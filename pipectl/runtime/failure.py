@@ -16,6 +16,7 @@ from mpi4py import MPI
 from pipectl.errors import PipectlError, lacks_memory
 from pipectl.files import write_json
 from pipectl.graph import TransferKind
+from pipectl.printable import printable
 from pipectl.runs import RunDirectory
 from pipectl.runtime.labelling import labelled
 from pipectl.schedule.actions import Kind
@@ -97,7 +98,7 @@ def _exit_code_of(work: Work, directory: RunDirectory, communicator: MPI.Intraco
 
 def warn(text: str) -> None:
     """Put a line into the log."""
-    sys.stderr.write(f"pipectl: {text}\n")
+    sys.stderr.write(printable(f"pipectl: {text}\n"))
     sys.stderr.flush()
 
 
@@ -114,14 +115,14 @@ def report(
     known = {"rank": rank, "stage": stage, "step": step}
     words = [f"{name} {value}" for name, value in known.items() if value is not None]
     place = ", ".join((*words, action))
-    sys.stderr.write(f"pipectl: {place}: {type(error).__name__}: {error}\n")
+    sys.stderr.write(printable(f"pipectl: {place}: {type(error).__name__}: {error}\n"))
     if not isinstance(error, PipectlError):
-        traceback.print_exception(error)
+        sys.stderr.write(printable("".join(traceback.format_exception(error))))
     try:
         document = {"version": 1, **known, "action": action, **_details(error)}
         write_json(directory.error_of(rank), document)
     except PipectlError as unwritten:
-        sys.stderr.write(f"pipectl: {unwritten}\n")
+        sys.stderr.write(printable(f"pipectl: {unwritten}\n"))
     sys.stderr.flush()
 
 

@@ -27,6 +27,7 @@ from pipectl.capture.precision import arithmetic
 from pipectl.capture.shares import first_undefined, sample_shares, target_shares, weighted
 from pipectl.errors import PipectlError
 from pipectl.files import write_json
+from pipectl.printable import printable
 from pipectl.runtime.device import choose_device
 from pipectl.runtime.guard import not_finite
 from pipectl.runtime.loss_scale import refuse_half_parameters
@@ -195,7 +196,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         train(load(Path(job)), int(micro_batch_size), Path(directory))
     except PipectlError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(printable(f"{error}\n"))
         return error.exit_code
     return 0
 

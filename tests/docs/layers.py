@@ -16,7 +16,7 @@ from string import ascii_letters
 PACKAGE = Path(__file__).parents[2] / "pipectl"
 
 LAYERS = (
-    ("errors", "units", "files", "fields", "arrays", "compiled", "versions"),
+    ("errors", "units", "access", "printable", "files", "fields", "arrays", "compiled", "versions"),
     ("spec", "graph", "profile", "link", "cluster", "plan", "timeline", "rehearsal"),
     ("planner", "schedule", "simulate"),
     ("batch", "runs", "report", "watch"),

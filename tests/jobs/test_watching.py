@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipectl.batch import JobState, JobStatus
-from pipectl.files import write_text
 from pipectl.jobs import status as status_module
-from pipectl.jobs.kept_readings import KeptReadings
-from pipectl.jobs.reading import Reading
 from pipectl.jobs.watching import Watching
-from pipectl.runs import Record, RunDirectory
+from pipectl.runs import Record, RunDirectory, beat
 
 
 class Clock:
@@ -79,30 +75,18 @@ def test_a_job_less_is_no_reason_to_ask(tmp_path: Path, schedulers: dict[str, Sc
     assert len(schedulers["slurm"].asked) == 1
 
 
-def test_kept_readings_change_nothing_that_is_seen(
-    tmp_path: Path, schedulers: dict[str, Scheduler], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs = [run(tmp_path, "7"), run(tmp_path, "8")]
-    for path in (*runs[0].path.iterdir(), runs[0].path):
-        os.utime(path, (1.7e9, 1.7e9))
-    kept = KeptReadings(tmp_path)
-    watching = Watching(Clock(), kept)
-    first = watching.look(runs, 1.7e9)
-    monkeypatch.setattr(status_module, "read", _unread(runs[0], status_module.read))
-    assert [found.job for found in watching.look(runs, 1.7e9)] == [found.job for found in first]
-    write_text(runs[0].exit_code, "1\n")
-    with pytest.raises(AssertionError, match="read again"):
-        watching.look(runs, 1.7e9)
-
-
-def _unread(kept: RunDirectory, read: Callable[..., Reading]) -> Callable[..., Reading]:
-    """What reads files, but those of one run."""
-
-    def read_others(run: RunDirectory, *given: Any) -> Reading:
-        assert run.path != kept.path, "read again"
-        return read(run, *given)
-
-    return read_others
+@pytest.mark.parametrize("state", [JobState.QUEUED, JobState.RUNNING])
+def test_while_the_next_start_waits_nothing_is_going_on(tmp_path: Path, state: JobState) -> None:
+    waiting = run(tmp_path, "41")
+    beat(waiting, "training", 2, 9)
+    line = {"attempt": 1, "step": 2, "steps": 9, "loss": 1.5, "step_time_s": 0.1}
+    waiting.metrics.write_text(json.dumps(line) + "\n")
+    answers = {"slurm": status_module.Answer({"41": JobStatus(state)})}
+    (found,) = status_module.statuses([waiting], 1.7e9, lambda _: answers)
+    going = state is JobState.RUNNING
+    assert found.phase == ("training" if going else "")
+    assert (found.measured.remaining_s is not None) == going
+    assert found.measured.step == 2
 
 
 def test_processes_of_this_machine_are_looked_at_every_time(

@@ -53,7 +53,7 @@ def test_an_attempt_that_did_steps_again_wins(run: RunDirectory) -> None:
     assert (found.step, found.last_loss, found.first_loss) == (STEPS - 101, 7.0, 3.0)
 
 
-@pytest.mark.parametrize("size", [1 << 17, 1 << 18])
+@pytest.mark.parametrize("size", [1 << 13, 1 << 14])
 def test_faults_that_a_later_attempt_trained_past_are_over(run: RunDirectory, size: int) -> None:
     """Also where a border cuts the line with which it begins, 50 bytes before ``size``."""
     fault = {"attempt": 1, "step": 800, "not_finite": {"loss_of_micro_batch": 2}}
@@ -71,10 +71,10 @@ def test_short_files_are_read_whole(run: RunDirectory) -> None:
     assert read_figures(run) == read_metrics(run) != []
 
 
-@pytest.mark.parametrize("size", [1 << 17, (1 << 17) + 1, 1 << 18, (1 << 18) + 1, (1 << 18) + 999])
+@pytest.mark.parametrize("size", [1 << 13, (1 << 13) + 1, 1 << 14, (1 << 14) + 1, (1 << 14) + 999])
 def test_lines_that_the_borders_cut(run: RunDirectory, size: int) -> None:
     text = ("\n".join(line(step) for step in range(1, STEPS)) + "\n")[:size]
     run.metrics.write_text(text)
     kept = {(each["step"], each["loss"]) for each in read_figures(run)}
     assert kept <= {(each["step"], each["loss"]) for each in read_metrics(run)}
-    assert len(kept) > 500
+    assert len(kept) > 40

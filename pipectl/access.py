@@ -1,0 +1,136 @@
+"""Who else could have written a file, and opening files where others may have put something.
+
+Directories of other users hold whatever they like: links to files of ours, pipes that nobody
+writes to, devices, files of any size. Nothing here waits for them or follows their links to write.
+"""
+
+from __future__ import annotations
+
+import errno
+import grp
+import os
+import pwd
+import stat
+from pathlib import Path
+
+_ROOT = 0
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open a regular file; its descriptor.
+
+    To write, no link of another user is followed, and a new file is as private as its directory.
+
+    Raises:
+        OSError: as ``open`` does; or it is a pipe, a device, or a link that is not followed.
+    """
+    directory = path.parent
+    if flags & os.O_ACCMODE == os.O_RDONLY:
+        _refuse_special(path.stat(), path)  # some devices act when they are opened
+    else:
+        path = followed(path)
+        flags |= os.O_NOFOLLOW
+    flags |= os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    handle = os.open(path, flags, private_mode(directory, 0o666))
+    try:
+        _refuse_special(os.fstat(handle), path)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+def read_limited(path: Path, limit: int) -> bytes:
+    """All of a regular file.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or has more than ``limit`` bytes.
+    """
+    with open(open_regular(path), "rb") as stream:
+        content = stream.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"larger than {limit >> 20} MiB", str(path))
+    return content
+
+
+def followed(path: Path) -> Path:
+    """Where a path to be written leads: links are followed if they are ours, or the system's.
+
+    Raises:
+        OSError: it is a link of another user.
+    """
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return path
+    if not stat.S_ISLNK(found.st_mode):
+        return path
+    if found.st_uid not in (os.geteuid(), _ROOT):
+        raise OSError(errno.ELOOP, "is a symbolic link of another user", str(path))
+    return Path(os.path.realpath(path))
+
+
+def private_mode(directory: Path, mode: int) -> int:
+    """The mode for something new: for others as private as the directory that it is in."""
+    try:
+        around = directory.stat().st_mode
+    except OSError:
+        return mode
+    return mode & (around | stat.S_IRWXU)
+
+
+def is_ours(directory: Path) -> bool:
+    """Whether a directory is ours and nobody else can put files there."""
+    return fault_of_owner(directory, root=False) is None
+
+
+def fault_of_owner(path: Path, *, root: bool = True) -> str | None:
+    """Who else may have written a file or directory, in words; None where nobody else can have.
+
+    Args:
+        root: whether files of the system's administrator are as good as ours.
+    """
+    try:
+        owners = {path.lstat().st_uid, (found := path.stat()).st_uid}
+    except OSError:
+        return None  # whoever opens it says why
+    for owner in owners - {os.geteuid(), *({_ROOT} if root else ())}:
+        return f"belongs to {_user(owner)}"
+    if found.st_mode & stat.S_IWOTH:
+        return "can be changed by everybody"
+    if found.st_mode & stat.S_IWGRP and not _is_of_one(found.st_gid, found.st_uid):
+        return f"can be changed by the group {_group(found.st_gid)}"
+    return None
+
+
+def _refuse_special(found: os.stat_result, path: Path) -> None:
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
+
+
+def _is_of_one(group: int, user: int) -> bool:
+    """Whether a group is a user's own, as many systems give one of the same name to everybody."""
+    if group == _ROOT:
+        return True
+    try:
+        owner, found = pwd.getpwuid(user), grp.getgrgid(group)
+    except KeyError:
+        return False
+    own = owner.pw_gid == group and found.gr_name == owner.pw_name
+    return own and set(found.gr_mem) <= {owner.pw_name}
+
+
+def _user(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"the user {number}"
+
+
+def _group(number: int) -> str:
+    try:
+        return grp.getgrgid(number).gr_name
+    except KeyError:
+        return str(number)

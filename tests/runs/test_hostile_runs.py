@@ -1,0 +1,368 @@
+"""Run directories of others hold whatever they like: looking at them harms nobody.
+
+Tests that need a second user run as root alone; what the looking user does is done by a process of
+its own, once as root and once as an ordinary user.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import pkgutil
+import shutil
+import signal
+import stat
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import pipectl.cli
+import pipectl.jobs
+from pipectl.access import fault_of_owner, open_regular, read_limited
+from pipectl.cli import main
+from pipectl.errors import UsageError
+from pipectl.files import write_text
+from pipectl.runs import Record, RunDirectory, list_runs, list_sweeps
+
+ROOT, NOBODY, MALLORY = 0, 65534, 12345
+PATIENCE_S = 60
+LATE = 1.7e9
+needs_root = pytest.mark.skipif(os.geteuid() != ROOT, reason="only root has other users at hand")
+
+
+class Result(NamedTuple):
+    code: Any
+    out: str
+    err: str
+
+
+def as_user(user: int, act: Callable[[], Any]) -> Any:
+    """What ``act`` returns, or raises, in a process of that user; one that hangs is killed."""
+    sys.stdout.flush()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(PATIENCE_S)
+        try:
+            if user != os.geteuid():
+                os.setgroups([])
+                os.setresgid(user, user, user)
+                os.setresuid(user, user, user)
+            answer = (True, act())
+        except BaseException as error:
+            answer = (False, error)
+        os.write(writer, pickle.dumps(answer))
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as stream:
+        content = stream.read()
+    assert os.waitpid(child, 0)[1] == 0, "it hung"
+    good, answer = pickle.loads(content)
+    if not good:
+        raise answer
+    return answer
+
+
+def command(*arguments: str) -> Callable[[], Result]:
+    def act() -> Result:
+        out, err = io.StringIO(), io.StringIO()
+        with redirect_stdout(out), redirect_stderr(err):
+            code = main(list(arguments))
+        return Result(code, out.getvalue(), err.getvalue())
+
+    return act
+
+
+@pytest.fixture(scope="module", autouse=True)
+def everything_loaded() -> None:
+    """Ordinary users may not read this interpreter's library."""
+    for package in (pipectl.cli, pipectl.jobs):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            import_module(module.name)
+
+
+class Place(NamedTuple):
+    """A directory of each of two users."""
+
+    us: int
+    mine: Path
+    theirs: Path
+
+
+@pytest.fixture(params=[ROOT, NOBODY], ids=["root", "nobody"])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    if os.geteuid() != ROOT:
+        pytest.skip("only root has other users at hand")
+    base = Path(tempfile.mkdtemp(prefix="pipectl-"))
+    base.chmod(0o755)
+    for name, user in (("mine", request.param), ("theirs", MALLORY)):
+        (base / name).mkdir()
+        os.chown(base / name, user, user)
+    (base / "mine/.bashrc").write_text("# mine\n")
+    os.chown(base / "mine/.bashrc", request.param, request.param)
+    monkeypatch.chdir(base / "mine")
+    monkeypatch.setenv("HOME", str(base / "mine"))
+    monkeypatch.setenv("PATH", "/bin:/usr/bin")
+    yield Place(request.param, base / "mine", base / "theirs")
+    shutil.rmtree(base)
+
+
+def make_run(base: Path, name: str = "demo", **fields: Any) -> RunDirectory:
+    run = RunDirectory.create(base, name, LATE)
+    record = Record(name, "local", f"{run.name} tag", LATE, ranks=2, nodes=1, steps=9)
+    record.after(LATE, "submitted", job_id="999999.1@elsewhere").save(run.record)
+    if fields:
+        run.record.write_text(json.dumps({**json.loads(run.record.read_text()), **fields}))
+    return run
+
+
+def their_run(place: Place, act: Callable[[RunDirectory], None] | None = None) -> RunDirectory:
+    """A run of the other user's that everybody may read."""
+
+    def make() -> RunDirectory:
+        run = make_run(place.theirs)
+        if act is not None:
+            act(run)
+        open_up(place.theirs)
+        return run
+
+    return as_user(MALLORY, make)
+
+
+def open_up(base: Path) -> None:
+    for path in (base, *base.rglob("*")):
+        if not path.is_symlink() and (path.is_dir() or path.is_file()):
+            path.chmod(path.stat().st_mode | (0o055 if path.is_dir() else 0o044))
+
+
+def state_of(*places: Path) -> dict[str, Any]:
+    """Everything that is there, with what a write would change."""
+    found: dict[str, Any] = {}
+    for place in places:
+        for path in (place, *place.rglob("*")):
+            known = path.lstat()
+            content = path.read_bytes() if stat.S_ISREG(known.st_mode) else None
+            found[str(path)] = (known.st_mode, known.st_uid, known.st_mtime_ns, content)
+    return found
+
+
+LOOKING = [
+    ("status", "-d", "theirs"),
+    ("status", "-d", "theirs", "--json"),
+    ("status", "last", "-d", "theirs"),
+    ("logs", "last", "-d", "theirs"),
+    ("logs", "last", "--script", "-d", "theirs"),
+    ("report", "last", "-d", "theirs", "-o", "/dev/null"),
+    ("trace", "last", "-d", "theirs"),
+]
+
+
+def links_to_mine(run: RunDirectory) -> None:
+    """For every file that commands write, or have written."""
+    target = run.path.parent.parent / "mine/.bashrc"
+    (run.path.parent / ".cache").mkdir()
+    base = run.path.parent
+    for path in (
+        run.lock, run.exit_code, run.heartbeat, run.resubmitted, run.report, run.metrics,
+        run.job_log, run.script, base / ".cache/readings.cache", base / "demo.profile.json",
+    ):  # fmt: skip
+        path.unlink(missing_ok=True)
+        path.symlink_to(target)
+    run.record.write_text(json.dumps({**json.loads(run.record.read_text()), "job_id": None}))
+
+
+def pipes(run: RunDirectory) -> None:
+    for path in (
+        run.lock, run.exit_code, run.heartbeat, run.resubmitted, run.metrics, run.job_log,
+        run.plan, run.profile, run.error_of(0), run.script, run.trace / "step-000001.json",
+        run.logs / "late-1-0.log",
+    ):  # fmt: skip
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+
+
+def devices(run: RunDirectory) -> None:
+    for path in (
+        run.lock, run.exit_code, run.heartbeat, run.resubmitted, run.metrics, run.job_log,
+        run.plan, run.profile, run.error_of(0), run.script,
+    ):  # fmt: skip
+        path.unlink(missing_ok=True)
+        path.symlink_to("/dev/zero")
+
+
+def huge_files(run: RunDirectory) -> None:
+    """With holes, so that they take no space."""
+    for path in (
+        run.exit_code, run.heartbeat, run.resubmitted, run.metrics, run.plan, run.profile,
+        run.error_of(0), run.attempt, run.script,
+    ):  # fmt: skip
+        path.touch()
+        os.truncate(path, 2**40)
+
+
+def deep_files(run: RunDirectory) -> None:
+    for path in (run.heartbeat, run.plan, run.profile, run.error_of(0), run.metrics):
+        path.write_text("[" * 10**6)
+
+
+def directories(run: RunDirectory) -> None:
+    for path in (run.lock, run.exit_code, run.heartbeat, run.metrics, run.job_log, run.script):
+        path.unlink(missing_ok=True)
+        path.mkdir()
+
+
+@pytest.mark.parametrize("arguments", LOOKING, ids=lambda words: " ".join(words))
+@pytest.mark.parametrize(
+    "spoil", [links_to_mine, pipes, devices, huge_files, deep_files, directories]
+)
+def test_looking_at_runs_of_others_writes_nothing_and_ends(
+    place: Place, arguments: tuple[str, ...], spoil: Callable[[RunDirectory], None]
+) -> None:
+    their_run(place, spoil)
+    before = state_of(place.mine) | {
+        path: known[:3] for path, known in state_sizes(place.theirs).items()
+    }
+    words = [str(place.theirs) if word == "theirs" else word for word in arguments]
+    found = as_user(place.us, command(*words))
+    assert "fault of pipectl" not in found.err
+    after = state_of(place.mine) | {
+        path: known[:3] for path, known in state_sizes(place.theirs).items()
+    }
+    assert after == before
+
+
+def state_sizes(place: Path) -> dict[str, Any]:
+    return {
+        str(path): ((known := path.lstat()).st_mode, known.st_uid, known.st_mtime_ns)
+        for path in (place, *place.rglob("*"))
+    }
+
+
+def test_changing_a_run_of_others_is_refused(place: Place) -> None:
+    """Its record could name a process or job of ours, and its files could be links."""
+    victim = os.getpid()
+    run = their_run(place, lambda run: run.record.write_text(run.record.read_text()))
+    before = state_of(place.mine, place.theirs)
+    for words in (("cancel", "last"), ("resume", "last"), ("resume", "last", "--force")):
+        found = as_user(place.us, command(*words, "-d", str(place.theirs)))
+        assert found.code == UsageError.exit_code, victim
+        assert f"{run.path}: belongs to the user {MALLORY}" in found.err
+    assert state_of(place.mine, place.theirs) == before
+
+
+def test_our_run_is_not_changed_through_a_link_of_others(place: Place) -> None:
+    mine = as_user(place.us, lambda: make_run(place.mine, state="submitting", job_id=None))
+
+    def link() -> None:
+        (place.theirs / mine.name).symlink_to(mine.path)
+
+    as_user(MALLORY, link)
+    before = state_of(place.mine, place.theirs)
+    found = as_user(place.us, command("cancel", "last", "-d", str(place.theirs)))
+    assert found.code == UsageError.exit_code
+    assert as_user(place.us, command("status", "-d", str(place.theirs))).code == 0
+    assert state_of(place.mine, place.theirs) == before
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770])
+def test_a_directory_into_which_others_can_write_is_not_ours(place: Place, mode: int) -> None:
+    run = as_user(place.us, lambda: make_run(place.mine))
+    os.chown(run.path, place.us, MALLORY)
+    run.path.chmod(mode)
+    who = "everybody" if mode == 0o777 else f"the group {MALLORY}"
+    assert as_user(place.us, lambda: fault_of_owner(run.path)) == f"can be changed by {who}"
+    found = as_user(place.us, command("cancel", "last", "-d", str(place.mine)))
+    assert found.code == UsageError.exit_code
+    assert f"chmod go-w {run.path}" in found.err
+
+
+def test_files_are_not_written_through_links_of_others(place: Place) -> None:
+    """In a directory that everybody may write to, such as /tmp."""
+    place.theirs.chmod(0o1777)
+    target = place.mine / ".bashrc"
+    as_user(MALLORY, lambda: (place.theirs / "link").symlink_to(target))
+    link = place.theirs / "link"
+
+    def write() -> None:
+        write_text(link, "theirs")
+
+    def append() -> None:
+        os.close(open_regular(link, os.O_WRONLY | os.O_APPEND | os.O_CREAT))
+
+    with pytest.raises(UsageError, match="is a symbolic link of another user"):
+        as_user(place.us, write)
+    with pytest.raises(OSError, match="is a symbolic link of another user"):
+        as_user(place.us, append)
+    assert target.read_text() == "# mine\n"
+
+
+def test_links_of_ones_own_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "far").write_text("old")
+    (tmp_path / "link").symlink_to("far")
+    write_text(tmp_path / "link", "new")
+    assert read_limited(tmp_path / "link", 3) == b"new"
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/zero")
+    (tmp_path / "large").write_text("four")
+    for name, why in (("pipe", "no regular"), ("device", "no regular"), (".", "directory")):
+        with pytest.raises(OSError, match=why):
+            read_limited(tmp_path / name, 3)
+    with pytest.raises(OSError, match="larger"):
+        read_limited(tmp_path / "large", 3)
+    for flags in (os.O_WRONLY | os.O_CREAT, os.O_RDWR):
+        with pytest.raises(OSError, match=r"no regular|No such device"):
+            open_regular(tmp_path / "pipe", flags)
+
+
+ESCAPES = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202eevil\u2066\x7f\r\n\u2028end"
+
+
+def test_fields_with_escapes_neither_reach_the_terminal_nor_look_like_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forged = f"{ESCAPES}\n  error         all is well"
+    run = make_run(tmp_path)
+    record = {**json.loads(run.record.read_text()), "name": forged, "kind": forged, "tag": forged}
+    run.record.write_text(json.dumps({**record, "scheduler": forged}))
+    beat = {"attempt": 1, "state": forged, "step": 1, "steps": 9, "ranks": [
+        {"rank": 0, "host": forged, "node": forged, "waiting": 0.9},
+        {"rank": 1, "host": forged, "node": forged, "waiting": 0.0},
+    ]}  # fmt: skip
+    run.heartbeat.write_text(json.dumps(beat))
+    report = {"rank": 0, "type": forged, "message": forged, "host": forged, "action": forged}
+    run.error_of(0).write_text(json.dumps({**report, "cure": forged, "traceback": forged}))
+    line = {"attempt": 1, "step": 1, "loss": 1.0, "evaluation": {forged: 1.0}}
+    run.metrics.write_text(json.dumps(line) + "\n")
+    run.job_log.write_text(ESCAPES)
+    run.script.write_text(ESCAPES)
+    monkeypatch.chdir(tmp_path)
+    for words in LOOKING:
+        found = command(*(str(tmp_path) if word == "theirs" else word for word in words))()
+        assert not set(found.out + found.err) & set("\x1b\x07\x9b\u202e\u2066\x7f\r\u2028"), words
+        if "--json" in words:
+            assert json.loads(found.out)[0]["kind"] == forged
+        elif words[:2] == ("status", "last"):
+            shown = [each for each in found.out.splitlines() if each.startswith("  error  ")]
+            assert len(shown) == 1
+
+
+def test_names_that_mean_something_to_a_shell_or_terminal_are_no_runs(tmp_path: Path) -> None:
+    """They are offered where a run is to be named: a shell would run what they hold."""
+    for name in ("$(touch owned)", "`touch owned`", "a;b", "a\nb", f"a{ESCAPES}", "a b", "~", "'"):
+        (tmp_path / f"20240101-000000-{name}").mkdir()
+        (tmp_path / f"sweeps/20240101-000000-{name}").mkdir(parents=True)
+    good = make_run(tmp_path)
+    assert list_runs(tmp_path) == [good]
+    assert list_sweeps(tmp_path) == []
