@@ -34,6 +34,9 @@ _MANAGED = {
     "-V": None, "-I": None, "-X": None, "-z": None, "-f": None,
 }  # fmt: skip
 
+_FLAGS = "fhIVXz"
+"""Letters of options without a value: others may follow in the same word."""
+
 # The task manager of PBS starts processes on other nodes where nobody may log in. It garbles a
 # command of one word, and knows no options of ssh.
 _AGENT = f"""\
@@ -210,7 +213,9 @@ def _again(request: JobRequest) -> Iterator[str]:
 
 
 def _directive(text: str, what: str = "pbs.directives") -> str:
-    return checked_directive(text, what, "qsub", _MANAGED, _is_option, mark="#PBS", example="-p 5")
+    return checked_directive(
+        text, what, "qsub", _MANAGED, _is_option, mark="#PBS", example="-p 5", flags=_FLAGS
+    )
 
 
 def _is_option(line: str, option: str) -> bool:
@@ -221,4 +226,4 @@ def _is_option(line: str, option: str) -> bool:
     if not resource:
         return True
     given = re.split(r"[,\s]+", line.removeprefix(letter).strip())
-    return any(word.partition("=")[0] == resource for word in given)
+    return any(word.partition("=")[0].lower() == resource for word in given)  # as qsub does

@@ -89,8 +89,12 @@ def pbs_path(path: str, what: str) -> str:
     )
 
 
-def options_of(line: str) -> list[str]:
-    """The options of one directive, each with its value: a line may hold several."""
+def options_of(line: str, flags: str = "") -> list[str]:
+    """The options of one directive, each with its value: a line may hold several.
+
+    Args:
+        flags: letters of options without a value, behind which others may stand in the same word.
+    """
     try:
         words = shlex.split(line, comments=True)
     except ValueError:
@@ -98,6 +102,9 @@ def options_of(line: str) -> list[str]:
     found: list[str] = []
     for word in words:
         if word.startswith("-") or not found:
+            while word[:1] == "-" and word[1:2] in tuple(flags) and word[2:]:
+                found.append(word[:2])
+                word = f"-{word[2:]}"
             found.append(word)
         else:
             found[-1] += f" {word}"
@@ -113,6 +120,7 @@ def checked_directive(
     *,
     mark: str,
     example: str,
+    flags: str = "",
 ) -> str:
     """A line of the user's own options for the head of a script, verbatim.
 
@@ -122,6 +130,7 @@ def checked_directive(
         managed: options that pipectl writes itself, and the fields to set instead.
         is_option: whether what the user wrote is an option, in any spelling.
         mark: of a directive, which may be there.
+        flags: as for :func:`options_of`.
 
     Raises:
         InvalidInputError: it is none, or holds one that pipectl writes.
@@ -132,7 +141,7 @@ def checked_directive(
             f"{what}: {text!r} is no option of {command}",
             cure=f"write it as on {command}'s command line, for example {example}",
         )
-    given = options_of(line)
+    given = options_of(line, flags)
     for option, key in managed.items():
         if any(is_option(one, option) for one in given):
             raise InvalidInputError(

@@ -49,6 +49,10 @@ _MANAGED = {
 }  # fmt: skip
 
 _ELSEWHERE = ("--clusters", "-M")
+_FLAGS = "hHIkOQRsuvVW"
+"""Letters of options without a value: others may follow in the same word."""
+_COMPLETE = ("--gpus",)
+"""Options that are not ours, and with which a longer one of ours begins."""
 
 _SITE_KEYS = (
     "account", "partition", "qos", "constraint", "reservation", "gres", "licenses", "nodelist",
@@ -173,9 +177,20 @@ def _checking(request: JobRequest) -> Callable[[str, str], str]:
 
     def check(text: str, what: str) -> str:
         line = checked_directive(
-            text, what, "sbatch", managed, _is_option, mark="#SBATCH", example="--switches=1"
+            text,
+            what,
+            "sbatch",
+            managed,
+            _is_option,
+            mark="#SBATCH",
+            example="--switches=1",
+            flags=_FLAGS,
         )
-        for given in options_of(line):
+        if "\\" in line:  # within quotes Slurm takes more for an escape than shells do
+            raise InvalidInputError(
+                f"{what}: {line!r} holds a backslash", cure="write the option without it"
+            )
+        for given in options_of(line, _FLAGS):
             if any(_is_option(given, option) for option in _ELSEWHERE):
                 raise InvalidInputError(
                     f"{what}: {given}: pipectl could neither see nor cancel a job that only sbatch "
@@ -188,7 +203,13 @@ def _checking(request: JobRequest) -> Callable[[str, str], str]:
 
 
 def _is_option(line: str, option: str) -> bool:
-    """Whether a directive starts with this option, in any of sbatch's spellings."""
-    if option.startswith("--"):
-        return line.replace("=", " ").split()[0] == option
-    return line.startswith(option)
+    """Whether a directive starts with this option, in any of sbatch's spellings.
+
+    Long options may be abbreviated; where it is not clear to what, sbatch refuses them itself.
+    """
+    if not option.startswith("--"):
+        return line.startswith(option)
+    name = line.replace("=", " ").split()[0]
+    if name in _COMPLETE or name in _MANAGED:
+        return name == option
+    return name.startswith("--") and option.startswith(name)

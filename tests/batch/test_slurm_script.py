@@ -70,6 +70,10 @@ def test_a_nasty_option_stays_on_its_line(make_request: MakeRequest, nasty: list
         "#SBATCH --nice=5",
         "--switches=1 --nice=5",
         "--bb='x --mem=5G'",
+        "--mem-per-cpu=1G",
+        "--time-min=10",
+        "-sH",
+        "-Gtesla:2",
     ],
 )
 def test_own_directives_are_written_verbatim(make_request: MakeRequest, directive: str) -> None:
@@ -92,6 +96,17 @@ def test_own_directives_are_written_verbatim(make_request: MakeRequest, directiv
         ("--begin now -N2", "resources.nodes"),
         ("--clusters=east", "SLURM_CLUSTERS"),
         ("--nice=5 -Meast,west", "SLURM_CLUSTERS"),
+        ("--parti=debug", "slurm.partition"),
+        ("--part debug", "slurm.partition"),
+        ("--gpus-per-n=4", "resources.gpus_per_node"),
+        ("--wra=id", "remove it"),
+        ("--clu=east", "SLURM_CLUSTERS"),
+        ("-HN4", "resources.nodes"),
+        ("-sN2", "resources.nodes"),
+        ("-sHOp debug", "slurm.partition"),
+        ("--nice=5 -sMeast", "SLURM_CLUSTERS"),
+        ("--nice=1 '--pa'\"rt\"ition=x", "slurm.partition"),
+        ("--nice=1 '--pa\\rtition=x'", "without it"),
     ],
 )
 def test_directives_that_pipectl_manages_are_refused(
