@@ -73,6 +73,8 @@ def _completed_by_file(listed: JobStatus, evidence: Evidence) -> JobStatus:
     if evidence.cancelled and code is None and listed.source == "process":
         started = listed.state is JobState.RUNNING
         return listed if started else replace(listed, state=JobState.CANCELLED, reason="")
+    if listed.state is JobState.CANCELLED and code == 0:
+        return replace(listed, state=JobState.COMPLETED, reason="", exit_code=0)
     known = listed.exit_code not in (None, CHECKPOINTED)
     if not listed.state.final or known or code is None:
         return listed
@@ -83,12 +85,12 @@ def _completed_by_file(listed: JobStatus, evidence: Evidence) -> JobStatus:
 
 
 def _from_exit_code(code: int, cancelled: bool) -> JobStatus:
-    """A cancelled job may well exit with 0: that it was asked to end early counts."""
+    """A job whose end was asked for is cancelled, unless it was done before that reached it."""
     state = JobState.FAILED if code else JobState.COMPLETED
     reason = f"exit code {code}" if code else ""
     if code == CHECKPOINTED:
         state, reason = JobState.PREEMPTED, "stopped at a checkpoint; pipectl resume goes on"
-    if cancelled:
+    if cancelled and code:
         state = JobState.CANCELLED
     return JobStatus(state, reason=reason, exit_code=code, source="run directory")
 

@@ -10,7 +10,7 @@ from pipectl.cli.options import RUNS, RunName, RunsDirectory
 
 def command(name: RunName, directory: RunsDirectory = RUNS) -> None:
     """End a run, or all of a sweep; what is over stays as it is."""
-    from pipectl.jobs.cancel import cancel, cancel_sweep
+    from pipectl.jobs.cancel import Cancellation, cancel, cancel_sweep
     from pipectl.runs import find_run, find_sweep
 
     sweep = find_sweep(directory, name)
@@ -19,4 +19,10 @@ def command(name: RunName, directory: RunsDirectory = RUNS) -> None:
         say(f"cancelled: {count} of the {len(sweep.runs())} runs of {sweep.name}")
         return
     run = find_run(directory, name)
-    say(f"cancelled: {run.name}" if cancel(run, time.time()) else f"{run.name} was over already")
+    outcome = cancel(run, time.time())
+    if outcome is Cancellation.ASKED:
+        say(f"cancelled: {run.name}")
+    elif outcome is Cancellation.REMOVED:
+        say(f"{run.name} was over already; its job, which was still listed, is cancelled")
+    else:
+        say(f"{run.name} was over already")

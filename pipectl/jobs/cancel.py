@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from enum import Enum
 
-from pipectl.batch import JobState, get
+from pipectl.batch import CHECKPOINTED, JobState, JobStatus, get
 from pipectl.errors import UnknownRunError
 from pipectl.jobs.recovery import completed
-from pipectl.jobs.status import RunStatus, status, statuses
+from pipectl.jobs.status import RunStatus, ask, statuses
 from pipectl.runs import Record, RunDirectory, SweepDirectory, locked, read_exit_code
 
 _RESUBMITS = "pbs"
@@ -16,14 +17,22 @@ _RESUBMITS = "pbs"
 _PATIENCE_S, _LOOK_S = 10.0, 0.2
 
 
-def cancel(run: RunDirectory, now: float) -> bool:
-    """Ask the batch system to end a run.
+class Cancellation(Enum):
+    """What became of the wish to end a run."""
+
+    ASKED = "the batch system was asked to end it"
+    OVER = "it was over already"
+    REMOVED = "it was over already, but the batch system was asked to remove its job"
+
+
+def cancel(run: RunDirectory, now: float) -> Cancellation:
+    """Ask the batch system to end a run, and its job as long as the queue may list it.
+
+    The job of a run that is over can stay in the queue: while a node does not answer, say. It is
+    removed; the run stays what it was, completed or failed.
 
     Args:
         now: seconds since the epoch.
-
-    Returns:
-        False if the run was over already; nothing was done then.
 
     Raises:
         UnknownRunError: its job is not known, so that nothing can be ended.
@@ -36,12 +45,28 @@ def cancel(run: RunDirectory, now: float) -> bool:
                 f"{run.name}: its submission was never confirmed, and no job carries its tag",
                 cure=f"if nothing runs, remove {run.path}",
             )
-        if status(run, now).job.state.final:
-            return False
+        job, answered = _ask(run, record, now)
+        if job.state.final and answered:
+            return Cancellation.OVER
+        ended = _has_ended(run, job)
         get(record.scheduler).cancel(record.job_id)
+        if ended:
+            return Cancellation.REMOVED
         record.after(now, "cancelled").save(run.record)
         _end_next(run, record, now)
-    return True
+    return Cancellation.ASKED
+
+
+def _ask(run: RunDirectory, record: Record, now: float) -> tuple[JobStatus, bool]:
+    """The state of a run's job, and whether its batch system has answered."""
+    answers = ask([record])
+    job = statuses([run], now, lambda _: answers)[0].job
+    return job, answers[record.scheduler].error is None
+
+
+def _has_ended(run: RunDirectory, job: JobStatus) -> bool:
+    """Whether the run is over by its own word, and its job does not wait to start it again."""
+    return not job.state.waits and read_exit_code(run) not in {None, CHECKPOINTED}
 
 
 def _end_next(run: RunDirectory, record: Record, now: float) -> None:
@@ -106,12 +131,16 @@ def _end(alive: Sequence[RunStatus], now: float) -> int:
                 continue
             scheduler = get(record.scheduler)
             own = record.task is None
-            if own and status(item.run, now).job.state.final:
+            job, answered = _ask(item.run, record, now) if own else (item.job, True)
+            if job.state.final and answered:
                 continue
+            ended_before = _has_ended(item.run, job)
             job_id = record.job_id if own else scheduler.array_id(record.job_id)
             if job_id not in ended:
                 scheduler.cancel(job_id)
                 ended.add(job_id)
+            if ended_before:
+                continue
             record.after(now, "cancelled").save(item.run.record)
             _end_next(item.run, record, now)
             count += 1

@@ -20,7 +20,7 @@ def listed(state: str, **details: Any) -> JobStatus:
 
 @pytest.mark.parametrize("state", [state for state in JobState if state is not JobState.UNKNOWN])
 def test_what_the_scheduler_lists_counts(state: JobState) -> None:
-    facts = {"exit_code": 0, "heartbeat_at": NOW, "cancelled": True}
+    facts = {"exit_code": 3, "heartbeat_at": NOW, "cancelled": True}
     assert verdict(listed=JobStatus(state), **facts).state is state
 
 
@@ -29,6 +29,11 @@ def test_a_listed_end_takes_its_exit_code_from_the_run_directory() -> None:
     assert (status.state, status.exit_code, status.reason) == (JobState.TIMEOUT, 143, "TimeLimit")
     status = verdict(listed=listed("FAILED", exit_code=9), exit_code=3)
     assert status.exit_code == 9
+
+
+def test_a_job_that_was_done_before_it_was_cancelled_has_completed() -> None:
+    status = verdict(listed=listed("CANCELLED", nodes="n1"), exit_code=0, cancelled=True)
+    assert (status.state, status.exit_code, status.nodes) == (JobState.COMPLETED, 0, "n1")
 
 
 @pytest.mark.parametrize("known", [None, 75])
@@ -52,7 +57,7 @@ def test_a_vanished_process_with_an_exit_code_ended_properly() -> None:
         (0, False, "COMPLETED"),
         (3, False, "FAILED"),
         (143, True, "CANCELLED"),
-        (0, True, "CANCELLED"),
+        (0, True, "COMPLETED"),
     ],
 )
 def test_an_absent_job_is_judged_by_its_exit_code(code: int, cancelled: bool, state: str) -> None:

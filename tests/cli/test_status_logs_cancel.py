@@ -327,6 +327,47 @@ def test_cancel_leaves_a_finished_run_alone(cli: Command, finished: Path) -> Non
     assert (finished / "record.json").read_text() == before
 
 
+@pytest.mark.parametrize(("code", "state"), [(0, "COMPLETED"), (143, "FAILED")])
+@pytest.mark.parametrize(
+    "squeue", [LISTED.format("RUNNING"), LISTED.format("COMPLETING"), "exit 1"]
+)
+def test_the_job_of_a_run_that_is_over_is_cancelled_as_long_as_it_may_be_listed(
+    cli: Command,
+    run_of: RunOf,
+    program: Program,
+    place: Path,
+    code: int,
+    state: str,
+    squeue: str,
+) -> None:
+    """A node that is frozen keeps its job in the queue; the run stays what it was."""
+    run = run_of("20250103-120000-tiny", scheduler="slurm", job_id="12")
+    (run / "exit_code").write_text(f"{code}\n")
+    program("squeue", squeue)
+    program("sacct", "exit 1")
+    program("scancel", f'echo "$@" >> {place}/cancelled')
+    result = cli("cancel", "last")
+    assert (result.code, result.err) == (0, "")
+    assert "was over already; its job, which was still listed, is cancelled" in result.out
+    assert (place / "cancelled").read_text().split()[-1] == "12"
+    program("squeue", "exit 0")
+    assert json.loads(cli("status", "last", "--json").out)["state"] == state
+
+
+def test_a_run_that_waits_to_start_again_is_cancelled(
+    cli: Command, run_of: RunOf, program: Program
+) -> None:
+    """The exit code is that of the start before, whose node failed."""
+    run = run_of("20250103-120000-tiny", scheduler="slurm", job_id="12")
+    (run / "exit_code").write_text("143\n")
+    program("squeue", LISTED.format("PENDING"))
+    program("scancel", "true")
+    assert cli("cancel", "last").out == "cancelled: 20250103-120000-tiny\n"
+    program("squeue", "exit 0")
+    program("sacct", "exit 1")
+    assert json.loads(cli("status", "last", "--json").out)["state"] == "CANCELLED"
+
+
 def test_cancel_a_run_that_was_never_confirmed(cli: Command, run_of: RunOf) -> None:
     run_of("20250103-120000-tiny", state="submitting", job_id=None)
     result = cli("cancel", "last")

@@ -12,7 +12,7 @@ import pytest
 
 from pipectl.batch import Array, JobRequest, JobState, get
 from pipectl.batch.local import LocalScheduler
-from pipectl.jobs.cancel import cancel, cancel_sweep
+from pipectl.jobs.cancel import Cancellation, cancel, cancel_sweep
 from pipectl.jobs.status import statuses
 from pipectl.runs import Members, Record, RunDirectory, Setting, SweepDirectory, locked
 
@@ -89,7 +89,7 @@ def test_a_few_at_a_time_in_their_order(start: Callable[..., Started]) -> None:
 def test_cancelled_runs_never_start(start: Callable[..., Started]) -> None:
     sweep, runs = start(4, 1)
     until(runs, JobState.RUNNING, *[JobState.QUEUED] * 3)
-    assert cancel(runs[1], time.time())
+    assert cancel(runs[1], time.time()) is Cancellation.ASKED
     until(runs, JobState.RUNNING, JobState.CANCELLED, *[JobState.QUEUED] * 2)
     (runs[0].path / "go").touch()
     until(runs, JobState.COMPLETED, JobState.CANCELLED, JobState.RUNNING, JobState.QUEUED)
@@ -97,7 +97,7 @@ def test_cancelled_runs_never_start(start: Callable[..., Started]) -> None:
     until(runs, JobState.COMPLETED, *[JobState.CANCELLED] * 3)
     started = [(run.path / "started").exists() for run in runs]
     assert started == [True, False, True, False]
-    assert not cancel(runs[3], time.time())
+    assert cancel(runs[3], time.time()) is Cancellation.OVER
 
 
 def test_a_run_that_ends_while_others_are_cancelled_has_completed(
