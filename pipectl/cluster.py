@@ -87,7 +87,7 @@ class Cluster:
     Args:
         source: where the figures are from, for people.
         assumed: whether the figures are guesses rather than measurements.
-        allreduce: (ranks, bytes, seconds) of sums over the first ranks.
+        allreduce: (ranks, bytes, seconds) of sums over the first ranks, as replicas make them.
         key: hash of what it was measured for; None where it comes from elsewhere.
         between_switches: the way from one switch to another, which a message between nodes of
             different switches takes besides ``between_nodes``; None where it costs nothing.

@@ -48,7 +48,7 @@ def _sums(cluster: Cluster) -> Table:
     """A row per size of the summed vector, a column per number of ranks."""
     times = {(ranks, size): time_s for ranks, size, time_s in cluster.allreduce}
     counts = sorted({ranks for ranks, _ in times})
-    made = table("Allreduce", *(f"{count} ranks" for count in counts))
+    made = table("sum", *(f"{count} ranks" for count in counts))
     for size in sorted({size for _, size in times}):
         found = (times.get((count, size)) for count in counts)
         cells = ["" if time_s is None else format_time(time_s) for time_s in found]

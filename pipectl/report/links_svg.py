@@ -1,7 +1,7 @@
 """Measured links as an SVG picture, light or dark as the reader's screen is; no drawing library.
 
-Two panels with logarithmic axes: bandwidth of single messages by size, and time of an Allreduce by
-size and number of ranks.
+Two panels with logarithmic axes: bandwidth of single messages by size, and time of a sum over ranks
+by size and number of ranks.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _sums(cluster: Cluster) -> _Panel:
     curves: dict[str, list[tuple[float, float]]] = {}
     for ranks, size, time_s in cluster.allreduce:
         curves.setdefault(f"{ranks} ranks", []).append((float(size), max(time_s, 1e-9)))
-    return _Panel("time of an Allreduce by size", curves, _whole_time, 10)
+    return _Panel("time of a sum over ranks by size", curves, _whole_time, 10)
 
 
 def _draw(panel: _Panel, left: int) -> Iterator[str]:

@@ -1,16 +1,7 @@
 """One bucket of gradients on its way to their sum over all replicas.
 
-Every replica owns a part of the bucket. It receives that part of all others, adds them up in the
-order of the replicas, and sends the sum to all (three replicas, parts a, b and c)::
-
-    replica 0   a0 b0 c0    sends b0, c0    a = a0 + a1 + a2    sends a    a b c
-    replica 1   a1 b1 c1    sends a1, c1    b = b0 + b1 + b2    sends b    a b c
-    replica 2   a2 b2 c2    sends a2, b2    c = c0 + c1 + c2    sends c    a b c
-
-A replica sends and receives as many bytes as in a ring, 2 (r - 1) / r of the bucket, in two rounds
-instead of 2 (r - 1). And every sum is formed once, in one order: so its bits do not depend on MPI,
-and all replicas have the same ones, neither of which an all-reduce of MPI promises. Half precision
-is added in float32, which MPI cannot do, and rounded once.
+Who sends whom what is in :mod:`pipectl.plan.sums`. Half precision is added in float32, which MPI
+cannot do, and rounded once.
 """
 
 from __future__ import annotations
@@ -21,6 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from pipectl.plan.sums import parts_of_bucket
 from pipectl.runtime.exchange import Exchange, Received, Sent
 
 
@@ -53,7 +45,7 @@ class Bucket:
         self._edges = list(pairwise(ends))
         self._flags = len(self.leaves) if with_flags else 0
         self._count = ends[-1] + self._flags
-        self._parts = _parts(self._count, exchange.replicas, owner)
+        self._parts = parts_of_bucket(self._count, exchange.replicas, owner)
         self._flat: Tensor | None = None
         self._incoming: list[tuple[int, Received]] = []
         self._sums: list[tuple[int, Received]] = []
@@ -148,16 +140,6 @@ class Bucket:
     def _reset(self) -> None:
         self._flat, self._summed = None, False
         self._sums, self._sent = [], []
-
-
-def _parts(count: int, replicas: int, owner: int | None) -> list[range]:
-    """The elements of a bucket that each replica owns."""
-    if owner is not None:
-        return [range(count if index == owner else 0) for index in range(replicas)]
-    return [
-        range(index * count // replicas, (index + 1) * count // replicas)
-        for index in range(replicas)
-    ]
 
 
 def _added(parts: Sequence[Tensor]) -> Tensor:

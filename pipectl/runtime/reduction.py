@@ -14,12 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from pipectl.plan.sums import BUCKET_BYTES
 from pipectl.runtime.buckets import Bucket
 from pipectl.runtime.exchange import Exchange
-
-BUCKET_BYTES = 4 * 2**20
-"""Small enough that the first leave while the backward goes on, large enough that a message's
-latency does not count."""
 
 
 class StageReduction:

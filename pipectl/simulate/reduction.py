@@ -1,22 +1,25 @@
 """How long a sum of gradients over the replicas of a stage takes.
 
-A ring in the order of the ranks, which are numbered node by node, so that it enters and leaves
-every node once: 2 (n - 1) rounds in which every rank sends an n-th of the bytes to the next, each
-as long as its slowest part takes for all that passes it. With latency l and one bandwidth b this is
-2 (n - 1) l + 2 (n - 1) / n * bytes / b (Patarasuk and Yuan, "Bandwidth optimal all-reduce
-algorithms", JPDC 2009). Where the cluster has measured sums over as many ranks, on as many nodes,
-these count instead.
+What the runtime sends is in :mod:`pipectl.plan.sums`: in each of two rounds, every replica sends an
+n-th of every bucket to every other one. A round takes its latency and the time of whatever is busy
+longest with its messages: a rank, which sends one after another and receives one after another, or
+a link that ranks share. Where the cluster has measured such sums over as many ranks, on as many
+nodes, these count instead.
 
 A sum neither waits for messages and other sums on the same links nor slows them.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
+from functools import lru_cache
+from itertools import product
+from math import ceil
 
 from pipectl.cluster import Cluster
 from pipectl.link import Link
+from pipectl.plan.sums import BUCKET_BYTES, ROUNDS
 from pipectl.simulate.network import way_between, way_latency_s
 
 
@@ -29,22 +32,36 @@ def reduction_s(
     measured = _measured(cluster, node_of_rank, ranks)
     if measured is not None:
         return measured.transfer_s(size_bytes)
-    return ring_s(cluster, node_of_rank, sorted(ranks), size_bytes)
+    return _exchange_s(cluster, tuple(node_of_rank[rank] for rank in sorted(ranks)), size_bytes)
 
 
-def ring_s(
-    cluster: Cluster, node_of_rank: Sequence[int], ranks: Sequence[int], size_bytes: float
-) -> float:
-    """Seconds of the ring through these ranks in this order."""
-    busy_s: dict[Hashable, float] = {}
+@lru_cache(maxsize=4096)
+def _exchange_s(cluster: Cluster, nodes: tuple[int, ...], size_bytes: float) -> float:
+    """Seconds of both rounds, from the links.
+
+    Args:
+        nodes: of every replica, in the order of their ranks.
+    """
+    buckets = max(1, ceil(size_bytes / BUCKET_BYTES))
+    message_bytes = size_bytes / buckets / len(nodes)
+    ranks_on = Counter(nodes)
+    last = {node: rank for rank, node in enumerate(nodes)}
+    busy_s: defaultdict[Hashable, float] = defaultdict(float)
     latency_s = 0.0
-    for source, target in zip(ranks, [*ranks[1:], ranks[0]], strict=True):
-        way = way_between(cluster, node_of_rank, source, target)
+    for here, there in product(ranks_on, repeat=2):
+        own = int(here == there)
+        if own and ranks_on[here] == 1:
+            continue
+        way = way_between(cluster, nodes, nodes.index(here), last[there])
         latency_s = max(latency_s, way_latency_s(way))
-        for shared_by, link in way:
-            time_s = link.hold_s(size_bytes / len(ranks))
-            busy_s[shared_by] = busy_s.get(shared_by, 0.0) + time_s
-    return 2 * (len(ranks) - 1) * (latency_s + max(busy_s.values()))
+        held_s = {key: buckets * link.hold_s(message_bytes) for key, link in way}
+        sides = ("sends", "receives") if all(link.duplex for _, link in way) else ("both", "both")
+        busy_s[sides[0], here] += (ranks_on[there] - own) * max(held_s.values())
+        busy_s[sides[1], there] += (ranks_on[here] - own) * max(held_s.values())
+        for key, link in way:
+            if not own and (link.shared or link.interface):
+                busy_s[key] += ranks_on[here] * ranks_on[there] * held_s[key]
+    return ROUNDS * (latency_s + max(busy_s.values()))
 
 
 def _measured(cluster: Cluster, node_of_rank: Sequence[int], ranks: Sequence[int]) -> Link | None:

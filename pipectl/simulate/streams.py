@@ -82,7 +82,7 @@ def _messages(plan: Plan, cluster: Cluster, numbering: Numbering) -> Iterator[St
 
 
 def _sums(plan: Plan, cluster: Cluster) -> Iterator[Stream]:
-    """A sum starts with its last replica and takes the time of a ring that is alone."""
+    """A sum starts with its last replica and takes as long as alone."""
     for stage in plan.stages:
         ranks = stage.updating_ranks
         time_s = reduction_s(cluster, plan.node_of_rank, ranks, stage.cost.accumulated_bytes)

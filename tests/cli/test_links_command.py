@@ -37,7 +37,7 @@ def test_links_are_measured_shown_and_used_by_the_plan(
     assert lines[0].startswith("tiny: measured with ")
     assert any(line.split() == ["message", "within", "a", "node", "bandwidth"] for line in lines)
     assert any(line.startswith("between nodes: not measured") for line in lines)
-    assert any(line.split() == ["Allreduce", "2", "ranks"] for line in lines)
+    assert any(line.split() == ["sum", "2", "ranks"] for line in lines)
     assert lines[-2:] == [f"cluster: {CLUSTER}", "picture: runs/tiny.cluster.svg"]
     assert Path("runs/tiny.cluster.svg").exists()
     cluster = Cluster.load(CLUSTER)

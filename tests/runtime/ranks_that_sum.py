@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from pipectl.plan import Plan, Stage, StageCost
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.exchange import Exchange
+from pipectl.runtime.links.sums import Bucket as MeasuredBucket
 from pipectl.runtime.reduction import StageReduction
 from pipectl.runtime.replicas import Replicas
 from pipectl.runtime.sharding import Sharing, owners_of
@@ -126,6 +128,16 @@ def agreed(world: MPI.Intracomm, progress: Progress) -> dict[str, list[float]]:
     return {name: buffer.tolist() for name, buffer in buffers.items()}
 
 
+def measured(world: MPI.Intracomm) -> list[float]:
+    """A sum as the links are measured with."""
+    vector = np.full(10, 1.0 + world.rank, dtype=np.float32)
+    bucket = MeasuredBucket(world, vector, 0)
+    bucket.start()
+    bucket.add_up()
+    bucket.finish()
+    return vector.tolist()
+
+
 def main(file: Path, mode: str) -> None:
     world = MPI.COMM_WORLD
     with Progress(mode) as progress:
@@ -139,6 +151,7 @@ def main(file: Path, mode: str) -> None:
             "begun": begun(exchange),
             "shared": shared(exchange),
             "agreed": agreed(world, progress),
+            "measured": measured(world.Dup()),
         }
     everyone = world.gather(found)
     if everyone is not None:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,15 @@ import pytest
 import torch
 from mpi4py import MPI
 
+from pipectl.cluster import assumed_cluster
+from pipectl.link import Link
 from pipectl.plan import Stage, StageCost
 from pipectl.runtime.buckets import Bucket
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.exchange import Exchange, Received, Sent
 from pipectl.runtime.reduction import Reducer, StageReduction
 from pipectl.runtime.transport import Progress
+from pipectl.simulate.reduction import reduction_s
 
 PROGRAM = Path(__file__).with_name("ranks_that_sum.py")
 _SPEC = importlib.util.spec_from_file_location("ranks_that_sum", PROGRAM)
@@ -103,6 +107,13 @@ def test_all_replicas_get_what_an_owner_updated(found: list[dict[str, Any]]) -> 
 
 
 @pytest.mark.mpi
+def test_the_sums_that_are_measured_with_links_are_sums(found: list[dict[str, Any]]) -> None:
+    total = sum(range(1, 1 + len(found)))
+    for mine in found:
+        assert mine["measured"] == [total] * 10
+
+
+@pytest.mark.mpi
 def test_statistics_are_means_over_micro_batches_and_counts_are_sums(
     found: list[dict[str, Any]],
 ) -> None:
@@ -126,6 +137,7 @@ class Counting:
     def __init__(self, replicas: int) -> None:
         self.replica, self.replicas = 0, replicas
         self.others = list(range(1, replicas))
+        self.sent_bytes = 0
         self._buffers: list[weakref.ref[torch.Tensor]] = []
 
     @property
@@ -134,6 +146,7 @@ class Counting:
         return sum(buffer.nbytes for buffer in held if buffer is not None)
 
     def send(self, vector: torch.Tensor, *_: int) -> Sent:
+        self.sent_bytes += vector.nbytes
         return Sent(None, vector)  # type: ignore[arg-type]
 
     def receive(self, count: int, dtype: torch.dtype, *_: int) -> Received:
@@ -162,6 +175,10 @@ def test_a_sum_holds_what_the_memory_account_says(replicas: int) -> None:
     assert leaf.nbytes + exchange.held_bytes == expected
     bucket.finish()
     assert exchange.held_bytes == 0
+    free = Link(0.0, 1.0)
+    cluster = replace(assumed_cluster("one", [replicas], replicas, None), within_node=free)
+    priced = reduction_s(cluster, [0] * replicas, range(replicas), leaf.nbytes)
+    assert exchange.sent_bytes == priced  # a byte takes a second
     assert leaf.grad.tolist() == [1.0 + replicas] * (12 // replicas) + [1.0] * (12 - 12 // replicas)
 
 
@@ -178,6 +195,9 @@ class Awaited:
         return Awaiting(self, buffer[0].nbytes)
 
     Irecv = Isend
+
+    def Ibarrier(self) -> MPI.Request:  # noqa: N802
+        return MPI.Request(MPI.REQUEST_NULL)
 
     def allgather(self, names: list[str]) -> list[list[str]]:
         return [names]

@@ -8,6 +8,7 @@ import pytest
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
 from pipectl.plan import StageCost
+from pipectl.plan.sums import BUCKET_BYTES
 from pipectl.schedule.actions import Action, Actions, Kind, Program
 from pipectl.simulate import machine, simulate
 from pipectl.simulate.network import Stream, tables, way_between
@@ -47,18 +48,37 @@ def summing(*before, between=()):
     return program(*before, start, *between, wait)
 
 
-def test_a_ring_takes_its_slowest_link_in_every_round():
+def test_all_replicas_send_each_other_their_parts_in_two_rounds():
+    """Between the nodes, four messages of a part share the link in each direction."""
     found = reduction_s(cluster(), (0, 0, 1, 1), (0, 1, 2, 3), 400)
-    assert found == pytest.approx(2 * 3 * (1.0 + 100 / 10))
+    assert found == pytest.approx(2 * (1.0 + 4 * 100 / 10))
+    own = cluster(between_nodes=dataclasses.replace(BETWEEN, shared=False))
+    found = reduction_s(own, (0, 0, 1, 1), (0, 1, 2, 3), 400)
+    assert found == pytest.approx(2 * (1.0 + 2 * 100 / 10 + 100 / 100))  # each rank sends all three
     assert reduction_s(cluster(), (0, 0, 1, 1), (0, 1), 400) == pytest.approx(2 * (0.25 + 2))
     assert reduction_s(cluster(), (0, 0, 1, 1), (1,), 400) == 0
 
 
-def test_a_ring_enters_every_node_once_in_whatever_order_the_replicas_are():
-    one_each = cluster(between_nodes=dataclasses.replace(BETWEEN, shared=True))
+def test_the_order_of_replicas_changes_no_price():
     nodes = (0, 0, 1, 1)
-    found = [reduction_s(one_each, nodes, ranks, 400) for ranks in ((0, 1, 2, 3), (0, 2, 1, 3))]
-    assert found == [pytest.approx(2 * 3 * (1.0 + 100 / 10))] * 2
+    found = [reduction_s(cluster(), nodes, ranks, 400) for ranks in ((0, 1, 2, 3), (0, 2, 1, 3))]
+    assert found[0] == found[1]
+
+
+def test_an_interface_carries_all_that_a_node_sends():
+    shared = cluster(3, 1, between_nodes=dataclasses.replace(BETWEEN, interface=True))
+    found = reduction_s(shared, (0, 1, 2), (0, 1, 2), 300)
+    assert found == pytest.approx(2 * (1.0 + 2 * 100 / 10))
+
+
+def test_every_bucket_is_a_message_of_its_own():
+    timings = ((1, 1.0), (2**20, 1.0), (2**21, 2.0))
+    link = dataclasses.replace(BETWEEN, timings=timings, latency_s=0.5)
+    found = [
+        reduction_s(cluster(between_nodes=link), (0, 0, 1, 1), (0, 2), size)
+        for size in (BUCKET_BYTES, 3 * BUCKET_BYTES)
+    ]
+    assert found == [pytest.approx(2 * (0.5 + count * 1.5)) for count in (1, 3)]
 
 
 def test_what_is_summed_are_gradients_of_what_is_trained(pipeline):
@@ -71,7 +91,7 @@ def test_what_is_summed_are_gradients_of_what_is_trained(pipeline):
     assert ends[0] - ends[1] == pytest.approx(sums[0] - sums[1])
 
 
-def test_a_ring_of_two_over_a_half_duplex_link_takes_turns():
+def test_two_replicas_over_a_half_duplex_link_take_turns():
     half = cluster(between_nodes=dataclasses.replace(BETWEEN, duplex=False))
     assert reduction_s(half, (0, 0, 1, 1), (0, 2), 400) == pytest.approx(2 * (1 + 2 * 20))
 

@@ -30,7 +30,7 @@ class Estimate:
 
     Args:
         ranks: that hold the whole model each.
-        reduction_s: the all-reduce of the gradients, contained in ``step_s``.
+        reduction_s: the sum of the gradients over the ranks, contained in ``step_s``.
         peak_memory_bytes: of the fullest rank.
     """
 

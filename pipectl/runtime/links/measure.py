@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pipectl.cluster import ASSUMED_BETWEEN, ASSUMED_WITHIN
 from pipectl.link import Link
-from pipectl.runtime.links import allreduce
+from pipectl.runtime.links import sums as summing
 from pipectl.runtime.links.one_link import measure_link, with_sharing
 from pipectl.runtime.links.places import Place, pairs_between, pairs_within, ranks_by_node
 from pipectl.runtime.links.session import Session
@@ -43,7 +43,7 @@ def measure(session: Session, budget_s: float, say: Say) -> Figures:
     places = session.gather(Place.here())
     nodes = ranks_by_node(places)
     within, between = pairs_within(nodes), pairs_between(nodes)
-    counts = allreduce.rank_counts(len(places))
+    counts = summing.rank_counts(len(places))
     share_s = budget_s / (2 * (len(within) + len(between)) + len(counts))
     within_node, between_nodes = ASSUMED_WITHIN, ASSUMED_BETWEEN
     if within:
@@ -55,13 +55,13 @@ def measure(session: Session, budget_s: float, say: Say) -> Figures:
         between_nodes = with_sharing(session, link, nodes)
     sums: list[tuple[int, int, float]] = []
     for index, count in enumerate(counts):
-        say(f"measuring Allreduce of {count} ranks", 80 + 20 * index // len(counts))
+        say(f"measuring sums over {count} ranks", 80 + 20 * index // len(counts))
         sums += _sums(session, count, share_s)
     return Figures(tuple(places), tuple(map(tuple, nodes)), within_node, between_nodes, tuple(sums))
 
 
 def _sums(session: Session, count: int, share_s: float) -> list[tuple[int, int, float]]:
     found = session.group(
-        list(range(count)), lambda communicator: allreduce.times_by_size(communicator, share_s)
+        list(range(count)), lambda communicator: summing.times_by_size(communicator, share_s)
     )
     return [(count, size, time_s) for size, time_s in found]

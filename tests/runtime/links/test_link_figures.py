@@ -7,12 +7,12 @@ import pytest
 from pipectl.cluster import ASSUMED_BETWEEN
 from pipectl.errors import MismatchError
 from pipectl.link import Link, measured_link
-from pipectl.runtime.links.allreduce import rank_counts
 from pipectl.runtime.links.describe import describe
 from pipectl.runtime.links.measure import Figures
 from pipectl.runtime.links.one_link import _overlap_sizes
 from pipectl.runtime.links.places import Place, pairs_between, pairs_within, ranks_by_node
 from pipectl.runtime.links.session import FEWEST, MOST, repeats
+from pipectl.runtime.links.sums import rank_counts
 from pipectl.spec import NodeKind
 
 

@@ -107,7 +107,7 @@ def test_one_node_leaves_the_link_between_nodes_assumed(
     assert {ranks for ranks, *_ in cluster.allreduce} == {2}
     assert ElementTree.parse(tmp_path / "cluster.svg").getroot().tag.endswith("svg")
     beat = json.loads(run.heartbeat.read_text())
-    assert (beat["state"], beat["steps"]) == ("measuring Allreduce of 2 ranks", 100)
+    assert (beat["state"], beat["steps"]) == ("measuring sums over 2 ranks", 100)
 
 
 def test_two_nodes_are_measured_within_and_between(probe: Probe, tmp_path: Path) -> None:
