@@ -22,6 +22,7 @@ from pipectl.errors import MismatchError
 from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runtime.nodes import grouped, node_name
+from pipectl.runtime.waiting import gather_all, waiting
 from pipectl.schedule import program_hash
 from pipectl.spec import JobSpec
 
@@ -37,7 +38,8 @@ def check_alike(communicator: MPI.Comm, spec: JobSpec, plan: Plan) -> None:
     Raises:
         MismatchError: on all ranks, naming what differs, where, and both sides of it.
     """
-    found = communicator.allgather(identity(spec, plan))
+    with waiting():
+        found = communicator.allgather(identity(spec, plan))
     differing = [rank for rank, other in enumerate(found) if _told(other) != _told(found[0])]
     if differing:
         raise MismatchError(
@@ -60,7 +62,7 @@ def identity(spec: JobSpec, plan: Plan) -> Identity:
 
 def neighbours_of(communicator: MPI.Comm) -> list[list[int]]:
     """The ranks of every node, by the batch system's names; nodes by their first rank."""
-    return list(grouped(communicator.allgather(node_name())).values())
+    return list(grouped(gather_all(communicator, node_name())).values())
 
 
 def accelerators_of(communicator: MPI.Comm) -> str:
@@ -72,7 +74,7 @@ def accelerators_of(communicator: MPI.Comm) -> str:
         MismatchError: on all ranks, naming those that see another one than rank 0, or none.
     """
     mine = torch.accelerator.current_accelerator(check_available=True)
-    types: list[tuple[str, str]] = communicator.allgather((mine.type if mine else "", node_name()))
+    types = gather_all(communicator, (mine.type if mine else "", node_name()))
     differing = [rank for rank, (kind, _) in enumerate(types) if kind != types[0][0]]
     if differing:
         (first, first_node), (other, node) = types[0], types[differing[0]]
@@ -126,7 +128,7 @@ def check_graph(communicator: MPI.Comm, job: CapturedJob, plan: Plan, profile: P
     graph = job.training_graph(plan.micro_batch_size)
     signatures = {operator.id: operator.signature or "" for operator in profile.operators}
     mine = graph.difference(plan.fingerprint, signatures), node_name()
-    found: list[tuple[str | None, str]] = communicator.allgather(mine)
+    found = gather_all(communicator, mine)
     others = [rank for rank, (difference, _) in enumerate(found) if difference is not None]
     if len(others) == len(found):
         raise MismatchError(

@@ -10,6 +10,7 @@ from pipectl.capture import CapturedJob
 from pipectl.capture.data import Batches, Loader, split_batch
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.plan import Plan
+from pipectl.runtime.waiting import gather_all
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Division:
 
 def _agreed(samples: int | None, communicator: MPI.Comm) -> int | None:
     """The number of samples, which must be the same on all ranks."""
-    counts = communicator.allgather(samples)
+    counts = gather_all(communicator, samples)
     if any(count != counts[0] for count in counts):
         raise MismatchError(
             f"data: the ranks find different numbers of samples: {sorted(set(counts))}",

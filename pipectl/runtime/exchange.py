@@ -12,6 +12,7 @@ from torch import Tensor
 from pipectl.runtime.device import Device
 from pipectl.runtime.transport import Progress
 from pipectl.runtime.transport.transfer import Transfer, memory
+from pipectl.runtime.waiting import gather_all
 
 
 @dataclass
@@ -94,7 +95,7 @@ class Exchange:
 
     def agreed(self, names: Sequence[str]) -> set[str]:
         """What any replica names. Collective."""
-        return set().union(*self._communicator.allgather(list(names)))
+        return set().union(*gather_all(self._communicator, list(names)))
 
 
 def group_of(communicator: MPI.Comm, ranks: Sequence[int], tag: int) -> MPI.Comm:

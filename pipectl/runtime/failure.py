@@ -19,6 +19,7 @@ from pipectl.graph import TransferKind
 from pipectl.printable import printable
 from pipectl.runs import RunDirectory
 from pipectl.runtime.labelling import labelled
+from pipectl.runtime.waiting import tell_of_waits
 from pipectl.schedule.actions import Kind
 from pipectl.watch.board import Board
 from pipectl.watch.words import Names, action
@@ -36,6 +37,7 @@ class Doing:
     def __init__(self) -> None:
         self.board = Board()
         self.action = "starting"
+        tell_of_waits(self.board.waits)
 
     @property
     def step(self) -> int:

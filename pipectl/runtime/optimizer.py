@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from pipectl.capture import Slot
-from pipectl.runtime.waiting import wait
+from pipectl.runtime.waiting import gather_all, wait
 
 Uses = list[tuple[Slot, int]]
 """Uses of one parameter in graph order, each with its stage."""
@@ -74,7 +74,7 @@ class SharedGradients:
         Those that one reached in an earlier backward stay.
         """
         mine = [slot for slot, leaf in self._leaves.items() if leaf.grad is not None]
-        self._with_gradient.update(*self._communicator.allgather(mine))
+        self._with_gradient.update(*gather_all(self._communicator, mine))
 
     def reduce(self) -> None:
         """Give every parameter with several uses its whole gradient. Collective among holders."""

@@ -26,6 +26,7 @@ from pipectl.runtime.replicas import Replicas
 from pipectl.runtime.stage import StageRuntime
 from pipectl.runtime.stage_states import branching_stages
 from pipectl.runtime.transport import Progress, Transport
+from pipectl.runtime.waiting import barrier
 from pipectl.runtime.wiring import Range
 from pipectl.schedule import Channel, channels, plan_of_trial, splits_backwards
 
@@ -76,6 +77,8 @@ class Setup:
         self._mover = mover_of(plan, communicator.rank, device.torch_device, directory)
         self.stages = self._stages(cuts)
         self._change_code()
+        doing.action = "connecting to the other ranks"
+        barrier(communicator)  # ranks that made more weights come later; MPI would spin until then
         self.cut = cuts[True, plan.micro_batch_size]
         self.branching = branching_stages(self.cut)
         self.replicas = Replicas(communicator, plan, self.stages, device, self.progress)

@@ -22,7 +22,7 @@ from pipectl.runs import RunDirectory
 from pipectl.runtime import clock
 from pipectl.runtime.failure import warn
 from pipectl.runtime.recording import WIDTH, Recording, Table
-from pipectl.runtime.waiting import poll
+from pipectl.runtime.waiting import gather_all, poll
 from pipectl.runtime.written import Attempts
 from pipectl.schedule.actions import EVENT_NAMES
 from pipectl.spec.launching import Trace
@@ -54,7 +54,7 @@ class Tracing:
         self._run, self._trace, self._steps = run, trace, steps
         self._world = communicator.Dup()
         self._rank, self._size = communicator.rank, communicator.size
-        events: int = communicator.allreduce(rows)
+        events = sum(gather_all(communicator, rows))
         most = max(2, self._size * MOST_EVENTS // max(1, events))
         self._recorded = frozenset(shown_ranks(self._size, most))
         self._clock = clock.CommonClock()

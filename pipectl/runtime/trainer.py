@@ -92,9 +92,9 @@ class Trainer:
             write_text(self._run.stopped, "")
 
     def _train(self) -> None:
-        self._telemetry.state("warming up")
+        self._begin("warming up")
         self.learn_layouts()
-        self._telemetry.state("training")
+        self._begin("training")
         steps, training = self._spec.training.steps, self._setup.division.batches
         planned = list(islice(iter(training), steps))
         if is_unflushed(self._setup.plan):
@@ -196,20 +196,24 @@ class Trainer:
         if self._saves_behind(step) or (every and step % every == 0):
             self._setup.replicas.check_weights(step)
         if self._evaluates_behind(step):
-            self._telemetry.state("evaluating")
+            self._begin("evaluating")
             self._renew_weights()
             result = self._evaluator.evaluate(step)
             if self._rank == 0:
                 self._telemetry.evaluation(step, result)
-            self._telemetry.state("training")
+            self._begin("training")
         if self._saves_behind(step):
             self._save(step)
-            self._telemetry.state("training")
+            self._begin("training")
         self._continuation.poll()
 
+    def _begin(self, phase: str) -> None:
+        """Say what the run, and this rank, does now."""
+        self._telemetry.state(phase)
+        self._setup.doing.action = phase
+
     def _save(self, step: int) -> None:
-        self._telemetry.state("saving")
-        self._setup.doing.action = "saving"
+        self._begin("saving")
         self._continuation.save(step)
 
     def _stop(self, step: int) -> None:

@@ -11,10 +11,14 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from mpi4py import MPI
+
+T = TypeVar("T")
 
 _FIRST_SPIN_S = 100e-6
 _SPIN_S = 20e-6
@@ -99,6 +103,36 @@ def wait(requests: Sequence[MPI.Request]) -> None:
 def barrier(communicator: MPI.Comm) -> None:
     """Return when all ranks have come here."""
     wait([communicator.Ibarrier()])
+
+
+def gather_all(communicator: MPI.Comm, value: T) -> list[T]:
+    """The values of all ranks, on all ranks.
+
+    As with every wait here, who waits for the last rank leaves its core to others, and says that it
+    waits; MPI's own collectives do neither.
+    """
+    barrier(communicator)
+    values: list[T] = communicator.allgather(value)
+    return values
+
+
+def broadcast(communicator: MPI.Comm, value: T, root: int = 0) -> T:
+    """One rank's value, on all ranks; waits as :func:`gather_all`."""
+    barrier(communicator)
+    received: T = communicator.bcast(value, root)
+    return received
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Say that this process waits, in calls that cannot be polled."""
+    start = time.perf_counter()
+    _waited.tell(True)
+    try:
+        yield
+    finally:
+        _waited.total_s += time.perf_counter() - start
+        _waited.tell(False)
 
 
 def poll(done: Callable[[], bool], worked: Callable[[float], bool]) -> None:

@@ -32,6 +32,7 @@ from pipectl.runtime.setup import Setup
 from pipectl.runtime.supported import check_supported
 from pipectl.runtime.trainer import Trainer
 from pipectl.runtime.transport import Circumstances, choose_progress, gpu_aware
+from pipectl.runtime.waiting import broadcast
 from pipectl.runtime.watching import watched
 from pipectl.runtime.world import check_world
 from pipectl.spec import JobSpec, load
@@ -46,6 +47,7 @@ def run(directory: RunDirectory, communicator: MPI.Comm, doing: Doing) -> None:
     doing.action = "reading the plan"
     spec, plan = load(directory.job), Plan.load(directory.plan)
     profile = Profile.load(directory.profile)
+    doing.action = "meeting the other ranks"
     check_alike(communicator, spec, plan)
     check_world(communicator, plan)
     check_supported(plan)
@@ -62,7 +64,7 @@ def _train(
     profile: Profile,
 ) -> None:
     check_space(communicator, plan, node_name(), directory_of(spec.pipeline.offload_directory))
-    rank, attempt = communicator.rank, communicator.bcast(int(os.environ.get(ATTEMPT, "1")))
+    rank, attempt = communicator.rank, broadcast(communicator, int(os.environ.get(ATTEMPT, "1")))
     doing.action = "looking for a checkpoint"
     stored = newest(communicator, directory.checkpoints, warn)
     if stored is not None:
@@ -70,8 +72,9 @@ def _train(
     if rank == 0:
         beat(directory, "capturing", 0, spec.training.steps, attempt)
     settle_process(spec.threads)
-    doing.action = "capturing the model"
+    doing.action = "building the model and the data"
     job = CapturedJob(spec)
+    doing.action = "capturing the model"
     check_graph(communicator, job, plan, profile)
     nodes = neighbours_of(communicator)
     if rank == 0 and (fault := misplaced(nodes, plan.node_of_rank)):

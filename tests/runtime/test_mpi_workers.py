@@ -258,6 +258,46 @@ def refusal(run: RunDirectory) -> PipectlError:
     return raised.value
 
 
+class Noting(Doing):
+    """Notes every phase of a rank."""
+
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+        super().__init__()
+
+    @property
+    def action(self) -> str:
+        return super().action
+
+    @action.setter
+    def action(self, phase: str) -> None:
+        self.phases.append(phase)
+        self.board.phase(phase)
+
+
+def test_a_rank_says_what_it_does_from_its_start(make_spec: Any, make_run: Any) -> None:
+    run = make_run(make_spec(1, training={"steps": 1, "batch_size": 4}))
+    doing = Noting()
+    work_here(run, MPI.COMM_SELF, doing)
+    assert doing.phases == [
+        "starting",
+        "reading the plan",
+        "meeting the other ranks",
+        "looking for a checkpoint",
+        "building the model and the data",
+        "capturing the model",
+        "choosing how messages travel",
+        "building the stages",
+        "connecting to the other ranks",
+        "warming up",
+        "training",
+        "saving",
+        "training",
+        "finishing",
+    ]
+    assert doing.step == 1
+
+
 def test_data_too_few_for_one_batch(make_spec: Any, make_run: Any) -> None:
     data = {"kwargs": {"count": 3}, "drop_last": True}
     run = make_run(make_spec(1, data=data))

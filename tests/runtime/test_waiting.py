@@ -1,6 +1,8 @@
 """Waits that sleep, and say that they wait."""
 
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,3 +43,54 @@ def test_a_clock_that_was_wrong_once_does_not_make_waits_spin_for_ever():
     meter = WorkMeter()
     meter.worked(0.0)
     assert sum(meter.worked(LOOK_S) for _ in range(20000)) < 5000
+
+
+SEEN = """
+import sys, threading, time
+from pathlib import Path
+from mpi4py import MPI
+from pipectl.runtime.failure import Doing
+from pipectl.runtime.waiting import broadcast, gather_all, waiting
+
+world, folder = MPI.COMM_WORLD, Path(sys.argv[1])
+doing = Doing()
+doing.action = "capturing the model"
+
+def raw():
+    with waiting():
+        return world.allgather(world.rank)
+
+def look(file):
+    while not doing.board.read().waiting:
+        time.sleep(0.001)
+    file.touch()
+
+for name, meet in (
+    ("gather", lambda: gather_all(world, world.rank)),
+    ("broadcast", lambda: broadcast(world, [0, 1])),
+    ("raw", raw),
+):
+    file = folder / name
+    if world.rank:
+        while not file.exists():
+            time.sleep(0.001)
+    else:
+        watcher = threading.Thread(target=look, args=(file,))
+        watcher.start()
+    assert meet() == [0, 1], name
+    if not world.rank:
+        watcher.join()
+    assert not doing.board.read().waiting
+    assert doing.action == "capturing the model"
+"""
+
+
+@pytest.mark.mpi
+def test_before_the_first_step_a_rank_that_waits_for_another_says_so(
+    launch: Any, tmp_path: Path
+) -> None:
+    """The second rank comes only when somebody has seen that the first one waits."""
+    script = tmp_path / "seen.py"
+    script.write_text(SEEN)
+    done = launch(2, script, tmp_path, timeout=100)
+    assert done.returncode == 0, done.stderr

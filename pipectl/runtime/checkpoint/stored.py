@@ -17,6 +17,7 @@ from pipectl.runs import Manifest, Shard, checkpoints
 from pipectl.runtime.checkpoint.snapshot import plain_name, state_key
 from pipectl.runtime.checkpoint.tensor_reader import TensorReader
 from pipectl.runtime.optimizer_state import give
+from pipectl.runtime.waiting import broadcast, gather_all
 
 _CURE = "use another checkpoint of the run"
 
@@ -151,9 +152,9 @@ def newest(communicator: MPI.Comm, directory: Path, warn: Callable[[str], None])
     Args:
         warn: told of each that is damaged (on rank 0).
     """
-    for name in communicator.bcast([path.name for path in checkpoints(directory)]):
+    for name in broadcast(communicator, [path.name for path in checkpoints(directory)]):
         stored, problem = _read(communicator, directory / name)
-        problems = [found for found in communicator.allgather(problem) if found]
+        problems = [found for found in gather_all(communicator, problem) if found]
         if not problems:
             return stored
         if communicator.rank == 0:

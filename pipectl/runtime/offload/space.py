@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pipectl.errors import WorkerError
 from pipectl.plan import OffloadTarget, Plan
+from pipectl.runtime.waiting import gather_all
 from pipectl.schedule import lower, peak_host_bytes
 from pipectl.units import format_bytes
 
@@ -48,7 +49,7 @@ def check_space(communicator: MPI.Comm, plan: Plan, node: str, directory: Path) 
     if plan.offload_to is not OffloadTarget.DISK or not any(s.offload for s in plan.stages):
         return
     need = peak_host_bytes(plan, lower(plan, communicator.rank))
-    everybody = communicator.allgather((_look(node, directory, need), str(directory)))
+    everybody = gather_all(communicator, (_look(node, directory, need), str(directory)))
     for rank, (mine, where) in enumerate(everybody):
         if not mine.need_bytes:
             continue

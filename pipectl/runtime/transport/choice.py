@@ -19,6 +19,7 @@ from pipectl.cluster import Cluster
 from pipectl.link import Link
 from pipectl.runtime.transport.progress import Progress
 from pipectl.runtime.transport.transfer import WHOLE, Pieces
+from pipectl.runtime.waiting import gather_all
 from pipectl.units import format_bytes
 
 HELPED = Pieces(2**20, under_way=4)
@@ -88,7 +89,7 @@ def choose_progress(communicator: MPI.Comm, wanted: str, circumstances: Circumst
         wanted: a mode, or ``auto`` for the rule.
         circumstances: as rank 0 knows them, but for threads, which all ranks must allow.
     """
-    threads = communicator.allreduce(MPI.Query_thread(), op=MPI.MIN) >= MPI.THREAD_MULTIPLE
+    threads = min(gather_all(communicator, MPI.Query_thread())) >= MPI.THREAD_MULTIPLE
     known = {**vars(circumstances), "threads": threads, "environment": os.environ}
     return communicator.bcast(decide(wanted, Circumstances(**known)))
 

@@ -19,6 +19,7 @@ from mpi4py import MPI
 
 from pipectl.batch import process
 from pipectl.errors import PipectlError
+from pipectl.runtime.waiting import gather_all
 
 SELF_TEST = "pipectl.runtime.transport.self_test"
 _TIMEOUT_S = 120.0
@@ -50,7 +51,7 @@ def find(communicator: MPI.Comm, wanted: str, *, asks: bool) -> Finding:
     if wanted != "auto":
         return Finding(wanted == "always", "set in the job")
     mine = judge(_kind(), os.environ, passes_self_test if asks else _trusting)
-    found: list[Finding] = communicator.allgather(mine)
+    found = gather_all(communicator, mine)
     return next((finding for finding in found if not finding.able), found[0])
 
 

@@ -96,7 +96,10 @@ def test_a_rank_that_cannot_decides_for_all_and_not_all_send_a_test_message(
     libraries(monkeypatch, MPIX_Query_cuda_support=lambda: 1)
     monkeypatch.setattr(gpu_aware, "_kind", lambda: "cuda")
     monkeypatch.setattr(gpu_aware, "passes_self_test", test)
-    world: Any = SimpleNamespace(allgather=lambda mine: [mine, Finding(other, "there")])
+    world: Any = SimpleNamespace(
+        allgather=lambda mine: [mine, Finding(other, "there")],
+        Ibarrier=lambda: MPI.Request(MPI.REQUEST_NULL),
+    )
     assert find(world, "auto", asks=asks).able is able
 
 
