@@ -3,8 +3,8 @@
 What the runtime sends is in :mod:`pipectl.plan.sums`: in each of two rounds, every replica sends an
 n-th of every bucket to every other one. A round takes its latency and the time of whatever is busy
 longest with its messages: a rank, which sends one after another and receives one after another, or
-a link that ranks share. Where the cluster has measured such sums over as many ranks, on as many
-nodes, these count instead.
+a link that ranks share. If the cluster has measured such sums over as many ranks, on as many nodes,
+these count instead; they hold the copies and the additions of every rank, too.
 
 A sum neither waits for messages and other sums on the same links nor slows them.
 """

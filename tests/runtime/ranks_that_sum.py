@@ -20,7 +20,7 @@ from torch import Tensor
 from pipectl.plan import Plan, Stage, StageCost
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.exchange import Exchange
-from pipectl.runtime.links.sums import Bucket as MeasuredBucket
+from pipectl.runtime.links.sums import Sum
 from pipectl.runtime.reduction import StageReduction
 from pipectl.runtime.replicas import Replicas
 from pipectl.runtime.sharding import Sharing, owners_of
@@ -131,10 +131,7 @@ def agreed(world: MPI.Intracomm, progress: Progress) -> dict[str, list[float]]:
 def measured(world: MPI.Intracomm) -> list[float]:
     """A sum as the links are measured with."""
     vector = np.full(10, 1.0 + world.rank, dtype=np.float32)
-    bucket = MeasuredBucket(world, vector, 0)
-    bucket.start()
-    bucket.add_up()
-    bucket.finish()
+    Sum(world, vector).run()
     return vector.tolist()
 
 

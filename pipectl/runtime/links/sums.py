@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from pipectl.plan.sums import BUCKET_BYTES, parts_of_bucket
+from pipectl.plan.sums import BUCKET_BYTES, ROUNDS, parts_of_bucket
 from pipectl.runtime.links.session import FEWEST, WARM_UP, repeated, repeats
 from pipectl.runtime.waiting import barrier, wait
 
@@ -42,23 +42,12 @@ def times_by_size(
 
 
 def _sum_s(communicator: MPI.Comm, size: int, share_s: float) -> float:
-    vector = np.ones(size // 4, dtype=np.float32)
-    step = BUCKET_BYTES // 4
-    buckets = [
-        Bucket(communicator, vector[start : start + step], 2 * index)
-        for index, start in enumerate(range(0, len(vector), step))
-    ]
+    summed = Sum(communicator, np.ones(size // 4, dtype=np.float32))
 
     def once() -> float:
-        vector.fill(1.0)
         barrier(communicator)
         start = perf_counter()
-        for bucket in buckets:
-            bucket.start()
-        for bucket in buckets:
-            bucket.add_up()
-        for bucket in buckets:
-            bucket.finish()
+        summed.run()
         return perf_counter() - start
 
     for _ in range(WARM_UP):
@@ -69,41 +58,69 @@ def _sum_s(communicator: MPI.Comm, size: int, share_s: float) -> float:
     return slowest_s
 
 
-class Bucket:
-    """A vector that ranks sum in two rounds; see :mod:`pipectl.plan.sums`."""
+class Sum:
+    """A vector that ranks sum, bucket by bucket; each becomes its mean, so that it never grows.
 
-    def __init__(self, communicator: MPI.Comm, vector: Floats, tag: int) -> None:
-        self._communicator, self._tag = communicator, tag
-        self._parts = [
-            vector[part.start : part.stop]
-            for part in parts_of_bucket(len(vector), communicator.size)
+    Args:
+        gradients: takes the place of those of a stage.
+    """
+
+    def __init__(self, communicator: MPI.Comm, gradients: Floats) -> None:
+        step = BUCKET_BYTES // 4
+        self._buckets = [
+            _Bucket(communicator, gradients[start : start + step], ROUNDS * index)
+            for index, start in enumerate(range(0, len(gradients), step))
         ]
+
+    def run(self) -> None:
+        """Send, add up and receive as :class:`pipectl.runtime.reduction.StageReduction` does."""
+        for bucket in self._buckets:
+            bucket.start()
+        for bucket in self._buckets:
+            bucket.add_up()
+        for bucket in self._buckets:
+            bucket.finish()
+
+
+class _Bucket:
+    """A part of the vector that travels together; see :mod:`pipectl.plan.sums`."""
+
+    def __init__(self, communicator: MPI.Comm, gradients: Floats, tag: int) -> None:
+        self._communicator, self._tag = communicator, tag
+        self._gradients, self._flat = gradients, np.empty_like(gradients)
+        parts = parts_of_bucket(len(gradients), communicator.size)
+        self._parts = [self._flat[part.start : part.stop] for part in parts]
         self._own = self._parts[communicator.rank]
         self._others = [rank for rank in range(communicator.size) if rank != communicator.rank]
         self._arriving = {rank: np.empty_like(self._own) for rank in self._others}
-        self._requests: list[MPI.Request] = []
+        self._sums = {rank: np.empty_like(self._parts[rank]) for rank in self._others}
         self._receiving: list[MPI.Request] = []
+        self._requests: list[MPI.Request] = []
 
     def start(self) -> None:
         """Send the others their parts, and receive one's own."""
+        np.copyto(self._flat, self._gradients)
+        self._receiving, self._requests = [], []
         for rank in self._others:
             self._receiving.append(self._receive(self._arriving[rank], rank, self._tag))
             self._requests.append(self._send(self._parts[rank], rank, self._tag))
 
     def add_up(self) -> None:
-        """Add up one's own part once all have sent it, and send the sum to all."""
+        """Add up one's own part once all have sent it, and send the result to all."""
         wait(self._receiving)
-        wait(self._requests)
         for part in self._arriving.values():
             self._own += part
+        self._own /= self._communicator.size
         for rank in self._others:
-            self._requests.append(self._receive(self._parts[rank], rank, self._tag + 1))
+            self._requests.append(self._receive(self._sums[rank], rank, self._tag + 1))
             self._requests.append(self._send(self._own, rank, self._tag + 1))
 
     def finish(self) -> None:
-        """Return when all sums are there."""
+        """Take in the results of all others."""
         wait(self._requests)
-        self._requests, self._receiving = [], []
+        for rank, part in self._sums.items():
+            np.copyto(self._parts[rank], part)
+        np.copyto(self._gradients, self._flat)
 
     def _send(self, part: Floats, rank: int, tag: int) -> MPI.Request:
         return self._communicator.Isend([part, MPI.FLOAT], rank, tag)
