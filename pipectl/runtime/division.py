@@ -42,7 +42,10 @@ class Division:
             CaptureError: the data fill no batch, or evaluation would not end.
         """
         spec = job.spec
-        samples = _agreed(job.loader.samples, communicator)
+        samples = _agreed("data", job.loader.samples, communicator)
+        held_out_samples = None
+        if held_out is not None:
+            held_out_samples = _agreed("evaluation.data", held_out.samples, communicator)
         batches = Batches(samples, spec.training.batch_size, spec.data.drop_last)
         _check(batches, spec.training.batch_size)
         evaluated = spec.evaluation.batch_size if spec.evaluation is not None else None
@@ -50,18 +53,18 @@ class Division:
         return cls(
             batches,
             _sizes(batches, plan.micro_batch_size),
-            held_out.samples if held_out is not None else None,
+            held_out_samples,
             evaluation_size,
             _evaluation_sizes(held_out, evaluation_size),
         )
 
 
-def _agreed(samples: int | None, communicator: MPI.Comm) -> int | None:
+def _agreed(key: str, samples: int | None, communicator: MPI.Comm) -> int | None:
     """The number of samples, which must be the same on all ranks."""
     counts = gather_all(communicator, samples)
     if any(count != counts[0] for count in counts):
         raise MismatchError(
-            f"data: the ranks find different numbers of samples: {sorted(set(counts))}",
+            f"{key}: the ranks find different numbers of samples: {sorted(set(counts), key=str)}",
             cure="check that all nodes see the same files",
         )
     return samples

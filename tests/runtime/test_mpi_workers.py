@@ -181,13 +181,16 @@ def test_data_that_fail_in_the_middle_of_training(make_spec: Any, make_run: Any,
     assert (run.path / "closed").read_text() == "OSError"
 
 
+@pytest.mark.parametrize("key", ["data", "evaluation.data"])
 def test_data_of_which_ranks_see_different_lengths(
-    make_spec: Any, make_run: Any, work: Any
+    make_spec: Any, make_run: Any, work: Any, key: str
 ) -> None:
-    run = make_run(make_spec(2, data={"factory": f"{HERE / 'job_parts.py'}:RankDependent"}))
-    done = work(2, run)
+    data = {"factory": f"{HERE / 'job_parts.py'}:RankDependent"}
+    sections = {"data": data} if key == "data" else {"evaluation": {"data": data}}
+    run = make_run(make_spec(2, **sections))
+    done = work(2, run, timeout=150)
     assert done.returncode == 3
-    assert "data: the ranks find different numbers of samples: [23, 24]" in done.stderr
+    assert f"{key}: the ranks find different numbers of samples: [23, 24]" in done.stderr
     assert "Traceback" not in done.stderr
     assert read_errors(run)[0]["type"] == "MismatchError"
 
