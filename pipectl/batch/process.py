@@ -125,16 +125,14 @@ def start_companion(
     stdin: int,
     keep: Sequence[int],
     env: Mapping[str, str],
-    stdout: int = subprocess.DEVNULL,
-    stderr: int | None = None,
+    stderr: int,
 ) -> int | None:
     """Start a small process beside this one, in a session of its own; its pid.
 
     Args:
         stdin: file descriptor that it reads from.
         keep: further file descriptors that it gets, under the same numbers.
-        stdout: file descriptor that it writes to, if to any.
-        stderr: where its complaints go; None for where ours go.
+        stderr: file descriptor that its words for the log go to.
 
     Returns:
         None where no process can be started.
@@ -143,7 +141,7 @@ def start_companion(
         process = subprocess.Popen(
             list(argv),
             stdin=stdin,
-            stdout=stdout,
+            stdout=subprocess.DEVNULL,
             stderr=stderr,
             pass_fds=keep,
             env=env,

@@ -1,4 +1,4 @@
-"""`pipectl logs`: what a run printed."""
+"""`pipectl logs`: what a run logs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from pipectl.errors import PipectlError, UnknownRunError, UsageError
 from pipectl.printable import printable
 from pipectl.runs import (
     Line,
-    Printed,
+    Logs,
     Record,
     RunDirectory,
     as_typed,
     find_run,
-    late_lines,
+    read_errors,
     read_exit_code,
 )
+from pipectl.watch.report import report_text
 
 if TYPE_CHECKING:
     from pipectl.batch import JobStatus
@@ -55,10 +56,12 @@ def command(
         return
     _check(run, rank or ())
     shown = _Shown(rank or ())
-    printed = Printed(run.job_log)
-    unknown = _follow(run, printed, shown) if follow else None
-    shown.print(printed.all())
-    shown.print(late_lines(run))
+    logs = Logs(run)
+    unknown = _follow(run, logs, shown) if follow else None
+    shown.print(logs.all())
+    for error in read_errors(run) if rank else ():
+        if error.get("rank") in (rank or ()):  # in the job's log, which is not of a rank
+            shown.print(Line(error["rank"], text) for text in report_text(error).splitlines())
     if not shown.any:
         whose = f"of rank {', '.join(map(str, rank))} " if rank else ""
         note(f"{run.name}: nothing {whose}was printed; see: pipectl status {as_typed(run)}")
@@ -78,7 +81,7 @@ def _script(run: RunDirectory) -> str:
         ) from None
 
 
-def _follow(run: RunDirectory, printed: Printed, shown: _Shown) -> str | None:
+def _follow(run: RunDirectory, logs: Logs, shown: _Shown) -> str | None:
     """Print what is added until the run is over; the batch system is asked now and then.
 
     Returns:
@@ -86,18 +89,18 @@ def _follow(run: RunDirectory, printed: Printed, shown: _Shown) -> str | None:
     """
     from pipectl.batch import JobState
 
-    shown.print(printed.whole())
-    seen, last = printed.seen, time.monotonic()
+    shown.print(logs.whole())
+    seen, last = logs.seen, time.monotonic()
     while (job := _going_on(run)) is not None:
-        if job.state is not JobState.UNKNOWN or printed.seen != seen:
-            seen, last = printed.seen, time.monotonic()
+        if job.state is not JobState.UNKNOWN or logs.seen != seen:
+            seen, last = logs.seen, time.monotonic()
         elif time.monotonic() - last >= _PATIENCE_S:
             return job.reason
         of_earlier_start = run.exit_code.exists()
         until = time.monotonic() + _LOOK_S
         while time.monotonic() < until and (of_earlier_start or not run.exit_code.exists()):
             time.sleep(_POLL_S)
-            shown.print(printed.whole())
+            shown.print(logs.whole())
     return None
 
 
@@ -130,7 +133,7 @@ class _Shown:
     """Prints lines.
 
     Args:
-        ranks: whose; none for all, and what else is printed.
+        ranks: whose; none for all, and what else is logs.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:

@@ -24,6 +24,7 @@ def status_json(status: RunStatus) -> dict[str, Any]:
         "exit_code": job.exit_code,
         "submitted_at": status.record.submitted_at if status.record else None,
         "phase": status.phase,
+        "stalled": status.stalled or None,
         "restarts": status.restarts,
         "expected_start": job.start if job.state.waits else None,
         "step": found.step,

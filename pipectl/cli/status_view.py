@@ -78,8 +78,7 @@ def _details(status: RunStatus) -> Iterator[tuple[str, str]]:
     if status.record is not None:
         submitted = datetime.fromtimestamp(status.record.submitted_at)
         yield "submitted", f"{submitted:%Y-%m-%d %H:%M:%S}"
-    if status.phase and job.state.alive:
-        yield "doing", status.phase
+    yield from _doing(status)
     if made := progress(status, "step {} of {}"):
         yield "progress", made
     yield from _speed(status)
@@ -93,6 +92,13 @@ def _details(status: RunStatus) -> Iterator[tuple[str, str]]:
         *more, last = found.not_finite
         before = f"; {len(more)} steps before it" if more else ""
         yield "not finite", f"step {last}: {found.fault}{before}"
+
+
+def _doing(status: RunStatus) -> Iterator[tuple[str, str]]:
+    if status.phase and status.job.state.alive:
+        yield "doing", status.phase
+    if stalled := status.stalled:
+        yield "stalled", stalled
 
 
 def _figure(value: float | None) -> str:

@@ -55,8 +55,9 @@ def _where(report: dict[str, Any]) -> str:
     parts = ["preparation" if rank is None else f"rank {rank}"]
     if host:
         parts[0] += f" on {host}"
-    if report.get("stage") is not None:
-        parts.append(f"stage {report['stage']}")
+    stage = report.get("stage")
+    if stage is not None and stage >= 0:
+        parts.append(f"stage {stage}")
     if report.get("action") and rank is not None:
         parts.append(str(report["action"]))
     if report.get("step") is not None:

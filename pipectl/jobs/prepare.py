@@ -68,10 +68,7 @@ def _share(run: RunDirectory, spec: JobSpec, profile: Profile) -> None:
 def main(arguments: list[str]) -> int:
     """Prepare one run; the exit code is the one that commands have."""
     run = RunDirectory(Path(arguments[0]))
-    from pipectl.runtime.labelling import labelled
-
-    with labelled("prepare"):
-        return reporting_failure(run, lambda: prepare(run))
+    return reporting_failure(run, lambda: prepare(run))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pipectl.jobs.measured import Expected, Measured
 from pipectl.jobs.reading import Reading, read
 from pipectl.jobs.recovery import recovered
 from pipectl.plan import Plan
-from pipectl.runs import TRAINING, Record, RunDirectory
+from pipectl.runs import TRAINING, Record, RunDirectory, read_stall
 
 
 class Peak(NamedTuple):
@@ -66,6 +66,11 @@ class RunStatus:
     ranks: tuple[Mapping[str, Any], ...]
     culprit: Culprit | None
     restarts: int = 0
+
+    @property
+    def stalled(self) -> str:
+        """Who waits for whom, if no rank has moved on for long; else empty."""
+        return read_stall(self.run) if self.job.state.alive else ""
 
     @property
     def expected(self) -> Expected | None:

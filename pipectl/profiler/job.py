@@ -41,8 +41,8 @@ _IN_PIECES = (
     "operators were measured one at a time, equal ones once, and their times were not scaled to "
     "the time of the whole model, which fits no process (materialize: per_rank)"
 )
-_BESIDE_BYTES = 20 << 20
-"""The two processes beside a rank, which watch it and label what it prints (measured)."""
+_WATCHER_BYTES = 12 << 20
+"""The process that watches the ranks of a node (measured), counted with each of them."""
 _KEPT, _STAGES = "what operators keep", "random stages"
 _MEMORY_SHARE = 0.5
 """Of the free memory, for measuring a micro-batch."""
@@ -97,7 +97,7 @@ def _baseline_bytes(job: CapturedJob, size: int, device: Device) -> int:
         return 0
     states_bytes = sum(t.nbytes for t in job.states.values() if not is_deferred(t))
     own_bytes = max(0, int(psutil.Process().memory_info().rss) - states_bytes)
-    return own_bytes + _RANK_BYTES + _BESIDE_BYTES
+    return own_bytes + _RANK_BYTES + _WATCHER_BYTES
 
 
 class _Profiling:

@@ -14,7 +14,7 @@ from pipectl.runs.find import (
 from pipectl.runs.heartbeat import beat
 from pipectl.runs.lock import locked
 from pipectl.runs.manifest import LossScaleState, Manifest, Shard, checkpoints, step_of
-from pipectl.runs.printed import Line, Printed, late_lines
+from pipectl.runs.printed import Line, Logs, Printed
 from pipectl.runs.readers import (
     last_checkpoint,
     measured_steps,
@@ -23,6 +23,7 @@ from pipectl.runs.readers import (
     read_figures,
     read_heartbeat,
     read_metrics,
+    read_stall,
     read_starts,
 )
 from pipectl.runs.record import (
@@ -47,6 +48,7 @@ __all__ = [
     "USUAL",
     "Event",
     "Line",
+    "Logs",
     "LossScaleState",
     "Manifest",
     "Members",
@@ -64,7 +66,6 @@ __all__ = [
     "find_sweep",
     "is_job_id",
     "last_checkpoint",
-    "late_lines",
     "list_runs",
     "list_sweeps",
     "locked",
@@ -75,6 +76,7 @@ __all__ = [
     "read_figures",
     "read_heartbeat",
     "read_metrics",
+    "read_stall",
     "read_starts",
     "step_of",
     "sweep_of",

@@ -165,21 +165,25 @@ class RunDirectory:
 
     @property
     def job_log(self) -> Path:
-        """Output of the job script, the launcher and the ranks."""
+        """What the job script and the launcher print, and what pipectl says of the run."""
         return self.logs / "job.log"
 
-    def late_log(self, name: str, attempt: str) -> Path:
-        """What a process printed, but its launcher did not pass on.
+    def rank_log(self, rank: int) -> Path:
+        """What a rank printed."""
+        return self.logs / f"rank-{rank:04d}.log"
 
-        Args:
-            name: its label, for ranks their number.
-            attempt: which start of the job.
-        """
-        return self.logs / f"late-{attempt}-{name}.log"
+    def node_log(self, node: str) -> Path:
+        """What the ranks of a node printed, if there are too many for a file each."""
+        return self.logs / f"node-{re.sub(r'[^A-Za-z0-9.-]', '_', node)}.log"
 
-    def late_logs(self) -> Sequence[Path]:
-        """All of them that there are, by attempt and label."""
-        return sorted(self.logs.glob("late-*.log"), key=_numbers)
+    def rank_logs(self) -> Sequence[Path]:
+        """All of both kinds, by number or name."""
+        return sorted([*self.logs.glob("rank-*.log"), *self.logs.glob("node-*.log")], key=_numbers)
+
+    @property
+    def watch(self) -> Path:
+        """One file per node, of the process that watches its ranks."""
+        return self.path / "watch"
 
     @property
     def trace(self) -> Path:

@@ -14,6 +14,7 @@ from pipectl.files import read_json
 from pipectl.runs.directory import RunDirectory
 from pipectl.runs.manifest import checkpoints
 from pipectl.runs.sound import sound
+from pipectl.watch.node_file import DAMAGE, node_path, parse_report
 
 _EDGE = 1 << 13
 """Bytes at either end of a long file: some 40 lines."""
@@ -85,6 +86,14 @@ def read_errors(run: RunDirectory) -> list[dict[str, Any]]:
         for place, report in zip(ended, ordered, strict=True):
             reports[place] = report
     return reports
+
+
+def read_stall(run: RunDirectory) -> str:
+    """Who waits for whom, while no rank moves on; empty while all is well, or if nobody says so."""
+    try:
+        return parse_report(read_json(node_path(run.watch, 0), cure="")).stalled
+    except (DataFileError, *DAMAGE):
+        return ""
 
 
 def read_exit_code(run: RunDirectory) -> int | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 
 import torch
 from mpi4py import MPI
@@ -25,6 +24,7 @@ from pipectl.runtime.nodes import grouped, node_name
 from pipectl.runtime.waiting import gather_all, waiting
 from pipectl.schedule import program_hash
 from pipectl.spec import JobSpec
+from pipectl.watch.words import ranges
 
 Identity = Mapping[str, str]
 """What must be the same on all ranks: versions by name, contents of files as hashes."""
@@ -103,20 +103,11 @@ def misplaced(nodes: Sequence[Sequence[int]], node_of_rank: Sequence[int]) -> st
     for real, wanted in zip(nodes, grouped(node_of_rank).values(), strict=False):
         if list(real) != wanted:
             return (
-                f"a node has the ranks {_ranges(real)}, where the plan counts on "
-                f"{_ranges(wanted)}: the step may take longer than predicted. Have the launcher "
+                f"a node has the ranks {ranges(real)}, where the plan counts on "
+                f"{ranges(wanted)}: the step may take longer than predicted. Have the launcher "
                 "fill one node after the other (block distribution)"
             )
     return ""
-
-
-def _ranges(ranks: Sequence[int]) -> str:
-    """``0, 2-5`` for 0, 2, 3, 4, 5."""
-    words: list[str] = []
-    for _, group in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
-        run = [rank for _, rank in group]
-        words.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
-    return ", ".join(words)
 
 
 def check_graph(communicator: MPI.Comm, job: CapturedJob, plan: Plan, profile: Profile) -> None:

@@ -14,14 +14,13 @@ from typing import Any
 from mpi4py import MPI
 
 from pipectl.errors import PipectlError, lacks_memory
-from pipectl.files import write_json
 from pipectl.graph import TransferKind
-from pipectl.printable import printable
 from pipectl.runs import RunDirectory
-from pipectl.runtime.labelling import labelled
+from pipectl.runtime.output import job_log, own_log, say
 from pipectl.runtime.waiting import tell_of_waits
 from pipectl.schedule.actions import Kind
 from pipectl.watch.board import Board
+from pipectl.watch.report import report_text, write_log, write_report
 from pipectl.watch.words import Names, action
 
 _NAMES = Names([kind.name for kind in Kind], [kind.value for kind in TransferKind])
@@ -32,10 +31,12 @@ class Doing:
 
     Attributes:
         board: on which it stands.
+        each_step: what the rank that started its node's watcher looks after, now and then.
     """
 
     def __init__(self) -> None:
         self.board = Board()
+        self.each_step: Callable[[], None] | None = None
         self.action = "starting"
         tell_of_waits(self.board.waits)
 
@@ -47,11 +48,14 @@ class Doing:
     @step.setter
     def step(self, number: int) -> None:
         self.board.step(number)
+        if self.each_step is not None:
+            self.each_step()
 
     @property
-    def stage(self) -> int:
-        """-1 where what it does belongs to none."""
-        return self.board.read().stage
+    def stage(self) -> int | None:
+        """None if what it does belongs to none."""
+        stage = self.board.read().stage
+        return None if stage < 0 else stage
 
     @property
     def action(self) -> str:
@@ -74,7 +78,7 @@ def run_rank(work: Work, description: str | None) -> None:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--run", type=Path, required=True, help="the run directory")
     directory = RunDirectory(parser.parse_args().run)
-    with labelled(str(MPI.COMM_WORLD.rank)):
+    with own_log(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size):
         code = _exit_code_of(work, directory, MPI.COMM_WORLD)
     if code is not None:
         sys.exit(code)
@@ -99,9 +103,8 @@ def _exit_code_of(work: Work, directory: RunDirectory, communicator: MPI.Intraco
 
 
 def warn(text: str) -> None:
-    """Put a line into the log."""
-    sys.stderr.write(printable(f"pipectl: {text}\n"))
-    sys.stderr.flush()
+    """Put a line into the job's log."""
+    say(f"pipectl: {text}")
 
 
 def report(
@@ -113,19 +116,12 @@ def report(
     stage: int | None = None,
     step: int | None = None,
 ) -> None:
-    """Write what failed on this rank, and where, for ``pipectl status`` and into the log."""
-    known = {"rank": rank, "stage": stage, "step": step}
-    words = [f"{name} {value}" for name, value in known.items() if value is not None]
-    place = ", ".join((*words, action))
-    sys.stderr.write(printable(f"pipectl: {place}: {type(error).__name__}: {error}\n"))
-    if not isinstance(error, PipectlError):
-        sys.stderr.write(printable("".join(traceback.format_exception(error))))
-    try:
-        document = {"version": 1, **known, "action": action, **_details(error)}
-        write_json(directory.error_of(rank), document)
-    except PipectlError as unwritten:
-        sys.stderr.write(printable(f"pipectl: {unwritten}\n"))
-    sys.stderr.flush()
+    """Write what failed on this rank, and where, for ``pipectl status`` and into the job's log."""
+    place = {"rank": rank, "stage": stage, "step": step, "action": action}
+    document = {"version": 1, **place, **_details(error)}
+    write_report(directory.error_of(rank), document)
+    expected = isinstance(error, PipectlError)
+    write_log(job_log(), report_text({**document, **({"traceback": ""} if expected else {})}))
 
 
 def _details(error: BaseException) -> dict[str, Any]:

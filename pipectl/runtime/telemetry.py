@@ -19,10 +19,13 @@ from pipectl.runs import RunDirectory, beat
 from pipectl.runtime.failure import warn
 from pipectl.runtime.guard import Fault
 from pipectl.runtime.nodes import node_name
+from pipectl.runtime.output import say
 from pipectl.runtime.waiting import WaitingShare, barrier, wait
 from pipectl.runtime.written import Attempts, Lines
 
 _HEARTBEAT_S = 2.0
+_SAY_S = 10.0
+"""Between two lines about steps in the job's log."""
 _FIELDS = (
     "step", "loss", "learning_rate", "gradient_norm", "loss_scale", "skipped", "busy_s",
     "step_time_s", "samples", "rss_bytes", "peak_bytes", "waiting", "time",
@@ -90,6 +93,7 @@ class Telemetry:
         self._reports: dict[int, dict[int, dict[str, float]]] = {}
         self._latest: dict[int, dict[str, float]] = {}
         self._beat_at = 0.0
+        self._said_at = float("-inf")
         self._lines = Lines(run.metrics, warn)
         self._beats = Attempts(run.heartbeat.name, warn)
         self._waiting = WaitingShare()
@@ -148,6 +152,8 @@ class Telemetry:
         """Record the result of an evaluation (rank 0 only)."""
         line = {"attempt": self._attempt, "step": step, "time": time.time()}
         self._append([{**line, "evaluation": result}])
+        figures = ", ".join(f"{name} {value:.4g}" for name, value in result.items())
+        say(f"evaluation after step {step}: {figures}")
 
     def fault(self, fault: Fault) -> None:
         """Record what was not finite in a step (rank 0 writes)."""
@@ -187,7 +193,9 @@ class Telemetry:
         self._latest[rank] = fields
         self._reports.setdefault(step, {})[rank] = fields
         if len(self._reports[step]) == self._communicator.size:
-            self._append([self._metrics(step, self._reports.pop(step))])
+            line = self._metrics(step, self._reports.pop(step))
+            self._append([line])
+            self._say(line)
             self._step = step
 
     def _metrics(self, step: int, reports: dict[int, dict[str, float]]) -> dict[str, Any]:
@@ -217,6 +225,16 @@ class Telemetry:
         if self.tell is not None:
             for line in sound:
                 self.tell(line)
+
+    def _say(self, line: Mapping[str, Any]) -> None:
+        """For people, once in a while and at the end."""
+        now = time.monotonic()
+        if now - self._said_at >= _SAY_S or line["step"] == self._steps:
+            self._said_at = now
+            say(
+                f"step {line['step']} of {self._steps}, loss {line['loss']:.4g}, "
+                f"{line['samples_per_s']:.4g} samples/s"
+            )
 
     def _beat(self, *, force: bool = False) -> None:
         now = time.time()

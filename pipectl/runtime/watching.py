@@ -1,6 +1,7 @@
-"""Starting the process that watches a rank, and telling it how the rank ends.
+"""Having the ranks of every node watched by one process, and telling it how they end.
 
-See :mod:`pipectl.watch`: it sees what becomes of ranks that can no longer say so themselves.
+See :mod:`pipectl.watch`: it sees what becomes of ranks that can no longer say so themselves. A rank
+speaks through memory and a pipe that have no name once the watcher has them.
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ import faulthandler
 import json
 import os
 import secrets
+import shutil
 import signal
-import socket
 import sys
+import tempfile
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
@@ -28,22 +31,35 @@ from pipectl.graph import TransferKind
 from pipectl.plan import Plan
 from pipectl.runs import RUN_VARIABLE, SCRIPT, RunDirectory
 from pipectl.runtime.failure import Doing, warn
-from pipectl.runtime.labelling import unlabelled
-from pipectl.runtime.nodes import node_name
+from pipectl.runtime.nodes import grouped, node_name
+from pipectl.runtime.output import job_log
 from pipectl.runtime.waiting import tell_of_waits
 from pipectl.schedule import Kind
 from pipectl.spec import JobSpec
-from pipectl.watch.board import shared_memory
-from pipectl.watch.charge import BYE, FAILING
-from pipectl.watch.siblings import show_sign
-from pipectl.watch.wire import Address, listen
+from pipectl.watch.board import create_memory
+from pipectl.watch.rank import BYE, FAILING
 
+_SHARED = Path("/dev/shm")
+_LOOK_S = 1.0
+_MAX_STARTS = 4
 _pipes: list[int] = []
 """Through which this process talks to its watcher, while it is watched."""
-_signs: list[socket.socket] = []
-"""That this process shows while it is watched."""
 _held = threading.local()
 """Of each thread that forks: the signals that it had blocked before, as ``mask``."""
+
+
+class _Member(NamedTuple):
+    """A rank, as its node's watcher gets to know it.
+
+    Args:
+        started: tells the process from a later one with its number.
+        speaks: whether it has made its memory and its pipe.
+    """
+
+    rank: int
+    pid: int
+    started: int
+    speaks: bool
 
 
 @contextmanager
@@ -52,90 +68,179 @@ def watched(
 ) -> Iterator[None]:
     """Have this rank watched while it works. Collective.
 
-    Where no further process can be started, it works without.
+    If no further process can be started, it works without.
     """
-    own = listen() if communicator.rank == 0 else None
-    address = communicator.bcast(None if own is None else _address(own))
-    memory, board = shared_memory()
-    doing.board.move_to(memory)
+    rank = communicator.rank
+    nodes = list(grouped(communicator.allgather(_place())).values())
+    node = next(index for index, ranks in enumerate(nodes) if rank in ranks)
+    is_first = rank == nodes[node][0]
+    start = communicator.bcast(_clear(directory) if rank == 0 else None)
+    folders = communicator.allgather(_make_folder() if is_first else "")
+    folder = folders[nodes[node][0]]
+    pipe = _speak(Path(folder), rank, doing) if folder else None
+    started = process.start_time(os.getpid()) or 0
+    members = communicator.allgather(_Member(rank, os.getpid(), started, pipe is not None))
+    watcher = None
+    if is_first:
+        given = {
+            **_settings(directory, spec, plan),
+            "start": start,
+            "size": communicator.size,
+            "node": node,
+            "nodes": len(nodes),
+        }
+        watcher = _Watcher(given, [members[rank] for rank in nodes[node]], folder)
+        doing.each_step = watcher.keep
     tell_of_waits(doing.board.waits)
-    handle = -1 if own is None else own.fileno()
-    given = {
-        **_identity(communicator, directory),
-        **address._asdict(),
-        "socket": handle,
-        "board": board,
-        "least_s": spec.launch.hang_after,
+    try:
+        with nullcontext() if pipe is None else _last_words(pipe):
+            yield
+    finally:
+        if watcher is not None:
+            doing.each_step = None
+            watcher.close()
+
+
+def _place() -> tuple[object, ...]:
+    """What the ranks have in common that one process can watch: containers may share none of it."""
+    known: list[object] = [node_name()]
+    for path in (Path("/proc/self/ns/pid"), _shared_memory()):
+        with suppress(OSError):
+            found = path.stat()
+            known.append((found.st_dev, found.st_ino))
+    return tuple(known)
+
+
+def _shared_memory() -> Path:
+    return _SHARED if os.access(_SHARED, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+
+
+def _clear(directory: RunDirectory) -> str:
+    """Remove what the watchers of an earlier start wrote; a word for this one."""
+    with suppress(OSError):
+        directory.watch.mkdir(mode=0o700, exist_ok=True)
+        for path in directory.watch.iterdir():
+            path.unlink()
+    return secrets.token_hex(8)
+
+
+def _make_folder() -> str:
+    """For what the ranks of this node share with their watcher; empty if there is no room."""
+    try:
+        return tempfile.mkdtemp(prefix="pipectl-", dir=_shared_memory())
+    except OSError:
+        return ""
+
+
+def _speak(folder: Path, rank: int, doing: Doing) -> int | None:
+    """Move the board to where the watcher sees it; the pipe through which to talk to that."""
+    pipe = folder / f"words-{rank}"
+    try:
+        memory = create_memory(folder / f"board-{rank}")
+        os.mkfifo(pipe, 0o600)
+        # With both ends it never breaks, whatever becomes of the watcher.
+        words = os.open(pipe, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    doing.board.move_to(memory)
+    return words
+
+
+def _settings(directory: RunDirectory, spec: JobSpec, plan: Plan) -> dict[str, Any]:
+    script = os.environ.get(SCRIPT, "")
+    return {
+        "name": node_name(),
+        "folder": str(directory.watch),
+        "errors": str(directory.errors),
+        "launched": RUN_VARIABLE in os.environ,
+        "script": int(script) if script.isdecimal() else 0,
+        "min_s": spec.launch.hang_after,
         "predicted_s": 0.0 if plan.prediction is None else plan.prediction.step_time_s,
         "kinds": [kind.name for kind in Kind],
         "lanes": [kind.value for kind in TransferKind],
     }
-    sign = show_sign(given["secret"])
-    pipe = _start(given, [number for number in (handle, board) if number >= 0])
-    os.close(board)
-    if own is not None:
-        own.close()
-    if pipe is None:
-        if sign is not None:
-            sign.close()
-        warn("no process can be started that would watch this rank; it works without")
-        yield
-        return
-    with _last_words(pipe, sign):
-        yield
 
 
-def _address(own: socket.socket) -> Address:
-    hosts = list(dict.fromkeys((socket.gethostname(), node_name())))
-    return Address(hosts, own.getsockname()[1], secrets.token_hex(16))
+class _Watcher:
+    """The process that watches this node, for the rank that starts it.
 
+    Args:
+        folder: with what the ranks made for it, which then needs no names any more.
+    """
 
-def _identity(communicator: MPI.Comm, directory: RunDirectory) -> dict[str, Any]:
-    script = os.environ.get(SCRIPT, "")
-    return {
-        "rank": communicator.rank,
-        "size": communicator.size,
-        "pid": os.getpid(),
-        "node": node_name(),
-        "errors": str(directory.errors),
-        "launched": RUN_VARIABLE in os.environ,
-        "script": int(script) if script.isdecimal() else 0,
-    }
+    def __init__(self, given: Mapping[str, Any], members: Sequence[_Member], folder: str) -> None:
+        self._handles: list[int] = []
+        ranks = []
+        for member in members:
+            board, words = -1, -1
+            if member.speaks:
+                board = self._open(f"{folder}/board-{member.rank}")
+                words = self._open(f"{folder}/words-{member.rank}")
+            known = {"rank": member.rank, "pid": member.pid, "started": member.started}
+            ranks.append({**known, "board": board, "words": words})
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._given = {**given, "ranks": ranks}
+        self._starts, self._looked_at = 0, time.monotonic()
+        self._pid: int | None = None
+        self._start()
 
+    def keep(self) -> None:
+        """Start it again, if something has ended it; looked for once a second."""
+        now = time.monotonic()
+        if self._pid is None or now - self._looked_at < _LOOK_S:
+            return
+        self._looked_at = now
+        if process.start_time(self._pid) is None:
+            with suppress(ChildProcessError):
+                os.waitpid(self._pid, os.WNOHANG)
+            warn("the process that watches this node's ranks has ended; it is started again")
+            self._start()
 
-def _start(given: Mapping[str, Any], keep: list[int]) -> int | None:
-    """Start the process; the end of the pipe through which to talk to it."""
-    theirs, ours = os.pipe()
-    root = Path(pipectl.__file__).parents[1]
-    argv = [sys.executable, "-S", "-m", "pipectl.watch.watcher"]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    pid = process.start_companion(
-        argv, stdin=theirs, keep=keep, env=environment, stderr=unlabelled()
-    )
-    os.close(theirs)
-    if pid is None:
-        os.close(ours)
-        return None
-    os.write(ours, json.dumps(given).encode() + b"\n")
-    os.set_blocking(ours, False)
-    return ours
+    def close(self) -> None:
+        """Forget it; it ends when the ranks do."""
+        for handle in self._handles:
+            os.close(handle)
+
+    def _open(self, path: str) -> int:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        self._handles.append(handle)
+        return handle
+
+    def _start(self) -> None:
+        self._starts += 1
+        self._pid = None
+        if self._starts <= _MAX_STARTS:
+            argv = [sys.executable, "-S", "-m", "pipectl.watch.watcher"]
+            environment = {**os.environ, "PYTHONPATH": str(Path(pipectl.__file__).parents[1])}
+            with tempfile.TemporaryFile() as words:
+                words.write(json.dumps(self._given).encode())
+                words.seek(0)
+                self._pid = process.start_companion(
+                    argv,
+                    stdin=words.fileno(),
+                    keep=self._handles,
+                    env=environment,
+                    stderr=job_log(),
+                )
+        if self._pid is None:
+            warn("no process can be started that would watch the ranks; they work without")
 
 
 @contextmanager
-def _last_words(pipe: int, sign: socket.socket | None) -> Iterator[None]:
+def _last_words(pipe: int) -> Iterator[None]:
     """Tell the watcher of signals, of python's own crash reports, and how the work ends."""
     _keep_from_children()
     _pipes.append(pipe)
-    _signs.extend([] if sign is None else [sign])
     main = threading.current_thread() is threading.main_thread()
     if main:
         before = signal.signal(signal.SIGTERM, _end)
         woken = signal.set_wakeup_fd(pipe, warn_on_full_buffer=False)
     faulthandler.enable(pipe)
-    said = FAILING
+    last = FAILING
     try:
         yield
-        said = BYE
+        last = BYE
     finally:
         faulthandler.disable()
         if main:
@@ -143,15 +248,9 @@ def _last_words(pipe: int, sign: socket.socket | None) -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
         if pipe in _pipes:  # no more in a child that ends like this
             _pipes.remove(pipe)
-            with suppress(OSError):  # the watcher may be gone
-                os.write(pipe, said)
-        os.close(pipe)
-        _take_down_signs()
-
-
-def _take_down_signs() -> None:
-    while _signs:
-        _signs.pop().close()
+            with suppress(OSError):  # it is full
+                os.write(pipe, last)
+            os.close(pipe)
 
 
 def _end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
@@ -182,12 +281,12 @@ def _release() -> None:
 
 
 def _fall_silent() -> None:
-    """In a child: end by signals as without a watcher."""
+    """In a child: end by signals as without a watcher, and keep nothing open of its parent's."""
     if _pipes:
-        _pipes.clear()
-        _take_down_signs()
         faulthandler.disable()
         signal.set_wakeup_fd(-1)
         if signal.getsignal(signal.SIGTERM) is _end:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        while _pipes:
+            os.close(_pipes.pop())
     _release()

@@ -1,5 +1,4 @@
-"""Watching ranks from outside: a small process beside each, which outlives whatever ends the rank.
+"""Watching ranks from outside: one small process per node, which outlives whatever ends a rank.
 
-Its modules are imported by that process, which starts once a rank: they use the standard library,
-and little of it.
+Its modules are imported by that process: they use the standard library, and little of it.
 """

@@ -1,4 +1,4 @@
-"""What a rank does at this moment, in memory that the process beside it reads.
+"""What a rank does at this moment, in memory that the node's watcher reads.
 
 Every write is a few integers put into memory that both share, so that it costs well under a
 microsecond, and the newest is there whatever becomes of the rank.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import tempfile
+from pathlib import Path
 from typing import NamedTuple
 
 _ROW = struct.Struct("<7q")
@@ -30,7 +30,7 @@ class Sight(NamedTuple):
     Args:
         moves: how many rows it has begun, and phases; a rank whose number stays does not move on.
         kind: of the row under way; ``NO_ROW`` outside of the training program.
-        micro_batch: -1 where a row belongs to none.
+        stage: -1 if the row belongs to none, as for the micro-batch.
         peer: the rank at the other end of the message that the row waits for; -1 for none.
         peer_stage: the stage there.
         lane: what the message holds, as an index.
@@ -78,12 +78,13 @@ class Board:
 
     def awaits(self, rank: int, stage: int, lane: int) -> None:
         """The row under way depends on a rank."""
-        _ROW.pack_into(self._memory, 0, *self._row()[:4], rank, stage, lane)
+        row = _ROW.unpack_from(self._memory, 0)[:4]
+        _ROW.pack_into(self._memory, 0, *row, rank, stage, lane)
 
     def phase(self, text: str) -> None:
         """Something begins that is no row."""
-        found = text.encode()[: _PHASE_BYTES - 1].ljust(_PHASE_BYTES, b"\0")
-        self._memory[_PHASE_AT : _PHASE_AT + _PHASE_BYTES] = found
+        words = text.encode()[: _PHASE_BYTES - 1].ljust(_PHASE_BYTES, b"\0")
+        self._memory[_PHASE_AT : _PHASE_AT + _PHASE_BYTES] = words
         self.row(NO_ROW, -1, -1)
 
     def step(self, number: int) -> None:
@@ -101,33 +102,35 @@ class Board:
     def read(self) -> Sight:
         """What stands there now."""
         phase = bytes(self._memory[_PHASE_AT : _PHASE_AT + _PHASE_BYTES])
+        row: tuple[int, int, int, int, int, int, int] = _ROW.unpack_from(self._memory, 0)
         return Sight(
-            *self._row(),
-            _STEP.unpack_from(self._memory, _STEP_AT)[0],
-            bool(_WAITING.unpack_from(self._memory, _WAITING_AT)[0]),
-            _PACE.unpack_from(self._memory, _PACE_AT)[0],
-            phase.rstrip(b"\0").decode(errors="replace"),
+            *row,
+            step=_STEP.unpack_from(self._memory, _STEP_AT)[0],
+            waiting=bool(_WAITING.unpack_from(self._memory, _WAITING_AT)[0]),
+            pace_s=_PACE.unpack_from(self._memory, _PACE_AT)[0],
+            phase=phase.rstrip(b"\0").decode(errors="replace"),
         )
 
-    def _row(self) -> tuple[int, int, int, int, int, int, int]:
-        """Moves, kind, stage, micro-batch, peer, its stage, lane."""
-        return _ROW.unpack_from(self._memory, 0)
 
+def create_memory(path: Path) -> mmap.mmap:
+    """Memory for a board in a new file of the owner's.
 
-def shared_memory() -> tuple[mmap.mmap, int]:
-    """Memory for a board, and the file descriptor under which another process can map it.
+    Its pages are taken now: one that a full disk refuses later would end the rank.
 
-    It has no name, so that nothing is left of it when both are gone.
+    Raises:
+        OSError: there is no room.
     """
-    if hasattr(os, "memfd_create"):
-        handle = os.memfd_create("pipectl-board")
-    else:
-        with tempfile.TemporaryFile() as file:
-            handle = os.dup(file.fileno())
-    os.truncate(handle, SIZE)
-    return mmap.mmap(handle, SIZE), handle
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    handle = os.open(path, flags, 0o600)
+    try:
+        os.posix_fallocate(handle, 0, SIZE)
+        return mmap.mmap(handle, SIZE)
+    finally:
+        os.close(handle)
 
 
-def mapped(handle: int) -> Board:
-    """The board behind a file descriptor of :func:`shared_memory`."""
-    return Board(mmap.mmap(handle, SIZE))
+def open_board(handle: int) -> Board:
+    """The board in a file that :func:`create_memory` made, to be read; empty if there is none."""
+    if handle < 0:
+        return Board()
+    return Board(mmap.mmap(handle, SIZE, prot=mmap.PROT_READ))

@@ -1,9 +1,9 @@
 """Which rank all others wait for, and whether it is lost or only slow. Pure: no clock, no files.
 
-A rank that is frozen says nothing of itself; the process beside it does, and sees that it is
-stopped. Where that process is silent too, the node is gone. Ranks that wait are never to blame,
-unless all of them do. A rank that computes may only be slow, and is given much longer; one that
-saves, or has not begun to train, all the time it takes.
+A rank that is frozen says nothing of itself; its node's watcher sees that it is stopped. If the
+watcher is silent too, the node is gone. Ranks that wait are never to blame, unless all of them do.
+A rank that computes may only be slow, and is given much longer; one that saves, or has not begun to
+train, all the time it takes.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from pipectl.watch.board import NO_ROW, Sight
-from pipectl.watch.words import Names, action, chain
+from pipectl.watch.board import Sight
+from pipectl.watch.rank import Death
+from pipectl.watch.words import Names, action, chain, everybody
 
 PATIENCE = 20
 """Times the limit that a rank may compute without moving on."""
@@ -22,6 +23,7 @@ _CIRCLE = 2.0
 """Times the limit that all ranks may wait for each other: a message may be long on its way."""
 _PACES = 3
 RESUME = "pipectl resume goes on from the last checkpoint"
+_MEMORY = "set pipeline.memory_limit below what a rank gets, and plan again; pipectl resume goes on"
 
 
 class Seen(NamedTuple):
@@ -30,7 +32,7 @@ class Seen(NamedTuple):
     Args:
         still_s: for how long it has not moved on.
         stopped_s: for how long it has been stopped; 0 if it is not.
-        silent_s: for how long nothing was heard from the process beside it.
+        silent_s: for how long nothing was heard from its node's watcher.
     """
 
     sight: Sight
@@ -57,15 +59,15 @@ class Verdict(NamedTuple):
     earlier: int = 0
 
 
-def limit_s(least_s: float, predicted_s: float, paces_s: float) -> float:
+def limit_s(min_s: float, predicted_s: float, pace_s: float) -> float:
     """How long a rank may be missed: three steps, as they are predicted or as they are.
 
     Args:
-        least_s: whatever steps take.
+        min_s: whatever steps take.
         predicted_s: a step, as the plan has it.
-        paces_s: the longest last step of any rank.
+        pace_s: the longest last step of any rank.
     """
-    return max(least_s, _PACES * max(predicted_s, paces_s))
+    return max(min_s, _PACES * max(predicted_s, pace_s))
 
 
 def judge(seen: Mapping[int, Seen], limit: float, names: Names) -> Verdict | None:
@@ -84,11 +86,37 @@ def judge(seen: Mapping[int, Seen], limit: float, names: Names) -> Verdict | Non
     return _silent(seen, limit, names) or _stuck(seen, limit, names)
 
 
+def judge_death(rank: int, death: Death) -> Verdict:
+    """How a rank ended that did not say so."""
+    message, cure, stack = "", RESUME, ""
+    if death.launcher:
+        message = f"{death.launcher} that started it is gone"
+        cure = "it was killed, or its node is gone; " + RESUME
+    elif death.words:
+        message, stack = f"its process crashed: {death.words.splitlines()[0]}", death.words
+    elif death.asked:
+        message = "its process was sent a signal to end (SIGTERM or SIGINT), by itself"
+    elif death.for_memory:
+        message, cure = "killed by the kernel, for lack of memory on its node", _MEMORY
+    else:
+        message = "its process was killed (SIGKILL, say), or ended without a word"
+        if death.with_launcher:
+            message += "; the launcher is gone, too"
+    return Verdict(rank, message, cure, stack, death.at, death.earlier)
+
+
 def waiting_words(seen: Mapping[int, Seen], names: Names, culprit: int | None = None) -> str:
-    """Who waits for whom: of all chains one that leads to the culprit, if any does."""
+    """Who waits for whom: of all chains one that leads to the culprit, if any does.
+
+    Without a culprit, and if no rank waits for a message, what each of them does.
+    """
     sights = {rank: known.sight for rank, known in seen.items()}
+    direct = [rank for rank, sight in sights.items() if sight.peer == culprit]
+    if culprit is None:
+        direct = [rank for rank, sight in sights.items() if sight.waiting and sight.peer >= 0]
+        if not direct:
+            return everybody(sights, names)
     waiting = [rank for rank, sight in sights.items() if sight.waiting and rank != culprit]
-    direct = [] if culprit is None else [r for r, sight in sights.items() if sight.peer == culprit]
     first = next(iter(direct or waiting), None)
     return "" if first is None else chain(first, sights, names, culprit)
 
@@ -108,12 +136,11 @@ def _silent(seen: Mapping[int, Seen], limit: float, names: Names) -> Verdict | N
 def _stuck(seen: Mapping[int, Seen], limit: float, names: Names) -> Verdict | None:
     """No rank moves on, though all are alive."""
     still_s = min((known.still_s for known in seen.values()), default=0.0)
-    if not seen or max(known.sight.step for known in seen.values()) < 2:
-        return None
-    if any(known.sight.kind == NO_ROW for known in seen.values()):  # a disk may take long
+    step = max((known.sight.step for known in seen.values()), default=0)
+    if step and not all(names.kind(known.sight) for known in seen.values()):  # a slow disk, say
         return None
     busy = [rank for rank, known in seen.items() if not known.sight.waiting]
-    if busy and still_s >= PATIENCE * limit:
+    if busy and step > 1 and still_s >= PATIENCE * limit:
         message = (
             f"has been in {action(seen[busy[0]].sight, names)} for {still_s:.0f} s, "
             "and no rank has moved on"

@@ -1,253 +1,345 @@
-"""The process beside a rank: ``python -m pipectl.watch.watcher``, started by the rank itself.
+"""The process that watches the ranks of one node: ``python -m pipectl.watch.watcher``.
 
-It reads what the rank does from memory that both share, and tells rank 0's watcher once a second.
-That one decides whether a rank is lost, writes down which and why, and has all others end theirs.
-A watcher lives as long as its rank, and some seconds more if that did not end as it should.
+The node's first rank starts it. It reads what the ranks do from memory that they share with it,
+sees from the kernel how they end, and writes one file (:mod:`pipectl.watch.node_file`). The watcher
+of the first node reads those of all others, decides whether a rank is lost, writes down which and
+why, and says in its own file that all are to be ended. Watchers talk in no other way.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import select
-import socket
+import signal
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipectl.watch.board import Sight, mapped
-from pipectl.watch.charge import Charge
-from pipectl.watch.head import Head, interval_s
-from pipectl.watch.report import report
-from pipectl.watch.signals import outlive_signals
-from pipectl.watch.verdict import RESUME, Verdict, limit_s
-from pipectl.watch.wire import Address, Wire, listen, resolve
+from pipectl.printable import printable
+from pipectl.watch.board import Sight
+from pipectl.watch.job import JobView, interval_s
+from pipectl.watch.node_file import NodeFile, NodeReport, RankReport, node_path
+from pipectl.watch.rank import (
+    DIED,
+    FAILED,
+    FAILS,
+    LEFT,
+    LIVES,
+    OVER,
+    STOPPED,
+    Launch,
+    WatchedRank,
+)
+from pipectl.watch.report import report_document, report_text, write_log, write_report
+from pipectl.watch.verdict import RESUME, Verdict, judge_death, limit_s
 from pipectl.watch.words import Names
 
-_PIPE = 0
+_TO_ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Batch systems send these to all processes of a job; how ranks take them is to be seen."""
+_LOG = 2
 _TICK_S, _SHORT_TICK_S = 1.0, 0.1
 _GRACE_S = 5.0
 """For launchers, which end all ranks when one has died."""
 _LEAVE_S = 7.0
-"""After which rank 0's watcher ends, though others may have been lost."""
-_UNHEARD_S = 2.0
-"""After which a watcher that gets no answer reports the end of its rank itself."""
-_WITHOUT_HEAD = 2.0
-"""Times the limit that a rank may be still while rank 0's watcher is silent."""
+"""After which the first node's watcher ends, though others may have been lost."""
+_UNHEARD_S = 5.0
+"""After a death: if the first node's watcher says nothing, each reports that of its own rank."""
+_NODE_GONE = "nothing is heard of its node any more: it is gone"
+_WITHOUT_FIRST = 2.0
+"""Times the limit that ranks may be still while the first node's watcher is silent."""
 
 
 class Watcher:
-    """Watches one rank.
+    """Watches the ranks of one node.
 
     Args:
-        given: what the rank told when it started this process; see :mod:`pipectl.runtime.watching`.
+        given: what the node's first rank says; see :mod:`pipectl.runtime.watching`.
     """
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self._given = given
         self._names = Names(given["kinds"], given["lanes"])
-        self._charge = Charge(
-            given["rank"],
-            given["pid"],
-            _PIPE,
-            mapped(given["board"]),
-            secret=given["secret"],
-            script=given["script"],
-            launched=given["launched"],
-        )
-        own = socket.socket(fileno=given["socket"]) if given["socket"] >= 0 else listen()
-        self._wire = Wire(own, given["secret"])
-        self._target = resolve(Address(given["hosts"], given["port"], given["secret"]))
-        self._interval_s = interval_s(given["size"])
-        self._now, self._told_at = 0.0, float("-inf")
-        self._answered_at: float | None = None
-        self._noted = self._ordered = False
-        self._moves, self._moved_at = 0, 0.0
-        self._launcher = ""
+        launch = Launch(given["script"], given["launched"])
+        self._ranks = {
+            each["rank"]: WatchedRank(
+                each["pid"], each["started"], each["board"], each["words"], launch
+            )
+            for each in given["ranks"]
+        }
+        words = {each["rank"]: each["words"] for each in given["ranks"]}
+        self._order = EndOrder({rank: (words[rank], it.handle) for rank, it in self._ranks.items()})
+        self._interval_s = interval_s(given["nodes"])
+        self._file = self._file_of(given["node"])
+        self._now, self._written_at, self._looked_at = 0.0, float("-inf"), float("-inf")
+        self._written: NodeReport | None = None
         self._lost_at: float | None = None
+        self._ends = False
 
     def watch(self) -> None:
-        """Until the rank has ended."""
+        """Until all ranks of the node have ended."""
         before = time.monotonic()
         while not self._turn():
-            wait_s = self._tick_s
-            handles = [] if self._charge.ended_at else self._charge.handles
-            select.select([self._wire.socket.fileno(), *handles], [], [], wait_s)
+            wait_s = _SHORT_TICK_S if self._is_ending else _TICK_S
+            self._order.wait(wait_s)
             # Time is counted by wake-ups: none passes while this process is stopped.
             after = time.monotonic()
             self._now += min(after - before, 2 * wait_s)
             before = after
-        if self._charge.ended_at:
-            self._charge.clean_up()
+        for rank in self._ranks.values():
+            rank.clean_up()
 
     @property
     def _is_ending(self) -> bool:
-        return self._lost_at is not None
-
-    @property
-    def _tick_s(self) -> float:
-        return _SHORT_TICK_S if self._is_ending else _TICK_S
+        return self._lost_at is not None or any(
+            self._order.has(number) and rank.state in (LIVES, STOPPED)
+            for number, rank in self._ranks.items()
+        )
 
     def _turn(self) -> bool:
         """Look around and act; whether all is over."""
-        charge = self._charge
-        charge.look()
-        self._launcher = self._launcher or charge.abandoned()
-        if self._lost_at is None and (charge.ended_at or self._launcher):
+        for number, rank in self._ranks.items():
+            rank.look(self._order.before(number))
+        states = {rank.state for rank in self._ranks.values()}
+        if self._lost_at is None and states & {FAILS, FAILED, DIED}:
             self._lost_at = self._now
-        self._tell()
-        for content, source in self._wire.receive():
-            self._hear(content, source)
-        if charge.said_goodbye or self._fails_alone:
-            return True
+        pause_s = self._interval_s * (_SHORT_TICK_S if self._is_ending else 1.0)
+        if self._now - self._looked_at >= 0.9 * pause_s:
+            self._looked_at = self._now
+            self._hear()
         self._act()
-        return self._is_over()
+        self._tell()
+        if states == {LEFT} or (self._given["size"] == 1 and states & {FAILS, FAILED}):
+            return True
+        return self._is_over() and all(
+            rank.ended_at or rank.state == LEFT for rank in self._ranks.values()
+        )
 
-    @property
-    def _fails_alone(self) -> bool:
-        """Whether its error is the caller's matter: no other rank waits for it."""
-        return self._given["size"] == 1 and self._charge.explains
+    def _hear(self) -> None:
+        """What the watchers of other nodes say."""
+        raise NotImplementedError
 
     def _act(self) -> None:
-        """What follows from the end of the own rank, or from that of rank 0's watcher."""
-        if self._ordered:
-            self._charge.kill()
-        elif self._lost_at is not None and self._now - self._lost_at > _UNHEARD_S:
-            death = self._charge.death(self._launcher)
-            if not (self._noted or death.asked or self._charge.explains):
-                self._report(death.verdict)
-            self._ordered = True
-        elif self._is_without_head():
-            verdict = Verdict(0, "nothing is heard of its node: it is gone", RESUME)
-            step, node = self._charge.sight.step, self._given["hosts"][-1]
-            self._report(verdict, Sight(step=step), node)
-            self._ordered = True
+        """Do what follows from it, and from what became of the own ranks."""
+        raise NotImplementedError
 
     def _is_over(self) -> bool:
-        ended = bool(self._charge.ended_at)
-        return ended and (self._ordered or self._noted or self._charge.explains)
+        """Whether nothing is left to be said, once the own ranks have ended."""
+        raise NotImplementedError
 
-    def _is_without_head(self) -> bool:
-        sight = self._charge.sight
-        if sight.moves != self._moves:
-            self._moves, self._moved_at = sight.moves, self._now
-        if self._answered_at is None:
-            return False
-        limit = limit_s(self._given["least_s"], self._given["predicted_s"], sight.pace_s)
-        still_s = min(self._now - self._answered_at, self._now - self._moved_at)
-        return still_s > _WITHOUT_HEAD * limit
+    def _content(self) -> NodeReport:
+        ranks = {
+            number: RankReport(rank.state, rank.sight, rank.death)
+            for number, rank in self._ranks.items()
+        }
+        return NodeReport(self._given["name"], ranks, self._ends)
 
     def _tell(self) -> None:
-        """Say how the rank is, or how it ended."""
-        ends = self._lost_at is not None or self._charge.said_goodbye or self._charge.explains
-        if not ends and self._now - self._told_at < self._interval_s:
-            return
-        self._told_at = self._now
-        self._deliver(self._content())
+        """Write the file, when something has happened, and as a sign of life."""
+        content = self._content()
+        if (
+            self._written is None
+            or _events(content) != _events(self._written)
+            or self._now - self._written_at >= 0.9 * self._interval_s
+        ):
+            self._file.write(content, time.time())
+            self._written, self._written_at = content, self._now
 
-    def _deliver(self, content: Mapping[str, Any]) -> None:
-        self._wire.send(self._target, content)
+    def _kill(self) -> None:
+        for rank in self._ranks.values():
+            rank.kill()
 
-    def _content(self) -> dict[str, Any]:
-        charge = self._charge
-        content: dict[str, Any] = {
-            "says": "beat",
-            "rank": charge.rank,
-            "sight": charge.sight,
-            "stopped": charge.stopped,
-            "node": self._given["node"],
-        }
-        if charge.said_goodbye:
-            return {**content, "says": "bye"}
-        if charge.explains:
-            return {**content, "says": "failed" if charge.ended_at else "failing"}
-        if self._lost_at is None:
-            return content
-        return {**content, "says": "died", **charge.death(self._launcher)._asdict()}
+    def _report(self, verdict: Verdict, sight: Sight, node: str) -> None:
+        document = report_document(verdict, sight, node, self._names)
+        write_report(Path(self._given["errors"]) / f"rank-{verdict.rank:04d}.json", document)
+        write_log(_LOG, report_text(document))
 
-    def _hear(self, content: Mapping[str, Any], source: tuple[str, int]) -> None:  # noqa: ARG002
-        """An answer of rank 0's watcher."""
-        self._answered_at = self._now
-        self._noted |= content.get("says") == "noted"
-        self._ordered |= content.get("says") == "end"
-
-    def _report(self, verdict: Verdict, sight: Sight | None = None, node: str = "") -> None:
-        path = Path(self._given["errors"]) / f"rank-{verdict.rank:04d}.json"
-        own = verdict.rank == self._charge.rank
-        seen = sight or (self._charge.sight if own else Sight())
-        report(path, verdict, seen, node or self._given["node"], self._names)
+    def _file_of(self, node: int) -> NodeFile:
+        return NodeFile(node_path(Path(self._given["folder"]), node), self._given["start"])
 
 
-class Leader(Watcher):
-    """Watches rank 0, and all others by what their watchers tell."""
+class FirstWatcher(Watcher):
+    """Of the first node: knows all ranks, by what the watchers of the other nodes say."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         super().__init__(given)
-        self._head = Head(given["size"], given["least_s"], given["predicted_s"], self._names)
-        self._others: dict[int, tuple[str, int]] = {}
+        self._job = JobView(given["nodes"], given["min_s"], given["predicted_s"], self._names)
+        self._others = {node: self._file_of(node) for node in range(1, given["nodes"])}
+        self._faults: set[int] = set()
         self._end_at: float | None = None
         self._reported = False
-        self._judged_at = float("-inf")
+        self._stalled = ""
 
     @property
     def _is_ending(self) -> bool:
-        return self._end_at is not None or self._head.is_ending or super()._is_ending
+        return self._end_at is not None or self._job.is_ending or super()._is_ending
 
-    def _deliver(self, content: Mapping[str, Any]) -> None:
-        self._head.hears(content, self._now)
-
-    def _hear(self, content: Mapping[str, Any], source: tuple[str, int]) -> None:
-        self._head.hears(content, self._now)
-        self._others[int(content["rank"])] = source
-        said = "heard" if content["says"] == "beat" else "noted"
-        self._wire.send(source, {"says": said})
+    def _hear(self) -> None:
+        for node, file in self._others.items():
+            report = file.read()
+            if report is not None:
+                self._job.hears(node, report, self._now)
+            if file.fault and node not in self._faults:
+                self._faults.add(node)
+                write_log(_LOG, f"pipectl: {file.fault}; it counts as no word from that node\n")
 
     def _act(self) -> None:
-        """At most once a tick, as it looks at all ranks and messages are many; and at the end."""
-        if self._now - self._judged_at >= self._tick_s or self._is_over():
-            self._judged_at = self._now
-            self._judge()
-
-    def _judge(self) -> None:
-        verdict = None if self._reported else self._head.verdict(self._now)
-        over = self._head.is_over(self._now)
+        job, now = self._job, self._now
+        job.hears(0, self._content(), now)
+        verdict = None if self._reported else job.verdict(now)
         if verdict is not None:
             self._reported = True
-            known = self._head.sight(verdict.rank)
-            self._report(verdict, known, self._head.node(verdict.rank))
-        elif warning := self._head.warning(self._now):
-            sys.stderr.write(f"pipectl: {warning}\n")
-        if self._end_at is None and (over or verdict is not None):
-            self._end_at = self._now + (_GRACE_S if over else 0.0)
-        if self._end_at is not None and self._now >= self._end_at:
-            for rank in self._left():
-                self._wire.send(self._others[rank], {"says": "end"})
-            self._charge.kill()
+            self._report(verdict, job.sight(verdict.rank), job.name(verdict.rank))
+        elif warning := job.warning(now):
+            self._stalled = warning
+            write_log(_LOG, f"pipectl: {printable(warning)}\n")
+        if job.moves:
+            self._stalled = ""
+        if self._end_at is None and (verdict is not None or job.is_over(now)):
+            self._end_at = now + (_GRACE_S if job.is_over(now) else 0.0)
+        if self._end_at is not None and now >= self._end_at:
+            self._ends = True
+            self._kill()
 
     def _is_over(self) -> bool:
-        if not self._charge.ended_at or self._end_at is None:
+        if self._end_at is None:
             return False
-        return not self._left() or self._now > self._end_at + _LEAVE_S
+        return self._job.all_have_ended(but=0) or self._now > self._end_at + _LEAVE_S
 
-    def _left(self) -> list[int]:
-        """Ranks that have not ended."""
-        return [rank for rank in self._others if not self._head.has_ended(rank)]
+    def _content(self) -> NodeReport:
+        return super()._content()._replace(knows=self._job.is_ending, stalled=self._stalled)
+
+
+class OtherWatcher(Watcher):
+    """Of any other node: does what the first one's says, and without it what it can."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        super().__init__(given)
+        self._first_file = self._file_of(0)
+        self._first: NodeReport | None = None
+        self._heard_at = 0.0
+        self._moves: list[int] = []
+        self._moved_at = 0.0
+
+    def _hear(self) -> None:
+        report = self._first_file.read()
+        if report is not None:
+            self._first, self._heard_at = report, self._now
+
+    def _act(self) -> None:
+        moves = [rank.sight.moves for rank in self._ranks.values()]
+        if moves != self._moves:
+            self._moves, self._moved_at = moves, self._now
+        if not self._ends and self._first is not None and self._first.ends:
+            self._ends = True
+        elif not self._ends and self._lost_at is not None:
+            silent_s = self._now - max(self._lost_at, self._heard_at)
+            late = self._now - self._lost_at > _GRACE_S + _LEAVE_S
+            if late or silent_s > max(_UNHEARD_S, 3 * self._interval_s):
+                self._ends = True
+                self._report_alone()
+        elif not self._ends and self._is_without_first():
+            self._ends = True
+            self._report_first()
+        if self._ends:
+            self._kill()
+
+    def _is_over(self) -> bool:
+        return self._ends or (self._first is not None and self._first.knows)
+
+    def _is_without_first(self) -> bool:
+        if not _is_alive(self._first):
+            return False
+        pace_s = max(rank.sight.pace_s for rank in self._ranks.values())
+        limit = limit_s(self._given["min_s"], self._given["predicted_s"], pace_s)
+        still_s = self._now - max(self._heard_at, self._moved_at)
+        return still_s > _WITHOUT_FIRST * max(limit, 4 * self._interval_s)
+
+    def _report_alone(self) -> None:
+        """Why the own ranks end, if nobody else says so."""
+        if self._first is not None and self._first.knows:
+            return
+        assert self._lost_at is not None
+        if _is_alive(self._first) and self._heard_at < self._lost_at:
+            self._report_first()
+            return
+        if any(rank.state in (FAILS, FAILED) for rank in self._ranks.values()):
+            return
+        deaths = [(it.death, number) for number, it in self._ranks.items() if it.death is not None]
+        death, number = min(deaths, key=lambda each: (each[0].earlier, each[0].at))
+        if not death.asked:
+            sight = self._ranks[number].sight
+            self._report(judge_death(number, death), sight, self._given["name"])
+
+    def _report_first(self) -> None:
+        """That the first node is gone."""
+        assert self._first is not None
+        verdict = Verdict(min(self._first.ranks), _NODE_GONE, RESUME)
+        sight = self._first.ranks[verdict.rank].sight
+        self._report(verdict, sight, self._first.node)
+
+
+class EndOrder:
+    """In which order ranks end, as the kernel saw it, whenever that is looked at.
+
+    The death of one rank has its launcher kill all others within a millisecond, but what happens
+    becomes ready in an epoll instance one after the other. A process gives back its files before it
+    counts as ended, and launchers notice by that; so the file through which it speaks tells, too.
+
+    Args:
+        handles: of every rank, what it speaks through, and its process.
+    """
+
+    def __init__(self, handles: Mapping[int, tuple[int, int | None]]) -> None:
+        self._epoll = select.epoll()
+        self._rank_of: dict[int, int] = {}
+        self._ended: list[int] = []
+        for rank, (words, process) in handles.items():
+            if words >= 0:
+                self._epoll.register(words, 0)  # its end is told without being asked for
+                self._rank_of[words] = rank
+            if process is not None:
+                self._epoll.register(process, select.EPOLLIN)
+                self._rank_of[process] = rank
+
+    def wait(self, seconds: float) -> None:
+        """Until a rank ends, or for so long."""
+        if not self._rank_of:
+            time.sleep(seconds)
+            return
+        for handle, _ in self._epoll.poll(seconds, len(self._rank_of)):
+            self._epoll.unregister(handle)
+            rank = self._rank_of.pop(handle)
+            if rank not in self._ended:
+                self._ended.append(rank)
+
+    def has(self, rank: int) -> bool:
+        """Whether it has ended, or is about to."""
+        return rank in self._ended
+
+    def before(self, rank: int) -> int:
+        """How many have ended before it did, or so far."""
+        return self._ended.index(rank) if rank in self._ended else len(self._ended)
+
+
+def _events(report: NodeReport) -> tuple[Any, ...]:
+    """What is worth a word at once."""
+    states = [each.state for each in report.ranks.values()]
+    return states, report.ends, report.knows, report.stalled
+
+
+def _is_alive(report: NodeReport | None) -> bool:
+    """Whether ranks of a node were alive when it was last heard of."""
+    return report is not None and any(each.state not in OVER for each in report.ranks.values())
 
 
 def main() -> None:
-    """Watch the rank that is on the other side of the standard input."""
-    outlive_signals()
-    line = b""
-    while not line.endswith(b"\n"):
-        letter = os.read(_PIPE, 1)
-        if not letter:
-            return
-        line += letter
-    os.set_blocking(_PIPE, False)
-    given = json.loads(line)
-    (Leader if given["rank"] == 0 else Watcher)(given).watch()
+    """Watch the ranks that the standard input names."""
+    for number in _TO_ALL:
+        signal.signal(number, signal.SIG_IGN)
+    given = json.load(sys.stdin)
+    (OtherWatcher if given["node"] else FirstWatcher)(given).watch()
 
 
 if __name__ == "__main__":

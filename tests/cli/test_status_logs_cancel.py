@@ -181,6 +181,31 @@ def test_a_batch_system_that_is_gone_is_said(cli: Command, run_of: RunOf) -> Non
     assert "squeue: No such file or directory" in result.out
 
 
+def test_a_run_that_does_not_move_on_says_who_waits_for_whom(
+    cli: Command, run_of: RunOf, program: Program
+) -> None:
+    run = run_of("20250103-120000-tiny", scheduler="slurm", job_id="12")
+    program("squeue", LISTED.format("RUNNING"))
+    words = "no rank has moved on for 30 s: rank 0 waits for the other ranks\x1b[2J"
+    report = {"version": 1, "node": "n1", "ends": False, "knows": False, "stalled": words}
+    (run / "watch").mkdir()
+    file = run / "watch/node-0000.json"
+    file.write_text(json.dumps({**report, "start": "s", "ranks": []}))
+    shown = words.replace("\x1b", "")
+    assert f"  stalled       {shown}\n" in cli("status", "last").out
+    assert json.loads(cli("status", "last", "--json").out)["stalled"] == shown
+    for damaged in ("{", json.dumps({**report, "stalled": 5, "ranks": []}), "[]"):
+        file.write_text(damaged)
+        result = cli("status", "last")
+        assert (result.code, "stalled" in result.out) == (0, False)
+
+
+def test_a_report_from_outside_of_all_stages_names_none(cli: Command, failed: Path) -> None:
+    error = {"rank": 1, "host": "n1", "stage": -1, "action": "UPDATE", "time": 1.0, "message": "m"}
+    (failed / "errors/rank-0001.json").write_text(json.dumps(error))
+    assert "rank 1 on n1, UPDATE (and 1 more ranks)\n" in cli("status", "last").out
+
+
 DOWN = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
 
 
@@ -294,15 +319,18 @@ def test_a_log_is_not_followed_for_ever_where_nobody_knows_of_an_end(
 
 
 def test_logs_of_ranks(cli: Command, finished: Path) -> None:
-    (finished / "logs/job.log").write_bytes(
-        b"started\n[0] zero\n[1] [0] one\n[1] \r1%\r2%\n[0] \xff\n[10] no rank of this run"
-    )
-    assert cli("logs", "--rank", "1").out == "[1] [0] one\n[1] 2%\n"
-    both = "[0] zero\n[1] [0] one\n[1] 2%\n[0] \ufffd\n"
+    (finished / "logs/job.log").write_bytes(b"started\n[1] not of rank 1\nwhy")
+    (finished / "logs/rank-0000.log").write_bytes(b"zero\n\x1b[31m\xff\n")
+    (finished / "logs/rank-0001.log").write_bytes(b"[0] one\n\r1%\r2%\nlast")
+    one = "[1] [0] one\n[1] 2%\n[1] last\n"
+    assert cli("logs", "--rank", "1").out == one
+    both = f"[0] zero\n[0] [31m\ufffd\n{one}"
     assert cli("logs", "--rank", "1", "--rank", "0", "-f").out == both
-    (finished / "logs/late-1-1.log").write_text("[1] aborting\n")
-    assert cli("logs").out == f"started\n{both}[10] no rank of this run\n[1] aborting\n"
-    assert cli("logs", "--rank", "1").out.endswith("[1] aborting\n")
+    assert cli("logs").out == f"{both}started\n[1] not of rank 1\nwhy\n"
+    error = {"rank": 1, "stage": 1, "step": 3, "action": "UPDATE", "type": "E", "message": "\x1bm"}
+    (finished / "errors/rank-0001.json").write_text(json.dumps({**error, "traceback": "in x\n"}))
+    told = "pipectl: rank 1, stage 1, step 3, UPDATE: E: m\nin x\n"
+    assert cli("logs", "--rank", "1").out == one + told
 
 
 def test_logs_of_ranks_that_there_are_not(cli: Command, finished: Path) -> None:

@@ -2,63 +2,83 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from pipectl.runs import Line, Printed, RunDirectory, late_lines
+from pipectl.runs import Line, Logs, Printed, RunDirectory
 
 
 @pytest.mark.parametrize(
-    ("text", "line"),
+    ("name", "text", "line"),
     [
-        (b"[3] text", Line(3, "[3] text")),
-        (b"[12] ", Line(12, "[12] ")),
-        (b"[1] [3] fooled?", Line(1, "[1] [3] fooled?")),
-        (b"[3]", Line(None, "[3]")),
-        (b"[3]text", Line(None, "[3]text")),
-        (b" [3] text", Line(None, " [3] text")),
-        (b"[03] text", Line(None, "[03] text")),
-        (b"[-1] text", Line(None, "[-1] text")),
-        ("[٣] text".encode(), Line(None, "[٣] text")),
-        (b"[prepare] [3] x", Line(None, "[prepare] [3] x")),
-        (b"[mpiexec@n1] x", Line(None, "[mpiexec@n1] x")),
-        (b"10%\r20%\r30%", Line(None, "30%")),
-        (b"[3] 10%\r[4] 20%\r", Line(3, "[3] [4] 20%")),
-        (b"[3] dos\r", Line(3, "[3] dos")),
-        (b"caf\xe9", Line(None, "caf\ufffd")),
-        (b"", Line(None, "")),
+        ("rank-0003.log", b"text", Line(3, "[3] text")),
+        ("rank-0012.log", b"", Line(12, "[12] ")),
+        ("rank-0001.log", b"[3] fooled?", Line(1, "[1] [3] fooled?")),
+        ("rank-0003.log", b"10%\r[4] 20%\r", Line(3, "[3] [4] 20%")),
+        ("rank-12345.log", b"dos\r", Line(12345, "[12345] dos")),
+        ("job.log", b"[3] fooled?", Line(None, "[3] fooled?")),
+        ("job.log", b"10%\r20%\r30%", Line(None, "30%")),
+        ("job.log", b"caf\xe9", Line(None, "caf\ufffd")),
+        ("job.log", b"", Line(None, "")),
+        ("node-n1.log", b"[3] text", Line(3, "[3] text")),
+        ("node-n1.log", b"[1] [3] fooled?", Line(1, "[1] [3] fooled?")),
+        ("node-n1.log", b"[3] 10%\r[4] 20%\r", Line(3, "[3] [4] 20%")),
+        ("node-n1.log", b"[03] text", Line(None, "[03] text")),
+        ("node-n1.log", "[٣] text".encode(), Line(None, "[٣] text")),
     ],
 )
-def test_the_begin_of_a_line_says_whose_it_is(tmp_path: Path, text: bytes, line: Line) -> None:
-    path = tmp_path / "job.log"
-    path.write_bytes(text + b"\nlast\n")
-    assert list(Printed(path).all()) == [line, Line(None, "last")]
+def test_whose_a_line_is(tmp_path: Path, name: str, text: bytes, line: Line) -> None:
+    path = tmp_path / name
+    path.write_bytes(text + b"\n")
+    assert list(Printed(path).all()) == [line]
 
 
 def test_a_line_that_grows_is_read_once_and_whole(tmp_path: Path) -> None:
-    path = tmp_path / "job.log"
+    path = tmp_path / "rank-0000.log"
     printed = Printed(path)
     assert list(printed.whole()) == []
-    path.write_bytes(b"[0] caf\xc3")
+    path.write_bytes(b"caf\xc3")
     assert list(printed.whole()) == []
     with path.open("ab") as log:
-        log.write(b"\xa9\n[1] beg")
+        log.write(b"\xa9\nbeg")
     assert list(printed.whole()) == [Line(0, "[0] café")]
-    assert list(printed.all()) == [Line(1, "[1] beg")]
+    assert list(printed.all()) == [Line(0, "[0] beg")]
     assert list(printed.all()) == []
+
+
+def test_a_log_that_was_cut_is_read_from_its_begin(tmp_path: Path) -> None:
+    path = tmp_path / "job.log"
+    path.write_text("one\ntwo\nthr")
+    printed = Printed(path)
+    assert len(list(printed.whole())) == 2
+    path.write_text("new\n")
+    assert list(printed.all()) == [Line(None, "new")]
 
 
 def test_long_logs_are_read_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipectl.runs.printed._CHUNK", 7)
-    path = tmp_path / "job.log"
-    path.write_text("".join(f"[{rank}] {'x' * rank}\n" for rank in range(30)))
-    assert [line.rank for line in Printed(path).all()] == [*range(30)]
+    monkeypatch.setattr("pipectl.runs.printed._MAX_LINE", 20)
+    path = tmp_path / "node-n1.log"
+    path.write_text("".join(f"[{rank}] {'x' * rank}\n" for rank in range(10)) + "y" * 50)
+    assert [line.rank for line in Printed(path).all()] == [*range(10), None, None, None]
 
 
-def test_what_came_late_is_in_order_of_starts_and_ranks(tmp_path: Path) -> None:
+def test_logs_of_ranks_come_before_that_of_the_job_by_their_numbers(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.logs.mkdir()
-    for attempt, rank in ((2, 1), (1, 10), (1, 9)):
-        run.late_log(str(rank), str(attempt)).write_text(f"[{rank}] start {attempt}\n")
-    assert [line.text for line in late_lines(run)] == ["[9] start 1", "[10] start 1", "[1] start 2"]
+    run.job_log.write_text("why\n")
+    for rank in (10000, 10, 9):
+        run.rank_log(rank).write_text("text\n")
+    texts = [line.text for line in Logs(run).all()]
+    assert texts == ["[9] text", "[10] text", "[10000] text", "why"]
+
+
+def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.logs.mkdir()
+    run.rank_log(0).symlink_to("/dev/zero")
+    os.mkfifo(run.rank_log(1))
+    run.job_log.mkdir()
+    assert list(Logs(run).all()) == []

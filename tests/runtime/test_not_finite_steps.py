@@ -161,7 +161,7 @@ def test_a_checkpoint_that_takes_long_before_the_job_stops_is_no_row() -> None:
     with pytest.raises(UsageError):
         Trainer._finish_saving(rank)
     assert [(sight.kind, sight.phase) for sight in seen] == [(NO_ROW, "saving")]
-    assert (doing.action, doing.stage) == ("UPDATE micro-batch -1", 1)
+    assert (doing.action, doing.stage) == ("UPDATE", 1)
 
 
 def test_where_steps_overlap_a_rank_without_the_fault_says_the_same() -> None:

@@ -29,6 +29,7 @@ def offers(peer: int) -> Sight:
 
 
 WAITS_FOR_ALL = Sight(9, UPDATE, 0, -1, step=5, waiting=True)
+BUILDS = Sight(4, waiting=True, phase="building the stages")
 SAVES = Sight(9, step=5, waiting=True, phase="saving")
 
 
@@ -62,6 +63,7 @@ def test_ends_of_chains(sights: dict[int, Sight], words: str) -> None:
 
 def test_actions_read_as_in_other_error_reports() -> None:
     assert action(computes(), NAMES) == "BACKWARD micro-batch 4"
+    assert action(WAITS_FOR_ALL._replace(stage=-1), NAMES) == "UPDATE"
     assert action(Sight(phase="capturing the model"), NAMES) == "capturing the model"
 
 
@@ -84,6 +86,7 @@ def test_three_steps_as_predicted_or_as_they_are() -> None:
         {0: known(awaits(1), 8), 1: known(computes(), 8, stopped_s=8)},
         {0: known(computes(), 1), 1: known(computes(), LONG, silent_s=LONG)},  # only word is lost
         {0: known(Sight(phase="capturing"), LONG), 1: known(Sight(phase="capturing"), LONG)},
+        {0: known(BUILDS, LONG), 1: known(Sight(phase="capturing"), LONG)},  # a large model
     ],
 )
 def test_runs_that_may_go_on(seen: dict[int, Seen]) -> None:
@@ -119,6 +122,17 @@ def test_runs_that_may_go_on(seen: dict[int, Seen]) -> None:
             1,
             "its process is stopped",
         ),
+        (
+            {0: known(BUILDS, 61), 1: known(BUILDS, 61)},
+            0,
+            "all ranks have waited for each other for 61 s; rank 1 waits for the other ranks "
+            "(building the stages)",
+        ),
+        (
+            {0: known(awaits(1)._replace(step=1), 61), 1: known(awaits(0)._replace(step=1), 61)},
+            0,
+            "all ranks have waited for each other for 61 s; rank 1 waits for activation 5",
+        ),
     ],
 )
 def test_ranks_that_are_lost(seen: dict[int, Seen], rank: int, words: str) -> None:
@@ -131,8 +145,19 @@ def test_ranks_that_are_lost(seen: dict[int, Seen], rank: int, words: str) -> No
 def test_of_all_that_wait_one_that_waits_for_the_culprit_is_told_of() -> None:
     seen = {0: known(WAITS_FOR_ALL), 1: known(computes()), 2: known(awaits(1))}
     assert waiting_words(seen, NAMES, 1).startswith("rank 2 waits for activation 5")
-    assert waiting_words(seen, NAMES).startswith("rank 0 waits for the other ranks")
-    assert waiting_words({1: known(computes())}, NAMES) == ""
+    assert waiting_words(seen, NAMES).startswith("rank 2 waits for activation 5")
+    assert waiting_words({1: known(computes())}, NAMES, 1) == ""
+
+
+def test_if_no_rank_waits_for_a_message_all_are_told_of() -> None:
+    captures = Sight(3, phase="capturing the model")
+    seen = {rank: known(captures) for rank in (0, 2, 3)} | {1: known(BUILDS), 4: known(computes())}
+    assert waiting_words(seen, NAMES) == (
+        "ranks 0, 2-3 are capturing the model; rank 1 waits for the other ranks (building the "
+        "stages); rank 4 is in backward 4"
+    )
+    many = {rank: known(computes(rank)) for rank in range(20)}
+    assert waiting_words(many, NAMES).endswith("in backward 5; 14 more ranks do something else")
 
 
 def test_ranks_that_only_begin_to_wait_are_links_of_the_chain() -> None:

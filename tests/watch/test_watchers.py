@@ -1,6 +1,6 @@
-"""Watchers of processes that stand in for ranks: how each sees its own end, and who reports it.
+"""Watchers of processes that stand in for ranks: how they see their ends, and what they do then.
 
-Whole jobs that lose ranks are in tests/runtime/watch, where watchers are processes of their own.
+Whole jobs that lose ranks are in tests/runtime/watch.
 """
 
 from __future__ import annotations
@@ -9,294 +9,344 @@ import json
 import os
 import signal
 import socket
+import stat
 import subprocess
-import threading
+import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipectl.batch import process
 from pipectl.runs import RunDirectory, read_errors
 from pipectl.schedule import Kind
-from pipectl.watch import charge, machine, watcher
-from pipectl.watch.board import Board, shared_memory
-from pipectl.watch.charge import BYE, FAILING
-from pipectl.watch.head import Head
-from pipectl.watch.wire import listen
+from pipectl.watch.board import Board, create_memory
+from pipectl.watch.node_file import NodeFile, NodeReport, node_path, parse_report
+from pipectl.watch.rank import BYE, FAILING
 
 LONG_S = 60.0
-KINDS = [kind.name for kind in Kind]
+ROOT = Path(__file__).parents[2]
 
 
 class Rank:
-    """A process that sleeps, what it says through its pipe, and its watcher in a thread."""
+    """A process that sleeps, and what it would show and say."""
 
-    def __init__(self, rank: int, given: dict[str, Any], patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, number: int, folder: Path) -> None:
+        self.number = number
         self.process = subprocess.Popen(["/bin/sleep", "600"])
-        self._theirs, self.pipe = os.pipe()
-        os.set_blocking(self._theirs, False)
-        memory, board = shared_memory()
         self.board = Board()
-        self.board.move_to(memory)
-        patch.setattr(watcher, "_PIPE", self._theirs)
-        more = {"rank": rank, "pid": self.process.pid, "board": board}
-        kind = watcher.Watcher if rank else watcher.Leader
-        self.watcher = kind({**given, **more})
-        os.close(board)
-        self._thread = threading.Thread(target=self.watcher.watch, daemon=True)
-
-    def watch(self) -> None:
-        self._thread.start()
+        self.board.move_to(create_memory(folder / f"board-{number}"))
+        os.mkfifo(folder / f"words-{number}")
+        self._words = os.open(folder / f"words-{number}", os.O_RDWR | os.O_NONBLOCK)
+        self.theirs = [
+            os.open(folder / f"{name}-{number}", os.O_RDONLY | os.O_NONBLOCK)
+            for name in ("board", "words")
+        ]
 
     def says(self, words: bytes) -> None:
-        os.write(self.pipe, words)
+        os.write(self._words, words)
 
     def ends(self) -> None:
         self.process.kill()
         self.process.wait()
 
-    def is_left(self) -> None:
-        """Wait until the watcher has ended."""
-        self._thread.join(LONG_S)
-        assert not self._thread.is_alive()
+    def given(self) -> dict[str, Any]:
+        started = process.start_time(self.process.pid)
+        names = {"board": self.theirs[0], "words": self.theirs[1]}
+        return {"rank": self.number, "pid": self.process.pid, "started": started, **names}
 
     def close(self) -> None:
         self.ends()
-        for handle in (self._theirs, self.pipe):
+        for handle in (self._words, *self.theirs):
             os.close(handle)
 
 
 class Job:
-    """Ranks of one job, the first of them with the head."""
+    """Ranks of one job on nodes that are all this machine, and the watchers of those."""
 
-    def __init__(self, errors: Path, patch: pytest.MonkeyPatch) -> None:
-        self.errors, self._patch = errors, patch
+    def __init__(self, run: RunDirectory) -> None:
+        self.run, self.log = run, run.path / "log"
+        run.errors.mkdir()
+        run.watch.mkdir(mode=0o700)
         self.ranks: list[Rank] = []
+        self.watchers: list[subprocess.Popen[bytes]] = []
 
-    def start(self, size: int, *, least_s: float = LONG_S) -> list[Rank]:
-        """So many ranks; watch them one by one."""
-        own = listen()
-        given = {
-            "hosts": [socket.gethostname()], "port": own.getsockname()[1], "secret": "s",
-            "socket": -1, "size": size, "node": "here", "errors": str(self.errors),
-            "launched": False, "script": 0, "least_s": least_s, "predicted_s": 0.0,
-            "kinds": KINDS, "lanes": [],
-        }  # fmt: skip
-        for rank in range(size):
-            handle = own.detach() if rank == 0 else -1
-            self.ranks.append(Rank(rank, {**given, "socket": handle}, self._patch))
+    def start(self, *nodes: int, min_s: float = LONG_S) -> list[Rank]:
+        """So many ranks on each node, and watch them."""
+        self.ranks = [Rank(number, self.run.path) for number in range(sum(nodes))]
+        left = iter(self.ranks)
+        for index, count in enumerate(nodes):
+            self._watch(index, [next(left) for _ in range(count)], len(nodes), min_s)
+        wait_until(lambda: all(node_path(self.run.watch, i).exists() for i in range(len(nodes))))
         return self.ranks
+
+    def wait(self) -> None:
+        """Until the watchers have ended."""
+        for watcher in self.watchers:
+            assert watcher.wait(LONG_S) in (0, -signal.SIGKILL), self.log.read_text()
+
+    def wait_for_words(self, node: int) -> None:
+        """Until a watcher has written twice."""
+        for _ in range(2):
+            before = node_path(self.run.watch, node).stat().st_ino
+            wait_until(lambda: node_path(self.run.watch, node).stat().st_ino != before)  # noqa: B023
 
     @property
     def reports(self) -> dict[int, str]:
         """What was said of each rank that was found lost."""
-        files = sorted(self.errors.glob("rank-*.json"))
-        return {int(file.stem[5:]): json.loads(file.read_text())["message"] for file in files}
+        return {error["rank"]: error["message"] for error in read_errors(self.run)}
+
+    def _watch(self, node: int, ranks: list[Rank], nodes: int, min_s: float) -> None:
+        given = {
+            "name": f"n{node}", "node": node, "nodes": nodes, "start": "s", "size": len(self.ranks),
+            "folder": str(self.run.watch), "errors": str(self.run.errors), "launched": False,
+            "script": 0, "min_s": min_s, "predicted_s": 0.0, "lanes": [],
+            "kinds": [kind.name for kind in Kind], "ranks": [rank.given() for rank in ranks],
+        }  # fmt: skip
+        with tempfile.TemporaryFile() as words, self.log.open("ab") as log:
+            words.write(json.dumps(given).encode())
+            words.seek(0)
+            watcher = subprocess.Popen(
+                [sys.executable, "-S", "-m", "pipectl.watch.watcher"],
+                stdin=words,
+                stderr=log,
+                pass_fds=[handle for rank in ranks for handle in rank.theirs],
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+            )
+        self.watchers.append(watcher)
+
+
+def wait_until(done: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + LONG_S
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
-    errors = tmp_path / "errors"
-    errors.mkdir()
-    monkeypatch.setattr(watcher, "_TICK_S", 0.1)
-    made = Job(errors, monkeypatch)
+def job(tmp_path: Path) -> Iterator[Job]:
+    made = Job(RunDirectory(tmp_path))
     yield made
+    for watcher in made.watchers:
+        watcher.kill()
+        watcher.wait()
     for rank in made.ranks:
         rank.close()
-
-
-@pytest.fixture
-def two(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[Job, Rank, Rank]:
-    """The head and another rank, both watched, of a job that is soon ended."""
-    monkeypatch.setattr(watcher, "_GRACE_S", 0.2)
-    first, second = job.start(2)
-    first.watch()
-    second.watch()
-    return job, first, second
 
 
 @pytest.mark.parametrize("words", [BYE, FAILING])
 def test_a_rank_alone_that_says_why_it_ends_is_not_reported(job: Job, words: bytes) -> None:
     (rank,) = job.start(1)
-    rank.watch()
     rank.says(words)
-    rank.is_left()
+    job.wait()
+    assert job.reports == {}
+    assert rank.process.poll() is None
+
+
+def test_a_rank_that_is_killed_is_reported_and_all_of_its_node_end(job: Job) -> None:
+    first, second, third = job.start(3)
+    second.board.phase("loading data")
+    second.ends()
+    assert first.process.wait(LONG_S) == third.process.wait(LONG_S) == -signal.SIGKILL
+    job.wait()
+    assert list(job.reports) == [1]
+    assert "killed" in job.reports[1]
+    assert "pipectl: rank 1, step 0, loading data: its process was killed" in job.log.read_text()
+
+
+def test_ranks_of_another_node_end_too(job: Job) -> None:
+    first, second = job.start(1, 1)
+    second.ends()
+    assert first.process.wait(LONG_S) == -signal.SIGKILL
+    job.wait()
+    assert list(job.reports) == [1]
+
+
+def test_a_rank_that_says_why_it_fails_ends_all_and_is_not_reported(job: Job) -> None:
+    first, second, third = job.start(2, 1)
+    second.says(FAILING + b"ValueError")
+    second.ends()
+    assert first.process.wait(LONG_S) == third.process.wait(LONG_S) == -signal.SIGKILL
+    job.wait()
     assert job.reports == {}
 
 
-def test_a_rank_that_is_killed_is_reported(job: Job) -> None:
+def test_a_crash_is_told_in_pythons_words_without_what_disturbs_terminals(job: Job) -> None:
     (rank,) = job.start(1)
-    rank.board.phase("loading data")
-    rank.watch()
+    rank.says(b"Fatal Python error: Segmentation\x1b[2J fault\n  File\n")
     rank.ends()
-    rank.is_left()
-    assert "killed" in job.reports[0]
+    job.wait()
+    assert job.reports[0] == "its process crashed: Fatal Python error: Segmentation[2J fault"
+    assert "\x1b" not in job.log.read_text()
 
 
-def test_the_head_reports_another_that_is_killed_and_ends_all(
-    two: tuple[Job, Rank, Rank],
-) -> None:
-    job, first, second = two
+def test_a_rank_that_is_asked_to_end_and_does_not_is_killed(job: Job) -> None:
+    (rank,) = job.start(1)
+    rank.says(bytes([signal.SIGTERM]))
+    assert rank.process.wait(LONG_S) == -signal.SIGKILL
+    job.wait()
+    assert job.reports == {}
+
+
+def test_the_first_to_end_is_named_however_late_the_watcher_looks(job: Job) -> None:
+    ranks = job.start(4)
+    job.watchers[0].send_signal(signal.SIGSTOP)
+    for rank in (ranks[2], ranks[0], ranks[3]):
+        rank.ends()
+    job.watchers[0].send_signal(signal.SIGCONT)
+    job.wait()
+    assert list(job.reports) == [2]
+
+
+def test_the_end_of_a_watcher_ends_no_rank(job: Job) -> None:
+    first, second = job.start(1, 1)
+    job.watchers[0].kill()
+    job.watchers[0].wait()
+    for _ in range(100_000):  # more than a pipe holds
+        try:
+            first.says(b"x")
+        except BlockingIOError:
+            break
+    else:
+        raise AssertionError
+    second.ends()  # of this its own watcher tells
+    job.watchers[1].wait(LONG_S)
+    assert first.process.poll() is None
+    assert list(job.reports) == [0]
+    assert "nothing is heard of its node" in job.reports[0]
+
+
+def test_the_first_node_tells_nothing_before_a_rank_of_another_ends(job: Job) -> None:
+    """Its ranks have left, so the others are on their own."""
+    first, second, third = job.start(1, 2)
+    first.says(BYE)
+    first.ends()
+    job.watchers[0].wait(LONG_S)
     second.ends()
-    second.is_left()
-    assert first.process.wait(LONG_S) == -signal.SIGKILL
-    first.is_left()
+    assert third.process.wait(LONG_S) == -signal.SIGKILL
+    job.wait()
     assert list(job.reports) == [1]
     assert "killed" in job.reports[1]
 
 
-def test_a_rank_that_says_why_it_fails_ends_all_and_is_not_reported(
-    two: tuple[Job, Rank, Rank],
-) -> None:
-    job, first, second = two
-    second.says(FAILING + b"ValueError")
-    second.ends()
-    assert first.process.wait(LONG_S) == -signal.SIGKILL
-    for rank in (first, second):
-        rank.is_left()
-    assert job.reports == {}
-
-
-def test_what_a_rank_says_right_before_its_end_is_heard(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (rank,) = job.start(1)
-    monkeypatch.setattr(charge, "_still", lambda _pid, _before: rank.says(FAILING))
-    own = rank.watcher._charge
-    own.look()
-    assert own.ended_at
-    assert own.explains
-
-
-def test_a_crash_is_told_in_pythons_words(job: Job) -> None:
-    (rank,) = job.start(1)
-    rank.says(b"Fatal Python error: Segmentation fault\n")
-    rank.watch()
-    rank.ends()
-    rank.is_left()
-    assert job.reports[0] == "its process crashed: Fatal Python error: Segmentation fault"
-
-
-@pytest.mark.parametrize(
-    ("turns", "last", "words"),
-    [
-        (0, b"", "killed by the kernel, for lack of memory"),
-        (3, b"", "its process was killed (SIGKILL, say)"),
-        (0, b"Fatal Python error: Aborted\n", "its process crashed"),
-        (3, b"Fatal Python error: Aborted\n", "its process crashed"),
-    ],
-)
-def test_only_who_is_killed_just_then_was_killed_for_memory(
-    job: Job, monkeypatch: pytest.MonkeyPatch, turns: int, last: bytes, words: str
-) -> None:
-    """The kernel counts the processes of all jobs of the machine."""
-    kills = [7]
-    monkeypatch.setattr(machine, "killed_for_memory", lambda: kills[0])
-    monkeypatch.setattr(charge, "_RECENT_S", 0.0)
-    (rank,) = job.start(1)
-    rank.watcher._turn()
-    kills[0] += 1
-    for _ in range(turns):
-        rank.watcher._turn()
-    rank.says(last)
-    rank.ends()
-    rank.watch()
-    rank.is_left()
-    assert job.reports[0].startswith(words)
-
-
-def test_a_rank_that_is_asked_to_end_and_does_not_is_killed(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pipectl.watch.charge._LAST_WORDS_S", 0.2)
-    (rank,) = job.start(1)
-    rank.watch()
-    rank.says(bytes([signal.SIGTERM]))
-    assert rank.process.wait(LONG_S) == -signal.SIGKILL
-    rank.is_left()
-    assert job.reports == {}
-
-
-def test_a_watcher_that_nobody_answers_reports_by_itself(job: Job) -> None:
-    _, second = job.start(2)
-    second.watch()
-    second.ends()
-    second.is_left()
-    assert "killed" in job.reports[1]
-
-
-def test_of_watchers_that_nobody_answers_the_one_whose_rank_ended_first_counts(job: Job) -> None:
-    _, other, first = job.start(3)
-    for rank in (other, first):
-        rank.watcher._turn()
-    for rank in (first, other):
-        rank.ends()
-        rank.watcher._turn()
-    for rank in (other, first):
-        rank.watcher._now = LONG_S
-        rank.watcher._turn()
-    assert [error["rank"] for error in read_errors(RunDirectory(job.errors.parent))] == [2, 1]
-
-
-def test_many_messages_do_not_stop_the_clock_of_the_head(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All ranks are judged once a tick, which takes long where they are many."""
-    judged: list[float] = []
-
-    def verdict(head: Head, now: float) -> None:
-        judged.append(now)
-        time.sleep(0.005)
-
-    monkeypatch.setattr(Head, "verdict", verdict)
-    monkeypatch.setattr(watcher, "_TICK_S", 1.0)
-    first, second = job.start(2)
-    first.watch()
-    begun = time.monotonic()
-    while (passed_s := time.monotonic() - begun) < 2.0:
-        second.watcher._deliver(second.watcher._content())
-        time.sleep(0.001)
-    assert first.watcher._now == pytest.approx(passed_s, abs=0.5)
-    assert len(judged) <= 3
-    first.says(BYE)
-    first.is_left()
-
-
-def test_without_a_sign_of_the_head_a_rank_that_stands_still_is_ended(job: Job) -> None:
-    first, second = job.start(2, least_s=0.5)
-    second.board.step(7)
-    second.watch()
-    second.watcher._answered_at = 0.0  # and never again: the head's watcher does not run
+def test_without_the_first_node_ranks_that_stand_still_are_ended(job: Job) -> None:
+    first, second = job.start(1, 1, min_s=0.5)
+    first.board.step(7)
+    wait_until(lambda: '"step": 7' in node_path(job.run.watch, 0).read_text())
+    job.wait_for_words(1)  # before which it has read what the first says
+    job.watchers[0].send_signal(signal.SIGSTOP)
     assert second.process.wait(LONG_S) == -signal.SIGKILL
-    second.is_left()
-    assert list(job.reports) == [0]
-    (error,) = read_errors(RunDirectory(job.errors.parent))
-    assert "its node: it is gone" in error["message"]
-    assert (error["host"], error["step"]) == (socket.gethostname(), 7)
+    job.watchers[1].wait(LONG_S)
+    (error,) = read_errors(job.run)
+    assert "its node any more" in error["message"]
+    assert (error["rank"], error["host"], error["step"]) == (0, "n0", 7)
     assert first.process.poll() is None
 
 
-def test_what_it_watches_is_told_on_its_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[str, dict[str, int]]] = []
+@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 10**5, '{"start": "s"}', "\udcff"])
+def test_a_damaged_file_of_another_node_is_told_of_and_counts_for_nothing(
+    job: Job, text: str
+) -> None:
+    first, second = job.start(1, 1)
+    job.watchers[1].send_signal(signal.SIGSTOP)
+    node_path(job.run.watch, 1).write_bytes(text.encode(errors="surrogateescape"))
+    words = "pipectl: watch/node-0001.json is damaged or cannot be read; it counts as no word"
+    wait_until(lambda: words in job.log.read_text())
+    job.watchers[1].send_signal(signal.SIGCONT)
+    first.ends()
+    assert second.process.wait(LONG_S) == -signal.SIGKILL
+    job.wait()
+    assert list(job.reports) == [0]
+    assert job.log.read_text().count(words) == 1
 
-    class Fake:
-        def __init__(self, given: dict[str, int]) -> None:
-            seen.append((type(self).__name__, given))
 
-        def watch(self) -> None: ...
+def test_nobody_else_can_write_what_watchers_read_and_they_hold_no_socket(job: Job) -> None:
+    job.start(1, 1)
+    for file in job.run.watch.iterdir():
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    for watcher in job.watchers:
+        held = [str(path.readlink()) for path in Path(f"/proc/{watcher.pid}/fd").iterdir()]
+        assert not [name for name in held if name.startswith("socket:")], held
 
-    theirs, ours = os.pipe()
-    monkeypatch.setattr(watcher, "_PIPE", theirs)
-    monkeypatch.setattr(watcher, "outlive_signals", lambda: None)
-    for kind in ("Leader", "Watcher"):
-        monkeypatch.setattr(watcher, kind, type(kind, (Fake,), {}))
-    for rank in (0, 3):
-        os.write(ours, json.dumps({"rank": rank}).encode() + b"\n")
-        watcher.main()
-        os.set_blocking(theirs, True)
-    os.close(ours)
-    watcher.main()  # of a rank that ended before it told anything
-    assert seen == [("Leader", {"rank": 0}), ("Watcher", {"rank": 3})]
-    os.close(theirs)
+
+def report_of_two() -> dict[str, Any]:
+    sight = Board().read()._asdict()
+    rank = {"rank": 0, "state": "lives", "sight": sight, "death": None}
+    return {
+        "version": 1,
+        "node": "n",
+        "ends": False,
+        "knows": False,
+        "stalled": "",
+        "ranks": [rank],
+    }
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": 2},
+        {"node": None},
+        {"ends": 1},
+        {"ranks": None},
+        {"ranks": [5]},
+        {"ranks": [{}]},
+        *(
+            {"ranks": [{**report_of_two()["ranks"][0], **field}]}
+            for field in (
+                {"rank": -1},
+                {"rank": True},
+                {"rank": 10**400},
+                {"state": "well"},
+                {"state": "died"},
+                {"state": []},
+                {"state": "died", "death": {}},
+                {"sight": None},
+                {"sight": {**Board().read()._asdict(), "step": float("nan")}},
+                {"sight": {**Board().read()._asdict(), "pace_s": float("inf")}},
+                {"sight": {**Board().read()._asdict(), "phase": 5}},
+            )
+        ),
+    ],
+)
+def test_what_no_watcher_writes_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    assert list(parse_report(report_of_two()).ranks) == [0]
+    path = tmp_path / "node-0001.json"
+    path.write_text(json.dumps({**report_of_two(), "start": "s", **change}))
+    file = NodeFile(path, "s")
+    assert file.read() is None
+    assert "is damaged" in file.fault
+
+
+def test_a_file_of_an_earlier_start_or_a_link_is_not_read(tmp_path: Path) -> None:
+    path, link = tmp_path / "node-0001.json", tmp_path / "link"
+    file = NodeFile(path, "now")
+    assert file.read() is None
+    NodeFile(path, "before").write(NodeReport("n", {}, ends=True), 1.0)
+    assert file.read() is None
+    file.write(NodeReport("n", {}, ends=True), 2.0)
+    link.symlink_to(path)
+    assert NodeFile(link, "now").read() is None
+    assert file.read() == NodeReport("n", {}, ends=True)
+    assert file.read() is None  # nothing new
+    assert (file.fault, socket.gethostname() in path.read_text()) == ("", False)
+
+
+def test_a_full_disk_still_shows_that_a_watcher_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = NodeFile(tmp_path / "node-0001.json", "s")
+    file.write(NodeReport("n", {}), 1.0)
+    assert file.read() is not None
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pipectl.watch.node_file.write_text", fails)
+    os.utime(file.path, (1.0, 1.0))
+    assert file.read() is not None
+    file.write(NodeReport("n", {}), 2.0)
+    assert file.read() == NodeReport("n", {})

@@ -54,7 +54,7 @@ if __name__ == "__main__":
     for end in (heard, pipe):
         os.set_blocking(end, False)
     parent = os.getpid()
-    with suppress(SystemExit), watching._last_words(pipe, None):
+    with suppress(SystemExit), watching._last_words(pipe):
         codes = end_children()
         leave_as_the_rank_does()
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])

@@ -22,12 +22,12 @@ from mpi4py import MPI
 
 from pipectl.runs import RunDirectory
 from pipectl.runtime.failure import Doing, run_rank
-from pipectl.runtime.waiting import wait
+from pipectl.runtime.waiting import barrier, wait
 from pipectl.runtime.watching import watched
 from pipectl.schedule import Kind
 from pipectl.watch.machine import shared_files
 
-STEPS, PAUSE_S = 6, 0.05
+STEPS, PAUSE_S = int(os.environ.get("TEST_STEPS", "6")), 0.05
 HANG_AFTER_S = 3
 RANK, STEP = int(os.environ.get("TEST_RANK", "1")), 3
 ACTIVATION = 0
@@ -38,6 +38,8 @@ def work(directory: RunDirectory, communicator: MPI.Intracomm, doing: Doing) -> 
     plan = SimpleNamespace(prediction=None)
     with watched(communicator, directory, spec, plan, doing):
         remember(directory, communicator.rank)
+        if os.environ["TEST_HAPPENS"] == "misses a collective":
+            wait_at_different_places(communicator, directory, doing)
         for step in range(1, STEPS + 1):
             start = time.perf_counter()
             doing.step = step
@@ -82,6 +84,7 @@ def happen(what: str, directory: RunDirectory) -> None:
         "exits": lambda: os._exit(3),
         "slow": lambda: time.sleep(2 * HANG_AFTER_S),
         "lingers": lambda: time.sleep(3600),
+        "unwatched": lambda: kill_watcher(directory),
     }
     events[what]()
 
@@ -89,6 +92,22 @@ def happen(what: str, directory: RunDirectory) -> None:
 def take_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))
     bytearray(2**40)
+
+
+def kill_watcher(directory: RunDirectory) -> None:
+    """Of this node; rank 0 has started it, and no other process."""
+    (_, _), (watcher, _) = json.loads((directory.path / "pids-0").read_text())["family"]
+    os.kill(watcher, signal.SIGKILL)
+
+
+def wait_at_different_places(world: MPI.Intracomm, directory: RunDirectory, doing: Doing) -> None:
+    """Before the first step."""
+    (directory.path / "happened").write_text(str(time.time()))
+    if world.rank == RANK:
+        doing.action = "trying out messages"
+        wait([world.Irecv(np.zeros(1), 0)])
+    doing.action = "building the stages"
+    barrier(world)
 
 
 def exceed_group(directory: RunDirectory) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,6 +70,59 @@ def test_a_slow_step_is_not_taken_for_a_hang(begin: Any, what: str) -> None:
     assert (words in log) == (what == "slow")
     assert ranks.gone_s() < 60
     assert ranks.left_in_memory() == []
+
+
+def test_ranks_that_miss_each_other_before_the_first_step_are_told_of(begin: Any) -> None:
+    ranks = begin("misses a collective")
+    log = ranks.end()
+    assert ranks.launcher.returncode > 0
+    words = (
+        "ranks 0, 2 wait for the other ranks (building the stages); "
+        "rank 1 waits for the other ranks (trying out messages)"
+    )
+    assert f"pipectl: no rank has moved on for 3 s: {words}\n" in log
+    error = ranks.error()
+    assert "all ranks have waited for each other for 6 s" in error["message"]
+    assert (error["rank"], error["stage"], error["step"]) == (0, None, 0)
+    assert "rank 0, building the stages: all ranks" in log.replace(", step 0", "")
+    assert ranks.gone_s() < GONE_WITHIN_S
+
+
+def test_the_end_of_a_watcher_ends_no_rank_and_another_is_started(begin: Any) -> None:
+    ranks = begin("unwatched", TEST_STEPS="12")
+    ranks.wait_for("happened")
+    again = "the process that watches this node's ranks has ended; it is started again"
+    log = ranks.end()
+    assert ranks.launcher.returncode == 0, log
+    assert again in log
+    assert read_errors(ranks.run) == []
+    assert ranks.gone_s() < 60
+
+
+def test_nobody_else_reaches_a_job_that_runs(begin: Any) -> None:
+    """No socket but those of MPI, nothing with a name, and files are the owner's alone."""
+    ranks = begin("lingers")
+    ranks.wait_for("happened")
+    pids = [ranks.pid_of(rank) for rank in range(3)]
+    for each in ranks.family:
+        held = [str(path.readlink()) for path in Path(f"/proc/{each.pid}/fd").iterdir()]
+        sockets = {name[8:-1] for name in held if name.startswith("socket:")}
+        assert each.pid in pids or not sockets
+        assert not sockets & {line.split()[9] for line in lines_of("/proc/net/udp")}
+        named = [line for line in lines_of("/proc/net/unix") if line.split()[6] in sockets]
+        assert not [line for line in named if "pipectl" in line]
+        shared = [name for name in held if "/pipectl-" in name]
+        assert all(name.endswith(" (deleted)") for name in shared)
+    (file,) = ranks.run.watch.iterdir()
+    for path, mode in [(ranks.run.watch, 0o700), (file, 0o600)]:
+        assert stat.S_IMODE(path.stat().st_mode) == mode
+    psutil.Process(pids[1]).kill()
+    ranks.end()
+
+
+def lines_of(path: str) -> list[str]:
+    """Without the head."""
+    return Path(path).read_text().splitlines()[1:]
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_the_job_ends_is_explained_and_goes_on(job: Job, who: str, how: str, wor
     victim = process_of(job, who)
     script = process_of(job, "script")
     family = [script, *script.children(recursive=True)]
-    assert len(family) >= 2 + 2 * RANKS
+    assert len(family) >= 3 + RANKS
     getattr(victim, how)()
     _, alive = psutil.wait_procs(family, timeout=5 + 15)
     assert not alive

@@ -1,0 +1,39 @@
+"""Ranks that print, and may not be kept from working by it: ``printing_ranks.py HOW``."""
+
+import os
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+
+from mpi4py import MPI
+
+from pipectl.runtime import output
+
+HOW, WORLD = sys.argv[1], MPI.COMM_WORLD
+RUN = Path(os.environ["PIPECTL_RUN_DIRECTORY"])
+if HOW == "shares":
+    output.MAX_FILES = 1
+with output.own_log(WORLD.rank, WORLD.size):
+    output.say(f"rank {WORLD.rank} \x1b[2Jbegins")
+    if HOW == "full":  # as a full disk: no file may grow any more
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    for turn in range(200):
+        sys.stdout.write("piece ")
+        sys.stdout.flush()
+        print("and", "end", file=sys.stdout if HOW == "shares" else sys.stderr)
+        if HOW == "cut" and turn == 99:
+            os.truncate(RUN / f"logs/rank-{WORLD.rank:04d}.log", 0)
+    WORLD.Barrier()
+    if WORLD.rank == 1 and HOW == "killed":
+        sys.stdout.write("last words")
+        sys.stdout.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if WORLD.rank == 1 and HOW == "aborts":
+        print("last words")
+        WORLD.Abort(5)
+    while HOW in ("killed", "aborts"):
+        time.sleep(60)
+    os.system("echo from a child")
+print("to the launcher")
