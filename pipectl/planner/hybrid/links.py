@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 from pipectl.cluster import Cluster
 from pipectl.link import Link
+from pipectl.simulate.reduction import reduction_s
 
 
 class Message(NamedTuple):
@@ -53,8 +54,7 @@ class ClusterRules:
 
     Sender i of n holds samples [i/n, (i+1)/n) of the micro-batch, receivers likewise; what two of
     them have in common is one message. Messages on one link follow each other, those on different
-    links travel at once. Gradients are summed in a ring: 2 (n - 1) rounds in which every rank
-    passes on an n-th of them (Patarasuk & Yuan, 2009), over the slowest link between neighbours.
+    links travel at once. Sums of gradients take what they take in the simulator.
 
     Args:
         cluster: ranks, devices and links.
@@ -96,12 +96,8 @@ class ClusterRules:
         return Message(max(busy.values(), default=0.0), late_s)
 
     def reduce_s(self, size_bytes: float, ranks: Sequence[int]) -> float:
-        """A ring over the ranks in their order."""
-        count = len(ranks)
-        if count == 1:
-            return 0.0
-        links = (self._link(ranks[i - 1], rank)[0] for i, rank in enumerate(ranks))
-        return 2 * (count - 1) * max(link.transfer_s(size_bytes / count) for link in links)
+        """As the simulator prices it."""
+        return reduction_s(self._cluster, self.machine_of, ranks, size_bytes)
 
     def _link(self, sender: int, receiver: int) -> tuple[Link, tuple[int, ...]]:
         """The link between two ranks and what tells it from others."""

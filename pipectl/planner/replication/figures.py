@@ -23,6 +23,7 @@ from pipectl.planner.graphs.ideals import all_downsets, prefix_downsets
 from pipectl.planner.memory.held import held_bytes
 from pipectl.planner.operator_times import operator_times
 from pipectl.profile import Profile
+from pipectl.simulate.reduction import reduction_s
 
 MOST_STATES = 96
 """Of all downsets so many are kept: in every part of the work those with the least to send."""
@@ -156,7 +157,14 @@ def _moved(cluster: Cluster, size_bytes: Floats, counts: Sequence[int]) -> Float
 
 
 def _reduce(cluster: Cluster, counts: Sequence[int], micro_batches: int) -> Floats:
-    """In a ring, every replica passes on an n-th of its gradients 2 (n - 1) times."""
-    link = cluster.widest_link
-    rate = link.hold_s(REFERENCE_BYTES) / REFERENCE_BYTES
-    return np.array([2 * (count - 1) / count * rate / micro_batches for count in counts])
+    """Over the first ranks, as the simulator prices sums; without what the smallest one takes."""
+    seconds = [
+        [
+            reduction_s(cluster, cluster.node_of_rank, range(count), size)
+            for size in (0.0, REFERENCE_BYTES)
+        ]
+        for count in counts
+    ]
+    return np.array([some_s - none_s for none_s, some_s in seconds]) / (
+        REFERENCE_BYTES * micro_batches
+    )

@@ -19,7 +19,7 @@ from pipectl.cluster import Cluster
 from pipectl.link import Link
 from pipectl.runtime.transport.progress import Progress
 from pipectl.runtime.transport.transfer import WHOLE, Pieces
-from pipectl.runtime.waiting import gather_all
+from pipectl.runtime.waiting import broadcast, gather_all
 from pipectl.units import format_bytes
 
 HELPED = Pieces(2**20, under_way=4)
@@ -91,7 +91,7 @@ def choose_progress(communicator: MPI.Comm, wanted: str, circumstances: Circumst
     """
     threads = min(gather_all(communicator, MPI.Query_thread())) >= MPI.THREAD_MULTIPLE
     known = {**vars(circumstances), "threads": threads, "environment": os.environ}
-    return communicator.bcast(decide(wanted, Circumstances(**known)))
+    return broadcast(communicator, decide(wanted, Circumstances(**known)))
 
 
 def decide(wanted: str, known: Circumstances) -> Choice:
