@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from mpi4py import MPI
 
 from pipectl.errors import WorkerError
 from pipectl.plan import OffloadTarget
@@ -71,6 +72,9 @@ class World:
 
     def __init__(self, rank: int, others: list) -> None:
         self.rank, self._others = rank, others
+
+    def Ibarrier(self) -> MPI.Request:  # noqa: N802
+        return MPI.REQUEST_NULL
 
     def allgather(self, mine: tuple) -> list:
         found, where = mine
