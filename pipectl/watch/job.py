@@ -141,14 +141,14 @@ class JobView:
         """The first; none if all were asked to end, as when a job is cancelled.
 
         If a node is gone, launchers kill all ranks but those: that it is not heard of is what
-        tells.
+        tells. What was read together with the first death may have been written before it.
         """
         since_s = now - self._first_death
         if since_s < SETTLE_S or all(death.asked for death in self._deaths.values()):
             return None
         missed_s = min(max(_MISSED * self._interval_s, _MISSED_S), LONGEST_S)
         for node, at in self._heard.items():
-            if at < self._first_death and not _is_over(self._nodes[node]):
+            if at <= self._first_death and not _is_over(self._nodes[node]):
                 return self._gone(node) if since_s > missed_s else None
         firsts: dict[int | None, int] = {}
         for rank, _ in sorted(self._deaths.items(), key=lambda item: (item[1].earlier, item[1].at)):

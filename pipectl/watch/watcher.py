@@ -104,6 +104,7 @@ class Watcher:
         states = {rank.state for rank in self._ranks.values()}
         if self._lost_at is None and states & {FAILS, FAILED, DIED}:
             self._lost_at = self._now
+            self._looked_at = float("-inf")  # what others say from now on, they say after it
         pause_s = self._interval_s * (_SHORT_TICK_S if self._is_ending else 1.0)
         if self._now - self._looked_at >= 0.9 * pause_s:
             self._looked_at = self._now

@@ -93,6 +93,18 @@ def test_a_node_that_is_silent_while_others_die_is_gone(job: JobView) -> None:
     assert found.rank == 0
 
 
+def test_what_a_node_said_up_to_a_death_is_no_sign_that_it_lives(job: JobView) -> None:
+    job.hears(1, node({2: lives()}, "n2"), 10.0)
+    assert verdict_of(job, node({0: died(3.0), 1: died(3.1)})) is None
+    found = job.verdict(10.1 + MISSED_S)
+    assert found is not None
+    assert found.rank == 2
+    job.hears(1, node({2: lives()}, "n2"), 10.4)
+    found = job.verdict(10.5)
+    assert found is not None
+    assert found.rank == 0
+
+
 def test_of_very_many_nodes_one_that_is_gone_is_told_of_before_the_watcher_ends() -> None:
     job = JobView(10_000, 30.0, 1.0, NAMES)
     job.hears(1, node({2: lives()}), 9.5)

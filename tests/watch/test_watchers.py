@@ -203,6 +203,7 @@ def test_the_first_to_end_is_named_however_late_the_watcher_looks(job: Job) -> N
 
 def test_the_end_of_a_watcher_ends_no_rank(job: Job) -> None:
     first, second = job.start(1, 1)
+    job.wait_for_words(1)  # before which it has read what the first says
     job.watchers[0].kill()
     job.watchers[0].wait()
     for _ in range(100_000):  # more than a pipe holds
