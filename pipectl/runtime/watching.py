@@ -33,7 +33,7 @@ from pipectl.runs import RUN_VARIABLE, SCRIPT, RunDirectory
 from pipectl.runtime.failure import Doing, warn
 from pipectl.runtime.nodes import grouped, node_name
 from pipectl.runtime.output import job_log
-from pipectl.runtime.waiting import tell_of_waits
+from pipectl.runtime.waiting import broadcast, gather_all
 from pipectl.schedule import Kind
 from pipectl.spec import JobSpec
 from pipectl.watch.board import create_memory
@@ -71,15 +71,15 @@ def watched(
     If no further process can be started, it works without.
     """
     rank = communicator.rank
-    nodes = list(grouped(communicator.allgather(_place())).values())
+    nodes = list(grouped(gather_all(communicator, _place())).values())
     node = next(index for index, ranks in enumerate(nodes) if rank in ranks)
     is_first = rank == nodes[node][0]
-    start = communicator.bcast(_clear(directory) if rank == 0 else None)
-    folders = communicator.allgather(_make_folder() if is_first else "")
+    start = broadcast(communicator, _clear(directory) if rank == 0 else "")
+    folders = gather_all(communicator, _make_folder() if is_first else "")
     folder = folders[nodes[node][0]]
     pipe = _speak(Path(folder), rank, doing) if folder else None
     started = process.start_time(os.getpid()) or 0
-    members = communicator.allgather(_Member(rank, os.getpid(), started, pipe is not None))
+    members = gather_all(communicator, _Member(rank, os.getpid(), started, pipe is not None))
     watcher = None
     if is_first:
         given = {
@@ -91,7 +91,6 @@ def watched(
         }
         watcher = _Watcher(given, [members[rank] for rank in nodes[node]], folder)
         doing.each_step = watcher.keep
-    tell_of_waits(doing.board.waits)
     try:
         with nullcontext() if pipe is None else _last_words(pipe):
             yield
