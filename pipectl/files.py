@@ -73,11 +73,14 @@ def make_private_directory(path: Path) -> None:
     Raises:
         OSError: it cannot be created.
     """
-    if path.is_dir():
-        return
-    if path.parent != path:
+    try:
+        path.mkdir(0o700)
+    except FileNotFoundError:
         make_private_directory(path.parent)
-    path.mkdir(0o700, exist_ok=True)
+        path.mkdir(0o700, exist_ok=True)
+    except OSError:
+        if not path.is_dir():
+            raise
 
 
 def is_stream(path: Path) -> bool:

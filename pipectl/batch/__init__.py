@@ -15,7 +15,7 @@ from pipectl.batch.protocol import (
 )
 from pipectl.batch.registry import NAMES, get
 from pipectl.batch.resolve import Evidence, resolve
-from pipectl.batch.script import CHECKPOINTED
+from pipectl.batch.script import CHECKPOINTED, render_variables
 from pipectl.batch.template import Template
 from pipectl.batch.template import check as check_template
 
@@ -39,5 +39,6 @@ __all__ = [
     "find_mpiexec",
     "get",
     "mpiexec_command",
+    "render_variables",
     "resolve",
 ]

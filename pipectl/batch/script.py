@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pipectl.batch.protocol import JobRequest
 from pipectl.batch.quoting import checked, shell_command, shell_word, variable_name
 from pipectl.batch.template import AFTER_FRAME, BEFORE_BODY
-from pipectl.runs import ATTEMPT, RUN_VARIABLE
+from pipectl.runs import ATTEMPT, RUN_VARIABLE, VARIABLES
 
 CHECKPOINTED = 75
 """Exit code of a script whose ranks stopped at a checkpoint before they were done."""
@@ -96,16 +96,49 @@ def render_body(
         *_stop(request),
         *_environment(request),
         "\n".join(_exports(request)),
-        *(_prepare(request.within(words)) for words in request.prepare),
-        "\n".join(
-            (*before, "run " + shell_command(launch, "launch"), *_end(request, after, again))
+        *_variables(request),
+        *(
+            f'{_run(request, request.within(words), "prepare")} || exit "$?"'
+            for words in request.prepare
         ),
+        "\n".join((*before, _run(request, launch), *_end(request, after, again))),
     ]
     return "\n\n".join(blocks) + "\n"
 
 
-def _prepare(words: Sequence[str]) -> str:
-    return f'run {shell_command(words, "prepare")} || exit "$?"'
+def render_variables(request: JobRequest) -> str:
+    """The file from which the script reads the job's variables: they may be keys and tokens.
+
+    Raises:
+        InvalidInputError: a name or value that bash cannot export.
+    """
+    return "".join(
+        f"export {name}={shell_word(value, f'environment.variables.{variable_name(name)}')}\n"
+        for name, value in request.variables.items()
+    )
+
+
+def _prepare(request: JobRequest, words: tuple[str, ...]) -> str:
+    return f'{_run(request, request.within(words), "prepare")} || exit "$?"'
+
+
+def _run(request: JobRequest, words: Sequence[str], what: str = "launch") -> str:
+    within = "with_variables " if request.variables else ""
+    return f"run {within}{shell_command(words, what)}"
+
+
+def _variables(request: JobRequest) -> Iterator[str]:
+    """In the process of what is run alone: none of them is one of this script's own."""
+    render_variables(request)  # refused before there is a run
+    if request.variables:
+        yield (
+            f"# environment.variables ({', '.join(request.variables)}) are in a file for its owner "
+            "alone.\n"
+            "with_variables() {\n"
+            f'    source "${RUN_VARIABLE}/{VARIABLES}" || exit 1\n'
+            '    exec "$@"\n'
+            "}"
+        )
 
 
 def _stop(request: JobRequest) -> Iterator[str]:
@@ -170,12 +203,6 @@ def _setup_lines(request: JobRequest) -> Iterator[str]:
 
 def _exports(request: JobRequest) -> Iterator[str]:
     threads = str(request.threads)
-    variables = {
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "PYTHONUNBUFFERED": "1",
-        **request.variables,
-    }
-    for name, value in variables.items():
-        what = f"environment.variables.{variable_name(name)}"
-        yield f"export {name}={shell_word(value, what)}"
+    yield f"export OMP_NUM_THREADS={threads}"
+    yield f"export MKL_NUM_THREADS={threads}"
+    yield "export PYTHONUNBUFFERED=1"

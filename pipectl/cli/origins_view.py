@@ -35,7 +35,7 @@ def origins_json(origins: Sequence[Origin]) -> list[dict[str, Any]]:
     return [
         {
             "key": path_text(origin.path),
-            "value": origin.value,
+            "value": _public(origin),
             "origin": _kind(origin.place),
             "file": origin.place.file if origin.place and origin.place.line else None,
             "line": (origin.place.line or None) if origin.place else None,
@@ -48,8 +48,13 @@ def _add(table: Table, origin: Origin) -> None:
     inner = origin.path[1:]
     key = f"  {path_text(inner)}" if inner else path_text(origin.path)
     style = "dim" if origin.place is None else ""
-    value = plain(_written(origin.value), style)
+    value = plain(_written(_public(origin)), style)
     table.add_row(plain(key, style), value, plain(_where(origin.place), style))
+
+
+def _public(origin: Origin) -> Any:
+    """The value, unless it may be a key or token."""
+    return "(not shown)" if origin.path[:2] == ("environment", "variables") else origin.value
 
 
 def _kind(place: Place | None) -> str:

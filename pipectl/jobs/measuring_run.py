@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from pipectl.batch import JobRequest
 from pipectl.errors import UsageError
-from pipectl.files import is_stream, make_directory_of, write_text
+from pipectl.files import is_stream, make_directory_of
 from pipectl.jobs.submit import Submission, hand_over
+from pipectl.jobs.template import write_private
 from pipectl.runs import PROFILING, Record, RunDirectory
 from pipectl.spec import dump
 
@@ -49,5 +50,5 @@ def submit_measuring(
         steps=PERCENT,
         kind=PROFILING,
     )
-    submitted = hand_over(run, request, record, lambda: write_text(run.job, dump(spec)))
+    submitted = hand_over(run, request, record, lambda: write_private(run.job, dump(spec)))
     return Submission(run, submitted, None)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pipectl.batch import JobRequest
 from pipectl.cluster import Cluster
 from pipectl.errors import UsageError
-from pipectl.files import make_directory, write_text
+from pipectl.files import make_directory
 from pipectl.jobs.launching import Settled, settle
 from pipectl.jobs.machines import find_machines
 from pipectl.jobs.places import LOCAL, profile_path, scheduler_name
@@ -20,6 +20,7 @@ from pipectl.jobs.plan import planned, write_plan
 from pipectl.jobs.profile import Progress, fresh_profile, measure
 from pipectl.jobs.request import job_request, make_tag, trial_request
 from pipectl.jobs.submit import Submission, hand_over, removed_on_failure
+from pipectl.jobs.template import write_private
 from pipectl.plan import Plan
 from pipectl.rehearsal import Rehearsal
 from pipectl.runs import REHEARSAL, Record, RunDirectory, read_metrics
@@ -206,7 +207,7 @@ def _started(request: JobRequest, spec: JobSpec, scheduler: str) -> JobRequest:
 
 def _writer(run: RunDirectory, inputs: RehearsalInputs, rehearsal: Rehearsal) -> Callable[[], None]:
     def write() -> None:
-        write_text(run.job, dump(inputs.spec))
+        write_private(run.job, dump(inputs.spec))
         inputs.cluster.save(run.cluster)
         write_plan(run, inputs.plan, inputs.cluster)
         rehearsal.save(run.rehearsal)

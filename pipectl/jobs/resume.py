@@ -19,6 +19,7 @@ from pipectl.jobs.recovery import completed
 from pipectl.jobs.request import job_request, make_tag
 from pipectl.jobs.status import status
 from pipectl.jobs.submit import Inputs, writer
+from pipectl.jobs.template import write_script
 from pipectl.jobs.unchanged import check_unchanged, is_of_model, taken_for
 from pipectl.plan import Plan
 from pipectl.profile import Profile
@@ -168,7 +169,7 @@ def _hand_over(
         if inputs.plan is None:
             run.plan.unlink(missing_ok=True)
             run.predicted.unlink(missing_ok=True)
-        write_text(run.script, script, mode=0o777)
+        write_script(run, script, request)
         record.save(run.record)
         run.exit_code.unlink(missing_ok=True)
         run.resubmitted.unlink(missing_ok=True)
@@ -216,8 +217,8 @@ def _contents(run: RunDirectory, inputs: Inputs) -> dict[Path, str | None]:
     """What is changed for another start; None where there is no file."""
     profile = () if inputs.profile is None else (run.profile,)
     paths = (
-        run.job, run.template, run.cluster, run.plan, run.predicted, run.script, run.record,
-        run.exit_code, run.resubmitted, run.stopped, *profile,
+        run.job, run.template, run.cluster, run.plan, run.predicted, run.script, run.variables,
+        run.record, run.exit_code, run.resubmitted, run.stopped, *profile,
     )  # fmt: skip
     return {path: _content(path) for path in paths}
 
@@ -253,7 +254,7 @@ def _put_back(
             if text is None:
                 path.unlink(missing_ok=True)
             elif _content(path) != text:
-                write_text(path, text, mode=0o777 if path == run.script else 0o666)
+                write_text(path, text, mode=0o700 if path == run.script else 0o600)
 
 
 def _content(path: Path) -> str | None:

@@ -13,7 +13,7 @@ from pipectl.batch import JobRequest, get
 from pipectl.batch.process import NoAnswerError
 from pipectl.cluster import Cluster
 from pipectl.errors import MismatchError, PipectlError, UsageError
-from pipectl.files import make_directory, write_text
+from pipectl.files import make_directory
 from pipectl.jobs.dependencies import jobs_of
 from pipectl.jobs.launching import Settled, settle
 from pipectl.jobs.machines import find_machines
@@ -22,7 +22,7 @@ from pipectl.jobs.plan import planned, write_plan
 from pipectl.jobs.profile import Measurement, Progress, fresh_profile, measure
 from pipectl.jobs.recovery import refuse_twice
 from pipectl.jobs.request import job_request, make_tag, trial_request
-from pipectl.jobs.template import write_job
+from pipectl.jobs.template import write_job, write_script
 from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import Record, RunDirectory, locked
@@ -152,7 +152,7 @@ def hand_over(
         with removed_on_failure(run):
             script = scheduler.render(request)
             write()
-            write_text(run.script, script, mode=0o777)
+            write_script(run, script, request)
             record.save(run.record)
         try:
             job_id = scheduler.submit(run.script, request)

@@ -18,6 +18,7 @@ from pipectl.jobs.launching import settle
 from pipectl.jobs.recovery import refuse_twice
 from pipectl.jobs.request import array_request, job_request, make_tag
 from pipectl.jobs.submit import Inputs, Submission, record_of, writer
+from pipectl.jobs.template import write_script
 from pipectl.runs import (
     Members,
     Record,
@@ -79,7 +80,7 @@ def submit_sweep(
             script = scheduler.render(request)
             sweep.save(Members(request.tag, tuple(run.name for run in runs), at_once))
             records = list(_written(sweep, points, inputs, runs, request.tag, now))
-            write_text(sweep.script, script, mode=0o777)
+            write_text(sweep.script, script, mode=0o700)
         array_id = _handed_over(sweep, runs, request)
         found = [
             Submission(run, _told(run, record, scheduler.task_id(array_id, index)), start.plan)
@@ -111,7 +112,7 @@ def _written(
         record = replace(record_of(start, request, now), tag=tag, sweep=setting, task=index)
         alike = None if start.plan is None else first.setdefault(id(start.plan), run)
         writer(run, start, request, None if alike is run else alike)()
-        write_text(run.script, get(start.scheduler).render(request), mode=0o777)
+        write_script(run, get(start.scheduler).render(request), request)
         record.save(run.record)
         yield record
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipectl.batch import Template, check_template
+from pipectl.batch import JobRequest, Template, check_template, render_variables
 from pipectl.batch.process import run as run_command
 from pipectl.errors import Problem, SpecError
 from pipectl.files import write_text
@@ -41,7 +41,21 @@ def write_job(run: RunDirectory, spec: JobSpec, template: Template | None) -> No
         write_text(run.template, template.text)
         launch = spec.launch.model_copy(update={"template": str(run.template)})
         spec = spec.model_copy(update={"launch": launch})
-    write_text(run.job, dump(spec))
+    write_private(run.job, dump(spec))
+
+
+def write_script(run: RunDirectory, script: str, request: JobRequest) -> None:
+    """Write the job script, and the variables that it sources."""
+    write_text(run.script, script, mode=0o700)
+    if request.variables:
+        write_private(run.variables, render_variables(request))
+    else:
+        run.variables.unlink(missing_ok=True)
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write what may hold keys and tokens, for its owner alone."""
+    write_text(path, text, mode=0o600)
 
 
 def _text(path: Path) -> str:

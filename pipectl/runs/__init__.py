@@ -1,6 +1,13 @@
 """Run directories: making, finding, recording and reading them."""
 
-from pipectl.runs.directory import ATTEMPT, RESUBMITTED, RUN_VARIABLE, SCRIPT, RunDirectory
+from pipectl.runs.directory import (
+    ATTEMPT,
+    RESUBMITTED,
+    RUN_VARIABLE,
+    SCRIPT,
+    VARIABLES,
+    RunDirectory,
+)
 from pipectl.runs.find import (
     USUAL,
     as_typed,
@@ -46,6 +53,7 @@ __all__ = [
     "SCRIPT",
     "TRAINING",
     "USUAL",
+    "VARIABLES",
     "Event",
     "Line",
     "Logs",

@@ -21,6 +21,8 @@ RUN_VARIABLE = "PIPECTL_RUN_DIRECTORY"
 """Variable of the environment: set by the job script."""
 RESUBMITTED = "resubmitted"
 """Name of the file with the id of the job that goes on where an earlier one of the run stopped."""
+VARIABLES = "variables.sh"
+"""Name of the file with the job's own variables of the environment."""
 _FOLDERS = ("errors", "logs", "trace", "checkpoints")
 
 
@@ -102,6 +104,11 @@ class RunDirectory:
     def script(self) -> Path:
         """The job script."""
         return self.path / "job.sh"
+
+    @property
+    def variables(self) -> Path:
+        """What the job script sources; keys and tokens may be in it."""
+        return self.path / VARIABLES
 
     @property
     def template(self) -> Path:

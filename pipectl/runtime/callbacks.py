@@ -92,6 +92,8 @@ def _made(factory: str, kwargs: Mapping[str, Any], spec: JobSpec, run: RunDirect
     """What the user's function makes of the run directory and the job."""
     function = factories.find(factory, spec.base)
     config = spec.model_dump(mode="json")
+    for private in ("variables", "setup"):  # keys and tokens, which would go to a server
+        del config["environment"][private]
     made: Tell = factories.call(function, factory, run.path, config, **kwargs)
     if not callable(made):
         raise factories.CaptureError(

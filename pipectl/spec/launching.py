@@ -90,7 +90,9 @@ class Environment(Section):
         default=(), description="Shell code put into the job script verbatim, behind the modules."
     )
     variables: Variables = Field(
-        default_factory=dict, description="Environment variables of all ranks."
+        default_factory=dict,
+        description="Environment variables of all ranks. They may be keys and tokens: they are in "
+        "no script and no report, but in a file that only its owner can read.",
     )
     container: Line | None = Field(
         default=None,

@@ -26,6 +26,7 @@ from pipectl.spec.tree import Scalar
 from pipectl.units import is_name
 
 VERSION = 1
+_READONLY = ("BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID")
 
 
 def _name_fault(name: str) -> str | None:
@@ -35,9 +36,11 @@ def _name_fault(name: str) -> str | None:
 
 
 def _variable_fault(name: str) -> str | None:
-    if name.isascii() and name.isidentifier():
-        return None
-    return "is no variable name; use letters, digits and '_'"
+    if not (name.isascii() and name.isidentifier()):
+        return "is no variable name; use letters, digits and '_'"
+    if name.upper().startswith("PIPECTL_"):
+        return "is pipectl's own: the job script sets what begins with PIPECTL_"
+    return "cannot be set: bash forbids it" if name in _READONLY else None
 
 
 def _directive_fault(directive: str) -> str | None:

@@ -73,11 +73,15 @@ cd "$PIPECTL_RUN_DIRECTORY" || exit 1
 export OMP_NUM_THREADS=16
 export MKL_NUM_THREADS=16
 export PYTHONUNBUFFERED=1
-export UCX_TLS=tcp,self
-export GREETING='it'"'"'s "here"'
 
-run /opt/env/bin/python -m pipectl.jobs.prepare '/scratch/u/my runs/100%' || exit "$?"
+# environment.variables (UCX_TLS, GREETING) are in a file for its owner alone.
+with_variables() {
+    source "$PIPECTL_RUN_DIRECTORY/variables.sh" || exit 1
+    exec "$@"
+}
+
+run with_variables /opt/env/bin/python -m pipectl.jobs.prepare '/scratch/u/my runs/100%' || exit "$?"
 
 export PIPECTL_SCRIPT=$$
-run /opt/env/bin/mpiexec -n 4 -bind-to core:16 /opt/env/bin/python -m mpi4py -m pipectl.runtime.worker --run '/scratch/u/my runs/100%'
+run with_variables /opt/env/bin/mpiexec -n 4 -bind-to core:16 /opt/env/bin/python -m mpi4py -m pipectl.runtime.worker --run '/scratch/u/my runs/100%'
 exit "$?"

@@ -94,10 +94,14 @@ cd "$PIPECTL_RUN_DIRECTORY" || exit 1
 export OMP_NUM_THREADS=16
 export MKL_NUM_THREADS=16
 export PYTHONUNBUFFERED=1
-export UCX_TLS=tcp,self
-export GREETING='it'"'"'s "here"'
 
-run /opt/env/bin/python -m pipectl.jobs.prepare '/scratch/u/my runs/100%' || exit "$?"
+# environment.variables (UCX_TLS, GREETING) are in a file for its owner alone.
+with_variables() {
+    source "$PIPECTL_RUN_DIRECTORY/variables.sh" || exit 1
+    exec "$@"
+}
+
+run with_variables /opt/env/bin/python -m pipectl.jobs.prepare '/scratch/u/my runs/100%' || exit "$?"
 
 wait_s=$((SECONDS < 129420 ? 129420 - SECONDS : 1))
 (read -rt "$wait_s" <> <(:); kill -s USR2 $$) & timer=$!
@@ -115,7 +119,7 @@ AGENT
     export HYDRA_LAUNCHER=ssh HYDRA_LAUNCHER_EXEC="$PIPECTL_RUN_DIRECTORY/agent"
     export PRTE_MCA_plm_ssh_agent="$PIPECTL_RUN_DIRECTORY/agent"
 fi
-run /opt/env/bin/mpiexec -n 4 --map-by ppr:2:node:PE=16 --rank-by slot --bind-to core --label /opt/env/bin/python -m mpi4py -m pipectl.runtime.worker --run '/scratch/u/my runs/100%'
+run with_variables /opt/env/bin/mpiexec -n 4 --map-by ppr:2:node:PE=16 --rank-by slot --bind-to core --label /opt/env/bin/python -m mpi4py -m pipectl.runtime.worker --run '/scratch/u/my runs/100%'
 code=$?
 kill "$timer" 2>/dev/null
 if ((code == 0)) && [[ -e "$PIPECTL_RUN_DIRECTORY/stopped" ]]; then

@@ -98,10 +98,14 @@ cd "$PIPECTL_RUN_DIRECTORY" || exit 1
 export OMP_NUM_THREADS=16
 export MKL_NUM_THREADS=16
 export PYTHONUNBUFFERED=1
-export UCX_TLS=tcp,self
-export GREETING='it'"'"'s "here"'
 
-run apptainer exec --nv '--bind=/scratch/u/my runs/100%' --bind=/home/u '/proj/my image.sif' python3 -m pipectl.jobs.prepare '/scratch/u/my runs/100%' || exit "$?"
+# environment.variables (UCX_TLS, GREETING) are in a file for its owner alone.
+with_variables() {
+    source "$PIPECTL_RUN_DIRECTORY/variables.sh" || exit 1
+    exec "$@"
+}
 
-run srun --kill-on-bad-exit=1 --mpi=pmix --ntasks=4 --ntasks-per-node=2 --cpus-per-task=16 --distribution=block --export=ALL --cpu-bind=cores apptainer exec --nv '--bind=/scratch/u/my runs/100%' --bind=/home/u '/proj/my image.sif' python3 -m mpi4py -m pipectl.runtime.worker --run '/scratch/u/my runs/100%'
+run with_variables apptainer exec --nv '--bind=/scratch/u/my runs/100%' --bind=/home/u '/proj/my image.sif' python3 -m pipectl.jobs.prepare '/scratch/u/my runs/100%' || exit "$?"
+
+run with_variables srun --kill-on-bad-exit=1 --mpi=pmix --ntasks=4 --ntasks-per-node=2 --cpus-per-task=16 --distribution=block --export=ALL --cpu-bind=cores apptainer exec --nv '--bind=/scratch/u/my runs/100%' --bind=/home/u '/proj/my image.sif' python3 -m mpi4py -m pipectl.runtime.worker --run '/scratch/u/my runs/100%'
 exit "$?"

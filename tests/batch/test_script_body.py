@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipectl.batch import JobRequest
-from pipectl.batch.script import render_body
+from pipectl.batch.script import render_body, render_variables
 from pipectl.errors import InvalidInputError
 
 MakeRequest = Callable[..., JobRequest]
@@ -20,6 +20,7 @@ def start(request: JobRequest, launch: Sequence[str]) -> subprocess.Popen[str]:
     request.run_directory.mkdir(parents=True, exist_ok=True)
     script = request.run_directory / "job.sh"
     script.write_text("#!/bin/bash\n" + render_body(request, launch))
+    (request.run_directory / "variables.sh").write_text(render_variables(request))
     return subprocess.Popen(
         ["bash", str(script)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -85,6 +86,41 @@ def test_ranks_see_the_threads_and_the_run_directory(make_request: MakeRequest) 
 def test_own_variables_win_over_the_defaults(make_request: MakeRequest) -> None:
     request = make_request(variables={"OMP_NUM_THREADS": "5"})
     assert run(request, ["bash", "-c", "echo $OMP_NUM_THREADS"])[1] == "5\n"
+
+
+def test_variables_of_the_job_are_none_of_the_scripts_own(
+    make_request: MakeRequest, tmp_path: Path
+) -> None:
+    """Those with which it forwards signals and tells its exit code, say."""
+    names = "child code attempt interrupted signalled before IFS PATH_SEPARATOR timer deleted"
+    request = make_request(variables=dict.fromkeys(names.split(), "1"))
+    process = start(request, ["bash", "-c", f"touch {tmp_path}/begun; exec sleep 60"])
+    wait_for(tmp_path / "begun")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert exit_file(request) == "143\n"
+    assert run(request, ["bash", "-c", "echo $child$code$attempt; exit 5"]) == (5, "111\n")
+    assert (request.run_directory / "attempt").read_text() == "2\n"
+
+
+def test_no_value_of_a_variable_is_in_the_script(make_request: MakeRequest) -> None:
+    request = make_request(variables={"API_KEY": "swordfish"}, prepare=(("true",),))
+    script = render_body(request, ["true"])
+    assert "swordfish" not in script
+    assert "API_KEY" in script, "in a comment"
+    assert render_variables(request) == "export API_KEY=swordfish\n"
+    assert "variables.sh" not in render_body(make_request(), ["true"])
+
+
+def test_a_job_does_not_run_without_its_variables(make_request: MakeRequest) -> None:
+    request = make_request(variables={"API_KEY": "swordfish"})
+    assert run(request, ["echo", "ran"]) == (0, "ran\n")
+    (request.run_directory / "variables.sh").unlink()
+    command = ["bash", str(request.run_directory / "job.sh")]
+    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert again.returncode == 1
+    assert "ran" not in again.stdout
 
 
 def test_setup_may_use_unset_variables_fail_and_change_directory(make_request: MakeRequest) -> None:

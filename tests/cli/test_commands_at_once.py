@@ -234,33 +234,46 @@ def test_a_heartbeat_may_be_as_old_as_steps_are_long(
         assert json.loads(cli("status", "last", "--json").out)["state"] == state
 
 
-def modes(folder: Path) -> set[str]:
-    paths = (path for path in folder.rglob("*") if path.name != "job.sh")
-    return {f"{stat.S_IMODE(path.stat().st_mode):o}" for path in paths}
-
-
-@pytest.mark.parametrize(
-    ("mask", "expected", "script"),
-    [
-        (0o027, ("640", "750"), 0o750),
-        (0o002, ("664", "775"), 0o775),
-        (0o077, ("600", "700"), 0o700),
-    ],
-)
-def test_modes_follow_the_umask(
-    cli: Command, profile: Path, queue: Path, mask: int, expected: tuple[str, str], script: int
+@pytest.mark.parametrize("mask", [0o002, 0o022, 0o077])
+def test_everything_of_a_run_is_for_its_owner_alone(
+    cli: Command, profile: Path, queue: Path, mask: int
 ) -> None:
     before = os.umask(mask)
     try:
-        assert cli(*SUBMIT).code == 0
+        assert cli(*SUBMIT, "--set", "environment.variables={KEY: swordfish}").code == 0
         (run,) = runs()
         assert cli("cancel", "last").code == 0
         run.exit_code.write_text("1\n")
+        run.exit_code.chmod(0o600)
         assert cli("resume", "last").code == 0
     finally:
         os.umask(before)
-    assert modes(run.path) == set(expected)
-    assert stat.S_IMODE(run.script.stat().st_mode) == script
+    for path in (run.path, *run.path.rglob("*")):
+        whole = path.is_dir() or path == run.script
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if whole else 0o600), path
+
+
+def test_variables_of_a_job_are_in_two_files_for_its_owner_alone(
+    cli: Command, profile: Path, queue: Path
+) -> None:
+    """Also if the run directory is opened to others, and then resumed."""
+    given = ("--set", "environment.variables={KEY: swordfish}")
+    assert "swordfish" not in cli(*SUBMIT, *given, "--dry-run").out
+    assert "swordfish" not in cli("check", SUBMIT[1], *given, "--origins").out
+    assert cli(*SUBMIT, *given).code == 0
+    (run,) = runs()
+    run.path.chmod(0o755)
+    for name in ("cancel", "resume"):
+        run.exit_code.write_text("1\n")
+        assert cli(name, "last").code == 0
+        holds = [path for path in run.path.rglob("*") if path.is_file()]
+        holds = [path for path in holds if "swordfish" in path.read_text()]
+        assert sorted(holds) == [run.job, run.variables]
+        assert {stat.S_IMODE(path.stat().st_mode) for path in holds} == {0o600}
+    run.exit_code.write_text("1\n")
+    assert cli("cancel", "last").code == 0
+    assert cli("resume", "last", "--set", "environment.variables={KEY: ~}").code == 0
+    assert not run.variables.exists()
 
 
 def test_secrets_of_the_environment_are_written_nowhere(
@@ -276,4 +289,4 @@ def test_secrets_of_the_environment_are_written_nowhere(
     assert cli("resume", "last").code == 0
     texts = [path.read_text() for path in Path("runs").rglob("*") if path.is_file()]
     assert not any("swordfish" in text for text in texts)
-    assert "export NAMED=here" in run.script.read_text()
+    assert run.variables.read_text() == "export NAMED=here\n"

@@ -89,6 +89,18 @@ def test_they_are_told_every_line(tmp_path: Path, run: RunDirectory) -> None:
     assert warned == []
 
 
+def test_they_are_not_given_keys_and_tokens(tmp_path: Path, run: RunDirectory) -> None:
+    """What they are given, they send to servers."""
+    job(tmp_path, '{a: "./mine.py:lines"}')
+    path = tmp_path / "job.yaml"
+    secret = "environment: {variables: {API_KEY: swordfish}, setup: [export B=swordfish]}"
+    path.write_text(f"{path.read_text()}{secret}\n")
+    Callbacks(load(path), run, print).close()
+    config = (run.path / "config.json").read_text()
+    assert "swordfish" not in config
+    assert '"modules": []' in config
+
+
 def test_one_that_fails_is_left_alone(tmp_path: Path, run: RunDirectory) -> None:
     warned: list[str] = []
     spec = job(tmp_path, '{loud: "./mine.py:Loud", more: "./mine.py:lines"}')

@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 
-from pipectl.batch import JobRequest, JobState, JobStatus, SlurmOptions, dialect_of
+from pipectl.batch import (
+    JobRequest,
+    JobState,
+    JobStatus,
+    SlurmOptions,
+    dialect_of,
+    render_variables,
+)
 from pipectl.batch.slurm import SlurmScheduler
 from pipectl.errors import SchedulerError
 
@@ -49,6 +56,7 @@ def submit(request: JobRequest) -> str:
     request.run_directory.mkdir(exist_ok=True)
     script = request.run_directory / "job.sh"
     script.write_text(SLURM.render(request))
+    (request.run_directory / "variables.sh").write_text(render_variables(request))
     return SLURM.submit(script, request)
 
 

@@ -81,6 +81,8 @@ TOP_LEVEL = (
         ('slurm: {account: "a\\n#SBATCH --uid=0"}', "7:18: slurm.account: must be one line; it contains a line break"),
         ("environment: {modules: [null, {}]}", "7:25: environment.modules[0]: must be text, not null\njob.yaml:7:31: environment.modules[1]: must be text, not a mapping"),
         ("environment: {variables: {A-B: 1}}", "7:27: environment.variables.A-B: is no variable name; use letters, digits and '_'"),
+        ("environment: {variables: {PIPECTL_ATTEMPT: 9}}", "7:27: environment.variables.PIPECTL_ATTEMPT: is pipectl's own: the job script sets what begins with PIPECTL_"),
+        ("environment: {variables: {UID: 0}}", "7:27: environment.variables.UID: cannot be set: bash forbids it"),
         ("environment: {variables: {C: [1]}}", "7:30: environment.variables.C: must be text, not a list"),
         ("slurm: {directives: ['#SBATCH -x']}", "7:22: slurm.directives[0]: must be the option alone, without #SBATCH or #PBS, not '#SBATCH -x'"),
         ("pbs: {directives: [foo]}", "7:20: pbs.directives[0]: must be an option such as --gres=gpu:1, not 'foo'"),
