@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
+from pipectl.access import open_regular
 from pipectl.batch import process
 from pipectl.batch.launchers import mpiexec_command, refuse_srun
 from pipectl.batch.protocol import JobRequest, JobState, JobStatus
@@ -16,9 +18,12 @@ from pipectl.batch.quoting import shell_command, shell_word
 from pipectl.batch.script import render_body
 from pipectl.batch.template import assemble
 from pipectl.errors import SchedulerError
+from pipectl.files import make_private_directory
 from pipectl.runs import SCRIPT
 
 _MARK = "# pipectl "
+_HEAD_BYTES = 2**17
+"""More than a template may have, which is before the mark."""
 _ID = re.compile(r"(\d+)\.(\d+)(\[\d+\])?@(.+)")
 
 
@@ -88,7 +93,7 @@ class LocalScheduler:
     def start(self, script: Path, directory: Path) -> str:
         """What ``submit`` does, in a run directory."""
         logs = directory / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
+        make_private_directory(logs)
         pid = process.start_detached(
             ["bash", str(script)], output=logs / "job.log", directory=directory
         )
@@ -146,12 +151,13 @@ class LocalScheduler:
 def _bears(script: Path, tag: str) -> bool:
     """Whether a file is a job's script with this tag, as it is written there.
 
-    Others' processes may have been given anything: pipes are not read, which could take for ever.
+    A process may have been given anything: only the begin of files is read.
     """
     try:
-        if not script.is_absolute() or not script.is_file():
+        if not script.is_absolute():
             return False
-        lines = script.read_text(encoding="utf-8").split("\n")
+        with os.fdopen(open_regular(script), "rb") as stream:
+            lines = stream.read(_HEAD_BYTES).decode("utf-8", "replace").split("\n")
     except (OSError, ValueError):
         return False
     head = takewhile(lambda line: not line or line.startswith("#"), lines)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from pipectl.access import open_regular
 from pipectl.errors import SchedulerError
 from pipectl.watch.machine import process_state
 
@@ -94,7 +95,8 @@ def start_detached(argv: Sequence[str], *, output: Path, directory: Path) -> int
         SchedulerError: it cannot be started, or ``output`` cannot be written.
     """
     try:
-        with output.open("ab") as log:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        with os.fdopen(open_regular(output, flags), "ab") as log:
             process = subprocess.Popen(
                 list(argv),
                 stdin=subprocess.DEVNULL,
@@ -164,9 +166,11 @@ def start_time(pid: int) -> int | None:
 
 
 def commands() -> Iterator[tuple[int, list[str]]]:
-    """Pid and command line of every process that we may look at."""
-    for found in psutil.process_iter(["cmdline"]):
-        yield found.pid, found.info["cmdline"] or []
+    """Pid and command line of every process of ours; others' may say anything."""
+    for found in psutil.process_iter(["cmdline", "uids"]):
+        user = found.info["uids"]
+        if user is not None and user.real == os.getuid():
+            yield found.pid, found.info["cmdline"] or []
 
 
 def stop(pid: int, grace_s: float) -> None:

@@ -17,7 +17,7 @@ _FRAME = f"""\
 rm -f "${RUN_VARIABLE}"/{{exit_code,stop,stopped}}
 finish() {{
     local code=$?
-    echo "$code" >"${RUN_VARIABLE}/exit_code.tmp" &&
+    (umask 077 && echo "$code" >"${RUN_VARIABLE}/exit_code.tmp") &&
         mv -f "${RUN_VARIABLE}/exit_code.tmp" "${RUN_VARIABLE}/exit_code"
 }}
 trap finish EXIT
@@ -27,12 +27,12 @@ attempt=0
 [[ -r "${RUN_VARIABLE}/attempt" ]] && read -r attempt <"${RUN_VARIABLE}/attempt"
 [[ $attempt =~ ^[0-9]{{1,9}}$ ]] || attempt=0
 attempt=$((10#$attempt + 1))
-echo "$attempt" >"${RUN_VARIABLE}/attempt.tmp" &&
+(umask 077 && echo "$attempt" >"${RUN_VARIABLE}/attempt.tmp") &&
     mv -f "${RUN_VARIABLE}/attempt.tmp" "${RUN_VARIABLE}/attempt"
 export {ATTEMPT}=$attempt
 if ((attempt > 1)); then # what earlier starts reported is out of the way, not lost
     before="${RUN_VARIABLE}/errors/attempt-$((attempt - 1))"
-    mkdir -p "$before" && mv -f "${RUN_VARIABLE}"/errors/*.json "$before" 2>/dev/null
+    (umask 077 && mkdir -p "$before") && mv -f "${RUN_VARIABLE}"/errors/*.json "$before" 2>/dev/null
 fi
 
 # Signals go on to the running command; bash sees them only while it waits, so every command
@@ -147,7 +147,7 @@ def _stop(request: JobRequest) -> Iterator[str]:
         yield (
             "# Ranks that find this file save a checkpoint and end; the signal itself would end\n"
             "# launchers that do not know it.\n"
-            f"trap ': >\"${RUN_VARIABLE}/stop\"; interrupted=1' {signal}"
+            f"trap '(umask 077 && : >\"${RUN_VARIABLE}/stop\"); interrupted=1' {signal}"
         )
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from pipectl.batch import process
 from pipectl.batch.protocol import JobRequest
 from pipectl.errors import SchedulerError
+from pipectl.files import make_private_directory
 
 Run = Callable[..., process.Completed]
 Find = Callable[[str], str | None]
@@ -47,7 +48,7 @@ class Program(NamedTuple):
             SchedulerError: it refuses.
             NoAnswerError: it gave no id, and no job is found.
         """
-        (request.run_directory / "logs").mkdir(parents=True, exist_ok=True)
+        make_private_directory(request.run_directory / "logs")
         try:
             done = run(*self.command, str(script))
         except process.NoAnswerError as error:

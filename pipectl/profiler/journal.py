@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Self
 
+from pipectl.access import open_regular
 from pipectl.errors import UsageError
 
 _GRAPH = "graph"
@@ -144,7 +146,8 @@ class Journal:
 
 def _locked(path: Path) -> IO[str] | None:
     """The file, open and ours; None if another process has it."""
-    stream = path.open("a+", encoding="ascii", errors="replace", newline="\n")
+    handle = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+    stream = os.fdopen(handle, "a+", encoding="ascii", errors="replace", newline="\n")
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -6,11 +6,13 @@ pictures of the moment, such as the heartbeat, are simply written again when the
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from os import SEEK_END
 from pathlib import Path
 
+from pipectl.access import open_regular
 from pipectl.errors import UsageError
 
 MOST_LINES = 100_000
@@ -65,7 +67,8 @@ class Lines:
     def _write(self) -> None:
         """An attempt that failed may have left a part of a line, which readers pass over."""
         start = "\n" if self._torn else ""
-        with self._path.open("a", encoding="utf-8") as stream:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        with os.fdopen(open_regular(self._path, flags), "a", encoding="utf-8") as stream:
             stream.write(start + "".join(f"{line}\n" for line in self._waiting))
         self._waiting.clear()
 

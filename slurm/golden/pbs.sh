@@ -18,7 +18,7 @@ cd "$PIPECTL_RUN_DIRECTORY" || exit 1
 rm -f "$PIPECTL_RUN_DIRECTORY"/{exit_code,stop,stopped}
 finish() {
     local code=$?
-    echo "$code" >"$PIPECTL_RUN_DIRECTORY/exit_code.tmp" &&
+    (umask 077 && echo "$code" >"$PIPECTL_RUN_DIRECTORY/exit_code.tmp") &&
         mv -f "$PIPECTL_RUN_DIRECTORY/exit_code.tmp" "$PIPECTL_RUN_DIRECTORY/exit_code"
 }
 trap finish EXIT
@@ -28,12 +28,12 @@ attempt=0
 [[ -r "$PIPECTL_RUN_DIRECTORY/attempt" ]] && read -r attempt <"$PIPECTL_RUN_DIRECTORY/attempt"
 [[ $attempt =~ ^[0-9]{1,9}$ ]] || attempt=0
 attempt=$((10#$attempt + 1))
-echo "$attempt" >"$PIPECTL_RUN_DIRECTORY/attempt.tmp" &&
+(umask 077 && echo "$attempt" >"$PIPECTL_RUN_DIRECTORY/attempt.tmp") &&
     mv -f "$PIPECTL_RUN_DIRECTORY/attempt.tmp" "$PIPECTL_RUN_DIRECTORY/attempt"
 export PIPECTL_ATTEMPT=$attempt
 if ((attempt > 1)); then # what earlier starts reported is out of the way, not lost
     before="$PIPECTL_RUN_DIRECTORY/errors/attempt-$((attempt - 1))"
-    mkdir -p "$before" && mv -f "$PIPECTL_RUN_DIRECTORY"/errors/*.json "$before" 2>/dev/null
+    (umask 077 && mkdir -p "$before") && mv -f "$PIPECTL_RUN_DIRECTORY"/errors/*.json "$before" 2>/dev/null
 fi
 
 # Signals go on to the running command; bash sees them only while it waits, so every command

@@ -88,6 +88,38 @@ def test_scripts_of_others_that_are_pipes_are_not_read(tmp_path: Path) -> None:
             other.kill()
 
 
+def test_only_the_begin_of_scripts_is_read(tmp_path: Path) -> None:
+    """Of a file that is mostly a hole, which would not fit into memory."""
+    script = tmp_path / "job.sh"
+    script.write_text("# pipectl demo '20260101-run 1f3a'\nsleep 60\n")
+    os.truncate(script, 2**40)
+    with subprocess.Popen(["bash", str(script)], stderr=subprocess.DEVNULL) as own:
+        try:
+            wait_until(lambda: psutil.Process(own.pid).cmdline()[:1] == ["bash"])
+            own.send_signal(signal.SIGSTOP)
+            found = LocalScheduler().find("20260101-run 1f3a")
+            assert found is not None
+            assert found.startswith(f"{own.pid}.")
+        finally:
+            own.kill()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has other users at hand")
+def test_jobs_of_others_are_never_taken_for_ours(tmp_path: Path) -> None:
+    """Tags are no secrets, and scripts of others may bear any."""
+    script = tmp_path / "job.sh"
+    script.write_text("# pipectl demo '20260101-run 1f3a'\nsleep 60\nsleep 60\n")
+    script.chmod(0o644)
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    with subprocess.Popen(["bash", str(script)], user=65534, group=65534) as theirs:
+        try:
+            wait_until(lambda: psutil.Process(theirs.pid).cmdline()[:1] == ["bash"])
+            assert LocalScheduler().find("20260101-run 1f3a") is None
+        finally:
+            theirs.kill()
+
+
 def test_a_running_job_is_cancelled_with_its_exit_code(
     request_of: Callable[[str], JobRequest],
 ) -> None:

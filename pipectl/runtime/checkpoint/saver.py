@@ -22,6 +22,7 @@ from mpi4py import MPI
 
 from pipectl.errors import UsageError
 from pipectl.fields import Reader
+from pipectl.files import make_private_directory
 from pipectl.runs import LossScaleState, Manifest, Shard, checkpoints, step_of
 from pipectl.runtime.checkpoint.snapshot import Snapshot, sync
 from pipectl.runtime.waiting import barrier, poll, wait
@@ -199,7 +200,7 @@ class Saver:
 
 def _lacking_space(directory: Path, needed: int) -> str:
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_private_directory(directory)
         free = shutil.disk_usage(directory).free
     except OSError as error:
         return str(error.strerror or error)
@@ -211,7 +212,7 @@ def _lacking_space(directory: Path, needed: int) -> str:
 def _written(partial: Path, rank: int, snapshot: Snapshot) -> dict[str, Any]:
     """What a rank's thread has to tell."""
     try:
-        partial.mkdir(parents=True, exist_ok=True)
+        make_private_directory(partial)
         weights, training = snapshot.write(partial, rank)
     except Exception as error:  # safetensors raises its own for a full disk
         return {"error": f"{error} (rank {rank})"}

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipectl.capture.names import in_model, own_name
+from pipectl.files import make_private_directory
 from pipectl.runs import LossScaleState, Shard
 from pipectl.runtime.checkpoint.copies import Held, hold
 from pipectl.runtime.checkpoint.tensor_file import TensorFile
@@ -99,7 +100,7 @@ class _Part:
         self._tensors = iter(ordered.values())
         self._file: TensorFile | None = None
         if self._names:
-            (directory / file).parent.mkdir(exist_ok=True)
+            make_private_directory((directory / file).parent)
             self._file = TensorFile(directory / file, ordered, metadata)
             opened.callback(self._file.close)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipectl.access import open_regular
 from pipectl.runs import Shard
 
 _PIECE_BYTES = 2**20
@@ -65,7 +66,8 @@ class TensorFile:
         header = _header(layouts, metadata)
         self._hash = hashlib.sha256()
         self._size = 0
-        self._stream = path.open("wb", buffering=0)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        self._stream = os.fdopen(open_regular(path, flags), "wb", buffering=0)
         self._write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
 
     def write(self, tensors: Iterable[Tensor]) -> None:

@@ -8,12 +8,14 @@ step into ``metrics.jsonl``, all in time of the plan.
 from __future__ import annotations
 
 import json
+import os
 import time
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
+from pipectl.access import open_regular
 from pipectl.plan import Plan
 from pipectl.rehearsal import Rehearsal
 from pipectl.runs import RunDirectory, beat
@@ -106,7 +108,8 @@ class _Rehearsing:
             "samples_per_s": self._plan.batch_size / step_s if step_s else None,
             "late_s": late_s / self._rehearsal.stretch,
         }
-        with self._run.metrics.open("a", encoding="utf-8") as stream:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        with os.fdopen(open_regular(self._run.metrics, flags), "a", encoding="utf-8") as stream:
             stream.write(json.dumps(line) + "\n")
 
     def _write(self, events: list[Event], begin: float) -> None:
