@@ -84,11 +84,12 @@ def is_ours(directory: Path) -> bool:
     return fault_of_owner(directory, root=False) is None
 
 
-def fault_of_owner(path: Path, *, root: bool = True) -> str | None:
+def fault_of_owner(path: Path, *, root: bool = True, groups: bool = True) -> str | None:
     """Who else may have written a file or directory, in words; None where nobody else can have.
 
     Args:
         root: whether files of the system's administrator are as good as ours.
+        groups: whether members of a group that may write it count.
     """
     try:
         owners = {path.lstat().st_uid, (found := path.stat()).st_uid}
@@ -98,7 +99,7 @@ def fault_of_owner(path: Path, *, root: bool = True) -> str | None:
         return f"belongs to {_user(owner)}"
     if found.st_mode & stat.S_IWOTH:
         return "can be changed by everybody"
-    if found.st_mode & stat.S_IWGRP and not _is_of_one(found.st_gid, found.st_uid):
+    if groups and found.st_mode & stat.S_IWGRP and not _is_of_one(found.st_gid, found.st_uid):
         return f"can be changed by the group {_group(found.st_gid)}"
     return None
 

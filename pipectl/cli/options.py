@@ -47,6 +47,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 RunsDirectory = Annotated[
     Path, typer.Option("--directory", "-d", help="Where the run directories are.")
 ]
+TrustOwner = Annotated[
+    bool, typer.Option("--trust-owner", help="Run code that other users could have written.")
+]
 RUNS = USUAL
 
 

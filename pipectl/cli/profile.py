@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pipectl.cli.console import warn
 from pipectl.cli.interruption import resumable
 from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption
 from pipectl.cli.progress import progress_bar
@@ -59,10 +60,12 @@ def command(
     """Measure the time and memory of every operator; or the links."""
     from pipectl.jobs.places import profile_path, scheduler_name
     from pipectl.jobs.profile import Wish, require_compute_node
+    from pipectl.jobs.trust import warning_of_code
     from pipectl.spec import load
 
     _check(fast, thorough, submit, wait, here, device_kind)
     spec = load(job, overrides or ())
+    warn(warning_of_code(spec, job))
     path = output or profile_path(spec, device_kind)
     name = scheduler_name(spec, None if scheduler is None else scheduler.value)
     effort = "fast" if fast else "thorough" if thorough else "normal"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipectl.cli.console import note, say, say_json, warn
-from pipectl.cli.options import RUNS, Json, Overrides, RunName, RunsDirectory
+from pipectl.cli.options import RUNS, Json, Overrides, RunName, RunsDirectory, TrustOwner
 from pipectl.cli.submit_script import NO_PROFILE, tell_launch
 from pipectl.cli.submitted import answer, follow_to_the_end, tell_plan
 from pipectl.runs import as_typed
@@ -24,6 +24,7 @@ def command(
     force: Annotated[
         bool, typer.Option("--force", help="Even if it cannot be told whether it is over.")
     ] = False,
+    trust_owner: TrustOwner = False,
     as_json: Json = False,
     directory: RunsDirectory = RUNS,
 ) -> None:
@@ -31,7 +32,8 @@ def command(
     from pipectl.jobs.resume import resume
     from pipectl.runs import find_run
 
-    found = resume(find_run(directory, name), overrides or (), time.time(), force=force)
+    run = find_run(directory, name)
+    found = resume(run, overrides or (), time.time(), force=force, trust_owner=trust_owner)
     warn(found.warning)
     tell_launch(found.launch)
     if not as_json:

@@ -53,6 +53,7 @@ def command(
     overrides: Overrides = None,
 ) -> None:
     """Run a job, profiling and planning it where needed."""
+    from pipectl.jobs.trust import warning_of_code
     from pipectl.spec import load_sweep
 
     choose_one(dry_run=dry_run, test_only=test_only, rehearse=rehearsal)
@@ -61,6 +62,7 @@ def command(
     if rehearsal:
         refuse({"--after": after}, "a rehearsal waits for no other run", cure="leave it out")
     spec, points = load_sweep(job, overrides or ())
+    warn(warning_of_code(spec, job))
     name = None if scheduler is None else scheduler.value
     if dry_run:
         print_script(spec, points, name)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipectl.cli.console import say, say_json
-from pipectl.cli.options import JobFile, Json, Overrides
+from pipectl.cli.options import JobFile, Json, Overrides, TrustOwner
 from pipectl.cli.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ def command(
     between_plans: Annotated[
         bool, typer.Option("--between-plans", help="Compare with another plan, not one process.")
     ] = False,
+    trust_owner: TrustOwner = False,
     as_json: Json = False,
     overrides: Overrides = None,
 ) -> None:
@@ -33,7 +34,16 @@ def command(
     from pipectl.jobs.verify import verify
 
     with progress_bar() as progress:
-        found = verify(job, overrides or (), ranks, steps, watch, progress, two_plans=between_plans)
+        found = verify(
+            job,
+            overrides or (),
+            ranks,
+            steps,
+            watch,
+            progress,
+            two_plans=between_plans,
+            trust_owner=trust_owner,
+        )
     if as_json:
         say_json(found.to_json())
     else:

@@ -20,6 +20,7 @@ from pipectl.jobs.request import job_request, make_tag
 from pipectl.jobs.status import status
 from pipectl.jobs.submit import Inputs, writer
 from pipectl.jobs.template import write_script
+from pipectl.jobs.trust import refuse_code_of_others
 from pipectl.jobs.unchanged import check_unchanged, is_of_model, taken_for
 from pipectl.plan import Plan
 from pipectl.profile import Profile
@@ -62,7 +63,12 @@ class Resumption:
 
 
 def resume(
-    run: RunDirectory, overrides: Sequence[str], now: float, *, force: bool = False
+    run: RunDirectory,
+    overrides: Sequence[str],
+    now: float,
+    *,
+    force: bool = False,
+    trust_owner: bool = False,
 ) -> Resumption:
     """Submit a run once more, in its own directory.
 
@@ -71,13 +77,17 @@ def resume(
             micro-batches stay as they were unless these are changed: results depend on them.
         now: seconds since the epoch.
         force: go on even if it cannot be told whether it is over.
+        trust_owner: run code that another user could have written.
 
     Raises:
-        UsageError: it still waits or runs, is no training, or is to change what it cannot.
+        UsageError: it still waits or runs, is no training, is to change what it cannot, or its code
+            is not only ours.
         InfeasibleError: no plan fits.
         SchedulerError: the batch system rejects it; the run is as it was.
     """
     with locked(run):
+        if not trust_owner:
+            refuse_code_of_others(load(run.job, overrides, check_files=False), run.job)
         return _resume(run, completed(run, now), overrides, now, force=force)
 
 

@@ -31,6 +31,7 @@ from pipectl.jobs.plan import find_plan
 from pipectl.jobs.profile import Progress, fresh_profile, measure
 from pipectl.jobs.status import RunStatus
 from pipectl.jobs.submit import Inputs, submit
+from pipectl.jobs.trust import refuse_code_of_others
 from pipectl.jobs.verify_overrides import SGD, local, on_ranks
 from pipectl.plan import Plan
 from pipectl.planner.request import PLACED
@@ -93,6 +94,7 @@ def verify(
     progress: Progress | None = None,
     *,
     two_plans: bool = False,
+    trust_owner: bool = False,
 ) -> Verification:
     """Train ``steps`` steps in a pipeline and in one process, and compare all losses and weights.
 
@@ -104,10 +106,13 @@ def verify(
         overrides: as for :func:`pipectl.spec.load`.
         ranks: processes of the pipeline, whatever ``resources`` asks for.
         two_plans: whether to compare with another plan in any case.
+        trust_owner: run code that another user could have written.
 
     Raises:
         PipectlError: the spec, the model or one of the trainings fails.
     """
+    if not trust_owner:
+        refuse_code_of_others(load(job, [*overrides, *on_ranks(ranks)]), job)
     with TemporaryDirectory(prefix="pipectl-verify-") as directory:
         verifying = _Verifying(job, overrides, ranks, steps, Path(directory), follow, two_plans)
         return verifying.verify(progress)

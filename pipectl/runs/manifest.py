@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pipectl.access import open_regular
 from pipectl.fields import Reader
 from pipectl.files import read_json, write_json
 
@@ -145,7 +147,7 @@ def step_of(checkpoint: Path) -> int | None:
 
 def checksum(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal digits."""
-    with path.open("rb") as stream:
+    with os.fdopen(open_regular(path), "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 

@@ -6,6 +6,7 @@ its own, once as root and once as an ordinary user.
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 import os
@@ -35,7 +36,6 @@ from pipectl.runs import Record, RunDirectory, list_runs, list_sweeps
 ROOT, NOBODY, MALLORY = 0, 65534, 12345
 PATIENCE_S = 60
 LATE = 1.7e9
-needs_root = pytest.mark.skipif(os.geteuid() != ROOT, reason="only root has other users at hand")
 
 
 class Result(NamedTuple):
@@ -87,6 +87,8 @@ def everything_loaded() -> None:
     for package in (pipectl.cli, pipectl.jobs):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             import_module(module.name)
+    for encoding in ("ascii", "utf-8-sig"):
+        codecs.lookup(encoding)
 
 
 class Place(NamedTuple):
@@ -248,12 +250,11 @@ def state_sizes(place: Path) -> dict[str, Any]:
 
 def test_changing_a_run_of_others_is_refused(place: Place) -> None:
     """Its record could name a process or job of ours, and its files could be links."""
-    victim = os.getpid()
-    run = their_run(place, lambda run: run.record.write_text(run.record.read_text()))
+    run = their_run(place)
     before = state_of(place.mine, place.theirs)
     for words in (("cancel", "last"), ("resume", "last"), ("resume", "last", "--force")):
         found = as_user(place.us, command(*words, "-d", str(place.theirs)))
-        assert found.code == UsageError.exit_code, victim
+        assert found.code == UsageError.exit_code
         assert f"{run.path}: belongs to the user {MALLORY}" in found.err
     assert state_of(place.mine, place.theirs) == before
 
@@ -366,3 +367,85 @@ def test_names_that_mean_something_to_a_shell_or_terminal_are_no_runs(tmp_path: 
     good = make_run(tmp_path)
     assert list_runs(tmp_path) == [good]
     assert list_sweeps(tmp_path) == []
+
+
+JOB = """\
+version: 1
+name: demo
+model: {factory: "MODEL:build"}
+loss: {factory: "torch.nn:MSELoss"}
+data: {factory: "MODEL:data"}
+training: {steps: 4, batch_size: 8}
+resources: {nodes: 1, tasks_per_node: 2}
+site_defaults: false
+"""
+
+
+@pytest.fixture
+def code(place: Place) -> Path:
+    """A module of the other user's that says when it runs."""
+    path = place.theirs / "model.py"
+
+    def write() -> None:
+        path.write_text(f"import os\nos.mkdir({str(place.mine / 'ran')!r})\n")
+        path.chmod(0o644)
+
+    as_user(MALLORY, write)
+    return path
+
+
+def test_resume_and_verify_run_no_code_of_others_without_a_word(place: Place, code: Path) -> None:
+    """A job of ours that names it, and a job of theirs."""
+
+    def write(path: Path) -> Path:
+        path.write_text(JOB.replace("MODEL", str(code)))
+        path.chmod(0o644)
+        return path
+
+    run = as_user(place.us, lambda: make_run(place.mine, kind="training"))
+    as_user(place.us, lambda: write(run.job))
+    as_user(place.us, lambda: run.exit_code.write_text("1\n"))
+    theirs = as_user(MALLORY, lambda: write(place.theirs / "job.yaml"))
+    for words, path in (
+        (("resume", "last", "-d", str(place.mine)), code),
+        (("verify", str(run.job)), code),
+        (("verify", str(theirs)), theirs),
+    ):
+        found = as_user(place.us, command(*words))
+        assert found.code == UsageError.exit_code, found.err
+        assert f"{path} belongs to the user {MALLORY}, and its code would run as you" in found.err
+        assert "--trust-owner" in found.err
+    as_user(place.us, lambda: shutil.copy(code, place.mine / "model.py"))
+    as_user(place.us, lambda: run.job.write_text(JOB.replace("MODEL", f"{place.mine}/model.py")))
+    (place.mine / "model.py").chmod(0o666)
+    found = as_user(place.us, command("resume", "last", "-d", str(place.mine)))
+    assert f"{place.mine}/model.py can be changed by everybody" in found.err
+    assert not (place.mine / "ran").exists()
+
+
+def test_submit_says_whose_code_it_runs(place: Place, code: Path) -> None:
+    job = place.mine / "job.yaml"
+    as_user(place.us, lambda: job.write_text(JOB.replace("MODEL", str(code))))
+    words = ("submit", str(job), "--dry-run", "--scheduler", "slurm")
+    found = as_user(place.us, command(*words))
+    assert f"warning: {code} belongs to the user {MALLORY}; its code runs as you" in found.err
+
+
+def test_export_takes_weights_of_others_and_runs_nothing(place: Place, code: Path) -> None:
+    def spoil(run: RunDirectory) -> None:
+        run.job.write_text(JOB.replace("MODEL", str(code)))
+        checkpoint = run.checkpoints / "step-000004"
+        checkpoint.mkdir()
+        os.mkfifo(checkpoint / "rank-0000.safetensors")
+        shard = {"file": "rank-0000.safetensors", "bytes": 0, "sha256": "0", "names": ["w"]}
+        document = {"version": 1, "step": 4, "micro_batch_size": 1, "updates": 4}
+        document |= {"shards": [shard], "training": [], "aliases": {}}
+        (checkpoint / "manifest.json").write_text(json.dumps(document))
+
+    import_module("pipectl.runtime.checkpoint.export")
+    their_run(place, spoil)
+    before = state_sizes(place.theirs)
+    found = as_user(place.us, command("export", "last", "-d", str(place.theirs), "-o", "w"))
+    assert found.code == 3, found
+    assert not (place.mine / "ran").exists()
+    assert state_sizes(place.theirs) == before

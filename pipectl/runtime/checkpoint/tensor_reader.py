@@ -7,6 +7,7 @@ tensor of the file does, and where a file that another node removes takes the pr
 from __future__ import annotations
 
 import json
+import os
 import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,7 +18,9 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from pipectl.access import open_regular
 from pipectl.errors import DataFileError
+from pipectl.files import MAX_BYTES
 from pipectl.runtime.checkpoint.tensor_file import CODES, LENGTH_BYTES, METADATA
 
 _TYPES = {code: dtype for dtype, code in CODES.items()}
@@ -79,7 +82,9 @@ class TensorReader:
     def _opened(self, path: Path) -> BinaryIO:
         if self._path != path or self._stream is None:
             self.close()
-            self._stream = self._open.enter_context(path.open("rb", buffering=0))
+            self._stream = self._open.enter_context(
+                os.fdopen(open_regular(path), "rb", buffering=0)
+            )
             self._path = path
         return self._stream
 
@@ -88,7 +93,7 @@ class TensorReader:
             stream = self._opened(path)
             stream.seek(0)
             size = int.from_bytes(stream.read(LENGTH_BYTES), "little")
-            if size > path.stat().st_size:
+            if size > min(path.stat().st_size, MAX_BYTES):
                 raise _damaged(path, "is no safetensors file")
             return _parsed(json.loads(stream.read(size)), LENGTH_BYTES + size)
         except OSError as error:

@@ -1,0 +1,50 @@
+"""Whose code a job would run: what its files name is executed as the user who gives the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipectl.access import fault_of_owner
+from pipectl.errors import UsageError
+from pipectl.spec.references import parse
+
+if TYPE_CHECKING:
+    from pipectl.spec import JobSpec
+
+
+def refuse_code_of_others(spec: JobSpec, job: Path) -> None:
+    """Refuse a job whose code somebody else could have written.
+
+    Args:
+        job: the file of the spec.
+
+    Raises:
+        UsageError: naming the file, and who could.
+    """
+    if fault := _code_of_others(spec, job):
+        raise UsageError(
+            f"{fault}, and its code would run as you",
+            cure="read what it does; then add --trust-owner",
+        )
+
+
+def warning_of_code(spec: JobSpec, job: Path) -> str:
+    """What to say of a job that is named for the first time, as any program is; empty for ours."""
+    fault = _code_of_others(spec, job, groups=False)
+    return f"{fault}; its code runs as you" if fault else ""
+
+
+def _code_of_others(spec: JobSpec, job: Path, *, groups: bool = True) -> str:
+    """Which file of a job's code somebody else could have written; empty where nobody could.
+
+    Args:
+        groups: whether members of a group that may write it count.
+    """
+    named = [parse(text, spec.base).file for _, text in spec.factories()]
+    files = [path for path in (job, *named, spec.template_file) if path is not None]
+    # A module imports what lies beside it.
+    for path in dict.fromkeys((*files, *(path.parent for path in files[1:]))):
+        if fault := fault_of_owner(path, groups=groups):
+            return f"{path} {fault}"
+    return ""
