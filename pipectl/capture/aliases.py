@@ -39,7 +39,8 @@ class Aliases:
         returned_argument: the argument node that an in-place operator returned itself.
         settled: for values that are written after they are made: the operator of the last write.
         rewritten: placeholders of the buffers that are written, other than by a norm itself.
-        written: placeholders of all buffers and inputs that are written.
+        written: placeholders of all states and inputs that are written, each with the operator of
+            its last write.
     """
 
     groups: dict[str, str] = field(default_factory=dict)
@@ -47,7 +48,7 @@ class Aliases:
     returned_argument: dict[str, fx.Node] = field(default_factory=dict)
     settled: dict[str, str] = field(default_factory=dict)
     rewritten: set[str] = field(default_factory=set)
-    written: set[str] = field(default_factory=set)
+    written: dict[str, str] = field(default_factory=dict)
 
 
 def find_aliases(graph: CapturedGraph, states: Mapping[str, Tensor]) -> Aliases:
@@ -186,11 +187,9 @@ class _FakeRun:
         for node, value in self._values.items():
             if node.name in self._graph.states and value._version != self._first_version[node]:
                 self._found.rewritten.add(node.name)
-            if node.op == "placeholder" and not self._last_write.keys().isdisjoint(
-                _storages(value)
-            ):
-                self._found.written.add(node.name)
-        self._found.written |= self._found.rewritten
+            writes = [self._last_write[s] for s in _storages(value) if s in self._last_write]
+            if node.op == "placeholder" and writes:
+                self._found.written[node.name] = self._graph.operators[max(writes)].name
 
     def _join(self, nodes: list[fx.Node]) -> None:
         for node in nodes[1:]:

@@ -1,4 +1,4 @@
-"""Tensors that a model keeps in plain attributes from one step to the next.
+"""What a model keeps from one step to the next, other than in buffers.
 
 A graph would freeze them: it reads what they held when it was captured, and torch drops what is
 assigned. That does no harm where nothing reads it again (a map to look at), or where every step
@@ -11,7 +11,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 from torch import Tensor, fx, nn
@@ -21,6 +21,9 @@ from torch.utils import _pytree as pytree
 from pipectl.capture.explain import place_in
 from pipectl.capture.names import own_name
 from pipectl.errors import CaptureError
+
+if TYPE_CHECKING:
+    from pipectl.capture.graph import CapturedGraph
 
 _CONVERSIONS = {"to", "_to_copy", "type_as", "contiguous", "clone", "detach", "alias"}
 """Operators that leave values as they are."""
@@ -210,3 +213,32 @@ def _refusal(attribute: Attribute) -> CarriedError:
         cure="make it a buffer with register_buffer(), or name the submodule that keeps it under "
         "model.opaque",
     )
+
+
+def refuse_writes(graph: CapturedGraph) -> None:
+    """Raise if a run of the graph writes a parameter, or a tensor that is no state of the model.
+
+    Several operators, replicas and recomputed forwards each have a parameter of their own, which a
+    write in one of them would not reach. No checkpoint holds other tensors.
+
+    Raises:
+        CaptureError: naming what is written, and the line that does it.
+    """
+    nodes = {node.name: node for node in graph.operators}
+    for placeholder, writer in graph.written.items():
+        state = graph.states.get(placeholder)
+        if state is None or state.kind == "buffer":
+            continue
+        place = place_in(nodes[writer].meta.get("stack_trace") or "")
+        if state.kind == "constant":
+            raise CarriedError(
+                f"model: writes the tensor {own_name(state.name)!r} in its forward{place}, which "
+                "no checkpoint would hold",
+                cure="make it a buffer with register_buffer()",
+            )
+        raise CaptureError(
+            f"model: writes the parameter {own_name(state.name)!r} in its forward{place}, which "
+            "other uses, replicas and recomputed forwards of it would not see",
+            cure="write a buffer instead, or change what is read of the parameter (for "
+            "nn.Embedding(max_norm=...): leave it out, and scale the vectors that are looked up)",
+        )

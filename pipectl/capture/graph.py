@@ -120,6 +120,12 @@ class CapturedGraph:
         """Index of every operator by name."""
         return {node.name: index for index, node in enumerate(self.operators)}
 
+    @property
+    def written_buffers(self) -> set[str]:
+        """Full names of the buffers that a run of the graph writes."""
+        states = [self.states[name] for name in self.written if name in self.states]
+        return {state.name for state in states if state.kind == "buffer"}
+
     @cached_property
     def users(self) -> dict[str, tuple[str, ...]]:
         """For every value, state and input: the operators that read it, in graph order."""

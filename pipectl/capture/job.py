@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipectl.capture import factories, groups
+from pipectl.capture.carried import refuse_writes
 from pipectl.capture.data import Loader
 from pipectl.capture.deferred import is_deferred
 from pipectl.capture.export import export_step
@@ -195,6 +196,7 @@ class CapturedJob:
 
         with torch.random.fork_rng(devices=[]), arithmetic(precision, torch.device("cpu")):
             graph = self._fallback.capture(size, self.loader.example, capture)
+        refuse_writes(graph)
         if graph.fixed and size != batch:
             return self._capture(training, batch, graph)
         if known is not None and list(known.signatures) != list(graph.signatures):

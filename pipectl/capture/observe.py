@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from copy import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -20,6 +18,7 @@ from pipectl.capture.handing import anchored
 from pipectl.capture.masks import Mask
 from pipectl.capture.opaque import Arguments, States
 from pipectl.capture.outline import Outline, UnpredictableError, outline_of, see
+from pipectl.capture.python_state import undisturbed
 from pipectl.capture.step import Step, make_known
 
 Make = Callable[[Tensor], Tensor]
@@ -73,9 +72,10 @@ def _run(
 ) -> dict[str, list[Outline]]:
     """One run of the model: what it gave, with the sizes of this batch."""
     watches = [_Watch(path, module, make) for path, module in opaque.items()]
+    buffers = [each for each in step.buffers() if not isinstance(each, FakeTensor)]
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(undisturbed(step))
+        stack.enter_context(undisturbed(step, buffers))
         for watch in watches:
             stack.enter_context(watch.mask.worn())
         step(*batch)
@@ -133,34 +133,6 @@ def _hollow(mode: FakeTensorMode) -> Callable[[Tensor], Tensor]:
         return anchored(made) if tensor.requires_grad else made
 
     return hollow
-
-
-@contextmanager
-def undisturbed(module: nn.Module) -> Iterator[None]:
-    """Afterwards buffers, attributes of modules, lists in them and generators are as before."""
-    attributes = [(vars(inner), dict(vars(inner))) for inner in module.modules()]
-    values = [value for own, _ in attributes for value in own.values()]
-    containers = [(v, copy(v)) for v in values if type(v) in (list, dict, set, OrderedDict, deque)]
-    buffers = [(b, b.detach().clone()) for b in module.buffers() if not isinstance(b, FakeTensor)]
-    state, numpy_state = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(state)
-        np.random.set_state(numpy_state)
-        for own, before in attributes:
-            _refill(own, before)
-        for container, before in containers:
-            _refill(container, before)
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-
-
-def _refill(container: Any, before: Any) -> None:
-    container.clear()
-    (container.extend if isinstance(container, list | deque) else container.update)(before)
 
 
 def _generators() -> tuple[Any, ...]:

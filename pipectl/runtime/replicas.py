@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
-import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor
@@ -26,6 +25,7 @@ class Replicas:
 
     Args:
         communicator: of all ranks. Making one of these is collective.
+        written: full names of the buffers that forwards write.
     """
 
     def __init__(
@@ -35,17 +35,19 @@ class Replicas:
         stages: Mapping[int, StageRuntime],
         device: Device,
         progress: Progress,
+        written: Iterable[str] = (),
     ) -> None:
         self._plan = plan
         self._rank = communicator.rank
         self._device = device
         self._stages = stages
         self._groups = dict(self._make_groups(communicator))
-        self._counts = {
-            name: buffer.detach().to("cpu", torch.float64).view(-1)
+        self._written = frozenset(written)
+        self._before = {
+            name: buffer.detach().cpu().clone().view(-1)
             for index in self._groups
-            for name, buffer in stages[index].buffers.items()
-            if not buffer.is_floating_point()
+            for name, buffer in self._written_in(index)
+            if not (buffer.is_floating_point() or buffer.is_complex())
         }
         self.exchanges = {
             stage: Exchange(group, device, progress) for stage, group in self._groups.items()
@@ -111,37 +113,46 @@ class Replicas:
             if owner is not None:
                 yield owner == exchange.replica
 
-    def agree_on_buffers(self, plan: Plan, names: Sequence[str]) -> None:
-        """Give all replicas the same buffers, from what each made of its part of a step.
+    def agree_on_buffers(self, plan: Plan) -> None:
+        """Give all replicas the same buffers, from what each wrote in its part of a step.
 
-        A number is averaged over the replicas, weighted by how many micro-batches each took, whole
-        or in part; a count is what it would be if one replica had counted for all.
+        Numbers with a fraction, also complex ones, are averaged over the replicas, weighted by how
+        many micro-batches each took, whole or in part. A whole number that grows is a count: it
+        becomes what one replica would have counted. One that does not is that of the last
+        micro-batch. A truth value changes if it changed on any replica.
 
         Args:
             plan: of the step.
-            names: of the buffers that training changes.
         """
+        split = self._plan.replication is Replication.SPLIT
         for index, group in self._groups.items():
             ranks = self._plan.stages[index].updating_ranks
-            taken = [len(parts_of(plan, rank, index)) for rank in ranks]
-            buffers = self._stages[index].buffers
-            for name in names:
-                if name in buffers:
-                    buffer = buffers[name]
-                    found = _gathered(group, buffer)
-                    if buffer.is_floating_point():
-                        agreed = _mean(found, taken)
-                    else:
-                        agreed = self._count(name, found)
-                        self._counts[name] = agreed
-                    buffer.data.copy_(agreed.view(buffer.shape))
+            taken = [list(parts_of(plan, rank, index)) for rank in ranks]
+            for name, buffer in self._written_in(index):
+                values = _gathered(group, buffer)
+                agreed = agree(values, taken, self._before.get(name), split=split)
+                self._set(name, buffer, agreed)
 
-    def _count(self, name: str, found: Tensor) -> Tensor:
-        """What one replica would have counted from all parts of a step."""
-        before = self._counts[name]
-        if self._plan.replication is Replication.SPLIT:
-            return before + (found - before).amax(0)
-        return before + (found - before).sum(0)
+    def take_evaluated(self, names: Container[str]) -> None:
+        """Give all replicas the buffers of the first, which evaluates alone.
+
+        Args:
+            names: of the buffers that an evaluation writes.
+        """
+        for index, group in self._groups.items():
+            for name, buffer in self._written_in(index):
+                if name in names:
+                    self._set(name, buffer, _gathered(group, buffer)[0])
+
+    def _written_in(self, stage: int) -> Iterator[tuple[str, Tensor]]:
+        """The buffers of a stage that forwards write, in the same order on all replicas."""
+        buffers = self._stages[stage].buffers
+        return ((name, buffers[name]) for name in sorted(self._written & buffers.keys()))
+
+    def _set(self, name: str, buffer: Tensor, values: Tensor) -> None:
+        if name in self._before:
+            self._before[name] = values
+        buffer.data.copy_(values.view(buffer.shape))
 
     def _make_groups(self, communicator: MPI.Comm) -> Iterator[tuple[int, MPI.Comm]]:
         for index, stage in enumerate(self._plan.stages):
@@ -168,13 +179,36 @@ class Replicas:
 
 
 def _gathered(group: MPI.Comm, buffer: Tensor) -> Tensor:
-    """The buffer of every replica; shape [replicas, elements]."""
-    mine = buffer.detach().to("cpu", torch.float64).contiguous().numpy().reshape(-1)
-    everyone = np.empty((group.size, mine.size))
-    wait([group.Iallgather(mine, everyone)])
-    return torch.from_numpy(everyone)
+    """The buffer of every replica, on the host; shape [replicas, elements]."""
+    mine = buffer.detach().cpu().contiguous().reshape(-1)
+    everyone = mine.new_empty(group.size, mine.numel())
+    octets = [tensor.view(-1).view(torch.uint8).numpy() for tensor in (mine, everyone)]
+    wait([group.Iallgather(*octets)])
+    return everyone
 
 
-def _mean(found: Tensor, taken: Sequence[int]) -> Tensor:
-    shares = torch.tensor(taken, dtype=torch.float64)
-    return (shares[:, None] * found).sum(0) / shares.sum()
+def agree(
+    values: Tensor, taken: Sequence[Sequence[int]], before: Tensor | None, *, split: bool
+) -> Tensor:
+    """What a buffer becomes by a step in which each replica wrote its own.
+
+    Args:
+        values: of every replica, behind the step; shape [replicas, elements].
+        taken: the micro-batches that each replica took, whole or in part.
+        before: the step, on all replicas alike; for whole numbers and truth values.
+        split: whether they took parts of the same micro-batches.
+    """
+    if before is None:
+        shares = torch.tensor([len(each) for each in taken], dtype=torch.float64)
+        values, shares = values[shares > 0], shares[shares > 0]
+        wide = values.to(torch.complex128 if values.is_complex() else torch.float64)
+        mean = (shares[:, None] * wide).sum(0) / shares.sum()
+        # A mean of equal numbers may be another one, by its rounding.
+        return torch.where((values == values[0]).all(0), values[0], mean.to(values.dtype))
+    if values.dtype == torch.bool:
+        return before ^ (values ^ before).any(0)
+    growth = values.to(torch.int64) - before
+    if bool((growth < 0).any()):
+        last = max(range(len(taken)), key=lambda replica: max(taken[replica], default=-1))
+        return values[last]
+    return (before + (growth.amax(0) if split else growth.sum(0))).to(values.dtype)

@@ -42,6 +42,8 @@ class Setup:
         training, evaluating: engines; the second is None without evaluation data.
         cut: of the training graph at the plan's micro-batch size.
         branching: the stages where it depends on values which parameters have gradients.
+        written: the buffers of this rank that forwards write, by full name.
+        evaluation_writes: names of the buffers that an evaluation writes, on all ranks.
         division: of the data into steps and micro-batches.
         loader: of the training data, or None where this rank reads none.
         reading: this rank's stages that read the training data.
@@ -81,7 +83,11 @@ class Setup:
         barrier(communicator)  # ranks that made more weights come later; MPI would spin until then
         self.cut = cuts[True, plan.micro_batch_size]
         self.branching = branching_stages(self.cut)
-        self.replicas = Replicas(communicator, plan, self.stages, device, self.progress)
+        self.evaluation_writes = _written_buffers(cuts, training=False)
+        written = self.evaluation_writes | _written_buffers(cuts, training=True)
+        buffers = {n: t for stage in self.stages.values() for n, t in stage.buffers.items()}
+        self.written = {name: tensor for name, tensor in buffers.items() if name in written}
+        self.replicas = Replicas(communicator, plan, self.stages, device, self.progress, written)
         self.reducer = self.replicas.reducer(self.branching)
         self._make_engines(cuts)
         weighing = self.cut.loss_stage if job.weight() is not None else None
@@ -272,3 +278,9 @@ class Setup:
             others = name not in mine and self.owners[name] != self.communicator.rank
             if others and not is_deferred(tensor):
                 tensor.data = tensor.data.new_empty(0)
+
+
+def _written_buffers(cuts: Mapping[tuple[bool, int], Cut], *, training: bool) -> set[str]:
+    """Full names of the buffers that forwards of training, or of evaluations, write."""
+    graphs = {cut.graph for (kind, _), cut in cuts.items() if kind is training}
+    return set().union(*(graph.written_buffers for graph in graphs))

@@ -68,7 +68,7 @@ class StepEnd:
         """Remember, before a step, what leaving it out must bring back; drop what was before.
 
         Args:
-            buffers: that training changes.
+            buffers: that forwards write.
         """
         self._origins.forget()
         if self._skips:

@@ -10,8 +10,6 @@ from functools import cache
 from itertools import islice, pairwise
 from typing import Any
 
-from torch import Tensor
-
 from pipectl.files import write_text
 from pipectl.runs import RunDirectory
 from pipectl.runtime.callbacks import Callbacks
@@ -70,7 +68,6 @@ class Trainer:
         self._recording: Recording | None = None
         self._loss_shares = loss_shares_of(setup)
         self._end = StepEnd(setup, self._telemetry.fault, self._finish_saving)
-        self._statistics: tuple[str, ...] = ()
         self._evaluator = Evaluator(setup)
         self._pass = cache(self._make_pass)
         self._continuation = self._make_continuation(run, attempt)
@@ -149,10 +146,10 @@ class Trainer:
         batches = islice(loaded, len(doing.pieces))
         given = self._loss_shares.step_input(doing, batches, seed, scale)
         given.recording = self._recording
-        self._end.begin(self._changing())
+        self._end.begin(self._setup.written)
         out = self._compute(step, doing, given)
-        if not self._end.undo(self._changing()):
-            self._setup.replicas.agree_on_buffers(doing.plan, self._statistics)
+        if not self._end.undo(self._setup.written):
+            self._setup.replicas.agree_on_buffers(doing.plan)
         if traced:
             self._tracing.end(step, self._recording, start)
         self._tracing.advance()
@@ -184,11 +181,6 @@ class Trainer:
 
         return self._setup.training.run_parts([(doing.actions, 0)], given, update)
 
-    def _changing(self) -> dict[str, Tensor]:
-        """The buffers of this rank that training changes."""
-        held = {n: t for stage in self._setup.stages.values() for n, t in stage.buffers.items()}
-        return {name: held[name] for name in self._statistics if name in held}
-
     def _between_steps(self, step: int) -> None:
         if self._stops_behind(step):
             self._end.settle()
@@ -199,6 +191,7 @@ class Trainer:
             self._begin("evaluating")
             self._renew_weights()
             result = self._evaluator.evaluate(step)
+            self._setup.replicas.take_evaluated(self._setup.evaluation_writes)
             if self._rank == 0:
                 self._telemetry.evaluation(step, result)
             self._begin("training")
@@ -262,10 +255,7 @@ class Trainer:
 
     def learn_layouts(self) -> None:
         """Send micro-batches of every size over every channel; see :func:`learn_layouts`."""
-        shared = self._end.shared
-        self._statistics = learn_layouts(
-            self._setup, self._loss_shares, shared, self._evaluator.learn
-        )
+        learn_layouts(self._setup, self._loss_shares, self._end.shared, self._evaluator.learn)
 
     def _renew_weights(self) -> None:
         """Send weights to where forwards run without the backwards, as the next step does too."""

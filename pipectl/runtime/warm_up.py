@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
-
+from pipectl.capture.python_state import undisturbed
 from pipectl.runtime.loss_shares import LossShares
 from pipectl.runtime.optimizer import SharedGradients
 from pipectl.runtime.passes import Batch, narrowed, pass_of
@@ -18,28 +17,19 @@ from pipectl.schedule.one_f_one_b import NAME as ONE_F_ONE_B
 
 def learn_layouts(
     setup: Setup, loss_shares: LossShares, shared: SharedGradients, evaluation: Callable[[], None]
-) -> tuple[str, ...]:
+) -> None:
     """Send micro-batches of every size over every channel, so that all ends know all layouts.
 
-    It leaves no trace: buffers are put back, gradients are dropped.
+    It leaves no trace: buffers and what modules keep in Python objects are put back, gradients are
+    dropped.
 
     Args:
         evaluation: does the same for evaluations.
-
-    Returns:
-        Names of the buffers that training changes, of all ranks.
     """
-    found = {n: t for stage in setup.stages.values() for n, t in stage.buffers.items()}
-    before = {name: tensor.clone() for name, tensor in found.items()}
-    for size in setup.division.sizes:
-        _try(size, setup, loss_shares, shared)
-    changed = [name for name, old in before.items() if not torch.equal(found[name], old)]
-    everywhere = setup.communicator.allgather(changed)
-    evaluation()
-    with torch.no_grad():
-        for name, old in before.items():
-            found[name].copy_(old)
-    return tuple(sorted({name for names in everywhere for name in names}))
+    with undisturbed(setup.job.step, setup.written.values()):
+        for size in setup.division.sizes:
+            _try(size, setup, loss_shares, shared)
+        evaluation()
 
 
 def _try(size: int, setup: Setup, loss_shares: LossShares, shared: SharedGradients) -> None:

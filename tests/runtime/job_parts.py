@@ -188,6 +188,54 @@ class Overflowing(Model):
         return super().forward(x.clamp(-3, 3) + self.gate * huge * self.more)
 
 
+class Late(Model):
+    """Subtracts a running mean that no forward changes before the fifth."""
+
+    def __init__(self, after: int = 3) -> None:
+        super().__init__()
+        self.after = after
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        moved = 0.9 * self.mean + 0.1 * x.mean(0)
+        self.mean.copy_(torch.where(self.count > self.after, moved, self.mean))
+        self.count += 1
+        return super().forward(x - self.mean)
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.calls, self.seen = 0, [0.0]
+
+
+class Counter(nn.Module):
+    """Scales by how often it was called, which it keeps in several ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.meter, self.loose = 0, Meter(), torch.zeros(1)
+        self.register_buffer("counted", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.meter.calls += 1
+        self.meter.seen.append(float(self.meter.seen[-1] + 1))
+        self.loose += 1
+        self.counted += 1
+        kept = self.calls + self.meter.calls + len(self.meter.seen) + self.loose + self.counted
+        return x * (1 + 0.1 * kept)
+
+
+class Counting(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = Counter()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.counter(x))
+
+
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(
         outputs.flatten(0, 1), targets.flatten(), ignore_index=PADDING

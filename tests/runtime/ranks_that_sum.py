@@ -7,6 +7,7 @@ what every rank found.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,11 +121,23 @@ def agreed(world: MPI.Intracomm, progress: Progress) -> dict[str, list[float]]:
         transfers=(),
         node_of_rank=(0,) * world.size,
     )
-    buffers = {"mean": torch.tensor([12.0, 24.0]) * world.rank, "count": torch.tensor([5])}
+    buffers = {
+        "mean": torch.tensor([12.0, 24.0]) * world.rank,
+        "phase": torch.tensor([12.0j]) * world.rank,
+        "same": torch.tensor([0.1, math.inf], dtype=torch.float64),
+        "count": torch.tensor([5]),
+        "large": torch.tensor([2**60]),
+        "place": torch.tensor([7], dtype=torch.int32),
+        "seen": torch.tensor([False, True, True]),
+    }
     held: Any = {0: SimpleNamespace(buffers=buffers)}
-    replicas = Replicas(world, plan, held, CpuDevice(), progress)
+    replicas = Replicas(world, plan, held, CpuDevice(), progress, buffers)
     buffers["count"] += 1 if world.rank else 2
-    replicas.agree_on_buffers(plan, list(buffers))
+    buffers["large"] += 1
+    buffers["place"].fill_(1 + world.rank)
+    buffers["seen"].copy_(torch.tensor([world.rank == 0, False, True]))
+    replicas.agree_on_buffers(plan)
+    buffers["phase"] = buffers["phase"].imag
     return {name: buffer.tolist() for name, buffer in buffers.items()}
 
 

@@ -13,6 +13,7 @@ import torch
 from mpi4py import MPI
 
 from pipectl.errors import DataFileError, PipectlError
+from pipectl.plan import Plan
 from pipectl.runs import RunDirectory, read_errors, read_heartbeat, read_metrics
 from pipectl.runtime import checkpoint
 from pipectl.runtime.failure import Doing
@@ -80,6 +81,27 @@ def whole_batch_loss() -> float:
     torch.manual_seed(0)
     model, data = parts.Model(), parts.Samples()
     return float(parts.loss(model(data.vectors[:4]), data.targets[:4]).detach())
+
+
+def test_what_a_module_counts_begins_with_the_first_step(
+    make_spec: Any, make_run: Any, work: Any, launch: Any, tmp_path: Path
+) -> None:
+    """Neither the capture nor the messages that ranks try before it leave a trace in it."""
+    parts = HERE / "job_parts.py"
+    model = {"factory": f"{parts}:Counting", "opaque": ["counter"]}
+    training = {"steps": 3, "batch_size": 4}
+    run = make_run(make_spec(2, model=model, training=training))
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    for done in (
+        work(2, run),
+        launch(
+            0, "-m", "pipectl.runtime.plain", run.job, Plan.load(run.plan).micro_batch_size, plain
+        ),
+    ):
+        assert done.returncode == 0, done.stderr
+    losses = json.loads((plain / "losses.json").read_text())["losses"]
+    assert [line["loss"] for line in read_metrics(run)] == losses
 
 
 def test_every_step_draws_masks_of_its_own(make_spec: Any, make_run: Any, work: Any) -> None:

@@ -204,10 +204,12 @@ def test_all_ranks_skip_or_stop_at_the_same_step(
 ) -> None:
     """Stages, and replicas, equal one rank; and a gradient stops all, named by the rank it is on.
 
-    The last training ends the ranks of all.
+    A buffer that the first forward left as it was is restored, too. The last training ends the
+    ranks of all.
     """
+    late = {"factory": f"{PARTS}:Late", "kwargs": {"after": 1}}
     skipping = {"steps": 6, "batch_size": 4, "on_nonfinite": "skip"}
-    one = make_run(make_spec(1, SPOILT, training=skipping))
+    one = make_run(make_spec(1, SPOILT, model=late, training=skipping))
     two = replanned(one, make_spec(2, SPOILT, training=skipping), tmp_path / "two")
     copies = {"micro_batches": 2, "stages": 1, "replicas": 2, "shard_optimizer": True}
     spec = make_spec(2, SPOILT, training=skipping, pipeline=copies)
@@ -226,7 +228,9 @@ def test_all_ranks_skip_or_stop_at_the_same_step(
     weights = [checkpoint.load(run.checkpoints / "step-000006") for run in (one, two, replicated)]
     assert all(bool(tensor.isfinite().all()) for tensor in weights[0].values())
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    assert all(torch.allclose(weights[0][n], weights[2][n], atol=1e-6) for n in weights[0])
+    assert float(weights[0]["mean"].abs().min()) > 0
+    learnt = [name for name in weights[0] if name != "mean"]  # replicas average that one
+    assert all(torch.allclose(weights[0][n], weights[2][n], atol=2e-3) for n in learnt)
 
 
 def replanned(like: RunDirectory, spec: Any, parent: Path) -> RunDirectory:

@@ -13,6 +13,7 @@ from pipectl.cluster import assumed_cluster
 from pipectl.jobs.plan import find_plan
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory, read_errors, read_metrics
+from pipectl.runtime import checkpoint
 from pipectl.runtime.likeness import check_alike, checksum, odd_ones_out
 
 PARTS = Path(__file__).with_name("job_parts.py")
@@ -54,6 +55,41 @@ def test_one_that_is_alone_is_like_itself() -> None:
     check_alike(MPI.COMM_SELF, [3], 0, 1, {"model.weight": torch.randn(3)})
 
 
+def replicated(one: RunDirectory, spec: Any, folder: Path) -> RunDirectory:
+    """The run of a job with replicas, by the profile of another."""
+    ranks = spec.resources.ranks
+    run = RunDirectory.create(folder / "replicated", spec.name, 0.0)
+    run.job.write_text((folder / f"job-{ranks}.yaml").read_text())
+    profile = Profile.load(one.profile)
+    profile.save(run.profile)
+    find_plan(spec, profile, assumed_cluster("here", [ranks], ranks, None)).save(run.plan)
+    return run
+
+
+@pytest.mark.mpi
+def test_replicas_agree_on_a_buffer_that_the_first_forward_leaves_as_it_was(
+    make_spec: Any, make_run: Any, work: Any, tmp_path: Path
+) -> None:
+    """Each takes one of two micro-batches; after a step both have the mean of theirs."""
+    late = {"factory": f"{PARTS}:Late"}
+    training = {"steps": 6, "batch_size": 4}
+    pipeline = {"micro_batches": 2, "stages": 1, "replicas": 2}
+    spec = make_spec(2, model=late, training=training, pipeline=pipeline)
+    run = replicated(make_run(make_spec(1, model=late, training=training)), spec, tmp_path)
+    done = work(2, run)
+    assert done.returncode == 0, done.stderr
+    generator = torch.Generator().manual_seed(2)
+    samples = torch.randn(24, 6, generator=generator)  # those of job_parts, in order
+    mean = torch.zeros(6)
+    for step in range(6):
+        parts = samples[4 * step : 4 * step + 4].split(2)
+        if 2 * step > 3:
+            mean = sum(0.9 * mean + 0.1 * part.mean(0) for part in parts) / 2
+    weights = checkpoint.load(run.checkpoints / "step-000006")
+    assert int(weights["count"]) == 12
+    assert torch.allclose(weights["mean"], mean, atol=1e-6)
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("step", "every", "saving", "stop"),
@@ -75,12 +111,7 @@ def test_a_flipped_bit_ends_the_job_where_replicas_are_compared_next(
     training = {"steps": 6, "batch_size": 6, "check_replicas": every}
     pipeline = {"micro_batches": 3, "stages": 1, "replicas": 3}
     spec = make_spec(3, optimizer=optimizer, training=training, pipeline=pipeline, **saving)
-    one = make_run(make_spec(1, optimizer=optimizer, training=training))
-    run = RunDirectory.create(tmp_path / "replicated", spec.name, 0.0)
-    run.job.write_text((tmp_path / "job-3.yaml").read_text())
-    profile = Profile.load(one.profile)
-    profile.save(run.profile)
-    find_plan(spec, profile, assumed_cluster("here", [3], 3, None)).save(run.plan)
+    run = replicated(make_run(make_spec(1, optimizer=optimizer, training=training)), spec, tmp_path)
     if stop:  # all ranks do, behind step 2
         run.stop.write_text("")
     done = work(3, run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -120,7 +121,15 @@ def test_statistics_are_means_over_micro_batches_and_counts_are_sums(
     micro_batches = len(found) + 1
     mean = sum(12.0 * replica for replica in range(len(found))) / micro_batches
     for mine in found:
-        assert mine["agreed"] == {"mean": [mean, 2 * mean], "count": [5 + micro_batches]}
+        assert mine["agreed"] == {
+            "mean": [mean, 2 * mean],
+            "phase": [mean],
+            "same": [0.1, math.inf],
+            "count": [5 + micro_batches],
+            "large": [2**60 + len(found)],
+            "place": [1],
+            "seen": [True, False, True],
+        }
 
 
 def test_state_is_shared_out_evenly() -> None:

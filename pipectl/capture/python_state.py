@@ -1,0 +1,160 @@
+"""What a model keeps in Python objects: attributes of modules, and what these lead to.
+
+No state dict has it and no graph follows it. Objects of torch and of Python's own library are left
+out, but for modules, lists, mappings, sets and generators of random numbers.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_PLAIN = (str, bytes, int, float, complex, type(None), type, FunctionType, ModuleType, nn.Parameter)
+_MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
+_CONTAINERS = (*_MAPPINGS, list, deque, set)
+_SHARED = frozenset({*sys.stdlib_module_names, "torch"})
+"""Packages whose objects other code may use at the same time, such as loggers and locks."""
+
+
+class Number(NamedTuple):
+    """A number or truth value in a Python object.
+
+    Args:
+        holder: the attributes, mapping or list that has it.
+        key: its name, key or index there.
+        module: whose attribute it is; None if it lies deeper.
+        path: of that module.
+    """
+
+    value: Any
+    holder: Any
+    key: Any
+    module: nn.Module | None
+    path: str
+
+
+class _Item(NamedTuple):
+    """A container, generator or array that a model leads to; ``module`` if these are its own."""
+
+    value: Any
+    path: str
+    module: nn.Module | None = None
+    are_attributes: bool = False
+
+
+@contextmanager
+def undisturbed(model: nn.Module, tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Afterwards these tensors, what modules keep in Python, and generators are as before."""
+    kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    before = [(item.value, _copy(item.value)) for item in _items(model)]
+    state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(state)
+        np.random.set_state(numpy_state)
+        for value, copy in (*before, *kept):
+            _restore(value, copy)
+
+
+def numbers_in(model: nn.Module) -> dict[str, Number]:
+    """All numbers by name, such as ``blocks.3.calls`` or ``meter.counts['steps']``."""
+    numbers: dict[str, Number] = {}
+    for value, path, module, are_attributes in _items(model):
+        if type(value) in (*_MAPPINGS, list):
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                if isinstance(item, int | float):
+                    name = f"{path}.{key}" if are_attributes else f"{path}[{key!r}]"
+                    numbers[name] = Number(item, value, key, module, path)
+    return numbers
+
+
+def _items(model: nn.Module) -> Iterator[_Item]:
+    """All that a model leads to and that may change, each once."""
+    seen = {id(value) for value in (*model.parameters(), *model.buffers(), *model.modules())}
+    waiting = [_Item(vars(m), path, m, True) for path, m in model.named_modules()]
+    while waiting:
+        item = waiting.pop()
+        value, path = item.value, item.path
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if type(value) in _CONTAINERS:
+            yield item
+            inner: Iterable[Any] = value.items() if isinstance(value, dict) else enumerate(value)
+            waiting += [_Item(v, f"{path}.{k}") for k, v in inner if not isinstance(v, _PLAIN)]
+        elif isinstance(value, tuple | frozenset):
+            waiting += [_Item(v, path) for v in value if not isinstance(v, _PLAIN)]
+        elif isinstance(value, MethodType):
+            waiting.append(_Item(value.__self__, path))
+        elif _has_values(value) or _generator_state(value) is not None:
+            yield item
+        elif _has_own_attributes(value):
+            waiting.append(_Item(vars(value), path, None, True))
+
+
+def _has_values(value: Any) -> bool:
+    return isinstance(value, np.ndarray) or (type(value) is Tensor and not value.is_meta)
+
+
+def _has_own_attributes(value: Any) -> bool:
+    if isinstance(value, nn.Module | SimpleNamespace):
+        return True
+    package = type(value).__module__.partition(".")[0]
+    return package not in _SHARED and isinstance(getattr(value, "__dict__", None), dict)
+
+
+def _copy(value: Any) -> Any:
+    """What :func:`_restore` needs of a value."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if type(value) in _MAPPINGS:
+        return dict(value)
+    return list(value) if type(value) in _CONTAINERS else _generator_state(value)
+
+
+def _restore(value: Any, copy: Any) -> None:
+    """Give an object its former content; one that still has it is left alone."""
+    if isinstance(value, Tensor):
+        if not torch.equal(value, copy):
+            with torch.no_grad():
+                value.copy_(copy)
+    elif isinstance(value, np.ndarray):
+        if value.flags.writeable:
+            value[...] = copy
+    elif type(value) in _CONTAINERS:
+        if _identities(value) != _identities(copy):
+            value.clear()
+            (value.extend if isinstance(value, list | deque) else value.update)(copy)
+    elif isinstance(value, random.Random):
+        value.setstate(copy)
+    elif isinstance(value, np.random.Generator):
+        value.bit_generator.state = copy
+    else:
+        value.set_state(copy)
+
+
+def _identities(container: Any) -> list[int]:
+    pairs = container.items() if isinstance(container, dict) else enumerate(container)
+    return [number for key, value in pairs for number in (hash(key), id(value))]
+
+
+def _generator_state(value: Any) -> Any:
+    """The state of a generator of random numbers; None for all else."""
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    return value.get_state() if isinstance(value, torch.Generator | np.random.RandomState) else None
