@@ -1,15 +1,15 @@
 """What a model keeps from one step to the next, other than in buffers.
 
-A graph would freeze them: it reads what they held when it was captured, and torch drops what is
-assigned. That does no harm where nothing reads it again (a map to look at), or where every step
-would assign the same (a table that is made when it is first needed).
+A graph would freeze it: it has what plain attributes held when it was captured, and torch drops
+what is assigned. That does no harm where nothing reads it again (a map to look at), or where every
+step would assign the same (a table that is made when it is first needed).
 """
 
 from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture.explain import place_in
 from pipectl.capture.names import own_name
+from pipectl.capture.python_state import numbers_in
 from pipectl.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -45,13 +46,22 @@ class Attribute(NamedTuple):
     name: str
 
 
-@contextmanager
-def assigned(step: nn.Module) -> Iterator[list[Attribute]]:
-    """While a step is exported: find plain attributes that get other tensors in every step.
+class Assigned:
+    """What an export has left in plain attributes.
 
-    Yields:
-        Those that are left with tensors that follow from the batch, or from what was there before.
+    Attributes:
+        tensors: attributes that got tensors which follow from the batch, or from what was there.
+        numbers: numbers that are others now, by name, with what they were and what they are.
     """
+
+    def __init__(self) -> None:
+        self.tensors: list[Attribute] = []
+        self.numbers: dict[str, tuple[Any, Any]] = {}
+
+
+@contextmanager
+def assigned(step: nn.Module) -> Iterator[Assigned]:
+    """While a step is exported: find what every step would assign anew."""
     watch = _Watch(step)
     before = step.register_forward_pre_hook(watch.begin)
     behind = step.register_forward_hook(watch.end)
@@ -67,9 +77,10 @@ class _Watch:
     """Compares the attributes of modules before and behind a forward."""
 
     def __init__(self, step: nn.Module) -> None:
-        self.found: list[Attribute] = []
+        self.found = Assigned()
         self._modules: dict[str, nn.Module] = dict(step.named_modules())
         self._before = {path: dict(vars(module)) for path, module in self._modules.items()}
+        self._numbers = numbers_in(step)
         self._batch: set[fx.Node] = set()
 
     def begin(self, _: nn.Module, batch: Any) -> None:
@@ -82,7 +93,14 @@ class _Watch:
             for name, value in vars(module).items():
                 old = self._before[path].get(name)
                 if value is not old and self._changes(old, value):
-                    self.found.append(Attribute(module, path, name))
+                    self.found.tensors.append(Attribute(module, path, name))
+        caching = {path for path, module in self._modules.items() if self._caches(path, module)}
+        for name, number in numbers_in(self._modules[""]).items():
+            before = self._numbers.get(name)
+            if before is None or number.path in caching:
+                continue
+            if type(number.value) is type(before.value) and number.value != before.value:
+                self.found.numbers[name] = before.value, number.value
 
     def tidy(self) -> None:
         """Drop new attributes with tensors of the export, which torch leaves.
@@ -93,6 +111,17 @@ class _Watch:
             for name in vars(module).keys() - self._before[path].keys():
                 if _tensors(vars(module)[name]):
                     del vars(module)[name]
+        for name in self.found.numbers:
+            number = self._numbers[name]
+            number.holder[number.key] = number.value
+
+    def _caches(self, path: str, module: nn.Module) -> bool:
+        """Whether a forward has assigned a tensor: numbers may then say of what it is."""
+        before = self._before[path]
+        return any(
+            isinstance(value, Tensor) and value is not before.get(name)
+            for name, value in vars(module).items()
+        )
 
     def _changes(self, old: Any, new: Any) -> bool:
         """Whether tensors follow from the batch or, other than by a conversion, from old ones."""
@@ -159,6 +188,19 @@ def _constant(node: fx.Node) -> Any:
 
 
 @contextmanager
+def later(step: nn.Module, numbers: Mapping[str, Any]) -> Iterator[None]:
+    """While a step is exported once more: with other numbers, by name, as later steps have them."""
+    known = numbers_in(step)
+    for name, value in numbers.items():
+        known[name].holder[known[name].key] = value
+    try:
+        yield
+    finally:
+        for name in numbers:
+            known[name].holder[known[name].key] = known[name].value
+
+
+@contextmanager
 def refused_reads(attributes: Sequence[Attribute]) -> Iterator[None]:
     """While a step is exported once more: refuse attributes that are read before they are written.
 
@@ -206,10 +248,15 @@ class _Guard:
 
 
 def _refusal(attribute: Attribute) -> CarriedError:
-    name = own_name(f"{attribute.path}.{attribute.name}")
+    name = f"{attribute.path}.{attribute.name}"
+    return carried(name, place_in("".join(traceback.format_stack())))
+
+
+def carried(name: str, place: str = "") -> CarriedError:
+    """The error that names what is kept, and the line that reads it."""
     return CarriedError(
-        f"model: keeps {name!r} from one step to the next"
-        f"{place_in(''.join(traceback.format_stack()))}, which a graph would freeze",
+        f"model: keeps {own_name(name)!r} from one step to the next{place}, which a graph would "
+        "freeze",
         cure="make it a buffer with register_buffer(), or name the submodule that keeps it under "
         "model.opaque",
     )

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from pipectl.capture.carried import Attribute, assigned, refused_reads
+from pipectl.capture.carried import (
+    Assigned,
+    Attribute,
+    assigned,
+    carried,
+    later,
+    refused_reads,
+)
 from pipectl.capture.drawing import refused_draws
 from pipectl.capture.explain import explain
 from pipectl.capture.gradients import (
@@ -23,10 +31,14 @@ from pipectl.capture.gradients import (
     refuse_backward_hooks,
 )
 from pipectl.capture.observe import UnsuitableError
+from pipectl.capture.python_state import numbers_in
 from pipectl.capture.regions import marked_regions
 from pipectl.capture.step import Step
 from pipectl.capture.tracing import Kept, call_modules, traced
 from pipectl.errors import CaptureError
+
+_MANY_STEPS = 2520 * 1000
+"""After which a count is above what a schedule waits for, and a multiple of all up to ten."""
 
 
 def export_step(step: Step, inputs: Any, targets: Any, kept: Kept) -> ExportedProgram:
@@ -60,17 +72,73 @@ def export_step(step: Step, inputs: Any, targets: Any, kept: Kept) -> ExportedPr
 
 
 def _export(step: Step, batch: tuple[Any, Any], kept: Kept, *, free: bool) -> ExportedProgram:
-    program, attributes = _program(step, batch, kept, free=free)
-    if attributes:  # only watching them shows whether the model reads what it kept
-        with refused_reads(attributes):
+    program, found = _program(step, batch, kept, free=free)
+    if found.tensors:  # only watching them shows whether the model reads what it kept
+        with refused_reads(found.tensors):
             program, _ = _program(step, batch, kept, free=free)
+    if found.numbers:
+        _refuse_counts(step, batch, kept, program, found.numbers, free=free)
     return program
+
+
+def _refuse_counts(
+    step: Step,
+    batch: tuple[Any, Any],
+    kept: Kept,
+    program: ExportedProgram,
+    numbers: Mapping[str, tuple[Any, Any]],
+    *,
+    free: bool,
+) -> None:
+    """Refuse numbers that every step changes, if a later step has another graph for them.
+
+    Raises:
+        CarriedError: naming the first such number.
+    """
+    known = _text(program)
+
+    def rerun(values: Mapping[str, Any]) -> tuple[bool, Assigned]:
+        """Whether the step has another graph with other numbers, and what it then changes."""
+        try:
+            with later(step, values):
+                again, found = _program(step, batch, kept, free=free)
+        except Exception:  # what else such a step needs is not known
+            return False, Assigned()
+        return _text(again) != known, found
+
+    values = {name: after for name, (_, after) in numbers.items()}
+    matters, found = rerun(values)
+    if not matters:  # a maximum stays where it is; a schedule may wait for many steps
+        counts = {n: pair for n, pair in numbers.items() if n in found.numbers}
+        values = {n: first + _MANY_STEPS * (then - first) for n, (first, then) in counts.items()}
+        matters = bool(values) and rerun(values)[0]
+    if not matters:
+        return
+    name = next((n for n in values if rerun({n: values[n]})[0]), next(iter(values)))
+    number = numbers_in(step)[name]
+    if number.module is not None:
+        with refused_reads([Attribute(number.module, number.path, number.key)]):
+            _program(step, batch, kept, free=free)
+    raise carried(name)
+
+
+def _text(program: ExportedProgram) -> str:
+    """All that a program computes, but for the values of parameters and buffers."""
+    graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
+    nodes = [
+        f"{node.name} = {getattr(node.target, '__name__', node.target)}{node.args}{node.kwargs}"
+        for graph in graphs
+        for node in graph.nodes
+    ]
+    constants = program.constants.items()
+    values = [f"{n}: {_digest(t)}" for n, t in constants if type(t) is Tensor and not t.is_meta]
+    return "\n".join([*nodes, *values])
 
 
 def _program(
     step: Step, batch: tuple[Any, Any], kept: Kept, *, free: bool
-) -> tuple[ExportedProgram, list[Attribute]]:
-    """The program, and the attributes that every step assigns anew."""
+) -> tuple[ExportedProgram, Assigned]:
+    """The program, and what every step assigns anew."""
     shapes = pytree.tree_map(_free_batch, batch) if free else None
     with ExitStack() as stack:
         stack.enter_context(_quiet())
@@ -78,11 +146,16 @@ def _program(
         stack.enter_context(marked_regions())
         calls = stack.enter_context(traced(step, kept))
         functions = stack.enter_context(recorded_functions())
-        attributes = stack.enter_context(assigned(step))
+        found = stack.enter_context(assigned(step))
         program = torch.export.export(step, batch, dynamic_shapes=shapes, strict=False)
     call_functions(program, functions)
     call_modules(program, calls)
-    return program, attributes
+    return program, found
+
+
+def _digest(tensor: Tensor) -> str:
+    octets = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return hashlib.sha256(octets.numpy()).hexdigest()
 
 
 def _free_batch(leaf: Any) -> dict[int, Any] | None:

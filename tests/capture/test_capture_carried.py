@@ -18,6 +18,13 @@ CARRIED = {
     "detached": ("torch.zeros(6)", "self.kept = self.kept.detach(); self.kept = self.kept + x[0]"),
     "hidden": ("None", "self.kept = x.detach() if self.kept is None else x + self.kept"),
     "pair": ("()", "self.kept = (*self.kept[:1], x.tanh().detach())"),
+    "counter": ("0", "self.kept += 1; x = x * self.kept"),
+    "threshold": ("0", "self.kept += 1; x = x * 2 if self.kept > 1000 else x"),
+    "flag": ("True", "x, self.kept = x * 2 if self.kept else x, False"),
+    "in_place": (
+        "torch.zeros(6)",
+        "self.kept.mul_(0.9).add_(x.detach().mean(0)); x = x + self.kept",
+    ),
     "previous": ("None", "x, self.kept = x if self.kept is None else x + self.kept, x"),
 }
 HARMLESS = {
@@ -27,6 +34,7 @@ HARMLESS = {
     "sized": ("None", "self.kept = self.kept or x.new_ones(x.shape[1]); x = x * self.kept"),
     "converted": ("torch.ones(6).double()", "self.kept = self.kept.to(x.dtype); x = x * self.kept"),
     "number": ("0", "self.kept += 1"),
+    "maximum": ("0", "self.kept = max(self.kept, x.shape[1]); x = x * self.kept"),
 }
 SOURCE = """\
 import torch
@@ -58,6 +66,22 @@ class New(nn.Module):
         return self.seen
 """
 
+WRITING = """\
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return x.mean(1)
+
+def layers():
+    return [nn.Embedding(50, 6, max_norm=1.0), Mean(), nn.Linear(6, 3)]
+
+def tokens():
+    return TensorDataset(torch.randint(50, (20, 4)), torch.randint(3, (20,)))
+"""
+
 
 @pytest.fixture
 def written(tmp_path: Path) -> Any:
@@ -78,6 +102,12 @@ def test_what_a_step_reads_of_the_one_before_is_refused(make_job, written, kind:
     with pytest.raises(CaptureError) as raised:
         make_job(f"{path}:Whole").training_graph(4)
     line = CARRIED[kind][1]
+    if kind == "in_place":
+        assert raised.value.message == (
+            f"model: writes the tensor 'kept' in its forward (at {path}:11: {line}), which no "
+            "checkpoint would hold"
+        )
+        return
     assert raised.value.message == (
         f"model: keeps 'kept' from one step to the next (at {path}:11: {line}), "
         "which a graph would freeze"
@@ -92,6 +122,36 @@ def test_what_no_step_reads_of_another_may_be_kept(make_job, written, kind: str)
     first = job.model.kept
     assert job.training_graph(4).requires_grad["linear"]
     assert job.model.kept is first
+
+
+def test_numbers_deeper_than_attributes_are_refused_and_left_as_they_were(
+    make_job, tmp_path: Path
+) -> None:
+    path = tmp_path / "deep.py"
+    first = "types.SimpleNamespace(counts={'a': 0}, other=0)"
+    code = "self.kept.counts['a'] += 1; self.kept.other += 1; x = x * self.kept.counts['a']"
+    path.write_text("import types\n" + SOURCE.format(first=first, code=code))
+    job = make_job(f"{path}:Whole")
+    with pytest.raises(CaptureError) as raised:
+        job.training_graph(4)
+    assert raised.value.message == (
+        "model: keeps \"kept.counts['a']\" from one step to the next, which a graph would freeze"
+    )
+    assert (job.model.kept.counts, job.model.kept.other) == ({"a": 0}, 0)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["captured", "kept whole"])
+def test_a_parameter_that_a_forward_writes_is_refused(make_spec, tmp_path, whole: bool) -> None:
+    """Its other uses, replicas and recomputed forwards would each have one of their own."""
+    path = tmp_path / "writes.py"
+    path.write_text(WRITING)
+    spec = make_spec(f"{path}:layers", data=f"{path}:tokens")
+    if whole:
+        spec = spec.model_copy(update={"model": spec.model.model_copy(update={"opaque": ("0",)})})
+    with pytest.raises(
+        CaptureError, match=r"^model: writes the parameter '0\.weight' in its forward"
+    ):
+        CapturedJob(spec).training_graph(4)
 
 
 def test_a_tensor_in_a_new_attribute_is_gone_after_the_capture(make_job, written) -> None:
