@@ -14,6 +14,7 @@ from pipectl.capture.factories import call
 from pipectl.profile import OptimizerCost
 from pipectl.profiler.marks import clock_of
 from pipectl.profiler.memory import measure_step
+from pipectl.runtime.coupling import may_divide, refuse_coupled_updates
 from pipectl.runtime.device import Device
 from pipectl.runtime.stepper import make_optimizer
 
@@ -25,9 +26,11 @@ def optimizer_cost(job: CapturedJob, device: Device) -> OptimizerCost:
     """State, time and temporary values of a step, per byte of parameters.
 
     Raises:
-        CaptureError: the optimizer fails.
+        CaptureError: the optimizer fails, or ranks that hold some parameters each cannot use it.
     """
     clock, place = clock_of(device), device.torch_device
+    if may_divide(job.spec):
+        refuse_coupled_updates(job, place)
     sample = _sample(job, place)
     size_bytes = sum(parameter.nbytes for parameter in sample.values()) or 1
     for parameter in sample.values():

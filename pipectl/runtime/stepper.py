@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -127,11 +128,14 @@ def make_optimizer(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> 
     same to a learning-rate schedule. The first group has the parameters that match no pattern.
 
     Raises:
-        CaptureError: the factory fails, or a group does not fit the model or the optimizer.
+        CaptureError: the factory fails, a group does not fit the model or the optimizer, or a step
+            would compute the loss again.
     """
     spec = job.spec.optimizer
     if not spec.groups:
-        return call(job.find(spec), spec.factory, list(parameters.values()), **spec.kwargs)
+        optimizer = call(job.find(spec), spec.factory, list(parameters.values()), **spec.kwargs)
+        _refuse_closure(optimizer)
+        return optimizer
     index = job.parameter_groups()
     members: list[list[nn.Parameter]] = [[] for _ in range(1 + len(spec.groups))]
     for name, parameter in parameters.items():
@@ -140,7 +144,23 @@ def make_optimizer(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> 
     given = [{**more, "params": own} for own, more in zip(members, options, strict=True)]
     optimizer = call(job.find(spec), spec.factory, given, **spec.kwargs)
     _check_options(optimizer, options[1:])
+    _refuse_closure(optimizer)
     return optimizer
+
+
+def _refuse_closure(optimizer: Any) -> None:
+    """Refuse an optimizer that computes the loss again within a step, such as LBFGS."""
+    try:
+        parameters = inspect.signature(optimizer.step).parameters.values()
+    except (AttributeError, TypeError, ValueError):
+        return
+    positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    if any(each.kind in positional and each.default is each.empty for each in parameters):
+        raise CaptureError(
+            f"optimizer: {type(optimizer).__name__}.step() wants a closure that computes the loss "
+            "again, and no rank of a pipeline can",
+            cure="use an optimizer whose step() takes no arguments, such as SGD or AdamW",
+        )
 
 
 def _check_options(optimizer: Any, options: Sequence[Mapping[str, Any]]) -> None:

@@ -23,6 +23,7 @@ from pipectl.runtime.agreement import (
     neighbours_of,
 )
 from pipectl.runtime.checkpoint import newest
+from pipectl.runtime.coupling import divides, refuse_coupled_updates
 from pipectl.runtime.device import Device, choose_device
 from pipectl.runtime.failure import Doing, run_rank, warn
 from pipectl.runtime.nodes import node_name
@@ -89,6 +90,8 @@ def _train(
         cluster=Cluster.load(directory.cluster) if directory.cluster.exists() else None,
     )
     choice = choose_progress(communicator, spec.launch.progress, circumstances)
+    if divides(plan):
+        refuse_coupled_updates(job, device.torch_device)
     messages = {"route": device.route, **choice.to_json()}
     if rank == 0:
         warn(f"messages: {device.route}; progress: {choice.mode} ({choice.why})")

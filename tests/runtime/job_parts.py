@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 PADDING = -100
@@ -204,6 +205,37 @@ class Late(Model):
         return super().forward(x - self.mean)
 
 
+class Described(Model):
+    """With a state dict that holds more than tensors."""
+
+    def get_extra_state(self) -> Any:
+        return {"version": 3, "scales": torch.ones(2)}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state["version"] == 3
+
+
+class Checkpointed(Model):
+    """Runs a part again in the backward, which ends before its last operator or goes through."""
+
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        self.part = Part(reentrant)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.part(x))
+
+
+class Part(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.BatchNorm1d(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x.requires_grad_(), use_reentrant=self.reentrant)
+
+
 class Meter:
     def __init__(self) -> None:
         self.calls, self.seen = 0, [0.0]
@@ -282,6 +314,34 @@ class Closed:
 
     def close(self, failure):
         self.file.write_text(type(failure).__name__)
+
+
+class Coupled(torch.optim.AdamW):
+    """Looks at all of its parameters at once."""
+
+    def __init__(self, parameters: Any, kind: str, lr: float = 0.01) -> None:
+        super().__init__(parameters, lr)
+        self.kind = kind
+
+    def step(self, closure: None = None) -> None:
+        for group in (
+            [self.param_groups] if self.kind != "clipped" else [[g] for g in self.param_groups]
+        ):
+            gradients = [p.grad for g in group for p in g["params"] if p.grad is not None]
+            if self.kind == "noise":
+                for gradient in gradients:
+                    gradient += torch.randn_like(gradient)
+            elif gradients:
+                norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+                for gradient in gradients:
+                    gradient /= norm.clamp(min=1.0 if self.kind == "clipped" else 0.0)
+        if self.kind in ("adam", "noise", "clipped"):
+            super().step(closure)
+            return
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter -= group["lr"] * parameter.grad
 
 
 def told(run, config):

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from mpi4py import MPI
 from torch import nn
 
-from pipectl.capture import Slot
+from pipectl.capture import CapturedJob, Slot
+from pipectl.errors import CaptureError
+from pipectl.runs import read_errors
+from pipectl.runtime.coupling import refuse_coupled_updates
 from pipectl.runtime.optimizer import Clipping, SharedGradients
+from pipectl.runtime.stepper import make_optimizer
 
 
 def model_with_gradients() -> nn.Module:
@@ -105,3 +112,47 @@ def test_a_parameter_that_no_gradient_reaches_has_none() -> None:
     shared.learn()
     shared.reduce()
     assert parameter.grad is None
+
+
+PARTS = Path(__file__).with_name("job_parts.py")
+OPTIMIZERS = [
+    *("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop"),
+    *("Rprop", "Adafactor"),
+]
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_of_torch_update_each_parameter_by_itself(
+    make_spec: Any, name: str, options: dict[str, Any]
+) -> None:
+    optimizer = {"factory": f"torch.optim:{name}", "kwargs": {"lr": 0.01, **options}}
+    refuse_coupled_updates(CapturedJob(make_spec(2, optimizer=optimizer)), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", ["norm", "clipped", "adam", "noise"])
+def test_an_optimizer_that_looks_at_all_parameters_is_refused(make_spec: Any, kind: str) -> None:
+    optimizer = {"factory": f"{PARTS}:Coupled", "kwargs": {"kind": kind}}
+    groups = [{"match": "layers.*", "lr": 0.02}]
+    for more in ({}, {"groups": groups}):
+        job = CapturedJob(make_spec(2, optimizer={**optimizer, **more}))
+        with pytest.raises(CaptureError, match=r"job_parts\.py:Coupled updates a parameter in ano"):
+            refuse_coupled_updates(job, torch.device("cpu"))
+
+
+@pytest.mark.mpi
+def test_ranks_that_share_parameters_out_refuse_it_before_the_first_step(
+    make_spec: Any, make_run: Any, work: Any
+) -> None:
+    """One rank that has them all trains."""
+    optimizer = {"factory": f"{PARTS}:Coupled", "kwargs": {"kind": "norm"}}
+    one, two = (make_run(make_spec(ranks, optimizer=optimizer)) for ranks in (1, 2))
+    assert work(0, one).returncode == 0
+    assert work(2, two).returncode != 0
+    assert "updates a parameter in another way" in read_errors(two)[0]["message"]
+
+
+def test_an_optimizer_that_computes_the_loss_again_is_refused(make_spec: Any) -> None:
+    job = CapturedJob(make_spec(1, optimizer={"factory": "torch.optim:LBFGS"}))
+    with pytest.raises(CaptureError, match=r"^optimizer: LBFGS\.step\(\) wants a closure"):
+        make_optimizer(job, dict(job.step.named_parameters()))
