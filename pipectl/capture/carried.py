@@ -14,12 +14,14 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
+import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils import _pytree as pytree
 
 from pipectl.capture.explain import place_in
-from pipectl.capture.names import own_name
+from pipectl.capture.names import own_name, own_path
 from pipectl.capture.python_state import numbers_in
 from pipectl.errors import CaptureError
 
@@ -81,14 +83,16 @@ class _Watch:
         self._modules: dict[str, nn.Module] = dict(step.named_modules())
         self._before = {path: dict(vars(module)) for path, module in self._modules.items()}
         self._numbers = numbers_in(step)
+        self._extra = extra_states(step)
         self._batch: set[fx.Node] = set()
 
     def begin(self, _: nn.Module, batch: Any) -> None:
         """Note the batch."""
         self._batch = set(_nodes(batch))
 
-    def end(self, *_: Any) -> None:
+    def end(self, step: nn.Module, *_: Any) -> None:
         """Find what was assigned."""
+        refuse_extra_states(step, self._extra)
         for path, module in self._modules.items():
             for name, value in vars(module).items():
                 old = self._before[path].get(name)
@@ -245,6 +249,44 @@ class _Guard:
     def __delete__(self, module: nn.Module) -> None:
         self._unwritten.pop(id(vars(module)), None)
         del vars(module)[self._name]
+
+
+def extra_states(model: nn.Module) -> dict[str, Any]:
+    """What modules add to a state dict (``get_extra_state``), by their paths."""
+    plain = nn.Module.get_extra_state
+    return {
+        path: pytree.tree_map_only(Tensor, Tensor.clone, module.get_extra_state())
+        for path, module in model.named_modules()
+        if type(module).get_extra_state is not plain
+    }
+
+
+def refuse_extra_states(model: nn.Module, before: Mapping[str, Any]) -> None:
+    """Raise if the extra state of a module is another one after a forward.
+
+    One that stays the same comes from the factory on every rank.
+
+    Raises:
+        CarriedError: no checkpoint would hold it.
+    """
+    if not before:
+        return
+    now = extra_states(model)
+    for path, old in before.items():
+        pairs = zip(pytree.tree_leaves(old), pytree.tree_leaves(now[path]), strict=False)
+        same = pytree.tree_structure(old) == pytree.tree_structure(now[path])
+        if not (same and all(_is_same(*pair) for pair in pairs)):
+            raise CarriedError(
+                f"model: {own_path(path) or type(model).__name__} changes its extra state "
+                "(get_extra_state) in its forward, which no checkpoint would hold",
+                cure="keep what changes in a buffer, with register_buffer()",
+            )
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    if isinstance(old, Tensor) and isinstance(new, Tensor):
+        return isinstance(new, FakeTensor) or torch.equal(old, new)
+    return old is new or bool(old == new)
 
 
 def _refusal(attribute: Attribute) -> CarriedError:

@@ -155,7 +155,7 @@ def _program(
 
 def _digest(tensor: Tensor) -> str:
     octets = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return hashlib.sha256(octets.numpy()).hexdigest()
+    return hashlib.sha256(octets.numpy().tobytes()).hexdigest()
 
 
 def _free_batch(leaf: Any) -> dict[int, Any] | None:

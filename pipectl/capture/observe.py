@@ -14,6 +14,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from pipectl.capture.carried import extra_states, refuse_extra_states
 from pipectl.capture.handing import anchored
 from pipectl.capture.masks import Mask
 from pipectl.capture.opaque import Arguments, States
@@ -78,7 +79,9 @@ def _run(
         stack.enter_context(undisturbed(step, buffers))
         for watch in watches:
             stack.enter_context(watch.mask.worn())
+        before = extra_states(step)
         step(*batch)
+        refuse_extra_states(step, before)
     return {watch.path: watch.calls for watch in watches}
 
 

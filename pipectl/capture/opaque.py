@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from pipectl.capture.handing import enter, leave
 from pipectl.capture.names import own_name
 from pipectl.capture.outline import Form, Outline, UnpredictableError
+from pipectl.capture.recomputed import write_buffers_once
 from pipectl.capture.step import make_known
 from pipectl.errors import CaptureError
 
@@ -137,6 +138,7 @@ class Opaque:
         self.path = own_name(path)
         self.outline = outline
         self._module = module
+        write_buffers_once(module)
         self._states = states
         self._modes = [(inner, inner.training) for inner in module.modules()]
         self._arguments = arguments

@@ -24,6 +24,7 @@ from pipectl.capture.data import Batches, split_batch
 from pipectl.capture.deferred import is_deferred
 from pipectl.capture.names import in_model, own_name
 from pipectl.capture.precision import arithmetic
+from pipectl.capture.recomputed import write_buffers_once
 from pipectl.capture.shares import first_undefined, sample_shares, target_shares, weighted
 from pipectl.errors import PipectlError
 from pipectl.files import write_json
@@ -37,6 +38,8 @@ from pipectl.runtime.stepper import Stepper, make_stepper
 from pipectl.spec import JobSpec, load
 
 LOSSES = "losses.json"
+_EXTRA = "_extra_state"
+"""What torch calls a module's own part of a state dict."""
 Batch = tuple[Any, Any]
 
 
@@ -50,6 +53,7 @@ def train(spec: JobSpec, micro_batch_size: int, directory: Path) -> None:
     job = CapturedJob(spec)
     device = choose_device(spec.resources.gpus_per_node, 0).torch_device
     job.step.to(device).train()
+    write_buffers_once(job.step)
     parameters = dict(job.step.named_parameters())
     stepper = make_stepper(job, parameters)
     scaler = _scaler(spec, parameters, device)
@@ -124,7 +128,7 @@ class FirstWeights(Mapping[str, Tensor]):
 
     def __init__(self, spec: JobSpec) -> None:
         self._job = CapturedJob(spec)
-        names = [name for name in self._job.step.state_dict() if in_model(name)]
+        names = [name for name in _states(self._job.step) if in_model(name)]
         self._full = {own_name(name): self._job.tied.get(name, name) for name in names}
 
     @property
@@ -145,9 +149,15 @@ class FirstWeights(Mapping[str, Tensor]):
         return len(self._full)
 
 
+def _states(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of its state dict, which may have more (``get_extra_state``)."""
+    states = module.state_dict(keep_vars=True).items()
+    return {name: each for name, each in states if name.rpartition(".")[2] != _EXTRA}
+
+
 def _weights(job: CapturedJob) -> dict[str, Tensor]:
     """Copies: tied weights share memory, which a file of tensors may not."""
-    states = job.model.state_dict()
+    states = _states(job.model)
     return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in states.items()}
 
 

@@ -154,6 +154,27 @@ def test_a_parameter_that_a_forward_writes_is_refused(make_spec, tmp_path, whole
         CapturedJob(spec).training_graph(4)
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["captured", "kept whole"])
+def test_an_extra_state_that_a_forward_changes_is_refused(make_spec, tmp_path, whole) -> None:
+    path = tmp_path / "extra.py"
+    more = """
+    def get_extra_state(self):
+        return {"calls": self.kept}
+    def set_extra_state(self, state):
+        self.kept = state["calls"]
+
+class Whole"""
+    source = SOURCE.format(first="0", code="self.kept += 1")
+    path.write_text(source.replace("\nclass Whole", more, 1))
+    spec = make_spec(f"{path}:layers")
+    if whole:
+        spec = spec.model_copy(update={"model": spec.model.model_copy(update={"opaque": ("1",)})})
+    with pytest.raises(
+        CaptureError, match=r"^model: 1 changes its extra state \(get_extra_state\)"
+    ):
+        CapturedJob(spec).training_graph(4)
+
+
 def test_a_tensor_in_a_new_attribute_is_gone_after_the_capture(make_job, written) -> None:
     job = make_job(f"{written('map')}:New")
     job.training_graph(4)

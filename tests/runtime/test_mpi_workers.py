@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 from mpi4py import MPI
+from safetensors.torch import load_file
 
 from pipectl.errors import DataFileError, PipectlError
 from pipectl.plan import Plan
@@ -83,25 +84,37 @@ def whole_batch_loss() -> float:
     return float(parts.loss(model(data.vectors[:4]), data.targets[:4]).detach())
 
 
-def test_what_a_module_counts_begins_with_the_first_step(
-    make_spec: Any, make_run: Any, work: Any, launch: Any, tmp_path: Path
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"factory": "Counting", "opaque": ["counter"]},
+        {"factory": "Checkpointed"},
+        {"factory": "Checkpointed", "opaque": ["part"]},
+        {"factory": "Checkpointed", "opaque": ["part"], "kwargs": {"reentrant": True}},
+        {"factory": "Described"},
+    ],
+    ids=["counting", "checkpointed", "checkpointed as it is", "reentrant", "with extra state"],
+)
+def test_two_ranks_train_what_a_plain_process_trains(
+    make_spec: Any, make_run: Any, work: Any, launch: Any, tmp_path: Path, model: dict[str, Any]
 ) -> None:
-    """Neither the capture nor the messages that ranks try before it leave a trace in it."""
-    parts = HERE / "job_parts.py"
-    model = {"factory": f"{parts}:Counting", "opaque": ["counter"]}
-    training = {"steps": 3, "batch_size": 4}
-    run = make_run(make_spec(2, model=model, training=training))
+    """What a module counts begins with the first step, and a part that runs twice counts once."""
+    model = {**model, "factory": f"{HERE / 'job_parts.py'}:{model['factory']}"}
+    run = make_run(make_spec(2, model=model, training={"steps": 3, "batch_size": 4}))
     plain = tmp_path / "plain"
     plain.mkdir()
+    size = Plan.load(run.plan).micro_batch_size
     for done in (
         work(2, run),
-        launch(
-            0, "-m", "pipectl.runtime.plain", run.job, Plan.load(run.plan).micro_batch_size, plain
-        ),
+        launch(0, "-m", "pipectl.runtime.plain", run.job, size, plain),
     ):
         assert done.returncode == 0, done.stderr
     losses = json.loads((plain / "losses.json").read_text())["losses"]
     assert [line["loss"] for line in read_metrics(run)] == losses
+    expected = load_file(plain / "step-000003.safetensors")
+    found = checkpoint.load(run.checkpoints / "step-000003", weights_only=True)
+    assert set(found) == set(expected)
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
 def test_every_step_draws_masks_of_its_own(make_spec: Any, make_run: Any, work: Any) -> None:
