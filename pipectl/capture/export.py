@@ -23,6 +23,7 @@ from pipectl.capture.carried import (
     later,
     refused_reads,
 )
+from pipectl.capture.checks import drop_conditions, left_out_checks
 from pipectl.capture.drawing import refused_draws
 from pipectl.capture.explain import explain
 from pipectl.capture.gradients import (
@@ -143,6 +144,7 @@ def _program(
     with ExitStack() as stack:
         stack.enter_context(_quiet())
         stack.enter_context(refused_draws())
+        stack.enter_context(left_out_checks())
         stack.enter_context(marked_regions())
         calls = stack.enter_context(traced(step, kept))
         functions = stack.enter_context(recorded_functions())
@@ -150,6 +152,7 @@ def _program(
         program = torch.export.export(step, batch, dynamic_shapes=shapes, strict=False)
     call_functions(program, functions)
     call_modules(program, calls)
+    drop_conditions(program.graph)
     return program, found
 
 

@@ -99,6 +99,43 @@ def test_code_of_the_model_itself_that_breaks_is_named(make_job, written, kind: 
     assert "submodule of its own" in raised.value.cure
 
 
+CHECKS = {
+    "assert": "assert not x.isnan().any(), f'{x.mean()} in {x.shape}'",
+    "both": "assert x.max() < 1e9 and x.min() > -1e9",
+    "torch": "torch._assert(x.sum() < 1e9, 'large')",
+    "raise": "if x.isnan().any():\n            text = 'nan'\n            raise ValueError(text)",
+    "number": "if x.max().item() > 1e9:\n            raise ValueError('large')",
+    "with": "with torch.no_grad():\n            assert x.isfinite().all()",
+    "distribution": "torch.distributions.Categorical(logits=x)",
+}
+"""Checks of values that a graph leaves out."""
+BRANCHES = {
+    "caught": "try:\n            assert x.sum() > 0\n        except AssertionError:\n"
+    "            x = x * 2",
+    "either": "if x.sum() > 0:\n            x = x * 2\n        elif x.sum() > 1e9:\n"
+    "            raise ValueError('large')",
+}
+
+
+@pytest.mark.parametrize("kind", CHECKS)
+def test_a_check_of_values_is_left_out(make_job, tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"checks_by_{kind}.py"
+    path.write_text(SOURCE.format(code=CHECKS[kind]))
+    job = make_job(f"{path}:Whole")
+    found = [str(node.target) for node in job.training_graph(4).operators]
+    assert [name.split(".")[1] for name in found if "max" not in name and "item" not in name] == [
+        "linear", "linear", "cross_entropy_loss"
+    ]  # fmt: skip
+    assert "__bool__" not in vars(Tensor)
+
+
+@pytest.mark.parametrize("kind", BRANCHES)
+def test_a_branch_that_goes_on_either_way_is_no_check(make_job, tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"branches_by_{kind}.py"
+    path.write_text(SOURCE.format(code=BRANCHES[kind]))
+    assert operators(make_job(f"{path}:layers").training_graph(4)) == ["1"]
+
+
 FURTHER = """\
 import torch
 from torch import nn

@@ -117,6 +117,7 @@ _OWN = (
     ("segmenter", "Segmenter", _SEVERAL, "Images", "losses at two scales, upsampling"),
     ("unsteady", "unsteady", _CROSS_ENTROPY, "Images", "layers that branch and loop on values"),
     ("list", "listed", _CROSS_ENTROPY, "Images", "a list of layers with pairs in between"),
+    ("variational", "Variational", "own.py:evidence", "Images", "distributions, assertions"),
     ("routed", "Routed", _SEVERAL, "Sequences", "experts on the rows that chose them, as they are"),
 )
 _OPAQUE = {"routed": ("blocks.*.router",)}

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributions import Categorical, Normal, kl_divergence
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
@@ -555,6 +556,30 @@ class Segmenter(nn.Module):
             "logits": self.head(torch.cat([y, up], 1)).mean((2, 3)),
             "auxiliary": self.coarse(z).mean((2, 3)),
         }
+
+
+class Variational(nn.Module):
+    """Distributions, which check their arguments, and assertions of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(768, 2 * WIDTH), nn.Linear(WIDTH, 768)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        mean, deviation = self.encode(images.flatten(1)).chunk(2, 1)
+        code = Normal(mean, deviation.exp())
+        sample = code.rsample() if self.training else code.mean
+        assert not sample.isnan().any()
+        prior = Normal(torch.zeros_like(mean), torch.ones_like(deviation))
+        return self.decode(sample), kl_divergence(code, prior).sum(1).mean()
+
+
+def evidence(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+    logits, divergence = outputs
+    if divergence < -1:
+        raise ValueError("a divergence is not negative")
+    classes = Categorical(logits=logits[:, :CLASSES])
+    return divergence - classes.log_prob(targets).mean()
 
 
 def several_losses(outputs: Any, targets: Tensor) -> Tensor:
