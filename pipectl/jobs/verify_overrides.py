@@ -19,9 +19,13 @@ def local(spec: JobSpec, steps: int, directory: Path) -> list[str]:
     launcher = ["launch={launcher: mpiexec}"] if spec.launch.launcher == "srun" else []
     # What is not finite on both sides is equal, too.
     onwards = ["training.on_nonfinite=ignore"] if spec.training.on_nonfinite == "stop" else []
+    # A schedule may follow the loss of evaluations.
+    watched = spec.evaluation is not None and spec.lr_scheduler is not None
+    evaluation = ["evaluation.every=1", "evaluation.metrics={}"] if watched else ["evaluation=null"]
     return [
         *launcher,
         *onwards,
+        *evaluation,
         f"training.steps={steps}",
         f"output.directory='{directory}'",
         f"checkpoint={{every: 1, keep: {steps}}}",
@@ -30,7 +34,6 @@ def local(spec: JobSpec, steps: int, directory: Path) -> list[str]:
         "launch.progress_core=false",
         "resources.memory_per_node=null",
         "pipeline.memory_limit=null",
-        "evaluation=null",
         "callbacks=null",
         "cluster=null",
     ]

@@ -81,6 +81,7 @@ class Manifest:
         weights: files with the parameters and buffers of the user's model, by their own names.
         training: files with the state of the optimizer, and what else a run needs to go on.
         updates: how many of the steps moved the learning-rate schedule on.
+        losses: of the evaluations that a learning-rate schedule follows, in order.
     """
 
     step: int
@@ -89,6 +90,7 @@ class Manifest:
     weights: tuple[Shard, ...] = ()
     training: tuple[Shard, ...] = ()
     updates: int = 0
+    losses: tuple[float, ...] = ()
     loss_scale: LossScaleState | None = None
 
     @property
@@ -104,6 +106,7 @@ class Manifest:
             "step": self.step,
             "micro_batch_size": self.micro_batch_size,
             "updates": self.updates,
+            "losses": list(self.losses),
             "loss_scale": None if scale is None else scale._asdict(),
             "shards": [shard.to_json() for shard in self.weights],
             "training": [shard.to_json() for shard in self.training],
@@ -126,6 +129,7 @@ class Manifest:
             step=reader.integer("step"),
             micro_batch_size=reader.integer("micro_batch_size", minimum=1),
             updates=reader.integer("updates"),
+            losses=_losses(reader),
             weights=weights,
             training=training,
             aliases=_aliases(reader, weights),
@@ -161,6 +165,13 @@ def _aliases(reader: Reader, weights: tuple[Shard, ...]) -> dict[str, str]:
     if not all(str(name) in known for name in found.values()):
         raise reader.error("aliases", "must give each further name of a saved weight")
     return {str(alias): str(name) for alias, name in found.items()}
+
+
+def _losses(reader: Reader) -> tuple[float, ...]:
+    losses = reader.value("losses", [])
+    if not isinstance(losses, list) or any(type(loss) not in (int, float) for loss in losses):
+        raise reader.error("losses", "must be a list of numbers")
+    return tuple(map(float, losses))
 
 
 def _loss_scale(reader: Reader) -> LossScaleState | None:

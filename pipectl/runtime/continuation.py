@@ -81,7 +81,7 @@ class Continuation:
         manifest, optimizer = stored.manifest, self._stepper.optimizer
         if optimizer is not None:
             stored.restore_optimizer(optimizer, updated)
-        self._stepper.move_on(manifest.updates)
+        self._stepper.move_on(manifest.updates, manifest.losses)
         if self._loss_scale is not None and manifest.loss_scale is not None:
             self._loss_scale.restore(manifest.loss_scale)
         stored.close()

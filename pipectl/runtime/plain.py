@@ -7,6 +7,7 @@ and the seeds are those of the pipeline.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -25,7 +26,13 @@ from pipectl.capture.deferred import is_deferred
 from pipectl.capture.names import in_model, own_name
 from pipectl.capture.precision import arithmetic
 from pipectl.capture.recomputed import write_buffers_once
-from pipectl.capture.shares import first_undefined, sample_shares, target_shares, weighted
+from pipectl.capture.shares import (
+    first_undefined,
+    sample_shares,
+    target_shares,
+    target_weight,
+    weighted,
+)
 from pipectl.errors import PipectlError
 from pipectl.files import write_json
 from pipectl.printable import printable
@@ -71,6 +78,8 @@ def train(spec: JobSpec, micro_batch_size: int, directory: Path) -> None:
         _update(stepper, scaler, spec.training.clip_grad_norm, parameters, faulty=faulty)
         if faulty:
             _restore(job, before)
+        if stepper.watches:
+            stepper.watch(_evaluate(job, micro_batch_size, device))
         save_file(_weights(job), weights_file(directory, step))
     write_json(directory / LOSSES, {"losses": losses})
 
@@ -106,6 +115,28 @@ def _update(
     stepper.skip()
     if not faulty and scaler.get_scale() >= before:
         stepper.step_schedule()
+
+
+def _evaluate(job: CapturedJob, micro_batch_size: int, device: torch.device) -> float:
+    """The loss of an evaluation."""
+    loader, spec, weigh = job.evaluation_loader(), job.spec.evaluation, job.weight()
+    assert loader is not None
+    assert spec is not None
+    samples, total, weights = loader.samples or 0, 0.0, 0.0
+    size = spec.batch_size or micro_batch_size
+    batches = zip(
+        split_batch(samples, size), loader.micro_batches([(0, range(samples))], size), strict=True
+    )
+    job.step.eval()
+    for count, batch in batches:
+        inputs, targets = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
+        with torch.no_grad(), arithmetic(job.spec.training.precision, device):
+            loss = job.step(inputs, targets)
+        weight = count if weigh is None else target_weight(weigh, job.spec.loss.weight, batch[1])
+        if weight:
+            total, weights = total + float(loss) * weight, weights + weight
+    job.step.train()
+    return total / weights if weights else math.nan
 
 
 def _restore(job: CapturedJob, before: Mapping[str, Tensor]) -> None:

@@ -6,6 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,13 +25,17 @@ class Stepper:
     """Optimizer and learning-rate schedule of one rank; both None where it trains nothing.
 
     Attributes:
-        updates: how often the schedule has moved on.
+        updates: how often the optimizer has stepped, and with it a schedule of steps.
+        watches: whether the schedule follows the loss of evaluations, as ReduceLROnPlateau does.
+        losses: that such a schedule has seen.
         before_update: called whenever weights are about to change.
     """
 
     optimizer: torch.optim.Optimizer | None
     lr_scheduler: Any | None
+    watches: bool = False
     updates: int = 0
+    losses: list[float] = field(default_factory=list)
     before_update: Callable[[], None] = lambda: None
     _has_stepped: bool = field(default=False, init=False)
 
@@ -57,10 +62,21 @@ class Stepper:
         self.step_schedule()
 
     def step_schedule(self) -> None:
-        """Update the learning rate alone."""
+        """Update the learning rate alone, unless it follows evaluations."""
         self.updates += 1
-        if self.lr_scheduler is not None:
+        if self.lr_scheduler is not None and not self.watches:
             _run(self.lr_scheduler.step, "lr_scheduler")
+
+    def watch(self, loss: float) -> None:
+        """Show the loss of an evaluation to a schedule that follows it.
+
+        Args:
+            loss: the same on all ranks.
+        """
+        if self.watches:
+            assert self.lr_scheduler is not None
+            self.losses.append(loss)
+            _run(partial(self.lr_scheduler.step, loss), "lr_scheduler")
 
     def state(
         self, parameters: Mapping[str, nn.Parameter]
@@ -68,8 +84,8 @@ class Stepper:
         """What the optimizer remembers of some parameters; see :func:`optimizer_state.take`."""
         return ({}, {}) if self.optimizer is None else take(self.optimizer, parameters)
 
-    def move_on(self, updates: int) -> None:
-        """Bring a new schedule to where it was after so many updates.
+    def move_on(self, updates: int, losses: Sequence[float]) -> None:
+        """Bring a new schedule to where it was after so many updates and these evaluations.
 
         It is walked there step by step: the same rates to the bit, from the schedule that the job
         asks for now.
@@ -78,6 +94,8 @@ class Stepper:
             warnings.simplefilter("ignore")  # torch misses the optimizer's steps in between
             for _ in range(updates):
                 self.step_schedule()
+            for loss in losses:
+                self.watch(loss)
 
     def skip(self) -> None:
         """Drop the gradients and leave all else."""
@@ -107,8 +125,8 @@ def make_stepper(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> St
         parameters: by full name; frozen ones are left out.
 
     Raises:
-        CaptureError: a factory fails or puts hooks on parameters, or the schedule needs a loss to
-            step.
+        CaptureError: a factory fails or puts hooks on parameters, or the schedule follows
+            evaluations and there are none.
     """
     trained = {name: found for name, found in parameters.items() if found.requires_grad}
     schedule = _schedule(job)
@@ -118,7 +136,10 @@ def make_stepper(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> St
     unhooked = [(name, found) for name, found in trained.items() if not has_hooks(found)]
     optimizer = make_optimizer(job, trained)
     refuse_parameter_hooks(unhooked)
-    return Stepper(optimizer, None if schedule is None else schedule(optimizer))
+    if schedule is None:
+        return Stepper(optimizer, None)
+    lr_scheduler = schedule(optimizer)
+    return Stepper(optimizer, lr_scheduler, _watches(lr_scheduler, job))
 
 
 def make_optimizer(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> Any:
@@ -182,9 +203,25 @@ def _schedule(job: CapturedJob) -> Any | None:
     if spec is None:
         return None
     function = job.find(spec)
-    if function is torch.optim.lr_scheduler.ReduceLROnPlateau:
-        raise CaptureError(
-            "lr_scheduler: ReduceLROnPlateau needs a measured loss, which only one rank has",
-            cure="use a schedule of the step number, such as CosineAnnealingLR",
-        )
     return lambda optimizer: call(function, spec.factory, optimizer, **spec.kwargs)
+
+
+def _watches(lr_scheduler: Any, job: CapturedJob) -> bool:
+    """Whether each step of a schedule takes a loss.
+
+    Raises:
+        CaptureError: it does, and the job measures none while it trains.
+    """
+    try:
+        inspect.signature(lr_scheduler.step).bind()
+    except TypeError:
+        pass
+    else:
+        return False
+    if job.spec.evaluation is None or job.spec.evaluation.every is None:
+        raise CaptureError(
+            f"lr_scheduler: {type(lr_scheduler).__name__} follows the loss of evaluations, and the "
+            "job has none while it trains",
+            cure="add an evaluation section with every: the schedule moves after each evaluation",
+        )
+    return True

@@ -192,6 +192,7 @@ class Trainer:
             self._renew_weights()
             result = self._evaluator.evaluate(step)
             self._setup.replicas.take_evaluated(self._setup.evaluation_writes)
+            self._end.stepper.watch(result["loss"])
             if self._rank == 0:
                 self._telemetry.evaluation(step, result)
             self._begin("training")

@@ -42,7 +42,8 @@ class JobSpec(Section):
     lr_scheduler: Factory | None = Field(
         default=None,
         description="The learning-rate schedule, called with the optimizer. It moves after every "
-        "optimizer step: `T_max` is `training.steps`, say.",
+        "optimizer step: `T_max` is `training.steps`, say. One whose steps take a loss, such as "
+        "`ReduceLROnPlateau`, moves after every evaluation instead, by its loss.",
     )
     evaluation: Evaluation | None = None
     training: Training

@@ -28,6 +28,9 @@ def build():
 def data():
     return TensorDataset(torch.randn(4, 2), torch.randn(4, 1))
 
+def plateau(optimizer, patience):
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=patience)
+
 class Broken(torch.optim.SGD):
     def step(self, closure=None):
         raise KeyError("beta3")
@@ -155,12 +158,37 @@ def test_a_rank_that_trains_nothing_needs_no_optimizer(job: Maker) -> None:
     assert math.isnan(stepper.learning_rate)
 
 
-def test_a_schedule_by_the_loss_is_refused_even_where_nothing_is_trained(job: Maker) -> None:
-    plateau = "lr_scheduler: {factory: 'torch.optim.lr_scheduler:ReduceLROnPlateau'}"
-    made = job("kwargs: {lr: 1.0}", plateau)
-    for parameters in ({}, dict(made.step.named_parameters())):
-        with pytest.raises(CaptureError, match="ReduceLROnPlateau"):
-            make_stepper(made, parameters)
+def test_a_schedule_that_takes_a_loss_follows_evaluations(job: Maker) -> None:
+    for factory in ("./model.py:plateau", "torch.optim.lr_scheduler:ReduceLROnPlateau"):
+        schedule = f"lr_scheduler: {{factory: '{factory}', kwargs: {{patience: 1}}}}"
+        made = job(
+            "factory: 'torch.optim:SGD', kwargs: {lr: 1.0}",
+            schedule,
+            "evaluation: {data: './model.py:data', every: 1}",
+        )
+        stepper, rates = stepper_of(made), []
+        for loss in (1.0, math.nan, 1.0, 0.5, 0.7):
+            stepper.step()
+            stepper.watch(loss)
+            rates.append(stepper.learning_rate)
+        assert rates == [1.0, 1.0, 0.1, 0.1, 0.1]
+        again = stepper_of(made)
+        again.move_on(stepper.updates, stepper.losses)
+        assert (again.learning_rate, again.updates, len(again.losses)) == (0.1, 5, 5)
+        assert str(again.lr_scheduler.state_dict()) == str(stepper.lr_scheduler.state_dict())
+        idle = make_stepper(made, {})
+        idle.watch(1.0)
+        assert idle.losses == []
+
+
+@pytest.mark.parametrize("given", [(), ("evaluation: {data: './model.py:data'}",)])
+def test_a_schedule_that_takes_a_loss_is_refused_without_evaluations(
+    job: Maker, given: tuple[str, ...]
+) -> None:
+    schedule = "lr_scheduler: {factory: './model.py:plateau', kwargs: {patience: 1}}"
+    with pytest.raises(CaptureError, match=r"^lr_scheduler: ReduceLROnPlateau follows") as caught:
+        stepper_of(job("kwargs: {lr: 1.0}", schedule, *given))
+    assert "evaluation section with every" in (caught.value.cure or "")
 
 
 def test_a_wrong_keyword_of_the_optimizer_is_an_error_of_the_spec(job: Maker) -> None:

@@ -222,6 +222,7 @@ def _written(partial: Path, rank: int, snapshot: Snapshot) -> dict[str, Any]:
         "weights": [shard.to_json() for shard in weights],
         "training": [shard.to_json() for shard in training],
         "updates": snapshot.updates,
+        "losses": snapshot.losses,
         "loss_scale": snapshot.loss_scale,
     }
 
@@ -243,6 +244,7 @@ def _complete_manifest(save: _Save) -> Manifest | str:
         weights=weights,
         training=training,
         updates=last["updates"],
+        losses=max((tuple(heard["losses"]) for heard in save.heard), key=len),
         loss_scale=None if scale is None else LossScaleState(*scale),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
@@ -34,7 +34,8 @@ class Snapshot:
         weights: by the names of the user's model.
         training: further states, and tensors of the optimizer.
         optimizer: JSON by parameter, which names these.
-        updates: how often this rank's learning-rate schedule has moved on.
+        updates: how often this rank's optimizer has stepped.
+        losses: of evaluations that its learning-rate schedule has seen.
         loss_scale: of float16.
         given_back: set once tensors that are lent may change.
     """
@@ -43,6 +44,7 @@ class Snapshot:
     training: Held
     optimizer: Mapping[str, Any]
     updates: int = 0
+    losses: Sequence[float] = ()
     loss_scale: LossScaleState | None = None
     given_back: Event = field(default_factory=Event)
 
@@ -161,7 +163,7 @@ def take_snapshot(
     tensors, kept = stepper.state(updated)
     own = hold(weights, steady, _less(room_bytes, training, steady))
     rest = hold(training | tensors, steady | tensors.keys(), _less(room_bytes, own.copies, ()))
-    found = Snapshot(own, rest, kept, stepper.updates, loss_scale)
+    found = Snapshot(own, rest, kept, stepper.updates, tuple(stepper.losses), loss_scale)
     if not (own.lent or rest.lent):
         found.given_back.set()
     return found
