@@ -61,23 +61,25 @@ class Region(NamedTuple):
         return stack
 
     def run(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What an operator gives in this region.
-
-        Torch says of a view made under ``torch.no_grad()`` that it requires a gradient, though it
-        lets none through; here it does not say so.
-        """
+        """What an operator gives in this region."""
         with self.entered():
             result = target(*args, **kwargs)
-        if self.gradients:
-            return result
-        given = {id(leaf) for leaf in pytree.tree_leaves((args, kwargs))}
-        return pytree.tree_map_only(
-            Tensor, lambda leaf: leaf if id(leaf) in given else leaf.detach(), result
-        )
+        return result if self.gradients else without_gradient(result, (args, kwargs))
 
 
 WHOLE = Region((), gradients=True)
 """Of operators for which nothing special holds."""
+
+
+def without_gradient(result: Any, arguments: Any) -> Any:
+    """What an operator gave under ``torch.no_grad()``, but for arguments that it handed through.
+
+    Torch says of a view made there that it requires a gradient, though it lets none through.
+    """
+    given = {id(leaf) for leaf in pytree.tree_leaves(arguments)}
+    return pytree.tree_map_only(
+        Tensor, lambda leaf: leaf if id(leaf) in given else leaf.detach(), result
+    )
 
 
 def region_of(node: fx.Node) -> Region:

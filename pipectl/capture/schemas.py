@@ -17,3 +17,9 @@ def arguments_by_name(
 def written_arguments(schema: Any) -> list[str]:
     """Names of the arguments whose memory the operator says it writes."""
     return [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+
+
+def gives_views(operator: Any) -> bool:
+    """Whether what an operator gives may lie in the memory of an argument that it does not write."""
+    returns = getattr(getattr(operator, "_schema", None), "returns", ())
+    return any(each.alias_info and not each.alias_info.is_write for each in returns)

@@ -12,7 +12,8 @@ from torch import Tensor, fx
 from pipectl.capture.cut import Cut, Slot
 from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.randomness import is_random, seed_of, seeder_of
-from pipectl.capture.regions import WHOLE, Switch, region_of
+from pipectl.capture.regions import WHOLE, Switch, region_of, without_gradient
+from pipectl.capture.schemas import gives_views
 from pipectl.capture.slices import Rows, Samples, count_of, whole_draw
 from pipectl.errors import CaptureError
 
@@ -171,7 +172,10 @@ class _Builder:
             return own_use if own_use is not None else self._local[Slot(source.name)]
 
         args, kwargs = fx.node.map_arg(on_device((node.args, node.kwargs), self._device), local)
-        return self._graph.create_node("call_function", target, args, kwargs, node.name)
+        made = self._graph.create_node("call_function", target, args, kwargs, node.name)
+        if region_of(node).gradients or not gives_views(target):
+            return made
+        return self._graph.call_function(without_gradient, (made, [*args, *kwargs.values()]))
 
     def _fork(self, name: str, behind: str) -> None:
         """Give every later use of a value an alias of its own, with gradients summed in order."""
