@@ -21,12 +21,16 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 
-from pipectl.capture.explain import AS_IT_IS, NodeError, place_in
+from pipectl.capture.explain import AS_IT_IS, EagerError, NodeError, module_of, place_in
 from pipectl.capture.regions import region_of
 from pipectl.capture.schemas import arguments_by_name, written_arguments
 
 if TYPE_CHECKING:
     from pipectl.capture.graph import CapturedGraph
+
+
+_TRANSFORMS = "torch._functorch.predispatch"
+"""The module of what stands in a graph where ``torch.func.vmap`` begins and ends."""
 
 
 @dataclass
@@ -123,6 +127,12 @@ class _FakeRun:
 
     def _run(self, node: fx.Node) -> Any:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._values.__getitem__)
+        if getattr(node.target, "__module__", "") == _TRANSFORMS:
+            place = place_in(node.meta.get("stack_trace") or "")
+            raise EagerError(
+                f"model: cannot be captured{place}: it transforms functions (torch.func)",
+                path=module_of(node),
+            )
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         versions = [tensor._version for tensor in tensors]
         try:

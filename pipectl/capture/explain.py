@@ -51,8 +51,27 @@ class NodeError(CaptureError):
 
     def __init__(self, node: fx.Node, message: str, *, cure: str) -> None:
         super().__init__(message, cure=cure)
-        stack = list((node.meta.get("nn_module_stack") or {}).values())
-        self.path = stack[-1][0] if stack else ""
+        self.path = module_of(node)
+
+
+def module_of(node: fx.Node) -> str:
+    """The path of the module that calls an operator; empty if that is not known."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return str(stack[-1][0]) if stack else ""
+
+
+class EagerError(CaptureError):
+    """A model differentiates or transforms functions itself: that works as it is, in no graph.
+
+    The module that does it is kept whole, be it the model itself.
+
+    Args:
+        path: of the module, if it is known.
+    """
+
+    def __init__(self, message: str, *, path: str = "") -> None:
+        super().__init__(message, cure=f"form no gradients there, or {AS_IT_IS}")
+        self.path = path
 
 
 def explain(error: BaseException) -> CaptureError:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipectl.capture.carried import CarriedError
-from pipectl.capture.explain import NodeError, culprit, explain
+from pipectl.capture.explain import EagerError, culprit, explain
 from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.names import in_model, own_name
 from pipectl.capture.observe import Make, UnsuitableError, outlines
@@ -25,6 +25,9 @@ from pipectl.units import did_you_mean
 
 _SAMPLES = ((0, 2), (2, 5), (5, 9), (0, 4))
 """Micro-batches from which the rule for the sizes of a result is found: first and last sample."""
+
+_ROOT = "model"
+"""The user's model, which is kept whole only where that is sure to be what it takes."""
 
 Capture = Callable[[Kept], CapturedGraph]
 Example = Callable[[int], Any]
@@ -73,7 +76,7 @@ class Fallback:
                 except CaptureError as error:
                     self._keep(error)
             except UnsuitableError as error:
-                self._widen(error.path, str(error))
+                self._widen(error.path, str(error), error.cure)
 
     def _kept(self, size: int, example: Example) -> Kept:
         modules = {path: self._modules[path] for path in self._paths()}
@@ -105,8 +108,12 @@ class Fallback:
 
     def _keep(self, error: CaptureError) -> None:
         """Keep the submodule in which an export failed; raise if there is none to blame."""
-        path = error.path if isinstance(error, NodeError) else self._path(culprit(error))
-        if isinstance(error, CarriedError) or not self._may_be_kept(path):
+        eager = isinstance(error, EagerError)
+        path = getattr(error, "path", "") or self._path(culprit(error))
+        if path not in self._modules and f"{_ROOT}.{path}" in self._modules:
+            path = f"{_ROOT}.{path}"  # within a mask, torch tells paths from the model on
+        whole = eager and path == _ROOT
+        if isinstance(error, CarriedError) or not (whole or self._may_be_kept(path)):
             raise error
         if self._inside(path):
             return self._widen(path, error.message)
@@ -116,21 +123,22 @@ class Fallback:
         again = any(other in self._reasons for other in alike)
         why = error.message.removeprefix("model: ").removeprefix("cannot be captured ")
         for other in alike if again else [path]:
-            if self._may_be_kept(other):
+            if whole or self._may_be_kept(other):
                 self._reasons.setdefault(other, why)
         return None
 
-    def _widen(self, path: str, why: str) -> None:
+    def _widen(self, path: str, why: str, cure: str | None = None) -> None:
         """Keep the submodule around one that cannot be an operator of its own."""
         around = path.rpartition(".")[0]
         while isinstance(self._modules.get(around), nn.ModuleList | nn.ModuleDict):
             around = around.rpartition(".")[0]
-        if not self._may_be_kept(around):
+        if not (self._may_be_kept(around) or (cure and around == _ROOT)):
             raise CaptureError(
                 f"model: {own_name(path)} cannot be captured, not even as one operator: it {why}"
-                + (f" {self._reasons[path]}" if path in self._reasons else ""),
-                cure="let it return tensors whose sizes follow from the batch size, or name a "
-                "larger part of the model under model.opaque",
+                + (f" {self._reasons[path]}" if path in self._reasons and not cure else ""),
+                cure=cure
+                or "let it return tensors whose sizes follow from the batch size, or name a larger "
+                "part of the model under model.opaque",
             )
         self._reasons[around] = f"{own_name(path)} {why}"
 

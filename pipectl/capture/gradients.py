@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._export.wrappers import allow_in_pre_dispatch_graph
+from torch._functorch import eager_transforms
 from torch._higher_order_ops.flat_apply import flat_apply
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
-from pipectl.capture.explain import place_in
+from pipectl.capture.explain import EagerError, place_in
 from pipectl.capture.factories import module_of
 from pipectl.capture.names import own_path
 from pipectl.errors import CaptureError
@@ -47,6 +48,8 @@ class Applied:
 
 Functions = dict[str, type[torch.autograd.Function]]
 _PLAIN = (int, float, bool, str)
+_NESTINGS = "grad_increment_nesting", "jvp_increment_nesting"
+"""What ``torch.func`` enters to differentiate."""
 _HOOK_CURE = "change the gradient by a torch.autograd.Function instead, or remove the hook"
 
 
@@ -122,14 +125,37 @@ def recorded_functions() -> Iterator[Functions]:
             )
         return record(function, *args, **kwargs)
 
-    hook = Tensor.register_hook
+    hook, autograd = Tensor.register_hook, vars(torch.autograd)
+    engine = autograd["_engine_run_backward"]
+    nestings = {name: getattr(eager_transforms, name) for name in _NESTINGS}
     torch.autograd.Function.apply = classmethod(record_known)  # type: ignore[assignment, method-assign]
     Tensor.register_hook = _refuse_hook  # type: ignore[method-assign]
+    autograd["_engine_run_backward"] = _refuse_backward
+    for name in nestings:
+        setattr(eager_transforms, name, _refuse_backward)
     try:
         yield found
     finally:
         torch.autograd.Function.apply = untouched  # type: ignore[method-assign]
         Tensor.register_hook = hook  # type: ignore[method-assign]
+        autograd["_engine_run_backward"] = engine
+        for name, nesting in nestings.items():
+            setattr(eager_transforms, name, nesting)
+
+
+def refuse_sparse_gradients(model: nn.Module) -> None:
+    """Raise if a module is to give sparse gradients.
+
+    Raises:
+        CaptureError: naming the module.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise CaptureError(
+                f"model: {own_path(name)} gives sparse gradients (sparse=True), which ranks cannot "
+                "add up and send",
+                cure="set sparse=False; in place of SparseAdam, use Adam or Adagrad",
+            )
 
 
 def _is_alike(one: type[torch.autograd.Function], other: type[torch.autograd.Function]) -> bool:
@@ -171,6 +197,11 @@ def _call_function(module: fx.GraphModule, node: fx.Node, functions: Functions) 
     node.replace_all_uses_with(called)
     for unused in (node, applied, spec):
         module.graph.erase_node(unused)
+
+
+def _refuse_backward(*_: Any, **__: Any) -> None:
+    place = place_in("".join(traceback.format_stack()))
+    raise EagerError(f"model: cannot be captured{place}: it forms gradients in its forward")
 
 
 def _refuse_hook(*_: Any) -> None:

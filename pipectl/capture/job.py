@@ -16,7 +16,7 @@ from pipectl.capture.data import Loader
 from pipectl.capture.deferred import is_deferred
 from pipectl.capture.export import export_step
 from pipectl.capture.fallback import Fallback
-from pipectl.capture.gradients import refuse_parameter_hooks
+from pipectl.capture.gradients import refuse_parameter_hooks, refuse_sparse_gradients
 from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.materialize import Materializer
 from pipectl.capture.names import own_name
@@ -60,6 +60,7 @@ class CapturedJob:
         )
         self.step = Step(model, self._loss(), with_outputs=False)
         refuse_parameter_hooks(self.step.named_parameters())
+        refuse_sparse_gradients(self.step)
         self.loader = self._loader(spec.data, spec.data.workers, shuffle=spec.data.shuffle)
         self.states: dict[str, Tensor] = {
             **dict(self.step.named_parameters()),

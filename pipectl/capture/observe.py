@@ -15,15 +15,19 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from pipectl.capture.carried import extra_states, refuse_extra_states
+from pipectl.capture.explain import place_of
 from pipectl.capture.handing import anchored
 from pipectl.capture.masks import Mask
 from pipectl.capture.opaque import Arguments, States
 from pipectl.capture.outline import Outline, UnpredictableError, outline_of, see
 from pipectl.capture.python_state import undisturbed
-from pipectl.capture.step import Step, make_known
+from pipectl.capture.step import Step, make_known, resized
 
 Make = Callable[[Tensor], Tensor]
 """The values of a parameter or buffer, which may have none yet."""
+
+
+_NOT_CONNECTED = "appears to not have been used in the graph"
 
 
 class UnsuitableError(Exception):
@@ -31,11 +35,13 @@ class UnsuitableError(Exception):
 
     Args:
         path: of the submodule.
+        cure: what to change, if it is not what it returns.
     """
 
-    def __init__(self, path: str, why: str) -> None:
+    def __init__(self, path: str, why: str, cure: str | None = None) -> None:
         super().__init__(why)
         self.path = path
+        self.cure = cure
 
 
 def outlines(
@@ -107,10 +113,12 @@ class _Watch:
         count = len(self._states.places)
         made = [self._make(state) for state in given[:count]]
         tensors = [*made, *map(_sample, given[count:])]
+        shapes = [tensor.shape for tensor in made]
         versions, generators = [tensor._version for tensor in tensors], _generators()
         args, kwargs = arguments.filled(tensors[count:], [])
         with self.mask.lifted(), self._states.replaced(tensors[:count]):
-            result = make_known(self._module(*args, **kwargs))
+            result = make_known(self._result(args, kwargs))
+        self._refuse_resized(made, shapes)
         written = {i for i, tensor in enumerate(tensors) if tensor._version != versions[i]}
         leaves, structure = pytree.tree_flatten(result)
         draws = _generators() != generators
@@ -118,11 +126,28 @@ class _Watch:
         mode = detect_fake_mode(given)
         return result if mode is None else pytree.tree_map_only(Tensor, _hollow(mode), result)
 
+    def _refuse_resized(self, states: Sequence[Tensor], shapes: Sequence[torch.Size]) -> None:
+        for state, shape, places in zip(states, shapes, self._states.places, strict=True):
+            if state.shape != shape:
+                raise resized(places[0][2], shape, state.shape)
+
+    def _result(self, args: Any, kwargs: Any) -> Any:
+        try:
+            return self._module(*args, **kwargs)
+        except RuntimeError as error:
+            if _NOT_CONNECTED not in str(error):
+                raise
+            raise UnsuitableError(
+                self.path,
+                "differentiates what was computed outside of it" + place_of(error),
+                "form the derivative in the module that computes what is differentiated",
+            ) from error
+
 
 def _sample(tensor: Tensor) -> Tensor:
     """A tensor with values: random, or 0, which is a valid index, where it has none."""
-    if not isinstance(tensor, FakeTensor):
-        return tensor
+    if not isinstance(tensor, FakeTensor):  # not connected, as it will not be on a stage
+        return anchored(tensor.detach()) if tensor.requires_grad else tensor.detach()
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     if not tensor.is_floating_point():
         return made.fill_(tensor.dtype is torch.bool)

@@ -176,6 +176,9 @@ class Opaque:
         aliases, anchor = enter([tensors[index] for index in wanted])
         for index, alias in zip(wanted, aliases, strict=True):
             tensors[index] = alias
+        for index in range(len(self._states.places), len(tensors)):
+            if not tensors[index].requires_grad:  # the module may ask for its gradient
+                tensors[index] = tensors[index].detach()
         return anchor
 
     def _run(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> Any:

@@ -130,6 +130,8 @@ def _restore(value: Any, copy: Any) -> None:
     if isinstance(value, Tensor):
         if not torch.equal(value, copy):
             with torch.no_grad():
+                if value.shape != copy.shape:
+                    value.resize_(copy.shape)
                 value.copy_(copy)
     elif isinstance(value, np.ndarray):
         if value.flags.writeable:

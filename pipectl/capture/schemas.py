@@ -20,6 +20,6 @@ def written_arguments(schema: Any) -> list[str]:
 
 
 def gives_views(operator: Any) -> bool:
-    """Whether what an operator gives may lie in the memory of an argument that it does not write."""
+    """Whether what an operator gives may lie in the memory of what it does not write."""
     returns = getattr(getattr(operator, "_schema", None), "returns", ())
     return any(each.alias_info and not each.alias_info.is_write for each in returns)

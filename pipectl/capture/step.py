@@ -35,10 +35,11 @@ class Step(nn.Module):
     def forward(self, inputs: Any, targets: Any) -> Any:
         """The loss, and the outputs where they are wanted."""
         before = _buffers(self)
+        shapes = {place: tensor.shape for place, tensor in before.items()}
         outputs = self.model(**inputs) if isinstance(inputs, Mapping) else self.model(inputs)
         loss = loss_of_outputs(outputs) if self.loss is None else self.loss(outputs, targets)
         check_loss(loss)
-        _write_assigned(before)
+        _write_assigned(before, shapes)
         return (loss, exportable(outputs)) if self.with_outputs else loss
 
 
@@ -81,21 +82,27 @@ def _buffers(root: nn.Module) -> _Buffers:
     return {(m, n): t for m in modules for n, t in m._buffers.items() if t is not None}
 
 
-def _write_assigned(before: _Buffers) -> None:
+def _write_assigned(before: _Buffers, shapes: Mapping[tuple[nn.Module, str], torch.Size]) -> None:
     """Write buffers that were assigned (``self.mean = ...``) into the memory of the old ones.
 
     An export keeps writes alone: torch drops what is assigned, outside the outermost module.
     """
     for (module, name), old in before.items():
         new = module._buffers[name]
+        if new is not None and new.shape != shapes[module, name]:
+            raise resized(name, shapes[module, name], new.shape)
         if new is not old and new is not None:
-            if new.shape != old.shape:
-                raise CaptureError(
-                    f"model: assigns to buffer {name!r} a tensor of another shape",
-                    cure="give the buffer its final shape from the start",
-                )
             old.copy_(new.detach())
             module._buffers[name] = old
+
+
+def resized(name: str, before: torch.Size, after: torch.Size) -> CaptureError:
+    """The error that a forward gives a buffer another shape."""
+    return CaptureError(
+        f"model: changes the shape of buffer {name!r} from {list(before)} to {list(after)}",
+        cure="give it its final shape in the factory; observers of quantisation get it there when "
+        "the prepared model runs once on a batch",
+    )
 
 
 def loss_of_outputs(outputs: Any) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pipectl.capture import CapturedJob
 from pipectl.capture.factories import call
 from pipectl.capture.gradients import has_hooks, refuse_parameter_hooks
+from pipectl.capture.names import own_name
 from pipectl.errors import CaptureError, lacks_memory
 from pipectl.runtime.optimizer_state import of_groups, refuse_changes, take
 from pipectl.units import did_you_mean
@@ -153,6 +154,8 @@ def make_optimizer(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> 
             would compute the loss again.
     """
     spec = job.spec.optimizer
+    if job.find(spec) is torch.optim.Muon:
+        _refuse_all_but_matrices(parameters)
     if not spec.groups:
         optimizer = call(job.find(spec), spec.factory, list(parameters.values()), **spec.kwargs)
         _refuse_closure(optimizer)
@@ -181,6 +184,22 @@ def _refuse_closure(optimizer: Any) -> None:
             f"optimizer: {type(optimizer).__name__}.step() wants a closure that computes the loss "
             "again, and no rank of a pipeline can",
             cure="use an optimizer whose step() takes no arguments, such as SGD or AdamW",
+        )
+
+
+def _refuse_all_but_matrices(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Name what Muon cannot update, which no group of its own can change.
+
+    Raises:
+        CaptureError: there is such a parameter.
+    """
+    others = [own_name(name) for name, found in parameters.items() if found.dim() != 2]
+    if others:
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        raise CaptureError(
+            f"optimizer: Muon updates matrices only, and {others[0]}{more} is none",
+            cure="name an optimizer of yours that updates these by another rule, and tell it by "
+            "optimizer.groups which they are (match: '*.bias', say)",
         )
 
 

@@ -173,6 +173,45 @@ class Counting(nn.Module):
 def two():
     return nn.Sequential(nn.Linear(6, 6), Branch(), nn.ReLU(True), Counting(), nn.Linear(6, 3))
 
+class Sizing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("least", torch.empty(0))
+    def forward(self, x):
+        low = x.amin(0)
+        if not self.least.numel():
+            self.least.resize_(low.shape).copy_(low)
+        return x - self.least
+
+class Slope(nn.Module):
+    def forward(self, y, x):
+        return torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+
+class Equation(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.slope, self.head = nn.Linear(6, 6), Slope(), nn.Linear(6, 3)
+    def forward(self, x):
+        x.requires_grad_()
+        return self.head(self.slope(self.layer(x).tanh(), x))
+
+def slope_of(outputs, targets):
+    return torch.autograd.grad(outputs[0].sum(), outputs[1], create_graph=True)[0].sum()
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        return self.layer(x).tanh(), x
+
+def sizing():
+    return nn.Sequential(nn.Linear(6, 6), Sizing(), nn.Linear(6, 3))
+
+def sparse():
+    return nn.Sequential(nn.Embedding(4, 6, sparse=True), nn.Linear(6, 3))
+
 def many():
     return nn.Sequential(*(Branch() for _ in range(5)), nn.Linear(6, 3))
 
@@ -200,6 +239,32 @@ def further(tmp_path: Path) -> str:
     path = tmp_path / "further_models.py"
     path.write_text(FURTHER)
     return str(path)
+
+
+def test_gradients_across_modules_keep_the_model_whole(make_job, further: str) -> None:
+    job = make_job(f"{further}:Equation")
+    operator = opaque_of(job.training_graph(4))
+    assert (operator.path, "differentiates" in job.kept["model"]) == ("model", True)
+    x = torch.randn(4, 6)
+    given = operator(4, *job.model.parameters(), x)
+    given.sum().backward()
+    assert job.model.layer.weight.grad.abs().sum() > 0
+    assert not x.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "what"),
+    [
+        ("Pair", "slope_of", "loss .* it differentiates what was computed outside of it"),
+        ("sizing", "mean", "changes the shape of buffer 'least' from .0. to .6."),
+        ("sparse", "mean", "0 gives sparse gradients"),
+    ],
+)
+def test_what_no_operator_can_do_is_refused(
+    make_job, further: str, model: str, loss: str, what: str
+) -> None:
+    with pytest.raises(CaptureError, match=f"^model: {what}"):
+        make_job(f"{further}:{model}", loss=f"{further}:{loss}").training_graph(4)
 
 
 def opaque_of(graph: CapturedGraph) -> Opaque:

@@ -125,7 +125,7 @@ def test_an_assigned_buffer_is_written(graph_of) -> None:
 def test_an_assigned_buffer_of_another_shape_is_refused(make_job) -> None:
     with pytest.raises(CaptureError) as raised:
         make_job("Resizing").training_graph(4)
-    assert raised.value.message == "model: assigns to buffer 'mean' a tensor of another shape"
+    assert raised.value.message == "model: changes the shape of buffer 'mean' from [6] to []"
 
 
 def test_a_text_among_the_outputs_names_no_operator(make_job) -> None:

@@ -118,6 +118,14 @@ _OWN = (
     ("unsteady", "unsteady", _CROSS_ENTROPY, "Images", "layers that branch and loop on values"),
     ("list", "listed", _CROSS_ENTROPY, "Images", "a list of layers with pairs in between"),
     ("variational", "Variational", "own.py:evidence", "Images", "distributions, assertions"),
+    ("energy", "Energy", _CROSS_ENTROPY, "Images", "gradients in the forward, torch.func.vmap"),
+    (
+        "spectral",
+        "Spectral",
+        _CROSS_ENTROPY,
+        "Images",
+        "old spectral norm, views without gradients",
+    ),
     ("routed", "Routed", _SEVERAL, "Sequences", "experts on the rows that chose them, as they are"),
 )
 _OPAQUE = {"routed": ("blocks.*.router",)}

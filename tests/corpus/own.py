@@ -574,6 +574,62 @@ class Variational(nn.Module):
         return self.decode(sample), kl_divergence(code, prior).sum(1).mean()
 
 
+class Energy(nn.Module):
+    """Gradients inside the forward, of a submodule and of functions of torch.func."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.squeeze, self.potential = nn.Linear(768, WIDTH), Potential()
+        self.members = nn.ParameterList(torch.randn(3, CLASSES, WIDTH) for _ in range(2))
+        self.average = Average(self.members)
+
+    def forward(self, images: Tensor) -> Tensor:
+        energy, forces = self.potential(self.squeeze(images.flatten(1)).tanh())
+        return self.average(forces) + energy
+
+
+class Potential(nn.Module):
+    """The forces are what training looks at, so that their gradients are gradients of gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+    def forward(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            places = places if places.requires_grad else places.requires_grad_()
+            energy = self.layers(places)
+            (forces,) = torch.autograd.grad(energy.sum(), places, create_graph=True)
+        return energy, -forces
+
+
+class Average(nn.Module):
+    """An ensemble whose members are computed together."""
+
+    def __init__(self, members: nn.ParameterList) -> None:
+        super().__init__()
+        self.members = members
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.vmap(F.linear, (None, 0))(x, self.members[0] * self.members[1]).mean(0)
+
+
+class Spectral(nn.Module):
+    """The old spectral norm, which takes views without gradients; some of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.utils.spectral_norm(nn.Linear(768, WIDTH))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.layer(images.flatten(1))
+        with torch.no_grad():
+            gate = hidden[:, :1]
+            turned = hidden.t()
+        return self.head(hidden.relu()) * gate.sigmoid() + turned.mean()
+
+
 def evidence(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
     logits, divergence = outputs
     if divergence < -1:

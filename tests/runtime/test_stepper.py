@@ -191,6 +191,14 @@ def test_a_schedule_that_takes_a_loss_is_refused_without_evaluations(
     assert "evaluation section with every" in (caught.value.cure or "")
 
 
+def test_muon_names_what_it_cannot_update(job: Maker) -> None:
+    made = job("factory: 'torch.optim:Muon', kwargs: {lr: 0.1}")
+    with pytest.raises(CaptureError, match=r"^optimizer: Muon .* 1\.weight and 2 more") as caught:
+        stepper_of(made)
+    assert "optimizer.groups" in (caught.value.cure or "")
+    assert stepper_of(made, "model.0.weight", "model.2.weight").optimizer is not None
+
+
 def test_a_wrong_keyword_of_the_optimizer_is_an_error_of_the_spec(job: Maker) -> None:
     with pytest.raises(CaptureError, match=r"torch\.optim:SGD: raised TypeError"):
         stepper_of(job("factory: 'torch.optim:SGD', kwargs: {rate: 1.0}"))
