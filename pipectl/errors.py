@@ -2,6 +2,7 @@
 
     PipectlError                1   a job or a worker failed, or anything not named below
     ├── WorkerError             1   training failed on a rank
+    ├── FaultError              1   a fault of pipectl itself, not of the user's job
     ├── OutOfTimeError          1   planning was ended before there was a plan
     ├── UsageError              2   a wrong command line, a directory that cannot be written
     ├── InvalidInputError       3   a spec, profile, cluster or plan that cannot be used
@@ -44,6 +45,16 @@ class PipectlError(Exception):
 
 class WorkerError(PipectlError):
     """Training failed on a rank."""
+
+
+class FaultError(PipectlError):
+    """A fault of pipectl itself; nothing in the user's job explains it.
+
+    Attributes:
+        has_details: whether the cure says where the details are.
+    """
+
+    has_details = False
 
 
 class OutOfTimeError(PipectlError):

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils import _pytree as pytree
 
-from pipectl.capture.explain import place_in
+from pipectl.capture.explain import RefusedError, place_in
 from pipectl.capture.names import own_name, own_path
 from pipectl.capture.python_state import numbers_in
 from pipectl.errors import CaptureError
@@ -33,7 +33,7 @@ _CONVERSIONS = {"to", "_to_copy", "type_as", "contiguous", "clone", "detach", "a
 _ABSENT = object()
 
 
-class CarriedError(CaptureError):
+class CarriedError(RefusedError):
     """A model computes with what it kept in an earlier step.
 
     Such a submodule is no operator unasked: no checkpoint holds what it keeps.

@@ -9,37 +9,54 @@ from types import TracebackType
 
 from torch import fx, nn
 
-from pipectl.capture.factories import is_user_code
 from pipectl.errors import CaptureError
+from pipectl.faults import is_user_code
 
 AS_IT_IS = "put it into a submodule of its own, which then runs as it is, as one operator"
 _KINDS = (
     (
         r"^DrawError",
-        "it draws from a generator that is not torch's, which a graph would freeze",
-        "draw with torch.rand",
+        "it draws from a generator that is not torch's own, which a graph would freeze",
+        f"draw with torch.rand, or {AS_IT_IS}",
+    ),
+    (
+        r"^PackingError",
+        "it packs sequences, so that sizes follow from their lengths",
+        "compute on padded sequences, with a mask; or put packing, recurrent layer and unpacking "
+        "together into a submodule of its own, which then runs as it is, as one operator",
     ),
     (
         r"data-dependent|unbacked|Eq\(u\d|_local_scalar_dense",
         "its control flow depends on the values of tensors",
-        "express the choice with torch.where or torch.cond",
+        f"express the choice with torch.where or torch.cond, or {AS_IT_IS}",
     ),
     (
         r"numpy|data_ptr|data pointer|storage",
         "it hands tensors to code outside torch (numpy, say), which needs their values",
-        "compute it with operators of torch",
+        f"compute it with operators of torch, or {AS_IT_IS}",
     ),
     (
         r"dynamic.{0,10}output.{0,5}shape|size that depends on the data",
         "a tensor has a size that depends on the data",
-        "give it a fixed size (padding and a mask, for example)",
+        f"give it a fixed size (padding and a mask, for example), or {AS_IT_IS}",
     ),
     (
         r"is not supported for tensor subclasses|to a Python|tolist",
         "it reads the values of tensors",
-        "keep them in tensors, with torch.where or torch.cond for choices",
+        f"keep them in tensors, with torch.where or torch.cond for choices, or {AS_IT_IS}",
     ),
 )
+
+
+class RefusedError(CaptureError):
+    """What a model does, and no plan could do alike, in a submodule that is kept whole neither."""
+
+
+class UnexplainedError(CaptureError):
+    """An export or a run failed, and its error says nothing of the user's code that is known here.
+
+    The cause is what torch or pipectl raised.
+    """
 
 
 class NodeError(CaptureError):
@@ -76,18 +93,21 @@ class EagerError(CaptureError):
 
 def explain(error: BaseException) -> CaptureError:
     """What a failed export or run means, with the line of the model that causes it."""
-    text = str(error)
-    first = next((line for line in text.splitlines() if line.strip()), "")
-    first = re.sub(r"\s*\(unhinted:.*", "", first).strip()
-    subject = f"{type(error).__name__}: {first}"
-    other = (subject, "see whether the model takes such a batch outside of pipectl")
-    kinds = (
-        (what, f"{cure}, or {AS_IT_IS}")
-        for pattern, what, cure in _KINDS
-        if re.search(pattern, subject, re.I)
+    subject = f"{type(error).__name__}: {first_line(error)}"
+    place = place_of(error)
+    for pattern, what, cure in _KINDS:
+        if re.search(pattern, subject, re.I):
+            return CaptureError(f"model: cannot be captured{place}: {what}", cure=cure)
+    return UnexplainedError(
+        f"model: cannot be captured{place}: torch.export fails there: {subject}",
+        cure=f"write it with other operators of torch, or {AS_IT_IS}",
     )
-    what, cure = next(kinds, other)
-    return CaptureError(f"model: cannot be captured{place_of(error)}: {what}", cure=cure)
+
+
+def first_line(error: BaseException) -> str:
+    """The text of an error up to its first line break, without torch's own remarks."""
+    first = next((line for line in str(error).splitlines() if line.strip()), "")
+    return re.sub(r"\s*\(unhinted:.*", "", first).strip()
 
 
 def place_of(error: BaseException) -> str:

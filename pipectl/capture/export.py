@@ -33,6 +33,7 @@ from pipectl.capture.gradients import (
 )
 from pipectl.capture.observe import UnsuitableError
 from pipectl.capture.python_state import numbers_in
+from pipectl.capture.refusals import RefusedCalls
 from pipectl.capture.regions import marked_regions
 from pipectl.capture.step import Step
 from pipectl.capture.tracing import Kept, call_modules, traced
@@ -143,7 +144,8 @@ def _program(
     shapes = pytree.tree_map(_free_batch, batch) if free else None
     with ExitStack() as stack:
         stack.enter_context(_quiet())
-        stack.enter_context(refused_draws())
+        stack.enter_context(refused_draws(step))
+        stack.enter_context(RefusedCalls())
         stack.enter_context(left_out_checks())
         stack.enter_context(marked_regions())
         calls = stack.enter_context(traced(step, kept))

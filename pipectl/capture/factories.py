@@ -7,17 +7,16 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
-import os
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from pipectl.errors import CaptureError
+from pipectl.faults import user_line
 from pipectl.units import did_you_mean
 
 _USER = "pipectl_user_"
@@ -84,23 +83,6 @@ def module_of(user_class: type) -> str:
     if not name.startswith(_USER):
         return name
     return name.removeprefix(_USER).rpartition("_")[0]
-
-
-def user_line(trace: TracebackType | None) -> str:
-    """``" (at file.py:12)"`` for the deepest frame outside installed packages, or nothing."""
-    frames = traceback.extract_tb(trace)
-    own = [frame for frame in frames if is_user_code(frame.filename)]
-    return f" (at {own[-1].filename}:{own[-1].lineno})" if own else ""
-
-
-def is_user_code(filename: str) -> bool:
-    """Whether a file is neither of this package nor of Python or an installed one."""
-    package = f"{Path(__file__).parents[1]}{os.sep}"
-    library = ("site-packages", "dist-packages", f"{sys.prefix}/lib/python")
-    stdlib = str(Path(inspect.__file__).parent)
-    return not filename.startswith((package, stdlib, "<")) and not any(
-        p in filename for p in library
-    )
 
 
 def is_torch_code(filename: str) -> bool:

@@ -13,8 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipectl.capture.carried import CarriedError
-from pipectl.capture.explain import EagerError, culprit, explain
+from pipectl.capture.explain import EagerError, RefusedError, culprit, explain
 from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.names import in_model, own_name
 from pipectl.capture.observe import Make, UnsuitableError, outlines
@@ -113,7 +112,7 @@ class Fallback:
         if path not in self._modules and f"{_ROOT}.{path}" in self._modules:
             path = f"{_ROOT}.{path}"  # within a mask, torch tells paths from the model on
         whole = eager and path == _ROOT
-        if isinstance(error, CarriedError) or not (whole or self._may_be_kept(path)):
+        if isinstance(error, RefusedError) or not (whole or self._may_be_kept(path)):
             raise error
         if self._inside(path):
             return self._widen(path, error.message)
@@ -137,8 +136,9 @@ class Fallback:
                 f"model: {own_name(path)} cannot be captured, not even as one operator: it {why}"
                 + (f" {self._reasons[path]}" if path in self._reasons and not cure else ""),
                 cure=cure
-                or "let it return tensors whose sizes follow from the batch size, or name a larger "
-                "part of the model under model.opaque",
+                or "let it return tensors whose sizes follow from the batch size; or put it and "
+                "what reads its results into a submodule of its own, or name such a part of the "
+                "model under model.opaque",
             )
         self._reasons[around] = f"{own_name(path)} {why}"
 

@@ -14,15 +14,18 @@ from pipectl.capture import factories, groups
 from pipectl.capture.carried import refuse_writes
 from pipectl.capture.data import Loader
 from pipectl.capture.deferred import is_deferred
+from pipectl.capture.explain import UnexplainedError
 from pipectl.capture.export import export_step
 from pipectl.capture.fallback import Fallback
 from pipectl.capture.gradients import refuse_parameter_hooks, refuse_sparse_gradients
 from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.materialize import Materializer
+from pipectl.capture.misfit import check_dataset, judge, misfit
 from pipectl.capture.names import own_name
 from pipectl.capture.overlap import refuse_overlaps
 from pipectl.capture.precision import arithmetic
 from pipectl.capture.randomness import seed_of
+from pipectl.capture.refusals import refuse_lazy
 from pipectl.capture.step import Step, as_module, seed_everything
 from pipectl.capture.tracing import Kept
 from pipectl.errors import CaptureError
@@ -58,6 +61,7 @@ class CapturedJob:
         model = self._materializer.build(
             lambda: as_module(factories.call(factory, name, **spec.model.kwargs), name)
         )
+        refuse_lazy(model, name)
         self.step = Step(model, self._loss(), with_outputs=False)
         refuse_parameter_hooks(self.step.named_parameters())
         refuse_sparse_gradients(self.step)
@@ -116,6 +120,10 @@ class CapturedJob:
         evaluation = self.spec.evaluation
         return None if evaluation is None else self._loader(evaluation.data, 0, shuffle=False)
 
+    def misfit(self, batch: int) -> CaptureError | None:
+        """Why model and loss fail on the first ``batch`` samples; None if they do not."""
+        return misfit(self.step, self.loader.example(batch), self.spec)
+
     def metrics(self) -> dict[str, Any]:
         """Metric functions or objects by name."""
         evaluation = self.spec.evaluation
@@ -173,7 +181,10 @@ class CapturedJob:
         # By the factory's name, so that one for both kinds of data splits them alike; without the
         # directory of its file, which differs between checkouts.
         seed_everything(seed_of(seed, item.resolve(self.spec.base).portable) >> 32)
-        return Loader(self._make(item), seed=seed, workers=workers, shuffle=shuffle)
+        dataset = self._make(item)
+        key = "data" if item is self.spec.data else "evaluation.data"
+        check_dataset(dataset, key, item.factory)
+        return Loader(dataset, seed=seed, workers=workers, shuffle=shuffle)
 
     def _graph(self, batch: int, *, training: bool) -> CapturedGraph:
         key = (training, batch)
@@ -196,7 +207,10 @@ class CapturedJob:
             return CapturedGraph(program, self.states, self.tied, (inputs, targets), size)
 
         with torch.random.fork_rng(devices=[]), arithmetic(precision, torch.device("cpu")):
-            graph = self._fallback.capture(size, self.loader.example, capture)
+            try:
+                graph = self._fallback.capture(size, self.loader.example, capture)
+            except UnexplainedError as error:
+                raise judge(error, self.step, (inputs, targets), self.spec) from error.__cause__
         refuse_writes(graph)
         if graph.fixed and size != batch:
             return self._capture(training, batch, graph)

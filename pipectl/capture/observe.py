@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from pipectl.capture.carried import extra_states, refuse_extra_states
+from pipectl.capture.drawing import own_generators, states_of
 from pipectl.capture.explain import place_of
 from pipectl.capture.handing import anchored
 from pipectl.capture.masks import Mask
@@ -99,6 +100,7 @@ class _Watch:
         self.calls: list[Outline] = []
         self.mask = Mask(module, self._call)
         self._module = module
+        self._own = own_generators(module)
         self._states = States(module)
         self._make = make
 
@@ -114,14 +116,15 @@ class _Watch:
         made = [self._make(state) for state in given[:count]]
         tensors = [*made, *map(_sample, given[count:])]
         shapes = [tensor.shape for tensor in made]
-        versions, generators = [tensor._version for tensor in tensors], _generators()
+        versions = [tensor._version for tensor in tensors]
+        generators = _generators(self._own)
         args, kwargs = arguments.filled(tensors[count:], [])
         with self.mask.lifted(), self._states.replaced(tensors[:count]):
             result = make_known(self._result(args, kwargs))
         self._refuse_resized(made, shapes)
         written = {i for i, tensor in enumerate(tensors) if tensor._version != versions[i]}
         leaves, structure = pytree.tree_flatten(result)
-        draws = _generators() != generators
+        draws = _generators(self._own) != generators
         self.calls.append(see(leaves, structure, tensors, frozenset(written), draws))
         mode = detect_fake_mode(given)
         return result if mode is None else pytree.tree_map_only(Tensor, _hollow(mode), result)
@@ -163,8 +166,8 @@ def _hollow(mode: FakeTensorMode) -> Callable[[Tensor], Tensor]:
     return hollow
 
 
-def _generators() -> tuple[Any, ...]:
+def _generators(further: Sequence[Any]) -> tuple[Any, ...]:
     """The states of all generators that a forward may draw from."""
     own = torch.random.get_rng_state().numpy().tobytes()
     state: Any = np.random.get_state()
-    return own, random.getstate(), state[1].tobytes(), state[2:]
+    return own, random.getstate(), state[1].tobytes(), state[2:], states_of(further)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from pipectl.capture.drawing import own_generators, reseed
 from pipectl.capture.handing import enter, leave
 from pipectl.capture.names import own_name
 from pipectl.capture.outline import Form, Outline, UnpredictableError
@@ -149,6 +151,11 @@ class Opaque:
         self._entered = frozenset(range(len(states.places), self._tensors)) - lent
         self.__name__ = path.replace(".", "_")
 
+    @cached_property
+    def _generators(self) -> list[Any]:
+        """Those of its own; while a model is exported, others stand in for some of them."""
+        return own_generators(self._module)
+
     def __repr__(self) -> str:
         return f"{self.path} ({type(self._module).__name__})"
 
@@ -186,6 +193,7 @@ class Opaque:
         for module, training in self._modes:
             if module.training is not training:
                 module.training = training
+        reseed(self._generators)
         args, kwargs = self._arguments.filled(tensors[count:], numbers)
         with self._states.replaced(tensors[:count]):
             return self._module(*args, **kwargs)
@@ -218,7 +226,12 @@ class Opaque:
                 f"gave {list(leaf.shape)} of {leaf.dtype}", f"{list(form.sizes)} of {form.dtype}"
             )
         if leaf.requires_grad and not form.requires_grad:
-            raise self._changed("gave a tensor with gradient", "one without")
+            raise CaptureError(
+                f"model: {self.path} gave a tensor with a gradient, where its capture found one "
+                "without: whether it computes with its parameters depends on the values it gets",
+                cure="let it return a tensor that has a gradient in every case (x + 0 * self.f(x), "
+                "say), or name a larger part of the model under model.opaque",
+            )
 
     def _leave(self, anchor: Tensor, found: list[Tensor]) -> list[Tensor]:
         forms = self.outline.forms

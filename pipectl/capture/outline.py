@@ -151,7 +151,22 @@ def see(
     for index, argument in reversed(list(enumerate(arguments))):
         memories[argument.untyped_storage()._cdata] = index
     forms = [_form(leaf, memories, len(arguments)) for leaf in leaves]
+    if draws:  # another draw may give more than an argument as it is
+        trained = any(argument.requires_grad for argument in arguments)
+        forms = [_computed(form, written, trained=trained) for form in forms]
     return Outline(tuple(forms), structure, written, draws)
+
+
+def _computed(form: Any, written: frozenset[int], *, trained: bool) -> Any:
+    """The form of a result that may have been computed from the arguments, in memory of its own."""
+    if not isinstance(form, Form) or form.origin in written:
+        return form
+    grad = form.requires_grad or (trained and form.dtype.is_floating_point)
+    if form.origin is None:
+        return replace(form, requires_grad=grad)
+    size = _extent(form)
+    memory = -1 - form.memory
+    return replace(form, requires_grad=grad, origin=None, memory=memory, offset=0, memory_size=size)
 
 
 def _form(leaf: Any, memories: dict[int, int], arguments: int) -> Any:

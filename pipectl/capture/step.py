@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipectl.capture.refusals import kept_parameters
 from pipectl.errors import CaptureError
 
 Loss = Callable[[Any, Any], Tensor]
@@ -36,9 +37,10 @@ class Step(nn.Module):
         """The loss, and the outputs where they are wanted."""
         before = _buffers(self)
         shapes = {place: tensor.shape for place, tensor in before.items()}
-        outputs = self.model(**inputs) if isinstance(inputs, Mapping) else self.model(inputs)
+        with kept_parameters(self):
+            outputs = self.model(**inputs) if isinstance(inputs, Mapping) else self.model(inputs)
         loss = loss_of_outputs(outputs) if self.loss is None else self.loss(outputs, targets)
-        check_loss(loss)
+        check_loss(loss, outputs if self.loss is None else None)
         _write_assigned(before, shapes)
         return (loss, exportable(outputs)) if self.with_outputs else loss
 
@@ -134,12 +136,22 @@ def make_known(value: Any) -> Any:
     return value
 
 
-def check_loss(loss: Any) -> None:
+def check_loss(loss: Any, outputs: Any = None) -> None:
     """Refuse what cannot be trained on.
+
+    Args:
+        outputs: what the model returned, if the loss is a part of it.
 
     Raises:
         CaptureError: the loss is no floating-point scalar.
     """
+    if loss is None and isinstance(outputs, Mapping):
+        keys = ", ".join(map(repr, outputs))
+        raise CaptureError(
+            f"loss: the model returned a mapping with {keys or 'nothing'}, but no 'loss'",
+            cure="return under 'loss' what is to be minimised: one scalar for one optimizer. What "
+            "is trained by several in turns (a GAN) is not supported",
+        )
     if not isinstance(loss, Tensor):
         found = f"a {type(loss).__name__}"
     elif loss.dim() != 0:
@@ -169,7 +181,8 @@ def split_sample(batch: Any) -> tuple[Any, Any]:
         return batch[0], batch[1]
     raise CaptureError(
         f"data: a sample must be (inputs, targets) or a mapping, not {_describe(batch)}",
-        cure="let the dataset's __getitem__ return a pair or a dictionary",
+        cure="let the data set return pairs: several inputs or targets are a tuple or a dictionary "
+        "in one, as in (inputs, (targets, weights))",
     )
 
 

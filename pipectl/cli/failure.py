@@ -10,7 +10,8 @@ from errno import EDQUOT, EFBIG, EIO, ENOSPC
 import typer
 
 from pipectl.cli.console import errors, joined, plain
-from pipectl.errors import PipectlError, SpecError
+from pipectl.errors import FaultError, PipectlError, SpecError
+from pipectl.faults import fault_of, is_ours, user_line, with_file
 from pipectl.printable import printable
 
 DEBUG_VARIABLE = "PIPECTL_DEBUG"
@@ -35,6 +36,8 @@ def report(error: BaseException) -> int:
 
 def _describe(error: BaseException) -> tuple[int, list[str], str | None]:
     """Exit code, messages and cure."""
+    if isinstance(error, FaultError):
+        error = with_file(error)
     if isinstance(error, SpecError):
         return error.exit_code, [str(problem) for problem in error.problems], error.cure
     if isinstance(error, PipectlError):
@@ -47,8 +50,10 @@ def _describe(error: BaseException) -> tuple[int, list[str], str | None]:
         return 1, [f"{error.filename}: {error.strerror or error}"], None
     if isinstance(error, OSError) and error.errno in _UNWRITTEN:
         return 1, [f"the output cannot be written: {error.strerror}"], "free some space"
-    cure = "this is a fault of pipectl; please report it with the output of: pipectl --debug ..."
-    return 1, [f"{type(error).__name__}: {error}"], cure
+    if is_ours(error):
+        return _describe(fault_of(error))
+    cure = "pipectl --debug ... shows the traceback"
+    return 1, [f"{type(error).__name__}: {error}{user_line(error.__traceback__)}"], cure
 
 
 def _help_command(error: typer.TyperException) -> str | None:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipectl.errors import UsageError
+from pipectl.faults import with_file
 from pipectl.fields import Reader
-from pipectl.files import make_directory, make_directory_of, read_json
+from pipectl.files import is_stream, make_directory, make_directory_of, read_json
 from pipectl.jobs.cache import Entry, ProfileCache, identity_of
 from pipectl.jobs.device import this_device
 from pipectl.jobs.places import cache_directory, on_login_node
@@ -119,7 +120,13 @@ def measure(
         UsageError: ``path`` or the cache cannot be written.
     """
     make_directory_of(path)
-    found = measured(spec, progress, wish, base=base)
+    try:
+        found = measured(spec, progress, wish, base=base)
+    except Exception as error:
+        fault = with_file(error, None if is_stream(path) else path.with_suffix(".fault.txt"))
+        if fault is not error:
+            raise fault from error
+        raise
     found.profile.save(path)
     return found
 

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 
 from pipectl.errors import PipectlError
+from pipectl.faults import as_fault, with_details
 from pipectl.files import write_json
 from pipectl.printable import printable
 from pipectl.runs import RunDirectory, beat
@@ -62,7 +63,8 @@ def reporting_failure(run: RunDirectory, work: Callable[[], None]) -> int:
     """
     try:
         work()
-    except Exception as error:
+    except Exception as raised:
+        error = with_details(as_fault(raised), run.preparation_error)
         code = error.exit_code if isinstance(error, PipectlError) else 1
         write_json(run.preparation_error, _report(error, code))
         sys.stderr.write(printable(f"error: {error or type(error).__name__}\n"))
@@ -70,7 +72,7 @@ def reporting_failure(run: RunDirectory, work: Callable[[], None]) -> int:
     return 0
 
 
-def _report(error: Exception, code: int) -> dict[str, object]:
+def _report(error: BaseException, code: int) -> dict[str, object]:
     """The same fields as the ranks' error files."""
     return {
         "rank": None,

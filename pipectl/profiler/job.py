@@ -14,6 +14,7 @@ from pipectl.capture import CapturedJob
 from pipectl.capture.deferred import is_deferred
 from pipectl.capture.names import own_path
 from pipectl.errors import CaptureError
+from pipectl.faults import is_ours
 from pipectl.planner.memory.footprint import Footprints
 from pipectl.planner.operator_times import operator_times
 from pipectl.profile import MeasuredOn, Operator, Profile
@@ -77,7 +78,13 @@ def profile_job(
         baseline_bytes = _baseline_bytes(job, sizes[0], device)
         profiling = _Profiling(job, effort, sizes, progress, Records(journal), device)
         neighbours.wait()
-        profile = profiling.profile()
+        try:
+            profile = profiling.profile()
+        except Exception as error:
+            refusal = job.misfit(sizes[0]) if is_ours(error) else None
+            if refusal is None:
+                raise
+            raise refusal from error
         return replace(
             profile,
             process_baseline_bytes=baseline_bytes,

@@ -112,9 +112,15 @@ def has_room(job: CapturedJob, place: int) -> bool:
 def _compute(spec: JobSpec, size: int, place: int, ready: Event, stop: Event) -> None:
     """Train until told to stop, or until whoever measures is gone, be it before this begins.
 
+    Without a word: what fails here fails in the measuring process, too, which tells the user.
+
     Args:
         place: among the neighbours; where memory is short, the first ones compute.
     """
+    silence = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(silence, stream)
+    os.close(silence)
     settle_process(spec.threads)
     measuring = multiprocessing.parent_process()
     assert measuring is not None

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Self
 
 from pipectl.capture import factories
+from pipectl.faults import user_line
 from pipectl.runs import RunDirectory
 from pipectl.spec import JobSpec
 
@@ -78,7 +79,7 @@ class Callbacks:
 
 
 def _raised(error: BaseException) -> str:
-    return f"raised {type(error).__name__}: {error}{factories.user_line(error.__traceback__)}"
+    return f"raised {type(error).__name__}: {error}{user_line(error.__traceback__)}"
 
 
 def _takes_failure(close: Callable[..., object]) -> bool:

@@ -13,7 +13,8 @@ from typing import Any
 
 from mpi4py import MPI
 
-from pipectl.errors import PipectlError, lacks_memory
+from pipectl.errors import FaultError, PipectlError, lacks_memory
+from pipectl.faults import as_fault, with_details
 from pipectl.graph import TransferKind
 from pipectl.runs import RunDirectory
 from pipectl.runtime.output import job_log, own_log, say
@@ -89,7 +90,8 @@ def _exit_code_of(work: Work, directory: RunDirectory, communicator: MPI.Intraco
     doing = Doing()
     try:
         work(directory, communicator, doing)
-    except BaseException as error:
+    except BaseException as raised:
+        error = with_details(as_fault(raised), directory.error_of(communicator.rank))
         report(
             directory,
             communicator.rank,
@@ -120,7 +122,7 @@ def report(
     place = {"rank": rank, "stage": stage, "step": step, "action": action}
     document = {"version": 1, **place, **_details(error)}
     write_report(directory.error_of(rank), document)
-    expected = isinstance(error, PipectlError)
+    expected = isinstance(error, PipectlError) and not isinstance(error, FaultError)
     write_log(job_log(), report_text({**document, **({"traceback": ""} if expected else {})}))
 
 

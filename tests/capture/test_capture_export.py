@@ -70,7 +70,7 @@ def test_a_model_for_one_batch_size_is_captured_for_it(job_of) -> None:
 
 def test_a_model_for_one_batch_size_refuses_another(make_job) -> None:
     with pytest.raises(
-        CaptureError, match=r"^model: cannot be captured \(at .*models\.py:\d+: .*\)"
+        CaptureError, match=r"FixedBatch: raised RuntimeError: shape .* \(at .*models\.py:\d+: .*\)"
     ):
         make_job("FixedBatch").training_graph(6)
 

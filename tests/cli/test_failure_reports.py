@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from pipectl.cli.failure import report
 from pipectl.errors import Problem, SchedulerError, SpecError, UsageError
+from pipectl.versions import installed_versions
 
 
 @pytest.mark.parametrize(
@@ -26,11 +29,39 @@ def test_an_error_is_a_message_and_its_cure(
     assert capsys.readouterr().err == text
 
 
-def test_a_fault_of_ours_is_called_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fault_of_ours_is_called_one_and_its_details_are_kept_for_the_user_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert report(ZeroDivisionError("division by zero")) == 1
+    first, second, third = capsys.readouterr().err.splitlines()
+    kind = "ZeroDivisionError: division by zero"
+    assert first == f"error: this is a fault of pipectl, not of your job: {kind}"
+    (details,) = tmp_path.iterdir()
+    assert second == f"  please report it with {details}"
+    assert third == f"  {installed_versions()}"
+    assert kind in details.read_text()
+    assert details.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_fault_of_ours_says_if_this_torch_was_never_tested(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("pipectl.versions.version", lambda _: "2.99.0")
+    report(KeyError("x"))
+    assert "(tested with torch 2.13 to 2.15; this is 2.99.0)" in capsys.readouterr().err
+
+
+def test_what_the_users_own_code_raises_is_no_fault_of_ours(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(KeyError) as caught:
+        {}["x"]  # this file counts as the user's
+    assert report(caught.value) == 1
     text = capsys.readouterr().err
-    assert text.startswith("error: ZeroDivisionError: division by zero\n")
-    assert "please report it" in text
+    assert text.startswith("error: KeyError: 'x' (at ")
+    assert "pipectl, not of your job" not in text
 
 
 def test_debugging_adds_the_traceback(

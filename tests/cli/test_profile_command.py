@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -12,6 +14,8 @@ import pytest
 
 from pipectl.cli.profile_view import ago
 from pipectl.profiler.journal import Journal
+from pipectl.profiler.neighbours import _compute
+from pipectl.spec import load
 
 if TYPE_CHECKING:
     from conftest import Command
@@ -39,6 +43,20 @@ class Branches(nn.Module):
 
     def forward(self, x):
         return self.inner(x) if x.sum() > 0 else self.inner(-x)
+
+class TwoSteps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 2)
+        self.optimizer = torch.optim.SGD(self.inner.parameters(), 0.1)
+
+    def forward(self, x):
+        self.inner(x).sum().backward()
+        self.optimizer.step()
+        return self.inner(x)
+
+def two_steps():
+    return TwoSteps()
 
 def vector_loss(outputs, targets):
     return ((outputs - targets) ** 2).mean(dim=1)
@@ -86,6 +104,7 @@ def test_profile_says_what_was_measured_and_where_it_is(cli: Command, real_job: 
         ("model.factory=./model.py:raises", "no weights here"),
         ("model.factory=./model.py:Branches", "model.py:"),
         ("loss.factory=./model.py:vector_loss", "scalar"),
+        ("model.factory=./model.py:two_steps", "calls backward() (at "),
         ("data.factory=no.such.module:data", "no.such.module"),
     ],
 )
@@ -96,9 +115,42 @@ def test_code_that_cannot_be_captured_is_named_and_nothing_replaced(
     PROFILE.write_text("earlier")
     result = cli("profile", "job.yaml", "--set", change)
     assert (result.code, result.out) == (3, "")
-    (error,) = (line for line in result.err.splitlines() if line.startswith("error: "))
+    error, *cure = result.err.splitlines()
+    assert error.startswith("error: ")
     assert message in error
+    assert all(line.startswith("  ") for line in cure)
     assert PROFILE.read_text() == "earlier"
+
+
+def test_a_fault_of_pipectl_says_so_and_keeps_its_details_beside_the_profile(
+    cli: Command, real_job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipectl.capture.export.call_modules", None)
+    result = cli("profile", "job.yaml")
+    assert (result.code, result.out) == (1, "")
+    error, where, versions = result.err.splitlines()
+    assert error.startswith("error: this is a fault of pipectl, not of your job: TypeError: ")
+    assert where == "  please report it with runs/tiny.profile.fault.txt"
+    assert re.search(r"pipectl \S+, torch \S+, mpi4py \S+, Python \S+", versions)
+    details = Path("runs/tiny.profile.fault.txt")
+    assert "Traceback" in details.read_text()
+    assert details.stat().st_mode & 0o777 == 0o600
+
+
+def test_processes_that_only_help_to_measure_say_nothing_when_they_fail(
+    cli: Command, real_job: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Path("model.py").open("a") as file:
+        file.write("import multiprocessing\nif multiprocessing.parent_process(): print('beside')\n")
+        file.write("def fails():\n    raise RuntimeError('no weights here')\n")
+    spec = load(Path("job.yaml"), ["model.factory=./model.py:fails"])
+    context = multiprocessing.get_context("spawn")
+    events = context.Event(), context.Event()
+    process = context.Process(target=_compute, args=(spec, 2, 0, *events))
+    process.start()
+    process.join()
+    assert process.exitcode
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_place_that_cannot_be_written_is_told_before_measuring(

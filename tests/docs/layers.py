@@ -16,7 +16,10 @@ from string import ascii_letters
 PACKAGE = Path(__file__).parents[2] / "pipectl"
 
 LAYERS = (
-    ("errors", "units", "access", "printable", "files", "fields", "arrays", "compiled", "versions"),
+    (
+        "errors", "units", "access", "printable", "files", "fields", "arrays", "compiled",
+        "versions", "faults",
+    ),  # fmt: skip
     ("spec", "graph", "profile", "link", "cluster", "plan", "timeline", "rehearsal"),
     ("planner", "schedule", "simulate"),
     ("batch", "runs", "report", "watch"),

@@ -1,0 +1,109 @@
+"""Whose fault an exception is, the user's code or pipectl's, and what is said of one of ours."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import tempfile
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from pipectl.errors import FaultError, PipectlError, lacks_memory
+from pipectl.files import write_text
+from pipectl.versions import installed_versions, untested_torch
+
+_PACKAGE = f"{Path(__file__).parent}{os.sep}"
+_LIBRARIES = (
+    "site-packages",
+    "dist-packages",
+    f"{sys.prefix}/lib/python",
+)
+_STANDARD_LIBRARY = str(Path(inspect.__file__).parent)
+_CAPTURED = "<eval_with_key>"
+"""Begins the names of files that torch gives to the code of captured graphs."""
+
+
+def is_user_code(filename: str) -> bool:
+    """Whether a file is neither of this package nor of Python or an installed one."""
+    if filename.startswith((_PACKAGE, _STANDARD_LIBRARY, "<")):
+        return False
+    return not any(library in filename for library in _LIBRARIES)
+
+
+def user_line(trace: TracebackType | None) -> str:
+    """``" (at file.py:12)"`` for the deepest frame outside installed packages, or nothing."""
+    own = [frame for frame in traceback.extract_tb(trace) if is_user_code(frame.filename)]
+    return f" (at {own[-1].filename}:{own[-1].lineno})" if own else ""
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether nothing explains an exception but a fault of pipectl.
+
+    What the user's code calls counts as the user's, and so does an operator of the captured model;
+    but not a function of pipectl that one of them calls. Missing files, memory or messages are
+    faults of the machine.
+    """
+    if not isinstance(error, Exception) or isinstance(error, PipectlError | OSError):
+        return False
+    if lacks_memory(error) or type(error).__module__.startswith("mpi4py"):
+        return False
+    ours = True
+    for frame in traceback.extract_tb(error.__traceback__):
+        if is_user_code(frame.filename) or frame.filename.startswith(_CAPTURED):
+            ours = False
+        elif frame.filename.startswith(_PACKAGE):
+            ours = True
+    return ours
+
+
+def fault_of(error: BaseException) -> FaultError:
+    """What to say of such an exception; where its details are is for the caller to add."""
+    first = next(iter(str(error).strip().splitlines()), "")
+    what = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    untested = untested_torch()
+    versions = f"{installed_versions()} ({untested})" if untested else installed_versions()
+    fault = FaultError(f"this is a fault of pipectl, not of your job: {what}", cure=versions)
+    fault.__cause__ = error
+    return fault
+
+
+def as_fault(error: BaseException) -> BaseException:
+    """An exception, or the fault of pipectl that it is."""
+    return fault_of(error) if is_ours(error) else error
+
+
+def with_details(error: BaseException, file: Path | None) -> BaseException:
+    """An exception which, if it is a fault of pipectl, says which file holds its details."""
+    if isinstance(error, FaultError) and not error.has_details:
+        where = "the output of: pipectl --debug ..." if file is None else str(file)
+        error.cure = f"please report it with {where}\n{error.cure}"
+        error.has_details = True
+    return error
+
+
+def with_file(error: BaseException, file: Path | None = None) -> BaseException:
+    """The same; the details are written now, for their owner alone.
+
+    Args:
+        file: None for a new one among the system's temporary files.
+    """
+    fault = as_fault(error)
+    if not isinstance(fault, FaultError) or fault.has_details:
+        return fault
+    return with_details(fault, _write_details(file, fault))
+
+
+def _write_details(place: Path | None, fault: FaultError) -> Path | None:
+    text = f"{fault.cure}\n\n{''.join(traceback.format_exception(fault))}"
+    with suppress(OSError, PipectlError):
+        if place is not None:
+            write_text(place, text, mode=0o600, durable=False)
+            return place
+        handle, name = tempfile.mkstemp(prefix="pipectl-fault-", suffix=".txt")
+        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as stream:
+            stream.write(text)
+        return Path(name)
+    return None
