@@ -118,10 +118,14 @@ class Loader:
             raise CaptureError("data: the data set is empty", cure="check the arguments of data:")
         return len(self._dataset)
 
-    def example(self, size: int) -> tuple[Any, Any]:
-        """The first ``size`` samples, collated, as (inputs, targets); repeated if too few."""
+    def example(self, size: int, first: int = 0) -> tuple[Any, Any]:
+        """``size`` samples, collated, as (inputs, targets); repeated if too few.
+
+        Args:
+            first: index of the first one in a data set that is not iterable.
+        """
         known = self.samples
-        found = call(self._first, "data", size if known is None else min(size, known))
+        found = call(self._samples, "data", first, size if known is None else min(size, known))
         if not found:
             raise CaptureError("data: the data set is empty", cure="check the arguments of data:")
         return split_sample(self._collate([found[i % len(found)] for i in range(size)]))
@@ -164,11 +168,11 @@ class Loader:
         generator = torch.Generator().manual_seed(seed_of(self._seed, "epoch", epoch) >> 1)
         return torch.randperm(samples, generator=generator).tolist()
 
-    def _first(self, size: int) -> list[Any]:
+    def _samples(self, first: int, size: int) -> list[Any]:
         if self._iterable:
             return list(islice(_SeededStream(self._dataset, self._seed, 0), size))
         seeded = _Seeded(self._dataset, self._seed)
-        return [seeded[0, index] for index in range(size)]
+        return [seeded[0, (first + index) % len(self._dataset)] for index in range(size)]
 
     def _stream(
         self, batches: Iterable[tuple[int, range]], pieces_of: Pieces, skipped: int

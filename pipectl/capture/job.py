@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipectl.capture import factories, groups
+from pipectl.capture.batch import by_name
+from pipectl.capture.batch_shapes import expected_of
 from pipectl.capture.carried import refuse_writes
 from pipectl.capture.data import Loader
 from pipectl.capture.deferred import is_deferred
@@ -119,6 +121,24 @@ class CapturedJob:
         """The held-out data, or None."""
         evaluation = self.spec.evaluation
         return None if evaluation is None else self._loader(evaluation.data, 0, shuffle=False)
+
+    def check_shapes(self, batch: int) -> None:
+        """Look whether batches from elsewhere in the data have other shapes than the first one.
+
+        They are padded by their own longest sample, say. Training refuses each of them, too, but
+        only when it comes.
+
+        Raises:
+            CaptureError: naming the tensor and both shapes.
+        """
+        if not self.loader.takes_whole:  # else samples of several shapes make no batch at all
+            return
+        graph, samples = self.training_graph(batch), self.loader.samples or 0
+        for first in (samples // 3, 2 * samples // 3):
+            if first >= batch:
+                named = by_name(graph, self.loader.example(batch, first))
+                for name, expected in expected_of(graph).items():
+                    expected.check(name, named[name], batch, training=True)
 
     def misfit(self, batch: int) -> CaptureError | None:
         """Why model and loss fail on the first ``batch`` samples; None if they do not."""

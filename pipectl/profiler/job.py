@@ -76,6 +76,7 @@ def profile_job(
         job = CapturedJob(spec)
         device = choose_device(spec.resources.gpus_per_node, 0)
         baseline_bytes = _baseline_bytes(job, sizes[0], device)
+        job.check_shapes(sizes[0])
         profiling = _Profiling(job, effort, sizes, progress, Records(journal), device)
         neighbours.wait()
         try:

@@ -124,7 +124,8 @@ def check_graph(communicator: MPI.Comm, job: CapturedJob, plan: Plan, profile: P
     if len(others) == len(found):
         raise MismatchError(
             f"plan.json was made for another model: {found[0][0]}",
-            cure="profile and plan the job again; its model has changed since",
+            cure="profile and plan the job again; its model, or the shape of its batches, has "
+            "changed since",
         )
     if others:
         difference, node = found[others[0]]

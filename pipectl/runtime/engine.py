@@ -11,10 +11,10 @@ from torch import Tensor
 
 from pipectl.capture import CapturedGraph, Cut, Slot
 from pipectl.capture.batch import by_name
+from pipectl.capture.batch_shapes import Number, expected_of
 from pipectl.capture.slices import Rows, Samples, count_of
 from pipectl.graph import TransferKind
 from pipectl.runtime.apart import BackwardHalf, ForwardHalf
-from pipectl.runtime.batch_shapes import Number, expected_of
 from pipectl.runtime.device import Device
 from pipectl.runtime.failure import Doing
 from pipectl.runtime.layout import Tensors

@@ -44,6 +44,17 @@ class Branches(nn.Module):
     def forward(self, x):
         return self.inner(x) if x.sum() > 0 else self.inner(-x)
 
+class Ragged(torch.utils.data.Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return torch.zeros(4 if index < 12 else 6), torch.zeros(2)
+
+    def collate_fn(self, samples):
+        inputs, targets = zip(*samples)
+        return nn.utils.rnn.pad_sequence(inputs, batch_first=True), torch.stack(targets)
+
 class TwoSteps(nn.Module):
     def __init__(self):
         super().__init__()
@@ -106,6 +117,7 @@ def test_profile_says_what_was_measured_and_where_it_is(cli: Command, real_job: 
         ("loss.factory=./model.py:vector_loss", "scalar"),
         ("model.factory=./model.py:two_steps", "calls backward() (at "),
         ("data.factory=no.such.module:data", "no.such.module"),
+        ("data.factory=./model.py:Ragged", "data: 'inputs' of a batch is [2, 6]"),
     ],
 )
 def test_code_that_cannot_be_captured_is_named_and_nothing_replaced(

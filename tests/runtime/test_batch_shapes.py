@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from pipectl.capture import CapturedJob
+from pipectl.capture.batch_shapes import Number, expected_of
 from pipectl.errors import CaptureError
 from pipectl.runs import read_errors, read_metrics
-from pipectl.runtime.batch_shapes import Number, expected_of
 
 PARTS = Path(__file__).with_name("job_parts.py")
 RAGGED = f"{PARTS}:Ragged"

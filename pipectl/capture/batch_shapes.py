@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipectl.capture import CapturedGraph
+from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.opaque import Opaque
 from pipectl.errors import CaptureError
 
