@@ -17,6 +17,7 @@ import torch
 
 from pipectl.errors import CaptureError
 from pipectl.faults import user_line
+from pipectl.spec import references
 from pipectl.units import did_you_mean
 
 _USER = "pipectl_user_"
@@ -33,16 +34,18 @@ def find(factory: str, base: Path) -> Callable[..., Any]:
     Raises:
         CaptureError: no such file, module or name, or its import fails.
     """
-    module_name, _, attribute = factory.rpartition(":")
-    if module_name.endswith(".py"):
-        module = _import_file((base / module_name).resolve(), factory)
+    reference = references.parse(factory, base)
+    attribute = reference.attribute
+    if reference.file is not None:
+        module = _import_file(reference.file, factory)
     else:
-        module = _import_module(module_name, factory)
+        module = _import_module(str(reference.module), reference.root, factory)
     found: Any = module
+    where = factory.rpartition(":")[0]
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise CaptureError(
-                f"{factory}: {module_name} has no {attribute!r}{did_you_mean(part, dir(found))}",
+                f"{factory}: {where} has no {attribute!r}{did_you_mean(part, dir(found))}",
                 cure="correct the name behind the colon in the spec",
             )
         found = getattr(found, part)
@@ -117,7 +120,9 @@ def _import_file(path: Path, factory: str) -> ModuleType:
     return module
 
 
-def _import_module(name: str, factory: str) -> ModuleType:
+def _import_module(name: str, root: Path | None, factory: str) -> ModuleType:
+    if root is not None and str(root) not in sys.path:
+        sys.path.insert(0, str(root))
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
@@ -128,6 +133,12 @@ def _import_failed(factory: str, error: BaseException) -> CaptureError:
     place = user_line(error.__traceback__)
     if isinstance(error, SyntaxError):
         place = f" (at {error.filename}:{error.lineno})"
+    if "attempted relative import" in str(error):
+        return CaptureError(
+            f"{factory}: cannot be imported: {error}{place}",
+            cure="name the file as a module of its package: package.module:name, where the package "
+            "lies beside the job file (or DIRECTORY/package.module:name)",
+        )
     return CaptureError(
         f"{factory}: cannot be imported: {type(error).__name__}: {error}{place}",
         cure="correct the module, or install what it needs into this Python environment",

@@ -10,6 +10,7 @@ from typing import Any
 from pipectl.spec import references
 from pipectl.spec.launching import Launch
 from pipectl.spec.models import JobSpec
+from pipectl.spec.names import fault_of_name
 from pipectl.spec.pipeline import Pipeline
 from pipectl.spec.resources import Resources
 from pipectl.spec.schedules import APART, BUILT_IN, ONE_STAGE, ROUND, UNFLUSHED, V_SHAPED
@@ -40,6 +41,24 @@ def missing_files(spec: JobSpec) -> Iterator[Finding]:
                 yield path, f"no such file or directory: {file}"
         elif not _is_file(file):
             yield path, f"no such file: {file}"
+
+
+def missing_names(spec: JobSpec) -> Iterator[Finding]:
+    """References of the spec to functions and classes that are not where it says.
+
+    What is installed is not looked at where the job runs with another Python's packages.
+    """
+    environment = spec.environment
+    elsewhere = (
+        environment.container or environment.modules or environment.setup
+        or "PYTHONPATH" in environment.variables
+    )  # fmt: skip
+    for path, text in spec.factories():
+        reference = references.parse(text, spec.base)
+        installed = reference.file is None and reference.root is None
+        fault = None if installed and elsewhere else fault_of_name(reference)
+        if fault is not None:
+            yield path, fault
 
 
 def _exists(path: Path) -> bool:

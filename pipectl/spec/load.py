@@ -41,8 +41,8 @@ def load(
 def load_with_origins(
     path: Path, overrides: Sequence[str] = (), *, sites: Sequence[Path] | None = None
 ) -> tuple[JobSpec, tuple[Origin, ...]]:
-    """As :func:`load`, with where every value comes from."""
-    spec, tree = _resolved(path, overrides, sites, check_files=True)
+    """As :func:`load`, with where every value comes from; looks for the names in user code, too."""
+    spec, tree = _resolved(path, overrides, sites, check_files=True, check_names=True)
     return spec, origins(spec, tree)
 
 
@@ -68,7 +68,12 @@ def load_sweep(
 
 
 def _resolved(
-    path: Path, overrides: Sequence[str], sites: Sequence[Path] | None, *, check_files: bool
+    path: Path,
+    overrides: Sequence[str],
+    sites: Sequence[Path] | None,
+    *,
+    check_files: bool,
+    check_names: bool = False,
 ) -> tuple[JobSpec, Table]:
     """The spec, and the merged tree behind it."""
     problems: list[Problem] = []
@@ -78,7 +83,7 @@ def _resolved(
     if _wants_site(tree):
         for site in reversed(site_files() if sites is None else sites):
             tree = merge(read_site(site, problems), tree)
-    spec = validate(tree, path, problems, check_files=check_files)
+    spec = validate(tree, path, problems, check_files=check_files, check_names=check_names)
     if spec is None or problems:
         raise SpecError(list(dict.fromkeys(problems)))
     return spec, tree

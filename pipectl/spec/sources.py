@@ -26,11 +26,13 @@ def user_sources(references: Iterable[Reference]) -> dict[str, Path]:
     standard library, installed packages and pipectl itself are left out.
 
     Args:
-        references: of one spec, since each puts the directory of its file on ``sys.path``.
+        references: of one spec, since each puts the directory of its file, or of its package, on
+            ``sys.path``.
     """
     references = list(references)
     files = [reference.file for reference in references if reference.file is not None]
-    search = tuple(dict.fromkeys([*(file.parent for file in files), *_SEARCH]))
+    roots = [reference.root for reference in references if reference.root is not None]
+    search = tuple(dict.fromkeys([*roots, *(file.parent for file in files), *_SEARCH]))
     found: dict[str, Path] = {}
     waiting = [("", file) for file in files]
     named = (name for reference in references for name in _levels(reference.module or ""))

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from pipectl.errors import Problem
-from pipectl.spec.checks import cross_check, missing_files
+from pipectl.spec.checks import cross_check, missing_files, missing_names
 from pipectl.spec.kinds import describe
 from pipectl.spec.models import JobSpec
 from pipectl.spec.structure import all_paths, section_at
@@ -27,7 +27,12 @@ _LONGEST_SHOWN = 100
 
 
 def validate(
-    tree: Table, source: Path, problems: list[Problem], *, check_files: bool = True
+    tree: Table,
+    source: Path,
+    problems: list[Problem],
+    *,
+    check_files: bool = True,
+    check_names: bool = False,
 ) -> JobSpec | None:
     """The spec a tree describes; None, and more ``problems``, where it describes none."""
     data = to_data(tree)
@@ -41,6 +46,8 @@ def validate(
     findings = list(cross_check(dict(spec)))
     if check_files:
         findings += missing_files(spec)
+    if check_names:
+        findings += missing_names(spec)
     problems += (_placed(tree, *item) for item in findings)
     return None if findings else spec
 
