@@ -33,7 +33,8 @@ class Factory(Section):
     """
 
     factory: Reference = Field(
-        description="`./file.py:name`, relative to the spec file, or `package.module:name`."
+        description="`./file.py:name`, relative to the spec file, or `package.module:name`, which "
+        "is looked for beside the spec file first."
     )
     kwargs: Kwargs = Field(
         default_factory=dict, description="Keyword arguments; the values keep their YAML types."

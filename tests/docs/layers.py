@@ -17,9 +17,17 @@ PACKAGE = Path(__file__).parents[2] / "pipectl"
 
 LAYERS = (
     (
-        "errors", "units", "access", "printable", "files", "fields", "arrays", "compiled",
-        "versions", "faults",
-    ),  # fmt: skip
+        "errors",
+        "units",
+        "access",
+        "printable",
+        "files",
+        "fields",
+        "arrays",
+        "compiled",
+        "versions",
+        "faults",
+    ),
     ("spec", "graph", "profile", "link", "cluster", "plan", "timeline", "rehearsal"),
     ("planner", "schedule", "simulate"),
     ("batch", "runs", "report", "watch"),

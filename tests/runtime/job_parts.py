@@ -47,11 +47,11 @@ class Marked(Samples):
 
 
 class Ragged(Samples):
-    """From one sample on, vectors are longer, or targets are fewer; or a sample is lost."""
+    """From one sample to the tenth, vectors are longer, or targets fewer; or a sample is lost."""
 
     def __init__(
         self,
-        count: int = 24,
+        count: int = 30,
         longer_from: int = 1000,
         fewer_from: int = 1000,
         lost: int | None = None,
@@ -67,8 +67,8 @@ class Ragged(Samples):
         if index == self.lost:
             return None
         vector, targets = super().__getitem__(index)
-        longer = nn.functional.pad(vector, (0, 2)) if index >= self.longer_from else vector
-        return longer, targets[: 2 if index >= self.fewer_from else 3]
+        longer = nn.functional.pad(vector, (0, 2)) if self.longer_from <= index < 10 else vector
+        return longer, targets[: 2 if self.fewer_from <= index < 10 else 3]
 
 
 class Counted(Samples):
