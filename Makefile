@@ -25,7 +25,7 @@ $(MEASURED): $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mpich,examples,test,corpus]'
 	@touch $@
 
-demo: $(INSTALLED) ## train a small GPT in a pipeline of four ranks on this machine
+demo: $(INSTALLED) ## train a small GPT in a pipeline of two ranks on this machine
 	$(BIN)/pipectl check $(JOB)
 	$(BIN)/pipectl profile $(JOB) --scheduler local
 	$(BIN)/pipectl plan $(JOB) --scheduler local

@@ -11,13 +11,14 @@ from pipectl.cli import init_options as given
 from pipectl.cli.console import say
 from pipectl.cli.refusal import refuse
 from pipectl.errors import UsageError
-from pipectl.files import make_directory_of, write_text
+from pipectl.files import make_directory_of, write_json, write_text
 from pipectl.units import is_name
 
 if TYPE_CHECKING:
     from pipectl.cli.init_spec import Code
 
 _NAME = "use letters, digits, '.', '_' and '-'"
+SCHEMA_FILE = "job.schema.json"
 
 
 def command(
@@ -42,6 +43,7 @@ def command(
     from pipectl.cli import init_ask
     from pipectl.cli.init_spec import spec_text
     from pipectl.jobs.places import LOCAL, detected
+    from pipectl.jobs.starting import memory_of_this_machine, rank_limit
 
     _check_name(name)
     code = _code(model, loss, data)
@@ -55,9 +57,12 @@ def command(
         "gpus_per_node": gpus_per_node, "memory_bytes": memory, "walltime_s": walltime,
     }  # fmt: skip
     resources = init_ask.find_resources(queue, asked, ask=ask)
+    node_bytes = None if queue is None else queue.memory_bytes
+    if where == LOCAL:
+        node_bytes = memory_of_this_machine()
     _write(targets, spec_text(
         name, code, resources, directory=directory, scheduler=where, queue=queue, account=account,
-        named=where != detected(),
+        memory_limit=rank_limit(resources, node_bytes), named=where != detected(),
     ))  # fmt: skip
     say(f"next: pipectl submit {targets[0]} --wait")
 
@@ -77,7 +82,7 @@ def _check_site(where: str, partition: str | None, account: str | None) -> None:
 
 def _code(model: str | None, loss: str, data: str | None) -> Code | None:
     """What the user names, by default data beside the model; None for the example."""
-    from pipectl.cli.init_spec import Code, reference_fault
+    from pipectl.cli.init_spec import LOSS_OF_MODEL, Code, check_reference
 
     if model is None:
         own = {"--data": data, "--loss": loss != given.LOSS}
@@ -85,22 +90,30 @@ def _code(model: str | None, loss: str, data: str | None) -> Code | None:
         return None
     code = Code(model, loss, data or f"{model.rpartition(':')[0]}:training_data")
     for option, text in (("--model", code.model), ("--data", code.data), ("--loss", loss)):
-        reference_fault(text, option)
+        if (option, text) != ("--loss", LOSS_OF_MODEL):
+            check_reference(text, option)
     return code
 
 
 def _write(targets: Sequence[Path], job: str) -> None:
+    from pipectl.spec import json_schema
+
     for target in targets:
         make_directory_of(target)
+    example = (files("pipectl.cli") / "starter" / "model.py.txt").read_text("utf-8")
+    texts = {"job.yaml": job, "model.py": example}
     for target in targets:
-        example = (files("pipectl.cli") / "starter" / "model.py.txt").read_text("utf-8")
-        write_text(target, job if target.name == "job.yaml" else example)
+        if target.name in texts:
+            write_text(target, texts[target.name])
+        else:
+            write_json(target, json_schema())
         say(f"written: {target}")
 
 
 def _targets(directory: Path, *, force: bool, example: bool) -> list[Path]:
     """The files to write; refused where one exists."""
-    targets = [directory / name for name in ("job.yaml", "model.py")[: 2 if example else 1]]
+    names = ("job.yaml", SCHEMA_FILE, *(("model.py",) if example else ()))
+    targets = [directory / name for name in names]
     existing = [str(path) for path in targets if path.exists()]
     if existing and not force:
         raise UsageError(

@@ -64,7 +64,9 @@ def find_resources(queue: Queue | None, given: Mapping[str, Any], *, ask: bool) 
     if ask:
         if queue is not None:
             note(offer(queue))
-        answers = {key: _answer(key, wanted) for key in _QUESTIONS if given[key] is None}
+        without_gpus = queue is not None and not queue.gpus
+        questions = [key for key in _QUESTIONS if key != "gpus_per_node" or not without_gpus]
+        answers = {key: _answer(key, wanted) for key in questions if given[key] is None}
         wanted = replace(wanted, **answers)
     over = [] if queue is None else excess(wanted, queue)
     if over and queue is not None:
@@ -78,6 +80,10 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _count_or_none(text: str) -> int:
+    return 0 if text.strip() == "0" else _count(text)
+
+
 def _memory(text: str) -> int | None:
     return None if text == "default" else read_by(above_zero(parse_bytes))(text)
 
@@ -86,6 +92,7 @@ _QUESTIONS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "nodes": ("Nodes", _count),
     "tasks_per_node": ("Ranks on each node", _count),
     "cpus_per_task": ("Cores of each rank", _count),
+    "gpus_per_node": ("GPUs of each node", _count_or_none),
     "memory_bytes": ("Memory of each node", _memory),
     "walltime_s": ("Walltime", read_by(above_zero(parse_duration))),
 }

@@ -19,7 +19,12 @@ Model = Annotated[
 Data = Annotated[
     str | None, typer.Option(metavar="FILE:NAME", help="Its data; else FILE:training_data.")
 ]
-Loss = Annotated[str, typer.Option(metavar="FILE:NAME", help="Its loss.")]
+Loss = Annotated[
+    str,
+    typer.Option(
+        metavar="FILE:NAME", help="Its loss; `model` if the model itself returns the loss."
+    ),
+]
 Name = Annotated[str, typer.Option(help="Name of the job.")]
 Scheduler = Annotated[SchedulerName | None, typer.Option(help="Instead of the one that is found.")]
 Partition = Annotated[

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -16,7 +18,7 @@ from pipectl.spec.references import fault_of, parse
 from pipectl.units import format_bytes, format_clock
 
 _EXAMPLE = """\
-model:     {factory: "./model.py:build", kwargs: {width: 64, layers: 4}}
+model:     {factory: "./model.py:build", kwargs: {width: 128, layers: 8}}
 loss:      {factory: "torch.nn:CrossEntropyLoss"}          # called with (outputs, targets)
 data:      {factory: "./model.py:training_data"}           # a torch dataset of (inputs, targets)
 optimizer: {factory: "torch.optim:AdamW", kwargs: {lr: 1.0e-3}}
@@ -24,9 +26,17 @@ evaluation: {data: {factory: "./model.py:held_out_data"}, every: 50}"""
 
 _OWN = """\
 model:     {factory: $model, kwargs: {}}          # a class, or a function that returns the model
-loss:      {factory: $loss}          # called with (outputs, targets)
+loss:      $loss
 data:      {factory: $data}          # returns a torch dataset of (inputs, targets)
-optimizer: {factory: "torch.optim:AdamW", kwargs: {lr: 1.0e-3}}"""
+optimizer: {factory: "torch.optim:AdamW", kwargs: {lr: 1.0e-3}}
+$evaluation"""
+LOSS_OF_MODEL = "model"
+_LOSS_OF_MODEL = "model          # the model is called with (inputs, targets) and returns its loss"
+_HELD_OUT = ("held_out_data", "held_out", "validation_data", "evaluation_data", "test_data")
+"""Names of functions that return the data to evaluate on, as far as `init` knows them."""
+
+_EXAMPLE_SIZE = {"batch_size": "32", "micro_batches": "8"}
+_OWN_SIZE = {"batch_size": "64", "micro_batches": "auto"}
 
 _SITES = """\
 # Read only when the job goes to Slurm or PBS (`pipectl submit job.yaml --scheduler slurm`).
@@ -53,6 +63,7 @@ def spec_text(
     scheduler: str,
     queue: Queue | None = None,
     account: str | None = None,
+    memory_limit: int | None = None,
     named: bool = False,
 ) -> str:
     """The job file.
@@ -62,12 +73,15 @@ def spec_text(
         directory: where it will be.
         scheduler: ``local`` where none was found.
         queue: to which it goes; None for the batch system's default.
+        memory_limit: bytes that one rank may hold; None sets no limit.
         named: whether the job says for which scheduler it is.
     """
     text = (files("pipectl.cli") / "starter" / "job.yaml").read_text("utf-8")
     return Template(text).substitute(
         name=json.dumps(name) if name != "starter" else name,
         training_code=_EXAMPLE if code is None else _own(code, directory),
+        **(_EXAMPLE_SIZE if code is None else _OWN_SIZE),
+        memory_limit="" if memory_limit is None else f", memory_limit: {_size(memory_limit)}",
         offer="" if queue is None else f"\n# {offer(queue)}",
         resources=_resources(ask),
         site=(f"launch:    {{scheduler: {scheduler}}}\n" if named else "")
@@ -75,8 +89,8 @@ def spec_text(
     )
 
 
-def reference_fault(text: str, option: str) -> None:
-    """Raise UsageError where a reference to code is none, or its file does not exist."""
+def check_reference(text: str, option: str) -> None:
+    """Raise UsageError if a reference to code is none, or its file does not exist."""
     fault = fault_of(text)
     if fault is None:
         file = parse(text, Path()).file
@@ -87,10 +101,33 @@ def reference_fault(text: str, option: str) -> None:
 
 
 def _own(code: Code, directory: Path) -> str:
-    given = {"model": code.model, "loss": code.loss, "data": code.data}
+    def quoted(reference: str) -> str:
+        return json.dumps(_beside(reference, directory))
+
+    if code.loss == LOSS_OF_MODEL:
+        loss = _LOSS_OF_MODEL
+    else:
+        loss = f"{{factory: {quoted(code.loss)}}}          # called with (outputs, targets)"
     return Template(_OWN).substitute(
-        {key: json.dumps(_beside(text, directory)) for key, text in given.items()}
+        model=quoted(code.model),
+        loss=loss,
+        data=quoted(code.data),
+        evaluation=_evaluation(code.data, quoted),
     )
+
+
+def _evaluation(data: str, quoted: Callable[[str], str]) -> str:
+    """The section for held-out data beside the training data; a comment if no function is there."""
+    file, where = parse(data, Path()).file, data.rpartition(":")[0]
+    try:
+        tree = ast.parse(b"" if file is None else file.read_bytes())
+    except (OSError, SyntaxError, ValueError):  # loading it says what is wrong
+        tree = ast.Module([], [])
+    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    name = next((name for name in _HELD_OUT if name in functions), None)
+    section = quoted(f"{where}:{name or _HELD_OUT[0]}")
+    text = f"evaluation: {{data: {{factory: {section}}}, every: 50}}"
+    return text if name else f"# {text}          # the loss on data that is not trained on"
 
 
 def _beside(reference: str, directory: Path) -> str:
@@ -115,6 +152,9 @@ def _resources(ask: Ask) -> str:
 
 
 def _size(size_bytes: int) -> str:
+    """At most so much, in few digits."""
+    if size_bytes >= 4 << 30:
+        return f"{(size_bytes * 10 >> 30) / 10:g}GiB"
     return f"{size_bytes >> 20}MiB" if size_bytes >> 20 else f"{size_bytes}B"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipectl.cli.console import note, output, plain, say, say_json
+from pipectl.cli.console import note, say, say_json
 from pipectl.profile import Profile
 from pipectl.units import format_bytes, format_time
 
@@ -24,7 +24,7 @@ def show(found: Measurement, path: Path, now: float, *, as_json: bool) -> None:
     if as_json:
         say_json({**summary_json(found.profile, path), **found.to_json()})
         return
-    output().print(plain(summary(found.profile)))
+    say(summary(found.profile))
     say(f"profile: {path}")
     tell_origin(found, now, "--again measures anew")
 
@@ -47,10 +47,11 @@ def tell_origin(found: Measurement, now: float, again: str) -> None:
 def summary(profile: Profile) -> str:
     """One line."""
     forward_s, backward_s = totals(profile)
+    loading = f" ({format_time(profile.loading_s)} loading)" if profile.loading_s else ""
     return (
         f"{profile.name}: {len(profile.operators)} operators, "
         f"{format_bytes(parameter_bytes(profile))} of parameters; forward {format_time(forward_s)}"
-        f", backward {format_time(backward_s)} for {profile.micro_batch_size} samples"
+        f"{loading}, backward {format_time(backward_s)} for {profile.micro_batch_size} samples"
     )
 
 

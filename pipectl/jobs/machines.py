@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from pipectl.cluster import Cluster, Device, Node, assumed_cluster, with_assumed_links
 from pipectl.errors import MismatchError
 from pipectl.jobs.places import LOCAL, cluster_path
+from pipectl.jobs.starting import memory_of_this_machine
 from pipectl.spec import links_key
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def _this_machine(spec: JobSpec) -> Cluster:
     shares = [kind.memory_of_task for kind in spec.resources.kinds]
     memory = min((share for share in shares if share is not None), default=None)
     if memory is None:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
+        memory = memory_of_this_machine() // ranks
     cluster = assumed_cluster("this machine", [ranks], cores, memory)
     return replace(cluster, source=f"assumed: shared memory, {usable} usable cores")
 

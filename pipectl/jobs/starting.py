@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,8 @@ _RANKS = 2
 _WALLTIME_S = 600
 _OF_NODE = 0.9
 """Of a node's memory: the system takes a part."""
+_OF_SHARE = 0.9
+"""Of a rank's share of what a job asks for: the C library keeps some freed memory."""
 
 
 @dataclass(frozen=True)
@@ -38,20 +41,42 @@ def choose(queues: Sequence[Queue], name: str | None) -> Queue | None:
 
 
 def propose(queue: Queue | None, tasks: int | None = None) -> Ask:
-    """Two ranks with a core each, within the limits of a queue.
+    """Two ranks with a core each, and an accelerator where nodes have some, within a queue.
 
     Args:
-        tasks: of each node, where that is known.
+        tasks: ranks of each node, if that is known.
     """
     if queue is None:
-        return Ask()
-    tasks = tasks or min(_RANKS, queue.cores or _RANKS)
+        return Ask(tasks_per_node=tasks or _RANKS)
+    tasks = tasks or min(_RANKS, queue.cores or _RANKS, queue.gpus or _RANKS)
     nodes = min(-(-_RANKS // tasks), queue.nodes or 1)
     walltime_s = min(_WALLTIME_S, queue.walltime_s or _WALLTIME_S)
     memory = None
     if queue.memory_bytes is not None:
-        memory = min(tasks * RANK_BYTES, int(queue.memory_bytes * _OF_NODE))
-    return Ask(nodes, tasks, memory_bytes=memory, walltime_s=walltime_s)
+        usable = int(queue.memory_bytes * _OF_NODE)
+        of_cores = usable * tasks // queue.cores if queue.cores else 0
+        memory = min(max(tasks * RANK_BYTES, of_cores), usable)
+    return Ask(nodes, tasks, 1, min(tasks, queue.gpus), memory, walltime_s)
+
+
+def rank_limit(ask: Ask, node_bytes: int | None) -> int | None:
+    """Bytes that one rank may hold: its share of what the job asks for, else of the node.
+
+    Args:
+        node_bytes: memory of a node; None if unknown.
+
+    Returns:
+        None if nobody knows, or if ranks compute in the memory of accelerators.
+    """
+    memory_bytes = ask.memory_bytes or node_bytes
+    if memory_bytes is None or ask.gpus_per_node:
+        return None
+    return int(memory_bytes * _OF_SHARE) // ask.tasks_per_node
+
+
+def memory_of_this_machine() -> int:
+    """In bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def excess(ask: Ask, queue: Queue) -> list[str]:

@@ -70,6 +70,8 @@ class Profile:
         device: None where an imported profile does not say.
         edge_bytes: what crosses an edge where that is not its producer's ``output_bytes``.
         cluster: what an imported profile says of the devices it is meant for, as it says it.
+        loading_s: to load a micro-batch, which the forwards of the operators that read inputs and
+            targets first contain; 0 where processes beside the ranks load.
     """
 
     name: str
@@ -86,6 +88,7 @@ class Profile:
     device: MeasuredOn | None = None
     edge_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)
     cluster: Mapping[str, Any] = field(default_factory=dict)
+    loading_s: float = 0.0
 
     @cached_property
     def by_id(self) -> dict[str, Operator]:
@@ -146,6 +149,8 @@ class Profile:
             document["assumptions"] = list(self.assumptions)
         if self.cluster:
             document["cluster"] = dict(self.cluster)
+        if self.loading_s:
+            document["loading_s"] = self.loading_s
         document["nodes"] = [operator.to_json() for operator in self.operators]
         document["edges"] = [list(edge) for edge in self.edges]
         if self.edge_bytes:
@@ -183,6 +188,7 @@ class Profile:
             device=reader.optional("device", MeasuredOn.from_json),
             edge_bytes=edge_bytes,
             cluster=reader.mapping("cluster"),
+            loading_s=reader.number("loading_s", default=0.0),
         )
         _check_graph(profile, file)
         return _sorted(profile, file)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
@@ -53,13 +55,14 @@ class InPlace:
         self._effort = effort
         self._clock = clock_of(subject.device)
 
-    def operators(self, advance: Advance) -> Timed:
-        """Times of the operators."""
+    def operators(self, batches: Iterator[Any], advance: Advance) -> Timed:
+        """Times of the operators, and of loading the micro-batches that ``batches`` yields."""
         cuts = [whole(self._graph), *self._windows]
         runs = [_MarkedRuns(self._stages(cut), self._cost, self._rewriting_s) for cut in cuts]
-        _repeat(self._effort.operators, [each.round for each in runs], advance)
+        loads = _Loads(batches)
+        _repeat(self._effort.operators, [loads.round, *(each.round for each in runs)], advance)
         uncached, *cached = [each.operators() for each in runs]
-        return Timed(uncached, cached[0] if cached else {})
+        return Timed(uncached, cached[0] if cached else {}, loads.median_s())
 
     def samples(self, footprints: Footprints, advance: Advance) -> list[Sample]:
         """Random stages and the whole graph, timed; more of them the less time they take."""
@@ -111,6 +114,31 @@ class InPlace:
             copy = buffer.clone()
             copy.data = copy.detach()
         return (self._clock() - start) / _COPIES
+
+
+class _Loads:
+    """Micro-batches that are loaded between runs of the model, whose data fills the caches."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+        self._times: list[float] = []
+        self._load()  # the first one starts the iterator
+
+    def round(self) -> None:
+        """Load one micro-batch."""
+        start = time.perf_counter()
+        if self._load():
+            self._times.append(time.perf_counter() - start)
+
+    def median_s(self) -> float:
+        """Seconds for each; 0 if none was loaded."""
+        return statistics.median(self._times or [0.0])
+
+    def _load(self) -> bool:
+        """Whether there was one; samples that cannot be loaded are for the training to report."""
+        with suppress(Exception):
+            return next(self._batches, None) is not None
+        return False
 
 
 class _MarkedRuns:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import psutil
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
-from pipectl.capture import CapturedJob
+from pipectl.capture import CapturedGraph, CapturedJob
+from pipectl.capture.data import Batches
 from pipectl.capture.deferred import is_deferred
 from pipectl.capture.names import own_path
 from pipectl.errors import CaptureError
@@ -173,7 +176,8 @@ class _Profiling:
             if not self._is_captured(size):
                 continue
             times[size] = self._timed(size, working_set)
-        return self._fitted(self._assembled(kept, times), working_set)
+        fitted = self._fitted(self._assembled(kept, times), working_set)
+        return _with_loading(fitted, self._graph, {s: t.loading_s for s, t in times.items()})
 
     def _is_captured(self, size: int) -> bool:
         """Whether the model takes micro-batches of a size; one it must take is measured first."""
@@ -191,10 +195,21 @@ class _Profiling:
         known = self._records.times(size)
         if known is None:
             inplace = self._in_place(size, working_set)
-            known = inplace.operators(lambda share: self._work.advance(_size(size), share))
+            known = inplace.operators(
+                self._micro_batches(size), lambda share: self._work.advance(_size(size), share)
+            )
             self._records.note_times(size, known)
         self._work.end(_size(size))
         return known
+
+    def _micro_batches(self, size: int) -> Iterator[Any]:
+        """What a rank that reads data loads itself, between its computations."""
+        loader = self._job.loader
+        if self._job.spec.data.workers:
+            return iter(())
+        samples = loader.samples
+        batches = Batches(samples, size, drop_last=samples is not None and samples >= size)
+        return loader.micro_batches(batches, size)
 
     def _fitted(self, profile: Profile, working_set: Mapping[str, float]) -> Profile:
         """The profile with what stages take besides operators, and operators scaled to it."""
@@ -206,7 +221,11 @@ class _Profiling:
             fit = fit_stages(samples, operator_times(profile, size), inplace.cache_bytes)
             self._records.note_fit(fit)
         self._work.end(_STAGES)
-        operators = tuple(_scaled(operator, *fit.factors) for operator in profile.operators)
+        forward, backward = fit.factors
+        operators = tuple(
+            _changed(operator, size, lambda _, f, b: (f * forward, b * backward))
+            for operator in profile.operators
+        )
         return replace(profile, operators=operators, stage=fit.stage)
 
     def _in_place(self, size: int, working_set: Mapping[str, float]) -> InPlace:
@@ -283,16 +302,50 @@ class _Profiling:
         return tuple((name, self._job.states[name].nbytes) for name in dict.fromkeys(names))
 
 
-def _scaled(operator: Operator, forward: float, backward: float) -> Operator:
-    def scaled(pair: tuple[float, float]) -> tuple[float, float]:
-        return pair[0] * forward, pair[1] * backward
+def _with_loading(
+    profile: Profile, graph: CapturedGraph, loading_s: Mapping[int, float]
+) -> Profile:
+    """With the time to load a micro-batch in the operators that read inputs and targets first.
 
+    The ranks of their stages load the data, each for itself.
+
+    Args:
+        loading_s: by micro-batch size.
+    """
+
+    def first_reader(part: int) -> str | None:
+        names = [n for n, place in graph.places.items() if place[0] == pytree.SequenceKey(part)]
+        users = [user for name in names for user in graph.users.get(name, ())]
+        return min(users, key=graph.position.__getitem__, default=None)
+
+    readers = {first_reader(0), first_reader(1)}
+    operators = [
+        _changed(each, profile.micro_batch_size, lambda size, f, b: (f + loading_s[size], b))
+        if each.id in readers
+        else each
+        for each in profile.operators
+    ]
+    return replace(
+        profile, operators=tuple(operators), loading_s=loading_s[profile.micro_batch_size]
+    )
+
+
+def _changed(
+    operator: Operator, size: int, change: Callable[[int, float, float], tuple[float, float]]
+) -> Operator:
+    """An operator with other times.
+
+    Args:
+        size: of the profile's micro-batches.
+        change: from a micro-batch size, forward and backward time to these two.
+    """
+    forward_s, backward_s = change(size, operator.forward_s, operator.backward_s)
     return replace(
         operator,
-        forward_s=operator.forward_s * forward,
-        backward_s=operator.backward_s * backward,
-        timings={size: scaled(pair) for size, pair in operator.timings.items()},
-        cached={size: scaled(pair) for size, pair in operator.cached.items()},
+        forward_s=forward_s,
+        backward_s=backward_s,
+        timings={size: change(size, *pair) for size, pair in operator.timings.items()},
+        cached={size: change(size, *pair) for size, pair in operator.cached.items()},
     )
 
 

@@ -19,10 +19,12 @@ class Timed:
 
     Args:
         cached: in stages whose data stays in the cache; empty if the whole graph's does.
+        loading_s: to load a micro-batch; 0 where processes beside the rank do that.
     """
 
     uncached: Pairs
     cached: Pairs
+    loading_s: float = 0.0
 
 
 class Records:
@@ -45,7 +47,7 @@ class Records:
         entry = None if self.journal is None else self.journal.find(str(size))
         if entry is None:
             return None
-        return Timed(_pairs(entry["uncached"]), _pairs(entry["cached"]))
+        return Timed(_pairs(entry["uncached"]), _pairs(entry["cached"]), entry["loading_s"])
 
     def note_times(self, size: int, timed: Timed) -> None:
         """Keep times at a micro-batch size."""

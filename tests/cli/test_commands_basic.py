@@ -147,7 +147,8 @@ def test_init_writes_a_job_that_passes_check(cli: Command) -> None:
     result = cli("init", "new")
     assert result.code == 0
     assert result.out == (
-        "written: new/job.yaml\nwritten: new/model.py\nnext: pipectl submit new/job.yaml --wait\n"
+        "written: new/job.yaml\nwritten: new/job.schema.json\nwritten: new/model.py\n"
+        "next: pipectl submit new/job.yaml --wait\n"
     )
     assert cli("check", "new/job.yaml").out == "new/job.yaml: valid; 2 ranks, 100 steps\n"
 

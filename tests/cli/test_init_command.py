@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipectl.cli import init_ask
-from pipectl.spec import load
+from pipectl.spec import json_schema, load
 
 DATA = Path(__file__).parents[1] / "data" / "scheduler"
 
@@ -71,7 +73,7 @@ def test_on_pbs_it_is_within_the_default_queue(cli: Any, pbs: None) -> None:
     script = cli("submit", "job.yaml", "--dry-run", "--set", "site_defaults=false")
     assert script.code == 0, script.err
     assert "#PBS -q workq\n" in script.out
-    assert "select=1:ncpus=2:mpiprocs=2:ompthreads=1:mem=3538mb" in script.out
+    assert "select=2:ncpus=1:mpiprocs=1:ompthreads=1:ngpus=1:mem=2048mb" in script.out
 
 
 def test_flags_for_everything(cli: Any, slurm: Any) -> None:
@@ -139,6 +141,59 @@ def test_a_model_of_ones_own(cli: Any) -> None:
     assert spec.data.factory.endswith(":samples")
 
 
+def test_a_model_that_returns_its_loss_and_has_held_out_data(cli: Any) -> None:
+    Path("mine.py").write_text(
+        "class Net: ...\ndef training_data(): ...\ndef held_out_data(): ...\n"
+    )
+    result = cli("init", "new", "--model", "mine.py:Net", "--loss", "model")
+    assert result.code == 0, result.err
+    assert cli("check", "new/job.yaml").code == 0
+    spec = load(Path("new/job.yaml"), sites=())
+    assert spec.loss.factory == "model"
+    assert spec.evaluation is not None
+    assert spec.evaluation.data.factory == "../mine.py:held_out_data"
+
+
+def test_held_out_data_that_is_not_there_is_a_comment_in_the_job(cli: Any) -> None:
+    Path("mine.py").write_text("class Net: ...\ndef training_data(): ...\n")
+    assert cli("init", "--model", "mine.py:Net").code == 0
+    assert load(Path("job.yaml"), sites=()).evaluation is None
+    text = Path("job.yaml").read_text()
+    assert '# evaluation: {data: {factory: "./mine.py:held_out_data"}, every: 50}' in text
+
+
+def test_the_schema_that_the_job_names_lies_beside_it(cli: Any) -> None:
+    assert cli("init", "new").code == 0
+    first = Path("new/job.yaml").read_text().splitlines()[0]
+    assert first == "# yaml-language-server: $schema=./job.schema.json"
+    assert json.loads(Path("new/job.schema.json").read_text()) == json_schema()
+
+
+def test_a_rank_may_hold_its_share_of_the_node(cli: Any, slurm: Any) -> None:
+    assert cli("init", "here").code == 0
+    here = load(Path("here/job.yaml"), sites=()).pipeline.memory_limit_bytes
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert here == pytest.approx(0.45 * total, rel=0.03)
+    slurm("big*|1:00:00|4|8|64000|(null)|up")
+    assert cli("init", "there").code == 0
+    spec = load(Path("there/job.yaml"), sites=())
+    assert spec.resources.memory_per_node == pytest.approx(0.9 * 64000 * 2**20 * 2 / 8, rel=0.03)
+    limit = spec.pipeline.memory_limit_bytes
+    assert limit == pytest.approx(0.45 * spec.resources.memory_per_node, rel=0.03)
+
+
+def test_a_partition_with_gpus_is_asked_for_one_per_rank(cli: Any, slurm: Any) -> None:
+    slurm("gpus*|1:00:00|4|32|64000|gpu:a100:4|up")
+    assert cli("init", "two").code == 0
+    assert load(Path("two/job.yaml"), sites=()).resources.gpus_per_node == 2
+    slurm("gpus*|1:00:00|4|32|64000|gpu:1|up")
+    assert cli("init", "one").code == 0
+    found = load(Path("one/job.yaml"), sites=()).resources
+    assert (found.nodes, found.tasks_per_node, found.gpus_per_node) == (2, 1, 1)
+    assert cli("init", "none", "--gpus-per-node", "0").code == 0
+    assert load(Path("none/job.yaml"), sites=()).resources.gpus_per_node == 0
+
+
 def test_a_model_of_ones_own_behind_a_link(cli: Any) -> None:
     Path("model.py").write_text("def build(): ...\ndef samples(): ...\n")
     Path("far/away").mkdir(parents=True)
@@ -201,7 +256,8 @@ def test_on_a_terminal_it_asks_for_what_is_not_given(
     assert result.err.startswith("long has, at least and for each node: ")
     assert asked == [
         ("Partition or queue (debug, long)", "debug"), ("Ranks on each node", "2"),
-        ("Cores of each rank", "1"), ("Memory of each node", "4096MiB"), ("Walltime", "00:10:00"),
+        ("Cores of each rank", "1"), ("GPUs of each node", "2"),
+        ("Memory of each node", "4096MiB"), ("Walltime", "00:10:00"),
     ]  # fmt: skip
     spec = load(Path("job.yaml"), sites=())
     assert (spec.resources.nodes, spec.resources.tasks_per_node) == (2, 6)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -92,3 +94,11 @@ def counted_from_one(outputs: Tensor, targets: Tensor) -> Tensor:
     """Changes the targets where they are."""
     targets -= 1
     return nn.functional.cross_entropy(outputs, targets)
+
+
+class SlowVectors(Vectors):
+    """Takes its time to load each sample."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        time.sleep(0.02)
+        return super().__getitem__(index)

@@ -18,19 +18,19 @@ from pipectl.profiler.effort import Effort
 from pipectl.spec import JobSpec, load, profile_key
 
 MODELS = Path(__file__).with_name("models.py")
-BATCH = 4
+BATCH, SLOW_S = 4, 0.02
 
 
 @pytest.fixture(scope="session")
 def spec_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    def make(model: str, data: str = "Vectors", **more: Any) -> JobSpec:
+    def make(model: str, data: Any = "Vectors", **more: Any) -> JobSpec:
         document = {
             "version": 1,
             "name": "counted",
             "site_defaults": False,
             "model": f"{MODELS}:{model}",
             "loss": "torch.nn:CrossEntropyLoss",
-            "data": f"{MODELS}:{data}",
+            "data": data if isinstance(data, dict) else f"{MODELS}:{data}",
             "training": {"steps": 1, "batch_size": 8},
             "pipeline": {"micro_batches": 2},
             **more,
@@ -235,3 +235,17 @@ def test_a_group_that_matches_nothing_is_found_while_profiling(spec_of: Any) -> 
     spec = spec_of("Counted", optimizer={"groups": [{"match": "nothing*", "lr": 1.0}]})
     with pytest.raises(CaptureError, match="'nothing\\*' matches no parameter"):
         profile_job(spec)
+
+
+def test_the_operators_that_read_the_data_first_contain_the_time_to_load_it(spec_of: Any) -> None:
+    profile = profile_job(spec_of("Counted", "SlowVectors"), effort=Effort.FAST)
+    assert profile.loading_s >= BATCH * SLOW_S
+    by_id = profile.by_id
+    assert by_id["linear"].forward_s >= profile.loading_s
+    assert by_id["cross_entropy_loss"].forward_s >= profile.loading_s
+    assert by_id["linear_1"].forward_s < profile.loading_s
+
+
+def test_data_that_other_processes_load_take_a_rank_no_time(spec_of: Any) -> None:
+    data = {"factory": f"{MODELS}:SlowVectors", "workers": 1}
+    assert profile_job(spec_of("Counted", data), effort=Effort.FAST).loading_s == 0
