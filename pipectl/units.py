@@ -61,6 +61,16 @@ def parse_duration(text: str) -> int:
     raise ValueError(f"{text!r} is not a duration; write for example 00:30:00, 90s or 1h30m")
 
 
+def parse_walltime(text: str) -> int:
+    """The same, but a number without a unit is minutes, as for ``sbatch --time``.
+
+    Raises:
+        ValueError: the text is no duration.
+    """
+    stripped = text.strip()
+    return 60 * int(stripped) if stripped.isdecimal() else parse_duration(text)
+
+
 def format_clock(duration_s: int) -> str:
     """``H:MM:SS`` with two-digit hours, as both Slurm and PBS accept it."""
     minutes, seconds = divmod(int(duration_s), 60)

@@ -16,7 +16,7 @@ from pipectl.cli.init_spec import offer
 from pipectl.cli.options import above_zero, read_by
 from pipectl.errors import SchedulerError, UsageError
 from pipectl.jobs.starting import Ask, choose, excess, propose
-from pipectl.units import did_you_mean, format_clock, parse_bytes, parse_duration
+from pipectl.units import did_you_mean, format_clock, parse_bytes, parse_walltime
 
 
 def is_terminal() -> bool:
@@ -94,7 +94,7 @@ _QUESTIONS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "cpus_per_task": ("Cores of each rank", _count),
     "gpus_per_node": ("GPUs of each node", _count_or_none),
     "memory_bytes": ("Memory of each node", _memory),
-    "walltime_s": ("Walltime", read_by(above_zero(parse_duration))),
+    "walltime_s": ("Walltime", read_by(above_zero(parse_walltime))),
 }
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from pipectl.cli.options import SchedulerName, above_zero, read_by
-from pipectl.units import parse_bytes, parse_duration
+from pipectl.units import parse_bytes, parse_walltime
 
 LOSS = "torch.nn:CrossEntropyLoss"
 Directory = Annotated[Path, typer.Argument(help="Where to write it.")]
@@ -44,7 +44,9 @@ Memory = Annotated[
 Walltime = Annotated[
     int | None,
     typer.Option(
-        parser=read_by(above_zero(parse_duration)), metavar="TIME", help="For example 1h30m."
+        parser=read_by(above_zero(parse_walltime)),
+        metavar="TIME",
+        help="For example 1h30m; a number alone is minutes.",
     ),
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing.")]

@@ -24,8 +24,12 @@ _PARTS = (
 )
 
 
-def worth_lines(plan: Plan, without: WithoutPipeline) -> Iterator[str]:
-    """Whether a pipeline is worth it at all; nothing where it is."""
+def worth_lines(plan: Plan, without: WithoutPipeline, *, considered: bool) -> Iterator[str]:
+    """Whether a pipeline is worth it at all; nothing if it is.
+
+    Args:
+        considered: whether the planner was free to choose replicas.
+    """
     better, step_s = without.better_than(plan), plan.predicted_step_s
     if better is not None and better.ranks == 1:
         yield (
@@ -36,8 +40,8 @@ def worth_lines(plan: Plan, without: WithoutPipeline) -> Iterator[str]:
         yield (
             f"a pipeline is not worth it here: data parallelism on {better.ranks} ranks would take "
             f"about {format_time(better.step_s)} a step ({format_time(better.reduction_s)} of it "
-            f"to sum gradients), this plan {format_time(step_s)}; "
-            "pipeline.replicas: any considers it"
+            f"to sum gradients), this plan {format_time(step_s)}"
+            + ("" if considered else "; pipeline.replicas: any considers it")
         )
     elif len(plan.stages) == 1 and plan.stages[0].replicas < plan.ranks:
         yield "a pipeline is not worth it here: no cut makes a step shorter than one rank alone"

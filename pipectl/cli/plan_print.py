@@ -63,4 +63,6 @@ def _remarks(found: Found) -> Iterator[str]:
     if features and found.subject.request.from_job:
         yield f"not to be submitted: the ranks cannot run a plan with {' and '.join(features)} yet"
     if found.without is not None:
-        yield from worth_lines(found.plan, found.without)
+        yield from worth_lines(
+            found.plan, found.without, considered=found.subject.request.replicas is None
+        )

@@ -44,9 +44,9 @@ def run_lines(status: RunStatus, *, files: bool = True) -> Iterator[Text]:
         _GAP,
         plain(_in_a_line(_job(status))),
     )
+    yield from _failure(status)
     for label, text in (*_point(status), *_details(status), *(_files(status) if files else ())):
         yield plain(f"  {label:<14}{_in_a_line(text)}")
-    yield from _failure(status)
 
 
 def _in_a_line(text: str) -> str:
@@ -69,7 +69,7 @@ def _point(status: RunStatus) -> Iterator[tuple[str, str]]:
 
 def _details(status: RunStatus) -> Iterator[tuple[str, str]]:
     found, job = status.measured, status.job
-    if job.reason:
+    if job.reason and not _says_no_more_than_the_failure(status):
         yield "reason", job.reason
     if job.start is not None and job.state.waits:
         yield "expected", f"to start {datetime.fromtimestamp(job.start):%Y-%m-%d %H:%M}"
@@ -99,6 +99,11 @@ def _doing(status: RunStatus) -> Iterator[tuple[str, str]]:
         yield "doing", status.phase
     if stalled := status.stalled:
         yield "stalled", stalled
+
+
+def _says_no_more_than_the_failure(status: RunStatus) -> bool:
+    """Whether the reason is but the exit code, and a rank has said what was wrong."""
+    return status.culprit is not None and status.job.reason.startswith("exit code")
 
 
 def _figure(value: float | None) -> str:

@@ -56,7 +56,7 @@ def _where(report: dict[str, Any]) -> str:
     if host:
         parts[0] += f" on {host}"
     stage = report.get("stage")
-    if stage is not None and stage >= 0:
+    if isinstance(stage, int) and stage >= 0:
         parts.append(f"stage {stage}")
     if report.get("action") and rank is not None:
         parts.append(str(report["action"]))

@@ -94,8 +94,9 @@ def resume(
 def _resume(
     run: RunDirectory, record: Record, overrides: Sequence[str], now: float, *, force: bool
 ) -> Resumption:
-    _check_over(run, record, now, force=force)
+    state = _check_over(run, record, now, force=force)
     was, spec = load(run.job), load(run.job, overrides)
+    _check_incomplete(run, record, spec, state)
     check_unchanged(run, record, was, spec)
     machines = find_machines(spec, record.scheduler, run.path.parent)
     before = Plan.load(run.plan) if run.plan.exists() else None
@@ -142,7 +143,7 @@ def _planned(
     return replace(inputs, spec=spec, profile=profile, plan=plan)
 
 
-def _check_over(run: RunDirectory, record: Record, now: float, *, force: bool) -> None:
+def _check_over(run: RunDirectory, record: Record, now: float, *, force: bool) -> JobState:
     if record.kind in (PROFILING, REHEARSAL):
         raise UsageError(
             f"{run.name}: trains nothing, so there is nothing to go on with",
@@ -158,6 +159,16 @@ def _check_over(run: RunDirectory, record: Record, now: float, *, force: bool) -
         raise UsageError(
             f"{run.name}: is {found.state.value}",
             cure=f"wait for its end, or `pipectl cancel {as_typed(run)}` first",
+        )
+    return found.state
+
+
+def _check_incomplete(run: RunDirectory, record: Record, spec: JobSpec, state: JobState) -> None:
+    if state is JobState.COMPLETED and spec.training.steps <= record.steps:
+        raise UsageError(
+            f"{run.name}: is complete, step {record.steps} of {record.steps}",
+            cure=f"to train on, give it more steps: pipectl resume {as_typed(run)} "
+            f"--set training.steps={2 * record.steps}",
         )
 
 

@@ -15,7 +15,7 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from pipectl.spec.tree import Scalar
-from pipectl.units import format_clock, parse_bytes, parse_duration
+from pipectl.units import format_clock, parse_bytes, parse_duration, parse_walltime
 
 _LARGEST = 2**63 - 1
 _LONGEST_QUANTITY = 40
@@ -197,6 +197,11 @@ def size() -> Kind:
 def duration() -> Kind:
     """Seconds, as a clock or with units; a bare number is seconds."""
     return _quantity("a duration such as 01:30:00 or 90m", parse_duration, "1 s", format_clock)
+
+
+def walltime() -> Kind:
+    """Seconds likewise; a bare number is minutes, as for Slurm."""
+    return _quantity("a time such as 01:30:00, 90m or 90", parse_walltime, "1 s", format_clock)
 
 
 def auto(kind: Kind) -> Kind:

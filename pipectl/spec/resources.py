@@ -16,7 +16,7 @@ from pipectl.spec.values import (
     Natural,
     Omitted,
     Positive,
-    Seconds,
+    Walltime,
 )
 
 _DIRECTIVES = "Further options for the head of the job script, verbatim."
@@ -96,9 +96,10 @@ class Resources(Section):
     memory_per_node: Bytes | None = Field(
         default=None, description="Memory of each node; by default the scheduler's own default."
     )
-    walltime: Seconds = Field(
+    walltime: Walltime = Field(
         default=3600,
-        description="Time after which the batch system ends the job; on this machine nothing does.",
+        description="Time after which the batch system ends the job; on this machine nothing does. "
+        "A number without a unit is minutes, as for `sbatch --time`.",
     )
     more: tuple[MoreNodes, ...] = Field(
         default=(),

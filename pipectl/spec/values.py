@@ -18,6 +18,7 @@ from pipectl.spec.kinds import (
     positive_number,
     size,
     text,
+    walltime,
     whole,
 )
 from pipectl.spec.schedules import BUILT_IN, schedule
@@ -95,6 +96,7 @@ Natural = Annotated[int, whole(0)]
 Flag = Annotated[bool, flag()]
 Bytes = Annotated[int, size()]
 Seconds = Annotated[int, duration()]
+Walltime = Annotated[int, walltime()]
 Positive = Annotated[float, positive_number()]
 JobName = Annotated[str, text("a name", _name_fault)]
 Version = Annotated[int, _version()]

@@ -66,6 +66,11 @@ def test_on_slurm_it_is_within_the_default_partition(cli: Any, slurm: Any) -> No
     assert "#SBATCH --mem=900M\n" in script.out
 
 
+def test_a_walltime_without_a_unit_is_minutes(cli: Any) -> None:
+    assert cli("init", "--walltime", "10").code == 0
+    assert load(Path("job.yaml"), sites=()).resources.walltime == 600
+
+
 def test_on_pbs_it_is_within_the_default_queue(cli: Any, pbs: None) -> None:
     assert cli("init", "--account", "my project").code == 0
     spec = load(Path("job.yaml"), sites=())

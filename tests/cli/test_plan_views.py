@@ -286,11 +286,19 @@ def test_a_pipeline_that_is_not_worth_it(pipeline, single, parallel, line) -> No
         None if single is None else Estimate(1, single, 0.0, 0),
         None if parallel is None else Estimate(4, parallel, 0.1, 0),
     )
-    found = list(worth_lines(timed(pipeline(2, 4), 1.0), without))
+    found = list(worth_lines(timed(pipeline(2, 4), 1.0), without, considered=False))
     assert found == ([f"a pipeline is not worth it here: {line}"] if line else [])
+
+
+def test_replicas_that_the_planner_considered_are_not_advised(
+    pipeline: Callable[..., Plan],
+) -> None:
+    without = WithoutPipeline(None, Estimate(4, 0.5, 0.1, 0))
+    (line,) = worth_lines(timed(pipeline(2, 4), 1.0), without, considered=True)
+    assert line.endswith("this plan 1.00 s")
 
 
 def test_a_plan_of_one_stage_says_that_no_cut_helps(pipeline: Callable[..., Plan]) -> None:
     plan = timed(pipeline(1, 4, node_of_rank=(0, 1)), 1.0)
-    (line,) = worth_lines(plan, WithoutPipeline(None, None))
+    (line,) = worth_lines(plan, WithoutPipeline(None, None), considered=False)
     assert line.endswith("no cut makes a step shorter than one rank alone")

@@ -241,6 +241,22 @@ def test_more_steps_need_no_other_plan(cli: Command, ended: RunDirectory) -> Non
     assert Record.load(ended.record).steps == 9
 
 
+def test_a_completed_run_is_not_resumed_and_cancel_leaves_it_completed(
+    cli: Command, ended: RunDirectory
+) -> None:
+    ended.exit_code.write_text("0\n")
+    before = contents(ended)
+    result = cli("resume", "last")
+    assert (result.code, result.out) == (2, "")
+    assert result.err == (
+        f"error: {ended.name}: is complete, step 4 of 4\n"
+        f"  to train on, give it more steps: pipectl resume {ended.name} --set training.steps=8\n"
+    )
+    assert cli("cancel", "last").out == f"{ended.name} was over already\n"
+    assert contents(ended) == before
+    assert json.loads(cli("status", "last", "--json").out)["state"] == "COMPLETED"
+
+
 def test_a_rejected_submission_leaves_the_run_as_it_was(
     cli: Command, ended: RunDirectory, program: Program
 ) -> None:

@@ -116,6 +116,15 @@ def test_a_failed_run_names_the_rank_that_broke_it(cli: Command, failed: Path) -
     )
 
 
+def test_a_failed_run_shows_what_failed_before_all_else(cli: Command, failed: Path) -> None:
+    place = failed / "errors" / "rank-0001.json"
+    report = json.loads(place.read_text())
+    place.write_text(json.dumps({**report, "stage": -1, "action": "UPDATE"}))
+    _, second, *_ = cli("status", "20250102").out.splitlines()
+    assert second == "  error         rank 1 on n1, UPDATE, step 5 (and 1 more ranks)"
+    assert "exit code" not in cli("status", "20250102").out
+
+
 def test_a_failure_of_the_preparation_comes_first(cli: Command, failed: Path) -> None:
     report = {"rank": None, "host": "n1", "type": "CaptureError", "message": "no", "cure": "do"}
     (failed / "errors/prepare.json").write_text(json.dumps(report))

@@ -158,7 +158,15 @@ def test_kwargs_have_the_types_of_yaml_1_2(read, minimal, written, value) -> Non
 
 @pytest.mark.parametrize(
     ("written", "seconds"),
-    [("1:30:00", 5400), ("90", 90), ("90m", 5400), ("2-00:00:00", 172800), ("'00:05:00'", 300)],
+    [
+        ("1:30:00", 5400),
+        ("90", 5400),
+        ("10", 600),
+        ("90s", 90),
+        ("90m", 5400),
+        ("2-00:00:00", 172800),
+        ("'00:05:00'", 300),
+    ],
 )
 def test_walltimes(read, minimal, written, seconds) -> None:
     assert read(minimal + f"resources: {{walltime: {written}}}").resources.walltime == seconds
