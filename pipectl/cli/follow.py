@@ -57,7 +57,8 @@ def _look(found: RunStatus, progress: Report) -> None:
     for _ in range(_polls(found)):
         time.sleep(_POLL_S)
         now = figures(found.run, found.record)
-        progress(now.step, found.steps or 1, f"{_label(found)}{_loss(now)}")
+        steps = found.steps if now.step else None
+        progress(now.step, steps or 0, f"{_label(found)}{_loss(now)}")
         if found.run.exit_code.exists() and not of_earlier_start:
             return
 

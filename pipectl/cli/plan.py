@@ -38,6 +38,7 @@ def command(
     budget: given.Budget = None,
     nodes: given.NodeCounts = None,
     allow: given.Allow = None,
+    new_micro_batches: given.NewMicroBatches = False,
     explain: given.Explain = False,
     as_json: Json = False,
     overrides: Overrides = None,
@@ -53,7 +54,8 @@ def command(
     ask = Ask(
         job=job, profile_file=profile_file, scheduler=scheduler, overrides=tuple(overrides or ()),
         wishes=wishes, objective=objective, planner=planner, budget_s=budget,
-        nodes=given.counts(nodes), explain=explain, output=output_file, svg=svg, as_json=as_json,
+        nodes=given.counts(nodes), new_micro_batches=new_micro_batches, explain=explain,
+        output=output_file, svg=svg, as_json=as_json,
     )  # fmt: skip
     check(ask)
     _answer(ask)

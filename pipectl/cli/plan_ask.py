@@ -19,6 +19,7 @@ class Ask:
         job: None plans a profile alone.
         overrides: ``--set`` of the job file.
         nodes: numbers of nodes to compare; None plans once.
+        new_micro_batches: whether their number may differ from that of the plan before.
         output, svg: files to write besides.
     """
 
@@ -31,6 +32,7 @@ class Ask:
     planner: str
     budget_s: int | None
     nodes: tuple[int, ...] | None
+    new_micro_batches: bool
     explain: bool
     output: Path | None
     svg: Path | None
@@ -63,5 +65,9 @@ def check(ask: Ask) -> None:
 def _check_without_job(ask: Ask) -> None:
     if ask.profile_file is None:
         raise UsageError("nothing to plan", cure="give JOB.yaml, or a profile: --profile FILE")
-    about_jobs = {"--set": ask.overrides, "--scheduler": ask.scheduler}
+    about_jobs = {
+        "--set": ask.overrides,
+        "--scheduler": ask.scheduler,
+        "--new-micro-batches": ask.new_micro_batches,
+    }
     refuse(about_jobs, "is about a job file, and none is given")

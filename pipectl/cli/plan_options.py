@@ -133,4 +133,11 @@ Allow = Annotated[
         help="Let the planner choose: replicas, split, recompute, offload, pipefb, interleave.",
     ),
 ]
+NewMicroBatches = Annotated[
+    bool,
+    typer.Option(
+        "--new-micro-batches",
+        help="Choose anew how many micro-batches there are, where the job leaves it open.",
+    ),
+]
 Explain = Annotated[bool, typer.Option("--explain", help="Say why, and what would help.")]

@@ -59,6 +59,11 @@ def _remarks(found: Found) -> Iterator[str]:
         gap = None if found.plan.search is None else found.plan.search.gap
         proven = "the best so far" if gap is None else f"within {gap:.1%} of the best possible"
         yield f"stopped {found.stopped}: {proven}"
+    if found.subject.kept is not None:
+        yield (
+            f"micro-batches: {found.subject.kept}, as in the plan before, because results depend "
+            "on them; --new-micro-batches chooses anew"
+        )
     features = unsupported(found.plan)
     if features and found.subject.request.from_job:
         yield f"not to be submitted: the ranks cannot run a plan with {' and '.join(features)} yet"

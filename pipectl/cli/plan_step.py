@@ -61,6 +61,7 @@ def _find(ask: Ask, subject: Subject) -> Found:
     from pipectl.compiled import compiling_s
     from pipectl.jobs.deadline import Deadline
     from pipectl.jobs.engines import PIPECTL, planner_named, searcher_named
+    from pipectl.jobs.plan import advising_other_micro_batches
     from pipectl.planner.answers.data_parallel import without_pipeline
     from pipectl.planner.answers.explain import explain
 
@@ -68,7 +69,7 @@ def _find(ask: Ask, subject: Subject) -> Found:
     deadline = Deadline(ask.budget_s)
     search, planner = searcher_named(ask.planner, deadline), planner_named(ask.planner, deadline)
     without = explanation = None
-    with stoppable(deadline) as watch:
+    with advising_other_micro_batches(subject.kept), stoppable(deadline) as watch:
         before_s = compiling_s()
         first = search(*made_of)
         spent_s = compiling_s() - before_s

@@ -41,14 +41,19 @@ def _of_profile(ask: Ask) -> tuple[Subject, Path | None]:
 
 def _of_job(ask: Ask, job: Path) -> tuple[Subject, Path | None]:
     from pipectl.jobs.places import plan_path, scheduler_name
+    from pipectl.jobs.plan import coupling_warning, kept_micro_batches
     from pipectl.jobs.subject import subject_of_job
     from pipectl.spec import load
 
     overrides = [*ask.overrides, *ask.wishes.in_job()]
     spec = load(job, overrides)
     profile = _profile(spec, job, ask.profile_file, overrides)
-    subject = subject_of_job(spec, profile, scheduler_name(spec, ask.scheduler), ask.wishes)
+    kept = None if ask.new_micro_batches or ask.nodes is not None else kept_micro_batches(spec)
+    scheduler = scheduler_name(spec, ask.scheduler)
+    subject = subject_of_job(spec, profile, scheduler, ask.wishes, kept)
     warn(subject.warning)
+    if ask.objective is Objective.STEP_TIME:
+        warn(coupling_warning(spec, profile))
     own = None if ask.wishes.is_what_if else plan_path(spec)
     return subject, ask.output or own
 

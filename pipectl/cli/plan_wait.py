@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.status import Status
 
 from pipectl.cli.console import errors, note, plain
+from pipectl.cli.progress import Lines
 from pipectl.jobs.deadline import Deadline
 from pipectl.units import format_time
 
@@ -23,11 +24,12 @@ class Watch:
     """A line on the terminal that says what goes on, after the first second.
 
     Args:
-        console: nothing is shown on one that is no terminal.
+        console: one that is no terminal gets a line after 10, 20, 40, ... seconds.
     """
 
     def __init__(self, console: Console) -> None:
         self._status = Status("planning", console=console) if console.is_terminal else None
+        self._lines = Lines("")
         self._over = threading.Event()
         self._what = "planning"
         self._thread = threading.Thread(target=self._show, daemon=True)
@@ -35,21 +37,25 @@ class Watch:
     def tell(self, what: str) -> None:
         """What goes on from now."""
         self._what = what
+        self._lines.report(0, 0, what)
 
     def start(self) -> None:
         """Begin to count."""
-        if self._status is not None:
-            self._thread.start()
+        self._lines.report(0, 0, self._what)
+        self._thread.start()
 
     def stop(self) -> None:
         """Clear the line."""
         self._over.set()
+        self._thread.join()
         if self._status is not None:
-            self._thread.join()
             self._status.stop()
 
     def _show(self) -> None:
-        assert self._status is not None
+        if self._status is None:
+            while not self._over.wait(_QUIET_S):
+                self._lines.tick()
+            return
         began = time.monotonic()
         if self._over.wait(_QUIET_S):
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from rich.progress import (
     ProgressColumn,
     TaskProgressColumn,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
@@ -20,13 +22,17 @@ from pipectl.cli.console import errors, note, plain
 from pipectl.units import format_time
 
 Report = Callable[[int, int, str], None]
+"""Called with (done, total, what is or was done); a total of 0 says that nobody knows how long."""
 _LINE_S = 10.0
-_WIDEST = 40
+_MAX_TEXT, _FIGURES = 48, 32
+"""Columns of the text at most, and of what stands beside it."""
 
 
 @contextmanager
 def progress_bar(counted: str = "") -> Iterator[Report]:
     """A function ``report(done, total, what)`` that moves the bar.
+
+    It moves from the start, before anything is reported.
 
     Args:
         counted: what goes on, where ``done`` and ``total`` are shares of expected work rather
@@ -34,38 +40,59 @@ def progress_bar(counted: str = "") -> Iterator[Report]:
     """
     console = errors()
     if not console.is_terminal:
-        yield Lines(counted).report if counted else _silent
+        if counted:
+            with Lines(counted).running() as report:
+                yield report
+        else:
+            yield _silent
         return
     figure: ProgressColumn = TaskProgressColumn() if counted else MofNCompleteColumn()
-    text = TextColumn("{task.description}", markup=False)
-    columns = (text, BarColumn(), figure, TimeRemainingColumn(elapsed_when_finished=True))
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(counted, total=None)
+    room = max(1, min(_MAX_TEXT, console.width - _FIGURES))
+    times = (TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(12), figure)
+    with Progress(*columns, times[0], console=console, transient=True) as progress:
+        task = progress.add_task(counted or "starting", total=None)
 
         def report(done: int, total: int, what: str) -> None:
             text = plain(what).plain.replace("\n", " ")
-            shown = text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"
-            description = f"{counted} {shown:{_WIDEST}}" if counted else text
-            progress.update(task, completed=done, total=total, description=description)
+            text = f"{counted} {text}" if counted and total else text
+            shown = text if len(text) <= room else f"{text[: room - 1]}…"
+            progress.columns = (*columns, times[1 if total else 0])
+            progress.update(
+                task,
+                completed=done,
+                total=total or None,
+                description=f"{shown:{room}}",
+                refresh=not total,
+            )
 
         yield report
 
 
 class Lines:
-    """A line now and then; nothing about what is over soon.
+    """A line now and then, less and less often; nothing about what is over soon.
 
     Args:
-        what: that goes on.
+        what: goes on.
     """
 
     def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._what = what
         self._clock = clock
+        self._phase = ""
+        self._since = clock()
+        self._next_s = _LINE_S
         self._told: tuple[float, int] | None = None
 
-    def report(self, done: int, total: int, _what: str) -> None:
+    def report(self, done: int, total: int, what: str) -> None:
         """Tell how far it is and, at the pace since the last line, how long it will take."""
+        if not total and what == self._phase:
+            return
+        if not total:
+            self._phase, self._since, self._next_s, self._told = what, self._clock(), _LINE_S, None
+            return
         now = self._clock()
+        self._phase = ""
         if self._told is None:
             self._told = (now, done)
         since, before = self._told
@@ -74,6 +101,30 @@ class Lines:
         self._told = (now, done)
         left = "" if done <= before else self._left((now - since) / (done - before), total - done)
         note(f"{self._what}: {done / total:.0%}{left}")
+
+    def tick(self) -> None:
+        """Tell what has been going on for long without a report: after 10, 20, 40, ... seconds."""
+        phase, passed_s = self._phase, self._clock() - self._since
+        if phase and passed_s >= self._next_s:
+            self._next_s *= 2
+            note(f"{phase}: {format_time(passed_s)}")
+
+    @contextmanager
+    def running(self) -> Iterator[Report]:
+        """Within, a thread looks at the time."""
+        over = threading.Event()
+
+        def look() -> None:
+            while not over.wait(1.0):
+                self.tick()
+
+        thread = threading.Thread(target=look, daemon=True)
+        thread.start()
+        try:
+            yield self.report
+        finally:
+            over.set()
+            thread.join()
 
     def _left(self, pace_s: float, rest: int) -> str:
         return f", about {format_time(max(1.0, pace_s * rest))} left"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 
+from rich.console import Console
 from rich.text import Text
 
 from pipectl.batch import JobState
@@ -18,6 +20,8 @@ from pipectl.runs import PROFILING, as_typed, last_checkpoint, step_of
 from pipectl.units import format_bytes, format_time
 
 _SHOWN_PEAKS = 4
+_INDENT = 16
+"""Columns of the labels."""
 _GAP = Text("  ")
 
 
@@ -28,7 +32,21 @@ def show_run(status: RunStatus, *, as_json: bool = False) -> None:
         return
     console = output()
     for line in run_lines(status):
-        console.print(line, soft_wrap=True)
+        for part in _fitted(line, console) if console.is_terminal else [line]:
+            console.print(part, soft_wrap=True)
+
+
+def _fitted(line: Text, console: Console) -> Iterator[Text]:
+    """A line on so many that each fits the terminal, those after the first indented; words, and so
+    paths, stay whole."""
+    room = console.width - _INDENT
+    if len(line) <= console.width or room < _INDENT or not line.plain.startswith("  "):
+        yield line
+        return
+    text = line.plain[_INDENT:]
+    parts = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False)
+    for number, part in enumerate(parts):
+        yield joined(plain(" " * _INDENT) if number else line[:_INDENT], plain(part))
 
 
 def run_lines(status: RunStatus, *, files: bool = True) -> Iterator[Text]:

@@ -87,6 +87,7 @@ def _submit(
     spec: JobSpec, scheduler: str | None, after: Sequence[str], *, wait: bool, as_json: bool
 ) -> None:
     from pipectl.cli.profile_view import tell_origin
+    from pipectl.jobs.plan import coupling_warning
     from pipectl.jobs.submit import gather, submit
     from pipectl.runs import find_runs
 
@@ -96,6 +97,8 @@ def _submit(
     if inputs.measurement is not None:
         tell_origin(inputs.measurement, time.time(), "pipectl profile --again measures anew")
     warn(inputs.warning)
+    if inputs.profile is not None:
+        warn(coupling_warning(spec, inputs.profile))
     if inputs.launch is not None:
         tell_launch(inputs.launch)
     submission = submit(inputs, time.time(), before)

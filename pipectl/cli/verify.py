@@ -33,7 +33,7 @@ def command(
     from pipectl.cli.follow import watch
     from pipectl.jobs.verify import verify
 
-    with progress_bar() as progress:
+    with progress_bar("profiling") as progress:
         found = verify(
             job,
             overrides or (),

@@ -28,9 +28,13 @@ def profile_path(spec: JobSpec, kind: str | None = None, base: Path | None = Non
     return directory / f"{spec.name}{'' if kind is None else f'.{kind}'}.profile.json"
 
 
-def plan_path(spec: JobSpec) -> Path:
-    """``runs/<name>.plan.json``."""
-    return Path(spec.output.directory) / f"{spec.name}.plan.json"
+def plan_path(spec: JobSpec, base: Path | None = None) -> Path:
+    """``runs/<name>.plan.json``.
+
+    Args:
+        base: instead of the spec's output directory.
+    """
+    return (Path(spec.output.directory) if base is None else base) / f"{spec.name}.plan.json"
 
 
 def cluster_path(spec: JobSpec, base: Path | None = None) -> Path:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipectl.cluster import Cluster
+from pipectl.errors import DataFileError, InfeasibleError
 from pipectl.jobs.machines import memory_of_task
 from pipectl.jobs.places import plan_path
 from pipectl.jobs.schedules import listed_of
@@ -30,23 +33,82 @@ _APART = {"together": False, "apart": True, None: None}
 """Whether backwards have ranks of their own, likewise."""
 
 
-def find_plan(spec: JobSpec, profile: Profile, cluster: Cluster) -> Plan:
+def find_plan(spec: JobSpec, profile: Profile, cluster: Cluster, kept: int | None = None) -> Plan:
     """The best plan for a job.
+
+    Args:
+        kept: see :func:`kept_micro_batches`.
 
     Raises:
         InfeasibleError: nothing fits; the message says how much is missing.
     """
-    return make_plan(profile, cluster, request_of(spec, profile, cluster))
+    with advising_other_micro_batches(kept):
+        return make_plan(profile, cluster, request_of(spec, profile, cluster, kept))
 
 
-def request_of(spec: JobSpec, profile: Profile, cluster: Cluster) -> PlanRequest:
-    """What a job asks of the planner."""
+def kept_micro_batches(spec: JobSpec, path: Path | None = None) -> int | None:
+    """How many micro-batches the job's plan before had, if the job leaves their number open.
+
+    A new plan has as many: results depend on them, and a profile that was measured a moment later
+    must not make another training of a job.
+
+    Args:
+        path: of that plan; by default where the job's own is.
+
+    Returns:
+        None if the job says how many, or there is no plan of batches of this size.
+    """
+    path = path or plan_path(spec)
+    if spec.pipeline.micro_batches is not None or not path.exists():
+        return None
+    try:
+        plan = Plan.load(path)
+    except DataFileError:  # a new plan replaces it
+        return None
+    return plan.micro_batches if plan.batch_size == spec.training.batch_size else None
+
+
+def coupling_warning(spec: JobSpec, profile: Profile) -> str:
+    """That the planner chooses between different trainings; empty if it does not."""
+    names = profile.coupled
+    if spec.pipeline.micro_batches is not None or not names:
+        return ""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"{names[0]}{more} computes over all samples of a micro-batch, so that another number of "
+        "micro-batches is another training, and `auto` lets the planner choose it; say how many: "
+        "pipeline.micro_batches"
+    )
+
+
+@contextmanager
+def advising_other_micro_batches(kept: int | None) -> Iterator[None]:
+    """Where nothing fits, say that the number of micro-batches was kept."""
+    try:
+        yield
+    except InfeasibleError as error:
+        if kept is not None:
+            error.cure = (
+                f"{error.cure}\nor let the planner choose anew how many micro-batches there are "
+                f"(kept: {kept}): pipectl plan JOB.yaml --new-micro-batches"
+            )
+        raise
+
+
+def request_of(
+    spec: JobSpec, profile: Profile, cluster: Cluster, kept: int | None = None
+) -> PlanRequest:
+    """What a job asks of the planner.
+
+    Args:
+        kept: micro-batches where the job leaves their number open; None leaves it to the planner.
+    """
     pipeline = spec.pipeline
     listed = listed_of(spec)
     return PlanRequest(
         name=spec.name,
         batch_size=spec.training.batch_size,
-        micro_batches=pipeline.micro_batches,
+        micro_batches=pipeline.micro_batches or kept,
         stages=pipeline.stages,
         schedule=None if listed else pipeline.schedule,
         listed=listed,
@@ -84,7 +146,7 @@ def planned(spec: JobSpec, profile: Profile, cluster: Cluster) -> Plan:
     """
     plan = fresh_plan(spec, profile, cluster, plan_path(spec))
     if plan is None:
-        plan = find_plan(spec, profile, cluster)
+        plan = find_plan(spec, profile, cluster, kept_micro_batches(spec))
         plan.save(plan_path(spec))
     return plan
 

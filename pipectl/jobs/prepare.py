@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING
 
 from pipectl.cluster import Cluster
 from pipectl.errors import PipectlError
-from pipectl.jobs.places import profile_path
-from pipectl.jobs.plan import find_plan, write_plan
+from pipectl.jobs.places import plan_path, profile_path
+from pipectl.jobs.plan import find_plan, kept_micro_batches, write_plan
 from pipectl.jobs.profile import fresh_profile, measure
 from pipectl.jobs.reporting import Heartbeat, reporting_failure
 from pipectl.runs import Record, RunDirectory, last_checkpoint
 from pipectl.spec import load
 
 if TYPE_CHECKING:
+    from pipectl.plan import Plan
     from pipectl.profile import Profile
-    from pipectl.spec import JobSpec
 
 
 def prepare(run: RunDirectory, clock: Callable[[], float] = time.time) -> None:
@@ -46,23 +46,25 @@ def prepare(run: RunDirectory, clock: Callable[[], float] = time.time) -> None:
         run.plan.unlink(missing_ok=True)  # of the model as it was
         base = run.path.parent
         profile = measure(spec, run.profile, heartbeat.profiling, base=base).profile
-        _share(run, spec, profile)
+        _share(run, profile, profile_path(spec, base=run.path.parent))
     if not run.plan.exists():
         heartbeat.beat("planning")
-        write_plan(run, find_plan(spec, profile, cluster), cluster)
+        place = plan_path(spec, base=run.path.parent)
+        plan = find_plan(spec, profile, cluster, kept_micro_batches(spec, place))
+        write_plan(run, plan, cluster)
+        _share(run, plan, place)
 
 
-def _share(run: RunDirectory, spec: JobSpec, profile: Profile) -> None:
-    """Put the profile where later commands look, unless there is one newer than this run.
+def _share(run: RunDirectory, found: Profile | Plan, place: Path) -> None:
+    """Put a profile or plan where later commands look, unless there is one newer than this run.
 
-    One of a sweep may be of another model than the job's; the cache has it for those alike.
+    Those of a sweep may be of another model than the job's; the cache has profiles of those alike.
     """
-    place = profile_path(spec, base=run.path.parent)
     with suppress(PipectlError, OSError):  # the job itself does not need it there
         if Record.load(run.record).sweep is not None:
             return
         if not place.exists() or place.stat().st_mtime < Record.load(run.record).submitted_at:
-            profile.save(place)
+            found.save(place)
 
 
 def main(arguments: list[str]) -> int:

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from pipectl.profiler.journal import Journal
     from pipectl.spec import JobSpec
 
+LOADING = "loading torch"
 _CURE = "measure again with: pipectl profile JOB.yaml --submit"
 Progress = Callable[[int, int, str], None]
+"""Called with (done, total, what is or was done); a total of 0 says that nobody knows how long."""
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,8 @@ def _found(spec: JobSpec, progress: Progress | None, wish: Wish, kept: ProfileCa
 def _measure_now(
     spec: JobSpec, progress: Progress | None, wish: Wish, device: MeasuredOn, journal: Journal
 ) -> Entry:
+    if progress is not None:
+        progress(0, 0, LOADING)
     from pipectl.profiler import profile_job
     from pipectl.profiler.effort import Effort
 

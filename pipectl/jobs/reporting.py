@@ -39,9 +39,12 @@ class Heartbeat:
         self._measuring_only = measuring_only
         self._last = 0.0
 
-    def profiling(self, done: int, total: int, _what: str) -> None:
-        """Tell how far the measuring is, if the last word is old enough."""
-        percent = 100 * done // total if total else 0
+    def profiling(self, done: int, total: int, what: str) -> None:
+        """Tell how far the measuring is, if the last word is old enough, or what comes before."""
+        if not total:
+            self.beat(what)
+            return
+        percent = 100 * done // total
         if self._clock() - self._last < _BEAT_S:
             return
         if self._measuring_only:

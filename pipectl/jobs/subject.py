@@ -33,6 +33,7 @@ class Subject:
     Args:
         file: the cluster is from; None for an assumed one.
         warning: about the machines; empty where all is well.
+        kept: micro-batches of the plan before, if the job leaves their number open.
     """
 
     profile: Profile
@@ -40,10 +41,16 @@ class Subject:
     request: PlanRequest
     file: Path | None = None
     warning: str = ""
+    kept: int | None = None
 
 
-def subject_of_job(spec: JobSpec, profile: Profile, scheduler: str, wishes: Wishes) -> Subject:
+def subject_of_job(
+    spec: JobSpec, profile: Profile, scheduler: str, wishes: Wishes, kept: int | None = None
+) -> Subject:
     """A job, on its own machines or on what the wishes make of them.
+
+    Args:
+        kept: see :func:`pipectl.jobs.plan.kept_micro_batches`.
 
     Raises:
         UsageError: more devices are wished for than the job has ranks.
@@ -51,8 +58,8 @@ def subject_of_job(spec: JobSpec, profile: Profile, scheduler: str, wishes: Wish
     """
     machines = find_machines(spec, scheduler)
     cluster = _wished(machines.cluster, wishes, cure="--nodes 1,2,4 plans for other sizes")
-    request = _allowed(request_of(spec, profile, cluster), wishes)
-    return Subject(profile, cluster, request, machines.file, machines.warning)
+    request = _allowed(request_of(spec, profile, cluster, kept), wishes)
+    return Subject(profile, cluster, request, machines.file, machines.warning, kept)
 
 
 def subject_of_profile(profile: Profile, wishes: Wishes) -> Subject:

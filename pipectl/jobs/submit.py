@@ -87,6 +87,8 @@ def gather(spec: JobSpec, scheduler: str | None, progress: Progress | None = Non
         profile = measurement.profile
     if profile is None:
         return Inputs(spec, name, cluster, None, None, warning=warning, launch=launch)
+    if progress is not None:
+        progress(0, 0, "planning")
     plan = planned(spec, profile, cluster)
     check_supported(plan, str(plan_path(spec)))
     return Inputs(spec, name, cluster, profile, plan, measurement, warning, launch)

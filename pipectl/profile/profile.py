@@ -72,6 +72,8 @@ class Profile:
         cluster: what an imported profile says of the devices it is meant for, as it says it.
         loading_s: to load a micro-batch, which the forwards of the operators that read inputs and
             targets first contain; 0 where processes beside the ranks load.
+        coupled: names of the operators that compute over all samples of a micro-batch, as batch
+            norm does, besides the loss.
     """
 
     name: str
@@ -89,6 +91,7 @@ class Profile:
     edge_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)
     cluster: Mapping[str, Any] = field(default_factory=dict)
     loading_s: float = 0.0
+    coupled: tuple[str, ...] = ()
 
     @cached_property
     def by_id(self) -> dict[str, Operator]:
@@ -151,6 +154,8 @@ class Profile:
             document["cluster"] = dict(self.cluster)
         if self.loading_s:
             document["loading_s"] = self.loading_s
+        if self.coupled:
+            document["coupled"] = list(self.coupled)
         document["nodes"] = [operator.to_json() for operator in self.operators]
         document["edges"] = [list(edge) for edge in self.edges]
         if self.edge_bytes:
@@ -189,6 +194,7 @@ class Profile:
             edge_bytes=edge_bytes,
             cluster=reader.mapping("cluster"),
             loading_s=reader.number("loading_s", default=0.0),
+            coupled=tuple(reader.texts("coupled", default=[])),
         )
         _check_graph(profile, file)
         return _sorted(profile, file)

@@ -16,6 +16,7 @@ from pipectl.capture import CapturedGraph, CapturedJob
 from pipectl.capture.data import Batches
 from pipectl.capture.deferred import is_deferred
 from pipectl.capture.names import own_path
+from pipectl.capture.traits import coupled_operators
 from pipectl.errors import CaptureError
 from pipectl.faults import is_ours
 from pipectl.planner.memory.footprint import Footprints
@@ -73,15 +74,23 @@ def profile_job(
     Raises:
         CaptureError: the model, its loss or its data cannot be captured.
     """
+
+    def tell(phase: str) -> None:
+        if progress is not None:
+            progress(0, 0, phase)
+
     settle_process(spec.threads)
     sizes = measured_sizes(spec, effort)
+    tell("capturing the model")
     with Neighbours(spec, sizes[0]) as neighbours:
         job = CapturedJob(spec)
         device = choose_device(spec.resources.gpus_per_node, 0)
         baseline_bytes = _baseline_bytes(job, sizes[0], device)
         job.check_shapes(sizes[0])
         profiling = _Profiling(job, effort, sizes, progress, Records(journal), device)
+        tell("waiting for the processes that compute beside")
         neighbours.wait()
+        tell("measuring")
         try:
             profile = profiling.profile()
         except Exception as error:
@@ -271,6 +280,7 @@ class _Profiling:
             edges=graph.edges,
             fingerprint=graph.fingerprint,
             key=profile_key(spec),
+            coupled=tuple(_readable(graph.operators[i]) for i in coupled_operators(graph)),
         )
 
     def _operator(self, node: fx.Node, measured: Measured, times: Mapping[int, Timed]) -> Operator:

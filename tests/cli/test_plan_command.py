@@ -136,3 +136,38 @@ def test_the_output_cannot_be_written(cli: Command, profile: Path) -> None:
     result = cli("plan", "job.yaml", "-o", "job.yaml/plan.json")
     assert (result.code, result.out) == (2, "")
     assert result.err.startswith("error: job.yaml: cannot be created: File exists\n")
+
+
+def test_a_job_keeps_the_micro_batches_of_its_first_plan_until_asked(
+    cli: Command, job: Path, profile_document: Callable[..., dict[str, Any]]
+) -> None:
+    from pipectl.plan import Plan
+
+    def measured(fixed_s: float) -> None:
+        """Times with a fixed part; the larger that is, the fewer micro-batches are best."""
+        document = profile_document(key=None, coupled=["layer.2"])
+        for node in document["nodes"]:
+            node["timings"] = {"1": [fixed_s + 0.005] * 2, "8": [fixed_s + 0.04] * 2}
+            node["forward_s"] = node["backward_s"] = fixed_s + 0.01
+        Path("runs").mkdir(exist_ok=True)
+        Path("runs/tiny.profile.json").write_text(json.dumps(document))
+
+    def planned(*options: str) -> tuple[int, str, str]:
+        result = cli("plan", "job.yaml", "--set", "pipeline.micro_batches=auto", *options)
+        assert result.code == 0, result.err
+        return Plan.load(PLAN).micro_batches, result.out, result.err
+
+    measured(0.0)
+    many, out, err = planned()
+    assert "as in the plan before" not in out
+    assert err.startswith("warning: layer.2 computes over all samples of a micro-batch")
+    measured(1.0)
+    kept, out, _ = planned()
+    assert kept == many
+    assert f"micro-batches: {many}, as in the plan before" in out
+    few, out, _ = planned("--new-micro-batches")
+    assert few < many
+    assert "as in the plan before" not in out
+    assert planned()[0] == few
+    assert cli("plan", "job.yaml", "--set", "pipeline.micro_batches=8").err == ""
+    assert Plan.load(PLAN).micro_batches == 8

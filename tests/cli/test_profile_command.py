@@ -97,7 +97,7 @@ def killing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_profile_says_what_was_measured_and_where_it_is(cli: Command, real_job: Path) -> None:
     result = cli("profile", "job.yaml")
-    assert (result.code, result.err) == (0, "")
+    assert result.code == 0, result.err
     first, second = result.out.splitlines()
     assert first.startswith("tiny: ")
     assert "232 B of parameters; forward " in first

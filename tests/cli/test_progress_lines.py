@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import io
+import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from pipectl.cli.progress import Lines, progress_bar
 
@@ -27,6 +30,41 @@ def test_work_that_does_not_move_has_no_end(capfd: pytest.CaptureFixture[str]) -
     now = 20.0
     lines.report(0, 100, "op")
     assert capfd.readouterr().err.splitlines() == ["profiling: 0%"]
+
+
+def test_what_has_no_figures_is_told_less_and_less_often(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    now = 0.0
+    lines = Lines("profiling", lambda: now)
+    lines.report(0, 0, "capturing the model")
+    for second in range(50):
+        now = float(second)
+        lines.report(0, 0, "capturing the model")
+        lines.tick()
+    lines.report(1, 10, "op")
+    now = 1000.0
+    lines.tick()
+    assert capfd.readouterr().err.splitlines() == [
+        "capturing the model: 10.0 s",
+        "capturing the model: 20.0 s",
+        "capturing the model: 40.0 s",
+    ]
+
+
+def test_a_terminal_shows_what_goes_on_before_anything_is_counted(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = io.StringIO()
+    terminal = Console(file=screen, force_terminal=True, width=80)
+    monkeypatch.setattr("pipectl.cli.progress.errors", lambda: terminal)
+    with progress_bar("profiling") as report:
+        report(0, 0, "loading torch")
+        terminal.print("shown")
+        report(1, 2, "x" * 200)
+    lines = re.split(r"[\r\n]|\x1b\[[0-9;?]*[A-Za-z]", screen.getvalue())
+    assert any(line.startswith("loading torch ") for line in lines)
+    assert not any("x" * 60 in line for line in lines)
 
 
 def test_short_work_is_not_told_without_a_terminal(

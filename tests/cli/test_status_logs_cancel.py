@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import socket
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from rich.console import Console
 
 if TYPE_CHECKING:
     from conftest import Command
@@ -123,6 +125,20 @@ def test_a_failed_run_shows_what_failed_before_all_else(cli: Command, failed: Pa
     _, second, *_ = cli("status", "20250102").out.splitlines()
     assert second == "  error         rank 1 on n1, UPDATE, step 5 (and 1 more ranks)"
     assert "exit code" not in cli("status", "20250102").out
+
+
+def test_long_lines_are_indented_on_a_terminal(
+    cli: Command, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = io.StringIO()
+    terminal = Console(file=screen, force_terminal=True, width=44, color_system=None)
+    whole = cli("status", "last").out
+    monkeypatch.setattr("pipectl.cli.status_view.output", lambda: terminal)
+    cli("status", "last")
+    lines = screen.getvalue().splitlines()
+    assert [line for line in lines[1:] if len(line) > 44 and " " in line[16:]] == []
+    assert any(line.startswith(16 * " ") for line in lines)
+    assert "".join(whole.split()) == "".join(screen.getvalue().split())
 
 
 def test_a_failure_of_the_preparation_comes_first(cli: Command, failed: Path) -> None:
