@@ -73,11 +73,10 @@ def coupling_warning(spec: JobSpec, profile: Profile) -> str:
     names = profile.coupled
     if spec.pipeline.micro_batches is not None or not names:
         return ""
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    more = "computes" if len(names) == 1 else f"and {len(names) - 1} more compute"
     return (
-        f"{names[0]}{more} computes over all samples of a micro-batch, so that another number of "
-        "micro-batches is another training, and `auto` lets the planner choose it; say how many: "
-        "pipeline.micro_batches"
+        f"{names[0]} {more} over all samples of a micro-batch: results depend on the number of "
+        "micro-batches, which `auto` leaves to the planner; pipeline.micro_batches sets it"
     )
 
 
