@@ -181,8 +181,11 @@ def test_a_profile_knows_what_it_was_made_from(counted: Profile, spec_of: Any) -
 
 
 def test_progress_rises_to_the_total(spec_of: Any) -> None:
-    seen: list[tuple[int, int, str]] = []
-    profile = profile_job(spec_of("Normed", pipeline={}), lambda *step: seen.append(step))
+    told: list[tuple[int, int, str]] = []
+    profile = profile_job(spec_of("Normed", pipeline={}), lambda *step: told.append(step))
+    phases = [what for _, whole, what in told if not whole]
+    assert (phases[0], phases[-1]) == ("capturing the model", "measuring")
+    seen = told[len(phases) :]
     done = [done for done, _, _ in seen]
     (whole,) = {whole for _, whole, _ in seen}
     assert done == sorted(done)
