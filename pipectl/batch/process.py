@@ -6,8 +6,10 @@ import os
 import signal
 import subprocess
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 import psutil
@@ -18,6 +20,7 @@ from pipectl.watch.machine import process_state
 
 TIMEOUT_S = 60.0
 _LAST_WORDS_S = 1.0
+_patience_s = ContextVar("patience_s", default=inf)
 
 
 class NoAnswerError(SchedulerError):
@@ -38,6 +41,16 @@ class Completed:
         return self.stderr or self.stdout or f"exit code {self.returncode}"
 
 
+@contextmanager
+def patience(seconds: float) -> Iterator[None]:
+    """Within, no command of :func:`run` is waited for longer than this."""
+    before = _patience_s.set(seconds)
+    try:
+        yield
+    finally:
+        _patience_s.reset(before)
+
+
 def run(
     argv: Sequence[str],
     *,
@@ -49,17 +62,18 @@ def run(
 
     Args:
         cure: what to do when the command does not exist.
-        timeout_s: None waits as long as it takes.
+        timeout_s: None waits as long as it takes, within :func:`patience`.
 
     Raises:
         SchedulerError: no such command, or it may not be executed.
         NoAnswerError: not done within ``timeout_s``.
     """
+    limit_s = min(inf if timeout_s is None else timeout_s, _patience_s.get())
     try:
         done = subprocess.run(
             list(argv),
             env=env,
-            timeout=timeout_s,
+            timeout=None if limit_s == inf else limit_s,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             encoding="utf-8",
@@ -68,7 +82,7 @@ def run(
         )
     except subprocess.TimeoutExpired:
         raise NoAnswerError(
-            f"{argv[0]}: no answer within {timeout_s:.0f} s", cure="try again in a minute"
+            f"{argv[0]}: no answer within {limit_s:.0f} s", cure="try again in a minute"
         ) from None
     except OSError as error:
         raise SchedulerError(f"{argv[0]}: {error.strerror or error}", cure=cure) from None

@@ -58,7 +58,8 @@ def resolve(evidence: Evidence) -> JobStatus:
         reason = "cancelled, and no longer listed"
         return JobStatus(JobState.CANCELLED, reason=reason, source="record")
     if _is_fresh(evidence):
-        return JobStatus(JobState.RUNNING, reason=_silence(evidence), source="heartbeat")
+        reason = f"{_silence(evidence)}; {_heartbeat(evidence)}"
+        return JobStatus(JobState.RUNNING, reason=reason, source="heartbeat")
     if evidence.now - evidence.submitted_at < SUBMIT_GRACE_S:
         return JobStatus(JobState.QUEUED, reason="submitted just now", source="record")
     return JobStatus(JobState.UNKNOWN, reason=_why_unknown(evidence), source="none")
@@ -124,9 +125,12 @@ def _why_unknown(evidence: Evidence) -> str:
         parts.append("no exit code in the run directory")
     else:
         parts.append("stopped at a checkpoint, and may go on")
+    return "; ".join([*parts, _heartbeat(evidence)])
+
+
+def _heartbeat(evidence: Evidence) -> str:
+    """How old the last one is, and what it said."""
     if evidence.heartbeat_at is None:
-        parts.append("no heartbeat")
-    else:
-        age = format_time(max(0.0, evidence.now - evidence.heartbeat_at))
-        parts.append(f"last heartbeat {age} ago ({evidence.heartbeat or 'no details'})")
-    return "; ".join(parts)
+        return "no heartbeat"
+    age = format_time(max(0.0, evidence.now - evidence.heartbeat_at))
+    return f"last heartbeat {age} ago ({evidence.heartbeat or 'no details'})"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, NamedTuple
 
-from pipectl.batch import Evidence, JobState, JobStatus, get, resolve
+from pipectl.batch import Evidence, JobState, JobStatus, get, process, resolve
 from pipectl.errors import DataFileError, PipectlError
 from pipectl.jobs.culprit import Culprit
 from pipectl.jobs.measured import Expected, Measured
@@ -39,6 +40,7 @@ class Laggard(NamedTuple):
     others: float
 
 
+_SHORT_PATIENCE_S = 10.0
 _MUCH, _FAR_LESS = 0.3, 0.5
 """The others' waiting that is worth a word, and how much less whoever they wait for waits."""
 
@@ -171,7 +173,8 @@ def statuses(
         ask: what the batch systems say of the jobs in these records.
     """
     records = [_record(run, now) for run in runs]
-    answers = ask([record for record in records if isinstance(record, Record)])
+    with process.patience(_patience_s(runs)):
+        answers = ask([record for record in records if isinstance(record, Record)])
     found = []
     for run, record in zip(runs, records, strict=True):
         reading = read(run, record if isinstance(record, Record) else None)
@@ -182,6 +185,12 @@ def statuses(
 def status(run: RunDirectory, now: float) -> RunStatus:
     """The state of one run; see :func:`statuses`."""
     return statuses([run], now)[0]
+
+
+def _patience_s(runs: Sequence[RunDirectory]) -> float:
+    """How long to wait for batch systems: not long if the files of every run tell something."""
+    tell = all(run.heartbeat.exists() or run.exit_code.exists() for run in runs)
+    return _SHORT_PATIENCE_S if tell else inf
 
 
 def _record(run: RunDirectory, now: float) -> Record | DataFileError:

@@ -84,6 +84,7 @@ def test_a_fresh_heartbeat_means_running() -> None:
     status = verdict(query_error="squeue: down", heartbeat_at=NOW - 10)
     assert status.state is JobState.RUNNING
     assert "squeue: down" in status.reason
+    assert "last heartbeat 10" in status.reason
 
 
 def test_heartbeats_are_as_far_apart_as_steps() -> None:

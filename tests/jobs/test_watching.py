@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +99,22 @@ def test_processes_of_this_machine_are_looked_at_every_time(
         watching.look(runs, 1.7e9)
     assert len(schedulers["local"].asked) == 3
     assert len(schedulers["slurm"].asked) == 1
+
+
+@pytest.mark.parametrize(("file", "patience_s"), [("heartbeat.json", 10), ("", 60)])
+def test_a_queue_that_hangs_is_waited_for_while_nothing_else_tells_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, patience_s: float
+) -> None:
+    made, waited = run(tmp_path, "7"), []
+    if file:
+        (made.path / file).write_text("{}")
+
+    def hang(*_: Any, timeout: float, **__: Any) -> Any:
+        waited.append(timeout)
+        raise subprocess.TimeoutExpired("squeue", timeout)
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    watching = Watching(Clock())
+    (found,) = watching.look([made], 1.7e9 + 600)
+    assert waited == [patience_s]
+    assert f"squeue: no answer within {patience_s} s" in found.job.reason
