@@ -12,7 +12,7 @@ from pipectl.batch.quoting import checked, checked_directive, pbs_path, pbs_valu
 from pipectl.batch.script import render_body
 from pipectl.batch.template import assemble, interpreter, without_commands
 from pipectl.errors import InvalidInputError
-from pipectl.runs import RESUBMITTED, RUN_VARIABLE
+from pipectl.runs import REQUEUE_ERROR, RESUBMITTED, RUN_VARIABLE
 from pipectl.units import format_clock
 
 _NAME_LENGTH = 200
@@ -37,8 +37,8 @@ _MANAGED = {
 _FLAGS = "fhIVXz"
 """Letters of options without a value: others may follow in the same word."""
 
-# The task manager of PBS starts processes on other nodes where nobody may log in. It garbles a
-# command of one word, and knows no options of ssh.
+# The task manager of PBS starts processes on other nodes if nobody may log in there. It garbles a
+# command of one word, and knows no options of ssh. Signals to the whole job are for the ranks.
 _AGENT = f"""\
 if type pbs_tmrsh >/dev/null 2>&1; then
     cat >"${RUN_VARIABLE}/agent" <<'AGENT'
@@ -46,6 +46,7 @@ if type pbs_tmrsh >/dev/null 2>&1; then
 while [[ ${{1-}} == -* ]]; do shift; done
 host=$1
 shift
+trap '' TERM INT USR1 USR2
 exec pbs_tmrsh "$host" /bin/bash -c "$*"
 AGENT
     chmod u+x "${RUN_VARIABLE}/agent"
@@ -70,7 +71,7 @@ def render_script(request: JobRequest) -> str:
         return assemble(template, header, f"\n{body}", mark="#PBS", directive=_directive)
     launch = request.within(request.command) if request.alone else mpiexec_command(request)
     before = [*_timer(request), *(() if request.alone or request.node_count == 1 else (_AGENT,))]
-    body = render_body(request, launch, before=before, after=_after(request), again=_again(request))
+    body = render_body(request, launch, before=before, after=_after(request), again=_again())
     log = shell_word(str(request.run_directory / "logs" / "job.log"), "output.directory")
     body = f"\nexec >>{log} 2>&1 # PBS may begin its own file anew\n{body}"
     return assemble(request.template, header, body, mark="#PBS", directive=_directive)
@@ -190,25 +191,22 @@ def _timer(request: JobRequest) -> Iterator[str]:
         wait_s = request.walltime_s - stop.lead_time_s
         yield f"wait_s=$((SECONDS < {wait_s} ? {wait_s} - SECONDS : 1))"
         yield f'(read -rt "$wait_s" <> <(:); kill -s {stop.signal} $$) & timer=$!'
-        yield "deleted="
-        yield "trap 'deleted=1; forward TERM 143' TERM"
 
 
 def _after(request: JobRequest) -> Sequence[str]:
     return () if request.stop is None else ('kill "$timer" 2>/dev/null',)
 
 
-def _again(request: JobRequest) -> Iterator[str]:
+def _again() -> Iterator[str]:
     """Shell lines that submit the script anew; users may not requeue a job themselves."""
-    if request.stop is None or not request.stop.requeues:
-        return
-    yield f"if ((attempt <= {request.stop.requeues})) && [[ -z $deleted ]]; then"
-    yield f"    if next=$(qsub -C '#PBS' \"${RUN_VARIABLE}/job.sh\"); then"
-    yield f'        echo "$next" >"${RUN_VARIABLE}/{RESUBMITTED}.tmp" &&'
-    yield f'            mv -f "${RUN_VARIABLE}/{RESUBMITTED}.tmp" "${RUN_VARIABLE}/{RESUBMITTED}"'
-    yield "    else"
-    yield "        echo 'pipectl: this job may not submit another; pipectl resume goes on' >&2"
-    yield "    fi"
+    directory = f"${RUN_VARIABLE}"
+    error = f'"{directory}/{REQUEUE_ERROR}"'
+    yield f"if next=$(qsub -C '#PBS' \"{directory}/job.sh\" 2>{error}); then"
+    yield f'    echo "$next" >"{directory}/{RESUBMITTED}.tmp" &&'
+    yield f'        mv -f "{directory}/{RESUBMITTED}.tmp" "{directory}/{RESUBMITTED}"'
+    yield "else"
+    yield f"    cat {error} >&2"
+    yield "    echo 'pipectl: this job may not submit another; pipectl resume goes on' >&2"
     yield "fi"
 
 

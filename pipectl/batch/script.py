@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from pipectl.batch.protocol import JobRequest
 from pipectl.batch.quoting import checked, shell_command, shell_word, variable_name
 from pipectl.batch.template import AFTER_FRAME, BEFORE_BODY
-from pipectl.runs import ATTEMPT, RUN_VARIABLE, VARIABLES
+from pipectl.runs import ATTEMPT, REQUEUE_ERROR, RUN_VARIABLE, VARIABLES
 
 CHECKPOINTED = 75
 """Exit code of a script whose ranks stopped at a checkpoint before they were done."""
 
 _FRAME = f"""\
 # The exit code is written whole, whatever ends the script.
-rm -f "${RUN_VARIABLE}"/{{exit_code,stop,stopped}}
+rm -f "${RUN_VARIABLE}"/{{exit_code,stop,stopped,{REQUEUE_ERROR}}}
 finish() {{
     local code=$?
     (umask 077 && echo "$code" >"${RUN_VARIABLE}/exit_code.tmp") &&
@@ -53,9 +53,12 @@ trap 'forward INT 130' INT
 trap 'forward USR1 138' USR1
 trap 'forward USR2 140' USR2
 run() {{
-    local code signalled=1
     "$@" &
     child=$!
+    await
+}}
+await() {{
+    local code signalled=1
     while :; do
         interrupted=
         wait "$child"
@@ -66,6 +69,36 @@ run() {{
     child=
     ((code >= 0)) || code=$signalled
     return "$code"
+}}
+
+# Launchers do not survive all signals that ranks do. One may wait for ever for a node that does not
+# answer: it is killed some time after a rank has failed.
+shielded=
+patience_s=60
+run_ranks() {{
+    local code guard
+    (
+        [[ $shielded ]] && trap '' USR1 USR2
+        with_variables "$@"
+    ) &
+    child=$!
+    guard "$child" &
+    guard=$!
+    disown "$guard"
+    await
+    code=$?
+    kill -s KILL "$guard" 2>/dev/null
+    return "$code"
+}}
+guard() {{
+    trap - EXIT
+    until compgen -G "${RUN_VARIABLE}/errors/rank-*.json" >/dev/null; do
+        read -rt 5 <> <(:)
+        kill -s 0 "$1" 2>/dev/null || return
+    done
+    read -rt "$patience_s" <> <(:)
+    kill -s KILL "$1" 2>/dev/null &&
+        echo "pipectl: a rank failed, and the launcher has not ended: it is killed" >&2
 }}"""
 
 
@@ -82,12 +115,15 @@ def render_body(
     Args:
         launch: the command that starts all ranks.
         before: shell lines of the batch system, run just before the launch.
-        after: and just behind it, where ranks can be stopped.
-        again: shell lines of the batch system, run when ranks stopped before they were done.
+        after: and just after it, if ranks can be stopped.
+        again: shell lines of the batch system that have the job started again, run when ranks
+            stopped before they were done, if it may.
 
     Raises:
         InvalidInputError: a value that cannot be written into a script.
     """
+    start = "run with_variables" if request.alone else "run_ranks"
+    words = shell_command(launch, "launch")
     blocks = [
         *((BEFORE_BODY,) if request.template else ()),
         "\n".join(_enter(request)),
@@ -97,11 +133,8 @@ def render_body(
         *_environment(request),
         "\n".join(_exports(request)),
         *_variables(request),
-        *(
-            f'{_run(request, request.within(words), "prepare")} || exit "$?"'
-            for words in request.prepare
-        ),
-        "\n".join((*before, _run(request, launch), *_end(request, after, again))),
+        *(_prepare(request.within(words)) for words in request.prepare),
+        "\n".join((*before, *_traps(request), f"{start} {words}", *_end(request, after, again))),
     ]
     return "\n\n".join(blocks) + "\n"
 
@@ -118,41 +151,45 @@ def render_variables(request: JobRequest) -> str:
     )
 
 
-def _prepare(request: JobRequest, words: tuple[str, ...]) -> str:
-    return f'{_run(request, request.within(words), "prepare")} || exit "$?"'
-
-
-def _run(request: JobRequest, words: Sequence[str], what: str = "launch") -> str:
-    within = "with_variables " if request.variables else ""
-    return f"run {within}{shell_command(words, what)}"
+def _prepare(words: tuple[str, ...]) -> str:
+    return f'run with_variables {shell_command(words, "prepare")} || exit "$?"'
 
 
 def _variables(request: JobRequest) -> Iterator[str]:
     """In the process of what is run alone: none of them is one of this script's own."""
     render_variables(request)  # refused before there is a run
-    if request.variables:
-        yield (
-            f"# environment.variables ({', '.join(request.variables)}) are in a file for its owner "
-            "alone.\n"
-            "with_variables() {\n"
-            f'    source "${RUN_VARIABLE}/{VARIABLES}" || exit 1\n'
-            '    exec "$@"\n'
-            "}"
-        )
+    names = ", ".join(request.variables)
+    lines = [f"# environment.variables ({names}) are in a file for its owner alone."] * bool(names)
+    lines.append("with_variables() {")
+    if names:
+        lines.append(f'    source "${RUN_VARIABLE}/{VARIABLES}" || exit 1')
+    yield "\n".join([*lines, '    exec "$@"', "}"])
 
 
 def _stop(request: JobRequest) -> Iterator[str]:
     if request.stop is not None:
-        signal = request.stop.signal
         yield (
-            "# Ranks that find this file save a checkpoint and end; the signal itself would end\n"
-            "# launchers that do not know it.\n"
-            f"trap '(umask 077 && : >\"${RUN_VARIABLE}/stop\"); interrupted=1' {signal}"
+            "# Ranks that find this file save a checkpoint and end. A signal that is named in it\n"
+            "# ends the job for good.\n"
+            "ask_to_stop() {\n"
+            f'    (umask 077 && printf %s "${{1-}}" >>"${RUN_VARIABLE}/stop")\n'
+            "    interrupted=1\n"
+            "}\n"
+            f"trap ask_to_stop {request.stop.signal}"
         )
 
 
+def _traps(request: JobRequest) -> Iterator[str]:
+    """The signals from the launch on: TERM would end launchers, and the ranks with them."""
+    if request.stop is not None:
+        yield "trap 'ask_to_stop TERM' TERM"
+        yield "trap 'ask_to_stop INT' INT"
+        yield "trap ask_to_stop USR1 USR2"
+        yield "shielded=1"
+
+
 def _end(request: JobRequest, after: Sequence[str], again: Iterable[str]) -> Iterator[str]:
-    """The script's end, behind the launch."""
+    """The script's end, after the launch."""
     if request.stop is None:
         yield 'exit "$?"'
         return
@@ -160,7 +197,11 @@ def _end(request: JobRequest, after: Sequence[str], again: Iterable[str]) -> Ite
     yield from after
     yield f'if ((code == 0)) && [[ -e "${RUN_VARIABLE}/stopped" ]]; then'
     yield f"    code={CHECKPOINTED}"
-    yield from (f"    {line}" for line in again)
+    if request.stop.requeues and (commands := list(again)):
+        wanted = f'[[ ! -s "${RUN_VARIABLE}/stop" ]]'
+        yield f"    if ((attempt <= {request.stop.requeues})) && {wanted}; then"
+        yield from (f"        {line}" for line in commands)
+        yield "    fi"
     yield "fi"
     yield 'exit "$code"'
 

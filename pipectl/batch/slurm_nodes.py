@@ -19,7 +19,7 @@ host=$1
 shift
 read -r component _ < <(grep -F " $host " "${RUN_VARIABLE}/components")
 exec srun --het-group="$component" --nodes=1 --ntasks=1 --nodelist="$host" --mpi=none \\
-    --export=ALL /bin/bash -c "$*"
+    --export=ALL /bin/bash -c "trap '' USR1 USR2; $*"
 AGENT
 chmod u+x "${RUN_VARIABLE}/agent"
 export HYDRA_LAUNCHER=ssh HYDRA_LAUNCHER_EXEC="${RUN_VARIABLE}/agent\""""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from pipectl.batch.array import render_array
+from pipectl.batch.dialects import AUTO
 from pipectl.batch.launchers import mpiexec_command, srun_command
 from pipectl.batch.protocol import JobRequest
 from pipectl.batch.quoting import checked_directive, options_of, slurm_file, slurm_value
@@ -16,6 +17,7 @@ from pipectl.batch.slurm_nodes import (
 )
 from pipectl.batch.template import assemble, interpreter, without_commands
 from pipectl.errors import InvalidInputError
+from pipectl.runs import REQUEUE_ERROR, RUN_VARIABLE
 from pipectl.units import format_clock
 
 # Options that pipectl writes itself; a second one from the user would silently win.
@@ -69,6 +71,18 @@ _FREE_PROXIES = (
     "export SLURM_CPU_BIND=none",
 )
 
+# Those of MPICH do not survive USR1 and USR2 that are sent to all steps of the job.
+_AGENT = f"""\
+cat >"${RUN_VARIABLE}/agent" <<'AGENT'
+#!/bin/bash
+options=()
+while (($#)) && [[ $1 != */hydra_pmi_proxy ]]; do options+=("$1") && shift; done
+exec srun "${{options[@]}}" /bin/bash -c 'trap "" USR1 USR2 && exec "$0" "$@"' "$@"
+AGENT
+chmod u+x "${RUN_VARIABLE}/agent"
+[[ -n ${{HYDRA_LAUNCHER-}}${{HYDRA_LAUNCHER_EXEC-}} ]] ||
+    export HYDRA_LAUNCHER_EXEC="${RUN_VARIABLE}/agent\""""
+
 
 def render_script(request: JobRequest) -> str:
     """The whole job script.
@@ -95,11 +109,11 @@ def render_script(request: JobRequest) -> str:
     elif request.alone:
         body = render_body(request, request.within(request.command))
     elif request.launcher == "srun":
-        body = render_body(request, srun_command(request), again=_again(request))
+        body = render_body(request, srun_command(request), again=_again())
     else:
-        before = (*_FREE_PROXIES, *hosts_of_components(request))
+        before = (*_FREE_PROXIES, *_agent(request), *hosts_of_components(request))
         launch = mpiexec_command(request, options_of_components(request))
-        body = render_body(request, launch, before=before, again=_again(request))
+        body = render_body(request, launch, before=before, again=_again())
     check = _checking(request)
     return assemble(template, header, f"\n{body}", mark="#SBATCH", directive=check)
 
@@ -132,13 +146,18 @@ def _ends(request: JobRequest) -> Iterator[str]:
     yield "--requeue" if stop is not None and stop.requeues else "--no-requeue"
 
 
-def _again(request: JobRequest) -> Iterator[str]:
+def _agent(request: JobRequest) -> Iterator[str]:
+    """For the mpiexec of MPICH, unless the job has a way of its own to start its proxies."""
+    own = any(word.startswith(("-launcher", "-bootstrap")) for word in request.launch_args)
+    if request.mpi in {AUTO, "hydra"} and not request.more and not own:
+        yield _AGENT
+
+
+def _again() -> Iterator[str]:
     """Shell lines that put a stopped job back into the queue; Slurm ends its script meanwhile."""
-    if request.stop is not None and request.stop.requeues:
-        yield f"if ((attempt <= {request.stop.requeues})); then"
-        yield "    trap '' TERM"
-        yield f'    scontrol requeue "{_OURS}"'
-        yield "fi"
+    yield "trap '' TERM"
+    error = f'"${RUN_VARIABLE}/{REQUEUE_ERROR}"'
+    yield f'scontrol requeue "{_OURS}" 2>{error} || cat {error} >&2'
 
 
 def _site_options(request: JobRequest) -> Iterator[str]:

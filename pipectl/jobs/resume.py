@@ -195,6 +195,7 @@ def _hand_over(
         run.exit_code.unlink(missing_ok=True)
         run.resubmitted.unlink(missing_ok=True)
         run.stopped.unlink(missing_ok=True)
+        run.requeue_error.unlink(missing_ok=True)
     except (PipectlError, OSError, KeyboardInterrupt):
         _put_back(run, before, moves)
         raise
@@ -239,7 +240,7 @@ def _contents(run: RunDirectory, inputs: Inputs) -> dict[Path, str | None]:
     profile = () if inputs.profile is None else (run.profile,)
     paths = (
         run.job, run.template, run.cluster, run.plan, run.predicted, run.script, run.variables,
-        run.record, run.exit_code, run.resubmitted, run.stopped, *profile,
+        run.record, run.exit_code, run.resubmitted, run.requeue_error, run.stopped, *profile,
     )  # fmt: skip
     return {path: _content(path) for path in paths}
 

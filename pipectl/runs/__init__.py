@@ -2,6 +2,7 @@
 
 from pipectl.runs.directory import (
     ATTEMPT,
+    REQUEUE_ERROR,
     RESUBMITTED,
     RUN_VARIABLE,
     SCRIPT,
@@ -48,6 +49,7 @@ __all__ = [
     "ATTEMPT",
     "PROFILING",
     "REHEARSAL",
+    "REQUEUE_ERROR",
     "RESUBMITTED",
     "RUN_VARIABLE",
     "SCRIPT",

@@ -23,6 +23,8 @@ RESUBMITTED = "resubmitted"
 """Name of the file with the id of the job that goes on where an earlier one of the run stopped."""
 VARIABLES = "variables.sh"
 """Name of the file with the job's own variables of the environment."""
+REQUEUE_ERROR = "requeue_error"
+"""Name of the file with what the batch system said when it did not start the job again."""
 _FOLDERS = ("errors", "logs", "trace", "checkpoints")
 
 
@@ -139,6 +141,11 @@ class RunDirectory:
     def resubmitted(self) -> Path:
         """Where the job script tells under which id it submitted itself again."""
         return self.path / RESUBMITTED
+
+    @property
+    def requeue_error(self) -> Path:
+        """Where the job script tells why it could not have the job started again."""
+        return self.path / REQUEUE_ERROR
 
     @property
     def attempt(self) -> Path:

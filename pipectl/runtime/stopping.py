@@ -1,14 +1,20 @@
-"""Ending early, at a checkpoint, when the job script asks for it.
+"""Ending early, at a checkpoint, when the job script or a signal asks for it.
 
-A signal reaches launchers and ranks in as many ways as there are launchers, so the script leaves a
-file instead. Rank 0 looks for it once a second; what it found at the end of one step, all ranks
-know at the end of the next, without waiting for one another.
+A signal reaches the script, launchers and ranks in as many ways as there are launchers, so whoever
+gets one makes a file. Rank 0 looks for it once a second; what it found at the end of one step, all
+ranks know at the end of the next, without waiting for one another.
 """
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 from mpi4py import MPI
@@ -16,6 +22,40 @@ from mpi4py import MPI
 from pipectl.runtime.waiting import wait
 
 _LOOK_S = 1.0
+_FOR_GOOD = (signal.SIGTERM, signal.SIGINT)
+"""Somebody ends the job: the file names them, and the job script does not start it again."""
+_SIGNALS = (*_FOR_GOOD, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@contextmanager
+def stop_on_signals(file: Path) -> Iterator[None]:
+    """Within, the signals that batch systems and people send to jobs make the file."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    process = os.getpid()
+
+    def ask(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        if os.getpid() != process:  # a fork, such as a worker that loads data, ends as ever
+            is_interrupt = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
+            signal.raise_signal(number)
+            return
+        with suppress(OSError):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+            handle = os.open(file, flags, 0o600)
+            try:
+                if number in _FOR_GOOD:
+                    os.write(handle, f"{signal.Signals(number).name[3:]}\n".encode())
+            finally:
+                os.close(handle)
+
+    before = {number: signal.signal(number, ask) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 class Stopping:

@@ -30,6 +30,7 @@ from pipectl.runtime.nodes import node_name
 from pipectl.runtime.offload import check_space, directory_of
 from pipectl.runtime.process import settle_process
 from pipectl.runtime.setup import Setup
+from pipectl.runtime.stopping import stop_on_signals
 from pipectl.runtime.supported import check_supported
 from pipectl.runtime.trainer import Trainer
 from pipectl.runtime.transport import Circumstances, choose_progress, gpu_aware
@@ -52,7 +53,7 @@ def run(directory: RunDirectory, communicator: MPI.Comm, doing: Doing) -> None:
     check_alike(communicator, spec, plan)
     check_world(communicator, plan)
     check_supported(plan)
-    with watched(communicator, directory, spec, plan, doing):
+    with watched(communicator, directory, spec, plan, doing), stop_on_signals(directory.stop):
         _train(directory, communicator, doing, spec, plan, profile)
 
 

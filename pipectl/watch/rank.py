@@ -19,8 +19,6 @@ LIVES, STOPPED, FAILS, FAILED, DIED, LEFT = "lives", "stopped", "fails", "failed
 """States: of ``DIED`` nobody has said why; ``FAILED`` has said so itself."""
 OVER = (FAILED, DIED, LEFT)
 _ASKED = (bytes([signal.SIGTERM]), bytes([signal.SIGINT]))
-_LAST_WORDS_S = 2.0
-"""Time between a signal to end and the kill: a rank may be in a long operator."""
 _RECENT_S = 2.0
 """A process that was killed for memory earlier than that, before a rank ended, was another."""
 _MAX_WORDS = 1 << 16
@@ -124,8 +122,6 @@ class WatchedRank:
         if time.monotonic() - self._counted_at >= _RECENT_S:
             self._kills, self._newer_kills = self._newer_kills, machine.killed_for_memory()
             self._counted_at = time.monotonic()
-        if self._asked_at and time.monotonic() - self._asked_at > _LAST_WORDS_S:
-            self.kill()
         if self._death is None and (gone := self._gone(state)):
             self._death = Death(time.time(), launcher=gone, asked=bool(self._asked_at))
 

@@ -15,7 +15,7 @@ export PIPECTL_RUN_DIRECTORY=/scratch/u/runs/20261120-152233-gpt-small
 cd "$PIPECTL_RUN_DIRECTORY" || exit 1
 
 # The exit code is written whole, whatever ends the script.
-rm -f "$PIPECTL_RUN_DIRECTORY"/{exit_code,stop,stopped}
+rm -f "$PIPECTL_RUN_DIRECTORY"/{exit_code,stop,stopped,requeue_error}
 finish() {
     local code=$?
     (umask 077 && echo "$code" >"$PIPECTL_RUN_DIRECTORY/exit_code.tmp") &&
@@ -54,9 +54,12 @@ trap 'forward INT 130' INT
 trap 'forward USR1 138' USR1
 trap 'forward USR2 140' USR2
 run() {
-    local code signalled=1
     "$@" &
     child=$!
+    await
+}
+await() {
+    local code signalled=1
     while :; do
         interrupted=
         wait "$child"
@@ -69,9 +72,43 @@ run() {
     return "$code"
 }
 
+# Launchers do not survive all signals that ranks do. One may wait for ever for a node that does not
+# answer: it is killed some time after a rank has failed.
+shielded=
+patience_s=60
+run_ranks() {
+    local code guard
+    (
+        [[ $shielded ]] && trap '' USR1 USR2
+        with_variables "$@"
+    ) &
+    child=$!
+    guard "$child" &
+    guard=$!
+    disown "$guard"
+    await
+    code=$?
+    kill -s KILL "$guard" 2>/dev/null
+    return "$code"
+}
+guard() {
+    trap - EXIT
+    until compgen -G "$PIPECTL_RUN_DIRECTORY/errors/rank-*.json" >/dev/null; do
+        read -rt 5 <> <(:)
+        kill -s 0 "$1" 2>/dev/null || return
+    done
+    read -rt "$patience_s" <> <(:)
+    kill -s KILL "$1" 2>/dev/null &&
+        echo "pipectl: a rank failed, and the launcher has not ended: it is killed" >&2
+}
+
 export OMP_NUM_THREADS=4
 export MKL_NUM_THREADS=4
 export PYTHONUNBUFFERED=1
+
+with_variables() {
+    exec "$@"
+}
 
 if type pbs_tmrsh >/dev/null 2>&1; then
     cat >"$PIPECTL_RUN_DIRECTORY/agent" <<'AGENT'
@@ -79,11 +116,12 @@ if type pbs_tmrsh >/dev/null 2>&1; then
 while [[ ${1-} == -* ]]; do shift; done
 host=$1
 shift
+trap '' TERM INT USR1 USR2
 exec pbs_tmrsh "$host" /bin/bash -c "$*"
 AGENT
     chmod u+x "$PIPECTL_RUN_DIRECTORY/agent"
     export HYDRA_LAUNCHER=ssh HYDRA_LAUNCHER_EXEC="$PIPECTL_RUN_DIRECTORY/agent"
     export PRTE_MCA_plm_ssh_agent="$PIPECTL_RUN_DIRECTORY/agent"
 fi
-run /opt/env/bin/mpiexec -n 4 --ppn 2 --depth 4 --cpu-bind depth /opt/env/bin/python -m mpi4py -m pipectl.runtime.worker --run /scratch/u/runs/20261120-152233-gpt-small
+run_ranks /opt/env/bin/mpiexec -n 4 --ppn 2 --depth 4 --cpu-bind depth /opt/env/bin/python -m mpi4py -m pipectl.runtime.worker --run /scratch/u/runs/20261120-152233-gpt-small
 exit "$?"

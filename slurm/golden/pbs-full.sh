@@ -22,7 +22,7 @@ export PIPECTL_RUN_DIRECTORY='/scratch/u/my runs/100%'
 cd "$PIPECTL_RUN_DIRECTORY" || exit 1
 
 # The exit code is written whole, whatever ends the script.
-rm -f "$PIPECTL_RUN_DIRECTORY"/{exit_code,stop,stopped}
+rm -f "$PIPECTL_RUN_DIRECTORY"/{exit_code,stop,stopped,requeue_error}
 finish() {
     local code=$?
     (umask 077 && echo "$code" >"$PIPECTL_RUN_DIRECTORY/exit_code.tmp") &&
@@ -61,9 +61,12 @@ trap 'forward INT 130' INT
 trap 'forward USR1 138' USR1
 trap 'forward USR2 140' USR2
 run() {
-    local code signalled=1
     "$@" &
     child=$!
+    await
+}
+await() {
+    local code signalled=1
     while :; do
         interrupted=
         wait "$child"
@@ -76,9 +79,43 @@ run() {
     return "$code"
 }
 
-# Ranks that find this file save a checkpoint and end; the signal itself would end
-# launchers that do not know it.
-trap '(umask 077 && : >"$PIPECTL_RUN_DIRECTORY/stop"); interrupted=1' USR2
+# Launchers do not survive all signals that ranks do. One may wait for ever for a node that does not
+# answer: it is killed some time after a rank has failed.
+shielded=
+patience_s=60
+run_ranks() {
+    local code guard
+    (
+        [[ $shielded ]] && trap '' USR1 USR2
+        with_variables "$@"
+    ) &
+    child=$!
+    guard "$child" &
+    guard=$!
+    disown "$guard"
+    await
+    code=$?
+    kill -s KILL "$guard" 2>/dev/null
+    return "$code"
+}
+guard() {
+    trap - EXIT
+    until compgen -G "$PIPECTL_RUN_DIRECTORY/errors/rank-*.json" >/dev/null; do
+        read -rt 5 <> <(:)
+        kill -s 0 "$1" 2>/dev/null || return
+    done
+    read -rt "$patience_s" <> <(:)
+    kill -s KILL "$1" 2>/dev/null &&
+        echo "pipectl: a rank failed, and the launcher has not ended: it is killed" >&2
+}
+
+# Ranks that find this file save a checkpoint and end. A signal that is named in it
+# ends the job for good.
+ask_to_stop() {
+    (umask 077 && printf %s "${1-}" >>"$PIPECTL_RUN_DIRECTORY/stop")
+    interrupted=1
+}
+trap ask_to_stop USR2
 
 set +u
 type module >/dev/null 2>&1 || source /etc/profile
@@ -105,30 +142,34 @@ run with_variables /opt/env/bin/python -m pipectl.jobs.prepare '/scratch/u/my ru
 
 wait_s=$((SECONDS < 129420 ? 129420 - SECONDS : 1))
 (read -rt "$wait_s" <> <(:); kill -s USR2 $$) & timer=$!
-deleted=
-trap 'deleted=1; forward TERM 143' TERM
 if type pbs_tmrsh >/dev/null 2>&1; then
     cat >"$PIPECTL_RUN_DIRECTORY/agent" <<'AGENT'
 #!/bin/bash
 while [[ ${1-} == -* ]]; do shift; done
 host=$1
 shift
+trap '' TERM INT USR1 USR2
 exec pbs_tmrsh "$host" /bin/bash -c "$*"
 AGENT
     chmod u+x "$PIPECTL_RUN_DIRECTORY/agent"
     export HYDRA_LAUNCHER=ssh HYDRA_LAUNCHER_EXEC="$PIPECTL_RUN_DIRECTORY/agent"
     export PRTE_MCA_plm_ssh_agent="$PIPECTL_RUN_DIRECTORY/agent"
 fi
-run with_variables /opt/env/bin/mpiexec -n 4 --map-by ppr:2:node:PE=16 --rank-by slot --bind-to core --label /opt/env/bin/python -m mpi4py -m pipectl.runtime.worker --run '/scratch/u/my runs/100%'
+trap 'ask_to_stop TERM' TERM
+trap 'ask_to_stop INT' INT
+trap ask_to_stop USR1 USR2
+shielded=1
+run_ranks /opt/env/bin/mpiexec -n 4 --map-by ppr:2:node:PE=16 --rank-by slot --bind-to core --label /opt/env/bin/python -m mpi4py -m pipectl.runtime.worker --run '/scratch/u/my runs/100%'
 code=$?
 kill "$timer" 2>/dev/null
 if ((code == 0)) && [[ -e "$PIPECTL_RUN_DIRECTORY/stopped" ]]; then
     code=75
-    if ((attempt <= 3)) && [[ -z $deleted ]]; then
-        if next=$(qsub -C '#PBS' "$PIPECTL_RUN_DIRECTORY/job.sh"); then
+    if ((attempt <= 3)) && [[ ! -s "$PIPECTL_RUN_DIRECTORY/stop" ]]; then
+        if next=$(qsub -C '#PBS' "$PIPECTL_RUN_DIRECTORY/job.sh" 2>"$PIPECTL_RUN_DIRECTORY/requeue_error"); then
             echo "$next" >"$PIPECTL_RUN_DIRECTORY/resubmitted.tmp" &&
                 mv -f "$PIPECTL_RUN_DIRECTORY/resubmitted.tmp" "$PIPECTL_RUN_DIRECTORY/resubmitted"
         else
+            cat "$PIPECTL_RUN_DIRECTORY/requeue_error" >&2
             echo 'pipectl: this job may not submit another; pipectl resume goes on' >&2
         fi
     fi

@@ -15,7 +15,7 @@ export PIPECTL_RUN_DIRECTORY=/scratch/u/runs/20261120-152233-gpt-small
 cd "$PIPECTL_RUN_DIRECTORY" || exit 1
 
 # The exit code is written whole, whatever ends the script.
-rm -f "$PIPECTL_RUN_DIRECTORY"/{exit_code,stop,stopped}
+rm -f "$PIPECTL_RUN_DIRECTORY"/{exit_code,stop,stopped,requeue_error}
 finish() {
     local code=$?
     (umask 077 && echo "$code" >"$PIPECTL_RUN_DIRECTORY/exit_code.tmp") &&
@@ -54,9 +54,12 @@ trap 'forward INT 130' INT
 trap 'forward USR1 138' USR1
 trap 'forward USR2 140' USR2
 run() {
-    local code signalled=1
     "$@" &
     child=$!
+    await
+}
+await() {
+    local code signalled=1
     while :; do
         interrupted=
         wait "$child"
@@ -69,11 +72,54 @@ run() {
     return "$code"
 }
 
+# Launchers do not survive all signals that ranks do. One may wait for ever for a node that does not
+# answer: it is killed some time after a rank has failed.
+shielded=
+patience_s=60
+run_ranks() {
+    local code guard
+    (
+        [[ $shielded ]] && trap '' USR1 USR2
+        with_variables "$@"
+    ) &
+    child=$!
+    guard "$child" &
+    guard=$!
+    disown "$guard"
+    await
+    code=$?
+    kill -s KILL "$guard" 2>/dev/null
+    return "$code"
+}
+guard() {
+    trap - EXIT
+    until compgen -G "$PIPECTL_RUN_DIRECTORY/errors/rank-*.json" >/dev/null; do
+        read -rt 5 <> <(:)
+        kill -s 0 "$1" 2>/dev/null || return
+    done
+    read -rt "$patience_s" <> <(:)
+    kill -s KILL "$1" 2>/dev/null &&
+        echo "pipectl: a rank failed, and the launcher has not ended: it is killed" >&2
+}
+
 export OMP_NUM_THREADS=1
 export MKL_NUM_THREADS=1
 export PYTHONUNBUFFERED=1
 
+with_variables() {
+    exec "$@"
+}
+
 unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK
 export SLURM_CPU_BIND=none
-run /opt/env/bin/mpiexec -n 4 /opt/env/bin/python -m mpi4py -m pipectl.runtime.worker --run /scratch/u/runs/20261120-152233-gpt-small
+cat >"$PIPECTL_RUN_DIRECTORY/agent" <<'AGENT'
+#!/bin/bash
+options=()
+while (($#)) && [[ $1 != */hydra_pmi_proxy ]]; do options+=("$1") && shift; done
+exec srun "${options[@]}" /bin/bash -c 'trap "" USR1 USR2 && exec "$0" "$@"' "$@"
+AGENT
+chmod u+x "$PIPECTL_RUN_DIRECTORY/agent"
+[[ -n ${HYDRA_LAUNCHER-}${HYDRA_LAUNCHER_EXEC-} ]] ||
+    export HYDRA_LAUNCHER_EXEC="$PIPECTL_RUN_DIRECTORY/agent"
+run_ranks /opt/env/bin/mpiexec -n 4 /opt/env/bin/python -m mpi4py -m pipectl.runtime.worker --run /scratch/u/runs/20261120-152233-gpt-small
 exit "$?"

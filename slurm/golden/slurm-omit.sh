@@ -14,7 +14,7 @@ export PIPECTL_RUN_DIRECTORY=/scratch/u/runs/20261120-152233-gpt-small
 cd "$PIPECTL_RUN_DIRECTORY" || exit 1
 
 # The exit code is written whole, whatever ends the script.
-rm -f "$PIPECTL_RUN_DIRECTORY"/{exit_code,stop,stopped}
+rm -f "$PIPECTL_RUN_DIRECTORY"/{exit_code,stop,stopped,requeue_error}
 finish() {
     local code=$?
     (umask 077 && echo "$code" >"$PIPECTL_RUN_DIRECTORY/exit_code.tmp") &&
@@ -53,9 +53,12 @@ trap 'forward INT 130' INT
 trap 'forward USR1 138' USR1
 trap 'forward USR2 140' USR2
 run() {
-    local code signalled=1
     "$@" &
     child=$!
+    await
+}
+await() {
+    local code signalled=1
     while :; do
         interrupted=
         wait "$child"
@@ -68,9 +71,43 @@ run() {
     return "$code"
 }
 
+# Launchers do not survive all signals that ranks do. One may wait for ever for a node that does not
+# answer: it is killed some time after a rank has failed.
+shielded=
+patience_s=60
+run_ranks() {
+    local code guard
+    (
+        [[ $shielded ]] && trap '' USR1 USR2
+        with_variables "$@"
+    ) &
+    child=$!
+    guard "$child" &
+    guard=$!
+    disown "$guard"
+    await
+    code=$?
+    kill -s KILL "$guard" 2>/dev/null
+    return "$code"
+}
+guard() {
+    trap - EXIT
+    until compgen -G "$PIPECTL_RUN_DIRECTORY/errors/rank-*.json" >/dev/null; do
+        read -rt 5 <> <(:)
+        kill -s 0 "$1" 2>/dev/null || return
+    done
+    read -rt "$patience_s" <> <(:)
+    kill -s KILL "$1" 2>/dev/null &&
+        echo "pipectl: a rank failed, and the launcher has not ended: it is killed" >&2
+}
+
 export OMP_NUM_THREADS=16
 export MKL_NUM_THREADS=16
 export PYTHONUNBUFFERED=1
 
-run srun --kill-on-bad-exit=1 --mpi=pmix --ntasks=4 --ntasks-per-node=2 --distribution=block --export=ALL /opt/env/bin/python -m mpi4py -m pipectl.runtime.worker --run /scratch/u/runs/20261120-152233-gpt-small
+with_variables() {
+    exec "$@"
+}
+
+run_ranks srun --kill-on-bad-exit=1 --mpi=pmix --ntasks=4 --ntasks-per-node=2 --distribution=block --export=ALL /opt/env/bin/python -m mpi4py -m pipectl.runtime.worker --run /scratch/u/runs/20261120-152233-gpt-small
 exit "$?"

@@ -31,7 +31,7 @@ export PIPECTL_RUN_DIRECTORY='/scratch/u/my runs/100%'
 cd "$PIPECTL_RUN_DIRECTORY" || exit 1
 
 # The exit code is written whole, whatever ends the script.
-rm -f "$PIPECTL_RUN_DIRECTORY"/{exit_code,stop,stopped}
+rm -f "$PIPECTL_RUN_DIRECTORY"/{exit_code,stop,stopped,requeue_error}
 finish() {
     local code=$?
     (umask 077 && echo "$code" >"$PIPECTL_RUN_DIRECTORY/exit_code.tmp") &&
@@ -70,9 +70,12 @@ trap 'forward INT 130' INT
 trap 'forward USR1 138' USR1
 trap 'forward USR2 140' USR2
 run() {
-    local code signalled=1
     "$@" &
     child=$!
+    await
+}
+await() {
+    local code signalled=1
     while :; do
         interrupted=
         wait "$child"
@@ -85,9 +88,43 @@ run() {
     return "$code"
 }
 
-# Ranks that find this file save a checkpoint and end; the signal itself would end
-# launchers that do not know it.
-trap '(umask 077 && : >"$PIPECTL_RUN_DIRECTORY/stop"); interrupted=1' USR2
+# Launchers do not survive all signals that ranks do. One may wait for ever for a node that does not
+# answer: it is killed some time after a rank has failed.
+shielded=
+patience_s=60
+run_ranks() {
+    local code guard
+    (
+        [[ $shielded ]] && trap '' USR1 USR2
+        with_variables "$@"
+    ) &
+    child=$!
+    guard "$child" &
+    guard=$!
+    disown "$guard"
+    await
+    code=$?
+    kill -s KILL "$guard" 2>/dev/null
+    return "$code"
+}
+guard() {
+    trap - EXIT
+    until compgen -G "$PIPECTL_RUN_DIRECTORY/errors/rank-*.json" >/dev/null; do
+        read -rt 5 <> <(:)
+        kill -s 0 "$1" 2>/dev/null || return
+    done
+    read -rt "$patience_s" <> <(:)
+    kill -s KILL "$1" 2>/dev/null &&
+        echo "pipectl: a rank failed, and the launcher has not ended: it is killed" >&2
+}
+
+# Ranks that find this file save a checkpoint and end. A signal that is named in it
+# ends the job for good.
+ask_to_stop() {
+    (umask 077 && printf %s "${1-}" >>"$PIPECTL_RUN_DIRECTORY/stop")
+    interrupted=1
+}
+trap ask_to_stop USR2
 
 set +u
 type module >/dev/null 2>&1 || source /etc/profile
@@ -114,13 +151,17 @@ run with_variables /opt/env/bin/python -m pipectl.jobs.prepare '/scratch/u/my ru
 
 unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK
 export SLURM_CPU_BIND=none
-run with_variables /opt/env/bin/mpiexec -n 4 --map-by ppr:2:node:PE=16 --rank-by slot --bind-to core --label /opt/env/bin/python -m mpi4py -m pipectl.runtime.worker --run '/scratch/u/my runs/100%'
+trap 'ask_to_stop TERM' TERM
+trap 'ask_to_stop INT' INT
+trap ask_to_stop USR1 USR2
+shielded=1
+run_ranks /opt/env/bin/mpiexec -n 4 --map-by ppr:2:node:PE=16 --rank-by slot --bind-to core --label /opt/env/bin/python -m mpi4py -m pipectl.runtime.worker --run '/scratch/u/my runs/100%'
 code=$?
 if ((code == 0)) && [[ -e "$PIPECTL_RUN_DIRECTORY/stopped" ]]; then
     code=75
-    if ((attempt <= 3)); then
+    if ((attempt <= 3)) && [[ ! -s "$PIPECTL_RUN_DIRECTORY/stop" ]]; then
         trap '' TERM
-        scontrol requeue "${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}"
+        scontrol requeue "${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}" 2>"$PIPECTL_RUN_DIRECTORY/requeue_error" || cat "$PIPECTL_RUN_DIRECTORY/requeue_error" >&2
     fi
 fi
 exit "$code"

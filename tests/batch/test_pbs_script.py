@@ -225,7 +225,7 @@ def test_a_job_that_is_deleted_does_not_come_back(
     pbs: "FakeCommands", make_request: MakeRequest
 ) -> None:
     request = make_request(walltime_s=600, stop=Stop("USR2", 10, requeues=1))
-    rank = "trap ': >stopped; exit 0' TERM; : >begun; while :; do sleep 0.05; done"
+    rank = "trap '' TERM; : >begun; until [[ -s stop ]]; do sleep 0.05; done; : >stopped"
     job = subprocess.Popen(["bash", str(script_of(request, rank))])
     while not (request.run_directory / "begun").exists():
         time.sleep(0.05)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipectl.batch import JobRequest
+from pipectl.batch import JobRequest, Stop
 from pipectl.batch.script import render_body, render_variables
 from pipectl.errors import InvalidInputError
 
@@ -195,6 +195,45 @@ def test_a_signal_that_the_launch_survives_does_not_end_the_script(
     (request.run_directory / "end").touch()
     process.communicate(timeout=30)
     assert process.returncode == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("TERM", "TERM\n"), ("INT", "INT\n"), ("USR1", ""), ("USR2", "")]
+)
+def test_a_signal_to_a_training_asks_the_ranks_to_save_and_leaves_the_launcher_alone(
+    make_request: MakeRequest, name: str, said: str
+) -> None:
+    request = make_request(stop=Stop())
+    launcher = "trap 'exit 9' TERM; touch ready; until [[ -e stop ]]; do sleep 0.05; done; "
+    process = start(request, ["bash", "-c", f"{launcher} touch stopped"])
+    wait_for(request.run_directory / "ready")
+    process.send_signal(signal.Signals[f"SIG{name}"])
+    process.communicate(timeout=30)
+    assert process.returncode == 75
+    assert (request.run_directory / "stop").read_text() == said
+
+
+@pytest.mark.parametrize("name", ["USR1", "USR2"])
+def test_the_launcher_of_a_training_survives_signals_for_the_ranks(
+    make_request: MakeRequest, name: str
+) -> None:
+    request = make_request(stop=Stop())
+    assert run(request, ["bash", "-c", f"kill -s {name} $$; echo alive"]) == (0, "alive\n")
+
+
+def test_a_launcher_that_waits_for_a_lost_node_does_not_keep_the_script(
+    make_request: MakeRequest,
+) -> None:
+    request = make_request(stop=Stop())
+    (request.run_directory / "errors").mkdir(parents=True)
+    body = render_body(
+        request, ["bash", "-c", "trap '' TERM; : >errors/rank-0001.json; exec sleep 300"]
+    )
+    body = body.replace("patience_s=60", "patience_s=0.2").replace("-rt 5 ", "-rt 0.2 ")
+    done = subprocess.run(["bash", "-c", body], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 137
+    assert "the launcher has not ended: it is killed" in done.stderr
+    assert exit_file(request) == "137\n"
 
 
 def test_a_signal_reaches_the_preparation(make_request: MakeRequest) -> None:

@@ -8,15 +8,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from pipectl.batch import JobRequest, JobStatus
+from pipectl.batch import JobRequest, JobState, JobStatus
 from pipectl.batch.slurm import SlurmScheduler
-from pipectl.runs import RunDirectory, read_errors
+from pipectl.runs import RunDirectory, read_errors, read_exit_code
 
 pytestmark = [pytest.mark.mpi, pytest.mark.torture, pytest.mark.timeout(240)]
 RING = Path(__file__).parents[1] / "runtime" / "watch" / "ranks_that_wait.py"
@@ -47,7 +48,8 @@ def submit(lab: Path, tmp_path: Path) -> Callable[..., tuple[RunDirectory, str]]
             variables={"TEST_HAPPENS": what},
             mpiexec=str(beside) if beside.exists() else shutil.which("mpiexec"),
         )
-        run.script.write_text(SLURM.render(request))
+        script = SLURM.render(request).replace("patience_s=60", "patience_s=1")
+        run.script.write_text(script)
         return run, SLURM.submit(run.script, request)
 
     return start
@@ -80,17 +82,49 @@ def test_a_killed_rank(submit: Any, wait_for: WaitFor) -> None:
     wait_until(lambda: not any(processes(run).values()), 20)
 
 
+def processes_of_node(run: RunDirectory, lab: Path) -> list[psutil.Process]:
+    """On the second: Slurm's daemon, its step, the launcher's process, the rank and its watcher."""
+    rank = processes(run)[1][0]
+    daemon = psutil.Process(int((lab / "slurmd.node2.pid").read_text()))
+    above = [process for process in rank.parents() if "slurmstepd" in process.name()]
+    steps = [process for process in above if process.pid != daemon.pid]
+    assert steps
+    return [daemon, *steps, *steps[0].children(recursive=True)]
+
+
+def test_a_frozen_node(submit: Any, wait_for: WaitFor, lab: Path) -> None:
+    """Slurm does not notice for long, and the launcher waits; the job ends and frees the others."""
+    conf = lab / "slurm.conf"
+    text = conf.read_text()
+    conf.write_text(text.replace("SlurmdTimeout=15", "SlurmdTimeout=3000"))
+    subprocess.run(["scontrol", "reconfigure"], check=True)
+    run, job_id = submit("lingers")
+    wait_until((run.path / "happened").exists)
+    frozen = processes_of_node(run, lab)
+    try:
+        for process in frozen:
+            process.suspend()
+        wait_for(job_id, JobState.COMPLETING)
+        wait_until(lambda: SLURM.query([job_id])[job_id].nodes == "node2", 30)
+        assert read_exit_code(run) == 137
+        (error,) = read_errors(run)
+        assert (error["rank"], error["host"]) == (1, "node2")
+        assert "the launcher has not ended: it is killed" in run.job_log.read_text()
+    finally:
+        for process in reversed(frozen):
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
+        conf.write_text(text)
+        subprocess.run(["scontrol", "reconfigure"], check=True)
+    wait_for(job_id)
+
+
 def test_a_lost_node(submit: Any, wait_for: WaitFor, lab: Path) -> None:
     """Everything there is killed at once: Slurm's daemon, its step, the launcher's, the rank."""
     run, job_id = submit("lingers")
     wait_until((run.path / "happened").exists)
     time.sleep(2)
-    rank = processes(run)[1][0]
-    above = [process for process in rank.parents() if "slurmstepd" in process.name()]
-    daemon = psutil.Process(int((lab / "slurmd.node2.pid").read_text()))
-    steps = [process for process in above if process.pid != daemon.pid]
-    assert steps
-    lost = [daemon, *steps, *steps[0].children(recursive=True)]
+    lost = processes_of_node(run, lab)
     lost_at = time.time()
     try:
         for process in lost:

@@ -186,18 +186,32 @@ def test_a_failing_model_fails_the_slurm_job_and_status_names_the_culprit(
     assert "rank 0" in shown.stdout or "rank 1" in shown.stdout
 
 
-def test_a_signal_puts_the_job_back_into_the_queue_and_it_goes_on(
-    lab: Path, tmp_path: Path, local_run: Path, local_weights: dict[str, torch.Tensor]
-) -> None:
-    """As Slurm sends it before the walltime is over."""
-    take_profile(local_run, tmp_path)
-    settings = ["resources.nodes=2", "resources.tasks_per_node=1", "pipeline.stages=2"]
-    run = submit(tmp_path, "slurm", *settings)
+TO_SCRIPT = pytest.param("--batch", marks=pytest.mark.torture)
+
+
+def start_training(folder: Path, local_run: Path, *settings: str) -> tuple[str, str]:
+    """A run on two nodes that has made a step, and its job."""
+    take_profile(local_run, folder)
+    nodes = ["resources.nodes=2", "resources.tasks_per_node=1", "pipeline.stages=2"]
+    run = submit(folder, "slurm", *nodes, *settings)
     deadline = time.monotonic() + 280
-    while not (found := status(tmp_path, run))["step"]:
+    while not (found := status(folder, run))["step"]:
         assert time.monotonic() < deadline, found
         time.sleep(0.2)
-    subprocess.run(["scancel", "--signal=USR2", "--batch", str(found["job_id"])], check=True)
+    return run, str(found["job_id"])
+
+
+@pytest.mark.parametrize("whom", ["--verbose", TO_SCRIPT])
+def test_a_signal_puts_the_job_back_into_the_queue_and_it_goes_on(
+    lab: Path,
+    tmp_path: Path,
+    local_run: Path,
+    local_weights: dict[str, torch.Tensor],
+    whom: str,
+) -> None:
+    """To all steps; or to the script, as Slurm sends it before the walltime is over."""
+    run, job_id = start_training(tmp_path, local_run)
+    subprocess.run(["scancel", "--signal=USR2", whom, job_id], check=True)
     last = watch(tmp_path, run)[-1]
     log = (tmp_path / "runs" / run / "logs" / "job.log").read_text()
     assert (last["state"], last["step"]) == ("COMPLETED", 80), log
@@ -205,3 +219,25 @@ def test_a_signal_puts_the_job_back_into_the_queue_and_it_goes_on(
     assert {json.loads(line)["attempt"] for line in metrics} == {1, 2}
     found_weights = weights(tmp_path, run)
     assert all(torch.equal(found_weights[name], local_weights[name]) for name in local_weights)
+
+
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize(
+    ("launcher", "how"),
+    [
+        ("mpiexec", ["--signal=TERM"]),
+        pytest.param("srun", ["--signal=INT"], marks=pytest.mark.torture),
+        pytest.param("srun", ["--signal=TERM", "--batch"], marks=pytest.mark.torture),
+    ],
+)
+def test_a_signal_to_end_saves_and_stops_the_run_for_good(
+    lab: Path, tmp_path: Path, local_run: Path, launcher: str, how: list[str]
+) -> None:
+    more = ["training.steps=1000000", f"launch.launcher={launcher}"]
+    run, job_id = start_training(tmp_path, local_run, *more)
+    subprocess.run(["scancel", *how, job_id], check=True)
+    last = watch(tmp_path, run)[-1]
+    directory = tmp_path / "runs" / run
+    log = (directory / "logs" / "job.log").read_text()
+    assert (last["state"], last["error"]) == ("PREEMPTED", None), log
+    assert [path.name for path in (directory / "checkpoints").glob("step-*")]

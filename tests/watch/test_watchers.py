@@ -183,14 +183,6 @@ def test_a_crash_is_told_in_pythons_words_without_what_disturbs_terminals(job: J
     assert "\x1b" not in job.log.read_text()
 
 
-def test_a_rank_that_is_asked_to_end_and_does_not_is_killed(job: Job) -> None:
-    (rank,) = job.start(1)
-    rank.says(bytes([signal.SIGTERM]))
-    assert rank.process.wait(LONG_S) == -signal.SIGKILL
-    job.wait()
-    assert job.reports == {}
-
-
 def test_the_first_to_end_is_named_however_late_the_watcher_looks(job: Job) -> None:
     ranks = job.start(4)
     job.watchers[0].send_signal(signal.SIGSTOP)
