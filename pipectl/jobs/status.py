@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from pipectl.jobs.measured import Expected, Measured
 from pipectl.jobs.reading import Reading, read
 from pipectl.jobs.recovery import recovered
 from pipectl.plan import Plan
-from pipectl.runs import TRAINING, Record, RunDirectory, read_stall
+from pipectl.runs import TRAINING, Record, RunDirectory, read_requeue_error, read_stall
 
 
 class Peak(NamedTuple):
@@ -209,6 +209,8 @@ def _status(
 ) -> RunStatus:
     if isinstance(record, Record):
         job = _job(record, answers.get(record.scheduler, Answer({})), reading, now)
+        if job.state is JobState.PREEMPTED and (error := read_requeue_error(run)):
+            job = replace(job, reason=f"{job.reason}; it could not be started again: {error}")
     else:
         job = JobStatus(JobState.UNKNOWN, reason=record.message, source="none")
     heartbeat = reading.heartbeat

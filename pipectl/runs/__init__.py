@@ -31,6 +31,7 @@ from pipectl.runs.readers import (
     read_figures,
     read_heartbeat,
     read_metrics,
+    read_requeue_error,
     read_stall,
     read_starts,
 )
@@ -86,6 +87,7 @@ __all__ = [
     "read_figures",
     "read_heartbeat",
     "read_metrics",
+    "read_requeue_error",
     "read_stall",
     "read_starts",
     "step_of",

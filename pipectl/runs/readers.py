@@ -101,6 +101,15 @@ def read_exit_code(run: RunDirectory) -> int | None:
     return _number(run.exit_code)
 
 
+def read_requeue_error(run: RunDirectory) -> str:
+    """Why the batch system did not start the job again, in its last words; empty if it did."""
+    try:
+        text = read_limited(run.requeue_error, _MAX_REPORT_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return ""
+    return next((line.strip() for line in reversed(text.split("\n")) if line.strip()), "")
+
+
 def read_starts(run: RunDirectory) -> int:
     """How often the job script was started."""
     return max(0, _number(run.attempt) or 0)

@@ -213,11 +213,14 @@ def test_it_stops_before_the_walltime_and_submits_itself_again(
 
 
 def test_a_site_that_lets_jobs_submit_none(pbs: "FakeCommands", make_request: MakeRequest) -> None:
-    pbs.answer("qsub", stderr="qsub: Unauthorized Request", rc=159)
+    pbs.answer("qsub", stderr="qsub: Bad UID for job execution\n", rc=15)
     request = make_request(walltime_s=11, stop=Stop("USR2", 10, requeues=1))
     done = subprocess.run(["bash", str(script_of(request, WAITS))], timeout=30, check=False)
     assert done.returncode == 75
-    assert "pipectl resume goes on" in (request.run_directory / "logs" / "job.log").read_text()
+    log = (request.run_directory / "logs" / "job.log").read_text()
+    assert "qsub: Bad UID for job execution\npipectl: this job may not submit another" in log
+    said = (request.run_directory / "requeue_error").read_text()
+    assert said == "qsub: Bad UID for job execution\n"
     assert not (request.run_directory / "resubmitted").exists()
 
 

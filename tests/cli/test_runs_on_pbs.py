@@ -56,6 +56,20 @@ def test_a_run_that_submits_itself_again(cli: Any, job: Path, program: Program) 
     assert "CANCELLED" in cli("status", "last").out
 
 
+def test_why_a_job_could_not_submit_itself_again_is_the_reason_of_its_run(
+    cli: Any, job: Path, program: Program
+) -> None:
+    program("qsub", "echo 7.vm")
+    assert cli("submit", "job.yaml", *PBS).code == 0
+    (run,) = Path("runs").glob("*-tiny")
+    (run / "exit_code").write_text("75\n")
+    (run / "requeue_error").write_text("qsub: Bad UID for job execution\n")
+    program("qstat", listing("7.vm", "F", "    substate = 93\n    Exit_status = 75\n"))
+    shown = json.loads(cli("status", "last", "--json").out)
+    assert shown["state"] == "PREEMPTED"
+    assert shown["reason"].endswith("started again: qsub: Bad UID for job execution")
+
+
 TOLD = 'echo 12.vm >"$run/resubmitted"; '
 
 

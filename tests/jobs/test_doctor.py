@@ -160,8 +160,22 @@ def test_pbs(program: Program) -> None:
         program(name, "true")
     program("qstat", '[[ $1 == --version ]] && echo "pbs_version = 23.06.06"')
     assert [each.level for each in pbs()] == [Level.FAIL]
-    program("qstat", '[[ $1 == --version ]] && echo "pbs_version = 23.06.06"; true')
-    assert [each.text for each in pbs()] == ["pbs_version = 23.06.06"]
+    version = '[[ $1 == --version ]] && echo "pbs_version = 23.06.06"; '
+    program("qstat", version + r"printf 'Server: vm\n    flatuid = True\n    pbs_version = 23\n'")
+    assert [each.text.split()[0] for each in pbs()] == ["pbs_version"]
+
+
+@pytest.mark.parametrize("said", ["", r"    flatuid = False\n"])
+def test_whether_jobs_of_pbs_may_submit_themselves_again_is_known_beforehand(
+    program: Program, said: str
+) -> None:
+    for name in ("qsub", "qselect"):
+        program(name, "true")
+    program("qstat", rf"printf 'Server: vm\n{said}    pbs_version = 23\n'")
+    _, found = pbs()
+    assert found.level is Level.WARN
+    assert "flatuid" in found.text
+    assert "pipectl resume" in found.cure
 
 
 def test_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,7 +226,7 @@ ENDINGS: dict[str, Callable[[Continued], None]] = {
 }
 ENDS_AS = {
     "usr2": (JobState.PREEMPTED,),
-    "term": (JobState.FAILED,),
+    "term": (JobState.PREEMPTED,),
     "kill": (JobState.FAILED,),
     "scancel": (JobState.CANCELLED,),
     "requeue": (JobState.QUEUED,),

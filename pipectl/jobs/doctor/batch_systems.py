@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -50,8 +51,12 @@ def pbs() -> Findings:
     cure = "ask the site, or set PBS_SERVER; jobs run here with --scheduler local"
     try:
         known = said(["qstat", "--version"], cure)
-        said(["qstat", "-B"], cure)
+        server = said(["qstat", "-B", "-f"], cure)
     except PipectlError as error:
         yield Finding("PBS", Level.FAIL, error.message, cure)
         return
     yield Finding("PBS", Level.OK, known)
+    if not re.search(r"^\s*flatuid\s*=\s*True\s*$", server, re.MULTILINE | re.IGNORECASE):
+        text = "flatuid is not set: jobs may not be able to submit themselves again"
+        advice = "ask the site for `set server flatuid = True`; else go on with pipectl resume"
+        yield Finding("PBS requeue", Level.WARN, text, advice)
