@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 
 import pytest
@@ -42,6 +44,12 @@ def _why(found: Import) -> Iterator[str]:
 
 def test_imports_go_down_and_libraries_stay_in_their_place():
     assert faults(all_imports()) == []
+
+
+def test_measuring_and_planning_do_not_start_mpi():
+    modules = "pipectl.profiler.job, pipectl.jobs.profile, pipectl.jobs.submit, pipectl.cli"
+    code = f"import sys, {modules}; sys.exit('mpi4py.MPI' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_no_parts_of_a_layer_import_each_other_in_a_circle():

@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from mpi4py import MPI
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 T = TypeVar("T")
 
@@ -96,6 +97,8 @@ def tell_of_waits(tell: Callable[[bool], None]) -> None:
 
 def wait(requests: Sequence[MPI.Request]) -> None:
     """Return when all requests are complete."""
+    from mpi4py import MPI  # importing it starts MPI, which profiling must not
+
     pending = list(requests)
     poll(lambda: bool(MPI.Request.Testall(pending)), _meter.worked)
 
