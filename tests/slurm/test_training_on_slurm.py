@@ -221,7 +221,6 @@ def test_a_signal_puts_the_job_back_into_the_queue_and_it_goes_on(
     assert all(torch.equal(found_weights[name], local_weights[name]) for name in local_weights)
 
 
-@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     ("launcher", "how"),
     [
