@@ -86,15 +86,16 @@ def resume(
         SchedulerError: the batch system rejects it; the run is as it was.
     """
     with locked(run):
+        record = completed(run, now)
+        state = _check_over(run, record, now, force=force)
         if not trust_owner:
             refuse_code_of_others(load(run.job, overrides, check_files=False), run.job)
-        return _resume(run, completed(run, now), overrides, now, force=force)
+        return _resume(run, record, state, overrides, now)
 
 
 def _resume(
-    run: RunDirectory, record: Record, overrides: Sequence[str], now: float, *, force: bool
+    run: RunDirectory, record: Record, state: JobState, overrides: Sequence[str], now: float
 ) -> Resumption:
-    state = _check_over(run, record, now, force=force)
     was, spec = load(run.job), load(run.job, overrides)
     _check_incomplete(run, record, spec, state)
     check_unchanged(run, record, was, spec)

@@ -198,7 +198,7 @@ def test_a_signal_that_the_launch_survives_does_not_end_the_script(
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("TERM", "TERM\n"), ("INT", "INT\n"), ("USR1", ""), ("USR2", "")]
+    ("name", "said"), [("TERM", "TERM"), ("INT", "INT"), ("USR1", ""), ("USR2", "")]
 )
 def test_a_signal_to_a_training_asks_the_ranks_to_save_and_leaves_the_launcher_alone(
     make_request: MakeRequest, name: str, said: str

@@ -26,7 +26,7 @@ def test_memory_is_rounded_up_to_megabytes(make_request: MakeRequest) -> None:
 def test_a_command_alone_is_started_without_mpi(make_request: MakeRequest, launcher: str) -> None:
     request = make_request(alone=True, launcher=launcher, command=("measure", "this model"))
     for script in (render_script(request), LocalScheduler().render(request)):
-        assert script.splitlines()[-2:] == ["run measure 'this model'", 'exit "$?"']
+        assert script.splitlines()[-2:] == ["run with_variables measure 'this model'", 'exit "$?"']
         assert "mpiexec" not in script
         assert "srun" not in script
 

@@ -86,8 +86,8 @@ def test_dry_run_needs_no_mpi(
     monkeypatch.setattr(sys, "executable", str(place / "bin/python"))
     result = cli("submit", "job.yaml", "--scheduler", scheduler, "--dry-run")
     assert (result.code, result.err.startswith("no fresh profile: ")) == (0, True)
-    launch = next(line for line in result.out.splitlines() if line.startswith("run mpiexec"))
-    assert shlex.split(launch)[:4] == ["run", "mpiexec", "-n", "2"]
+    launch = next(line for line in result.out.splitlines() if line.startswith("run_ranks mpiexec"))
+    assert shlex.split(launch)[:4] == ["run_ranks", "mpiexec", "-n", "2"]
 
 
 def test_local_without_mpi_fails_before_anything_is_made(

@@ -145,6 +145,8 @@ def test_the_optimizer_is_given_a_ranks_parameters_in_the_order_of_the_model(
     assert done.returncode == 0, done.stderr
     whole = [[12, 8], [12], [8, 7], [8], [7, 6], [7]]
     given = [json.loads(file.read_text()) for file in noted.iterdir()]
+    # A rank whose stages have no parameters tries the optimizer on small ones only.
+    given = [sizes for sizes in given if all(size in whole for size in sizes)]
     assert sorted(item for sizes in given for item in sizes) == sorted(whole)
     for sizes in given:
         assert sizes == [item for item in whole if item in sizes]

@@ -12,6 +12,7 @@ from pipectl.link import Link
 from pipectl.planner.graphs.condense import condense
 from pipectl.planner.replication import replica_counts
 from pipectl.planner.replication.proposals import PRECISION
+from pipectl.simulate.reduction import reduction_s
 
 SIZE, MICRO_BATCHES, OWN_SIZE = 3, 4, 8
 RATE = 1e5
@@ -25,15 +26,17 @@ def cluster(nodes, ranks, memory_bytes=None, speed=1.0):
 
 
 def load(profile, stage, borders, replicas, nodes, ranks):
-    """By definition: times scale with samples, nodes share their link."""
+    """By definition: times scale with samples, nodes share a link, sums are on the first ranks."""
     part = -(-SIZE // replicas) / OWN_SIZE
     inside = [operator for operator in profile.operators if operator.id in stage]
     rate, beside = (RATE, min(ranks, replicas)) if nodes > 1 else (10 * RATE, 1)
-    reduced = sum(o.parameter_bytes for o in inside) * 2 * (replicas - 1) / replicas
+    summed = sum(o.parameter_bytes for o in inside)
+    machines = cluster(nodes, ranks)
+    reduced_s = reduction_s(machines, machines.node_of_rank, range(replicas), summed)
     compute = sum(o.forward_s + o.backward_s for o in inside) * part
     moved = max(crossing(profile, border) for border in borders)
     moved_s = moved * SIZE / OWN_SIZE * beside / replicas / rate
-    return max(compute + reduced / rate / MICRO_BATCHES, moved_s)
+    return max(compute + reduced_s / MICRO_BATCHES, moved_s)
 
 
 def crossing(profile, done):
