@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
-from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
 from pipectl.spec.references import Reference
@@ -45,8 +45,10 @@ def fault_of_name(reference: Reference) -> str | None:
 
 def _fault_of_installed(module: str) -> str | None:
     top = module.partition(".")[0]
-    known = top in sys.stdlib_module_names or top in sys.modules
-    if known or PathFinder.find_spec(top) is not None:
+    try:
+        if top in sys.stdlib_module_names or find_spec(top) is not None:
+            return None
+    except ValueError:  # it is loaded, by other means than a file
         return None
     return f"no module {top!r} is installed, and none lies beside the job file"
 

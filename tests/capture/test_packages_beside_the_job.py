@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -93,6 +95,20 @@ def test_check_says_which_name_cannot_be_found(job: Path, change: str, message: 
         load_with_origins(job, [change])
     assert message in caught.value.message
     assert "model.factory" in caught.value.message
+
+
+def test_a_package_that_a_finder_of_an_editable_install_knows_is_installed(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, _path: object = None, _target: object = None) -> ModuleSpec | None:
+            return ModuleSpec(name, None) if name == "editable" else None
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    load_with_origins(job, ["model.factory=editable.net:Model"])
+    monkeypatch.setitem(sys.modules, "made_at_run_time", ModuleType("made_at_run_time"))
+    load_with_origins(job, ["model.factory=made_at_run_time.net:Model"])
 
 
 @pytest.mark.parametrize(
