@@ -126,10 +126,12 @@ def _container(spec: JobSpec, directory: Path) -> Container | None:
     """
     if spec.container is None:
         return None
-    code = (parse(text, spec.base).file for _, text in spec.factories())
-    named = (*code, spec.weights_path, spec.cluster_file, spec.schedule_file)
+    code = [parse(text, spec.base) for _, text in spec.factories()]
+    files = (*(one.file for one in code), spec.weights_path, spec.cluster_file, spec.schedule_file)
     runs = directory.parent
-    folders = sorted({path.parent for path in named if path is not None} - {runs})
+    needed = {path.parent for path in files if path is not None}
+    needed |= {one.root for one in code if one.root is not None}
+    folders = sorted(needed - {runs})
     return Container(spec.container, (runs, *folders), spec.resources.gpus_per_node > 0)
 
 

@@ -77,6 +77,16 @@ def test_what_the_job_names_and_writes_is_bound(tmp_path: Path, written: str, im
     assert container.accelerators
 
 
+def test_packages_beside_the_job_are_bound(tmp_path: Path) -> None:
+    (tmp_path / "netmod.py").touch()
+    text = JOB.replace("./code/model.py", "netmod").replace("./model data.py", "/else/pk.data")
+    (tmp_path / "job.yaml").write_text(text.replace("IMAGE", "./torch.sif"))
+    spec = load(tmp_path / "job.yaml", check_files=False)
+    container = job_request(spec, Path("/runs/x"), "t").container
+    assert container is not None
+    assert container.binds == (Path("/runs"), *sorted([Path("/else"), tmp_path]))
+
+
 def test_no_container(make_request: MakeRequest) -> None:
     assert make_request().within(("a", "b")) == ("a", "b")
 
