@@ -14,6 +14,7 @@ from string import Template
 from pipectl.batch.queues import Queue
 from pipectl.errors import UsageError
 from pipectl.jobs.starting import Ask
+from pipectl.spec.names import source_of
 from pipectl.spec.references import fault_of, parse
 from pipectl.units import format_bytes, format_clock
 
@@ -118,7 +119,7 @@ def _own(code: Code, directory: Path) -> str:
 
 def _evaluation(data: str, quoted: Callable[[str], str]) -> str:
     """The section for held-out data beside the training data; a comment if no function is there."""
-    file, where = parse(data, Path()).file, data.rpartition(":")[0]
+    file, where = source_of(parse(data, Path())), data.rpartition(":")[0]
     try:
         tree = ast.parse(b"" if file is None else file.read_bytes())
     except (OSError, SyntaxError, ValueError):  # loading it says what is wrong
@@ -131,12 +132,14 @@ def _evaluation(data: str, quoted: Callable[[str], str]) -> str:
 
 
 def _beside(reference: str, directory: Path) -> str:
-    """With its file as seen from the job's directory."""
-    file = parse(reference, Path()).file
-    if file is None:
-        return reference
-    path = os.path.relpath(file, directory.resolve())
-    return f"{path if path.startswith('..') else f'./{path}'}:{reference.rpartition(':')[2]}"
+    """With its file, or the directory of its package, as seen from the job's directory."""
+    code = parse(reference, Path())
+    place = code.file or code.root
+    if place is None or parse(code.portable, directory) == code:
+        return code.portable
+    path = os.path.relpath(place, directory.resolve())
+    path = path if path.startswith("..") else f"./{path}"
+    return f"{path if code.file else f'{path}/{code.module}'}:{code.attribute}"
 
 
 def _resources(ask: Ask) -> str:

@@ -20,13 +20,11 @@ _INNER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 def fault_of_name(reference: Reference) -> str | None:
     """Why what a reference names cannot be found; None if it can, or may be."""
-    file = reference.file
-    if reference.module is not None:
-        if reference.root is None:
-            return _fault_of_installed(reference.module)
-        file = _file_of(reference.root, reference.module)
-        if file is None:
-            return f"there is no module {reference.module} in {reference.root}"
+    file = source_of(reference)
+    if reference.module is not None and reference.root is None:
+        return _fault_of_installed(reference.module)
+    if reference.root is not None and file is None:
+        return f"there is no module {reference.module} in {reference.root}"
     if file is None or not file.is_file():  # a missing file is reported elsewhere
         return None
     try:
@@ -41,6 +39,13 @@ def fault_of_name(reference: Reference) -> str | None:
         return None
     inner = file.name == "__init__.py" and _file_of(file.parent, first)
     return None if inner else f"{file} defines no {first!r}{did_you_mean(first, names)}"
+
+
+def source_of(reference: Reference) -> Path | None:
+    """The file of a reference, or of its module; None for an installed one, or if there is none."""
+    if reference.root is None:
+        return reference.file
+    return _file_of(reference.root, str(reference.module))
 
 
 def _fault_of_installed(module: str) -> str | None:

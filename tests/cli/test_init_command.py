@@ -159,6 +159,25 @@ def test_a_model_that_returns_its_loss_and_has_held_out_data(cli: Any) -> None:
     assert spec.evaluation.data.factory == "../mine.py:held_out_data"
 
 
+@pytest.mark.parametrize(("directory", "written"), [("new", "../pkg.net"), (".", "pkg.net")])
+def test_a_package_beside_the_current_directory_is_reached_from_the_job(
+    cli: Any, directory: str, written: str
+) -> None:
+    Path("pkg").mkdir()
+    Path("pkg/__init__.py").touch()
+    Path("pkg/net.py").write_text(
+        "class Net: ...\ndef training_data(): ...\ndef held_out_data(): ...\n"
+    )
+    result = cli("init", directory, "--model", "pkg.net:Net", "--loss", "model")
+    assert result.code == 0, result.err
+    result = cli("check", f"{directory}/job.yaml")
+    assert result.code == 0, result.err
+    spec = load(Path(directory, "job.yaml"), sites=())
+    assert spec.model.factory == f"{written}:Net"
+    assert spec.evaluation is not None
+    assert spec.evaluation.data.factory == f"{written}:held_out_data"
+
+
 def test_held_out_data_that_is_not_there_is_a_comment_in_the_job(cli: Any) -> None:
     Path("mine.py").write_text("class Net: ...\ndef training_data(): ...\n")
     assert cli("init", "--model", "mine.py:Net").code == 0
