@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipectl.access import fault_of_owner
 from pipectl.errors import UsageError
-from pipectl.spec.references import parse
+from pipectl.spec.references import Reference, parse
 
 if TYPE_CHECKING:
     from pipectl.spec import JobSpec
@@ -41,10 +42,26 @@ def _code_of_others(spec: JobSpec, job: Path, *, groups: bool = True) -> str:
     Args:
         groups: whether members of a group that may write it count.
     """
-    named = [parse(text, spec.base).file for _, text in spec.factories()]
-    files = [path for path in (job, *named, spec.template_file) if path is not None]
-    # A module imports what lies beside it.
-    for path in dict.fromkeys((*files, *(path.parent for path in files[1:]))):
+    template = spec.template_file
+    named = [path for _, text in spec.factories() for path in _sources(parse(text, spec.base))]
+    named += [template, template.parent] if template is not None else []
+    for path in dict.fromkeys((job, *named)):
         if fault := fault_of_owner(path, groups=groups):
             return f"{path} {fault}"
     return ""
+
+
+def _sources(reference: Reference) -> Iterator[Path]:
+    """The files that a reference runs, then the directories from which those import others.
+
+    Files of a module that do not exist are among them.
+    """
+    if reference.file is not None:
+        yield from (reference.file, reference.file.parent)
+    elif reference.root is not None:
+        inner = Path(reference.root, *str(reference.module).split("."))
+        yield inner.with_name(f"{inner.name}.py")
+        while inner != reference.root:
+            yield from (inner / "__init__.py", inner)
+            inner = inner.parent
+        yield reference.root

@@ -431,6 +431,28 @@ def test_submit_says_whose_code_it_runs(place: Place, code: Path) -> None:
     assert f"warning: {code} belongs to the user {MALLORY}; its code runs as you" in found.err
 
 
+@pytest.mark.parametrize("spoiled", ["", "pk", "pk/__init__.py", "pk/net.py"])
+def test_modules_and_their_packages_are_looked_at_like_files(place: Place, spoiled: str) -> None:
+    root = place.mine / "code"
+
+    def write() -> None:
+        (root / "pk").mkdir(parents=True, mode=0o755)
+        for name in ("__init__.py", "net.py"):
+            (root / "pk" / name).write_text(f"import os\nos.mkdir({str(place.mine / 'ran')!r})\n")
+            (root / "pk" / name).chmod(0o644)
+        (place.mine / "job.yaml").write_text(JOB.replace("MODEL", f"{root}/pk.net"))
+
+    as_user(place.us, write)
+    os.chown(root / spoiled, MALLORY, MALLORY)
+    found = as_user(place.us, command("verify", str(place.mine / "job.yaml")))
+    assert found.code == UsageError.exit_code, found.err
+    who = f"{root / spoiled} belongs to the user {MALLORY}"
+    assert f"{who}, and its code would run as you" in found.err
+    words = ("submit", str(place.mine / "job.yaml"), "--dry-run", "--scheduler", "slurm")
+    assert f"warning: {who}; its code runs as you" in as_user(place.us, command(*words)).err
+    assert not (place.mine / "ran").exists()
+
+
 def test_export_takes_weights_of_others_and_runs_nothing(place: Place, code: Path) -> None:
     def spoil(run: RunDirectory) -> None:
         run.job.write_text(JOB.replace("MODEL", str(code)))
