@@ -14,6 +14,7 @@ import stat
 from pathlib import Path
 
 _ROOT = 0
+_MOST_LINKS = 40
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
@@ -54,20 +55,35 @@ def read_limited(path: Path, limit: int) -> bytes:
 
 
 def followed(path: Path) -> Path:
-    """Where a path to be written leads: links are followed if they are ours, or the system's.
+    """Where a path to be written leads, without links: those of other users are refused.
+
+    In the directories above it they are refused where others can put links.
 
     Raises:
-        OSError: it is a link of another user.
+        OSError: it leads through a link of another user, or through too many.
     """
-    try:
-        found = path.lstat()
-    except FileNotFoundError:
-        return path
-    if not stat.S_ISLNK(found.st_mode):
-        return path
-    if found.st_uid not in (os.geteuid(), _ROOT):
-        raise OSError(errno.ELOOP, "is a symbolic link of another user", str(path))
-    return Path(os.path.realpath(path))
+    waiting = list(reversed(path.absolute().parts))
+    place, links = Path(waiting.pop()), 0
+    while waiting:
+        part = waiting.pop()
+        inner = place / part if part != ".." else place.parent
+        try:
+            found = inner.lstat()
+        except (FileNotFoundError, NotADirectoryError):  # whoever opens it says so
+            found = None
+        if found is None or not stat.S_ISLNK(found.st_mode):
+            place = inner
+            continue
+        links += 1
+        if links > _MOST_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+        foreign = found.st_uid not in (os.geteuid(), _ROOT)
+        if foreign and (not waiting or fault_of_owner(place)):
+            raise OSError(errno.ELOOP, f"{inner} is a symbolic link of another user", str(path))
+        target = inner.readlink()
+        place = Path(target.anchor or place)
+        waiting += reversed(target.relative_to(target.anchor).parts)
+    return place
 
 
 def private_mode(directory: Path, mode: int) -> int:

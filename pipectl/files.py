@@ -100,12 +100,13 @@ def make_directory_of(path: Path) -> None:
         if (number := _open_file(path)) is not None:
             os.fstat(number)
         stream, directory = is_stream(path), path.is_dir()
+        place = path if stream else followed(path)
     except OSError as error:
         raise _unwritable(path, error) from error
     if directory:
         raise UsageError(f"{path}: is a directory", cure="name a file in it")
     if not stream:
-        make_directory(Path(os.path.realpath(path)).parent if path.is_symlink() else path.parent)
+        make_directory((place if path.is_symlink() else path).parent)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -30,7 +30,7 @@ import pipectl.jobs
 from pipectl.access import fault_of_owner, open_regular, read_limited
 from pipectl.cli import main
 from pipectl.errors import UsageError
-from pipectl.files import write_text
+from pipectl.files import make_directory_of, write_text
 from pipectl.runs import Record, RunDirectory, list_runs, list_sweeps
 
 ROOT, NOBODY, MALLORY = 0, 65534, 12345
@@ -305,7 +305,45 @@ def test_files_are_not_written_through_links_of_others(place: Place) -> None:
     assert target.read_text() == "# mine\n"
 
 
+@pytest.mark.parametrize("kind", ["through ours", "directory", "directory through ours"])
+def test_no_link_of_others_on_the_way_is_followed(place: Place, kind: str) -> None:
+    """In a directory that everybody may write to, also where a link of ours leads there."""
+    place.theirs.chmod(0o1777)
+    os.chown(place.theirs, ROOT, ROOT)
+    mine = as_user(place.us, lambda: Path(tempfile.mkdtemp(dir=place.mine)))
+    target, link, path = mine / "name", place.theirs / "link", mine / "near"
+    as_user(place.us, lambda: target.write_text("mine"))
+    as_user(MALLORY, lambda: link.symlink_to(target if kind == "through ours" else mine))
+    if kind == "directory":
+        path = link / "name"
+    else:
+        ours = link if kind == "through ours" else link / "name"
+        as_user(place.us, lambda: path.symlink_to(ours))
+
+    def append() -> None:
+        os.close(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT))
+
+    for write in (lambda: write_text(path, "theirs"), lambda: make_directory_of(path)):
+        with pytest.raises(UsageError, match="is a symbolic link of another user"):
+            as_user(place.us, write)
+    with pytest.raises(OSError, match="is a symbolic link of another user"):
+        as_user(place.us, append)
+    assert target.read_text() == "mine"
+
+
+def test_links_without_an_end_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "one").symlink_to("two")
+    (tmp_path / "two").symlink_to("one")
+    with pytest.raises(UsageError, match="Too many levels of symbolic links"):
+        write_text(tmp_path / "one" / "x", "text")
+
+
 def test_links_of_ones_own_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "near").symlink_to(tmp_path / "wide" / ".." / "dir")
+    (tmp_path / "dir").mkdir()
+    (tmp_path / "wide").mkdir()
+    write_text(tmp_path / "near" / "x", "new")
+    assert (tmp_path / "dir" / "x").read_text() == "new"
     (tmp_path / "far").write_text("old")
     (tmp_path / "link").symlink_to("far")
     write_text(tmp_path / "link", "new")
