@@ -68,22 +68,33 @@ def followed(path: Path) -> Path:
         part = waiting.pop()
         inner = place / part if part != ".." else place.parent
         try:
-            found = inner.lstat()
+            entry = inner.lstat()
         except (FileNotFoundError, NotADirectoryError):  # whoever opens it says so
-            found = None
-        if found is None or not stat.S_ISLNK(found.st_mode):
+            entry = None
+        if entry is None or not stat.S_ISLNK(entry.st_mode):
             place = inner
             continue
         links += 1
         if links > _MOST_LINKS:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
-        foreign = found.st_uid not in (os.geteuid(), _ROOT)
+        foreign = entry.st_uid not in (os.geteuid(), _ROOT)
         if foreign and (not waiting or fault_of_owner(place)):
             raise OSError(errno.ELOOP, f"{inner} is a symbolic link of another user", str(path))
         target = inner.readlink()
         place = Path(target.anchor or place)
         waiting += reversed(target.relative_to(target.anchor).parts)
     return place
+
+
+def refuse_pipe_of_others(known: os.stat_result, path: Path) -> None:
+    """Whoever made a pipe or socket reads what is written to it, or has the writer wait for ever.
+
+    Raises:
+        OSError: it is one of another user.
+    """
+    special = stat.S_ISFIFO(known.st_mode) or stat.S_ISSOCK(known.st_mode)
+    if special and known.st_uid not in (os.geteuid(), _ROOT):
+        raise OSError(errno.EACCES, "is a pipe of another user", str(path))
 
 
 def private_mode(directory: Path, mode: int) -> int:

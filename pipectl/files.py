@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pipectl.access import followed, private_mode, read_limited
+from pipectl.access import followed, private_mode, read_limited, refuse_pipe_of_others
 from pipectl.errors import DataFileError, UsageError
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -24,8 +24,9 @@ _STREAMS = (Path("/dev/fd"), Path("/proc/self/fd"))
 def write_text(path: Path, text: str, *, mode: int = 0o666, durable: bool = True) -> None:
     """Replace ``path`` by ``text`` at once (temporary file, fsync, rename).
 
-    A new file is as private as its directory. Links stay, those of other users are refused; so does
-    what is no file, such as ``/dev/stdout``: that is written to, also where it leads to one.
+    A new file is as private as its directory. Links stay; so does what is no file, such as
+    ``/dev/stdout``: that is written to, also where it leads to one. Links and pipes of other users
+    are refused.
 
     Args:
         durable: whether to wait for the disk, so that the text outlives a crash of the machine.
@@ -40,7 +41,11 @@ def write_text(path: Path, text: str, *, mode: int = 0o666, durable: bool = True
             with os.fdopen(os.dup(number), "w", encoding="utf-8") as stream:
                 stream.write(text)
         elif path.exists() and not path.is_file():
-            followed(path).write_text(text, encoding="utf-8")
+            place = followed(path)
+            refuse_pipe_of_others(place.stat(), path)
+            with place.open("w", encoding="utf-8") as stream:
+                refuse_pipe_of_others(os.fstat(stream.fileno()), path)
+                stream.write(text)
         else:
             _replace(followed(path), text, mode, durable=durable)
     except BrokenPipeError:  # nobody reads it
@@ -100,7 +105,9 @@ def make_directory_of(path: Path) -> None:
         if (number := _open_file(path)) is not None:
             os.fstat(number)
         stream, directory = is_stream(path), path.is_dir()
-        place = path if stream else followed(path)
+        place = path if number is not None else followed(path)
+        if stream and number is None:
+            refuse_pipe_of_others(place.stat(), path)
     except OSError as error:
         raise _unwritable(path, error) from error
     if directory:

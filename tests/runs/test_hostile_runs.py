@@ -331,6 +331,21 @@ def test_no_link_of_others_on_the_way_is_followed(place: Place, kind: str) -> No
     assert target.read_text() == "mine"
 
 
+def test_nothing_is_written_to_a_pipe_of_others(place: Place) -> None:
+    """Whether nobody reads it, so that a writer would wait, or somebody does."""
+    pipe = place.theirs / "pipe"
+    as_user(MALLORY, lambda: os.mkfifo(pipe))
+    pipe.chmod(0o666)
+    for write in (lambda: write_text(pipe, "text"), lambda: make_directory_of(pipe)):
+        with pytest.raises(UsageError, match="is a pipe of another user"):
+            as_user(place.us, write)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(UsageError, match="is a pipe of another user"):
+        as_user(place.us, lambda: write_text(pipe, "text"))
+    assert os.read(reader, 9) == b""
+    os.close(reader)
+
+
 def test_links_without_an_end_are_refused(tmp_path: Path) -> None:
     (tmp_path / "one").symlink_to("two")
     (tmp_path / "two").symlink_to("one")
