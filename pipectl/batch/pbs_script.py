@@ -50,9 +50,14 @@ trap '' TERM INT USR1 USR2
 exec pbs_tmrsh "$host" /bin/bash -c "$*"
 AGENT
     chmod u+x "${RUN_VARIABLE}/agent"
-    export HYDRA_LAUNCHER=ssh HYDRA_LAUNCHER_EXEC="${RUN_VARIABLE}/agent"
-    export PRTE_MCA_plm_ssh_agent="${RUN_VARIABLE}/agent"
-fi"""
+"""
+_EXPORTS = {
+    ("HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP"): (
+        f'    export HYDRA_LAUNCHER=ssh HYDRA_LAUNCHER_EXEC="${RUN_VARIABLE}/agent"\n'
+    ),
+    ("PRTE_MCA_plm",): f'    export PRTE_MCA_plm_ssh_agent="${RUN_VARIABLE}/agent"\n',
+}
+"""By beginnings of the variables with which a job reaches other nodes in a way of its own."""
 
 
 def render_script(request: JobRequest) -> str:
@@ -70,7 +75,7 @@ def render_script(request: JobRequest) -> str:
         template = without_commands(request.template)
         return assemble(template, header, f"\n{body}", mark="#PBS", directive=_directive)
     launch = request.within(request.command) if request.alone else mpiexec_command(request)
-    before = [*_timer(request), *(() if request.alone or request.node_count == 1 else (_AGENT,))]
+    before = [*_timer(request), *_agent(request)]
     body = render_body(request, launch, before=before, after=_after(request), again=_again())
     log = shell_word(str(request.run_directory / "logs" / "job.log"), "output.directory")
     body = f"\nexec >>{log} 2>&1 # PBS may begin its own file anew\n{body}"
@@ -191,6 +196,13 @@ def _timer(request: JobRequest) -> Iterator[str]:
         wait_s = request.walltime_s - stop.lead_time_s
         yield f"wait_s=$((SECONDS < {wait_s} ? {wait_s} - SECONDS : 1))"
         yield f'(read -rt "$wait_s" <> <(:); kill -s {stop.signal} $$) & timer=$!'
+
+
+def _agent(request: JobRequest) -> Iterator[str]:
+    """For each kind of mpiexec, unless the job's variables say how it reaches other nodes."""
+    exports = [export for names, export in _EXPORTS.items() if not request.has_variable(*names)]
+    if exports and not request.alone and request.node_count > 1:
+        yield f"{_AGENT}{''.join(exports)}fi"
 
 
 def _after(request: JobRequest) -> Sequence[str]:

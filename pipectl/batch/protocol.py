@@ -244,6 +244,10 @@ class JobRequest:
         """Threads that a rank computes with."""
         return self.threads_per_task or self.cpus_per_task
 
+    def has_variable(self, *beginnings: str) -> bool:
+        """Whether ``environment.variables`` has one whose name begins with one of these."""
+        return any(name.startswith(beginnings) for name in self.variables)
+
     def within(self, words: tuple[str, ...]) -> tuple[str, ...]:
         """A command of the job as it is started: in its container, if it has one."""
         return words if self.container is None else self.container.around(words, self.python)

@@ -9,6 +9,9 @@ from pipectl.batch.protocol import JobRequest
 from pipectl.errors import SchedulerError
 from pipectl.runs import RUN_VARIABLE
 
+HYDRA_STARTS = ("HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP")
+"""Beginnings of the variables with which a job starts the proxies of MPICH in a way of its own."""
+
 # A step reaches the nodes of one component. What starts processes on a node is told its name, so
 # the component is looked up.
 _AGENT = f"""\
@@ -75,4 +78,5 @@ def hosts_of_components(request: JobRequest) -> Iterator[str]:
         yield f'    echo "$node:{part.tasks_per_node}" >>"${RUN_VARIABLE}/hosts"'
         yield f'    echo "{number} $node " >>"${RUN_VARIABLE}/components"'
         yield "done"
-    yield _AGENT
+    if not request.has_variable(*HYDRA_STARTS):
+        yield _AGENT

@@ -11,6 +11,7 @@ from pipectl.batch.protocol import JobRequest
 from pipectl.batch.quoting import checked_directive, options_of, slurm_file, slurm_value
 from pipectl.batch.script import render_body
 from pipectl.batch.slurm_nodes import (
+    HYDRA_STARTS,
     components,
     hosts_of_components,
     options_of_components,
@@ -149,6 +150,7 @@ def _ends(request: JobRequest) -> Iterator[str]:
 def _agent(request: JobRequest) -> Iterator[str]:
     """For the mpiexec of MPICH, unless the job has a way of its own to start its proxies."""
     own = any(word.startswith(("-launcher", "-bootstrap")) for word in request.launch_args)
+    own = own or request.has_variable(*HYDRA_STARTS)
     if request.mpi in {AUTO, "hydra"} and not request.more and not own:
         yield _AGENT
 

@@ -246,3 +246,15 @@ def test_other_nodes_are_reached_by_the_task_manager(
     subprocess.run(["bash", str(script_of(request, rank))], timeout=30, check=True)
     assert (request.run_directory / "logs" / "job.log").read_text() == "ssh\n"
     assert pbs.calls("pbs_tmrsh") == [["n2", "/bin/bash", "-c", "echo 'a  b' c"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [("HYDRA_LAUNCHER", "PRTE_MCA_plm_ssh_agent="), ("PRTE_MCA_plm", "HYDRA_LAUNCHER_EXEC=")],
+)
+def test_a_job_with_a_launcher_of_its_own_in_its_variables_gets_no_other(
+    make_request: MakeRequest, name: str, kept: str
+) -> None:
+    script = render_script(make_request(nodes=2, ranks=4, variables={name: "ssh"}))
+    assert f"export {name}" not in script
+    assert kept in script

@@ -1,5 +1,6 @@
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -146,3 +147,15 @@ def test_an_array_of_jobs_with_nodes_of_several_kinds_is_refused(
     request = make_request(more=(MoreNodes(1, 2),), array=runs)
     with pytest.raises(InvalidInputError, match="several kinds"):
         render_script(request)
+
+
+@pytest.mark.parametrize("more", [(), (MoreNodes(1, 2),)])
+@pytest.mark.parametrize("name", ["HYDRA_LAUNCHER", "HYDRA_LAUNCHER_EXEC", "HYDRA_BOOTSTRAP"])
+def test_a_job_with_a_launcher_of_its_own_in_its_variables_gets_no_other(
+    make_request: MakeRequest, more: tuple[MoreNodes, ...], name: str
+) -> None:
+    request = make_request(more=more, mpi="hydra", launcher="mpiexec")
+    assert "HYDRA_LAUNCHER_EXEC=" in render_script(request)
+    assert "HYDRA_" not in render_script(replace(request, variables={name: "ssh"})).replace(
+        f"({name})", ""
+    )
