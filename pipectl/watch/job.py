@@ -144,7 +144,7 @@ class JobView:
         tells. What was read together with the first death may have been written before it.
         """
         since_s = now - self._first_death
-        if since_s < SETTLE_S or all(death.asked for death in self._deaths.values()):
+        if since_s < SETTLE_S or all(death.is_wanted for death in self._deaths.values()):
             return None
         missed_s = min(max(_MISSED * self._interval_s, _MISSED_S), LONGEST_S)
         for node, at in self._heard.items():

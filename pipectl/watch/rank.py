@@ -19,6 +19,8 @@ LIVES, STOPPED, FAILS, FAILED, DIED, LEFT = "lives", "stopped", "fails", "failed
 """States: of ``DIED`` nobody has said why; ``FAILED`` has said so itself."""
 OVER = (FAILED, DIED, LEFT)
 _ASKED = (bytes([signal.SIGTERM]), bytes([signal.SIGINT]))
+_ASKED_S = 1.0
+"""A signal to end explains the end of a rank for so long; one that goes on saves a checkpoint."""
 _RECENT_S = 2.0
 """A process that was killed for memory earlier than that, before a rank ended, was another."""
 _MAX_WORDS = 1 << 16
@@ -30,7 +32,7 @@ class Death(NamedTuple):
     Args:
         at: seconds since the epoch, when its watcher saw it.
         earlier: how many ranks of its node had ended before.
-        asked: whether it had been sent a signal to end, as launchers do.
+        asked: whether it had just been sent a signal to end, as launchers do.
         words: its last, if it had any.
         for_memory: whether the kernel killed a process of its machine for memory just then.
         launcher: what is gone that started it, in words, while it still lived; else empty.
@@ -44,6 +46,11 @@ class Death(NamedTuple):
     for_memory: bool = False
     launcher: str = ""
     with_launcher: bool = False
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether it ended because it was to, as when a job is cancelled."""
+        return self.asked and not (self.words or self.for_memory)
 
 
 class Launch(NamedTuple):
@@ -81,7 +88,8 @@ class WatchedRank:
         self._shared = machine.shared_files(pid)
         self._heard = b""
         self._trains = self._is_stopped = False
-        self._asked_at = self.ended_at = 0.0
+        self._asked_at, self._lived_at = float("-inf"), time.monotonic()
+        self.ended_at = 0.0
         self._death: Death | None = None
         self.sight = Sight()
 
@@ -114,6 +122,7 @@ class WatchedRank:
             if not self.ended_at:
                 self._end(earlier)
             return
+        self._lived_at = time.monotonic()
         self._is_stopped = state.letter == "T"  # a debugger's is a small one
         if not self._trains:
             self._trains = self.sight.step > 1
@@ -123,7 +132,7 @@ class WatchedRank:
             self._kills, self._newer_kills = self._newer_kills, machine.killed_for_memory()
             self._counted_at = time.monotonic()
         if self._death is None and (gone := self._gone(state)):
-            self._death = Death(time.time(), launcher=gone, asked=bool(self._asked_at))
+            self._death = Death(time.time(), launcher=gone, asked=self._is_asked)
 
     def kill(self) -> None:
         """SIGKILL, which ends stopped processes too; only ever this very process."""
@@ -146,11 +155,16 @@ class WatchedRank:
             self._death = Death(
                 self.ended_at,
                 earlier=earlier,
-                asked=bool(self._asked_at),
+                asked=self._is_asked,
                 words=self._last_words(),
                 for_memory=machine.killed_for_memory() > self._kills,
                 with_launcher=not _is_same(self._launcher_pid, self._launcher),
             )
+
+    @property
+    def _is_asked(self) -> bool:
+        """Whether it was last seen alive before, or just after, it was sent a signal to end."""
+        return self._lived_at - self._asked_at <= _ASKED_S
 
     def _gone(self, state: machine.ProcessState) -> str:
         """What is gone that should outlive the rank; empty if all is there."""
@@ -171,10 +185,10 @@ class WatchedRank:
         with suppress(BlockingIOError):
             while self._words >= 0 and (said := os.read(self._words, 1 << 16)):
                 self._heard += said
+                if any(number in said for number in _ASKED):
+                    self._asked_at = time.monotonic()
         if len(self._heard) > 2 * _MAX_WORDS:
             self._heard = self._heard[:_MAX_WORDS] + self._heard[-_MAX_WORDS:]
-        if not self._asked_at and any(number in self._heard for number in _ASKED):
-            self._asked_at = time.monotonic()
 
     def _last_words(self) -> str:
         """What python said of a crash."""

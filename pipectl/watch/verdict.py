@@ -94,10 +94,10 @@ def judge_death(rank: int, death: Death) -> Verdict:
         cure = "it was killed, or its node is gone; " + RESUME
     elif death.words:
         message, stack = f"its process crashed: {death.words.splitlines()[0]}", death.words
-    elif death.asked:
-        message = "its process was sent a signal to end (SIGTERM or SIGINT), by itself"
     elif death.for_memory:
         message, cure = "killed by the kernel, for lack of memory on its node", _MEMORY
+    elif death.asked:
+        message = "its process was sent a signal to end (SIGTERM or SIGINT), by itself"
     else:
         message = "its process was killed (SIGKILL, say), or ended without a word"
         if death.with_launcher:

@@ -269,7 +269,7 @@ class OtherWatcher(Watcher):
             return
         deaths = [(it.death, number) for number, it in self._ranks.items() if it.death is not None]
         death, number = min(deaths, key=lambda each: (each[0].earlier, each[0].at))
-        if not death.asked:
+        if not death.is_wanted:
             sight = self._ranks[number].sight
             self._report(judge_death(number, death), sight, self._given["name"])
 

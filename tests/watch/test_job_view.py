@@ -68,7 +68,7 @@ def test_no_order_is_known_between_nodes_but_the_time(job: JobView) -> None:
         ({"words": "Fatal Python error: Aborted\nThread 1"}, "crashed: Fatal Python error: Abort"),
         ({"words": "Fatal Python error: Aborted", "for_memory": True}, "crashed: Fatal Python"),
         ({"asked": True}, "was sent a signal to end"),
-        ({"asked": True, "for_memory": True}, "was sent a signal to end"),
+        ({"asked": True, "for_memory": True}, "killed by the kernel, for lack of memory"),
         ({"launcher": "the job script"}, "the job script that started it is gone"),
         ({"with_launcher": True}, "the launcher is gone, too"),
     ],
@@ -119,6 +119,11 @@ def test_of_very_many_nodes_one_that_is_gone_is_told_of_before_the_watcher_ends(
 def test_a_job_that_is_cancelled_has_no_culprit(job: JobView) -> None:
     assert verdict_of(job, node({rank: died(3.0, asked=True) for rank in range(3)})) is None
     assert job.is_over(11.0)
+
+
+def test_ranks_that_were_to_end_may_lack_memory_before_they_do(job: JobView) -> None:
+    asked = {rank: died(3.0 + rank, asked=True, for_memory=rank == 0) for rank in range(3)}
+    assert "for lack of memory" in verdict_of(job, node(asked)).message
 
 
 def test_a_rank_that_explains_itself_is_left_to_it(job: JobView) -> None:

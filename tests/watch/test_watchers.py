@@ -157,6 +157,19 @@ def test_a_rank_that_is_killed_is_reported_and_all_of_its_node_end(job: Job) -> 
     assert "pipectl: rank 1, step 0, loading data: its process was killed" in job.log.read_text()
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_signal_to_end_explains_no_later_death(job: Job, at_once: bool) -> None:
+    """Ranks save a checkpoint then, and may be killed meanwhile."""
+    (rank,) = job.start(1)
+    rank.says(bytes([signal.SIGTERM]))
+    for _ in range(0 if at_once else 3):
+        job.wait_for_words(0)
+    rank.ends()
+    job.wait()
+    assert at_once == (job.reports == {})
+    assert at_once or "was killed (SIGKILL, say)" in job.reports[0]
+
+
 def test_ranks_of_another_node_end_too(job: Job) -> None:
     first, second = job.start(1, 1)
     second.ends()
