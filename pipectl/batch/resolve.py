@@ -17,6 +17,7 @@ SUBMIT_GRACE_S = 60.0
 HEARTBEAT_FRESH_S = 60.0
 """At least; it is written behind steps, so that of long ones it is older."""
 _STEPS = 3
+_STOPPED = "stopped at a checkpoint; pipectl resume goes on"
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ def _completed_by_file(listed: JobStatus, evidence: Evidence) -> JobStatus:
         return listed if started else replace(listed, state=JobState.CANCELLED, reason="")
     if listed.state is JobState.CANCELLED and code == 0:
         return replace(listed, state=JobState.COMPLETED, reason="", exit_code=0)
+    if listed.state is JobState.CANCELLED and code == CHECKPOINTED:
+        return replace(listed, reason=_STOPPED, exit_code=code)
     known = listed.exit_code not in (None, CHECKPOINTED)
     if not listed.state.final or known or code is None:
         return listed
@@ -90,7 +93,7 @@ def _from_exit_code(code: int, cancelled: bool) -> JobStatus:
     state = JobState.FAILED if code else JobState.COMPLETED
     reason = f"exit code {code}" if code else ""
     if code == CHECKPOINTED:
-        state, reason = JobState.PREEMPTED, "stopped at a checkpoint; pipectl resume goes on"
+        state, reason = JobState.PREEMPTED, _STOPPED
     if cancelled and code:
         state = JobState.CANCELLED
     return JobStatus(state, reason=reason, exit_code=code, source="run directory")

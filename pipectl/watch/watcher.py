@@ -268,6 +268,8 @@ class OtherWatcher(Watcher):
         if any(rank.state in (FAILS, FAILED) for rank in self._ranks.values()):
             return
         deaths = [(it.death, number) for number, it in self._ranks.items() if it.death is not None]
+        if not deaths:  # what seemed dead has left properly
+            return
         death, number = min(deaths, key=lambda each: (each[0].earlier, each[0].at))
         if not death.is_wanted:
             sight = self._ranks[number].sight

@@ -43,6 +43,15 @@ def test_a_listed_failure_may_have_been_a_stop_at_a_checkpoint(known: int | None
     assert "pipectl resume" in status.reason
 
 
+@pytest.mark.parametrize("known", [None, 0, 75])
+def test_a_job_that_was_cancelled_elsewhere_and_stopped_at_a_checkpoint_is_cancelled(
+    known: int | None,
+) -> None:
+    status = verdict(listed=listed("CANCELLED", exit_code=known, nodes="n1"), exit_code=75)
+    assert (status.state, status.exit_code, status.nodes) == (JobState.CANCELLED, 75, "n1")
+    assert "pipectl resume" in status.reason
+
+
 def test_a_vanished_process_with_an_exit_code_ended_properly() -> None:
     gone = listed("FAILED", source="process", nodes="here", reason="killed?")
     assert verdict(listed=gone) == gone

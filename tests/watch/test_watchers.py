@@ -238,6 +238,19 @@ def test_the_first_node_tells_nothing_before_a_rank_of_another_ends(job: Job) ->
     assert "killed" in job.reports[1]
 
 
+def test_a_rank_that_still_says_that_it_leaves_is_not_reported(job: Job) -> None:
+    first, second, third = job.start(1, 2)
+    first.says(BYE)
+    first.ends()
+    job.watchers[0].wait(LONG_S)
+    second.ends()
+    wait_until(lambda: '"died"' in node_path(job.run.watch, 1).read_text())
+    second.says(BYE)
+    assert third.process.wait(LONG_S) == -signal.SIGKILL
+    job.wait()
+    assert job.reports == {}
+
+
 def test_without_the_first_node_ranks_that_stand_still_are_ended(job: Job) -> None:
     first, second = job.start(1, 1, min_s=0.5)
     first.board.step(7)
