@@ -50,6 +50,7 @@ export PIPECTL_ATTEMPT=$attempt
 if ((attempt > 1)); then # what earlier starts reported is out of the way, not lost
     before="$PIPECTL_RUN_DIRECTORY/errors/attempt-$((attempt - 1))"
     (umask 077 && mkdir -p "$before") && mv -f "$PIPECTL_RUN_DIRECTORY"/errors/*.json "$before" 2>/dev/null
+    rm -f "$PIPECTL_RUN_DIRECTORY"/errors/*.json # they would count as failures of this start
 fi
 
 # Signals go on to the running command; bash sees them only while it waits, so every command
@@ -84,14 +85,18 @@ await() {
         signalled=$interrupted
     done
     child=
-    ((code >= 0)) || code=$signalled
+    if ((code < 0)); then
+        code=$signalled
+        [[ -e "$PIPECTL_RUN_DIRECTORY/stopped" ]] && code=0 # ranks that stop at a checkpoint end well
+    fi
     return "$code"
 }
 
 # Launchers do not survive all signals that ranks do. One may wait for ever for a node that does not
 # answer: it is killed some time after a rank has failed.
 shielded=
-patience_s=60
+tick_s=5
+patience=12
 run_ranks() {
     local code guard
     (
@@ -108,12 +113,13 @@ run_ranks() {
     return "$code"
 }
 guard() {
+    trap '' TERM INT USR1 USR2
     trap - EXIT
-    until compgen -G "$PIPECTL_RUN_DIRECTORY/errors/rank-*.json" >/dev/null; do
-        read -rt 5 <> <(:)
+    while ((patience > 0)); do
+        read -rt "$tick_s" <> <(:)
         kill -s 0 "$1" 2>/dev/null || return
+        compgen -G "$PIPECTL_RUN_DIRECTORY/errors/rank-*.json" >/dev/null && ((patience--))
     done
-    read -rt "$patience_s" <> <(:)
     kill -s KILL "$1" 2>/dev/null &&
         echo "pipectl: a rank failed, and the launcher has not ended: it is killed" >&2
 }

@@ -1,9 +1,11 @@
 """The common body, run by real bash with plain commands instead of MPI."""
 
+import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +32,11 @@ def run(request: JobRequest, launch: Sequence[str]) -> tuple[int, str]:
     process = start(request, launch)
     output, _ = process.communicate(timeout=30)
     return process.returncode, output
+
+
+def impatient(body: str) -> str:
+    """A script that kills a launcher soon after a rank has failed."""
+    return body.replace("tick_s=5", "tick_s=0.1").replace("patience=12", "patience=2")
 
 
 def exit_file(request: JobRequest) -> str:
@@ -229,11 +236,62 @@ def test_a_launcher_that_waits_for_a_lost_node_does_not_keep_the_script(
     body = render_body(
         request, ["bash", "-c", "trap '' TERM; : >errors/rank-0001.json; exec sleep 300"]
     )
-    body = body.replace("patience_s=60", "patience_s=0.2").replace("-rt 5 ", "-rt 0.2 ")
+    body = impatient(body)
     done = subprocess.run(["bash", "-c", body], capture_output=True, text=True, timeout=60)
     assert done.returncode == 137
     assert "the launcher has not ended: it is killed" in done.stderr
     assert exit_file(request) == "137\n"
+
+
+def test_signals_to_the_whole_group_end_no_guard_of_the_launcher(
+    make_request: MakeRequest,
+) -> None:
+    request = make_request(stop=Stop())
+    (request.run_directory / "errors").mkdir(parents=True)
+    waits = "trap '' TERM INT; : >ready; until [[ -e go ]]; do sleep 0.05; done"
+    body = render_body(
+        request, ["bash", "-c", f"{waits}; : >errors/rank-0001.json; exec sleep 300"]
+    )
+    script = subprocess.Popen(
+        ["bash", "-c", impatient(body)], start_new_session=True, stderr=subprocess.PIPE, text=True
+    )
+    wait_for(request.run_directory / "ready")
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        os.killpg(script.pid, number)
+    (request.run_directory / "go").touch()
+    try:
+        assert "the launcher has not ended: it is killed" in script.communicate(timeout=30)[1]
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(script.pid, signal.SIGKILL)
+    assert script.returncode == 137
+
+
+def test_errors_of_an_earlier_start_that_cannot_be_moved_end_no_other(
+    make_request: MakeRequest,
+) -> None:
+    request = make_request(stop=Stop(requeues=1))
+    errors = request.run_directory / "errors"
+    errors.mkdir(parents=True)
+    (errors / "rank-0001.json").touch()
+    (errors / "attempt-1").touch()  # no directory
+    (request.run_directory / "attempt").write_text("1\n")
+    body = impatient(render_body(request, ["bash", "-c", "sleep 1.5; exit 0"]))
+    done = subprocess.run(["bash", "-c", body], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, exit_file(request)) == (0, "0\n"), done.stderr
+
+
+@pytest.mark.parametrize(("stopped", "code"), [("touch stopped", 75), ("true", 1)])
+def test_a_stop_at_a_checkpoint_is_known_though_the_launchers_code_is_lost(
+    make_request: MakeRequest, stopped: str, code: int
+) -> None:
+    request = make_request(stop=Stop())
+    body = render_body(request, ["bash", "-c", stopped])
+    body = body.replace('wait "$child"\n        code=$?', 'wait "$child"\n        code=-1')
+    assert "code=-1" in body
+    request.run_directory.mkdir()
+    assert subprocess.run(["bash", "-c", body], timeout=30, check=False).returncode == code
+    assert exit_file(request) == f"{code}\n"
 
 
 def test_a_signal_reaches_the_preparation(make_request: MakeRequest) -> None:

@@ -48,7 +48,7 @@ def submit(lab: Path, tmp_path: Path) -> Callable[..., tuple[RunDirectory, str]]
             variables={"TEST_HAPPENS": what},
             mpiexec=str(beside) if beside.exists() else shutil.which("mpiexec"),
         )
-        script = SLURM.render(request).replace("patience_s=60", "patience_s=1")
+        script = SLURM.render(request).replace("tick_s=5", "tick_s=0.1")
         run.script.write_text(script)
         return run, SLURM.submit(run.script, request)
 
