@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 from pipectl.printable import printable
 from pipectl.runs import RUN_VARIABLE, RunDirectory
@@ -31,28 +32,32 @@ def own_log(rank: int, ranks: int) -> Iterator[None]:
 
     If that cannot be opened, nothing changes.
     """
-    log = _open(rank, ranks) if RUN_VARIABLE in os.environ else None
-    if log is None:
+    handle = _open(rank, ranks) if RUN_VARIABLE in os.environ else None
+    if handle is None:
         yield
         return
     label = b"" if ranks <= MAX_FILES else b"[%d] " % rank
     usual = sys.stdout, sys.stderr
     _flush()
     kept = [os.dup(stream) for stream in _STREAMS]
-    for stream in _STREAMS:
-        os.dup2(log, stream)
-    os.close(log)
-    sys.stdout, sys.stderr = (_text_stream(stream, label) for stream in _STREAMS)
+    for number in _STREAMS:
+        os.dup2(handle, number)
+    os.close(handle)
+    logs = [_LogStream(number, label) for number in _STREAMS]
+    own = [_text_stream(log) for log in logs]
+    sys.stdout, sys.stderr = own
     _job_log.append(kept[-1])
     try:
         yield
     finally:
-        _flush()
+        _flush(sys.stdout, sys.stderr, *own)
+        for log in logs:
+            log.end_line()
         sys.stdout, sys.stderr = usual
         _job_log.pop()
-        for stream, handle in zip(_STREAMS, kept, strict=True):
-            os.dup2(handle, stream)
-            os.close(handle)
+        for number, before in zip(_STREAMS, kept, strict=True):
+            os.dup2(before, number)
+            os.close(before)
 
 
 def job_log() -> int:
@@ -95,10 +100,15 @@ class _LogStream(io.RawIOBase):
                 text = text[os.write(self._handle, text) :]
         return size
 
+    def end_line(self) -> None:
+        """Write what was held back, since its line had not ended."""
+        if self._rest:
+            self.write(b"\n")
 
-def _text_stream(handle: int, label: bytes) -> io.TextIOWrapper:
+
+def _text_stream(log: _LogStream) -> io.TextIOWrapper:
     """What stands for ``sys.stdout``: a line is written when it ends."""
-    raw = io.BufferedWriter(_LogStream(handle, label))
+    raw = io.BufferedWriter(log)
     return io.TextIOWrapper(raw, "utf-8", errors="backslashreplace", line_buffering=True)
 
 
@@ -112,7 +122,7 @@ def _open(rank: int, ranks: int) -> int | None:
         return None
 
 
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
+def _flush(*streams: TextIO) -> None:
+    for stream in streams or (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # closed by user code
             stream.flush()

@@ -36,4 +36,6 @@ with output.own_log(WORLD.rank, WORLD.size):
     while HOW in ("killed", "aborts"):
         time.sleep(60)
     os.system("echo from a child")
+    if HOW == "shares":
+        sys.stdout.write("no end")
 print("to the launcher")

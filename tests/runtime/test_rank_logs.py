@@ -53,7 +53,16 @@ def print_from_ranks(tmp_path: Path) -> Callable[[str], Counter[str]]:
         ("killed", {**WHOLE, "[1] last words": 1}),
         ("aborts", {**WHOLE, "[1] last words": 1}),
         ("cut", {**dict.fromkeys(WHOLE, 100), **CHILD, **SAID, **LAST}),
-        ("shares", {**WHOLE, "from a child": 2, **SAID, **LAST}),
+        (
+            "shares",
+            {
+                **WHOLE,
+                **dict.fromkeys(("[0] no end", "[1] no end"), 1),
+                "from a child": 2,
+                **SAID,
+                **LAST,
+            },
+        ),
     ],
 )
 def test_lines_of_ranks_are_whole_and_complete(
