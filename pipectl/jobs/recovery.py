@@ -32,7 +32,7 @@ def recovered(run: RunDirectory, now: float) -> Record:
     if record.job_id is not None and _next_job(run) in {None, record.job_id}:
         return record
     if not is_ours(run.path):
-        return _continued(run, record, now)
+        return continued(run, record, now)
     with locked(run, wait=False) as ours:
         return completed(run, now, wait=False) if ours else record
 
@@ -47,7 +47,7 @@ def completed(run: RunDirectory, now: float, *, wait: bool = True) -> Record:
         DataFileError: there is no record, or it is damaged.
     """
     known = Record.load(run.record)
-    record = _continued(run, known, now)
+    record = continued(run, known, now)
     if record is not known:
         with suppress(UsageError):  # it is read from the same file the next time
             record.save(run.record)
@@ -92,8 +92,11 @@ def _told(run: RunDirectory, tag: str, scheduler: Scheduler, array_id: str, now:
             )
 
 
-def _continued(run: RunDirectory, record: Record, now: float) -> Record:
-    """The record after what the job script submitted, if it did."""
+def continued(run: RunDirectory, record: Record, now: float) -> Record:
+    """The record after what the job script submitted, if it did; else the same.
+
+    Who asks for a job's state looks here afterwards, since a script submits just before it ends.
+    """
     job_id = _next_job(run)
     if job_id in {None, record.job_id}:
         return record

@@ -15,7 +15,7 @@ from pipectl.files import make_directory, write_text
 from pipectl.jobs.launching import Settled, settle
 from pipectl.jobs.machines import find_machines
 from pipectl.jobs.plan import find_plan, fresh_plan
-from pipectl.jobs.recovery import completed
+from pipectl.jobs.recovery import completed, continued
 from pipectl.jobs.request import job_request, make_tag
 from pipectl.jobs.status import status
 from pipectl.jobs.submit import Inputs, writer
@@ -88,6 +88,11 @@ def resume(
     with locked(run):
         record = completed(run, now)
         state = _check_over(run, record, now, force=force)
+        if (other := continued(run, record, now)) is not record:
+            raise UsageError(
+                f"{run.name}: its job script has just submitted job {other.job_id}",
+                cure=f"follow it with `pipectl status {as_typed(run)}`",
+            )
         if not trust_owner:
             refuse_code_of_others(load(run.job, overrides, check_files=False), run.job)
         return _resume(run, record, state, overrides, now)

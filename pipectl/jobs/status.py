@@ -12,7 +12,7 @@ from pipectl.errors import DataFileError, PipectlError
 from pipectl.jobs.culprit import Culprit
 from pipectl.jobs.measured import Expected, Measured
 from pipectl.jobs.reading import Reading, read
-from pipectl.jobs.recovery import recovered
+from pipectl.jobs.recovery import continued, recovered
 from pipectl.plan import Plan
 from pipectl.runs import TRAINING, Record, RunDirectory, read_requeue_error, read_stall
 
@@ -175,6 +175,15 @@ def statuses(
     records = [_record(run, now) for run in runs]
     with process.patience(_patience_s(runs)):
         answers = ask([record for record in records if isinstance(record, Record)])
+        before, records = (
+            records,
+            [
+                continued(run, record, now) if isinstance(record, Record) else record
+                for run, record in zip(runs, records, strict=True)
+            ],
+        )
+        if records != before:
+            answers = ask([record for record in records if isinstance(record, Record)])
     found = []
     for run, record in zip(runs, records, strict=True):
         reading = read(run, record if isinstance(record, Record) else None)

@@ -93,6 +93,25 @@ def test_the_end_of_a_run_that_just_submits_itself_again(
     assert (told(run)["job_id"], told(run)["state"]) == ("12.vm", "cancelled")
 
 
+@pytest.mark.parametrize(
+    ("state", "said"), [(listing("12.vm", "Q"), "is QUEUED"), ("exit 1", "submitted job 12.vm")]
+)
+def test_a_run_that_submits_itself_while_its_state_is_asked_for_is_not_resumed(
+    cli: Any, job: Path, program: Program, place: Path, state: str, said: str
+) -> None:
+    program("qsub", f"echo >>{place}/submitted; echo 7.vm")
+    assert cli("submit", "job.yaml", *PBS).code == 0
+    (run,) = Path("runs").glob("*-tiny")
+    (run / "exit_code").write_text("75\n")
+    (run / "record.json").write_text(json.dumps({**told(run), "submitted_at": 1.7e9}))
+    ended = listing("7.vm", "F", "    substate = 93\\n    Exit_status = 75\\n")
+    first = f"echo 12.vm >{run.absolute()}/resubmitted; {ended}"
+    program("qstat", f"if [[ $* == *12.vm* ]]; then {state}; else {first}; fi")
+    result = cli("resume", "last", "--force")
+    assert (result.code != 0, said in result.err) == (True, True), result.err
+    assert len((place / "submitted").read_text().splitlines()) == 1
+
+
 def test_a_run_that_nobody_else_may_write_is_shown(
     cli: Any, job: Path, program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
