@@ -107,11 +107,21 @@ CHECKS = {
     "number": "if x.max().item() > 1e9:\n            raise ValueError('large')",
     "with": "with torch.no_grad():\n            assert x.isfinite().all()",
     "distribution": "torch.distributions.Categorical(logits=x)",
+    "raised again": "try:\n            assert x.isfinite().all()\n"
+    "        except AssertionError as error:\n            raise ValueError('nan') from error\n"
+    "        finally:\n            text = 'done'",
 }
 """Checks of values that a graph leaves out."""
 BRANCHES = {
     "caught": "try:\n            assert x.sum() > 0\n        except AssertionError:\n"
     "            x = x * 2",
+    "caught above": "try:\n            torch._assert(x.sum() > 0, 'small')\n"
+    "        except AssertionError:\n            x = x * 2",
+    "caught outside": "try:\n            try:\n                assert x.sum() > 0\n"
+    "            finally:\n                x = x + 1\n"
+    "        except AssertionError:\n            x = x * 2",
+    "suppressed": "import contextlib\n        with contextlib.suppress(AssertionError):\n"
+    "            assert x.sum() > 0\n            x = x * 2",
     "either": "if x.sum() > 0:\n            x = x * 2\n        elif x.sum() > 1e9:\n"
     "            raise ValueError('large')",
 }
