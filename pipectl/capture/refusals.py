@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -61,7 +62,7 @@ class RefusedCalls(TorchFunctionMode):
         if name == "__get__" and func == _GET_DATA and not _is_torch_calling():
             self._data.append(args[0].detach())
             return self._data[-1]
-        if name.endswith("_") and args and any(args[0] is known for known in self._data):
+        if args and _WRITES(name) and any(args[0] is known for known in self._data):
             raise _refusal(
                 "writes to the .data of a tensor",
                 "write a buffer itself under torch.no_grad() instead; parameters change at the end "
@@ -70,6 +71,11 @@ class RefusedCalls(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+_WRITES = re.compile(
+    r"(?!__|requires_grad_$).*_|"
+    r"__(setitem|i(add|sub|mul|(true|floor)?div|mod|pow|and|x?or|[lr]shift))__"
+).fullmatch
+"""Names of the functions of torch that write the tensor they are called with."""
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 _GET_DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
 

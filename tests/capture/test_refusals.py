@@ -103,6 +103,7 @@ REFUSED = {
         "writes to the .data",
         "end of a step",
     ),
+    "item of data": ("d = h.data; d[0] = 0.0", "writes to the .data", "end of a step"),
     "hypernetwork": (
         "self.target.weight.data = h.mean() * self.target.weight",
         "assigns to the .data",
@@ -143,8 +144,10 @@ def test_a_parameter_that_the_forward_replaces_is_refused(make_job, written) -> 
 
 
 def test_values_read_through_data_are_captured(make_job, written) -> None:
-    job = make_job(f"{written('h = h + (h.round() - h).data')}:Model")
-    graph = job.training_graph(4)
+    code = """h = h + (h.round() - h).data
+        d = self.first.weight.data.requires_grad_(False)
+        h = h.to(d.dtype) @ d.T[:, : d.shape[-1]] * (1 - d[0]) * (d[1] == d[1].max())"""
+    graph = make_job(f"{written(code)}:Model").training_graph(4)
     assert "detach" in "".join(str(node.target) for node in graph.operators)
 
 
