@@ -26,9 +26,12 @@ _Place = tuple[dict[str, Any], str]
 
 
 def own_generators(root: nn.Module) -> list[Any]:
-    """Generators that modules keep in attributes, and those among the globals of their code."""
-    found = {id(own[name]): own[name] for own, name in _places(root)}
-    return list(found.values())
+    """Generators that modules keep in attributes, and those among the globals of their code.
+
+    Those of the system are left out: they have neither a seed nor a state.
+    """
+    generators = {id(own[name]): own[name] for own, name in _places(root)}
+    return [each for each in generators.values() if not isinstance(each, random.SystemRandom)]
 
 
 def states_of(generators: Sequence[Any]) -> list[str]:

@@ -10,7 +10,7 @@ import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -54,7 +54,7 @@ class _Item(NamedTuple):
 @contextmanager
 def undisturbed(model: nn.Module, tensors: Iterable[Tensor]) -> Iterator[None]:
     """Afterwards these tensors, what modules keep in Python, and generators are as before."""
-    kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    kept = [(each, each.detach().clone()) for each in tensors if _is_restorable(each)]
     before = [(item.value, _copy(item.value)) for item in _items(model)]
     state, numpy_state = random.getstate(), np.random.get_state()
     try:
@@ -64,7 +64,8 @@ def undisturbed(model: nn.Module, tensors: Iterable[Tensor]) -> Iterator[None]:
         random.setstate(state)
         np.random.set_state(numpy_state)
         for value, copy in (*before, *kept):
-            _restore(value, copy)
+            with suppress(RuntimeError, TypeError, ValueError):  # it takes no values
+                _restore(value, copy)
 
 
 def numbers_in(model: nn.Module) -> dict[str, Number]:
@@ -104,7 +105,16 @@ def _items(model: nn.Module) -> Iterator[_Item]:
 
 
 def _has_values(value: Any) -> bool:
-    return isinstance(value, np.ndarray) or (type(value) is Tensor and not value.is_meta)
+    return isinstance(value, np.ndarray) or (type(value) is Tensor and _is_restorable(value))
+
+
+def _is_restorable(tensor: Tensor) -> bool:
+    """Whether a tensor can be compared with a copy, and copied into."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return False
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    overlaps = any(size > 1 and stride == 0 for size, stride in sizes)
+    return not (overlaps or tensor.is_quantized or tensor.is_inference())
 
 
 def _has_own_attributes(value: Any) -> bool:
@@ -154,8 +164,8 @@ def _identities(container: Any) -> list[int]:
 
 
 def _generator_state(value: Any) -> Any:
-    """The state of a generator of random numbers; None for all else."""
-    if isinstance(value, random.Random):
+    """The state of a generator of random numbers; None for all else, and for one that has none."""
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return value.getstate()
     if isinstance(value, np.random.Generator):
         return value.bit_generator.state

@@ -124,6 +124,26 @@ def test_what_no_step_reads_of_another_may_be_kept(make_job, written, kind: str)
     assert job.model.kept is first
 
 
+UNTOUCHED = {
+    "sparse": ("torch.eye(6).to_sparse()", "x = torch.sparse.mm(self.kept, x.T).T"),
+    "expanded": ("torch.ones(1).expand(6)", "x = x * self.kept"),
+    "system random": ("__import__('random').SystemRandom()", "pass"),
+}
+
+
+@pytest.mark.parametrize("kind", UNTOUCHED)
+def test_what_has_no_values_to_restore_is_left_alone(make_spec, tmp_path: Path, kind: str) -> None:
+    first, code = UNTOUCHED[kind]
+    path = tmp_path / "keeps.py"
+    path.write_text(SOURCE.format(first=first, code=code))
+    spec = make_spec(f"{path}:layers")
+    spec = spec.model_copy(update={"model": spec.model.model_copy(update={"opaque": ("1",)})})
+    job = CapturedJob(spec)
+    kept = job.model[1].kept
+    assert any(isinstance(node.target, Opaque) for node in job.training_graph(4).operators)
+    assert job.model[1].kept is kept
+
+
 def test_numbers_deeper_than_attributes_are_refused_and_left_as_they_were(
     make_job, tmp_path: Path
 ) -> None:
