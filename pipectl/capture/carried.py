@@ -82,6 +82,7 @@ class _Watch:
         self.found = Assigned()
         self._modules: dict[str, nn.Module] = dict(step.named_modules())
         self._before = {path: dict(vars(module)) for path, module in self._modules.items()}
+        self._buffers = {path: dict(module._buffers) for path, module in self._modules.items()}
         self._numbers = numbers_in(step)
         self._extra = extra_states(step)
         self._batch: set[fx.Node] = set()
@@ -121,10 +122,10 @@ class _Watch:
 
     def _caches(self, path: str, module: nn.Module) -> bool:
         """Whether a forward has assigned a tensor: numbers may then say of what it is."""
-        before = self._before[path]
+        before = {**self._before[path], **self._buffers[path]}
         return any(
             isinstance(value, Tensor) and value is not before.get(name)
-            for name, value in vars(module).items()
+            for name, value in (*vars(module).items(), *module._buffers.items())
         )
 
     def _changes(self, old: Any, new: Any) -> bool:

@@ -34,6 +34,11 @@ HARMLESS = {
     "sized": ("None", "self.kept = self.kept or x.new_ones(x.shape[1]); x = x * self.kept"),
     "converted": ("torch.ones(6).double()", "self.kept = self.kept.to(x.dtype); x = x * self.kept"),
     "number": ("0", "self.kept += 1"),
+    "longest": (
+        "0",
+        "if x.shape[1] > self.kept: "
+        "self.register_buffer('table', x.new_ones(1)); self.kept = x.shape[1]",
+    ),
     "maximum": ("0", "self.kept = max(self.kept, x.shape[1]); x = x * self.kept"),
 }
 SOURCE = """\
