@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from pipectl.files import read_json, write_json
 
 VERSION = 1
 _NAME = "manifest.json"
+_NOT_FINITE = ("nan", "inf", "-inf")
+"""Stored as text, for which JSON has no numbers."""
 _CURE = "use another checkpoint of the run"
 
 
@@ -106,7 +109,7 @@ class Manifest:
             "step": self.step,
             "micro_batch_size": self.micro_batch_size,
             "updates": self.updates,
-            "losses": list(self.losses),
+            "losses": [loss if math.isfinite(loss) else str(loss) for loss in self.losses],
             "loss_scale": None if scale is None else scale._asdict(),
             "shards": [shard.to_json() for shard in self.weights],
             "training": [shard.to_json() for shard in self.training],
@@ -169,7 +172,9 @@ def _aliases(reader: Reader, weights: tuple[Shard, ...]) -> dict[str, str]:
 
 def _losses(reader: Reader) -> tuple[float, ...]:
     losses = reader.value("losses", [])
-    if not isinstance(losses, list) or any(type(loss) not in (int, float) for loss in losses):
+    if not isinstance(losses, list) or any(
+        type(loss) not in (int, float) and loss not in _NOT_FINITE for loss in losses
+    ):
         raise reader.error("losses", "must be a list of numbers")
     return tuple(map(float, losses))
 

@@ -51,6 +51,13 @@ def save(
     return directory / f"step-{step:06d}"
 
 
+def test_losses_that_are_not_finite_come_back_from_a_manifest(tmp_path: Path) -> None:
+    losses = (0.5, math.nan, math.inf, -math.inf)
+    Manifest(1, 4, {}, losses=losses).save(tmp_path)
+    json.loads((tmp_path / "manifest.json").read_text(), parse_constant=pytest.fail)
+    assert repr(Manifest.load(tmp_path).losses) == repr(losses)
+
+
 def test_weights_come_back_under_the_names_of_the_users_model(
     tmp_path: Path, states: dict[str, Tensor]
 ) -> None:
