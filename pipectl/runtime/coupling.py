@@ -65,7 +65,7 @@ def _sample(job: CapturedJob) -> dict[str, tuple[int, ...]]:
     kinds: dict[tuple[int, int], int] = {}
     sample: dict[str, tuple[int, ...]] = {}
     for name, tensor in job.states.items():
-        if not tensor.requires_grad or tensor.is_complex():
+        if not tensor.requires_grad or tensor.is_complex() or tensor.numel() == 0:
             continue
         kind = groups.get(name, -1), tensor.dim()
         kinds[kind] = kinds.get(kind, 0) + 1

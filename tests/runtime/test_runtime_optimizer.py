@@ -140,6 +140,12 @@ def test_an_optimizer_that_looks_at_all_parameters_is_refused(make_spec: Any, ki
             refuse_coupled_updates(job, torch.device("cpu"))
 
 
+def test_a_parameter_without_elements_is_no_sample(make_spec: Any) -> None:
+    job = CapturedJob(make_spec(2))
+    job.states["model.empty"] = nn.Parameter(torch.empty(0, 2, 2))
+    refuse_coupled_updates(job, torch.device("cpu"))
+
+
 @pytest.mark.mpi
 def test_ranks_that_share_parameters_out_refuse_it_before_the_first_step(
     make_spec: Any, make_run: Any, work: Any
