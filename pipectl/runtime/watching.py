@@ -212,7 +212,7 @@ class _Watcher:
         if self._starts <= _MAX_STARTS:
             argv = [sys.executable, "-S", "-m", "pipectl.watch.watcher"]
             environment = {**os.environ, "PYTHONPATH": str(Path(pipectl.__file__).parents[1])}
-            with tempfile.TemporaryFile() as words:
+            with suppress(OSError), tempfile.TemporaryFile() as words:
                 words.write(json.dumps(self._given).encode())
                 words.seek(0)
                 self._pid = process.start_companion(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import time
@@ -14,6 +15,7 @@ import pytest
 
 from pipectl.jobs.status import status
 from pipectl.runs import read_errors
+from pipectl.runtime import watching
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 IN_FORWARD = {
@@ -210,3 +212,14 @@ def test_a_run_whose_errors_cannot_be_written_ends_all_the_same(begin: Any) -> N
     log = ranks.end()
     assert ranks.gone_s() < 15
     assert "pipectl: rank 1, stage 1, step 3, FORWARD micro-batch 1: its process was killed" in log
+
+
+def test_a_full_disk_ends_no_run_that_would_be_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    warnings: list[str] = []
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
+    monkeypatch.setattr(watching, "warn", warnings.append)
+    watching._Watcher({}, [], "").close()
+    assert [text for text in warnings if "they work without" in text] == warnings != []
