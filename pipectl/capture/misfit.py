@@ -44,12 +44,11 @@ def misfit(step: Step, batch: Any, spec: JobSpec) -> CaptureError | None:
     if any(is_deferred(tensor) for tensor in (*step.parameters(), *step.buffers())):
         return None  # too large to be run
     inputs, targets = batch
-    try:
-        with torch.enable_grad(), undisturbed(step, step.buffers()):
-            step(inputs, targets)
-    except CaptureError as error:
+    with torch.enable_grad(), undisturbed(step, step.buffers()):
+        error = _failure(step, inputs, targets)
+    if isinstance(error, CaptureError):
         return error
-    except Exception as error:
+    if error is not None:
         returned, outputs = _outputs(error.__traceback__)
         raised = f"raised {type(error).__name__}: {first_line(error)}{place_of(error)}"
         if returned:
@@ -60,6 +59,14 @@ def misfit(step: Step, batch: Any, spec: JobSpec) -> CaptureError | None:
             call = f"called with {'keyword arguments' if named else 'inputs'} {describe(inputs)}"
             name, cure = f"model.factory: {spec.model.factory}", _cure_of_model(inputs)
         return CaptureError(f"{name}: {raised}; {call}", cure=cure)
+    return None
+
+
+def _failure(step: Step, inputs: Any, targets: Any) -> Exception | None:
+    try:
+        step(inputs, targets)
+    except Exception as error:
+        return error
     return None
 
 

@@ -218,3 +218,15 @@ def test_what_torch_cannot_export_is_refused_with_the_line(make_job, written) ->
     path = written("h = h[torch.arange(len(h)).tolist()] if nn else h")
     with pytest.raises(CaptureError, match=rf"\(at {path}:\d+: h = h"):
         make_job(f"{path}:Model").training_graph(4)
+
+
+def test_a_trial_that_cannot_be_begun_is_no_fault_of_the_model(
+    make_job, written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("broken")
+
+    job = make_job(f"{written()}:Model")
+    monkeypatch.setattr("pipectl.capture.misfit.undisturbed", broken)
+    with pytest.raises(RuntimeError, match="broken"):
+        job.misfit(4)
