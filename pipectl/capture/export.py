@@ -39,8 +39,8 @@ from pipectl.capture.step import Step
 from pipectl.capture.tracing import Kept, call_modules, traced
 from pipectl.errors import CaptureError
 
-_MANY_STEPS = 2520 * 1000
-"""After which a count is above what a schedule waits for, and a multiple of all up to ten."""
+_MANY_STEPS = 2520
+"""After which a count is a multiple of all up to ten, but no loop over it is too long to trace."""
 
 
 def export_step(step: Step, inputs: Any, targets: Any, kept: Kept) -> ExportedProgram:

@@ -20,6 +20,7 @@ CARRIED = {
     "pair": ("()", "self.kept = (*self.kept[:1], x.tanh().detach())"),
     "counter": ("0", "self.kept += 1; x = x * self.kept"),
     "threshold": ("0", "self.kept += 1; x = x * 2 if self.kept > 1000 else x"),
+    "loop": ("0", "self.kept += 1; x = sum((x for _ in range(self.kept // 100)), x)"),
     "flag": ("True", "x, self.kept = x * 2 if self.kept else x, False"),
     "in_place": (
         "torch.zeros(6)",
