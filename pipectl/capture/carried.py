@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -256,7 +257,7 @@ def extra_states(model: nn.Module) -> dict[str, Any]:
     """What modules add to a state dict (``get_extra_state``), by their paths."""
     plain = nn.Module.get_extra_state
     return {
-        path: pytree.tree_map_only(Tensor, Tensor.clone, module.get_extra_state())
+        path: pytree.tree_map(_kept_value, module.get_extra_state())
         for path, module in model.named_modules()
         if type(module).get_extra_state is not plain
     }
@@ -272,22 +273,41 @@ def refuse_extra_states(model: nn.Module, before: Mapping[str, Any]) -> None:
     """
     if not before:
         return
-    now = extra_states(model)
+    now, again = extra_states(model), extra_states(model)
     for path, old in before.items():
-        pairs = zip(pytree.tree_leaves(old), pytree.tree_leaves(now[path]), strict=False)
-        same = pytree.tree_structure(old) == pytree.tree_structure(now[path])
-        if not (same and all(_is_same(*pair) for pair in pairs)):
+        # Objects that are made anew for each call may never equal others.
+        if not _are_same(old, now[path]) and _are_same(now[path], again[path]):
+            kind = type(model.get_submodule(path)).__name__
             raise CarriedError(
-                f"model: {own_path(path) or type(model).__name__} changes its extra state "
+                f"model: {own_path(path) or kind} changes its extra state "
                 "(get_extra_state) in its forward, which no checkpoint would hold",
                 cure="keep what changes in a buffer, with register_buffer()",
             )
 
 
+def _kept_value(value: Any) -> Any:
+    """A value that stays as it is."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def _are_same(old: Any, new: Any) -> bool:
+    if pytree.tree_structure(old) != pytree.tree_structure(new):
+        return False
+    pairs = zip(pytree.tree_leaves(old), pytree.tree_leaves(new), strict=True)
+    return all(_is_same(*pair) for pair in pairs)
+
+
 def _is_same(old: Any, new: Any) -> bool:
     if isinstance(old, Tensor) and isinstance(new, Tensor):
         return isinstance(new, FakeTensor) or torch.equal(old, new)
-    return old is new or bool(old == new)
+    if isinstance(old, np.ndarray) and isinstance(new, np.ndarray):
+        return np.array_equal(old, new)
+    try:
+        return old is new or bool(old == new)
+    except Exception:  # of the model's own __eq__
+        return False
 
 
 def _refusal(attribute: Attribute) -> CarriedError:

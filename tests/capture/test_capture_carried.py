@@ -201,6 +201,29 @@ class Whole"""
         CapturedJob(spec).training_graph(4)
 
 
+@pytest.mark.parametrize("changes", [False, True])
+def test_only_an_extra_state_that_changes_by_itself_is_refused(
+    make_job, tmp_path: Path, changes: bool
+) -> None:
+    path = tmp_path / "extra.py"
+    settings = "" if changes else "'settings': object(), "
+    more = f"""
+    def get_extra_state(self):
+        return {{{settings}'values': __import__('numpy').arange(3) + self.kept}}
+    def set_extra_state(self, state):
+        pass
+
+class Whole"""
+    source = SOURCE.format(first="0", code="self.kept += 1" if changes else "pass")
+    path.write_text(source.replace("\nclass Whole", more, 1))
+    job = make_job(f"{path}:Whole")
+    if changes:
+        with pytest.raises(CaptureError, match=r"^model: Whole changes its extra state"):
+            job.training_graph(4)
+    else:
+        assert job.training_graph(4).operators
+
+
 def test_a_tensor_in_a_new_attribute_is_gone_after_the_capture(make_job, written) -> None:
     job = make_job(f"{written('map')}:New")
     job.training_graph(4)
