@@ -38,4 +38,4 @@ with output.own_log(WORLD.rank, WORLD.size):
     os.system("echo from a child")
     if HOW == "shares":
         sys.stdout.write("no end")
-print("to the launcher")
+print("to the launcher", flush=True)  # before MPI ends, after which launchers may lose it

@@ -4,6 +4,9 @@ It advances from one instant at which anything ends to the next. Its ways, sums 
 the descriptions in docs/formats.md and the docstrings, not the code.
 """
 
+from collections import Counter
+from itertools import permutations
+
 from pipectl.cluster import ASSUMED_HOST
 from pipectl.schedule import Kind, channels
 
@@ -154,15 +157,21 @@ class Reference:
         return end + self.latency(way)
 
     def sum_s(self, stage):
-        """2 (n - 1) rounds, as slow as the part with the most to carry."""
-        ranks = sorted(stage.updating_ranks)
+        """Two rounds in which every replica sends a part to every other; the busiest one counts."""
+        ranks = stage.updating_ranks
         size = stage.cost.accumulated_bytes / len(ranks)
-        ways = [self.way(a, b) for a, b in zip(ranks, ranks[1:] + ranks[:1], strict=True)]
-        parts = [item for way in ways for item in way]
-        slowest = max(
-            sum(link.hold_s(size) for part, link in parts if part == name) for name, _ in parts
-        )
-        return 2 * (len(ranks) - 1) * (max(map(self.latency, ways)) + slowest)
+        busy_s, latencies = Counter(), [0.0]
+        for source, target in permutations(ranks, 2):
+            way = self.way(source, target)
+            latencies.append(self.latency(way))
+            sides = ["out", "in"] if all(link.duplex for _, link in way) else ["any", "any"]
+            for rank, side in zip((source, target), sides, strict=True):
+                busy_s[rank, side] += max(link.hold_s(size) for _, link in way)
+            if self.plan.node_of_rank[source] != self.plan.node_of_rank[target]:
+                for part, link in way:
+                    if link.shared or link.interface:
+                        busy_s[part] += link.hold_s(size)
+        return 2 * (max(latencies) + max(busy_s.values()))
 
     def advance(self):
         """To the next end of a computation or a transfer."""
