@@ -33,7 +33,7 @@ _STAGES = 2**20
 """More than there are stages."""
 _LOSS = 2**62
 """Above all that parameters give: the gradients of such a loss are not finite either."""
-_PATIENCE_S = 10.0
+_PATIENCE_S = 3.0
 """How long a rank lets another one report the fault that it has."""
 
 
