@@ -126,6 +126,7 @@ def test_a_running_job_is_cancelled_and_may_clean_up(
     assert wait_for(job_id, JobState.RUNNING).nodes == "node1"
     SLURM.cancel(job_id)
     assert wait_for(job_id).state is JobState.CANCELLED
+    wait_for_file(request.run_directory / "exit_code")  # Slurm says it before the script ends
     assert exit_file(request) in {"7\n", "143\n"}
     assert "cleaned up" in log(request)
 
