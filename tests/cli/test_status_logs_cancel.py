@@ -283,7 +283,7 @@ def test_a_log_is_followed_as_it_grows(
         (run / "exit_code").write_text("0\n")
 
     clock = SimpleNamespace(time=time.time, monotonic=time.monotonic, sleep=end)
-    monkeypatch.setattr("pipectl.cli.logs.time", clock)
+    monkeypatch.setattr("pipectl.cli.commands.logs.time", clock)
     assert cli("logs", "-f").out == "started\nmore\n"
 
 
@@ -306,7 +306,7 @@ def test_the_log_of_a_run_that_will_start_again_is_followed(
 
     now = iter(range(0, 1000, 4))
     clock = SimpleNamespace(time=time.time, monotonic=lambda: next(now), sleep=goes_on)
-    monkeypatch.setattr("pipectl.cli.logs.time", clock)
+    monkeypatch.setattr("pipectl.cli.commands.logs.time", clock)
     assert cli("logs", "-f").out == "before\nand on\n"
 
 
@@ -332,7 +332,7 @@ def test_a_log_is_not_followed_for_ever_where_nobody_knows_of_an_end(
             log.write_text("started\nmore\nand ended in the mid")
 
     clock = SimpleNamespace(time=time.time, monotonic=lambda: now, sleep=pass_by)
-    monkeypatch.setattr("pipectl.cli.logs.time", clock)
+    monkeypatch.setattr("pipectl.cli.commands.logs.time", clock)
     result = cli("logs", "-f")
     assert result.code == 6
     assert result.out == "started\n" + (

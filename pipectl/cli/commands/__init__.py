@@ -1,0 +1,1 @@
+"""One file per command: its options, one use case, its output."""
