@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,15 @@ from pipectl.cluster import Cluster
 from pipectl.profile import Profile
 
 FENCED = re.compile(r"^```(\w+) (\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def _commands(group, prefix=""):
+    """All commands, those of groups by both words."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _commands(command, f"{prefix}{name} ")
+        else:
+            yield f"{prefix}{name}", command
 
 
 def _anchors(page: Path) -> set[str]:
@@ -40,16 +50,37 @@ def test_links_lead_somewhere(page):
     assert broken == []
 
 
+COMMANDS = dict(_commands(get_command(app)))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_and_options_exist(page):
-    commands = get_command(app).commands
     text = page.read_text(encoding="utf-8")
     shown = [line for block in blocks(text) for line in block.commands]
     code = "\n".join([*shown, *re.findall(r"^    .*$|`[^`\n]+`", text, re.MULTILINE)])
-    for name, rest in re.findall(r"(?<!#)pipectl ([a-z]+)\b([^`\n&#]*)", code):
-        assert name in commands
-        known = {option for parameter in commands[name].params for option in parameter.opts}
+    for name, rest in re.findall(r"(?<!#)pipectl ((?:lab )?[a-z]+)\b([^`\n&#]*)", code):
+        assert name in COMMANDS
+        known = {option for parameter in COMMANDS[name].params for option in parameter.opts}
         assert set(re.findall(r"(?<=\s)--[a-z-]+", rest)) <= known, f"pipectl {name}{rest}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_command_lines_can_be_parsed(page):
+    for block in blocks(page.read_text(encoding="utf-8")):
+        for line in block.commands:
+            if line.startswith("pipectl ") and not re.search(r"[|<>$&]|# .*fails", line):
+                words = shlex.split(line, comments=True)[1:]
+                length = 2 if words[0] == "lab" else 1
+                command = COMMANDS[" ".join(words[:length])]
+                context = command.context_class(command)
+                command.make_parser(context).parse_args(words[length:])
+
+
+def test_a_command_line_with_an_unknown_option_is_refused(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```sh\npipectl check job.yaml --unknown\n```\n")
+    with pytest.raises(Exception, match="No such option: --unknown"):
+        test_command_lines_can_be_parsed(page)
 
 
 def test_every_page_is_in_the_index():
@@ -61,7 +92,7 @@ def test_every_page_is_in_the_index():
 
 def test_every_command_is_in_the_readme():
     readme = PAGES[0].read_text(encoding="utf-8")
-    missing = [name for name in get_command(app).commands if f"| `pipectl {name}" not in readme]
+    missing = [name for name in COMMANDS if f"| `pipectl {name}" not in readme]
     assert missing == []
 
 
@@ -69,14 +100,14 @@ def _names(text: str, word: str) -> bool:
     return re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", text) is not None
 
 
-@pytest.mark.parametrize("name", get_command(app).commands)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_stands_beside_its_command_on_some_page(name):
     """Within a section; what many commands share, in the paragraph about all of them."""
     pages = [page.read_text(encoding="utf-8") for page in PAGES]
     shared = next(part for part in pages[0].split("\n\n") if "pipectl COMMAND" in part)
     sections = [part for page in pages for part in re.split(r"^(?=#+ )", page, flags=re.MULTILINE)]
     places = [shared, *(part for part in sections if re.search(rf"(pipectl |`){name}\b", part))]
-    command = get_command(app).commands[name]
+    command = COMMANDS[name]
     options = [item.opts for item in command.params if item.param_type_name == "option"]
     missing = [
         names
