@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -87,6 +88,20 @@ def _transfers(
         for index, (producer, uses, has_gradient) in enumerate(values)
         for route in routes(f"v{index}", producer, uses, has_gradient=has_gradient)
     )
+
+
+@pytest.fixture(autouse=True)
+def signals_as_a_shell_leaves_them() -> Iterator[None]:
+    """A run of the tests in the background ignores some, and so would all that tests start."""
+    usual = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

@@ -110,7 +110,7 @@ def test_jobs_of_others_are_never_taken_for_ours(tmp_path: Path) -> None:
     script = tmp_path / "job.sh"
     script.write_text("# pipectl demo '20260101-run 1f3a'\nsleep 60\nsleep 60\n")
     script.chmod(0o644)
-    for folder in (tmp_path, *tmp_path.parents[:2]):
+    for folder in (tmp_path, *tmp_path.parents[:-2]):  # all below /tmp
         folder.chmod(0o755)
     with subprocess.Popen(["bash", str(script)], user=65534, group=65534) as theirs:
         try:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import signal
 import socket
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,20 +35,6 @@ pipeline: {stages: 2, micro_batches: 4, schedule: 1f1b}
 resources: {nodes: 2, tasks_per_node: 1}
 site_defaults: false
 """
-
-
-@pytest.fixture(autouse=True)
-def signals_as_a_shell_leaves_them() -> Iterator[None]:
-    """Whoever runs or measures the tests may have taken some for itself, or ignore them."""
-    usual = {
-        signal.SIGINT: signal.default_int_handler,
-        signal.SIGTERM: signal.SIG_DFL,
-        signal.SIGHUP: signal.SIG_DFL,
-    }
-    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The commands of the documentation that want a Slurm, on a lab of their own."""
+"""The commands of both READMEs that need a Slurm, on a lab of their own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from pages import CHECKOUT, PAGES, script
 from reader import bash, directory_of_a_reader, shortened
 
-TO_RUN = [page for page in PAGES if script(page, "lab")]
+TO_RUN = [page for page in PAGES if page.name == "README.md" and script(page, "lab")]
 LAB = CHECKOUT / "slurm" / "lab"
 
 
