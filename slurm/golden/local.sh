@@ -94,8 +94,9 @@ guard() {
         kill -s 0 "$1" 2>/dev/null || return
         compgen -G "$PIPECTL_RUN_DIRECTORY/errors/rank-*.json" >/dev/null && ((patience--))
     done
-    kill -s KILL "$1" 2>/dev/null &&
-        echo "pipectl: a rank failed, and the launcher has not ended: it is killed" >&2
+    kill -s 0 "$1" 2>/dev/null || return
+    echo "pipectl: a rank failed, and the launcher has not ended: it is killed" >&2
+    kill -s KILL "$1" 2>/dev/null # last: the script, once its launcher is gone, ends this guard
 }
 
 # Ranks that find this file save a checkpoint and end. A signal that is named in it
