@@ -12,7 +12,7 @@ from rich.table import Table
 
 from pipectl.cli.console import plain, short
 from pipectl.spec import Origin
-from pipectl.spec.tree import Place, Scalar, path_text
+from pipectl.spec.document import Place, path_text, resolve
 
 
 def origins_table(origins: Sequence[Origin]) -> Table:
@@ -75,6 +75,6 @@ def _where(place: Place | None) -> str:
 
 def _written(value: Any) -> str:
     """A value as YAML in one line."""
-    if isinstance(value, str) and value.isprintable() and Scalar(value, plain=True).value == value:
+    if isinstance(value, str) and value.isprintable() and resolve(value) == value:
         return value
     return json.dumps(value, ensure_ascii=False)

@@ -144,7 +144,7 @@ def _stop(spec: JobSpec) -> Stop:
 def _offloads(spec: JobSpec, plan: Plan | None) -> bool:
     """Whether memory of the ranks is short, and what they offload leaves it."""
     if plan is None:
-        return spec.pipeline.offload == OffloadTarget.DISK
+        return spec.pipeline.offload == "disk"
     return plan.offload_to is OffloadTarget.DISK and any(stage.offload for stage in plan.stages)
 
 

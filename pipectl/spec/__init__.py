@@ -2,26 +2,32 @@
 
 from pipectl.spec.dump import dump, settled
 from pipectl.spec.keys import links_key, plan_key, profile_key
-from pipectl.spec.launching import Checkpoint, Environment, Launch, Output
-from pipectl.spec.layers import site_files
-from pipectl.spec.load import load, load_sweep, load_with_origins
-from pipectl.spec.models import JobSpec
-from pipectl.spec.origins import Origin
-from pipectl.spec.pipeline import Pipeline
-from pipectl.spec.points import Point
+from pipectl.spec.load import Origin, load, load_with_origins, site_files
+from pipectl.spec.models import JobSpec, Sweep
 from pipectl.spec.references import Reference
-from pipectl.spec.resources import MoreNodes, NodeKind, Pbs, Resources, Slurm
-from pipectl.spec.schedules import GROUP as SCHEDULES_GROUP
+from pipectl.spec.running import (
+    Checkpoint,
+    Environment,
+    Launch,
+    MoreNodes,
+    NodeKind,
+    Output,
+    Pbs,
+    Resources,
+    Slurm,
+)
 from pipectl.spec.schema import json_schema
-from pipectl.spec.sweep import Sweep
+from pipectl.spec.sweep import Point, load_sweep
 from pipectl.spec.training import (
     Data,
     Evaluation,
     Factory,
     Loss,
     Optimizer,
+    Pipeline,
     Training,
 )
+from pipectl.spec.types import SCHEDULES_GROUP
 
 __all__ = [
     "SCHEDULES_GROUP",

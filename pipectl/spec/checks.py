@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from pipectl.spec import references
-from pipectl.spec.launching import Launch
 from pipectl.spec.models import JobSpec
 from pipectl.spec.names import fault_of_name
-from pipectl.spec.pipeline import Pipeline
-from pipectl.spec.resources import Resources
-from pipectl.spec.schedules import APART, BUILT_IN, ONE_STAGE, ROUND, UNFLUSHED, V_SHAPED
-from pipectl.spec.training import Loss, Training
+from pipectl.spec.running import Launch, Resources
+from pipectl.spec.training import Loss, Pipeline, Training
+from pipectl.spec.types import APART, BUILT_IN, ONE_STAGE, ROUND, UNFLUSHED, V_SHAPED
 
 Finding = tuple[tuple[str, ...], str]
 

@@ -7,8 +7,8 @@ from typing import Any
 import yaml
 
 from pipectl.spec import references
+from pipectl.spec.document import resolve
 from pipectl.spec.models import JobSpec
-from pipectl.spec.tree import Scalar
 
 
 def dump(spec: JobSpec) -> str:
@@ -39,8 +39,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    plain = isinstance(Scalar(text, plain=True).value, str)
-    style = None if plain else '"'
+    style = None if isinstance(resolve(text), str) else '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 

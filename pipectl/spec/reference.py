@@ -1,4 +1,4 @@
-"""``docs/spec-reference.md``, made from the models.
+"""``docs/spec-reference.md``, made from the JSON Schema of the models.
 
 ``python -m pipectl.spec.reference DIRECTORY`` writes it and ``configs/job.schema.json`` into a
 checkout.
@@ -9,24 +9,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
-
-from pydantic.fields import FieldInfo
 
 from pipectl.files import write_json, write_text
-from pipectl.spec.kinds import Kind
-from pipectl.spec.layers import SITE_KEYS
-from pipectl.spec.models import JobSpec
-from pipectl.spec.schema import json_schema
-from pipectl.spec.section import Section
-from pipectl.spec.structure import (
-    is_list_of_sections,
-    is_mapping_of_sections,
-    kind_of,
-    section_of,
-    without_none,
-)
-from pipectl.spec.training import Factory
+from pipectl.spec.load import SITE_KEYS
+from pipectl.spec.schema import Schema, json_schema, options, properties, words
 
 REFERENCE = Path("docs/spec-reference.md")
 SCHEMA = Path("configs/job.schema.json")
@@ -45,7 +31,7 @@ From the weakest to the strongest:
 
 1. the defaults below,
 2. `/etc/pipectl/site.yaml`,
-3. `~/.config/pipectl/site.yaml` (under `XDG_CONFIG_HOME` where that is set),
+3. `~/.config/pipectl/site.yaml` (under `XDG_CONFIG_HOME` if that is set),
 4. the job file,
 5. `--set key.key=value` on the command line, in order; the value is YAML, such as
    `--set launch.args='[--label, --kill-on-bad-exit]'`.
@@ -65,7 +51,7 @@ With `site_defaults: false` a job takes nothing from site files.
 The type of a key decides how its value is read, so `walltime: 1:30:00` is one and a half hours.
 Sizes are bytes or have a unit: `512MiB`, `4GiB`, or decimal `8GB`. Durations are `HH:MM:SS`,
 `D-HH:MM:SS`, or have units: `90s`, `45m`, `1h30m`; a bare number is seconds. In `kwargs`, values
-have the types of YAML 1.2: `3e-4` is a number, `yes` and `1:30` are text. Keys given twice, unknown
+have the types of YAML 1.2: `3e-4` is a number, `yes` and `1:30` are text. Duplicate keys, unknown
 keys, control characters, tags (`!!`) and merge keys (`<<`) are refused, and so are files of more
 than 1 MiB.
 """
@@ -76,101 +62,75 @@ def reference_markdown() -> str:
     return "\n".join([_INTRODUCTION, *_parts()])
 
 
-def _parts() -> Iterator[str]:
-    yield "## Top level\n"
-    yield _table(JobSpec)
-    yield f"## Factories\n\n{_paragraphs(Factory)}\n"
-    yield _table(Factory)
-    for name, info in JobSpec.model_fields.items():
-        model = section_of(info)
-        if model not in (None, Factory):
-            assert model is not None
-            yield f"## {name}\n\n{_paragraphs(model)}\n"
-            yield _table(model, name)
-            yield from _lists(name, model)
-
-
-def _lists(name: str, model: type[Section]) -> Iterator[str]:
-    """The sections that stand in a section, alone or in lists."""
-    for key, info in model.model_fields.items():
-        inner = section_of(info)
-        if inner is not None and not issubclass(inner, Factory):
-            place = f"{name}.{key}"
-            yield f"### {place}\n\n{_paragraphs(inner)}\n"
-            yield _table(inner, place.replace(".", ""))
-            yield from _lists(place, inner)
-
-
-def _paragraphs(model: type[Section]) -> str:
-    return "\n".join(line.strip() for line in (model.__doc__ or "").strip().splitlines())
-
-
-def _table(model: type[Section], place: str = "") -> str:
-    rows = ["| key | value | default | meaning |", "| --- | --- | --- | --- |"]
-    for name, info in model.model_fields.items():
-        cells = (f"`{name}`", _words(info, name, place), _default(info), _meaning(info))
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join([*rows, ""])
-
-
-def _meaning(info: FieldInfo) -> str:
-    model = section_of(info)
-    if info.description is not None or model is None:
-        return info.description or ""
-    return _paragraphs(model).splitlines()[0]
-
-
-def _words(info: FieldInfo, name: str, around: str) -> str:
-    """What may stand there."""
-    if is_list_of_sections(info):
-        return f"list of [mappings](#{around}{name})"
-    if (model := section_of(info)) is not None:
-        what, place = ("factory", "factories") if model is Factory else ("mapping", around + name)
-        link = f"[{what}](#{place})"
-        return (
-            f"mapping of names to [factories](#{place})" if is_mapping_of_sections(info) else link
-        )
-    if (kind := kind_of(info)) is not None:
-        return kind.words
-    inner: Any = without_none(info.annotation)
-    if get_origin(inner) is tuple and get_origin(get_args(inner)[0]) is dict:
-        return "list of mappings"
-    if get_origin(inner) is tuple:
-        return f"list; each {_item_words(get_args(inner)[0])}"
-    values = get_args(inner)[1]
-    if get_origin(values) is tuple:
-        return "mapping of keys to lists"
-    return "mapping" if values is Any else f"mapping of names to {_item_words(values)}"
-
-
-def _item_words(annotation: Any) -> str:
-    assert get_origin(annotation) is Annotated
-    return next(item.words for item in get_args(annotation) if isinstance(item, Kind))
-
-
-def _default(info: FieldInfo) -> str:
-    if info.is_required():
-        return "required"
-    default = info.get_default(call_default_factory=True)
-    if isinstance(default, Section):
-        return ""
-    kind = kind_of(info)
-    shown = default if kind is None else kind.dump(default)
-    return f"`{_yaml(shown)}`"
-
-
-def _yaml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if value is None or isinstance(value, int | float | str):
-        return "null" if value is None else str(value)
-    return "{}" if isinstance(value, dict) else str(list(value))
-
-
 def write(checkout: Path) -> None:
     """Write the reference and the schema into a checkout."""
     write_text(checkout / REFERENCE, reference_markdown())
     write_json(checkout / SCHEMA, json_schema())
+
+
+def _parts() -> Iterator[str]:
+    factory = json_schema()["$defs"]["Factory"]
+    yield f"## Top level\n\n{_table(json_schema(), '')}"
+    yield f"## Factories\n\n{_text(factory)}\n\n{_table(factory, '')}"
+    for name, schema in properties(json_schema()).items():
+        if _section(schema) is not None and not _is_factory(schema):
+            yield f"## {name}\n\n{_text(schema)}\n\n{_table(schema, name)}"
+            yield from _inner_parts(schema, name)
+
+
+def _inner_parts(schema: Schema, path: str) -> Iterator[str]:
+    """The sections within a section, alone or in lists."""
+    for name, item in properties(schema).items():
+        inner = next((each["items"] for each in options(item) if each.get("items")), item)
+        if _section(inner) is not None and not _is_factory(inner):
+            place = f"{path}.{name}"
+            yield f"### {place}\n\n{_text(inner)}\n\n{_table(inner, place)}"
+            yield from _inner_parts(inner, place)
+
+
+def _section(schema: Schema | None) -> Schema | None:
+    """The schema of a mapping with known keys."""
+    found = () if schema is None else options(schema)
+    return next((item for item in found if "properties" in item), None)
+
+
+def _is_factory(schema: Schema) -> bool:
+    return list(properties(schema)) == ["factory", "kwargs"]
+
+
+def _text(schema: Schema) -> str:
+    section = _section(schema)
+    return str(section["description"]) if section else ""
+
+
+def _table(schema: Schema, path: str) -> str:
+    rows = ["| key | value | default | meaning |", "| --- | --- | --- | --- |"]
+    section = _section(schema)
+    assert section is not None
+    for name, item in section["properties"].items():
+        default = f"`{item['default']}`" if "default" in item else ""
+        default = default.lower() if isinstance(item.get("default"), bool) else default
+        required = "required" if name in section.get("required", ()) else default
+        meaning = item.get("description") or _text(item).partition("\n")[0]
+        cells = (f"`{name}`", _value(item, f"{path}{name}".replace(".", "")), required, meaning)
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join([*rows, ""])
+
+
+def _value(schema: Schema, anchor: str) -> str:
+    """What may be written, with a link to the section that explains it."""
+    if _section(schema) is not None:
+        return "[factory](#factories)" if _is_factory(schema) else f"[mapping](#{anchor})"
+    for item in options(schema):
+        values = item.get("additionalProperties")
+        if item.get("items") and "title" not in item:
+            value = _value(item["items"], anchor)
+            return f"list; each a {value}" if value.startswith("[") else f"list; each {value}"
+        if isinstance(values, dict) and _section(values) is not None:
+            return "mapping of names to [factories](#factories)"
+        if isinstance(values, dict):
+            return f"mapping of names to {words(values)}"
+    return words(schema)
 
 
 if __name__ == "__main__":

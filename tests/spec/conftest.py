@@ -11,8 +11,8 @@ import pytest
 
 from pipectl.errors import SpecError
 from pipectl.spec import JobSpec, json_schema, load
+from pipectl.spec.document import plain
 from pipectl.spec.reader import read_text
-from pipectl.spec.tree import to_values
 
 MINIMAL = """\
 version: 1
@@ -71,7 +71,7 @@ def by_schema() -> Callable[[str], bool]:
 
     def valid(text: str) -> bool:
         tree = read_text(text, "job.yaml", [])
-        return tree is not None and accepts(schema, to_values(tree), schema)
+        return tree is not None and accepts(schema, plain(tree), schema)
 
     return valid
 

@@ -105,6 +105,17 @@ def test_defaults(read, minimal) -> None:
     assert spec.output.directory == "runs"
 
 
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [("gpt.yaml", "gpt"), ("my job (2).yaml", "my-job--2"), ("-.yaml", "job"), ("é.v2.yaml", "v2")],
+)
+def test_the_name_is_by_default_that_of_the_file(tmp_path: Path, minimal, file, name) -> None:
+    (tmp_path / file).write_text("".join(minimal.splitlines(keepends=True)[2:]))
+    spec = load(tmp_path / file, sites=())
+    assert (spec.version, spec.name) == (1, name)
+    assert "name: " + name in dump(spec)
+
+
 def test_which_steps_are_recorded(read, minimal) -> None:
     def steps(text: str, count: int) -> list[int]:
         trace = read(minimal + text).trace

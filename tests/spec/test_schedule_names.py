@@ -2,7 +2,7 @@
 
 from pipectl.planner import request
 from pipectl.schedule import NAMES
-from pipectl.spec import schedules
+from pipectl.spec import types as schedules
 
 
 def test_the_spec_takes_every_schedule_there_is():

@@ -85,7 +85,7 @@ def test_absent_and_empty_site_files_say_nothing(tmp_path: Path, minimal: str) -
         ("slurm: {part: a}", "1:9: slurm.part: unknown key; did you mean 'partition'?"),
         ("version: 2", "1:10: version: is 2; this pipectl reads version 1"),
         ("a: [", "1:5: not valid YAML: it ends inside a bracket that is not closed"),
-        ("- a", "1:1: must be a mapping of keys to values"),
+        ("- a", " must be a mapping of keys to values"),
         (
             "\ntraining: {steps: 3}",
             "2:1: training: a site file cannot set this; known are version, resources, launch, "

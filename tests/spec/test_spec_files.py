@@ -51,8 +51,8 @@ def test_what_is_no_yaml(added, text: str, message: str) -> None:
         (b"", ": the file is empty"),
         (b"# nothing but a comment\n", ": the file is empty"),
         (b"null", ": the file is empty"),
-        (b"[a]", ":1:1: must be a mapping of keys to values"),
-        (b"text", ":1:1: must be a mapping of keys to values"),
+        (b"[a]", ": must be a mapping of keys to values"),
+        (b"text", ": must be a mapping of keys to values"),
         (b"name: \xe4", ":1:7: not UTF-8 text (byte 0xe4)"),
         (b"a: 1\nname: \xff\xfe", ":2:7: not UTF-8 text (byte 0xff)"),
         (b"\x7fELF\x00\x01", ": a binary file; a job spec is YAML text"),
@@ -89,4 +89,4 @@ def test_an_endless_file_is_not_read_to_its_end() -> None:
 
 
 def test_large_mappings_of_unknown_keys_are_told_quickly(complaints) -> None:
-    assert len(complaints("\n".join(f"key{n}: {n}" for n in range(300)))) == 306
+    assert len(complaints("\n".join(f"key{n}: {n}" for n in range(300)))) == 304

@@ -11,14 +11,18 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from pipectl.errors import SpecError, UsageError
-from pipectl.spec import JobSpec, dump, load, settled
-from pipectl.spec.structure import all_paths
+from pipectl.spec import JobSpec, dump, json_schema, load, settled
+from pipectl.spec.schema import properties
 
 SETTINGS = settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 YAML_LIKE = st.text(st.sampled_from(list("abn01:-[]{}'\"&*!#|>%@,.?~ \n\t\\x")), max_size=40)
-PATHS = list(all_paths(JobSpec))
+PATHS = [
+    path
+    for name, schema in properties(json_schema()).items()
+    for path in [(name,), *((name, key) for key in properties(schema))]
+]
 SCALARS = st.one_of(
     st.none(),
     st.booleans(),

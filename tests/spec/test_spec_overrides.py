@@ -112,7 +112,7 @@ def test_a_value_may_contain_an_equals_sign(read, minimal) -> None:
         ("launch.args=x", "--set launch.args: must be a list, not 'x'"),
         ("launch.args.0=x", "--set launch.args.0: launch.args: must be a list, not a mapping"),
         ("name.x=1", "--set name.x: name: must be a name, not a mapping"),
-        ("name=", "--set name: missing"),
+        ("training=", "--set training: missing"),
         ("training=3", "--set training: must be a mapping, not 3"),
         ("lr_scheduler.kwargs.T=1", "--set lr_scheduler.kwargs.T: lr_scheduler.factory: missing"),
         ("slurm={qos: a, qos: b}", "--set slurm: qos: given twice; first on line 1"),

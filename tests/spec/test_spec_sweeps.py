@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from pipectl.errors import SpecError
-from pipectl.spec import Point, dump, load, load_sweep
+from pipectl.spec import Point, dump, load, load_sweep, load_with_origins
 
 Points = Callable[..., tuple[Point, ...]]
 Faults = Callable[..., list[str]]
@@ -82,6 +82,32 @@ sweep:
     assert found[0].spec.pipeline.memory_limit == 2**30
     assert found[1].spec.optimizer.factory == "torch.optim:SGD"
     assert found[2].spec.model.kwargs["in_features"] == "4"
+
+
+@pytest.mark.parametrize(
+    "points_of_sweep",
+    [
+        "grid: {environment.variables.KEY: [s3cret, s4cret], training.seed: [0, 1]}",
+        "points: [{environment.variables.KEY: s3cret}, {environment.variables: {KEY: s4cret}}]",
+        "grid: {environment.variables: [{KEY: s3cret}, {KEY: s4cret}]}",
+        "points: [{environment: {variables: {KEY: s3cret}}}]",
+    ],
+)
+def test_values_of_environment_variables_are_in_no_value_of_a_point(
+    points: Points, points_of_sweep: str
+) -> None:
+    found = points(f"sweep: {{{points_of_sweep}}}\n")
+    assert "cret" in found[0].spec.environment.variables["KEY"]
+    assert "cret" not in str([point.values for point in found])
+    assert all("KEY" in str(point.values) for point in found)
+    _, origins = load_with_origins(Path("job.yaml"), sites=())
+    assert "cret" not in str(origins)
+
+
+def test_values_of_environment_variables_are_numbered(points: Points) -> None:
+    found = points("sweep: {grid: {training.seed: [0, 1], environment.variables.KEY: [a, b]}}\n")
+    values = [point.values["environment.variables.KEY"] for point in found]
+    assert values == ["(value 1)", "(value 2)"] * 2
 
 
 def test_keys_of_a_sweep_join_a_factory_in_short_form(points: Points) -> None:
