@@ -52,6 +52,13 @@ def test_measuring_and_planning_do_not_start_mpi():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_what_measures_a_model_has_not_loaded_the_planner():
+    """Ranks do not load numba, and what a measuring process holds counts as memory of a rank."""
+    modules = "pipectl.cli, pipectl.jobs.prepare, pipectl.jobs.submit, pipectl.jobs.sweep"
+    code = f"import sys, {modules}; sys.exit('numba' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_no_parts_of_a_layer_import_each_other_in_a_circle():
     stacked()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipectl.cli.console import note, output, say, say_json, short
-from pipectl.cli.submitted import answer, completed, tell_measuring
+from pipectl.cli.views.submission import print_measuring, submission_json, wait_for
 
 if TYPE_CHECKING:
     from pipectl.jobs.submit import Submission
@@ -35,7 +35,7 @@ def measure_links(
         _tell(submission, path, as_json=as_json)
         return
     note(f"measuring: {submission.run.name} ({scheduler} job {submission.record.job_id})")
-    completed(submission.run, as_json=as_json)
+    wait_for(submission.run, as_json=as_json)
     _show(path, as_json=as_json)
     _hint(spec, path, usual)
 
@@ -43,9 +43,9 @@ def measure_links(
 def _tell(submission: Submission, path: Path, *, as_json: bool) -> None:
     record, run = submission.record, submission.run
     if as_json:
-        say_json(answer(run, record, file=str(path.absolute())))
+        say_json(submission_json(run, record, file=str(path.absolute())))
         return
-    tell_measuring(run, record)
+    print_measuring(run, record)
     say(f"when it is done, the cluster is in {short(path.absolute())}")
 
 

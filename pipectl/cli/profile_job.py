@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipectl.cli.console import say, say_json, short
-from pipectl.cli.submitted import answer, completed, tell_measuring
+from pipectl.cli.views.submission import print_measuring, submission_json, wait_for
 
 if TYPE_CHECKING:
     from pipectl.jobs.profile import Wish
@@ -25,11 +25,11 @@ def submit_and_tell(
     submission = submit_profile(spec, scheduler, path, wish, time.time())
     record, run = submission.record, submission.run
     if not as_json:
-        tell_measuring(run, record)
+        print_measuring(run, record)
     elif not wait:
-        say_json(answer(run, record, file=str(path.absolute())))
+        say_json(submission_json(run, record, file=str(path.absolute())))
     if wait:
-        completed(run, as_json=as_json)
+        wait_for(run, as_json=as_json)
         found = Measurement.load(run.profile, run.measurement)
         show(found, path, time.time(), as_json=as_json)
     elif not as_json:

@@ -6,16 +6,15 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from pipectl.cli.console import note, say, say_json, short, warn
+from pipectl.cli.console import note, say, say_json, short
 from pipectl.cli.interruption import resumable
 from pipectl.cli.progress import progress_bar
-from pipectl.cli.submit_script import tell_launch
-from pipectl.cli.submitted import answer, completed
+from pipectl.cli.views.submission import print_launch, submission_json, wait_for
 from pipectl.runs import as_typed
 from pipectl.units import format_time
 
 if TYPE_CHECKING:
-    from pipectl.jobs.rehearse import RehearsalInputs, Rehearsed
+    from pipectl.jobs.rehearse import RehearsalResult
     from pipectl.jobs.submit import Submission
     from pipectl.spec import JobSpec
 
@@ -26,30 +25,29 @@ _SHARED = 0.005
 def rehearse(spec: JobSpec, scheduler: str | None, *, wait: bool, as_json: bool) -> None:
     """Rehearse the plan of a job; on this machine, to the end."""
     from pipectl.jobs.places import LOCAL
-    from pipectl.jobs.rehearse import gather, submit_rehearsal
+    from pipectl.jobs.rehearse import prepare_rehearsal, submit_rehearsal
 
     with resumable(), progress_bar("profiling") as progress:
-        inputs = gather(spec, scheduler, progress)
-    warn(inputs.warning)
-    tell_launch(inputs.launch)
-    submission = submit_rehearsal(inputs, time.time())
-    _tell(inputs, submission)
-    if wait or inputs.scheduler == LOCAL:
+        job = prepare_rehearsal(spec, scheduler, progress)
+    print_launch(job.launch, job.warning)
+    submission = submit_rehearsal(job, time.time())
+    _tell(submission)
+    if wait or job.scheduler == LOCAL:
         _follow(submission, as_json=as_json)
     elif as_json:
-        say_json(answer(submission.run, submission.record))
+        say_json(submission_json(submission.run, submission.record))
     else:
         say(f"see: pipectl status {as_typed(submission.run)}")
 
 
-def _tell(inputs: RehearsalInputs, submission: Submission) -> None:
+def _tell(submission: Submission) -> None:
     from pipectl.jobs.rehearse import seconds_of
     from pipectl.rehearsal import Rehearsal
 
-    rehearsal = Rehearsal.load(submission.run.rehearsal)
+    rehearsal, record = Rehearsal.load(submission.run.rehearsal), submission.record
     steps = f"{rehearsal.steps} step{'s' if rehearsal.steps > 1 else ''}"
     note(
-        f"rehearsing {inputs.plan.ranks} ranks ({inputs.scheduler}): {steps} in about "
+        f"rehearsing {record.ranks} ranks ({record.scheduler}): {steps} in about "
         f"{format_time(seconds_of(rehearsal))}, times stretched by {rehearsal.stretch:g}"
     )
 
@@ -57,7 +55,7 @@ def _tell(inputs: RehearsalInputs, submission: Submission) -> None:
 def _follow(submission: Submission, *, as_json: bool) -> None:
     from pipectl.jobs.rehearse import result_of
 
-    completed(submission.run, as_json=as_json)
+    wait_for(submission.run, as_json=as_json)
     result = result_of(submission.run)
     if as_json:
         say_json({"run": submission.run.name, **result.to_json()})
@@ -67,7 +65,7 @@ def _follow(submission: Submission, *, as_json: bool) -> None:
     say(f"timelines: {short(submission.run.trace)}")
 
 
-def _lines(found: Rehearsed) -> Iterator[str]:
+def _lines(found: RehearsalResult) -> Iterator[str]:
     rehearsal, planned = found.rehearsal, found.plan.prediction
     yield f"predicted: {format_time(rehearsal.predicted_s)} a step"
     yield f"rehearsed: {format_time(found.step_s)} a step, {found.ratio:.3f} times that"

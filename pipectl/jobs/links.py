@@ -12,7 +12,7 @@ from pipectl.jobs.launching import settle
 from pipectl.jobs.machines import measured_key
 from pipectl.jobs.measuring_run import prepare_output, submit_measuring
 from pipectl.jobs.request import job_request, make_tag
-from pipectl.jobs.submit import Submission, removed_on_failure
+from pipectl.jobs.submit import Submission, new_run
 from pipectl.runs import RunDirectory
 
 if TYPE_CHECKING:
@@ -45,10 +45,9 @@ def submit_links(
             cure="set resources.nodes or resources.tasks_per_node to 2 or more",
         )
     prepare_output(output)
-    run = RunDirectory.create(Path(spec.output.directory), f"{spec.name}-links", now)
-    with removed_on_failure(run):
+    with new_run(spec, f"{spec.name}-links", now) as (run, rollback):
         request = _request(spec, run, scheduler, output.absolute(), BUDGET_S[effort])
-    return submit_measuring(run, spec, request, scheduler, now)
+        return submit_measuring(spec, run, rollback, request, scheduler, now)
 
 
 def _request(

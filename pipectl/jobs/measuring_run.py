@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 from pipectl.batch import JobRequest
 from pipectl.errors import UsageError
 from pipectl.files import is_stream, make_directory_of
-from pipectl.jobs.submit import Submission, hand_over
-from pipectl.jobs.template import write_private
-from pipectl.runs import PROFILING, Record, RunDirectory
-from pipectl.spec import dump
+from pipectl.jobs.prepare import Job
+from pipectl.jobs.submit import Rollback, Start, Submission, hand_over, record_of
+from pipectl.runs import PROFILING, RunDirectory
 
 if TYPE_CHECKING:
     from pipectl.spec import JobSpec
@@ -32,23 +31,19 @@ def prepare_output(output: Path) -> None:
 
 
 def submit_measuring(
-    run: RunDirectory, spec: JobSpec, request: JobRequest, scheduler: str, now: float
+    spec: JobSpec,
+    run: RunDirectory,
+    rollback: Rollback,
+    request: JobRequest,
+    scheduler: str,
+    now: float,
 ) -> Submission:
-    """Submit it; see :func:`pipectl.jobs.submit.hand_over`.
+    """Submit it, for a caller within :func:`pipectl.jobs.submit.new_run`.
 
     Args:
         scheduler: its name.
         now: seconds since the epoch.
     """
-    record = Record(
-        name=request.name,
-        scheduler=scheduler,
-        tag=request.tag,
-        submitted_at=now,
-        ranks=request.ranks,
-        nodes=request.node_count,
-        steps=PERCENT,
-        kind=PROFILING,
-    )
-    submitted = hand_over(run, request, record, lambda: write_private(run.job, dump(spec)))
-    return Submission(run, submitted, None)
+    job = Job(spec, scheduler)
+    record = record_of(job, request, now, steps=PERCENT, kind=PROFILING)
+    return hand_over([Start(run, job, request, record)], rollback)[0]

@@ -1,4 +1,4 @@
-"""Where files lie before a job is submitted, on which scheduler it goes, and where we are."""
+"""Where the files of a job lie before it is submitted, and which batch system takes it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipectl.batch import get
+from pipectl.errors import SchedulerError
+
 if TYPE_CHECKING:
     from pipectl.spec import JobSpec
 
-LOCAL = "local"
+AUTO, LOCAL = "auto", "local"
+_TITLES = {"slurm": "Slurm", "pbs": "PBS"}
 _IN_ALLOCATION = {
     "slurm": ("SLURM_JOB_ID", "SLURMD_NODENAME"),
     "pbs": ("PBS_JOBID", "PBS_NODEFILE"),
@@ -53,9 +57,9 @@ def cache_directory(base: Path) -> Path:
 
 
 def scheduler_name(spec: JobSpec, wanted: str | None) -> str:
-    """The scheduler asked for, else the spec's; ``auto`` is Slurm or PBS where it is installed."""
+    """The scheduler asked for, else the spec's; ``auto`` is Slurm or PBS if it is installed."""
     name: str = wanted or spec.launch.scheduler
-    return name if name != "auto" else detected()
+    return name if name != AUTO else detected()
 
 
 def detected() -> str:
@@ -66,6 +70,28 @@ def detected() -> str:
     if shutil.which("sbatch"):
         return "slurm"
     return "pbs" if shutil.which("qsub") and shutil.which("qselect") else LOCAL
+
+
+def check_answering(spec: JobSpec, wanted: str | None) -> None:
+    """Ask a batch system that nobody named whether it is there: its commands may be all there is.
+
+    Args:
+        wanted: the scheduler asked for; None if the spec decides.
+
+    Raises:
+        SchedulerError: it does not answer.
+    """
+    name = scheduler_name(spec, wanted)
+    if (wanted or spec.launch.scheduler) != AUTO or name == LOCAL:
+        return
+    try:
+        get(name).find("answering?")
+    except SchedulerError as error:
+        raise SchedulerError(
+            f"{_TITLES[name]} is installed here, but does not answer: {error.message}",
+            cure="to train on this machine: --scheduler local\n"
+            f"to submit all the same: --scheduler {name}",
+        ) from error
 
 
 def on_login_node(scheduler: str) -> bool:

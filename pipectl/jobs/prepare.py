@@ -1,7 +1,14 @@
-"""The first step of a batch job: profile and plan within the allocation, where files are missing.
+"""Preparing a job: everything that a submission needs, from its spec.
 
-Started as ``python -m pipectl.jobs.prepare RUN_DIRECTORY``. Progress goes to ``heartbeat.json``,
-as the ranks write it later; a failure goes to ``errors/prepare.json`` and standard error.
+A :class:`Job` is a spec with its batch system, machines, launcher, profile and plan. `find_job`
+takes the fresh files that lie at their usual places; `prepare` makes those that are missing, too: a
+profile on this machine only, since a login node is no place to measure on. `prepare_run` makes them
+for a run within its allocation, as the first step of its job script:
+``python -m pipectl.jobs.prepare RUN_DIRECTORY``. It writes its progress to ``heartbeat.json``, as
+the ranks do later, and a failure to ``errors/prepare.json`` and standard error.
+
+The planner is imported only when it plans: ranks do not load it, and what the process holds while a
+model is measured counts as memory of a rank.
 """
 
 from __future__ import annotations
@@ -10,24 +17,205 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipectl.batch import JobRequest, get
 from pipectl.cluster import Cluster
-from pipectl.errors import PipectlError
-from pipectl.jobs.places import plan_path, profile_path
-from pipectl.jobs.plan import find_plan, kept_micro_batches, write_plan
-from pipectl.jobs.profile import fresh_profile, measure
+from pipectl.errors import MismatchError, PipectlError
+from pipectl.files import make_directory
+from pipectl.jobs.launching import Settled, settle
+from pipectl.jobs.machines import find_machines
+from pipectl.jobs.places import LOCAL, check_answering, plan_path, profile_path, scheduler_name
+from pipectl.jobs.profile import Measurement, Progress, fresh_profile, measure
 from pipectl.jobs.reporting import Heartbeat, reporting_failure
+from pipectl.jobs.request import job_request, make_tag, trial_request
+from pipectl.plan import Plan
+from pipectl.profile import Profile
 from pipectl.runs import Record, RunDirectory, last_checkpoint
 from pipectl.spec import load
 
 if TYPE_CHECKING:
-    from pipectl.plan import Plan
-    from pipectl.profile import Profile
+    from pipectl.spec import JobSpec
 
 
-def prepare(run: RunDirectory, clock: Callable[[], float] = time.time) -> None:
+@dataclass(frozen=True)
+class Job:
+    """A job before it is submitted.
+
+    Args:
+        scheduler: name of the batch system.
+        cluster: the machines; None for runs that train nothing there.
+        profile, plan: None if they are yet to be made.
+        launch: what ranks are started with; None if that has not been found out.
+        in_allocation: whether the job measures and plans itself, before it trains.
+        warning: why a measured cluster is not used; empty if all is well.
+        measurement: how the profile came to be, if it was made now.
+    """
+
+    spec: JobSpec
+    scheduler: str
+    cluster: Cluster | None = None
+    profile: Profile | None = None
+    plan: Plan | None = None
+    launch: Settled | None = None
+    in_allocation: bool = False
+    warning: str = ""
+    measurement: Measurement | None = None
+
+    def request(
+        self,
+        directory: Path,
+        *,
+        tag: str | None = None,
+        after: tuple[str, ...] = (),
+        mpiexec: str | None = None,
+    ) -> JobRequest:
+        """What the batch system is asked for.
+
+        Args:
+            directory: the run directory.
+            tag, after, mpiexec: see :class:`~pipectl.batch.JobRequest`; by default a new tag.
+        """
+        request = job_request(
+            self.spec,
+            directory,
+            tag or make_tag(directory),
+            prepare=self.in_allocation,
+            plan=self.plan,
+            after=after,
+            mpiexec=mpiexec,
+        )
+        return (self.launch or settle(request)).of(request)
+
+
+def find_job(spec: JobSpec, scheduler: str | None) -> Job:
+    """A job with the fresh profile and plan that lie at their usual places.
+
+    Args:
+        scheduler: its name; by default the spec's.
+
+    Raises:
+        PipectlError: see :func:`add_profile` and :func:`add_plan`.
+    """
+    return add_plan(add_profile(make_job(spec, scheduler), make=False), make=False)
+
+
+def prepare(spec: JobSpec, scheduler: str | None, progress: Progress | None = None) -> Job:
+    """A job with its profile and plan, which are made if they are missing or stale.
+
+    Args:
+        scheduler: its name; by default the spec's.
+
+    Raises:
+        SchedulerError: there is no MPI to start the ranks with, or no batch system answers.
+        PipectlError: see :func:`add_profile` and :func:`add_plan`.
+    """
+    check_answering(spec, scheduler)
+    job = make_job(spec, scheduler)
+    check_launch(job)
+    return add_plan(add_profile(job, progress), progress)
+
+
+def make_job(
+    spec: JobSpec,
+    scheduler: str | None,
+    *,
+    base: Path | None = None,
+    launch: Settled | None = None,
+) -> Job:
+    """A job with its machines and its launcher.
+
+    Args:
+        scheduler: its name; by default the spec's.
+        base: where measured links are; by default the spec's output directory.
+        launch: what ranks are started with, if that is known.
+
+    Raises:
+        InvalidInputError: a cluster description cannot be used.
+    """
+    name = scheduler_name(spec, scheduler)
+    machines = find_machines(spec, name, base)
+    launch = launch or settle(trial_request(spec))
+    return Job(spec, name, machines.cluster, launch=launch, warning=machines.warning)
+
+
+def add_profile(
+    job: Job, progress: Progress | None = None, *, make: bool = True, trains: bool = True
+) -> Job:
+    """The job with the profile at its usual place.
+
+    On a batch system a profile that is missing or stale is left to the job.
+
+    Args:
+        make: whether to measure on this machine if it is missing.
+        trains: False to take an imported profile, too.
+
+    Raises:
+        InvalidInputError: a file or the model cannot be used.
+        MismatchError: it is imported, so that nothing says that it is of this model.
+    """
+    path = profile_path(job.spec)
+    if make:
+        make_directory(path.parent)
+    profile = fresh_profile(job.spec, path)
+    if profile is None and make and job.scheduler == LOCAL:
+        measurement = measure(job.spec, path, progress)
+        return replace(job, profile=measurement.profile, measurement=measurement)
+    if profile is not None and trains and profile.fingerprint is None:
+        raise MismatchError(
+            f"{path}: an imported profile can be planned, not submitted",
+            cure="remove it; the model is then measured",
+        )
+    in_allocation = profile is None and job.scheduler != LOCAL
+    return replace(job, profile=profile, in_allocation=in_allocation)
+
+
+def add_plan(
+    job: Job, progress: Progress | None = None, *, make: bool = True, trains: bool = True
+) -> Job:
+    """The job with the plan at its usual place; without one if it has no profile.
+
+    Args:
+        make: whether to make it if it is missing or stale.
+        trains: False to take also a plan that can be simulated but not trained.
+
+    Raises:
+        InfeasibleError: no plan fits.
+        InvalidInputError: the file cannot be used.
+        MismatchError: it asks for what cannot be run.
+    """
+    if job.profile is None or job.cluster is None:
+        return job
+    if make and progress is not None:
+        progress(0, 0, "planning")
+    from pipectl.jobs.plan import fresh_plan, planned
+
+    path = plan_path(job.spec)
+    if make:
+        plan: Plan | None = planned(job.spec, job.profile, job.cluster)
+    else:
+        plan = fresh_plan(job.spec, job.profile, job.cluster, path)
+    if plan is not None and trains:
+        from pipectl.runtime.supported import check_supported
+
+        check_supported(plan, str(path))
+    return replace(job, plan=plan)
+
+
+def check_launch(job: Job) -> None:
+    """Refuse a job that cannot be written into a script, before the work.
+
+    Raises:
+        InvalidInputError: a value cannot be written down safely.
+        SchedulerError: there is no MPI to start the ranks with.
+    """
+    request = trial_request(job.spec)
+    get(job.scheduler).render(request if job.launch is None else job.launch.of(request))
+
+
+def prepare_run(run: RunDirectory, clock: Callable[[], float] = time.time) -> None:
     """Write the profile and the plan of a run, unless they are there and of its job still.
 
     A run that goes on from a checkpoint keeps its plan: results depend on its micro-batches, and
@@ -38,39 +226,39 @@ def prepare(run: RunDirectory, clock: Callable[[], float] = time.time) -> None:
     """
     if run.plan.exists() and last_checkpoint(run) is not None:
         return
-    spec = load(run.job)
-    cluster = Cluster.load(run.cluster)
+    spec, base = load(run.job), run.path.parent
     heartbeat = Heartbeat(run, spec.training.steps, clock)
     profile = fresh_profile(spec, run.profile)
     if profile is None:
         run.plan.unlink(missing_ok=True)  # of the model as it was
-        base = run.path.parent
         profile = measure(spec, run.profile, heartbeat.profiling, base=base).profile
-        _share(run, profile, profile_path(spec, base=run.path.parent))
+        _share(run, profile, profile_path(spec, base=base))
     if not run.plan.exists():
+        from pipectl.jobs.plan import find_plan, kept_micro_batches, write_plan
+
         heartbeat.beat("planning")
-        place = plan_path(spec, base=run.path.parent)
+        cluster, place = Cluster.load(run.cluster), plan_path(spec, base=base)
         plan = find_plan(spec, profile, cluster, kept_micro_batches(spec, place))
         write_plan(run, plan, cluster)
         _share(run, plan, place)
 
 
-def _share(run: RunDirectory, found: Profile | Plan, place: Path) -> None:
+def _share(run: RunDirectory, result: Profile | Plan, place: Path) -> None:
     """Put a profile or plan where later commands look, unless there is one newer than this run.
 
-    Those of a sweep may be of another model than the job's; the cache has profiles of those alike.
+    Those of a sweep may be of another model than the job's; the cache has profiles of equal models.
     """
     with suppress(PipectlError, OSError):  # the job itself does not need it there
-        if Record.load(run.record).sweep is not None:
-            return
-        if not place.exists() or place.stat().st_mtime < Record.load(run.record).submitted_at:
-            found.save(place)
+        record = Record.load(run.record)
+        newer = place.exists() and place.stat().st_mtime >= record.submitted_at
+        if record.sweep is None and not newer:
+            result.save(place)
 
 
 def main(arguments: list[str]) -> int:
     """Prepare one run; the exit code is the one that commands have."""
     run = RunDirectory(Path(arguments[0]))
-    return reporting_failure(run, lambda: prepare(run))
+    return reporting_failure(run, lambda: prepare_run(run))
 
 
 if __name__ == "__main__":

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from pipectl.batch import JobRequest
-from pipectl.cluster import Cluster
 from pipectl.errors import UsageError
-from pipectl.files import make_directory
-from pipectl.jobs.launching import Settled, settle
-from pipectl.jobs.machines import find_machines
+from pipectl.jobs.launching import settle
 from pipectl.jobs.places import LOCAL, profile_path, scheduler_name
-from pipectl.jobs.plan import planned, write_plan
-from pipectl.jobs.profile import Progress, fresh_profile, measure
-from pipectl.jobs.request import job_request, make_tag, trial_request
-from pipectl.jobs.submit import Submission, hand_over, removed_on_failure
-from pipectl.jobs.template import write_private
+from pipectl.jobs.prepare import Job, add_plan, add_profile, make_job
+from pipectl.jobs.profile import Progress
+from pipectl.jobs.request import trial_request
+from pipectl.jobs.submit import Start, Submission, hand_over, new_run, record_of
 from pipectl.plan import Plan
 from pipectl.rehearsal import Rehearsal
-from pipectl.runs import REHEARSAL, Record, RunDirectory, read_metrics
-from pipectl.simulate.rehearsing import rehearsal_of
-from pipectl.spec import dump
+from pipectl.runs import REHEARSAL, RunDirectory, read_metrics
 
 if TYPE_CHECKING:
     from pipectl.spec import JobSpec
@@ -41,26 +33,8 @@ _OVERSUBSCRIBE = {
 
 
 @dataclass(frozen=True)
-class RehearsalInputs:
-    """What is rehearsed.
-
-    Args:
-        scheduler: where.
-        launch: what ranks are started with.
-        warning: why a measured cluster was not used; empty where all is well.
-    """
-
-    spec: JobSpec
-    plan: Plan
-    cluster: Cluster
-    scheduler: str
-    launch: Settled
-    warning: str = ""
-
-
-@dataclass(frozen=True)
-class Rehearsed:
-    """What a rehearsal found; times are those of the plan, not stretched.
+class RehearsalResult:
+    """The result of a rehearsal; times are those of the plan, not stretched.
 
     Args:
         steps_s: of every step.
@@ -98,33 +72,27 @@ class Rehearsed:
         }
 
 
-def gather(
+def prepare_rehearsal(
     spec: JobSpec, scheduler: str | None, progress: Progress | None = None
-) -> RehearsalInputs:
+) -> Job:
     """The plan that a job would run, to be rehearsed on this machine unless a scheduler is named.
 
     Raises:
         UsageError: a job for a batch system has no profile yet.
         PipectlError: no plan fits, or a file cannot be used.
     """
-    home = scheduler_name(spec, None)
-    machines = find_machines(spec, home)
-    make_directory(Path(spec.output.directory))
-    profile = fresh_profile(spec, profile_path(spec))
-    if profile is None and home == LOCAL:
-        profile = measure(spec, profile_path(spec), progress).profile
-    if profile is None:
+    job = make_job(spec, None)
+    job = add_plan(add_profile(job, progress, trains=False), progress, trains=False)
+    if job.plan is None:
         raise UsageError(
             f"{profile_path(spec)}: no fresh profile, so there is no plan to rehearse",
             cure="measure the model first: pipectl profile --submit JOB.yaml",
         )
-    where, cluster = scheduler or LOCAL, machines.cluster
-    plan = planned(spec, profile, cluster)
-    launch = settle(_started(trial_request(spec), spec, where))
-    return RehearsalInputs(spec, plan, cluster, where, launch, machines.warning)
+    job = replace(job, scheduler=scheduler or LOCAL, profile=None, launch=None)
+    return replace(job, launch=settle(_with_launch(trial_request(spec), job)))
 
 
-def submit_rehearsal(inputs: RehearsalInputs, now: float) -> Submission:
+def submit_rehearsal(job: Job, now: float) -> Submission:
     """Start all ranks of a plan, here or where its job would run.
 
     Args:
@@ -133,29 +101,33 @@ def submit_rehearsal(inputs: RehearsalInputs, now: float) -> Submission:
     Raises:
         SchedulerError: see :func:`pipectl.jobs.submit.submit`.
     """
-    spec, plan = inputs.spec, inputs.plan
-    run = RunDirectory.create(Path(spec.output.directory), f"{spec.name}-rehearsal", now)
-    with removed_on_failure(run):
-        rehearsal = rehearsal_of(plan, inputs.cluster, _ranks_per_core(inputs))
-        request = _request(inputs, run, rehearsal)
-    record = Record(
-        name=request.name,
-        scheduler=inputs.scheduler,
-        tag=request.tag,
-        submitted_at=now,
-        ranks=plan.ranks,
-        nodes=request.node_count,
-        steps=rehearsal.steps,
-        kind=REHEARSAL,
-    )
-    record = hand_over(run, request, record, _writer(run, inputs, rehearsal))
-    return Submission(run, record, plan)
+    from pipectl.simulate.rehearsing import rehearsal_of
+
+    assert job.plan is not None
+    assert job.cluster is not None
+    ranks = job.plan.ranks
+    ranks_per_core = ranks / len(os.sched_getaffinity(0)) if job.scheduler == LOCAL else 1.0
+    rehearsal = rehearsal_of(job.plan, job.cluster, ranks_per_core)
+    name = f"{job.spec.name}-rehearsal"
+    with new_run(job.spec, name, now) as (run, rollback):
+        request = _with_launch(job.request(run.path), job)
+        request = replace(
+            request,
+            name=name,
+            ranks=ranks,
+            command=(request.python, "-m", "mpi4py", "-m", WORKER, "--run", str(run.path)),
+            walltime_s=int(min(request.walltime_s, _START_S + 2 * seconds_of(rehearsal))),
+            gpus_per_node=0,
+            stop=None,
+        )
+        record = record_of(job, request, now, steps=rehearsal.steps, kind=REHEARSAL)
+        return hand_over([Start(run, job, request, record, rehearsal)], rollback)[0]
 
 
-def result_of(run: RunDirectory) -> Rehearsed:
-    """What a rehearsal that is over has found."""
+def result_of(run: RunDirectory) -> RehearsalResult:
+    """What a rehearsal that is over measured."""
     lines = list(read_metrics(run))
-    return Rehearsed(
+    return RehearsalResult(
         plan=Plan.load(run.plan),
         rehearsal=Rehearsal.load(run.rehearsal),
         steps_s=tuple(line["step_time_s"] for line in lines),
@@ -168,34 +140,12 @@ def seconds_of(rehearsal: Rehearsal) -> float:
     return rehearsal.steps * rehearsal.stretch * rehearsal.predicted_s
 
 
-def _ranks_per_core(inputs: RehearsalInputs) -> float:
-    """Of where it runs: this machine, or a core and more for every rank."""
-    if inputs.scheduler != LOCAL:
-        return 1.0
-    return inputs.plan.ranks / len(os.sched_getaffinity(0))
-
-
-def _request(inputs: RehearsalInputs, run: RunDirectory, rehearsal: Rehearsal) -> JobRequest:
-    spec = inputs.spec
-    request = job_request(spec, run.path, make_tag(run.path))
-    request = replace(
-        request,
-        name=f"{spec.name}-rehearsal",
-        ranks=inputs.plan.ranks,
-        command=(request.python, "-m", "mpi4py", "-m", WORKER, "--run", str(run.path)),
-        walltime_s=int(min(request.walltime_s, _START_S + 2 * seconds_of(rehearsal))),
-        gpus_per_node=0,
-        stop=None,
-    )
-    return inputs.launch.of(_started(request, spec, inputs.scheduler))
-
-
-def _started(request: JobRequest, spec: JobSpec, scheduler: str) -> JobRequest:
+def _with_launch(request: JobRequest, job: Job) -> JobRequest:
     """On this machine all ranks start, however few cores it has."""
-    if scheduler != LOCAL:
+    if job.scheduler != LOCAL:
         return request
-    ours = scheduler_name(spec, None) == LOCAL
-    return replace(
+    ours = scheduler_name(job.spec, None) == LOCAL
+    request = replace(
         request,
         bind="none",
         launcher="mpiexec",
@@ -203,13 +153,4 @@ def _started(request: JobRequest, spec: JobSpec, scheduler: str) -> JobRequest:
         launch_args=request.launch_args if ours else (),
         variables={**request.variables, **_OVERSUBSCRIBE},
     )
-
-
-def _writer(run: RunDirectory, inputs: RehearsalInputs, rehearsal: Rehearsal) -> Callable[[], None]:
-    def write() -> None:
-        write_private(run.job, dump(inputs.spec))
-        inputs.cluster.save(run.cluster)
-        write_plan(run, inputs.plan, inputs.cluster)
-        rehearsal.save(run.rehearsal)
-
-    return write
+    return request if job.launch is None else job.launch.of(request)

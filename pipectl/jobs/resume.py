@@ -1,27 +1,22 @@
-"""Going on with a run that has ended: from its last checkpoint, under the same plan or another."""
+"""Resuming a run that has ended: from its last checkpoint, under the same plan or another."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipectl.batch import JobRequest, JobState, get
-from pipectl.batch.process import NoAnswerError
-from pipectl.errors import PipectlError, UsageError
-from pipectl.files import make_directory, write_text
-from pipectl.jobs.launching import Settled, settle
-from pipectl.jobs.machines import find_machines
-from pipectl.jobs.plan import find_plan, fresh_plan
+from pipectl.batch import JobState
+from pipectl.errors import UsageError
+from pipectl.files import make_directory
+from pipectl.jobs.places import scheduler_name
+from pipectl.jobs.prepare import Job, make_job
+from pipectl.jobs.profile import is_fresh
 from pipectl.jobs.recovery import completed, continued
-from pipectl.jobs.request import job_request, make_tag
 from pipectl.jobs.status import status
-from pipectl.jobs.submit import Inputs, writer
-from pipectl.jobs.template import write_script
+from pipectl.jobs.submit import Rollback, Start, Submission, contents_of, hand_over, record_of
 from pipectl.jobs.trust import refuse_code_of_others
-from pipectl.jobs.unchanged import check_unchanged, is_of_model, taken_for
 from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import (
@@ -35,31 +30,24 @@ from pipectl.runs import (
     read_starts,
     step_of,
 )
-from pipectl.spec import load
+from pipectl.spec import load, profile_key
+from pipectl.spec.references import parse
 
 if TYPE_CHECKING:
     from pipectl.spec import JobSpec
 
 
 @dataclass(frozen=True)
-class Resumption:
-    """A run that was handed over again.
+class Resumption(Submission):
+    """A run that the batch system has once more.
 
     Args:
-        plan: None where the job has to make it.
-        step: of the last checkpoint; 0 where there is none, so that it begins anew.
-        planned: whether it has another plan than before.
-        warning: why a measured cluster was not used; empty where all is well.
-        launch: what ranks are started with.
+        step: of the last checkpoint; 0 if there is none, so that it begins anew.
+        replanned: whether it has another plan than before.
     """
 
-    run: RunDirectory
-    record: Record
-    plan: Plan | None
     step: int
-    planned: bool
-    warning: str
-    launch: Settled
+    replanned: bool
 
 
 def resume(
@@ -76,7 +64,7 @@ def resume(
         overrides: changes of its job, ``resources.nodes=4`` say, for which it is planned anew. Its
             micro-batches stay as they were unless these are changed: results depend on them.
         now: seconds since the epoch.
-        force: go on even if it cannot be told whether it is over.
+        force: resume even if nobody can tell whether it is over.
         trust_owner: run code that another user could have written.
 
     Raises:
@@ -95,198 +83,138 @@ def resume(
             )
         if not trust_owner:
             refuse_code_of_others(load(run.job, overrides, check_files=False), run.job)
-        return _resume(run, record, state, overrides, now)
-
-
-def _resume(
-    run: RunDirectory, record: Record, state: JobState, overrides: Sequence[str], now: float
-) -> Resumption:
-    was, spec = load(run.job), load(run.job, overrides)
-    _check_incomplete(run, record, spec, state)
-    check_unchanged(run, record, was, spec)
-    machines = find_machines(spec, record.scheduler, run.path.parent)
-    before = Plan.load(run.plan) if run.plan.exists() else None
-    inputs = Inputs(
-        spec, record.scheduler, machines.cluster, None, before, warning=machines.warning
-    )
-    if before is not None:
-        inputs = _planned(run, was, inputs, overrides, before.micro_batches)
-    plan = inputs.plan
-    request = job_request(
-        inputs.spec, run.path, make_tag(run.path), prepare=plan is None, plan=plan
-    )
-    launch = settle(request)
-    request = _counted_on(launch.of(request), read_starts(run))
-    moves = _aside(run, replanned=plan != before)
-    record = _hand_over(run, inputs, request, record, now, moves)
-    last = last_checkpoint(run)
-    step = 0 if last is None else step_of(last) or 0
-    return Resumption(run, record, plan, step, plan != before, inputs.warning, launch)
-
-
-def _planned(
-    run: RunDirectory, was: JobSpec, inputs: Inputs, overrides: Sequence[str], micro_batches: int
-) -> Inputs:
-    """With the plan as it was, if the job is, else with another, which the job itself makes where
-    the model is another.
-
-    It has as many micro-batches as before, unless others are asked for. What begins anew with
-    another model has those that suit it.
-    """
-    from pipectl.runtime.supported import check_supported
-
-    spec, cluster, profile = inputs.spec, inputs.cluster, Profile.load(run.profile)
-    if fresh_plan(spec, profile, cluster, run.plan) is not None:
-        return inputs
-    same = is_of_model(profile, was, spec)
-    if spec.pipeline.micro_batches is None and (same or last_checkpoint(run) is not None):
-        spec = load(run.job, [*overrides, f"pipeline.micro_batches={micro_batches}"])
-    if not same:
-        return replace(inputs, spec=spec, plan=None)
-    profile = taken_for(profile, spec)
-    plan = find_plan(spec, profile, cluster)
-    check_supported(plan, str(run.plan))
-    return replace(inputs, spec=spec, profile=profile, plan=plan)
+        before, spec = load(run.job), load(run.job, overrides)
+        if state is JobState.COMPLETED and spec.training.steps <= record.steps:
+            raise UsageError(
+                f"{run.name}: is complete, step {record.steps} of {record.steps}",
+                cure=f"to train on, give it more steps: pipectl resume {as_typed(run)} "
+                f"--set training.steps={2 * record.steps}",
+            )
+        _check_unchanged(run, record, before, spec)
+        job = make_job(spec, record.scheduler, base=run.path.parent)
+        plan = Plan.load(run.plan) if run.plan.exists() else None
+        job = _plan_again(run, before, job, overrides, plan)
+        return _submit_again(run, job, record, now, replanned=job.plan != plan)
 
 
 def _check_over(run: RunDirectory, record: Record, now: float, *, force: bool) -> JobState:
     if record.kind in (PROFILING, REHEARSAL):
         raise UsageError(
-            f"{run.name}: trains nothing, so there is nothing to go on with",
-            cure="start it again with `pipectl profile` or `pipectl submit --rehearse`",
+            f"{run.name}: trains nothing, so there is nothing to resume",
+            cure="start it again with `pipectl profile` or `pipectl lab rehearse`",
         )
-    found = status(run, now).job
-    if found.state is JobState.UNKNOWN and not force:
+    job = status(run, now).job
+    if job.state is JobState.UNKNOWN and not force:
         raise UsageError(
-            f"{run.name}: it cannot be told whether it is over: {found.reason}",
+            f"{run.name}: it cannot be told whether it is over: {job.reason}",
             cure="if you know that it is: pipectl resume --force",
         )
-    if found.state.alive:
+    if job.state.alive:
         raise UsageError(
-            f"{run.name}: is {found.state.value}",
+            f"{run.name}: is {job.state.value}",
             cure=f"wait for its end, or `pipectl cancel {as_typed(run)}` first",
         )
-    return found.state
+    return job.state
 
 
-def _check_incomplete(run: RunDirectory, record: Record, spec: JobSpec, state: JobState) -> None:
-    if state is JobState.COMPLETED and spec.training.steps <= record.steps:
+def _check_unchanged(run: RunDirectory, record: Record, before: JobSpec, spec: JobSpec) -> None:
+    """Refuse another batch system, and another model than that of the checkpoints.
+
+    Args:
+        before, spec: the job so far, and as it is to go on.
+    """
+    asked = scheduler_name(spec, None)
+    if spec.launch.scheduler != before.launch.scheduler and asked != record.scheduler:
         raise UsageError(
-            f"{run.name}: is complete, step {record.steps} of {record.steps}",
-            cure=f"to train on, give it more steps: pipectl resume {as_typed(run)} "
-            f"--set training.steps={2 * record.steps}",
+            f"{run.name}: was submitted to {record.scheduler} and goes on there, not on {asked} "
+            "(launch.scheduler)",
+            cure=f"leave it out, or submit a new run: pipectl submit {run.job} --scheduler {asked}",
+        )
+    old, new = (parse(job.model.factory, job.base) for job in (before, spec))
+    key = "model.factory" if old != new else "model.kwargs"
+    if (old != new or before.model.kwargs != spec.model.kwargs) and last_checkpoint(
+        run
+    ) is not None:
+        raise UsageError(
+            f"{run.name}: {key} has changed, but its checkpoints are of the model as it was",
+            cure="leave that out, or submit the other model as a run of its own; it may begin with "
+            f"what `pipectl export {as_typed(run)}` writes (model.weights)",
         )
 
 
-def _hand_over(
-    run: RunDirectory,
-    inputs: Inputs,
-    request: JobRequest,
-    record: Record,
-    now: float,
-    moves: Mapping[Path, Path],
-) -> Record:
-    scheduler = get(record.scheduler)
-    script = scheduler.render(request)
-    record = _begun_anew(record, request, inputs.spec.training.steps, now)
-    before = _contents(run, inputs)
-    try:
-        _move(moves)
-        writer(run, inputs, request)()
-        if inputs.plan is None:
-            run.plan.unlink(missing_ok=True)
-            run.predicted.unlink(missing_ok=True)
-        write_script(run, script, request)
-        record.save(run.record)
-        run.exit_code.unlink(missing_ok=True)
-        run.resubmitted.unlink(missing_ok=True)
-        run.stopped.unlink(missing_ok=True)
-        run.requeue_error.unlink(missing_ok=True)
-    except (PipectlError, OSError, KeyboardInterrupt):
-        _put_back(run, before, moves)
-        raise
-    try:
-        job_id = scheduler.submit(run.script, request)
-    except NoAnswerError:  # the job may be on its way, as behind a Ctrl-C
-        raise
-    except PipectlError:
-        _put_back(run, before, moves)
-        raise
-    record = record.after(now, "submitted", job_id=job_id)
-    with suppress(UsageError):  # it is found by its tag
-        record.save(run.record)
-    return record
+def _plan_again(
+    run: RunDirectory, before: JobSpec, job: Job, overrides: Sequence[str], plan: Plan | None
+) -> Job:
+    """The job with the plan that the run had, if that is still of it; else with another, which the
+    job itself makes if the model is another.
+
+    A new plan has as many micro-batches as before, unless the job says how many. What begins anew
+    with another model has those that suit it. Ranks can change without another profile: it is near
+    enough if it is of the same model and loss.
+    """
+    from pipectl.jobs.plan import find_plan, fresh_plan
+    from pipectl.runtime.supported import check_supported
+
+    assert job.cluster is not None
+    if plan is None:
+        return replace(job, in_allocation=True)
+    profile = Profile.load(run.profile)
+    if fresh_plan(job.spec, profile, job.cluster, run.plan) is not None:
+        return replace(job, profile=profile, plan=plan)
+    spec = job.spec
+    like_before = before.model_copy(update={"model": spec.model, "loss": spec.loss})
+    same_model = is_fresh(like_before, profile)
+    if spec.pipeline.micro_batches is None and (same_model or last_checkpoint(run) is not None):
+        spec = load(run.job, [*overrides, f"pipeline.micro_batches={plan.micro_batches}"])
+    if not same_model:
+        return replace(job, spec=spec, in_allocation=True)
+    if profile.key is not None:  # that of the job from here on, so that later changes are seen
+        profile = replace(profile, key=profile_key(spec))
+    plan = find_plan(spec, profile, job.cluster)
+    check_supported(plan, str(run.plan))
+    return replace(job, spec=spec, profile=profile, plan=plan)
 
 
-def _counted_on(request: JobRequest, starts: int) -> JobRequest:
-    """As often back into the queue as a new run, whose starts are counted from 1."""
-    stop = request.stop
-    if stop is None or not stop.requeues:
-        return request
-    return replace(request, stop=replace(stop, requeues=starts + stop.requeues))
-
-
-def _begun_anew(record: Record, request: JobRequest, steps: int, now: float) -> Record:
-    """The record of a run, as of one that has not been handed over yet."""
-    record = replace(
-        record,
-        tag=request.tag,
-        submitted_at=now,
-        ranks=request.ranks,
-        nodes=request.node_count,
-        steps=steps,
-        job_id=None,
-        task=None,
-    )
-    return record.after(now, "submitting", detail="resumed")
-
-
-def _contents(run: RunDirectory, inputs: Inputs) -> dict[Path, str | None]:
-    """What is changed for another start; None where there is no file."""
-    profile = () if inputs.profile is None else (run.profile,)
-    paths = (
-        run.job, run.template, run.cluster, run.plan, run.predicted, run.script, run.variables,
-        run.record, run.exit_code, run.resubmitted, run.requeue_error, run.stopped, *profile,
-    )  # fmt: skip
-    return {path: _content(path) for path in paths}
-
-
-def _aside(run: RunDirectory, *, replanned: bool) -> dict[Path, Path]:
-    """Where goes what the earlier start reported, which says nothing of the run while it waits; and
-    recorded steps, if the run gets another plan."""
+def _submit_again(
+    run: RunDirectory, job: Job, record: Record, now: float, *, replanned: bool
+) -> Resumption:
+    """Hand the run over, without what its earlier start left; or leave it as it was."""
     starts = read_starts(run)
-    told = [*run.errors.glob("*.json"), *([run.heartbeat] if run.heartbeat.exists() else [])]
+    request = job.request(run.path)
+    if request.stop is not None and request.stop.requeues:  # as often as for a new run
+        stop = replace(request.stop, requeues=starts + request.stop.requeues)
+        request = replace(request, stop=stop)
+    new = record_of(job, request, now)
+    new = replace(new, name=record.name, history=record.history, sweep=record.sweep)
+    new = new.after(now, "submitting", detail="resumed")
+    ended = [run.exit_code, run.resubmitted, run.stopped, run.requeue_error]
+    if job.plan is None:
+        ended += [run.plan, run.predicted]
+    changing = (
+        run.job, run.template, run.cluster, run.profile, run.plan, run.predicted, run.script,
+        run.variables, run.record,
+    )  # fmt: skip
+    rollback = Rollback(
+        contents=contents_of({*changing, *ended}), moved=_aside(run, starts, replanned=replanned)
+    )
+    with rollback:
+        for path, place in rollback.moved.items():
+            make_directory(place.parent)
+            path.replace(place)
+        for path in ended:
+            path.unlink(missing_ok=True)
+        (submission,) = hand_over([Start(run, job, request, new)], rollback)
+    last = last_checkpoint(run)
+    step = 0 if last is None else step_of(last) or 0
+    return Resumption(run, submission.record, job, step, replanned)
+
+
+def _aside(run: RunDirectory, starts: int, *, replanned: bool) -> dict[Path, Path]:
+    """Where to move what the earlier start reported, which says nothing of the run while it waits;
+    and recorded steps, if the run gets another plan."""
+    reports = [*run.errors.glob("*.json"), *([run.heartbeat] if run.heartbeat.exists() else [])]
     steps = run.trace.glob("step-*.json") if replanned else ()
     return {
-        **{path: run.errors_before(starts) / path.name for path in told},
+        **{path: run.errors_before(starts) / path.name for path in reports},
         **{path: run.trace_before(starts) / path.name for path in steps},
     }
-
-
-def _move(moves: Mapping[Path, Path]) -> None:
-    for path, place in moves.items():
-        make_directory(place.parent)
-        path.replace(place)
-
-
-def _put_back(
-    run: RunDirectory, before: Mapping[Path, str | None], moves: Mapping[Path, Path]
-) -> None:
-    """Make the files what they were; each of them, even if others cannot be written."""
-    for path, place in moves.items():
-        with suppress(OSError):
-            place.replace(path)
-            place.parent.rmdir()  # once it is empty
-    for path, text in before.items():
-        with suppress(UsageError, OSError):
-            if text is None:
-                path.unlink(missing_ok=True)
-            elif _content(path) != text:
-                write_text(path, text, mode=0o700 if path == run.script else 0o600)
-
-
-def _content(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None

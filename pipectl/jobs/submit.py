@@ -1,120 +1,117 @@
-"""Submitting a job: everything it needs goes into a run directory, then to the batch system."""
+"""Submitting a job: the one hand-over to a batch system.
+
+Whoever submits (`submit`, sweeps, `resume`, rehearsals, runs that measure) makes a :class:`Start`
+of each run and gives it to :func:`hand_over`, within a :class:`Rollback`. That writes all files of
+the runs, calls the batch system, and notes the job's id. Records are written before that call, so
+that a submission which is interrupted can be found again by its tag; see
+:mod:`pipectl.jobs.recovery`.
+"""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipectl.batch import JobRequest, get
+from pipectl.batch import JobRequest, JobState, get
 from pipectl.batch.process import NoAnswerError
-from pipectl.cluster import Cluster
-from pipectl.errors import MismatchError, PipectlError, UsageError
-from pipectl.files import make_directory
-from pipectl.jobs.dependencies import jobs_of
-from pipectl.jobs.launching import Settled, settle
-from pipectl.jobs.machines import find_machines
-from pipectl.jobs.places import LOCAL, plan_path, profile_path, scheduler_name
-from pipectl.jobs.plan import planned, write_plan
-from pipectl.jobs.profile import Measurement, Progress, fresh_profile, measure
+from pipectl.errors import PipectlError, UsageError
+from pipectl.files import write_text
+from pipectl.jobs.prepare import Job
 from pipectl.jobs.recovery import refuse_twice
-from pipectl.jobs.request import job_request, make_tag, trial_request
+from pipectl.jobs.request import array_request, job_request
+from pipectl.jobs.status import RunStatus, statuses
 from pipectl.jobs.template import write_job, write_script
-from pipectl.plan import Plan
-from pipectl.profile import Profile
-from pipectl.runs import Record, RunDirectory, locked
+from pipectl.runs import (
+    TRAINING,
+    Record,
+    RunDirectory,
+    SweepDirectory,
+    as_typed,
+    locked,
+    sweep_of,
+)
+from pipectl.runs.directory import stem_of
 
 if TYPE_CHECKING:
-    from pipectl.spec import JobSpec
+    from pipectl.rehearsal import Rehearsal
+    from pipectl.spec import JobSpec, Point
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """What a run starts from.
+class Start:
+    """A run that the batch system has yet to be told of, and all that its job reads.
 
     Args:
-        profile, plan: None where the job makes them itself, within its allocation.
-        measurement: where the profile was not lying there: how it came to be.
-        warning: why a measured cluster was not used; empty where all is well.
-        launch: what ranks are started with, if that has been found out.
+        record: that it will have, without the job's id.
+        rehearsal: None for runs that train.
     """
 
-    spec: JobSpec
-    scheduler: str
-    cluster: Cluster
-    profile: Profile | None
-    plan: Plan | None
-    measurement: Measurement | None = None
-    warning: str = ""
-    launch: Settled | None = None
+    run: RunDirectory
+    job: Job
+    request: JobRequest
+    record: Record
+    rehearsal: Rehearsal | None = None
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A run that was handed over."""
+    """A run that the batch system has."""
 
     run: RunDirectory
     record: Record
-    plan: Plan | None
+    job: Job
 
 
-def gather(spec: JobSpec, scheduler: str | None, progress: Progress | None = None) -> Inputs:
-    """Profile and plan of a job: those that lie there, or new ones where missing or stale.
+@dataclass
+class Rollback:
+    """As a context: puts files back if a submission fails before the batch system has the job.
 
-    On a batch system new ones are left to the job: a login node is no place to measure on.
+    It may have it if it was asked and did not refuse: nothing is put back then.
 
-    Raises:
-        InfeasibleError: no plan fits.
-        InvalidInputError: a file or the model cannot be used; nothing was submitted.
-        MismatchError: the profile is not of this model, or the plan asks for what cannot be run.
-        SchedulerError: there is no MPI to start the ranks with.
+    Args:
+        created: directories that were not there before.
+        contents: of files that change; None for those that were not there.
+        moved: from where files are moved, and where to.
+        asked: whether the batch system has been called.
     """
-    from pipectl.runtime.supported import check_supported
 
-    name = scheduler_name(spec, scheduler)
-    machines = find_machines(spec, name)
-    cluster, warning = machines.cluster, machines.warning
-    request = trial_request(spec)
-    launch = settle(request)
-    get(name).render(launch.of(request))  # fails now, not after measuring
-    make_directory(Path(spec.output.directory))
-    profile, measurement = trainable_profile(spec), None
-    if profile is None and name == LOCAL:
-        measurement = measure(spec, profile_path(spec), progress)
-        profile = measurement.profile
-    if profile is None:
-        return Inputs(spec, name, cluster, None, None, warning=warning, launch=launch)
-    if progress is not None:
-        progress(0, 0, "planning")
-    plan = planned(spec, profile, cluster)
-    check_supported(plan, str(plan_path(spec)))
-    return Inputs(spec, name, cluster, profile, plan, measurement, warning, launch)
+    created: Sequence[Path] = ()
+    contents: Mapping[Path, str | None] = field(default_factory=dict)
+    moved: Mapping[Path, Path] = field(default_factory=dict)
+    asked: bool = False
 
+    def __enter__(self) -> Rollback:
+        return self
 
-def trainable_profile(spec: JobSpec) -> Profile | None:
-    """The fresh profile of a job; None where it has to be measured.
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        refused = isinstance(error, PipectlError) and not isinstance(error, NoAnswerError)
+        if error is not None and (refused or not self.asked):
+            self._restore()
 
-    Raises:
-        MismatchError: it comes from elsewhere, and nothing says that it is of this model.
-        DataFileError: there is one, but it cannot be read.
-    """
-    profile = fresh_profile(spec, profile_path(spec))
-    if profile is not None and profile.fingerprint is None:
-        raise MismatchError(
-            f"{profile_path(spec)}: an imported profile can be planned, not submitted",
-            cure="remove it; the model is then measured",
-        )
-    return profile
+    def _restore(self) -> None:
+        """Restore each of the files, even if others cannot be written."""
+        for path in self.created:
+            shutil.rmtree(path, ignore_errors=True)
+        for path, place in self.moved.items():
+            with suppress(OSError):
+                place.replace(path)
+                place.parent.rmdir()  # once it is empty
+        for path, text in self.contents.items():
+            with suppress(UsageError, OSError):
+                if text is None:
+                    path.unlink(missing_ok=True)
+                elif not path.exists() or path.read_text(encoding="utf-8") != text:
+                    write_text(path, text, mode=0o700 if path.suffix == ".sh" else 0o600)
 
 
-def submit(inputs: Inputs, now: float, after: Sequence[RunDirectory] = ()) -> Submission:
-    """Create the run directory and hand its script to the batch system.
-
-    The record is written before the batch system is called, so that a submission which is
-    interrupted can be found again by its tag; see :mod:`pipectl.jobs.recovery`.
+def submit(job: Job, now: float, after: Sequence[RunDirectory] = ()) -> Submission:
+    """Create a run directory and hand its script to the batch system.
 
     Args:
         now: seconds since the epoch.
@@ -126,98 +123,199 @@ def submit(inputs: Inputs, now: float, after: Sequence[RunDirectory] = ()) -> Su
         SchedulerError: missing or rejected; the run directory is removed again, unless the batch
             system did not answer and may have taken the job.
     """
-    spec = inputs.spec
+    spec = job.spec
     refuse_twice(Path(spec.output.directory), spec.name, now)
-    before = jobs_of(after, inputs.scheduler, now)
-    run = RunDirectory.create(Path(spec.output.directory), spec.name, now)
-    with removed_on_failure(run):
-        request = _request(inputs, run.path, before)
-    record = record_of(inputs, request, now)
-    record = hand_over(run, request, record, writer(run, inputs, request))
-    return Submission(run, record, inputs.plan)
-
-
-def hand_over(
-    run: RunDirectory, request: JobRequest, record: Record, write: Callable[[], None]
-) -> Record:
-    """Give the script of a new run to the batch system; see :func:`submit`.
-
-    Args:
-        record: says to which.
-        write: puts everything that the job reads into the run directory.
-
-    Returns:
-        The record with the job's id.
-    """
-    scheduler = get(record.scheduler)
-    with locked(run):
-        with removed_on_failure(run):
-            script = scheduler.render(request)
-            write()
-            write_script(run, script, request)
-            record.save(run.record)
-        try:
-            job_id = scheduler.submit(run.script, request)
-        except NoAnswerError:
-            raise
-        except PipectlError as error:
-            shutil.rmtree(run.path, ignore_errors=True)
-            error.message = error.message.replace(str(run.script), "the job script")
-            raise
-        record = record.after(record.submitted_at, "submitted", job_id=job_id)
-        with suppress(UsageError):  # it is found by its tag
-            record.save(run.record)
-    return record
+    jobs = jobs_of(after, job.scheduler, now)
+    with new_run(spec, spec.name, now) as (run, rollback):
+        request = job.request(run.path, after=jobs)
+        return hand_over([Start(run, job, request, record_of(job, request, now))], rollback)[0]
 
 
 @contextmanager
-def removed_on_failure(run: RunDirectory) -> Iterator[None]:
-    """Leave nothing behind of a run that no batch system has heard of."""
-    try:
-        yield
-    except BaseException:
-        shutil.rmtree(run.path, ignore_errors=True)
-        raise
+def new_run(spec: JobSpec, name: str, now: float) -> Iterator[tuple[RunDirectory, Rollback]]:
+    """A new run directory, which is ours within, and removed if its submission fails."""
+    run = RunDirectory.create(Path(spec.output.directory), name, now)
+    with locked(run), Rollback(created=[run.path]) as rollback:
+        yield run, rollback
 
 
-def record_of(inputs: Inputs, request: JobRequest, now: float) -> Record:
-    """Of a run that is about to be submitted."""
+def record_of(
+    job: Job, request: JobRequest, now: float, *, steps: int | None = None, kind: str = TRAINING
+) -> Record:
+    """The record of a run that is about to be submitted.
+
+    Args:
+        steps: by default those of the training.
+    """
     return Record(
-        name=inputs.spec.name,
-        scheduler=inputs.scheduler,
+        name=request.name,
+        scheduler=job.scheduler,
         tag=request.tag,
         submitted_at=now,
         ranks=request.ranks,
         nodes=request.node_count,
-        steps=inputs.spec.training.steps,
+        steps=job.spec.training.steps if steps is None else steps,
+        kind=kind,
     )
 
 
-def writer(
-    run: RunDirectory, inputs: Inputs, request: JobRequest, alike: RunDirectory | None = None
-) -> Callable[[], None]:
-    """Writes everything the job reads.
+def hand_over(
+    starts: Sequence[Start],
+    rollback: Rollback,
+    array: tuple[SweepDirectory, JobRequest] | None = None,
+) -> tuple[Submission, ...]:
+    """Write all files of runs, and give their script to the batch system; for a caller in
+    ``rollback``, who holds the locks.
 
     Args:
-        alike: a run with the same profile and plan, whose files are copied.
+        starts: one run; or those of an array, in its order.
+        array: the directory of the sweep, and what the batch system is asked for.
+
+    Raises:
+        SchedulerError: it refuses.
     """
+    scheduler = get(starts[0].record.scheduler)
+    written: dict[int, RunDirectory] = {}
+    for start in starts:
+        _write(start, written)
+    script, request = starts[0].run.script, starts[0].request
+    if array is not None:
+        sweep, request = array
+        script = sweep.script
+        write_text(script, scheduler.render(request), mode=0o700)
+    rollback.asked = True
+    try:
+        job_id = scheduler.submit(script, request)
+    except PipectlError as error:
+        error.message = error.message.replace(str(script), "the job script")
+        raise
+    submissions = []
+    for index, start in enumerate(starts):
+        own_id = job_id if array is None else scheduler.task_id(job_id, index)
+        record = start.record.after(start.record.submitted_at, "submitted", job_id=own_id)
+        with suppress(UsageError):  # it is found by its tag
+            record.save(start.run.record)
+        submissions.append(Submission(start.run, record, start.job))
+    return tuple(submissions)
 
-    def write() -> None:
-        write_job(run, inputs.spec, request.template)
-        inputs.cluster.save(run.cluster)
-        if alike is not None:
-            for file in (run.profile, run.plan, run.predicted):
-                shutil.copyfile(alike.path / file.relative_to(run.path), file)
-            return
-        if inputs.profile is not None:
-            inputs.profile.save(run.profile)
-        if inputs.plan is not None:
-            write_plan(run, inputs.plan, inputs.cluster)
 
-    return write
+def _write(start: Start, written: dict[int, RunDirectory]) -> None:
+    """Write everything that the job reads, then the record.
+
+    Args:
+        written: by plan, the first run that has its files: those of others are copied.
+    """
+    run, job = start.run, start.job
+    script = get(start.record.scheduler).render(start.request)
+    write_job(run, job.spec, start.request.template)
+    if job.cluster is not None:
+        job.cluster.save(run.cluster)
+    first = written.setdefault(id(job.plan), run)
+    if job.plan is not None and first is not run:
+        for file in (run.profile, run.plan, run.predicted):
+            shutil.copyfile(first.path / file.relative_to(run.path), file)
+    else:
+        if job.profile is not None:
+            job.profile.save(run.profile)
+        if job.plan is not None and job.cluster is not None:
+            from pipectl.jobs.plan import write_plan
+
+            write_plan(run, job.plan, job.cluster)
+    if start.rehearsal is not None:
+        start.rehearsal.save(run.rehearsal)
+    write_script(run, script, start.request)
+    start.record.save(run.record)
 
 
-def _request(inputs: Inputs, directory: Path, after: tuple[str, ...]) -> JobRequest:
-    plan, tag = inputs.plan, make_tag(directory)
-    request = job_request(inputs.spec, directory, tag, prepare=plan is None, plan=plan, after=after)
-    return (inputs.launch or settle(request)).of(request)
+def jobs_of(runs: Sequence[RunDirectory], scheduler: str, now: float) -> tuple[str, ...]:
+    """The ids of the jobs of runs, without those of runs that have completed already.
+
+    On PBS nothing can wait for a single job of an array, so that all of its runs must be named.
+
+    Args:
+        scheduler: that the next job goes to.
+        now: seconds since the epoch.
+
+    Raises:
+        UsageError: a run has failed, is on another batch system, or its job is not known.
+    """
+    records = [
+        (status.run, _record_to_await(status, scheduler))
+        for status in statuses(runs, now)
+        if status.job.state is not JobState.COMPLETED
+    ]
+    if scheduler != "pbs":
+        return tuple(record.job_id for _, record in records if record.job_id)
+    arrays: dict[str, None] = {}
+    for run, record in records:
+        job_id = record.job_id or ""
+        array_id = get(scheduler).array_id(job_id)
+        if record.sweep is not None and array_id != job_id:
+            sweep = sweep_of(run, record.sweep.name)
+            if not set(sweep.runs()) <= set(runs):
+                raise UsageError(
+                    f"--after {run.name}: PBS lets no job wait for one of an array",
+                    cure=f"wait for all of it: --after {as_typed(sweep)}",
+                )
+        arrays[array_id] = None
+    return tuple(arrays)
+
+
+def _record_to_await(status: RunStatus, scheduler: str) -> Record:
+    name, record = status.run.name, status.record
+    if status.job.state.final:
+        raise UsageError(
+            f"--after {name}: is {status.job.state.value}, so nothing would ever start",
+            cure=f"`pipectl resume {as_typed(status.run)}` first",
+        )
+    if record is None or record.job_id is None:
+        raise UsageError(
+            f"--after {name}: its job is not known",
+            cure=f"see `pipectl status {as_typed(status.run)}`",
+        )
+    if record.scheduler != scheduler:
+        raise UsageError(
+            f"--after {name}: is on {record.scheduler}, and this job goes to {scheduler}",
+            cure=f"wait for its end, or submit with --scheduler {record.scheduler}",
+        )
+    return record
+
+
+def render(job: Job, now: float, suffix: str = "") -> str:
+    """The script of a job as it would be submitted; needs neither the batch system nor MPI.
+
+    Args:
+        suffix: of the run's name, ``-0`` if it is the first of a sweep.
+    """
+    directory = Path(job.spec.output.directory) / f"{stem_of(job.spec.name, now)}{suffix}"
+    installed = shutil.which("mpiexec") or (Path(sys.executable).parent / "mpiexec").exists()
+    mpiexec = None if installed else "mpiexec"
+    request = job.request(directory, tag=f"{directory.name} dry-run", mpiexec=mpiexec)
+    return get(job.scheduler).render(request)
+
+
+def render_array(points: Sequence[Point], scheduler: str, at_once: int | None, now: float) -> str:
+    """The script of a sweep's job array as it would be submitted."""
+    spec = points[0].spec
+    stem = Path(spec.output.directory).absolute() / stem_of(spec.name, now)
+    runs = [RunDirectory(stem.parent / f"{stem.name}-{index}") for index in range(len(points))]
+    directory = SweepDirectory.beside(stem).path
+    request = job_request(spec, directory, f"{stem.name} dry-run")
+    return get(scheduler).render(array_request(request, runs, at_once))
+
+
+def estimate(script: str, scheduler: str) -> str | None:
+    """When a job would start, in the batch system's words; None if it has no queue.
+
+    Raises:
+        SchedulerError: the batch system would reject the job.
+    """
+    with tempfile.TemporaryDirectory(prefix="pipectl-") as directory:
+        path = Path(directory) / "job.sh"
+        write_text(path, script)
+        return get(scheduler).estimate(path)
+
+
+def contents_of(paths: Iterable[Path]) -> dict[Path, str | None]:
+    """What files hold, for :class:`Rollback`; None for those that do not exist."""
+    return {path: path.read_text(encoding="utf-8") if path.exists() else None for path in paths}

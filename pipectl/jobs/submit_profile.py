@@ -11,7 +11,7 @@ from pipectl.jobs.measuring_run import prepare_output, submit_measuring
 from pipectl.jobs.profile import Wish
 from pipectl.jobs.profile_in_job import arguments_for
 from pipectl.jobs.request import MEASURE, job_request, make_tag
-from pipectl.jobs.submit import Submission, removed_on_failure
+from pipectl.jobs.submit import Submission, new_run
 from pipectl.runs import RunDirectory
 
 if TYPE_CHECKING:
@@ -34,10 +34,9 @@ def submit_profile(
         SchedulerError: see :func:`pipectl.jobs.submit.submit`.
     """
     prepare_output(output)
-    run = RunDirectory.create(Path(spec.output.directory), f"{spec.name}-profile", now)
-    with removed_on_failure(run):
+    with new_run(spec, f"{spec.name}-profile", now) as (run, rollback):
         request = _request(spec, run, output, wish)
-    return submit_measuring(run, spec, request, scheduler, now)
+        return submit_measuring(spec, run, rollback, request, scheduler, now)
 
 
 def _request(spec: JobSpec, run: RunDirectory, output: Path, wish: Wish) -> JobRequest:

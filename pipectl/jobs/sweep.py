@@ -1,41 +1,34 @@
-"""Submitting a sweep: a run for every point, and one job array for all of them."""
+"""Sweeps: a job for every point, a run for every job, and one job array for all runs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipectl.batch import JobRequest, get
-from pipectl.batch.process import NoAnswerError
-from pipectl.errors import PipectlError, UsageError
-from pipectl.files import write_text
-from pipectl.jobs.dependencies import jobs_of
-from pipectl.jobs.launching import settle
+from pipectl.batch import get
+from pipectl.errors import PipectlError
+from pipectl.jobs.launching import Settled
+from pipectl.jobs.places import LOCAL, check_answering
+from pipectl.jobs.prepare import Job, add_plan, add_profile, check_launch, make_job
+from pipectl.jobs.profile import Progress, measured
 from pipectl.jobs.recovery import refuse_twice
 from pipectl.jobs.request import array_request, job_request, make_tag
-from pipectl.jobs.submit import Inputs, Submission, record_of, writer
-from pipectl.jobs.template import write_script
-from pipectl.runs import (
-    Members,
-    Record,
-    RunDirectory,
-    Setting,
-    SweepDirectory,
-    locked,
-)
-from pipectl.runs.sweep import remove
+from pipectl.jobs.submit import Rollback, Start, Submission, hand_over, jobs_of, record_of
+from pipectl.plan import Plan
+from pipectl.runs import Members, RunDirectory, Setting, SweepDirectory, locked
+from pipectl.spec import plan_key, profile_key
 
 if TYPE_CHECKING:
-    from pipectl.spec import Point
+    from pipectl.spec import JobSpec, Point
 
 
 @dataclass(frozen=True)
-class Swept:
-    """A sweep that was handed over.
+class SweepSubmission:
+    """A sweep that the batch system has.
 
     Args:
         submissions: of its runs, in the order of the points.
@@ -47,20 +40,92 @@ class Swept:
     job_id: str
 
 
+def prepare_points(
+    spec: JobSpec,
+    points: Sequence[Point],
+    scheduler: str | None,
+    progress: Progress | None = None,
+) -> list[Job]:
+    """The jobs of all points; what several of them share is measured, and planned, once.
+
+    On a batch system, points without a profile are left to their jobs, see
+    :func:`pipectl.jobs.prepare.prepare`.
+
+    Args:
+        spec: the job without the values of its sweep.
+
+    Raises:
+        PipectlError: as for a single job; the message says of which point.
+    """
+    check_answering(spec, scheduler)
+    base = make_job(spec, scheduler)
+    measures = profile_key(spec) in {profile_key(point.spec) for point in points}
+    base = add_profile(base, progress, make=measures)
+    known = {} if base.profile is None else {profile_key(spec): base}
+    launches: dict[str, Settled | None] = {}
+    jobs = []
+    for point in points:
+        with _naming(point):
+            launch = f"{point.spec.launch} {point.spec.environment}"
+            job = make_job(point.spec, base.scheduler, launch=launches.get(launch))
+            check_launch(job)
+            launches[launch] = job.launch
+            key = profile_key(point.spec)
+            if key not in known and job.scheduler == LOCAL:
+                measurement = measured(point.spec, progress)
+                known[key] = replace(job, profile=measurement.profile, measurement=measurement)
+            if key in known:
+                same = known[key]
+                job = replace(job, profile=same.profile, measurement=same.measurement)
+            jobs.append(replace(job, in_allocation=job.profile is None))
+    if plan_key(spec) in {plan_key(point.spec) for point in points}:
+        base = add_plan(base, progress)
+    plans = {} if base.plan is None else {plan_key(spec): base.plan}
+    for index, point in enumerate(points):
+        with _naming(point):
+            jobs[index] = _planned(jobs[index], plans)
+    return jobs
+
+
+@contextmanager
+def _naming(point: Point) -> Iterator[None]:
+    """Begin errors with the values of a point: ``optimizer.kwargs.lr=0.001, training.seed=2``."""
+    try:
+        yield
+    except PipectlError as error:
+        values = ", ".join(f"{key}={value}" for key, value in point.values.items())
+        error.message = f"{values}: {error.message}"
+        raise
+
+
+def _planned(job: Job, plans: dict[str, Plan]) -> Job:
+    """The job with its plan, if it has a profile; one of ``plans``, by key, if it has been made."""
+    if job.profile is None or job.cluster is None:
+        return job
+    from pipectl.jobs.plan import find_plan
+    from pipectl.runtime.supported import check_supported
+
+    key = plan_key(job.spec)
+    if key not in plans:
+        plans[key] = find_plan(job.spec, job.profile, job.cluster)
+        check_supported(plans[key], "the plan")
+    return replace(job, plan=plans[key])
+
+
 def submit_sweep(
     points: Sequence[Point],
-    inputs: Sequence[Inputs],
+    jobs: Sequence[Job],
     at_once: int | None,
     now: float,
     after: Sequence[RunDirectory] = (),
-) -> Swept:
+) -> SweepSubmission:
     """Create a run directory for every point, and hand one script for all to the batch system.
 
-    All records are written before the batch system is called, with the tag of the array, so that
-    a submission which is interrupted can be found again; see :mod:`pipectl.jobs.recovery`.
+    The records of all runs have the tag of the array. A run's own script has a tag of its own: on
+    PBS it may submit itself again.
 
     Args:
-        inputs: what the run of each point starts from.
+        jobs: of the points.
         at_once: how many may run at the same time; None sets no limit.
         now: seconds since the epoch.
         after: runs that must have completed before any starts.
@@ -68,82 +133,27 @@ def submit_sweep(
     Raises:
         UsageError, SchedulerError: as for a single run (:func:`pipectl.jobs.submit.submit`).
     """
-    spec, scheduler = points[0].spec, get(inputs[0].scheduler)
+    spec, scheduler = points[0].spec, jobs[0].scheduler
     base = Path(spec.output.directory)
     refuse_twice(base, spec.name, now)
-    before = jobs_of(after, scheduler.name, now)
+    awaited = jobs_of(after, scheduler, now)
     sweep, runs = SweepDirectory.create(base, spec.name, len(points), now)
-    with locked(sweep):
-        with _removed_on_failure(sweep, runs):
-            request = job_request(spec, sweep.path, make_tag(sweep.path), after=before)
-            request = array_request(request, runs, at_once)
-            script = scheduler.render(request)
-            sweep.save(Members(request.tag, tuple(run.name for run in runs), at_once))
-            records = list(_written(sweep, points, inputs, runs, request.tag, now))
-            write_text(sweep.script, script, mode=0o700)
-        array_id = _handed_over(sweep, runs, request)
-        found = [
-            Submission(run, _told(run, record, scheduler.task_id(array_id, index)), start.plan)
-            for index, (run, record, start) in enumerate(zip(runs, records, inputs, strict=True))
-        ]
-    return Swept(sweep, tuple(found), array_id)
-
-
-def _written(
-    sweep: SweepDirectory,
-    points: Sequence[Point],
-    inputs: Sequence[Inputs],
-    runs: Sequence[RunDirectory],
-    tag: str,
-    now: float,
-) -> Iterator[Record]:
-    """The records of all runs, each with all its files on the disk.
-
-    A run's own script has a tag of its own: on PBS it may submit itself again.
-    """
-    first: dict[int, RunDirectory] = {}
-    for index, (point, start, run) in enumerate(zip(points, inputs, runs, strict=True)):
-        own = make_tag(run.path)
-        request = job_request(
-            start.spec, run.path, own, prepare=start.plan is None, plan=start.plan
-        )
-        request = (start.launch or settle(request)).of(request)
-        setting = Setting(sweep.name, {key: recordable(v) for key, v in point.values.items()})
-        record = replace(record_of(start, request, now), tag=tag, sweep=setting, task=index)
-        alike = None if start.plan is None else first.setdefault(id(start.plan), run)
-        writer(run, start, request, None if alike is run else alike)()
-        write_script(run, get(start.scheduler).render(request), request)
-        record.save(run.record)
-        yield record
-
-
-def _handed_over(sweep: SweepDirectory, runs: Sequence[RunDirectory], request: JobRequest) -> str:
-    scheduler = get(Record.load(runs[0].record).scheduler)
-    try:
-        return scheduler.submit(sweep.script, request)
-    except NoAnswerError:
-        raise
-    except PipectlError as error:
-        remove(sweep, runs)
-        error.message = error.message.replace(str(sweep.script), "the script of the array")
-        raise
-
-
-def _told(run: RunDirectory, record: Record, job_id: str) -> Record:
-    record = record.after(record.submitted_at, "submitted", job_id=job_id)
-    with suppress(UsageError):  # it is found by its tag
-        record.save(run.record)
-    return record
-
-
-@contextmanager
-def _removed_on_failure(sweep: SweepDirectory, runs: Sequence[RunDirectory]) -> Iterator[None]:
-    """Leave nothing behind of a sweep that no batch system has heard of."""
-    try:
-        yield
-    except BaseException:
-        remove(sweep, runs)
-        raise
+    created = [*(run.path for run in runs), sweep.path]
+    with locked(sweep), Rollback(created=created) as rollback:
+        request = job_request(spec, sweep.path, make_tag(sweep.path), after=awaited)
+        request = array_request(request, runs, at_once)
+        sweep.save(Members(request.tag, tuple(run.name for run in runs), at_once))
+        starts = []
+        for index, (point, job, run) in enumerate(zip(points, jobs, runs, strict=True)):
+            own = job.request(run.path)
+            values = {key: recordable(value) for key, value in point.values.items()}
+            record = record_of(job, own, now)
+            record = replace(record, tag=request.tag, sweep=Setting(sweep.name, values), task=index)
+            starts.append(Start(run, job, own, record))
+        submissions = hand_over(starts, rollback, (sweep, request))
+    job_id = submissions[0].record.job_id
+    assert job_id is not None
+    return SweepSubmission(sweep, submissions, get(scheduler).array_id(job_id))
 
 
 def recordable(value: Any) -> Any:

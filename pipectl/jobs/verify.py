@@ -1,44 +1,38 @@
-"""Verifying that a job's pipeline trains what one process trains, or what another plan does."""
+"""Verifying that a job's pipeline trains what one process trains, or what another plan does.
+
+The reference is a plain PyTorch loop in one process; one rank if operators draw random numbers,
+since a plain loop draws others; or another plan if no single process can hold the model.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from pipectl.batch import JobState, process
 from pipectl.errors import InfeasibleError, PipectlError, UsageError, WorkerError
 from pipectl.jobs.cancel import cancel
-from pipectl.jobs.expectation import (
-    ONE_RANK,
-    PLAIN,
-    Expectation,
-    against_one_process,
-    averaged_buffers,
-    between_plans,
-    reason_for_two_plans,
-    too_large_for_a_process,
-)
 from pipectl.jobs.machines import cluster_of
 from pipectl.jobs.places import LOCAL, profile_path
-from pipectl.jobs.plan import find_plan
+from pipectl.jobs.prepare import Job
 from pipectl.jobs.profile import Progress, fresh_profile, measure
 from pipectl.jobs.status import RunStatus
-from pipectl.jobs.submit import Inputs, submit
+from pipectl.jobs.submit import submit
 from pipectl.jobs.trust import refuse_code_of_others
-from pipectl.jobs.verify_overrides import SGD, local, on_ranks
 from pipectl.plan import Plan
-from pipectl.planner.request import PLACED
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory
-from pipectl.schedule.unflushed import NAMES as UNFLUSHED
 from pipectl.spec import dump, load
+from pipectl.units import format_bytes
 
 if TYPE_CHECKING:
     from pipectl.capture.traits import Traits
@@ -47,11 +41,28 @@ if TYPE_CHECKING:
 
 Follow = Callable[[RunDirectory], RunStatus]
 """Waits until a run is over."""
+_ROUNDING = {"float32": 1e-4, "bf16": 2e-2, "float16": 2e-2}
+"""Tolerance if the same bits cannot be expected, by precision; see ``compare``."""
+_SGD = ("optimizer={factory: 'torch.optim:SGD', kwargs: {lr: 0.1}}", "lr_scheduler=null")
+"""An optimizer that does not make large differences of small ones, if results may differ."""
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """How two trainings of a job should agree.
+
+    Args:
+        notes: why the reference or the tolerance is what it is.
+        tolerance: see :func:`pipectl.runtime.compare.compare`; 0 asks for the same bits.
+    """
+
+    notes: tuple[str, ...]
+    tolerance: float
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What a pipeline was compared with, how, and what was found.
+    """A pipeline and what it was compared with.
 
     Args:
         plan: of the pipeline.
@@ -111,77 +122,126 @@ def verify(
     Raises:
         PipectlError: the spec, the model or one of the trainings fails.
     """
+    from pipectl.schedule.unflushed import NAMES as ASYNCHRONOUS
+
+    spec = load(job, [*overrides, *_on_ranks(ranks)])
     if not trust_owner:
-        refuse_code_of_others(load(job, [*overrides, *on_ranks(ranks)]), job)
+        refuse_code_of_others(spec, job)
+    if spec.pipeline.schedule in ASYNCHRONOUS:
+        raise UsageError(
+            f"verify: schedule {spec.pipeline.schedule} is asynchronous, so its results are "
+            "not those of one process",
+            cure="verify the model and the job with --set pipeline.schedule=auto",
+        )
     with TemporaryDirectory(prefix="pipectl-verify-") as directory:
-        verifying = _Verifying(job, overrides, ranks, steps, Path(directory), follow, two_plans)
-        return verifying.verify(progress)
+        here = _overrides(spec, steps, Path(directory))
+        trial = _Trial(job, [*overrides, *here], ranks, steps, Path(directory), follow)
+        profile = _profile(job, overrides, trial, progress)
+        return trial.verify(profile, two_plans=two_plans)
+
+
+def _profile(
+    job: Path, overrides: Sequence[str], trial: _Trial, progress: Progress | None
+) -> Profile:
+    """The job's own profile if it is fresh: its times change no result."""
+    with suppress(PipectlError):
+        spec = load(job, overrides)
+        profile = fresh_profile(spec, profile_path(spec))
+        if profile is not None and profile.fingerprint is not None:
+            return replace(profile, key=None)
+    return measure(trial.spec(trial.ranks), trial.directory / "profile.json", progress).profile
 
 
 @dataclass
-class _Verifying:
-    """One verification; ``directory`` takes its files, ``here`` is what differs from the job."""
+class _Trial:
+    """The trainings of one verification.
+
+    Args:
+        overrides: of the job: those of the user, and what differs here.
+        directory: takes all files.
+    """
 
     job: Path
-    overrides: Sequence[str]
+    overrides: list[str]
     ranks: int
     steps: int
     directory: Path
     follow: Follow
-    two_plans: bool
 
-    def __post_init__(self) -> None:
-        asked = load(self.job, [*self.overrides, *on_ranks(self.ranks)])
-        if asked.pipeline.schedule in UNFLUSHED:
-            raise UsageError(
-                f"verify: schedule {asked.pipeline.schedule} is asynchronous, so its results are "
-                "not those of one process",
-                cure="verify the model and the job with --set pipeline.schedule=auto",
-            )
-        self.here = local(asked, self.steps, self.directory)
-
-    def verify(self, progress: Progress | None) -> Verification:
+    def verify(self, profile: Profile, *, two_plans: bool) -> Verification:
+        """Train the pipeline and its reference, and compare them."""
         from pipectl.capture.traits import find_traits
-        from pipectl.runtime.compare import PipelineRun, compare
+        from pipectl.runtime.compare import PipelineRun, PlainRun, compare
         from pipectl.runtime.plain import FirstWeights
 
-        spec = self._spec(self.ranks)
-        profile = self._profile(spec, progress)
-        plan = find_plan(spec, profile, cluster_of(spec, LOCAL))
+        spec = self.spec(self.ranks)
+        plan = self._plan(spec, profile)
         traits = find_traits(spec, plan.micro_batch_size)
-        other, expected = self._other(spec, profile, plan, traits)
+        reason = reason_for_two_plans(spec, asked=two_plans)
+        if reason is None:
+            reason = too_large_for_a_process(self._plan_of_one_rank(profile, plan))
+        other: Plan | None = None
+        if reason is None:
+            expected = against_one_process(spec, traits, plan)
+        else:
+            other, expected = (
+                self._other_plan(profile, plan),
+                between_plans(spec, traits, plan, reason),
+            )
         if expected.tolerance:
-            self.here.extend(SGD)
-            spec = self._spec(self.ranks)
-        found = PipelineRun(self._train(spec, profile, plan))
-        reference = self._reference(profile, plan, other, traits)
-        start = FirstWeights(spec) if expected.tolerance else {}
-        averaged = averaged_buffers(FirstWeights(spec).buffers, plan)
-        comparison = compare(
-            found, reference, self.steps, expected.tolerance, start, left_out=averaged
-        )
-        words = ONE_RANK if traits.random else PLAIN
+            self.overrides.extend(_SGD)
+            spec = self.spec(self.ranks)
+        pipeline = PipelineRun(self._train(spec, profile, plan))
+        words, compared = "one plain PyTorch process", other
         if other is not None:
             words = f"another plan: {other.ranks} ranks, {len(other.stages)} stages"
+        elif traits.random:
+            words, compared = "one rank", self._plan(self._spec_like(1, plan), profile)
+        if compared is None:
+            reference: Trained = PlainRun(self._train_plainly(plan))
+        else:
+            like = self._spec_like(compared.ranks, plan)
+            reference = PipelineRun(self._train(like, profile, compared))
+        comparison = compare(
+            pipeline,
+            reference,
+            self.steps,
+            expected.tolerance,
+            FirstWeights(spec) if expected.tolerance else {},
+            left_out=averaged_buffers(FirstWeights(spec).buffers, plan),
+        )
         return Verification(plan, other, words, expected, comparison)
 
-    def _other(
-        self, spec: JobSpec, profile: Profile, plan: Plan, traits: Traits
-    ) -> tuple[Plan | None, Expectation]:
-        """The plan to compare with where no single process can be; and what to expect."""
-        reason = reason_for_two_plans(spec, asked=self.two_plans)
-        reason = reason or too_large_for_a_process(self._alone(profile, plan))
-        if reason is None:
-            return None, against_one_process(spec, traits, plan)
-        return self._cut_otherwise(profile, plan), between_plans(spec, traits, plan, reason)
+    def spec(self, ranks: int, *more: str) -> JobSpec:
+        """The job on so many ranks, with more overrides."""
+        return load(self.job, [*self.overrides, *_on_ranks(ranks), *more])
 
-    def _alone(self, profile: Profile, plan: Plan) -> Plan | None:
-        """The plan of one rank; None if one rank has too little memory."""
+    def _spec_like(self, ranks: int, plan: Plan) -> JobSpec:
+        """The job with a stage per rank, and the micro-batches of a plan."""
+        from pipectl.planner.request import PLACED
+
+        return self.spec(
+            ranks,
+            f"pipeline.micro_batches={plan.micro_batches}",
+            f"pipeline.stages={ranks}",
+            "pipeline.replicas=1",
+            "pipeline.backward=together",
+            *(("pipeline.schedule=1f1b",) if plan.schedule in PLACED else ()),
+            "pipeline.warm_up=auto",
+        )
+
+    def _plan(self, spec: JobSpec, profile: Profile) -> Plan:
+        from pipectl.jobs.plan import find_plan
+
+        return find_plan(spec, profile, cluster_of(spec, LOCAL))
+
+    def _plan_of_one_rank(self, profile: Profile, plan: Plan) -> Plan | None:
+        """None if one rank has too little memory."""
         with suppress(InfeasibleError):
-            return self._plan(1, profile, plan)
+            return self._plan(self._spec_like(1, plan), profile)
         return None
 
-    def _cut_otherwise(self, profile: Profile, plan: Plan) -> Plan:
+    def _other_plan(self, profile: Profile, plan: Plan) -> Plan:
         """A plan of one stage more, or else of one less: all of its cuts move.
 
         Raises:
@@ -189,67 +249,30 @@ class _Verifying:
         """
         for ranks in (plan.ranks + 1, plan.ranks - 1):
             with suppress(PipectlError):
-                return self._plan(ranks, profile, plan)
+                return self._plan(self._spec_like(ranks, plan), profile)
         raise InfeasibleError(
             f"no other plan to compare with: only {plan.ranks} stages are possible",
             cure="verify it with more ranks: --ranks",
         )
 
-    def _plan(self, ranks: int, profile: Profile, like: Plan) -> Plan:
-        """A plan with a stage a rank and the micro-batches of another."""
-        spec = self._like(ranks, like)
-        plan = find_plan(spec, profile, cluster_of(spec, LOCAL))
-        assert plan.micro_batch_size == like.micro_batch_size
-        return plan
-
-    def _like(self, ranks: int, plan: Plan) -> JobSpec:
-        fixed = (
-            f"pipeline.micro_batches={plan.micro_batches}",
-            f"pipeline.stages={ranks}",
-            "pipeline.replicas=1",
-            "pipeline.backward=together",
-        )
-        simple = ("pipeline.schedule=1f1b",) if plan.schedule in PLACED else ()
-        return self._spec(ranks, *fixed, *simple, "pipeline.warm_up=auto")
-
-    def _spec(self, ranks: int, *more: str) -> JobSpec:
-        return load(self.job, [*self.overrides, *self.here, *on_ranks(ranks), *more])
-
-    def _profile(self, spec: JobSpec, progress: Progress | None) -> Profile:
-        """The job's own profile if it is fresh: its times change no result."""
-        with suppress(PipectlError):
-            usual = load(self.job, self.overrides)
-            profile = fresh_profile(usual, profile_path(usual))
-            if profile is not None and profile.fingerprint is not None:
-                return replace(profile, key=None)
-        return measure(spec, self.directory / "profile.json", progress).profile
-
     def _train(self, spec: JobSpec, profile: Profile, plan: Plan) -> RunDirectory:
         """Run a plan here, to its end."""
-        inputs = Inputs(spec, LOCAL, cluster_of(spec, LOCAL), profile, plan)
-        run = submit(inputs, time.time()).run
+        run = submit(Job(spec, LOCAL, cluster_of(spec, LOCAL), profile, plan), time.time()).run
         try:
-            _require_success(self.follow(run))
+            status = self.follow(run)
+            if status.job.state is not JobState.COMPLETED:
+                raise _failure(status)
         except BaseException:
             with suppress(PipectlError):
                 cancel(run, time.time())
             raise
         return run
 
-    def _reference(
-        self, profile: Profile, plan: Plan, other: Plan | None, traits: Traits
-    ) -> Trained:
-        from pipectl.runtime.compare import PipelineRun, PlainRun
-
-        if other is None and not traits.random:
-            return PlainRun(self._train_plainly(plan))
-        other = other or self._plan(1, profile, plan)
-        return PipelineRun(self._train(self._like(other.ranks, plan), profile, other))
-
     def _train_plainly(self, plan: Plan) -> Path:
+        """Train in one plain process; the directory of its weights."""
         directory = self.directory / "plain"
         directory.mkdir()
-        spec = self._spec(plan.ranks)
+        spec = self.spec(plan.ranks)
         job = directory / "job.yaml"
         job.write_text(dump(spec), encoding="utf-8")
         size = str(plan.micro_batch_size)
@@ -262,12 +285,131 @@ class _Verifying:
         return directory
 
 
-def _require_success(found: RunStatus) -> None:
-    if found.job.state is JobState.COMPLETED:
-        return
-    culprit = found.culprit
+def _failure(status: RunStatus) -> WorkerError:
+    culprit = status.culprit
     if culprit is None:
-        raise WorkerError(f"the pipeline ended without a result: {found.job.reason}")
+        return WorkerError(f"the pipeline ended without a result: {status.job.reason}")
     error = WorkerError(f"{culprit.where}: {culprit.message}", cure=culprit.cure)
     error.exit_code = culprit.exit_code
-    raise error
+    return error
+
+
+def _on_ranks(ranks: int) -> tuple[str, ...]:
+    """On one node, whatever the job asks for."""
+    return "resources.nodes=1", f"resources.tasks_per_node={ranks}", "resources.more=[]"
+
+
+def _overrides(spec: JobSpec, steps: int, directory: Path) -> list[str]:
+    """What differs from the job as the user wrote it: here, short, one thread per rank."""
+    from pipectl.planner.request import ROUND, V_SHAPED
+
+    pipeline = spec.pipeline
+    stages: int | str | None = pipeline.stages
+    if stages is None and (pipeline.replicas == "any" or pipeline.backward is None):
+        stages = "auto"
+    elif stages is None:  # fewer would leave ranks unverified
+        chunks = 2 if pipeline.schedule in (*ROUND, *V_SHAPED) else 1
+        ranks_of_stage = 2 if pipeline.backward == "apart" else int(pipeline.replicas or 1)
+        stages = chunks * max(1, spec.resources.ranks // ranks_of_stage)
+    # A learning rate schedule may follow the loss of evaluations.
+    evaluates = spec.evaluation is not None and spec.lr_scheduler is not None
+    return [
+        *(["launch={launcher: mpiexec}"] if spec.launch.launcher == "srun" else []),
+        # What is not finite on both sides is equal, too.
+        *(["training.on_nonfinite=ignore"] if spec.training.on_nonfinite == "stop" else []),
+        *(["evaluation.every=1", "evaluation.metrics={}"] if evaluates else ["evaluation=null"]),
+        f"training.steps={steps}",
+        f"output.directory='{directory}'",
+        f"checkpoint={{every: 1, keep: {steps}}}",
+        f"pipeline.stages={stages}",
+        "resources.cpus_per_task=1",
+        "launch.progress_core=false",
+        "resources.memory_per_node=null",
+        "pipeline.memory_limit=null",
+        "callbacks=null",
+        "cluster=null",
+    ]
+
+
+def against_one_process(spec: JobSpec, traits: Traits, plan: Plan) -> Expectation:
+    """What to expect of a pipeline against one process."""
+    notes, inexact = [], _inexact(spec, plan)
+    if traits.random:
+        notes.append(
+            f"{_some(traits.random)} draw random numbers, and a plain loop draws others: "
+            "compared with one rank instead"
+        )
+    elif traits.shared:
+        what = f"{_some(traits.shared)}: used several times, and added in another order"
+        inexact.insert(0, what)
+    return _expectation(spec, traits, notes, inexact)
+
+
+def between_plans(spec: JobSpec, traits: Traits, plan: Plan, reason: str) -> Expectation:
+    """What to expect of two plans, of which the other has no replicas; such plans differ in no bit
+    on CPUs.
+
+    Args:
+        reason: why not against one process.
+    """
+    note = f"{reason}: compared with another plan instead of one process"
+    return _expectation(spec, traits, [note], _inexact(spec, plan))
+
+
+def averaged_buffers(buffers: Collection[str], plan: Plan) -> frozenset[str]:
+    """What replicas make means of, which no single process has."""
+    return frozenset(buffers) if _has_replicas(plan) else frozenset()
+
+
+def reason_for_two_plans(spec: JobSpec, *, asked: bool) -> str | None:
+    """Why no single process can be the reference, as far as the spec tells."""
+    if asked:
+        return "--between-plans"
+    return "materialize: per_rank" if spec.model.materialize == "per_rank" else None
+
+
+def too_large_for_a_process(alone: Plan | None) -> str | None:
+    """Why a plan of one rank cannot run here, or None.
+
+    Args:
+        alone: the job on one rank; None if no such plan fits.
+    """
+    if alone is None:
+        return "one process would need more memory than there is"
+    assert alone.prediction is not None
+    needed = alone.prediction.peak_memory_bytes[0]
+    available = int(psutil.virtual_memory().available)
+    if needed <= available:
+        return None
+    return f"one process would need {format_bytes(needed)}, and {format_bytes(available)} are free"
+
+
+def _inexact(spec: JobSpec, plan: Plan) -> list[str]:
+    """Why results are not the same to the bit, as far as spec and plan tell."""
+    reasons = {
+        "replicas add up gradients in another order (buffers they average are not compared)": (
+            _has_replicas(plan)
+        ),
+        "accelerators do not always round alike": spec.resources.gpus_per_node,
+        "training.compile: fused operators round differently": spec.training.compile,
+    }
+    return [reason for reason, holds in reasons.items() if holds]
+
+
+def _has_replicas(plan: Plan) -> bool:
+    return any(stage.replicas > 1 for stage in plan.stages)
+
+
+def _expectation(
+    spec: JobSpec, traits: Traits, notes: list[str], inexact: list[str]
+) -> Expectation:
+    if not inexact:
+        return Expectation(tuple(notes), 0.0)
+    sgd = "trained with SGD here: other optimizers turn rounding into whole steps"
+    tolerance = max(_ROUNDING[spec.training.precision], _ROUNDING["bf16"] if traits.half else 0.0)
+    return Expectation((*notes, *inexact, sgd), tolerance)
+
+
+def _some(names: Sequence[str]) -> str:
+    """``a``, or ``a and 7 more``."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

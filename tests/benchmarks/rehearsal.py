@@ -32,7 +32,7 @@ from planner_scale import gpt3_profile
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.errors import InfeasibleError
 from pipectl.graph import TransferKind
-from pipectl.jobs.rehearse import WORKER, Rehearsed, result_of
+from pipectl.jobs.rehearse import WORKER, RehearsalResult, result_of
 from pipectl.link import Link
 from pipectl.plan import Plan, Stage, StageCost, Transfer
 from pipectl.planner import PlanRequest, make_plan
@@ -86,7 +86,7 @@ def free_links(ranks: int) -> Cluster:
     return Cluster("free", "given", (Node("n", ranks, ranks, Device("cpu")),), link, link)
 
 
-def rehearsed(plan: Plan, cluster: Cluster, folder: Path) -> Rehearsed:
+def rehearsed(plan: Plan, cluster: Cluster, folder: Path) -> RehearsalResult:
     """A rehearsal on this machine, as ``pipectl submit --rehearse`` runs it."""
     run = RunDirectory.create(folder, "rehearsal", 0.0)
     plan.save(run.plan)
@@ -99,9 +99,9 @@ def rehearsed(plan: Plan, cluster: Cluster, folder: Path) -> Rehearsed:
 
 def rehearsed_in_turns(
     plans: Sequence[Plan], cluster: Cluster, rounds: int
-) -> dict[str, list[Rehearsed]]:
+) -> dict[str, list[RehearsalResult]]:
     """Rehearsals of every plan by its name, round after round."""
-    found: dict[str, list[Rehearsed]] = {}
+    found: dict[str, list[RehearsalResult]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(rounds):
             for plan in plans:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pipectl.cli import main
-from pipectl.jobs import submit as submitting
 from pipectl.runs import Record, RunDirectory, list_runs
 
 if TYPE_CHECKING:
@@ -145,7 +144,7 @@ def test_an_interrupt_before_the_batch_system_is_asked_leaves_nothing(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(submitting, "write_plan", interrupt)
+    monkeypatch.setattr("pipectl.jobs.plan.write_plan", interrupt)
     assert cli(*SUBMIT).code == 130
     assert (runs(), jobs(queue)) == ([], set())
 

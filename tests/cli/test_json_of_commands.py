@@ -19,9 +19,8 @@ from typer.main import get_command
 from pipectl.cli import app
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.jobs.doctor import Finding, Level
-from pipectl.jobs.expectation import Expectation
 from pipectl.jobs.plan import write_plan
-from pipectl.jobs.verify import Verification
+from pipectl.jobs.verify import Expectation, Verification
 from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import Manifest, RunDirectory
@@ -134,7 +133,7 @@ def test_links(shown: Shown, job: Path, slurm: None, monkeypatch: Patch) -> None
     def measured(*_: object, **__: object) -> None:
         Cluster.save(assumed_cluster("two", [1, 1], 1, None), Path("runs/tiny.cluster.json"))
 
-    monkeypatch.setattr("pipectl.cli.links.completed", measured)
+    monkeypatch.setattr("pipectl.cli.links.wait_for", measured)
     shown("profile JOB --links", "profile", "job.yaml", "--links", *SLURM)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from pipectl.jobs.cache import Entry
 from pipectl.jobs.profile import Measurement
-from pipectl.jobs.sweep_inputs import gather_sweep
+from pipectl.jobs.sweep import prepare_points
 from pipectl.profile import Profile
 from pipectl.runs import Record
 from pipectl.spec import load_sweep, profile_key
@@ -114,10 +114,10 @@ def test_on_this_machine_models_are_measured_once_each(
         found = Profile.from_json(profile_document(key=profile_key(spec)))
         return Measurement(Entry(found, 1.0, "here", 1.0), cached=False)
 
-    monkeypatch.setattr("pipectl.jobs.sweep_inputs.measured", measure)
+    monkeypatch.setattr("pipectl.jobs.sweep.measured", measure)
     widths = "sweep.grid={model.kwargs: [{}, {width: 3}, {width: 4}], training.seed: [0, 1]}"
     spec, points = load_sweep(Path("job.yaml"), [widths])
-    found = gather_sweep(spec, points, "local")
+    found = prepare_points(spec, points, "local")
     assert measured == [{"width": 3}, {"width": 4}]
     plans = [id(inputs.plan) for inputs in found]
     assert plans == [plans[0]] * 2 + [plans[2]] * 2 + [plans[4]] * 2

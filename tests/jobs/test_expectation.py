@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from pipectl.capture.traits import Traits
-from pipectl.jobs.expectation import (
+from pipectl.jobs.verify import (
     against_one_process,
     averaged_buffers,
     between_plans,

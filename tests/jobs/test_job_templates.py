@@ -10,7 +10,8 @@ import pytest
 
 from pipectl.batch import check_template
 from pipectl.errors import SpecError
-from pipectl.jobs.script import render
+from pipectl.jobs.prepare import find_job
+from pipectl.jobs.submit import render
 from pipectl.jobs.template import read_template, write_job
 from pipectl.runs import RunDirectory
 from pipectl.spec import JobSpec, load
@@ -36,7 +37,7 @@ def job(tmp_path: Path, head: str, name: str = "my site's.sh") -> JobSpec:
 def test_it_is_in_the_scripts_of_all_schedulers(tmp_path: Path) -> None:
     spec = job(tmp_path, "echo 'from my site'")
     for scheduler in ("slurm", "pbs", "local"):
-        script = render(spec, scheduler, 0.0).text
+        script = render(find_job(spec, scheduler), 0.0)
         assert script.startswith("#!/bin/bash\n#")
         assert "echo 'from my site'\n" in script
         assert script.rstrip().endswith('exit "$code"')
@@ -93,10 +94,10 @@ def test_the_run_keeps_its_own(tmp_path: Path) -> None:
 
 
 def test_the_name_of_its_file_gets_into_no_script(tmp_path: Path) -> None:
-    plain = render(job(tmp_path, "true", "plain.sh"), "slurm", 0.0).text
+    plain = render(find_job(job(tmp_path, "true", "plain.sh"), "slurm"), 0.0)
     for name in ("$(touch x).sh", "`id`", "'; exit 1; '", "#pipectl body", "-n", "[red]"):
         (tmp_path / name).write_text(GOOD.format(head="true"))
         spec = load(tmp_path / "job.yaml", [f"launch.template={json.dumps(name)}"], sites=())
-        assert render(spec, "slurm", 0.0).text == plain
+        assert render(find_job(spec, "slurm"), 0.0) == plain
     with pytest.raises(SpecError, match="line break"):
         load(tmp_path / "job.yaml", ['launch.template="a\\nb"'], sites=())

@@ -87,7 +87,7 @@ def test_a_heartbeat_tells_how_far_it_is(
 ) -> None:
     beats = []
     monkeypatch.setattr(heartbeat, "write_json", lambda path, value: beats.append((path, value)))
-    prepare.prepare(run, clock=lambda: 7.0)
+    prepare.prepare_run(run, clock=lambda: 7.0)
     assert [path for path, _ in beats] == [run.heartbeat] * 2
     assert [value["state"] for _, value in beats] == ["profiling 33%", "planning"]
     assert [(value["time"], value["step"], value["steps"]) for _, value in beats] == [
@@ -96,19 +96,19 @@ def test_a_heartbeat_tells_how_far_it_is(
 
 
 def test_what_is_there_is_kept(run: RunDirectory, measured: list[Path]) -> None:
-    prepare.prepare(run)
+    prepare.prepare_run(run)
     marked = replace(Plan.load(run.plan), assumptions=("mine",))
     marked.save(run.plan)
-    prepare.prepare(run)
+    prepare.prepare_run(run)
     assert measured == [run.profile]
     assert Plan.load(run.plan) == marked
 
 
 def test_what_the_job_has_outgrown_is_made_anew(run: RunDirectory, measured: list[Path]) -> None:
-    prepare.prepare(run)
+    prepare.prepare_run(run)
     replace(PROFILE, key="of another model").save(run.profile)
     replace(Plan.load(run.plan), assumptions=("mine",)).save(run.plan)
-    prepare.prepare(run)
+    prepare.prepare_run(run)
     assert measured == [run.profile] * 2
     assert Plan.load(run.plan).assumptions != ("mine",)
     assert Profile.load(run.profile).key is None
@@ -117,7 +117,7 @@ def test_what_the_job_has_outgrown_is_made_anew(run: RunDirectory, measured: lis
 def test_no_plan_of_another_model_stays_where_planning_is_cut_short(
     run: RunDirectory, measured: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare.prepare(run)
+    prepare.prepare_run(run)
     replace(PROFILE, key="of another model").save(run.profile)
     replace(Plan.load(run.plan), assumptions=("mine",)).save(run.plan)
 
@@ -125,21 +125,21 @@ def test_no_plan_of_another_model_stays_where_planning_is_cut_short(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare, "find_plan", killed)
+        patch.setattr("pipectl.jobs.plan.find_plan", killed)
         with pytest.raises(KeyboardInterrupt):
-            prepare.prepare(run)
-    prepare.prepare(run)
+            prepare.prepare_run(run)
+    prepare.prepare_run(run)
     assert measured == [run.profile] * 2
     assert Plan.load(run.plan).assumptions != ("mine",)
 
 
 def test_a_run_with_a_checkpoint_keeps_its_plan(run: RunDirectory, measured: list[Path]) -> None:
-    prepare.prepare(run)
+    prepare.prepare_run(run)
     marked = replace(Plan.load(run.plan), assumptions=("mine",))
     marked.save(run.plan)
     replace(PROFILE, key="of another model").save(run.profile)
     (run.checkpoints / "step-000002").mkdir()
-    prepare.prepare(run)
+    prepare.prepare_run(run)
     assert measured == [run.profile]
     assert Plan.load(run.plan) == marked
 
@@ -171,7 +171,7 @@ def test_no_feasible_plan_exits_4(run: RunDirectory, measured: list[Path]) -> No
 def test_the_profile_is_put_where_later_commands_look(
     run: RunDirectory, measured: list[Path]
 ) -> None:
-    prepare.prepare(run)
+    prepare.prepare_run(run)
     place = run.path.parent / "tiny.profile.json"
     assert place.read_text() == run.profile.read_text()
 
@@ -183,7 +183,7 @@ def test_a_profile_written_since_the_submission_stays(
     place = run.path.parent / "tiny.profile.json"
     place.write_text("another")
     os.utime(place, (SUBMITTED + age_s, SUBMITTED + age_s))
-    prepare.prepare(run)
+    prepare.prepare_run(run)
     assert (place.read_text() != "another") == replaced
     assert run.profile.exists()
 
@@ -192,5 +192,5 @@ def test_a_place_that_cannot_be_written_stops_no_job(
     run: RunDirectory, measured: list[Path]
 ) -> None:
     (run.path.parent / "tiny.profile.json").mkdir()
-    prepare.prepare(run)
+    prepare.prepare_run(run)
     assert run.plan.exists()

@@ -25,9 +25,10 @@ import yaml
 from pipectl.batch import JobState
 from pipectl.jobs.machines import find_machines
 from pipectl.jobs.plan import find_plan
+from pipectl.jobs.prepare import Job
 from pipectl.jobs.resume import resume
 from pipectl.jobs.status import RunStatus, status
-from pipectl.jobs.submit import Inputs, submit
+from pipectl.jobs.submit import submit
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory, checkpoints, read_heartbeat, read_metrics
 from pipectl.spec import load, profile_key
@@ -267,7 +268,7 @@ def begin(tmp_path_factory: pytest.TempPathFactory, profile: Profile) -> Iterato
         cluster = find_machines(spec, scheduler).cluster
         fresh = replace(profile, key=profile_key(spec))
         plan = find_plan(spec, fresh, cluster)
-        run = submit(Inputs(spec, scheduler, cluster, fresh, plan), time.time()).run
+        run = submit(Job(spec, scheduler, cluster, fresh, plan), time.time()).run
         seed = f"{SEED} {scheduler} {family} {ranks} {settings}"
         started.append(Continued(run, scheduler, random.Random(seed), family))
         return started[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,14 +16,18 @@ from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption, names
 from pipectl.cli.progress import progress_bar
 from pipectl.cli.refusal import choose_one, refuse
 from pipectl.cli.rehearse import rehearse
-from pipectl.cli.submit_script import NO_PROFILE, forecast, print_script, tell_launch
-from pipectl.cli.submit_sweep import submit_points
-from pipectl.cli.submitted import answer, follow_to_the_end, tell_plan
+from pipectl.cli.views.submission import (
+    NO_PROFILE,
+    follow_to_the_end,
+    print_launch,
+    print_plan,
+    submission_json,
+)
 from pipectl.runs import as_typed
 
 if TYPE_CHECKING:
-    from pipectl.jobs.submit import Submission
-    from pipectl.spec import JobSpec
+    from pipectl.jobs.sweep import SweepSubmission
+    from pipectl.spec import JobSpec, Point
 
 
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Only print the script.")]
@@ -52,70 +57,171 @@ def command(
     as_json: Json = False,
     overrides: Overrides = None,
 ) -> None:
-    """Run a job, profiling and planning it where needed."""
+    """Run a job, profiling and planning it first if necessary."""
     from pipectl.jobs.trust import warning_of_code
     from pipectl.spec import load_sweep
 
     choose_one(dry_run=dry_run, test_only=test_only, rehearse=rehearsal)
     if dry_run or test_only:
-        _check_looking(wait=wait, after=after, as_json=as_json)
+        why = "--dry-run and --test-only print text"
+        refuse({"--json": as_json}, why, cure="leave it out")
+        why = "--dry-run and --test-only submit nothing"
+        refuse({"--wait": wait, "--after": after}, why, cure="leave it out")
     if rehearsal:
         refuse({"--after": after}, "a rehearsal waits for no other run", cure="leave it out")
     spec, points = load_sweep(job, overrides or ())
     warn(warning_of_code(spec, job))
     name = None if scheduler is None else scheduler.value
     if dry_run:
-        print_script(spec, points, name)
+        _print_script(spec, points, name)
     elif test_only:
-        say(forecast(spec, points, name))
+        _print_forecast(spec, points, name)
     elif rehearsal:
         rehearse(spec, name, wait=wait, as_json=as_json)
     elif points:
-        submit_points(spec, points, name, after or (), wait=wait, as_json=as_json)
+        _submit_sweep(spec, points, name, after or (), wait=wait, as_json=as_json)
     else:
         _submit(spec, name, after or (), wait=wait, as_json=as_json)
-
-
-def _check_looking(*, wait: bool, after: Sequence[str] | None, as_json: bool) -> None:
-    """What has a meaning only where something is submitted."""
-    refuse({"--json": as_json}, "--dry-run and --test-only print text", cure="leave it out")
-    why = "--dry-run and --test-only submit nothing"
-    refuse({"--wait": wait, "--after": after}, why, cure="leave it out")
 
 
 def _submit(
     spec: JobSpec, scheduler: str | None, after: Sequence[str], *, wait: bool, as_json: bool
 ) -> None:
     from pipectl.cli.profile_view import tell_origin
-    from pipectl.jobs.plan import coupling_warning
-    from pipectl.jobs.submit import gather, submit
+    from pipectl.jobs.prepare import prepare
     from pipectl.runs import find_runs
 
     before = find_runs(Path(spec.output.directory), after)
     with resumable(), progress_bar("profiling") as progress:
-        inputs = gather(spec, scheduler, progress)
-    if inputs.measurement is not None:
-        tell_origin(inputs.measurement, time.time(), "pipectl profile --again measures anew")
-    warn(inputs.warning)
-    if inputs.profile is not None:
-        warn(coupling_warning(spec, inputs.profile))
-    if inputs.launch is not None:
-        tell_launch(inputs.launch)
-    submission = submit(inputs, time.time(), before)
+        job = prepare(spec, scheduler, progress)
+    if job.measurement is not None:
+        tell_origin(job.measurement, time.time(), "pipectl profile --again measures anew")
+    print_launch(job.launch, job.warning)
+    if job.profile is not None:
+        from pipectl.jobs.plan import coupling_warning
+
+        warn(coupling_warning(spec, job.profile))
+    from pipectl.jobs.submit import submit
+
+    submission = submit(job, time.time(), before)
+    run, record = submission.run, submission.record
     if not as_json:
-        _tell(submission)
+        print_plan(job.plan)
+        say(f"submitted: {record.name} ({record.scheduler} job {record.job_id})")
+        say(f"run directory: {short(run.path)}")
+        say(f"see: pipectl status {as_typed(run)}")
     if wait:
-        follow_to_the_end(submission.run, as_json=as_json)
+        follow_to_the_end(run, as_json=as_json)
     elif as_json:
-        say_json(answer(submission.run, submission.record))
+        say_json(submission_json(run, record))
 
 
-def _tell(submission: Submission) -> None:
-    if submission.plan is None:
-        note(NO_PROFILE)
+def _submit_sweep(
+    spec: JobSpec,
+    points: Sequence[Point],
+    scheduler: str | None,
+    after: Sequence[str],
+    *,
+    wait: bool,
+    as_json: bool,
+) -> None:
+    """Submit the runs of a sweep; ``spec`` is without the values of its points."""
+    from pipectl.jobs.sweep import prepare_points, submit_sweep
+    from pipectl.runs import find_runs
+
+    before = find_runs(Path(spec.output.directory), after)
+    with resumable(), progress_bar("profiling") as progress:
+        jobs = prepare_points(spec, points, scheduler, progress)
+    for launch, warning in dict.fromkeys((job.launch, job.warning) for job in jobs):
+        print_launch(launch, warning)
+    at_once = None if spec.sweep is None else spec.sweep.at_once
+    sweep = submit_sweep(points, jobs, at_once, time.time(), before)
+    if not as_json:
+        _print_sweep(sweep)
+    if wait:
+        _follow_sweep(sweep, as_json=as_json)
+    elif as_json:
+        say_json(
+            [
+                submission_json(
+                    submission.run,
+                    submission.record,
+                    sweep=sweep.sweep.name,
+                    values=dict(submission.record.sweep.values) if submission.record.sweep else {},
+                )
+                for submission in sweep.submissions
+            ]
+        )
+
+
+def _print_sweep(sweep: SweepSubmission) -> None:
+    runs, first = len(sweep.submissions), sweep.submissions[0].record
+    unplanned = sum(submission.job.plan is None for submission in sweep.submissions)
+    if unplanned:
+        note(
+            f"no fresh profile for {unplanned} of {runs} runs: their jobs measure the model first, "
+            "in their allocation"
+        )
+    job = "" if first.scheduler == "local" else f" ({first.scheduler} job {sweep.job_id})"
+    say(f"submitted: {runs} runs of {first.name}{job}")
+    say(f"sweep directory: {short(sweep.sweep.path)}")
+    say(f"see: pipectl status {as_typed(sweep.sweep)}")
+
+
+def _follow_sweep(sweep: SweepSubmission, *, as_json: bool) -> None:
+    """Follow one run after the other to its end, and exit with the code of the first failure."""
+    from pipectl.cli.follow import exit_code, follow
+    from pipectl.cli.status_sweep import show_sweep
+
+    codes = []
+    for submission in sweep.submissions:
+        note(submission.run.name)
+        codes.append(exit_code(follow(submission.run)))
+    show_sweep(sweep.sweep, as_json=as_json)
+    if code := next(filter(None, codes), 0):
+        raise typer.Exit(code)
+
+
+def _print_script(spec: JobSpec, points: Sequence[Point], scheduler: str | None) -> None:
+    """The script, or that of the array and that of its first run; and what would run."""
+    from pipectl.cli.plan_view import headline, prediction_lines
+    from pipectl.jobs.places import LOCAL, plan_path, profile_path
+    from pipectl.jobs.prepare import find_job
+    from pipectl.jobs.submit import render, render_array
+
+    now = time.time()
+    job = find_job(points[0].spec if points else spec, scheduler)
+    script = render(job, now, "-0" if points else "")
+    if points:
+        at_once = None if spec.sweep is None else spec.sweep.at_once
+        sys.stdout.write(render_array(points, job.scheduler, at_once, now))
+        note("\nEvery job of the array goes on as the script of its run; that of the first:\n")
+    print_launch(job.launch, job.warning)
+    if job.plan is not None:
+        note(f"plan: {plan_path(job.spec)}: {headline(job.plan)}")
+        for line in prediction_lines(job.plan):
+            note(line)
+    elif job.profile is not None:
+        note(f"no fresh plan: submit makes one, of {profile_path(job.spec)}")
+    elif job.scheduler == LOCAL:
+        note("no fresh profile: submit measures the model first, here")
     else:
-        tell_plan(submission.plan)
-    record = submission.record
-    say(f"submitted: {record.name} ({record.scheduler} job {record.job_id})")
-    say(f"run directory: {short(submission.run.path)}")
-    say(f"see: pipectl status {as_typed(submission.run)}")
+        note(NO_PROFILE)
+    sys.stdout.write(script)
+
+
+def _print_forecast(spec: JobSpec, points: Sequence[Point], scheduler: str | None) -> None:
+    """When a job, or all of its sweep, would start, in the batch system's words."""
+    from pipectl.jobs.prepare import find_job
+    from pipectl.jobs.submit import estimate, render, render_array
+
+    job = find_job(points[0].spec if points else spec, scheduler)
+    if points:
+        at_once = None if spec.sweep is None else spec.sweep.at_once
+        script = render_array(points, job.scheduler, at_once, time.time())
+    else:
+        script = render(job, time.time())
+    say(
+        estimate(script, job.scheduler)
+        or "the job is valid; the scheduler forecasts no start (without a queue, it is at once)"
+    )
