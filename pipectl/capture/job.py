@@ -32,7 +32,7 @@ from pipectl.capture.step import Step, as_module, seed_everything
 from pipectl.capture.tracing import Kept
 from pipectl.errors import CaptureError
 from pipectl.spec import JobSpec
-from pipectl.spec.training import Factory
+from pipectl.spec.models import Factory
 
 _SMALLEST_EXPORT = 2
 """torch.export gives batch sizes 0 and 1 a meaning of their own."""

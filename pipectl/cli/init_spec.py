@@ -14,8 +14,8 @@ from string import Template
 from pipectl.batch.queues import Queue
 from pipectl.errors import UsageError
 from pipectl.jobs.starting import Ask
-from pipectl.spec.names import source_of
 from pipectl.spec.references import fault_of, parse
+from pipectl.spec.sources import source_of
 from pipectl.units import format_bytes, format_clock
 
 _EXAMPLE = """\

@@ -17,7 +17,7 @@ from pipectl.capture.names import own_name
 from pipectl.errors import CaptureError
 from pipectl.runs import LossScaleState
 from pipectl.runtime.waiting import wait
-from pipectl.spec.training import LossScale as LossScaleSpec
+from pipectl.spec.models import LossScale as LossScaleSpec
 
 GROWTH, BACKOFF = 2.0, 0.5
 """What the scale is multiplied by, in the end; the defaults of ``GradScaler``."""

@@ -31,7 +31,7 @@ from pipectl.runtime.tracing import Tracing
 from pipectl.schedule import Action
 from pipectl.schedule.lowering import stretch
 from pipectl.schedule.unflushed import steps_apart, versions_kept
-from pipectl.spec.training import Training
+from pipectl.spec.models import Training
 
 Shares = Callable[[Sequence[Batch]], list[float]]
 

@@ -3,55 +3,21 @@
 from pipectl.spec.dump import dump, settled
 from pipectl.spec.keys import links_key, plan_key, profile_key
 from pipectl.spec.load import Origin, load, load_with_origins, site_files
-from pipectl.spec.models import JobSpec, Sweep
+from pipectl.spec.models import JobSpec
 from pipectl.spec.references import Reference
-from pipectl.spec.running import (
-    Checkpoint,
-    Environment,
-    Launch,
-    MoreNodes,
-    NodeKind,
-    Output,
-    Pbs,
-    Resources,
-    Slurm,
-)
+from pipectl.spec.running import MoreNodes, NodeKind
 from pipectl.spec.schema import json_schema
 from pipectl.spec.sweep import Point, load_sweep
-from pipectl.spec.training import (
-    Data,
-    Evaluation,
-    Factory,
-    Loss,
-    Optimizer,
-    Pipeline,
-    Training,
-)
 from pipectl.spec.types import SCHEDULES_GROUP
 
 __all__ = [
     "SCHEDULES_GROUP",
-    "Checkpoint",
-    "Data",
-    "Environment",
-    "Evaluation",
-    "Factory",
     "JobSpec",
-    "Launch",
-    "Loss",
     "MoreNodes",
     "NodeKind",
-    "Optimizer",
     "Origin",
-    "Output",
-    "Pbs",
-    "Pipeline",
     "Point",
     "Reference",
-    "Resources",
-    "Slurm",
-    "Sweep",
-    "Training",
     "dump",
     "json_schema",
     "links_key",

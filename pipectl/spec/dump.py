@@ -20,10 +20,12 @@ def dump(spec: JobSpec) -> str:
 def settled(spec: JobSpec) -> JobSpec:
     """The spec with all files named by absolute paths, and closed to site defaults."""
     data = spec.model_dump()
-    for path, text in spec.factories():
-        _set(data, path, str(references.parse(text, spec.base)))
-    for path, file in spec.files():
-        _set(data, path, str(file))
+    named = [(path, str(references.parse(text, spec.base))) for path, text in spec.factories()]
+    for path, name in [*named, *((path, str(file)) for path, file in spec.files())]:
+        section = data
+        for key in path[:-1]:
+            section = section[key]
+        section[path[-1]] = name
     data["environment"]["container"] = spec.container
     data["site_defaults"] = False
     absolute = JobSpec.model_validate(data)
@@ -44,10 +46,3 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 _Dumper.add_representer(str, _represent_text)
-
-
-def _set(data: dict[str, Any], path: tuple[str, ...], value: str) -> None:
-    *outer, last = path
-    for key in outer:
-        data = data[key]
-    data[last] = value

@@ -11,60 +11,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipectl.files import write_json, write_text
-from pipectl.spec.load import SITE_KEYS
 from pipectl.spec.schema import Schema, json_schema, options, properties, words
 
 REFERENCE = Path("docs/spec-reference.md")
 SCHEMA = Path("configs/job.schema.json")
 
-_INTRODUCTION = f"""\
-# The job spec
-
-<!-- Made by python -m pipectl.spec.reference; edit the models in pipectl/spec instead. -->
-
-A job spec is one YAML file. `pipectl check JOB.yaml` lists every mistake with its line and column;
-`pipectl schema` prints the JSON Schema, with which editors complete and check as you type.
-
-## Where values come from
-
-From the weakest to the strongest:
-
-1. the defaults below,
-2. `/etc/pipectl/site.yaml`,
-3. `~/.config/pipectl/site.yaml` (under `XDG_CONFIG_HOME` if that is set),
-4. the job file,
-5. `--set key.key=value` on the command line, in order; the value is YAML, such as
-   `--set launch.args='[--label, --kill-on-bad-exit]'`.
-
-Mappings are merged key by key and everything else is replaced; `--set` replaces exactly the key it
-names. A key that is `null`, or empty, has its default, whatever a weaker source says. Environment
-variables set no key: a job means the same in every shell, and what differs between users stands in
-their site files.
-`pipectl check JOB.yaml --origins` shows every key with its value and where that comes from.
-
-A site file describes the site. It may set
-{", ".join(f"`{key}`" for key in SITE_KEYS)}.
-With `site_defaults: false` a job takes nothing from site files.
-
-## How values are read
-
-The type of a key decides how its value is read, so `walltime: 1:30:00` is one and a half hours.
-Sizes are bytes or have a unit: `512MiB`, `4GiB`, or decimal `8GB`. Durations are `HH:MM:SS`,
-`D-HH:MM:SS`, or have units: `90s`, `45m`, `1h30m`; a bare number is seconds. In `kwargs`, values
-have the types of YAML 1.2: `3e-4` is a number, `yes` and `1:30` are text. Duplicate keys, unknown
-keys, control characters, tags (`!!`) and merge keys (`<<`) are refused, and so are files of more
-than 1 MiB.
-"""
+_MARK = (
+    "<!-- What follows is made by python -m pipectl.spec.reference; edit the models instead. -->"
+)
 
 
-def reference_markdown() -> str:
-    """The whole reference."""
-    return "\n".join([_INTRODUCTION, *_parts()])
+def reference_markdown(page: str) -> str:
+    """The page with its introduction as it is, and new tables after it."""
+    return "\n".join([page.partition(_MARK)[0] + _MARK, "", *_parts()])
 
 
 def write(checkout: Path) -> None:
     """Write the reference and the schema into a checkout."""
-    write_text(checkout / REFERENCE, reference_markdown())
+    page = checkout / REFERENCE
+    write_text(page, reference_markdown(page.read_text(encoding="utf-8")))
     write_json(checkout / SCHEMA, json_schema())
 
 
@@ -121,9 +86,10 @@ def _value(schema: Schema, anchor: str) -> str:
     """What may be written, with a link to the section that explains it."""
     if _section(schema) is not None:
         return "[factory](#factories)" if _is_factory(schema) else f"[mapping](#{anchor})"
-    for item in options(schema):
+    choices = list(options(schema))
+    for item in choices if len(choices) == 1 else ():
         values = item.get("additionalProperties")
-        if item.get("items") and "title" not in item:
+        if item.get("items"):
             value = _value(item["items"], anchor)
             return f"list; each a {value}" if value.startswith("[") else f"list; each {value}"
         if isinstance(values, dict) and _section(values) is not None:

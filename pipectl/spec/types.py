@@ -8,20 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    PlainSerializer,
-    Strict,
-    WithJsonSchema,
-    model_validator,
-)
+import pydantic
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, Strict, WithJsonSchema
 from pydantic_core import CoreSchema, core_schema
 
 from pipectl.spec import references
@@ -45,16 +35,16 @@ SCHEDULE_SUFFIX = ".csv"
 
 _MAX = 2**63 - 1
 _MAX_QUANTITY = 40
+_REFERENCE = "./file.py:name or package.module:name"
 _READONLY = ("BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID")
-_TEXT = {"type": ["string", "number", "boolean"]}
 
 
-class Section(BaseModel):
+class Section(pydantic.BaseModel):
     """A mapping of the spec: immutable, unknown keys refused, null keys not given."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    @model_validator(mode="before")
+    @pydantic.model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, value: Any) -> Any:
         if not isinstance(value, dict):
@@ -67,23 +57,19 @@ class Auto:
     """``auto`` in place of a value. In Python it is None, like a key that is not given."""
 
     def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
+        self, source: Any, handler: pydantic.GetCoreSchemaHandler
     ) -> CoreSchema:
+        write = core_schema.plain_serializer_function_ser_schema(
+            lambda value: "auto" if value is None else value
+        )
         return core_schema.no_info_before_validator_function(
-            lambda value: None if value == "auto" else value,
-            handler(source),
-            serialization=core_schema.plain_serializer_function_ser_schema(
-                lambda value: "auto" if value is None else value
-            ),
+            lambda value: None if value == "auto" else value, handler(source), serialization=write
         )
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
         inner = handler(schema)
-        choices = inner.get("anyOf", [inner])
-        return {"anyOf": [{"const": "auto"}, *(item for item in choices if item != _NULL)]}
-
-
-_NULL = {"type": "null"}
+        choices = [item for item in inner.get("anyOf", [inner]) if item != {"type": "null"}]
+        return {"anyOf": [{"const": "auto"}, *choices]}
 
 
 def without_nulls(value: Any) -> Any:
@@ -93,10 +79,11 @@ def without_nulls(value: Any) -> Any:
     return {key: item for key, item in value.items() if item is not None}
 
 
-def _number(value: Any) -> Any:
-    """The number or truth value that is written; ``1e3`` is a whole one."""
-    value = plain(value)
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+def plain_values(value: Any) -> Any:
+    """A mapping whose values are typed as YAML types them."""
+    if not isinstance(value, dict):
+        return value
+    return {str(key): plain(item) for key, item in value.items()}
 
 
 def check_version(value: Any) -> Any:
@@ -108,14 +95,19 @@ def check_version(value: Any) -> Any:
     return number
 
 
-def _quantity(parse: Callable[[str], int]) -> Callable[[Any], int]:
+def _number(value: Any) -> Any:
+    """The number or truth value that is written; ``1e3`` is a whole one."""
+    value = plain(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _quantity(parse: Callable[[str], int]) -> BeforeValidator:
     def read(value: Any) -> int:
-        text = str(value)
-        if not isinstance(value, str | int | float) or len(text) > _MAX_QUANTITY:
+        if not isinstance(value, str | int | float) or len(text := str(value)) > _MAX_QUANTITY:
             raise ValueError
         return parse(text)
 
-    return read
+    return BeforeValidator(read)
 
 
 def _line(text: str) -> str:
@@ -178,11 +170,11 @@ def _replicas(value: Any) -> Any:
     raise ValueError
 
 
-def plain_values(value: Any) -> Any:
-    """A mapping whose values are typed as YAML types them."""
-    if not isinstance(value, dict):
-        return value
-    return {str(key): plain(item) for key, item in value.items()}
+def _json(title: str | None = None, pattern: str | None = None) -> WithJsonSchema:
+    """The JSON Schema of a text; ``title`` completes "must be ..."."""
+    kind = ["string", "number", "boolean"] if pattern is None else "string"
+    schema = {"title": title, "type": kind, "pattern": pattern}
+    return WithJsonSchema({key: value for key, value in schema.items() if value is not None})
 
 
 Version = Annotated[int, BeforeValidator(check_version), WithJsonSchema({"const": VERSION})]
@@ -190,104 +182,52 @@ Count = Annotated[int, Strict(), Field(ge=1, le=_MAX), BeforeValidator(_number)]
 Natural = Annotated[int, Strict(), Field(ge=0, le=_MAX), BeforeValidator(_number)]
 Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False), BeforeValidator(_number)]
 Flag = Annotated[bool, Strict(), BeforeValidator(_number)]
-Bytes = Annotated[
-    int,
-    Field(ge=1, le=_MAX),
-    BeforeValidator(_quantity(parse_bytes)),
-    WithJsonSchema({"title": "a size such as 4GiB", "type": ["string", "number"]}),
-]
+Bytes = Annotated[int, Field(ge=1, le=_MAX), _quantity(parse_bytes), _json("a size such as 4GiB")]
 Seconds = Annotated[
     int,
     Field(ge=1, le=_MAX),
-    BeforeValidator(_quantity(parse_duration)),
+    _quantity(parse_duration),
     PlainSerializer(format_clock),
-    WithJsonSchema({"title": "a duration such as 01:30:00 or 90m", "type": ["string", "number"]}),
+    _json("a duration such as 01:30:00 or 90m"),
 ]
 Walltime = Annotated[
     int,
     Field(ge=1, le=_MAX),
-    BeforeValidator(_quantity(parse_walltime)),
+    _quantity(parse_walltime),
     PlainSerializer(format_clock),
-    WithJsonSchema({"title": "a time such as 01:30:00, 90m or 90", "type": ["string", "number"]}),
+    _json("a time such as 01:30:00, 90m or 90"),
 ]
-Text = Annotated[str, AfterValidator(_line), WithJsonSchema(_TEXT)]
+Text = Annotated[str, AfterValidator(_line), _json()]
 """One line."""
-Script = Annotated[str, WithJsonSchema(_TEXT)]
+Script = Annotated[str, _json()]
 """Text of any length, also empty or of several lines."""
-JobName = Annotated[Text, AfterValidator(_name), WithJsonSchema({"title": "a name", **_TEXT})]
+JobName = Annotated[Text, AfterValidator(_name), _json("a name")]
 Directive = Annotated[
-    Text,
-    AfterValidator(_directive),
-    WithJsonSchema({"title": "an option such as --gres=gpu:1", "type": "string", "pattern": "^-"}),
+    Text, AfterValidator(_directive), _json("an option such as --gres=gpu:1", "^-")
 ]
-Reference = Annotated[
-    Text,
-    _reference(),
-    WithJsonSchema(
-        {"title": "./file.py:name or package.module:name", "type": "string", "pattern": ":"}
-    ),
-]
-LossReference = Annotated[
-    Text,
-    _reference("model"),
-    WithJsonSchema(
-        {
-            "title": "model, ./file.py:name or package.module:name",
-            "type": "string",
-            "pattern": "^model$|:",
-        }
-    ),
-]
+Reference = Annotated[Text, _reference(), _json(_REFERENCE, ":")]
+LossReference = Annotated[Text, _reference("model"), _json(f"model, {_REFERENCE}", "^model$|:")]
 WeightReference = Annotated[
-    Text,
-    _reference("samples"),
-    WithJsonSchema(
-        {
-            "title": "samples, ./file.py:name or package.module:name",
-            "type": "string",
-            "pattern": "^samples$|:",
-        }
-    ),
+    Text, _reference("samples"), _json(f"samples, {_REFERENCE}", "^samples$|:")
 ]
 Variables = Annotated[
     dict[Annotated[Text, AfterValidator(_variable)], Text], BeforeValidator(without_nulls)
 ]
 Kwargs = Annotated[dict[str, Any], BeforeValidator(plain_values)]
-AutoCount = Annotated[Count | None, Auto()]
-AutoCounts = Annotated[
-    tuple[Count, ...] | None,
-    WithJsonSchema(
-        {
-            "title": "a list of whole numbers, one per stage",
-            "type": "array",
-            "items": {"type": "integer", "minimum": 1},
-        }
-    ),
-    Auto(),
-]
-AutoReplicas = Annotated[
+Replicas = Annotated[
     int | str | None,
     BeforeValidator(_replicas),
     WithJsonSchema({"anyOf": [{"const": "any"}, {"type": "integer", "minimum": 1}]}),
     Auto(),
 ]
+_OWN_SCHEDULE = {
+    "title": "the name of a .csv file or of a package's schedule",
+    "type": "string",
+    "pattern": r"\.csv$",
+}
 Schedule = Annotated[
     str | None,
     BeforeValidator(_schedule),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"enum": list(BUILT_IN)},
-                {
-                    "title": "the name of a .csv file or of a package's schedule",
-                    "type": "string",
-                    "pattern": r"\.csv$",
-                },
-            ]
-        }
-    ),
+    WithJsonSchema({"anyOf": [{"enum": list(BUILT_IN)}, _OWN_SCHEDULE]}),
     Auto(),
 ]
-AutoRecompute = Annotated[Literal["none", "all", "blocks"] | None, Auto()]
-AutoOffload = Annotated[Literal["none", "host", "disk"] | None, Auto()]
-AutoBackward = Annotated[Literal["together", "apart"] | None, Auto()]

@@ -11,7 +11,7 @@ from torch import nn
 
 from pipectl.errors import CaptureError
 from pipectl.runtime.loss_scale import LossScale
-from pipectl.spec.training import LossScale as Spec
+from pipectl.spec.models import LossScale as Spec
 
 PARTS = Path(__file__).with_name("job_parts.py")
 

@@ -10,7 +10,7 @@ from pipectl.errors import CaptureError, MismatchError
 from pipectl.runtime.step_input import StepInput
 from pipectl.runtime.stretches import StretchInput, refuse
 from pipectl.runtime.versions import Versions
-from pipectl.spec.training import Training
+from pipectl.spec.models import Training
 
 
 def forward(versions, age, inputs, weight, bias):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -78,52 +79,38 @@ def by_schema() -> Callable[[str], bool]:
 
 def accepts(schema: Any, value: Any, root: dict[str, Any]) -> bool:
     """Whether a value satisfies a JSON Schema, for the keywords that the schema uses."""
-    if "$ref" in schema and not accepts(root["$defs"][schema["$ref"].split("/")[-1]], value, root):
-        return False
+    if "$ref" in schema:
+        return accepts(root["$defs"][schema["$ref"].split("/")[-1]], value, root)
     if "anyOf" in schema and not any(accepts(item, value, root) for item in schema["anyOf"]):
         return False
-    if "const" in schema and value != schema["const"]:
+    if value not in schema.get("enum", [value]) or value != schema.get("const", value):
         return False
-    if "enum" in schema and value not in schema["enum"]:
+    names = schema.get("type", [])
+    if names and not _types(value) & ({names} if isinstance(names, str) else set(names)):
         return False
-    if "type" in schema and not _has_type(value, schema["type"]):
-        return False
-    return _in_range(schema, value) and _fits_structure(schema, value, root)
-
-
-def _has_type(value: Any, names: str | list[str]) -> bool:
-    found = {"null"} if value is None else {"boolean"} if isinstance(value, bool) else set()
-    if isinstance(value, int | float) and not found:
-        found = {"number"} | (
-            {"integer"} if isinstance(value, int) or value.is_integer() else set()
-        )
-    found |= {name for name, kind in _TYPES.items() if isinstance(value, kind)}
-    return bool(found & ({names} if isinstance(names, str) else set(names)))
-
-
-_TYPES = {"string": str, "array": list, "object": dict}
-
-
-def _in_range(schema: dict[str, Any], value: Any) -> bool:
     if isinstance(value, str):
         return re.search(schema.get("pattern", ""), value) is not None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return True
-    if "exclusiveMinimum" in schema and not value > schema["exclusiveMinimum"]:
-        return False
-    return "minimum" not in schema or bool(value >= schema["minimum"])
-
-
-def _fits_structure(schema: dict[str, Any], value: Any, root: dict[str, Any]) -> bool:
     if isinstance(value, list):
         return all(accepts(schema.get("items", {}), item, root) for item in value)
-    if not isinstance(value, dict):
+    if isinstance(value, dict):
+        return _accepts_mapping(schema, value, root)
+    if value is None or isinstance(value, bool):
         return True
+    bounds = (value < schema.get("minimum", value), value <= schema.get("exclusiveMinimum", nan))
+    return not any(bounds)
+
+
+def _types(value: Any) -> set[str]:
+    if value is None or isinstance(value, bool):
+        return {"null" if value is None else "boolean"}
+    if isinstance(value, int | float):
+        return {"number", "integer"} if value == value // 1 else {"number"}
+    return {{str: "string", list: "array", dict: "object"}[type(value)]}
+
+
+def _accepts_mapping(schema: dict[str, Any], value: dict[Any, Any], root: dict[str, Any]) -> bool:
     known, other = schema.get("properties", {}), schema.get("additionalProperties", True)
     if not all(name in value for name in schema.get("required", ())):
         return False
-    for name, item in value.items():
-        inner = known.get(name, other)
-        if inner is False or (isinstance(inner, dict) and not accepts(inner, item, root)):
-            return False
-    return True
+    inner = ((known.get(name, other), item) for name, item in value.items())
+    return all(kind is True or (kind and accepts(kind, item, root)) for kind, item in inner)

@@ -1,15 +1,27 @@
-"""What a right spec is read as."""
+"""What a valid spec is read as, and where each of its values comes from."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
-from pipectl.spec import JobSpec, dump, load, profile_key, settled
+from pipectl.planner import request
+from pipectl.schedule import NAMES
+from pipectl.spec import (
+    JobSpec,
+    Origin,
+    dump,
+    load,
+    load_with_origins,
+    profile_key,
+    settled,
+    types,
+)
 
 FULL = """\
 version: 1
@@ -29,12 +41,13 @@ pipeline:
 resources: {nodes: 2, tasks_per_node: 2, memory_per_node: 8GiB, walltime: 1:30:00}
 launch:    {launcher: srun, mpi: pmix, bind: cores, args: [--label]}
 environment:
-  {modules: [gcc/12], setup: ["ulimit -l unlimited"], variables: {OMP_PLACES: cores, N: 1}}
+  {modules: [gcc/12], setup: ["ulimit -l unlimited"], variables: {OMP_PLACES: cores, N: 1.10}}
 checkpoint: {every: 100, keep: 2}
 output:    {directory: /scratch/runs}
-slurm:     {partition: debug, account: 1234, exclusive: true, directives: [--gres=gpu:1]}
+slurm:     {partition: debug, account: 0042, exclusive: true, directives: [--gres=gpu:1]}
 pbs:       {queue: workq, place: scatter}
 """
+Origins = Callable[..., dict[str, Origin]]
 
 
 @pytest.fixture
@@ -47,6 +60,27 @@ def full(tmp_path: Path) -> JobSpec:
     return load(tmp_path / "job.yaml", sites=())
 
 
+@pytest.fixture
+def origins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minimal: str) -> Origins:
+    """Load the minimal spec with a text after it; where its values are written, by dotted key."""
+    monkeypatch.chdir(tmp_path)
+
+    def by_key(added: str, *overrides: str, sites: tuple[str, ...] = ()) -> dict[str, Origin]:
+        Path("job.yaml").write_text(minimal + added, encoding="utf-8")
+        files = [Path(f"site{number}.yaml") for number in range(len(sites))]
+        for file, text in zip(files, sites, strict=True):
+            file.write_text(text, encoding="utf-8")
+        _, every = load_with_origins(Path("job.yaml"), overrides, sites=files)
+        return {".".join(map(str, origin.path)): origin for origin in every}
+
+    return by_key
+
+
+def written(origin: Origin) -> str:
+    place = origin.place
+    return "default" if place is None else f"{place.file}:{place.line}"
+
+
 def test_what_is_trained(full: JobSpec) -> None:
     assert (full.version, full.name) == (1, "gpt-stdlib")
     assert full.model.kwargs == {"layers": 8, "width": 256}
@@ -56,27 +90,21 @@ def test_what_is_trained(full: JobSpec) -> None:
     assert full.lr_scheduler is not None
     assert full.lr_scheduler.kwargs == {"T_max": 500}
     assert full.training.clip_grad_norm == 1.0
-
-
-def test_evaluation_with_a_metric_in_short_form(full: JobSpec) -> None:
     assert full.evaluation is not None
     assert full.evaluation.metrics["perplexity"].factory == "./models/gpt.py:perplexity"
     assert (full.evaluation.every, full.evaluation.batch_size) == (100, None)
 
 
-def test_pipeline_and_resources(full: JobSpec) -> None:
+def test_how_it_runs(full: JobSpec) -> None:
     assert (full.pipeline.stages, full.pipeline.micro_batches) == (4, None)
     assert full.pipeline.warm_up == (4, 3, 2, 1)
     assert full.pipeline.memory_limit_bytes == 4 * 2**30
     assert full.resources.ranks == 4
     assert full.resources.memory_per_node == 8 * 2**30
     assert full.resources.walltime == 5400
-
-
-def test_how_it_runs(full: JobSpec) -> None:
     assert full.launch.args == ("--label",)
-    assert full.environment.variables == {"OMP_PLACES": "cores", "N": "1"}
-    assert full.slurm.account == "1234"
+    assert full.environment.variables == {"OMP_PLACES": "cores", "N": "1.10"}
+    assert full.slurm.account == "0042"
     assert full.slurm.directives == ("--gres=gpu:1",)
     assert full.checkpoint.keep == 2
 
@@ -84,20 +112,13 @@ def test_how_it_runs(full: JobSpec) -> None:
 def test_defaults(read, minimal) -> None:
     spec = read(minimal)
     assert spec.optimizer.factory == "torch.optim:AdamW"
-    assert spec.lr_scheduler is None
-    assert spec.evaluation is None
+    assert (spec.lr_scheduler, spec.evaluation) == (None, None)
     assert spec.pipeline.model_dump() == {
-        "stages": "auto",
-        "micro_batches": "auto",
-        "schedule": "auto",
-        "warm_up": "auto",
-        "replicas": "auto",
+        **dict.fromkeys(("stages", "micro_batches", "schedule", "warm_up", "replicas"), "auto"),
+        **dict.fromkeys(("recompute", "offload"), "auto"),
+        **dict.fromkeys(("offload_directory", "memory_limit")),
         "shard_optimizer": False,
-        "recompute": "auto",
-        "offload": "auto",
-        "offload_directory": None,
         "backward": "together",
-        "memory_limit": None,
     }
     assert (spec.resources.ranks, spec.resources.walltime) == (1, 3600)
     assert (spec.launch.scheduler, spec.launch.bind) == ("auto", "none")
@@ -134,68 +155,42 @@ def test_null_and_empty_keys_have_their_defaults(read, minimal) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "value"),
+    ("text", "value"),
     [
-        ("3e-4", 3e-4),
-        ("3.0e-4", 3e-4),
-        ("1e5", 1e5),
-        (".5", 0.5),
-        ("-12", -12),
-        ("0x1f", 31),
-        ("0o17", 15),
-        ("017", 17),
-        ("-.inf", float("-inf")),
-        ("true", True),
-        ("False", False),
-        ("yes", "yes"),
-        ("no", "no"),
-        ("1:30:00", "1:30:00"),
-        ("2026-01-01", "2026-01-01"),
-        ("1_000", "1_000"),
-        ("'3e-4'", "3e-4"),
-        ('"true"', "true"),
-        ("!!str text", "text"),
-        ("null", None),
-        ("[1, a, {b: 2.5}]", [1, "a", {"b": 2.5}]),
-        ("{0: a, '0x1': b, true: c}", {0: "a", "0x1": "b", True: "c"}),
+        ("3e-4", 3e-4), ("3.0e-4", 3e-4), ("1e5", 1e5), (".5", 0.5), ("-12", -12), ("0x1f", 31),
+        ("0o17", 15), ("017", 17), ("-.inf", float("-inf")), ("true", True), ("False", False),
+        ("yes", "yes"), ("no", "no"), ("1:30:00", "1:30:00"), ("2026-01-01", "2026-01-01"),
+        ("1_000", "1_000"), ("'3e-4'", "3e-4"), ('"true"', "true"), ("!!str text", "text"),
+        ("null", None), ("[1, a, {b: 2.5}]", [1, "a", {"b": 2.5}]),
+        ("{0: a, '0x1': b, true: c, ~: d}", {0: "a", "0x1": "b", True: "c", None: "d"}),
     ],
-)
-def test_kwargs_have_the_types_of_yaml_1_2(read, minimal, written, value) -> None:
-    spec = read(minimal + f"optimizer: {{factory: 'torch.optim:SGD', kwargs: {{x: {written}}}}}")
+)  # fmt: skip
+def test_kwargs_have_the_types_of_yaml_1_2(read, minimal, text, value) -> None:
+    spec = read(minimal + f"optimizer: {{factory: 'torch.optim:SGD', kwargs: {{x: {text}}}}}")
     found = spec.optimizer.kwargs["x"]
-    assert found == value
-    assert type(found) is type(value)
+    assert (found, type(found), str(found)) == (value, type(value), str(value))
 
 
 @pytest.mark.parametrize(
-    ("written", "seconds"),
+    ("text", "seconds"),
     [
-        ("1:30:00", 5400),
-        ("90", 5400),
-        ("10", 600),
-        ("90s", 90),
-        ("90m", 5400),
-        ("2-00:00:00", 172800),
-        ("'00:05:00'", 300),
+        ("1:30:00", 5400), ("90", 5400), ("10", 600), ("90s", 90), ("90m", 5400),
+        ("2-00:00:00", 172800), ("'00:05:00'", 300),
     ],
-)
-def test_walltimes(read, minimal, written, seconds) -> None:
-    assert read(minimal + f"resources: {{walltime: {written}}}").resources.walltime == seconds
+)  # fmt: skip
+def test_walltimes(read, minimal, text, seconds) -> None:
+    assert read(minimal + f"resources: {{walltime: {text}}}").resources.walltime == seconds
 
 
 def test_whole_numbers_may_be_floats_without_fraction(read, minimal) -> None:
     assert read(minimal, "training.steps=1e3").training.steps == 1000
 
 
-def test_the_default_optimizer_takes_keyword_arguments(read, minimal) -> None:
-    spec = read(minimal + "optimizer: {kwargs: {lr: 0.1}}")
-    assert (spec.optimizer.factory, spec.optimizer.kwargs) == ("torch.optim:AdamW", {"lr": 0.1})
-
-
 def test_optimizer_groups_keep_the_types_of_their_options(read, minimal) -> None:
     groups = "[{match: '*.bias', weight_decay: 0, betas: [0.9, 9.9e-1]}, {match: 1.5, lr: 1e-4}]"
     spec = read(f"{minimal}optimizer: {{groups: {groups}}}\n")
     first, second = spec.optimizer.groups
+    assert spec.optimizer.factory == "torch.optim:AdamW"
     assert (first.match, first.options) == ("*.bias", {"weight_decay": 0, "betas": [0.9, 0.99]})
     assert (second.match, second.options) == ("1.5", {"lr": 1e-4})
     assert read(dump(spec)) == settled(spec)
@@ -207,20 +202,16 @@ def test_anchors_are_expanded(read, minimal) -> None:
     assert spec.pbs.account == "physics"
 
 
-def test_files_are_looked_up_from_the_directory_of_the_spec(full: JobSpec, tmp_path: Path) -> None:
+def test_files_are_looked_up_from_the_directory_of_the_spec(
+    full: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir("/")
+    assert full.source == tmp_path / "job.yaml"
     reference = full.model.resolve(full.base)
     assert reference.file == tmp_path / "models" / "gpt.py"
     assert (reference.module, reference.attribute) == (None, "build")
     imported = full.optimizer.resolve(full.base)
     assert (imported.file, imported.module, imported.attribute) == (None, "torch.optim", "AdamW")
-
-
-def test_the_source_stays_the_same_in_another_directory(
-    read, minimal, tmp_path, monkeypatch
-) -> None:
-    spec = read(minimal)
-    monkeypatch.chdir("/")
-    assert spec.source == tmp_path / "job.yaml"
 
 
 def test_missing_files_may_be_allowed(tmp_path: Path, minimal) -> None:
@@ -242,3 +233,60 @@ def test_a_byte_order_mark_is_no_part_of_the_spec(read, minimal) -> None:
 def test_lower_layers_do_not_import_pydantic() -> None:
     code = "import sys, pipectl.errors, pipectl.plan; sys.exit('pydantic' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_spec_takes_every_schedule_in_the_groups_of_the_planner() -> None:
+    assert set(types.BUILT_IN) == set(NAMES) == set(request.SCHEDULES)
+    assert len(types.BUILT_IN) == len(NAMES)
+    groups = (types.ROUND, types.V_SHAPED, types.UNFLUSHED)
+    assert groups == (request.ROUND, request.V_SHAPED, request.UNFLUSHED)
+    assert set(types.ONE_STAGE) == set(types.BUILT_IN).difference(*groups)
+
+
+def test_the_origin_of_a_value_is_the_layer_that_wins(origins: Origins) -> None:
+    found = origins(
+        "resources: {nodes: 2}\nslurm:\n  account: mine\ncheckpoint: {keep: null}\n",
+        "resources.tasks_per_node=4",
+        sites=("slurm: {partition: small, qos: low}\n", "\nslurm: {partition: large}\n"),
+    )
+    places = {
+        "training.steps": "job.yaml:6",
+        "resources.nodes": "job.yaml:7",
+        "slurm.account": "job.yaml:9",
+        "slurm.qos": "site0.yaml:1",
+        "slurm.partition": "site1.yaml:2",
+        "resources.tasks_per_node": "--set resources.tasks_per_node:0",
+        "resources.walltime": "default",
+        "checkpoint.keep": "default",
+    }
+    assert {key: written(found[key]) for key in places} == places
+    assert found["slurm.partition"].value == "large"
+    assert found["resources.walltime"].value == "01:00:00"
+    assert found["checkpoint.keep"].value == 3
+    tops = list(dict.fromkeys(str(origin.path[0]) for origin in found.values()))
+    assert tops == list(JobSpec.model_fields)
+
+
+def test_keyword_arguments_have_origins_of_their_own(origins: Origins) -> None:
+    found = origins(
+        "optimizer:\n  kwargs:\n    lr: 0.1\n    decay: null\n"
+        "lr_scheduler: torch.optim.lr_scheduler:ConstantLR\n",
+        "optimizer.kwargs.b=1",
+    )
+    places = {
+        "model.kwargs.in_features": "job.yaml:3",
+        "optimizer.kwargs.lr": "job.yaml:9",
+        "optimizer.kwargs.decay": "job.yaml:10",
+        "optimizer.kwargs.b": "--set optimizer.kwargs.b:0",
+        "optimizer.factory": "default",
+        "lr_scheduler.factory": "job.yaml:11",
+        "lr_scheduler.kwargs": "default",
+    }
+    assert {key: written(found[key]) for key in places} == places
+
+
+def test_origins_show_what_is_dumped_but_no_environment_variable(origins: Origins) -> None:
+    found = origins("environment: {variables: {KEY: s3cret}}\n")
+    text = dump(load(Path("job.yaml"), sites=()))
+    assert all(f"{origin.path[-1]}:" in text for origin in found.values())
+    assert found["environment.variables.KEY"].value == "(not shown)"
