@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from pipectl import __version__
-from pipectl.cli import schema, trace
+from pipectl.cli import lab, trace
 from pipectl.cli.commands import (
     cancel,
     check,
@@ -29,10 +29,12 @@ from pipectl.cli.console import discard_unwritten, nobody_reads, print_anything,
 from pipectl.cli.failure import DEBUG_VARIABLE, UNREAD
 from pipectl.cli.failure import report as report_failure
 from pipectl.cli.interruption import interruptible
-from pipectl.cli.lab import simulate, verify
+from pipectl.cli.lab import verify
+from pipectl.cli.renamed import Commands
 
 app = typer.Typer(
     name="pipectl",
+    cls=Commands,
     help="Train any PyTorch model in a pipeline over MPI: profile, plan, submit, status.",
     invoke_without_command=True,
     pretty_exceptions_enable=False,
@@ -40,10 +42,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for module in (
-    init, check, schema, profile, plan, simulate, submit, status, logs, trace, report, cancel,
+    init, check, profile, plan, submit, status, logs, trace, report, cancel,
     resume, verify, export, doctor,
 ):  # fmt: skip
     app.command(module.__name__.rpartition(".")[2])(module.command)
+app.add_typer(lab.app)
 
 
 def _show_version(wanted: bool) -> None:

@@ -10,6 +10,7 @@ from errno import EDQUOT, EFBIG, EIO, ENOSPC
 import typer
 
 from pipectl.cli.console import errors, joined, plain
+from pipectl.cli.renamed import new_option
 from pipectl.errors import FaultError, PipectlError, SpecError
 from pipectl.faults import fault_of, is_ours, user_line, with_file
 from pipectl.printable import printable
@@ -43,7 +44,8 @@ def _describe(error: BaseException) -> tuple[int, list[str], str | None]:
     if isinstance(error, PipectlError):
         return error.exit_code, [error.message], error.cure
     if isinstance(error, typer.TyperException):
-        return error.exit_code, [error.format_message()], _help_command(error)
+        message = new_option(error) or error.format_message()
+        return error.exit_code, [message], _help_command(error)
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return INTERRUPTED, ["interrupted"], None
     if isinstance(error, OSError) and error.filename is not None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from pipectl.plan import Plan
 
-COMMANDS = ("init", "check", "schema", "profile", "plan", "submit", "status", "logs", "cancel")
+COMMANDS = ("init", "check", "profile", "plan", "submit", "status", "logs", "cancel")
 
 HEAVY = {"torch", "mpi4py", "numpy", "numba"}
 
@@ -74,7 +74,10 @@ def test_looking_at_a_run_loads_neither_torch_nor_mpi(
     [
         (["foo"], "error: No such command 'foo'.\n  see: pipectl --help\n"),
         (["submit", "--foo"], "error: No such option: --foo\n  see: pipectl submit --help\n"),
-        (["check"], "error: Missing argument 'JOB.yaml'.\n  see: pipectl check --help\n"),
+        (["submit"], "error: Missing argument 'JOB.yaml'.\n  see: pipectl submit --help\n"),
+        (["check"], "error: nothing to check\n  name a job: pipectl check JOB.yaml\n"),
+        (["schema"], "error: `pipectl schema` is `pipectl check --schema` now\n"),
+        (["simulate", "--json"], "error: `pipectl simulate` is `pipectl lab simulate` now\n"),
     ],
 )
 def test_a_wrong_command_line_is_one_message_and_code_2(
@@ -135,9 +138,9 @@ def test_json_has_no_numbers_that_are_not_finite(cli: Command, job: Path) -> Non
     json.loads(result.out, parse_constant=refuse)
 
 
-def test_schema_is_printed_and_written(cli: Command) -> None:
-    printed = cli("schema")
-    written = cli("schema", "-o", "job.schema.json")
+def test_the_schema_is_printed_and_written(cli: Command) -> None:
+    printed = cli("check", "--schema")
+    written = cli("check", "--schema", "-o", "job.schema.json")
     assert json.loads(printed.out)["additionalProperties"] is False
     assert Path("job.schema.json").read_text() == printed.out
     assert written.out == "schema: job.schema.json\n"

@@ -15,7 +15,7 @@ from pipectl.timeline import Event, Timeline
 if TYPE_CHECKING:
     from conftest import Command
 
-SHAPE = "simulate --schedule gpipe --stages 2 --micro-batches 2"
+SHAPE = "lab simulate --schedule gpipe --stages 2 --micro-batches 2"
 WRITERS = [
     (f"{SHAPE} --svg", "simulating.simulate_shape"),
     ("plan job.yaml -o", "engines.searcher_named"),
@@ -23,7 +23,7 @@ WRITERS = [
     ("trace last --perfetto", "tracing.traced"),
     ("trace last --svg", "tracing.traced"),
     ("report last -o", "report.report"),
-    ("schema -o", ""),
+    ("check --schema -o", ""),
 ]
 
 

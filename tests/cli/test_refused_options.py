@@ -44,9 +44,9 @@ SUBMITS_NOTHING = "--dry-run and --test-only submit nothing"
         ("profile job.yaml --links --again", "--again: has no meaning with --links"),
         ("profile job.yaml --links --here", "--here: has no meaning with --links"),
         ("profile job.yaml --links --device-kind a", "--device-kind: has no meaning with --links"),
-        ("simulate --plan p.json --forward 0", "--forward: a plan has its own"),
-        ("simulate --plan p.json --micro-batches 4", "--micro-batches: a plan has its own"),
-        ("simulate --schedule gpipe --cluster c.json", "--cluster: is for a plan's stages"),
+        ("lab simulate --plan p.json --forward 0", "--forward: a plan has its own"),
+        ("lab simulate --plan p.json --micro-batches 4", "--micro-batches: a plan has its own"),
+        ("lab simulate --schedule gpipe --cluster c.json", "--cluster: is for a plan's stages"),
     ],
 )
 def test_what_has_no_meaning_is_refused_in_a_sentence(
@@ -75,8 +75,8 @@ def test_what_has_no_meaning_is_refused_in_a_sentence(
         ("plan job.yaml --devices 0", "--devices': 0 is not in the range x>=1."),
         ("plan job.yaml --bandwidth 0", "--bandwidth': must be above 0"),
         ("plan job.yaml --communication-scale 0", "--communication-scale': must be a number above"),
-        ("simulate --schedule gpipe --stages 0", "--stages': 0 is not in the range x>=1."),
-        ("simulate --schedule gpipe --ranks 0", "--ranks': 0 is not in the range x>=1."),
+        ("lab simulate --schedule gpipe --stages 0", "--stages': 0 is not in the range x>=1."),
+        ("lab simulate --schedule gpipe --ranks 0", "--ranks': 0 is not in the range x>=1."),
         ("trace last --step 0", "--step': 0 is not in the range x>=1."),
         ("verify job.yaml --ranks 0", "--ranks': 0 is not in the range x>=1."),
         ("verify job.yaml --steps 0", "--steps': 0 is not in the range x>=1."),

@@ -26,7 +26,7 @@ def mine(place: Path) -> str:
 
 
 def test_a_built_in_schedule_is_drawn(cli: Command, place: Path) -> None:
-    result = cli("simulate", "--schedule", "1f1b", *SHAPE, "--svg", "out/step.svg")
+    result = cli("lab", "simulate", "--schedule", "1f1b", *SHAPE, "--svg", "out/step.svg")
     lines = result.out.splitlines()
     assert lines[0] == "4 stages on 4 ranks, schedule 1f1b, 8 micro-batches of 1 (batch 8)"
     assert lines[1] == "step 33, bubble 27.3%, micro-batches in flight by stage: 4 3 2 1"
@@ -36,7 +36,7 @@ def test_a_built_in_schedule_is_drawn(cli: Command, place: Path) -> None:
 
 def test_a_file_is_drawn_with_times_of_its_own(cli: Command, mine: str) -> None:
     times = ("--forward", "2", "--backward", "3", "--latency", "1")
-    answer = json.loads(cli("simulate", "--schedule", mine, *times, "--json").out)
+    answer = json.loads(cli("lab", "simulate", "--schedule", mine, *times, "--json").out)
     assert (answer["stages"], answer["ranks"], answer["micro_batches"]) == (2, 2, 2)
     # 0F0, message, 1F0, 1B0, 1F1, 1B1, message, 0B1
     assert answer["step_time_s"] == pytest.approx(2 + 1 + 2 * (2 + 3) + 1 + 3)
@@ -50,7 +50,7 @@ def test_several_stages_a_rank(
     cli: Command, place: Path, name: str, stages: int, bubble: float
 ) -> None:
     shape = ("--stages", str(stages), "--micro-batches", "8", "--json")
-    answer = json.loads(cli("simulate", "--schedule", name, *shape).out)
+    answer = json.loads(cli("lab", "simulate", "--schedule", name, *shape).out)
     assert answer["ranks"] == 4
     assert answer["bubble"] == pytest.approx(bubble, abs=0.001)
 
@@ -58,11 +58,11 @@ def test_several_stages_a_rank(
 def test_a_plan_and_its_stages_in_another_order(cli: Command, profile: Path) -> None:
     assert cli("plan", "job.yaml").code == 0
     plan = ("--plan", "runs/tiny.plan.json")
-    planned = json.loads(cli("simulate", *plan, "--json").out)
+    planned = json.loads(cli("lab", "simulate", *plan, "--json").out)
     assert planned["schedule"] == "1f1b"
     serial = "0F0,0B0,0F1,0B1,0F2,0B2,0F3,0B3\n"
     Path("serial.csv").write_text(serial + serial.replace("0F", "1F").replace("0B", "1B"))
-    other = json.loads(cli("simulate", *plan, "--schedule", "serial.csv", "--json").out)
+    other = json.loads(cli("lab", "simulate", *plan, "--schedule", "serial.csv", "--json").out)
     assert other["step_time_s"] > planned["step_time_s"]
     assert other["peak_memory_bytes"][0] < planned["peak_memory_bytes"][0]
 
@@ -74,12 +74,12 @@ def test_a_machine_that_nobody_named_is_told(cli: Command, profile: Path) -> Non
     Path("job.yaml").write_text("".join(job))
     assert cli("plan", "job.yaml").code == 0
     plan = ("--plan", "runs/tiny.plan.json")
-    told = cli("simulate", *plan).out.splitlines()[-2:]
+    told = cli("lab", "simulate", *plan).out.splitlines()[-2:]
     assert told[0] == "assumed: cluster 'tiny' is assumed, not measured"
     assert told[1].startswith("the plan predicts ")
-    assert "assumed" not in cli("simulate", *plan, "--cluster", "slow.json").out
+    assert "assumed" not in cli("lab", "simulate", *plan, "--cluster", "slow.json").out
     answer, known = (
-        json.loads(cli("simulate", *plan, *named, "--json").out)
+        json.loads(cli("lab", "simulate", *plan, *named, "--json").out)
         for named in ((), ("--cluster", "slow.json"))
     )
     assert answer["assumptions"] == ["cluster 'tiny' is assumed, not measured"]
@@ -94,8 +94,8 @@ def test_what_a_plan_predicts_of_its_own_order_is_not_told_of_another(
     serial = "0F0,0B0,0F1,0B1,0F2,0B2,0F3,0B3\n"
     Path("serial.csv").write_text(serial + serial.replace("0F", "1F").replace("0B", "1B"))
     plan = ("--plan", "runs/tiny.plan.json", "--schedule", "serial.csv")
-    assert "the plan predicts" not in cli("simulate", *plan).out
-    assert json.loads(cli("simulate", *plan, "--json").out)["planned_step_time_s"] is None
+    assert "the plan predicts" not in cli("lab", "simulate", *plan).out
+    assert json.loads(cli("lab", "simulate", *plan, "--json").out)["planned_step_time_s"] is None
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_lists_give_every_stage_one_rank(
     plan = pipeline(2, 2, node_of_rank=(0, 0))
     stages = (replace(plan.stages[0], **changes), plan.stages[1])
     replace(plan, stages=stages).save(Path("plan.json"))
-    result = cli("simulate", "--plan", "plan.json", "--schedule", mine)
+    result = cli("lab", "simulate", "--plan", "plan.json", "--schedule", mine)
     assert (result.code, result.out) == (2, "")
     assert message in result.err
 
@@ -119,7 +119,7 @@ def test_lists_give_every_stage_one_rank(
 @pytest.mark.parametrize("option", ["--forward", "--backward", "--latency"])
 @pytest.mark.parametrize("time", ["nan", "inf", "-1", "1e308", "soon"])
 def test_times_are_numbers(cli: Command, place: Path, option: str, time: str) -> None:
-    result = cli("simulate", "--schedule", "1f1b", *SHAPE, option, time)
+    result = cli("lab", "simulate", "--schedule", "1f1b", *SHAPE, option, time)
     assert (result.code, result.out) == (2, "")
     assert option in result.err
 
@@ -139,8 +139,8 @@ def test_a_plan_has_its_own_numbers(
     cli: Command, pipeline: Callable[..., Plan], option: str, value: str
 ) -> None:
     pipeline(2, 2).save(Path("plan.json"))
-    assert cli("simulate", "--plan", "plan.json").code == 0
-    result = cli("simulate", "--plan", "plan.json", option, value)
+    assert cli("lab", "simulate", "--plan", "plan.json").code == 0
+    result = cli("lab", "simulate", "--plan", "plan.json", option, value)
     assert (result.code, result.out) == (2, "")
     assert f"{option}: a plan has its own" in result.err
 
@@ -169,7 +169,7 @@ def test_what_cannot_be_simulated_is_said(
     cli: Command, mine: str, arguments: tuple[str, ...], code: int, message: str
 ) -> None:
     Path("bad.csv").write_text("0F0,0X0")
-    result = cli("simulate", *arguments)
+    result = cli("lab", "simulate", *arguments)
     assert result.out == ""
     assert message in result.err
     assert result.code == code

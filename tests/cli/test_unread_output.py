@@ -28,7 +28,12 @@ def run(*arguments: str, **streams: Any) -> tuple[int, str]:
     "arguments",
     [
         *(("logs",), ("logs", "-f"), ("status",), ("status", "last", "--json")),
-        *(("schema",), ("schema", "-o", "/dev/stdout"), ("--help",), ("--version",)),
+        *(
+            ("check", "--schema"),
+            ("check", "--schema", "-o", "/dev/stdout"),
+            ("--help",),
+            ("--version",),
+        ),
     ],
 )
 def test_a_reader_that_is_gone_ends_a_command_without_a_word(
@@ -67,7 +72,7 @@ def test_a_quota_is_no_fault_of_ours(cli: Command, monkeypatch: pytest.MonkeyPat
     assert (result.code, result.err) == (1, message)
 
 
-@pytest.mark.parametrize("arguments", [("logs",), ("status",), ("schema",)])
+@pytest.mark.parametrize("arguments", [("logs",), ("status",), ("check", "--schema")])
 def test_a_full_disk_is_no_fault_of_ours(finished: Path, arguments: tuple[str, ...]) -> None:
     with Path("/dev/full").open("w") as full:
         code, said = run(*arguments, stdout=full)

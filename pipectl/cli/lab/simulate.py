@@ -1,4 +1,4 @@
-"""`pipectl simulate`: draw a schedule, of a plan or of equal stages."""
+"""`pipectl lab simulate`: draw a schedule, of a plan or of equal stages."""
 
 from __future__ import annotations
 

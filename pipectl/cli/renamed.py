@@ -1,0 +1,38 @@
+"""Spellings of earlier versions, each answered with the one of today."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.core import TyperGroup
+
+from pipectl.errors import UsageError
+
+COMMANDS = {"schema": "check --schema", "simulate": "lab simulate"}
+OPTIONS: dict[str, dict[str, str]] = {}
+"""By command: what replaces its options."""
+
+
+class Commands(TyperGroup):
+    """All commands; a name of an earlier version is an error that says today's."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the arguments name.
+
+        Raises:
+            UsageError: it has another name today.
+        """
+        name = args[0] if args else ""
+        if name in COMMANDS and name not in self.commands:
+            raise UsageError(f"`pipectl {name}` is `pipectl {COMMANDS[name]}` now")
+        return super().resolve_command(ctx, args)
+
+
+def new_option(error: Exception) -> str:
+    """A sentence on what replaces an option that a command had once; empty for other errors."""
+    option = getattr(error, "option_name", None)
+    context = getattr(error, "ctx", None)
+    if option is None or context is None:
+        return ""
+    instead = OPTIONS.get(context.info_name, {}).get(option)
+    return f"{context.command_path} {option}: use `{instead}` instead" if instead else ""
