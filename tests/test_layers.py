@@ -47,7 +47,7 @@ def test_imports_go_down_and_libraries_stay_in_their_place():
 
 
 def test_measuring_and_planning_do_not_start_mpi():
-    modules = "pipectl.profiler.job, pipectl.jobs.profile, pipectl.jobs.submit, pipectl.cli"
+    modules = "pipectl.profiler.job, pipectl.jobs.profiles, pipectl.jobs.submit, pipectl.cli"
     code = f"import sys, {modules}; sys.exit('mpi4py.MPI' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -61,7 +61,7 @@ def _of_job(ask: Ask, job: Path) -> tuple[Subject, Path | None]:
 def _profile(spec: JobSpec, job: Path, path: Path | None, overrides: Sequence[str]) -> Profile:
     """The profile to plan with; a stale one is used, and said to be stale."""
     from pipectl.jobs.places import profile_path
-    from pipectl.jobs.profile import is_fresh
+    from pipectl.jobs.profiles import is_fresh
     from pipectl.profile import Profile
 
     path = path or profile_path(spec)

@@ -9,7 +9,14 @@ from typer.core import TyperGroup
 from pipectl.errors import UsageError
 
 COMMANDS = {"schema": "check --schema", "simulate": "lab simulate"}
-OPTIONS: dict[str, dict[str, str]] = {}
+OPTIONS = {
+    "profile": {
+        "--fast": "--effort fast",
+        "--thorough": "--effort thorough",
+        "--here": "--scheduler local",
+        "--device-kind": "-o FILE",
+    },
+}
 """By command: what replaces its options."""
 
 

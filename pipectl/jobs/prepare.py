@@ -28,7 +28,7 @@ from pipectl.files import make_directory
 from pipectl.jobs.launching import Settled, settle
 from pipectl.jobs.machines import find_machines
 from pipectl.jobs.places import LOCAL, check_answering, plan_path, profile_path, scheduler_name
-from pipectl.jobs.profile import Measurement, Progress, fresh_profile, measure
+from pipectl.jobs.profiles import Measurement, Progress, fresh_profile, measure
 from pipectl.jobs.reporting import Heartbeat, reporting_failure
 from pipectl.jobs.request import job_request, make_tag, trial_request
 from pipectl.plan import Plan

@@ -1,7 +1,8 @@
 """A job that measures a model, and nothing else.
 
-Started as ``python -m pipectl.jobs.profile_in_job RUN_DIRECTORY --output FILE``. It tells what it
-does in the same way as :mod:`pipectl.jobs.prepare`.
+Started as ``python -m pipectl.jobs.profile_in_job RUN_DIRECTORY --output FILE``. It reports what it
+does in the same way as :mod:`pipectl.jobs.prepare`. It loads no more than a rank does, since the
+memory of the process is part of the profile.
 """
 
 from __future__ import annotations
@@ -12,51 +13,36 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipectl.files import write_json
-from pipectl.jobs.measuring_run import PERCENT
-from pipectl.jobs.profile import Wish, measure
+from pipectl.jobs.profiles import MeasureOptions, measure
 from pipectl.jobs.reporting import Heartbeat, reporting_failure
 from pipectl.runs import RunDirectory
 from pipectl.spec import load
 
-
-def arguments_for(run: RunDirectory, output: Path, wish: Wish) -> tuple[str, ...]:
-    """The command's arguments.
-
-    Args:
-        output: where the finished profile goes, besides the run directory.
-    """
-    kind = () if wish.device_kind is None else ("--device-kind", wish.device_kind)
-    again = ("--again",) if wish.again else ()
-    where = (str(run.path), "--output", str(output.absolute()))
-    return (*where, "--effort", wish.effort, *kind, *again)
+PERCENT = 100
+"""Steps of such a run: it reports its progress in percent."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure for one run; the exit code is the one that commands have."""
-    given = _parser().parse_args(arguments)
-    run = RunDirectory(given.run)
-    wish = Wish(given.effort, given.device_kind, given.again)
-    return reporting_failure(run, lambda: _measure(run, given.output, wish))
-
-
-def _measure(run: RunDirectory, output: Path, wish: Wish) -> None:
-    spec = load(run.job)
-    heartbeat = Heartbeat(run, PERCENT, measuring_only=True)
-    heartbeat.beat("capturing")
-    found = measure(spec, run.profile, heartbeat.profiling, wish, base=run.path.parent)
-    write_json(run.measurement, found.to_json())
-    found.profile.save(output)
-    heartbeat.beat("profiled", PERCENT)
-
-
-def _parser() -> argparse.ArgumentParser:
+    """Measure the model of one run; the exit code is the one that commands have."""
     parser = argparse.ArgumentParser()
     parser.add_argument("run", type=Path)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--effort", default="normal")
-    parser.add_argument("--device-kind")
     parser.add_argument("--again", action="store_true")
-    return parser
+    values = parser.parse_args(arguments)
+    run = RunDirectory(values.run)
+    options = MeasureOptions(values.effort, values.again)
+    return reporting_failure(run, lambda: _measure(run, values.output, options))
+
+
+def _measure(run: RunDirectory, output: Path, options: MeasureOptions) -> None:
+    spec = load(run.job)
+    heartbeat = Heartbeat(run, PERCENT, measuring_only=True)
+    heartbeat.beat("capturing")
+    measurement = measure(spec, run.profile, heartbeat.profiling, options, base=run.path.parent)
+    write_json(run.measurement, measurement.to_json())
+    measurement.profile.save(output)
+    heartbeat.beat("profiled", PERCENT)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pipectl.errors import UsageError
 from pipectl.jobs.launching import settle
 from pipectl.jobs.places import LOCAL, profile_path, scheduler_name
 from pipectl.jobs.prepare import Job, add_plan, add_profile, make_job
-from pipectl.jobs.profile import Progress
+from pipectl.jobs.profiles import Progress
 from pipectl.jobs.request import trial_request
 from pipectl.jobs.submit import Start, Submission, hand_over, new_run, record_of
 from pipectl.plan import Plan

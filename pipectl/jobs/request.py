@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 WORKER = "pipectl.runtime.worker"
 PREPARE = "pipectl.jobs.prepare"
-MEASURE = "pipectl.jobs.profile_in_job"
 DRIVER = "pipectl.jobs.sweep_driver"
 TIGHT_HEAP = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"}
 """Lets glibc join free memory at once. By default it holds the scraps around aligned blocks back,

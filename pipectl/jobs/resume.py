@@ -12,7 +12,7 @@ from pipectl.errors import UsageError
 from pipectl.files import make_directory
 from pipectl.jobs.places import scheduler_name
 from pipectl.jobs.prepare import Job, make_job
-from pipectl.jobs.profile import is_fresh
+from pipectl.jobs.profiles import is_fresh
 from pipectl.jobs.recovery import completed, continued
 from pipectl.jobs.status import status
 from pipectl.jobs.submit import Rollback, Start, Submission, contents_of, hand_over, record_of

@@ -14,7 +14,7 @@ from pipectl.errors import PipectlError
 from pipectl.jobs.launching import Settled
 from pipectl.jobs.places import LOCAL, check_answering
 from pipectl.jobs.prepare import Job, add_plan, add_profile, check_launch, make_job
-from pipectl.jobs.profile import Progress, measured
+from pipectl.jobs.profiles import Progress, find_or_measure
 from pipectl.jobs.recovery import refuse_twice
 from pipectl.jobs.request import array_request, job_request, make_tag
 from pipectl.jobs.submit import Rollback, Start, Submission, hand_over, jobs_of, record_of
@@ -72,7 +72,7 @@ def prepare_points(
             launches[launch] = job.launch
             key = profile_key(point.spec)
             if key not in known and job.scheduler == LOCAL:
-                measurement = measured(point.spec, progress)
+                measurement = find_or_measure(point.spec, progress)
                 known[key] = replace(job, profile=measurement.profile, measurement=measurement)
             if key in known:
                 same = known[key]

@@ -24,7 +24,7 @@ from pipectl.jobs.cancel import cancel
 from pipectl.jobs.machines import cluster_of
 from pipectl.jobs.places import LOCAL, profile_path
 from pipectl.jobs.prepare import Job
-from pipectl.jobs.profile import Progress, fresh_profile, measure
+from pipectl.jobs.profiles import Progress, fresh_profile, measure
 from pipectl.jobs.status import RunStatus
 from pipectl.jobs.submit import submit
 from pipectl.jobs.trust import refuse_code_of_others

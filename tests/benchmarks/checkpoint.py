@@ -65,7 +65,7 @@ def profile_of(folder: Path) -> Profile:
     settings = [word for override in OVERRIDES for word in ("--set", override)]
     path = folder / "profile.json"
     subprocess.run(
-        [*command, "--fast", "-o", str(path), *settings], check=True, capture_output=True
+        [*command, "--effort", "fast", "-o", str(path), *settings], check=True, capture_output=True
     )
     return Profile.load(path)
 

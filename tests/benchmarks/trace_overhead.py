@@ -63,7 +63,10 @@ def prepare(folder: Path, rounds: int, steps: int) -> None:
     (folder / "job.yaml").write_text(yaml.safe_dump(job()))
     command = [sys.executable, "-m", "pipectl", "profile", "job.yaml", "-o", "profile.json"]
     subprocess.run(
-        [*command, "--scheduler", "local", "--fast"], cwd=folder, check=True, capture_output=True
+        [*command, "--scheduler", "local", "--effort", "fast"],
+        cwd=folder,
+        check=True,
+        capture_output=True,
     )
     request = PlanRequest("trace", batch_size=BATCH, micro_batches=MICRO_BATCHES, stages=RANKS)
     cluster = assumed_cluster("here", [RANKS], RANKS, None)

@@ -23,7 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from pipectl.files import write_text
-from pipectl.jobs.device import processor
+from pipectl.jobs.profiles import processor
 
 HERE = Path(__file__).resolve().parent
 CHECKOUT = HERE.parents[1]

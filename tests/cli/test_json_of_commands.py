@@ -135,7 +135,7 @@ def test_links(shown: Shown, job: Path, slurm: None, monkeypatch: Patch) -> None
     def measured(*_: object, **__: object) -> None:
         Cluster.save(assumed_cluster("two", [1, 1], 1, None), Path("runs/tiny.cluster.json"))
 
-    monkeypatch.setattr("pipectl.cli.links.wait_for", measured)
+    monkeypatch.setattr("pipectl.cli.commands.profile.wait_for", measured)
     shown("profile JOB --links", "profile", "job.yaml", "--links", *SLURM)
 
 

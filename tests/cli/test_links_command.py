@@ -23,7 +23,7 @@ ONE = ("--set", "resources.nodes=1", "--set", "pipeline.stages=1")
 
 @pytest.fixture
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipectl.jobs.links.BUDGET_S", {"normal": 0.2, "fast": 0.1})
+    monkeypatch.setattr("pipectl.jobs.measuring.BUDGET_S", {"normal": 0.2, "fast": 0.1})
 
 
 @pytest.mark.mpi
@@ -55,7 +55,9 @@ def test_links_are_measured_shown_and_used_by_the_plan(
 def test_json_is_the_cluster_and_output_says_where_it_goes(
     cli: Command, job: Path, brief: None
 ) -> None:
-    result = cli("profile", "job.yaml", "--links", "--fast", "--json", "-o", "deep/mine.json")
+    result = cli(
+        "profile", "job.yaml", "--links", "--effort", "fast", "--json", "-o", "deep/mine.json"
+    )
     assert result.code == 0, result.err
     assert json.loads(result.out) == json.loads(Path("deep/mine.json").read_text())
     assert Path("deep/mine.svg").exists()
@@ -82,19 +84,12 @@ def test_one_rank_has_no_links(cli: Command, job: Path) -> None:
     assert not list(Path().glob("runs/*"))
 
 
-@pytest.mark.parametrize("option", ["--again", "--here"])
-def test_options_of_the_model_do_not_go_with_links(cli: Command, job: Path, option: str) -> None:
-    result = cli("profile", "job.yaml", "--links", option)
-    assert result.code == 2
-    assert option in result.err
-
-
 def test_submit_returns_at_once_and_hands_over_the_probe(
     cli: Command, job: Path, program: Callable[[str, str], Path]
 ) -> None:
     program("sbatch", 'cp "${@: -1}" seen.sh; echo 77')
     program("cp", 'exec /bin/cp "$@"')
-    options = ("--links", "--submit", "--scheduler", "slurm", "--thorough")
+    options = ("--links", "--submit", "--scheduler", "slurm", "--effort", "thorough")
     result = cli("profile", "job.yaml", *options)
     assert result.code == 0, result.err
     assert "(slurm job 77)" in result.out
@@ -110,7 +105,7 @@ def test_submit_returns_at_once_and_hands_over_the_probe(
 def test_both_links_and_all_remarks_are_shown() -> None:
     from rich.console import Console
 
-    from pipectl.cli.links_view import links_view
+    from pipectl.cli.views.profile import links_view
 
     fast = measured_link([(4**power, 1e-6 + 4**power / 1e9) for power in range(11)])
     slow = measured_link([(4**power, 1e-5 + 4**power / 1e8) for power in range(9)])
@@ -129,7 +124,7 @@ def test_both_links_and_all_remarks_are_shown() -> None:
         text = " ".join(captured.get().split())
         assert "both ways: 1.90 times as long as one way; taken as one direction at a time" in text
         assert "2 pairs: 1.96 times as long as one; taken as one link for all" in text
-        assert "hidden behind compute, 1 MiB: 25%, and 100% with polling" in text
+        assert "hidden by compute, 1 MiB: 25%, and 100% with polling" in text
         rows = [line.split() for line in lines]
         assert ["1", "MiB", "1.05", "ms", "953", "MiB/s"] in rows
         assert ["1", "MiB", "3.00", "ms"] in rows

@@ -45,7 +45,9 @@ def test_a_directory_that_is_not_there_is_made(
     assert Path("new/place/x").stat().st_size
 
 
-@pytest.mark.parametrize(("line", "work"), [*WRITERS, ("profile job.yaml -o", "profile.measured")])
+@pytest.mark.parametrize(
+    ("line", "work"), [*WRITERS, ("profile job.yaml -o", "profiles.find_or_measure")]
+)
 @pytest.mark.parametrize(
     ("where", "error"),
     [("job.yaml/x", "job.yaml: cannot be created: "), ("runs", "runs: is a directory")],

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pipectl.cli.profile_view import ago
+from pipectl.cli.views.profile import ago
 from pipectl.profiler.journal import Journal
 from pipectl.profiler.neighbours import _compute
 from pipectl.spec import load
@@ -195,7 +195,9 @@ def test_submit_says_so_too(cli: Command, real_job: Path) -> None:
 
 
 def test_json_sums_it_up(cli: Command, real_job: Path, place: Path) -> None:
-    found = [json.loads(cli("profile", "job.yaml", "--fast", "--json").out) for _ in range(2)]
+    found = [
+        json.loads(cli("profile", "job.yaml", "--effort", "fast", "--json").out) for _ in range(2)
+    ]
     assert [one["cached"] for one in found] == [False, True]
     first, second = ({**one, "cached": None} for one in found)
     assert first == second
@@ -208,22 +210,14 @@ def test_json_sums_it_up(cli: Command, real_job: Path, place: Path) -> None:
     assert first["device"]["kind"] == "cpu"
 
 
-def test_a_named_kind_of_device_has_a_profile_of_its_own(cli: Command, real_job: Path) -> None:
-    result = cli("profile", "job.yaml", "--device-kind", "old.node")
-    assert result.out.splitlines()[-1] == "profile: runs/tiny.old.node.profile.json"
-    assert not PROFILE.exists()
-    document = json.loads(Path("runs/tiny.old.node.profile.json").read_text())
-    assert document["device"]["kind"] == "old.node"
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--fast", "--thorough"), "choose one"),
-        (("--here", "--submit"), "choose one"),
+        (("--effort", "some"), "'some' is not one of 'fast', 'normal', 'thorough'"),
         (("--wait",), "no job to wait for"),
-        (("--device-kind", "a/b"), "'a/b' cannot be part of a file's name"),
-        (("--device-kind", ""), "cannot be part"),
+        (("--links", "--again"), "--again: has no meaning with --links"),
+        (("--fast",), "pipectl profile --fast: use `--effort fast` instead"),
+        (("--here",), "pipectl profile --here: use `--scheduler local` instead"),
     ],
 )
 def test_options_that_do_not_fit_together(
@@ -277,7 +271,7 @@ def test_what_is_left_over_is_used_and_said_to_be(
         assert cli("profile", "job.yaml").code == 130
     result = cli("profile", "job.yaml")
     assert result.code == 0
-    assert result.err == "2 measurements are from an earlier attempt that was interrupted\n"
+    assert result.err == "2 measurements are from an interrupted attempt\n"
 
 
 def test_a_login_node_is_refused_with_the_way_to_do_it(
@@ -290,9 +284,8 @@ def test_a_login_node_is_refused_with_the_way_to_do_it(
     assert (refused.code, refused.out) == (2, "")
     assert "login node" in refused.err
     assert "--submit" in refused.err
-    assert "--here" in refused.err
+    assert "--scheduler local" in refused.err
     assert not Path("runs").exists()
-    assert cli("profile", "job.yaml", "--here").code == 0
     assert cli("profile", "job.yaml", "--scheduler", "local").code == 0
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
     assert cli("profile", "job.yaml").code == 0

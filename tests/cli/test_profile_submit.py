@@ -45,7 +45,7 @@ def only_run() -> Path:
 
 
 def test_the_profile_is_there_when_the_job_is_done(cli: Command, real_job: Path) -> None:
-    result = cli("profile", "job.yaml", *LOCAL, "--wait", "--fast")
+    result = cli("profile", "job.yaml", *LOCAL, "--wait", "--effort", "fast")
     run = only_run()
     assert result.code == 0, (run / "logs/job.log").read_text()
     first, second, *_, last = result.out.splitlines()
@@ -82,19 +82,19 @@ def test_the_job_has_one_node_with_all_its_tasks(
     cli: Command, real_job: Path, program: Program
 ) -> None:
     program("sbatch", "echo 77")
-    settings = ("--set", "resources.tasks_per_node=3", "--device-kind", "big", "--thorough")
+    settings = ("--set", "resources.tasks_per_node=3", "--effort", "thorough", "--again")
     found = json.loads(cli("profile", "job.yaml", "--submit", "--json", *settings).out)
-    place = str(Path("runs/tiny.big.profile.json").absolute())
+    place = str(Path("runs/tiny.profile.json").absolute())
     assert (found["scheduler"], found["job_id"], found["file"]) == ("slurm", "77", place)
     script = (only_run() / "job.sh").read_text()
     assert "#SBATCH --nodes=1\n#SBATCH --ntasks-per-node=3\n" in script
     launch = script.splitlines()[-2]
     assert f"-m pipectl.jobs.profile_in_job {found['directory']} --output {place} " in launch
-    assert launch.endswith("--effort thorough --device-kind big")
+    assert launch.endswith("--effort thorough --again")
     assert "mpiexec" not in script
 
 
-@pytest.mark.parametrize("option", ["--device-kind=big", "--links"])
+@pytest.mark.parametrize("option", ["--again", "--links"])
 def test_a_container_sees_where_the_result_goes(
     cli: Command, real_job: Path, program: Program, option: str
 ) -> None:

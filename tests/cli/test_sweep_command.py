@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pipectl.jobs.cache import Entry
-from pipectl.jobs.profile import Measurement
+from pipectl.jobs.profiles import Measurement
 from pipectl.jobs.sweep import prepare_points
 from pipectl.profile import Profile
 from pipectl.runs import Record
@@ -112,7 +111,7 @@ def test_on_this_machine_models_are_measured_once_each(
     def measure(spec: JobSpec, _progress: object) -> Measurement:
         measured.append(spec.model.kwargs)
         found = Profile.from_json(profile_document(key=profile_key(spec)))
-        return Measurement(Entry(found, 1.0, "here", 1.0), cached=False)
+        return Measurement(found, 1.0, "here", 1.0)
 
     monkeypatch.setattr("pipectl.jobs.sweep.measured", measure)
     widths = "sweep.grid={model.kwargs: [{}, {width: 3}, {width: 4}], training.seed: [0, 1]}"

@@ -42,7 +42,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, warm_commands: str) -> Pa
     shortened(folder / "job.yaml", folder / "job.yaml", name="job")
     bash("pipectl submit job.yaml --scheduler local --wait", folder)
     for job in sorted((folder / "configs").glob("*.yaml")):
-        bash(f"pipectl profile configs/{job.name} --fast --scheduler local", folder)
+        bash(f"pipectl profile configs/{job.name} --effort fast --scheduler local", folder)
     return folder
 
 

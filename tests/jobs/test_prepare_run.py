@@ -11,8 +11,7 @@ import pytest
 from pipectl.cluster import assumed_cluster
 from pipectl.errors import CaptureError
 from pipectl.jobs import prepare
-from pipectl.jobs.cache import Entry
-from pipectl.jobs.profile import Measurement
+from pipectl.jobs.profiles import Measurement
 from pipectl.plan import Plan
 from pipectl.profile import Operator, OptimizerCost, Profile
 from pipectl.runs import Record, RunDirectory, heartbeat
@@ -68,7 +67,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         calls.append(path)
         progress(1, 3, "op0")
         PROFILE.save(path)
-        return Measurement(Entry(PROFILE, 0.0, "here", 1.0), cached=False)
+        return Measurement(PROFILE, 0.0, "here", 1.0)
 
     monkeypatch.setattr(prepare, "measure", measure)
     return calls

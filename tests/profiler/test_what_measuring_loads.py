@@ -5,7 +5,7 @@ import sys
 
 
 def test_neither_measuring_nor_training_loads_the_planners_compiler() -> None:
-    modules = "pipectl.jobs.profile, pipectl.runtime.worker, pipectl.profiler.job"
+    modules = "pipectl.jobs.profiles, pipectl.runtime.worker, pipectl.profiler.job"
     program = f"import sys, {modules}; sys.exit('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
@@ -13,6 +13,6 @@ def test_neither_measuring_nor_training_loads_the_planners_compiler() -> None:
 def test_measuring_needs_no_mpi() -> None:
     """To start it would take a thread, and fails on some login nodes."""
     program = (
-        "import sys, pipectl.jobs.profile, pipectl.profiler; sys.exit('mpi4py' in sys.modules)"
+        "import sys, pipectl.jobs.profiles, pipectl.profiler; sys.exit('mpi4py' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -32,7 +32,9 @@ def pipectl(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_links_between_virtual_nodes_are_measured_in_a_job(lab: Path, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
-    done = pipectl(tmp_path, "profile", "job.yaml", "--links", "--fast", "--scheduler", "slurm")
+    done = pipectl(
+        tmp_path, "profile", "job.yaml", "--links", "--effort", "fast", "--scheduler", "slurm"
+    )
     assert done.returncode == 0, done.stderr + done.stdout
     assert "cluster: runs/tiny.cluster.json" in done.stdout
     cluster = Cluster.load(tmp_path / "runs" / "tiny.cluster.json")

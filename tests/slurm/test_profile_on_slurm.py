@@ -54,7 +54,7 @@ def test_a_login_node_is_refused_and_an_allocation_is_not(login: Path) -> None:
     refused = pipectl("profile", str(JOB), *SMALL)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "--submit" in refused.stderr
-    inside = pipectl("profile", str(JOB), *SMALL, "--fast", before=("srun", "-n1"))
+    inside = pipectl("profile", str(JOB), *SMALL, "--effort", "fast", before=("srun", "-n1"))
     assert inside.returncode == 0, inside.stderr
     assert PROFILE.exists()
 

@@ -1,114 +1,152 @@
-"""`pipectl profile`: measure the model's operators."""
+"""`pipectl profile`: measure the model's operators, or the links between its ranks."""
 
 from __future__ import annotations
 
 import time
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipectl.cli.console import warn
+from pipectl.cli.console import note, output, say, say_json, short, warn
 from pipectl.cli.interruption import resumable
 from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption
 from pipectl.cli.progress import progress_bar
-from pipectl.cli.refusal import choose_one, refuse
+from pipectl.cli.refusal import refuse
+from pipectl.cli.views.submission import print_measuring, submission_json, wait_for
 from pipectl.errors import UsageError
-from pipectl.units import is_name
 
 if TYPE_CHECKING:
-    from pipectl.jobs.profile import Wish
+    from pipectl.jobs.profiles import MeasureOptions
+    from pipectl.jobs.submit import Submission
     from pipectl.spec import JobSpec
 
 
-_Output = Annotated[
-    Path | None,
-    typer.Option(
-        "-o", "--output", help="Instead of runs/NAME.profile.json, or runs/NAME.cluster.json."
-    ),
-]
-_Fast = Annotated[bool, typer.Option("--fast", help="Measure briefly.")]
-_Thorough = Annotated[bool, typer.Option("--thorough", help="Measure at length.")]
-_Again = Annotated[bool, typer.Option("--again", help="Measure even what was measured before.")]
-_DeviceKind = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="Name of this kind of device, for a profile of its own."),
-]
-_Submit = Annotated[bool, typer.Option("--submit", help="Measure in a job of its own.")]
-_Wait = Annotated[bool, typer.Option("--wait", help="Follow that job to its end.")]
-_Here = Annotated[bool, typer.Option("--here", help="Measure even on a login node.")]
-_Links = Annotated[
-    bool, typer.Option("--links", help="Measure the links between the ranks instead.")
-]
+class Effort(StrEnum):
+    """How long to measure."""
+
+    FAST = "fast"
+    NORMAL = "normal"
+    THOROUGH = "thorough"
 
 
 def command(
     job: JobFile,
-    output: _Output = None,
-    fast: _Fast = False,
-    thorough: _Thorough = False,
-    again: _Again = False,
-    device_kind: _DeviceKind = None,
-    submit: _Submit = False,
-    wait: _Wait = False,
-    here: _Here = False,
-    links: _Links = False,
+    output_file: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--output", help="Instead of runs/NAME.profile.json (or NAME.cluster.json)."
+        ),
+    ] = None,
+    effort: Annotated[Effort, typer.Option(help="How long to measure.")] = Effort.NORMAL,
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure even what was measured before.")
+    ] = False,
+    submit: Annotated[bool, typer.Option("--submit", help="Measure in a job of its own.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Follow that job to its end.")] = False,
+    links: Annotated[
+        bool, typer.Option("--links", help="Measure the links between the ranks instead.")
+    ] = False,
     scheduler: SchedulerOption = None,
     as_json: Json = False,
     overrides: Overrides = None,
 ) -> None:
     """Measure the time and memory of every operator; or the links."""
     from pipectl.jobs.places import profile_path, scheduler_name
-    from pipectl.jobs.profile import Wish, require_compute_node
+    from pipectl.jobs.profiles import MeasureOptions, require_compute_node
     from pipectl.jobs.trust import warning_of_code
     from pipectl.spec import load
 
-    _check(fast, thorough, submit, wait, here, device_kind)
-    spec = load(job, overrides or ())
-    warn(warning_of_code(spec, job))
-    path = output or profile_path(spec, device_kind)
-    name = scheduler_name(spec, None if scheduler is None else scheduler.value)
-    effort = "fast" if fast else "thorough" if thorough else "normal"
-    if links:
-        from pipectl.cli.links import measure_links
-
-        _check_links(again, device_kind, here)
-        measure_links(spec, name, output, effort, wait=wait or not submit, as_json=as_json)
-        return
-    wish = Wish(effort, device_kind, again)
-    if submit:
-        from pipectl.cli.profile_job import submit_and_tell
-
-        submit_and_tell(spec, name, path, wish, wait=wait, as_json=as_json)
-        return
-    if not here:
-        require_compute_node(name)
-    _measure(spec, path, wish, as_json=as_json)
-
-
-def _check(
-    fast: bool, thorough: bool, submit: bool, wait: bool, here: bool, device_kind: str | None
-) -> None:
-    choose_one(fast=fast, thorough=thorough)
-    choose_one(here=here, submit=submit)
     if wait and not submit:
         raise UsageError("--wait: there is no job to wait for", cure="add --submit")
-    if device_kind is not None and not is_name(device_kind):
-        raise UsageError(
-            f"--device-kind: {device_kind!r} cannot be part of a file's name",
-            cure="use letters, digits, '.', '_' and '-'",
-        )
+    if links:
+        cure = "links are always measured anew"
+        refuse({"--again": again}, "has no meaning with --links", cure=cure)
+    spec = load(job, overrides or ())
+    warn(warning_of_code(spec, job))
+    where = scheduler_name(spec, None if scheduler is None else scheduler.value)
+    if links:
+        followed = wait or not submit
+        _measure_links(spec, where, output_file, effort.value, wait=followed, as_json=as_json)
+        return
+    path = output_file or profile_path(spec)
+    options = MeasureOptions(effort.value, again)
+    if submit:
+        _submit(spec, where, path, options, wait=wait, as_json=as_json)
+        return
+    require_compute_node(where)
+    _measure_here(spec, path, options, as_json=as_json)
 
 
-def _check_links(again: bool, device_kind: str | None, here: bool) -> None:
-    about_model = {"--again": again, "--device-kind": device_kind, "--here": here}
-    refuse(about_model, "has no meaning with --links", cure="links are always measured anew")
-
-
-def _measure(spec: JobSpec, path: Path, wish: Wish, *, as_json: bool) -> None:
-    from pipectl.cli.profile_view import show
-    from pipectl.jobs.profile import measure
+def _measure_here(spec: JobSpec, path: Path, options: MeasureOptions, *, as_json: bool) -> None:
+    from pipectl.cli.views.profile import show_measurement
+    from pipectl.jobs.profiles import measure
 
     with resumable(), progress_bar("profiling") as progress:
-        found = measure(spec, path, progress, wish)
-    show(found, path, time.time(), as_json=as_json)
+        measurement = measure(spec, path, progress, options)
+    show_measurement(measurement, path, time.time(), as_json=as_json)
+
+
+def _submit(
+    spec: JobSpec, scheduler: str, path: Path, options: MeasureOptions, *, wait: bool, as_json: bool
+) -> None:
+    """Submit the measuring and say where; with ``wait``, follow it and show the profile."""
+    from pipectl.cli.views.profile import show_measurement
+    from pipectl.jobs.measuring import submit_profile
+    from pipectl.jobs.profiles import Measurement
+
+    submission = submit_profile(spec, scheduler, path, options, time.time())
+    if not wait:
+        _show_submission(submission, "the profile", path, as_json=as_json)
+        return
+    run = submission.run
+    if not as_json:
+        print_measuring(run, submission.record)
+    wait_for(run, as_json=as_json)
+    measurement = Measurement.load(run.profile, run.measurement)
+    show_measurement(measurement, path, time.time(), as_json=as_json)
+
+
+def _measure_links(
+    spec: JobSpec, scheduler: str, path: Path | None, effort: str, *, wait: bool, as_json: bool
+) -> None:
+    """Start the measuring as a run of its own; follow it and show the links.
+
+    Args:
+        path: of the cluster description; None is its usual place, where plans look for it.
+    """
+    from pipectl.cli.views.profile import links_view
+    from pipectl.cluster import Cluster
+    from pipectl.jobs.measuring import submit_links
+    from pipectl.jobs.places import cluster_path
+
+    usual = cluster_path(spec)
+    path = path or usual
+    submission = submit_links(spec, scheduler, path, effort, time.time())
+    if not wait:
+        _show_submission(submission, "the cluster", path, as_json=as_json)
+        return
+    note(f"measuring: {submission.run.name} ({scheduler} job {submission.record.job_id})")
+    wait_for(submission.run, as_json=as_json)
+    cluster = Cluster.load(path)
+    if as_json:
+        say_json(cluster.to_json())
+    else:
+        console = output()
+        console.print(links_view(cluster, console.width))
+        say(f"cluster: {path}")
+        say(f"picture: {path.with_suffix('.svg')}")
+    if spec.cluster_file is not None and path.absolute() != spec.cluster_file:
+        note(f"the job names another cluster, which plans use: {spec.cluster_file}")
+    elif spec.cluster_file is None and path.absolute() != usual.absolute():
+        note(f"plans look for it in {usual}; set cluster: to have them use {path}")
+
+
+def _show_submission(submission: Submission, what: str, path: Path, *, as_json: bool) -> None:
+    record, run = submission.record, submission.run
+    if as_json:
+        say_json(submission_json(run, record, file=str(path.absolute())))
+        return
+    print_measuring(run, record)
+    say(f"when it is done, {what} is in {short(path.absolute())}")

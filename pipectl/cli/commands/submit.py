@@ -87,7 +87,7 @@ def command(
 def _submit(
     spec: JobSpec, scheduler: str | None, after: Sequence[str], *, wait: bool, as_json: bool
 ) -> None:
-    from pipectl.cli.profile_view import tell_origin
+    from pipectl.cli.views.profile import note_origin
     from pipectl.jobs.prepare import prepare
     from pipectl.runs import find_runs
 
@@ -95,7 +95,7 @@ def _submit(
     with resumable(), progress_bar("profiling") as progress:
         job = prepare(spec, scheduler, progress)
     if job.measurement is not None:
-        tell_origin(job.measurement, time.time(), "pipectl profile --again measures anew")
+        note_origin(job.measurement, time.time(), "pipectl profile --again measures anew")
     print_launch(job.launch, job.warning)
     if job.profile is not None:
         from pipectl.jobs.plan import coupling_warning

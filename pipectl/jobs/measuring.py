@@ -1,0 +1,116 @@
+"""Runs that only measure: a model's operators, or the links between a job's ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipectl.errors import UsageError
+from pipectl.files import is_stream, make_directory_of
+from pipectl.jobs.launching import settle
+from pipectl.jobs.machines import measured_key
+from pipectl.jobs.prepare import Job
+from pipectl.jobs.profile_in_job import PERCENT
+from pipectl.jobs.profiles import MeasureOptions
+from pipectl.jobs.request import job_request, make_tag
+from pipectl.jobs.submit import Start, Submission, hand_over, new_run, record_of
+from pipectl.runs import PROFILING
+
+if TYPE_CHECKING:
+    from pipectl.spec import JobSpec
+
+BUDGET_S = {"fast": 8.0, "normal": 30.0, "thorough": 120.0}
+"""Time to measure links, about, by effort."""
+_LINKS_WALLTIME_S = 900
+
+
+def submit_profile(
+    spec: JobSpec, scheduler: str, output: Path, options: MeasureOptions, now: float
+) -> Submission:
+    """Submit the measuring of a job's model, on one node with all the tasks that the job has there.
+
+    Args:
+        scheduler: its name.
+        output: where the profile is put when it is finished.
+        now: seconds since the epoch.
+
+    Raises:
+        UsageError: the output cannot be written.
+        SchedulerError: see :func:`pipectl.jobs.submit.submit`.
+    """
+    _check_output(output)
+    name = f"{spec.name}-profile"
+    with new_run(spec, name, now) as (run, rollback):
+        training = job_request(spec, run.path, make_tag(run.path))
+        arguments = [str(run.path), "--output", str(output.absolute()), "--effort", options.effort]
+        if options.again:
+            arguments.append("--again")
+        request = replace(
+            training,
+            name=name,
+            ranks=1,
+            nodes=1,
+            more=(),
+            command=(training.python, "-m", "pipectl.jobs.profile_in_job", *arguments),
+            alone=True,
+            stop=None,
+            container=training.container and training.container.seeing(output.absolute().parent),
+        )
+        job = Job(spec, scheduler)
+        record = record_of(job, request, now, steps=PERCENT, kind=PROFILING)
+        return hand_over([Start(run, job, request, record)], rollback)[0]
+
+
+def submit_links(
+    spec: JobSpec, scheduler: str, output: Path, effort: str, now: float
+) -> Submission:
+    """Start all ranks of a job as it starts them itself, to measure the links between them.
+
+    Args:
+        scheduler: its name.
+        output: where the cluster description is put when it is finished, and a picture beside it.
+        effort: a key of ``BUDGET_S``.
+        now: seconds since the epoch.
+
+    Raises:
+        UsageError: the job has one rank, and so no link; or the output cannot be written.
+        SchedulerError: see :func:`pipectl.jobs.submit.submit`.
+    """
+    if spec.resources.ranks < 2:
+        raise UsageError(
+            "resources: a job of one rank has no links to measure",
+            cure="set resources.nodes or resources.tasks_per_node to 2 or more",
+        )
+    _check_output(output)
+    output = output.absolute()
+    name = f"{spec.name}-links"
+    with new_run(spec, name, now) as (run, rollback):
+        training = job_request(spec, run.path, make_tag(run.path))
+        training = settle(training).of(training)
+        request = replace(
+            training,
+            name=name,
+            walltime_s=min(training.walltime_s, _LINKS_WALLTIME_S),
+            command=(
+                *(training.python, "-m", "mpi4py", "-m", "pipectl.runtime.links.probe"),
+                *("--run", str(run.path), "--output", str(output)),
+                *("--key", measured_key(spec, scheduler), "--budget", str(BUDGET_S[effort])),
+            ),
+            stop=None,
+            container=training.container and training.container.seeing(output.parent),
+        )
+        job = Job(spec, scheduler)
+        record = record_of(job, request, now, steps=PERCENT, kind=PROFILING)
+        return hand_over([Start(run, job, request, record)], rollback)[0]
+
+
+def _check_output(output: Path) -> None:
+    """Make the directory of what such a run writes.
+
+    Raises:
+        UsageError: it cannot be written, or is no file.
+    """
+    make_directory_of(output)
+    if is_stream(output):
+        raise UsageError(f"{output}: is no file, which a job could write", cure="name another: -o")

@@ -1,0 +1,321 @@
+"""Profiles of a job's model: measured now, resumed, or taken from the cache of earlier ones.
+
+The cache keeps finished profiles under a hash of everything that they depend on. A file of it is
+JSON: what was measured (its identity), when, where, and the profile. One that is damaged, or whose
+identity is another, counts as absent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pipectl
+from pipectl.errors import DataFileError, UsageError
+from pipectl.faults import with_file
+from pipectl.fields import Reader
+from pipectl.files import is_stream, make_directory, make_directory_of, read_json, write_json
+from pipectl.jobs.places import cache_directory, on_login_node
+from pipectl.profile import MeasuredOn, Profile
+from pipectl.spec import profile_key
+
+if TYPE_CHECKING:
+    from pipectl.profiler.journal import Journal
+    from pipectl.spec import JobSpec
+
+LOADING = "loading torch"
+_CURE = "measure again with: pipectl profile JOB.yaml --submit"
+_CACHE_VERSION = 1
+_MAX_CACHED = 32
+_MEASURING_CODE = ("capture", "profiler")
+
+Progress = Callable[[int, int, str], None]
+"""Called with (done, total, what is or was done); a total of 0 says that nobody knows how long."""
+
+
+@dataclass(frozen=True)
+class MeasureOptions:
+    """How to measure.
+
+    Args:
+        effort: ``fast``, ``normal`` or ``thorough``.
+        again: whether to measure even what is in the cache.
+    """
+
+    effort: str = "normal"
+    again: bool = False
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A profile and how it came to be.
+
+    Args:
+        measured_at: seconds since the epoch.
+        host: on which it was measured.
+        seconds: that measuring took.
+        cached: whether nothing was measured now.
+        resumed: measurements taken over from an interrupted attempt.
+    """
+
+    profile: Profile
+    measured_at: float
+    host: str
+    seconds: float
+    cached: bool = False
+    resumed: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """How it came to be; the profile itself has a file of its own."""
+        return {
+            "cached": self.cached,
+            "resumed": self.resumed,
+            "measured_at": self.measured_at,
+            "host": self.host,
+            "seconds": round(self.seconds, 3),
+        }
+
+    @classmethod
+    def load(cls, profile: Path, how: Path) -> Measurement:
+        """The measurement whose two files these are.
+
+        Raises:
+            DataFileError: one is missing or damaged.
+        """
+        reader = Reader(read_json(how, cure=_CURE), file=str(how), cure=_CURE)
+        return cls(
+            profile=Profile.load(profile),
+            measured_at=reader.number("measured_at"),
+            host=reader.text("host"),
+            seconds=reader.number("seconds"),
+            cached=reader.flag("cached"),
+            resumed=reader.integer("resumed"),
+        )
+
+
+class Interrupted(KeyboardInterrupt):
+    """Measuring was interrupted.
+
+    Args:
+        kept: measurements that the next attempt will not repeat.
+    """
+
+    def __init__(self, kept: int) -> None:
+        super().__init__(kept)
+        self.kept = kept
+
+
+def measure(
+    spec: JobSpec,
+    path: Path,
+    progress: Progress | None = None,
+    options: MeasureOptions | None = None,
+    *,
+    base: Path | None = None,
+) -> Measurement:
+    """Write the profile of a job on this machine to ``path``: from the cache, or measured now.
+
+    Until the new profile is whole, ``path`` stays as it is.
+
+    Args:
+        base: the output directory, whose cache is used; by default the spec's.
+
+    Raises:
+        CaptureError: the model cannot be built or captured.
+        Interrupted: by the user; what was measured so far is used the next time.
+        UsageError: ``path`` or the cache cannot be written.
+    """
+    make_directory_of(path)
+    try:
+        measurement = find_or_measure(spec, progress, options, base=base)
+    except Exception as error:
+        fault = with_file(error, None if is_stream(path) else path.with_suffix(".fault.txt"))
+        if fault is not error:
+            raise fault from error
+        raise
+    measurement.profile.save(path)
+    return measurement
+
+
+def find_or_measure(
+    spec: JobSpec,
+    progress: Progress | None = None,
+    options: MeasureOptions | None = None,
+    *,
+    base: Path | None = None,
+) -> Measurement:
+    """What :func:`measure` does, without a file of its own."""
+    options = options or MeasureOptions()
+    directory = cache_directory(Path(spec.output.directory) if base is None else base)
+    make_directory(directory)
+    device = this_device(spec)
+    identity = _identity(spec, device, options.effort)
+    path = directory / f"{_digest(identity)}.json"
+    known = None if options.again else _read_cached(path, identity)
+    if known is not None:
+        return replace(known, profile=replace(known.profile, name=spec.name))
+    from pipectl.profiler.journal import Journal
+
+    with Journal(path.with_suffix(".journal"), identity) as journal:
+        new = _measure_now(spec, progress, options.effort, device, journal)
+        document = {
+            "version": _CACHE_VERSION,
+            "identity": identity,
+            "measured_at": new.measured_at,
+            "host": new.host,
+            "seconds": new.seconds,
+            "profile": new.profile.to_json(),
+        }
+        write_json(path, document)
+        journal.remove()
+    _remove_oldest(directory)
+    return replace(new, resumed=journal.resumed)
+
+
+def require_compute_node(scheduler: str) -> None:
+    """A login node is no place to measure on: it is shared, and often another machine.
+
+    Raises:
+        UsageError: this is one, as far as can be told.
+    """
+    if on_login_node(scheduler):
+        raise UsageError(
+            f"jobs go to {scheduler} from here, so this seems to be a login node, whose times say "
+            "nothing about the nodes that train",
+            cure="measure in an allocation: add --submit (and --wait to follow it);\n"
+            "to measure on this machine all the same: --scheduler local",
+        )
+
+
+def fresh_profile(spec: JobSpec, path: Path) -> Profile | None:
+    """The profile in ``path``; None if there is none or the spec or its files have changed since.
+
+    Raises:
+        DataFileError: there is one, but it cannot be read; it is for the user to remove it.
+    """
+    if not path.exists():
+        return None
+    profile = Profile.load(path)
+    return profile if is_fresh(spec, profile) else None
+
+
+def is_fresh(spec: JobSpec, profile: Profile) -> bool:
+    """Whether a profile is of this spec; one without a key comes from elsewhere and is believed."""
+    return profile.key is None or profile.key == profile_key(spec)
+
+
+def this_device(spec: JobSpec) -> MeasuredOn:
+    """The device of a rank on this machine, as far as it decides what operators cost."""
+    accelerator = None
+    if spec.resources.gpus_per_node:  # else without loading torch
+        from pipectl.profiler.machine import accelerator_name
+
+        accelerator = accelerator_name(spec.resources.gpus_per_node)
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = "unknown"
+    return MeasuredOn(
+        kind=accelerator or "cpu",
+        model=accelerator or processor(),
+        cores=len(os.sched_getaffinity(0)),
+        threads=spec.threads,
+        torch=torch,
+    )
+
+
+def processor() -> str:
+    """What the kernel calls the first processor; its architecture if it has no name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.machine()
+
+
+def _measure_now(
+    spec: JobSpec, progress: Progress | None, effort: str, device: MeasuredOn, journal: Journal
+) -> Measurement:
+    if progress is not None:
+        progress(0, 0, LOADING)
+    from pipectl.profiler import profile_job
+    from pipectl.profiler.effort import Effort
+
+    started = time.time()
+    try:
+        profile = profile_job(spec, progress, effort=Effort(effort), journal=journal)
+    except KeyboardInterrupt as stop:
+        raise Interrupted(len(journal)) from stop
+    neighbours = profile.device.neighbours if profile.device else 0
+    profile = replace(profile, device=replace(device, neighbours=neighbours))
+    now = time.time()
+    return Measurement(profile, now, socket.gethostname(), now - started)
+
+
+def _identity(spec: JobSpec, device: MeasuredOn, effort: str) -> dict[str, Any]:
+    """Everything that a profile depends on, as JSON."""
+    pipeline = spec.pipeline
+    free = [] if pipeline.micro_batches is not None else [pipeline.stages, spec.resources.ranks]
+    return {
+        "key": profile_key(spec),
+        "shapes": [spec.training.batch_size, pipeline.micro_batches, *free],
+        "device": asdict(device),
+        "effort": effort,
+        "python": platform.python_version(),
+        "pipectl": [pipectl.__version__, _hash_of_measuring_code()],
+    }
+
+
+def _digest(identity: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
+
+
+@cache
+def _hash_of_measuring_code() -> str:
+    """What that code measures may change without a new version."""
+    package = Path(pipectl.__file__).parent
+    files = sorted(path for part in _MEASURING_CODE for path in (package / part).glob("*.py"))
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]
+
+
+def _read_cached(path: Path, identity: Mapping[str, Any]) -> Measurement | None:
+    """The profile of ``identity``, if there is a sound one."""
+    try:
+        document = read_json(path, cure="")
+        if document.get("identity") != identity:
+            return None
+        reader = Reader(document, file=str(path), cure="")
+        reader.check_version(_CACHE_VERSION)
+        reader.section("profile")
+        return Measurement(
+            profile=Profile.from_json(document["profile"]),
+            measured_at=reader.number("measured_at"),
+            host=reader.text("host"),
+            seconds=reader.number("seconds"),
+            cached=True,
+        )
+    except DataFileError:
+        return None
+
+
+def _remove_oldest(directory: Path) -> None:
+    """Keep the newest profiles and journals of the cache."""
+    ages = []
+    for path in (*directory.glob("*.json"), *directory.glob("*.journal")):
+        with suppress(OSError):
+            ages.append((path.stat().st_mtime, path))
+    for _, path in sorted(ages)[:-_MAX_CACHED]:
+        with suppress(OSError):
+            path.unlink()
