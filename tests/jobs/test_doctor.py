@@ -13,10 +13,17 @@ import pytest
 
 from pipectl.batch import launchers
 from pipectl.cli import main
-from pipectl.jobs.doctor import Finding, Level, environment, examine, files, finding
-from pipectl.jobs.doctor.batch_systems import pbs, slurm
-from pipectl.jobs.doctor.files import file_system
-from pipectl.jobs.doctor.launch import mpi
+from pipectl.jobs import doctor
+from pipectl.jobs.doctor import (
+    Finding,
+    Level,
+    check_file_system,
+    check_mpi,
+    check_pbs,
+    check_slurm,
+    check_torch,
+    examine,
+)
 from pipectl.jobs.launching import settle
 from pipectl.jobs.request import job_request
 from pipectl.spec import load
@@ -46,7 +53,7 @@ def answer(**found: Any) -> str:
 def test_ranks_that_reach_each_other(mpiexec: Program) -> None:
     mpiexec("mpiexec", answer(ranks=2, library="MPICH 5", threads="multiple",
                               latency_s=2e-6, bandwidth_bytes_per_s=2**31))  # fmt: skip
-    found = list(mpi(None))
+    found = list(check_mpi(None))
     assert [each.level for each in found] == [Level.OK] * 4
     assert "MPICH 5, started by" in found[0].text
     assert found[1].text == "mpiexec takes the options of intel (launch.mpi)"
@@ -55,7 +62,7 @@ def test_ranks_that_reach_each_other(mpiexec: Program) -> None:
 
 def test_ranks_that_know_nothing_of_each_other(mpiexec: Program) -> None:
     mpiexec("mpiexec", answer(ranks=1, library="Open MPI v5", threads="multiple"))
-    (found,) = mpi(None)
+    (found,) = check_mpi(None)
     assert found.level is Level.FAIL
     assert "not of the MPI that mpi4py has loaded (Open MPI v5)" in found.text
     assert "MPI4PY_LIBMPI" in found.cure
@@ -65,14 +72,14 @@ def test_a_launcher_of_no_known_kind(mpiexec: Program) -> None:
     words = answer(ranks=2, library="x", threads="multiple",
                    latency_s=2e-6, bandwidth_bytes_per_s=2**31)  # fmt: skip
     mpiexec("mpiexec", words.replace("Intel(R)", "Our"))
-    found = of("launcher", mpi(None))
+    found = of("launcher", check_mpi(None))
     assert (found.level, "launch.mpi" in found.cure) == (Level.WARN, True)
 
 
 def test_few_threads_are_no_harm(mpiexec: Program) -> None:
     mpiexec("mpiexec", answer(ranks=2, library="x", threads="serialized",
                               latency_s=2e-6, bandwidth_bytes_per_s=2**31))  # fmt: skip
-    assert of("threads", mpi(None)).level is Level.WARN
+    assert of("threads", check_mpi(None)).level is Level.WARN
 
 
 @pytest.mark.parametrize(
@@ -85,29 +92,29 @@ def test_few_threads_are_no_harm(mpiexec: Program) -> None:
 )
 def test_an_mpi_that_does_not_start(mpiexec: Program, text: str, message: str) -> None:
     mpiexec("mpiexec", text)
-    (found,) = mpi(None)
+    (found,) = check_mpi(None)
     assert (found.level, message in found.text, bool(found.cure)) == (Level.FAIL, True, True)
 
 
 def test_an_mpi_that_hangs(mpiexec: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finding, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(doctor, "_PATIENCE_S", 0.5)
     monkeypatch.setattr(launchers, "_PATIENCE_S", 0.5)
     mpiexec("mpiexec", "exec sleep 60")
-    (found,) = mpi(None)
+    (found,) = check_mpi(None)
     assert (found.level, "no answer" in found.text) == (Level.FAIL, True)
 
 
 def test_no_mpi(mpiexec: Program) -> None:
-    (found,) = mpi(None)
+    (found,) = check_mpi(None)
     assert (found.level, "pip install mpich" in found.cure) == (Level.FAIL, True)
 
 
 def test_slurm(program: Program) -> None:
-    assert of("Slurm", slurm(None)).text == "not installed"
+    assert of("Slurm", check_slurm(None)).text == "not installed"
     program("sbatch", "true")
     program("sinfo", '[[ $1 == --version ]] && echo "slurm 22.05.8" || printf "debug*\\ngpu\\n"')
     program("srun", 'printf "MPI plugin types are...\\n\\tpmi2\\n\\tnone\\n\\tpmix_v4\\n" >&2')
-    found = list(slurm(None))
+    found = list(check_slurm(None))
     assert found[0].text == "slurm 22.05.8; partitions debug*, gpu"
     assert found[1].text == "srun --mpi: pmi2, pmix_v4"
 
@@ -142,7 +149,7 @@ def test_what_srun_takes_is_what_a_submission_does_not_warn_of(
     job = tmp_path / "job.yaml"
     job.write_text(JOB)
     spec = load(job, [f"launch.mpi={wanted}"], check_files=False)
-    assert of("PMI", slurm(spec)).level is level
+    assert of("PMI", check_slurm(spec)).level is level
     warning = settle(job_request(spec, tmp_path / "run", "tag")).warning
     assert bool(warning) is (level is Level.FAIL)
 
@@ -150,19 +157,19 @@ def test_what_srun_takes_is_what_a_submission_does_not_warn_of(
 def test_a_controller_that_is_down(program: Program) -> None:
     program("sbatch", "true")
     program("sinfo", "echo 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1")
-    (found,) = slurm(None)
+    (found,) = check_slurm(None)
     assert (found.level, "Unable to contact" in found.text) == (Level.FAIL, True)
 
 
 def test_pbs(program: Program) -> None:
-    assert list(pbs()) == []
+    assert list(check_pbs()) == []
     for name in ("qsub", "qselect"):
         program(name, "true")
     program("qstat", '[[ $1 == --version ]] && echo "pbs_version = 23.06.06"')
-    assert [each.level for each in pbs()] == [Level.FAIL]
+    assert [each.level for each in check_pbs()] == [Level.FAIL]
     version = '[[ $1 == --version ]] && echo "pbs_version = 23.06.06"; '
     program("qstat", version + r"printf 'Server: vm\n    flatuid = True\n    pbs_version = 23\n'")
-    assert [each.text.split()[0] for each in pbs()] == ["pbs_version"]
+    assert [each.text.split()[0] for each in check_pbs()] == ["pbs_version"]
 
 
 @pytest.mark.parametrize("said", ["", r"    flatuid = False\n"])
@@ -172,20 +179,20 @@ def test_whether_jobs_of_pbs_may_submit_themselves_again_is_known_beforehand(
     for name in ("qsub", "qselect"):
         program(name, "true")
     program("qstat", rf"printf 'Server: vm\n{said}    pbs_version = 23\n'")
-    _, found = pbs()
+    _, found = check_pbs()
     assert found.level is Level.WARN
     assert "flatuid" in found.text
     assert "pipectl resume" in found.cure
 
 
 def test_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = list(file_system(tmp_path / "not" / "yet"))
+    found = list(check_file_system(tmp_path / "not" / "yet"))
     assert {each.what: each.level for each in found} == {"files": "ok", "clock": "ok"}
     assert [*tmp_path.iterdir()] == []
-    monkeypatch.setattr(files, "_FREE", 1 << 60)
-    monkeypatch.setattr(files, "_SKEW_S", -1.0)
-    monkeypatch.setattr(files, "_locks", lambda _: False)
-    found = list(file_system(tmp_path))
+    monkeypatch.setattr(doctor, "_MIN_FREE_BYTES", 1 << 60)
+    monkeypatch.setattr(doctor, "_MAX_SKEW_S", -1.0)
+    monkeypatch.setattr(doctor, "_can_lock", lambda _: False)
+    found = list(check_file_system(tmp_path))
     assert {each.what for each in found if each.level is Level.WARN} == {
         "files", "locks", "clock",
     }  # fmt: skip
@@ -194,20 +201,20 @@ def test_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_locks_that_lock_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x"
     path.touch()
-    assert files._locks(path)
+    assert doctor._can_lock(path)
     monkeypatch.setattr("fcntl.flock", lambda *_: None)
-    assert not files._locks(path)
+    assert not doctor._can_lock(path)
 
 
 def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "_TORCH", "import no_such_module")
-    (found,) = environment.torch()
+    monkeypatch.setattr(doctor, "_TORCH", "import no_such_module")
+    (found,) = check_torch()
     assert (found.level, "No module named" in found.text) == (Level.FAIL, True)
 
 
 def test_a_torch_outside_the_tested_releases_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipectl.versions.version", lambda _: "2.99.0")
-    first = next(environment.torch())
+    first = next(check_torch())
     assert (first.what, first.level) == ("torch", Level.WARN)
     assert first.text.startswith("tested with torch 2.13 to ")
     assert "this is 2.99.0" in first.text

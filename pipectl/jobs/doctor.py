@@ -1,0 +1,294 @@
+"""Whether this machine has what jobs need: one finding after the other."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pipectl import __version__
+from pipectl.batch import JobRequest, mpiexec_command, process
+from pipectl.batch.dialects import AUTO, NAMES
+from pipectl.batch.pmi import offered, takes
+from pipectl.errors import PipectlError, SchedulerError
+from pipectl.jobs.launching import settle
+from pipectl.units import format_bytes, format_time
+from pipectl.versions import tested_torch, untested_torch
+
+if TYPE_CHECKING:
+    from pipectl.spec import JobSpec
+
+_PATIENCE_S = 60.0
+_MIN_FREE_BYTES = 1 << 30
+_MIN_SHARED_BYTES = 256 << 20
+_MAX_SKEW_S = 2.0
+_REACH = "pipectl.runtime.links.reach"
+_SELF_TEST = "pipectl.runtime.transport.self_test"
+_TORCH = (
+    "import json, torch; found = torch.accelerator.current_accelerator(); "
+    "print(json.dumps([torch.__version__, found and found.type, torch.accelerator.device_count()]))"
+)
+
+
+class Level(StrEnum):
+    """How bad it is."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+class Finding(NamedTuple):
+    """One line.
+
+    Args:
+        cure: what to do; empty where all is well.
+    """
+
+    what: str
+    level: Level
+    text: str
+    cure: str = ""
+
+
+def examine(spec: JobSpec | None, directory: Path) -> Iterator[Finding]:
+    """What there is, and what is wrong with it.
+
+    Args:
+        spec: whose launch is tried out; None for that of a job that says nothing of it.
+        directory: of the run directories.
+    """
+    text = f"{platform.python_version()} ({sys.executable}), pipectl {__version__}"
+    yield Finding("python", Level.OK, text)
+    yield from check_torch()
+    yield from check_mpi(spec)
+    yield from check_slurm(spec)
+    yield from check_pbs()
+    yield from check_file_system(directory)
+    yield from check_hardware()
+
+
+def check_torch() -> Iterator[Finding]:
+    """Whether torch can be imported, and how messages leave accelerators."""
+    cure = "pip install torch"
+    try:
+        installed = version("torch")
+    except PackageNotFoundError:
+        yield Finding("torch", Level.FAIL, "not installed", cure)
+        return
+    try:
+        name, kind, count = json.loads(_output([sys.executable, "-c", _TORCH], cure))
+    except (PipectlError, ValueError) as error:
+        text = error.message if isinstance(error, PipectlError) else "says nothing of its devices"
+        yield Finding("torch", Level.FAIL, f"{installed} cannot be imported: {text}", cure)
+        return
+    if untested := untested_torch():
+        cure = f"if something fails that should not, install {tested_torch()}"
+        yield Finding("torch", Level.WARN, untested, cure)
+    else:
+        yield Finding("torch", Level.OK, name)
+    if not kind:
+        yield Finding("accelerators", Level.OK, "none: ranks compute on cores")
+        return
+    try:  # a test message from an accelerator's memory, which may crash the process
+        _output([sys.executable, "-m", "mpi4py", "-m", _SELF_TEST, kind], "")
+        way = "MPI reads their memory"
+    except PipectlError:
+        way = "messages pass through host memory"
+    yield Finding("accelerators", Level.OK, f"{count} of kind {kind}; {way}")
+
+
+def check_mpi(spec: JobSpec | None) -> Iterator[Finding]:
+    """Two ranks are started and send each other messages, as the ranks of a job do."""
+    launch = None if spec is None else spec.launch
+    if launch is not None and launch.launcher == "srun":
+        text = "ranks start with srun, which is tried out within a job alone"
+        yield Finding("MPI", Level.OK, text)
+        return
+    request = JobRequest(
+        name="doctor",
+        tag="doctor",
+        run_directory=Path.cwd(),
+        python=sys.executable,
+        ranks=2,
+        nodes=1,
+        tasks_per_node=2,
+        walltime_s=round(_PATIENCE_S),
+        command=(sys.executable, "-m", "mpi4py", "-m", _REACH),
+        mpi="auto" if launch is None else launch.mpi,
+        launch_args=() if launch is None else tuple(launch.args),
+    )
+    try:
+        request = settle(request).of(request)
+        command = mpiexec_command(request, here=True)
+        answer = json.loads(_output(command, "").splitlines()[-1])
+    except PipectlError as error:
+        cure = error.cure or "pip install mpich, or load your cluster's MPI first"
+        yield Finding("MPI", Level.FAIL, error.message, cure)
+    except (ValueError, IndexError):
+        yield Finding("MPI", Level.FAIL, "ranks start, but print nothing", "see what mpiexec does")
+    else:
+        yield from _findings_of_ranks(answer, command[0], request.mpi)
+
+
+def _findings_of_ranks(answer: dict[str, Any], mpiexec: str, dialect: str) -> Iterator[Finding]:
+    if answer["ranks"] != 2:
+        yield Finding(
+            "MPI",
+            Level.FAIL,
+            f"{mpiexec} starts two ranks that know nothing of each other: it is not of the MPI "
+            f"that mpi4py has loaded ({answer['library']})",
+            "load one MPI alone, or name its library in the variable MPI4PY_LIBMPI",
+        )
+        return
+    yield Finding("MPI", Level.OK, f"{answer['library']}, started by {mpiexec}")
+    if dialect != AUTO:
+        text = f"mpiexec takes the options of {dialect} (launch.mpi)"
+        yield Finding("launcher", Level.OK, text)
+    else:
+        text = "mpiexec is of no known kind, so that it cannot be told to bind ranks"
+        cure = f"if it is like one of {', '.join(NAMES)}, set launch.mpi to that"
+        yield Finding("launcher", Level.WARN, text, cure)
+    many = answer["threads"] == "multiple"
+    yield Finding(
+        "threads",
+        Level.OK if many else Level.WARN,
+        f"MPI_THREAD_{answer['threads'].upper()}",
+        "" if many else "messages are moved between operators instead; nothing needs to be done",
+    )
+    latency, bandwidth = answer["latency_s"], answer["bandwidth_bytes_per_s"]
+    text = f"{format_time(latency)}, {format_bytes(int(bandwidth))}/s on this machine"
+    yield Finding("messages", Level.OK, text)
+
+
+def check_slurm(spec: JobSpec | None) -> Iterator[Finding]:
+    """Whether Slurm answers, and what ``srun --mpi`` takes against what the job gives it."""
+    if not shutil.which("sbatch"):
+        yield Finding("Slurm", Level.OK, "not installed")
+        return
+    cure = "ask the site, or set SLURM_CONF; jobs run here with --scheduler local"
+    try:
+        release = _output(["sinfo", "--version"], cure)
+        partitions = _output(["sinfo", "-h", "-o", "%P"], cure).split()
+    except PipectlError as error:
+        yield Finding("Slurm", Level.FAIL, error.message, cure)
+        return
+    yield Finding("Slurm", Level.OK, f"{release}; partitions {', '.join(partitions) or 'none'}")
+    with suppress(PipectlError):
+        kinds = offered(_output(["srun", "--mpi=list"], ""))
+        wanted = AUTO if spec is None or spec.launch.launcher != "srun" else spec.launch.mpi
+        text = f"srun --mpi: {', '.join(kind for kind in kinds if kind != 'none') or 'none'}"
+        if wanted == AUTO or takes(kinds, wanted):
+            yield Finding("PMI", Level.OK, text)
+        else:
+            cure = "set launch.mpi to one of them, as your MPI needs it"
+            yield Finding("PMI", Level.FAIL, f"{text}; the job wants {wanted}", cure)
+
+
+def check_pbs() -> Iterator[Finding]:
+    """Whether PBS answers, if there is no Slurm."""
+    if shutil.which("sbatch") or not (shutil.which("qsub") and shutil.which("qselect")):
+        return
+    cure = "ask the site, or set PBS_SERVER; jobs run here with --scheduler local"
+    try:
+        release = _output(["qstat", "--version"], cure)
+        server = _output(["qstat", "-B", "-f"], cure)
+    except PipectlError as error:
+        yield Finding("PBS", Level.FAIL, error.message, cure)
+        return
+    yield Finding("PBS", Level.OK, release)
+    if not re.search(r"^\s*flatuid\s*=\s*True\s*$", server, re.MULTILINE | re.IGNORECASE):
+        text = "flatuid is not set: jobs may not be able to submit themselves again"
+        advice = "ask the site for `set server flatuid = True`; else go on with pipectl resume"
+        yield Finding("PBS requeue", Level.WARN, text, advice)
+
+
+def check_file_system(directory: Path) -> Iterator[Finding]:
+    """The file system of the runs: whole files by renaming, locks, space, and its clock."""
+    place = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
+    try:
+        with tempfile.TemporaryDirectory(prefix=".pipectl-", dir=place) as name:
+            yield from _try_files(place, Path(name))
+    except OSError as error:
+        text = f"{place}: {error.strerror or error}"
+        yield Finding("files", Level.FAIL, text, "set output.directory to where you may write")
+
+
+def _try_files(place: Path, folder: Path) -> Iterator[Finding]:
+    one, other = folder / "one", folder / "other"
+    one.write_text("new")
+    other.write_text("old")
+    skew_s = abs(one.stat().st_mtime - time.time())
+    one.replace(other)
+    free = shutil.disk_usage(folder).free
+    text = f"{place}: {format_bytes(free)} free"
+    if free >= _MIN_FREE_BYTES:
+        yield Finding("files", Level.OK, text)
+    else:
+        cure = "checkpoints may find no room; free some space"
+        yield Finding("files", Level.WARN, text, cure)
+    if not _can_lock(other):
+        text = "the file system knows no locks"
+        cure = "do not run two commands that change a run at the same time"
+        yield Finding("locks", Level.WARN, text, cure)
+    text = f"{skew_s:.1f} s from that of the file system"
+    if skew_s < _MAX_SKEW_S:
+        yield Finding("clock", Level.OK, text)
+    else:
+        cure = "have the clocks of all nodes set by NTP; `status` may take silence for age"
+        yield Finding("clock", Level.WARN, text, cure)
+
+
+def _can_lock(path: Path) -> bool:
+    """Whether a lock keeps others out."""
+    with path.open("r+b") as first, path.open("r+b") as second:
+        try:
+            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        return False
+
+
+def check_hardware() -> Iterator[Finding]:
+    """Cores, memory and a compiler."""
+    cores = len(os.sched_getaffinity(0))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    yield Finding("machine", Level.OK, f"{cores} cores, {format_bytes(memory)} of memory")
+    with suppress(OSError):
+        shared = shutil.disk_usage("/dev/shm").total
+        if shared < _MIN_SHARED_BYTES:
+            text = f"/dev/shm holds {format_bytes(shared)} only"
+            cure = "containers: start them with --shm-size=1g, or ranks of one node may crash"
+            yield Finding("shared memory", Level.WARN, text, cure)
+    if not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))):
+        text = "no C++ compiler, which training.compile would need"
+        yield Finding("compiler", Level.OK, text)
+
+
+def _output(argv: Sequence[str], cure: str) -> str:
+    """What a command prints.
+
+    Raises:
+        SchedulerError: it does not exist, fails, or takes too long.
+    """
+    done = process.run(argv, cure=cure, timeout_s=_PATIENCE_S)
+    if done.returncode:
+        last = done.said.splitlines()[-1]
+        raise SchedulerError(f"{Path(argv[0]).name}: {last}", cure=cure or None)
+    return done.stdout or done.stderr
