@@ -10,6 +10,22 @@ from pipectl.errors import UsageError
 
 COMMANDS = {"schema": "check --schema", "simulate": "lab simulate"}
 OPTIONS = {
+    "plan": {
+        "--batch-size": "--set training.batch_size=N",
+        "--micro-batches": "--set pipeline.micro_batches=N",
+        "--memory-limit": "--set pipeline.memory_limit=SIZE",
+        **{
+            option: f"pipectl lab plan {option}"
+            for option in (
+                *("--objective", "--planner", "--allow", "--budget"),
+                *("--bandwidth", "--communication-scale"),
+            )
+        },
+    },
+    "lab plan": {
+        "--batch-size": "--set training.batch_size=N",
+        "--micro-batches": "--set pipeline.micro_batches=N",
+    },
     "profile": {
         "--fast": "--effort fast",
         "--thorough": "--effort thorough",
@@ -41,5 +57,6 @@ def new_option(error: Exception) -> str:
     context = getattr(error, "ctx", None)
     if option is None or context is None:
         return ""
-    instead = OPTIONS.get(context.info_name, {}).get(option)
+    command = context.command_path.partition(" ")[2]
+    instead = OPTIONS.get(command, {}).get(option)
     return f"{context.command_path} {option}: use `{instead}` instead" if instead else ""

@@ -11,10 +11,10 @@ from rich.text import Text
 
 from pipectl.batch import JobState
 from pipectl.cli.console import joined, output, plain, say_json, short
-from pipectl.cli.plan_view import headline
 from pipectl.cli.status_json import status_json
 from pipectl.cli.status_words import progress, state_text
 from pipectl.cli.sweep_values import values_text
+from pipectl.cli.views.plan import headline
 from pipectl.jobs.status import Laggard, Peak, RunStatus
 from pipectl.runs import PROFILING, as_typed, last_checkpoint, step_of
 from pipectl.units import format_bytes, format_time

@@ -50,8 +50,8 @@ def command(
 
 
 def _draw(path: Path, found: Traced) -> None:
-    from pipectl.cli.plan_view import headline
     from pipectl.cli.trace_view import step_line
+    from pipectl.cli.views.plan import headline
     from pipectl.report.gantt_svg import gantts_svg
 
     title = step_line(found, found.comparison())

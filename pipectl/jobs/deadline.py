@@ -17,7 +17,7 @@ class Deadline:
     def __init__(
         self, budget_s: float | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._budget_s = budget_s
+        self.budget_s = budget_s
         self._clock = clock
         self._started_s = clock()
         self._interrupted = False
@@ -25,7 +25,7 @@ class Deadline:
 
     def __call__(self) -> bool:
         """Whether time is up."""
-        late = self._budget_s is not None and self._clock() - self._started_s >= self._budget_s
+        late = self.budget_s is not None and self._clock() - self._started_s >= self.budget_s
         self._cut_short = self._cut_short or late or self._interrupted
         return late or self._interrupted
 

@@ -190,7 +190,7 @@ def add_plan(
         return job
     if make and progress is not None:
         progress(0, 0, "planning")
-    from pipectl.jobs.plan import fresh_plan, planned
+    from pipectl.jobs.planning import fresh_plan, planned
 
     path = plan_path(job.spec)
     if make:
@@ -234,7 +234,7 @@ def prepare_run(run: RunDirectory, clock: Callable[[], float] = time.time) -> No
         profile = measure(spec, run.profile, heartbeat.profiling, base=base).profile
         _share(run, profile, profile_path(spec, base=base))
     if not run.plan.exists():
-        from pipectl.jobs.plan import find_plan, kept_micro_batches, write_plan
+        from pipectl.jobs.planning import find_plan, kept_micro_batches, write_plan
 
         heartbeat.beat("planning")
         cluster, place = Cluster.load(run.cluster), plan_path(spec, base=base)

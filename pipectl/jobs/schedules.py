@@ -6,10 +6,9 @@ of ranks, stages and micro-batches that gives, for every rank, its actions, as i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipectl.errors import InvalidInputError, UsageError
 from pipectl.schedule import NAMES
@@ -20,8 +19,8 @@ if TYPE_CHECKING:
     from pipectl.spec import JobSpec
 
 
-def listed_of(spec: JobSpec) -> Listed | None:
-    """A job's own schedule; None where it uses a built-in one.
+def schedule_of_job(spec: JobSpec) -> Listed | None:
+    """A job's own schedule; None if it uses a built-in one.
 
     Raises:
         InvalidInputError: the schedule cannot be used, or the job contradicts it.
@@ -39,8 +38,8 @@ def listed_of(spec: JobSpec) -> Listed | None:
                 cure="set pipeline.micro_batches",
             )
         ranks = spec.resources.ranks
-        listed = made_listed(name, ranks, pipeline.stages or ranks, pipeline.micro_batches)
-    _check_wishes(spec, listed)
+        listed = make_listed(name, ranks, pipeline.stages or ranks, pipeline.micro_batches)
+    _check_numbers(spec, listed)
     return listed
 
 
@@ -58,49 +57,41 @@ def read_listed(path: Path, name: str) -> Listed:
         return Listed.read(path.read_text(encoding="utf-8-sig"), name)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"{path}: cannot be read: {error}", cure="name a CSV file of actions, a line a rank"
+            f"{path}: cannot be read: {error}", cure="name a CSV file of actions, a line per rank"
         ) from None
 
 
-def made_listed(name: str, ranks: int, stages: int, micro_batches: int) -> Listed:
+def make_listed(name: str, ranks: int, stages: int, micro_batches: int) -> Listed:
     """The schedule that an entry point makes.
 
     Raises:
         UsageError: there is none of this name, or it fails.
         ScheduleError: what it makes is no schedule.
     """
-    found = entry_points(group=SCHEDULES_GROUP, name=name)
-    if not found:
-        known = ", ".join((*NAMES, *offered()))
+    entries = entry_points(group=SCHEDULES_GROUP, name=name)
+    if not entries:
+        known = ", ".join((*NAMES, *sorted(entry_points(group=SCHEDULES_GROUP).names)))
         raise UsageError(
             f"there is no schedule {name!r}", cure=f"one of: {known}, or a file that ends in .csv"
         )
     try:
-        lists = next(iter(found)).load()(ranks, stages, micro_batches)
-        text = "\n".join(_line(actions) for actions in lists)
+        lists = next(iter(entries)).load()(ranks, stages, micro_batches)
+        rows = (each if isinstance(each, str) else ",".join(map(str, each)) for each in lists)
+        text = "\n".join(rows)
     except Exception as error:
         raise UsageError(
             f"schedule {name}: its function fails: {type(error).__name__}: {error}",
-            cure="it takes (ranks, stages, micro_batches) and gives a list of actions a rank",
+            cure="it takes (ranks, stages, micro_batches) and gives a list of actions per rank",
         ) from error
     return Listed.read(text, name)
 
 
-def offered() -> list[str]:
-    """Names of the schedules that installed packages offer."""
-    return sorted(entry_points(group=SCHEDULES_GROUP).names)
-
-
-def _line(actions: str | Iterable[Any]) -> str:
-    return actions if isinstance(actions, str) else ",".join(map(str, actions))
-
-
-def _check_wishes(spec: JobSpec, listed: Listed) -> None:
-    """The job wants no other numbers than the schedule has."""
+def _check_numbers(spec: JobSpec, listed: Listed) -> None:
+    """Raise an error if the job asks for other numbers than the schedule has."""
     for key in ("stages", "micro_batches"):
-        wanted, found = getattr(spec.pipeline, key), getattr(listed, key)
-        if wanted not in (None, found):
+        wanted, number = getattr(spec.pipeline, key), getattr(listed, key)
+        if wanted not in (None, number):
             raise InvalidInputError(
-                f"pipeline.{key}: {wanted}, but schedule {listed.name} has {found}",
+                f"pipeline.{key}: {wanted}, but schedule {listed.name} has {number}",
                 cure=f"leave pipeline.{key} out, or change the schedule",
             )

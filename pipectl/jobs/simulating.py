@@ -11,7 +11,7 @@ from typing import Any
 from pipectl.cluster import Cluster, Device, Node, assumed_cluster
 from pipectl.errors import UsageError
 from pipectl.graph import TransferKind
-from pipectl.jobs.schedules import made_listed, read_listed
+from pipectl.jobs.schedules import make_listed, read_listed
 from pipectl.link import Link
 from pipectl.plan import Plan, Stage, StageCost, Transfer
 from pipectl.schedule import NAMES, Proof, default_ranks, default_warm_up, lower, validate
@@ -136,7 +136,7 @@ def _listed(schedule: str, shape: Shape) -> Listed | None:
         listed = read_listed(Path(schedule), schedule)
     else:
         stages, micro_batches = _numbers(schedule, shape)
-        listed = made_listed(schedule, shape.ranks or stages, stages, micro_batches)
+        listed = make_listed(schedule, shape.ranks or stages, stages, micro_batches)
     _check_wish(schedule, "stages", shape.stages, listed.stages)
     _check_wish(schedule, "micro-batches", shape.micro_batches, listed.micro_batches)
     _check_wish(schedule, "ranks", shape.ranks, len(listed.ranks))

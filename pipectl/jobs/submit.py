@@ -218,7 +218,7 @@ def _write(start: Start, written: dict[int, RunDirectory]) -> None:
         if job.profile is not None:
             job.profile.save(run.profile)
         if job.plan is not None and job.cluster is not None:
-            from pipectl.jobs.plan import write_plan
+            from pipectl.jobs.planning import write_plan
 
             write_plan(run, job.plan, job.cluster)
     if start.rehearsal is not None:

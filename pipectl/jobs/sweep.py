@@ -102,7 +102,7 @@ def _planned(job: Job, plans: dict[str, Plan]) -> Job:
     """The job with its plan, if it has a profile; one of ``plans``, by key, if it has been made."""
     if job.profile is None or job.cluster is None:
         return job
-    from pipectl.jobs.plan import find_plan
+    from pipectl.jobs.planning import find_plan
     from pipectl.runtime.supported import check_supported
 
     key = plan_key(job.spec)

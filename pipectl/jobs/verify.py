@@ -231,7 +231,7 @@ class _Trial:
         )
 
     def _plan(self, spec: JobSpec, profile: Profile) -> Plan:
-        from pipectl.jobs.plan import find_plan
+        from pipectl.jobs.planning import find_plan
 
         return find_plan(spec, profile, cluster_of(spec, LOCAL))
 

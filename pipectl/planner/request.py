@@ -38,13 +38,13 @@ MEASURED = (GPIPE, ONE_F_ONE_B, INTERLEAVED)
 _EVERY_STAGE_COUNT = 8
 _SNAP = 1.34
 _NAMES = {
-    "memory_limit": ("pipeline.memory_limit", "--memory-limit"),
-    "micro_batches": ("pipeline.micro_batches", "--micro-batches"),
+    "memory_limit": ("pipeline.memory_limit", "pipeline.memory_limit"),
+    "micro_batches": ("pipeline.micro_batches", "pipeline.micro_batches"),
     "ranks": ("more ranks in resources", "more --devices"),
     "offload": ("pipeline.offload", "offload"),
     "backward": ("pipeline.backward", "backward_apart"),
 }
-"""Settings in a job file, and as options."""
+"""Settings in a job file, and without one."""
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ average of the machine when a section began; a *goal* is what the project asks o
 PLANNER = Page(
     CHECKOUT / "docs" / "planner-benchmarks.md",
     "planner_",
-    (*("optimality", "dapple", "cnns", "piper", "heterogeneous", "scale", "simulator"),),
+    (*("optimality", "dapple", "cnns", "heterogeneous", "scale", "simulator"),),
     (),
     ("numpy", "numba"),
     False,

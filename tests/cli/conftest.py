@@ -120,6 +120,14 @@ def profile(job: Path) -> Path:
 
 
 @pytest.fixture
+def alone(place: Path) -> Path:
+    """A profile without a job file beside it."""
+    path = Path("p.json")
+    path.write_text(json.dumps(_profile()))
+    return path
+
+
+@pytest.fixture
 def program(place: Path) -> Callable[[str, str], Path]:
     """``program("sbatch", "echo 7")`` puts a bash script of that name on PATH."""
 

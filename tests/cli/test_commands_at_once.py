@@ -144,7 +144,7 @@ def test_an_interrupt_before_the_batch_system_is_asked_leaves_nothing(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pipectl.jobs.plan.write_plan", interrupt)
+    monkeypatch.setattr("pipectl.jobs.planning.write_plan", interrupt)
     assert cli(*SUBMIT).code == 130
     assert (runs(), jobs(queue)) == ([], set())
 

@@ -19,7 +19,7 @@ from typer.main import get_command
 from pipectl.cli import app
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.jobs.doctor import Finding, Level
-from pipectl.jobs.plan import write_plan
+from pipectl.jobs.planning import write_plan
 from pipectl.jobs.verify import Expectation, Verification
 from pipectl.plan import Plan
 from pipectl.profile import Profile
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Patch = pytest.MonkeyPatch
 Program = Callable[[str, str], Path]
 SLURM = ("--scheduler", "slurm")
-ALONE = ("plan", "--profile", "p.json", "--batch-size", "8", "--devices", "2")
+ALONE = ("plan", "--profile", "p.json")
 REHEARSED = '{"attempt":1,"step":1,"steps":1,"time":1,"loss":null,"step_time_s":0.5,"late_s":0}'
 
 
@@ -93,12 +93,6 @@ def slurm(program: Program) -> None:
     program("sacct", "exit 1")
 
 
-@pytest.fixture
-def alone(place: Path, profile_document: Callable[..., dict[str, Any]]) -> None:
-    """A profile without a job."""
-    Path("p.json").write_text(json.dumps(profile_document()))
-
-
 def test_every_command_that_prints_json_is_there() -> None:
     commands = dict(get_command(app).commands)  # type: ignore[attr-defined]
     experts = commands.pop("lab").commands
@@ -142,12 +136,13 @@ def test_links(shown: Shown, job: Path, slurm: None, monkeypatch: Patch) -> None
 def test_plan(shown: Shown, profile: Path) -> None:
     shown("plan JOB", "plan", "job.yaml", *SLURM)
     shown("plan JOB --explain", "plan", "job.yaml", "--explain", *SLURM)
+    shown("lab plan JOB", "lab", "plan", "job.yaml", *SLURM)
 
 
-def test_other_questions_to_plan(shown: Shown, alone: None) -> None:
-    shown("plan JOB --nodes N,M", *ALONE[:-2], "--nodes", "1,2")
-    shown("plan JOB --objective max-stage-load", *ALONE, "--objective", "max-stage-load")
-    shown("plan JOB --objective throughput", *ALONE, "--objective", "throughput")
+def test_other_questions_to_plan(shown: Shown, alone: Path) -> None:
+    shown("plan JOB --nodes N,M", *ALONE, "--nodes", "1,2")
+    objective = ("--devices", "2", "--objective", "max-stage-load")
+    shown("lab plan JOB --objective max-stage-load", "lab", *ALONE, *objective)
 
 
 def test_simulate(shown: Shown, place: Path) -> None:

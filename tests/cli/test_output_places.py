@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 SHAPE = "lab simulate --schedule gpipe --stages 2 --micro-batches 2"
 WRITERS = [
     (f"{SHAPE} --svg", "simulating.simulate_shape"),
-    ("plan job.yaml -o", "engines.searcher_named"),
-    ("plan job.yaml --svg", "engines.searcher_named"),
+    ("plan job.yaml -o", "plan_answers.searcher_named"),
+    ("plan job.yaml --svg", "plan_answers.searcher_named"),
     ("trace last --perfetto", "tracing.traced"),
     ("trace last --svg", "tracing.traced"),
     ("report last -o", "report.report"),

@@ -1,3 +1,5 @@
+"""`pipectl plan JOB`: the job's own plan, and what is said of it."""
+
 from __future__ import annotations
 
 import json
@@ -16,29 +18,38 @@ if TYPE_CHECKING:
 PLAN = Path("runs/tiny.plan.json")
 
 
-def test_plan_shows_stages_prediction_and_a_gantt(cli: Command, profile: Path) -> None:
+def test_plan_shows_stages_a_verdict_and_a_gantt_in_80_columns(
+    cli: Command, profile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     result = cli("plan", "job.yaml", "--scheduler", "slurm")
     assert (result.code, result.err) == (0, "")
     lines = result.out.splitlines()
-    assert lines[0] == ("tiny: 2 stages on 2 ranks, schedule 1f1b, 4 micro-batches of 2 (batch 8)")
-    assert lines[2].split()[:10] == ["0", "0", "0", "2", "2.00", "MiB", "20.0", "ms", "40.0", "ms"]
-    assert lines[2].split()[-2:] == ["layer.0", "layer.1"]
-    assert lines[4].startswith("predicted: ")
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == "tiny: 2 stages on 2 ranks, 1f1b, 4 micro-batches of 2 (batch 8)"
+    assert lines[1].startswith("predicted: ")
+    assert lines[5].split()[:10] == ["0", "0", "0", "2", "2.00", "MiB", "20.0", "ms", "40.0", "ms"]
+    verdict = [line.partition(":")[0] for line in lines[8:] if line[:1].islower() and ":" in line]
+    assert verdict[:4] == ["bottleneck", "it waits", "would help", "search"]
     gantt = [line for line in lines if line.startswith("rank ")]
     assert len(gantt) == 2
-    assert all(len(line) <= 100 for line in gantt)
     assert all(f"{batch}░" in gantt[0] and f"{batch}█" in gantt[0] for batch in range(4))
     assert lines[-1] == f"plan: {PLAN}"
+
+
+def test_a_wide_terminal_shows_where_stages_begin_and_end(cli: Command, profile: Path) -> None:
+    rows = cli("plan", "job.yaml").out.splitlines()
+    assert rows[5].split()[-2:] == ["layer.0", "layer.1"]
 
 
 def test_a_search_that_compiled_the_planner_says_so(
     cli: Command, profile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spent = iter((3.0, 15.5, 15.5, 15.7))
-    monkeypatch.setattr("pipectl.compiled.compiling_s", lambda: next(spent))
-    first, second = (cli("plan", "job.yaml").out.splitlines() for _ in range(2))
-    assert "compiled: the planner, for 12.5 s of the search" in first
-    assert not any(line.startswith("compiled") for line in second)
+    monkeypatch.setattr("pipectl.jobs.plan_answers.compiling_s", lambda: next(spent))
+    first, second = (" ".join(cli("plan", "job.yaml").out.split()) for _ in range(2))
+    assert "12.5 s of it to compile the planner" in first
+    assert "to compile" not in second
 
 
 def test_a_plan_can_be_printed_where_output_is_ascii(profile: Path) -> None:
@@ -101,7 +112,7 @@ def test_a_stale_profile_is_used_with_a_warning(cli: Command, profile: Path) -> 
     assert result.code == 0
     assert result.err == (
         "warning: runs/tiny.profile.json was measured for other settings (model, data, optimizer, "
-        "batch or ranks a node); measure again with: "
+        "batch or ranks per node); measure again with: "
         "pipectl profile job.yaml --set optimizer.factory=torch.optim:SGD\n"
     )
 
@@ -171,3 +182,32 @@ def test_a_job_keeps_the_micro_batches_of_its_first_plan_until_asked(
     assert planned()[0] == few
     assert cli("plan", "job.yaml", "--set", "pipeline.micro_batches=8").err == ""
     assert Plan.load(PLAN).micro_batches == 8
+
+
+def test_one_rank_is_recommended_if_stages_cost_more_than_they_gain(
+    cli: Command, profile: Path
+) -> None:
+    slow = ("--communication-scale", "100000")
+    result = cli("lab", "plan", "job.yaml", "--scheduler", "slurm", *slow)
+    assert "would help: no pipeline: one rank alone takes" in result.out
+
+
+def test_a_job_on_other_numbers_of_nodes(cli: Command, profile: Path) -> None:
+    result = cli("plan", "job.yaml", "--nodes", "1,2,3", "--scheduler", "slurm", "--json")
+    answer = json.loads(result.out)
+    assert [count["ranks"] for count in answer["counts"]] == [1, 2, 3]
+    assert [count["feasible"] for count in answer["counts"]] == [False, True, True]
+    assert not PLAN.exists()
+
+
+def test_fewer_devices_are_a_question_and_not_the_jobs_plan(cli: Command, profile: Path) -> None:
+    free = ("--set", "pipeline.stages=auto", "--scheduler", "slurm")
+    result = cli("plan", "job.yaml", "--devices", "1", *free)
+    assert result.out.startswith("tiny: 1 stage on 1 rank")
+    assert not PLAN.exists()
+
+
+def test_more_devices_than_the_job_has_ranks(cli: Command, profile: Path) -> None:
+    result = cli("plan", "job.yaml", "--devices", "3", "--scheduler", "slurm")
+    assert result.code == 2
+    assert "--nodes 1,2,4 plans for other sizes" in result.err

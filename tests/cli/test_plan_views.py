@@ -9,12 +9,25 @@ from io import StringIO
 import pytest
 from rich.console import Console, RenderableType
 
-from pipectl.cli.plan_explanation import explanation_lines, worth_lines
-from pipectl.cli.plan_nodes_view import scaling_lines, scaling_table
-from pipectl.cli.plan_table import mark_lines, number_ranges, shown_stages, stage_table
-from pipectl.cli.plan_view import headline, prediction_lines
+from pipectl.cli.views.plan import (
+    explanation_lines,
+    headline,
+    labelled,
+    mark_lines,
+    number_ranges,
+    prediction_lines,
+    remarks,
+    scaling_lines,
+    scaling_table,
+    shown_stages,
+    stage_table,
+    verdict,
+)
 from pipectl.cluster import assumed_cluster
-from pipectl.plan import Blocks, Plan, Prediction, Replication, StageCost
+from pipectl.jobs.plan_answers import StepAnswer
+from pipectl.jobs.plan_question import PlanInputs
+from pipectl.plan import Blocks, Plan, Prediction, Replication, Search, StageCost
+from pipectl.planner import PlanRequest
 from pipectl.planner.answers.busiest_link import LinkLoad
 from pipectl.planner.answers.data_parallel import Estimate, WithoutPipeline
 from pipectl.planner.answers.explain import Alternative, Explanation, Offer
@@ -52,10 +65,10 @@ def replicated(pipeline: Callable[..., Plan]) -> Plan:
 def test_the_table_of_a_plan_with_replicas_and_marks(replicated: Plan) -> None:
     assert headline(replicated).startswith("pipeline: 3 stages on 6 ranks, ")
     assert printed(stage_table(replicated, None), 80) == [
-        "stage  rank  node  ops  parameters  forward  backward   load  peak memory",
-        "    0   0-2   0-1    1    1.00 MiB  1.00 ms   2.00 ms  14.3%     3.00 MiB",
-        "    1     3     1    1    1.00 MiB  1.00 ms   2.00 ms  42.9%     4.00 MiB",
-        "    2   4-5     2    1    1.00 MiB  1.00 ms   2.00 ms  42.9%     6.00 MiB",
+        "stage  rank  node  ops  parameters  forward  backward   load            memory",
+        "    0   0-2   0-1    1    1.00 MiB  1.00 ms   2.00 ms  14.3%  ██      3.00 MiB",
+        "    1     3     1    1    1.00 MiB  1.00 ms   2.00 ms  42.9%  ██████  4.00 MiB",
+        "    2   4-5     2    1    1.00 MiB  1.00 ms   2.00 ms  42.9%  ██████  6.00 MiB",
     ]
     assert list(mark_lines(replicated)) == [
         "replicas: the ranks of a stage take whole micro-batches in turn",
@@ -74,9 +87,9 @@ def test_how_replicas_share_their_work(replicated: Plan) -> None:
 
 def test_a_step_without_work_has_no_rate(pipeline: Callable[..., Plan]) -> None:
     plan = pipeline(1, 4, costs=[COST])
-    assert next(prediction_lines(timed(plan, 2.0))).startswith("predicted: 2.00 s a step, 2.0 samp")
+    assert next(prediction_lines(timed(plan, 2.0))).startswith("predicted: 2.00 s per step, 2.0 s")
     assert next(prediction_lines(timed(plan, 0.0))).startswith(
-        "predicted: 0.00 us a step, bubble 25.0%"
+        "predicted: 0.00 us per step, bubble 25.0%"
     )
 
 
@@ -97,7 +110,7 @@ def test_a_thousand_stages_show_their_ends_and_their_extremes(
     assert shown_stages(plan) == [*range(12), 500, *range(1020, 1024)]
     rows = printed(stage_table(plan, None), 80)
     assert len(rows) == 1 + 17 + 2
-    assert rows[13].split() == ["…"] * 9
+    assert rows[13].split() == ["…"] * 10
     assert rows[14].split()[:3] == ["500", "500", "0"]
     everywhere = replace(plan, stages=tuple(replace(s, recompute=True) for s in plan.stages))
     assert list(mark_lines(everywhere)) == ["recomputed in the backward: all stages"]
@@ -150,14 +163,15 @@ def test_an_explanation_from_top_to_bottom(pipeline: Callable[..., Plan]) -> Non
     lines = list(explanation_lines(found, cluster))
     assert lines == [
         "",
-        "rank 0 (stage 0) binds; its 1.00 s:",
+        "the 1.00 s of rank 0:",
         "  forward and backward               500 ms  50.0%  ████████████",
         "  recomputation                      100 ms  10.0%  ██",
         "  optimizer step                    50.0 ms   5.0%  █",
         "  waits for the sum of gradients     100 ms  10.0%  ██",
         "  waits for messages                50.0 ms   5.0%  █",
         "  fills, drains, waits for others    200 ms  20.0%  █████",
-        "busiest link: node0 to node1, 1.00 GiB a step, in use for 250 ms (25.0% of the step)",
+        "busiest link: node0 to node1, in use for 25.0% of the step",
+        "  (1.00 GiB per step take 250 ms)",
         "",
         "other plans:",
         "  schedule gpipe                    1.25 s   +25.0%",
@@ -167,10 +181,10 @@ def test_an_explanation_from_top_to_bottom(pipeline: Callable[..., Plan]) -> Non
         "  one more node                 800 ms   -20.0%",
         "  1 GiB more for every rank    nothing",
         "  16 micro-batches           the batch has only 8 samples",
-        "(only micro-batches of 4 were measured, other sizes are scaled: small ones may take "
-        "longer than said here)",
+        "(only micro-batches of 4 were measured; the times of other sizes are scaled: small ones "
+        "may take longer)",
     ]
-    assert max(map(len, lines[:-1])) <= 90
+    assert max(map(len, lines[:-1])) <= 80
 
 
 def test_nothing_is_longer_than_a_step_without_work_by_a_share(
@@ -180,15 +194,6 @@ def test_nothing_is_longer_than_a_step_without_work_by_a_share(
     found = replace(found, parts=StepParts(0, (0,), *[0.0] * 8))
     lines = list(explanation_lines(found, assumed_cluster("test", [1, 1], 1, None)))
     assert "  schedule gpipe                    1.25 s" in lines
-
-
-def test_a_link_that_works_longer_than_any_rank_binds(pipeline: Callable[..., Plan]) -> None:
-    found = explanation(pipeline)
-    assert found.link is not None
-    busy = replace(found, link=replace(found.link, busy_s=0.9, between="rank"))
-    lines = list(explanation_lines(busy, assumed_cluster("test", [2], 2, None)))
-    assert lines[1] == "the busiest link binds; the busiest rank, 0 (stage 0):"
-    assert lines[8].startswith("busiest link: rank 0 to rank 1, ")
 
 
 @pytest.mark.parametrize(
@@ -231,7 +236,7 @@ def counts(pipeline: Callable[..., Plan]) -> Callable[..., Scaling]:
 
 def test_the_table_of_node_counts(counts: Callable[..., Scaling]) -> None:
     found = counts({1: None, 2: 7.2, 4: 4.0, 8: 3.9})
-    assert printed(scaling_table(found, wide=True), 120) == [
+    assert printed(scaling_table(found, 120), 120) == [
         "nodes  ranks  stages    step  samples/s  efficiency  bubble  node-h/1000  "
         "samples/s, · ideal",
         "    1      2       -       -          -           -       -            -",
@@ -248,7 +253,7 @@ def test_the_table_of_node_counts(counts: Callable[..., Scaling]) -> None:
 
 
 def test_a_narrow_terminal_has_no_room_for_the_bars(counts: Callable[..., Scaling]) -> None:
-    rows = printed(scaling_table(counts({1: 8.0, 2: 4.0}), wide=False), 80)
+    rows = printed(scaling_table(counts({1: 8.0, 2: 4.0}), 80), 80)
     assert rows[1:] == [
         "    1      2       1  8.00 s        0.5        100%   25.0%         2.22",
         "    2      4       2  4.00 s        1.0        100%   25.0%         2.22",
@@ -267,38 +272,113 @@ def test_where_scaling_stops(counts: Callable[..., Scaling], times_s, lines) -> 
     assert list(scaling_lines(counts(times_s))) == lines
 
 
+PARTS = StepParts(0, (0,), 1.0, 0.8, 0.0, 0.0, 0.0, 0.0, 0.05, 0.15)
+NONE = WithoutPipeline(None, None)
+
+
+def answer(
+    plan: Plan, parts: StepParts = PARTS, without: WithoutPipeline | None = NONE, **more: object
+) -> StepAnswer:
+    """Of a plan with these parts of a step, two nodes, and 16 samples; the job is open."""
+    request = PlanRequest("x", 16, micro_batches=more.pop("micro_batches", None))  # type: ignore[arg-type]
+    inputs = PlanInputs(None, assumed_cluster("test", [1, 1], 1, None), request)  # type: ignore[arg-type]
+    values = {"stopped": "", "explanation": None, "compiling_s": 0.0, **more}
+    return StepAnswer(inputs, plan, None, parts, without=without, **values)  # type: ignore[arg-type]
+
+
+def test_a_verdict_names_the_bottleneck_its_cost_and_what_would_help(
+    pipeline: Callable[..., Plan],
+) -> None:
+    found = answer(timed(pipeline(2, 4), 1.0))
+    assert [str(line) for line in labelled(verdict(found), 60)] == [
+        "bottleneck: rank 0 (stage 0), which computes for 80.0% of",
+        "            the step",
+        "it waits:   15.0% for other stages, to fill and to drain,",
+        "            5.0% for messages",
+        "would help: a larger batch (training.batch_size), or fewer",
+        "            ranks; --explain tries that and more",
+    ]
+
+
 @pytest.mark.parametrize(
-    ("single", "parallel", "line"),
+    ("lost", "micro_batches", "advice"),
     [
-        (None, None, ""),
-        (1.1, 1.2, ""),
-        (0.5, None, "one rank takes 500 ms a step, this plan 1.00 s"),
+        ({}, 4, "more micro-batches (pipeline.micro_batches); --explain tries that and more"),
+        ({"communication_s": 0.2}, None, "faster links, or fewer stages; --explain tries that"),
+        ({"reduction_s": 0.2}, None, "faster links, or fewer replicas; --explain tries that"),
+        ({"recompute_s": 0.2}, None, "more memory per rank (pipeline.memory_limit); --explain"),
+        ({"bubble_s": 0.01, "communication_s": 0.0}, None, "more nodes; --nodes 1,2,4 says how"),
+    ],
+)
+def test_the_advice_follows_from_what_is_lost(
+    pipeline: Callable[..., Plan], lost: dict[str, float], micro_batches: int | None, advice: str
+) -> None:
+    plan = replace(timed(pipeline(2, 4), 1.0), batch_size=16)
+    found = answer(plan, replace(PARTS, **lost), micro_batches=micro_batches)
+    assert dict(verdict(found))["would help"].startswith(advice)
+
+
+def test_an_explanation_knows_the_busiest_link_and_the_best_offer(
+    pipeline: Callable[..., Plan],
+) -> None:
+    plan, why = timed(pipeline(2, 4), 1.0), explanation(pipeline)
+    assert dict(verdict(answer(plan, explanation=why)))["would help"] == (
+        "one more node: -20.0% per step"
+    )
+    assert why.link is not None
+    busy = replace(why, link=replace(why.link, busy_s=0.9), offers=why.offers[1:])
+    found = dict(verdict(answer(plan, explanation=busy)))
+    assert found["bottleneck"] == "the link node0 to node1, in use for 90.0% of the step"
+    assert found["would help"] == "nothing that was tried"
+
+
+@pytest.mark.parametrize(
+    ("single", "parallel", "advice"),
+    [
+        (1.1, 1.2, "a larger batch"),
+        (0.5, None, "no pipeline: one rank alone takes 500 ms per step"),
         (
             0.9,
             0.5,
-            "data parallelism on 4 ranks would take about 500 ms a step (100 ms of it to sum "
-            "gradients), this plan 1.00 s; pipeline.replicas: any considers it",
+            "no pipeline: data parallelism on 4 ranks takes about 500 ms per step, 100 ms of it to "
+            "sum gradients (pipeline.replicas: any considers it)",
         ),
     ],
 )
-def test_a_pipeline_that_is_not_worth_it(pipeline, single, parallel, line) -> None:
-    without = WithoutPipeline(
-        None if single is None else Estimate(1, single, 0.0, 0),
-        None if parallel is None else Estimate(4, parallel, 0.1, 0),
-    )
-    found = list(worth_lines(timed(pipeline(2, 4), 1.0), without, considered=False))
-    assert found == ([f"a pipeline is not worth it here: {line}"] if line else [])
-
-
-def test_replicas_that_the_planner_considered_are_not_advised(
-    pipeline: Callable[..., Plan],
+def test_a_pipeline_that_is_not_worth_it(
+    pipeline: Callable[..., Plan], single: float, parallel: float | None, advice: str
 ) -> None:
-    without = WithoutPipeline(None, Estimate(4, 0.5, 0.1, 0))
-    (line,) = worth_lines(timed(pipeline(2, 4), 1.0), without, considered=True)
-    assert line.endswith("this plan 1.00 s")
+    without = WithoutPipeline(
+        Estimate(1, single, 0.0, 0), None if parallel is None else Estimate(4, parallel, 0.1, 0)
+    )
+    found = answer(timed(pipeline(2, 4), 1.0), without=without)
+    assert dict(verdict(found))["would help"].startswith(advice)
+    chosen = replace(found.inputs.request, replicas=None)
+    considered = replace(found, inputs=replace(found.inputs, request=chosen))
+    assert "any considers it" not in dict(verdict(considered))["would help"]
 
 
 def test_a_plan_of_one_stage_says_that_no_cut_helps(pipeline: Callable[..., Plan]) -> None:
-    plan = timed(pipeline(1, 4, node_of_rank=(0, 1)), 1.0)
-    (line,) = worth_lines(plan, WithoutPipeline(None, None), considered=False)
-    assert line.endswith("no cut makes a step shorter than one rank alone")
+    found = answer(timed(pipeline(1, 4, node_of_rank=(0, 1)), 1.0))
+    assert "no cut makes a step shorter" in dict(verdict(found))["would help"]
+
+
+def test_what_is_said_of_the_search(pipeline: Callable[..., Plan]) -> None:
+    search = Search("pipectl", 0.1, 0.1, True, 2.0, 0.8, 0.25)
+    plan = replace(timed(pipeline(2, 4), 1.0), search=search)
+    without = WithoutPipeline(None, None, "no size")
+    found = answer(plan, without=without, stopped="by Ctrl-C", compiling_s=1.5)
+    found = replace(found, inputs=replace(found.inputs, kept=4))
+    assert list(remarks(found)) == [
+        (
+            "search",
+            "by pipectl in 2.00 s, 1.50 s of it to compile the planner, stopped by Ctrl-C; with "
+            "these sizes of micro-batches, none takes less than 800 ms per step (within 25.0%)",
+        ),
+        (
+            "micro-batches",
+            "4, as in the plan before, because results depend on them; --new-micro-batches "
+            "chooses anew",
+        ),
+        ("data parallelism", "not compared: no size"),
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,22 +20,14 @@ if TYPE_CHECKING:
 
 WORKLOADS = os.environ.get("PIPECTL_WORKLOADS")
 ARGUMENTS = ("plan", "--profile", "p.json")
-
-
-@pytest.fixture
-def alone(place: Path, profile_document: Callable[..., dict[str, Any]]) -> Path:
-    """A profile without a job file beside it."""
-    path = Path("p.json")
-    path.write_text(json.dumps(profile_document()))
-    return path
+BATCH = ("--set", "training.batch_size=8")
+TWO = (*ARGUMENTS, "--devices", "2", *BATCH)
 
 
 def test_a_profile_and_a_number_of_devices_are_enough(cli: Command, alone: Path) -> None:
-    sizes = ("--batch-size", "8", "--micro-batches", "4")
-    result = cli(*ARGUMENTS, "--devices", "2", *sizes, "--bandwidth", "8Gbit/s")
+    result = cli(*TWO, "--set", "pipeline.micro_batches=4")
     assert (result.code, result.err) == (0, "")
-    assert result.out.startswith("tiny: 2 stages on 2 ranks, schedule 1f1b, 4 micro-batches of 2")
-    assert "assumed: the link" not in result.out
+    assert result.out.startswith("tiny: 2 stages on 2 ranks, 1f1b, 4 micro-batches of 2")
     assert "plan:" not in result.out
     assert {path.name for path in Path().iterdir()} == {"bin", "p.json"}
 
@@ -52,7 +45,7 @@ def test_neither_torch_nor_mpi_is_imported(alone: Path) -> None:
 
 
 def test_json_has_the_documented_keys(cli: Command, alone: Path) -> None:
-    answer = json.loads(cli(*ARGUMENTS, "--devices", "2", "--batch-size", "8", "--json").out)
+    answer = json.loads(cli(*TWO, "--json").out)
     assert answer["objective"] == "step-time"
     assert answer["value_s"] == answer["predicted"]["step_time_s"]
     assert answer["planning_s"] > 0
@@ -82,7 +75,8 @@ def test_the_devices_that_an_imported_profile_ships_are_used(
     answer = json.loads(cli(*ARGUMENTS, "--json").out)
     assert len(answer["node_of_rank"]) == 3
     assert answer["memory_limit_bytes"] == 2**30
-    other = json.loads(cli(*ARGUMENTS, "--devices", "2", "--memory-limit", "2GiB", "--json").out)
+    limit = ("--set", "pipeline.memory_limit=2GiB")
+    other = json.loads(cli(*ARGUMENTS, "--devices", "2", *limit, "--json").out)
     assert len(other["node_of_rank"]) == 2
     assert other["memory_limit_bytes"] == 2**31
 
@@ -90,22 +84,73 @@ def test_the_devices_that_an_imported_profile_ships_are_used(
 def test_the_batch_is_assumed_and_said_to_be(cli: Command, alone: Path) -> None:
     answer = json.loads(cli(*ARGUMENTS, "--devices", "2", "--json").out)
     assert answer["batch_size"] == 16
-    said = "the batch is not given: taken as 16 samples (--batch-size sets it)"
+    said = "the batch is not given: taken as 16 samples (--set training.batch_size=N sets it)"
     assert said in answer["assumptions"]
 
 
-def test_slower_links_make_longer_steps(cli: Command, alone: Path) -> None:
-    base = (*ARGUMENTS, "--devices", "2", "--json", "--batch-size", "8")
-    times = [
-        json.loads(cli(*base, *more).out)["value_s"]
-        for more in (
-            ("--bandwidth", "1MB/s", "--communication-scale", "0.5"),
-            ("--bandwidth", "1MB/s"),
-            ("--bandwidth", "1MB/s", "--communication-scale", "4"),
-        )
-    ]
-    assert times == sorted(times)
-    assert times[0] < times[2]
+def test_keys_of_a_job_can_be_set_without_one(cli: Command, alone: Path) -> None:
+    keys = ("--set", "pipeline.stages=2", "--set", "pipeline.schedule=gpipe")
+    answer = json.loads(cli(*ARGUMENTS, "--devices", "4", *BATCH, *keys, "--json").out)
+    assert (len(answer["stages"]), answer["schedule"], answer["batch_size"]) == (2, "gpipe", 8)
+
+
+def test_an_explanation_says_where_the_step_goes_and_what_would_help(
+    cli: Command, alone: Path
+) -> None:
+    result = cli(*TWO, "--set", "pipeline.micro_batches=4", "--explain")
+    assert (result.code, result.err) == (0, "")
+    for said in (
+        "bottleneck: rank 0 (stage 0), which computes for ",
+        "would help: ",
+        "  forward and backward               240 ms",
+        "busiest link: device",
+        "checkpoints: while writing one, rank 0 holds ",
+        "other plans:",
+        "  1 stage",
+        "what more would buy:",
+        "  one more node ",
+        "  1 GiB more for every rank          nothing: memory is not limited",
+        "  links between nodes twice as fast  ",
+        "  8 micro-batches ",
+        "(only micro-batches of 2 were measured",
+    ):
+        assert f"\n{said}" in result.out
+
+
+def test_an_explanation_as_json(cli: Command, alone: Path) -> None:
+    found = json.loads(cli(*TWO, "--explain", "--json").out)["explanation"]
+    assert found["binds"] == "rank"
+    assert found["busiest_rank"]["stages"] == [0]
+    assert found["busiest_link"]["between"] == "node"
+    assert {"change", "step_time_s", "gain", "reason"} == set(found["offers"][0])
+    times = [other["step_time_s"] for other in found["alternatives"]]
+    assert times == sorted(times) != []
+
+
+def test_numbers_of_nodes_as_json(cli: Command, alone: Path) -> None:
+    batch = ("--set", "training.batch_size=64")
+    answer = json.loads(cli(*ARGUMENTS, "--nodes", "2,1", *batch, "--json").out)
+    one, two = answer["counts"]
+    assert (one["nodes"], two["nodes"]) == (1, 2)
+    assert (one["efficiency"], one["bubble"]) == (1.0, pytest.approx(0.0))
+    assert two["efficiency"] == pytest.approx(one["step_time_s"] / two["step_time_s"] / 2)
+    assert one["node_hours_per_1000_steps"] == pytest.approx(one["step_time_s"] * 1000 / 3600)
+    assert answer["pays_until_nodes"] == 2
+
+
+def test_numbers_of_nodes_that_do_not_fit_say_why(cli: Command, alone: Path) -> None:
+    result = cli(*ARGUMENTS, "--nodes", "1,4", "--set", "pipeline.memory_limit=268MiB")
+    assert result.code == 0
+    assert re.search(r"^ +1 +1 +- +- +-", result.out, re.MULTILINE)
+    assert "1 node: the one with the smallest peak found needs" in result.out
+    assert "efficiency is against 4 nodes, the fewest on which the model fits" in result.out
+
+
+def test_data_parallelism_is_recommended_if_it_is_faster(cli: Command, alone: Path) -> None:
+    assumed_cluster("fast", [4], 4, None).save(Path("c.json"))
+    batch = ("--set", "training.batch_size=16")
+    text = " ".join(cli(*ARGUMENTS, "--cluster", "c.json", *batch).out.split())
+    assert "would help: no pipeline: data parallelism on 4 ranks takes about " in text
 
 
 def test_a_plan_is_written_where_it_is_asked_for(cli: Command, alone: Path) -> None:
@@ -117,43 +162,29 @@ def test_a_plan_is_written_where_it_is_asked_for(cli: Command, alone: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("line", "message"),
     [
-        ((), "nothing to plan"),
-        (("--profile", "p.json"), "nothing says on how many devices to plan"),
-        (("--profile", "p.json", "--devices", "0"), "--devices"),
-        (("--profile", "p.json", "--devices", "2", "--set", "name=x"), "--set: is about a job"),
-        (
-            ("--profile", "p.json", "--devices", "2", "--scheduler", "slurm"),
-            "--scheduler: is about",
-        ),
-        (
-            ("--profile", "p.json", "--devices", "2", "--nodes", "1,2"),
-            "--devices: --nodes says how",
-        ),
-        (("--profile", "p.json", "--nodes", "1,x"), "--nodes: '1,x' is not a list of numbers"),
-        (("--profile", "p.json", "--nodes", "0"), "--nodes: '0': each must be"),
-        (("--profile", "p.json", "--nodes", "1", "--explain"), "--explain: cannot be used with"),
-        (("--profile", "p.json", "--nodes", "1", "-o", "x"), "-o: cannot be used with --nodes"),
-        (("--profile", "p.json", "--devices", "2", "--cpus", "1"), "--cpus: only --objective"),
-        (
-            ("--profile", "p.json", "--devices", "2", "--planner", "pipectl2"),
-            "did you mean 'pipectl'",
-        ),
-        (("--profile", "p.json", "--devices", "2", "--bandwidth", "fast"), "is not a bandwidth"),
-        (("--profile", "p.json", "--devices", "2", "--bandwidth", "0GB/s"), "must be above 0"),
-        (("--profile", "p.json", "--bandwidth", f"{'9' * 400}bit/s"), "bandwidth': must be above"),
-        (("--profile", "p.json", "--bandwidth", f"{'9' * 400}B/s"), "is not a bandwidth"),
-        (("--profile", "p.json", "--devices", "2", "--memory-limit", "x"), "is not a size"),
-        (("--profile", "p.json", "--devices", "2", "--budget", "soon"), "is not a duration"),
-        (("--profile", "p.json", "--devices", "2", "--communication-scale", "-1"), "above 0"),
-        (("--profile", "p.json", "--devices", "2", "--objective", "fun"), "--objective"),
+        ("", "nothing to plan"),
+        ("--profile p.json", "nothing says on how many devices to plan"),
+        ("--profile p.json --devices 0", "--devices"),
+        ("--profile p.json --devices 2 --set name=x", "--set name=x: there is no job to change"),
+        ("--profile p.json --devices 2 --set pipeline.stages=0", "must be a whole number of at"),
+        ("--profile p.json --devices 2 --set pipeline.memory_limit=x", "is not a size"),
+        ("--profile p.json --devices 2 --set pipeline.memory_limit=0", "must be more than 0"),
+        ("--profile p.json --devices 2 --scheduler slurm", "--scheduler: is about a job"),
+        ("--profile p.json --devices 2 --nodes 1,2", "--devices: --nodes says how"),
+        ("--profile p.json --nodes 1,x", "--nodes: '1,x' is not a list of numbers"),
+        ("--profile p.json --nodes 0", "--nodes: '0': each must be"),
+        ("--profile p.json --nodes 1 --explain", "--explain: cannot be used with"),
+        ("--profile p.json --nodes 1 -o x", "-o: cannot be used with --nodes"),
+        ("--objective max-stage-load", "use `pipectl lab plan --objective` instead"),
+        ("--batch-size 8", "use `--set training.batch_size=N` instead"),
     ],
 )
 def test_a_wrong_command_line_says_what_is_wrong(
-    cli: Command, alone: Path, arguments: tuple[str, ...], message: str
+    cli: Command, alone: Path, line: str, message: str
 ) -> None:
-    result = cli("plan", *arguments)
+    result = cli("plan", *line.split())
     assert (result.code, result.out) == (2, "")
     assert message in result.err
 
@@ -166,7 +197,7 @@ def test_more_devices_than_the_cluster_has(cli: Command, alone: Path) -> None:
 
 
 def test_what_does_not_fit_is_infeasible(cli: Command, alone: Path) -> None:
-    result = cli(*ARGUMENTS, "--devices", "2", "--memory-limit", "256MiB")
+    result = cli(*TWO, "--set", "pipeline.memory_limit=256MiB")
     assert (result.code, result.out) == (4, "")
 
 

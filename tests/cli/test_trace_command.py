@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pipectl.cluster import Cluster, Device, Node
-from pipectl.jobs.plan import write_plan
+from pipectl.jobs.planning import write_plan
 from pipectl.link import Link
 from pipectl.plan import Plan
 from pipectl.runs import RunDirectory

@@ -5,17 +5,28 @@ from pathlib import Path
 import pytest
 
 from pipectl.errors import InfeasibleError, PipectlError
-from pipectl.jobs.balance import Balanced, find_balance
 from pipectl.jobs.deadline import Deadline
-from pipectl.jobs.subject import subject_of_profile
-from pipectl.jobs.wishes import Wishes
-from pipectl.profile import Profile
+from pipectl.jobs.plan_answers import Balanced, plan_balance
+from pipectl.jobs.plan_question import Question, gather
 
 WORKLOADS = os.environ.get("PIPECTL_WORKLOADS")
 
 
-def profile(**changes: object) -> Profile:
-    """A chain of three operators of 1, 2 and 3 s, of which a CPU takes ten times as long."""
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def balanced(
+    *settings: str, deadline: Deadline | None = None, changes: dict[str, object] | None = None,
+    **asked: object,
+) -> Balanced:  # fmt: skip
+    """Of a chain of three operators of 1, 2 and 3 s, of which a CPU takes ten times as long.
+
+    Args:
+        changes: of the profile.
+        asked: fields of the question.
+    """
     nodes = [
         {
             "id": f"n{index}",
@@ -28,16 +39,15 @@ def profile(**changes: object) -> Profile:
         }
         for index in (1, 2, 3)
     ]
-    document = {"name": "chain", "micro_batch_size": 2, "nodes": nodes, **changes}
-    return Profile.from_json({"edges": [["n1", "n2"], ["n2", "n3"]], **document})
-
-
-def balanced(wishes: Wishes, **changes: object) -> Balanced:
-    return find_balance(subject_of_profile(profile(**changes), wishes), wishes, Deadline())
+    document = {"version": 1, "name": "chain", "micro_batch_size": 2, "nodes": nodes}
+    document |= {"edges": [["n1", "n2"], ["n2", "n3"]], **(changes or {})}
+    Path("p.json").write_text(json.dumps(document))
+    question = Question(profile=Path("p.json"), overrides=settings, balance=True, **asked)  # type: ignore[arg-type]
+    return plan_balance(gather(question), question, deadline or Deadline())
 
 
 def test_the_best_cut_of_a_chain():
-    found = balanced(Wishes(devices=2, batch_size=8))
+    found = balanced("training.batch_size=8", devices=2)
     assert found.balance.value_s == pytest.approx(3.0)
     assert [stage.nodes for stage in found.balance.stages] == [("n1", "n2"), ("n3",)]
     assert found.plan.prediction is not None
@@ -46,21 +56,15 @@ def test_the_best_cut_of_a_chain():
 
 
 def test_links_count_once_they_are_known():
-    assert balanced(Wishes(devices=2)).request.bandwidth_bytes_per_s is None
-    found = balanced(Wishes(devices=2, bandwidth_bytes_per_s=1e6, communication_scale=2.0))
+    assert balanced(devices=2).request.bandwidth_bytes_per_s is None
+    found = balanced(devices=2, bandwidth_bytes_per_s=1e6, communication_scale=2.0)
     assert found.request.bandwidth_bytes_per_s == pytest.approx(5e5)
     assert found.balance.value_s == pytest.approx(6.0)  # a cut would cost 4 s on either side
 
 
-def test_cpus_come_on_top_and_can_be_left_out():
-    shipped = {"accelerators": 1, "cpus": 1}
-    assert balanced(Wishes(), cluster=shipped).request.cpus == 1
-    assert balanced(Wishes(cpus=0), cluster=shipped).request.cpus == 0
-
-
-def test_a_stage_on_a_cpu_is_predicted_with_its_time_there():
+def test_a_stage_on_a_cpu_that_the_profile_has_is_predicted_with_its_time_there():
     shipped = {"accelerators": 1, "cpus": 1, "memory_limit_bytes": 200}
-    found = balanced(Wishes(batch_size=2), cluster=shipped)
+    found = balanced("training.batch_size=2", changes={"cluster": shipped})
     assert [str(stage.device) for stage in found.balance.stages] == ["cpu", "acc"]
     cost = found.plan.stages[0].cost
     assert (cost.forward_s, cost.backward_s) == pytest.approx((4.0, 6.0))
@@ -74,7 +78,7 @@ def test_backward_operators_send_against_the_stages():
         for index in ((0, 1) if ahead else (1, 0))
     ]
     edges = [["f0", "f1"], ["f1", "b1"], ["b1", "b0"], ["f0", "b0"]]
-    found = balanced(Wishes(devices=2, batch_size=2), nodes=nodes, edges=edges)
+    found = balanced("training.batch_size=2", devices=2, changes={"nodes": nodes, "edges": edges})
     kinds = [(item.kind.value, item.source, item.target) for item in found.plan.transfers]
     assert kinds == [("activation", 0, 1), ("gradient", 1, 0)]
     assert found.plan.prediction is not None
@@ -83,14 +87,14 @@ def test_backward_operators_send_against_the_stages():
 
 def test_no_partition_fits():
     with pytest.raises(InfeasibleError, match="no partition fits on 2 devices of 50 B each"):
-        balanced(Wishes(devices=2, memory_limit_bytes=50))
+        balanced("pipeline.memory_limit=50", devices=2)
 
 
 def test_no_time_at_all():
-    wishes, deadline = Wishes(devices=2), Deadline()
+    deadline = Deadline()
     deadline.interrupt()
     try:
-        found = find_balance(subject_of_profile(profile(), wishes), wishes, deadline)
+        found = balanced(devices=2, deadline=deadline)
     except PipectlError as error:
         assert "before any plan was found" in error.message  # noqa: PT017 - either is an answer
     else:
@@ -98,7 +102,7 @@ def test_no_time_at_all():
 
 
 def test_the_documented_keys():
-    found = json.loads(json.dumps(balanced(Wishes(devices=2)).to_json()))
+    found = json.loads(json.dumps(balanced(devices=2).to_json()))
     assert found["objective"] == "max-stage-load"
     assert found["exact"] is True
     assert found["value_s"] == pytest.approx(found["lower_bound_s"])
@@ -116,6 +120,6 @@ def test_the_documented_keys():
 def test_a_known_optimum_as_the_file_ships_it():
     path = Path(str(WORKLOADS)) / "dnnpart-throughput-layer-bert24_training.json"
     known = json.loads(path.read_text())["best_known"][0]["value"]
-    wishes = Wishes()
-    found = find_balance(subject_of_profile(Profile.load(path), wishes), wishes, Deadline())
+    question = Question(profile=path.absolute(), balance=True)
+    found = plan_balance(gather(question), question, Deadline())
     assert found.balance.value_s == pytest.approx(known, rel=1e-9)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipectl.cluster import assumed_cluster
-from pipectl.jobs.plan import request_of
+from pipectl.jobs.planning import request_of
 from pipectl.jobs.request import TIGHT_HEAP, job_request
 from pipectl.link import Link
 from pipectl.plan import OffloadTarget, Plan, Stage, StageCost

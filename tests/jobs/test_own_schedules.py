@@ -4,7 +4,7 @@ import pytest
 
 from pipectl.cluster import assumed_cluster
 from pipectl.errors import InfeasibleError, UsageError
-from pipectl.jobs.schedules import made_listed, read_listed
+from pipectl.jobs.schedules import make_listed, read_listed
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Profile
 from pipectl.schedule import lower, validate
@@ -70,10 +70,10 @@ def test_a_package_offers_one_by_name(monkeypatch):
         "pipectl.jobs.schedules.entry_points",
         lambda group, name="": EntryPoints([entry]).select(name=name) if name else [entry],
     )
-    listed = made_listed("fold", 2, 2, 3)
+    listed = make_listed("fold", 2, 2, 3)
     assert (listed.stages, listed.micro_batches, listed.warm_up) == (2, 3, (3, 3))
     with pytest.raises(UsageError, match="its function fails: TypeError"):
-        made_listed("fold", "two", 2, 3)
+        make_listed("fold", "two", 2, 3)
 
 
 def test_files_of_spreadsheets_begin_with_a_mark(tmp_path):
@@ -83,6 +83,6 @@ def test_files_of_spreadsheets_begin_with_a_mark(tmp_path):
 
 def test_names_and_files_that_are_not_there(tmp_path):
     with pytest.raises(UsageError, match="there is no schedule 'fold'"):
-        made_listed("fold", 2, 2, 3)
+        make_listed("fold", 2, 2, 3)
     with pytest.raises(UsageError, match="cannot be read"):
         read_listed(tmp_path / "x.csv", "x.csv")

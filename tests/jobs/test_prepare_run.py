@@ -124,7 +124,7 @@ def test_no_plan_of_another_model_stays_where_planning_is_cut_short(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("pipectl.jobs.plan.find_plan", killed)
+        patch.setattr("pipectl.jobs.planning.find_plan", killed)
         with pytest.raises(KeyboardInterrupt):
             prepare.prepare_run(run)
     prepare.prepare_run(run)

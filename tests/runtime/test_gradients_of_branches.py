@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipectl.capture import CapturedJob, Cut
 from pipectl.cluster import assumed_cluster
-from pipectl.jobs.plan import find_plan
+from pipectl.jobs.planning import find_plan
 from pipectl.plan import Plan, Replication
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory

@@ -15,7 +15,7 @@ from torch import nn
 from pipectl.capture import Slot
 from pipectl.cluster import assumed_cluster
 from pipectl.errors import UsageError, WorkerError
-from pipectl.jobs.plan import find_plan
+from pipectl.jobs.planning import find_plan
 from pipectl.jobs.status import status
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory, read_errors, read_metrics

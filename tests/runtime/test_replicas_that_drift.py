@@ -10,7 +10,7 @@ import torch
 from mpi4py import MPI
 
 from pipectl.cluster import assumed_cluster
-from pipectl.jobs.plan import find_plan
+from pipectl.jobs.planning import find_plan
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory, read_errors, read_metrics
 from pipectl.runtime import checkpoint

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipectl.cluster import assumed_cluster
-from pipectl.jobs.plan import find_plan
+from pipectl.jobs.planning import find_plan
 from pipectl.plan import Plan, Replication
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Profile

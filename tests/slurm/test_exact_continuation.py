@@ -24,7 +24,7 @@ import yaml
 
 from pipectl.batch import JobState
 from pipectl.jobs.machines import find_machines
-from pipectl.jobs.plan import find_plan
+from pipectl.jobs.planning import find_plan
 from pipectl.jobs.prepare import Job
 from pipectl.jobs.resume import resume
 from pipectl.jobs.status import RunStatus, status

@@ -36,7 +36,8 @@ for part in PARTS:
 with tempfile.TemporaryDirectory() as place:
     profile = Path(place) / "profile.json"
     profile.write_text(json.dumps(PROFILE))
-    words = ["--devices", "3", "--batch-size", "16", "--memory-limit", "1GiB", "--explain"]
+    sizes = ["--set", "training.batch_size=16", "--set", "pipeline.memory_limit=1GiB"]
+    words = ["--devices", "3", *sizes, "--explain"]
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         code = main(["plan", "--profile", str(profile), *words])

@@ -7,67 +7,187 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipectl.cli import plan_options as given
+from pipectl.cli.console import output, plain, say, say_json, warn
 from pipectl.cli.options import Json, Overrides, SchedulerOption
-from pipectl.jobs.wishes import Objective, Wishes
+from pipectl.cli.progress import stoppable
+from pipectl.cli.refusal import refuse
+from pipectl.errors import UsageError
 
 if TYPE_CHECKING:
-    from pipectl.cli.plan_ask import Ask
+    from pipectl.jobs.deadline import Deadline
+    from pipectl.jobs.plan_answers import StepAnswer
+    from pipectl.jobs.plan_question import PlanInputs, Question
 
-OptionalJobFile = Annotated[
+_MAX_NODES = 100_000
+PLANNER = "pipectl"
+
+JobFile = Annotated[
     Path | None, typer.Argument(metavar="[JOB.yaml]", help="The job spec; or give --profile.")
 ]
+ProfileFile = Annotated[
+    Path | None,
+    typer.Option("--profile", help="Instead of runs/NAME.profile.json; needs no job file."),
+]
+ClusterFile = Annotated[
+    Path | None, typer.Option("--cluster", help="Description of the machines, cluster.json.")
+]
+Devices = Annotated[int | None, typer.Option(min=1, help="Use this many devices.")]
+NodeCounts = Annotated[
+    list[str] | None,
+    typer.Option("--nodes", metavar="N,N,…", help="Compare these numbers of nodes."),
+]
+Explain = Annotated[bool, typer.Option("--explain", help="Say why, and what would help.")]
+SvgFile = Annotated[Path | None, typer.Option(help="Draw the predicted step here.")]
 
 
 def command(
-    job: OptionalJobFile = None,
-    profile_file: given.ProfileFile = None,
-    output_file: given.OutputFile = None,
+    job: JobFile = None,
+    profile_file: ProfileFile = None,
+    cluster: ClusterFile = None,
+    devices: Devices = None,
     scheduler: SchedulerOption = None,
-    svg: given.SvgFile = None,
-    cluster: given.ClusterFile = None,
-    batch_size: given.BatchSize = None,
-    micro_batches: given.MicroBatches = None,
-    devices: given.Devices = None,
-    cpus: given.Cpus = None,
-    memory_limit: given.MemoryLimit = None,
-    bandwidth: given.Bandwidth = None,
-    communication_scale: given.CommunicationScale = None,
-    objective: given.ObjectiveOption = Objective.STEP_TIME,
-    planner: given.PlannerName = "pipectl",
-    budget: given.Budget = None,
-    nodes: given.NodeCounts = None,
-    allow: given.Allow = None,
-    new_micro_batches: given.NewMicroBatches = False,
-    explain: given.Explain = False,
+    nodes: NodeCounts = None,
+    new_micro_batches: Annotated[
+        bool,
+        typer.Option(
+            "--new-micro-batches",
+            help="Choose anew how many micro-batches there are, if the job leaves it open.",
+        ),
+    ] = False,
+    explain: Explain = False,
+    output_file: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Instead of runs/NAME.plan.json.")
+    ] = None,
+    svg: SvgFile = None,
     as_json: Json = False,
     overrides: Overrides = None,
 ) -> None:
     """Choose stages, ranks and schedule, and predict a step."""
-    from pipectl.cli.plan_ask import Ask, check
+    from pipectl.jobs.deadline import Deadline
+    from pipectl.jobs.plan_question import Question
 
-    wishes = Wishes(
-        batch_size=batch_size, micro_batches=micro_batches, cluster=cluster, devices=devices,
-        cpus=cpus, memory_limit_bytes=memory_limit, bandwidth_bytes_per_s=bandwidth,
-        communication_scale=communication_scale, allow=given.techniques(allow),
+    about_jobs = {"--scheduler": scheduler, "--new-micro-batches": new_micro_batches}
+    if job is None:
+        refuse(about_jobs, "is about a job file, and none is given")
+    question = Question(
+        job=job, profile=profile_file, overrides=tuple(overrides or ()), scheduler=scheduler,
+        cluster=cluster, devices=devices, nodes=node_counts(nodes),
+        new_micro_batches=new_micro_batches,
     )  # fmt: skip
-    ask = Ask(
-        job=job, profile_file=profile_file, scheduler=scheduler, overrides=tuple(overrides or ()),
-        wishes=wishes, objective=objective, planner=planner, budget_s=budget,
-        nodes=given.counts(nodes), new_micro_batches=new_micro_batches, explain=explain,
-        output=output_file, svg=svg, as_json=as_json,
+    refuse_beside_nodes(question, output_file, svg, explain=explain)
+    inputs = gather_inputs(question)
+    if question.nodes is not None:
+        compare_nodes(inputs, question.nodes, PLANNER, Deadline(), as_json=as_json)
+        return
+    show_step(
+        inputs, PLANNER, Deadline(),
+        explain=explain, output_file=output_file or inputs.plan_file, svg=svg, as_json=as_json,
     )  # fmt: skip
-    check(ask)
-    _answer(ask)
 
 
-def _answer(ask: Ask) -> None:
-    if ask.objective is Objective.MAX_STAGE_LOAD:
-        from pipectl.cli.plan_balance import answer
-    elif ask.objective is Objective.THROUGHPUT:
-        from pipectl.cli.plan_throughput import answer
-    elif ask.nodes is not None:
-        from pipectl.cli.plan_nodes import answer
-    else:
-        from pipectl.cli.plan_step import answer
-    answer(ask)
+def node_counts(texts: list[str] | None) -> tuple[int, ...] | None:
+    """Whole numbers above 0 with commas between them: ``1,2,4``; None if none is given.
+
+    Raises:
+        UsageError: a text is something else.
+    """
+    if not texts:
+        return None
+    text = ",".join(texts)
+    try:
+        counts = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(
+            f"--nodes: {text!r} is not a list of numbers", cure="write for example 1,2,4"
+        ) from None
+    if not all(0 < number <= _MAX_NODES for number in counts):
+        raise UsageError(f"--nodes: {text!r}: each must be from 1 to {_MAX_NODES:,}")
+    return counts
+
+
+def refuse_beside_nodes(
+    question: Question, output_file: Path | None, svg: Path | None, *, explain: bool
+) -> None:
+    """Refuse options of one plan when several numbers of nodes are compared.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    if question.nodes is None:
+        return
+    refuse({"--devices": question.devices}, "--nodes says how many; choose one")
+    of_one_plan = {"-o": output_file, "--svg": svg, "--explain": explain}
+    refuse(of_one_plan, "cannot be used with --nodes, which makes several plans")
+
+
+def gather_inputs(question: Question) -> PlanInputs:
+    """What the question is about; warnings go to standard error."""
+    from pipectl.jobs.plan_question import gather
+
+    inputs = gather(question)
+    for warning in inputs.warnings:
+        warn(warning)
+    return inputs
+
+
+def show_step(
+    inputs: PlanInputs, planner: str, deadline: Deadline,
+    *, explain: bool, output_file: Path | None, svg: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Plan for the shortest step, write what is to be written, and print.
+
+    Args:
+        planner: its name.
+    """
+    from pipectl.cli.views.plan import step_view
+    from pipectl.files import make_directory_of
+    from pipectl.jobs.plan_answers import plan_step
+
+    for file in filter(None, (output_file, svg)):
+        make_directory_of(file)
+    with stoppable(deadline) as watch:
+        answer = plan_step(inputs, planner, deadline, watch.tell, explained=explain)
+    if output_file is not None:
+        answer.plan.save(output_file)
+    if svg is not None:
+        _draw(svg, answer)
+    if as_json:
+        say_json(answer.to_json())
+        return
+    console = output()
+    console.print(step_view(answer, console.width))
+    if inputs.cluster_file is not None:
+        say(f"cluster: {inputs.cluster_file} ({inputs.cluster.source})")
+    if output_file is not None:
+        say(f"plan: {output_file}")
+
+
+def _draw(path: Path, answer: StepAnswer) -> None:
+    from pipectl.cli.views.plan import headline, prediction_lines
+    from pipectl.files import write_text
+    from pipectl.report.gantt_svg import gantt_svg
+
+    plan = answer.plan
+    write_text(path, gantt_svg(answer.simulation.timeline, headline(plan), *prediction_lines(plan)))
+
+
+def compare_nodes(
+    inputs: PlanInputs, nodes: tuple[int, ...], planner: str, deadline: Deadline, *, as_json: bool
+) -> None:
+    """Plan the same step for every number of nodes, and print the table."""
+    from pipectl.cli.views.plan import scaling_lines, scaling_table
+    from pipectl.jobs.plan_answers import plan_nodes, scaling_json
+
+    with stoppable(deadline) as watch:
+        result = plan_nodes(inputs, nodes, planner, deadline, watch.tell)
+    if as_json:
+        say_json({**scaling_json(result), "cut_short": deadline.cut_short})
+        return
+    console, request = output(), inputs.request
+    title = f"{request.name}: {request.batch_size} samples per step; node-hours of 1000 steps"
+    console.print(plain(title, "bold"))
+    console.print(scaling_table(result, console.width))
+    for line in scaling_lines(result):
+        console.print(plain(line))
+    for assumption in (*inputs.profile.assumptions, *inputs.cluster.assumptions):
+        console.print(plain(f"assumed: {assumption}", "dim"))

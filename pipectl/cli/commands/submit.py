@@ -98,7 +98,7 @@ def _submit(
         note_origin(job.measurement, time.time(), "pipectl profile --again measures anew")
     print_launch(job.launch, job.warning)
     if job.profile is not None:
-        from pipectl.jobs.plan import coupling_warning
+        from pipectl.jobs.planning import coupling_warning
 
         warn(coupling_warning(spec, job.profile))
     from pipectl.jobs.submit import submit
@@ -184,7 +184,7 @@ def _follow_sweep(sweep: SweepSubmission, *, as_json: bool) -> None:
 
 def _print_script(spec: JobSpec, points: Sequence[Point], scheduler: str | None) -> None:
     """The script, or that of the array and that of its first run; and what would run."""
-    from pipectl.cli.plan_view import headline, prediction_lines
+    from pipectl.cli.views.plan import headline, prediction_lines
     from pipectl.jobs.places import LOCAL, plan_path, profile_path
     from pipectl.jobs.prepare import find_job
     from pipectl.jobs.submit import render, render_array

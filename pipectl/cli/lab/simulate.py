@@ -98,7 +98,7 @@ def _of_plan(path: Path, cluster: Path | None, schedule: str | None) -> Simulate
 
 
 def _draw(path: Path, found: Simulated) -> None:
-    from pipectl.cli.plan_view import headline
+    from pipectl.cli.views.plan import headline
     from pipectl.files import write_text
     from pipectl.report.gantt_svg import gantt_svg
 
@@ -107,7 +107,7 @@ def _draw(path: Path, found: Simulated) -> None:
 
 
 def _show(found: Simulated) -> None:
-    from pipectl.cli.plan_view import gantt_lines, headline
+    from pipectl.cli.views.plan import gantt_lines, headline
     from pipectl.report.gantt import legend
 
     console, timeline = output(), found.simulation.timeline

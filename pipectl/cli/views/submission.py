@@ -44,7 +44,7 @@ def print_launch(launch: Settled | None, warning: str) -> None:
 
 def print_plan(plan: Plan | None, before: str = "") -> None:
     """What runs, and how fast it should be; or that the job has yet to find out."""
-    from pipectl.cli.plan_view import headline, prediction_lines
+    from pipectl.cli.views.plan import headline, prediction_lines
 
     if plan is None:
         note(NO_PROFILE)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipectl.cluster import assumed_cluster
-from pipectl.jobs.plan import find_plan
+from pipectl.jobs.planning import find_plan
 from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory, read_metrics

@@ -1,4 +1,4 @@
-"""From profile and cluster to a plan, and telling whether a plan is still good."""
+"""A job's own plan: what the job asks of the planner, and whether a plan is still good."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from pipectl.cluster import Cluster
 from pipectl.errors import DataFileError, InfeasibleError
 from pipectl.jobs.machines import memory_of_task
 from pipectl.jobs.places import plan_path
-from pipectl.jobs.schedules import listed_of
+from pipectl.jobs.schedules import schedule_of_job
 from pipectl.plan import OffloadTarget, Plan
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory
 from pipectl.simulate import simulate
 from pipectl.spec import plan_key
-from pipectl.timeline import Timeline
 
 if TYPE_CHECKING:
     from pipectl.spec import JobSpec
 
-_RECOMPUTE = {None: None, "none": False, "all": True, "blocks": True}
-"""What all stages do, by the word of the spec; None leaves it to the planner."""
-_BLOCKS = {**_RECOMPUTE, "all": False}
-"""Whether block by block, likewise."""
-_APART = {"together": False, "apart": True, None: None}
-"""Whether backwards have ranks of their own, likewise."""
+_RECOMPUTE: dict[str | None, tuple[bool | None, bool | None]] = {
+    None: (None, None),
+    "none": (False, False),
+    "all": (True, False),
+    "blocks": (True, True),
+}
+"""Whether all stages recompute, and block by block; None leaves it to the planner."""
 
 
 def find_plan(spec: JobSpec, profile: Profile, cluster: Cluster, kept: int | None = None) -> Plan:
@@ -82,7 +82,7 @@ def coupling_warning(spec: JobSpec, profile: Profile) -> str:
 
 @contextmanager
 def advising_other_micro_batches(kept: int | None) -> Iterator[None]:
-    """Where nothing fits, say that the number of micro-batches was kept."""
+    """Within, an error that nothing fits says that the number of micro-batches was kept."""
     try:
         yield
     except InfeasibleError as error:
@@ -100,10 +100,12 @@ def request_of(
     """What a job asks of the planner.
 
     Args:
-        kept: micro-batches where the job leaves their number open; None leaves it to the planner.
+        kept: micro-batches if the job leaves their number open; None leaves it to the planner.
     """
     pipeline = spec.pipeline
-    listed = listed_of(spec)
+    listed = schedule_of_job(spec)
+    recompute, blocks = _RECOMPUTE[pipeline.recompute]
+    offload, offload_to = _offload(spec, cluster)
     return PlanRequest(
         name=spec.name,
         batch_size=spec.training.batch_size,
@@ -113,15 +115,43 @@ def request_of(
         listed=listed,
         warm_up=pipeline.warm_up,
         memory_limit_bytes=pipeline.memory_limit_bytes or memory_of_task(spec),
-        recompute=_RECOMPUTE[pipeline.recompute],
-        blocks=_BLOCKS[pipeline.recompute],
-        offload=_offload(spec, cluster),
-        offload_to=_offload_to(spec),
+        recompute=recompute,
+        blocks=blocks,
+        offload=offload,
+        offload_to=offload_to,
         replicas=None if pipeline.replicas == "any" else int(pipeline.replicas or 1),
         shard_optimizer=pipeline.shard_optimizer,
         backward_apart=_backward_apart(spec),
         key=_key(spec, profile, cluster),
     )
+
+
+def _offload(spec: JobSpec, cluster: Cluster) -> tuple[bool | None, OffloadTarget]:
+    """Whether all stages offload (None: those for which it pays), and whereto.
+
+    That is what is not the memory that ranks compute in, unless the job says. For a disk whose
+    speed is unknown nobody can tell whether it pays.
+    """
+    word = spec.pipeline.offload
+    if word in tuple(OffloadTarget):
+        target = OffloadTarget(word)
+    else:
+        target = OffloadTarget.HOST if spec.resources.gpus_per_node else OffloadTarget.DISK
+    if word is not None:
+        return word != "none", target
+    known = all(node.device.disk_link is not None for node in cluster.nodes)
+    return None if target is OffloadTarget.HOST or known else False, target
+
+
+def _backward_apart(spec: JobSpec) -> bool | None:
+    """Whether the backward of all stages has ranks of its own (None: of those for which it pays).
+
+    Never of stages whose other half is compiled.
+    """
+    word = spec.pipeline.backward
+    wanted = None if word is None else word == "apart"
+    possible = not spec.training.compile or spec.pipeline.recompute == "all"
+    return wanted if possible else bool(wanted)
 
 
 def fresh_plan(spec: JobSpec, profile: Profile, cluster: Cluster, path: Path) -> Plan | None:
@@ -150,39 +180,10 @@ def planned(spec: JobSpec, profile: Profile, cluster: Cluster) -> Plan:
     return plan
 
 
-def predicted(plan: Plan, cluster: Cluster) -> Timeline:
-    """The simulated step of a plan."""
-    return simulate(plan, cluster).timeline
-
-
 def write_plan(run: RunDirectory, plan: Plan, cluster: Cluster) -> None:
     """Put a plan and its predicted timeline into a run directory."""
     plan.save(run.plan)
-    predicted(plan, cluster).save(run.predicted)
-
-
-def _offload_to(spec: JobSpec) -> OffloadTarget:
-    """As the job says, or else what is not the memory that ranks compute in."""
-    if spec.pipeline.offload in tuple(OffloadTarget):
-        return OffloadTarget(spec.pipeline.offload)
-    return OffloadTarget.HOST if spec.resources.gpus_per_node else OffloadTarget.DISK
-
-
-def _offload(spec: JobSpec, cluster: Cluster) -> bool | None:
-    """All stages, none, or those for which it pays; on an unknown disk that cannot be told."""
-    if spec.pipeline.offload is not None:
-        return spec.pipeline.offload != "none"
-    if _offload_to(spec) is OffloadTarget.HOST:
-        return None
-    known = all(node.device.disk_link is not None for node in cluster.nodes)
-    return None if known else False
-
-
-def _backward_apart(spec: JobSpec) -> bool | None:
-    """All stages, none, or those for which it pays; never those whose other half is compiled."""
-    followed = not spec.training.compile or spec.pipeline.recompute == "all"
-    found = _APART[spec.pipeline.backward]
-    return found if followed else bool(found)
+    simulate(plan, cluster).timeline.save(run.predicted)
 
 
 def _key(spec: JobSpec, profile: Profile, cluster: Cluster) -> str:

@@ -1,13 +1,19 @@
+"""What commands show while they work, and Ctrl-C while `plan` searches."""
+
 from __future__ import annotations
 
 import io
 import re
+import signal
+import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from pipectl.cli.progress import Lines, progress_bar
+from pipectl.cli.interruption import interruptible
+from pipectl.cli.progress import Lines, Watch, progress_bar, stoppable
+from pipectl.jobs.deadline import Deadline
 
 
 def test_a_line_every_ten_seconds_with_the_time_left(capfd: pytest.CaptureFixture[str]) -> None:
@@ -74,3 +80,39 @@ def test_short_work_is_not_told_without_a_terminal(
         for done in range(5):
             report(done, 4, "op")
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_shows_after_a_second_what_is_planned(is_terminal: bool) -> None:
+    stream = io.StringIO()
+    watch = Watch(Console(file=stream, force_terminal=is_terminal, width=80))
+    watch.start()
+    watch.tell("planning for 4 nodes")
+    time.sleep(0.5)
+    assert stream.getvalue() == ""
+    time.sleep(1.2)
+    watch.stop()
+    assert ("planning for 4 nodes: 1" in stream.getvalue()) is is_terminal
+    assert is_terminal or stream.getvalue() == ""
+
+
+def test_the_first_interrupt_ends_the_search_and_the_second_aborts(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    deadline, before = Deadline(), signal.getsignal(signal.SIGINT)
+    with stoppable(deadline):
+        assert not deadline()
+        signal.raise_signal(signal.SIGINT)
+        assert deadline()
+        assert "ending with the best so far; Ctrl-C again aborts" in capfd.readouterr().err
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP])
+def test_whoever_ends_the_search_otherwise_gets_the_best_so_far_too(how: signal.Signals) -> None:
+    deadline = Deadline()
+    with interruptible(), stoppable(deadline):
+        signal.raise_signal(how)
+        assert deadline()

@@ -1,0 +1,158 @@
+"""`pipectl lab plan`: other planners, objectives, techniques and links."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pipectl.planner.policies import NAMES
+
+if TYPE_CHECKING:
+    from conftest import Command
+
+PROFILE = ("lab", "plan", "--profile", "p.json")
+BASE = (*PROFILE, "--devices", "2", "--set", "training.batch_size=8")
+BALANCE = (*PROFILE, "--objective", "max-stage-load", "--devices")
+LONG_MIDDLE = ((0.001, 1), (0.1, 1), (0.001, 1), (0.001, 1))
+"""Seconds and bytes of parameters: of two ranks, one has nothing to do without replicas."""
+
+
+def answer(cli: Command, *arguments: str) -> dict[str, Any]:
+    result = cli(*arguments, "--json")
+    assert result.code == 0, result.err
+    found: dict[str, Any] = json.loads(result.out)
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_planners_can_be_compared(cli: Command, alone: Path, name: str) -> None:
+    found = answer(cli, *BASE, "--planner", name)
+    assert found["search"]["planner"] == name
+    assert found["planning_s"] == found["search"]["planning_s"] > 0
+    assert found["value_s"] == found["predicted"]["step_time_s"]
+    assert sum(len(stage["nodes"]) for stage in found["stages"]) == 4
+    text = cli(*BASE, "--planner", name).out
+    assert f"search:     by {name} in " in text
+    assert "not to be submitted" not in text
+
+
+def test_other_planners_answer_the_other_questions_too(cli: Command, alone: Path) -> None:
+    explained = cli(*BASE, "--planner", "uniform", "--explain")
+    assert "what more would buy:" in explained.out
+    assert "stages with replicas" not in explained.out
+    table = cli(*PROFILE, "--planner", "dapple", "--nodes", "1,2")
+    assert (table.code, table.out.count("\n    ")) == (0, 2)
+
+
+def test_a_plan_with_replicas_can_be_submitted(
+    cli: Command, profile: Path, profile_document: Callable[..., dict[str, Any]]
+) -> None:
+    document = profile_document(key=json.loads(profile.read_text())["key"])
+    for node, (seconds, size) in zip(document["nodes"], LONG_MIDDLE, strict=True):
+        node |= {"forward_s": seconds, "backward_s": seconds, "parameter_bytes": size}
+    profile.write_text(json.dumps(document))
+    options = ("--scheduler", "slurm", "--set", "pipeline.stages=auto")
+    dapple = ("lab", "plan", "job.yaml", "--planner", "dapple", *options)
+    shown = cli(*dapple, "-o", "runs/tiny.plan.json")
+    assert "replicas: the ranks of a stage take samples of every micro-batch" in shown.out
+    assert "not to be submitted" not in shown.out
+    assert answer(cli, *dapple)["cannot_run"] == []
+    assert "asks for" not in cli("submit", "job.yaml", *options).err
+
+
+def test_no_plan_is_written_unless_asked(cli: Command, profile: Path) -> None:
+    assert cli("lab", "plan", "job.yaml").code == 0
+    assert not Path("runs/tiny.plan.json").exists()
+
+
+def test_errors_name_keys_of_the_job(cli: Command, profile: Path, alone: Path) -> None:
+    small = ("--memory-limit", "257MiB")
+    for command in (BASE, ("lab", "plan", "job.yaml", "--scheduler", "slurm")):
+        assert "pipeline.memory_limit 2" in cli(*command, *small).err
+    dapple = cli(*BASE, *small, "--planner", "dapple").err
+    assert "raise pipeline.memory_limit, or use --planner pipectl" in dapple
+
+
+@pytest.fixture
+def heavy(place: Path, profile_document: Callable[..., dict[str, Any]]) -> tuple[str, ...]:
+    """Planning a profile whose first operator has nearly all of the time."""
+    document = profile_document()
+    document["nodes"][0] |= {"forward_s": 0.1, "backward_s": 0.2}
+    Path("p.json").write_text(json.dumps(document))
+    batch = ("--set", "training.batch_size=64")
+    return (*PROFILE, "--devices", "4", *batch, "--bandwidth", "100GB/s")
+
+
+def test_replicas_come_only_if_they_are_allowed(cli: Command, heavy: tuple[str, ...]) -> None:
+    without, several = answer(cli, *heavy), answer(cli, *heavy, "--allow", "replicas")
+    assert {stage["replicas"] for stage in without["stages"]} == {1}
+    assert max(stage["replicas"] for stage in several["stages"]) > 1
+    assert (several["replication"], several["cannot_run"]) == ("whole", [])
+    assert several["value_s"] < without["value_s"]
+    assert answer(cli, *heavy, "--allow", "split")["replication"] == "split"
+    everything = "replicas,split,recompute,offload,pipefb,interleave"
+    assert answer(cli, *heavy, "--allow", everything)["value_s"] <= without["value_s"] * 1.001
+
+
+def test_slower_links_make_longer_steps(cli: Command, alone: Path) -> None:
+    slow = (*BASE, "--bandwidth", "1MB/s")
+    scales = ("0.5", "1", "4")
+    times = [answer(cli, *slow, "--communication-scale", scale)["value_s"] for scale in scales]
+    assert times == sorted(times)
+    assert times[0] < times[2]
+
+
+def test_the_stages_with_the_smallest_largest_load(cli: Command, alone: Path) -> None:
+    result = cli(*BALANCE, "4", "--set", "training.batch_size=8")
+    assert (result.code, result.err) == (0, "")
+    lines = result.out.splitlines()
+    assert lines[0] == "tiny: 4 stages on 4 devices"
+    assert lines[1].startswith("largest stage load 30.0 ms: the smallest possible, in ")
+    assert lines[2].split() == ["stage", "device", "ops", "load", "from"]
+    assert len([line for line in lines[3:7] if " acc " in line]) == 4
+    assert lines[7].startswith("as a 1f1b pipeline of 4 micro-batches: ")
+    found = answer(cli, *BALANCE, "2")
+    assert found["value_s"] == pytest.approx(0.06)
+    assert found["cut_short"] is False
+    assert [stage["nodes"] for stage in found["stages"]] == [["op0", "op1"], ["op2", "op3"]]
+
+
+def test_a_job_is_balanced_over_its_ranks(cli: Command, profile: Path) -> None:
+    command = ("lab", "plan", "job.yaml", "--objective", "max-stage-load", "--scheduler", "slurm")
+    found = answer(cli, *command)
+    assert (found["accelerators"], found["cpus"]) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--objective max-stage-load --explain", "--explain: has no meaning for --objective max"),
+        ("--objective max-stage-load --nodes 1,2", "--nodes: has no meaning for --objective max"),
+        ("--objective max-stage-load -o x", "-o: has no meaning for --objective max-stage-load"),
+        ("--objective max-stage-load --planner x", "--planner: has no meaning for --objective"),
+        ("--objective throughput", "'throughput' is not one of 'step-time', 'max-stage-load'"),
+        ("--planner pipectl2", "did you mean 'pipectl'"),
+        ("--planner dapple --allow replicas", "--allow: dapple chooses by its own rules"),
+        ("--allow replica", "there is no technique 'replica'; did you mean 'replicas'?"),
+        ("--bandwidth fast", "is not a bandwidth"),
+        ("--bandwidth 0GB/s", "must be above 0"),
+        (f"--bandwidth {'9' * 400}bit/s", "bandwidth': must be above"),
+        (f"--bandwidth {'9' * 400}B/s", "is not a bandwidth"),
+        ("--memory-limit x", "is not a size"),
+        ("--memory-limit 0", "--memory-limit': must be more than 0"),
+        ("--budget soon", "is not a duration"),
+        ("--communication-scale -1", "must be a number above 0"),
+        ("--communication-scale 0", "must be a number above 0"),
+        ("--batch-size 8", "use `--set training.batch_size=N` instead"),
+    ],
+)
+def test_a_wrong_command_line_says_what_is_wrong(
+    cli: Command, alone: Path, line: str, message: str
+) -> None:
+    result = cli(*PROFILE, "--devices", "2", *line.split())
+    assert (result.code, result.out) == (2, "")
+    assert message in result.err
