@@ -46,7 +46,7 @@ def test_dry_run_prints_what_is_submitted_of_the_plan_that_lies_there(
     program("sbatch", "echo 41")
     cli("submit", "job.yaml", *SLURM, *changes)
     result = cli("submit", "job.yaml", *SLURM, *changes, "--dry-run")
-    assert result.err.startswith("plan: runs/tiny.plan.json: tiny: 2 stages on 2 ranks, schedule ")
+    assert result.err.startswith("plan: runs/tiny.plan.json: tiny: 2 stages on 2 ranks, 1f1b, ")
     assert "\npredicted: " in result.err
     assert without_names(result.out) == without_names((only_run() / "job.sh").read_text())
 
