@@ -29,7 +29,6 @@ from pipectl.cli.console import discard_unwritten, nobody_reads, print_anything,
 from pipectl.cli.failure import DEBUG_VARIABLE, UNREAD
 from pipectl.cli.failure import report as report_failure
 from pipectl.cli.interruption import interruptible
-from pipectl.cli.lab import verify
 from pipectl.cli.renamed import Commands
 
 app = typer.Typer(
@@ -43,7 +42,7 @@ app = typer.Typer(
 )
 for module in (
     init, check, profile, plan, submit, status, logs, trace, report, cancel,
-    resume, verify, export, doctor,
+    resume, export, doctor,
 ):  # fmt: skip
     app.command(module.__name__.rpartition(".")[2])(module.command)
 app.add_typer(lab.app)

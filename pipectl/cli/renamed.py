@@ -8,7 +8,7 @@ from typer.core import TyperGroup
 
 from pipectl.errors import UsageError
 
-COMMANDS = {"schema": "check --schema", "simulate": "lab simulate"}
+COMMANDS = {"schema": "check --schema", "simulate": "lab simulate", "verify": "lab verify"}
 OPTIONS = {
     "plan": {
         "--batch-size": "--set training.batch_size=N",
@@ -32,6 +32,7 @@ OPTIONS = {
         "--here": "--scheduler local",
         "--device-kind": "-o FILE",
     },
+    "submit": {"--rehearse": "pipectl lab rehearse JOB.yaml"},
 }
 """By command: what replaces its options."""
 

@@ -87,7 +87,7 @@ def free_links(ranks: int) -> Cluster:
 
 
 def rehearsed(plan: Plan, cluster: Cluster, folder: Path) -> RehearsalResult:
-    """A rehearsal on this machine, as ``pipectl submit --rehearse`` runs it."""
+    """A rehearsal on this machine, as ``pipectl lab rehearse`` runs it."""
     run = RunDirectory.create(folder, "rehearsal", 0.0)
     plan.save(run.plan)
     rehearsal_of(plan, cluster, plan.ranks / len(os.sched_getaffinity(0))).save(run.rehearsal)

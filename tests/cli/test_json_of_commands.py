@@ -170,12 +170,12 @@ def test_sweeps(shown: Shown, profile: Path, slurm: None, program: Program) -> N
 def test_rehearsals(
     place: Path, shown: Shown, profile: Path, slurm: None, program: Program, monkeypatch: Patch
 ) -> None:
-    shown("submit JOB --rehearse, in a queue", "submit", "job.yaml", "--rehearse", *SLURM)
+    shown("lab rehearse JOB, in a queue", "lab", "rehearse", "job.yaml", *SLURM)
     (place / "bin/python").symlink_to(sys.executable)
     monkeypatch.setattr(sys, "executable", str(place / "bin/python"))
     program("mpiexec", f"run=\"${{@: -1}}\"; echo '{REHEARSED}' > $run/metrics.jsonl")
     here = ("--scheduler", "local")
-    shown("submit JOB --rehearse, here", "submit", "job.yaml", "--rehearse", *here)
+    shown("lab rehearse JOB, here", "lab", "rehearse", "job.yaml", *here)
 
 
 def test_status(shown: Shown, finished: Path, failed: Path) -> None:
@@ -208,7 +208,7 @@ def test_verify(shown: Shown, job: Path, pipeline: Callable[..., Plan], monkeypa
     equal: Any = SimpleNamespace(equal=True, largest=0.0, first=None, losses=[(1.0, 1.0)])
     found = Verification(pipeline(2, 4), None, "a reference", Expectation((), 0.0), equal)
     monkeypatch.setattr("pipectl.jobs.verify.verify", lambda *_, **__: found)
-    shown("verify JOB", "verify", "job.yaml")
+    shown("lab verify JOB", "lab", "verify", "job.yaml")
 
 
 def test_doctor(shown: Shown, place: Path, monkeypatch: Patch) -> None:

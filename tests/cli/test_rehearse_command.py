@@ -34,12 +34,12 @@ def test_a_rehearsal_runs_here_and_compares(
     cli: Command, profile: Path, mpi: Callable[[str], Path]
 ) -> None:
     mpi(f"echo '{LINE % 0}' > $run/metrics.jsonl")
-    result = cli("submit", "job.yaml", *FOUR, "--set", "launch.scheduler=slurm", "--rehearse")
+    result = cli("lab", "rehearse", "job.yaml", *FOUR, "--set", "launch.scheduler=slurm")
     assert result.code == 0, result.err
     assert "rehearsing 4 ranks (local): " in result.err
     predicted, rehearsed, *_ = result.out.splitlines()
     assert predicted.startswith("predicted: ")
-    assert rehearsed.startswith("rehearsed: 500 ms a step, ")
+    assert rehearsed.startswith("rehearsed: 500 ms per step, ")
     assert " REHEARSAL" not in result.out
     assert cli("status", "last").out.count("COMPLETED") == 1
 
@@ -48,14 +48,14 @@ def test_a_rehearsal_for_programs_says_when_it_was_disturbed(
     cli: Command, profile: Path, mpi: Callable[[str], Path]
 ) -> None:
     mpi(f"echo '{LINE % 3.5}' > $run/metrics.jsonl")
-    result = cli("submit", "job.yaml", *FOUR, "--rehearse", "--json")
+    result = cli("lab", "rehearse", "job.yaml", *FOUR, "--json")
     answer = json.loads(result.out)
     assert (answer["ranks"], answer["late_s"], answer["rehearsed_step_time_s"]) == (4, 3.5, 0.5)
     assert answer["rehearsed_over_predicted"] == pytest.approx(
         0.5 / answer["predicted_step_time_s"]
     )
-    words = cli("submit", "job.yaml", *FOUR, "--rehearse").out
-    assert "a rank came 3.50 s too late" in words
+    words = cli("lab", "rehearse", "job.yaml", *FOUR).out
+    assert "a rank was 3.50 s late" in words
 
 
 def test_json_stays_json_beside_warnings(
@@ -67,16 +67,16 @@ def test_json_stays_json_beside_warnings(
     program("sbatch", "echo 41")
     assumed_cluster("mine", [1, 1, 1], 1, None).save(Path("runs/tiny.cluster.json"))
     unused = "warning: runs/tiny.cluster.json describes nodes of [1, 1, 1] ranks"
-    result = cli("submit", "job.yaml", *FOUR, "--rehearse", "--json")
+    result = cli("lab", "rehearse", "job.yaml", *FOUR, "--json")
     assert result.err.startswith(unused)
     assert json.loads(result.out)["ranks"] == 4
-    result = cli("submit", "job.yaml", *FOUR, "--rehearse", "--json", "--scheduler", "slurm")
+    result = cli("lab", "rehearse", "job.yaml", *FOUR, "--json", "--scheduler", "slurm")
     assert result.err.startswith(unused)
     answer = json.loads(result.out)
     assert (answer["scheduler"], answer["job_id"]) == ("slurm", "41")
     assert Path(answer["directory"]).name == answer["run"]
     mpi("exit 7")
-    result = cli("submit", "job.yaml", *FOUR, "--rehearse", "--json")
+    result = cli("lab", "rehearse", "job.yaml", *FOUR, "--json")
     assert (result.code, json.loads(result.out)["state"]) == (1, "FAILED")
 
 
@@ -86,7 +86,7 @@ def test_what_the_ranks_are_started_with_is_said(
     program("sbatch", "echo 41")
     program("srun", "printf 'MPI plugin types are...\\n\\tnone\\n\\tpmi2\\n'")
     started = ("--set", "launch.launcher=srun", "--set", "launch.mpi=pmix")
-    result = cli("submit", "job.yaml", *FOUR, *started, "--rehearse", "--scheduler", "slurm")
+    result = cli("lab", "rehearse", "job.yaml", *FOUR, *started, "--scheduler", "slurm")
     assert result.code == 0, result.err
     assert "warning: srun here knows no --mpi=pmix" in result.err
     (run,) = (path for path in Path("runs").iterdir() if path.is_dir())
@@ -97,12 +97,12 @@ def test_a_rehearsal_that_fails_has_an_exit_code(
     cli: Command, profile: Path, mpi: Callable[[str], Path]
 ) -> None:
     mpi("exit 7")
-    result = cli("submit", "job.yaml", *FOUR, "--rehearse")
+    result = cli("lab", "rehearse", "job.yaml", *FOUR)
     assert (result.code, result.out.split()[1]) == (1, "FAILED")
 
 
 def test_without_a_profile_a_job_for_slurm_has_no_plan_to_rehearse(cli: Command, job: Path) -> None:
-    result = cli("submit", "job.yaml", "--set", "launch.scheduler=slurm", "--rehearse")
+    result = cli("lab", "rehearse", "job.yaml", "--set", "launch.scheduler=slurm")
     assert result.code == 2
     assert "no plan to rehearse" in result.err
     assert "pipectl profile --submit" in result.err

@@ -5,7 +5,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -105,6 +105,52 @@ def test_auto_is_slurm_where_sbatch_is(cli: Command, job: Path, program: Program
     assert "#SBATCH" not in cli("submit", "job.yaml", "--dry-run").out
     program("sbatch", "exit 1")
     assert "#SBATCH" in cli("submit", "job.yaml", "--dry-run").out
+
+
+@pytest.mark.parametrize(
+    ("options", "lines"),
+    [
+        ("-N 3 -t 30 -p debug -A me", "account=me partition=debug nodes=3 time=00:30:00"),
+        ("--gres gpu:2", "gpus-per-node=2"),
+        ("--gres nvme:1 -p 12", "partition=12 gres=nvme:1"),
+        ("-N 3 --set resources.nodes=5", "nodes=5"),
+    ],
+)
+def test_options_of_sbatch_set_one_key_each(
+    cli: Command, job: Path, options: str, lines: str
+) -> None:
+    script = cli("submit", "job.yaml", *SLURM, "--dry-run", *options.split()).out.splitlines()
+    assert {f"#SBATCH --{line}" for line in lines.split()} <= set(script)
+
+
+def test_options_for_queues_of_pbs(cli: Command, job: Path) -> None:
+    words = ("submit", "job.yaml", "--scheduler", "pbs", "--dry-run", "-q", "long", "-A", "me")
+    assert "#PBS -A me\n#PBS -q long\n" in cli(*words).out
+
+
+def test_a_wrong_value_is_reported_under_the_name_of_its_option(cli: Command, job: Path) -> None:
+    wrong = cli("submit", "job.yaml", *SLURM, "--dry-run", "-t", "soon")
+    assert (wrong.code, wrong.err[:33]) == (3, "error: --time: 'soon' is not a du")
+    both = ("-t", "1", "--set", "resources.walltime=soon")
+    assert "--set resources.walltime: " in cli("submit", "job.yaml", *SLURM, *both).err
+
+
+@pytest.mark.parametrize(
+    ("title", "programs", "said"),
+    [
+        ("Slurm", ("sbatch", "squeue"), "squeue: slurm_load_jobs error: Unable to contact"),
+        ("PBS", ("qsub", "qselect"), "qselect: slurm_load_jobs error: Unable to contact"),
+    ],
+)
+def test_a_batch_system_that_does_not_answer(
+    cli: Command, profile: Path, program: Program, title: str, programs: Sequence[str], said: str
+) -> None:
+    for name in programs:
+        program(name, "echo 'slurm_load_jobs error: Unable to contact' >&2; exit 1")
+    result = cli("submit", "job.yaml")
+    assert (result.code, result.out) == (5, "")
+    assert f"error: {title} is installed here, but does not answer: {said}" in result.err
+    assert "to train on this machine: --scheduler local" in result.err
 
 
 def test_submit_to_slurm_with_a_profile(cli: Command, profile: Path, program: Program) -> None:

@@ -1,4 +1,4 @@
-"""`pipectl verify` with real MPI ranks and a real plain process."""
+"""`pipectl lab verify` with real MPI ranks and a real plain process."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def verify(cli: Command, job: Path, place: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
 
     def run(*arguments: str):
-        result = cli("verify", "job.yaml", *arguments)
+        result = cli("lab", "verify", "job.yaml", *arguments)
         assert list(temporary.glob("pipectl*")) == []
         assert not Path("runs").exists()
         return result

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +17,6 @@ from pipectl.cli.interruption import resumable
 from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption, names_of_runs
 from pipectl.cli.progress import progress_bar
 from pipectl.cli.refusal import choose_one, refuse
-from pipectl.cli.rehearse import rehearse
 from pipectl.cli.views.submission import (
     NO_PROFILE,
     follow_to_the_end,
@@ -23,6 +24,7 @@ from pipectl.cli.views.submission import (
     print_plan,
     submission_json,
 )
+from pipectl.errors import Problem, SpecError
 from pipectl.runs import as_typed
 
 if TYPE_CHECKING:
@@ -33,9 +35,6 @@ if TYPE_CHECKING:
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Only print the script.")]
 _TestOnly = Annotated[bool, typer.Option("--test-only", help="Only ask when it would start.")]
 _Wait = Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")]
-_Rehearse = Annotated[
-    bool, typer.Option("--rehearse", help="Wait instead of computing; on this machine by default.")
-]
 _After = Annotated[
     list[str] | None,
     typer.Option(
@@ -46,42 +45,110 @@ _After = Annotated[
 ]
 
 
+_Partition = Annotated[
+    str | None, typer.Option("-p", "--partition", help="Slurm's partition (slurm.partition).")
+]
+_Queue = Annotated[str | None, typer.Option("-q", "--queue", help="PBS's queue (pbs.queue).")]
+_Account = Annotated[
+    str | None, typer.Option("-A", "--account", help="Account to charge (slurm or pbs.account).")
+]
+_Nodes = Annotated[
+    int | None, typer.Option("-N", "--nodes", min=1, help="Nodes (resources.nodes).")
+]
+_Time = Annotated[
+    str | None,
+    typer.Option("-t", "--time", help="Time limit, 30 for minutes (resources.walltime)."),
+]
+_Gres = Annotated[
+    str | None,
+    typer.Option(help="gpu:N for N GPUs per node (resources.gpus_per_node), else slurm.gres."),
+]
+
+
 def command(
     job: JobFile,
     dry_run: _DryRun = False,
     test_only: _TestOnly = False,
     wait: _Wait = False,
-    rehearsal: _Rehearse = False,
     after: _After = None,
     scheduler: SchedulerOption = None,
+    partition: _Partition = None,
+    queue: _Queue = None,
+    account: _Account = None,
+    nodes: _Nodes = None,
+    walltime: _Time = None,
+    gres: _Gres = None,
     as_json: Json = False,
     overrides: Overrides = None,
 ) -> None:
     """Run a job, profiling and planning it first if necessary."""
+    from pipectl.jobs.places import scheduler_name
     from pipectl.jobs.trust import warning_of_code
-    from pipectl.spec import load_sweep
 
-    choose_one(dry_run=dry_run, test_only=test_only, rehearse=rehearsal)
+    choose_one(dry_run=dry_run, test_only=test_only)
     if dry_run or test_only:
         why = "--dry-run and --test-only print text"
         refuse({"--json": as_json}, why, cure="leave it out")
         why = "--dry-run and --test-only submit nothing"
         refuse({"--wait": wait, "--after": after}, why, cure="leave it out")
-    if rehearsal:
-        refuse({"--after": after}, "a rehearsal waits for no other run", cure="leave it out")
-    spec, points = load_sweep(job, overrides or ())
-    warn(warning_of_code(spec, job))
+    gpus = re.fullmatch(r"gpu(?::([0-9]+))?", gres or "")
+    options = {
+        "resources.nodes": ("--nodes", nodes),
+        "resources.walltime": ("--time", walltime),
+        "resources.gpus_per_node": ("--gres", int(gpus[1] or 1) if gpus else None),
+        "slurm.partition": ("--partition", partition),
+        "slurm.account": ("--account", account),
+        "slurm.gres": ("--gres", None if gpus else gres),
+        "pbs.queue": ("--queue", queue),
+        "pbs.account": ("--account", account),
+    }
+    spec, points = _load(job, overrides or (), options)
     name = None if scheduler is None else scheduler.value
+    place = scheduler_name(spec, name)
+    for_slurm = {"--partition": partition, "--gres": None if gpus else gres}
+    elsewhere: dict[str, str | None] = {} if place == "slurm" else for_slurm
+    elsewhere |= {} if place == "pbs" else {"--queue": queue}
+    elsewhere |= {"--account": account} if place == "local" else {}
+    refuse(elsewhere, f"has no meaning for a job that goes to {place}", cure="leave it out")
+    warn(warning_of_code(spec, job))
     if dry_run:
         _print_script(spec, points, name)
     elif test_only:
         _print_forecast(spec, points, name)
-    elif rehearsal:
-        rehearse(spec, name, wait=wait, as_json=as_json)
     elif points:
         _submit_sweep(spec, points, name, after or (), wait=wait, as_json=as_json)
     else:
         _submit(spec, name, after or (), wait=wait, as_json=as_json)
+
+
+def _load(
+    job: Path, overrides: Sequence[str], options: Mapping[str, tuple[str, str | int | None]]
+) -> tuple[JobSpec, Sequence[Point]]:
+    """The job with options of the command line, each the ``--set`` of a key; a ``--set`` of that
+    key wins.
+
+    Args:
+        options: by key: the name of the option, and its value.
+
+    Raises:
+        SpecError: naming the option whose value is wrong.
+    """
+    from pipectl.spec import load_sweep
+
+    given = {key: value for key, (_, value) in options.items() if value is not None}
+    sets = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items()]
+    try:
+        return load_sweep(job, [*sets, *overrides])
+    except SpecError as error:
+        set_keys = {text.partition("=")[0] for text in overrides}
+        names = {f"--set {key}: ": options[key][0] for key in given.keys() - set_keys}
+        problems = []
+        for problem in error.problems:
+            before = next((text for text in names if str(problem).startswith(text)), None)
+            if before is not None:
+                problem = Problem(names[before], 0, 0, str(problem).removeprefix(before))
+            problems.append(problem)
+        raise SpecError(problems, cure=error.cure) from None
 
 
 def _submit(

@@ -1,4 +1,4 @@
-"""`pipectl verify`: does the pipeline train what one process trains?"""
+"""`pipectl lab verify`: does the pipeline train what one process trains?"""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def command(
     from pipectl.jobs.verify import verify
 
     with progress_bar("profiling") as progress:
-        found = verify(
+        verification = verify(
             job,
             overrides or (),
             ranks,
@@ -45,35 +45,31 @@ def command(
             trust_owner=trust_owner,
         )
     if as_json:
-        say_json(found.to_json())
+        say_json(verification.to_json())
     else:
-        for line in _lines(found):
+        for line in _lines(verification):
             say(line)
-    if not found.comparison.equal:
+    if not verification.comparison.equal:
         raise typer.Exit(1)
 
 
-def _lines(found: Verification) -> Iterator[str]:
-    plan, comparison = found.plan, found.comparison
+def _lines(verification: Verification) -> Iterator[str]:
+    plan, comparison = verification.plan, verification.comparison
+    tolerance, first = verification.expected.tolerance, comparison.first
     yield (
         f"pipeline: {plan.ranks} ranks, {len(plan.stages)} stages, {plan.schedule}, "
         f"{plan.micro_batches} micro-batches of {plan.micro_batch_size}"
     )
-    yield f"reference: {found.reference}"
-    yield from (f"note: {note}" for note in found.expected.notes)
+    yield f"reference: {verification.reference}"
+    yield from (f"note: {note}" for note in verification.expected.notes)
     for step, (ours, theirs) in enumerate(comparison.losses, 1):
         yield f"step {step}: loss {ours:.9g}, reference {theirs:.9g}"
-    yield from _verdict(found)
-
-
-def _verdict(found: Verification) -> Iterator[str]:
-    first, largest = found.comparison.first, found.comparison.largest
-    if found.expected.tolerance:
-        yield f"tolerance: {found.expected.tolerance:g} of the farthest that any weight has moved"
-    if first is None and largest == 0:
-        yield "equal: every loss and every weight, to the bit"
-    elif first is None:
-        yield f"equal within the tolerance: they differ by {largest:.3g} at most"
-    else:
-        yield f"different: by {largest:.3g} at most"
+    if tolerance:
+        yield f"tolerance: {tolerance:g} of the farthest that any weight has moved"
+    if first is not None:
+        yield f"different: by {comparison.largest:.3g} at most"
         yield f"first at step {first.step}, in {first.tensor}: by {first.largest:.3g}"
+    elif comparison.largest == 0:
+        yield "equal: every loss and every weight, to the bit"
+    else:
+        yield f"equal within the tolerance: they differ by {comparison.largest:.3g} at most"

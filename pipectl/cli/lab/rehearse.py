@@ -1,0 +1,87 @@
+"""`pipectl lab rehearse`: a plan's ranks and messages, with waits instead of computations."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipectl.cli.console import note, say, say_json, short, warn
+from pipectl.cli.interruption import resumable
+from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption
+from pipectl.cli.progress import progress_bar
+from pipectl.cli.views.submission import print_launch, submission_json, wait_for
+from pipectl.runs import as_typed
+from pipectl.units import format_time
+
+if TYPE_CHECKING:
+    from pipectl.jobs.rehearse import RehearsalResult
+
+_SHARED = 0.005
+"""Of the step: what shared cores and links add that is worth a line."""
+
+
+def command(
+    job: JobFile,
+    scheduler: SchedulerOption = None,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Follow it to its end, as it is done on this machine.")
+    ] = False,
+    as_json: Json = False,
+    overrides: Overrides = None,
+) -> None:
+    """Start all ranks of the job's plan, which wait instead of computing; by default here."""
+    from pipectl.jobs.places import LOCAL
+    from pipectl.jobs.rehearse import prepare_rehearsal, seconds_of, submit_rehearsal
+    from pipectl.jobs.trust import warning_of_code
+    from pipectl.rehearsal import Rehearsal
+    from pipectl.spec import load
+
+    spec = load(job, overrides or ())
+    warn(warning_of_code(spec, job))
+    with resumable(), progress_bar("profiling") as progress:
+        planned = prepare_rehearsal(spec, scheduler and scheduler.value, progress)
+    print_launch(planned.launch, planned.warning)
+    submission = submit_rehearsal(planned, time.time())
+    run, record = submission.run, submission.record
+    rehearsal = Rehearsal.load(run.rehearsal)
+    steps = f"{rehearsal.steps} step{'s' if rehearsal.steps > 1 else ''}"
+    note(
+        f"rehearsing {record.ranks} ranks ({record.scheduler}): {steps} in about "
+        f"{format_time(seconds_of(rehearsal))}, times stretched by {rehearsal.stretch:g}"
+    )
+    if wait or record.scheduler == LOCAL:
+        from pipectl.jobs.rehearse import result_of
+
+        wait_for(run, as_json=as_json)
+        result = result_of(run)
+        if as_json:
+            say_json({"run": run.name, **result.to_json()})
+            return
+        for line in _lines(result):
+            say(line)
+        say(f"timelines: {short(run.trace)}")
+    elif as_json:
+        say_json(submission_json(run, record))
+    else:
+        say(f"see: pipectl status {as_typed(run)}")
+
+
+def _lines(result: RehearsalResult) -> Iterator[str]:
+    rehearsal, predicted = result.rehearsal, result.plan.prediction
+    yield f"predicted: {format_time(rehearsal.predicted_s)} per step"
+    yield f"rehearsed: {format_time(result.step_s)} per step, {result.ratio:.3f} times that"
+    if predicted is not None and abs(predicted.step_time_s / rehearsal.predicted_s - 1) > _SHARED:
+        yield (
+            f"plan: {format_time(predicted.step_time_s)} per step, with cores and links that ranks "
+            "share, which a rehearsal leaves out"
+        )
+    if rehearsal.message_share < 1:
+        yield f"messages: {rehearsal.message_share:.2g} of their size, their links' time in full"
+    if result.late_s > rehearsal.late_s / rehearsal.stretch:
+        yield (
+            f"a rank was {format_time(result.late_s)} late (in time of the plan): this machine "
+            "was busy, or too small for so many ranks"
+        )
