@@ -1,26 +1,52 @@
 """Batch systems behind one protocol: render a script, submit, query, cancel, estimate."""
 
-from pipectl.batch.container import Container
-from pipectl.batch.launchers import dialect_of, find_mpiexec, mpiexec_command
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pipectl.batch.launchers import (
+    AUTO,
+    MPIEXECS,
+    MpiChoice,
+    choose_mpi,
+    find_mpiexec,
+    knows_pmi,
+    mpiexec_command,
+    pmi_kinds,
+)
+from pipectl.batch.local import LocalScheduler
+from pipectl.batch.pbs import PbsScheduler
 from pipectl.batch.protocol import (
     Array,
+    Container,
     JobRequest,
     JobState,
     JobStatus,
     MoreNodes,
     PbsOptions,
+    Queue,
     Scheduler,
     SlurmOptions,
     Stop,
+    Template,
 )
-from pipectl.batch.registry import NAMES, get
 from pipectl.batch.resolve import Evidence, resolve
-from pipectl.batch.script import CHECKPOINTED, render_variables
-from pipectl.batch.template import Template
-from pipectl.batch.template import check as check_template
+from pipectl.batch.script import CHECKPOINTED, check_template, render_script, render_variables
+from pipectl.batch.slurm import SlurmScheduler
+from pipectl.errors import UsageError
+from pipectl.units import did_you_mean
+
+_SCHEDULERS: dict[str, Callable[[], Scheduler]] = {
+    "local": LocalScheduler,
+    "slurm": SlurmScheduler,
+    "pbs": PbsScheduler,
+}
+NAMES = tuple(_SCHEDULERS)
 
 __all__ = [
+    "AUTO",
     "CHECKPOINTED",
+    "MPIEXECS",
     "NAMES",
     "Array",
     "Container",
@@ -29,16 +55,35 @@ __all__ = [
     "JobState",
     "JobStatus",
     "MoreNodes",
+    "MpiChoice",
     "PbsOptions",
+    "Queue",
     "Scheduler",
     "SlurmOptions",
     "Stop",
     "Template",
     "check_template",
-    "dialect_of",
+    "choose_mpi",
     "find_mpiexec",
     "get",
+    "knows_pmi",
     "mpiexec_command",
+    "pmi_kinds",
+    "render_script",
     "render_variables",
     "resolve",
 ]
+
+
+def get(name: str) -> Scheduler:
+    """The batch system called ``name``.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if name not in _SCHEDULERS:
+        raise UsageError(
+            f"launch.scheduler: no scheduler {name!r}{did_you_mean(name, NAMES)}",
+            cure=f"choose one of {', '.join(NAMES)}",
+        )
+    return _SCHEDULERS[name]()

@@ -1,57 +1,180 @@
-"""The command that starts one process per rank: MPI's mpiexec, or Slurm's srun."""
+"""The command that starts one process per rank: MPI's mpiexec, or Slurm's srun.
+
+The options of mpiexec are those of ``mpiexec -help`` and ``mpiexec -bind-to -help`` of MPICH, of
+prterun's help (``--map-by``, ``--rank-by``, ``--bind-to``; Open MPI 4 takes the same), of Intel's
+developer reference (``mpiexec.hydra``, "Interoperability with OpenMP API", "Process Pinning"), and
+of the job scripts that sites with Cray's PALS show.
+"""
 
 from __future__ import annotations
 
+import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from pipectl.batch import process
-from pipectl.batch.dialects import AUTO, Layout, launch_words, recognized
 from pipectl.batch.protocol import JobRequest
-from pipectl.errors import SchedulerError
+from pipectl.errors import InvalidInputError, SchedulerError
+from pipectl.units import did_you_mean
 
-_PATIENCE_S = 20.0
+AUTO = "auto"
+USUAL_PMI = "pmi2"
+_TIMEOUT_S = 20.0
+_PMI_KIND = re.compile(r"^(?:srun:)?\s*([A-Za-z]\w*)\s*$", flags=re.MULTILINE)
+_PMI_OF_LIBRARY = (
+    ("open mpi", ("pmix",)),
+    ("cray mpich", ("cray_shasta", "pmi2")),
+    ("mpich", ("pmi2",)),
+    ("mvapich", ("pmi2",)),
+    ("intel(r) mpi", ("pmi2",)),
+)
+"""Kinds of PMI by parts of what an MPI library says of itself; the first that fits counts."""
+_VERSIONS = {
+    "HYDRA build details": "hydra",
+    "(Open MPI)": "openmpi",
+    "(OpenRTE)": "openmpi",
+    "Intel(R) MPI Library": "intel",
+    "mpiexec version ": "cray",
+}
+"""Whose an mpiexec is, by parts of what ``mpiexec --version`` prints."""
 _SRUN_BINDING = {"none": (), "cores": ("--cpu-bind=cores",), "numa": ("--cpu-bind=ldoms",)}
 
 
+class Layout(NamedTuple):
+    """How ranks are to be started.
+
+    Args:
+        ranks: of the job.
+        per_node: ranks per node; None if all are on this machine.
+        cores: per rank.
+        bind: ``none``, ``cores`` (each rank to its own) or ``numa`` (each rank to a domain).
+    """
+
+    ranks: int
+    per_node: int | None
+    cores: int
+    bind: str
+
+
+def _hydra(layout: Layout) -> Iterator[str]:
+    """MPICH; by default it binds nothing."""
+    yield from ("-n", str(layout.ranks))
+    if layout.per_node is not None:
+        yield from ("-ppn", str(layout.per_node))
+    if layout.bind != "none":
+        yield from ("-bind-to", {"cores": f"core:{layout.cores}", "numa": "numa"}[layout.bind])
+
+
+def _openmpi(layout: Layout) -> Iterator[str]:
+    """Open MPI; by default it binds each of two ranks to one core, more ranks to a domain."""
+    yield from ("-n", str(layout.ranks))
+    place = "slot" if layout.per_node is None else f"ppr:{layout.per_node}:node"
+    if layout.bind == "cores":
+        place += f":PE={layout.cores}"
+    elif layout.per_node is None:
+        place += ":OVERSUBSCRIBE"  # more ranks than cores are slow, not wrong
+    yield from ("--map-by", place, "--rank-by", "slot")
+    yield from ("--bind-to", {"none": "none", "cores": "core", "numa": "numa"}[layout.bind])
+
+
+def _intel(layout: Layout) -> Iterator[str]:
+    """Intel MPI; by default it divides the cores. Global options have to come first."""
+    if layout.per_node is not None:
+        yield from ("-ppn", str(layout.per_node))
+    if layout.bind == "none":
+        yield from ("-genv", "I_MPI_PIN", "off")
+    elif layout.bind == "cores":
+        yield from ("-genv", "I_MPI_PIN_CELL", "core")
+        yield from ("-genv", "I_MPI_PIN_DOMAIN", f"{layout.cores}:compact")
+    else:
+        yield from ("-genv", "I_MPI_PIN_DOMAIN", "numa")
+    yield from ("-n", str(layout.ranks))
+
+
+def _cray(layout: Layout) -> Iterator[str]:
+    """PALS on Cray EX."""
+    yield from ("-n", str(layout.ranks))
+    if layout.per_node is not None:
+        yield from ("--ppn", str(layout.per_node))
+    yield from ("--depth", str(layout.cores))
+    yield from ("--cpu-bind", {"none": "none", "cores": "depth", "numa": "numa"}[layout.bind])
+
+
+_OPTIONS: dict[str, Callable[[Layout], Iterator[str]]] = {
+    "hydra": _hydra,
+    "openmpi": _openmpi,
+    "intel": _intel,
+    "cray": _cray,
+}
+MPIEXECS = tuple(_OPTIONS)
+"""Names for ``launch.mpi`` with mpiexec."""
+
+
+def mpiexec_options(mpi: str, layout: Layout) -> tuple[str, ...]:
+    """Options of mpiexec for a launch.
+
+    Args:
+        mpi: whose mpiexec it is; with ``auto`` only what all of them take.
+
+    Raises:
+        InvalidInputError: ``mpi`` is not known, or is ``auto`` and ranks are to be bound.
+    """
+    if mpi in _OPTIONS:
+        return tuple(_OPTIONS[mpi](layout))
+    if mpi != AUTO:
+        raise InvalidInputError(
+            f"launch.mpi: no mpiexec of the kind {mpi!r}{did_you_mean(mpi, MPIEXECS)}",
+            cure=f"choose one of {', '.join((AUTO, *MPIEXECS))}, or set launch.launcher: srun",
+        )
+    if layout.bind != "none":
+        raise InvalidInputError(
+            f"launch.bind: how to bind ranks to {layout.bind} depends on the mpiexec that the "
+            "job finds, which is not known here",
+            cure=f"set launch.mpi to what it is: {', '.join(MPIEXECS)}",
+        )
+    return ("-n", str(layout.ranks))
+
+
 def mpiexec_command(
-    request: JobRequest, places: Sequence[str] = (), *, here: bool = False
+    request: JobRequest, hosts: Sequence[str] = (), *, here: bool = False
 ) -> tuple[str, ...]:
     """The whole launch with mpiexec; inside an allocation it finds the nodes by itself.
 
     Args:
-        places: options of MPICH's that name the nodes, where it would not find all.
+        hosts: options of MPICH's that name the nodes, if it would not find all.
         here: whether all ranks are started on this machine, whatever nodes the job asks for.
 
     Raises:
         InvalidInputError: ranks cannot be bound as the job wants it.
         SchedulerError: there is no mpiexec, or not one that can be told the nodes.
     """
-    if places and request.mpi not in {AUTO, "hydra"}:
+    if hosts and request.mpi not in {AUTO, "hydra"}:
         raise SchedulerError(
-            f"resources.more: the mpiexec of {request.mpi} cannot be given such nodes here",
+            f"resources.more: the mpiexec of {request.mpi} does not reach nodes of several kinds",
             cure="set launch.launcher: srun",
         )
     per_node = None if here or request.more else request.tasks_per_node
     layout = Layout(request.ranks, per_node, request.cpus_per_task, request.bind)
     return (
         find_mpiexec(request),
-        *launch_words(request.mpi, layout),
-        *places,
+        *mpiexec_options(request.mpi, layout),
+        *hosts,
         *request.launch_args,
-        *request.within(request.command),
+        *request.in_container(request.command),
     )
 
 
 def refuse_srun(request: JobRequest, jobs: str) -> None:
-    """Raise where a job without Slurm is to be started by its srun.
+    """Refuse to start ranks with srun where there is no Slurm.
 
     Args:
         jobs: what kind of jobs they are, in words.
 
     Raises:
-        SchedulerError: it is.
+        SchedulerError: the job is to be started with srun.
     """
     if request.launcher == "srun" and not request.alone:
         raise SchedulerError(
@@ -62,29 +185,26 @@ def refuse_srun(request: JobRequest, jobs: str) -> None:
 def srun_command(request: JobRequest) -> tuple[str, ...]:
     """The whole launch with srun.
 
-    ``--cpus-per-task`` is repeated because Slurm 22.05 to 23.02 do not inherit it, and a rank
-    that dies ends the step instead of leaving the others blocked.
+    ``--cpus-per-task`` is repeated because Slurm 22.05 to 23.02 do not inherit it. A rank that dies
+    ends the step instead of leaving the others blocked.
     """
-    written = "cpus-per-task" not in request.slurm.omit
+    if request.more:  # components of a job know their tasks, which differ
+        tasks: tuple[str, ...] = (f"--het-group=0-{len(request.more)}",)
+    else:
+        tasks = (f"--ntasks={request.ranks}", f"--ntasks-per-node={request.tasks_per_node}")
+    if "cpus-per-task" not in request.slurm.omit:
+        tasks += (f"--cpus-per-task={request.cpus_per_task}",)
     return (
         "srun",
         "--kill-on-bad-exit=1",
-        f"--mpi={'pmi2' if request.mpi == 'auto' else request.mpi}",
-        *_tasks(request),
-        *((f"--cpus-per-task={request.cpus_per_task}",) if written else ()),
+        f"--mpi={USUAL_PMI if request.mpi == AUTO else request.mpi}",
+        *tasks,
         "--distribution=block",
         "--export=ALL",
         *_SRUN_BINDING[request.bind],
         *request.launch_args,
-        *request.within(request.command),
+        *request.in_container(request.command),
     )
-
-
-def _tasks(request: JobRequest) -> tuple[str, ...]:
-    """For srun; components of a job know theirs, which differ."""
-    if request.more:
-        return (f"--het-group=0-{len(request.more)}",)
-    return (f"--ntasks={request.ranks}", f"--ntasks-per-node={request.tasks_per_node}")
 
 
 def find_mpiexec(request: JobRequest) -> str:
@@ -102,19 +222,114 @@ def find_mpiexec(request: JobRequest) -> str:
         return str(embedded)
     if request.modules or request.setup:
         return "mpiexec"
-    found = shutil.which("mpiexec")
-    if found is None:
+    on_path = shutil.which("mpiexec")
+    if on_path is None:
         raise SchedulerError(
             "mpiexec: not found beside the Python interpreter nor on PATH",
             cure="pip install mpich, or name your cluster's MPI in environment.modules",
         )
-    return found
+    return on_path
 
 
-def dialect_of(mpiexec: str) -> str | None:
-    """Which words an mpiexec understands, as it says itself; None where that is not known."""
+class MpiChoice(NamedTuple):
+    """What ``launch.mpi`` comes to.
+
+    Args:
+        mpi: for the request.
+        reason: in a line for people; empty if nobody would ask.
+        warning: what will probably fail; empty if nothing will.
+    """
+
+    mpi: str
+    reason: str = ""
+    warning: str = ""
+
+    def apply(self, request: JobRequest) -> JobRequest:
+        """A request with it."""
+        return replace(request, mpi=self.mpi)
+
+
+def choose_mpi(request: JobRequest) -> MpiChoice:
+    """Choose ``launch.mpi`` if it is ``auto``, and ask Slurm whether it knows it otherwise.
+
+    What the job's modules and set-up lines bring is not there yet, and nothing is guessed of it.
+    """
+    if request.alone:
+        return MpiChoice(request.mpi)
+    if request.launcher == "srun":
+        return _choose_pmi(request)
     try:
-        done = process.run([mpiexec, "--version"], cure="", timeout_s=_PATIENCE_S)
+        mpiexec = find_mpiexec(request)
+    except SchedulerError:
+        mpiexec = "mpiexec"
+    known = (None if mpiexec == "mpiexec" else mpi_of(mpiexec)) or request.mpi
+    if request.mpi in {AUTO, known}:
+        return MpiChoice(known)
+    return MpiChoice(known, f"mpiexec is of the kind {known} here, whatever launch.mpi says")
+
+
+def _choose_pmi(request: JobRequest) -> MpiChoice:
+    kinds = pmi_kinds(_output("srun", "--mpi=list") or "")
+    if request.mpi != AUTO:
+        return MpiChoice(request.mpi, warning=_warn_unknown(request.mpi, kinds))
+    elsewhere = request.modules or request.setup or request.container or request.template
+    version = None if elsewhere else _output(request.python, "-m", "mpi4py", "--mpi-lib-version")
+    first_line = (version or "").strip().partition("\n")[0]
+    library = " ".join(first_line.partition(",")[0].split())
+    if not library:
+        mpi = USUAL_PMI if USUAL_PMI in kinds or "pmix" not in kinds else "pmix"
+        why = "which MPI the ranks will find is not known here; launch.mpi overrules it"
+        return MpiChoice(mpi, f"srun --mpi={mpi}: {why}")
+    suitable = next((pmi for name, pmi in _PMI_OF_LIBRARY if name in library.lower()), (USUAL_PMI,))
+    mpi = next((kind for kind in suitable if kind in kinds), suitable[0])
+    reason = f"srun --mpi={mpi}: the ranks have {library}"
+    return MpiChoice(mpi, reason, _warn_unknown(mpi, kinds))
+
+
+def _warn_unknown(mpi: str, kinds: Sequence[str]) -> str:
+    if knows_pmi(kinds, mpi):
+        return ""
+    return (
+        f"srun here knows no --mpi={mpi}, but {', '.join(kinds)}; ranks may not find each other "
+        "(launch.mpi)"
+    )
+
+
+def pmi_kinds(text: str) -> tuple[str, ...]:
+    """Kinds of PMI that a Slurm has; empty if it does not say.
+
+    Between the wrong two of launcher and MPI, every rank is the only one of its own job. MPICH and
+    its relatives speak PMI-2, Open MPI speaks PMIx, and MPICH on Cray EX its own kind.
+
+    Args:
+        text: what ``srun --mpi=list`` prints; versions of one kind are there without it.
+    """
+    return tuple(dict.fromkeys(_PMI_KIND.findall(text)))
+
+
+def knows_pmi(kinds: Sequence[str], mpi: str) -> bool:
+    """Whether a Slurm knows what ``srun --mpi`` is given: a kind, or a version of one.
+
+    Args:
+        kinds: that Slurm has; with none, it does not say, and may know anything.
+    """
+    return not kinds or mpi in kinds or mpi.startswith(tuple(f"{kind}_v" for kind in kinds))
+
+
+def mpi_of(mpiexec: str) -> str | None:
+    """Whose an mpiexec is, as it says itself; None if that is not known."""
+    version = _output(mpiexec, "--version", failing=True) or ""
+    return next((name for part, name in _VERSIONS.items() if part in version), None)
+
+
+def _output(*argv: str, failing: bool = False) -> str | None:
+    """What a command prints; None if it does not exist, takes too long or fails.
+
+    Args:
+        failing: whether what a failing command prints counts.
+    """
+    try:
+        done = process.run(argv, cure="", timeout_s=_TIMEOUT_S)
     except SchedulerError:
         return None
-    return recognized(f"{done.stdout}\n{done.stderr}")
+    return f"{done.stdout}\n{done.stderr}" if failing or done.returncode == 0 else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,13 +14,10 @@ from pathlib import Path
 from pipectl.access import open_regular
 from pipectl.batch import process
 from pipectl.batch.launchers import mpiexec_command, refuse_srun
-from pipectl.batch.protocol import JobRequest, JobState, JobStatus
-from pipectl.batch.quoting import shell_command, shell_word
-from pipectl.batch.script import render_body
-from pipectl.batch.template import assemble
+from pipectl.batch.protocol import JobRequest, JobState, JobStatus, Queue
+from pipectl.batch.script import render_script
 from pipectl.errors import SchedulerError
 from pipectl.files import make_private_directory
-from pipectl.runs import SCRIPT
 
 _MARK = "# pipectl "
 _HEAD_BYTES = 2**17
@@ -76,15 +74,10 @@ class LocalScheduler:
             raise SchedulerError(
                 "local jobs wait for no others", cure="`pipectl submit --wait` one after the other"
             )
-        tag = shell_word(request.tag, "tag")
-        header = f"{_MARK}{request.name} {tag}\n"
-        if request.array is not None:  # bash stays, by which the array is found
-            drive = shell_command(request.command, "command")
-            return assemble(None, header, f'{drive}\nexit "$?"\n')
-        alone = request.within(request.command) if request.alone else None
-        launch = alone or mpiexec_command(request, here=True)
-        body = render_body(request, launch, before=(f"export {SCRIPT}=$$",))
-        return assemble(request.template, header, body)
+        launch = request.in_container(request.command)
+        if not request.alone and request.array is None:
+            launch = mpiexec_command(request, here=True)
+        return render_script("local.sh.j2", request, scheduler=self.name, launch=launch)
 
     def submit(self, script: Path, request: JobRequest) -> str:
         """Start the script in its own session; its output goes to ``logs/job.log``."""
@@ -107,7 +100,7 @@ class LocalScheduler:
         since: float | None = None,  # noqa: ARG002 - a local id is never recycled
     ) -> Mapping[str, JobStatus]:
         """See :class:`~pipectl.batch.protocol.Scheduler`; jobs of other hosts are UNKNOWN."""
-        return {job_id: _told(job_id) for job_id in ids}
+        return {job_id: _status(job_id) for job_id in ids}
 
     def cancel(self, job_id: str) -> None:
         """TERM to the job's process group, then KILL to all of it that is left.
@@ -135,7 +128,7 @@ class LocalScheduler:
 
     def find(self, tag: str) -> str | None:
         """The process of this machine that runs the script with this tag in its head."""
-        last = shell_word(tag, "tag")
+        last = shlex.quote(tag)
         mine = [
             (start, pid)
             for pid, words in process.commands()
@@ -146,6 +139,10 @@ class LocalScheduler:
             return None
         start, pid = min(mine)  # the others are its subshells
         return f"{pid}.{start}@{socket.gethostname()}"
+
+    def queues(self) -> tuple[Queue, ...]:
+        """None: there is no queue."""
+        return ()
 
 
 def _bears(script: Path, tag: str) -> bool:
@@ -164,29 +161,22 @@ def _bears(script: Path, tag: str) -> bool:
     return any(line.startswith(_MARK) and line.endswith(f" {tag}") for line in head)
 
 
-def _told(job_id: str) -> JobStatus:
+def _status(job_id: str) -> JobStatus:
     """Of one job; another one's damaged record must not hide it."""
     try:
-        return _status(_Process.parse(job_id))
+        job = _Process.parse(job_id)
     except SchedulerError as error:
         return JobStatus(JobState.UNKNOWN, reason=error.message, source="process")
-
-
-def _status(job: _Process) -> JobStatus:
+    state, reason, nodes = JobState.FAILED, "", job.host
     if not job.here:
+        state, nodes = JobState.UNKNOWN, ""
         reason = f"started on {job.host}; its processes cannot be seen from here"
-        return JobStatus(JobState.UNKNOWN, reason=reason, source="process")
-    if job.waiting:
-        return _waiting(job)
-    if job.alive:
-        return JobStatus(JobState.RUNNING, nodes=job.host, source="process")
-    reason = "its process is gone and left no exit code: killed, or the machine restarted"
-    return JobStatus(JobState.FAILED, reason=reason, nodes=job.host, source="process")
-
-
-def _waiting(job: _Process) -> JobStatus:
-    """Of a job that has not been started; the script of its array is the process."""
-    if job.alive:
-        return JobStatus(JobState.QUEUED, reason="waits for its turn", source="process")
-    reason = "never started: the process that starts the runs of its sweep is gone"
-    return JobStatus(JobState.FAILED, reason=reason, source="process")
+    elif job.waiting and job.alive:  # the process is the script of its array
+        state, reason, nodes = JobState.QUEUED, "waits for its turn", ""
+    elif job.waiting:
+        reason, nodes = "never started: the process that starts the runs of its sweep is gone", ""
+    elif job.alive:
+        state = JobState.RUNNING
+    else:
+        reason = "its process is gone and left no exit code: killed, or the machine restarted"
+    return JobStatus(state, reason=reason, nodes=nodes, source="process")

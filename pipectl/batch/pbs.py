@@ -1,52 +1,67 @@
-"""PBS Pro and OpenPBS through their command line tools: qsub, qstat, qselect and qdel."""
+"""PBS Pro and OpenPBS through their command line tools: qsub, qstat, qselect, qdel and pbsnodes.
+
+``qstat -f`` is read in its oldest form, lines of ``name = value``: as JSON it may be invalid if
+a job's environment holds quotes, and some releases print only the first of several jobs.
+"""
 
 from __future__ import annotations
 
 import getpass
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 
 from pipectl.batch import process
-from pipectl.batch.pbs_script import render_script, suffix
-from pipectl.batch.pbs_text import parse_names, parse_qstat, submitted_id
-from pipectl.batch.protocol import JobRequest, JobStatus
-from pipectl.batch.submission import Program, job_number
-from pipectl.errors import SchedulerError
+from pipectl.batch.commands import BatchCommands, digits, job_number, parse_limit
+from pipectl.batch.launchers import mpiexec_command, refuse_srun
+from pipectl.batch.protocol import JobRequest, JobState, JobStatus, MoreNodes, Queue
+from pipectl.batch.script import DirectiveSyntax, render_script
+from pipectl.errors import InvalidInputError, SchedulerError
 
 _CURE = "run this where the commands of PBS are installed, or set launch.scheduler: local"
 _UNKNOWN_ID, _FINISHED = 153, 35
 """Exit codes: of PBS's error, the rest by 256."""
-_UNSURE = ("timed out", "communication failure", "end of file", "pbs_submit: unexpected")
+_QUEUES_TIMEOUT_S = 20.0
 _OVERRIDES = ("PBS_DPREFIX", "PBS_JOBID", "PBS_ENVIRONMENT", "PBS_NODEFILE")
 """Variables that change what the commands do, or come from a job around this one."""
+_NAME_LENGTH = 200
+_RESOURCES = re.compile(r"[A-Za-z0-9_=:.,+*~/@-]*")
 
-_ADVICE = (
-    ("max_run_subjobs", "this PBS limits no arrays: leave sweep.at_once out"),
-    ("usage:", "correct pbs.directives"),
-    ("queue", "set pbs.queue; `qstat -Q` lists what there is"),
-    ("account", "set pbs.account, or pbs.project where the site charges those"),
-    ("project", "set pbs.project"),
-    ("ngpus", "ask the site what it calls its accelerators, and use pbs.select_extra"),
-    ("unknown resource", "correct pbs.select_extra; `pbsnodes -a` shows what nodes have"),
-    ("walltime", "lower resources.walltime; `qstat -Qf` shows the limits"),
-    ("select", "lower resources; `pbsnodes -a` shows the nodes"),
-    ("illegal attribute", "correct pbs.directives"),
-    ("cannot connect", "PBS's server cannot be reached; check the login node or PBS_SERVER"),
-)
-
-_QSUB = Program(
-    ("qsub", "-C", "#PBS"),
-    submitted_id,
-    _UNSURE,
-    _ADVICE,
-    marked=lambda tag: f"whose name ends in {suffix(tag)!r}",
-    look="qstat -x -u $USER -w",
-)
+# Options that may not be the user's, though qsub takes the last of two (src/cmds/qsub.c), and ours
+# come last. Of two resources it takes the first.
+_REFUSED = {
+    "-C": "remove it",
+    "-I": "remove it; pipectl's jobs are not interactive",
+    "-J": "remove it; a sweep of the job spec becomes an array",
+    "-V": "set environment.variables in the job spec",
+    "-f": "remove it",
+    "-z": "remove it; pipectl needs the job's id",
+    "-W block": "remove it; `pipectl submit --wait` waits",
+    "-W interactive": "remove it; pipectl's jobs are not interactive",
+    "-l nodes": "set resources.nodes in the job spec",
+    "-l place": "set pbs.place in the job spec",
+    "-l select": "set resources, or pbs.select_extra, in the job spec",
+    "-l walltime": "set resources.walltime in the job spec",
+}
 
 
-class PbsScheduler:
+def _refusal(option: str) -> tuple[str, str] | None:
+    """Name and cure of an option that is refused, or of a resource or attribute in it."""
+    parts = re.split(r"[,\s]+", option[2:].strip())
+    names = [part.partition("=")[0].lower() for part in parts]  # as PBS compares them
+    for refused, cure in _REFUSED.items():
+        letter, _, name = refused.partition(" ")
+        if option.startswith(letter) and (not name or name in names):
+            return refused, cure
+    return None
+
+
+_SYNTAX = DirectiveSyntax("#PBS", "qsub", "-p 5", "fhIVXz", _refusal)
+
+
+class PbsScheduler(BatchCommands):
     """PBS Pro from version 13, or OpenPBS. (Torque is another system.)
 
     Args:
@@ -54,17 +69,80 @@ class PbsScheduler:
     """
 
     name = "pbs"
-
-    def __init__(self, timeout_s: float = process.TIMEOUT_S) -> None:
-        self._timeout_s = timeout_s
+    submit_command = ("qsub", "-C", "#PBS")
+    unsure = ("timed out", "communication failure", "end of file", "pbs_submit: unexpected")
+    look = "qstat -x -u $USER -w"
+    advice = (
+        ("max_run_subjobs", "this PBS limits no arrays: leave sweep.at_once out"),
+        ("usage:", "correct pbs.directives"),
+        ("queue", "set pbs.queue; `qstat -Q` lists what there is"),
+        ("account", "set pbs.account, or pbs.project where the site charges those"),
+        ("project", "set pbs.project"),
+        ("ngpus", "ask the site what it calls its accelerators, and use pbs.select_extra"),
+        ("unknown resource", "correct pbs.select_extra; `pbsnodes -a` shows what nodes have"),
+        ("walltime", "lower resources.walltime; `qstat -Qf` shows the limits"),
+        ("select", "lower resources; `pbsnodes -a` shows the nodes"),
+        ("illegal attribute", "correct pbs.directives"),
+        ("cannot connect", "PBS's server cannot be reached; check the login node or PBS_SERVER"),
+    )
 
     def render(self, request: JobRequest) -> str:
         """See :class:`~pipectl.batch.protocol.Scheduler`."""
-        return render_script(request)
+        refuse_srun(request, "jobs on PBS")
+        pbs, directory = request.pbs, str(request.run_directory)
+        if ":" in directory:
+            raise InvalidInputError(
+                f"output.directory: {directory!r} holds a colon, after which PBS would look for a "
+                "path",
+                cure="choose a directory without one",
+            )
+        if request.array is not None and len(request.array.runs) == 1:
+            raise InvalidInputError(
+                "sweep: PBS takes no array of a single job",
+                cure="give the sweep another point, or its value to the job itself",
+            )
+        place = pbs.place or ("scatter" if request.node_count > 1 else None)
+        options = {
+            "A": pbs.account,
+            "P": pbs.project,
+            "q": pbs.queue,
+            "m": pbs.mail,
+            "M": pbs.mail_user,
+        }
+        own = {
+            "hydra": ("HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP"),
+            "openmpi": ("PRTE_MCA_plm",),
+        }  # beginnings of variables with which a job reaches other nodes in a way of its own
+        several = not request.alone and request.node_count > 1
+        launch: tuple[str, ...] = ()
+        if request.alone:
+            launch = request.in_container(request.command)
+        elif request.array is None:
+            launch = mpiexec_command(request)
+        return render_script(
+            "pbs.sh.j2",
+            request,
+            _SYNTAX,
+            scheduler=self.name,
+            directives=[_SYNTAX.check(line, "pbs.directives") for line in pbs.directives],
+            job_name=_job_name(request),
+            options={letter: value for letter, value in options.items() if value is not None},
+            select=_select(request),
+            place=place and _resources(place, "pbs.place"),
+            wait_s=request.walltime_s - request.stop.lead_time_s if request.stop else 0,
+            exports=[
+                mpi for mpi, names in own.items() if several and not request.has_variable(*names)
+            ],
+            launch=launch,
+            array_index="PBS_ARRAY_INDEX",
+        )
 
-    def submit(self, script: Path, request: JobRequest) -> str:
-        """Submit with qsub; when its answer is lost, the job is looked up by its name."""
-        return _QSUB.submit(script, request, self._run, self.find)
+    def _submitted_id(self, stdout: str) -> str | None:
+        matches = (_JOB_ID.fullmatch(line.strip()) for line in reversed(stdout.splitlines()))
+        return next((match[0] for match in matches if match), None)
+
+    def _mark(self, tag: str) -> str:
+        return f"whose name ends in {_suffix(tag)!r}"
 
     def query(
         self,
@@ -80,14 +158,14 @@ class PbsScheduler:
         done = self._run("qstat", "-x", *expanded, "-f", *jobs)
         found = parse_qstat(done.stdout)
         if not found and done.returncode not in {0, _UNKNOWN_ID, _FINISHED}:
-            raise SchedulerError(f"qstat: {done.said}", cure="try again in a minute")
+            raise SchedulerError(f"qstat: {done.message}", cure="try again in a minute")
         return {job_id: found[job_id] for job_id in ids if job_id in found}
 
     def cancel(self, job_id: str) -> None:
         """See :class:`~pipectl.batch.protocol.Scheduler`."""
         done = self._run("qdel", job_id)
         if done.returncode not in {0, _UNKNOWN_ID, _FINISHED}:
-            raise SchedulerError(f"qdel {job_id}: {done.said}", cure="try again in a minute")
+            raise SchedulerError(f"qdel {job_id}: {done.message}", cure="try again in a minute")
 
     def task_id(self, array_id: str, index: int) -> str:
         """See :class:`~pipectl.batch.protocol.Scheduler`."""
@@ -105,11 +183,21 @@ class PbsScheduler:
         """The id of the latest job of ours whose name ends as the tag says."""
         done = self._run("qselect", "-x", "-u", getpass.getuser())
         if done.returncode != 0:
-            raise SchedulerError(f"qselect: {done.said}", cure="try again in a minute")
+            raise SchedulerError(f"qselect: {done.message}", cure="try again in a minute")
         ids = done.stdout.split()
         listed = self._run("qstat", "-x", "-f", *ids).stdout if ids else ""
-        matches = (job for job, name in parse_names(listed).items() if name.endswith(suffix(tag)))
+        matches = (job for job, name in parse_names(listed).items() if name.endswith(_suffix(tag)))
         return max(matches, key=job_number, default=None)
+
+    def queues(self) -> tuple[Queue, ...]:
+        """The queues that jobs may be submitted to, the default first."""
+        texts = []
+        for command in (("qstat", "-Q", "-f"), ("qstat", "-B", "-f"), ("pbsnodes", "-a")):
+            done = process.run(command, cure=_CURE, env=_environment(), timeout_s=_QUEUES_TIMEOUT_S)
+            if done.returncode != 0:
+                raise SchedulerError(f"{command[0]}: {done.message}", cure="try again in a minute")
+            texts.append(done.stdout)
+        return parse_queues(*texts)
 
     def _run(self, *argv: str) -> process.Completed:
         return process.run(argv, cure=_CURE, env=_environment(), timeout_s=self._timeout_s)
@@ -122,3 +210,243 @@ def _environment() -> dict[str, str]:
     """
     kept = {name: value for name, value in os.environ.items() if name not in _OVERRIDES}
     return {**kept, "LC_ALL": "C"}
+
+
+def _job_name(request: JobRequest) -> str:
+    """The job's name: that of the spec, and what tells this submission from all others.
+
+    PBS has no field for comments, and allows names of more than 200 characters (15 before
+    version 10).
+    """
+    first = "" if request.name[:1].isalpha() else "j"
+    return f"{first}{request.name[:_NAME_LENGTH]}{_suffix(request.tag)}"
+
+
+def _suffix(tag: str) -> str:
+    """How the names of jobs with this tag end."""
+    return f".{tag.split()[-1]}"
+
+
+def _select(request: JobRequest) -> str:
+    """One chunk per node; what it counts is per chunk."""
+    first = MoreNodes(
+        request.nodes,
+        request.tasks_per_node,
+        request.memory_per_node_bytes,
+        select_extra=request.pbs.select_extra,
+    )
+    chunks = []
+    for number, kind in enumerate((first, *request.more)):
+        parts = [
+            str(kind.nodes),
+            f"ncpus={kind.tasks_per_node * request.cpus_per_task}",
+            f"mpiprocs={kind.tasks_per_node}",
+            f"ompthreads={request.threads}",
+        ]
+        if request.gpus_per_node:
+            parts.append(f"ngpus={request.gpus_per_node}")
+        if kind.memory_per_node_bytes is not None:
+            parts.append(f"mem={-(-kind.memory_per_node_bytes // 2**20)}mb")
+        if kind.select_extra:
+            key = f"resources.more.{number - 1}.pbs" if number else "pbs"
+            parts.append(_resources(kind.select_extra, f"{key}.select_extra").lstrip(":"))
+        chunks.append(":".join(parts))
+    return "+".join(chunks)
+
+
+def _resources(text: str, what: str) -> str:
+    """``text`` itself: within ``-l`` nothing is quoted, so only plain characters may be there."""
+    if _RESOURCES.fullmatch(text):
+        return text
+    raise InvalidInputError(
+        f"{what}: {text!r} cannot stand in a resource list of PBS",
+        cure="write it as after -l, for example model=icelake:bigmem=True",
+    )
+
+
+_LIVE = {
+    "Q": JobState.QUEUED,
+    "W": JobState.QUEUED,
+    "T": JobState.QUEUED,
+    "H": JobState.HELD,
+    "R": JobState.RUNNING,
+    "B": JobState.RUNNING,
+    "S": JobState.SUSPENDED,
+    "U": JobState.SUSPENDED,
+    "E": JobState.COMPLETING,
+}
+_OVER = frozenset("FXC")
+_DELETED, _DONE, _MOVED = 91, 92, 94
+"""Substates of jobs that are over (src/include/job.h)."""
+_SIGNALLED = 256
+"""Added to the number of the signal that ended a job."""
+_OF_PBS = {
+    -29: (JobState.TIMEOUT, "over its walltime"),
+    -28: (JobState.TIMEOUT, "over its processor time"),
+    -27: (JobState.OUT_OF_MEMORY, "over its memory"),
+    -26: (JobState.OUT_OF_MEMORY, "over its virtual memory"),
+    -25: (JobState.FAILED, "used more cores than it asked for"),
+    -24: (JobState.FAILED, "used more cores than it asked for"),
+    -20: (JobState.NODE_FAIL, "its first node was lost"),
+}
+_JOB_ID = re.compile(r"([0-9]{1,18}(?:\[[0-9]*\])?)(\.[A-Za-z0-9._-]+)?")
+_HEAD = re.compile(r"Job Id: (\S+)")
+_FIELD = re.compile(r"    ([A-Za-z_.]+) = (.*)")
+_HOST = re.compile(r"([^/+()\s]+)/")
+_DOWN = {"down", "offline", "state-unknown", "stale"}
+_QUEUE_HEAD = re.compile(r"(?:Queue: )?([A-Za-z0-9_.-]+)")
+_QUEUE_FIELD = re.compile(r"\s+([A-Za-z_.]+) = (.*)")
+_SIZE = re.compile(r"(\d{1,15})([kmgt]?)b?")
+
+
+def parse_qstat(stdout: str) -> dict[str, JobStatus]:
+    """The jobs in what ``qstat -x -f`` prints, by id."""
+    return {job_id: _status(fields) for job_id, fields in _jobs(stdout)}
+
+
+def parse_names(stdout: str) -> dict[str, str]:
+    """The names of the jobs in what ``qstat -x -f`` prints, by id."""
+    return {job_id: fields.get("Job_Name", "") for job_id, fields in _jobs(stdout)}
+
+
+def _jobs(stdout: str) -> Iterator[tuple[str, Mapping[str, str]]]:
+    """Ids and fields. The first of two fields counts: a later one may be of the environment."""
+    job_id, fields, last = "", {}, ""  # type: tuple[str, dict[str, str], str]
+    for line in stdout.splitlines():
+        if head := _HEAD.fullmatch(line.strip()):
+            if job_id:
+                yield job_id, fields
+            job_id, fields, last = head[1], {}, ""
+        elif field := _FIELD.fullmatch(line):
+            last = field[1]
+            fields.setdefault(last, field[2])
+        elif line.startswith("\t") and last:
+            fields[last] += line.strip()
+    if job_id:
+        yield job_id, fields
+
+
+def _status(fields: Mapping[str, str]) -> JobStatus:
+    letter, code = fields.get("job_state", ""), _number(fields.get("Exit_status"))
+    state, reason = _verdict(letter, _number(fields.get("substate")), code)
+    if not reason and not state.final:
+        reason = _comment(state, fields)
+    return JobStatus(
+        state,
+        reason=reason,
+        exit_code=_shell_code(state, code),
+        nodes=",".join(dict.fromkeys(_HOST.findall(fields.get("exec_host", "")))),
+        start=_time(fields.get("stime")) or _time(fields.get("estimated.start_time")),
+        end=_time(fields.get("mtime")) if state.final else None,
+    )
+
+
+def _verdict(letter: str, substate: int | None, code: int | None) -> tuple[JobState, str]:
+    """State and reason."""
+    if letter in _LIVE:
+        return _LIVE[letter], ""
+    if letter == "M" or substate == _MOVED:
+        return JobState.UNKNOWN, "moved to another server"
+    if letter not in _OVER:
+        return JobState.UNKNOWN, f"PBS calls its state {letter!r}"
+    if substate == _DELETED:
+        return JobState.CANCELLED, ""
+    if code is None and letter == "X":
+        return JobState.UNKNOWN, "over; PBS keeps no exit code of jobs of an array"
+    if code is None:
+        if substate == _DONE:
+            return JobState.CANCELLED, "never ran: a job that it depended on failed"
+        return JobState.FAILED, "over, and left no exit code"
+    if code == 0:
+        return JobState.COMPLETED, ""
+    return _of_code(code)
+
+
+def _of_code(code: int) -> tuple[JobState, str]:
+    """What an exit status other than 0 says."""
+    if code < 0:
+        return _OF_PBS.get(code, (JobState.FAILED, f"PBS could not run it (status {code})"))
+    if code > _SIGNALLED:
+        return JobState.FAILED, f"ended by signal {code - _SIGNALLED}"
+    return JobState.FAILED, f"exit code {code}"
+
+
+def _shell_code(state: JobState, code: int | None) -> int | None:
+    """As a shell would report it: 128 + signal for a job that was killed."""
+    if code is None or code < 0 or not state.final:
+        return None
+    return code - 128 if code > _SIGNALLED else code
+
+
+def _comment(state: JobState, fields: Mapping[str, str]) -> str:
+    """Why it waits."""
+    if not state.waits:
+        return ""
+    if state is JobState.HELD and fields.get("depend"):
+        return f"waits for {fields['depend']}"
+    return fields.get("comment", "").removeprefix("Not Running: ")
+
+
+def parse_queues(queues: str, server: str, nodes: str) -> tuple[Queue, ...]:
+    """The queues that jobs may be submitted to, the default first.
+
+    Args:
+        queues, server, nodes: what ``qstat -Q -f``, ``qstat -B -f`` and ``pbsnodes -a`` print.
+    """
+    default = next((fields.get("default_queue") for _, fields in _blocks(server)), None)
+    hosts = [
+        fields
+        for _, fields in _blocks(nodes)
+        if not _DOWN & set(re.split(r"[,\s]+", fields.get("state", "")))
+    ]
+
+    def smallest(resource: str) -> int:
+        key = f"resources_available.{resource}"
+        return min((digits(host.get(key, "")) for host in hosts), default=0)
+
+    found = [
+        Queue(
+            name,
+            default=name == default,
+            open=fields.get("enabled") == "True" and fields.get("started") == "True",
+            walltime_s=parse_limit(fields.get("resources_max.walltime", "")),
+            nodes=min(len(hosts), digits(fields.get("resources_max.nodect", "")) or len(hosts)),
+            cores=smallest("ncpus"),
+            memory_bytes=min(filter(None, map(_memory, hosts)), default=None),
+            gpus=smallest("ngpus"),
+        )
+        for name, fields in _blocks(queues)
+        if "queue_type" in fields
+    ]
+    return tuple(sorted(found, key=lambda queue: not queue.default))
+
+
+def _blocks(stdout: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """Names and fields of what PBS lists: a name at the margin, indented ``field = value``."""
+    name, fields = "", {}  # type: tuple[str, dict[str, str]]
+    for line in stdout.splitlines():
+        if field := _QUEUE_FIELD.fullmatch(line):
+            fields[field[1]] = field[2].strip()
+        elif head := _QUEUE_HEAD.fullmatch(line.removeprefix("Server: ").strip()):
+            if name:
+                yield name, fields
+            name, fields = head[1], {}
+    if name:
+        yield name, fields
+
+
+def _memory(fields: dict[str, str]) -> int | None:
+    size = _SIZE.fullmatch(fields.get("resources_available.mem", "").lower())
+    return None if size is None else int(size[1]) * 1024 ** "bkmgt".index(size[2] or "b")
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and re.fullmatch("-?[0-9]{1,9}", text) else None
+
+
+def _time(text: str | None) -> float | None:
+    """Seconds since the epoch of a time such as ``Fri Nov 20 16:34:21 2026``."""
+    try:
+        return datetime.strptime(text or "", "%a %b %d %H:%M:%S %Y").timestamp()
+    except ValueError:
+        return None

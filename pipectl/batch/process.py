@@ -36,8 +36,8 @@ class Completed:
     stderr: str
 
     @property
-    def said(self) -> str:
-        """What it complained about, or what it printed, or its exit code."""
+    def message(self) -> str:
+        """What it wrote on standard error, or on standard output, or its exit code."""
         return self.stderr or self.stdout or f"exit code {self.returncode}"
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
-from pipectl.batch.container import Container
-from pipectl.batch.template import Template
+from pipectl.errors import InvalidInputError
 
 
 class JobState(StrEnum):
@@ -63,8 +63,8 @@ class JobStatus:
     """What is known about one job.
 
     Args:
-        reason: why it is in this state, in the source's words; empty where it gives none.
-        exit_code: of the job script, where known.
+        reason: why it is in this state, in the source's words; empty if it gives none.
+        exit_code: of the job script, if known.
         nodes: host list in the batch system's notation; empty before the start.
         start, end: seconds since the epoch; before the start ``start`` is a forecast, and ``end``
             is there for final states only.
@@ -82,37 +82,103 @@ class JobStatus:
 
 
 @dataclass(frozen=True)
-class SlurmOptions:
-    """What only Slurm knows; ``directives`` are extra ``sbatch`` options, written verbatim.
+class Queue:
+    """A partition of Slurm or queue of PBS; None and 0 stand for what is not known.
 
     Args:
-        omit: names of options that are left out, though the job asks for what they say.
+        default: whether jobs that name none go there.
+        open: whether it takes jobs and runs them.
+        walltime_s: the longest walltime of a job.
+        nodes: in all.
+        cores, memory_bytes, gpus: per node; the smallest, if they differ.
     """
 
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    reservation: str | None = None
-    gres: str | None = None
-    licenses: str | None = None
-    nodelist: str | None = None
-    exclude: str | None = None
-    mail_type: str | None = None
-    mail_user: str | None = None
-    exclusive: bool = False
+    name: str
+    default: bool = False
+    open: bool = True
+    walltime_s: int | None = None
+    nodes: int = 0
+    cores: int = 0
+    memory_bytes: int | None = None
+    gpus: int = 0
+
+
+@dataclass(frozen=True)
+class Container:
+    """Where commands of a job run: Apptainer, which was Singularity.
+
+    Args:
+        image: path of an image, or an address such as ``docker://…``; its ``python3`` has torch,
+            mpi4py and pipectl.
+        binds: directories of the host that it sees under the same names.
+        accelerators: whether it sees those of the node.
+    """
+
+    image: str
+    binds: tuple[Path, ...] = ()
+    accelerators: bool = False
+
+    def wrap(self, words: tuple[str, ...], python: str) -> tuple[str, ...]:
+        """The command that runs ``words`` within the container.
+
+        Args:
+            python: of the host; the container's runs instead.
+
+        Raises:
+            InvalidInputError: a directory cannot be named to Apptainer.
+        """
+        for path in self.binds:
+            if re.search("[,:]", str(path)):
+                raise InvalidInputError(
+                    f"environment.container: {path} holds a comma or colon, which Apptainer would "
+                    "take for the end of its name",
+                    cure="choose a directory without one",
+                )
+        options = (*("--nv",) * self.accelerators, *(f"--bind={path}" for path in self.binds))
+        program = "python3" if words[0] == python else words[0]
+        return ("apptainer", "exec", *options, self.image, program, *words[1:])
+
+    def seeing(self, directory: Path) -> Container:
+        """The same, with one directory more."""
+        return replace(self, binds=tuple(dict.fromkeys((*self.binds, directory))))
+
+
+@dataclass(frozen=True)
+class Template:
+    """A user's own job script: a Jinja template that extends ours.
+
+    Args:
+        file: its path, for messages.
+    """
+
+    file: str
+    text: str
+
+
+@dataclass(frozen=True)
+class SlurmOptions:
+    """What only Slurm knows.
+
+    Args:
+        options: of sbatch, by long name; None for those without a value.
+        omit: names of options that are not written, though the job asks for what they say.
+        directives: further options, verbatim; those that pipectl writes overrule them.
+    """
+
+    options: Mapping[str, str | None] = field(default_factory=dict)
     omit: tuple[str, ...] = ()
     directives: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class PbsOptions:
-    """What only PBS knows; ``directives`` are extra ``qsub`` options, written verbatim.
+    """What only PBS knows.
 
     Args:
-        place: of the chunks, one a node; None scatters them over as many nodes.
+        place: of the chunks, one per node; None scatters them over as many nodes.
         select_extra: appended to the chunk, such as ``model=icelake``.
-        mail: upon what mail is sent, in qsub's letters.
+        mail: on which events mail is sent, in qsub's letters.
+        directives: further options of qsub, verbatim; those that pipectl writes overrule them.
     """
 
     queue: str | None = None
@@ -137,7 +203,7 @@ class MoreNodes:
     nodes: int
     tasks_per_node: int
     memory_per_node_bytes: int | None = None
-    slurm: SlurmOptions = SlurmOptions()
+    slurm: SlurmOptions = field(default_factory=SlurmOptions)
     select_extra: str | None = None
 
 
@@ -180,7 +246,7 @@ class JobRequest:
         run_directory: absolute; on a file system that every node sees.
         python: absolute path of the interpreter that submits.
         ranks: processes in all, at most as many as the tasks on all nodes.
-        more: nodes of further kinds, whose ranks are numbered behind those of ``nodes``.
+        more: nodes of further kinds, whose ranks are numbered after those of ``nodes``.
         command: of one rank, started ``ranks`` times under MPI.
         alone: whether the command is started once, on the first node, without MPI.
         prepare: commands run once, on the first node, before the launch.
@@ -188,18 +254,18 @@ class JobRequest:
         variables: exported to every rank.
         threads_per_task: with which ranks compute; None for one on each of their cores.
         launcher: ``mpiexec``, ``srun`` or ``auto``.
-        mpi: for srun its ``--mpi``; for mpiexec whose it is, see :mod:`pipectl.batch.dialects`; or
-            ``auto``, which is not known.
-        bind: ``cores`` ties each rank to its own, ``numa`` to a domain, ``none`` to nothing.
+        mpi: for srun its ``--mpi``; for mpiexec whose it is, see :mod:`pipectl.batch.launchers`;
+            ``auto`` if that is not known.
+        bind: ``cores`` binds each rank to its own, ``numa`` to a domain, ``none`` to nothing.
         launch_args: appended to the launcher's options.
         mpiexec: path of mpiexec; None takes the one beside ``python``, else the first on PATH.
         stop: None for jobs that cannot go on where they stopped.
         after: ids of jobs of the same batch system that must have completed before.
         container: in which ``prepare`` and the ranks run; the launcher stays outside.
-        template: a script of the user's around the whole; None for none.
+        template: the user's own; None for none.
         array: None for a single job. For an array ``run_directory`` is that of the sweep, the
-            resources are those of every job, and ``command`` starts the runs where no batch system
-            does, on this machine.
+            resources are those of every job, and ``command`` starts the runs on this machine,
+            where no batch system does.
     """
 
     name: str
@@ -230,8 +296,8 @@ class JobRequest:
     container: Container | None = None
     template: Template | None = None
     array: Array | None = None
-    slurm: SlurmOptions = SlurmOptions()
-    pbs: PbsOptions = PbsOptions()
+    slurm: SlurmOptions = field(default_factory=SlurmOptions)
+    pbs: PbsOptions = field(default_factory=PbsOptions)
     more: tuple[MoreNodes, ...] = ()
 
     @property
@@ -241,16 +307,22 @@ class JobRequest:
 
     @property
     def threads(self) -> int:
-        """Threads that a rank computes with."""
+        """Threads that each rank computes with."""
         return self.threads_per_task or self.cpus_per_task
+
+    @property
+    def memory_per_node_mib(self) -> int | None:
+        """``memory_per_node_bytes`` rounded up to MiB."""
+        size = self.memory_per_node_bytes
+        return None if size is None else -(-size // 2**20)
 
     def has_variable(self, *beginnings: str) -> bool:
         """Whether ``environment.variables`` has one whose name begins with one of these."""
         return any(name.startswith(beginnings) for name in self.variables)
 
-    def within(self, words: tuple[str, ...]) -> tuple[str, ...]:
+    def in_container(self, words: tuple[str, ...]) -> tuple[str, ...]:
         """A command of the job as it is started: in its container, if it has one."""
-        return words if self.container is None else self.container.around(words, self.python)
+        return words if self.container is None else self.container.wrap(words, self.python)
 
 
 class Scheduler(Protocol):
@@ -259,7 +331,7 @@ class Scheduler(Protocol):
     name: str
 
     def render(self, request: JobRequest) -> str:
-        """The job script; InvalidInputError where the request cannot be written down safely."""
+        """The job script; InvalidInputError if the request cannot be written down safely."""
 
     def submit(self, script: Path, request: JobRequest) -> str:
         """Hand the script over and return the job's id."""
@@ -282,7 +354,10 @@ class Scheduler(Protocol):
         """Ask for the end of a job; ids that are already gone are no error."""
 
     def estimate(self, script: Path) -> str | None:
-        """When the job would start, in the system's words; None where it cannot tell."""
+        """When the job would start, in the system's words; None if it cannot tell."""
 
     def find(self, tag: str) -> str | None:
         """The id of the job submitted with this tag, for submissions that were interrupted."""
+
+    def queues(self) -> tuple[Queue, ...]:
+        """Partitions or queues, the default first; none if the system has none."""

@@ -1,149 +1,119 @@
-"""The body that the job scripts of all batch systems share, as a pure function."""
+"""Job scripts: the templates in ``templates/``, or a user's template that extends one of them.
+
+What a template writes with ``{{ }}`` is quoted for the shell unless it is marked as safe: a text is
+one word, a sequence a command line. Jinja is imported only when a script is rendered.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+import shlex
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipectl.batch.protocol import JobRequest
-from pipectl.batch.quoting import checked, shell_command, shell_word, variable_name
-from pipectl.batch.template import AFTER_FRAME, BEFORE_BODY
-from pipectl.runs import ATTEMPT, REQUEUE_ERROR, RUN_VARIABLE, VARIABLES
+from pipectl.batch import process
+from pipectl.batch.protocol import JobRequest, Template
+from pipectl.batch.quoting import checked, options_of, slurm_file, slurm_value
+from pipectl.errors import InvalidInputError, PipectlError, Problem, SpecError
+from pipectl.units import did_you_mean, format_clock
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+    from jinja2 import Template as Compiled
 
 CHECKPOINTED = 75
 """Exit code of a script whose ranks stopped at a checkpoint before they were done."""
-
-_FRAME = f"""\
-# The exit code is written whole, whatever ends the script.
-rm -f "${RUN_VARIABLE}"/{{exit_code,stop,stopped,{REQUEUE_ERROR}}}
-finish() {{
-    local code=$?
-    (umask 077 && echo "$code" >"${RUN_VARIABLE}/exit_code.tmp") &&
-        mv -f "${RUN_VARIABLE}/exit_code.tmp" "${RUN_VARIABLE}/exit_code"
-}}
-trap finish EXIT
-
-# Which start of the job this is.
-attempt=0
-[[ -r "${RUN_VARIABLE}/attempt" ]] && read -r attempt <"${RUN_VARIABLE}/attempt"
-[[ $attempt =~ ^[0-9]{{1,9}}$ ]] || attempt=0
-attempt=$((10#$attempt + 1))
-(umask 077 && echo "$attempt" >"${RUN_VARIABLE}/attempt.tmp") &&
-    mv -f "${RUN_VARIABLE}/attempt.tmp" "${RUN_VARIABLE}/attempt"
-export {ATTEMPT}=$attempt
-if ((attempt > 1)); then # what earlier starts reported is out of the way, not lost
-    before="${RUN_VARIABLE}/errors/attempt-$((attempt - 1))"
-    (umask 077 && mkdir -p "$before") && mv -f "${RUN_VARIABLE}"/errors/*.json "$before" 2>/dev/null
-    rm -f "${RUN_VARIABLE}"/errors/*.json # they would count as failures of this start
-fi
-
-# Signals go on to the running command; bash sees them only while it waits, so every command
-# runs in the background, and 'wait' is repeated after a signal. Should a command end in the very
-# moment of a signal, bash loses its exit code (wait gives -1): then the signal's code counts.
-child=
-interrupted=
-forward() {{
-    interrupted=$2
-    if [[ -n $child ]]; then
-        kill -s "$1" "$child" 2>/dev/null
-    elif [[ $1 == TERM || $1 == INT ]]; then
-        exit "$2"
-    fi
-}}
-trap 'forward TERM 143' TERM
-trap 'forward INT 130' INT
-trap 'forward USR1 138' USR1
-trap 'forward USR2 140' USR2
-run() {{
-    "$@" &
-    child=$!
-    await
-}}
-await() {{
-    local code signalled=1
-    while :; do
-        interrupted=
-        wait "$child"
-        code=$?
-        [[ -z $interrupted ]] && break
-        signalled=$interrupted
-    done
-    child=
-    if ((code < 0)); then
-        code=$signalled
-        [[ -e "${RUN_VARIABLE}/stopped" ]] && code=0 # ranks that stop at a checkpoint end well
-    fi
-    return "$code"
-}}
-
-# Launchers do not survive all signals that ranks do. One may wait for ever for a node that does not
-# answer: it is killed some time after a rank has failed.
-shielded=
-tick_s=5
-patience=12
-run_ranks() {{
-    local code guard
-    (
-        [[ $shielded ]] && trap '' USR1 USR2
-        with_variables "$@"
-    ) &
-    child=$!
-    guard "$child" &
-    guard=$!
-    disown "$guard"
-    await
-    code=$?
-    kill -s KILL "$guard" 2>/dev/null
-    return "$code"
-}}
-guard() {{
-    trap '' TERM INT USR1 USR2
-    trap - EXIT
-    while ((patience > 0)); do
-        read -rt "$tick_s" <> <(:)
-        kill -s 0 "$1" 2>/dev/null || return
-        compgen -G "${RUN_VARIABLE}/errors/rank-*.json" >/dev/null && ((patience--))
-    done
-    kill -s 0 "$1" 2>/dev/null || return
-    echo "pipectl: a rank failed, and the launcher has not ended: it is killed" >&2
-    kill -s KILL "$1" 2>/dev/null # last: the script, once its launcher is gone, ends this guard
-}}"""
+_TEMPLATES = Path(__file__).parent / "templates"
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SHEBANG = re.compile(r"#!\s*(/\S*/bash|/usr/bin/env (-S )?bash)(\s.*)?")
+_BASH_ERROR = re.compile(r"line (\d+): (.*)")
+_CURE = "docs/slurm.md shows a template"
 
 
-def render_body(
-    request: JobRequest,
-    launch: Sequence[str],
-    *,
-    before: Sequence[str] = (),
-    after: Sequence[str] = (),
-    again: Iterable[str] = (),
-) -> str:
-    """Everything below the scheduler's directives.
+class DirectiveSyntax(NamedTuple):
+    """How a batch system reads the options in the head of a script.
 
     Args:
-        launch: the command that starts all ranks.
-        before: shell lines of the batch system, run just before the launch.
-        after: and just after it, if ranks can be stopped.
-        again: shell lines of the batch system that have the job started again, run when ranks
-            stopped before they were done, if it may.
+        mark: of a line of options.
+        command: that reads them.
+        example: of an option.
+        flags: letters of options without a value: others may follow in the same word.
+        refusal: name and cure of an option that may not be the user's; None if it may.
+    """
+
+    mark: str
+    command: str
+    example: str
+    flags: str
+    refusal: Callable[[str], tuple[str, str] | None]
+
+    def check(self, text: str, what: str) -> str:
+        """A user's line of options without the mark.
+
+        Args:
+            what: where it is written.
+
+        Raises:
+            InvalidInputError: it is none, or holds an option that may not be the user's.
+        """
+        line = checked(text, what).strip().removeprefix(self.mark).strip()
+        if not line.startswith("-"):
+            raise InvalidInputError(
+                f"{what}: {text!r} is no option of {self.command}",
+                cure=f"write it as on {self.command}'s command line, for example {self.example}",
+            )
+        for option in options_of(line, self.flags):
+            if refusal := self.refusal(option):
+                name, cure = refusal
+                raise InvalidInputError(f"{what}: {name} cannot be set here", cure=cure)
+        return line
+
+    def lines(self, script: str) -> list[str]:
+        """The lines of options of a script; those after the first command do not count."""
+        lines = []
+        for line in script.splitlines():
+            if line.strip() and not line.lstrip().startswith("#"):
+                break
+            if re.match(rf"{self.mark}(\s|$)", line):
+                lines.append(line)
+        return lines
+
+
+def render_script(
+    base: str, request: JobRequest, syntax: DirectiveSyntax | None = None, **values: Any
+) -> str:
+    """The whole job script.
+
+    Args:
+        base: name of a template of ours, or the text of another that extends ``job.sh.j2``.
+        syntax: None if the batch system reads no options in scripts.
+        values: further variables of ``base``; ``job`` is the request.
 
     Raises:
-        InvalidInputError: a value that cannot be written into a script.
+        InvalidInputError: a value cannot be written into a script, or the user's template is wrong.
     """
-    start = "run with_variables" if request.alone else "run_ranks"
-    words = shell_command(launch, "launch")
-    blocks = [
-        *((BEFORE_BODY,) if request.template else ()),
-        "\n".join(_enter(request)),
-        _FRAME,
-        *((AFTER_FRAME,) if request.template else ()),
-        *_stop(request),
-        *_environment(request),
-        "\n".join(_exports(request)),
-        *_variables(request),
-        *(_prepare(request.within(words)) for words in request.prepare),
-        "\n".join((*before, *_traps(request), f"{start} {words}", *_end(request, after, again))),
-    ]
-    return "\n\n".join(blocks) + "\n"
+    for what, text in _texts(request):
+        checked(text, what)
+    environment = _environment()
+    ours = environment.from_string(base) if "{%" in base else environment.get_template(base)
+    context = {"job": request, "base": ours, **values}
+    script = ours.render(context)
+    if request.template is None:
+        return script
+    template = request.template
+    user = _compile(environment, template)
+    try:
+        custom = user.render(context)
+    except Exception as error:  # whatever expressions in a template may raise
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno or 1 for frame in frames if frame.filename == template.file]
+        message = error.message if isinstance(error, PipectlError) else str(error)
+        raise _fault(template, lines[-1] if lines else 1, message or repr(error)) from None
+    _check_custom(template, script, custom, syntax)
+    return custom
 
 
 def render_variables(request: JobRequest) -> str:
@@ -152,105 +122,176 @@ def render_variables(request: JobRequest) -> str:
     Raises:
         InvalidInputError: a name or value that bash cannot export.
     """
+    for what, text in _texts(request):
+        checked(text, what)
     return "".join(
-        f"export {name}={shell_word(value, f'environment.variables.{variable_name(name)}')}\n"
-        for name, value in request.variables.items()
+        f"export {name}={shlex.quote(text)}\n" for name, text in request.variables.items()
     )
 
 
-def _prepare(words: tuple[str, ...]) -> str:
-    return f'run with_variables {shell_command(words, "prepare")} || exit "$?"'
+def check_template(template: Template) -> None:
+    """Refuse a template that cannot extend ours, with the line.
 
-
-def _variables(request: JobRequest) -> Iterator[str]:
-    """In the process of what is run alone: none of them is one of this script's own."""
-    render_variables(request)  # refused before there is a run
-    names = ", ".join(request.variables)
-    lines = [f"# environment.variables ({names}) are in a file for its owner alone."] * bool(names)
-    lines.append("with_variables() {")
-    if names:
-        lines.append(f'    source "${RUN_VARIABLE}/{VARIABLES}" || exit 1')
-    yield "\n".join([*lines, '    exec "$@"', "}"])
-
-
-def _stop(request: JobRequest) -> Iterator[str]:
-    if request.stop is not None:
-        yield (
-            "# Ranks that find this file save a checkpoint and end. A signal that is named in it\n"
-            "# ends the job for good.\n"
-            "ask_to_stop() {\n"
-            f'    (umask 077 && printf %s "${{1-}}" >>"${RUN_VARIABLE}/stop")\n'
-            "    interrupted=1\n"
-            "}\n"
-            f"trap ask_to_stop {request.stop.signal}"
-        )
-
-
-def _traps(request: JobRequest) -> Iterator[str]:
-    """The signals from the launch on: TERM would end launchers, and the ranks with them."""
-    if request.stop is not None:
-        yield "trap 'ask_to_stop TERM' TERM"
-        yield "trap 'ask_to_stop INT' INT"
-        yield "trap ask_to_stop USR1 USR2"
-        yield "shielded=1"
-
-
-def _end(request: JobRequest, after: Sequence[str], again: Iterable[str]) -> Iterator[str]:
-    """The script's end, after the launch."""
-    if request.stop is None:
-        yield 'exit "$?"'
-        return
-    yield "code=$?"
-    yield from after
-    yield f'if ((code == 0)) && [[ -e "${RUN_VARIABLE}/stopped" ]]; then'
-    yield f"    code={CHECKPOINTED}"
-    if request.stop.requeues and (commands := list(again)):
-        wanted = f'[[ ! -s "${RUN_VARIABLE}/stop" ]]'
-        yield f"    if ((attempt <= {request.stop.requeues})) && {wanted}; then"
-        yield from (f"        {line}" for line in commands)
-        yield "    fi"
-    yield "fi"
-    yield 'exit "$code"'
-
-
-def _enter(request: JobRequest) -> Iterator[str]:
-    directory = shell_word(str(request.run_directory), "output.directory")
-    yield "set -uo pipefail"
-    yield f"export {RUN_VARIABLE}={directory}"
-    yield f'cd "${RUN_VARIABLE}" || exit 1'
-
-
-def _environment(request: JobRequest) -> Iterator[str]:
-    """Modules and the user's own lines; neither is expected to survive ``set -u``.
-
-    What traps they set for commands that fail or begin would end or disturb what follows.
+    Raises:
+        SpecError: it cannot.
     """
-    if not (request.modules or request.setup):
-        return
-    lines = ["set +u"]
-    if request.modules:
-        lines.append("type module >/dev/null 2>&1 || source /etc/profile")
-        modules = shell_command(request.modules, "environment.modules")
-        lines.append(f"module load {modules} || exit 1")
-    if request.setup:
-        lines.append("# environment.setup, verbatim:")
-        lines.extend(_setup_lines(request))
-    lines.append(
-        f'trap - ERR DEBUG RETURN\nset +e\nset -uo pipefail\ncd "${RUN_VARIABLE}" || exit 1'
+    for number, line in enumerate(template.text.split("\n"), start=1):
+        try:
+            checked(line.replace("\t", "").removesuffix("\r"), "this line")
+        except InvalidInputError as error:
+            raise _fault(template, number, error.message) from None
+    _compile(_environment(), template)
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import FileSystemLoader, StrictUndefined, pass_eval_context
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from markupsafe import Markup
+
+    @pass_eval_context  # else constants would be escaped as HTML before they come here
+    def quote(_: object, value: object) -> Markup:
+        if isinstance(value, Markup):
+            return value
+        words = value if isinstance(value, list | tuple) else (value,)
+        return Markup(" ".join(shlex.quote(str(word)) for word in words))
+
+    # With autoescape, what blocks, macros and filters return is Markup: it is quoted already.
+    environment = ImmutableSandboxedEnvironment(
+        loader=FileSystemLoader(_TEMPLATES),
+        undefined=StrictUndefined,
+        autoescape=True,
+        finalize=quote,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        comment_start_string="{##",  # bash has ${#variable}
+        comment_end_string="##}",
     )
-    yield "\n".join(lines)
+    environment.filters["slurm"] = lambda value: Markup(slurm_value(str(value)))
+    environment.filters["slurm_file"] = lambda path: Markup(slurm_file(str(path)))
+    environment.filters["clock"] = format_clock
+    return environment
 
 
-def _setup_lines(request: JobRequest) -> Iterator[str]:
-    """Shell by design: only what would break the script as a file is refused."""
-    for text in request.setup:
-        for line in text.split("\n"):
-            checked(line.replace("\t", ""), "environment.setup")
-            yield line
+def _texts(request: JobRequest) -> Iterator[tuple[str, str]]:
+    """Every text of a request that comes into a script, by its key in the job spec."""
+    directories = [request.run_directory, *(request.array.runs if request.array else ())]
+    texts: dict[str, Iterable[str]] = {
+        "output.directory": map(str, directories),
+        "name": (request.name,),
+        "tag": (request.tag,),
+        "prepare": (word for command in request.prepare for word in command),
+        "launch": (*request.command, *request.launch_args),
+        "environment.modules": request.modules,
+        # Shell by design: only what would break the script as a file is refused.
+        "environment.setup": (re.sub(r"[\n\t]", "", lines) for lines in request.setup),
+        "environment.container": (request.container.image,) if request.container else (),
+        "after": request.after,
+    }
+    yield from ((key, text) for key, values in texts.items() for text in values)
+    for slurm in (request.slurm, *(kind.slurm for kind in request.more)):
+        for option, value in slurm.options.items():
+            yield f"slurm.{option.replace('-', '_')}", value or ""
+    for key, value in vars(request.pbs).items():
+        if isinstance(value, str):
+            yield f"pbs.{key}", value
+    for name, text in request.variables.items():
+        if not _VARIABLE.fullmatch(name):
+            raise InvalidInputError(
+                f"environment.variables: {name!r} cannot name a variable",
+                cure="use letters, digits and underscores, and no digit first",
+            )
+        yield f"environment.variables.{name}", text
 
 
-def _exports(request: JobRequest) -> Iterator[str]:
-    threads = str(request.threads)
-    yield f"export OMP_NUM_THREADS={threads}"
-    yield f"export MKL_NUM_THREADS={threads}"
-    yield "export PYTHONUNBUFFERED=1"
+def _compile(environment: Environment, template: Template) -> Compiled:
+    """The user's template, if all of it would come into the script.
+
+    Raises:
+        SpecError: it cannot be read, does not extend ours, or has text outside of all blocks.
+    """
+    from jinja2 import Template as Compiled
+    from jinja2 import TemplateSyntaxError, nodes
+
+    if old := re.search(r"^#pipectl (directives|body)", template.text, re.MULTILINE):
+        line = template.text[: old.start()].count("\n") + 1
+        raise _fault(
+            template,
+            line,
+            "templates are Jinja templates now: begin with {% extends base %}, write #SBATCH and "
+            "#PBS lines into {% block directives %} and commands into {% block setup %}",
+        )
+    try:
+        tree = environment.parse(template.text)
+        code = environment.compile(tree, filename=template.file)
+    except TemplateSyntaxError as error:
+        raise _fault(template, error.lineno, error.message or "not a template") from None
+    if not any(isinstance(node, nodes.Extends) for node in tree.body):
+        raise _fault(template, 1, "does not extend pipectl's: begin with {% extends base %}")
+    known = {name for path in _TEMPLATES.iterdir() for name in _block_names(environment, path)}
+    for node in tree.body:
+        if isinstance(node, nodes.Block) and node.name not in known:
+            hint = did_you_mean(node.name, sorted(known))
+            raise _fault(template, node.lineno, f"there is no block {node.name!r}{hint}")
+        for text in node.nodes if isinstance(node, nodes.Output) else ():
+            if not isinstance(text, nodes.TemplateData) or text.data.strip():
+                line = text.lineno
+                if isinstance(text, nodes.TemplateData):
+                    line += len(text.data) - len(text.data.lstrip("\n"))
+                message = "text outside of all blocks would not be written: put it into one"
+                raise _fault(template, line, message)
+    return Compiled.from_code(environment, code, environment.make_globals(None))
+
+
+def _block_names(environment: Environment, path: Path) -> set[str]:
+    return set(environment.get_template(path.name).blocks)
+
+
+def _check_custom(
+    template: Template, script: str, custom: str, syntax: DirectiveSyntax | None
+) -> None:
+    """Refuse a script of the user's template that batch systems or bash would not read as meant.
+
+    Args:
+        script: what pipectl's own template gives.
+        custom: what the user's gives.
+    """
+    first = custom.partition("\n")[0]
+    if not _SHEBANG.fullmatch(first):
+        message = f"the first line must start bash, such as #!/bin/bash, not {first!r}"
+        raise _fault(template, _line_of(template, first), message)
+    if syntax is not None:
+        ours, lines = syntax.lines(script), syntax.lines(custom)
+        added = lines[: len(lines) - len(ours)]
+        if lines != added + ours:
+            raise _fault(
+                template,
+                _line_of(template, "{% block directives %}"),
+                f"{syntax.mark} lines come before pipectl's, each on a line of its own: write "
+                "them into {% block directives %}",
+            )
+        late = set(re.findall(rf"^{syntax.mark}\b.*$", custom, re.MULTILINE)) - set(lines)
+        for line in late:
+            message = f"{syntax.mark} counts only before the first command"
+            raise _fault(template, _line_of(template, line), message)
+        for line in added:
+            if options := line.removeprefix(syntax.mark).replace("\t", " ").strip():
+                syntax.check(options, f"{template.file}:{_line_of(template, line)}")
+    done = process.run(["bash", "-n", "-c", custom], cure="install bash")
+    if done.returncode or done.stderr:  # a warning: a here-document without an end
+        number, message = 0, done.message
+        if found := _BASH_ERROR.search(done.stderr):
+            number, message = int(found[1]), found[2]
+        text = dict(enumerate(custom.splitlines(), start=1)).get(number, "")
+        raise _fault(template, _line_of(template, text), f"the script is not valid bash: {message}")
+
+
+def _line_of(template: Template, text: str) -> int:
+    """The number of the first line of a template that holds a text; 1 if none does."""
+    lines = template.text.splitlines()
+    return next((n for n, line in enumerate(lines, start=1) if text and text in line), 1)
+
+
+def _fault(template: Template, line: int, message: str) -> SpecError:
+    return SpecError([Problem(template.file, line, 1, message)], cure=_CURE)

@@ -1,68 +1,73 @@
-"""Slurm through its command line tools: sbatch, squeue, sacct, scontrol and scancel."""
+"""Slurm through its command line tools: sbatch, squeue, sacct, scontrol, scancel and sinfo.
+
+Their text formats are stable, the JSON ones are not: ``squeue --json`` changed the type of
+``job_state`` between releases, and ``sacct --json`` of 22.05 reports success for failed jobs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from math import inf
 from pathlib import Path
 
 from pipectl.batch import process
-from pipectl.batch.protocol import JobRequest, JobState, JobStatus
-from pipectl.batch.slurm_script import render_script
-from pipectl.batch.slurm_text import (
-    SACCT_FORMAT,
-    SQUEUE_FORMAT,
-    Listed,
-    array_of,
-    is_id,
-    parse_exit_code,
-    parse_sacct,
-    parse_shown,
-    parse_squeue,
-    submitted_id,
-)
-from pipectl.batch.submission import Program, job_number
-from pipectl.errors import SchedulerError
+from pipectl.batch.commands import BatchCommands, digits, job_number, parse_limit
+from pipectl.batch.launchers import AUTO, mpiexec_command, srun_command
+from pipectl.batch.protocol import JobRequest, JobState, JobStatus, Queue
+from pipectl.batch.script import DirectiveSyntax, render_script
+from pipectl.errors import InvalidInputError, SchedulerError
 
+SQUEUE_FORMAT = "%i|%T|%D|%S|%e|%N|%k|%r"
+SACCT_FORMAT = "JobID,State,ExitCode,Submit,Start,End,NodeList"
+SINFO_FORMAT = "%P|%l|%D|%c|%m|%G|%a"
 _CURE = "run this where Slurm's commands are installed, or set launch.scheduler: local"
-_UNSURE = ("timed out", "unable to contact", "connection failure", "zero bytes")
 _CLOCK_SKEW_S = 60.0
+_QUEUES_TIMEOUT_S = 20.0
 
 # Variables that change what the commands do, over the job script's own directives, or come from a
 # job around this one.
-_OVERRIDES = ("SBATCH_", "SLURM_", "SQUEUE_", "SACCT_", "SCANCEL_")
+_OVERRIDES = ("SBATCH_", "SLURM_", "SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_")
 _KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"})
 
-_ADVICE = (
+# Options that may not be the user's, though sbatch takes the last of two and ours come last.
+_REFUSED = {
+    ("--array", "-a"): "remove it; a sweep of the job spec becomes an array",
     (
-        "configuration source",
-        "Slurm's controller cannot be reached; check the login node or SLURM_CONF,\n"
-        "or run on this machine with --scheduler local",
-    ),
-    ("partition", "set slurm.partition; `sinfo -s` lists what there is"),
-    ("account", "set slurm.account; `sacctmgr show associations user=$USER` lists yours"),
-    ("qos", "set slurm.qos; `sacctmgr show qos` lists what there is"),
-    ("gres", "set resources.gpus_per_node to what `sinfo -o '%P %G'` shows"),
-    ("memory", "lower resources.memory_per_node; `sinfo -o '%P %m'` shows MB per node"),
-    ("node configuration", "lower resources; `sinfo -o '%P %D %c %m %G'` shows the nodes"),
-    ("time limit", "lower resources.walltime; `sinfo -o '%P %l'` shows the limits"),
-    ("unrecognized option", "correct slurm.directives"),
-)
-
-_SBATCH = Program(
-    ("sbatch", "--parsable"),
-    submitted_id,
-    _UNSURE,
-    _ADVICE,
-    marked=lambda tag: f"with the comment {tag!r}",
-    look="squeue --me -o '%i %k'",
-)
+        "--clusters",
+        "-M",
+    ): "remove it, and set SLURM_CLUSTERS for all commands of pipectl: they could "
+    "neither see nor cancel a job that only sbatch knows to be on another cluster",
+    ("--error", "-e"): "remove it; errors are in logs/job.log",
+    ("--export", ""): "set environment.variables in the job spec",
+    ("--ntasks", "-n"): "set resources.tasks_per_node in the job spec",
+    ("--test-only", ""): "remove it; `pipectl submit --test-only` asks Slurm",
+    ("--wait", "-W"): "remove it; `pipectl submit --wait` waits",
+    ("--wrap", ""): "remove it",
+}
 
 
-class SlurmScheduler:
+def _refusal(option: str) -> tuple[str, str] | None:
+    """Name and cure of an option that is refused, in any of sbatch's spellings.
+
+    Long options may be abbreviated; if it is not clear to what, sbatch refuses them itself.
+    """
+    name = option.replace("=", " ").split()[0]
+    for (long, short), cure in _REFUSED.items():
+        if (name.startswith("--") and long.startswith(name)) or (short and name.startswith(short)):
+            return long, cure
+    if "\\" in option:  # within quotes Slurm takes more for an escape than shells do
+        return repr(option), "write the option without a backslash"
+    return None
+
+
+_SYNTAX = DirectiveSyntax("#SBATCH", "sbatch", "--switches=1", "hHIkOQRsuvVW", _refusal)
+
+
+class SlurmScheduler(BatchCommands):
     """Slurm, version 20.02 or later.
 
     Args:
@@ -70,21 +75,70 @@ class SlurmScheduler:
     """
 
     name = "slurm"
-
-    def __init__(self, timeout_s: float = process.TIMEOUT_S) -> None:
-        self._timeout_s = timeout_s
+    submit_command = ("sbatch", "--parsable")
+    unsure = ("timed out", "unable to contact", "connection failure", "zero bytes")
+    look = "squeue --me -o '%i %k'"
+    advice = (
+        (
+            "configuration source",
+            "Slurm's controller cannot be reached; check the login node or SLURM_CONF,\n"
+            "or run on this machine with --scheduler local",
+        ),
+        ("partition", "set slurm.partition; `sinfo -s` lists what there is"),
+        ("account", "set slurm.account; `sacctmgr show associations user=$USER` lists yours"),
+        ("qos", "set slurm.qos; `sacctmgr show qos` lists what there is"),
+        ("gres", "set resources.gpus_per_node to what `sinfo -o '%P %G'` shows"),
+        ("memory", "lower resources.memory_per_node; `sinfo -o '%P %m'` shows MB per node"),
+        ("node configuration", "lower resources; `sinfo -o '%P %D %c %m %G'` shows the nodes"),
+        ("time limit", "lower resources.walltime; `sinfo -o '%P %l'` shows the limits"),
+        ("unrecognized option", "correct slurm.directives"),
+    )
 
     def render(self, request: JobRequest) -> str:
         """See :class:`~pipectl.batch.protocol.Scheduler`."""
-        return render_script(request)
+        if request.array is not None and request.more:
+            raise InvalidInputError(
+                "sweep: Slurm knows no job arrays whose jobs have nodes of several kinds",
+                cure="submit the points one by one with --set, or leave resources.more out",
+            )
+        hydra = request.mpi in {AUTO, "hydra"} and not request.has_variable(
+            "HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP"
+        )
+        own = any(word.startswith(("-launcher", "-bootstrap")) for word in request.launch_args)
+        if request.array is not None:
+            launch: tuple[str, ...] = ()
+        elif request.alone:
+            launch = request.in_container(request.command)
+        elif request.launcher == "srun":
+            launch = srun_command(request)
+        else:
+            launch = mpiexec_command(request, ("-f", "hosts") if request.more else ())
+        return render_script(
+            "slurm.sh.j2",
+            request,
+            _SYNTAX,
+            scheduler=self.name,
+            components=_components(request),
+            directives=[
+                _SYNTAX.check(line, "slurm.directives") for line in request.slurm.directives
+            ],
+            launch=launch,
+            agent=hydra and (bool(request.more) or not own),
+            array_index="SLURM_ARRAY_TASK_ID",
+        )
 
-    def submit(self, script: Path, request: JobRequest) -> str:
-        """Submit with sbatch; when its answer is lost, the job is looked up by its tag."""
-        return _SBATCH.submit(script, request, self._run, self.find)
+    def _submitted_id(self, stdout: str) -> str | None:
+        matches = (_JOB_ID.fullmatch(line.strip()) for line in reversed(stdout.splitlines()))
+        return next((match[1] for match in matches if match), None)
+
+    def _mark(self, tag: str) -> str:
+        return f"with the comment {tag!r}"
 
     def query(self, ids: Sequence[str], *, since: float | None = None) -> Mapping[str, JobStatus]:
         """States from squeue; for jobs that are over or not listed from the accounting too."""
-        ids = list(filter(is_id, ids))  # a damaged record must not hide the other jobs
+        ids = [
+            job_id for job_id in ids if _ASKED.fullmatch(job_id)
+        ]  # a damaged record must not hide the other jobs
         if not ids:
             return {}
         jobs = list(dict.fromkeys(map(array_of, ids)))
@@ -102,7 +156,7 @@ class SlurmScheduler:
         """See :class:`~pipectl.batch.protocol.Scheduler`; scancel is silent on unknown ids."""
         done = self._run("scancel", job_id)
         if done.returncode != 0:
-            raise SchedulerError(f"scancel {job_id}: {done.said}", cure="try again in a minute")
+            raise SchedulerError(f"scancel {job_id}: {done.message}", cure="try again in a minute")
 
     def task_id(self, array_id: str, index: int) -> str:
         """See :class:`~pipectl.batch.protocol.Scheduler`."""
@@ -116,7 +170,7 @@ class SlurmScheduler:
         """The forecast of ``sbatch --test-only``; it knows no time limits of partitions."""
         done = self._run("sbatch", "--test-only", str(script))
         if done.returncode != 0:
-            raise _SBATCH.refusal(script, done)
+            raise self._refusal(script, done)
         lines = f"{done.stderr}\n{done.stdout}".splitlines()
         forecasts = (line for line in lines if " to start at " in line)
         return next((line.removeprefix("sbatch: ") for line in forecasts), None)
@@ -126,10 +180,19 @@ class SlurmScheduler:
         matches = [array_of(row.job_id) for row in self._squeue("--me") if row.comment == tag]
         return max(matches, key=job_number, default=None)
 
+    def queues(self) -> tuple[Queue, ...]:
+        """The partitions in what sinfo prints, a line for each kind of node."""
+        env = {**process.environment_without(*_OVERRIDES, kept=_KEPT), "LC_ALL": "C"}
+        command = ("sinfo", "-h", "-o", SINFO_FORMAT)
+        done = process.run(command, cure=_CURE, env=env, timeout_s=_QUEUES_TIMEOUT_S)
+        if done.returncode != 0:
+            raise SchedulerError(f"sinfo: {done.message}", cure="try again in a minute")
+        return parse_sinfo(done.stdout)
+
     def _squeue(self, *selection: str) -> list[Listed]:
         done = self._run("squeue", "-h", "-r", "-t", "all", "-o", SQUEUE_FORMAT, *selection)
         if done.returncode != 0:
-            raise SchedulerError(f"squeue: {done.said}", cure="try again in a minute")
+            raise SchedulerError(f"squeue: {done.message}", cure="try again in a minute")
         return list(parse_squeue(done.stdout))
 
     def _accounting(self, ids: Sequence[str], since: float | None) -> dict[str, JobStatus]:
@@ -172,6 +235,31 @@ class SlurmScheduler:
         return process.run(argv, cure=_CURE, env=environment, timeout_s=self._timeout_s)
 
 
+def _components(request: JobRequest) -> list[JobRequest]:
+    """A request for each kind of nodes, the first one first.
+
+    For Slurm each component has an account of its own; a job is charged to one.
+    """
+    shared = {
+        option: value
+        for option, value in request.slurm.options.items()
+        if option in {"account", "qos", "exclusive"}
+    }
+    others = [
+        replace(
+            request,
+            nodes=kind.nodes,
+            tasks_per_node=kind.tasks_per_node,
+            memory_per_node_bytes=kind.memory_per_node_bytes,
+            slurm=replace(
+                kind.slurm, options={**shared, **kind.slurm.options}, omit=request.slurm.omit
+            ),
+        )
+        for kind in request.more
+    ]
+    return [request, *others]
+
+
 def _merge(queue: JobStatus | None, account: JobStatus | None) -> JobStatus | None:
     """One status of a job that is over; the accounting may lag behind or never hear of an end."""
     if queue is not None:
@@ -192,3 +280,227 @@ def _is_ours(row: Listed, since: float | None) -> bool:
 
 def _day_before(time: float) -> str:
     return (datetime.fromtimestamp(time) - timedelta(days=1)).strftime("%Y-%m-%d")
+
+
+# slurm_protocol_defs.c and job_state_codes.shtml: base states, then the flags shown instead.
+_STATES = {
+    "PENDING": JobState.QUEUED,
+    "RUNNING": JobState.RUNNING,
+    "SUSPENDED": JobState.SUSPENDED,
+    "COMPLETED": JobState.COMPLETED,
+    "CANCELLED": JobState.CANCELLED,
+    "FAILED": JobState.FAILED,
+    "TIMEOUT": JobState.TIMEOUT,
+    "DEADLINE": JobState.TIMEOUT,
+    "NODE_FAIL": JobState.NODE_FAIL,
+    "BOOT_FAIL": JobState.NODE_FAIL,
+    "PREEMPTED": JobState.PREEMPTED,
+    "OUT_OF_MEMORY": JobState.OUT_OF_MEMORY,
+    "COMPLETING": JobState.COMPLETING,
+    "STAGE_OUT": JobState.COMPLETING,
+    "CONFIGURING": JobState.QUEUED,
+    "POWER_UP_NODE": JobState.QUEUED,
+    "REQUEUED": JobState.QUEUED,
+    "REQUEUE_FED": JobState.QUEUED,
+    "EXPEDITING": JobState.QUEUED,
+    "RESIZING": JobState.RUNNING,
+    "SIGNALING": JobState.RUNNING,
+    "STOPPED": JobState.SUSPENDED,
+    "REQUEUE_HOLD": JobState.HELD,
+    "SPECIAL_EXIT": JobState.HELD,
+    "RESV_DEL_HOLD": JobState.HELD,
+    "REVOKED": JobState.CANCELLED,
+}
+_BOOTING = frozenset({"CONFIGURING", "POWER_UP_NODE"})
+# These keep the reason for which the job once waited.
+_REASON_IS_STALE = frozenset({JobState.COMPLETED, JobState.CANCELLED})
+_NO_REASON = frozenset({"None", "(null)", ""})
+_JOB_ID = re.compile(r"([0-9]{1,18})(?:;\S+)?")
+_ASKED = re.compile(r"[0-9]{1,18}(_[0-9]{1,9})?")
+_SHOWN = re.compile(r"JobId=([0-9]+)(?: ArrayJobId=([0-9]+) ArrayTaskId=([0-9]+))?\s")
+_WAITING = re.compile(r"([0-9]{1,18})_\[([0-9,-]{1,9999})(?:%[0-9]+)?\]")
+_SECONDS = re.compile(r"[1-9][0-9]{0,10}")
+_GPUS = re.compile(r"\bgpu(?::[^:,()]+)?:(\d{1,6})\b")
+_UNSET_BYTES = 64 * 2**20
+"""Slurm says 1 MB of nodes whose memory nobody has told it."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One row of squeue or sacct."""
+
+    job_id: str
+    status: JobStatus
+    comment: str = ""
+    submitted_at: float | None = None
+
+
+def parse_squeue(stdout: str) -> Iterator[Listed]:
+    """Rows of ``squeue -h -o SQUEUE_FORMAT`` with times in seconds since the epoch.
+
+    A job of several components, listed as ``35+0``, ``35+1``, is one: what counts is its first.
+    """
+    rows = [line.split("|", 7) for line in stdout.splitlines()]
+    nodes_of: dict[str, list[str]] = {}
+    for fields in rows:
+        if len(fields) == 8 and fields[5]:
+            nodes_of.setdefault(fields[0].partition("+")[0], []).append(fields[5])
+    for fields in rows:
+        job_id, _, component = fields[0].partition("+")
+        if len(fields) < 8 or component not in ("", "0"):
+            continue
+        _, word, _count, start, end, _, comment, reason = fields
+        nodes = ",".join(nodes_of.get(job_id, ()))
+        status = _status(word, reason, nodes=nodes, start=start, end=end)
+        yield from (Listed(one, status, comment=comment) for one in _job_ids(job_id))
+
+
+def parse_sacct(stdout: str) -> Iterator[Listed]:
+    """Rows of ``sacct -n -P -o SACCT_FORMAT``, one per attempt of a job, oldest first."""
+    for line in stdout.splitlines():
+        fields = line.split("|")
+        if len(fields) < 7:
+            continue
+        listed, _, component = fields[0].partition("+")
+        if component not in ("", "0"):
+            continue
+        word, code, submit, start, end, nodes = fields[1:7]
+        status = _status(
+            word, "", nodes=nodes, start=start, end=end, code=code, source="accounting"
+        )
+        submitted = _time(submit)
+        yield from (Listed(job_id, status, submitted_at=submitted) for job_id in _job_ids(listed))
+
+
+def array_of(job_id: str) -> str:
+    """``35`` of ``35_2``, which is a job of that array; the id of any other job itself."""
+    return job_id.partition("_")[0]
+
+
+def _job_ids(listed: str) -> Iterator[str]:
+    """The jobs of a row: those of an array that wait are one, such as ``35_[2-3,7%2]``."""
+    waiting = _WAITING.fullmatch(listed)
+    if waiting is None:
+        yield listed
+        return
+    for part in waiting[2].split(","):
+        first, _, last = part.partition("-")
+        if first and len(first) < 7 and len(last) < 7:
+            yield from (f"{waiting[1]}_{i}" for i in range(int(first), int(last or first) + 1))
+
+
+def parse_shown(stdout: str) -> dict[str, str]:
+    """The lines of ``scontrol show job -o`` by the ids of their jobs."""
+    found = (_SHOWN.match(line) for line in stdout.splitlines())
+    return {
+        f"{match[2]}_{match[3]}" if match[2] else match[1]: match.string
+        for match in found
+        if match is not None
+    }
+
+
+def parse_exit_code(stdout: str, state: JobState) -> int | None:
+    """The exit code of a job in this state, from ``scontrol show job -o``."""
+    # The first match counts: a comment or path further on may hold such a word too.
+    code = re.search(r"\sExitCode=(\S*)", stdout)
+    return _final_code(state, code[1]) if code else None
+
+
+def parse_state(text: str) -> JobState:
+    """The state in a word like ``RUNNING``, ``CANCELLED by 1000``, ``CANCELLED+`` or a list.
+
+    Of several states the one that is not final wins; unknown words are UNKNOWN.
+    """
+    words = (part.split()[0].rstrip("+") for part in text.split(",") if part.strip())
+    states = [_STATES.get(word, JobState.UNKNOWN) for word in words]
+    known = [state for state in states if state is not JobState.UNKNOWN]
+    return min(known, key=lambda state: state.final, default=JobState.UNKNOWN)
+
+
+def _status(
+    word: str,
+    reason: str,
+    *,
+    nodes: str,
+    start: str,
+    end: str,
+    code: str = "",
+    source: str = "queue",
+) -> JobStatus:
+    state = parse_state(word)
+    why = "nodes are booting" if word in _BOOTING else _reason(reason)
+    if state is JobState.UNKNOWN:
+        why = f"Slurm calls its state {word!r}"
+    if state is JobState.QUEUED and why.startswith("JobHeld"):
+        state = JobState.HELD
+    if state in _REASON_IS_STALE:
+        why = ""
+    return JobStatus(
+        state,
+        reason=why,
+        exit_code=_final_code(state, code),
+        nodes="" if nodes in {"None assigned", "(null)"} else nodes,
+        start=_time(start),
+        end=_time(end) if state.final else None,
+        source=source,
+    )
+
+
+def _final_code(state: JobState, text: str) -> int | None:
+    """The exit code of a final state; the 0 of a job that was killed says nothing."""
+    code = _exit_code(text) if state.final else None
+    return code if code or state is JobState.COMPLETED else None
+
+
+def _reason(text: str) -> str:
+    return "" if text in _NO_REASON else text
+
+
+def _exit_code(text: str) -> int | None:
+    """``code:signal`` as a shell would report it: 128 + signal for a job that was killed."""
+    match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)
+    if match is None:
+        return None
+    code, number = int(match[1]), int(match[2])
+    return code if code or not number else 128 + number
+
+
+def parse_sinfo(stdout: str) -> tuple[Queue, ...]:
+    """The partitions in what ``sinfo -h -o SINFO_FORMAT`` prints, the default first.
+
+    There is a line for each kind of node; a partition offers what all of its nodes have. A ``+``
+    after a number says that some nodes have more.
+    """
+    partitions: dict[str, Queue] = {}
+    for line in stdout.splitlines():
+        fields = line.split("|")
+        if len(fields) != 7:
+            continue
+        name, limit, nodes, cores, memory, gres, state = fields
+        size = digits(memory) * 2**20
+        queue = Queue(
+            name.removesuffix("*"),
+            default=name.endswith("*"),
+            open=state == "up",
+            walltime_s=parse_limit(limit),
+            nodes=digits(nodes),
+            cores=digits(cores),
+            memory_bytes=size if size >= _UNSET_BYTES else None,
+            gpus=sum(map(int, _GPUS.findall(gres))),
+        )
+        if before := partitions.get(queue.name):
+            sizes = [s for s in (before.memory_bytes, queue.memory_bytes) if s is not None]
+            queue = replace(
+                before,
+                nodes=before.nodes + queue.nodes,
+                cores=min(before.cores, queue.cores),
+                memory_bytes=min(sizes, default=None),
+                gpus=min(before.gpus, queue.gpus),
+            )
+        partitions[queue.name] = queue
+    return tuple(sorted(partitions.values(), key=lambda queue: not queue.default))
+
+
+def _time(text: str) -> float | None:
+    """Seconds since the epoch; None for ``N/A``, ``Unknown`` and the like."""
+    return float(text) if _SECONDS.fullmatch(text) else None

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from pipectl.batch.queues import Queue, queues
+from pipectl.batch import Queue, get
 from pipectl.cli.console import note
 from pipectl.cli.init_spec import offer
 from pipectl.cli.options import above_zero, read_by
@@ -31,7 +31,7 @@ def find_queue(scheduler: str, name: str | None, *, ask: bool) -> Queue | None:
         UsageError: there are some, but none of this name.
     """
     try:
-        found = queues(scheduler)
+        found = get(scheduler).queues()
     except SchedulerError as error:
         note(f"limits are not known: {error.message.splitlines()[0]}")
         return None if name is None else Queue(name)

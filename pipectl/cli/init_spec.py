@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from pipectl.batch.queues import Queue
+from pipectl.batch import Queue
 from pipectl.errors import UsageError
 from pipectl.jobs.starting import Ask
 from pipectl.spec.references import fault_of, parse

@@ -19,11 +19,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipectl import __version__
-from pipectl.batch import JobRequest, mpiexec_command, process
-from pipectl.batch.dialects import AUTO, NAMES
-from pipectl.batch.pmi import offered, takes
+from pipectl.batch import (
+    AUTO,
+    MPIEXECS,
+    JobRequest,
+    choose_mpi,
+    knows_pmi,
+    mpiexec_command,
+    pmi_kinds,
+    process,
+)
 from pipectl.errors import PipectlError, SchedulerError
-from pipectl.jobs.launching import settle
 from pipectl.units import format_bytes, format_time
 from pipectl.versions import tested_torch, untested_torch
 
@@ -131,7 +137,7 @@ def check_mpi(spec: JobSpec | None) -> Iterator[Finding]:
         launch_args=() if launch is None else tuple(launch.args),
     )
     try:
-        request = settle(request).of(request)
+        request = choose_mpi(request).apply(request)
         command = mpiexec_command(request, here=True)
         answer = json.loads(_output(command, "").splitlines()[-1])
     except PipectlError as error:
@@ -159,7 +165,7 @@ def _findings_of_ranks(answer: dict[str, Any], mpiexec: str, dialect: str) -> It
         yield Finding("launcher", Level.OK, text)
     else:
         text = "mpiexec is of no known kind, so that it cannot be told to bind ranks"
-        cure = f"if it is like one of {', '.join(NAMES)}, set launch.mpi to that"
+        cure = f"if it is like one of {', '.join(MPIEXECS)}, set launch.mpi to that"
         yield Finding("launcher", Level.WARN, text, cure)
     many = answer["threads"] == "multiple"
     yield Finding(
@@ -187,10 +193,10 @@ def check_slurm(spec: JobSpec | None) -> Iterator[Finding]:
         return
     yield Finding("Slurm", Level.OK, f"{release}; partitions {', '.join(partitions) or 'none'}")
     with suppress(PipectlError):
-        kinds = offered(_output(["srun", "--mpi=list"], ""))
+        kinds = pmi_kinds(_output(["srun", "--mpi=list"], ""))
         wanted = AUTO if spec is None or spec.launch.launcher != "srun" else spec.launch.mpi
         text = f"srun --mpi: {', '.join(kind for kind in kinds if kind != 'none') or 'none'}"
-        if wanted == AUTO or takes(kinds, wanted):
+        if wanted == AUTO or knows_pmi(kinds, wanted):
             yield Finding("PMI", Level.OK, text)
         else:
             cure = "set launch.mpi to one of them, as your MPI needs it"
@@ -289,6 +295,6 @@ def _output(argv: Sequence[str], cure: str) -> str:
     """
     done = process.run(argv, cure=cure, timeout_s=_PATIENCE_S)
     if done.returncode:
-        last = done.said.splitlines()[-1]
+        last = done.message.splitlines()[-1]
         raise SchedulerError(f"{Path(argv[0]).name}: {last}", cure=cure or None)
     return done.stdout or done.stderr

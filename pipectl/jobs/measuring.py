@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipectl.batch import choose_mpi
 from pipectl.errors import UsageError
 from pipectl.files import is_stream, make_directory_of
-from pipectl.jobs.launching import settle
 from pipectl.jobs.machines import measured_key
 from pipectl.jobs.prepare import Job
 from pipectl.jobs.profile_in_job import PERCENT
@@ -87,7 +87,7 @@ def submit_links(
     name = f"{spec.name}-links"
     with new_run(spec, name, now) as (run, rollback):
         training = job_request(spec, run.path, make_tag(run.path))
-        training = settle(training).of(training)
+        training = choose_mpi(training).apply(training)
         request = replace(
             training,
             name=name,

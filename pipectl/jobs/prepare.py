@@ -21,11 +21,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipectl.batch import JobRequest, get
+from pipectl.batch import JobRequest, MpiChoice, choose_mpi, get
 from pipectl.cluster import Cluster
 from pipectl.errors import MismatchError, PipectlError
 from pipectl.files import make_directory
-from pipectl.jobs.launching import Settled, settle
 from pipectl.jobs.machines import find_machines
 from pipectl.jobs.places import LOCAL, check_answering, plan_path, profile_path, scheduler_name
 from pipectl.jobs.profiles import Measurement, Progress, fresh_profile, measure
@@ -59,7 +58,7 @@ class Job:
     cluster: Cluster | None = None
     profile: Profile | None = None
     plan: Plan | None = None
-    launch: Settled | None = None
+    launch: MpiChoice | None = None
     in_allocation: bool = False
     warning: str = ""
     measurement: Measurement | None = None
@@ -87,7 +86,7 @@ class Job:
             after=after,
             mpiexec=mpiexec,
         )
-        return (self.launch or settle(request)).of(request)
+        return (self.launch or choose_mpi(request)).apply(request)
 
 
 def find_job(spec: JobSpec, scheduler: str | None) -> Job:
@@ -123,7 +122,7 @@ def make_job(
     scheduler: str | None,
     *,
     base: Path | None = None,
-    launch: Settled | None = None,
+    launch: MpiChoice | None = None,
 ) -> Job:
     """A job with its machines and its launcher.
 
@@ -137,7 +136,7 @@ def make_job(
     """
     name = scheduler_name(spec, scheduler)
     machines = find_machines(spec, name, base)
-    launch = launch or settle(trial_request(spec))
+    launch = launch or choose_mpi(trial_request(spec))
     return Job(spec, name, machines.cluster, launch=launch, warning=machines.warning)
 
 
@@ -212,7 +211,7 @@ def check_launch(job: Job) -> None:
         SchedulerError: there is no MPI to start the ranks with.
     """
     request = trial_request(job.spec)
-    get(job.scheduler).render(request if job.launch is None else job.launch.of(request))
+    get(job.scheduler).render(request if job.launch is None else job.launch.apply(request))
 
 
 def prepare_run(run: RunDirectory, clock: Callable[[], float] = time.time) -> None:

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from pipectl.batch import JobRequest
+from pipectl.batch import JobRequest, choose_mpi
 from pipectl.errors import UsageError
-from pipectl.jobs.launching import settle
 from pipectl.jobs.places import LOCAL, profile_path, scheduler_name
 from pipectl.jobs.prepare import Job, add_plan, add_profile, make_job
 from pipectl.jobs.profiles import Progress
@@ -89,7 +88,7 @@ def prepare_rehearsal(
             cure="measure the model first: pipectl profile --submit JOB.yaml",
         )
     job = replace(job, scheduler=scheduler or LOCAL, profile=None, launch=None)
-    return replace(job, launch=settle(_with_launch(trial_request(spec), job)))
+    return replace(job, launch=choose_mpi(_with_launch(trial_request(spec), job)))
 
 
 def submit_rehearsal(job: Job, now: float) -> Submission:
@@ -153,4 +152,4 @@ def _with_launch(request: JobRequest, job: Job) -> JobRequest:
         launch_args=request.launch_args if ours else (),
         variables={**request.variables, **_OVERSUBSCRIBE},
     )
-    return request if job.launch is None else job.launch.of(request)
+    return request if job.launch is None else job.launch.apply(request)

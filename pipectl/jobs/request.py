@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,8 +65,10 @@ def job_request(
         command=(python, "-m", "mpi4py", "-m", WORKER, "--run", str(directory)),
         prepare=((python, "-m", PREPARE, str(directory)),) if prepare else (),
         mpiexec=mpiexec,
-        slurm=_slurm_options(spec),
-        pbs=_pbs_options(spec),
+        slurm=SlurmOptions(
+            _sbatch_options(spec.slurm.model_dump()), spec.slurm.omit, spec.slurm.directives
+        ),
+        pbs=PbsOptions(**spec.pbs.model_dump()),
         stop=_stop(spec),
         after=after,
         template=read_template(spec),
@@ -161,19 +163,15 @@ def _more_nodes(asked: Asked, kind: NodeKind) -> MoreNodes:
         kind.nodes,
         kind.tasks_per_node,
         kind.memory_per_node,
-        SlurmOptions(**asked.slurm.model_dump()),
+        SlurmOptions(_sbatch_options(asked.slurm.model_dump())),
         asked.pbs.select_extra,
     )
 
 
-def _slurm_options(spec: JobSpec) -> SlurmOptions:
-    return SlurmOptions(**{key: getattr(spec.slurm, key) for key in _names(SlurmOptions)})
-
-
-def _pbs_options(spec: JobSpec) -> PbsOptions:
-    return PbsOptions(**{key: getattr(spec.pbs, key) for key in _names(PbsOptions)})
-
-
-def _names(options: type[SlurmOptions | PbsOptions]) -> list[str]:
-    """Of their fields, which are those of the spec's sections."""
-    return [field.name for field in fields(options)]
+def _sbatch_options(section: Mapping[str, object]) -> dict[str, str | None]:
+    """Options of sbatch by long name: every key of the spec that is a text or a flag is one."""
+    return {
+        key.replace("_", "-"): value if isinstance(value, str) else None
+        for key, value in section.items()
+        if isinstance(value, str) or value is True
+    }

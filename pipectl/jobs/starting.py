@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipectl.batch.queues import Queue
+from pipectl.batch import Queue
 
 RANK_BYTES = 2 * 2**30
 _RANKS = 2

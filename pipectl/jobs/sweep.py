@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipectl.batch import get
+from pipectl.batch import MpiChoice, get
 from pipectl.errors import PipectlError
-from pipectl.jobs.launching import Settled
 from pipectl.jobs.places import LOCAL, check_answering
 from pipectl.jobs.prepare import Job, add_plan, add_profile, check_launch, make_job
 from pipectl.jobs.profiles import Progress, find_or_measure
@@ -62,7 +61,7 @@ def prepare_points(
     measures = profile_key(spec) in {profile_key(point.spec) for point in points}
     base = add_profile(base, progress, make=measures)
     known = {} if base.profile is None else {profile_key(spec): base}
-    launches: dict[str, Settled | None] = {}
+    launches: dict[str, MpiChoice | None] = {}
     jobs = []
     for point in points:
         with _naming(point):

@@ -1,13 +1,11 @@
-"""The user's own script around job scripts: read, checked, and kept with the run."""
+"""The user's own template of job scripts: read, checked, and kept with the run."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipectl.batch import JobRequest, Template, check_template, render_variables
-from pipectl.batch.process import run as run_command
 from pipectl.errors import Problem, SpecError
 from pipectl.files import write_text
 from pipectl.spec import dump
@@ -16,8 +14,7 @@ if TYPE_CHECKING:
     from pipectl.runs import RunDirectory
     from pipectl.spec import JobSpec
 
-_LARGEST = 2**16
-_SYNTAX = re.compile(r"line (\d+): (.*)")
+_MAX_BYTES = 2**16
 
 
 def read_template(spec: JobSpec) -> Template | None:
@@ -29,9 +26,18 @@ def read_template(spec: JobSpec) -> Template | None:
     path = spec.template_file
     if path is None:
         return None
-    template = Template(str(path), _text(path))
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise SpecError([Problem(str(path), 0, 0, error.strerror or "cannot be read")]) from None
+    if len(content) > _MAX_BYTES:
+        raise SpecError([Problem(str(path), 0, 0, "larger than 64 KiB; this is no template")])
+    try:
+        template = Template(str(path), content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise SpecError([Problem(str(path), line, 1, "not UTF-8 text")]) from None
     check_template(template)
-    _check_syntax(template)
     return template
 
 
@@ -56,28 +62,3 @@ def write_script(run: RunDirectory, script: str, request: JobRequest) -> None:
 def write_private(path: Path, text: str) -> None:
     """Write what may hold keys and tokens, for its owner alone."""
     write_text(path, text, mode=0o600)
-
-
-def _text(path: Path) -> str:
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise SpecError([Problem(str(path), 0, 0, error.strerror or "cannot be read")]) from None
-    if len(content) > _LARGEST:
-        raise SpecError([Problem(str(path), 0, 0, "larger than 64 KiB; this is no template")])
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = content[: error.start].count(b"\n") + 1
-        raise SpecError([Problem(str(path), line, 1, "not UTF-8 text")]) from None
-
-
-def _check_syntax(template: Template) -> None:
-    """What stands before the body must be whole: within an ``if`` or a pipe it would not work."""
-    done = run_command(["bash", "-n", "-c", template.head], cure="install bash")
-    if done.returncode == 0 and not done.stderr:  # a warning: a here-document without an end
-        return
-    found = _SYNTAX.search(done.stderr)
-    line, message = (int(found[1]), found[2]) if found else (1, done.said)
-    last = template.head.count("\n")
-    raise SpecError([Problem(template.file, min(line, last), 1, f"before the body: {message}")])

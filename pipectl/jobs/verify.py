@@ -281,7 +281,7 @@ class _Trial:
         environment |= spec.environment.variables
         done = process.run(command, cure="", env=environment, timeout_s=None)
         if done.returncode:
-            raise WorkerError(f"the plain process failed: {done.said}")
+            raise WorkerError(f"the plain process failed: {done.message}")
         return directory
 
 

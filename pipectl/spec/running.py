@@ -159,8 +159,7 @@ class Launch(Section):
     """How long a rank may be frozen, or its node silent, before all are ended; at least three
     steps."""
     template: Text | None = None
-    """A script of yours around the job script, relative to the file that names it: its lines
-    `#pipectl directives` and `#pipectl body` are replaced."""
+    """A Jinja template of yours that extends the job script, relative to the file that names it."""
     check_messages: Flag = False
     """Compare every message with what its sender says of it; slow, for debugging."""
 
@@ -256,7 +255,7 @@ class Slurm(Section):
     """Options that are not written, since the site refuses them: `cpus-per-task`, `gpus-per-node`
     or `time`."""
     directives: tuple[Directive, ...] = ()
-    """Further options for the head of the job script, verbatim."""
+    """Further options for the head of the job script, verbatim; other keys overrule them."""
 
 
 class Pbs(Section):
@@ -278,4 +277,4 @@ class Pbs(Section):
     mail_user: Text | None = None
     """Who receives the mail."""
     directives: tuple[Directive, ...] = ()
-    """Further options for the head of the job script, verbatim."""
+    """Further options for the head of the job script, verbatim; other keys overrule them."""

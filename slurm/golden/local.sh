@@ -27,9 +27,9 @@ if ((attempt > 1)); then # what earlier starts reported is out of the way, not l
     rm -f "$PIPECTL_RUN_DIRECTORY"/errors/*.json # they would count as failures of this start
 fi
 
-# Signals go on to the running command; bash sees them only while it waits, so every command
-# runs in the background, and 'wait' is repeated after a signal. Should a command end in the very
-# moment of a signal, bash loses its exit code (wait gives -1): then the signal's code counts.
+# Signals are passed on to the running command. Bash sees them only while it waits, so every
+# command runs in the background, and 'wait' is repeated after a signal. If a command ends in the
+# very moment of a signal, bash loses its exit code (wait gives -1): then the signal's code counts.
 child=
 interrupted=
 forward() {
@@ -40,10 +40,14 @@ forward() {
         exit "$2"
     fi
 }
-trap 'forward TERM 143' TERM
-trap 'forward INT 130' INT
-trap 'forward USR1 138' USR1
-trap 'forward USR2 140' USR2
+set_traps() {
+    trap finish EXIT
+    trap 'forward TERM 143' TERM
+    trap 'forward INT 130' INT
+    trap 'forward USR1 138' USR1
+    trap 'forward USR2 140' USR2
+}
+set_traps
 run() {
     "$@" &
     child=$!
@@ -66,8 +70,8 @@ await() {
     return "$code"
 }
 
-# Launchers do not survive all signals that ranks do. One may wait for ever for a node that does not
-# answer: it is killed some time after a rank has failed.
+# Launchers do not survive all signals that ranks do. A launcher may wait for ever for a node that
+# does not answer: it is killed some time after a rank has failed.
 shielded=
 tick_s=5
 patience=12
@@ -99,14 +103,6 @@ guard() {
     kill -s KILL "$1" 2>/dev/null # last: the script, once its launcher is gone, ends this guard
 }
 
-# Ranks that find this file save a checkpoint and end. A signal that is named in it
-# ends the job for good.
-ask_to_stop() {
-    (umask 077 && printf %s "${1-}" >>"$PIPECTL_RUN_DIRECTORY/stop")
-    interrupted=1
-}
-trap ask_to_stop USR2
-
 export OMP_NUM_THREADS=1
 export MKL_NUM_THREADS=1
 export PYTHONUNBUFFERED=1
@@ -116,13 +112,5 @@ with_variables() {
 }
 
 export PIPECTL_SCRIPT=$$
-trap 'ask_to_stop TERM' TERM
-trap 'ask_to_stop INT' INT
-trap ask_to_stop USR1 USR2
-shielded=1
 run_ranks /opt/env/bin/mpiexec -n 4 /opt/env/bin/python -m mpi4py -m pipectl.runtime.worker --run /scratch/u/runs/20261120-152233-gpt-small
-code=$?
-if ((code == 0)) && [[ -e "$PIPECTL_RUN_DIRECTORY/stopped" ]]; then
-    code=75
-fi
-exit "$code"
+exit "$?"

@@ -1,17 +1,24 @@
 #!/bin/bash
+#PBS -W group_list=physics
 #PBS -S /bin/bash
 #PBS -N gpt-small.7f3a9c
-#PBS -l select=2:ncpus=2:mpiprocs=2:ompthreads=1
-#PBS -l place=scatter
-#PBS -l walltime=00:30:00
-#PBS -r n
+#PBS -A 'proj 123'
+#PBS -P climate
+#PBS -q gpu
+#PBS -m ae
+#PBS -M a@b.org
+#PBS -l select=2:ncpus=32:mpiprocs=2:ompthreads=16:ngpus=4:mem=245760mb:model=icelake+1:ncpus=64:mpiprocs=4:ompthreads=16:ngpus=4:mem=1048576mb:bigmem=True+1:ncpus=16:mpiprocs=1:ompthreads=16:ngpus=4
+#PBS -l place=scatter:excl
+#PBS -l walltime=36:00:00
+#PBS -r y
 #PBS -j oe
 #PBS -k doe
-#PBS -o /scratch/u/runs/20261120-152233-gpt-small/logs/pbs.log
+#PBS -o '/scratch/u/my runs/100%/logs/pbs.log'
+#PBS -W depend=afterok:41.vm
 
-exec >>/scratch/u/runs/20261120-152233-gpt-small/logs/job.log 2>&1 # PBS may begin its own file anew
+exec >>'/scratch/u/my runs/100%/logs/job.log' 2>&1 # PBS may begin its own file anew
 set -uo pipefail
-export PIPECTL_RUN_DIRECTORY=/scratch/u/runs/20261120-152233-gpt-small
+export PIPECTL_RUN_DIRECTORY='/scratch/u/my runs/100%'
 cd "$PIPECTL_RUN_DIRECTORY" || exit 1
 
 # The exit code is written whole, whatever ends the script.
@@ -37,9 +44,9 @@ if ((attempt > 1)); then # what earlier starts reported is out of the way, not l
     rm -f "$PIPECTL_RUN_DIRECTORY"/errors/*.json # they would count as failures of this start
 fi
 
-# Signals go on to the running command; bash sees them only while it waits, so every command
-# runs in the background, and 'wait' is repeated after a signal. Should a command end in the very
-# moment of a signal, bash loses its exit code (wait gives -1): then the signal's code counts.
+# Signals are passed on to the running command. Bash sees them only while it waits, so every
+# command runs in the background, and 'wait' is repeated after a signal. If a command ends in the
+# very moment of a signal, bash loses its exit code (wait gives -1): then the signal's code counts.
 child=
 interrupted=
 forward() {
@@ -50,10 +57,21 @@ forward() {
         exit "$2"
     fi
 }
-trap 'forward TERM 143' TERM
-trap 'forward INT 130' INT
-trap 'forward USR1 138' USR1
-trap 'forward USR2 140' USR2
+# Ranks that find this file save a checkpoint and end. A signal that is named in it
+# ends the job for good.
+ask_to_stop() {
+    (umask 077 && printf %s "${1-}" >>"$PIPECTL_RUN_DIRECTORY/stop")
+    interrupted=1
+}
+set_traps() {
+    trap finish EXIT
+    trap 'forward TERM 143' TERM
+    trap 'forward INT 130' INT
+    trap 'forward USR1 138' USR1
+    trap 'forward USR2 140' USR2
+    trap ask_to_stop USR2
+}
+set_traps
 run() {
     "$@" &
     child=$!
@@ -76,8 +94,8 @@ await() {
     return "$code"
 }
 
-# Launchers do not survive all signals that ranks do. One may wait for ever for a node that does not
-# answer: it is killed some time after a rank has failed.
+# Launchers do not survive all signals that ranks do. A launcher may wait for ever for a node that
+# does not answer: it is killed some time after a rank has failed.
 shielded=
 tick_s=5
 patience=12
@@ -109,14 +127,33 @@ guard() {
     kill -s KILL "$1" 2>/dev/null # last: the script, once its launcher is gone, ends this guard
 }
 
-export OMP_NUM_THREADS=1
-export MKL_NUM_THREADS=1
+set +u
+type module >/dev/null 2>&1 || source /etc/profile
+module load gcc/13.2 openmpi/5.0.6 || exit 1
+# environment.setup, verbatim:
+source /proj/venv/bin/activate
+ulimit -s unlimited
+
+trap - ERR DEBUG RETURN
+set_traps
+set +efC
+set -uo pipefail
+cd "$PIPECTL_RUN_DIRECTORY" || exit 1
+
+export OMP_NUM_THREADS=16
+export MKL_NUM_THREADS=16
 export PYTHONUNBUFFERED=1
 
+# environment.variables (UCX_TLS, GREETING) are in a file for its owner alone.
 with_variables() {
+    source "$PIPECTL_RUN_DIRECTORY/variables.sh" || exit 1
     exec "$@"
 }
 
+run with_variables apptainer exec --nv '--bind=/scratch/u/my runs' --bind=/home/u '/proj/my image.sif' python3 -m pipectl.jobs.prepare '/scratch/u/my runs/100%' || exit "$?"
+
+wait_s=$((SECONDS < 129420 ? 129420 - SECONDS : 1))
+(read -rt "$wait_s" <> <(:); kill -s USR2 $$) & timer=$!
 if type pbs_tmrsh >/dev/null 2>&1; then
     cat >"$PIPECTL_RUN_DIRECTORY/agent" <<'AGENT'
 #!/bin/bash
@@ -130,5 +167,24 @@ AGENT
     export HYDRA_LAUNCHER=ssh HYDRA_LAUNCHER_EXEC="$PIPECTL_RUN_DIRECTORY/agent"
     export PRTE_MCA_plm_ssh_agent="$PIPECTL_RUN_DIRECTORY/agent"
 fi
-run_ranks /opt/env/bin/mpiexec -n 4 /opt/env/bin/python -m mpi4py -m pipectl.runtime.worker --run /scratch/u/runs/20261120-152233-gpt-small
-exit "$?"
+trap 'ask_to_stop TERM' TERM # TERM would end the launcher, and the ranks with it
+trap 'ask_to_stop INT' INT
+trap ask_to_stop USR1 USR2
+shielded=1
+run_ranks /opt/env/bin/mpiexec -n 9 --map-by slot:PE=16 --rank-by slot --bind-to core --label apptainer exec --nv '--bind=/scratch/u/my runs' --bind=/home/u '/proj/my image.sif' python3 -m mpi4py -m pipectl.runtime.worker --run '/scratch/u/my runs/100%'
+code=$?
+kill "$timer" 2>/dev/null
+if ((code == 0)) && [[ -e "$PIPECTL_RUN_DIRECTORY/stopped" ]]; then
+    code=75
+    if ((attempt <= 3)) && [[ ! -s "$PIPECTL_RUN_DIRECTORY/stop" ]]; then
+        # Users may not requeue a job on PBS: the script submits itself again.
+        if next=$(qsub -C '#PBS' "$PIPECTL_RUN_DIRECTORY/job.sh" 2>"$PIPECTL_RUN_DIRECTORY/requeue_error"); then
+            echo "$next" >"$PIPECTL_RUN_DIRECTORY/resubmitted.tmp" &&
+                mv -f "$PIPECTL_RUN_DIRECTORY/resubmitted.tmp" "$PIPECTL_RUN_DIRECTORY/resubmitted"
+        else
+            cat "$PIPECTL_RUN_DIRECTORY/requeue_error" >&2
+            echo 'pipectl: this job may not submit another; pipectl resume goes on' >&2
+        fi
+    fi
+fi
+exit "$code"

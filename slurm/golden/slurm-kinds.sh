@@ -1,9 +1,8 @@
 #!/bin/bash
 #SBATCH --job-name=gpt-small
 #SBATCH --comment=7f3a9c
-#SBATCH --account="proj 1"
 #SBATCH --partition=batch
-#SBATCH --constraint=icelake
+#SBATCH --account="proj 1"
 #SBATCH --exclusive
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=2
@@ -16,8 +15,8 @@
 #SBATCH --requeue
 #SBATCH hetjob
 #SBATCH --account="proj 1"
-#SBATCH --constraint=bigmem
 #SBATCH --exclusive
+#SBATCH --constraint=bigmem
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=4
 #SBATCH --cpus-per-task=1
@@ -25,9 +24,9 @@
 #SBATCH --time=00:30:00
 #SBATCH hetjob
 #SBATCH --account="proj 1"
+#SBATCH --exclusive
 #SBATCH --partition=gpu
 #SBATCH --gres=nvme:1
-#SBATCH --exclusive
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=1
@@ -60,9 +59,9 @@ if ((attempt > 1)); then # what earlier starts reported is out of the way, not l
     rm -f "$PIPECTL_RUN_DIRECTORY"/errors/*.json # they would count as failures of this start
 fi
 
-# Signals go on to the running command; bash sees them only while it waits, so every command
-# runs in the background, and 'wait' is repeated after a signal. Should a command end in the very
-# moment of a signal, bash loses its exit code (wait gives -1): then the signal's code counts.
+# Signals are passed on to the running command. Bash sees them only while it waits, so every
+# command runs in the background, and 'wait' is repeated after a signal. If a command ends in the
+# very moment of a signal, bash loses its exit code (wait gives -1): then the signal's code counts.
 child=
 interrupted=
 forward() {
@@ -73,10 +72,21 @@ forward() {
         exit "$2"
     fi
 }
-trap 'forward TERM 143' TERM
-trap 'forward INT 130' INT
-trap 'forward USR1 138' USR1
-trap 'forward USR2 140' USR2
+# Ranks that find this file save a checkpoint and end. A signal that is named in it
+# ends the job for good.
+ask_to_stop() {
+    (umask 077 && printf %s "${1-}" >>"$PIPECTL_RUN_DIRECTORY/stop")
+    interrupted=1
+}
+set_traps() {
+    trap finish EXIT
+    trap 'forward TERM 143' TERM
+    trap 'forward INT 130' INT
+    trap 'forward USR1 138' USR1
+    trap 'forward USR2 140' USR2
+    trap ask_to_stop USR2
+}
+set_traps
 run() {
     "$@" &
     child=$!
@@ -99,8 +109,8 @@ await() {
     return "$code"
 }
 
-# Launchers do not survive all signals that ranks do. One may wait for ever for a node that does not
-# answer: it is killed some time after a rank has failed.
+# Launchers do not survive all signals that ranks do. A launcher may wait for ever for a node that
+# does not answer: it is killed some time after a rank has failed.
 shielded=
 tick_s=5
 patience=12
@@ -131,14 +141,6 @@ guard() {
     echo "pipectl: a rank failed, and the launcher has not ended: it is killed" >&2
     kill -s KILL "$1" 2>/dev/null # last: the script, once its launcher is gone, ends this guard
 }
-
-# Ranks that find this file save a checkpoint and end. A signal that is named in it
-# ends the job for good.
-ask_to_stop() {
-    (umask 077 && printf %s "${1-}" >>"$PIPECTL_RUN_DIRECTORY/stop")
-    interrupted=1
-}
-trap ask_to_stop USR2
 
 export OMP_NUM_THREADS=1
 export MKL_NUM_THREADS=1
@@ -175,7 +177,7 @@ exec srun --het-group="$component" --nodes=1 --ntasks=1 --nodelist="$host" --mpi
 AGENT
 chmod u+x "$PIPECTL_RUN_DIRECTORY/agent"
 export HYDRA_LAUNCHER=ssh HYDRA_LAUNCHER_EXEC="$PIPECTL_RUN_DIRECTORY/agent"
-trap 'ask_to_stop TERM' TERM
+trap 'ask_to_stop TERM' TERM # TERM would end the launcher, and the ranks with it
 trap 'ask_to_stop INT' INT
 trap ask_to_stop USR1 USR2
 shielded=1
@@ -184,8 +186,10 @@ code=$?
 if ((code == 0)) && [[ -e "$PIPECTL_RUN_DIRECTORY/stopped" ]]; then
     code=75
     if ((attempt <= 3)) && [[ ! -s "$PIPECTL_RUN_DIRECTORY/stop" ]]; then
-        trap '' TERM
-        scontrol requeue "${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}" 2>"$PIPECTL_RUN_DIRECTORY/requeue_error" || cat "$PIPECTL_RUN_DIRECTORY/requeue_error" >&2
+        trap '' TERM # Slurm ends the script meanwhile
+        # The number of an array's last job is that of the array, by which all would start again.
+        scontrol requeue "${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}" \
+            2>"$PIPECTL_RUN_DIRECTORY/requeue_error" || cat "$PIPECTL_RUN_DIRECTORY/requeue_error" >&2
     fi
 fi
 exit "$code"

@@ -1,22 +1,15 @@
 #!/bin/bash
+#SBATCH --switches=1
 #SBATCH --job-name=gpt-small
 #SBATCH --comment=7f3a9c
-#SBATCH --account=proj123
 #SBATCH --partition=gpu
-#SBATCH --qos=normal
 #SBATCH --constraint="a100&nvlink"
 #SBATCH --reservation="maintenance week"
-#SBATCH --gres=nvme:1
-#SBATCH --licenses=matlab:2
-#SBATCH --nodelist="n[1-2]"
-#SBATCH --exclude=n7
 #SBATCH --mail-type=END,FAIL
-#SBATCH --mail-user=a@b.org
 #SBATCH --exclusive
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=2
 #SBATCH --cpus-per-task=16
-#SBATCH --gpus-per-node=4
 #SBATCH --mem=245760M
 #SBATCH --time=36:00:00
 #SBATCH --chdir="/scratch/u/my runs/100%"
@@ -26,7 +19,6 @@
 #SBATCH --no-requeue
 #SBATCH --dependency=afterok:41:42
 #SBATCH --kill-on-invalid-dep=yes
-#SBATCH --switches=1
 
 set -uo pipefail
 export PIPECTL_RUN_DIRECTORY='/scratch/u/my runs/100%'
@@ -55,9 +47,9 @@ if ((attempt > 1)); then # what earlier starts reported is out of the way, not l
     rm -f "$PIPECTL_RUN_DIRECTORY"/errors/*.json # they would count as failures of this start
 fi
 
-# Signals go on to the running command; bash sees them only while it waits, so every command
-# runs in the background, and 'wait' is repeated after a signal. Should a command end in the very
-# moment of a signal, bash loses its exit code (wait gives -1): then the signal's code counts.
+# Signals are passed on to the running command. Bash sees them only while it waits, so every
+# command runs in the background, and 'wait' is repeated after a signal. If a command ends in the
+# very moment of a signal, bash loses its exit code (wait gives -1): then the signal's code counts.
 child=
 interrupted=
 forward() {
@@ -68,10 +60,21 @@ forward() {
         exit "$2"
     fi
 }
-trap 'forward TERM 143' TERM
-trap 'forward INT 130' INT
-trap 'forward USR1 138' USR1
-trap 'forward USR2 140' USR2
+# Ranks that find this file save a checkpoint and end. A signal that is named in it
+# ends the job for good.
+ask_to_stop() {
+    (umask 077 && printf %s "${1-}" >>"$PIPECTL_RUN_DIRECTORY/stop")
+    interrupted=1
+}
+set_traps() {
+    trap finish EXIT
+    trap 'forward TERM 143' TERM
+    trap 'forward INT 130' INT
+    trap 'forward USR1 138' USR1
+    trap 'forward USR2 140' USR2
+    trap ask_to_stop USR1
+}
+set_traps
 run() {
     "$@" &
     child=$!
@@ -94,8 +97,8 @@ await() {
     return "$code"
 }
 
-# Launchers do not survive all signals that ranks do. One may wait for ever for a node that does not
-# answer: it is killed some time after a rank has failed.
+# Launchers do not survive all signals that ranks do. A launcher may wait for ever for a node that
+# does not answer: it is killed some time after a rank has failed.
 shielded=
 tick_s=5
 patience=12
@@ -127,22 +130,16 @@ guard() {
     kill -s KILL "$1" 2>/dev/null # last: the script, once its launcher is gone, ends this guard
 }
 
-# Ranks that find this file save a checkpoint and end. A signal that is named in it
-# ends the job for good.
-ask_to_stop() {
-    (umask 077 && printf %s "${1-}" >>"$PIPECTL_RUN_DIRECTORY/stop")
-    interrupted=1
-}
-trap ask_to_stop USR1
-
 set +u
 type module >/dev/null 2>&1 || source /etc/profile
 module load gcc/13.2 openmpi/5.0.6 || exit 1
 # environment.setup, verbatim:
 source /proj/venv/bin/activate
 ulimit -s unlimited
+
 trap - ERR DEBUG RETURN
-set +e
+set_traps
+set +efC
 set -uo pipefail
 cd "$PIPECTL_RUN_DIRECTORY" || exit 1
 
@@ -156,13 +153,13 @@ with_variables() {
     exec "$@"
 }
 
-run with_variables /opt/env/bin/python -m pipectl.jobs.prepare '/scratch/u/my runs/100%' || exit "$?"
+run with_variables apptainer exec --nv '--bind=/scratch/u/my runs' --bind=/home/u '/proj/my image.sif' python3 -m pipectl.jobs.prepare '/scratch/u/my runs/100%' || exit "$?"
 
-trap 'ask_to_stop TERM' TERM
+trap 'ask_to_stop TERM' TERM # TERM would end the launcher, and the ranks with it
 trap 'ask_to_stop INT' INT
 trap ask_to_stop USR1 USR2
 shielded=1
-run_ranks srun --kill-on-bad-exit=1 --mpi=pmix --ntasks=4 --ntasks-per-node=2 --cpus-per-task=16 --distribution=block --export=ALL --cpu-bind=cores --label /opt/env/bin/python -m mpi4py -m pipectl.runtime.worker --run '/scratch/u/my runs/100%'
+run_ranks srun --kill-on-bad-exit=1 --mpi=pmix --ntasks=4 --ntasks-per-node=2 --cpus-per-task=16 --distribution=block --export=ALL --cpu-bind=cores --label apptainer exec --nv '--bind=/scratch/u/my runs' --bind=/home/u '/proj/my image.sif' python3 -m mpi4py -m pipectl.runtime.worker --run '/scratch/u/my runs/100%'
 code=$?
 if ((code == 0)) && [[ -e "$PIPECTL_RUN_DIRECTORY/stopped" ]]; then
     code=75

@@ -1,7 +1,5 @@
 #!/bin/bash -l
-# Every job of this group keeps its scratch files apart, and removes them.
 #SBATCH --switches=1
-#PBS -p 5
 #SBATCH --job-name=gpt-small
 #SBATCH --comment=7f3a9c
 #SBATCH --nodes=2
@@ -14,17 +12,6 @@
 #SBATCH --signal=B:USR2@180
 #SBATCH --requeue
 
-set -eu
-scratch=$(mktemp -d)
-export TMPDIR=$scratch
-trap 'rm -rf "$scratch"' EXIT
-
-# The template's own EXIT trap is kept; what else of it would change what follows is off.
-trap - ERR DEBUG RETURN
-template_exit=()
-eval "template_exit=($(trap -p EXIT))"
-set +efC
-
 set -uo pipefail
 export PIPECTL_RUN_DIRECTORY=/scratch/u/runs/20261120-152233-gpt-small
 cd "$PIPECTL_RUN_DIRECTORY" || exit 1
@@ -35,6 +22,8 @@ finish() {
     local code=$?
     (umask 077 && echo "$code" >"$PIPECTL_RUN_DIRECTORY/exit_code.tmp") &&
         mv -f "$PIPECTL_RUN_DIRECTORY/exit_code.tmp" "$PIPECTL_RUN_DIRECTORY/exit_code"
+    rm -rf "${scratch-}"
+
 }
 trap finish EXIT
 
@@ -52,9 +41,9 @@ if ((attempt > 1)); then # what earlier starts reported is out of the way, not l
     rm -f "$PIPECTL_RUN_DIRECTORY"/errors/*.json # they would count as failures of this start
 fi
 
-# Signals go on to the running command; bash sees them only while it waits, so every command
-# runs in the background, and 'wait' is repeated after a signal. Should a command end in the very
-# moment of a signal, bash loses its exit code (wait gives -1): then the signal's code counts.
+# Signals are passed on to the running command. Bash sees them only while it waits, so every
+# command runs in the background, and 'wait' is repeated after a signal. If a command ends in the
+# very moment of a signal, bash loses its exit code (wait gives -1): then the signal's code counts.
 child=
 interrupted=
 forward() {
@@ -65,10 +54,21 @@ forward() {
         exit "$2"
     fi
 }
-trap 'forward TERM 143' TERM
-trap 'forward INT 130' INT
-trap 'forward USR1 138' USR1
-trap 'forward USR2 140' USR2
+# Ranks that find this file save a checkpoint and end. A signal that is named in it
+# ends the job for good.
+ask_to_stop() {
+    (umask 077 && printf %s "${1-}" >>"$PIPECTL_RUN_DIRECTORY/stop")
+    interrupted=1
+}
+set_traps() {
+    trap finish EXIT
+    trap 'forward TERM 143' TERM
+    trap 'forward INT 130' INT
+    trap 'forward USR1 138' USR1
+    trap 'forward USR2 140' USR2
+    trap ask_to_stop USR2
+}
+set_traps
 run() {
     "$@" &
     child=$!
@@ -91,8 +91,8 @@ await() {
     return "$code"
 }
 
-# Launchers do not survive all signals that ranks do. One may wait for ever for a node that does not
-# answer: it is killed some time after a rank has failed.
+# Launchers do not survive all signals that ranks do. A launcher may wait for ever for a node that
+# does not answer: it is killed some time after a rank has failed.
 shielded=
 tick_s=5
 patience=12
@@ -124,22 +124,15 @@ guard() {
     kill -s KILL "$1" 2>/dev/null # last: the script, once its launcher is gone, ends this guard
 }
 
-template_end() {
-    local code=$?
-    (exit "$code")
-    finish
-    (exit "$code")
-    eval "${template_exit[2]-}"
-}
-trap template_end EXIT
+set +u
+scratch=$(mktemp -d /scratch/gpt-small.XXXXXX)
+export TMPDIR=$scratch
 
-# Ranks that find this file save a checkpoint and end. A signal that is named in it
-# ends the job for good.
-ask_to_stop() {
-    (umask 077 && printf %s "${1-}" >>"$PIPECTL_RUN_DIRECTORY/stop")
-    interrupted=1
-}
-trap ask_to_stop USR2
+trap - ERR DEBUG RETURN
+set_traps
+set +efC
+set -uo pipefail
+cd "$PIPECTL_RUN_DIRECTORY" || exit 1
 
 export OMP_NUM_THREADS=1
 export MKL_NUM_THREADS=1
@@ -160,7 +153,7 @@ AGENT
 chmod u+x "$PIPECTL_RUN_DIRECTORY/agent"
 [[ -n ${HYDRA_LAUNCHER-}${HYDRA_LAUNCHER_EXEC-} ]] ||
     export HYDRA_LAUNCHER_EXEC="$PIPECTL_RUN_DIRECTORY/agent"
-trap 'ask_to_stop TERM' TERM
+trap 'ask_to_stop TERM' TERM # TERM would end the launcher, and the ranks with it
 trap 'ask_to_stop INT' INT
 trap ask_to_stop USR1 USR2
 shielded=1
@@ -169,8 +162,10 @@ code=$?
 if ((code == 0)) && [[ -e "$PIPECTL_RUN_DIRECTORY/stopped" ]]; then
     code=75
     if ((attempt <= 3)) && [[ ! -s "$PIPECTL_RUN_DIRECTORY/stop" ]]; then
-        trap '' TERM
-        scontrol requeue "${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}" 2>"$PIPECTL_RUN_DIRECTORY/requeue_error" || cat "$PIPECTL_RUN_DIRECTORY/requeue_error" >&2
+        trap '' TERM # Slurm ends the script meanwhile
+        # The number of an array's last job is that of the array, by which all would start again.
+        scontrol requeue "${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}" \
+            2>"$PIPECTL_RUN_DIRECTORY/requeue_error" || cat "$PIPECTL_RUN_DIRECTORY/requeue_error" >&2
     fi
 fi
 exit "$code"

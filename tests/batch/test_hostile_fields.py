@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
 
-from pipectl.batch import SlurmOptions, get
+from pipectl.batch import get
 from pipectl.cli.console import say
 from pipectl.errors import SpecError
 from pipectl.jobs.request import job_request
 from pipectl.spec import load
 
 TEXT = {
-    "slurm": [field.name for field in fields(SlurmOptions) if field.type == "str | None"],
+    "slurm": [
+        *("partition", "account", "qos", "constraint", "reservation", "gres", "licenses"),
+        *("nodelist", "exclude", "mail_type", "mail_user"),
+    ],
     "pbs": ["queue", "account", "project", "mail", "mail_user"],
 }
 MORE = ["partition", "constraint", "gres", "nodelist", "exclude"]

@@ -11,8 +11,8 @@ from pipectl.errors import SchedulerError
 
 def test_output_error_and_code() -> None:
     done = run(["bash", "-c", "echo out; echo err >&2; exit 3"], cure="-")
-    assert (done.returncode, done.stdout, done.stderr, done.said) == (3, "out", "err", "err")
-    assert run(["bash", "-c", "exit 4"], cure="-").said == "exit code 4"
+    assert (done.returncode, done.stdout, done.stderr, done.message) == (3, "out", "err", "err")
+    assert run(["bash", "-c", "exit 4"], cure="-").message == "exit code 4"
 
 
 def test_undecodable_output_is_shown_as_it_can_be() -> None:

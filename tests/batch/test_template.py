@@ -1,170 +1,199 @@
-"""A user's script around the job script: what is refused, and that the body works within it."""
+"""A user's template: what is refused, with its line, and what its blocks do in a running script."""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 
 from pipectl.batch import JobRequest, Template, check_template, get
-from pipectl.batch.script import render_body
-from pipectl.batch.template import assemble
 from pipectl.errors import InvalidInputError, SpecError
 
 MakeRequest = Callable[..., JobRequest]
 GOOD = """\
-#!/bin/bash -l
-# Our site's.
-#pipectl directives
-
+{% extends base %}
+{## Our site's. ##}
+{% block directives %}
+#SBATCH --switches=1
+{% endblock %}
+{% block setup %}
 echo before
-#pipectl body
+{% endblock %}
+{% block at_exit %}
+    echo after
+{% endblock %}
 """
+SLURM_ONLY = "{% extends base %}\n{% block directives %}\n{}\n{% endblock %}\n"
 
 
-def faults(text: str) -> list[str]:
+def fault(text: str) -> str:
     with pytest.raises(SpecError) as caught:
         check_template(Template("site.sh", text))
-    return [str(problem) for problem in caught.value.problems]
-
-
-def test_a_good_one_is_good_and_valid_bash() -> None:
-    check_template(Template("site.sh", GOOD))
-    subprocess.run(["bash", "-n", "-c", GOOD], check=True)
+    (problem,) = caught.value.problems
+    return str(problem)
 
 
 @pytest.mark.parametrize(
     ("text", "line", "words"),
     [
-        ("", 1, "no line `#pipectl body`"),
-        (GOOD.replace("#!/bin/bash -l", "# nothing"), 1, "must start bash"),
-        (GOOD.replace("#!/bin/bash -l", "#!/bin/sh"), 1, "must start bash"),
-        (GOOD.replace("#pipectl body\n", ""), 5, "no line `#pipectl body`"),
-        (GOOD + "#pipectl body\n", 7, "again; first on line 6"),
-        (GOOD.replace("# Our", "#pipectl bdoy\n# Our"), 2, "is no mark"),
-        (GOOD.replace("# Our", "echo early # Our"), 3, "before the first command, on line 2"),
-        (GOOD + "# fine\n\necho late\n", 9, "no command may follow the body"),
-        (GOOD.replace("before\n", "before \\\n"), 5, "goes on"),
-        (GOOD.replace("\n", "\r\n"), 1, "Windows"),
-        (GOOD.replace("before", "\x1b[31m"), 5, "control character"),
-        (GOOD.replace("before", "a\u2028b"), 5, "control character"),
-        ("#!/bin/bash\n#pipectl body\n#pipectl directives\n", 3, "must stand before"),
+        ("", 1, "does not extend pipectl's"),
+        ("#!/bin/bash\necho hello\n", 1, "does not extend pipectl's"),
+        ("#!/bin/bash\n#pipectl directives\n#pipectl body\n", 2, "{% extends base %}"),
+        (GOOD.replace("block setup", "block set_up"), 6, "no block 'set_up'; did you mean 'setup'"),
+        (GOOD.replace("{## Our", "echo early\n{## Our"), 2, "text outside of all blocks"),
+        (GOOD.replace("{## Our", "{{ job.name }}\n{## Our"), 2, "text outside of all blocks"),
+        (f"#!/bin/bash\n{GOOD}", 1, "text outside of all blocks"),
+        (GOOD.replace("echo before", "{% if %}"), 7, "Expected an expression"),
+        (GOOD.removesuffix("{% endblock %}\n"), 10, "end of template"),
+        (GOOD.replace("before", "\x1b[31m"), 7, "control character"),
+        (GOOD.replace("before", "a\u2028b"), 7, "control character"),
     ],
 )
-def test_faults_have_their_line(text: str, line: int, words: str) -> None:
-    assert any(
-        found.startswith(f"site.sh:{line}:1: ") and words in found for found in faults(text)
-    ), faults(text)
+def test_what_cannot_extend_ours_is_refused_with_its_line(text: str, line: int, words: str) -> None:
+    found = fault(text)
+    assert words in found
+    assert found.startswith(f"site.sh:{line}:1: ")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "words"),
+    [
+        ("echo before", "{{ job.nam }}", 7, "has no attribute 'nam'"),
+        ("echo before", "{{ cores }}", 7, "'cores' is undefined"),
+        ("echo before", "{{ 1 // 0 }}", 7, "zero"),
+        ("echo before", "{{ ''.__class__ }}", 7, "unsafe"),
+        ("echo before", "{% include '/etc/passwd' %}", 7, "/etc/passwd"),
+        ("echo before", "if true; then", 1, "end of file"),
+        ("echo before", "echo )", 7, "syntax error"),
+        ("echo before", "cat <<END\nno end", 1, "here-document"),
+        ("{% block at_exit %}\n", "{% block at_exit %}\n#SBATCH --nice\n", 10, "only before"),
+        ("#SBATCH --switches=1", "{{ super() }}\necho x", 3, "come before pipectl's"),
+        ("%}\n#SBATCH --switches=1\n", "%}#SBATCH --switches=1 ", 3, "come before pipectl's"),
+        ("{## Our", "{% block header %}{% endblock %}\n{## Our", 4, "come before pipectl's"),
+        ("{## Our", "{% block shebang %}#!/bin/sh{% endblock %}\n{## Our", 2, "must start bash"),
+    ],
+)
+def test_what_gives_a_wrong_script_is_refused_with_its_line(
+    make_request: MakeRequest, old: str, new: str, line: int, words: str
+) -> None:
+    text = GOOD.replace(old, new)
+    assert text != GOOD
+    with pytest.raises(SpecError, match=words) as caught:
+        get("slurm").render(make_request(template=Template("site.sh", text)))
+    assert caught.value.problems[0].line == line
 
 
 @pytest.mark.parametrize(
     ("scheduler", "added"),
     [
-        ("slurm", "#SBATCH --nodes=7"),
-        ("slurm", "#SBATCH --switches=1 -t 5:00 # long"),
+        ("slurm", "#SBATCH --switches=1 -n 5 # tasks"),
         ("slurm", "#SBATCH --switches=1 --wrap 'true'"),
         ("slurm", "#SBATCH --switches=1 -M east"),
-        ("pbs", "#PBS -p 5 -N mine"),
-        ("pbs", "#PBS -l place=pack"),
         ("slurm", "#SBATCH nothing"),
+        ("pbs", "#PBS -p 5 -J 0-3"),
+        ("pbs", "#PBS -l place=pack"),
     ],
 )
 def test_own_directives_are_checked_as_those_of_the_spec(
     make_request: MakeRequest, scheduler: str, added: str
 ) -> None:
-    text = GOOD.replace("# Our site's.", f"#SBATCH\n#PBS\n{added}")
-    request = make_request(template=Template("site.sh", text))
-    with pytest.raises(InvalidInputError, match=r"site\.sh:4: "):
+    template = Template("site.sh", SLURM_ONLY.replace("{}", f"#SBATCH\n#PBS\n{added}"))
+    request = make_request(template=template)
+    with pytest.raises(InvalidInputError, match=r"site\.sh:5: "):
         get(scheduler).render(request)
     other = "pbs" if scheduler == "slurm" else "slurm"
     assert added in get(other).render(request), "it means nothing there"
-    assert added in get("local").render(request)
 
 
-def test_a_directive_behind_a_command_is_refused(make_request: MakeRequest) -> None:
-    text = GOOD.replace("echo before", "echo before\n#SBATCH --switches=1")
-    with pytest.raises(SpecError, match=r"site\.sh:6:1: #SBATCH counts only before"):
-        get("slurm").render(make_request(template=Template("site.sh", text)))
-
-
-def test_all_other_lines_are_kept(make_request: MakeRequest) -> None:
-    text = GOOD.replace("echo before", 'echo "$HOME  \\$x" # ünïcode')
+def test_text_is_kept_and_values_are_quoted(make_request: MakeRequest) -> None:
+    own = 'echo "$HOME  \\$x ${#x} ${x#a}" # ünïcode'
+    values = "echo {{ job.name }} {{ '$HOME' }} {{ job.run_directory / 'a b' }} {{ ('a', 'b c') }}"
+    text = GOOD.replace("echo before", f"{own}\n{values}")
+    request = make_request(name="it's", template=Template("site.sh", text))
     for scheduler in ("slurm", "pbs", "local"):
-        script = get(scheduler).render(make_request(template=Template("site.sh", text)))
-        kept = [line for line in text.splitlines() if not line.startswith("#pipectl")]
-        assert [line for line in script.splitlines() if line in kept and line] == [
-            line for line in kept if line
-        ]
-        assert "#pipectl" not in script
+        script = get(scheduler).render(request)
+        assert f"\n{own}\n" in script
+        assert f"\necho 'it'\"'\"'s' '$HOME' '{request.run_directory}/a b' a 'b c'\n" in script
 
 
-def start(request: JobRequest, head: str, launch: list[str]) -> subprocess.Popen[str]:
-    request.run_directory.mkdir(parents=True, exist_ok=True)
-    text = GOOD.replace("echo before", head).replace(" -l", "")
+def start(
+    request: JobRequest, setup: str, at_exit: str, launch: list[str]
+) -> subprocess.Popen[str]:
+    mpiexec = request.run_directory / "mpiexec"
+    mpiexec.parent.mkdir(parents=True, exist_ok=True)
+    mpiexec.write_text('#!/bin/bash\nshift 2\nexec "$@"\n')
+    mpiexec.chmod(0o755)
+    text = GOOD.replace("echo before", setup).replace("    echo after", at_exit)
     template = Template("site.sh", text)
-    from dataclasses import replace
-
-    body = render_body(replace(request, template=template), launch)
+    request = replace(request, template=template, command=tuple(launch), mpiexec=str(mpiexec))
     script = request.run_directory / "job.sh"
-    script.write_text(assemble(template, "# none\n", body))
+    script.write_text(get("local").render(request))
     return subprocess.Popen(
         ["bash", str(script)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
 @pytest.mark.parametrize(
-    "head",
+    "setup",
     [
         "true",
         "set -euo pipefail\nset -x",
-        "set -ET; trap 'exit 9' ERR; trap 'echo back' RETURN",
-        "set -Cf; cd /; IFS=$'\\n\\t'; trap '' USR2; attempt=9; child=1; run() { false; }",
-        "shopt -s nullglob failglob; trap 'exit 9' TERM",
+        "set -ET; trap 'exit 9' ERR; trap 'echo back' RETURN; trap 'echo x' EXIT",
+        "set -Cf; cd /; IFS=$'\\n\\t'; attempt=9; child=1",
+        "shopt -s nullglob failglob",
     ],
 )
-def test_the_exit_code_is_the_launchs(make_request: MakeRequest, head: str) -> None:
+def test_the_exit_code_is_that_of_the_launch(make_request: MakeRequest, setup: str) -> None:
     request = make_request()
     for code in (0, 7, 75):
-        process = start(request, head, ["bash", "-c", f"exit {code}"])
+        process = start(request, setup, "false", ["bash", "-c", f"exit {code}"])
         process.communicate(timeout=30)
         assert process.returncode == code
         assert (request.run_directory / "exit_code").read_text() == f"{code}\n"
 
 
-def test_the_templates_own_exit_trap_comes_last_and_sees_the_code(
-    make_request: MakeRequest,
-) -> None:
-    request = make_request()
-    head = """trap 'echo "it'\\''s $?, $(cat exit_code)"' EXIT"""
-    output, _ = start(request, head, ["bash", "-c", "exit 7"]).communicate(timeout=30)
-    assert output.splitlines()[-1] == "it's 7, 7"
+def test_what_fails_in_the_setup_ends_the_job(make_request: MakeRequest) -> None:
+    process = start(make_request(), "set -e\nfalse", "echo cleaned", ["echo", "launched"])
+    output, _ = process.communicate(timeout=30)
+    assert (process.returncode, output) == (1, "cleaned\n")
+
+
+def test_the_commands_at_the_end_come_last_and_see_the_code(make_request: MakeRequest) -> None:
+    process = start(
+        make_request(), "word=it", """echo "$word's $code, $(cat exit_code)" """, ["false"]
+    )
+    output, _ = process.communicate(timeout=30)
+    assert (process.returncode, output) == (1, "it's 1, 1\n")
 
 
 def test_signals_reach_the_launch(make_request: MakeRequest) -> None:
     request = make_request()
     launch = ["bash", "-c", "trap 'exit 5' TERM; touch ready; while :; do sleep 0.05; done"]
-    process = start(request, "trap 'echo cleaned' EXIT", launch)
+    process = start(request, "trap 'exit 9' TERM", "echo cleaned", launch)
     ready = request.run_directory / "ready"
     deadline = time.monotonic() + 60
     while not ready.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == 5
+    assert (process.returncode, output) == (5, "cleaned\n")
     assert (request.run_directory / "exit_code").read_text() == "5\n"
-    assert output.splitlines()[-1] == "cleaned"
 
 
 def test_a_local_job_is_found_by_its_tag(make_request: MakeRequest) -> None:
-    from pipectl.batch.local import _bears
-
-    request = make_request(template=Template("site.sh", GOOD), tag="run 12ab")
-    script: Path = request.run_directory / "job.sh"
-    script.parent.mkdir()
-    script.write_text(get("local").render(request))
-    assert _bears(script, "'run 12ab'")
-    assert not _bears(script, "'run 12ac'")
+    request = make_request()
+    process = start(replace(request, tag="run 12ab"), "true", "true", ["sleep", "60"])
+    try:
+        deadline = time.monotonic() + 60
+        while (found := get("local").find("run 12ab")) is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert found is not None
+        assert found.startswith(f"{process.pid}.")
+    finally:
+        os.kill(process.pid, signal.SIGTERM)
+        process.communicate(timeout=60)

@@ -109,7 +109,7 @@ def test_a_container_sees_where_the_result_goes(
         assert f" --bind={Path(name).absolute()} " in launch
 
 
-def test_a_template_without_a_body_leaves_no_run(
+def test_a_template_that_extends_nothing_leaves_no_run(
     cli: Command, real_job: Path, program: Program
 ) -> None:
     program("sbatch", "echo 77")
@@ -117,7 +117,7 @@ def test_a_template_without_a_body_leaves_no_run(
     for option in ("--submit", "--links"):
         template = ("--scheduler", "slurm", "--set", "launch.template=./template.sh")
         result = cli("profile", "job.yaml", option, *template)
-        assert (result.code, "body" in result.err) == (3, True), result.err
+        assert (result.code, "template.sh:1:1" in result.err) == (3, True), result.err
         assert [path for path in Path("runs").iterdir() if path.is_dir()] == []
 
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from pipectl import errors
-from pipectl.batch import Array, JobRequest, JobState, Scheduler, Template
-from pipectl.batch.script import CHECKPOINTED
+from pipectl.batch import CHECKPOINTED, Array, JobRequest, JobState, Scheduler, Template, get
 from pipectl.cli.failure import INTERRUPTED
 from pipectl.schedule.listed import Listed
 
@@ -58,10 +57,8 @@ def test_the_other_exit_codes_are_there() -> None:
 
 
 def test_the_codes_of_signals_are_those_of_the_script(make_job: Callable[..., JobRequest]) -> None:
-    from pipectl.batch.script import render_body
-
-    body = render_body(make_job(), ["true"])
-    codes = re.findall(r"trap 'forward \w+ (\d+)'", body)
+    script = get("local").render(make_job())
+    codes = re.findall(r"trap 'forward \w+ (\d+)'", script)
     assert f"| {', '.join(sorted(codes))} |" in text_of("exit-codes.md")
 
 
@@ -155,5 +152,6 @@ def test_the_documented_batch_system_refuses_and_takes_templates(
         grid_engine.render(make_job(run_directory=Path("/a b")))
     with pytest.raises(errors.SchedulerError):
         grid_engine.render(make_job(array=Array((Path("/a"),))))
-    template = Template("t.sh", "#!/bin/bash\n#pipectl directives\ndate\n#pipectl body\n")
+    text = "{% extends base %}\n{% block setup %}\ndate\n{% endblock %}\n"
+    template = Template("t.sh", text)
     assert "\ndate\n" in grid_engine.render(make_job(template=template))

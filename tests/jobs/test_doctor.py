@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pipectl.batch import launchers
+from pipectl.batch import choose_mpi, launchers
 from pipectl.cli import main
 from pipectl.jobs import doctor
 from pipectl.jobs.doctor import (
@@ -24,7 +24,6 @@ from pipectl.jobs.doctor import (
     check_torch,
     examine,
 )
-from pipectl.jobs.launching import settle
 from pipectl.jobs.request import job_request
 from pipectl.spec import load
 
@@ -98,7 +97,7 @@ def test_an_mpi_that_does_not_start(mpiexec: Program, text: str, message: str) -
 
 def test_an_mpi_that_hangs(mpiexec: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_PATIENCE_S", 0.5)
-    monkeypatch.setattr(launchers, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(launchers, "_TIMEOUT_S", 0.5)
     mpiexec("mpiexec", "exec sleep 60")
     (found,) = check_mpi(None)
     assert (found.level, "no answer" in found.text) == (Level.FAIL, True)
@@ -150,7 +149,7 @@ def test_what_srun_takes_is_what_a_submission_does_not_warn_of(
     job.write_text(JOB)
     spec = load(job, [f"launch.mpi={wanted}"], check_files=False)
     assert of("PMI", check_slurm(spec)).level is level
-    warning = settle(job_request(spec, tmp_path / "run", "tag")).warning
+    warning = choose_mpi(job_request(spec, tmp_path / "run", "tag")).warning
     assert bool(warning) is (level is Level.FAIL)
 
 

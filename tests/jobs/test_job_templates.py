@@ -24,7 +24,7 @@ loss: torch.nn:MSELoss
 data: torch.utils.data:TensorDataset
 training: {steps: 10, batch_size: 8}
 """
-GOOD = "#!/bin/bash\n#pipectl directives\n{head}\n#pipectl body\n"
+GOOD = "{{% extends base %}}\n{{% block setup %}}\n{head}\n{{% endblock %}}\n"
 
 
 def job(tmp_path: Path, head: str, name: str = "my site's.sh") -> JobSpec:
@@ -41,25 +41,6 @@ def test_it_is_in_the_scripts_of_all_schedulers(tmp_path: Path) -> None:
         assert script.startswith("#!/bin/bash\n#")
         assert "echo 'from my site'\n" in script
         assert script.rstrip().endswith('exit "$code"')
-
-
-@pytest.mark.parametrize(
-    ("head", "line", "words"),
-    [
-        ("if true; then", 4, "end of file"),
-        ("cat <<END\nno end", 4, "here-document"),
-        ("echo )", 3, "syntax error"),
-    ],
-)
-def test_what_is_open_before_the_body_is_refused(
-    tmp_path: Path, head: str, line: int, words: str
-) -> None:
-    spec = job(tmp_path, head)
-    with pytest.raises(SpecError) as caught:
-        read_template(spec)
-    (problem,) = caught.value.problems
-    assert words in problem.message
-    assert abs(problem.line - line) <= 1, "bash counts the end as a line more"
 
 
 def test_one_that_does_not_exist_is_a_problem_of_the_spec(tmp_path: Path) -> None:
@@ -95,7 +76,7 @@ def test_the_run_keeps_its_own(tmp_path: Path) -> None:
 
 def test_the_name_of_its_file_gets_into_no_script(tmp_path: Path) -> None:
     plain = render(find_job(job(tmp_path, "true", "plain.sh"), "slurm"), 0.0)
-    for name in ("$(touch x).sh", "`id`", "'; exit 1; '", "#pipectl body", "-n", "[red]"):
+    for name in ("$(touch x).sh", "`id`", "'; exit 1; '", "{{ job }}", "-n", "[red]"):
         (tmp_path / name).write_text(GOOD.format(head="true"))
         spec = load(tmp_path / "job.yaml", [f"launch.template={json.dumps(name)}"], sites=())
         assert render(find_job(spec, "slurm"), 0.0) == plain

@@ -16,9 +16,9 @@ from pipectl.batch import (
     JobState,
     JobStatus,
     SlurmOptions,
-    dialect_of,
     render_variables,
 )
+from pipectl.batch.launchers import mpi_of
 from pipectl.batch.slurm import SlurmScheduler
 from pipectl.errors import SchedulerError
 
@@ -183,7 +183,7 @@ def test_mpiexec_starts_every_rank_in_blocks(
         nodes=2,
         tasks_per_node=2,
         mpiexec=str(mpiexec),
-        mpi=dialect_of(str(mpiexec)),
+        mpi=mpi_of(str(mpiexec)),
     )
     request = replace(request, command=(sys.executable, "-m", "mpi4py", "-c", code))
     assert wait_for(submit(request)).state is JobState.COMPLETED, log(request)
@@ -264,7 +264,7 @@ def test_estimate(request_of: Callable[..., JobRequest]) -> None:
 
 def test_a_wrong_partition_is_refused_with_a_cure(request_of: Callable[..., JobRequest]) -> None:
     with pytest.raises(SchedulerError, match="nosuch") as caught:
-        submit(request_of("true", slurm=SlurmOptions(partition="nosuch")))
+        submit(request_of("true", slurm=SlurmOptions({"partition": "nosuch"})))
     assert "slurm.partition" in (caught.value.cure or "")
 
 

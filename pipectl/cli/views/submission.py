@@ -10,7 +10,7 @@ from pipectl.cli.console import note, say, warn
 from pipectl.runs import as_typed
 
 if TYPE_CHECKING:
-    from pipectl.jobs.launching import Settled
+    from pipectl.batch import MpiChoice
     from pipectl.jobs.status import RunStatus
     from pipectl.plan import Plan
     from pipectl.runs import Record, RunDirectory
@@ -29,7 +29,7 @@ def submission_json(run: RunDirectory, record: Record, **more: Any) -> dict[str,
     }
 
 
-def print_launch(launch: Settled | None, warning: str) -> None:
+def print_launch(launch: MpiChoice | None, warning: str) -> None:
     """Say what ranks are started with, if somebody would ask.
 
     Args:
@@ -37,8 +37,8 @@ def print_launch(launch: Settled | None, warning: str) -> None:
     """
     warn(warning)
     if launch is not None:
-        if launch.said:
-            note(launch.said)
+        if launch.reason:
+            note(launch.reason)
         warn(launch.warning)
 
 

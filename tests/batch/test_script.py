@@ -1,8 +1,10 @@
-"""The common body, run by real bash with plain commands instead of MPI."""
+"""Job scripts, run by real bash with plain commands instead of MPI."""
 
 import os
+import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -11,17 +13,25 @@ from pathlib import Path
 
 import pytest
 
-from pipectl.batch import JobRequest, Stop
-from pipectl.batch.script import render_body, render_variables
+from pipectl.batch import Array, Container, JobRequest, Stop, Template, get, render_variables
 from pipectl.errors import InvalidInputError
+from pipectl.runs import ATTEMPT, REQUEUE_ERROR, RESUBMITTED, RUN_VARIABLE, SCRIPT, VARIABLES
 
 MakeRequest = Callable[..., JobRequest]
+
+
+def render(request: JobRequest, launch: Sequence[str]) -> str:
+    """A script with a launcher that drops ``-n <ranks>`` and runs the command once."""
+    launcher = ("bash", "-c", 'shift 2; exec "$@"', "bash")
+    script = get("local").render(replace(request, command=tuple(launch), mpiexec="mpiexec"))
+    assert script.count("run_ranks mpiexec ") == 1
+    return script.replace("run_ranks mpiexec ", f"run_ranks {shlex.join(launcher)} ")
 
 
 def start(request: JobRequest, launch: Sequence[str]) -> subprocess.Popen[str]:
     request.run_directory.mkdir(parents=True, exist_ok=True)
     script = request.run_directory / "job.sh"
-    script.write_text("#!/bin/bash\n" + render_body(request, launch))
+    script.write_text(render(request, launch))
     (request.run_directory / "variables.sh").write_text(render_variables(request))
     return subprocess.Popen(
         ["bash", str(script)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -34,9 +44,9 @@ def run(request: JobRequest, launch: Sequence[str]) -> tuple[int, str]:
     return process.returncode, output
 
 
-def impatient(body: str) -> str:
+def impatient(script: str) -> str:
     """A script that kills a launcher soon after a rank has failed."""
-    return body.replace("tick_s=5", "tick_s=0.1").replace("patience=12", "patience=2")
+    return script.replace("tick_s=5", "tick_s=0.1").replace("patience=12", "patience=2")
 
 
 def exit_file(request: JobRequest) -> str:
@@ -113,11 +123,11 @@ def test_variables_of_the_job_are_none_of_the_scripts_own(
 
 def test_no_value_of_a_variable_is_in_the_script(make_request: MakeRequest) -> None:
     request = make_request(variables={"API_KEY": "swordfish"}, prepare=(("true",),))
-    script = render_body(request, ["true"])
+    script = render(request, ["true"])
     assert "swordfish" not in script
     assert "API_KEY" in script, "in a comment"
     assert render_variables(request) == "export API_KEY=swordfish\n"
-    assert "variables.sh" not in render_body(make_request(), ["true"])
+    assert "variables.sh" not in render(make_request(), ["true"])
 
 
 def test_a_job_does_not_run_without_its_variables(make_request: MakeRequest) -> None:
@@ -156,7 +166,7 @@ def test_traps_of_the_setup_do_not_fire_behind_it(
 
 def test_setup_with_a_carriage_return_is_refused(make_request: MakeRequest) -> None:
     with pytest.raises(InvalidInputError, match=r"environment\.setup"):
-        render_body(make_request(setup=("echo a\r\necho b",)), ["true"])
+        render(make_request(setup=("echo a\r\necho b",)), ["true"])
 
 
 def test_a_module_that_cannot_be_loaded_ends_the_job(make_request: MakeRequest) -> None:
@@ -233,9 +243,7 @@ def test_a_launcher_that_waits_for_a_lost_node_does_not_keep_the_script(
 ) -> None:
     request = make_request(stop=Stop())
     (request.run_directory / "errors").mkdir(parents=True)
-    body = render_body(
-        request, ["bash", "-c", "trap '' TERM; : >errors/rank-0001.json; exec sleep 300"]
-    )
+    body = render(request, ["bash", "-c", "trap '' TERM; : >errors/rank-0001.json; exec sleep 300"])
     body = impatient(body)
     done = subprocess.run(["bash", "-c", body], capture_output=True, text=True, timeout=60)
     assert done.returncode == 137
@@ -249,9 +257,7 @@ def test_signals_to_the_whole_group_end_no_guard_of_the_launcher(
     request = make_request(stop=Stop())
     (request.run_directory / "errors").mkdir(parents=True)
     waits = "trap '' TERM INT; : >ready; until [[ -e go ]]; do sleep 0.05; done"
-    body = render_body(
-        request, ["bash", "-c", f"{waits}; : >errors/rank-0001.json; exec sleep 300"]
-    )
+    body = render(request, ["bash", "-c", f"{waits}; : >errors/rank-0001.json; exec sleep 300"])
     script = subprocess.Popen(
         ["bash", "-c", impatient(body)], start_new_session=True, stderr=subprocess.PIPE, text=True
     )
@@ -276,7 +282,7 @@ def test_errors_of_an_earlier_start_that_cannot_be_moved_end_no_other(
     (errors / "rank-0001.json").touch()
     (errors / "attempt-1").touch()  # no directory
     (request.run_directory / "attempt").write_text("1\n")
-    body = impatient(render_body(request, ["bash", "-c", "sleep 1.5; exit 0"]))
+    body = impatient(render(request, ["bash", "-c", "sleep 1.5; exit 0"]))
     done = subprocess.run(["bash", "-c", body], capture_output=True, text=True, timeout=60)
     assert (done.returncode, exit_file(request)) == (0, "0\n"), done.stderr
 
@@ -286,7 +292,7 @@ def test_a_stop_at_a_checkpoint_is_known_though_the_launchers_code_is_lost(
     make_request: MakeRequest, stopped: str, code: int
 ) -> None:
     request = make_request(stop=Stop())
-    body = render_body(request, ["bash", "-c", stopped])
+    body = render(request, ["bash", "-c", stopped])
     body = body.replace('wait "$child"\n        code=$?', 'wait "$child"\n        code=-1')
     assert "code=-1" in body
     request.run_directory.mkdir()
@@ -329,4 +335,107 @@ def test_values_that_no_script_can_hold_are_refused(
 ) -> None:
     request = replace(make_request(), **{field: value})  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match=named):
-        render_body(request, ["true"])
+        render(request, ["true"])
+
+
+INDEX = {"slurm": "SLURM_ARRAY_TASK_ID", "pbs": "PBS_ARRAY_INDEX"}
+SITE = """\
+{% extends base %}
+{% block shebang %}#!/bin/bash -f{% endblock %}
+{% block directives %}
+#SBATCH --switches=1
+{% endblock %}
+{% block setup %}touch PWNED{% endblock %}
+"""
+
+
+@pytest.mark.parametrize("scheduler", INDEX)
+def test_hostile_directories_of_an_array_arrive(
+    make_request: MakeRequest, tmp_path: Path, nasty: list[str], scheduler: str
+) -> None:
+    runs = tuple(Path("/x") / text for text in nasty if text.isprintable() and "\0" not in text)
+    script = get(scheduler).render(make_request(array=Array(runs))).partition("run=")[0]
+    script += 'printf "%s\\0" "${runs[@]}"'
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, check=True)
+    assert done.stdout.decode().split("\0")[:-1] == [str(run) for run in runs]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("template", [None, Template("site.sh", SITE)])
+@pytest.mark.parametrize("scheduler", INDEX)
+def test_the_script_of_a_run_takes_over_that_of_its_array(
+    make_request: MakeRequest, tmp_path: Path, scheduler: str, template: Template | None
+) -> None:
+    """In the same process, with the output in its log; a template is the run's own matter."""
+    runs = tuple(tmp_path / f"a b'{index}" for index in range(2))
+    for run in runs:
+        (run / "logs").mkdir(parents=True)
+        (run / "job.sh").write_text('echo "$$ $- $0"; exit 3\n')
+    script = tmp_path / "array.sh"
+    script.write_text(get(scheduler).render(make_request(array=Array(runs), template=template)))
+    environment = {**os.environ, INDEX[scheduler]: "1"}
+    with subprocess.Popen(["bash", str(script)], env=environment, cwd=tmp_path) as process:
+        assert process.wait() == 3
+    said = (runs[1] / "logs/job.log").read_text().split(maxsplit=2)
+    assert said[0] == str(process.pid)
+    assert ("f" in said[1]) == (template is not None), "the options of the template's own bash"
+    assert said[2] == f"{runs[1]}/job.sh\n"
+    assert not (runs[0] / "logs/job.log").exists()
+    assert not (tmp_path / "PWNED").exists()
+
+
+@pytest.mark.parametrize("scheduler", INDEX)
+def test_an_index_beyond_the_runs_starts_nothing(
+    make_request: MakeRequest, tmp_path: Path, scheduler: str
+) -> None:
+    script = get(scheduler).render(make_request(array=Array((tmp_path, tmp_path))))
+    for environment in ({}, {INDEX[scheduler]: "7"}):
+        done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True)
+        assert done.returncode != 0
+        assert b"unbound variable" in done.stderr
+
+
+APPTAINER = """#!/bin/bash
+[[ $1 == exec ]] || exit 99
+shift
+while [[ $1 == -* ]]; do echo "option $1"; shift; done
+echo "image $1"
+shift
+[[ $1 == python3 ]] || exit 98
+exec {python} "${{@:2}}"
+"""
+
+
+def test_python_of_the_container_runs_with_the_same_words(
+    make_request: MakeRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = tmp_path / "bin" / "apptainer"
+    fake.parent.mkdir()
+    fake.write_text(APPTAINER.format(python=sys.executable))
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake.parent}:/usr/bin:/bin")
+    own = (sys.executable, "-c", "import sys; print(sys.argv[1:])", "it's", "a b")
+    container = Container("my image.sif", (tmp_path, Path("/my dir")))
+    request = make_request(python=sys.executable, container=container, prepare=(own,))
+    once = f"option --bind={tmp_path}\noption --bind=/my dir\nimage my image.sif\n"
+    assert run(request, own) == (0, 2 * f"{once}[\"it's\", 'a b']\n")
+
+
+@pytest.mark.parametrize("name", ["/a,b", "/a:b"])
+def test_directories_that_apptainer_would_cut_are_refused(name: str) -> None:
+    with pytest.raises(InvalidInputError, match=r"environment\.container"):
+        Container("x.sif", (Path(name),)).wrap(("python",), "python")
+
+
+def test_names_in_the_templates_are_those_that_python_reads(make_request: MakeRequest) -> None:
+    request = make_request(stop=Stop(requeues=1), variables={"A": "1"})
+    text = "".join(get(name).render(request) for name in ("local", "pbs"))
+    for name in (ATTEMPT, RUN_VARIABLE, SCRIPT):
+        assert f"export {name}=" in text
+    for name in (REQUEUE_ERROR, RESUBMITTED, VARIABLES):
+        assert f'"${RUN_VARIABLE}/{name}"' in text
+
+
+def test_jinja_is_imported_only_to_render() -> None:
+    code = "import sys, pipectl.batch, pipectl.jobs.status; sys.exit('jinja2' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,636 @@
+"""Slurm: directives, its commands pretended, and its output as recorded."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pipectl.batch import Array, JobRequest, JobState, MoreNodes, Queue, SlurmOptions, get
+from pipectl.batch.process import NoAnswerError
+from pipectl.batch.slurm import (
+    SACCT_FORMAT,
+    SINFO_FORMAT,
+    SQUEUE_FORMAT,
+    SlurmScheduler,
+    parse_exit_code,
+    parse_sacct,
+    parse_shown,
+    parse_sinfo,
+    parse_squeue,
+    parse_state,
+)
+from pipectl.errors import InvalidInputError, SchedulerError
+
+if TYPE_CHECKING:
+    from conftest import FakeCommands
+
+MakeRequest = Callable[..., JobRequest]
+SAMPLES = Path(__file__).parents[1] / "data" / "scheduler" / "slurm"
+SCRIPT = Path("/runs/job.sh")
+SUBMIT = 1795228138.0
+MIB = 2**20
+
+
+def sample(name: str) -> str:
+    return "\n".join((SAMPLES / name).read_text().splitlines()[1:-1])
+
+
+def options(request: JobRequest) -> list[str]:
+    """The options in the script's head, before the first command."""
+    lines = SlurmScheduler().render(request).splitlines()
+    first = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
+    assert not any(line.startswith("#SBATCH") for line in lines[first:])
+    return [line.removeprefix("#SBATCH ") for line in lines[1:first] if line]
+
+
+def test_what_is_not_asked_for_is_not_written(make_request: MakeRequest) -> None:
+    assert [line.split("=")[0] for line in options(make_request())] == [
+        "--job-name",
+        "--comment",
+        "--nodes",
+        "--ntasks-per-node",
+        "--cpus-per-task",
+        "--time",
+        "--chdir",
+        "--output",
+        "--open-mode",
+        "--no-requeue",
+    ]
+    assert "--mem=2M" in options(make_request(memory_per_node_bytes=2**20 + 1)), "rounded up"
+
+
+@pytest.mark.parametrize("launcher", ["auto", "srun"])
+@pytest.mark.parametrize("scheduler", ["slurm", "local"])
+def test_a_command_alone_is_started_without_mpi(
+    make_request: MakeRequest, launcher: str, scheduler: str
+) -> None:
+    request = make_request(alone=True, launcher=launcher, command=("measure", "this model"))
+    script = get(scheduler).render(request)
+    assert "\nrun with_variables measure 'this model'\n" in script
+    assert "mpiexec" not in script
+    assert "srun" not in script
+
+
+def test_a_nasty_option_stays_on_its_line(make_request: MakeRequest, nasty: list[str]) -> None:
+    for value in nasty:
+        request = make_request(slurm=SlurmOptions({"account": value}))
+        assert len(options(request)) == 11
+    script = SlurmScheduler().render(request)
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+@pytest.mark.parametrize(
+    "directive",
+    [
+        "--begin=now",
+        "--gpus=4",
+        "-S 1",
+        "#SBATCH --nice=5",
+        "--switches=1@10 --nice=5",
+        "--bb='x --array=5'",
+        "--mem-per-cpu=1G",
+        "--time-min=10",
+        "--ntasks-per-core=1",
+        "-sH",
+        "-Gtesla:2",
+        "--parti=x",
+        "-HN4",
+    ],
+)
+def test_own_directives_come_first_so_that_those_of_pipectl_win(
+    make_request: MakeRequest, directive: str
+) -> None:
+    request = make_request(slurm=SlurmOptions({"partition": "y"}, directives=(directive,)))
+    assert options(request)[0] == directive.removeprefix("#SBATCH ")
+
+
+@pytest.mark.parametrize(
+    ("directive", "cure"),
+    [
+        ("--array=1-4", "sweep"),
+        ("-a1-4", "sweep"),
+        ("#SBATCH --err=x", "job.log"),
+        ("--nice=5 -e x", "job.log"),
+        ("--exp NONE", "environment.variables"),
+        ("-sn4", "resources.tasks_per_node"),
+        ("--begin now -n2", "resources.tasks_per_node"),
+        ("--clusters=east", "SLURM_CLUSTERS"),
+        ("--clu=east", "SLURM_CLUSTERS"),
+        ("--nice=5 -Meast,west", "SLURM_CLUSTERS"),
+        ("--nice=5 -sMeast", "SLURM_CLUSTERS"),
+        ("--test-only", "submit --test-only"),
+        ("-HW", "submit --wait"),
+        ("--wra=id", "remove it"),
+        ("--nice=1 '--wr'\"ap\"=x", "remove it"),
+        ("--nice=1 '--wr\\ap=x'", "without a backslash"),
+        ("mail-type=END", "command line"),
+        ("", "command line"),
+        ("--nice=1\ntouch x", "one line"),
+    ],
+)
+def test_directives_that_order_does_not_settle_are_refused(
+    make_request: MakeRequest, directive: str, cure: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=r"slurm\.directives") as caught:
+        options(make_request(slurm=SlurmOptions(directives=(directive,))))
+    assert cure in (caught.value.cure or "")
+
+
+def test_options_that_the_site_refuses_are_not_written(make_request: MakeRequest) -> None:
+    slurm = SlurmOptions(omit=("cpus-per-task", "time"), directives=("-t 10",))
+    request = make_request(launcher="srun", slurm=slurm, more=(MoreNodes(1, 2),))
+    assert {"--nodes=1", "-t 10"} < set(options(request))
+    script = SlurmScheduler().render(request)
+    assert "--cpus-per-task" not in script
+    assert "--time" not in script
+
+
+@pytest.mark.parametrize("key", ["partition", "mail-type"])
+def test_control_characters_in_options_are_refused(make_request: MakeRequest, key: str) -> None:
+    with pytest.raises(InvalidInputError, match=rf"slurm\.{key.replace('-', '_')}"):
+        options(make_request(slurm=SlurmOptions({key: "a\nb"})))
+
+
+def test_an_array_of_jobs_with_nodes_of_several_kinds_is_refused(
+    make_request: MakeRequest, tmp_path: Path
+) -> None:
+    runs = Array((tmp_path / "0", tmp_path / "1"))
+    with pytest.raises(InvalidInputError, match="several kinds"):
+        options(make_request(more=(MoreNodes(1, 2),), array=runs))
+
+
+@pytest.mark.parametrize("more", [(), (MoreNodes(1, 2),)])
+@pytest.mark.parametrize("name", ["HYDRA_LAUNCHER", "HYDRA_LAUNCHER_EXEC", "HYDRA_BOOTSTRAP"])
+def test_a_job_with_a_launcher_of_its_own_in_its_variables_gets_no_other(
+    make_request: MakeRequest, more: tuple[MoreNodes, ...], name: str
+) -> None:
+    request = make_request(more=more, mpi="hydra", launcher="mpiexec")
+    assert "HYDRA_LAUNCHER_EXEC=" in SlurmScheduler().render(request)
+    script = SlurmScheduler().render(replace(request, variables={name: "ssh"}))
+    assert "HYDRA_" not in script.replace(f"({name})", "")
+
+
+def test_submit_returns_the_id_and_makes_the_log_folder(
+    slurm: FakeCommands, make_request: MakeRequest
+) -> None:
+    slurm.replay("sbatch", "sbatch-parsable.txt")
+    request = make_request()
+    assert SlurmScheduler().submit(SCRIPT, request) == "28"
+    assert slurm.calls("sbatch") == [["--parsable", "/runs/job.sh"]]
+    assert (request.run_directory / "logs").is_dir()
+
+
+def test_variables_that_overrule_the_script_are_removed(
+    slurm: FakeCommands, make_request: MakeRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed = ("SBATCH_PARTITION", "SLURM_JOB_ID", "SLURM_NTASKS", "SQUEUE_PARTITION")
+    for name in (*removed, "SLURM_CONF", "SLURM_CLUSTERS", "MY_SETTING"):
+        monkeypatch.setenv(name, "x")
+    slurm.answer("sbatch", "5\n")
+    SlurmScheduler().submit(SCRIPT, make_request())
+    environment = slurm.environment("sbatch")
+    assert not set(removed) & set(environment)
+    assert {"SLURM_CONF", "SLURM_CLUSTERS", "MY_SETTING", "PATH"} <= set(environment)
+    assert "SLURM_TIME_FORMAT" not in environment, "it would leak into the job"
+
+
+@pytest.mark.parametrize(
+    ("sample", "message", "cure"),
+    [
+        ("sbatch-badpart.txt", "invalid partition specified: nope", "slurm.partition"),
+        ("sbatch-badmem.txt", "Memory specification", "resources.memory_per_node"),
+        ("sbatch-badopt.txt", "unrecognized option", "slurm.directives"),
+        ("sbatch-gpu.txt", "Invalid generic resource", "resources.gpus_per_node"),
+        ("sbatch-noshebang.txt", "does not look like a batch script", "job spec"),
+    ],
+)
+def test_refusals_name_a_cure(
+    slurm: FakeCommands, make_request: MakeRequest, sample: str, message: str, cure: str
+) -> None:
+    slurm.replay("sbatch", sample)
+    with pytest.raises(SchedulerError, match=message) as caught:
+        SlurmScheduler().submit(SCRIPT, make_request())
+    assert cure in (caught.value.cure or "")
+    assert slurm.calls("squeue") == [], "a refusal needs no search for the job"
+
+
+def test_missing_slurm_is_named(
+    make_request: MakeRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SchedulerError, match="sbatch") as caught:
+        SlurmScheduler().submit(SCRIPT, make_request())
+    assert "launch.scheduler: local" in (caught.value.cure or "")
+
+
+def test_a_lost_answer_is_looked_up_by_tag(slurm: FakeCommands, make_request: MakeRequest) -> None:
+    slurm.hang("sbatch")
+    slurm.replay("squeue", "squeue-format.txt")
+    scheduler = SlurmScheduler(timeout_s=1.0)
+    assert scheduler.submit(SCRIPT, make_request(tag="tag-run")) == "36"
+    assert slurm.calls("squeue") == [["-h", "-r", "-t", "all", "-o", SQUEUE_FORMAT, "--me"]]
+
+
+def test_an_uncertain_failure_is_looked_up_too(
+    slurm: FakeCommands, make_request: MakeRequest
+) -> None:
+    slurm.answer("sbatch", stderr="sbatch: error: Socket timed out on send/recv operation", rc=1)
+    slurm.replay("squeue", "squeue-format.txt")
+    assert SlurmScheduler().submit(SCRIPT, make_request(tag="tag-held")) == "35"
+
+
+def test_a_lost_job_is_not_submitted_twice(slurm: FakeCommands, make_request: MakeRequest) -> None:
+    slurm.answer("sbatch", stderr="Unable to contact slurm controller", rc=1)
+    with pytest.raises(NoAnswerError, match="'tag-1' is listed: Unable to contact"):
+        SlurmScheduler().submit(SCRIPT, make_request())
+    slurm.answer("squeue", stderr="squeue is down", rc=1)
+    with pytest.raises(NoAnswerError, match=r"Unable to contact.*squeue is down"):
+        SlurmScheduler().submit(SCRIPT, make_request())
+    assert len(slurm.calls("sbatch")) == 2
+
+
+def test_find_takes_the_latest_job_of_a_tag(slurm: FakeCommands) -> None:
+    row = "{}|RUNNING|1|N/A|N/A|node1|tag|None\n"
+    slurm.answer("squeue", row.format(9) + row.format(10) + row.format(8))
+    assert SlurmScheduler().find("tag") == "10"
+    assert SlurmScheduler().find("other") is None
+
+
+def test_query_of_live_jobs_asks_the_queue_once(slurm: FakeCommands) -> None:
+    slurm.replay("squeue", "squeue-format.txt")
+    found = SlurmScheduler().query(["36", "37"])
+    assert found["36"].state is JobState.RUNNING
+    assert found["37"].state is JobState.QUEUED
+    assert slurm.calls("squeue") == [
+        ["-h", "-r", "-t", "all", "-o", SQUEUE_FORMAT, "-j", "36,37,36"]
+    ]
+    assert slurm.environment("squeue")["SLURM_TIME_FORMAT"] == "%s"
+    assert slurm.calls("sacct") == slurm.calls("scontrol") == []
+
+
+def test_query_of_nothing_asks_nobody(slurm: FakeCommands) -> None:
+    assert SlurmScheduler().query([]) == {}
+    assert slurm.calls("squeue") == []
+
+
+def test_what_is_no_id_hides_no_other_job(slurm: FakeCommands) -> None:
+    slurm.replay("squeue", "squeue-format.txt")
+    found = SlurmScheduler().query(["7.vm", "36", "12.34@here"])
+    assert list(found) == ["36"]
+    assert slurm.calls("squeue")[0][-1] == "36,36"
+
+
+def test_finished_jobs_get_their_exit_code_from_the_accounting(slurm: FakeCommands) -> None:
+    slurm.answer("squeue", "2|FAILED|1|1795228139|1795228139|node1|t|NonZeroExitCode\n")
+    slurm.replay("sacct", "sacct-format.txt")
+    found = SlurmScheduler().query(["1", "2", "3"], since=SUBMIT)
+    assert (found["2"].state, found["2"].exit_code, found["2"].source) == (
+        JobState.FAILED,
+        3,
+        "queue",
+    )
+    assert (found["1"].state, found["1"].source) == (JobState.COMPLETED, "accounting")
+    assert found["3"].state is JobState.CANCELLED
+    ((*flags, ids, start, day, output, columns),) = slurm.calls("sacct")
+    assert flags == ["-X", "-D", "-n", "-P", "-j"]
+    assert (ids, start, output, columns) == ("1,2,3", "-S", "-o", SACCT_FORMAT)
+    assert day in {"2026-11-19", "2026-11-20"}, "the day before, in local time"
+
+
+def test_the_latest_attempt_of_a_requeued_job_counts(slurm: FakeCommands) -> None:
+    slurm.replay("sacct", "sacct-format.txt")
+    assert SlurmScheduler().query(["6"], since=SUBMIT)["6"].state is JobState.COMPLETED
+
+
+def test_a_recycled_id_is_not_taken_for_ours(slurm: FakeCommands) -> None:
+    slurm.replay("sacct", "sacct-format.txt")
+    assert "2" in SlurmScheduler().query(["2"], since=SUBMIT + 59)
+    assert SlurmScheduler().query(["2"], since=SUBMIT + 61) == {}
+
+
+def test_without_accounting_the_controller_tells_the_exit_code(slurm: FakeCommands) -> None:
+    slurm.answer("squeue", "2|FAILED|1|1795228139|1795228139|node1|t|NonZeroExitCode\n")
+    slurm.replay("scontrol", "scontrol-2.txt")
+    status = SlurmScheduler().query(["2"])["2"]
+    assert (status.state, status.exit_code, status.reason) == (
+        JobState.FAILED,
+        3,
+        "NonZeroExitCode",
+    )
+    assert slurm.calls("scontrol") == [["show", "job", "-o", "2"]]
+
+
+def test_jobs_that_nobody_knows_are_absent(slurm: FakeCommands) -> None:
+    slurm.replay("scontrol", "scontrol-unknown.txt")
+    assert SlurmScheduler().query(["99"]) == {}
+    slurm.replay("sacct", "sacct-unknown.txt")
+    assert SlurmScheduler().query(["99"]) == {}
+
+
+def test_an_accounting_that_missed_the_end_decides_nothing(slurm: FakeCommands) -> None:
+    slurm.answer("sacct", "7|RUNNING|0:0|1795228138|1795228139|Unknown|node1\n")
+    status = SlurmScheduler().query(["7"])["7"]
+    assert status.state is JobState.UNKNOWN
+    assert "RUNNING" in status.reason
+
+
+def test_a_failing_squeue_is_an_error_not_an_absence(slurm: FakeCommands) -> None:
+    slurm.answer("squeue", stderr="slurm_load_jobs error: Unable to contact", rc=1)
+    with pytest.raises(SchedulerError, match="Unable to contact"):
+        SlurmScheduler().query(["1"])
+
+
+def test_a_squeue_that_hangs_is_given_up(slurm: FakeCommands) -> None:
+    slurm.hang("squeue")
+    with pytest.raises(NoAnswerError, match="no answer within 1 s"):
+        SlurmScheduler(timeout_s=1.0).query(["1"])
+
+
+def test_cancel(slurm: FakeCommands) -> None:
+    slurm.replay("scancel", "scancel-unknown.txt")
+    SlurmScheduler().cancel("999999")
+    assert slurm.calls("scancel") == [["999999"]]
+    slurm.answer("scancel", stderr="Access/permission denied", rc=1)
+    with pytest.raises(SchedulerError, match="permission denied"):
+        SlurmScheduler().cancel("1")
+
+
+def test_estimate_is_the_forecast(slurm: FakeCommands) -> None:
+    slurm.replay("sbatch", "sbatch-testonly-toobig.txt")
+    forecast = SlurmScheduler().estimate(SCRIPT)
+    assert forecast is not None
+    assert forecast.startswith("Job 30 to start at 2026-11-20T15:36:53")
+    assert slurm.calls("sbatch") == [["--test-only", "/runs/job.sh"]]
+
+
+def test_an_impossible_job_has_no_estimate(slurm: FakeCommands) -> None:
+    slurm.replay("sbatch", "sbatch-testonly-5nodes.txt")
+    with pytest.raises(SchedulerError, match="node configuration is not available") as caught:
+        SlurmScheduler().estimate(SCRIPT)
+    assert "lower resources" in (caught.value.cure or "")
+
+
+def test_jobs_of_an_array_are_asked_about_together(slurm: FakeCommands) -> None:
+    slurm.answer(
+        "squeue",
+        "1_[2-3%2]|PENDING|1|N/A|N/A||t|JobArrayTaskLimit\n"
+        "1_0|RUNNING|1|1795228139|1795228139|node1|t|None\n"
+        "1_1|FAILED|1|1795228139|1795228139|node1|t|NonZeroExitCode\n",
+    )
+    slurm.answer("scontrol", "JobId=6 ArrayJobId=1 ArrayTaskId=1 JobState=FAILED ExitCode=3:0\n")
+    found = SlurmScheduler().query(["1_0", "1_1", "1_2", "1_3", "1_4"])
+    assert {job_id: status.state for job_id, status in found.items()} == {
+        "1_0": JobState.RUNNING,
+        "1_1": JobState.FAILED,
+        "1_2": JobState.QUEUED,
+        "1_3": JobState.QUEUED,
+    }
+    assert found["1_1"].exit_code == 3
+    assert [call[-1] for call in slurm.calls("squeue")] == ["1,1"]
+    assert slurm.calls("scontrol") == [["show", "job", "-o", "1"]]
+
+
+def test_the_accounting_knows_jobs_of_an_array_by_their_place(slurm: FakeCommands) -> None:
+    slurm.answer(
+        "sacct",
+        "1_0|COMPLETED|0:0|1795228138|1795228139|1795228141|node1\n"
+        "1_1|FAILED|2:0|1795228138|1795228139|1795228141|node2\n",
+    )
+    found = SlurmScheduler().query(["1_0", "1_1"], since=SUBMIT)
+    assert (found["1_0"].state, found["1_1"].exit_code) == (JobState.COMPLETED, 2)
+
+
+def test_an_array_is_found_by_its_tag(slurm: FakeCommands) -> None:
+    slurm.answer("squeue", "35_[2-3]|PENDING|1|N/A|N/A||tag|None\n35_0|RUNNING|1|1|2|n|tag|None\n")
+    scheduler = SlurmScheduler()
+    assert scheduler.find("tag") == "35"
+    assert scheduler.task_id("35", 2) == "35_2"
+    assert scheduler.array_id("35_2") == scheduler.array_id("35") == "35"
+
+
+def test_squeue_rows() -> None:
+    rows = {row.job_id: row for row in parse_squeue(sample("squeue-format.txt"))}
+    states = {job_id: row.status.state.value for job_id, row in rows.items()}
+    assert states == {
+        "2": "CANCELLED",
+        "4": "COMPLETED",
+        "16": "FAILED",
+        "26": "FAILED",
+        "35": "HELD",
+        "36": "RUNNING",
+        "37": "QUEUED",
+        "38": "QUEUED",
+        "39": "QUEUED",
+    }
+    running = rows["36"].status
+    assert (running.nodes, running.start, running.end) == ("node[1-4]", 1795228077.0, None)
+    assert (running.reason, rows["36"].comment) == ("", "tag-run")
+    assert rows["37"].status.start is None
+    assert rows["39"].status.reason == "PartitionNodeLimit"
+    assert rows["35"].status.reason == "JobHeldUser"
+    assert rows["16"].status.reason == "JobLaunchFailure"
+    assert rows["2"].status.reason == "", "the reason for which it waited is stale"
+    assert rows["26"].comment == "t;a%j b\\c\"d'e$HOME"
+
+
+def test_sacct_rows_of_all_attempts() -> None:
+    rows = list(parse_sacct(sample("sacct-format.txt")))
+    seen = [(row.job_id, row.status.state.value, row.status.exit_code) for row in rows]
+    assert seen == [
+        ("1", "COMPLETED", 0),
+        ("2", "FAILED", 3),
+        ("3", "CANCELLED", None),
+        ("4", "FAILED", 137),
+        ("5", "QUEUED", None),
+        ("6", "QUEUED", None),
+        ("6", "COMPLETED", 0),
+    ]
+    assert rows[1].submitted_at == 1795228138.0
+    assert (rows[1].status.end, rows[1].status.nodes) == (1795228139.0, "node1")
+    assert (rows[4].status.start, rows[4].status.nodes) == (None, "")
+    assert {row.status.source for row in rows} == {"accounting"}
+
+
+def test_lines_that_are_no_rows_are_skipped() -> None:
+    assert list(parse_squeue("slurm_load_jobs error: Invalid job id specified\n\n")) == []
+    assert list(parse_sacct("Slurm accounting storage is disabled\n")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "state"),
+    [
+        ("CANCELLED by 1000", JobState.CANCELLED),
+        ("CANCELLED+", JobState.CANCELLED),
+        ("COMPLETED,COMPLETING", JobState.COMPLETING),
+        ("FAILED,REQUEUED", JobState.QUEUED),
+        ("OUT_OF_MEMORY", JobState.OUT_OF_MEMORY),
+        ("DEADLINE", JobState.TIMEOUT),
+        ("BOOT_FAIL", JobState.NODE_FAIL),
+        ("CONFIGURING", JobState.QUEUED),
+        ("STOPPED", JobState.SUSPENDED),
+        ("REQUEUE_HOLD", JobState.HELD),
+        ("LAUNCH_FAILED,FAILED", JobState.FAILED),
+        ("SOMETHING_NEW", JobState.UNKNOWN),
+        ("?", JobState.UNKNOWN),
+        ("", JobState.UNKNOWN),
+    ],
+)
+def test_states(text: str, state: JobState) -> None:
+    assert parse_state(text) is state
+
+
+def test_an_unknown_state_says_what_slurm_said() -> None:
+    (row,) = parse_squeue("5|NOVEL_STATE|1|N/A|N/A||tag|None")
+    assert row.status.state is JobState.UNKNOWN
+    assert "NOVEL_STATE" in row.status.reason
+
+
+def test_booting_nodes_are_named() -> None:
+    (row,) = parse_squeue("5|CONFIGURING|1|N/A|N/A||tag|None")
+    assert row.status.reason == "nodes are booting"
+
+
+@pytest.mark.parametrize(
+    ("text", "job_id"),
+    [
+        ("28\n", "28"),
+        ("28;cluster1\n", "28"),
+        ("Welcome to 2026\n****\n29\n", "29"),
+        ("no id here\n", None),
+        ("", None),
+    ],
+)
+def test_the_id_in_the_answer(
+    slurm: FakeCommands, make_request: MakeRequest, text: str, job_id: str | None
+) -> None:
+    slurm.answer("sbatch", text)
+    if job_id is None:
+        with pytest.raises(NoAnswerError, match="gave no job id"):
+            SlurmScheduler().submit(SCRIPT, make_request())
+    else:
+        assert SlurmScheduler().submit(SCRIPT, make_request()) == job_id
+
+
+def test_exit_codes_of_scontrol() -> None:
+    codes = {}
+    for line in (SAMPLES / "exitcodes.txt").read_text().splitlines():
+        state = parse_state(line.split("JobState=")[1].split()[0])
+        codes[line.split()[0]] = parse_exit_code(line, state)
+    assert codes == {
+        "JobId=46": 3,
+        "JobId=47": None,
+        "JobId=48": 128 + 11,
+        "JobId=49": 0,
+        "JobId=50": 137,
+        "JobId=51": 128 + 15,
+        "JobId=52": 127,
+    }
+
+
+def test_a_comment_cannot_pretend_an_exit_code() -> None:
+    line = "JobId=1 JobState=FAILED Reason=x ExitCode=3:0 Comment=a ExitCode=0:0 b"
+    assert parse_exit_code(line, JobState.FAILED) == 3
+
+
+def test_no_exit_code_in_an_error() -> None:
+    assert parse_exit_code(sample("scontrol-unknown.txt"), JobState.FAILED) is None
+
+
+def test_a_job_of_several_components_is_one() -> None:
+    first = "3+0|RUNNING|1|1795307186|N/A|node1|a|b|None"
+    second = "3+1|RUNNING|2|1795307186|N/A|node[2-3]|a|b|None"
+    (row,) = parse_squeue(f"{first}\n{second}\n")
+    assert (row.job_id, row.status.state) == ("3", JobState.RUNNING)
+    assert row.status.nodes == "node1,node[2-3]"
+
+
+def test_the_accounting_has_a_row_for_every_component() -> None:
+    row = "{}|COMPLETED|0:0|1795228138|1795228139|1795228141|{}"
+    rows = parse_sacct(f"{row.format('3+0', 'node1')}\n{row.format('3+1', 'node2')}\n")
+    assert [(found.job_id, found.status.nodes) for found in rows] == [("3", "node1")]
+
+
+def test_waiting_jobs_of_an_array_stand_in_one_row() -> None:
+    rows = parse_squeue(
+        "35_[1-2,7%2]|PENDING|1|N/A|N/A||tag|Resources\n35_0|RUNNING|1|1|2|n1|tag|None"
+    )
+    assert [(row.job_id, row.status.state) for row in rows] == [
+        *((f"35_{index}", JobState.QUEUED) for index in (1, 2, 7)),
+        ("35_0", JobState.RUNNING),
+    ]
+    assert [row.job_id for row in parse_sacct("35_[3]|PENDING|0:0|1|Unknown|Unknown|")] == ["35_3"]
+
+
+def test_what_a_long_row_leaves_out_is_left_out() -> None:
+    (row,) = parse_squeue("35_[1-2,...]|PENDING|1|N/A|N/A||tag|None")
+    assert row.job_id == "35_[1-2,...]"
+
+
+def test_exit_codes_of_an_array_by_job() -> None:
+    lines = (
+        "JobId=6 ArrayJobId=1 ArrayTaskId=1 JobState=FAILED ExitCode=3:0\n"
+        "JobId=1 ArrayJobId=1 ArrayTaskId=3 JobState=FAILED ExitCode=4:0\n"
+        "JobId=9 JobName=x JobState=FAILED ExitCode=5:0\n"
+    )
+    shown = parse_shown(lines)
+    codes = {job_id: parse_exit_code(line, JobState.FAILED) for job_id, line in shown.items()}
+    assert codes == {"1_1": 3, "1_3": 4, "9": 5}
+
+
+def test_a_real_lab() -> None:
+    assert parse_sinfo(sample("sinfo.txt")) == (
+        Queue("debug", True, True, 3600, nodes=4, cores=4, memory_bytes=4000 * MIB, gpus=2),
+    )
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [
+        ("infinite", None), ("2-00:00:00", 172800), ("30:00", 1800), ("1:00:00", 3600),
+        ("n/a", None), ("UNLIMITED", None), ("", None), ("0:00", None),
+    ],
+)  # fmt: skip
+def test_limits_of_time(limit: str, seconds: int | None) -> None:
+    (queue,) = parse_sinfo(f"p|{limit}|1|2|1000|(null)|up")
+    assert queue.walltime_s == seconds
+
+
+def test_kinds_of_nodes_count_with_what_all_of_them_have() -> None:
+    text = (
+        "gpu|infinite|2|64+|250000+|gpu:a100:4(S:0-1),nvme:1|up\ngpu|infinite|3|32|90000|(null)|up"
+    )
+    assert parse_sinfo(text) == (Queue("gpu", nodes=5, cores=32, memory_bytes=90000 * MIB, gpus=0),)
+
+
+def test_gpus_of_several_kinds_add_up() -> None:
+    (queue,) = parse_sinfo("p|infinite|1|8|9000|gpu:a100:2,gpu:h200:3(S:1),gres:gpux:7|up")
+    assert queue.gpus == 5
+
+
+def test_memory_that_nobody_told_slurm_is_not_known() -> None:
+    assert parse_sinfo("p|infinite|1|8|1|(null)|up")[0].memory_bytes is None
+
+
+@pytest.mark.parametrize("text", ["", "garbage", "a|b", "|||||||||", "p|x|y|z|w|v|u"])
+def test_what_is_no_partition_gives_no_limits(text: str) -> None:
+    for queue in parse_sinfo(text):
+        assert (queue.nodes, queue.cores, queue.memory_bytes, queue.walltime_s) == (
+            0,
+            0,
+            None,
+            None,
+        )
+
+
+def test_partitions_are_asked_as_written(slurm: FakeCommands) -> None:
+    slurm.replay("sinfo", "sinfo.txt")
+    assert SlurmScheduler().queues()[0].name == "debug"
+    assert slurm.calls("sinfo") == [["-h", "-o", SINFO_FORMAT]]
+    slurm.answer("sinfo", stderr="slurm_load_partitions: Unable to contact slurm controller", rc=1)
+    with pytest.raises(SchedulerError, match="Unable to contact"):
+        SlurmScheduler().queues()
