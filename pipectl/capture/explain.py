@@ -5,8 +5,9 @@ from __future__ import annotations
 import linecache
 import re
 import traceback
-from types import TracebackType
+from types import FrameType, TracebackType
 
+import torch
 from torch import fx, nn
 
 from pipectl.errors import CaptureError
@@ -24,6 +25,11 @@ _KINDS = (
         "it packs sequences, so that sizes follow from their lengths",
         "compute on padded sequences, with a mask; or put packing, recurrent layer and unpacking "
         "together into a submodule of its own, which then runs as it is, as one operator",
+    ),
+    (
+        r"^UnpredictableError: reads",
+        "it reads a part of a submodule's result that has another structure from call to call",
+        f"let the submodule return lists of fixed lengths, or {AS_IT_IS}",
     ),
     (
         r"data-dependent|unbacked|Eq\(u\d|_local_scalar_dense",
@@ -111,13 +117,34 @@ def first_line(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """``" (at model.py:12: if x.sum() > 0:)"``: the user's innermost line, or nothing."""
-    for one in _chain(error):
-        frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(one.__traceback__)]
-        found = _user_place(frames)
-        if found:
-            return found
-    return place_in(str(error))
+    """``" (at model.py:12: if x.sum() > 0:)"``: the user's innermost line, or nothing.
+
+    Of a model that a library brings, it is the library's line.
+    """
+    chain = _chain(error)
+    traces = [[(f, line) for f, line in traceback.walk_tb(e.__traceback__)] for e in chain]
+    for trace in traces:
+        place = _user_place([(frame.f_code.co_filename, line) for frame, line in trace])
+        if place:
+            return place
+    return place_in(str(error)) or next(filter(None, map(_library_place, traces)), "")
+
+
+def _library_place(trace: list[tuple[FrameType, int]]) -> str:
+    """The innermost line of the packages, other than torch, whose modules were being called."""
+    modules = [frame.f_locals.get("self") for frame, _ in trace]
+    packages = {_package(type(m).__module__) for m in modules if isinstance(m, nn.Module)}
+    packages -= {_package(torch.__name__), _package(__name__)}
+    lines = [
+        (frame.f_code.co_filename, line)
+        for frame, line in trace
+        if _package(frame.f_globals.get("__name__", "")) in packages
+    ]
+    return _line(*lines[-1]) if lines else ""
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
 
 
 def place_in(text: str) -> str:
@@ -128,9 +155,10 @@ def place_in(text: str) -> str:
 
 def _user_place(frames: list[tuple[str, int]]) -> str:
     own = [frame for frame in frames if is_user_code(frame[0])]
-    if not own:
-        return ""
-    name, line = own[-1]
+    return _line(*own[-1]) if own else ""
+
+
+def _line(name: str, line: int) -> str:
     source = linecache.getline(name, line).strip()
     return f" (at {name}:{line}: {source})" if source else f" (at {name}:{line})"
 

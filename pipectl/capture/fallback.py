@@ -6,6 +6,7 @@ is, and where that is not enough (its result's size depends on values, say) the 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,19 +15,22 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipectl.capture.explain import EagerError, RefusedError, culprit, explain
+from pipectl.capture.factories import is_torch_code
 from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.names import in_model, own_name
 from pipectl.capture.observe import Make, UnsuitableError, outlines
 from pipectl.capture.step import Step
 from pipectl.capture.tracing import Kept
 from pipectl.errors import CaptureError
+from pipectl.faults import is_user_code
 from pipectl.units import did_you_mean
 
 _SAMPLES = ((0, 2), (2, 5), (5, 9), (0, 4))
 """Micro-batches from which the rule for the sizes of a result is found: first and last sample."""
 
 _ROOT = "model"
-"""The user's model, which is kept whole only where that is sure to be what it takes."""
+"""The user's model. It is kept whole only if that is sure to be what it takes, or if it is a
+library's, so that its user cannot put the line that breaks into a submodule."""
 
 Capture = Callable[[Kept], CapturedGraph]
 Example = Callable[[int], Any]
@@ -111,7 +115,7 @@ class Fallback:
         path = getattr(error, "path", "") or self._path(culprit(error))
         if path not in self._modules and f"{_ROOT}.{path}" in self._modules:
             path = f"{_ROOT}.{path}"  # within a mask, torch tells paths from the model on
-        whole = eager and path == _ROOT
+        whole = path == _ROOT and (eager or self._is_of_a_library())
         if isinstance(error, RefusedError) or not (whole or self._may_be_kept(path)):
             raise error
         if self._inside(path):
@@ -131,7 +135,8 @@ class Fallback:
         around = path.rpartition(".")[0]
         while isinstance(self._modules.get(around), nn.ModuleList | nn.ModuleDict):
             around = around.rpartition(".")[0]
-        if not (self._may_be_kept(around) or (cure and around == _ROOT)):
+        whole = around == _ROOT and (cure or self._is_of_a_library())
+        if not (whole or self._may_be_kept(around)):
             raise CaptureError(
                 f"model: {own_name(path)} cannot be captured, not even as one operator: it {why}"
                 + (f" {self._reasons[path]}" if path in self._reasons and not cure else ""),
@@ -152,6 +157,12 @@ class Fallback:
 
     def _may_be_kept(self, path: str) -> bool:
         return path == "loss" or (path in self._modules and in_model(path))
+
+    def _is_of_a_library(self) -> bool:
+        """Whether an installed package other than torch brings the class of the model."""
+        code = sys.modules.get(type(self._step.model).__module__)
+        name = getattr(code, "__file__", None) or "<"
+        return not (name.startswith("<") or is_user_code(name) or is_torch_code(name))
 
     def _path(self, module: nn.Module | None) -> str:
         return "" if module is None else self._path_of.get(id(vars(module)), "")

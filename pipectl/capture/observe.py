@@ -22,7 +22,7 @@ from pipectl.capture.masks import Mask
 from pipectl.capture.opaque import Arguments, States
 from pipectl.capture.outline import Outline, UnpredictableError, outline_of, see
 from pipectl.capture.python_state import undisturbed
-from pipectl.capture.step import Step, make_known, resized
+from pipectl.capture.step import Step, make_known, resized, seed_everything
 
 Make = Callable[[Tensor], Tensor]
 """The values of a parameter or buffer, which may have none yet."""
@@ -61,7 +61,7 @@ def outlines(
     Raises:
         UnsuitableError: a result has no outline.
     """
-    runs = [_run(step, opaque, batch, make) for _, batch in batches]
+    runs = [_run(step, opaque, batch, make, seed) for seed, (_, batch) in enumerate(batches)]
     sizes = [size for size, _ in batches]
     found: dict[str, list[Outline]] = {}
     for path in opaque:
@@ -76,9 +76,13 @@ def outlines(
 
 
 def _run(
-    step: Step, opaque: Mapping[str, nn.Module], batch: tuple[Any, Any], make: Make
+    step: Step, opaque: Mapping[str, nn.Module], batch: tuple[Any, Any], make: Make, seed: int
 ) -> dict[str, list[Outline]]:
-    """One run of the model: what it gave, with the sizes of this batch."""
+    """One run of the model: what it gave, with the sizes of this batch.
+
+    Args:
+        seed: of what the run draws; with another one it may give something else.
+    """
     watches = [_Watch(path, module, make) for path, module in opaque.items()]
     buffers = [each for each in step.buffers() if not isinstance(each, FakeTensor)]
     with ExitStack() as stack:
@@ -87,6 +91,7 @@ def _run(
         for watch in watches:
             stack.enter_context(watch.mask.worn())
         before = extra_states(step)
+        seed_everything(seed)
         step(*batch)
         refuse_extra_states(step, before)
     return {watch.path: watch.calls for watch in watches}

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from pipectl.capture.handing import anchored
 
@@ -82,6 +84,30 @@ class Form:
         return torch.empty_strided(self.sizes, self.strides, dtype=self.dtype, device=device)
 
 
+class Unsteady:
+    """Stands for a part of a result that no call gives in the structure of another.
+
+    Nothing may be read of it but its type.
+
+    Args:
+        kind: that type.
+    """
+
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return self._kind
+
+    def _refuse(self, *_: object) -> Any:
+        raise UnpredictableError(
+            "reads a part of a result that has another structure from call to call"
+        )
+
+    __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __contains__ = __add__ = _refuse
+
+
 @dataclass(frozen=True)
 class Outline:
     """What a call gives.
@@ -102,6 +128,14 @@ class Outline:
     def forms(self) -> tuple[Form, ...]:
         """The forms of the tensors of the result, in order."""
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, Form))
+
+    def leaves_of(self, result: Any) -> list[Any] | None:
+        """The flat result of another call; None if its structure is not this one."""
+        try:
+            leaves: list[Any] = self.structure.flatten_up_to(result)
+        except ValueError:
+            return None
+        return leaves
 
     def result(self, tensors: Sequence[Any]) -> Any:
         """The result with these tensors in it."""
@@ -126,13 +160,39 @@ def outline_of(batches: Sequence[int], seen: Sequence[Outline]) -> Outline:
     Raises:
         UnpredictableError: there is none.
     """
-    first = seen[0]
-    if any(other.structure != first.structure for other in seen):
-        raise UnpredictableError("gives a result of another structure from call to call")
-    columns = zip(*(call.leaves for call in seen), strict=True)
+    structure, columns = _shared([call.structure for call in seen], [call.leaves for call in seen])
     leaves = tuple(_common(batches, column) for column in columns)
     written = frozenset[int]().union(*(call.written for call in seen))
-    return Outline(leaves, first.structure, written, any(call.draws for call in seen))
+    return Outline(leaves, structure, written, any(call.draws for call in seen))
+
+
+def _shared(
+    structures: Sequence[Any], calls: Sequence[Sequence[Any]]
+) -> tuple[Any, list[tuple[Any, ...]]]:
+    """The structure that several results share, and for each of its leaves theirs.
+
+    A part of one type in which they differ, as a list of another length, is one unsteady leaf.
+
+    Raises:
+        UnpredictableError: a part is of another type from call to call.
+    """
+    first = structures[0]
+    if all(other == first for other in structures):
+        return first, list(zip(*calls, strict=True))
+    if any(other.is_leaf() or other.type is not first.type for other in structures):
+        raise UnpredictableError("gives a result of another structure from call to call")
+    if any((o.context, o.num_children) != (first.context, first.num_children) for o in structures):
+        return pytree.treespec_leaf(), [(Unsteady(first.type),) * len(calls)]
+    children, columns = [], []
+    rest = [iter(leaves) for leaves in calls]
+    for parts in zip(*(structure.children() for structure in structures), strict=True):
+        taken = [
+            list(islice(leaves, part.num_leaves)) for leaves, part in zip(rest, parts, strict=True)
+        ]
+        child, below = _shared(parts, taken)
+        children.append(child)
+        columns += below
+    return pytree.TreeSpec(first.type, first.context, children), columns
 
 
 def see(
@@ -191,6 +251,8 @@ def _form(leaf: Any, memories: dict[int, int], arguments: int) -> Any:
 def _common(batches: Sequence[int], column: Sequence[Any]) -> Any:
     """The rule for one leaf of the result."""
     first = column[0]
+    if type(first) is Unsteady:
+        return first
     if not isinstance(first, Form):
         if any(type(other) is not type(first) or other != first for other in column):
             raise UnpredictableError(f"gives a {type(first).__name__} that changes with the data")

@@ -162,6 +162,30 @@ class Branch(nn.Module):
             return torch.ones_like(y)
         return y if x.sum() > 0 else x
 
+class Skipping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(9))
+    def forward(self, x):
+        every = []
+        for layer in self.layers:
+            every.append(x)
+            if torch.rand([]) > 0.5:
+                x = layer(x)
+            else:
+                every.append(x)
+        return {"last": x, "every": tuple(every)}
+
+class Speech(nn.Module):
+    def __init__(self, reads=False):
+        super().__init__()
+        self.encoder, self.head, self.reads = Skipping(), nn.Linear(6, 3), reads
+    def forward(self, x):
+        outputs = self.encoder(x)
+        assert isinstance(outputs["every"], tuple)
+        more = sum(outputs["every"]) if self.reads else 0
+        return self.head(outputs["last"] + more)
+
 class Select(nn.Module):
     def forward(self, x):
         return x[x > 0]
@@ -336,6 +360,33 @@ def test_the_module_around_takes_in_a_result_of_any_size(make_job, further: str)
 def test_a_result_of_any_size_with_nothing_around_it_is_an_error(make_job, further: str) -> None:
     with pytest.raises(CaptureError, match=r"model: 1 cannot be .* size depends on the data"):
         make_job(f"{further}:selecting", loss=f"{further}:mean").training_graph(4)
+
+
+def test_a_part_of_a_result_that_changes_its_structure_may_not_be_read(
+    make_job, further: str
+) -> None:
+    job = make_job(f"{further}:Speech")
+    operator = opaque_of(job.training_graph(4))
+    assert (operator.path, len(operator.outline.forms)) == ("encoder", 1)
+    x = torch.randn(4, 6)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        assert operator(4, *job.model.encoder.parameters(), x).shape == (4, 6)
+    place = f"at {further}:.*: more = sum.outputs"
+    with pytest.raises(CaptureError, match=f"{place}.*: it reads a part of a submodule's result"):
+        make_job(f"{further}:Speech", kwargs={"reads": True}).training_graph(4)
+
+
+def test_a_model_that_a_library_brings_is_kept_whole(make_job, tmp_path: Path, monkeypatch) -> None:
+    library = tmp_path / "site-packages" / "a_library_of_models"
+    library.mkdir(parents=True)
+    (library / "net.py").write_text(SOURCE.format(code=BREAKING["branch"][0]))
+    monkeypatch.syspath_prepend(library.parent)
+    job = make_job("a_library_of_models.net:Whole")
+    assert operators(job.training_graph(4)) == ["model"]
+    line = f"at {library}/net.py:25: if x.sum() > 0:"
+    assert line in job.kept["model"]
+    assert "control flow depends" in job.kept["model"]
 
 
 def test_a_list_of_layers_is_a_model(make_job, further: str) -> None:
