@@ -140,7 +140,7 @@ def _library_place(trace: list[tuple[FrameType, int]]) -> str:
         for frame, line in trace
         if _package(frame.f_globals.get("__name__", "")) in packages
     ]
-    return _line(*lines[-1]) if lines else ""
+    return place_at(*lines[-1]) if lines else ""
 
 
 def _package(module: str) -> str:
@@ -155,10 +155,11 @@ def place_in(text: str) -> str:
 
 def _user_place(frames: list[tuple[str, int]]) -> str:
     own = [frame for frame in frames if is_user_code(frame[0])]
-    return _line(*own[-1]) if own else ""
+    return place_at(*own[-1]) if own else ""
 
 
-def _line(name: str, line: int) -> str:
+def place_at(name: str, line: int) -> str:
+    """The same for a line of a file."""
     source = linecache.getline(name, line).strip()
     return f" (at {name}:{line}: {source})" if source else f" (at {name}:{line})"
 

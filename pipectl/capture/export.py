@@ -33,7 +33,7 @@ from pipectl.capture.gradients import (
 )
 from pipectl.capture.observe import UnsuitableError
 from pipectl.capture.python_state import numbers_in
-from pipectl.capture.refusals import RefusedCalls
+from pipectl.capture.refusals import RefusedCalls, UnrolledError
 from pipectl.capture.regions import marked_regions
 from pipectl.capture.step import Step
 from pipectl.capture.tracing import Kept, call_modules, traced
@@ -104,6 +104,8 @@ def _refuse_counts(
         try:
             with later(step, values):
                 again, found = _program(step, batch, kept, free=free)
+        except UnrolledError:
+            return True, Assigned()
         except Exception:  # what else such a step needs is not known
             return False, Assigned()
         return _text(again) != known, found
@@ -145,7 +147,7 @@ def _program(
     with ExitStack() as stack:
         stack.enter_context(_quiet())
         stack.enter_context(refused_draws(step))
-        stack.enter_context(RefusedCalls())
+        stack.enter_context(RefusedCalls(unrolls=kept.unrolls))
         stack.enter_context(left_out_checks())
         stack.enter_context(marked_regions())
         calls = stack.enter_context(traced(step, kept))

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipectl.capture.explain import EagerError, RefusedError, culprit, explain
+from pipectl.capture.explain import AS_IT_IS, EagerError, RefusedError, culprit, explain
 from pipectl.capture.factories import is_torch_code
 from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.names import in_model, own_name
 from pipectl.capture.observe import Make, UnsuitableError, outlines
+from pipectl.capture.refusals import UnrolledError
 from pipectl.capture.step import Step
 from pipectl.capture.tracing import Kept
 from pipectl.errors import CaptureError
@@ -34,6 +36,7 @@ library's, so that its user cannot put the line that breaks into a submodule."""
 
 Capture = Callable[[Kept], CapturedGraph]
 Example = Callable[[int], Any]
+Tell = Callable[[str], None]
 
 
 class Fallback:
@@ -42,19 +45,22 @@ class Fallback:
     Args:
         patterns: shell patterns of paths in the user's model, as the user gave them.
         make: gives parameters and buffers their values, where they have none.
+        tell: called with what a capture does that takes long.
 
     Raises:
         CaptureError: a pattern matches nothing.
     """
 
-    def __init__(self, step: Step, patterns: tuple[str, ...], make: Make) -> None:
+    def __init__(self, step: Step, patterns: tuple[str, ...], make: Make, tell: Tell) -> None:
         self._step = step
         self._make = make
+        self._tell = tell
         self._modules = dict(step.named_modules())
         # By their dictionaries, which the proxies that an export puts around modules share.
         self._path_of = {id(vars(module)): path for path, module in self._modules.items()}
         self._named = frozenset(path for pattern in patterns for path in self._matching(pattern))
         self._reasons: dict[str, str] = {}
+        self._unrolls = False
 
     @property
     def found(self) -> dict[str, str]:
@@ -73,9 +79,11 @@ class Fallback:
         """
         while True:
             try:
-                kept = self._kept(size, example)
+                kept = replace(self._kept(size, example), unrolls=self._unrolls)
                 try:
                     return capture(kept)
+                except UnrolledError as error:
+                    self._keep_loop(error)
                 except CaptureError as error:
                     self._keep(error)
             except UnsuitableError as error:
@@ -129,6 +137,17 @@ class Fallback:
             if whole or self._may_be_kept(other):
                 self._reasons.setdefault(other, why)
         return None
+
+    def _keep_loop(self, error: UnrolledError) -> None:
+        """Keep the submodule that runs a long loop; one of the model itself is unrolled."""
+        path = self._path(error.module)
+        if self._may_be_kept(path):
+            self._reasons[path] = error.message.removeprefix("model: cannot be captured ")
+            return
+        self._unrolls = True
+        self._tell(
+            f"capturing a long loop{error.place}, which takes minutes; to shorten it, {AS_IT_IS}"
+        )
 
     def _widen(self, path: str, why: str, cure: str | None = None) -> None:
         """Keep the submodule around one that cannot be an operator of its own."""

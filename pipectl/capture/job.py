@@ -18,7 +18,7 @@ from pipectl.capture.data import Loader
 from pipectl.capture.deferred import is_deferred
 from pipectl.capture.explain import UnexplainedError
 from pipectl.capture.export import export_step
-from pipectl.capture.fallback import Fallback
+from pipectl.capture.fallback import Fallback, Tell
 from pipectl.capture.gradients import refuse_parameter_hooks, refuse_sparse_gradients
 from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.materialize import Materializer
@@ -41,6 +41,9 @@ _SMALLEST_EXPORT = 2
 class CapturedJob:
     """Model, loss and data of a job, and the graphs of its training and evaluation step.
 
+    Args:
+        tell: called with what a capture does that takes long.
+
     Attributes:
         step: the wrapper that holds the user's model and loss.
         loader: of the training data.
@@ -54,7 +57,7 @@ class CapturedJob:
         DataFileError: the weights to start from do not fit the model.
     """
 
-    def __init__(self, spec: JobSpec) -> None:
+    def __init__(self, spec: JobSpec, tell: Tell = lambda _: None) -> None:
         self.spec = spec
         seed_everything(spec.training.seed)
         self._materializer = Materializer(spec)
@@ -76,7 +79,7 @@ class CapturedJob:
         self._names = {id(tensor): name for name, tensor in self.states.items()}
         self.tied = self._further_names()
         self._materializer.start(self.step, self.states, self.tied)
-        self._fallback = Fallback(self.step, spec.model.opaque, self._values)
+        self._fallback = Fallback(self.step, spec.model.opaque, self._values, tell)
         self._graphs: dict[tuple[bool, int], CapturedGraph] = {}
 
     @property

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -14,14 +16,35 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipectl.capture.drawing import DrawError
-from pipectl.capture.explain import RefusedError, place_in
+from pipectl.capture.explain import AS_IT_IS, RefusedError, place_at, place_in
 from pipectl.capture.factories import is_torch_code
 from pipectl.capture.names import own_name
 from pipectl.errors import CaptureError
 
+MAX_REPEATS = 500
+"""Of one line for one module. An operator takes some 10 ms to trace."""
+
 
 class PackingError(Exception):
     """A model packs sequences; sizes then follow from values."""
+
+
+class UnrolledError(CaptureError):
+    """A loop repeats the same operators of one module so often that its capture takes minutes.
+
+    Args:
+        module: whose call runs the loop.
+        place: the line of the loop.
+    """
+
+    def __init__(self, module: nn.Module | None, place: str) -> None:
+        super().__init__(
+            f"model: cannot be captured{place}: it repeats that line more than {MAX_REPEATS} "
+            "times, and a graph holds each of them",
+            cure=AS_IT_IS,
+        )
+        self.module = module
+        self.place = place
 
 
 class RefusedCalls(TorchFunctionMode):
@@ -29,19 +52,25 @@ class RefusedCalls(TorchFunctionMode):
 
     A read of ``.data``, of which a trace knows nothing, counts as ``.detach()``.
 
+    Args:
+        unrolls: whether loops may be as long as they like.
+
     Raises:
-        RefusedError, DrawError, PackingError: from the export.
+        RefusedError, DrawError, PackingError, UnrolledError: from the export.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, unrolls: bool = False) -> None:
         super().__init__()
         self._data: list[Tensor] = []
+        self._repeats: Counter[tuple[CodeType, int, int]] | None = None if unrolls else Counter()
+        self._frames: list[FrameType] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Call a function of torch, unless it is one of those."""
         kwargs = kwargs or {}
+        self._count()
         name = getattr(func, "__name__", "")
         if name == "backward":
             raise _refusal(
@@ -69,6 +98,38 @@ class RefusedCalls(TorchFunctionMode):
                 "of a step only",
             )
         return func(*args, **kwargs)
+
+    def _count(self) -> None:
+        """Note that the module which is being called is at its line once more.
+
+        Raises:
+            UnrolledError: that was too often; the loop lies in the innermost of the frames that
+                are the same in two such calls.
+        """
+        if self._repeats is None:
+            return
+        caller, module = _calling(sys._getframe(2))
+        if caller is None:
+            return
+        key = (caller.f_code, caller.f_lineno, id(vars(module)))
+        self._repeats[key] += 1
+        if self._repeats[key] == MAX_REPEATS:
+            self._frames = [frame for frame, _ in traceback.walk_stack(caller)]
+        elif self._repeats[key] > MAX_REPEATS:
+            loop, line = next(
+                (f, line) for f, line in traceback.walk_stack(caller) if f in self._frames
+            )
+            raise UnrolledError(_calling(loop)[1], place_at(loop.f_code.co_filename, line))
+
+
+def _calling(frame: FrameType | None) -> tuple[FrameType | None, nn.Module | None]:
+    """The innermost call of a module that a frame lies in, and that module."""
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            return frame, module
+        frame = frame.f_back
+    return None, None
 
 
 _WRITES = re.compile(

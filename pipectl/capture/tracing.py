@@ -43,11 +43,13 @@ class Kept:
     Args:
         outlines: what each of their calls gives, in order.
         fixed: whether that is known for one batch size alone.
+        unrolls: whether the others may have loops as long as they like.
     """
 
     modules: Mapping[str, nn.Module] = field(default_factory=dict)
     outlines: Mapping[str, Sequence[Outline]] = field(default_factory=dict)
     fixed: bool = False
+    unrolls: bool = False
 
 
 @contextmanager

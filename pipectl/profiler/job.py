@@ -83,7 +83,7 @@ def profile_job(
     sizes = measured_sizes(spec, effort)
     tell("capturing the model")
     with Neighbours(spec, sizes[0]) as neighbours:
-        job = CapturedJob(spec)
+        job = CapturedJob(spec, tell)
         device = choose_device(spec.resources.gpus_per_node, 0)
         baseline_bytes = _baseline_bytes(job, sizes[0], device)
         job.check_shapes(sizes[0])

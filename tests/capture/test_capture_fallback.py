@@ -186,6 +186,18 @@ class Speech(nn.Module):
         more = sum(outputs["every"]) if self.reads else 0
         return self.head(outputs["last"] + more)
 
+class Unrolled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.Linear(6, 6)
+    def forward(self, x):
+        for _ in range(12):
+            x = self.cell(x).tanh()
+        return x
+
+def unrolled():
+    return nn.Sequential(Unrolled(), nn.Linear(6, 3))
+
 class Select(nn.Module):
     def forward(self, x):
         return x[x > 0]
@@ -375,6 +387,30 @@ def test_a_part_of_a_result_that_changes_its_structure_may_not_be_read(
     place = f"at {further}:.*: more = sum.outputs"
     with pytest.raises(CaptureError, match=f"{place}.*: it reads a part of a submodule's result"):
         make_job(f"{further}:Speech", kwargs={"reads": True}).training_graph(4)
+
+
+def test_a_long_loop_of_a_submodule_becomes_one_operator(
+    make_job, further: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert operators(make_job(f"{further}:unrolled").training_graph(4)) == []
+    monkeypatch.setattr("pipectl.capture.refusals.MAX_REPEATS", 9)
+    job = make_job(f"{further}:unrolled")
+    assert operators(job.training_graph(4)) == operators(job.evaluation_graph(4)) == ["0"]
+    assert f"(at {further}:" in job.kept["0"]
+    assert "x = self.cell(x).tanh()): it repeats that line more than 9 times" in job.kept["0"]
+
+
+def test_a_long_loop_of_the_model_itself_is_unrolled_and_told_of(
+    make_spec, further: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipectl.capture.refusals.MAX_REPEATS", 9)
+    messages: list[str] = []
+    spec = make_spec(f"{further}:Unrolled", loss=f"{further}:mean")
+    graph = CapturedJob(spec, messages.append).training_graph(4)
+    assert len(graph.operators) == 2 * 12 + 1
+    (message,) = messages
+    assert message.startswith(f"capturing a long loop (at {further}:")
+    assert "put it into a submodule of its own" in message
 
 
 def test_a_model_that_a_library_brings_is_kept_whole(make_job, tmp_path: Path, monkeypatch) -> None:
