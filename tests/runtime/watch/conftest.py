@@ -82,18 +82,25 @@ class Ranks:
 
 @pytest.fixture
 def begin(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
-    """``begin(what, **variables)``: three ranks, of which one meets with something."""
+    """``begin(what, **variables)``: three ranks, of which one meets with something.
+
+    ``directory`` holds the run if it is given; ``start`` is a command that starts the launcher.
+    """
     beside = Path(sys.prefix) / "bin" / "mpiexec"
     mpiexec = str(beside) if beside.exists() else "mpiexec"
     started: list[Ranks] = []
 
-    def start(what: str, **variables: str) -> Ranks:
-        run = RunDirectory(tmp_path / f"run-{len(started)}")
+    def begin(
+        what: str, directory: Path = tmp_path, start: tuple[str, ...] = (), **variables: str
+    ) -> Ranks:
+        run = RunDirectory(directory / f"run-{len(started)}")
         run.errors.mkdir(parents=True)
+        for path in (run.path, run.errors):
+            os.chown(path, directory.stat().st_uid, directory.stat().st_gid)
         command = [sys.executable, "-m", "mpi4py", str(RING), "--run", str(run.path)]
         environment = {"TEST_HAPPENS": what, "PIPECTL_RUN_DIRECTORY": str(run.path), **variables}
         launcher = subprocess.Popen(
-            [mpiexec, "-n", str(RANKS), *command],
+            [*start, mpiexec, "-n", str(RANKS), *command],
             env={**os.environ, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -102,7 +109,7 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
         started.append(Ranks(run, launcher))
         return started[-1]
 
-    yield start
+    yield begin
     for ranks in started:
         for process in ranks.family:
             with suppress(psutil.NoSuchProcess):

@@ -84,9 +84,15 @@ def happen(what: str, directory: RunDirectory) -> None:
         "exits": lambda: os._exit(3),
         "slow": lambda: time.sleep(2 * HANG_AFTER_S),
         "lingers": lambda: time.sleep(3600),
+        "waits": lambda: wait_for(directory.path / "released"),
         "unwatched": lambda: kill_watcher(directory),
     }
     events[what]()
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(PAUSE_S)
 
 
 def take_memory() -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import pwd
+import shutil
 import stat
+import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,6 +124,66 @@ def test_nobody_else_reaches_a_job_that_runs(begin: Any) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == mode
     psutil.Process(pids[1]).kill()
     ranks.end()
+
+
+ATTACK = """\
+for pid in $PIDS; do
+    for name in TERM INT KILL STOP USR1 USR2 QUIT; do
+        kill -s $name $pid && echo "$name reaches $pid"
+    done
+    for name in environ maps mem fd/0 fd/1 fd/2; do
+        head -c 1 /proc/$pid/$name > /dev/null && echo "reads $name of $pid"
+    done
+done
+for path in $(find "$RUN") "$RUN"/watch/node-0000.json; do
+    echo forged >> "$path" && echo "writes $path"
+    mv "$path" "$path.moved" && echo "moves $path"
+    rm "$path" < /dev/null && echo "removes $path"
+done
+cat "$RUN"/watch/* && echo "reads the watcher's file"
+ln -s /etc/passwd "$RUN"/watch/link && echo "adds to the watcher's files"
+touch "$RUN"/errors/rank-0001.json && echo "adds a report"
+exit 0
+"""
+
+
+@pytest.mark.parametrize("owner", ["root", "nobody"])
+def test_another_user_neither_ends_nor_reads_a_job_that_runs(begin: Any, owner: str) -> None:
+    """The job of root and that of an ordinary user, in a directory that everybody may enter."""
+    if os.geteuid() != 0 or shutil.which("setpriv") is None:
+        pytest.skip("only root has other users at hand")
+    directory = Path(tempfile.mkdtemp(prefix="pipectl-"))
+    directory.chmod(0o755)
+    user = pwd.getpwnam(owner)
+    os.chown(directory, user.pw_uid, user.pw_gid)
+    # This interpreter may lie where ordinary users may not look.
+    look = "+dac_read_search"
+    change = ("setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups")
+    start = () if owner == "root" else (*change, f"--inh-caps={look}", f"--ambient-caps={look}")
+    try:
+        ranks = begin("waits", directory, start)
+        ranks.wait_for("happened")
+        members = ranks.family
+        assert len(members) == 4  # three ranks and the watcher
+        assert {each.uids().real for each in members} == {user.pw_uid}
+        pids = " ".join(str(each.pid) for each in members)
+        attack = subprocess.run(
+            ["/bin/sh", "-c", ATTACK],
+            env={"PATH": "/bin:/usr/bin", "PIDS": pids, "RUN": str(ranks.run.path)},
+            capture_output=True,
+            text=True,
+            user=12345,
+            group=12345,
+            extra_groups=[],
+        )
+        assert (attack.returncode, attack.stdout) == (0, "")
+        (ranks.run.path / "released").touch()
+        log = ranks.end()
+        assert ranks.launcher.returncode == 0, log
+        assert "watches" not in log
+        assert read_errors(ranks.run) == []
+    finally:
+        shutil.rmtree(directory)
 
 
 def lines_of(path: str) -> list[str]:
