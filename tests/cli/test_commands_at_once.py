@@ -23,6 +23,8 @@ from pipectl.runs import Record, RunDirectory, list_runs
 if TYPE_CHECKING:
     from conftest import Command
 
+PATH = os.environ["PATH"]
+"""With the compiler on it; tests of commands have a shorter one."""
 SLURM = ("--scheduler", "slurm")
 SUBMIT = ("submit", "job.yaml", *SLURM)
 SBATCH = """
@@ -250,6 +252,48 @@ def test_everything_of_a_run_is_for_its_owner_alone(
     for path in (run.path, *run.path.rglob("*")):
         whole = path.is_dir() or path == run.script
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if whole else 0o600), path
+
+
+TRAINING = """\
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def build():
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+def data():
+    return TensorDataset(torch.randn(32, 4), torch.randn(32, 2))
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(600)
+def test_everything_that_a_trained_run_leaves_is_for_its_owner_alone(
+    cli: Command, job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", PATH)
+    Path("model.py").write_text(TRAINING)
+    options = ("variables={KEY: swordfish}", "training.steps=4", "checkpoint={every: 2}")
+    options = (f"environment.{options[0]}", *options[1:], "trace={steps: [2]}")
+    before = os.umask(0o002)
+    try:
+        settings = [word for option in options for word in ("--set", option)]
+        result = cli("submit", "job.yaml", "--scheduler", "local", "--wait", *settings)
+    finally:
+        os.umask(before)
+    assert result.code == 0, result.err
+    (run,) = runs()
+    names = {path.relative_to(run.path).as_posix() for path in run.path.rglob("*")}
+    assert {"metrics.jsonl", "checkpoints/step-000004/manifest.json", "variables.sh"} <= names
+    assert {"logs/job.log", "logs/rank-0000.log", "watch/node-0000.json"} <= names
+    for path in (run.path, *run.path.rglob("*")):
+        whole = path.is_dir() or path == run.script
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if whole else 0o600), path
+    holds = [
+        path for path in run.path.rglob("*") if path.is_file() and b"swordfish" in path.read_bytes()
+    ]
+    assert sorted(holds) == [run.job, run.variables]
 
 
 def test_variables_of_a_job_are_in_two_files_for_its_owner_alone(
