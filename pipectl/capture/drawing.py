@@ -100,11 +100,21 @@ def refused_draws(step: nn.Module) -> Iterator[None]:
                 if _draws(function):
                     refused = _refusing(function, f"{module.__name__}.{name}", generators)
                     stack.enter_context(mock.patch.object(module, name, refused))
+        for name in ("random", "getrandbits"):  # of the system: also of one made in the forward
+            drawn = f"random.SystemRandom().{name}"
+            stack.enter_context(mock.patch.object(random.SystemRandom, name, _raising(drawn)))
         for own, name in _places(step):
             if not isinstance(own[name], torch.Generator):
                 stack.enter_context(mock.patch.dict(own, {name: _Refusing(name)}))
         yield
         generators.check()
+
+
+def _raising(name: str) -> Callable[..., Any]:
+    def refuse(*_: Any) -> Any:
+        raise DrawError(f"{name}()")
+
+    return refuse
 
 
 class _Generators:

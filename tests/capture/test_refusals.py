@@ -33,6 +33,7 @@ class Model(nn.Module):
         self.target = copy.deepcopy(self.first)
         self.lstm = nn.LSTM(6, 6, batch_first=True)
         self.random, self.numpy = random.Random(0), np.random.RandomState(0)
+        self.system = random.SystemRandom()
         self.generator = torch.Generator().manual_seed(0)
         self.optimizer = torch.optim.SGD(self.first.parameters(), 0.1)
 
@@ -85,6 +86,16 @@ REFUSED = {
     ),
     "python generator": (
         "h = h * self.random.random()",
+        "generator that is not torch's own",
+        "draw with torch.rand",
+    ),
+    "system's generator": (
+        "h = h * self.system.uniform(0, 1)",
+        "generator that is not torch's own",
+        "draw with torch.rand",
+    ),
+    "system's generator at once": (
+        "h = h * (1 + random.SystemRandom().randint(0, 1))",
         "generator that is not torch's own",
         "draw with torch.rand",
     ),
