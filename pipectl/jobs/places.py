@@ -88,7 +88,8 @@ def check_answering(spec: JobSpec, wanted: str | None) -> None:
         get(name).find("answering?")
     except SchedulerError as error:
         raise SchedulerError(
-            f"{_TITLES[name]} is installed here, but does not answer: {error.message}",
+            f"{_TITLES[name]} is installed here, but does not answer: "
+            f"{error.message.splitlines()[-1]}",
             cure="to train on this machine: --scheduler local\n"
             f"to submit all the same: --scheduler {name}",
         ) from error

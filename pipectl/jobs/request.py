@@ -28,7 +28,7 @@ TIGHT_HEAP = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.mxfast
 so that a block which was freed between two of them is too small for the next of its size, and the
 heap grows. It reads this before a process can say anything."""
 
-_LEAST_SHARE = 4
+_MIN_SHARE = 4
 """Of the walltime, at least so many parts are there for one part of lead time."""
 
 
@@ -53,51 +53,40 @@ def job_request(
         after: ids of jobs that must have completed before.
     """
     directory, python = directory.absolute(), sys.executable
-    request = JobRequest(
+    resources, environment, launch = spec.resources, spec.environment, spec.launch
+    lead_s = min(spec.checkpoint.lead_time, resources.walltime // _MIN_SHARE)
+    return JobRequest(
         name=spec.name,
         tag=tag,
         run_directory=directory,
         python=python,
-        ranks=spec.resources.ranks,
-        nodes=spec.resources.nodes,
-        tasks_per_node=spec.resources.tasks_per_node,
-        walltime_s=spec.resources.walltime,
-        command=(python, "-m", "mpi4py", "-m", WORKER, "--run", str(directory)),
-        prepare=((python, "-m", PREPARE, str(directory)),) if prepare else (),
-        mpiexec=mpiexec,
-        slurm=SlurmOptions(
-            _sbatch_options(spec.slurm.model_dump()), spec.slurm.omit, spec.slurm.directives
-        ),
-        pbs=PbsOptions(**spec.pbs.model_dump()),
-        stop=_stop(spec),
-        after=after,
-        template=read_template(spec),
-    )
-    return _with_ranks(request, spec, TIGHT_HEAP if _offloads(spec, plan) else {})
-
-
-def _with_ranks(request: JobRequest, spec: JobSpec, variables: Mapping[str, str]) -> JobRequest:
-    """With what ranks have, how they start, and what they find there.
-
-    Args:
-        variables: that those of the job overrule.
-    """
-    resources, environment, launch = spec.resources, spec.environment, spec.launch
-    return replace(
-        request,
+        ranks=resources.ranks,
+        nodes=resources.nodes,
+        tasks_per_node=resources.tasks_per_node,
         cpus_per_task=resources.cpus_per_task,
         threads_per_task=spec.threads,
         gpus_per_node=resources.gpus_per_node,
         memory_per_node_bytes=resources.memory_per_node,
         more=tuple(map(_more_nodes, resources.more, resources.kinds[1:])),
+        walltime_s=resources.walltime,
+        command=(python, "-m", "mpi4py", "-m", WORKER, "--run", str(directory)),
+        prepare=((python, "-m", PREPARE, str(directory)),) if prepare else (),
         modules=tuple(environment.modules),
         setup=tuple(environment.setup),
-        variables={**variables, **environment.variables},
-        container=_container(spec, request.run_directory),
+        variables={**(TIGHT_HEAP if _offloads(spec, plan) else {}), **environment.variables},
+        container=_container(spec, directory),
         launcher=launch.launcher,
         mpi=launch.mpi,
         bind=launch.bind,
         launch_args=tuple(launch.args),
+        mpiexec=mpiexec,
+        slurm=SlurmOptions(
+            _sbatch_options(spec.slurm.model_dump()), spec.slurm.omit, spec.slurm.directives
+        ),
+        pbs=PbsOptions(**spec.pbs.model_dump()),
+        stop=Stop(spec.checkpoint.on_signal, lead_s, spec.checkpoint.max_requeues),
+        after=after,
+        template=read_template(spec),
     )
 
 
@@ -134,12 +123,6 @@ def _container(spec: JobSpec, directory: Path) -> Container | None:
     needed |= {one.root for one in code if one.root is not None}
     folders = sorted(needed - {runs})
     return Container(spec.container, (runs, *folders), spec.resources.gpus_per_node > 0)
-
-
-def _stop(spec: JobSpec) -> Stop:
-    asked = spec.checkpoint
-    lead_s = min(asked.lead_time, spec.resources.walltime // _LEAST_SHARE)
-    return Stop(asked.on_signal, lead_s, asked.max_requeues)
 
 
 def _offloads(spec: JobSpec, plan: Plan | None) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -100,9 +99,14 @@ def begins_anew(run: RunDirectory) -> None:
 
 @pytest.mark.usefixtures("another_model")
 def test_a_model_that_has_changed_is_measured_anew_by_the_job(
-    cli: Command, ended: RunDirectory
+    cli: Command, ended: RunDirectory, program: Program
 ) -> None:
     begins_anew(ended)
+    before = contents(ended)
+    program("sbatch", "echo 'sbatch: error: invalid partition' >&2; exit 1")
+    assert cli("resume", "last").code == 5
+    assert contents(ended) == before
+    program("sbatch", "echo 42")
     result = cli("resume", "last")
     assert result.code == 0
     assert result.err == ("no fresh profile: the job measures the model first, in its allocation\n")
@@ -113,7 +117,7 @@ def test_a_model_that_has_changed_is_measured_anew_by_the_job(
 
 
 @pytest.mark.usefixtures("another_model")
-def test_it_keeps_its_micro_batches_where_it_goes_on_from_a_checkpoint(
+def test_it_keeps_its_micro_batches_if_it_goes_on_from_a_checkpoint(
     cli: Command, ended: RunDirectory
 ) -> None:
     assert cli("resume", "last", "--set", "pipeline={stages: 2}").code == 0
@@ -121,22 +125,12 @@ def test_it_keeps_its_micro_batches_where_it_goes_on_from_a_checkpoint(
     assert load(ended.job).pipeline.micro_batches == 4
 
 
-def test_another_model_by_name_is_measured_where_nothing_is_saved_yet(
+def test_another_model_by_name_is_measured_if_nothing_is_saved_yet(
     cli: Command, ended: RunDirectory
 ) -> None:
     begins_anew(ended)
     assert cli("resume", "last", "--set", "model.kwargs={width: 3}").code == 0
     assert not ended.plan.exists()
-
-
-@pytest.mark.usefixtures("another_model")
-def test_a_rejected_submission_of_another_model_leaves_the_plan(
-    cli: Command, ended: RunDirectory, program: Program
-) -> None:
-    program("sbatch", "echo 'sbatch: error: invalid partition' >&2; exit 1")
-    before = contents(ended)
-    assert cli("resume", "last").code == 5
-    assert contents(ended) == before
 
 
 def test_other_ranks_need_no_other_profile_whatever_changed_before(
@@ -156,24 +150,20 @@ def test_other_ranks_need_no_other_profile_whatever_changed_before(
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("factory", "{place}/model.py:data"), ("kwargs", "{{width: 3}}")]
+    ("change", "said"),
+    [
+        ("model.factory={place}/model.py:data", "model.factory has changed, but its checkpoints"),
+        ("model.kwargs={{width: 3}}", "model.kwargs has changed, but its checkpoints"),
+        ("launch.scheduler=local", "was submitted to slurm and goes on there, not on local"),
+    ],
 )
-def test_another_model_than_that_of_the_checkpoints_is_refused(
-    cli: Command, ended: RunDirectory, place: Path, key: str, value: str
+def test_another_model_or_batch_system_is_refused(
+    cli: Command, ended: RunDirectory, place: Path, change: str, said: str
 ) -> None:
     before = contents(ended)
-    result = cli("resume", "last", "--set", f"model.{key}={value.format(place=place)}")
+    result = cli("resume", "last", "--set", change.format(place=place))
     assert result.code == 2, result.err
-    assert f"model.{key} has changed, but its checkpoints are of the model as it was" in result.err
-    assert f"`pipectl export {ended.name}`" in result.err
-    assert contents(ended) == before
-
-
-def test_another_batch_system_is_refused(cli: Command, ended: RunDirectory) -> None:
-    before = contents(ended)
-    result = cli("resume", "last", "--set", "launch.scheduler=local")
-    assert result.code == 2
-    assert "was submitted to slurm and goes on there, not on local" in result.err
+    assert said in result.err
     assert contents(ended) == before
     assert cli("resume", "last", "--set", "launch.scheduler=slurm").code == 0
 
@@ -276,7 +266,7 @@ def test_a_run_that_is_not_over_is_refused(
     cli: Command, ended: RunDirectory, program: Program
 ) -> None:
     ended.exit_code.unlink()
-    assert "is QUEUED" in cli("resume", "last").err
+    assert "is QUEUED" in cli("resume", "last", "--force").err
     record = Record.load(ended.record)
     replace(record, submitted_at=record.submitted_at - 3600).save(ended.record)
     program("squeue", "echo 'slurm_load_jobs error: timed out' >&2; exit 1")
@@ -285,18 +275,6 @@ def test_a_run_that_is_not_over_is_refused(
     assert result.err.startswith(f"error: {ended.name}: it cannot be told whether it is over: ")
     assert "if you know that it is: pipectl resume --force" in result.err
     assert cli("resume", "last", "--force").code == 0
-
-
-def test_a_local_run_that_runs_is_refused(
-    cli: Command, run_of: Callable[..., Path], place: Path
-) -> None:
-    """The process of this test stands for it."""
-    start = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-    pid = Path("/proc/self").resolve().name
-    run_of("20250101-120000-tiny", job_id=f"{pid}.{start}@{socket.gethostname()}")
-    result = cli("resume", "last", "--force")
-    assert result.code == 2
-    assert result.err.splitlines()[0] == "error: 20250101-120000-tiny: is RUNNING"
 
 
 def test_rehearsals_have_nothing_to_go_on_with(cli: Command, run_of: Callable[..., Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,13 +84,6 @@ def test_a_run_for_every_point_and_one_array(cli: Command, sweep: None, program:
         assert (run / "trace/predicted.json").exists()
     assert values == [[0.1, 0], [0.1, 1], [0.01, 0], [0.01, 1]]
     assert "lr: 0.01" in (runs()[3] / "job.yaml").read_text()
-
-
-def test_the_answer_for_programs_is_a_list(cli: Command, sweep: None, program: Program) -> None:
-    program("sbatch", "echo 35")
-    found = json.loads(cli("submit", "job.yaml", *SLURM, "--json").out)
-    assert [item["job_id"] for item in found] == [f"35_{index}" for index in range(4)]
-    assert found[1]["values"] == {"optimizer.kwargs.lr": 0.1, "training.seed": 1}
 
 
 def test_points_of_another_model_leave_the_profile_to_their_jobs(
@@ -260,28 +254,22 @@ def test_on_pbs(cli: Command, sweep: None, program: Program) -> None:
     assert sorted(Path("qdel.argv").read_text().split()) == ["41[].vm", "57.vm"]
 
 
-def test_behind_an_array_of_pbs(cli: Command, sweep: None, program: Program) -> None:
+def test_after_an_array_of_pbs(cli: Command, sweep: None, program: Program) -> None:
+    """All of it is awaited, or none: a run that has completed is not."""
     program("qsub", "echo 41[].vm")
     cli("submit", "job.yaml", *PBS)
-    program("qstat", listed(*(f"Job Id: 41[{i}].vm\n    job_state = Q" for i in range(4))))
-    alone: Any = ("--set", "sweep=null", "--set", "name=next")
-    refused = cli("submit", "job.yaml", *PBS, "--after", "tiny-2", *alone)
+    alone = ("submit", "job.yaml", *PBS, "--set", "sweep=null", "--set", "name=next", "--after")
+    rows = [f"Job Id: 41[{i}].vm\n    job_state = Q" for i in range(4)]
+    program("qstat", listed(*rows))
+    refused = cli(*alone, "tiny-2")
     assert (refused.code, "wait for all of it" in refused.err) == (2, True)
-    assert cli("submit", "job.yaml", *PBS, "--after", "tiny", *alone).code == 0
+    assert cli(*alone, "tiny").code == 0
     (behind,) = (path for path in Path("runs").glob("*-next") if path.is_dir())
     assert "-W depend=afterok:41[].vm\n" in (behind / "job.sh").read_text().replace("'", "")
-
-
-def test_behind_a_run_of_an_array_that_has_completed(
-    cli: Command, sweep: None, program: Program
-) -> None:
-    program("qsub", "echo 41[].vm")
-    cli("submit", "job.yaml", *PBS)
+    shutil.rmtree(behind)
     (runs()[2] / "exit_code").write_text("0\n")
-    rows = (f"Job Id: 41[{i}].vm\n    job_state = {'X' if i == 2 else 'R'}" for i in range(4))
-    program("qstat", listed(*rows))
-    alone: Any = ("--set", "sweep=null", "--set", "name=next")
-    assert cli("submit", "job.yaml", *PBS, "--after", "tiny-2", *alone).code == 0
+    program("qstat", listed(*rows).replace(rows[2], rows[2][:-1] + "X"))
+    assert cli(*alone, "tiny-2").code == 0
     (behind,) = (path for path in Path("runs").glob("*-next") if path.is_dir())
     assert "depend" not in (behind / "job.sh").read_text()
 

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -82,6 +82,15 @@ def verify(cli: Command, job: Path, place: Path, monkeypatch: pytest.MonkeyPatch
     return run
 
 
+def answer_of(verify: Command, *arguments: str) -> dict[str, Any]:
+    """Of a verification after which everything is equal."""
+    result = verify("--json", *arguments)
+    assert (result.code, result.out[:1]) == (0, "{"), result.err
+    answer: dict[str, Any] = json.loads(result.out)
+    assert answer["equal"]
+    return answer
+
+
 @pytest.fixture
 def warm(monkeypatch: pytest.MonkeyPatch, warm_python: str) -> None:
     """Ranks that begin sooner, and no neighbours while measuring: results depend on neither."""
@@ -93,11 +102,10 @@ def warm(monkeypatch: pytest.MonkeyPatch, warm_python: str) -> None:
 def test_a_pipeline_equals_a_plain_loop_to_the_bit(verify: Command) -> None:
     schedule = "lr_scheduler={factory: 'torch.optim.lr_scheduler:StepLR', kwargs: {step_size: 1}}"
     arguments = ("--set", schedule, "--set", "training.clip_grad_norm=0.1")
-    result = verify("--ranks", "3", "--steps", "4", "--json", "--set", "pipeline.stages=3",
-                    *arguments)  # fmt: skip
-    assert (result.code, result.out[:1]) == (0, "{"), result.err
-    answer = json.loads(result.out)
-    assert (answer["equal"], answer["max_abs_difference"]) == (True, 0.0)
+    answer = answer_of(
+        verify, "--ranks", "3", "--steps", "4", "--set", "pipeline.stages=3", *arguments
+    )
+    assert answer["max_abs_difference"] == 0.0
     assert answer["first_difference"] is None
     assert (answer["reference"], answer["tolerance"]) == ("one plain PyTorch process", 0.0)
     assert (answer["ranks"], answer["stages"]) == (3, 3)
@@ -157,20 +165,18 @@ def test_random_operators_are_compared_with_one_rank(
 @pytest.mark.usefixtures("warm")
 def test_backwards_on_ranks_of_their_own_are_compared_with_one_rank(verify: Command) -> None:
     changes = ("model.factory=./model.py:dropping", "pipeline={backward: apart, micro_batches: 2}")
-    result = verify("--steps", "2", "--json", *(w for change in changes for w in ("--set", change)))
-    assert (result.code, result.out[:1]) == (0, "{"), result.err
-    answer = json.loads(result.out)
-    assert (answer["equal"], answer["max_abs_difference"]) == (True, 0.0)
+    answer = answer_of(
+        verify, "--steps", "2", *(w for change in changes for w in ("--set", change))
+    )
+    assert answer["max_abs_difference"] == 0.0
     assert (answer["ranks"], answer["stages"], answer["reference"]) == (2, 1, "one rank")
 
 
 @pytest.mark.mpi
 @pytest.mark.usefixtures("warm")
 def test_parameters_with_several_uses_have_a_stated_tolerance(verify: Command) -> None:
-    result = verify("--json", "--set", "model.factory=./model.py:Tied")
-    assert (result.code, result.out[:1]) == (0, "{"), result.err
-    answer = json.loads(result.out)
-    assert (answer["equal"], answer["tolerance"]) == (True, 1e-4)
+    answer = answer_of(verify, "--set", "model.factory=./model.py:Tied")
+    assert answer["tolerance"] == 1e-4
     assert answer["reference"] == "one plain PyTorch process"
     assert answer["notes"][0].startswith("layer.weight and 1 more: used several times")
     assert "SGD" in answer["notes"][1]
@@ -184,10 +190,8 @@ def test_compiled_stages_agree_within_rounding(
     verify: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", PATH)
-    result = verify("--steps", "2", "--json", "--set", "training.compile=true")
-    assert (result.code, result.out[:1]) == (0, "{"), result.err
-    answer = json.loads(result.out)
-    assert (answer["equal"], answer["tolerance"]) == (True, 1e-4)
+    answer = answer_of(verify, "--steps", "2", "--set", "training.compile=true")
+    assert answer["tolerance"] == 1e-4
     assert answer["notes"][0] == "training.compile: fused operators round differently"
 
 
@@ -209,11 +213,9 @@ def test_a_missing_compiler_is_named(verify: Command, monkeypatch: pytest.Monkey
 def test_models_that_fit_no_process_are_compared_between_plans(
     verify: Command, arguments: list[str]
 ) -> None:
-    result = verify("--steps", "2", "--json", "--set", "training.clip_grad_norm=0.1", *arguments)
-    assert (result.code, result.out[:1]) == (0, "{"), result.err
-    answer = json.loads(result.out)
+    answer = answer_of(verify, "--steps", "2", "--set", "training.clip_grad_norm=0.1", *arguments)
     assert (answer["compared"], answer["tolerance"]) == ("two plans", 0.0)
-    assert (answer["equal"], answer["max_abs_difference"]) == (True, 0.0)
+    assert answer["max_abs_difference"] == 0.0
     assert answer["first_difference"] is None
     assert answer["reference"] == "another plan: 3 ranks, 3 stages"
     assert (answer["ranks"], answer["stages"]) == (2, 2)
@@ -228,10 +230,8 @@ def test_half_precision_with_overflows_equals_torchs_own_scaler(verify: Command)
     """The plain process uses ``torch.amp.GradScaler`` itself."""
     scaling = "training.loss_scale={initial: 1048576, growth_interval: 2}"
     half = ("--set", "training.precision=float16", "--set", scaling)
-    result = verify("--steps", "8", "--json", *half)
-    assert (result.code, result.out[:1]) == (0, "{"), result.err
-    answer = json.loads(result.out)
-    assert (answer["equal"], answer["max_abs_difference"]) == (True, 0.0)
+    answer = answer_of(verify, "--steps", "8", *half)
+    assert answer["max_abs_difference"] == 0.0
     assert answer["compared"] == "a plan and one process"
 
 

@@ -94,23 +94,21 @@ def test_a_heartbeat_tells_how_far_it_is(
     ] * 2
 
 
-def test_what_is_there_is_kept(run: RunDirectory, measured: list[Path]) -> None:
+@pytest.mark.parametrize(
+    ("other_model", "checkpoint", "measurements"), [(0, 0, 1), (1, 0, 2), (1, 1, 1)]
+)
+def test_what_is_there_is_kept_unless_the_model_is_another_and_nothing_is_saved(
+    run: RunDirectory, measured: list[Path], other_model: int, checkpoint: int, measurements: int
+) -> None:
     prepare.prepare_run(run)
-    marked = replace(Plan.load(run.plan), assumptions=("mine",))
-    marked.save(run.plan)
-    prepare.prepare_run(run)
-    assert measured == [run.profile]
-    assert Plan.load(run.plan) == marked
-
-
-def test_what_the_job_has_outgrown_is_made_anew(run: RunDirectory, measured: list[Path]) -> None:
-    prepare.prepare_run(run)
-    replace(PROFILE, key="of another model").save(run.profile)
     replace(Plan.load(run.plan), assumptions=("mine",)).save(run.plan)
+    if other_model:
+        replace(PROFILE, key="of another model").save(run.profile)
+    if checkpoint:
+        (run.checkpoints / "step-000002").mkdir()
     prepare.prepare_run(run)
-    assert measured == [run.profile] * 2
-    assert Plan.load(run.plan).assumptions != ("mine",)
-    assert Profile.load(run.profile).key is None
+    assert measured == [run.profile] * measurements
+    assert (Plan.load(run.plan).assumptions == ("mine",)) == (measurements == 1)
 
 
 def test_no_plan_of_another_model_stays_where_planning_is_cut_short(
@@ -130,17 +128,6 @@ def test_no_plan_of_another_model_stays_where_planning_is_cut_short(
     prepare.prepare_run(run)
     assert measured == [run.profile] * 2
     assert Plan.load(run.plan).assumptions != ("mine",)
-
-
-def test_a_run_with_a_checkpoint_keeps_its_plan(run: RunDirectory, measured: list[Path]) -> None:
-    prepare.prepare_run(run)
-    marked = replace(Plan.load(run.plan), assumptions=("mine",))
-    marked.save(run.plan)
-    replace(PROFILE, key="of another model").save(run.profile)
-    (run.checkpoints / "step-000002").mkdir()
-    prepare.prepare_run(run)
-    assert measured == [run.profile]
-    assert Plan.load(run.plan) == marked
 
 
 def test_a_failure_is_reported_in_the_run_and_on_standard_error(
@@ -167,24 +154,16 @@ def test_no_feasible_plan_exits_4(run: RunDirectory, measured: list[Path]) -> No
     assert not run.plan.exists()
 
 
-def test_the_profile_is_put_where_later_commands_look(
-    run: RunDirectory, measured: list[Path]
-) -> None:
-    prepare.prepare_run(run)
-    place = run.path.parent / "tiny.profile.json"
-    assert place.read_text() == run.profile.read_text()
-
-
-@pytest.mark.parametrize(("age_s", "replaced"), [(-5, True), (5, False)])
-def test_a_profile_written_since_the_submission_stays(
-    run: RunDirectory, measured: list[Path], age_s: float, replaced: bool
+@pytest.mark.parametrize(("age_s", "replaced"), [(None, True), (-5, True), (5, False)])
+def test_the_profile_is_put_where_later_commands_look_unless_a_newer_one_is_there(
+    run: RunDirectory, measured: list[Path], age_s: float | None, replaced: bool
 ) -> None:
     place = run.path.parent / "tiny.profile.json"
-    place.write_text("another")
-    os.utime(place, (SUBMITTED + age_s, SUBMITTED + age_s))
+    if age_s is not None:
+        place.write_text("another")
+        os.utime(place, (SUBMITTED + age_s, SUBMITTED + age_s))
     prepare.prepare_run(run)
-    assert (place.read_text() != "another") == replaced
-    assert run.profile.exists()
+    assert (place.read_text() == run.profile.read_text()) == replaced
 
 
 def test_a_place_that_cannot_be_written_stops_no_job(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pipectl.cli.console import say, say_json, short
 from pipectl.cli.options import RUNS, Json, RunName, RunsDirectory, above_zero, read_by
+from pipectl.errors import UsageError
 from pipectl.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from pipectl.runs import RunDirectory
 
 
 def command(
@@ -34,13 +38,46 @@ def command(
     directory: RunsDirectory = RUNS,
 ) -> None:
     """Write the weights of a run so that load_state_dict takes them."""
-    from pipectl.jobs.export import export
-    from pipectl.runs import find_run
+    from pipectl.runs import find_run, step_of
+    from pipectl.runtime.checkpoint import load
+    from pipectl.runtime.checkpoint.export import export_file, export_shards
 
     path = output or Path("model" if shard_size else "model.safetensors")
-    found = export(find_run(directory, name), path, step, shard_size)
-    if as_json:
-        say_json({"path": str(found.path), "step": found.step, "bytes": found.size_bytes})
+    checkpoint = _find_checkpoint(find_run(directory, name), step)
+    if path.exists() and not (shard_size and path.is_dir() and not any(path.iterdir())):
+        raise UsageError(f"{path}: exists already", cure="name another, or remove it")
+    weights = load(checkpoint, weights_only=True)
+    if shard_size is None:
+        size_bytes = export_file(weights, path)
     else:
-        size = format_bytes(found.size_bytes)
-        say(f"{short(found.path)}: {found.tensors} tensors, {size}, after step {found.step}")
+        size_bytes = export_shards(weights, path, shard_size)
+    saved_step = step_of(checkpoint) or 0
+    if as_json:
+        say_json({"path": str(path), "step": saved_step, "bytes": size_bytes})
+    else:
+        size = format_bytes(size_bytes)
+        say(f"{short(path)}: {len(weights)} tensors, {size}, after step {saved_step}")
+
+
+def _find_checkpoint(run: RunDirectory, step: int | None) -> Path:
+    """The checkpoint of a step; by default the last.
+
+    Raises:
+        UsageError: there is none.
+    """
+    from pipectl.runs import checkpoints, step_of
+
+    by_step = {step_of(path): path for path in checkpoints(run.checkpoints)}
+    if not by_step:
+        raise UsageError(
+            f"{run.name}: has no checkpoint yet",
+            cure="wait for its first: every checkpoint.every steps, and at the end",
+        )
+    if step is None:
+        return next(iter(by_step.values()))
+    if step not in by_step:
+        steps = ", ".join(str(number) for number in sorted(filter(None, by_step)))
+        raise UsageError(
+            f"{run.name}: has no checkpoint of step {step}", cure=f"it has those of steps {steps}"
+        )
+    return by_step[step]
