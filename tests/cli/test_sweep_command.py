@@ -107,7 +107,7 @@ def test_on_this_machine_models_are_measured_once_each(
         found = Profile.from_json(profile_document(key=profile_key(spec)))
         return Measurement(found, 1.0, "here", 1.0)
 
-    monkeypatch.setattr("pipectl.jobs.sweep.measured", measure)
+    monkeypatch.setattr("pipectl.jobs.sweep.find_or_measure", measure)
     widths = "sweep.grid={model.kwargs: [{}, {width: 3}, {width: 4}], training.seed: [0, 1]}"
     spec, points = load_sweep(Path("job.yaml"), [widths])
     found = prepare_points(spec, points, "local")
