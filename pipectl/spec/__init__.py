@@ -1,6 +1,6 @@
 """The job spec: loading, checking, writing and documenting it."""
 
-from pipectl.spec.dump import dump, settled
+from pipectl.spec.dump import dump, make_absolute
 from pipectl.spec.keys import links_key, plan_key, profile_key
 from pipectl.spec.load import Origin, load, load_with_origins, site_files
 from pipectl.spec.models import JobSpec
@@ -24,8 +24,8 @@ __all__ = [
     "load",
     "load_sweep",
     "load_with_origins",
+    "make_absolute",
     "plan_key",
     "profile_key",
-    "settled",
     "site_files",
 ]

@@ -32,13 +32,13 @@ def missing_files(spec: JobSpec) -> Iterator[Finding]:
     """References of the spec to files that do not exist."""
     for path, text in spec.factories():
         file = references.parse(text, spec.base).file
-        if file is not None and not _holds(file.is_file):
+        if file is not None and not _exists(file.is_file):
             yield path, f"no such file: {file}"
     for path, file in spec.files():
         if path == ("model", "weights"):
-            if not _holds(file.exists):
+            if not _exists(file.exists):
                 yield path, f"no such file or directory: {file}"
-        elif not _holds(file.is_file):
+        elif not _exists(file.is_file):
             yield path, f"no such file: {file}"
 
 
@@ -59,7 +59,7 @@ def missing_names(spec: JobSpec) -> Iterator[Finding]:
             yield path, fault
 
 
-def _holds(is_there: Callable[[], bool]) -> bool:
+def _exists(is_there: Callable[[], bool]) -> bool:
     try:
         return is_there()
     except (OSError, ValueError):  # a name that no file can have

@@ -91,12 +91,12 @@ def resolve(text: str) -> Any:
     return float(text.replace(".", "")) if _SPECIAL.fullmatch(text) else text
 
 
-def plain(value: Any) -> Any:
+def to_python(value: Any) -> Any:
     """Python values typed as YAML types them, keys too, without places."""
     if isinstance(value, dict):
-        return {plain(key): plain(item) for key, item in value.items()}
+        return {to_python(key): to_python(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [to_python(item) for item in value]
     return resolve(value) if isinstance(value, Plain) else value
 
 
@@ -133,11 +133,11 @@ def locate(tree: Any, path: Path, *, key: bool = False) -> tuple[Place, Any]:
 
 def path_text(path: Path) -> str:
     """``pipeline.warm_up[2]``; what a terminal cannot show is escaped."""
-    steps = (f"[{step}]" if isinstance(step, int) else f".{printable(step)}" for step in path)
+    steps = (f"[{step}]" if isinstance(step, int) else f".{escape(step)}" for step in path)
     return "".join(steps).removeprefix(".")
 
 
-def printable(text: str) -> str:
+def escape(text: str) -> str:
     """A key as a message shows it: shortened, and without control characters."""
     short = text if len(text) <= 100 else f"{text[:97]}..."
     return short if short.isprintable() else repr(short)[1:-1]

@@ -12,12 +12,12 @@ from pipectl.spec.models import JobSpec
 
 
 def dump(spec: JobSpec) -> str:
-    """YAML that :func:`pipectl.spec.load` reads as an equal of :func:`settled` ``(spec)``."""
-    data = settled(spec).model_dump()
+    """YAML that :func:`pipectl.spec.load` reads as an equal of :func:`make_absolute` ``(spec)``."""
+    data = make_absolute(spec).model_dump()
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
-def settled(spec: JobSpec) -> JobSpec:
+def make_absolute(spec: JobSpec) -> JobSpec:
     """The spec with all files named by absolute paths, and closed to site defaults."""
     data = spec.model_dump()
     named = [(path, str(references.parse(text, spec.base))) for path, text in spec.factories()]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipectl.errors import Problem, SpecError, UsageError
-from pipectl.spec.document import Mapping, Place, merge, plain, printable
+from pipectl.spec.document import Mapping, Place, escape, merge, to_python
 from pipectl.spec.document import Path as KeyPath
 from pipectl.spec.models import JobSpec
 from pipectl.spec.reader import UnreadableError, read_file, read_text
@@ -103,7 +103,7 @@ def load_document(
         raise SpecError([*problems, Problem(str(path), 0, 0, fault)], cure=_INIT)
     for override in overrides:
         tree = _override(tree, override, problems)
-    if plain(tree.get("site_defaults")) is not False:
+    if to_python(tree.get("site_defaults")) is not False:
         for site in reversed(site_files() if sites is None else sites):
             tree = merge(_read_site(site, problems), tree)
     spec = validate(tree, path, problems, check_files=check_files, check_names=check_names)
@@ -167,10 +167,10 @@ def _override(tree: Mapping, override: str, problems: list[Problem]) -> Mapping:
     name, equals, text = override.partition("=")
     keys = name.strip().split(".")
     if not equals:
-        raise UsageError(f"--set {printable(override)}: there is no '='", cure=_USAGE)
+        raise UsageError(f"--set {escape(override)}: there is no '='", cure=_USAGE)
     if not all(keys):
-        raise UsageError(f"--set {printable(override)}: a key is missing before '='", cure=_USAGE)
-    place = Place(f"--set {printable(name.strip())}")
+        raise UsageError(f"--set {escape(override)}: a key is missing before '='", cure=_USAGE)
+    place = Place(f"--set {escape(name.strip())}")
     try:
         value = read_text(text, place.file, problems, lines=False)
     except UnreadableError as error:
@@ -199,7 +199,7 @@ def _check_site(tree: Mapping, path: Path, problems: list[Problem]) -> Mapping:
     for key, value in tree.items():
         if key not in SITE_KEYS:
             known = ", ".join(SITE_KEYS)
-            message = f"{printable(key)}: a site file cannot set this; known are {known}"
+            message = f"{escape(key)}: a site file cannot set this; known are {known}"
             problems.append(tree.key_places[key].problem(message))
         elif key == "version":
             try:
@@ -222,7 +222,7 @@ def _origins(value: Any, tree: Any, place: Place | None, path: KeyPath) -> Itera
         shown = hide_variables(path, value, "(not shown)")
         yield Origin(path, shown, place if given else None)
         return
-    names = {plain(name): name for name in tree} if isinstance(tree, Mapping) else {}
+    names = {to_python(name): name for name in tree} if isinstance(tree, Mapping) else {}
     for key, item in value.items():
         below, written = None, None
         if isinstance(tree, Mapping) and (name := names.get(key, str(key))) in tree:

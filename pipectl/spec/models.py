@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 from pipectl.spec import references
-from pipectl.spec.document import plain
+from pipectl.spec.document import to_python
 from pipectl.spec.running import (
     Checkpoint,
     Environment,
@@ -43,7 +43,7 @@ from pipectl.spec.types import (
     Text,
     Version,
     WeightReference,
-    plain_values,
+    to_python_values,
     without_nulls,
 )
 
@@ -97,7 +97,7 @@ class Group(Section):
     def _read_options(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        return {key: item if key == "match" else plain(item) for key, item in value.items()}
+        return {key: item if key == "match" else to_python(item) for key, item in value.items()}
 
     @property
     def options(self) -> dict[str, Any]:
@@ -281,7 +281,7 @@ class Sweep(Section):
     job as the rest of the file says. See [sweeps](sweeps.md).
     """
 
-    grid: Annotated[dict[str, tuple[Any, ...]], BeforeValidator(plain_values)] = Field(
+    grid: Annotated[dict[str, tuple[Any, ...]], BeforeValidator(to_python_values)] = Field(
         default_factory=dict
     )
     """Keys with lists of values, such as `optimizer.kwargs.lr: [1e-3, 3e-4]`; every combination is

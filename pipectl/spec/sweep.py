@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipectl.errors import Problem, SpecError
-from pipectl.spec.document import Mapping, Place, plain, printable, show
+from pipectl.spec.document import Mapping, Place, escape, show, to_python
 from pipectl.spec.document import Sequence as List
 from pipectl.spec.load import hide_variables, load_document, put_at
 from pipectl.spec.models import JobSpec
@@ -50,7 +50,7 @@ class _Setting(NamedTuple):
     value_place: Place
 
     def problem(self, place: Place, message: str) -> Problem:
-        return place.problem(f"{printable(self.key)}: {message}")
+        return place.problem(f"{escape(self.key)}: {message}")
 
 
 def load_sweep(
@@ -82,14 +82,14 @@ def load_sweep(
             job = put_at(job, key.split("."), value, key_place, value_place)
         faults: list[Problem] = []
         run = validate(job, path, faults, check_files=check_files)
-        problems += (_at_its_value(fault, settings) for fault in faults)
+        problems += (_blame_values(fault, settings) for fault in faults)
         values = {}
         for key, value, *_ in settings:
             same = numbers.setdefault(key, [])
             if repr(value) not in same:
                 same.append(repr(value))
             hidden = f"(value {same.index(repr(value)) + 1})"
-            values[key] = hide_variables(tuple(key.split(".")), plain(value), hidden)
+            values[key] = hide_variables(tuple(key.split(".")), to_python(value), hidden)
         if run is not None:
             points.append(Point(values, run))
     if problems:
@@ -106,7 +106,7 @@ def _combine(sweep: Mapping, place: Place, problems: list[Problem]) -> list[list
         pairs = zip(values, values.places, strict=True)
         columns.append([_Setting(key, value, key_place, at) for value, at in pairs])
         if not values:
-            problems.append(key_place.problem(f"{printable(key)}: has no values"))
+            problems.append(key_place.problem(f"{escape(key)}: has no values"))
     points = sweep.get("points") or List(place)
     listed = []
     for point, at in zip(points, points.places, strict=True):
@@ -137,10 +137,10 @@ def _key_faults(together: Sequence[_Setting]) -> Iterator[Problem]:
         elif any(_within(key, shared) or _within(shared, key) for shared in _SHARED):
             message = (
                 "cannot differ between the runs of a sweep, which are one job array; instead, "
-                f"submit several times with --set {printable(key)}=..."
+                f"submit several times with --set {escape(key)}=..."
             )
         elif around is not None:
-            message = f"is a part of {printable(around)}, which is set as well"
+            message = f"is a part of {escape(around)}, which is set as well"
         else:
             continue
         yield setting.problem(setting.key_place, message)
@@ -154,14 +154,14 @@ def _repetitions(runs: Sequence[Sequence[_Setting]]) -> Iterator[Problem]:
     """Runs that would be the same as an earlier one."""
     seen: dict[object, int] = {}
     for number, settings in enumerate(runs):
-        values = tuple(sorted((s.key, repr(plain(s.value))) for s in settings))
+        values = tuple(sorted((s.key, repr(to_python(s.value))) for s in settings))
         if values and seen.setdefault(values, number) != number:
             last = settings[-1]
             message = f"a point with the same values as number {seen[values]}"
             yield last.problem(last.value_place, message)
 
 
-def _at_its_value(problem: Problem, settings: Sequence[_Setting]) -> Problem:
+def _blame_values(problem: Problem, settings: Sequence[_Setting]) -> Problem:
     """A fault at its value; one that is found elsewhere, at the values that cause it."""
     places = {place for s in settings for place in (s.key_place, s.value_place, *_places(s.value))}
     if Place(problem.file, problem.line, problem.column) in places:
@@ -169,7 +169,7 @@ def _at_its_value(problem: Problem, settings: Sequence[_Setting]) -> Problem:
     shown = []
     for key, value, *_ in settings:
         value = hide_variables(tuple(key.split(".")), value, "(not shown)")
-        shown.append(f"{printable(key)}: {show(value)}")
+        shown.append(f"{escape(key)}: {show(value)}")
     return settings[0].value_place.problem(f"with {', '.join(shown)}: {problem.message}")
 
 

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, St
 from pydantic_core import CoreSchema, core_schema
 
 from pipectl.spec import references
-from pipectl.spec.document import plain, show
+from pipectl.spec.document import show, to_python
 from pipectl.units import format_clock, is_name, parse_bytes, parse_duration, parse_walltime
 
 VERSION = 1
@@ -79,11 +79,11 @@ def without_nulls(value: Any) -> Any:
     return {key: item for key, item in value.items() if item is not None}
 
 
-def plain_values(value: Any) -> Any:
+def to_python_values(value: Any) -> Any:
     """A mapping whose values are typed as YAML types them."""
     if not isinstance(value, dict):
         return value
-    return {str(key): plain(item) for key, item in value.items()}
+    return {str(key): to_python(item) for key, item in value.items()}
 
 
 def check_version(value: Any) -> Any:
@@ -97,7 +97,7 @@ def check_version(value: Any) -> Any:
 
 def _number(value: Any) -> Any:
     """The number or truth value that is written; ``1e3`` is a whole one."""
-    value = plain(value)
+    value = to_python(value)
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -213,7 +213,7 @@ WeightReference = Annotated[
 Variables = Annotated[
     dict[Annotated[Text, AfterValidator(_variable)], Text], BeforeValidator(without_nulls)
 ]
-Kwargs = Annotated[dict[str, Any], BeforeValidator(plain_values)]
+Kwargs = Annotated[dict[str, Any], BeforeValidator(to_python_values)]
 Replicas = Annotated[
     int | str | None,
     BeforeValidator(_replicas),

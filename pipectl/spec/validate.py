@@ -34,19 +34,20 @@ def validate(
     if data.get("name") is None:
         stem = re.sub(r"[^A-Za-z0-9._-]", "-", source.stem).strip("._-")
         data["name"] = stem[:64] or "job"
+    spec = None
     try:
         spec = JobSpec.model_validate(data)
     except ValidationError as error:
         problems += (_problem(tree, detail) for detail in error.errors(include_url=False))
-        problems += (_placed(tree, *finding) for finding in cross_check(_valid_sections(data)))
-        return None
-    spec._source = source.absolute()
-    findings = list(cross_check(dict(spec)))
-    if check_files:
-        findings += missing_files(spec)
-    if check_names:
-        findings += missing_names(spec)
-    problems += (_placed(tree, *finding) for finding in findings)
+        findings = list(cross_check(_valid_sections(data)))
+    else:
+        spec._source = source.absolute()
+        findings = list(cross_check(dict(spec)))
+        if check_files:
+            findings += missing_files(spec)
+        if check_names:
+            findings += missing_names(spec)
+    problems += (_place_problem(tree, *finding) for finding in findings)
     return None if findings else spec
 
 
@@ -69,14 +70,14 @@ def _problem(tree: Mapping, detail: ErrorDetails) -> Problem:
     """A fault that pydantic or a validator found."""
     path, kind = detail["loc"], detail["type"]
     if path[-1] == "[key]":
-        return _placed(tree, path[:-1], str(detail["ctx"]["error"]), key=True)
+        return _place_problem(tree, path[:-1], str(detail["ctx"]["error"]), key=True)
     if kind == "extra_forbidden":
-        return _placed(tree, path, _unknown_key(path), key=True)
+        return _place_problem(tree, path, _unknown_key(path), key=True)
     if kind == "missing":
-        return _placed(tree, path, "missing", key=True)
+        return _place_problem(tree, path, "missing", key=True)
     context = detail.get("ctx", {})
     if kind == "value_error" and (message := str(context["error"])):
-        return _placed(tree, path, message)
+        return _place_problem(tree, path, message)
     if kind in ("greater_than_equal", "less_than_equal"):
         allowed = f"at least {context['ge']}" if "ge" in context else f"at most {context['le']}"
     else:
@@ -87,10 +88,10 @@ def _problem(tree: Mapping, detail: ErrorDetails) -> Problem:
     quoted = isinstance(value, str) and not isinstance(value, Plain)
     if kind in _NUMBERS and quoted and not isinstance(resolve(value), str | None):
         shown = f"the text {shown}; remove the quotes"
-    return _placed(tree, path, f"must be {allowed}, not {shown}")
+    return _place_problem(tree, path, f"must be {allowed}, not {shown}")
 
 
-def _placed(tree: Mapping, path: KeyPath, message: str, *, key: bool = False) -> Problem:
+def _place_problem(tree: Mapping, path: KeyPath, message: str, *, key: bool = False) -> Problem:
     place, _ = locate(tree, path, key=key)
     where = path_text(path)
     prefix = "" if place.file == f"--set {where}" else f"{where}: "

@@ -12,7 +12,7 @@ import pytest
 
 from pipectl.errors import SpecError
 from pipectl.spec import JobSpec, json_schema, load
-from pipectl.spec.document import plain
+from pipectl.spec.document import to_python
 from pipectl.spec.reader import read_text
 
 MINIMAL = """\
@@ -72,7 +72,7 @@ def by_schema() -> Callable[[str], bool]:
 
     def valid(text: str) -> bool:
         tree = read_text(text, "job.yaml", [])
-        return tree is not None and accepts(schema, plain(tree), schema)
+        return tree is not None and accepts(schema, to_python(tree), schema)
 
     return valid
 

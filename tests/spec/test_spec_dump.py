@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipectl.spec import JobSpec, dump, links_key, load, plan_key, profile_key, settled
+from pipectl.spec import JobSpec, dump, links_key, load, make_absolute, plan_key, profile_key
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def with_kwargs(spec: JobSpec, kwargs: dict[str, object]) -> JobSpec:
 def test_a_dump_is_read_back_the_same_from_another_directory(job: Path, tmp_path: Path) -> None:
     spec = load(job, sites=())
     again = reload(spec, tmp_path / "run.yaml")
-    assert again == settled(spec) == settled(again)
+    assert again == make_absolute(spec) == make_absolute(again)
     assert again.model.factory == f"{job.parent / 'model.py'}:build"
     assert again.loss.weight == f"{job.parent / 'model.py'}:weight"
     assert again.evaluation is not None

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from pipectl.errors import SpecError, UsageError
-from pipectl.spec import JobSpec, dump, json_schema, load, settled
+from pipectl.spec import JobSpec, dump, json_schema, load, make_absolute
 from pipectl.spec.schema import properties
 
 SETTINGS = settings(
@@ -97,7 +97,7 @@ def test_any_value_of_any_key(attempt, by_schema, minimal: str, tmp_path: Path, 
     if spec is not None:
         (tmp_path / "run.yaml").write_text(dump(spec), encoding="utf-8")
         again = load(tmp_path / "run.yaml", sites=(), check_files=False)
-        assert repr(again) == repr(settled(spec))
+        assert repr(again) == repr(make_absolute(spec))
         assert by_schema(dump(spec))
 
 
