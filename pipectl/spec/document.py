@@ -1,6 +1,6 @@
 """A YAML document as plain Python data that knows where it is written.
 
-It consists of :class:`Mapping`, :class:`Sequence`, None, texts, and :class:`Plain`: what is written
+It consists of :class:`Table`, :class:`Items`, None, texts, and :class:`Plain`: what is written
 without quotes and is no text in YAML 1.2. The field that reads it decides whether ``account: 0042``
 is a number or a text.
 """
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 
 from pipectl.errors import Problem
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 
 # Bounded digits: Python refuses to convert a number of more than 4300 digits.
 _INTEGER = re.compile(r"[-+]?[0-9]{1,300}")
@@ -44,7 +44,7 @@ class Plain(str):
     __slots__ = ()
 
 
-class Mapping(dict[str, Any]):
+class Table(dict[str, Any]):
     """A mapping with the places of its keys and values."""
 
     def __init__(self, place: Place) -> None:
@@ -66,7 +66,7 @@ class Mapping(dict[str, Any]):
         return copy
 
 
-class Sequence(list[Any]):
+class Items(list[Any]):
     """A list with the places of its items."""
 
     def __init__(self, place: Place) -> None:
@@ -100,19 +100,19 @@ def to_python(value: Any) -> Any:
     return resolve(value) if isinstance(value, Plain) else value
 
 
-def merge(lower: Mapping, upper: Mapping) -> Mapping:
+def merge(lower: Table, upper: Table) -> Table:
     """``upper`` laid over ``lower``: mappings key by key, everything else is replaced."""
     merged = lower.copy()
     merged.place = upper.place
     for key, value in upper.items():
         below = lower.get(key)
-        if isinstance(below, Mapping) and isinstance(value, Mapping):
+        if isinstance(below, Table) and isinstance(value, Table):
             value = merge(below, value)
         merged.put(key, value, upper.key_places[key], upper.value_places[key])
     return merged
 
 
-def locate(tree: Any, path: Path, *, key: bool = False) -> tuple[Place, Any]:
+def locate(tree: Any, path: KeyPath, *, key: bool = False) -> tuple[Place, Any]:
     """Where ``path`` is written and its value there, or those of the nearest thing around it.
 
     Args:
@@ -120,18 +120,18 @@ def locate(tree: Any, path: Path, *, key: bool = False) -> tuple[Place, Any]:
     """
     place = tree.place
     for step in path:
-        if isinstance(tree, Mapping) and str(step) in tree:
+        if isinstance(tree, Table) and str(step) in tree:
             step = str(step)
             place = (tree.key_places if key else tree.value_places)[step]
             tree = tree[step]
-        elif isinstance(tree, Sequence) and isinstance(step, int) and step < len(tree):
+        elif isinstance(tree, Items) and isinstance(step, int) and step < len(tree):
             place, tree = tree.places[step], tree[step]
         else:
             break
     return place, tree
 
 
-def path_text(path: Path) -> str:
+def path_text(path: KeyPath) -> str:
     """``pipeline.warm_up[2]``; what a terminal cannot show is escaped."""
     steps = (f"[{step}]" if isinstance(step, int) else f".{escape(step)}" for step in path)
     return "".join(steps).removeprefix(".")

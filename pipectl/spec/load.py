@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from collections.abc import Mapping as Variables
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipectl.errors import Problem, SpecError, UsageError
-from pipectl.spec.document import Mapping, Place, escape, merge, to_python
-from pipectl.spec.document import Path as KeyPath
+from pipectl.spec.document import KeyPath, Place, Table, escape, merge, to_python
 from pipectl.spec.models import JobSpec
-from pipectl.spec.reader import UnreadableError, read_file, read_text
+from pipectl.spec.reader import MAX_DEPTH, UnreadableError, read_file, read_text
 from pipectl.spec.schema import properties, schema_at
 from pipectl.spec.types import check_version
 from pipectl.spec.validate import validate
@@ -76,7 +74,7 @@ def load_with_origins(
     return spec, tuple(_origins(spec.model_dump(), tree, None, ()))
 
 
-def site_files(environment: Variables[str, str] = os.environ) -> tuple[Path, ...]:
+def site_files(environment: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
     """The site files, weakest first: of the machine, of the user (XDG base directories)."""
     configured = Path(environment.get("XDG_CONFIG_HOME", ""))
     home = configured if configured.is_absolute() else Path("~/.config").expanduser()
@@ -90,7 +88,7 @@ def load_document(
     *,
     check_files: bool,
     check_names: bool = False,
-) -> tuple[JobSpec, Mapping]:
+) -> tuple[JobSpec, Table]:
     """The spec, and the document of all layers that it was made from."""
     problems: list[Problem] = []
     try:
@@ -98,7 +96,7 @@ def load_document(
     except UnreadableError as error:
         cure = _INIT if error.missing else None
         raise SpecError([*problems, error.problem], cure=cure) from None
-    if not isinstance(tree, Mapping):
+    if not isinstance(tree, Table):
         fault = "the file is empty" if tree is None else _NO_MAPPING
         raise SpecError([*problems, Problem(str(path), 0, 0, fault)], cure=_INIT)
     for override in overrides:
@@ -113,13 +111,13 @@ def load_document(
 
 
 def put_at(
-    tree: Mapping,
+    tree: Table,
     keys: Sequence[str],
     value: Any,
     key_place: Place,
     value_place: Place,
     above: tuple[str, ...] = (),
-) -> Mapping:
+) -> Table:
     """A copy of ``tree`` with the value at ``keys``, making mappings on the way.
 
     Args:
@@ -133,10 +131,10 @@ def put_at(
     path, below = (*above, key), tree.get(key)
     if isinstance(below, str) and "factory" in properties(schema_at(path)):
         place = tree.value_places[key]
-        factory = Mapping(place)
+        factory = Table(place)
         factory.put("factory", below, place, place)
         below = factory
-    inner = below if isinstance(below, Mapping) else Mapping(key_place)
+    inner = below if isinstance(below, Table) else Table(key_place)
     inner = put_at(inner, rest, value, key_place, value_place, path)
     copy.put(key, inner, tree.key_places.get(key, key_place), inner.place)
     return copy
@@ -162,7 +160,7 @@ def hide_variables(path: KeyPath, value: Any, hidden: str) -> Any:
     return value
 
 
-def _override(tree: Mapping, override: str, problems: list[Problem]) -> Mapping:
+def _override(tree: Table, override: str, problems: list[Problem]) -> Table:
     """``tree`` with one ``a.b=value`` of the command line."""
     name, equals, text = override.partition("=")
     keys = name.strip().split(".")
@@ -170,6 +168,8 @@ def _override(tree: Mapping, override: str, problems: list[Problem]) -> Mapping:
         raise UsageError(f"--set {escape(override)}: there is no '='", cure=_USAGE)
     if not all(keys):
         raise UsageError(f"--set {escape(override)}: a key is missing before '='", cure=_USAGE)
+    if len(keys) > MAX_DEPTH:
+        raise UsageError(f"--set {escape(name)}: there is no such key", cure=_USAGE)
     place = Place(f"--set {escape(name.strip())}")
     try:
         value = read_text(text, place.file, problems, lines=False)
@@ -178,7 +178,7 @@ def _override(tree: Mapping, override: str, problems: list[Problem]) -> Mapping:
     return put_at(tree, keys, value, place, place)
 
 
-def _read_site(path: Path, problems: list[Problem]) -> Mapping:
+def _read_site(path: Path, problems: list[Problem]) -> Table:
     """The defaults of one site file; empty if there is no such file."""
     tree = None
     if path.exists():
@@ -186,16 +186,16 @@ def _read_site(path: Path, problems: list[Problem]) -> Mapping:
             tree = read_file(path, problems)
         except UnreadableError as error:
             problems.append(error.problem)
-    if isinstance(tree, Mapping):
+    if isinstance(tree, Table):
         return _check_site(tree, path, problems)
     if tree is not None:
         problems.append(Problem(str(path), 0, 0, _NO_MAPPING))
-    return Mapping(Place(str(path)))
+    return Table(Place(str(path)))
 
 
-def _check_site(tree: Mapping, path: Path, problems: list[Problem]) -> Mapping:
+def _check_site(tree: Table, path: Path, problems: list[Problem]) -> Table:
     """What a site file may set; the files it names are looked up beside it."""
-    site = Mapping(tree.place)
+    site = Table(tree.place)
     for key, value in tree.items():
         if key not in SITE_KEYS:
             known = ", ".join(SITE_KEYS)
@@ -209,7 +209,7 @@ def _check_site(tree: Mapping, path: Path, problems: list[Problem]) -> Mapping:
         else:
             site.put(key, value, tree.key_places[key], tree.value_places[key])
     for section, key in ((site, "cluster"), (site.get("launch"), "template")):
-        if isinstance(section, Mapping) and isinstance(section.get(key), str):
+        if isinstance(section, Table) and isinstance(section.get(key), str):
             section[key] = str(path.absolute().parent / section[key])
     return site
 
@@ -222,10 +222,10 @@ def _origins(value: Any, tree: Any, place: Place | None, path: KeyPath) -> Itera
         shown = hide_variables(path, value, "(not shown)")
         yield Origin(path, shown, place if given else None)
         return
-    names = {to_python(name): name for name in tree} if isinstance(tree, Mapping) else {}
+    names = {to_python(name): name for name in tree} if isinstance(tree, Table) else {}
     for key, item in value.items():
         below, written = None, None
-        if isinstance(tree, Mapping) and (name := names.get(key, str(key))) in tree:
+        if isinstance(tree, Table) and (name := names.get(key, str(key))) in tree:
             below, written = tree[name], tree.value_places[name]
         elif isinstance(tree, str) and key == "factory":
             below, written = tree, place

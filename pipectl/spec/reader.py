@@ -11,8 +11,7 @@ import yaml
 from yaml.reader import ReaderError
 
 from pipectl.errors import Problem
-from pipectl.spec.document import Mapping, Place, Plain, Sequence, path_text, resolve
-from pipectl.spec.document import Path as KeyPath
+from pipectl.spec.document import Items, KeyPath, Place, Plain, Table, path_text, resolve
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 40
@@ -165,7 +164,7 @@ class _Loader(yaml.SafeLoader):
         if node.tag:
             self._refuse_tag(node, place, path)
         if isinstance(node, yaml.SequenceNode):
-            items = Sequence(place)
+            items = Items(place)
             for index, item in enumerate(node.value):
                 items.append(self.value(item, (*path, index)))
                 items.places.append(self.place(item.start_mark))
@@ -183,8 +182,8 @@ class _Loader(yaml.SafeLoader):
             return None
         return text if isinstance(value, str) else Plain(text)
 
-    def _mapping(self, node: yaml.Node, place: Place, path: KeyPath) -> Mapping:
-        mapping = Mapping(place)
+    def _mapping(self, node: yaml.Node, place: Place, path: KeyPath) -> Table:
+        mapping = Table(place)
         for key_node, value_node in node.value:
             key_place = self.place(key_node.start_mark)
             if not isinstance(key_node, yaml.ScalarNode):

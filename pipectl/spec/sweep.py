@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from collections.abc import Mapping as Values
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -11,10 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipectl.errors import Problem, SpecError
-from pipectl.spec.document import Mapping, Place, escape, show, to_python
-from pipectl.spec.document import Sequence as List
+from pipectl.spec.document import Items, Place, Table, escape, show, to_python
 from pipectl.spec.load import hide_variables, load_document, put_at
 from pipectl.spec.models import JobSpec
+from pipectl.spec.reader import MAX_DEPTH
 from pipectl.spec.validate import validate
 
 MAX_POINTS = 1000
@@ -37,7 +36,7 @@ class Point:
         spec: of the run; it has no sweep.
     """
 
-    values: Values[str, Any]
+    values: Mapping[str, Any]
     spec: JobSpec
 
 
@@ -97,17 +96,17 @@ def load_sweep(
     return spec, tuple(points)
 
 
-def _combine(sweep: Mapping, place: Place, problems: list[Problem]) -> list[list[_Setting]]:
+def _combine(sweep: Table, place: Place, problems: list[Problem]) -> list[list[_Setting]]:
     """The settings of every run."""
     columns = []
-    grid = sweep.get("grid") or Mapping(place)
+    grid = sweep.get("grid") or Table(place)
     for key, values in grid.items():
         key_place = grid.key_places[key]
         pairs = zip(values, values.places, strict=True)
         columns.append([_Setting(key, value, key_place, at) for value, at in pairs])
         if not values:
             problems.append(key_place.problem(f"{escape(key)}: has no values"))
-    points = sweep.get("points") or List(place)
+    points = sweep.get("points") or Items(place)
     listed = []
     for point, at in zip(points, points.places, strict=True):
         keys, at_values = point.key_places, point.value_places
@@ -132,7 +131,7 @@ def _key_faults(together: Sequence[_Setting]) -> Iterator[Problem]:
     for setting in together:
         key = setting.key
         around = next((o.key for o in together if o.key != key and _within(key, o.key)), None)
-        if not all(key.split(".")):
+        if not all(key.split(".")) or key.count(".") > MAX_DEPTH:
             message = "must be a key such as training.seed"
         elif any(_within(key, shared) or _within(shared, key) for shared in _SHARED):
             message = (
@@ -174,10 +173,10 @@ def _blame_values(problem: Problem, settings: Sequence[_Setting]) -> Problem:
 
 
 def _places(tree: Any) -> Iterator[Place]:
-    if isinstance(tree, Mapping):
+    if isinstance(tree, Table):
         yield from (*tree.key_places.values(), *tree.value_places.values())
-    elif isinstance(tree, List):
+    elif isinstance(tree, Items):
         yield from tree.places
-    if isinstance(tree, Mapping | List):
-        for item in tree.values() if isinstance(tree, Mapping) else tree:
+    if isinstance(tree, Table | Items):
+        for item in tree.values() if isinstance(tree, Table) else tree:
             yield from _places(item)

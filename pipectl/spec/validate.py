@@ -11,8 +11,7 @@ from pydantic_core import ErrorDetails
 
 from pipectl.errors import Problem
 from pipectl.spec.checks import cross_check, missing_files, missing_names
-from pipectl.spec.document import Mapping, Plain, locate, path_text, resolve, show
-from pipectl.spec.document import Path as KeyPath
+from pipectl.spec.document import KeyPath, Plain, Table, locate, path_text, resolve, show
 from pipectl.spec.models import JobSpec
 from pipectl.spec.schema import json_schema, properties, schema_at, words
 from pipectl.units import did_you_mean
@@ -22,7 +21,7 @@ _NUMBERS = ("int_type", "float_type", "bool_type")
 
 
 def validate(
-    tree: Mapping,
+    tree: Table,
     source: Path,
     problems: list[Problem],
     *,
@@ -66,7 +65,7 @@ def _valid_sections(data: dict[str, Any]) -> dict[str, Any]:
     return valid
 
 
-def _problem(tree: Mapping, detail: ErrorDetails) -> Problem:
+def _problem(tree: Table, detail: ErrorDetails) -> Problem:
     """A fault that pydantic or a validator found."""
     path, kind = detail["loc"], detail["type"]
     if path[-1] == "[key]":
@@ -91,7 +90,7 @@ def _problem(tree: Mapping, detail: ErrorDetails) -> Problem:
     return _place_problem(tree, path, f"must be {allowed}, not {shown}")
 
 
-def _place_problem(tree: Mapping, path: KeyPath, message: str, *, key: bool = False) -> Problem:
+def _place_problem(tree: Table, path: KeyPath, message: str, *, key: bool = False) -> Problem:
     place, _ = locate(tree, path, key=key)
     where = path_text(path)
     prefix = "" if place.file == f"--set {where}" else f"{where}: "

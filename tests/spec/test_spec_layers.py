@@ -224,6 +224,7 @@ def test_a_wrong_override_is_named(complaints, minimal, override: str, message: 
         ("launch.args=[", "--set launch.args: not valid YAML: it ends inside a bracket that is not closed", "quote the value as YAML does"),
         ("name=\x1b", "--set name: contains the unprintable character U+001B; remove it", "quote the value as YAML does"),
         ("\x1b", "--set \\x1b: there is no '='", "write --set pipeline.stages=4"),
+        ("a" + ".a" * 5000 + "=1", f"--set a{'.a' * 48}...: there is no such key", "write --set pipeline.stages=4"),
     ],
 )  # fmt: skip
 def test_what_is_no_override(read, minimal, override: str, message: str, cure: str) -> None:

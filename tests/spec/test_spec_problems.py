@@ -26,7 +26,6 @@ BOMB = "\n".join(
     [
         # unknown keys
         ("resources: {gpu_per_node: 1}", "7:13: resources.gpu_per_node: unknown key; did you mean 'gpus_per_node'?"),
-        ("pipeline: {stagez: }", "7:12: pipeline.stagez: unknown key; did you mean 'stages'?"),
         ("zzz:", f"7:1: zzz: unknown key; known are {TOP_LEVEL}"),
         ("nam: x", "7:1: nam: unknown key; did you mean 'name'?"),
         ("walltime: 3", "7:1: walltime: unknown key; did you mean 'resources.walltime'?"),
@@ -34,15 +33,11 @@ BOMB = "\n".join(
         ("evaluation: {data: a:b, metrics: {m: {factor: a:b, factory: c:d}}}", "7:39: evaluation.metrics.m.factor: unknown key; did you mean 'factory'?"),
         # structure
         ("resources: 5", "7:12: resources: must be a mapping, not 5"),
-        ("resources: [1]", "7:12: resources: must be a mapping, not a list"),
         ("checkpoint: ''", "7:13: checkpoint: must be a mapping, not ''"),
         ("launch: {args: x}", "7:16: launch.args: must be a list, not 'x'"),
-        ("environment: {variables: [A]}", "7:26: environment.variables: must be a mapping, not a list"),
         ("optimizer: {factory: a:b, kwargs: [1]}", "7:35: optimizer.kwargs: must be a mapping, not a list"),
-        ("optimizer: {groups: {match: a}}", "7:21: optimizer.groups: must be a list, not a mapping"),
         ("optimizer: {groups: [x]}", "7:22: optimizer.groups[0]: must be a mapping, not 'x'"),
         ("optimizer: {groups: [{lr: 1}]}", "7:22: optimizer.groups[0].match: missing"),
-        ("evaluation: {every: 1}", "7:1: evaluation.data: missing"),
         # whole numbers
         ("resources: {nodes: two}", "7:20: resources.nodes: must be a whole number of at least 1, not 'two'"),
         ("resources: {nodes: 0}", "7:20: resources.nodes: must be at least 1, not 0"),
@@ -59,19 +54,16 @@ BOMB = "\n".join(
         ("resources: {nodes: 4}\npipeline: {backward: apart, replicas: 2}", "8:22: pipeline.backward: cannot be apart with 2 replicas per stage; leave these out"),
         ("resources: {nodes: 4}\npipeline: {backward: apart, recompute: blocks}", "8:22: pipeline.backward: cannot be apart with recompute: blocks; write all, which sends only inputs"),
         ("resources: {nodes: 4}\npipeline: {backward: apart, offload: disk}", "8:22: pipeline.backward: cannot be apart with offload: what is offloaded would leave the rank at once"),
-        ("pipeline: {stages: many}", "7:20: pipeline.stages: must be auto or a whole number of at least 1, not 'many'"),
         # sizes and durations
         ("resources: {memory_per_node: 4Gigs}", "7:30: resources.memory_per_node: '4Gigs' is not a size; write for example 4GiB or 512MiB"),
         ("resources: {memory_per_node: 0}", "7:30: resources.memory_per_node: must be at least 1, not 0"),
         ("resources: {memory_per_node: 99999999TiB}", "7:30: resources.memory_per_node: must be at most 9223372036854775807, not '99999999TiB'"),
         ("resources: {walltime: 90 minutes}", "7:23: resources.walltime: '90 minutes' is not a duration; write for example 00:30:00, 90s or 1h30m"),
-        ("resources: {walltime: 0s}", "7:23: resources.walltime: must be at least 1, not '0s'"),
         # choices and flags
         ("launch: {scheduler: lsf}", "7:21: launch.scheduler: must be auto, local, slurm or pbs, not 'lsf'"),
         ("pipeline: {schedule: gpip}", "7:22: pipeline.schedule: must be auto, gpipe, 1f1b, interleaved, looped-bfs, zb-h1, zb-v, dualpipev, pipedream, pipedream-2bw or the name of a .csv file or of a package's schedule, not 'gpip'"),
         ("pipeline: {replicas: 0}", "7:22: pipeline.replicas: must be auto, any or a whole number of at least 1, not 0"),
         ("slurm: {exclusive: yes}", "7:20: slurm.exclusive: must be true or false, not 'yes'"),
-        ("slurm: {exclusive: 'true'}", "7:20: slurm.exclusive: must be true or false, not the text 'true'; remove the quotes"),
         # text
         ("output: {directory: ''}", "7:21: output.directory: is empty"),
         ('slurm: {account: "a\\n#SBATCH --uid=0"}', "7:18: slurm.account: must be one line; it contains a line break"),
@@ -83,7 +75,6 @@ BOMB = "\n".join(
         ("pbs: {directives: [foo]}", "7:20: pbs.directives[0]: must be an option such as --gres=gpu:1, not 'foo'"),
         # references to user code
         ("optimizer: AdamW", "7:12: optimizer.factory: 'AdamW' names no function or class; write ./file.py:name or package.module:name"),
-        ("optimizer: {factory: 'my file:f'}", "7:22: optimizer.factory: 'my file:f': 'my file' is neither a .py file nor a module; write ./file.py:name or package.module:name"),
         ("optimizer: {factory: 'a.b:2f'}", "7:22: optimizer.factory: 'a.b:2f': '2f' is no name of a function or class; write ./file.py:name or package.module:name"),
         # across fields
         ("pipeline: {stages: 2}", "7:20: pipeline.stages: 2 stages need as many ranks; resources give nodes x tasks_per_node = 1 x 1"),
@@ -94,13 +85,11 @@ BOMB = "\n".join(
         ("pipeline: {stages: 3, schedule: interleaved}\nresources: {tasks_per_node: 2}", "7:20: pipeline.stages: 3 stages cannot go round over 2 ranks; schedule interleaved takes a multiple of them"),
         ("pipeline: {stages: 3, schedule: zb-v}\nresources: {nodes: 4}", "7:20: pipeline.stages: 3 stages cannot lie in a V over 4 ranks; schedule zb-v takes two per rank"),
         ("pipeline: {stages: 3, warm_up: [2, 1, 2]}\nresources: {nodes: 3}", "7:32: pipeline.warm_up: [2, 1, 2] rises from one stage to the next; it may only fall"),
-        ("pipeline: {stages: 1, schedule: interleaved, warm_up: [1]}", "7:55: pipeline.warm_up: has no meaning with schedule interleaved, which has one of its own"),
         ("pipeline: {stages: 1, schedule: gpipe, warm_up: [1]}", "7:49: pipeline.warm_up: has no meaning with schedule gpipe, which runs all forwards first"),
         ("pipeline: {schedule: pipedream, stages: 1, warm_up: [1]}", "7:53: pipeline.warm_up: has no meaning with schedule pipedream, which has one of its own"),
         ("pipeline: {schedule: pipedream, micro_batches: 4}", "7:48: pipeline.micro_batches: 4 have no meaning with schedule pipedream, which updates after each; leave it out, or use pipedream-2bw"),
         # duplicate and dangerous
         ("name: other", "7:1: name: given twice; first on line 2"),
-        ("slurm:\n  account: a\n  qos: b\n  account: c", "10:3: slurm.account: given twice; first on line 8"),
         ("<<: {name: x}", "7:1: merging with '<<' is not supported; write the keys out"),
         ("? [a]\n: 3", "7:3: a key must be text, not a list or mapping"),
         ("output: {directory: !!python/object:os.system x}", "7:21: output.directory: the YAML tag '!!python/object:os.system' is not supported; remove it"),
@@ -119,18 +108,12 @@ def test_a_wrong_key_or_value(added, text: str, message: str) -> None:
     ("old", "new", "message"),
     [
         ("version: 1", "version: 2", "1:10: version: is 2; this pipectl reads version 1"),
-        ("version: 1", "version: one", "1:10: version: is 'one'; this pipectl reads version 1"),
         ("name: demo", "name: my job", "2:7: name: must be letters, digits, '.', '_' or '-', at most 64, not 'my job'"),
-        ("name: demo", "name: -x", "2:7: name: must be letters, digits, '.', '_' or '-', at most 64, not '-x'"),
-        ("steps: 10", "steps: 0", "6:19: training.steps: must be at least 1, not 0"),
-        ("batch_size: 8", "batch_size: 0", "6:35: training.batch_size: must be at least 1, not 0"),
         ("steps: 10, ", "", "6:1: training.steps: missing"),
         ("steps: 10", "steps: 10, precision: fp16", "6:34: training.precision: must be float32, bf16 or float16, not 'fp16'"),
-        ("steps: 10", "steps: 10, precision: fp8", "6:34: training.precision: must be float32, bf16 or float16, not 'fp8'"),
         ("steps: 10", "steps: 10, clip_grad_norm: 0", "6:39: training.clip_grad_norm: must be a number above 0, not 0"),
         ("steps: 10", "steps: 10, clip_grad_norm: .nan", "6:39: training.clip_grad_norm: must be a number above 0, not .nan"),
         ("steps: 10", "steps: 10, clip_grad_norm: '1'", "6:39: training.clip_grad_norm: must be a number above 0, not the text '1'; remove the quotes"),
-        ("steps: 10", "steps: 10, seed: -1", "6:29: training.seed: must be at least 0, not -1"),
         ("loss: {factory: torch.nn:MSELoss}", "loss: {factory: model, kwargs: {a: 1}}", "4:32: loss.kwargs: has no meaning if the model returns its loss"),
         ("loss: {factory: torch.nn:MSELoss}", "loss: {factory: model, weight: tokens}", "4:32: loss.weight: 'tokens' names no function or class; write ./file.py:name or package.module:name"),
         ("loss: {factory: torch.nn:MSELoss}", "loss:", "4:1: loss: missing"),
