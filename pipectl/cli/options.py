@@ -9,7 +9,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from pipectl.runs import USUAL, list_runs, list_sweeps
+from pipectl.runs import RUNS_VARIABLE, list_runs, list_sweeps, runs_directory
 
 T = TypeVar("T")
 
@@ -45,27 +45,28 @@ Overrides = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 RunsDirectory = Annotated[
-    Path, typer.Option("--directory", "-d", help="Where the run directories are.")
+    Path,
+    typer.Option("--directory", "-d", envvar=RUNS_VARIABLE, help="Where the run directories are."),
 ]
 TrustOwner = Annotated[
     bool, typer.Option("--trust-owner", help="Run code that other users could have written.")
 ]
-RUNS = USUAL
+RUNS = Path("runs")
+RUN_HELP = "Run name or the start or end of it, path, job id, or 'last'."
 
 
 def names_of_runs(context: typer.Context, incomplete: str) -> list[str]:
     """What a shell offers where a run is to be named: ``last``, sweeps and runs, newest first."""
-    directory = context.params.get("directory") or RUNS
+    directory = context.params.get("directory") or runs_directory()
     sweeps = (sweep.name for sweep in reversed(list_sweeps(Path(directory))))
     names = ["last", *sweeps, *(run.name for run in reversed(list_runs(Path(directory))))]
     return [name for name in names if name.startswith(incomplete)]
 
 
-RunName = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN", help="A run: its name, a part, or 'last'.", autocompletion=names_of_runs
-    ),
+RunName = Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=names_of_runs)]
+RunNames = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[RUN]...", help=RUN_HELP, autocompletion=names_of_runs),
 ]
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from pipectl.batch import JobState
 from pipectl.errors import PipectlError
-from pipectl.jobs.status import RunStatus, status
+from pipectl.jobs.state import RunStatus, get_status
 from pipectl.jobs.tracing import Traced, traced
 from pipectl.plan import Plan, Stage
 from pipectl.profile import Profile
@@ -50,7 +50,7 @@ def report(run: RunDirectory, now: float, trace_name: str | None) -> Report:
         now: seconds since the epoch.
         trace_name: of the file beside the page that the trace goes to; None where it has none.
     """
-    found = status(run, now)
+    found = get_status(run, now)
     profile, step = _profile(run), _traced(run)
     parts = [*_head(found, now), *_verdict(found, step)]
     if found.plan is not None:
@@ -82,8 +82,8 @@ def _head(found: RunStatus, now: float) -> Iterator[str]:
     steps = f", step {found.measured.step} of {found.steps}" if found.steps else ""
     bad = found.job.state.final and found.job.state is not JobState.COMPLETED
     yield paragraph(f"{state}{steps}{reason}", "bad" if bad else "")
-    if found.culprit is not None and bad:
-        yield paragraph(f"{found.culprit.where}: {found.culprit.message}", "bad")
+    if found.failure is not None and bad:
+        yield paragraph(f"{found.failure.where}: {found.failure.message}", "bad")
     yield paragraph(f"as of {datetime.fromtimestamp(now):%Y-%m-%d %H:%M:%S}", "faint")
 
 

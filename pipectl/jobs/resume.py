@@ -13,8 +13,8 @@ from pipectl.files import make_directory
 from pipectl.jobs.places import scheduler_name
 from pipectl.jobs.prepare import Job, make_job
 from pipectl.jobs.profiles import is_fresh
-from pipectl.jobs.recovery import completed, continued
-from pipectl.jobs.status import status
+from pipectl.jobs.recover import add_next_job, recover_locked
+from pipectl.jobs.state import get_status
 from pipectl.jobs.submit import Rollback, Start, Submission, contents_of, hand_over, record_of
 from pipectl.jobs.trust import refuse_code_of_others
 from pipectl.plan import Plan
@@ -74,9 +74,9 @@ def resume(
         SchedulerError: the batch system rejects it; the run is as it was.
     """
     with locked(run):
-        record = completed(run, now)
+        record = recover_locked(run, now)
         state = _check_over(run, record, now, force=force)
-        if (other := continued(run, record, now)) is not record:
+        if (other := add_next_job(run, record, now)) is not record:
             raise UsageError(
                 f"{run.name}: its job script has just submitted job {other.job_id}",
                 cure=f"follow it with `pipectl status {as_typed(run)}`",
@@ -103,7 +103,7 @@ def _check_over(run: RunDirectory, record: Record, now: float, *, force: bool) -
             f"{run.name}: trains nothing, so there is nothing to resume",
             cure="start it again with `pipectl profile` or `pipectl lab rehearse`",
         )
-    job = status(run, now).job
+    job = get_status(run, now).job
     if job.state is JobState.UNKNOWN and not force:
         raise UsageError(
             f"{run.name}: it cannot be told whether it is over: {job.reason}",

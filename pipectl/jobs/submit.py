@@ -4,7 +4,7 @@ Whoever submits (`submit`, sweeps, `resume`, rehearsals, runs that measure) make
 of each run and gives it to :func:`hand_over`, within a :class:`Rollback`. That writes all files of
 the runs, calls the batch system, and notes the job's id. Records are written before that call, so
 that a submission which is interrupted can be found again by its tag; see
-:mod:`pipectl.jobs.recovery`.
+:mod:`pipectl.jobs.recover`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pipectl.batch.process import NoAnswerError
 from pipectl.errors import PipectlError, UsageError
 from pipectl.files import write_text
 from pipectl.jobs.prepare import Job
-from pipectl.jobs.recovery import refuse_twice
+from pipectl.jobs.recover import refuse_twice
 from pipectl.jobs.request import array_request, job_request
-from pipectl.jobs.status import RunStatus, statuses
+from pipectl.jobs.state import RunStatus, get_statuses
 from pipectl.jobs.template import write_job, write_script
 from pipectl.runs import (
     TRAINING,
@@ -241,7 +241,7 @@ def jobs_of(runs: Sequence[RunDirectory], scheduler: str, now: float) -> tuple[s
     """
     records = [
         (status.run, _record_to_await(status, scheduler))
-        for status in statuses(runs, now)
+        for status in get_statuses(runs, now)
         if status.job.state is not JobState.COMPLETED
     ]
     if scheduler != "pbs":

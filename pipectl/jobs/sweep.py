@@ -14,7 +14,7 @@ from pipectl.errors import PipectlError
 from pipectl.jobs.places import LOCAL, check_answering
 from pipectl.jobs.prepare import Job, add_plan, add_profile, check_launch, make_job
 from pipectl.jobs.profiles import Progress, find_or_measure
-from pipectl.jobs.recovery import refuse_twice
+from pipectl.jobs.recover import refuse_twice
 from pipectl.jobs.request import array_request, job_request, make_tag
 from pipectl.jobs.submit import Rollback, Start, Submission, hand_over, jobs_of, record_of
 from pipectl.plan import Plan

@@ -25,7 +25,7 @@ from pipectl.jobs.machines import cluster_of
 from pipectl.jobs.places import LOCAL, profile_path
 from pipectl.jobs.prepare import Job
 from pipectl.jobs.profiles import Progress, fresh_profile, measure
-from pipectl.jobs.status import RunStatus
+from pipectl.jobs.state import RunStatus
 from pipectl.jobs.submit import submit
 from pipectl.jobs.trust import refuse_code_of_others
 from pipectl.plan import Plan
@@ -286,11 +286,11 @@ class _Trial:
 
 
 def _failure(status: RunStatus) -> WorkerError:
-    culprit = status.culprit
-    if culprit is None:
+    failure = status.failure
+    if failure is None:
         return WorkerError(f"the pipeline ended without a result: {status.job.reason}")
-    error = WorkerError(f"{culprit.where}: {culprit.message}", cure=culprit.cure)
-    error.exit_code = culprit.exit_code
+    error = WorkerError(f"{failure.where}: {failure.message}", cure=failure.cure)
+    error.exit_code = failure.exit_code
     return error
 
 

@@ -10,20 +10,21 @@ from pipectl.runs.directory import (
     RunDirectory,
 )
 from pipectl.runs.find import (
-    USUAL,
+    RUNS_VARIABLE,
     as_typed,
+    find,
     find_run,
     find_runs,
-    find_sweep,
     list_runs,
     list_sweeps,
     one_of,
+    runs_directory,
 )
-from pipectl.runs.heartbeat import beat
 from pipectl.runs.lock import locked
+from pipectl.runs.logs import Line, Log, Logs
 from pipectl.runs.manifest import LossScaleState, Manifest, Shard, checkpoints, step_of
-from pipectl.runs.printed import Line, Logs, Printed
 from pipectl.runs.readers import (
+    beat,
     last_checkpoint,
     measured_steps,
     read_errors,
@@ -31,65 +32,21 @@ from pipectl.runs.readers import (
     read_figures,
     read_heartbeat,
     read_metrics,
+    read_report,
     read_requeue_error,
     read_stall,
     read_starts,
 )
-from pipectl.runs.record import (
-    PROFILING,
-    REHEARSAL,
-    TRAINING,
-    Event,
-    Record,
-    Setting,
-    is_job_id,
-)
+from pipectl.runs.record import PROFILING, REHEARSAL, TRAINING, Event, Record, Setting, is_job_id
 from pipectl.runs.sweep import Members, SweepDirectory, sweep_of
 
 __all__ = [
-    "ATTEMPT",
-    "PROFILING",
-    "REHEARSAL",
-    "REQUEUE_ERROR",
-    "RESUBMITTED",
-    "RUN_VARIABLE",
-    "SCRIPT",
-    "TRAINING",
-    "USUAL",
-    "VARIABLES",
-    "Event",
-    "Line",
-    "Logs",
-    "LossScaleState",
-    "Manifest",
-    "Members",
-    "Printed",
-    "Record",
-    "RunDirectory",
-    "Setting",
-    "Shard",
-    "SweepDirectory",
-    "as_typed",
-    "beat",
-    "checkpoints",
-    "find_run",
-    "find_runs",
-    "find_sweep",
-    "is_job_id",
-    "last_checkpoint",
-    "list_runs",
-    "list_sweeps",
-    "locked",
-    "measured_steps",
-    "one_of",
-    "read_errors",
-    "read_exit_code",
-    "read_figures",
-    "read_heartbeat",
-    "read_metrics",
-    "read_requeue_error",
-    "read_stall",
-    "read_starts",
-    "step_of",
+    "ATTEMPT", "PROFILING", "REHEARSAL", "REQUEUE_ERROR", "RESUBMITTED", "RUNS_VARIABLE",
+    "RUN_VARIABLE", "SCRIPT", "TRAINING", "VARIABLES", "Event", "Line", "Log", "Logs",
+    "LossScaleState", "Manifest", "Members", "Record", "RunDirectory", "Setting", "Shard",
+    "SweepDirectory", "as_typed", "beat", "checkpoints", "find", "find_run", "find_runs",
+    "is_job_id", "last_checkpoint", "list_runs", "list_sweeps", "locked", "measured_steps",
+    "one_of", "read_errors", "read_exit_code", "read_figures", "read_heartbeat", "read_metrics",
+    "read_report", "read_requeue_error", "read_stall", "read_starts", "runs_directory", "step_of",
     "sweep_of",
-]
+]  # fmt: skip

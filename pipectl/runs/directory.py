@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from itertools import count
 from pathlib import Path
+from typing import Protocol
 
 from pipectl.errors import UsageError
 from pipectl.files import make_private_directory
@@ -28,12 +29,83 @@ REQUEUE_ERROR = "requeue_error"
 _FOLDERS = ("errors", "logs", "trace", "checkpoints")
 
 
+class HasPath(Protocol):
+    """A directory of a run or sweep."""
+
+    path: Path
+
+
+class File:
+    """A path in the directory of a run or sweep, as an attribute of it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, directory: HasPath, _owner: type) -> Path:
+        return directory.path / self._name
+
+
 class RunDirectory:
     """Paths of one run; nothing is read or written.
 
     Args:
         path: made absolute, since jobs run elsewhere.
     """
+
+    job = File("job.yaml")
+    """The resolved job spec."""
+    profile = File("profile.json")
+    """The measured operator graph."""
+    measurement = File("measurement.json")
+    """How the profile of a run that only measures came to be."""
+    plan = File("plan.json")
+    """Stages, ranks and schedule."""
+    cluster = File("cluster.json")
+    """Nodes, devices and links."""
+    script = File("job.sh")
+    """The job script."""
+    variables = File(VARIABLES)
+    """What the job script sources; keys and tokens may be in it."""
+    template = File("template.sh")
+    """The user's script around the job script, as it was when the run was submitted."""
+    record = File("record.json")
+    """The submission and its history."""
+    lock = File(".lock")
+    """Empty; held by the command that changes the record."""
+    stop = File("stop")
+    """Where the job script asks the ranks to save a checkpoint and end."""
+    stopped = File("stopped")
+    """Where the ranks tell the script that they did so."""
+    resubmitted = File(RESUBMITTED)
+    """Where the job script tells under which id it submitted itself again."""
+    requeue_error = File(REQUEUE_ERROR)
+    """Where the job script tells why it could not have the job started again."""
+    attempt = File("attempt")
+    """How often the job script was started."""
+    exit_code = File("exit_code")
+    """The job script's exit code, written when it ends."""
+    metrics = File("metrics.jsonl")
+    """One line per step and per evaluation."""
+    heartbeat = File("heartbeat.json")
+    """What the ranks do, as of one of the last steps."""
+    errors = File("errors")
+    """One file per rank that failed."""
+    preparation_error = File("errors/prepare.json")
+    """Where a job reports that it could not profile or plan."""
+    logs = File("logs")
+    """Logs of the job and its ranks."""
+    job_log = File("logs/job.log")
+    """What the job script and the launcher print, and what pipectl says of the run."""
+    watch = File("watch")
+    """One file per node, of the process that watches its ranks."""
+    trace = File("trace")
+    """Predicted and measured timelines."""
+    predicted = File("trace/predicted.json")
+    """Timeline of a step as the plan predicts it."""
+    rehearsal = File("rehearsal.json")
+    """What the ranks of a rehearsal wait for."""
+    checkpoints = File("checkpoints")
+    """One folder per saved step."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
@@ -52,11 +124,17 @@ class RunDirectory:
         """
         try:
             make_private_directory(base)
-            run = cls(_make_unique(base, stem_of(name, now)))
-            run.make_folders()
+            for path in numbered(base, stem_of(name, now)):
+                try:
+                    path.mkdir(0o700)
+                except FileExistsError:  # two callers never share one
+                    continue
+                run = cls(path)
+                run.make_folders()
+                return run
         except OSError as error:
             raise not_made(base, error) from error
-        return run
+        raise AssertionError("unreachable")
 
     def __repr__(self) -> str:
         return f"RunDirectory({str(self.path)!r})"
@@ -77,111 +155,6 @@ class RunDirectory:
         """The directory's own name, by which commands call the run."""
         return self.path.name
 
-    @property
-    def job(self) -> Path:
-        """The resolved job spec."""
-        return self.path / "job.yaml"
-
-    @property
-    def profile(self) -> Path:
-        """The measured operator graph."""
-        return self.path / "profile.json"
-
-    @property
-    def measurement(self) -> Path:
-        """How the profile of a run that only measures came to be."""
-        return self.path / "measurement.json"
-
-    @property
-    def plan(self) -> Path:
-        """Stages, ranks and schedule."""
-        return self.path / "plan.json"
-
-    @property
-    def cluster(self) -> Path:
-        """Nodes, devices and links."""
-        return self.path / "cluster.json"
-
-    @property
-    def script(self) -> Path:
-        """The job script."""
-        return self.path / "job.sh"
-
-    @property
-    def variables(self) -> Path:
-        """What the job script sources; keys and tokens may be in it."""
-        return self.path / VARIABLES
-
-    @property
-    def template(self) -> Path:
-        """The user's script around the job script, as it was when the run was submitted."""
-        return self.path / "template.sh"
-
-    @property
-    def record(self) -> Path:
-        """The submission and its history."""
-        return self.path / "record.json"
-
-    @property
-    def lock(self) -> Path:
-        """Empty; held by the command that changes the record."""
-        return self.path / ".lock"
-
-    @property
-    def stop(self) -> Path:
-        """Where the job script asks the ranks to save a checkpoint and end."""
-        return self.path / "stop"
-
-    @property
-    def stopped(self) -> Path:
-        """Where the ranks tell the script that they did so."""
-        return self.path / "stopped"
-
-    @property
-    def resubmitted(self) -> Path:
-        """Where the job script tells under which id it submitted itself again."""
-        return self.path / RESUBMITTED
-
-    @property
-    def requeue_error(self) -> Path:
-        """Where the job script tells why it could not have the job started again."""
-        return self.path / REQUEUE_ERROR
-
-    @property
-    def attempt(self) -> Path:
-        """How often the job script was started."""
-        return self.path / "attempt"
-
-    @property
-    def exit_code(self) -> Path:
-        """The job script's exit code, written when it ends."""
-        return self.path / "exit_code"
-
-    @property
-    def metrics(self) -> Path:
-        """One line per step and per evaluation."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def heartbeat(self) -> Path:
-        """What the ranks do, as of one of the last steps."""
-        return self.path / "heartbeat.json"
-
-    @property
-    def errors(self) -> Path:
-        """One file per rank that failed."""
-        return self.path / "errors"
-
-    @property
-    def logs(self) -> Path:
-        """Where the log is."""
-        return self.path / "logs"
-
-    @property
-    def job_log(self) -> Path:
-        """What the job script and the launcher print, and what pipectl says of the run."""
-        return self.logs / "job.log"
-
     def rank_log(self, rank: int) -> Path:
         """What a rank printed."""
         return self.logs / f"rank-{rank:04d}.log"
@@ -191,59 +164,27 @@ class RunDirectory:
         return self.logs / f"node-{re.sub(r'[^A-Za-z0-9.-]', '_', node)}.log"
 
     def rank_logs(self) -> Sequence[Path]:
-        """All of both kinds, by number or name."""
-        return sorted([*self.logs.glob("rank-*.log"), *self.logs.glob("node-*.log")], key=_numbers)
+        """Logs of ranks and of nodes, by number or name."""
+        return sorted(
+            [*self.logs.glob("rank-*.log"), *self.logs.glob("node-*.log")],
+            key=lambda path: ([int(part) for part in re.findall(r"\d+", path.name)], path.name),
+        )
 
-    @property
-    def watch(self) -> Path:
-        """One file per node, of the process that watches its ranks."""
-        return self.path / "watch"
-
-    @property
-    def trace(self) -> Path:
-        """Predicted and measured timelines."""
-        return self.path / "trace"
-
-    @property
-    def predicted(self) -> Path:
-        """Timeline of a step as the plan predicts it."""
-        return self.trace / "predicted.json"
-
-    def measured_of(self, step: int) -> Path:
-        """Timeline of a step as it was."""
-        return self.trace / f"step-{step:06d}.json"
+    def error_of(self, rank: int) -> Path:
+        """Where a rank reports its failure."""
+        return self.errors / f"rank-{rank:04d}.json"
 
     def errors_before(self, starts: int) -> Path:
         """What was reported by the last of so many starts of the job."""
         return self.errors / f"attempt-{starts}"
 
+    def measured_of(self, step: int) -> Path:
+        """Timeline of a step as it was."""
+        return self.trace / f"step-{step:06d}.json"
+
     def trace_before(self, starts: int) -> Path:
         """Timelines of steps under an earlier plan, after so many starts of the job."""
         return self.trace / f"attempt-{starts}"
-
-    @property
-    def report(self) -> Path:
-        """The run on one page."""
-        return self.path / "report.html"
-
-    @property
-    def rehearsal(self) -> Path:
-        """What the ranks of a rehearsal wait for."""
-        return self.path / "rehearsal.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        """One folder per saved step."""
-        return self.path / "checkpoints"
-
-    @property
-    def preparation_error(self) -> Path:
-        """Where a job reports that it could not profile or plan."""
-        return self.errors / "prepare.json"
-
-    def error_of(self, rank: int) -> Path:
-        """Where a rank reports its failure."""
-        return self.errors / f"rank-{rank:04d}.json"
 
 
 def stem_of(name: str, now: float) -> str:
@@ -255,30 +196,15 @@ def stem_of(name: str, now: float) -> str:
     return f"{datetime.fromtimestamp(now):%Y%m%d-%H%M%S}-{name}"
 
 
-def not_made(base: Path, error: OSError) -> UsageError:
-    """What to raise where nothing can be made in ``base``."""
-    return UsageError(
-        f"{base}: no run directory can be made: {error.strerror or error}",
-        cure="set output.directory to a directory you may write to",
-    )
-
-
-def _numbers(path: Path) -> tuple[list[int], str]:
-    return [int(digits) for digits in re.findall(r"\d+", path.name)], path.name
-
-
 def numbered(base: Path, stem: str) -> Iterator[Path]:
     """``stem``, then ``stem-2``, ``stem-3``… without end."""
     yield base / stem
     yield from (base / f"{stem}-{number}" for number in count(2))
 
 
-def _make_unique(base: Path, stem: str) -> Path:
-    """Make the first that is free; two callers never share one."""
-    for path in numbered(base, stem):
-        try:
-            path.mkdir(0o700)
-        except FileExistsError:
-            continue
-        return path
-    raise AssertionError("unreachable")
+def not_made(base: Path, error: OSError) -> UsageError:
+    """What to raise if nothing can be made in ``base``."""
+    return UsageError(
+        f"{base}: no run directory can be made: {error.strerror or error}",
+        cure="set output.directory to a directory you may write to",
+    )

@@ -1,23 +1,31 @@
-"""Finding runs by name, and how to call one so that it is found."""
+"""Finding runs by name, path or job id, and how to call one so that it is found."""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipectl.errors import UnknownRunError
+from pipectl.access import read_limited
+from pipectl.errors import DataFileError, UnknownRunError
 from pipectl.runs.directory import RUN_NAME, RunDirectory
-from pipectl.runs.sweep import FOLDER, SweepDirectory
+from pipectl.runs.record import MAX_BYTES, Record, is_job_id
+from pipectl.runs.sweep import FOLDER, SweepDirectory, sweep_of
 from pipectl.units import did_you_mean
 
-USUAL = Path("runs")
-"""Where commands look for runs unless told otherwise."""
+RUNS_VARIABLE = "PIPECTL_RUNS"
+"""Variable of the environment: the directory of the runs."""
+
+
+def runs_directory() -> Path:
+    """Where commands look for runs by default: ``PIPECTL_RUNS``, else ``./runs``."""
+    return Path(os.environ.get(RUNS_VARIABLE) or "runs")
 
 
 def list_runs(base: Path) -> list[RunDirectory]:
-    """All runs in ``base``, oldest first; none where ``base`` does not exist."""
+    """All runs in ``base``, oldest first; none if ``base`` does not exist."""
     try:
         names = [path.name for path in base.iterdir() if _is_directory(path)]
     except OSError:
@@ -27,109 +35,72 @@ def list_runs(base: Path) -> list[RunDirectory]:
     ]
 
 
-def _is_directory(path: Path) -> bool:
-    """Not if it cannot be told, such as of a link to where one may not look."""
-    try:
-        return path.is_dir()
-    except OSError:
-        return False
-
-
 def list_sweeps(base: Path) -> list[SweepDirectory]:
     """All sweeps of the runs in ``base``, oldest first."""
     return [SweepDirectory(run.path) for run in list_runs(base / FOLDER)]
 
 
-def find_sweep(base: Path, name: str) -> SweepDirectory | None:
-    """The sweep called ``name``; None where a run is meant.
+def find(base: Path, name: str) -> RunDirectory | SweepDirectory:
+    """The run or sweep called ``name``.
 
-    It is called by its path, its whole name, or a part as of a run.
-
-    What runs have in common is the name of their sweep, so those of a sweep that matches do not
-    count as further matches.
-
-    Raises:
-        UnknownRunError: several match.
-    """
-    if _is_path(name):
-        sweep = SweepDirectory(Path(name))
-        return sweep if sweep.members.exists() else None
-    sweeps = [] if name == "last" else list_sweeps(base)
-    runs = list_runs(base) if sweeps else []
-    exact = [sweep for sweep in sweeps if sweep.name == name]
-    matches = exact or [sweep for sweep in sweeps if _matches(sweep.name, name)]
-    if not matches or (not exact and any(run.name == name for run in runs)):
-        return None
-    stems = tuple(f"{sweep.name}-" for sweep in matches)
-    others = [run for run in runs if _matches(run.name, name) and not run.name.startswith(stems)]
-    if exact or (len(matches) == 1 and not others):
-        return matches[0]
-    raise _several(name, [*matches, *others])
-
-
-def find_run(base: Path, name: str) -> RunDirectory:
-    """The run called ``name``: its path, its whole name, a unique part of it, or ``last``.
-
-    A part is the start of the directory's name, its end, or the job's name.
+    It is called by its path, its whole name, the start or the end of its name (which is the job's
+    name), the id of its job in the batch system, or ``last``. What runs have in common is the name
+    of their sweep, so those of a sweep that matches are no further matches.
 
     Raises:
         UnknownRunError: none matches, or several do.
     """
-    if _is_path(name):
-        if sweep := find_sweep(base, name):
-            raise _of_several(name, sweep)
-        return RunDirectory(Path(name))
-    runs = list_runs(base)
-    if not runs:
-        raise UnknownRunError(f"{base}: no runs here", cure="start one with `pipectl submit`")
-    if name == "last":
-        return runs[-1]
-    exact = [run for run in runs if run.name == name]
-    matches = exact or [run for run in runs if _matches(run.name, name)]
-    if len(matches) == 1:
-        return matches[0]
-    if sweep := find_sweep(base, name):
-        raise _of_several(name, sweep)
-    raise _several(name, matches) if matches else _none(base, name, runs)
+    matches = _find_all(base, name)
+    if len(matches) > 1 and matches[0].name != name:
+        raise _ambiguous(name, matches)
+    return matches[0]
+
+
+def find_run(base: Path, name: str) -> RunDirectory:
+    """The run called ``name``; see :func:`find`.
+
+    Raises:
+        UnknownRunError: none matches, several do, or it is a sweep.
+    """
+    matches = _find_all(base, name)
+    runs = [match for match in matches if isinstance(match, RunDirectory)]
+    if len(runs) == 1 and (len(matches) == 1 or runs[0].name == name):
+        return runs[0]
+    if len(matches) == 1 and isinstance(matches[0], SweepDirectory):
+        raise UnknownRunError(
+            f"{name!r} is a sweep of several runs",
+            cure=f"name one of them: {one_of(matches[0])}, say",
+        )
+    raise _ambiguous(name, matches)
 
 
 def find_runs(base: Path, names: Sequence[str]) -> list[RunDirectory]:
-    """Runs by name, all of a sweep where one is named.
+    """Runs by name, all of a sweep if one is named, each once.
 
     Raises:
-        UnknownRunError: none of a name, or several.
+        UnknownRunError: none matches a name, or several do.
     """
-    found: list[RunDirectory] = []
-    for name in names:
-        sweep = find_sweep(base, name)
-        found += [find_run(base, name)] if sweep is None else sweep.runs()
-    return found
+    runs: dict[RunDirectory, None] = {}
+    for match in (find(base, name) for name in names):
+        members = [match] if isinstance(match, RunDirectory) else match.runs()
+        runs.update(dict.fromkeys(members))
+    return list(runs)
 
 
-def as_typed(found: RunDirectory | SweepDirectory) -> str:
-    """What calls a run or sweep from here: its name where that leads to it, else its path."""
-    base = found.base if isinstance(found, SweepDirectory) else found.path.parent
+def as_typed(run: RunDirectory | SweepDirectory) -> str:
+    """What calls a run or sweep from here: its name if that leads to it, else its path."""
+    base = run.base if isinstance(run, SweepDirectory) else run.path.parent
     try:
-        named = USUAL.samefile(base)
+        by_name = runs_directory().samefile(base)
     except OSError:
-        named = False
-    if named:
-        return shlex.quote(found.name)
+        by_name = False
+    if by_name:
+        return shlex.quote(run.name)
     here = Path.cwd()
-    if not found.path.is_relative_to(here):
-        return shlex.quote(str(found.path))
-    path = str(found.path.relative_to(here))
+    if not run.path.is_relative_to(here):
+        return shlex.quote(str(run.path))
+    path = str(run.path.relative_to(here))
     return shlex.quote(path if "/" in path else f"./{path}")
-
-
-def _is_path(name: str) -> bool:
-    """Of a run or sweep, not a name: that has no slash."""
-    is_run = RUN_NAME.fullmatch(Path(name).absolute().name) is not None
-    return "/" in name and is_run and Path(name).is_dir()
-
-
-def _matches(run: str, part: str) -> bool:
-    return bool(part) and (run.startswith(part) or run.endswith(part))
 
 
 def one_of(sweep: SweepDirectory) -> str:
@@ -137,26 +108,75 @@ def one_of(sweep: SweepDirectory) -> str:
     return as_typed(RunDirectory(sweep.base / f"{sweep.name}-0"))
 
 
-def _of_several(name: str, sweep: SweepDirectory) -> UnknownRunError:
-    return UnknownRunError(
-        f"{name!r} is a sweep of several runs", cure=f"name one of them: {one_of(sweep)}, say"
-    )
+def _find_all(base: Path, name: str) -> Sequence[RunDirectory | SweepDirectory]:
+    """All that ``name`` may mean, at least one; if some have that whole name, only these."""
+    if "/" in name and RUN_NAME.fullmatch(Path(name).absolute().name) and Path(name).is_dir():
+        sweep = SweepDirectory(Path(name))
+        return [sweep if sweep.members.exists() else RunDirectory(Path(name))]
+    runs, sweeps = list_runs(base), list_sweeps(base)
+    if not runs:
+        raise UnknownRunError(f"{base}: no runs here", cure="start one with `pipectl submit`")
+    if name == "last":
+        return runs[-1:]
+    every: list[RunDirectory | SweepDirectory] = [*sweeps, *runs]
+    if exact := [each for each in every if each.name == name]:
+        return exact
+    parts = [each for each in sweeps if _matches(each.name, name)]
+    stems = tuple(f"{sweep.name}-" for sweep in parts)
+    others = [run for run in runs if _matches(run.name, name) and not run.name.startswith(stems)]
+    by_job = [each for each in _find_job(runs, name) if each not in others]
+    matches = [*parts, *others, *by_job]
+    if not matches:
+        known = [part for run in runs for part in (run.name, run.name.split("-", 2)[-1])]
+        raise UnknownRunError(
+            f"{base}: no run {name!r}{did_you_mean(name, [*known, 'last'])}",
+            cure="`pipectl status` shows all runs",
+        )
+    return matches
 
 
-def _several(name: str, matches: Sequence[RunDirectory | SweepDirectory]) -> UnknownRunError:
+def _find_job(runs: Sequence[RunDirectory], job_id: str) -> Sequence[RunDirectory | SweepDirectory]:
+    """The runs with a job of this id; their sweep, if it is the id of a job array.
+
+    The id may be written without what follows its number: ``123`` for ``123.server``.
+    """
+    if not is_job_id(job_id) or not job_id[0].isdigit():
+        return []
+    found: list[tuple[RunDirectory, Record]] = []
+    for run in runs:
+        try:
+            if job_id.encode() not in read_limited(run.record, MAX_BYTES):  # most, without parsing
+                continue
+            record = Record.load(run.record)
+        except (OSError, DataFileError):
+            continue
+        known = record.job_id or ""
+        if known == job_id or (known.startswith(job_id) and known[len(job_id)] in "._[@"):
+            found.append((run, record))
+    sweeps = {record.sweep.name if record.sweep else "" for _, record in found}
+    if len(found) > 1 and len(sweeps) == 1 and "" not in sweeps:
+        return [sweep_of(found[0][0], sweeps.pop())]
+    return [run for run, _ in found]
+
+
+def _is_directory(path: Path) -> bool:
+    """False if it cannot be told, such as of a link to where one may not look."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
+
+
+def _matches(run: str, part: str) -> bool:
+    return bool(part) and (run.startswith(part) or run.endswith(part))
+
+
+def _ambiguous(name: str, matches: Sequence[RunDirectory | SweepDirectory]) -> UnknownRunError:
     listed = ", ".join(run.name for run in matches[-5:])
     more = f"{len(matches) - 5} more, " if len(matches) > 5 else ""
     return UnknownRunError(
         f"{name!r} matches {len(matches)} runs: {more}{listed}",
-        cure=f"write the whole name, or `last` for {matches[-1].name}",
-    )
-
-
-def _none(base: Path, name: str, runs: list[RunDirectory]) -> UnknownRunError:
-    parts = [part for run in runs for part in (run.name, run.name.split("-", 2)[-1])]
-    return UnknownRunError(
-        f"{base}: no run {name!r}{did_you_mean(name, [*parts, 'last'])}",
-        cure="`pipectl status` shows all runs",
+        cure="write the whole name of one, or `last` for the newest run",
     )
 
 

@@ -11,14 +11,11 @@ from typing import Protocol
 
 from pipectl.access import fault_of_owner, open_regular
 from pipectl.errors import UsageError
+from pipectl.runs.directory import HasPath
 
 
-class Lockable(Protocol):
+class Lockable(HasPath, Protocol):
     """A run, or a sweep."""
-
-    @property
-    def path(self) -> Path:
-        """Its directory."""
 
     @property
     def lock(self) -> Path:
@@ -29,11 +26,11 @@ class Lockable(Protocol):
 def locked(run: Lockable, *, wait: bool = True) -> Iterator[bool]:
     """Within, no other command holds the run; the system frees it with the process that held it.
 
-    Where the file system knows no locks, or the directory cannot be written, nobody is kept out:
-    files are still written whole.
+    On a file system without locks, or if the directory cannot be written, nobody is kept out: files
+    are still written whole.
 
     Args:
-        wait: whether to wait for another command; else it is told whether the run is ours.
+        wait: whether to wait for another command; else the value says whether the run is ours.
 
     Raises:
         UsageError: it belongs to another user, or others may put files there.
@@ -45,7 +42,12 @@ def locked(run: Lockable, *, wait: bool = True) -> Iterator[bool]:
         yield True
         return
     try:
-        yield _lock(handle, wait=wait)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            is_ours = True
+        except OSError as error:
+            is_ours = not isinstance(error, BlockingIOError)
+        yield is_ours
     finally:
         os.close(handle)
 
@@ -65,13 +67,3 @@ def refuse_foreign(directory: Path) -> None:
             f"{directory}: {fault}, so that nothing in it can be relied on",
             cure=copy if theirs else f"if you know what is in it: chmod go-w {directory}",
         )
-
-
-def _lock(handle: int, *, wait: bool) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True

@@ -1,57 +1,66 @@
-"""Reading what a running job writes, at any moment and after any crash."""
+"""What a running job writes, read at any moment and after any crash.
+
+A damaged file must not keep ``status`` from telling the rest: lines that were cut are skipped, and
+fields that are not of their type are left out, as if they had not been written.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from pipectl.access import read_limited
 from pipectl.errors import DataFileError
-from pipectl.files import read_json
+from pipectl.files import read_json, write_json
 from pipectl.runs.directory import RunDirectory
 from pipectl.runs.manifest import checkpoints
-from pipectl.runs.sound import sound
 from pipectl.watch.node_file import DAMAGE, node_path, parse_report
 
+HEARTBEAT_VERSION = 1
 _EDGE = 1 << 13
-"""Bytes at either end of a long file: some 40 lines."""
+"""Bytes at either end of a long file of metrics: some 40 lines."""
 _MAX_BYTES, _MAX_REPORT_BYTES, _MAX_DIGITS = 2**28, 2**24, 100
-_FAULT, _EVALUATION, _ATTEMPT = b'"not_finite"', b'"evaluation"', re.compile(rb'"attempt": (\d+)')
+_MAX_INTEGER = 2**53
+_ATTEMPT = re.compile(rb'"attempt": (\d+)')
 _CURE = "the running job writes it again within seconds"
 
 
-def read_metrics(run: RunDirectory) -> list[dict[str, Any]]:
-    """Lines of ``metrics.jsonl``, see :func:`merge_attempts`; lines cut by a crash are skipped."""
-    return merge_attempts(list(_lines(run.metrics)))
+def beat(
+    run: RunDirectory,
+    state: str,
+    step: int,
+    steps: int,
+    attempt: int = 1,
+    ranks: Sequence[dict[str, Any]] = (),
+    messages: Mapping[str, Any] | None = None,
+    now: float | None = None,
+) -> None:
+    """Write ``heartbeat.json``: what a job does now, and how its ranks are.
 
-
-def read_figures(run: RunDirectory) -> list[dict[str, Any]]:
-    """As :func:`read_metrics`, of long runs only the first and last lines, and those that are rare.
-
-    What is rare is what was not finite, an attempt's first line, and the last evaluation.
+    Args:
+        state: in a word or two, such as ``training``.
+        attempt: number of the job's start, from 1.
+        ranks: what is known of each.
+        messages: how they travel; None before that is known.
+        now: seconds since the epoch; None for this moment.
     """
-    try:
-        text = read_limited(run.metrics, _MAX_BYTES)
-    except OSError:
-        return []
-    return merge_attempts(list(_parsed(_edges(text))))
-
-
-def merge_attempts(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Lines by step: of its training, of what was not finite in it, of its evaluation.
-
-    Where an attempt repeats steps of an earlier one, the later attempt wins: the earlier one's
-    lines from that step on are dropped.
-    """
-    ends = _cut_offs(lines)
-    kept: dict[tuple[int, int], dict[str, Any]] = {}
-    for line in lines:
-        if line["step"] < ends[line["attempt"]]:
-            kept[line["step"], _kind(line)] = line
-    return [kept[key] for key in sorted(kept)]
+    document = {
+        "version": HEARTBEAT_VERSION,
+        "time": time.time() if now is None else now,
+        "attempt": attempt,
+        "state": state,
+        "step": step,
+        "steps": steps,
+        "ranks": list(ranks),
+        **({"messages": dict(messages)} if messages else {}),
+    }
+    write_json(run.heartbeat, document)
 
 
 def read_heartbeat(run: RunDirectory) -> dict[str, Any] | None:
@@ -68,24 +77,84 @@ def read_heartbeat(run: RunDirectory) -> dict[str, Any] | None:
         raise
 
 
+def read_metrics(run: RunDirectory) -> list[dict[str, Any]]:
+    """Lines of ``metrics.jsonl``, see :func:`merge_attempts`; lines cut by a crash are skipped."""
+    return merge_attempts(list(_parse_metrics(_read_metrics(run))))
+
+
+def read_figures(run: RunDirectory) -> list[dict[str, Any]]:
+    """As :func:`read_metrics`, of long runs only the first and last lines, and those that are rare.
+
+    What is rare is what was not finite, an attempt's first line, and the last evaluation.
+    """
+    text = _read_metrics(run)
+    if len(text) > 2 * _EDGE:
+        begin = text.rfind(b"\n", 0, _EDGE) + 1
+        end = text.find(b"\n", len(text) - _EDGE) + 1 or len(text)
+        rare = (
+            text[text.rfind(b"\n", 0, at) + 1 : text.find(b"\n", at) + 1 or None]
+            for at in sorted(_find_rare(text, begin, end))
+        )
+        text = b"".join((text[:begin], *rare, text[end:]))
+    return merge_attempts(list(_parse_metrics(text)))
+
+
+def merge_attempts(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Lines by step: of its training, of what was not finite in it, of its evaluation.
+
+    If an attempt repeats steps of an earlier one, the later attempt wins: the earlier one's lines
+    from that step on are dropped.
+    """
+    first: dict[int, int] = {}
+    for line in lines:
+        first[line["attempt"]] = min(line["step"], first.get(line["attempt"], line["step"]))
+    end: float = inf
+    ends: dict[int, float] = {}
+    for attempt in sorted(first, reverse=True):
+        ends[attempt] = end
+        end = min(end, first[attempt])
+    kept: dict[tuple[int, int], dict[str, Any]] = {}
+    for line in lines:
+        if line["step"] < ends[line["attempt"]]:
+            kind = 1 if "not_finite" in line else 2 if "evaluation" in line else 0
+            kept[line["step"], kind] = line
+    return [kept[key] for key in sorted(kept)]
+
+
 def read_errors(run: RunDirectory) -> list[dict[str, Any]]:
     """Failure reports of ranks, the first failure first; unreadable ones are left out.
 
-    By time, but of the ends that watchers of one node tell of in the order that its kernel saw.
+    By time, but the ends that the watcher of one node reports in the order that its kernel saw.
     """
-    reports = []
-    for path in sorted(run.errors.glob("rank-*.json")):
-        try:
-            reports.append(sound(read_json(path, cure=_CURE, limit=_MAX_REPORT_BYTES)))
-        except DataFileError:
-            continue
-    reports.sort(key=_failure_order)
+    reports = [
+        report
+        for path in sorted(run.errors.glob("rank-*.json"))
+        if (report := read_report(path)) is not None
+    ]
+
+    def order(report: dict[str, Any]) -> tuple[float, int]:
+        time_s, rank = report.get("time"), report.get("rank")
+        return (inf if time_s is None else float(time_s), rank if isinstance(rank, int) else 0)
+
+    reports.sort(key=order)
     for host in {report.get("host") for report in reports}:
-        ended = [i for i, each in enumerate(reports) if _is_of_watcher(each, host)]
-        ordered = sorted((reports[i] for i in ended), key=lambda each: int(each["earlier"]))
-        for place, report in zip(ended, ordered, strict=True):
-            reports[place] = report
+        ends = [
+            index
+            for index, report in enumerate(reports)
+            if report.get("host") == host and report.get("earlier") is not None
+        ]
+        ordered = sorted((reports[i] for i in ends), key=lambda each: int(each["earlier"]))
+        for index, report in zip(ends, ordered, strict=True):
+            reports[index] = report
     return reports
+
+
+def read_report(path: Path) -> dict[str, Any] | None:
+    """One failure report; None if there is none, or it is damaged."""
+    try:
+        return sound(read_json(path, cure=_CURE, limit=_MAX_REPORT_BYTES))
+    except DataFileError:
+        return None
 
 
 def read_stall(run: RunDirectory) -> str:
@@ -98,7 +167,7 @@ def read_stall(run: RunDirectory) -> str:
 
 def read_exit_code(run: RunDirectory) -> int | None:
     """The job script's exit code; None while it has none."""
-    return _number(run.exit_code)
+    return _read_number(run.exit_code)
 
 
 def read_requeue_error(run: RunDirectory) -> str:
@@ -112,20 +181,13 @@ def read_requeue_error(run: RunDirectory) -> str:
 
 def read_starts(run: RunDirectory) -> int:
     """How often the job script was started."""
-    return max(0, _number(run.attempt) or 0)
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(read_limited(path, _MAX_DIGITS))
-    except (OSError, ValueError):
-        return None
+    return max(0, _read_number(run.attempt) or 0)
 
 
 def measured_steps(run: RunDirectory) -> list[int]:
     """The steps of which there are timelines, ascending."""
-    found = (re.fullmatch(r"step-(\d+)\.json", path.name) for path in run.trace.glob("step-*"))
-    return sorted(int(match[1]) for match in found if match)
+    names = (re.fullmatch(r"step-(\d+)\.json", path.name) for path in run.trace.glob("step-*"))
+    return sorted(int(match[1]) for match in names if match)
 
 
 def last_checkpoint(run: RunDirectory) -> Path | None:
@@ -133,86 +195,116 @@ def last_checkpoint(run: RunDirectory) -> Path | None:
     return next(iter(checkpoints(run.checkpoints)), None)
 
 
-def _edges(text: bytes) -> bytes:
-    """The file, or its begin, its end, and of the lines between them those that are rare."""
-    if len(text) <= 2 * _EDGE:
-        return text
-    begin = text.rfind(b"\n", 0, _EDGE) + 1
-    end = text.find(b"\n", len(text) - _EDGE) + 1 or len(text)
-    rare = {*_faults(text, begin, end), *_first_of_attempts(text, begin, end)}
-    if (last := text.rfind(_EVALUATION, begin, end)) >= 0:
-        rare.add(last)
-    lines = (
-        text[text.rfind(b"\n", 0, at) + 1 : text.find(b"\n", at) + 1 or None] for at in sorted(rare)
-    )
-    return b"".join((text[:begin], *lines, text[end:]))
-
-
-def _faults(text: bytes, begin: int, end: int) -> Iterator[int]:
-    """Where a fault is told of."""
-    at = text.find(_FAULT, begin, end)
-    while at >= 0:
-        yield at
-        at = text.find(_FAULT, at + 1, end)
-
-
-def _first_of_attempts(text: bytes, begin: int, end: int) -> Iterator[int]:
-    """Within each attempt's first line: later attempts overrule earlier ones from its step on."""
-    found = _ATTEMPT.search(text, begin, end)
-    while found:
-        yield found.start()
-        other = re.compile(rb'"attempt": (?!%b\b)(\d+)' % found[1])
-        found = other.search(text, found.end(), end)
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines that are whole, with integer ``attempt`` and ``step``."""
+def _read_number(path: Path) -> int | None:
     try:
-        yield from _parsed(read_limited(path, _MAX_BYTES))
+        return int(read_limited(path, _MAX_DIGITS))
+    except (OSError, ValueError):
+        return None
+
+
+def _read_metrics(run: RunDirectory) -> bytes:
+    try:
+        return read_limited(run.metrics, _MAX_BYTES)
     except OSError:
-        return
+        return b""
 
 
-def _parsed(content: bytes) -> Iterator[dict[str, Any]]:
+def _find_rare(text: bytes, begin: int, end: int) -> set[int]:
+    """Offsets within the lines between ``begin`` and ``end`` that count in figures of a run."""
+    rare = set()
+    at = text.find(b'"not_finite"', begin, end)
+    while at >= 0:
+        rare.add(at)
+        at = text.find(b'"not_finite"', at + 1, end)
+    line = _ATTEMPT.search(text, begin, end)
+    while line:  # the first line of each attempt: it overrules earlier ones from its step on
+        rare.add(line.start())
+        line = re.compile(rb'"attempt": (?!%b\b)(\d+)' % line[1]).search(text, line.end(), end)
+    if (last := text.rfind(b'"evaluation"', begin, end)) >= 0:
+        rare.add(last)
+    return rare
+
+
+def _parse_metrics(content: bytes) -> Iterator[dict[str, Any]]:
+    """The lines that are whole, with integer ``attempt`` and ``step``."""
     for line in content.decode("utf-8", "replace").split("\n"):
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(value, dict) and _is_metric(value := sound(value)):
-            yield value
+        if isinstance(value, dict):
+            value = sound(value)
+            if value.get("step") is not None and value.get("attempt") is not None:
+                yield value
 
 
-def _is_metric(value: dict[str, Any]) -> bool:
-    return value.get("step") is not None and value.get("attempt") is not None
+def sound(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a file of a job that are of their type, or not known here, or null."""
+    return _keep_sound(document, lambda key: _FIELDS.get(key, lambda value: value))
 
 
-def _kind(line: dict[str, Any]) -> int:
-    """Where a line stands among those of its step."""
-    return next((i for i, key in enumerate(("not_finite", "evaluation"), 1) if key in line), 0)
+def _keep_sound(
+    document: Mapping[str, Any], check_of: Callable[[str], Callable[[Any], Any]]
+) -> dict[str, Any]:
+    """Fields by what their checks make of them; a check returns None for a value to leave out."""
+    return {
+        key: checked
+        for key, value in document.items()
+        if (checked := check_of(key)(value)) is not None or value is None
+    }
 
 
-def _cut_offs(lines: Sequence[dict[str, Any]]) -> dict[int, float]:
-    """Per attempt, the first step that a later attempt did again."""
-    first: dict[int, int] = {}
-    for line in lines:
-        first[line["attempt"]] = min(line["step"], first.get(line["attempt"], line["step"]))
-    cut = float("inf")
-    cut_offs = {}
-    for attempt in sorted(first, reverse=True):
-        cut_offs[attempt] = cut
-        cut = min(cut, first[attempt])
-    return cut_offs
+def _text(value: Any) -> str | None:
+    return value.encode(errors="replace").decode() if isinstance(value, str) else None
 
 
-def _is_of_watcher(report: dict[str, Any], host: str | None) -> bool:
-    """Whether it tells how a rank of a node ended."""
-    return report.get("host") == host and report.get("earlier") is not None
+def _integer(value: Any) -> int | None:
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    return value if is_integer and -_MAX_INTEGER <= value <= _MAX_INTEGER else None
 
 
-def _failure_order(report: dict[str, Any]) -> tuple[float, int]:
-    time, rank = report.get("time"), report.get("rank")
-    return (
-        float(time) if isinstance(time, int | float) else float("inf"),
-        rank if isinstance(rank, int) else 0,
-    )
+def _finite(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if abs(value) <= sys.float_info.max else None
+
+
+def _share(value: Any) -> float | None:
+    number = _finite(value)
+    return None if number is None or not 0 <= number <= 1 else number
+
+
+def _figures(value: Any) -> dict[str, float | None] | None:
+    return _keep_sound(value, lambda _: _finite) if isinstance(value, dict) else None
+
+
+def _object(value: Any) -> dict[str, Any] | None:
+    return sound(value) if isinstance(value, dict) else None
+
+
+def _integers(value: Any) -> list[int] | None:
+    known = isinstance(value, list) and all(_integer(item) is not None for item in value)
+    return value if known else None
+
+
+def _ranks(value: Any) -> list[dict[str, Any]] | None:
+    items: Iterable[Any] = value if isinstance(value, list) else ()
+    ranks = [sound(item) for item in items if isinstance(item, dict)]
+    ranks = [item for item in ranks if _integer(item.get("rank")) is not None]
+    return ranks if isinstance(value, list) else None
+
+
+_FIELDS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("step", "steps", "attempt", "rank", "stage", "pid", "exit_code"), _integer),
+    **dict.fromkeys(("rss_bytes", "peak_bytes", "loss_of_micro_batch", "earlier"), _integer),
+    **dict.fromkeys(("time", "loss", "step_time_s", "samples_per_s", "learning_rate"), _finite),
+    **dict.fromkeys(("gradient_norm", "loss_scale", "busy_s"), _finite),
+    **dict.fromkeys(("state", "host", "node", "type", "message", "cure", "traceback"), _text),
+    **dict.fromkeys(("action", "gradient_of"), _text),
+    "stages": _integers,
+    "waiting": _share,
+    "evaluation": _figures,
+    "not_finite": _object,
+    "ranks": _ranks,
+    "messages": _object,
+}

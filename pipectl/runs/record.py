@@ -17,7 +17,7 @@ TRAINING, PROFILING, REHEARSAL = "training", "profile", "rehearsal"
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+\[\]-]{0,299}")
 _LATEST = 2.5e11
 """Before the year 10000, where calendars end."""
-_MAX_BYTES = 2**20
+MAX_BYTES = 2**20
 _CURE = "restore it from a backup, or submit the job again"
 
 
@@ -104,7 +104,7 @@ class Record:
         Raises:
             DataFileError: missing, damaged, or of another version.
         """
-        return cls.from_json(read_json(path, cure=_CURE, limit=_MAX_BYTES), file=str(path))
+        return cls.from_json(read_json(path, cure=_CURE, limit=MAX_BYTES), file=str(path))
 
     @classmethod
     def from_json(cls, document: dict[str, Any], *, file: str) -> Record:

@@ -1,4 +1,4 @@
-"""Where a sweep keeps what belongs to no single run of it."""
+"""The directory of a sweep: what belongs to no single run of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipectl.fields import Reader
 from pipectl.files import make_private_directory, read_json, write_json
-from pipectl.runs.directory import RunDirectory, not_made, numbered, stem_of
+from pipectl.runs.directory import File, RunDirectory, not_made, numbered, stem_of
 
 VERSION = 1
 FOLDER = "sweeps"
@@ -24,7 +24,7 @@ class Members:
     Args:
         tag: of the job array, which the records of its runs have too.
         runs: names of the run directories, in the order of the points.
-        at_once: how many may run at the same time; None where the batch system decides.
+        at_once: how many may run at the same time; None if the batch system decides.
     """
 
     tag: str
@@ -38,6 +38,15 @@ class SweepDirectory:
     Args:
         path: made absolute.
     """
+
+    script = File("array.sh")
+    """The script of the job array."""
+    logs = File("logs")
+    """What jobs of the array say before they go on as those of their runs."""
+    members = File("sweep.json")
+    """Which runs it has."""
+    lock = File(".lock")
+    """Empty; held while it is submitted, or its job is looked for."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
@@ -59,7 +68,7 @@ class SweepDirectory:
             make_private_directory(base / FOLDER)
             for path in numbered(base / FOLDER, stem):
                 sweep = cls(path)
-                runs = sweep._made(points)
+                runs = sweep._make(points)
                 if runs is not None:
                     return sweep, runs
         except OSError as error:
@@ -71,8 +80,8 @@ class SweepDirectory:
         """The sweep that lies beside a run of this path, and has its name."""
         return cls(run.parent / FOLDER / run.name)
 
-    def _made(self, points: int) -> list[RunDirectory] | None:
-        """Its runs; None, and nothing is left, where one of the directories is there already."""
+    def _make(self, points: int) -> list[RunDirectory] | None:
+        """Make it and its runs; None, and nothing is left, if one of the directories exists."""
         runs = [RunDirectory(self.base / f"{self.name}-{index}") for index in range(points)]
         made: list[Path] = []
         try:
@@ -99,26 +108,6 @@ class SweepDirectory:
     def base(self) -> Path:
         """The directory of the runs."""
         return self.path.parent.parent
-
-    @property
-    def script(self) -> Path:
-        """The script of the job array."""
-        return self.path / "array.sh"
-
-    @property
-    def logs(self) -> Path:
-        """What jobs of the array say before they go on as those of their runs."""
-        return self.path / "logs"
-
-    @property
-    def members(self) -> Path:
-        """Which runs it has."""
-        return self.path / "sweep.json"
-
-    @property
-    def lock(self) -> Path:
-        """Empty; held while it is submitted, or its job is looked for."""
-        return self.path / ".lock"
 
     def save(self, members: Members) -> None:
         """Write ``sweep.json``."""
@@ -154,6 +143,6 @@ def sweep_of(run: RunDirectory, name: str) -> SweepDirectory:
 
 
 def remove(sweep: SweepDirectory, runs: Sequence[RunDirectory]) -> None:
-    """Leave nothing behind of a sweep that was not submitted."""
+    """Remove a sweep that was not submitted."""
     for path in (*(run.path for run in runs), sweep.path):
         shutil.rmtree(path, ignore_errors=True)

@@ -56,6 +56,6 @@ def test_every_command_ends_in_order(
     def interrupted(*_: object, **__: object) -> None:
         signal.raise_signal(how)
 
-    monkeypatch.setattr("pipectl.cli.status_table.show_all", interrupted)
+    monkeypatch.setattr("pipectl.jobs.state.get_statuses", interrupted)
     result = cli("status")
     assert (result.code, result.out, result.err) == (130, "", "")

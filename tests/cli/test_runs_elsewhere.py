@@ -64,6 +64,19 @@ def test_what_is_told_of_runs_by_their_directory(cli: Command, failed: Path) -> 
     assert pasted(result.err, "status")[1] == f"away/{failed.name}"
 
 
+def test_a_variable_says_where_runs_are(
+    cli: Command, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("runs").rename("away")
+    monkeypatch.setenv("PIPECTL_RUNS", "away")
+    assert finished.name in cli("status").out
+    assert cli("logs", "last").out.startswith("started\n")
+    assert "run directory away/" in cli("status", finished.name).out
+    assert "see: pipectl status 20250101" in cli("logs", "last", "--rank", "1").err
+    assert cli("status", "-d", "elsewhere").out.startswith("elsewhere: no runs yet")
+    assert cli("doctor", "no-job.yaml").err.startswith("error: no-job.yaml: no such file")
+
+
 def test_runs_that_wait_for_others_name_them(
     cli: Command, profile: Path, slurm: None, program: Program
 ) -> None:

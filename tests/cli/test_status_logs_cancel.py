@@ -32,7 +32,7 @@ def test_the_table_has_a_row_per_run_oldest_first(
 ) -> None:
     run_of("20250103-120000-tiny")
     lines = cli("status").out.splitlines()
-    assert lines[0].split() == ["run", "state", "on", "step", "loss", "a", "step"]
+    assert lines[0].split() == ["run", "state", "on", "step", "loss", "per", "step"]
     assert [line.split() for line in lines[1:]] == [
         ["20250101-120000-tiny", "COMPLETED", "local", "10/10", "0.3", "500", "ms"],
         ["20250102-120000-tiny", "FAILED", "local", "4/10", "0.75", "500", "ms"],
@@ -64,13 +64,29 @@ def test_one_completed_run(cli: Command, finished: Path) -> None:
     assert (result.code, result.err) == (0, "")
     lines = result.out.splitlines()
     assert lines[0].startswith("20250101-120000-tiny  COMPLETED  local job ")
-    assert "  progress      step 10 of 10" in lines
-    assert "  measured      500 ms a step" in lines
-    assert lines[-3:] == [
-        "  evaluation    after step 10: loss 0.25",
+    assert [line for line in lines[1:] if "submitted" not in line] == [
+        "  progress      ████████████████████ step 10 of 10",
+        "  speed         500 ms per step",
         "  loss          3 after the first step, 0.3 now",
+        "  evaluation    after step 10: loss 0.25",
         "  run directory runs/20250101-120000-tiny",
     ]
+
+
+def test_several_runs_in_a_table(cli: Command, finished: Path, failed: Path, run_of: RunOf) -> None:
+    run_of("20250103-120000-tiny", scheduler="slurm", job_id="4711")
+    names = ("4711", finished.name, finished.name)
+    assert [line.split()[0] for line in cli("status", *names).out.splitlines()] == [
+        "run",
+        "20250103-120000-tiny",
+        finished.name,
+    ]
+    assert [one["run"] for one in json.loads(cli("status", *names, "--json").out)] == [
+        "20250103-120000-tiny",
+        finished.name,
+    ]
+    assert cli("status", *names, "--ranks").code == 2
+    assert cli("status", "no-such-run", finished.name).code == 6
 
 
 def test_metrics_that_are_not_finite_are_said_to_be(cli: Command, finished: Path) -> None:
@@ -133,7 +149,7 @@ def test_long_lines_are_indented_on_a_terminal(
     screen = io.StringIO()
     terminal = Console(file=screen, force_terminal=True, width=44, color_system=None)
     whole = cli("status", "last").out
-    monkeypatch.setattr("pipectl.cli.status_view.output", lambda: terminal)
+    monkeypatch.setattr("pipectl.cli.views.run.output", lambda: terminal)
     cli("status", "last")
     lines = screen.getvalue().splitlines()
     assert [line for line in lines[1:] if len(line) > 44 and " " in line[16:]] == []
@@ -358,6 +374,24 @@ def test_logs_of_ranks(cli: Command, finished: Path) -> None:
     assert cli("logs", "--rank", "1").out == one + told
 
 
+def test_the_last_lines_of_logs(cli: Command, finished: Path) -> None:
+    (finished / "logs/rank-0000.log").write_text("a\nb\nc\n")
+    assert cli("logs", "--tail", "3").out == "[0] c\nstarted\nzero [31mred\n"
+    assert cli("logs", "-n", "1", "--rank", "0").out == "[0] c\n"
+    assert cli("logs", "--tail", "1", "-f").out == "zero [31mred\n"
+    assert cli("logs", "--tail", "0").out == ""
+
+
+def test_logs_of_several_runs_have_headings(cli: Command, finished: Path, failed: Path) -> None:
+    (failed / "logs/job.log").write_text("broken\n")
+    assert cli("logs", failed.name, finished.name).out == (
+        f"==> {failed.name} <==\nbroken\n\n==> {finished.name} <==\nstarted\nzero [31mred\n"
+    )
+    result = cli("logs", failed.name, finished.name, "-f")
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith("error: -f: follows one run\n")
+
+
 def test_logs_of_ranks_that_there_are_not(cli: Command, finished: Path) -> None:
     result = cli("logs", "--rank", "2")
     assert (result.code, "has the ranks 0 to 1" in result.err) == (2, True)
@@ -373,11 +407,15 @@ def test_a_run_that_printed_nothing_is_no_error(cli: Command, finished: Path) ->
     assert result.err.startswith("20250101-120000-tiny: nothing was printed")
 
 
-def test_cancel_leaves_a_finished_run_alone(cli: Command, finished: Path) -> None:
+def test_cancel_leaves_finished_runs_alone(cli: Command, finished: Path, failed: Path) -> None:
     before = (finished / "record.json").read_text()
-    result = cli("cancel", "last")
-    assert (result.code, result.out) == (0, "20250101-120000-tiny was over already\n")
+    result = cli("cancel", "last", finished.name)
+    over = [f"{run.name} was over already" for run in (failed, finished)]
+    assert (result.code, result.out.splitlines()) == (0, over)
     assert (finished / "record.json").read_text() == before
+    assert cli("cancel").code == 2
+    result = cli("cancel", "last", "no-such-run")
+    assert (result.code, result.out) == (6, ""), "nothing is ended before all are known"
 
 
 @pytest.mark.parametrize(("code", "state"), [(0, "COMPLETED"), (143, "FAILED")])

@@ -86,7 +86,7 @@ def test_a_step_of_an_earlier_plan_is_not_compared(
     assert "step 12 was recorded on 4 ranks, and the plan has 2" in result.err
     assert not Path("step.json").exists()
     assert cli("report").code == 0
-    assert "measured, step" not in run.report.read_text()
+    assert "measured, step" not in (run.path / "report.html").read_text()
     assert cli("trace", "last", "--step", "10").code == 0
 
 

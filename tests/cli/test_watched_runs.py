@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING
 import pytest
 from rich.console import Console
 
-from pipectl.cli.ranks_view import bar
-from pipectl.cli.sparkline import sparkline
+from pipectl.cli.views.run import bar, sparkline
 from pipectl.runs import Members, SweepDirectory
 
 if TYPE_CHECKING:
@@ -127,8 +126,8 @@ def test_ctrl_c_in_the_first_look(
         raise KeyboardInterrupt
 
     screen = Console(file=io.StringIO(), force_terminal=True)
-    monkeypatch.setattr("pipectl.cli.status_watch.output", lambda: screen)
-    monkeypatch.setattr("pipectl.jobs.watching.Watching.look", interrupt)
+    monkeypatch.setattr("pipectl.cli.views.live.output", lambda: screen)
+    monkeypatch.setattr("pipectl.jobs.state.Poller.get_statuses", interrupt)
     result = cli("status", *arguments, "--watch")
     assert (result.code, result.out, result.err) == (130, "", "")
 

@@ -25,7 +25,7 @@ from pipectl.batch.slurm import SlurmScheduler
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import PipectlError
 from pipectl.jobs.simulating import simulate_plan
-from pipectl.jobs.status import status
+from pipectl.jobs.state import get_status
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Profile
@@ -253,7 +253,7 @@ def of_runs(run: RunDirectory) -> Example:
             lines = document if isinstance(document, list) else [document]
             texts = [changed(x, draw) if name == spoilt else json.dumps(x).encode() for x in lines]
             (run.path / name).write_bytes(b"\n".join(texts))
-        assert refused(lambda: say(status(run, 1.7e9 + 60))) is None
+        assert refused(lambda: say(get_status(run, 1.7e9 + 60))) is None
 
     return of_run
 
@@ -279,13 +279,11 @@ def of_slurm_answers(monkeypatch: pytest.MonkeyPatch) -> Example:
 
 def say(found: Any) -> None:
     """Everything that ``pipectl status`` would print of a run."""
-    from pipectl.cli.status_json import status_json
-    from pipectl.cli.status_table import runs_table
-    from pipectl.cli.status_view import show_run
+    from pipectl.cli.views.run import print_run, run_json, runs_table
 
-    json.dumps(status_json(found))
+    json.dumps(run_json(found))
     runs_table([found], 80)
-    show_run(found)
+    print_run(found)
 
 
 KINDS = ("spec", "profile", "plan", "cluster", "record", "manifest", "run", "slurm")

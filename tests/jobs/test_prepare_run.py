@@ -14,7 +14,7 @@ from pipectl.jobs import prepare
 from pipectl.jobs.profiles import Measurement
 from pipectl.plan import Plan
 from pipectl.profile import Operator, OptimizerCost, Profile
-from pipectl.runs import Record, RunDirectory, heartbeat
+from pipectl.runs import Record, RunDirectory, readers
 from pipectl.spec import JobSpec, dump, load
 
 JOB = """\
@@ -85,7 +85,7 @@ def test_a_heartbeat_tells_how_far_it_is(
     run: RunDirectory, measured: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beats = []
-    monkeypatch.setattr(heartbeat, "write_json", lambda path, value: beats.append((path, value)))
+    monkeypatch.setattr(readers, "write_json", lambda path, value: beats.append((path, value)))
     prepare.prepare_run(run, clock=lambda: 7.0)
     assert [path for path, _ in beats] == [run.heartbeat] * 2
     assert [value["state"] for _, value in beats] == ["profiling 33%", "planning"]

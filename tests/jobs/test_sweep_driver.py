@@ -13,7 +13,7 @@ import pytest
 from pipectl.batch import Array, JobRequest, JobState, get
 from pipectl.batch.local import LocalScheduler
 from pipectl.jobs.cancel import Cancellation, cancel, cancel_sweep
-from pipectl.jobs.status import statuses
+from pipectl.jobs.state import get_statuses
 from pipectl.runs import Members, Record, RunDirectory, Setting, SweepDirectory, locked
 
 LOCAL = get("local")
@@ -63,7 +63,7 @@ def start(tmp_path: Path) -> Callable[..., Started]:
 
 
 def states(runs: Sequence[RunDirectory]) -> list[JobState]:
-    return [status.job.state for status in statuses(runs, time.time())]
+    return [status.job.state for status in get_statuses(runs, time.time())]
 
 
 def until(runs: Sequence[RunDirectory], *wanted: JobState) -> None:
@@ -126,7 +126,7 @@ def test_what_waits_for_a_driver_that_is_gone_never_starts(
     assert driver is not None
     LocalScheduler(grace_s=0.1).cancel(driver)
     until(runs[1:], JobState.FAILED)
-    assert "never started" in statuses(runs, time.time())[1].job.reason
+    assert "never started" in get_statuses(runs, time.time())[1].job.reason
 
 
 def test_runs_of_an_interrupted_submission_are_started_and_found(

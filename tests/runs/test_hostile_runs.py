@@ -173,7 +173,7 @@ def links_to_mine(run: RunDirectory) -> None:
     (run.path.parent / ".cache").mkdir()
     base = run.path.parent
     for path in (
-        run.lock, run.exit_code, run.heartbeat, run.resubmitted, run.report, run.metrics,
+        run.lock, run.exit_code, run.heartbeat, run.resubmitted, run.metrics,
         run.job_log, run.script, base / ".cache/readings.cache", base / "demo.profile.json",
     ):  # fmt: skip
         path.unlink(missing_ok=True)

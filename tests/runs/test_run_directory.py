@@ -4,7 +4,16 @@ from pathlib import Path
 import pytest
 
 from pipectl.errors import UnknownRunError, UsageError
-from pipectl.runs import RunDirectory, as_typed, find_run, list_runs
+from pipectl.runs import (
+    Record,
+    RunDirectory,
+    Setting,
+    SweepDirectory,
+    as_typed,
+    find,
+    find_run,
+    list_runs,
+)
 
 NOW = datetime(2026, 11, 20, 15, 22, 33).timestamp()
 
@@ -145,6 +154,52 @@ def test_a_run_is_called_by_what_finds_it(base: Path, monkeypatch: pytest.Monkey
     assert as_typed(run) == run.name
     monkeypatch.chdir(base)
     assert as_typed(RunDirectory(elsewhere / "runs" / run.name)) == f"'{elsewhere}/runs/{run.name}'"
+
+
+def record(run: Path, job_id: str, sweep: str = "") -> None:
+    setting = Setting(sweep, {}) if sweep else None
+    made = Record("gpt", "slurm", "tag", 0.0, 1, 1, 1, sweep=setting)
+    made.after(0.0, "submitted", job_id=job_id).save(run / "record.json")
+
+
+@pytest.mark.parametrize(
+    ("job_id", "name"),
+    [
+        ("4711", "4711"),
+        ("4711.server", "4711"),
+        ("4711.server", "4711.server"),
+        ("4711_3", "4711"),
+        ("4711[3].server", "4711[3]"),
+        ("4711.99@node-1", "4711"),
+    ],
+)
+def test_a_run_is_found_by_the_id_of_its_job(base: Path, job_id: str, name: str) -> None:
+    run = base / "20261120-152233-gpt"
+    record(base / "20261119-100000-gpt", "47110")
+    record(run, job_id)
+    (base / "20261121-080000-bert" / "record.json").write_text("4711 {")
+    assert find_run(base, name).path == run
+    with pytest.raises(UnknownRunError, match="no run"):
+        find_run(base, "471")
+
+
+def test_what_is_the_id_of_one_job_and_a_part_of_another_name_is_ambiguous(base: Path) -> None:
+    record(base / "20261119-100000-gpt", "20261121")
+    with pytest.raises(UnknownRunError, match=r"matches 2 runs: 20261121-080000-bert, 20261119"):
+        find(base, "20261121")
+    record(base / "20261121-080000-bert", "20261121")
+    record(base / "20261119-100000-gpt", "1")
+    assert find(base, "20261121").name == "20261121-080000-bert"
+
+
+def test_the_id_of_a_job_array_is_that_of_its_sweep(base: Path) -> None:
+    sweep, runs = SweepDirectory.create(base, "rates", 2, NOW)
+    for index, run in enumerate(runs):
+        record(run.path, f"41_{index}", sweep.name)
+    assert find(base, "41").path == sweep.path
+    assert find(base, "41_1") == runs[1]
+    with pytest.raises(UnknownRunError, match="is a sweep of several runs"):
+        find_run(base, "41")
 
 
 def test_an_ambiguous_name_lists_the_runs(base: Path) -> None:

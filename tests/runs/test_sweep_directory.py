@@ -11,9 +11,9 @@ from pipectl.runs import (
     RunDirectory,
     SweepDirectory,
     as_typed,
+    find,
     find_run,
     find_runs,
-    find_sweep,
     list_runs,
     list_sweeps,
 )
@@ -54,11 +54,9 @@ def test_a_base_that_cannot_be_written(tmp_path: Path) -> None:
 def test_a_sweep_is_found_by_a_part_of_its_name(tmp_path: Path) -> None:
     sweep, runs = SweepDirectory.create(tmp_path, "gpt", 2, NOW)
     for name in (STEM, "gpt", "20261120", "20261120-15"):
-        found = find_sweep(tmp_path, name)
-        assert found is not None, name
-        assert found.path == sweep.path
-    for name in (runs[0].name, "gpt-1", "last", "other", ""):
-        assert find_sweep(tmp_path, name) is None
+        assert find(tmp_path, name).path == sweep.path
+    for name, run in ((runs[0].name, runs[0]), ("gpt-1", runs[1]), ("last", runs[1])):
+        assert find(tmp_path, name) == run
 
 
 def test_a_sweep_is_found_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,11 +66,9 @@ def test_a_sweep_is_found_by_its_path(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     called = f"out/sweeps/{STEM}"
     assert as_typed(sweep) == called
-    found = find_sweep(Path("runs"), called)
-    assert found is not None
-    assert found.path == sweep.path
+    assert find(Path("runs"), called).path == sweep.path
     assert find_runs(Path("runs"), [called]) == runs
-    assert find_sweep(Path("runs"), f"out/{STEM}-0") is None
+    assert find(Path("runs"), f"out/{STEM}-0") == runs[0]
     with pytest.raises(UnknownRunError, match="is a sweep of several runs") as caught:
         find_run(Path("runs"), called)
     assert caught.value.cure == f"name one of them: out/{STEM}-0, say"
@@ -92,8 +88,8 @@ def test_a_part_of_several_names_is_refused(tmp_path: Path) -> None:
     SweepDirectory.create(tmp_path, "gpt", 2, NOW)
     RunDirectory.create(tmp_path, "gpt", NOW + 1)
     with pytest.raises(UnknownRunError, match="matches 2 runs: 20261120-152233-gpt, 2"):
-        find_sweep(tmp_path, "gpt")
-    assert find_sweep(tmp_path, "20261120-152234-gpt") is None
+        find(tmp_path, "gpt")
+    assert find(tmp_path, "20261120-152234-gpt").name == "20261120-152234-gpt"
 
 
 def test_a_damaged_list_of_runs_leads_nowhere_else(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pipectl.capture import Slot
 from pipectl.cluster import assumed_cluster
 from pipectl.errors import UsageError, WorkerError
 from pipectl.jobs.planning import find_plan
-from pipectl.jobs.status import status
+from pipectl.jobs.state import get_status
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory, read_errors, read_metrics
 from pipectl.runtime import checkpoint
@@ -128,7 +128,7 @@ def test_one_rank_stops_and_saves_nothing_of_the_step(
     assert [path.name for path in run.checkpoints.glob("step-*")] == ["step-000001"]
     (fault,) = [line for line in read_metrics(run) if "not_finite" in line]
     assert (fault["step"], fault["not_finite"]) == (2, {"gradient_of": "gate", "stage": 0})
-    found = status(run, 0.0).measured
+    found = get_status(run, 0.0).measured
     assert found.not_finite == (2,)
     assert found.fault == "the gradient of 'gate' in stage 0"
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipectl.jobs.status import status
+from pipectl.jobs.state import get_status
 from pipectl.plan import Plan
 from pipectl.runs import read_metrics
 from pipectl.runtime import checkpoint
@@ -39,7 +39,7 @@ def test_training_goes_on_with_the_same_bits_and_names_the_rank(
         for stage in Plan.load(three.plan).stages
         if any("pausing" in node for node in stage.nodes)
     ]
-    found = status(three, 0.0)
+    found = get_status(three, 0.0)
     shares = {rank["rank"]: rank["waiting"] for rank in found.ranks}
     assert shares.keys() == {0, 1, 2}
     assert found.laggard is not None, shares

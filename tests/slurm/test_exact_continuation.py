@@ -27,7 +27,7 @@ from pipectl.jobs.machines import find_machines
 from pipectl.jobs.planning import find_plan
 from pipectl.jobs.prepare import Job
 from pipectl.jobs.resume import resume
-from pipectl.jobs.status import RunStatus, status
+from pipectl.jobs.state import RunStatus, get_status
 from pipectl.jobs.submit import submit
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory, checkpoints, read_heartbeat, read_metrics
@@ -97,7 +97,7 @@ class Continued:
     ended: int = 0
 
     def status(self) -> RunStatus:
-        return status(self.run, time.time())
+        return get_status(self.run, time.time())
 
     def wait(self, *states: JobState) -> JobState:
         """Until it is in one of some states, or over."""

@@ -1,28 +1,36 @@
-"""`pipectl cancel`: end a run."""
+"""`pipectl cancel`: end runs."""
 
 from __future__ import annotations
 
 import time
+from typing import Annotated
+
+import typer
 
 from pipectl.cli.console import say
-from pipectl.cli.options import RUNS, RunName, RunsDirectory
+from pipectl.cli.options import RUN_HELP, RUNS, RunsDirectory, names_of_runs
 
 
-def command(name: RunName, directory: RunsDirectory = RUNS) -> None:
-    """End a run, or all of a sweep; what is over stays as it is."""
+def command(
+    names: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help=RUN_HELP, autocompletion=names_of_runs),
+    ],
+    directory: RunsDirectory = RUNS,
+) -> None:
+    """End runs, or all of a sweep; what is over stays as it is."""
     from pipectl.jobs.cancel import Cancellation, cancel, cancel_sweep
-    from pipectl.runs import find_run, find_sweep
+    from pipectl.runs import RunDirectory, find
 
-    sweep = find_sweep(directory, name)
-    if sweep is not None:
-        count = cancel_sweep(sweep, time.time())
-        say(f"cancelled: {count} of the {len(sweep.runs())} runs of {sweep.name}")
-        return
-    run = find_run(directory, name)
-    outcome = cancel(run, time.time())
-    if outcome is Cancellation.ASKED:
-        say(f"cancelled: {run.name}")
-    elif outcome is Cancellation.REMOVED:
-        say(f"{run.name} was over already; its job, which was still listed, is cancelled")
-    else:
-        say(f"{run.name} was over already")
+    for one in [find(directory, name) for name in names]:
+        if not isinstance(one, RunDirectory):
+            count = cancel_sweep(one, time.time())
+            say(f"cancelled: {count} of the {len(one.runs())} runs of {one.name}")
+            continue
+        outcome = cancel(one, time.time())
+        if outcome is Cancellation.ASKED:
+            say(f"cancelled: {one.name}")
+        elif outcome is Cancellation.REMOVED:
+            say(f"{one.name} was over already; its job, which was still listed, is cancelled")
+        else:
+            say(f"{one.name} was over already")

@@ -10,6 +10,7 @@ import typer
 from pipectl.cli.console import joined, output, plain, say_json
 from pipectl.cli.options import RUNS, Json, Overrides, RunsDirectory
 from pipectl.cli.refusal import refuse
+from pipectl.runs import runs_directory
 
 if TYPE_CHECKING:
     from pipectl.jobs.doctor import Finding
@@ -31,7 +32,7 @@ def command(
     if job is None:
         refuse({"--set": overrides}, "changes a job, and none is given", cure="name it: JOB.yaml")
     else:
-        elsewhere = {"--directory": directory != RUNS}
+        elsewhere = {"--directory": directory != runs_directory()}
         refuse(elsewhere, "the job has its own", cure="--set output.directory=DIRECTORY")
     spec = None if job is None else load(job, overrides or ())
     found = []

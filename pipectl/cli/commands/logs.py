@@ -1,17 +1,19 @@
-"""`pipectl logs`: what a run logs."""
+"""`pipectl logs`: what runs print."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pipectl.access import read_limited
 from pipectl.cli.console import note
-from pipectl.cli.options import RUNS, RunsDirectory, names_of_runs
+from pipectl.cli.options import RUNS, RunNames, RunsDirectory
 from pipectl.errors import PipectlError, UnknownRunError, UsageError
 from pipectl.printable import printable
 from pipectl.runs import (
@@ -20,7 +22,7 @@ from pipectl.runs import (
     Record,
     RunDirectory,
     as_typed,
-    find_run,
+    find_runs,
     read_errors,
     read_exit_code,
 )
@@ -29,41 +31,65 @@ from pipectl.watch.report import report_text
 if TYPE_CHECKING:
     from pipectl.batch import JobStatus
 
-_LARGEST_SCRIPT = 2**22
+_MAX_SCRIPT = 2**22
 _POLL_S = 0.5
-_LOOK_S = 10.0
+_ASK_S = 10.0
 _PATIENCE_S = 60.0
 """How long to follow a run of which nobody knows whether it goes on."""
 
 
 def command(
-    name: Annotated[
-        str,
-        typer.Argument(metavar="[RUN]", help="As for status.", autocompletion=names_of_runs),
-    ] = "last",
+    names: RunNames = None,
     script: Annotated[bool, typer.Option("--script", help="The job script instead.")] = False,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until it ends.")] = False,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Print what is added until the run ends.")
+    ] = False,
     rank: Annotated[
         list[int] | None,
         typer.Option("--rank", metavar="N", min=0, help="Only that rank; may be repeated."),
     ] = None,
+    tail: Annotated[
+        int | None,
+        typer.Option("--tail", "-n", metavar="N", min=0, help="Only the last N lines."),
+    ] = None,
     directory: RunsDirectory = RUNS,
 ) -> None:
-    """Print what a run printed, lines of ranks as `[3] text`."""
-    run = find_run(directory, name)
-    if script:
-        sys.stdout.write(printable(_script(run)))
-        return
-    _check(run, rank or ())
-    shown = _Shown(rank or ())
-    logs = Logs(run)
-    unknown = _follow(run, logs, shown) if follow else None
-    shown.print(logs.all())
-    for error in read_errors(run) if rank else ():
-        if error.get("rank") in (rank or ()):  # in the job's log, which is not of a rank
-            shown.print(Line(error["rank"], text) for text in report_text(error).splitlines())
-    if not shown.any:
-        whose = f"of rank {', '.join(map(str, rank))} " if rank else ""
+    """Print what runs print: a line per report of the job, and lines of ranks as `[3] text`."""
+    runs = find_runs(directory, names or ["last"])
+    if follow and len(runs) > 1:
+        raise UsageError("-f: follows one run", cure="name one, or leave -f out")
+    for number, run in enumerate(runs):
+        if len(runs) > 1:
+            sys.stdout.write(f"{chr(10) if number else ''}==> {run.name} <==\n")
+        if script:
+            sys.stdout.write(printable(_read_script(run)))
+        else:
+            _print_logs(run, frozenset(rank or ()), tail, follow=follow)
+
+
+def _print_logs(
+    run: RunDirectory, ranks: frozenset[int], tail: int | None, *, follow: bool
+) -> None:
+    """Print the lines that a run has logged, and those that it adds.
+
+    Args:
+        ranks: whose; empty for all, and what else is logged.
+        tail: how many lines of what there is to begin with; None for all.
+
+    Raises:
+        UnknownRunError: it was followed, and nobody knows whether it is over.
+    """
+    _check_ranks(run, ranks)
+    logs, unknown, printed = Logs(run), None, 0
+    if follow:
+        printed = _print(_choose(logs.read_lines(), ranks), tail)
+        for lines, reason in _follow(run, logs):
+            printed, unknown = printed + _print(_choose(lines, ranks)), reason
+        tail = None
+    rest = _choose(logs.read_lines(to_the_end=True), ranks)
+    printed += _print(chain(rest, _failures(run, ranks)), tail)
+    if not printed and tail != 0:
+        whose = f"of rank {', '.join(map(str, sorted(ranks)))} " if ranks else ""
         note(f"{run.name}: nothing {whose}was printed; see: pipectl status {as_typed(run)}")
     if unknown is not None:
         raise UnknownRunError(
@@ -72,78 +98,79 @@ def command(
         )
 
 
-def _script(run: RunDirectory) -> str:
+def _failures(run: RunDirectory, ranks: frozenset[int]) -> Iterator[Line]:
+    """What ranks reported when they failed: it is in the job's log, which is not of a rank."""
+    for error in read_errors(run) if ranks else ():
+        if error.get("rank") in ranks:
+            yield from (Line(error["rank"], text) for text in report_text(error).splitlines())
+
+
+def _read_script(run: RunDirectory) -> str:
     try:
-        return read_limited(run.script, _LARGEST_SCRIPT).decode("utf-8", "replace")
+        return read_limited(run.script, _MAX_SCRIPT).decode("utf-8", "replace")
     except OSError as error:
         raise UsageError(
             f"{run.script}: cannot be read: {error.strerror}", cure="look at the run's job.log"
         ) from None
 
 
-def _follow(run: RunDirectory, logs: Logs, shown: _Shown) -> str | None:
-    """Print what is added until the run is over; the batch system is asked now and then.
+def _follow(run: RunDirectory, logs: Logs) -> Iterator[tuple[Iterable[Line], str | None]]:
+    """What is added until the run is over; the batch system is asked now and then.
 
-    Returns:
-        None, or why it is not known whether it is over, where nothing was added for long.
+    Yields:
+        New lines, and at last why it is not known whether it is over, if nothing was added for
+        long.
     """
     from pipectl.batch import JobState
 
-    shown.print(logs.whole())
-    seen, last = logs.seen, time.monotonic()
-    while (job := _going_on(run)) is not None:
-        if job.state is not JobState.UNKNOWN or logs.seen != seen:
-            seen, last = logs.seen, time.monotonic()
+    seen, last = logs.bytes_read, time.monotonic()
+    while (job := _find_job_alive(run)) is not None:
+        if job.state is not JobState.UNKNOWN or logs.bytes_read != seen:
+            seen, last = logs.bytes_read, time.monotonic()
         elif time.monotonic() - last >= _PATIENCE_S:
-            return job.reason
+            yield (), job.reason
+            return
         of_earlier_start = run.exit_code.exists()
-        until = time.monotonic() + _LOOK_S
+        until = time.monotonic() + _ASK_S
         while time.monotonic() < until and (of_earlier_start or not run.exit_code.exists()):
             time.sleep(_POLL_S)
-            shown.print(logs.whole())
-    return None
+            yield logs.read_lines(), None
 
 
-def _going_on(run: RunDirectory) -> JobStatus | None:
-    """The state of a run that is not over; what stopped at a checkpoint may go on."""
+def _find_job_alive(run: RunDirectory) -> JobStatus | None:
+    """The job of a run that is not over; what stopped at a checkpoint may go on."""
     from pipectl.batch import CHECKPOINTED
-    from pipectl.jobs.status import status
+    from pipectl.jobs.state import get_status
 
     if read_exit_code(run) not in (None, CHECKPOINTED):
         return None
-    job = status(run, time.time()).job
+    job = get_status(run, time.time()).job
     return None if job.state.final else job
 
 
-def _check(run: RunDirectory, ranks: Sequence[int]) -> None:
+def _check_ranks(run: RunDirectory, ranks: Iterable[int]) -> None:
     """Refuse ranks that the run does not have, if it is known how many it has."""
     try:
-        known = Record.load(run.record).ranks
+        count = Record.load(run.record).ranks
     except PipectlError:
         return
     for rank in ranks:
-        if rank >= known:
+        if rank >= count:
             raise UsageError(
-                f"--rank {rank}: {run.name} has the ranks 0 to {known - 1}",
+                f"--rank {rank}: {run.name} has the ranks 0 to {count - 1}",
                 cure="leave it out to see all",
             )
 
 
-class _Shown:
-    """Prints lines.
+def _choose(lines: Iterable[Line], ranks: frozenset[int]) -> Iterator[Line]:
+    return (line for line in lines if not ranks or line.rank in ranks)
 
-    Args:
-        ranks: whose; none for all, and what else is logs.
-    """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self.any = False
-        self._ranks = frozenset(ranks)
-
-    def print(self, lines: Iterable[Line]) -> None:
-        """Print those of the ranks."""
-        for line in lines:
-            if not self._ranks or line.rank in self._ranks:
-                self.any = True
-                sys.stdout.write(f"{printable(line.text)}\n")
-        sys.stdout.flush()
+def _print(lines: Iterable[Line], tail: int | None = None) -> int:
+    """Print lines, or the last of them; how many."""
+    count = 0
+    for line in lines if tail is None else deque(lines, tail):
+        sys.stdout.write(f"{printable(line.text)}\n")
+        count += 1
+    sys.stdout.flush()
+    return count

@@ -27,7 +27,7 @@ def command(
     from pipectl.runs import find_run
 
     run = find_run(directory, name)
-    path = run.report if output is None else output.absolute()
+    path = run.path / "report.html" if output is None else output.absolute()
     make_directory_of(path)
     trace = None if is_stream(path) else path.with_suffix(".perfetto.json")
     found = report(run, time.time(), None if trace is None else trace.name)

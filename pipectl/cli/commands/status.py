@@ -3,90 +3,95 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipectl.cli.console import output
-from pipectl.cli.options import RUNS, Json, RunsDirectory, names_of_runs
+from pipectl.cli.console import note, output, say, say_json
+from pipectl.cli.options import RUNS, Json, RunNames, RunsDirectory
 from pipectl.errors import UnknownRunError, UsageError
 
 if TYPE_CHECKING:
-    from pipectl.runs import SweepDirectory
+    from pipectl.jobs.state import RunStatus
+    from pipectl.runs import RunDirectory, SweepDirectory
 
 
 def command(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[RUN]",
-            help="A run, a part of its name, 'last', or a sweep.",
-            autocompletion=names_of_runs,
-        ),
-    ] = None,
+    names: RunNames = None,
     directory: RunsDirectory = RUNS,
-    limit: Annotated[int, typer.Option(min=1, help="How many runs to list, newest last.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, help="Runs to list at most, newest last.")] = 20,
     ranks: Annotated[bool, typer.Option("--ranks", help="Every rank of a run in a table.")] = False,
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="On the whole screen, until it is over or Ctrl-C.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show all runs, or everything about one."""
+    """Show the newest runs, or everything about one."""
+    from pipectl.cli.views import live
+    from pipectl.cli.views import run as view
+    from pipectl.jobs.state import get_statuses
+    from pipectl.runs import RunDirectory, find, find_runs, list_runs
+
     if watch and as_json:
         raise UsageError("--watch and --json exclude each other", cure="leave one out")
-    if ranks and name is None:
-        raise UsageError("--ranks: of which run?", cure="name it, or write `last`")
-    if name is not None:
-        _one(directory, name, as_json=as_json, ranks=ranks, watch=watch)
-    elif watch:
-        from pipectl.cli.status_watch import watch_all
-
-        watch_all(directory, limit)
+    if ranks and len(names or ()) != 1:
+        raise UsageError("--ranks: of which run?", cure="name one, or write `last`")
+    if names and len(names) == 1:
+        one = find(directory, names[0])
+        if isinstance(one, RunDirectory):
+            _show_run(one, as_json=as_json, ranks=ranks, watch=watch)
+        else:
+            _show_sweep(one, as_json=as_json, ranks=ranks, watch=watch)
+        return
+    runs = find_runs(directory, names or ())
+    if watch:
+        live.watch_runs(directory, runs, limit)
+        return
+    every = runs or list_runs(directory)
+    shown = get_statuses(runs or every[-limit:], time.time())
+    if as_json:
+        say_json([view.run_json(status) for status in shown])
+    elif not shown:
+        say(f"{directory}: no runs yet; start one with: pipectl submit JOB.yaml")
     else:
-        from pipectl.cli.status_table import show_all
+        console = output()
+        console.print(view.runs_table(shown, console.width))
+        if len(every) > len(shown):
+            note(f"{len(every) - len(shown)} older runs are not shown; see --limit")
+    if names:
+        _exit_if_unknown(shown)
 
-        show_all(directory, limit, as_json=as_json)
+
+def _show_run(run: RunDirectory, *, as_json: bool, ranks: bool, watch: bool) -> None:
+    from pipectl.cli.views import live
+    from pipectl.cli.views import run as view
+    from pipectl.jobs.state import get_status
+
+    status = live.watch_run(run) if watch else get_status(run, time.time())
+    view.print_run(status, as_json=as_json)
+    if ranks and not as_json:
+        output().print(view.ranks_table(status))
+    _exit_if_unknown([status])
 
 
-def _sweep(sweep: SweepDirectory, *, as_json: bool, ranks: bool, watch: bool) -> None:
-    from pipectl.batch import JobState
-    from pipectl.cli.status_sweep import show_sweep
+def _show_sweep(sweep: SweepDirectory, *, as_json: bool, ranks: bool, watch: bool) -> None:
+    from pipectl.cli.views import live
+    from pipectl.cli.views import run as view
+    from pipectl.jobs.state import get_statuses
     from pipectl.runs import one_of
 
     if ranks:
         raise UsageError("--ranks: of which run?", cure=f"name it: {one_of(sweep)}, say")
     if watch:
-        from pipectl.cli.status_watch import watch_sweep
-
-        watch_sweep(sweep)
-    found = show_sweep(sweep, as_json=as_json)
-    if any(status.job.state is JobState.UNKNOWN for status in found):
-        raise typer.Exit(UnknownRunError.exit_code)
+        live.watch_sweep(sweep)
+    statuses = get_statuses(sweep.runs(), time.time())
+    view.print_sweep(sweep, statuses, as_json=as_json)
+    _exit_if_unknown(statuses)
 
 
-def _one(directory: Path, name: str, *, as_json: bool, ranks: bool, watch: bool) -> None:
+def _exit_if_unknown(statuses: Sequence[RunStatus]) -> None:
     from pipectl.batch import JobState
-    from pipectl.cli.status_view import show_run
-    from pipectl.jobs.status import status
-    from pipectl.runs import find_run, find_sweep
 
-    sweep = find_sweep(directory, name)
-    if sweep is not None:
-        _sweep(sweep, as_json=as_json, ranks=ranks, watch=watch)
-        return
-    run = find_run(directory, name)
-    if watch:
-        from pipectl.cli.status_watch import watch_one
-
-        found = watch_one(run)
-    else:
-        found = status(run, time.time())
-    show_run(found, as_json=as_json)
-    if ranks and not as_json:
-        from pipectl.cli.ranks_view import ranks_table
-
-        output().print(ranks_table(found))
-    if found.job.state is JobState.UNKNOWN:
+    if any(status.job.state is JobState.UNKNOWN for status in statuses):
         raise typer.Exit(UnknownRunError.exit_code)

@@ -238,13 +238,15 @@ def _print_sweep(sweep: SweepSubmission) -> None:
 def _follow_sweep(sweep: SweepSubmission, *, as_json: bool) -> None:
     """Follow one run after the other to its end, and exit with the code of the first failure."""
     from pipectl.cli.follow import exit_code, follow
-    from pipectl.cli.status_sweep import show_sweep
+    from pipectl.cli.views.run import print_sweep
+    from pipectl.jobs.state import get_statuses
 
     codes = []
     for submission in sweep.submissions:
         note(submission.run.name)
         codes.append(exit_code(follow(submission.run)))
-    show_sweep(sweep.sweep, as_json=as_json)
+    statuses = get_statuses(sweep.sweep.runs(), time.time())
+    print_sweep(sweep.sweep, statuses, as_json=as_json)
     if code := next(filter(None, codes), 0):
         raise typer.Exit(code)
 

@@ -11,7 +11,7 @@ from pipectl.runs import as_typed
 
 if TYPE_CHECKING:
     from pipectl.batch import MpiChoice
-    from pipectl.jobs.status import RunStatus
+    from pipectl.jobs.state import RunStatus
     from pipectl.plan import Plan
     from pipectl.runs import Record, RunDirectory
 
@@ -62,18 +62,18 @@ def print_measuring(run: RunDirectory, record: Record) -> None:
 
 def follow_to_the_end(run: RunDirectory, *, as_json: bool) -> None:
     """Show a run until it is over, and exit with its code."""
-    from pipectl.cli.status_view import show_run
+    from pipectl.cli.views.run import print_run
 
-    show_run(wait_for(run, as_json=as_json), as_json=as_json)
+    print_run(wait_for(run, as_json=as_json), as_json=as_json)
 
 
 def wait_for(run: RunDirectory, *, as_json: bool) -> RunStatus:
     """Follow a run to its end; one that failed is shown and ends the command."""
     from pipectl.cli.follow import exit_code, follow
-    from pipectl.cli.status_view import show_run
+    from pipectl.cli.views.run import print_run
 
     status = follow(run)
     if code := exit_code(status):
-        show_run(status, as_json=as_json)
+        print_run(status, as_json=as_json)
         raise typer.Exit(code)
     return status

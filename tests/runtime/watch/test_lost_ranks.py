@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pipectl.jobs.status import status
+from pipectl.jobs.state import get_status
 from pipectl.runs import read_errors
 from pipectl.runtime import watching
 
@@ -60,10 +60,10 @@ def test_all_end_and_the_rank_is_named(begin: Any, what: str, rank: int) -> None
     if what == "crashes":
         assert "in happen" in error["traceback"]
     assert f"pipectl: rank {rank}, stage {rank}, step 3, FORWARD micro-batch 1: " in log
-    culprit = status(ranks.run, 0.0).culprit
-    assert culprit is not None
-    assert culprit.where.startswith(f"rank {rank} on ")
-    assert culprit.others == 0
+    failure = get_status(ranks.run, 0.0).failure
+    assert failure is not None
+    assert failure.where.startswith(f"rank {rank} on ")
+    assert failure.others == 0
 
 
 @pytest.mark.parametrize("what", ["slow", pytest.param("nothing", marks=pytest.mark.torture)])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipectl.runs import Line, Logs, Printed, RunDirectory
+from pipectl.runs import Line, Log, Logs, RunDirectory
 
 
 @pytest.mark.parametrize(
@@ -32,37 +32,42 @@ from pipectl.runs import Line, Logs, Printed, RunDirectory
 def test_whose_a_line_is(tmp_path: Path, name: str, text: bytes, line: Line) -> None:
     path = tmp_path / name
     path.write_bytes(text + b"\n")
-    assert list(Printed(path).all()) == [line]
+    assert list(Log(path).read_lines(to_the_end=True)) == [line]
 
 
 def test_a_line_that_grows_is_read_once_and_whole(tmp_path: Path) -> None:
     path = tmp_path / "rank-0000.log"
-    printed = Printed(path)
-    assert list(printed.whole()) == []
+    log = Log(path)
+    assert list(log.read_lines()) == []
     path.write_bytes(b"caf\xc3")
-    assert list(printed.whole()) == []
-    with path.open("ab") as log:
-        log.write(b"\xa9\nbeg")
-    assert list(printed.whole()) == [Line(0, "[0] café")]
-    assert list(printed.all()) == [Line(0, "[0] beg")]
-    assert list(printed.all()) == []
+    assert list(log.read_lines()) == []
+    with path.open("ab") as file:
+        file.write(b"\xa9\nbeg")
+    assert list(log.read_lines()) == [Line(0, "[0] café")]
+    assert list(log.read_lines(to_the_end=True)) == [Line(0, "[0] beg")]
+    assert list(log.read_lines(to_the_end=True)) == []
 
 
 def test_a_log_that_was_cut_is_read_from_its_begin(tmp_path: Path) -> None:
     path = tmp_path / "job.log"
     path.write_text("one\ntwo\nthr")
-    printed = Printed(path)
-    assert len(list(printed.whole())) == 2
+    log = Log(path)
+    assert len(list(log.read_lines())) == 2
     path.write_text("new\n")
-    assert list(printed.all()) == [Line(None, "new")]
+    assert list(log.read_lines(to_the_end=True)) == [Line(None, "new")]
 
 
 def test_long_logs_are_read_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipectl.runs.printed._CHUNK", 7)
-    monkeypatch.setattr("pipectl.runs.printed._MAX_LINE", 20)
+    monkeypatch.setattr("pipectl.runs.logs._CHUNK", 7)
+    monkeypatch.setattr("pipectl.runs.logs._MAX_LINE", 20)
     path = tmp_path / "node-n1.log"
     path.write_text("".join(f"[{rank}] {'x' * rank}\n" for rank in range(10)) + "y" * 50)
-    assert [line.rank for line in Printed(path).all()] == [*range(10), None, None, None]
+    assert [line.rank for line in Log(path).read_lines(to_the_end=True)] == [
+        *range(10),
+        None,
+        None,
+        None,
+    ]
 
 
 def test_logs_of_ranks_come_before_that_of_the_job_by_their_numbers(tmp_path: Path) -> None:
@@ -71,7 +76,7 @@ def test_logs_of_ranks_come_before_that_of_the_job_by_their_numbers(tmp_path: Pa
     run.job_log.write_text("why\n")
     for rank in (10000, 10, 9):
         run.rank_log(rank).write_text("text\n")
-    texts = [line.text for line in Logs(run).all()]
+    texts = [line.text for line in Logs(run).read_lines(to_the_end=True)]
     assert texts == ["[9] text", "[10] text", "[10000] text", "why"]
 
 
@@ -81,4 +86,4 @@ def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
     run.rank_log(0).symlink_to("/dev/zero")
     os.mkfifo(run.rank_log(1))
     run.job_log.mkdir()
-    assert list(Logs(run).all()) == []
+    assert list(Logs(run).read_lines(to_the_end=True)) == []

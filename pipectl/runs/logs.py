@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from pipectl.access import open_regular
 from pipectl.runs.directory import RunDirectory
@@ -30,7 +30,7 @@ class Line(NamedTuple):
     text: str
 
 
-class Printed:
+class Log:
     """Reads a log that grows, from where it stopped before; what is no file is empty.
 
     Args:
@@ -38,42 +38,37 @@ class Printed:
     """
 
     def __init__(self, path: Path) -> None:
-        self.seen = 0
+        self.offset = 0
         self._path = path
         self._rest = b""
         name = _OF_RANK.fullmatch(path.name)
         self._rank = None if name is None else int(name[1])
         self._is_labelled = path.name.startswith("node-")
 
-    def whole(self) -> Iterator[Line]:
-        """The lines that were finished since."""
-        file = self._open()
-        if file is None:
+    def read_lines(self, *, to_the_end: bool = False) -> Iterator[Line]:
+        """The lines that were finished since.
+
+        Args:
+            to_the_end: also the start of one that is not finished and will not be.
+        """
+        try:
+            file = os.fdopen(open_regular(self._path), "rb")
+        except OSError:
             return
         with file:
-            if os.fstat(file.fileno()).st_size < self.seen:  # it was cut
-                self.seen, self._rest = 0, b""
-            file.seek(self.seen)
+            if os.fstat(file.fileno()).st_size < self.offset:  # it was cut
+                self.offset, self._rest = 0, b""
+            file.seek(self.offset)
             while text := file.read(_CHUNK):
-                self.seen += len(text)
+                self.offset += len(text)
                 *lines, self._rest = (self._rest + text).split(b"\n")
                 yield from map(self._line, lines)
                 while len(self._rest) > _MAX_LINE:
                     yield self._line(self._rest[:_MAX_LINE])
                     self._rest = self._rest[_MAX_LINE:]
-
-    def all(self) -> Iterator[Line]:
-        """Those, and the begin of one that is not finished and will not be."""
-        yield from self.whole()
-        if self._rest:
+        if to_the_end and self._rest:
             yield self._line(self._rest)
-        self._rest = b""
-
-    def _open(self) -> BinaryIO | None:
-        try:
-            return os.fdopen(open_regular(self._path), "rb")
-        except OSError:
-            return None
+            self._rest = b""
 
     def _line(self, text: bytes) -> Line:
         """Of what a carriage return has overwritten, the last remains, as on a terminal."""
@@ -89,23 +84,15 @@ class Logs:
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
-        self._printed: dict[Path, Printed] = {}
+        self._logs: dict[Path, Log] = {}
 
     @property
-    def seen(self) -> int:
-        """Bytes read so far."""
-        return sum(printed.seen for printed in self._printed.values())
+    def bytes_read(self) -> int:
+        """Over all logs, so far."""
+        return sum(log.offset for log in self._logs.values())
 
-    def whole(self) -> Iterator[Line]:
-        """The lines that were finished since."""
-        for printed in self._logs():
-            yield from printed.whole()
-
-    def all(self) -> Iterator[Line]:
-        """Those, and those that are not finished and will not be."""
-        for printed in self._logs():
-            yield from printed.all()
-
-    def _logs(self) -> Iterator[Printed]:
+    def read_lines(self, *, to_the_end: bool = False) -> Iterator[Line]:
+        """As of one :class:`Log`, of each."""
         for path in (*self._run.rank_logs(), self._run.job_log):
-            yield self._printed.setdefault(path, Printed(path))
+            log = self._logs.setdefault(path, Log(path))
+            yield from log.read_lines(to_the_end=to_the_end)

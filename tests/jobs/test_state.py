@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from pipectl.batch import JobState, JobStatus
-from pipectl.jobs import status as status_module
-from pipectl.jobs.watching import Watching
+from pipectl.jobs import state
+from pipectl.jobs.state import Answer, Poller, get_statuses
 from pipectl.runs import Record, RunDirectory, beat
 
 
@@ -36,7 +36,7 @@ class Scheduler:
 @pytest.fixture
 def schedulers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Scheduler]:
     found = {"slurm": Scheduler(), "local": Scheduler()}
-    monkeypatch.setattr(status_module, "get", found.__getitem__)
+    monkeypatch.setattr(state, "get", found.__getitem__)
     return found
 
 
@@ -50,28 +50,28 @@ def run(tmp_path: Path, job_id: str, scheduler: str = "slurm") -> RunDirectory:
 
 def test_questions_become_rare(tmp_path: Path, schedulers: dict[str, Scheduler]) -> None:
     clock, runs = Clock(), [run(tmp_path, "7")]
-    watching = Watching(clock)
+    poller = Poller(clock)
     for _ in range(2 * 600):
-        (found,) = watching.look(runs, 1.7e9)
+        (found,) = poller.get_statuses(runs, 1.7e9)
         assert found.job.state is JobState.RUNNING
         clock.now += 0.5
     assert 10 <= len(schedulers["slurm"].asked) <= 17, "in ten minutes"
-    assert watching._pause_s == 60.0
+    assert poller._pause_s == 60.0
 
 
 def test_a_new_job_is_asked_about_at_once(tmp_path: Path, schedulers: dict[str, Scheduler]) -> None:
-    watching = Watching(Clock())
+    poller = Poller(Clock())
     first = run(tmp_path, "7")
-    watching.look([first], 1.7e9)
-    watching.look([first, run(tmp_path, "8")], 1.7e9)
+    poller.get_statuses([first], 1.7e9)
+    poller.get_statuses([first, run(tmp_path, "8")], 1.7e9)
     assert [sorted(ids) for ids in schedulers["slurm"].asked] == [["7"], ["7", "8"]]
 
 
 def test_a_job_less_is_no_reason_to_ask(tmp_path: Path, schedulers: dict[str, Scheduler]) -> None:
-    watching = Watching(Clock())
+    poller = Poller(Clock())
     first, second = run(tmp_path, "7"), run(tmp_path, "8")
-    watching.look([first, second], 1.7e9)
-    (found,) = watching.look([second], 1.7e9)
+    poller.get_statuses([first, second], 1.7e9)
+    (found,) = poller.get_statuses([second], 1.7e9)
     assert found.job.state is JobState.RUNNING
     assert len(schedulers["slurm"].asked) == 1
 
@@ -82,8 +82,8 @@ def test_while_the_next_start_waits_nothing_is_going_on(tmp_path: Path, state: J
     beat(waiting, "training", 2, 9)
     line = {"attempt": 1, "step": 2, "steps": 9, "loss": 1.5, "step_time_s": 0.1}
     waiting.metrics.write_text(json.dumps(line) + "\n")
-    answers = {"slurm": status_module.Answer({"41": JobStatus(state)})}
-    (found,) = status_module.statuses([waiting], 1.7e9, lambda _: answers)
+    answers = {"slurm": Answer({"41": JobStatus(state)})}
+    (found,) = get_statuses([waiting], 1.7e9, lambda _: answers)
     going = state is JobState.RUNNING
     assert found.phase == ("training" if going else "")
     assert (found.measured.remaining_s is not None) == going
@@ -93,10 +93,10 @@ def test_while_the_next_start_waits_nothing_is_going_on(tmp_path: Path, state: J
 def test_processes_of_this_machine_are_looked_at_every_time(
     tmp_path: Path, schedulers: dict[str, Scheduler]
 ) -> None:
-    watching = Watching(Clock())
+    poller = Poller(Clock())
     runs = [run(tmp_path, "7"), run(tmp_path, "9.1@here", "local")]
     for _ in range(3):
-        watching.look(runs, 1.7e9)
+        poller.get_statuses(runs, 1.7e9)
     assert len(schedulers["local"].asked) == 3
     assert len(schedulers["slurm"].asked) == 1
 
@@ -114,7 +114,7 @@ def test_a_queue_that_hangs_is_waited_for_while_nothing_else_tells_of_a_run(
         raise subprocess.TimeoutExpired("squeue", timeout)
 
     monkeypatch.setattr(subprocess, "run", hang)
-    watching = Watching(Clock())
-    (found,) = watching.look([made], 1.7e9 + 600)
+    poller = Poller(Clock())
+    (found,) = poller.get_statuses([made], 1.7e9 + 600)
     assert waited == [patience_s]
     assert f"squeue: no answer within {patience_s} s" in found.job.reason

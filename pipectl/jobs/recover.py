@@ -1,0 +1,131 @@
+"""Jobs that no record names: of interrupted submissions, and those that job scripts submitted."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from pipectl.access import is_ours, read_limited
+from pipectl.batch import get
+from pipectl.errors import DataFileError, PipectlError, UsageError
+from pipectl.runs import Record, RunDirectory, as_typed, is_job_id, list_runs, locked, sweep_of
+
+_MAX_RUNS = 10
+"""Runs of one name to look at, the newest."""
+_MAX_BYTES = 1000
+_BY_TAG = "found by its tag"
+
+
+def recover(run: RunDirectory, now: float) -> Record:
+    """The record of a run; completed, if its job is not the one that it names.
+
+    That is so if a submission was interrupted, but reached the queue (the job is found by its tag),
+    and if a job script submitted itself again, since the batch system requeues none. Nothing is
+    changed while another command has the run, or if it is another user's.
+
+    Args:
+        now: seconds since the epoch.
+
+    Raises:
+        DataFileError: there is no record, or it is damaged.
+    """
+    record = Record.load(run.record)
+    if record.job_id is not None and _read_next_job(run) in {None, record.job_id}:
+        return record
+    if not is_ours(run.path):
+        return add_next_job(run, record, now)
+    with locked(run, wait=False) as ours:
+        return recover_locked(run, now, wait=False) if ours else record
+
+
+def recover_locked(run: RunDirectory, now: float, *, wait: bool = True) -> Record:
+    """What :func:`recover` does, for a caller that has the run.
+
+    Args:
+        wait: whether to wait for a command that has the sweep of the run.
+
+    Raises:
+        DataFileError: there is no record, or it is damaged.
+    """
+    known = Record.load(run.record)
+    record = add_next_job(run, known, now)
+    if record is not known:
+        with suppress(UsageError):  # it is read from the same file the next time
+            record.save(run.record)
+        return record
+    if record.job_id is not None or record.state != "submitting":
+        return record
+    if record.task is not None and record.sweep is not None:
+        return _recover_array(run, record, record.sweep.name, now, wait=wait)
+    with suppress(PipectlError):
+        job_id = get(record.scheduler).find(record.tag)
+        if job_id is not None:
+            record = record.after(now, "submitted", job_id=job_id, detail=_BY_TAG)
+            record.save(run.record)
+    return record
+
+
+def _recover_array(
+    run: RunDirectory, record: Record, sweep: str, now: float, *, wait: bool
+) -> Record:
+    """The record of a run of a sweep; all of its runs get their ids, with one question."""
+    directory = sweep_of(run, sweep)
+    with locked(directory, wait=wait) as ours, suppress(PipectlError):
+        if ours and Record.load(run.record).job_id is None:
+            scheduler = get(record.scheduler)
+            array_id = scheduler.find(record.tag)
+            for other in () if array_id is None else directory.runs():
+                with locked(other, wait=False) as free, suppress(DataFileError):
+                    if not free and other != run:
+                        continue
+                    one = Record.load(other.record)
+                    if one.job_id is None and one.tag == record.tag and one.task is not None:
+                        job_id = scheduler.task_id(array_id or "", one.task)
+                        one = one.after(now, "submitted", job_id=job_id, detail=_BY_TAG)
+                        one.save(other.record)
+    return Record.load(run.record)
+
+
+def add_next_job(run: RunDirectory, record: Record, now: float) -> Record:
+    """The record with the job that the job script submitted, if it did; else the same.
+
+    Who asks for a job's state looks here afterwards, since a script submits just before it ends.
+    """
+    job_id = _read_next_job(run)
+    if job_id in {None, record.job_id}:
+        return record
+    return record.after(now, "submitted", job_id=job_id, detail=f"{job_id}, by its own script")
+
+
+def refuse_twice(base: Path, name: str, now: float) -> None:
+    """Raise if an earlier submission of a job was interrupted, but is in the queue.
+
+    It is raised once: the run's record is complete from then on.
+
+    Raises:
+        UsageError: naming the run.
+    """
+    mine = [run for run in list_runs(base) if run.name.split("-", 2)[2].startswith(name)]
+    for run in mine[-_MAX_RUNS:]:
+        with suppress(DataFileError):
+            before = Record.load(run.record)
+            if before.name != name or before.job_id is not None:
+                continue
+            record = recover(run, now)
+            if record.job_id is not None:
+                raise UsageError(
+                    f"{run.name}: was interrupted while it was submitted, and is "
+                    f"{record.scheduler} job {record.job_id}; nothing was submitted now",
+                    cure=f"follow it with `pipectl status {as_typed(run)}`, or end it with "
+                    "`pipectl cancel`; for another run beside it, submit again",
+                )
+
+
+def _read_next_job(run: RunDirectory) -> str | None:
+    """The job that the script submitted, if it did."""
+    try:
+        text = read_limited(run.resubmitted, _MAX_BYTES).decode()
+    except (OSError, ValueError):
+        return None
+    words = text.split()
+    return words[-1] if words and is_job_id(words[-1]) else None

@@ -1,0 +1,381 @@
+"""The state of runs: what the batch system says, joined with what the run directory holds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any, NamedTuple
+
+from pipectl.batch import Evidence, JobState, JobStatus, get, process, resolve
+from pipectl.errors import DataFileError, PipectlError
+from pipectl.jobs.measured import Expected, Measured, measured
+from pipectl.jobs.places import LOCAL
+from pipectl.jobs.recover import add_next_job, recover
+from pipectl.plan import Plan
+from pipectl.runs import (
+    PROFILING,
+    TRAINING,
+    Record,
+    RunDirectory,
+    read_errors,
+    read_exit_code,
+    read_figures,
+    read_heartbeat,
+    read_report,
+    read_requeue_error,
+    read_stall,
+)
+
+_SHORT_PATIENCE_S = 10.0
+_MIN_WAITING, _MAX_SHARE_OF_IT = 0.3, 0.5
+"""The others' waiting that is worth a word, and how much less the rank they wait for waits."""
+_MIN_PAUSE_S, _MAX_PAUSE_S, _GROWTH = 10.0, 60.0, 1.25
+
+
+class Peak(NamedTuple):
+    """The most memory a rank has held, the process included, and what was predicted."""
+
+    rank: int
+    measured_bytes: int
+    predicted_bytes: int | None
+
+
+class Laggard(NamedTuple):
+    """The rank that the others wait for.
+
+    Args:
+        node: empty if it is not known.
+        share: of its own time that it waits, from 0 to 1.
+        others: what the others wait on average.
+    """
+
+    rank: int
+    node: str
+    share: float
+    others: float
+
+
+@dataclass(frozen=True)
+class FirstFailure:
+    """The failure that broke a run.
+
+    Args:
+        where: e.g. ``rank 3 on n1, stage 2, BACKWARD micro-batch 5, step 17``.
+        others: how many further ranks reported an error.
+    """
+
+    where: str
+    message: str
+    cure: str | None
+    exit_code: int
+    others: int
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """Everything known about one run.
+
+    Args:
+        record: None if it cannot be read; ``job.reason`` then says why.
+        job: the state and where it is known from.
+        phase: what the ranks said they do, e.g. ``training``; empty before the first heartbeat, and
+            while the next start is yet to come.
+        plan: None before the job has made one.
+        failure: the first one that was reported, if any was.
+        restarts: how often the job was started again.
+    """
+
+    run: RunDirectory
+    record: Record | None
+    job: JobStatus
+    phase: str
+    measured: Measured
+    plan: Plan | None
+    ranks: tuple[Mapping[str, Any], ...]
+    failure: FirstFailure | None
+    restarts: int = 0
+
+    @property
+    def stalled(self) -> str:
+        """Who waits for whom, if no rank has moved on for long; else empty."""
+        return read_stall(self.run) if self.job.state.alive else ""
+
+    @property
+    def expected(self) -> Expected | None:
+        """What the plan says of the figures."""
+        return None if self.plan is None else Expected.of(self.plan)
+
+    @property
+    def predicted_step_s(self) -> float | None:
+        """The simulated step time."""
+        return None if self.expected is None else self.expected.step_time_s
+
+    @property
+    def prediction_ratio(self) -> float | None:
+        """Measured over predicted step time."""
+        predicted, step_s = self.predicted_step_s, self.measured.step_time_s
+        return step_s / predicted if predicted and step_s else None
+
+    @property
+    def efficiency(self) -> float | None:
+        """See :meth:`pipectl.jobs.measured.Expected.efficiency`."""
+        if self.expected is None or not self.measured.step_time_s:
+            return None
+        return self.expected.efficiency(self.measured.step_time_s)
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether it is a training that ended before it was done, whatever ended it."""
+        ended = self.job.state.final and self.job.state is not JobState.COMPLETED
+        return ended and self.record is not None and self.record.kind == TRAINING
+
+    @property
+    def peaks(self) -> list[Peak]:
+        """The most memory of every rank that has reported it."""
+        expected = self.expected
+        predicted = dict(enumerate(() if expected is None else expected.peak_memory_bytes))
+        return [
+            Peak(int(rank["rank"]), int(rank["peak_bytes"]), predicted.get(int(rank["rank"])))
+            for rank in self.ranks
+            if rank.get("peak_bytes") is not None
+        ]
+
+    @property
+    def laggard(self) -> Laggard | None:
+        """The rank that the others wait for; None if all wait about alike, or little."""
+        known = [rank for rank in self.ranks if rank.get("waiting") is not None]
+        if len(known) < 2:
+            return None
+        least = min(known, key=lambda rank: rank["waiting"])
+        share = float(least["waiting"])
+        others = (sum(rank["waiting"] for rank in known) - share) / (len(known) - 1)
+        if others < _MIN_WAITING or share > _MAX_SHARE_OF_IT * others:
+            return None
+        return Laggard(int(least["rank"]), str(least.get("node", "")), share, others)
+
+    @property
+    def steps(self) -> int | None:
+        """Steps the run is to make."""
+        return self.record.steps if self.record is not None else self.measured.steps
+
+
+class Answer(NamedTuple):
+    """What one batch system said about its jobs."""
+
+    listed: Mapping[str, JobStatus]
+    error: str | None = None
+
+
+Answers = Mapping[str, Answer]
+"""By batch system."""
+
+
+def ask_schedulers(records: Sequence[Record]) -> dict[str, Answer]:
+    """Ask every batch system once; one that fails is not asked again."""
+    answers = {}
+    for name in {record.scheduler for record in records}:
+        ours = [record for record in records if record.scheduler == name and record.job_id]
+        ids = [record.job_id for record in ours if record.job_id is not None]
+        if not ids:
+            continue
+        since = min(record.submitted_at for record in ours)
+        try:
+            answers[name] = Answer(get(name).query(ids, since=since))
+        except PipectlError as error:
+            answers[name] = Answer({}, error.message)
+    return answers
+
+
+def get_status(run: RunDirectory, now: float) -> RunStatus:
+    """The state of one run; see :func:`get_statuses`."""
+    return get_statuses([run], now)[0]
+
+
+def get_statuses(
+    runs: Sequence[RunDirectory],
+    now: float,
+    ask: Callable[[Sequence[Record]], Answers] = ask_schedulers,
+) -> list[RunStatus]:
+    """The state of several runs, with one question per batch system.
+
+    Args:
+        now: seconds since the epoch.
+        ask: what the batch systems say of the jobs in these records.
+    """
+    records: dict[RunDirectory, Record] = {}
+    damage: dict[RunDirectory, str] = {}
+    for run in runs:
+        try:
+            records[run] = recover(run, now)
+        except DataFileError as error:
+            damage[run] = error.message
+    # Not for long, if the files of every run say something.
+    written = all(run.heartbeat.exists() or run.exit_code.exists() for run in runs)
+    with process.patience(_SHORT_PATIENCE_S if written else inf):
+        answers = ask(list(records.values()))
+        newer = {run: add_next_job(run, record, now) for run, record in records.items()}
+        if newer != records:
+            records, answers = newer, ask(list(newer.values()))
+    return [_get_status(run, records.get(run), damage.get(run, ""), answers, now) for run in runs]
+
+
+class Poller:
+    """The state of runs again and again, for somebody who watches them.
+
+    What jobs write is read every time. Batch systems serve many people: they are asked at once
+    about a job that they were not asked about before, and then ever more rarely.
+
+    Args:
+        clock: in seconds, of any origin.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._pause_s, self._due_s = _MIN_PAUSE_S, 0.0
+        self._asked: frozenset[tuple[str, str | None]] = frozenset()
+        self._answers: Answers = {}
+
+    def get_statuses(self, runs: Sequence[RunDirectory], now: float) -> list[RunStatus]:
+        """As they are now; what a batch system said may be up to a minute old.
+
+        Args:
+            now: seconds since the epoch.
+        """
+        return get_statuses(runs, now, self._ask)
+
+    def _ask(self, records: Sequence[Record]) -> Answers:
+        here = [record for record in records if record.scheduler == LOCAL]
+        away = [record for record in records if record.scheduler != LOCAL]
+        jobs = frozenset((record.scheduler, record.job_id) for record in away)
+        known = jobs <= self._asked
+        if not known or self._clock() >= self._due_s:
+            self._pause_s = min(self._pause_s * _GROWTH, _MAX_PAUSE_S) if known else _MIN_PAUSE_S
+            self._asked, self._answers = jobs, ask_schedulers(away)
+            self._due_s = self._clock() + self._pause_s
+        return {**self._answers, **ask_schedulers(here)}
+
+
+def read_measured(run: RunDirectory, record: Record | None) -> Measured:
+    """What a run has done so far; the steps of one that only measures are percent."""
+    if record is None or record.kind != PROFILING:
+        return measured(read_figures(run))
+    return Measured(step=_read_heartbeat(run).get("step") or 0, steps=record.steps)
+
+
+def find_first_failure(run: RunDirectory) -> FirstFailure | None:
+    """The failure of a run that came first, on whatever rank; None if nothing reported one."""
+    preparation = read_report(run.preparation_error)
+    reports = [*([] if preparation is None else [preparation]), *read_errors(run)]
+    if not reports:
+        return None
+    first = reports[0]
+    rank, stage, kind, code = (first.get(key) for key in ("rank", "stage", "type", "exit_code"))
+    host = f" on {first['host']}" if first.get("host") else ""
+    where = ["preparation" if rank is None else f"rank {rank}"]
+    where[0] += host
+    if stage is not None and stage >= 0:
+        where.append(f"stage {stage}")
+    if first.get("action") and rank is not None:
+        where.append(str(first["action"]))
+    if first.get("step") is not None:
+        where.append(f"step {first['step']}")
+    return FirstFailure(
+        where=", ".join(where),
+        message=f"{kind}: {first.get('message')}" if kind else str(first.get("message")),
+        cure=first.get("cure"),
+        exit_code=code if code is not None and 0 < code < 128 else 1,
+        others=len(reports) - 1,
+    )
+
+
+def find_best(runs: Sequence[RunStatus]) -> RunStatus | None:
+    """Of the runs that have completed, the one with the lowest loss.
+
+    That of the evaluation counts if all of them have one, else that of the last step; other metrics
+    do not, since nobody says whether more of them is better.
+
+    Returns:
+        None if fewer than two can be compared.
+    """
+    completed = [status for status in runs if status.job.state is JobState.COMPLETED]
+    evaluated = bool(completed) and all("loss" in one.measured.evaluation for one in completed)
+    losses = {
+        index: loss
+        for index, one in enumerate(completed)
+        if (loss := one.measured.evaluation.get("loss") if evaluated else one.measured.last_loss)
+        is not None
+    }
+    return completed[min(losses, key=losses.__getitem__)] if len(losses) > 1 else None
+
+
+def _get_status(
+    run: RunDirectory, record: Record | None, damage: str, answers: Answers, now: float
+) -> RunStatus:
+    """Join what the batch system said with what the files say now.
+
+    Args:
+        damage: of the record, if it cannot be read.
+    """
+    heartbeat, so_far = _read_heartbeat(run), read_measured(run, record)
+    if record is None:
+        job = JobStatus(JobState.UNKNOWN, reason=damage, source="none")
+    else:
+        answer = answers.get(record.scheduler, Answer({}))
+        job = _resolve_job(run, record, answer, heartbeat, so_far, now)
+    plan = None
+    with suppress(DataFileError):  # a damaged one does not keep the state from being told
+        plan = Plan.load(run.plan)
+    return RunStatus(
+        run=run,
+        record=record,
+        job=job,
+        phase="" if job.state.waits else heartbeat.get("state") or "",
+        restarts=max(0, (heartbeat.get("attempt") or 1) - 1),
+        measured=so_far.waiting if job.state.waits else so_far,
+        plan=plan,
+        ranks=tuple(heartbeat.get("ranks") or ()),
+        failure=find_first_failure(run),
+    )
+
+
+def _resolve_job(
+    run: RunDirectory,
+    record: Record,
+    answer: Answer,
+    heartbeat: Mapping[str, Any],
+    so_far: Measured,
+    now: float,
+) -> JobStatus:
+    written_at, words = None, ""
+    if heartbeat:
+        state, step, steps = (heartbeat.get(key) for key in ("state", "step", "steps"))
+        words = f"{state}, step {step} of {steps}"
+        with suppress(OSError):  # by the clock of the file system, which all nodes share
+            written_at = run.heartbeat.stat().st_mtime
+    job = resolve(
+        Evidence(
+            now=now,
+            submitted_at=record.submitted_at,
+            listed=answer.listed.get(record.job_id or ""),
+            query_error=answer.error,
+            exit_code=read_exit_code(run),
+            heartbeat_at=written_at,
+            heartbeat=words,
+            step_time_s=so_far.step_time_s,
+            cancelled=record.state == "cancelled",
+            submitting=record.state == "submitting",
+        )
+    )
+    if job.state is JobState.PREEMPTED and (error := read_requeue_error(run)):
+        return replace(job, reason=f"{job.reason}; it could not be started again: {error}")
+    return job
+
+
+def _read_heartbeat(run: RunDirectory) -> Mapping[str, Any]:
+    """The last heartbeat; empty if there is none, or it is damaged."""
+    with suppress(DataFileError):
+        return read_heartbeat(run) or {}
+    return {}
