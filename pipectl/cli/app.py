@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from pipectl import __version__
-from pipectl.cli import lab, trace
+from pipectl.cli import lab
 from pipectl.cli.commands import (
     cancel,
     check,
@@ -41,7 +41,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for module in (
-    init, check, profile, plan, submit, status, logs, trace, report, cancel,
+    init, check, profile, plan, submit, status, logs, report, cancel,
     resume, export, doctor,
 ):  # fmt: skip
     app.command(module.__name__.rpartition(".")[2])(module.command)

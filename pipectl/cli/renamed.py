@@ -8,7 +8,12 @@ from typer.core import TyperGroup
 
 from pipectl.errors import UsageError
 
-COMMANDS = {"schema": "check --schema", "simulate": "lab simulate", "verify": "lab verify"}
+COMMANDS = {
+    "schema": "check --schema",
+    "simulate": "lab simulate",
+    "trace": "report",
+    "verify": "lab verify",
+}
 OPTIONS = {
     "plan": {
         "--batch-size": "--set training.batch_size=N",

@@ -1,26 +1,28 @@
-"""A run on one page of HTML: how it went, how it was planned, what took how long."""
+"""A run on one page of HTML, and its recorded steps beside what was predicted."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
 from html import escape
-from typing import NamedTuple
 
 from pipectl.batch import JobState
-from pipectl.errors import PipectlError
+from pipectl.errors import PipectlError, UsageError
 from pipectl.jobs.state import RunStatus, get_status
-from pipectl.jobs.tracing import Traced, traced
 from pipectl.plan import Plan, Stage
 from pipectl.profile import Profile
-from pipectl.report.curves import Point, curve
-from pipectl.report.finding import finding
-from pipectl.report.graph_svg import graph_svg
-from pipectl.report.page import bars, heading, page, paragraph, table
-from pipectl.report.perfetto import chrome_trace
-from pipectl.report.timelines_html import timelines_html
-from pipectl.runs import RunDirectory, read_metrics
+from pipectl.report.comparison import (
+    Comparison,
+    compare,
+    find_bottleneck,
+    find_largest_difference,
+)
+from pipectl.report.page import Point, bars, curve, heading, page, paragraph, table, timelines_html
+from pipectl.report.perfetto import Group
+from pipectl.runs import RunDirectory, measured_steps, read_metrics
+from pipectl.schedule import channels
 from pipectl.timeline import Timeline
 from pipectl.units import format_bytes, format_time
 
@@ -28,105 +30,155 @@ _STAGES = (
     "stage", "ranks", "operators", "first", "last", "forward", "backward", "parameters", "memory",
 )  # fmt: skip
 _FIGURES = ("stage", "operators", "forward", "backward", "parameters")
-_MOST_RANKS = 64
+_MAX_RANKS = 64
 
 
-class Report(NamedTuple):
-    """What is told about a run.
+@dataclass(frozen=True)
+class RecordedStep:
+    """One recorded step.
 
     Args:
-        page: in HTML.
-        trace: its recorded step beside the predicted one, for a trace viewer; None without one.
+        steps: all that were recorded.
     """
 
-    page: str
-    trace: str | None
+    run: RunDirectory
+    plan: Plan
+    steps: tuple[int, ...]
+    predicted: Timeline
+    measured: Timeline
+
+    def compare(self) -> Comparison:
+        """Predicted against measured."""
+        return compare(self.predicted, self.measured, channels(self.plan))
+
+    def timelines(self) -> dict[str, Timeline]:
+        """Both, by name."""
+        return {"predicted": self.predicted, f"measured, step {self.measured.step}": self.measured}
+
+    def groups(self) -> tuple[Group, Group]:
+        """Both, for a trace viewer."""
+        return (
+            Group("predicted", self.predicted, self.plan),
+            Group("measured", self.measured, self.plan),
+        )
 
 
-def report(run: RunDirectory, now: float, trace_name: str | None) -> Report:
+def load_step(run: RunDirectory, step: int | None = None) -> RecordedStep:
+    """A recorded step; by default the last.
+
+    Raises:
+        UsageError: it was not recorded, or under another plan than the run has now.
+        DataFileError: a file is missing or damaged.
+    """
+    steps = tuple(measured_steps(run))
+    if not steps:
+        raise UsageError(
+            f"{run.name}: no step is recorded yet",
+            cure="`trace.steps` in the job says which will be; `pipectl report -o page.html` "
+            "shows the rest",
+        )
+    chosen = steps[-1] if step is None else step
+    if chosen not in steps:
+        some = ", ".join(map(str, steps[-5:]))
+        raise UsageError(
+            f"{run.name}: step {chosen} is not recorded", cure=f"steps that are: {some}"
+        )
+    predicted, measured = Timeline.load(run.predicted), Timeline.load(run.measured_of(chosen))
+    plan = Plan.load(run.plan)
+    if measured.ranks != plan.ranks:
+        raise UsageError(
+            f"{run.name}: step {chosen} was recorded on {measured.ranks} ranks, and the plan has "
+            f"{plan.ranks}",
+            cure="it is of an earlier plan; `--step` chooses another",
+        )
+    return RecordedStep(run, plan, steps, predicted, measured)
+
+
+def make_page(run: RunDirectory, now: float, step: int | None = None) -> str:
     """The page, from what the run directory holds by now; what is missing is left out.
 
     Args:
         now: seconds since the epoch.
-        trace_name: of the file beside the page that the trace goes to; None where it has none.
+        step: of those recorded; by default the last.
+
+    Raises:
+        UsageError: that step is not recorded.
     """
-    found = get_status(run, now)
-    profile, step = _profile(run), _traced(run)
-    parts = [*_head(found, now), *_verdict(found, step)]
-    if found.plan is not None:
-        parts += [*_plan(found.plan, profile), *_timelines(found, step, trace_name)]
-        parts += _memory(found)
+    status = get_status(run, now)
+    profile, recorded = None, None
+    with suppress(PipectlError):
+        profile = Profile.load(run.profile)
+    try:
+        recorded = load_step(run, step)
+    except PipectlError:
+        if step is not None:
+            raise
+    parts = [*_head(status, now), *_speed(status, recorded)]
+    if status.plan is not None:
+        parts += [*_plan(status.plan, profile), *_timelines(status, recorded), *_memory(status)]
     parts += _curves(run)
-    if found.plan is not None and profile is not None:
-        parts += _graph(found.plan, profile)
-    trace = None if step is None or trace_name is None else chrome_trace(step.groups())
-    return Report(page(f"{run.name} - pipectl", parts), trace)
+    return page(f"{run.name} - pipectl", parts)
 
 
-def _profile(run: RunDirectory) -> Profile | None:
-    with suppress(PipectlError):
-        return Profile.load(run.profile)
-    return None
-
-
-def _traced(run: RunDirectory) -> Traced | None:
-    with suppress(PipectlError):
-        return traced(run)
-    return None
-
-
-def _head(found: RunStatus, now: float) -> Iterator[str]:
-    yield f"<h1>{escape(found.run.name)}</h1>"
-    state = found.job.state.value
-    reason = f": {found.job.reason}" if found.job.reason else ""
-    steps = f", step {found.measured.step} of {found.steps}" if found.steps else ""
-    bad = found.job.state.final and found.job.state is not JobState.COMPLETED
+def _head(status: RunStatus, now: float) -> Iterator[str]:
+    yield f"<h1>{escape(status.run.name)}</h1>"
+    state = status.job.state.value
+    reason = f": {status.job.reason}" if status.job.reason else ""
+    steps = f", step {status.measured.step} of {status.steps}" if status.steps else ""
+    bad = status.job.state.final and status.job.state is not JobState.COMPLETED
     yield paragraph(f"{state}{steps}{reason}", "bad" if bad else "")
-    if found.failure is not None and bad:
-        yield paragraph(f"{found.failure.where}: {found.failure.message}", "bad")
+    if status.failure is not None and bad:
+        yield paragraph(f"{status.failure.where}: {status.failure.message}", "bad")
     yield paragraph(f"as of {datetime.fromtimestamp(now):%Y-%m-%d %H:%M:%S}", "faint")
 
 
-def _verdict(found: RunStatus, step: Traced | None) -> Iterator[str]:
-    """What bound the speed, and what would change it."""
+def _speed(status: RunStatus, recorded: RecordedStep | None) -> Iterator[str]:
+    """How fast it is, and what limits that: as it was recorded, else as it was predicted."""
     yield heading("Speed")
-    measured, predicted = found.measured.step_time_s, found.predicted_step_s
-    if measured and found.plan:
-        rate = f"{format_time(measured)} a step, {found.plan.batch_size / measured:.1f} samples/s"
-        share = "" if found.efficiency is None else f", efficiency {found.efficiency:.0%}"
+    plan, measured_s, predicted_s = (
+        status.plan,
+        status.measured.step_time_s,
+        status.predicted_step_s,
+    )
+    if measured_s and plan:
+        rate = f"{format_time(measured_s)} per step, {plan.batch_size / measured_s:.1f} samples/s"
+        share = "" if status.efficiency is None else f", efficiency {status.efficiency:.0%}"
         yield paragraph(f"Measured: {rate}{share}.")
-    if predicted:
-        ratio = f"; measured is {measured / predicted:.2f} times that" if measured else ""
-        yield paragraph(f"Predicted: {format_time(predicted)} a step{ratio}.")
-    if found.plan is not None and found.plan.prediction is not None:
-        yield paragraph(_binding(found.plan, found.plan.prediction.bubble))
-    if step is not None:
-        yield paragraph(f"In step {step.measured.step}, {finding(step.comparison())}.")
-    if found.laggard is not None:
-        one = found.laggard
+    if predicted_s:
+        ratio = f"; the run takes {measured_s / predicted_s:.2f} times that" if measured_s else ""
+        yield paragraph(f"Predicted: {format_time(predicted_s)} per step{ratio}.")
+    if recorded is not None:
+        comparison = recorded.compare()
+        difference = f"{find_largest_difference(comparison)}."
+        yield paragraph(
+            f"In step {comparison.step}, which took {format_time(comparison.time.measured_s)}:"
+        )
+        for sentence in (*find_bottleneck(comparison), f"{difference[0].upper()}{difference[1:]}"):
+            yield paragraph(sentence)
+    elif plan is not None and plan.prediction is not None:
+        loads = [stage.load_s for stage in plan.stages]
+        slowest = loads.index(max(loads))
+        yield paragraph(
+            f"Stage {slowest} is predicted to be the bottleneck, with {format_time(loads[slowest])}"
+            f" per micro-batch; ranks are predicted to idle {plan.prediction.bubble:.1%} of a step."
+        )
+    if status.laggard is not None:
+        one = status.laggard
         yield paragraph(
             f"All wait for rank {one.rank}: the others {one.others:.0%} of their time, "
             f"it {one.share:.0%} of its own."
         )
 
 
-def _binding(plan: Plan, bubble: float) -> str:
-    loads = [stage.load_s for stage in plan.stages]
-    most = loads.index(max(loads))
-    fill = (len(plan.stages) - 1) / (plan.micro_batches + len(plan.stages) - 1)
-    cure = "more micro-batches fill the pipeline better" if bubble > fill / 2 else ""
-    text = (
-        f"Stage {most} takes longest, {format_time(loads[most])} a micro-batch; "
-        f"ranks idle {bubble:.1%} of a step as predicted"
-    )
-    return f"{text}; {cure}." if cure else f"{text}."
-
-
 def _plan(plan: Plan, profile: Profile | None) -> Iterator[str]:
+    def count(number: int, noun: str) -> str:
+        return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
+
     yield heading("Plan")
     yield paragraph(
-        f"{plan.schedule}, {plan.micro_batches} micro-batches of {plan.micro_batch_size} "
-        f"(batch {plan.batch_size}), {plan.ranks} ranks"
+        f"{count(len(plan.stages), 'stage')} on {count(plan.ranks, 'rank')}, "
+        f"schedule {plan.schedule}, {count(plan.micro_batches, 'micro-batch')} of "
+        f"{plan.micro_batch_size} (batch {plan.batch_size})"
     )
     names = {} if profile is None else {one.id: one.name for one in profile.operators}
     rows = [_stage_row(index, stage, names) for index, stage in enumerate(plan.stages)]
@@ -134,53 +186,50 @@ def _plan(plan: Plan, profile: Profile | None) -> Iterator[str]:
 
 
 def _stage_row(index: int, stage: Stage, names: dict[str, str]) -> list[object]:
-    ends = (names.get(node, node) for node in (stage.nodes[0], stage.nodes[-1]))
-    ways = {"blocks": stage.blocks is not None, "offload": stage.offload}
-    recompute = "recompute" if stage.recompute and stage.blocks is None else ""
+    ways = {
+        "recompute": stage.recompute and stage.blocks is None,
+        "blocks": stage.blocks is not None,
+        "offload": stage.offload,
+    }
     return [
         index,
         ", ".join(map(str, (*stage.ranks, *stage.backward_ranks))),
         len(stage.nodes),
-        *ends,
+        *(names.get(node, node) for node in (stage.nodes[0], stage.nodes[-1])),
         format_time(stage.cost.forward_s),
         format_time(stage.cost.backward_s),
         format_bytes(stage.cost.parameter_bytes),
-        ", ".join(filter(None, (recompute, *(way for way, used in ways.items() if used)))),
+        ", ".join(way for way, used in ways.items() if used),
     ]
 
 
-def _timelines(found: RunStatus, step: Traced | None, trace_name: str | None) -> Iterator[str]:
-    drawn: dict[str, Timeline] = {} if step is None else step.timelines()
-    if step is None:
+def _timelines(status: RunStatus, recorded: RecordedStep | None) -> Iterator[str]:
+    timelines = {} if recorded is None else recorded.timelines()
+    if recorded is None:
         with suppress(PipectlError):
-            drawn["predicted"] = Timeline.load(found.run.predicted)
-    if drawn:
+            timelines["predicted"] = Timeline.load(status.run.predicted)
+    if timelines:
         yield heading("A step")
-        yield timelines_html(drawn)
-    if step is not None and trace_name is not None:
-        yield paragraph(
-            f"Both for a trace viewer, such as ui.perfetto.dev: {trace_name}, beside this page.",
-            "faint",
-        )
+        yield timelines_html(timelines)
 
 
-def _memory(found: RunStatus) -> Iterator[str]:
-    every = found.peaks
-    largest = sorted(every, key=lambda peak: -peak.measured_bytes)[:_MOST_RANKS]
-    peaks = sorted(largest, key=lambda peak: peak.rank)
-    if not peaks:
+def _memory(status: RunStatus) -> Iterator[str]:
+    every = status.peaks
+    largest = sorted(every, key=lambda peak: -peak.measured_bytes)[:_MAX_RANKS]
+    if not largest:
         return
     yield heading("Memory")
-    if len(peaks) < len(every):
-        yield paragraph(f"{len(peaks)} of {len(every):,} ranks: those that hold most.")
-    most = max(max(peak.measured_bytes, peak.predicted_bytes or 0) for peak in peaks)
+    if len(largest) < len(every):
+        yield paragraph(f"{len(largest)} of {len(every):,} ranks: those that hold most.")
+    most = max(max(peak.measured_bytes, peak.predicted_bytes or 0) for peak in largest)
     rows = []
-    for peak in peaks:
-        text = f"{format_bytes(peak.measured_bytes)} measured"
-        drawn = [("measured", peak.measured_bytes / most, text)]
-        if peak.predicted_bytes is not None:
-            text = f"{format_bytes(peak.predicted_bytes)} predicted"
-            drawn.append(("predicted", peak.predicted_bytes / most, text))
+    for peak in sorted(largest):
+        sizes = {"measured": peak.measured_bytes, "predicted": peak.predicted_bytes}
+        drawn = [
+            (kind, size / most, f"{format_bytes(size)} {kind}")
+            for kind, size in sizes.items()
+            if size is not None
+        ]
         rows.append((f"rank {peak.rank}", drawn))
     yield bars(rows)
 
@@ -191,15 +240,5 @@ def _curves(run: RunDirectory) -> list[str]:
     def points(key: str) -> list[Point]:
         return [(line["step"], line[key]) for line in lines if line.get(key) is not None]
 
-    drawn = [curve("loss", points("loss")), curve("samples a second", points("samples_per_s"))]
+    drawn = [curve("loss", points("loss")), curve("samples/s", points("samples_per_s"))]
     return [heading("Training"), "".join(drawn)] if any(drawn) else []
-
-
-def _graph(plan: Plan, profile: Profile) -> Iterator[str]:
-    yield heading("Model")
-    yield paragraph(
-        "Operators by stage, in the order in which values are made; point at one for its name.",
-        "faint",
-    )
-    drawn = graph_svg(profile, [stage.nodes for stage in plan.stages])
-    yield f'<div class="scroll">{drawn}</div>'

@@ -1,4 +1,4 @@
-"""A measured step beside the predicted one, action by action.
+"""A measured step beside the predicted one: action by action, and what stands out.
 
 Computations are paired by rank, kind, stage and micro-batch. The rest of a rank's step is told
 apart by what it waits for. A wait for a message counts as waiting for others until the message is
@@ -12,10 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pipectl.report.messages import sent_at
+from pipectl.graph import TransferKind
 from pipectl.schedule import Channel
 from pipectl.simulate import COMPUTE_KINDS
 from pipectl.timeline import Event, Timeline
+from pipectl.units import format_time
 
 COMPUTING, OTHERS, COMMUNICATION, SUMS, OFFLOAD, BETWEEN = SPENT = (
     "computing",
@@ -38,6 +39,53 @@ _WAITS = {
     **dict.fromkeys(COMPUTE_KINDS, COMPUTING),
 }
 
+_MADE_BY = {
+    TransferKind.ACTIVATION: ("forward",),
+    TransferKind.GRADIENT: ("backward", "backward_input"),
+    TransferKind.SAVED: ("forward",),
+}
+_READ_BY = {**_MADE_BY, TransferKind.SAVED: ("backward",)}
+
+_MIN_DIFFERENCE = 0.02
+"""Of the step: a difference that is worth a word."""
+_MAX_RATIO = 100
+"""Times the prediction, from which on the ratio says nothing."""
+_MIN_SHARE = 0.005
+_MOST_OF_IT = 0.5
+"""Of the step: a rank that computes so long limits its speed."""
+_EVEN = 0.9
+_WHAT = {
+    COMPUTING: "computing",
+    OTHERS: "waiting for other ranks",
+    COMMUNICATION: "exposed communication",
+    SUMS: "the wait for sums of gradients",
+    OFFLOAD: "the wait for offloaded values",
+    BETWEEN: "the time between actions",
+}
+_SPENT_ON = {
+    **_WHAT,
+    COMMUNICATION: "waiting for messages on their way",
+    SUMS: "waiting for sums of gradients",
+    OFFLOAD: "waiting for offloaded values",
+    BETWEEN: "between actions (Python)",
+}
+_LINKS = "`pipectl profile --links` measures what the cluster file assumes"
+_DIFFERENCE_CURES = {
+    COMPUTING: "the nodes are busier, idler or other than when they were profiled: "
+    "`pipectl profile --again` measures anew",
+    COMMUNICATION: _LINKS,
+    SUMS: _LINKS,
+    OFFLOAD: "look at `disk_link` and `host_link` in the cluster file",
+    BETWEEN: "larger micro-batches have fewer actions",
+}
+_BOTTLENECK_CURES = {
+    OTHERS: "More micro-batches keep the pipeline full for longer.",
+    COMMUNICATION: f"Fewer stages send less; {_LINKS}.",
+    SUMS: f"Fewer replicas sum less; {_LINKS}.",
+    OFFLOAD: "Recomputing, or more memory per rank, needs no offload.",
+    BETWEEN: "Larger micro-batches have fewer actions.",
+}
+
 
 class Both(NamedTuple):
     """Seconds, as predicted and as measured."""
@@ -47,7 +95,7 @@ class Both(NamedTuple):
 
     @property
     def ratio(self) -> float | None:
-        """Measured over predicted; None where nothing was predicted."""
+        """Measured over predicted; None if nothing was predicted."""
         return self.measured_s / self.predicted_s if self.predicted_s > 0 else None
 
     @property
@@ -180,7 +228,7 @@ def _length_s(events: Sequence[Event]) -> float:
 
 def _spent(timeline: Timeline, channels: Sequence[Channel]) -> dict[int, dict[str, float]]:
     """Seconds of every rank's step, which add up to the step."""
-    sent, end_s = sent_at(timeline, channels), timeline.end_s
+    sent, end_s = _find_send_times(timeline, channels), timeline.end_s
     found: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(SPENT, 0.0))
     last_s: dict[int, float] = defaultdict(float)
     for event in timeline.events:
@@ -201,3 +249,120 @@ def _shares(event: Event, sent_s: float | None) -> Iterator[tuple[str, float]]:
     begun_s = event.end_s if sent_s is None else min(max(sent_s, event.start_s), event.end_s)
     yield OTHERS, begun_s - event.start_s
     yield COMMUNICATION, event.end_s - begun_s
+
+
+def find_largest_difference(comparison: Comparison) -> str:
+    """Where most of the difference to the prediction comes from, in a sentence.
+
+    Waits for other ranks are left out: they follow from what those ranks do.
+    """
+    candidates = [
+        (abs(both.more_s), -rank.rank, name, both)
+        for rank in comparison.ranks
+        for name, both in rank.spent.items()
+        if name != OTHERS
+    ]
+    if not candidates:
+        return "nothing was recorded"
+    more_s, rank, name, both = max(candidates, key=lambda each: each[:2])
+    if more_s < _MIN_DIFFERENCE * comparison.time.predicted_s:
+        return f"no part of any rank's step differs by {_MIN_DIFFERENCE:.0%} of the step or more"
+    what, note = _WHAT[name], ""
+    parts = [part for part in comparison.parts if part.rank == -rank]
+    if name == COMPUTING and parts:
+        part = max(parts, key=lambda each: abs(each.time.more_s))
+        what, both = _describe(part), part.time
+        note = "; loading the data counts as forward" if part.kind == "forward" else ""
+    amount = f"{format_time(abs(both.more_s))} per step {'more' if both.more_s > 0 else 'less'}"
+    times = f"takes {amount} than predicted"
+    if both.ratio is not None and both.ratio <= _MAX_RATIO:
+        times = f"takes {both.ratio:.2f} times what was predicted, {amount},"
+    return f"{what} {times} on rank {-rank}: {_DIFFERENCE_CURES[name]}{note}"
+
+
+def find_bottleneck(comparison: Comparison) -> list[str]:
+    """What the ranks spent the measured step on, and what limits its speed; sentences.
+
+    The rank that computes longest is the bottleneck, if it computes most of the step. Otherwise the
+    step is as long as it is because of what else takes that rank's time.
+    """
+    step_s, ranks = comparison.time.measured_s, comparison.ranks
+    if step_s <= 0 or not ranks:
+        return []
+    shares = {
+        name: sum(rank.spent[name].measured_s for rank in ranks) / len(ranks) / step_s
+        for name in SPENT
+    }
+    by_share = sorted((share, name) for name, share in shares.items() if share >= _MIN_SHARE)
+    listed = ", ".join(f"{share:.0%} {_SPENT_ON[name]}" for share, name in reversed(by_share))
+    sentences = [f"The ranks' time: {listed}."]
+    busiest = max(ranks, key=lambda rank: rank.spent[COMPUTING].measured_s)
+    busy_s = busiest.spent[COMPUTING].measured_s
+    own = [part for part in comparison.parts if part.rank == busiest.rank]
+    most = max(own, key=lambda part: part.time.measured_s, default=None)
+    of_it = "" if most is None else f", longest in {_describe(most)}"
+    computes = f"computes for {format_time(busy_s)} of {format_time(step_s)}{of_it}"
+    others_s = [rank.spent[COMPUTING].measured_s for rank in ranks if rank is not busiest]
+    mean_s = sum(others_s) / len(others_s) if others_s else busy_s
+    if busy_s >= _MOST_OF_IT * step_s:
+        others = f"; the others compute for {format_time(mean_s)} on average"
+        others = others if mean_s < _EVEN * busy_s else ""
+        sentences.append(f"Rank {busiest.rank} is the bottleneck: it {computes}{others}.")
+    else:
+        rest = {name: busiest.spent[name].measured_s for name in SPENT if name != COMPUTING}
+        name = max(rest, key=rest.__getitem__)
+        sentences.append(
+            f"{_WHAT[name].capitalize()} limits the speed: {format_time(rest[name])} of rank "
+            f"{busiest.rank}, which {computes}. {_BOTTLENECK_CURES[name]}"
+        )
+    return sentences
+
+
+def _describe(part: Part) -> str:
+    kind = part.kind.replace("_", " ")
+    return f"{kind} of stage {part.stage}" if part.stage >= 0 else kind
+
+
+class Computed:
+    """The computations of a timeline by what they are."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._events = {(e.rank, e.kind, e.stage, e.micro_batch): e for e in timeline.events}
+
+    def source(self, channel: Channel, micro_batch: int) -> Event | None:
+        """What made a message."""
+        kinds = _MADE_BY.get(channel.kind, ())
+        return self._find(kinds, channel.source_rank, channel.source_stage, micro_batch)
+
+    def target(self, channel: Channel, micro_batch: int) -> Event | None:
+        """What a message is for."""
+        kinds = _READ_BY.get(channel.kind, ())
+        return self._find(kinds, channel.target_rank, channel.target_stage, micro_batch)
+
+    def _find(self, kinds: Sequence[str], rank: int, stage: int, micro_batch: int) -> Event | None:
+        events = (self._events.get((rank, kind, stage, micro_batch)) for kind in kinds)
+        return next((event for event in events if event is not None), None)
+
+
+def _find_send_times(
+    timeline: Timeline, channels: Sequence[Channel]
+) -> dict[tuple[int, int], float]:
+    """When each message (channel, micro-batch) that a rank waited for was sent, if it is known.
+
+    Simulated timelines hold no starts; there it is the end of what made the message. Weights are
+    those of the step before.
+    """
+    started = {(e.channel, e.micro_batch): e for e in timeline.events if e.kind == "send_start"}
+    computed = Computed(timeline)
+    times: dict[tuple[int, int], float] = {}
+    for event in timeline.events:
+        message = event.channel, event.micro_batch
+        if event.kind != "receive_wait" or not 0 <= event.channel < len(channels):
+            continue
+        if message in started:
+            times[message] = started[message].start_s
+        elif channels[event.channel].kind is TransferKind.WEIGHT:
+            times[message] = 0.0
+        elif (source := computed.source(channels[event.channel], event.micro_batch)) is not None:
+            times[message] = source.end_s
+    return times

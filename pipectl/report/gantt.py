@@ -17,13 +17,44 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from pipectl.report.looks import FILLS, NAMES
 from pipectl.timeline import Event, Timeline
+
+FILLS = {
+    "forward": "░",
+    "backward": "█",
+    "backward_input": "█",
+    "backward_weight": "▓",
+    "recompute": "▒",
+    "reduce_wait": "R",
+    "update": "U",
+    "evaluate": "E",
+}
+"""Characters, of all kinds that are drawn."""
+COLOURS = {
+    "forward": "#7fb3d5",
+    "backward": "#e59866",
+    "backward_input": "#e59866",
+    "backward_weight": "#c9a9dc",
+    "recompute": "#b6d3e6",
+    "reduce_wait": "#e3c567",
+    "update": "#82b366",
+    "evaluate": "#aab7b8",
+}
+NAMES = {
+    "forward": "forward",
+    "recompute": "forward again",
+    "backward": "backward",
+    "backward_input": "backward (inputs)",
+    "backward_weight": "backward (weights)",
+    "reduce_wait": "sum of gradients",
+    "update": "update",
+    "evaluate": "evaluation",
+}
 
 IDLE = "idle"
 _LEAST_COLUMNS = 2
 """Of a block on average; with less, the small ones would push the others away."""
-MOST_RANKS = 32
+MAX_RANKS = 32
 
 
 @dataclass(frozen=True)
@@ -45,7 +76,7 @@ class Row:
         return (self.label + "".join(segment.text for segment in self.segments)).rstrip()
 
 
-def legend(timeline: Timeline, *, max_ranks: int = MOST_RANKS) -> str:
+def legend(timeline: Timeline, *, max_ranks: int = MAX_RANKS) -> str:
     """What the characters mean, of those that occur; and whether ranks are left out."""
     kinds = {event.kind for event in timeline.events}
     marks = "  ".join(f"{FILLS[kind]} {name}" for kind, name in NAMES.items() if kind in kinds)
@@ -54,7 +85,7 @@ def legend(timeline: Timeline, *, max_ranks: int = MOST_RANKS) -> str:
     return f"{marks}  (digits: micro-batch, blank: idle{some})"
 
 
-def gantt(timeline: Timeline, width: int, *, max_ranks: int = MOST_RANKS) -> list[Row]:
+def gantt(timeline: Timeline, width: int, *, max_ranks: int = MAX_RANKS) -> list[Row]:
     """Rows of a timeline.
 
     Args:

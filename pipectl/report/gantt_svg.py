@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from html import escape
 from typing import NamedTuple
 
-from pipectl.report.gantt import recorded_ranks, spread_over
-from pipectl.report.looks import COLOURS, FILLS, NAMES
+from pipectl.report.gantt import COLOURS, FILLS, NAMES, recorded_ranks, spread_over
 from pipectl.timeline import Event, Timeline
 from pipectl.units import format_time
 

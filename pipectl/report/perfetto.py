@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipectl.plan import Plan
-from pipectl.report.messages import Computed
+from pipectl.report.comparison import Computed
 from pipectl.schedule import Channel, channels
 from pipectl.simulate import COMPUTE_KINDS
 from pipectl.timeline import Event, Timeline

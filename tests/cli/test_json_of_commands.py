@@ -190,7 +190,7 @@ def test_trace(shown: Shown, place: Path, pipeline: Callable[..., Plan]) -> None
     write_plan(run, plan, cluster)
     timeline = simulate(plan, cluster).timeline
     Timeline(timeline.events, 2, 5).save(run.measured_of(5))
-    shown("trace RUN", "trace", "last")
+    shown("report RUN", "report", "last")
 
 
 def test_export(shown: Shown, finished: Path) -> None:

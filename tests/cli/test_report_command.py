@@ -1,4 +1,4 @@
-"""`pipectl report`, read as text and opened in a browser."""
+"""`pipectl report`: a recorded step in the terminal, and a page read as text and in a browser."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from pipectl.jobs.plan import write_plan
 
-from pipectl.plan import Prediction
+from pipectl.cluster import Cluster, Device, Node
+from pipectl.link import Link
+from pipectl.plan import Plan, Prediction
+from pipectl.runs import RunDirectory
+from pipectl.simulate import simulate
 from pipectl.timeline import Event, Timeline
 
 if TYPE_CHECKING:
     from conftest import Command
 
+FREE = Link(0.0, 1e15)
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 HOSTILE = "<img src=x onerror=alert(1)>"
 
@@ -43,24 +49,22 @@ def traced(finished: Path, pipeline: Callable[..., Any]) -> Path:
 
 
 def test_everything_about_a_run(cli: Command, traced: Path) -> None:
-    result = cli("report")
+    result = cli("report", "-o", "report.html")
     assert (result.code, result.err) == (0, "")
-    assert result.out.startswith("runs/20250101-120000-tiny/report.html (")
-    text = (traced / "report.html").read_text()
+    assert result.out.startswith("report.html (")
+    text = Path("report.html").read_text()
     for words in ("COMPLETED, step 10 of 10", "measured, step 10", "1.00 GiB measured",
-                  "samples a second", "Stage 0 takes longest"):  # fmt: skip
+                  "samples/s", "is the bottleneck: it comp", "4 micro-batches of"):  # fmt: skip
         assert words in text
     assert "<img" not in text
-    assert "report.perfetto.json, beside this page" in text
-    events = json.loads((traced / "report.perfetto.json").read_text())["traceEvents"]
-    assert sum(event["ph"] == "X" for event in events) == 16
+    assert "memory</th>" not in text, "no stage is recomputed or offloaded"
 
 
 def test_of_very_many_ranks_those_are_shown_that_hold_most(cli: Command, traced: Path) -> None:
     ranks = [{"rank": rank, "peak_bytes": (1 + rank) << 20} for rank in range(100)]
     (traced / "heartbeat.json").write_text(json.dumps({"version": 1, "ranks": ranks}))
-    assert cli("report").code == 0
-    text = (traced / "report.html").read_text()
+    assert cli("report", "-o", "report.html").code == 0
+    text = Path("report.html").read_text()
     assert "64 of 100 ranks: those that hold most." in text
     shown = re.findall(r"\brank (\d+)\b", text.partition(">Memory<")[2])
     assert list(map(int, shown)) == list(range(36, 100))
@@ -71,23 +75,22 @@ def test_a_run_that_has_nothing_yet(cli: Command, failed: Path, tmp_path: Path) 
     text = (tmp_path / "there" / "page.html").read_text()
     assert "FAILED" in text
     assert "ValueError: boom 1" in text
-    assert not (tmp_path / "there" / "page.perfetto.json").exists()
 
 
 def test_damaged_files_are_left_out(cli: Command, traced: Path) -> None:
     for name in ("plan.json", "trace/predicted.json", "heartbeat.json", "metrics.jsonl"):
         (traced / name).write_text("{")
-        assert cli("report").code == 0, name
+        assert cli("report", "-o", "page.html").code == 0, name
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
 def test_it_draws_in_a_browser(cli: Command, traced: Path, tmp_path: Path) -> None:
-    assert cli("report").code == 0
+    assert cli("report", "-o", "report.html").code == 0
     assert CHROMIUM is not None
     done = subprocess.run(
         [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
          f"--user-data-dir={tmp_path / 'profile'}", "--window-size=900,700",
-         "--virtual-time-budget=2000", "--dump-dom", f"file://{traced / 'report.html'}"],
+         "--virtual-time-budget=2000", "--dump-dom", f"file://{tmp_path / 'report.html'}"],
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     assert "CONSOLE" not in done.stderr, done.stderr
@@ -95,3 +98,104 @@ def test_it_draws_in_a_browser(cli: Command, traced: Path, tmp_path: Path) -> No
     assert canvas is not None, "its program has not drawn"
     assert int(canvas[1]) > 500
     assert int(canvas[2]) > 150
+
+
+@pytest.fixture
+def run(place: Path, pipeline: Callable[..., Plan]) -> RunDirectory:
+    """Steps 5 and 10 are recorded; in step 10, stage 1 took twice its time."""
+    found = RunDirectory.create(place / "runs", "gpt", 0.0)
+    plan, cluster = pipeline(2, 4), Cluster("c", "t", (Node("n", 2, 2, Device("cpu")),), FREE, FREE)
+    write_plan(found, plan, cluster)
+    timeline = simulate(plan, cluster).timeline
+    Timeline(timeline.events, 2, 5).save(found.measured_of(5))
+    slower = [
+        event._replace(end_s=2 * event.end_s - event.start_s) if event.stage == 1 else event
+        for event in timeline.events
+        if event.rank == 1 or event.micro_batch != 3
+    ]
+    Timeline(tuple(slower), 2, 10, 2e-5).save(found.measured_of(10))
+    return found
+
+
+def test_the_last_recorded_step_is_compared(cli: Command, run: RunDirectory) -> None:
+    result = cli("report", "last")
+    assert result.code == 0
+    head, shares, bottleneck, difference, *table = result.out.splitlines()
+    assert head.startswith(f"{run.name}, step 10: ")
+    assert shares.startswith("The ranks' time: ")
+    assert bottleneck.startswith("Rank 1 is the bottleneck: it computes for ")
+    assert difference.startswith("backward of stage 1 takes 2.00 times what was predicted, 8.00 s")
+    rows = [line.split() for line in table]
+    assert ["1", "1", "backward", "4", "2.00", "s", "4.00", "s", "2.00"] in rows
+    assert ["0", "0", "forward", "3", "1.00", "s", "1.00", "s", "1.00"] in rows
+    assert "right to 20.0 us" in result.err
+    assert "2 actions have no counterpart" in result.err
+    assert "2 steps are recorded" in result.err
+
+
+def test_another_step_for_programs(cli: Command, run: RunDirectory) -> None:
+    answer = json.loads(cli("report", run.name, "--step", "5", "--json").out)
+    assert (answer["run"], answer["steps"], answer["step"]) == (run.name, [5, 10], 5)
+    assert answer["ratio"] == pytest.approx(1.0)
+    assert {part["ratio"] for part in answer["parts"] if part["kind"] != "update"} == {1.0}
+
+
+def test_several_outputs_at_once(cli: Command, run: RunDirectory) -> None:
+    files = {option: f"out{option}" for option in ("-o", "--svg", "--perfetto")}
+    result = cli("report", "--json", *(word for pair in files.items() for word in pair))
+    assert json.loads(result.out)["step"] == 10
+    assert all(Path(name).exists() for name in files.values())
+
+
+def test_the_old_spelling_answers_with_the_new_one(cli: Command) -> None:
+    result = cli("trace", "last", "--svg", "step.svg")
+    assert (result.code, result.out) == (2, "")
+    assert result.err == "error: `pipectl trace` is `pipectl report` now\n"
+
+
+def test_a_trace_shows_both(cli: Command, run: RunDirectory) -> None:
+    result = cli("report", "gpt", "--perfetto", "out/step.json")
+    assert "out/step.json" in result.err
+    entries = json.loads(Path("out/step.json").read_text())["traceEvents"]
+    named = [entry["args"]["name"] for entry in entries if entry["name"] == "process_name"]
+    assert named == ["predicted, node 0", "measured, node 0"]
+
+
+def test_a_picture_shows_both(cli: Command, run: RunDirectory) -> None:
+    assert cli("report", "gpt", "--svg", "out/step.svg").code == 0
+    picture = Path("out/step.svg").read_text()
+    assert picture.startswith("<svg ")
+    for words in (f"{run.name}, step 10: ", "2 stages on 2 ranks", "predicted: ", "measured, step"):
+        assert words in picture
+
+
+def test_a_step_of_an_earlier_plan_is_not_compared(
+    cli: Command, run: RunDirectory, pipeline: Callable[..., Plan]
+) -> None:
+    cluster = Cluster("c", "t", (Node("n", 4, 4, Device("cpu")),), FREE, FREE)
+    events = simulate(pipeline(4, 4), cluster).timeline.events
+    Timeline(events, 4, 12).save(run.measured_of(12))
+    result = cli("report", "last", "--perfetto", "step.json")
+    assert result.code == 2
+    assert "step 12 was recorded on 4 ranks, and the plan has 2" in result.err
+    assert not Path("step.json").exists()
+    assert cli("report", "-o", "page.html").code == 0
+    assert "measured, step" not in Path("page.html").read_text()
+    assert cli("report", "last", "--step", "10").code == 0
+
+
+def test_what_is_not_there_is_said(cli: Command, run: RunDirectory) -> None:
+    result = cli("report", "last", "--step", "7")
+    assert result.code == 2
+    assert "step 7 is not recorded" in result.err
+    assert "steps that are: 5, 10" in result.err
+    damaged = {"version": 1, "ranks": 2, "columns": ["rank"], "events": [[0]]}
+    run.measured_of(10).write_text(json.dumps(damaged))
+    result = cli("report")
+    assert result.code == 3
+    assert "step-000010.json: events: do not fit the columns" in result.err
+    for path in run.trace.glob("step-*"):
+        path.unlink()
+    result = cli("report")
+    assert result.code == 2
+    assert "no step is recorded yet" in result.err

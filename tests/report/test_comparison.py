@@ -2,8 +2,14 @@ import pytest
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
-from pipectl.report.comparison import SPENT, Both, Part, compare
-from pipectl.report.finding import finding
+from pipectl.report.comparison import (
+    SPENT,
+    Both,
+    Part,
+    compare,
+    find_bottleneck,
+    find_largest_difference,
+)
 from pipectl.schedule import channels
 from pipectl.simulate import simulate
 from pipectl.timeline import Event, Timeline
@@ -59,7 +65,10 @@ def test_a_simulated_step_is_what_was_predicted(pipeline, schedule):
         assert rank.spent["between_actions"].measured_s == pytest.approx(0.0)
     # 2.1 s a message, and activations follow one another: no rank hides them all
     assert found.ranks[1].spent["communication"].predicted_s > 1.0
-    assert finding(found) == "no part of any rank's step differs by 2% of the step or more"
+    assert (
+        find_largest_difference(found)
+        == "no part of any rank's step differs by 2% of the step or more"
+    )
 
 
 def changed(*events):
@@ -73,31 +82,54 @@ def changed(*events):
     [
         (
             changed(BACKWARD_0._replace(end_s=8.0)),
-            "backward of stage 0 takes 1.50 times what was predicted, 1.00 s a step more, on rank 0"
-            ": the nodes are busier",
+            "backward of stage 0 takes 1.50 times what was predicted, 1.00 s per step more, on rank"
+            " 0: the nodes are busier",
         ),
         (
             changed(FORWARD_0._replace(start_s=0.5)),
-            "forward of stage 0 takes 0.50 times what was predicted, 500 ms a step less, on rank 0",
+            "forward of stage 0 takes 0.50 times what was predicted, 500 ms per step less, on",
         ),
         (
             changed(
                 Event(0, 1.0, 7.0, "receive_wait", 0, 0, 1),
                 BACKWARD_0._replace(start_s=7.0, end_s=9.0),
             ),
-            "exposed communication takes 3.67 times what was predicted, 2.00 s a step more, on rank"
-            " 0: `pipectl profile --links`",
+            "exposed communication takes 3.67 times what was predicted, 2.00 s per step more, on"
+            " rank 0: `pipectl profile --links`",
         ),
         (
             changed(BACKWARD_0._replace(start_s=6.0, end_s=8.0)),
-            "the time between actions takes 1.00 s a step more than predicted on rank 0: larger",
+            "the time between actions takes 1.00 s per step more than predicted on rank 0: larger",
         ),
     ],
 )
 def test_what_is_off_is_named(pipeline, measured, words):
     found = compare(Timeline(STEP, 2), measured, channels(pipeline(2, 1)))
-    assert finding(found).startswith(words)
+    assert find_largest_difference(found).startswith(words)
     assert (found.step, found.clock_error_s) == (10, 1e-5)
+
+
+def test_what_limits_the_speed_is_what_takes_the_time(pipeline):
+    """A rank that computes most of the step, else what else takes the time of that rank."""
+    slow = changed(
+        Event(1, 2.25, 6.25, "backward", 1, 0),
+        Event(1, 6.25, 6.25, "send_start", 1, 0, 1),
+        Event(1, 6.25, 9.0, "update_wait", -1, -1),
+        Event(0, 1.0, 7.0, "receive_wait", 0, 0, 1),
+        BACKWARD_0._replace(start_s=7.0, end_s=9.0),
+    )
+    assert find_bottleneck(compare(Timeline(STEP, 2), slow, channels(pipeline(2, 1)))) == [
+        "The ranks' time: 50% waiting for other ranks, 44% computing, 6% waiting for messages on "
+        "their way.",
+        "Rank 1 is the bottleneck: it computes for 5.00 s of 9.00 s, longest in backward of stage "
+        "1; the others compute for 3.00 s on average.",
+    ]
+    even = compare(Timeline(STEP, 2), Timeline(STEP, 2), channels(pipeline(2, 1)))
+    assert find_bottleneck(even)[1] == (
+        "Waiting for other ranks limits the speed: 3.25 s of rank 0, which computes for 3.00 s of "
+        "7.00 s, longest in backward of stage 0. More micro-batches keep the pipeline full for "
+        "longer."
+    )
 
 
 def test_actions_are_paired_by_rank_kind_stage_and_micro_batch(pipeline):

@@ -7,10 +7,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from pipectl.report.gantt import gantt, legend, shown_ranks
+from pipectl.report.gantt import FILLS, gantt, legend, shown_ranks
 from pipectl.report.gantt_svg import gantt_svg, gantts_svg
-from pipectl.report.looks import FILLS
-from pipectl.report.timelines_html import timelines_html
+from pipectl.report.page import timelines_html
 from pipectl.timeline import Event, Timeline
 
 

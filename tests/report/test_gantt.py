@@ -2,9 +2,8 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from pipectl.report.gantt import gantt
+from pipectl.report.gantt import FILLS, gantt
 from pipectl.report.gantt_svg import gantt_svg, gantts_svg
-from pipectl.report.looks import FILLS
 from pipectl.timeline import Event, Timeline
 
 SPACE = {"svg": "http://www.w3.org/2000/svg"}

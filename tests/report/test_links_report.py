@@ -7,8 +7,7 @@ import pytest
 
 from pipectl.cluster import ASSUMED_BETWEEN, Cluster, Device, Node
 from pipectl.link import Link
-from pipectl.report.links_plot import bandwidth_plot, measured_links, whole_bytes
-from pipectl.report.links_svg import links_svg
+from pipectl.report.links import bandwidth_plot, links_svg, measured_links, whole_bytes
 
 FAST = Link(1e-6, 1e9, timings=tuple((4**p, 1e-6 + 4**p / 1e9) for p in range(11)))
 SLOW = Link(1e-5, 1e8, timings=tuple((4**p, 1e-5 + 4**p / 1e8) for p in range(9)))

@@ -163,7 +163,7 @@ LOOKING = [
     ("logs", "last", "-d", "theirs"),
     ("logs", "last", "--script", "-d", "theirs"),
     ("report", "last", "-d", "theirs", "-o", "/dev/null"),
-    ("trace", "last", "-d", "theirs"),
+    ("report", "last", "-d", "theirs"),
 ]
 
 

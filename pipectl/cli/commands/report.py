@@ -1,4 +1,4 @@
-"""`pipectl report`: a run on one page."""
+"""`pipectl report`: a recorded step beside its prediction, and a run on one page."""
 
 from __future__ import annotations
 
@@ -8,35 +8,60 @@ from typing import Annotated
 
 import typer
 
-from pipectl.cli.console import say, short
-from pipectl.cli.options import RUNS, RunName, RunsDirectory
+from pipectl.cli.console import note, say, say_json, short
+from pipectl.cli.options import RUNS, Json, RunName, RunsDirectory
 from pipectl.units import format_bytes
 
 
 def command(
     name: RunName = "last",
     directory: RunsDirectory = RUNS,
+    step: Annotated[
+        int | None, typer.Option(min=1, help="Of those recorded; by default the last.")
+    ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="FILE", help="By default in the run directory."),
+        typer.Option("-o", "--output", metavar="FILE", help="Write a page of HTML instead."),
     ] = None,
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw prediction and step as a picture.")
+    ] = None,
+    perfetto: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev.")
+    ] = None,
+    as_json: Json = False,
 ) -> None:
-    """Write a page of HTML about a run: plan, timelines, loss, memory, the model by stage."""
+    """Compare a recorded step with its prediction; with -o, write all about a run on a page."""
+    from pipectl.cli.views.plan import headline
+    from pipectl.cli.views.trace import print_comparison, step_line
     from pipectl.files import is_stream, make_directory_of, write_text
-    from pipectl.jobs.report import report
+    from pipectl.jobs.report import load_step, make_page
+    from pipectl.report.gantt_svg import gantts_svg
+    from pipectl.report.perfetto import chrome_trace
     from pipectl.runs import find_run
 
     run = find_run(directory, name)
-    path = run.path / "report.html" if output is None else output.absolute()
-    make_directory_of(path)
-    trace = None if is_stream(path) else path.with_suffix(".perfetto.json")
-    found = report(run, time.time(), None if trace is None else trace.name)
-    write_text(path, found.page)
-    if trace is None:
+    for path in filter(None, (output, svg, perfetto)):
+        make_directory_of(path)
+    if output is not None:
+        page = make_page(run, time.time(), step)
+        write_text(output, page)
+        if not is_stream(output):
+            tell = note if as_json else say
+            tell(f"{short(output.absolute())} ({format_bytes(len(page))}): open it in a browser")
+    if output is not None and not (svg or perfetto or as_json):
         return
-    say(f"{short(path)} ({format_bytes(len(found.page))}): open it in a browser")
-    if found.trace is not None:
-        write_text(trace, found.trace)
-        say(
-            f"{short(trace)} ({format_bytes(len(found.trace))}): open it at https://ui.perfetto.dev"
-        )
+    recorded = load_step(run, step)
+    comparison = recorded.compare()
+    if as_json:
+        say_json({"run": run.name, "steps": recorded.steps, **comparison.to_json()})
+    elif output is None:
+        print_comparison(recorded, comparison)
+    if perfetto is not None:
+        text = chrome_trace(recorded.groups())
+        write_text(perfetto, text)
+        size = format_bytes(len(text))
+        note(f"{short(perfetto.absolute())} ({size}): open it at https://ui.perfetto.dev")
+    if svg is not None:
+        title = step_line(recorded, comparison)
+        write_text(svg, gantts_svg(recorded.timelines(), title, headline(recorded.plan)))

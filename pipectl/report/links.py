@@ -1,7 +1,17 @@
-"""Measured links as an SVG picture, light or dark as the reader's screen is; no drawing library.
+"""Measured links: bandwidth by message size as text in plain ASCII, and an SVG picture.
 
-Two panels with logarithmic axes: bandwidth of single messages by size, and time of a sum over ranks
-by size and number of ranks.
+All axes are logarithmic. The picture follows the reader's screen, light or dark, and has a second
+panel: time of a sum over ranks by size and number of ranks. The text::
+
+    bandwidth by message size
+    3.30 GiB/s |                    www
+               |               wwwww   bbb
+               |          wwwww  bbbbbb
+               |     wwwww bbbbbb
+    1.02 MiB/s |wwwwwbbbbbb
+               +-----------------------
+                1 B     1 KiB   1 MiB
+                w within a node, b between nodes
 """
 
 from __future__ import annotations
@@ -13,9 +23,16 @@ from dataclasses import dataclass
 from html import escape
 
 from pipectl.cluster import Cluster
-from pipectl.report.links_plot import bandwidth, measured_links, whole_bytes
-from pipectl.units import format_time
+from pipectl.link import Link
+from pipectl.units import format_bytes, format_time
 
+_MARKS = {"within a node": "w", "between nodes": "b"}
+_BOTH = "*"
+_TITLE = "bandwidth by message size"
+_LINES = 10
+_MAX_COLUMNS = 72
+_GUTTER = 12
+_ROUND_SIZES = (1, 2**10, 2**20, 2**30)
 _STYLE = """\
 text { fill: #24292f } .title { font-size: 14px; font-weight: 600 } .faint { fill: #57606a }
 .page { fill: #ffffff } .tick { stroke: #d0d7de }
@@ -29,10 +46,83 @@ _COLOURS = 6
 _WIDTH, _HEIGHT = 460, 280
 _LEFT, _TOP, _BOTTOM = 84, 96, 36
 _STEP = 84  # between panels
-_LEGEND = 150  # width of an entry
+_ENTRY = 150  # width of an entry
 _ACROSS = 3  # entries in a row
 
 Points = Sequence[tuple[float, float]]
+
+
+def measured_links(cluster: Cluster) -> dict[str, Link]:
+    """The links whose messages were measured, by name."""
+    named = {"within a node": cluster.within_node, "between nodes": cluster.between_nodes}
+    return {name: link for name, link in named.items() if link.timings}
+
+
+def bandwidth(link: Link, size: float) -> float:
+    """Bytes per second of single messages."""
+    return size / link.transfer_s(size)
+
+
+def bandwidth_plot(links: Mapping[str, Link], width: int) -> list[str]:
+    """Title, plot and legend; nothing without links.
+
+    Args:
+        links: with timings, by name.
+        width: columns there are.
+    """
+    if not links:
+        return []
+    columns = max(20, min(width, _MAX_COLUMNS) - _GUTTER - 2)
+    largest = max(link.timings[-1][0] for link in links.values())
+    sizes = [largest ** (column / (columns - 1)) for column in range(columns)]
+    curves = {name: [bandwidth(link, size) for size in sizes] for name, link in links.items()}
+    top, bottom = (f(v for curve in curves.values() for v in curve) for f in (max, min))
+    rows = [[" "] * columns for _ in range(_LINES)]
+    for name, curve in curves.items():
+        for column, value in enumerate(curve):
+            row = rows[_plot_row(value, bottom, top)]
+            row[column] = _MARKS[name] if row[column] == " " else _BOTH
+    return [
+        _TITLE,
+        *_plot_frame(rows, bottom, top),
+        _plot_axis(largest, columns),
+        _plot_legend(links),
+    ]
+
+
+def whole_bytes(size: float) -> str:
+    """A size without superfluous digits: ``16 KiB``, ``9.54 MiB``."""
+    return re.sub(r"\.0+ ", " ", format_bytes(size))
+
+
+def _plot_row(value: float, bottom: float, top: float) -> int:
+    share = math.log(value / bottom) / math.log(top / bottom) if top > bottom else 0.0
+    return round((1 - share) * (_LINES - 1))
+
+
+def _plot_frame(rows: list[list[str]], bottom: float, top: float) -> Iterator[str]:
+    labels = {0: f"{format_bytes(top)}/s", _LINES - 1: f"{format_bytes(bottom)}/s"}
+    for index, row in enumerate(rows):
+        yield f"{labels.get(index, ''):>{_GUTTER}} |{''.join(row)}".rstrip()
+    yield f"{'':>{_GUTTER}} +{'-' * len(rows[0])}"
+
+
+def _plot_axis(largest: int, columns: int) -> str:
+    """Round sizes under their columns."""
+    line = " " * (_GUTTER + 2)
+    for size in (size for size in _ROUND_SIZES if size <= largest):
+        label = whole_bytes(size)
+        column = round(math.log(size) / math.log(largest) * (columns - 1)) if largest > 1 else 0
+        start = _GUTTER + 2 + min(column, columns - len(label))
+        if start >= len(line):
+            line = f"{line:<{start}}{label} "
+    return line.rstrip()
+
+
+def _plot_legend(links: Mapping[str, Link]) -> str:
+    marks = [f"{_MARKS[name]} {name}" for name in links]
+    both = [f"{_BOTH} both"] if len(links) > 1 else []
+    return f"{'':>{_GUTTER}}  {', '.join(marks + both)}"
 
 
 @dataclass(frozen=True)
@@ -141,7 +231,7 @@ def _curve(points: Points, index: int, name: str, left: int) -> Iterator[str]:
     yield f'<polyline class="line {colour}" points="{path}"/>'
     for x, y in points:
         yield f'<circle class="line {colour}" cx="{x:.1f}" cy="{y:.1f}" r="2"/>'
-    x = left + index % _ACROSS * _LEGEND
+    x = left + index % _ACROSS * _ENTRY
     y = 76 + index // _ACROSS * 14
     yield f'<line class="line {colour}" x1="{x}" y1="{y - 4}" x2="{x + 18}" y2="{y - 4}"/>'
     yield f'<text x="{x + 24}" y="{y}">{escape(name)}</text>'

@@ -1,0 +1,112 @@
+"""A recorded step for people: what took how long, beside the prediction, and what stands out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from rich.table import Table
+
+from pipectl.cli.console import note, output, plain, say
+from pipectl.cli.tables import table
+from pipectl.report.comparison import (
+    SPENT,
+    Both,
+    Comparison,
+    Part,
+    RankStep,
+    find_bottleneck,
+    find_largest_difference,
+)
+from pipectl.units import format_time
+
+if TYPE_CHECKING:
+    from pipectl.jobs.report import RecordedStep
+
+T = TypeVar("T")
+_PARTS = ("stage", "rank", "action", "times", "predicted", "measured", "ratio")
+_MAX_PARTS, _MAX_RANKS = 32, 16
+_NOTHING_S = 5e-7
+_SLOWER, _FASTER = 1.1, 0.9
+"""Measured over predicted time, from which on a row has a colour."""
+
+
+def print_comparison(recorded: RecordedStep, comparison: Comparison) -> None:
+    """Print what took how long, and what stands out."""
+    console = output()
+    say(step_line(recorded, comparison), "bold")
+    for sentence in (*find_bottleneck(comparison), find_largest_difference(comparison)):
+        say(sentence)
+    parts = _worst(comparison.parts, _MAX_PARTS, lambda part: abs(part.time.more_s))
+    console.print(_parts_table(parts))
+
+    def difference_s(rank: RankStep) -> float:
+        return max(abs(both.more_s) for both in rank.spent.values())
+
+    ranks = _worst(comparison.ranks, _MAX_RANKS, difference_s)
+    console.print(_ranks_table(ranks))
+    for remark in _remarks(recorded, comparison, len(parts), len(ranks)):
+        note(remark)
+
+
+def step_line(recorded: RecordedStep, comparison: Comparison) -> str:
+    """``20261120-152233-gpt, step 10: 412 ms, predicted 371 ms, 1.11 times that``."""
+    time, ratio = comparison.time, comparison.time.ratio
+    return (
+        f"{recorded.run.name}, step {comparison.step}: {format_time(time.measured_s)}, "
+        f"predicted {format_time(time.predicted_s)}"
+        + ("" if ratio is None else f", {ratio:.2f} times that")
+    )
+
+
+def _worst(items: Sequence[T], count: int, difference_s: Callable[[T], float]) -> list[T]:
+    """All, or of very many those that differ most, in their order."""
+    worst = sorted(range(len(items)), key=lambda index: -difference_s(items[index]))[:count]
+    return [items[index] for index in sorted(worst)]
+
+
+def _parts_table(parts: Sequence[Part]) -> Table:
+    """An action of each kind, on average."""
+    rows = table(*_PARTS, left=("action",))
+    for part in parts:
+        one = Both(*(time_s / part.actions for time_s in part.time))
+        ratio = 1.0 if one.ratio is None else one.ratio
+        cells = (
+            "" if part.stage < 0 else part.stage,
+            part.rank,
+            part.kind.replace("_", " "),
+            part.actions,
+            *map(format_time, one),
+            "" if one.ratio is None else f"{one.ratio:.2f}",
+        )
+        style = "yellow" if ratio >= _SLOWER else "green" if ratio <= _FASTER else ""
+        rows.add_row(*map(plain, cells), style=style)
+    return rows
+
+
+def _ranks_table(ranks: Sequence[RankStep]) -> Table:
+    """Predicted and measured times of a step; without what no rank does."""
+    shown = [name for name in SPENT if any(sum(r.spent[name]) >= _NOTHING_S for r in ranks)]
+    rows = table("rank", *(name.replace("_", " ") for name in shown), no_wrap=False)
+    for rank in ranks:
+        cells = (" / ".join(map(format_time, rank.spent[name])) for name in shown)
+        rows.add_row(*map(plain, (rank.rank, *cells)))
+    return rows
+
+
+def _remarks(
+    recorded: RecordedStep, comparison: Comparison, parts: int, ranks: int
+) -> Iterator[str]:
+    """What the tables do not say."""
+    yield "times of ranks: predicted / measured, in the whole step"
+    if parts < len(comparison.parts) or ranks < len(comparison.ranks):
+        yield "shown are those that differ most; --json has all"
+    if len(comparison.ranks) < recorded.plan.ranks:
+        yield f"{len(comparison.ranks):,} of {recorded.plan.ranks:,} ranks were recorded"
+    if comparison.clock_error_s:
+        error = format_time(comparison.clock_error_s)
+        yield f"times of different nodes are right to {error}"
+    if comparison.unpaired:
+        yield f"{comparison.unpaired} actions have no counterpart: a batch that was not full"
+    if len(recorded.steps) > 1:
+        yield f"{len(recorded.steps)} steps are recorded; --step chooses another"
