@@ -199,7 +199,7 @@ class Checkpoint(Section):
 
 
 class Trace(Section):
-    """Which steps are recorded action by action, for `pipectl trace`."""
+    """Which steps are recorded action by action, for `pipectl report`."""
 
     steps: tuple[Count, ...] = (10,)
     """Numbers of steps; one beyond the last step is the last. `[]` for none."""
