@@ -20,7 +20,7 @@ from pipectl.errors import DataFileError
 from pipectl.files import read_json, write_json
 from pipectl.runs.directory import RunDirectory
 from pipectl.runs.manifest import checkpoints
-from pipectl.watch.node_file import DAMAGE, node_path, parse_report
+from pipectl.watch.files import DAMAGE, node_path, parse_report
 
 HEARTBEAT_VERSION = 1
 _EDGE = 1 << 13

@@ -24,7 +24,7 @@ from pipectl.runtime.nodes import grouped, node_name
 from pipectl.runtime.waiting import gather_all, waiting
 from pipectl.schedule import program_hash
 from pipectl.spec import JobSpec
-from pipectl.watch.words import ranges
+from pipectl.watch.judge import ranges
 
 Identity = Mapping[str, str]
 """What must be the same on all ranks: versions by name, contents of files as hashes."""

@@ -21,8 +21,8 @@ from pipectl.runtime.output import job_log, own_log, say
 from pipectl.runtime.waiting import tell_of_waits
 from pipectl.schedule.actions import Kind
 from pipectl.watch.board import Board
-from pipectl.watch.report import report_text, write_log, write_report
-from pipectl.watch.words import Names, action
+from pipectl.watch.files import report_text, write_log, write_report
+from pipectl.watch.judge import Names, action
 
 _NAMES = Names([kind.name for kind in Kind], [kind.value for kind in TransferKind])
 

@@ -18,7 +18,7 @@ from typing import TextIO
 from pipectl.printable import printable
 from pipectl.runs import RUN_VARIABLE, RunDirectory
 from pipectl.runtime.nodes import node_name
-from pipectl.watch.report import write_log
+from pipectl.watch.files import write_log
 
 MAX_FILES = 256
 _STREAMS = (1, 2)

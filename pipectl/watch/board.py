@@ -52,6 +52,11 @@ class Sight(NamedTuple):
     pace_s: float = 0.0
     phase: str = ""
 
+    @property
+    def progress(self) -> tuple[int, int]:
+        """What changes while a rank moves on."""
+        return self.moves, self.step
+
 
 class Board:
     """Written by one rank.

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pipectl.printable import printable
 from pipectl.watch import machine
@@ -15,11 +15,13 @@ from pipectl.watch.board import Sight, open_board
 BYE, FAILING = b"\xfe", b"\xfd"
 """What a rank says before it ends, or before it reports why it fails. Python puts the numbers of
 signals there, and the stack when it crashes."""
-LIVES, STOPPED, FAILS, FAILED, DIED, LEFT = "lives", "stopped", "fails", "failed", "died", "left"
-"""States: of ``DIED`` nobody has said why; ``FAILED`` has said so itself."""
+LIVES, STOPPED, FAILS, FAILED, DIED, LEFT = STATES = (
+    "lives", "stopped", "fails", "failed", "died", "left",
+)  # fmt: skip
+"""Of ``DIED`` nobody has said why; ``FAILED`` has said so itself."""
 OVER = (FAILED, DIED, LEFT)
-_ASKED = (bytes([signal.SIGTERM]), bytes([signal.SIGINT]))
-_ASKED_S = 1.0
+_END_SIGNALS = (bytes([signal.SIGTERM]), bytes([signal.SIGINT]))
+_END_SIGNAL_S = 1.0
 """A signal to end explains the end of a rank for so long; one that goes on saves a checkpoint."""
 _RECENT_S = 2.0
 """A process that was killed for memory earlier than that, before a rank ended, was another."""
@@ -53,18 +55,6 @@ class Death(NamedTuple):
         return self.asked and not (self.words or self.for_memory)
 
 
-class Launch(NamedTuple):
-    """What must stay while ranks work.
-
-    Args:
-        script: the job script's process, if it runs on this machine; else 0.
-        launched: whether a job script started the ranks, so that their launcher must stay.
-    """
-
-    script: int
-    launched: bool
-
-
 class WatchedRank:
     """One rank of this node.
 
@@ -72,30 +62,34 @@ class WatchedRank:
         pid: of its process, and ``started`` when that began, which tells it from a later one.
         board: file descriptor of what it does; -1 for none.
         words: file descriptor of what it says; -1 for none.
+        launched: whether a job script started the ranks, so that their launcher must stay.
+        script: the job script's process, if it runs on this machine and must stay; else 0.
     """
 
-    def __init__(self, pid: int, started: int, board: int, words: int, launch: Launch) -> None:
-        self._pid, self._started, self._launch = pid, started, launch
+    def __init__(
+        self, pid: int, started: int, board: int, words: int, *, launched: bool, script: int
+    ) -> None:
+        self._pid, self._started = pid, started
         self._board, self._words = open_board(board), words
-        state = machine.process_state(pid)
-        self._parent = 0 if state is None else state.parent
-        self._launcher_pid = _parent_of(self._parent) or 1
-        self._launcher = machine.process_state(self._launcher_pid)
-        self._script = machine.process_state(launch.script) if launch.script else None
-        self.handle = _open_handle(pid, started)
+        # A launcher starts ranks by a process on each node, whose parent is on the first node.
+        self._parent = _parent_of(pid)
+        self._launcher = _Process(_parent_of(self._parent) or 1)
+        self._script = _Process(script) if script and launched else None
+        self._launched = launched
+        self.handle = self._open_handle()
         self._kills = self._newer_kills = machine.killed_for_memory()
-        self._counted_at = time.monotonic()
+        self._counted_at = self._lived_at = time.monotonic()
         self._shared = machine.shared_files(pid)
         self._heard = b""
         self._trains = self._is_stopped = False
-        self._asked_at, self._lived_at = float("-inf"), time.monotonic()
-        self.ended_at = 0.0
+        self._asked_at = float("-inf")
         self._death: Death | None = None
+        self.ended_at = 0.0
         self.sight = Sight()
 
     @property
     def state(self) -> str:
-        """One of the states above."""
+        """One of ``STATES``."""
         if BYE in self._heard:
             return LEFT
         if FAILING in self._heard:
@@ -117,22 +111,26 @@ class WatchedRank:
         """
         self.sight = self._board.read()
         self._listen()
-        state = self._process()
-        if state is None:
+        process = self._process()
+        if process is None:
             if not self.ended_at:
                 self._end(earlier)
             return
-        self._lived_at = time.monotonic()
-        self._is_stopped = state.letter == "T"  # a debugger's is a small one
-        if not self._trains:
-            self._trains = self.sight.step > 1
-            if self._trains:
-                self._shared |= machine.shared_files(self._pid)
-        if time.monotonic() - self._counted_at >= _RECENT_S:
+        self._lived_at = now = time.monotonic()
+        self._is_stopped = process.letter == "T"  # a debugger's is a small one
+        if not self._trains and self.sight.step > 1:
+            self._trains = True
+            self._shared |= machine.shared_files(self._pid)
+        if now - self._counted_at >= _RECENT_S:
             self._kills, self._newer_kills = self._newer_kills, machine.killed_for_memory()
-            self._counted_at = time.monotonic()
-        if self._death is None and (gone := self._gone(state)):
-            self._death = Death(time.time(), launcher=gone, asked=self._is_asked)
+            self._counted_at = now
+        gone = ""
+        if self._launched and process.parent != self._parent:
+            gone = "the launcher"
+        elif self._script is not None and not self._script.lives():
+            gone = "the job script"
+        if gone and self._death is None:
+            self._death = Death(time.time(), launcher=gone, asked=self._is_asked())
 
     def kill(self) -> None:
         """SIGKILL, which ends stopped processes too; only ever this very process."""
@@ -152,75 +150,58 @@ class WatchedRank:
         self._is_stopped = False
         self._listen()  # to what it said in between
         if self._death is None:
+            words = printable(self._heard.decode(errors="replace")).replace("\ufffd", "")
             self._death = Death(
                 self.ended_at,
                 earlier=earlier,
-                asked=self._is_asked,
-                words=self._last_words(),
+                asked=self._is_asked(),
+                words=words.strip()[:_MAX_WORDS],
                 for_memory=machine.killed_for_memory() > self._kills,
-                with_launcher=not _is_same(self._launcher_pid, self._launcher),
+                with_launcher=not self._launcher.lives(),
             )
 
-    @property
     def _is_asked(self) -> bool:
         """Whether it was last seen alive before, or just after, it was sent a signal to end."""
-        return self._lived_at - self._asked_at <= _ASKED_S
-
-    def _gone(self, state: machine.ProcessState) -> str:
-        """What is gone that should outlive the rank; empty if all is there."""
-        if not self._launch.launched:
-            return ""
-        if state.parent != self._parent:
-            return "the launcher"
-        if self._script is not None and not _is_same(self._launch.script, self._script):
-            return "the job script"
-        return ""
+        return self._lived_at - self._asked_at <= _END_SIGNAL_S
 
     def _process(self) -> machine.ProcessState | None:
-        """How the process is; None where it is gone, or another has its number."""
+        """How the process is; None if it is gone, or another has its number."""
         state = machine.process_state(self._pid)
         return state if state is not None and state.started == self._started else None
 
     def _listen(self) -> None:
         with suppress(BlockingIOError):
-            while self._words >= 0 and (said := os.read(self._words, 1 << 16)):
-                self._heard += said
-                if any(number in said for number in _ASKED):
+            while self._words >= 0 and (words := os.read(self._words, 1 << 16)):
+                self._heard += words
+                if any(number in words for number in _END_SIGNALS):
                     self._asked_at = time.monotonic()
         if len(self._heard) > 2 * _MAX_WORDS:
             self._heard = self._heard[:_MAX_WORDS] + self._heard[-_MAX_WORDS:]
 
-    def _last_words(self) -> str:
-        """What python said of a crash."""
-        text = printable(self._heard.decode(errors="replace")).replace("\ufffd", "")
-        return text.strip()[:_MAX_WORDS]
+    def _open_handle(self) -> int | None:
+        """Readable when the process ends; None if it has, or the kernel has no such thing."""
+        try:
+            handle = os.pidfd_open(self._pid)
+        except (OSError, AttributeError):
+            return None
+        if self._process() is not None:
+            return handle
+        os.close(handle)
+        return None
 
 
-def described(state: Any) -> bool:
-    """Whether a file names a state."""
-    return state in (LIVES, STOPPED, *OVER, FAILS)
+class _Process:
+    """A process that should outlive the ranks, told from later ones with its number."""
 
+    def __init__(self, pid: int) -> None:
+        self._pid, self._first = pid, machine.process_state(pid)
 
-def _is_same(pid: int, before: machine.ProcessState | None) -> bool:
-    """Whether a process lives that was seen before."""
-    state = machine.process_state(pid)
-    return state is not None and before is not None and state.started == before.started
+    def lives(self) -> bool:
+        state = machine.process_state(self._pid)
+        first = self._first
+        return state is not None and first is not None and state.started == first.started
 
 
 def _parent_of(pid: int) -> int:
-    """Launchers start ranks by a process on each node; what started that one is on the first."""
     state = machine.process_state(pid)
     return 0 if state is None else state.parent
-
-
-def _open_handle(pid: int, started: int) -> int | None:
-    """Readable when the process ends; None where it has, or the kernel has no such thing."""
-    try:
-        handle = os.pidfd_open(pid)
-    except (OSError, AttributeError):
-        return None
-    state = machine.process_state(pid)
-    if state is not None and state.started == started:
-        return handle
-    os.close(handle)
-    return None

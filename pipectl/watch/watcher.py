@@ -1,9 +1,9 @@
 """The process that watches the ranks of one node: ``python -m pipectl.watch.watcher``.
 
 The node's first rank starts it. It reads what the ranks do from memory that they share with it,
-sees from the kernel how they end, and writes one file (:mod:`pipectl.watch.node_file`). The watcher
-of the first node reads those of all others, decides whether a rank is lost, writes down which and
-why, and says in its own file that all are to be ended. Watchers talk in no other way.
+sees from the kernel how they end, and writes one file (:mod:`pipectl.watch.files`). The watcher of
+the first node reads those of all others, decides whether a rank is lost, writes down which and why,
+and says in its own file that all are to be ended. Watchers talk in no other way.
 """
 
 from __future__ import annotations
@@ -19,22 +19,27 @@ from typing import Any
 
 from pipectl.printable import printable
 from pipectl.watch.board import Sight
-from pipectl.watch.job import JobView, interval_s
-from pipectl.watch.node_file import NodeFile, NodeReport, RankReport, node_path
-from pipectl.watch.rank import (
-    DIED,
-    FAILED,
-    FAILS,
-    LEFT,
-    LIVES,
-    OVER,
-    STOPPED,
-    Launch,
-    WatchedRank,
+from pipectl.watch.files import (
+    NodeFile,
+    NodeReport,
+    RankReport,
+    node_path,
+    report_text,
+    write_log,
+    write_report,
 )
-from pipectl.watch.report import report_document, report_text, write_log, write_report
-from pipectl.watch.verdict import RESUME, Verdict, judge_death, limit_s
-from pipectl.watch.words import Names
+from pipectl.watch.judge import (
+    RESUME,
+    JobView,
+    Names,
+    Verdict,
+    action,
+    first_death,
+    interval_s,
+    judge_death,
+    limit_s,
+)
+from pipectl.watch.rank import DIED, FAILED, FAILS, LEFT, LIVES, STOPPED, WatchedRank
 
 _TO_ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Batch systems send these to all processes of a job; how ranks take them is to be seen."""
@@ -46,7 +51,6 @@ _LEAVE_S = 7.0
 """After which the first node's watcher ends, though others may have been lost."""
 _UNHEARD_S = 5.0
 """After a death: if the first node's watcher says nothing, each reports that of its own rank."""
-_NODE_GONE = "nothing is heard of its node any more: it is gone"
 _WITHOUT_FIRST = 2.0
 """Times the limit that ranks may be still while the first node's watcher is silent."""
 
@@ -61,10 +65,10 @@ class Watcher:
     def __init__(self, given: Mapping[str, Any]) -> None:
         self._given = given
         self._names = Names(given["kinds"], given["lanes"])
-        launch = Launch(given["script"], given["launched"])
+        launch = {"launched": given["launched"], "script": given["script"]}
         self._ranks = {
             each["rank"]: WatchedRank(
-                each["pid"], each["started"], each["board"], each["words"], launch
+                each["pid"], each["started"], each["board"], each["words"], **launch
             )
             for each in given["ranks"]
         }
@@ -81,7 +85,7 @@ class Watcher:
         """Until all ranks of the node have ended."""
         before = time.monotonic()
         while not self._turn():
-            wait_s = _SHORT_TICK_S if self._is_ending else _TICK_S
+            wait_s = _SHORT_TICK_S if self._is_ending() else _TICK_S
             self._order.wait(wait_s)
             # Time is counted by wake-ups: none passes while this process is stopped.
             after = time.monotonic()
@@ -89,13 +93,6 @@ class Watcher:
             before = after
         for rank in self._ranks.values():
             rank.clean_up()
-
-    @property
-    def _is_ending(self) -> bool:
-        return self._lost_at is not None or any(
-            self._order.has(number) and rank.state in (LIVES, STOPPED)
-            for number, rank in self._ranks.items()
-        )
 
     def _turn(self) -> bool:
         """Look around and act; whether all is over."""
@@ -105,16 +102,25 @@ class Watcher:
         if self._lost_at is None and states & {FAILS, FAILED, DIED}:
             self._lost_at = self._now
             self._looked_at = float("-inf")  # what others say from now on, they say after it
-        pause_s = self._interval_s * (_SHORT_TICK_S if self._is_ending else 1.0)
+        pause_s = self._interval_s * (_SHORT_TICK_S if self._is_ending() else 1.0)
         if self._now - self._looked_at >= 0.9 * pause_s:
             self._looked_at = self._now
             self._hear()
         self._act()
-        self._tell()
+        if self._ends:
+            for rank in self._ranks.values():
+                rank.kill()
+        self._write()
         if states == {LEFT} or (self._given["size"] == 1 and states & {FAILS, FAILED}):
             return True
         return self._is_over() and all(
             rank.ended_at or rank.state == LEFT for rank in self._ranks.values()
+        )
+
+    def _is_ending(self) -> bool:
+        return self._lost_at is not None or any(
+            self._order.has(number) and rank.state in (LIVES, STOPPED)
+            for number, rank in self._ranks.items()
         )
 
     def _hear(self) -> None:
@@ -122,7 +128,7 @@ class Watcher:
         raise NotImplementedError
 
     def _act(self) -> None:
-        """Do what follows from it, and from what became of the own ranks."""
+        """Find out whether the ranks must end, by what others say and became of the own ranks."""
         raise NotImplementedError
 
     def _is_over(self) -> bool:
@@ -136,20 +142,13 @@ class Watcher:
         }
         return NodeReport(self._given["name"], ranks, self._ends)
 
-    def _tell(self) -> None:
+    def _write(self) -> None:
         """Write the file, when something has happened, and as a sign of life."""
-        content = self._content()
-        if (
-            self._written is None
-            or _events(content) != _events(self._written)
-            or self._now - self._written_at >= 0.9 * self._interval_s
-        ):
+        content, written = self._content(), self._written
+        is_news = written is None or content.news() != written.news()
+        if is_news or self._now - self._written_at >= 0.9 * self._interval_s:
             self._file.write(content, time.time())
             self._written, self._written_at = content, self._now
-
-    def _kill(self) -> None:
-        for rank in self._ranks.values():
-            rank.kill()
 
     def _report(self, verdict: Verdict, sight: Sight, node: str) -> None:
         document = report_document(verdict, sight, node, self._names)
@@ -172,36 +171,33 @@ class FirstWatcher(Watcher):
         self._reported = False
         self._stalled = ""
 
-    @property
     def _is_ending(self) -> bool:
-        return self._end_at is not None or self._job.is_ending or super()._is_ending
+        return self._end_at is not None or self._job.is_ending or super()._is_ending()
 
     def _hear(self) -> None:
         for node, file in self._others.items():
             report = file.read()
             if report is not None:
-                self._job.hears(node, report, self._now)
+                self._job.hear(node, report, self._now)
             if file.fault and node not in self._faults:
                 self._faults.add(node)
                 write_log(_LOG, f"pipectl: {file.fault}; it counts as no word from that node\n")
 
     def _act(self) -> None:
         job, now = self._job, self._now
-        job.hears(0, self._content(), now)
-        verdict = None if self._reported else job.verdict(now)
+        job.hear(0, self._content(), now)
+        verdict = None if self._reported else job.judge(now)
         if verdict is not None:
             self._reported = True
-            self._report(verdict, job.sight(verdict.rank), job.name(verdict.rank))
-        elif warning := job.warning(now):
+            self._report(verdict, job.sight(verdict.rank), job.node(verdict.rank))
+        elif warning := job.warn(now):
             self._stalled = warning
             write_log(_LOG, f"pipectl: {printable(warning)}\n")
         if job.moves:
             self._stalled = ""
         if self._end_at is None and (verdict is not None or job.is_over(now)):
             self._end_at = now + (_GRACE_S if job.is_over(now) else 0.0)
-        if self._end_at is not None and now >= self._end_at:
-            self._ends = True
-            self._kill()
+        self._ends = self._end_at is not None and now >= self._end_at
 
     def _is_over(self) -> bool:
         if self._end_at is None:
@@ -218,7 +214,7 @@ class OtherWatcher(Watcher):
     def __init__(self, given: Mapping[str, Any]) -> None:
         super().__init__(given)
         self._first_file = self._file_of(0)
-        self._first: NodeReport | None = None
+        self._first = NodeReport("", {})
         self._heard_at = 0.0
         self._moves: list[int] = []
         self._moved_at = 0.0
@@ -229,58 +225,52 @@ class OtherWatcher(Watcher):
             self._first, self._heard_at = report, self._now
 
     def _act(self) -> None:
+        if self._ends:
+            return
         moves = [rank.sight.moves for rank in self._ranks.values()]
         if moves != self._moves:
             self._moves, self._moved_at = moves, self._now
-        if not self._ends and self._first is not None and self._first.ends:
+        if self._first.ends:
             self._ends = True
-        elif not self._ends and self._lost_at is not None:
+        elif self._lost_at is not None:
             silent_s = self._now - max(self._lost_at, self._heard_at)
             late = self._now - self._lost_at > _GRACE_S + _LEAVE_S
             if late or silent_s > max(_UNHEARD_S, 3 * self._interval_s):
                 self._ends = True
-                self._report_alone()
-        elif not self._ends and self._is_without_first():
-            self._ends = True
-            self._report_first()
-        if self._ends:
-            self._kill()
+                self._report_alone(self._lost_at)
+        elif not self._first.is_over:
+            pace_s = max(rank.sight.pace_s for rank in self._ranks.values())
+            limit = limit_s(self._given["min_s"], self._given["predicted_s"], pace_s)
+            still_s = self._now - max(self._heard_at, self._moved_at)
+            if still_s > _WITHOUT_FIRST * max(limit, 4 * self._interval_s):
+                self._ends = True
+                self._report_first()
 
     def _is_over(self) -> bool:
-        return self._ends or (self._first is not None and self._first.knows)
+        return self._ends or self._first.knows
 
-    def _is_without_first(self) -> bool:
-        if not _is_alive(self._first):
-            return False
-        pace_s = max(rank.sight.pace_s for rank in self._ranks.values())
-        limit = limit_s(self._given["min_s"], self._given["predicted_s"], pace_s)
-        still_s = self._now - max(self._heard_at, self._moved_at)
-        return still_s > _WITHOUT_FIRST * max(limit, 4 * self._interval_s)
-
-    def _report_alone(self) -> None:
+    def _report_alone(self, lost_at: float) -> None:
         """Why the own ranks end, if nobody else says so."""
-        if self._first is not None and self._first.knows:
+        if self._first.knows:
             return
-        assert self._lost_at is not None
-        if _is_alive(self._first) and self._heard_at < self._lost_at:
+        if not self._first.is_over and self._heard_at < lost_at:
             self._report_first()
             return
         if any(rank.state in (FAILS, FAILED) for rank in self._ranks.values()):
             return
-        deaths = [(it.death, number) for number, it in self._ranks.items() if it.death is not None]
+        deaths = {n: rank.death for n, rank in self._ranks.items() if rank.death is not None}
         if not deaths:  # what seemed dead has left properly
             return
-        death, number = min(deaths, key=lambda each: (each[0].earlier, each[0].at))
+        number, death = first_death(deaths, dict.fromkeys(deaths, 0))
         if not death.is_wanted:
             sight = self._ranks[number].sight
             self._report(judge_death(number, death), sight, self._given["name"])
 
     def _report_first(self) -> None:
         """That the first node is gone."""
-        assert self._first is not None
-        verdict = Verdict(min(self._first.ranks), _NODE_GONE, RESUME)
-        sight = self._first.ranks[verdict.rank].sight
-        self._report(verdict, sight, self._first.node)
+        message = "nothing is heard of its node any more: it is gone"
+        verdict = Verdict(min(self._first.ranks), message, RESUME)
+        self._report(verdict, self._first.ranks[verdict.rank].sight, self._first.node)
 
 
 class EndOrder:
@@ -326,15 +316,23 @@ class EndOrder:
         return self._ended.index(rank) if rank in self._ended else len(self._ended)
 
 
-def _events(report: NodeReport) -> tuple[Any, ...]:
-    """What is worth a word at once."""
-    states = [each.state for each in report.ranks.values()]
-    return states, report.ends, report.knows, report.stalled
-
-
-def _is_alive(report: NodeReport | None) -> bool:
-    """Whether ranks of a node were alive when it was last heard of."""
-    return report is not None and any(each.state not in OVER for each in report.ranks.values())
+def report_document(verdict: Verdict, sight: Sight, node: str, names: Names) -> dict[str, Any]:
+    """The contents of an error file, as ranks write it that fail."""
+    return {
+        "version": 1,
+        "rank": verdict.rank,
+        "stage": None if sight.stage < 0 else sight.stage,
+        "step": sight.step,
+        "action": action(sight, names),
+        "host": node,
+        "type": None,
+        "message": verdict.message,
+        "cure": verdict.cure,
+        "traceback": verdict.stack,
+        "time": time.time() if verdict.at is None else verdict.at,
+        "earlier": None if verdict.at is None else verdict.earlier,
+        "exit_code": 1,
+    }
 
 
 def main() -> None:

@@ -11,10 +11,10 @@ import pytest
 
 from pipectl.watch import machine
 from pipectl.watch.board import SIZE, Board, Sight, create_memory, open_board
+from pipectl.watch.files import report_text, write_log, write_report
+from pipectl.watch.judge import Names, Verdict, judge_death
 from pipectl.watch.rank import Death
-from pipectl.watch.report import report_document, report_text, write_log, write_report
-from pipectl.watch.verdict import Verdict, judge_death
-from pipectl.watch.words import Names
+from pipectl.watch.watcher import report_document
 
 NAMES = Names(["FORWARD", "UPDATE"], ["activation"])
 
@@ -87,7 +87,7 @@ def test_an_end_is_told_with_when_it_was() -> None:
 
 
 def test_a_log_that_nobody_reads_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipectl.watch.report._PATIENCE_MS", 10)
+    monkeypatch.setattr("pipectl.watch.files._PATIENCE_MS", 10)
     frozen, log = os.pipe()
     write_log(log, "x" * 10**6)
     assert len(os.read(frozen, 10**6)) == 1 << 16

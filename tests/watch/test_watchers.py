@@ -24,7 +24,7 @@ from pipectl.batch import process
 from pipectl.runs import RunDirectory, read_errors
 from pipectl.schedule import Kind
 from pipectl.watch.board import Board, create_memory
-from pipectl.watch.node_file import NodeFile, NodeReport, node_path, parse_report
+from pipectl.watch.files import NodeFile, NodeReport, node_path, parse_report
 from pipectl.watch.rank import BYE, FAILING
 
 LONG_S = 60.0
@@ -364,7 +364,7 @@ def test_a_full_disk_still_shows_that_a_watcher_lives(
     def fails(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pipectl.watch.node_file.write_text", fails)
+    monkeypatch.setattr("pipectl.watch.files.write_text", fails)
     os.utime(file.path, (1.0, 1.0))
     assert file.read() is not None
     file.write(NodeReport("n", {}), 2.0)

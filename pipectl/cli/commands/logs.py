@@ -26,7 +26,7 @@ from pipectl.runs import (
     read_errors,
     read_exit_code,
 )
-from pipectl.watch.report import report_text
+from pipectl.watch.files import report_text
 
 if TYPE_CHECKING:
     from pipectl.batch import JobStatus

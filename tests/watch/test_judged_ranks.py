@@ -7,8 +7,15 @@ from typing import Any
 import pytest
 
 from pipectl.watch.board import NO_ROW, Sight
-from pipectl.watch.verdict import Seen, judge, limit_s, waiting_words
-from pipectl.watch.words import Names, action, chain
+from pipectl.watch.judge import (
+    Names,
+    RankState,
+    action,
+    describe_chain,
+    describe_waits,
+    judge_ranks,
+    limit_s,
+)
 
 NAMES = Names(["FORWARD", "BACKWARD", "UPDATE", "SEND_WAIT", "RECEIVE_WAIT"], ["activation"])
 FORWARD, BACKWARD, UPDATE, SEND_WAIT, RECEIVE_WAIT = range(5)
@@ -33,16 +40,18 @@ BUILDS = Sight(4, waiting=True, phase="building the stages")
 SAVES = Sight(9, step=5, waiting=True, phase="saving")
 
 
-def known(sight: Sight, still: float = 0.0, **more: float) -> Seen:
-    return Seen(sight, "n1", still_s=still, **more)
+def known(sight: Sight, still: float = 0.0, **more: float) -> RankState:
+    return RankState(sight, "n1", still_s=still, **more)
 
 
 def test_who_waits_for_whom() -> None:
     sights = {3: awaits(2), 2: computes()}
     words = "rank 3 waits for activation 5 of stage 2 from rank 2, which is in backward 4"
-    assert chain(3, sights, NAMES) == words
+    assert describe_chain(3, sights, NAMES) == words
     longer = {**sights, 0: awaits(3, 1)}
-    assert chain(0, longer, NAMES).endswith(f"from rank 3, which {words.removeprefix('rank 3 ')}")
+    assert describe_chain(0, longer, NAMES).endswith(
+        f"from rank 3, which {words.removeprefix('rank 3 ')}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,7 +67,7 @@ def test_who_waits_for_whom() -> None:
     ],
 )
 def test_ends_of_chains(sights: dict[int, Sight], words: str) -> None:
-    assert words in chain(8 if 8 in sights else 3, sights, NAMES)
+    assert words in describe_chain(8 if 8 in sights else 3, sights, NAMES)
 
 
 def test_actions_read_as_in_other_error_reports() -> None:
@@ -89,8 +98,8 @@ def test_three_steps_as_predicted_or_as_they_are() -> None:
         {0: known(BUILDS, LONG), 1: known(Sight(phase="capturing"), LONG)},  # a large model
     ],
 )
-def test_runs_that_may_go_on(seen: dict[int, Seen]) -> None:
-    assert judge(seen, LIMIT, NAMES) is None
+def test_runs_that_may_go_on(seen: dict[int, RankState]) -> None:
+    assert judge_ranks(seen, LIMIT, NAMES) is None
 
 
 @pytest.mark.parametrize(
@@ -135,8 +144,8 @@ def test_runs_that_may_go_on(seen: dict[int, Seen]) -> None:
         ),
     ],
 )
-def test_ranks_that_are_lost(seen: dict[int, Seen], rank: int, words: str) -> None:
-    found = judge(seen, LIMIT, NAMES)
+def test_ranks_that_are_lost(seen: dict[int, RankState], rank: int, words: str) -> None:
+    found = judge_ranks(seen, LIMIT, NAMES)
     assert found is not None
     assert found.rank == rank
     assert found.message.startswith(words)
@@ -144,34 +153,34 @@ def test_ranks_that_are_lost(seen: dict[int, Seen], rank: int, words: str) -> No
 
 def test_of_all_that_wait_one_that_waits_for_the_culprit_is_told_of() -> None:
     seen = {0: known(WAITS_FOR_ALL), 1: known(computes()), 2: known(awaits(1))}
-    assert waiting_words(seen, NAMES, 1).startswith("rank 2 waits for activation 5")
-    assert waiting_words(seen, NAMES).startswith("rank 2 waits for activation 5")
-    assert waiting_words({1: known(computes())}, NAMES, 1) == ""
+    assert describe_waits(seen, NAMES, 1).startswith("rank 2 waits for activation 5")
+    assert describe_waits(seen, NAMES).startswith("rank 2 waits for activation 5")
+    assert describe_waits({1: known(computes())}, NAMES, 1) == ""
 
 
 def test_if_no_rank_waits_for_a_message_all_are_told_of() -> None:
     captures = Sight(3, phase="capturing the model")
     seen = {rank: known(captures) for rank in (0, 2, 3)} | {1: known(BUILDS), 4: known(computes())}
-    assert waiting_words(seen, NAMES) == (
+    assert describe_waits(seen, NAMES) == (
         "ranks 0, 2-3 are capturing the model; rank 1 waits for the other ranks (building the "
         "stages); rank 4 is in backward 4"
     )
     many = {rank: known(computes(rank)) for rank in range(20)}
-    assert waiting_words(many, NAMES).endswith("in backward 5; 14 more ranks do something else")
+    assert describe_waits(many, NAMES).endswith("in backward 5; 14 more ranks do something else")
 
 
 def test_ranks_that_only_begin_to_wait_are_links_of_the_chain() -> None:
     begins = awaits(0)._replace(waiting=False)
     seen = {0: known(computes()), 1: known(begins), 2: known(awaits(1))}
     words = "rank 1 waits for activation 5 of stage 0 from rank 0, which is in backward 4"
-    assert waiting_words(seen, NAMES, culprit=0) == words
-    assert waiting_words(seen, NAMES).endswith(f"which {words.removeprefix('rank 1 ')}")
+    assert describe_waits(seen, NAMES, culprit=0) == words
+    assert describe_waits(seen, NAMES).endswith(f"which {words.removeprefix('rank 1 ')}")
 
 
 def test_a_chain_ends_at_the_culprit_though_it_waits_itself() -> None:
     seen = {0: known(awaits(1, 2)), 1: known(awaits(0))}
     words = "rank 0 waits for activation 2 of stage 1 from rank 1, which is in receive wait 5"
-    assert waiting_words(seen, NAMES, 1) == words
+    assert describe_waits(seen, NAMES, 1) == words
 
 
 def test_no_row_is_no_kind() -> None:

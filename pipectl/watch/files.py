@@ -1,27 +1,32 @@
-"""What the watchers of nodes tell each other: one file per node, replaced whole.
+"""Files of watchers: one per node, by which they tell each other how ranks are, and reports.
 
-Nobody else can write there, but a file may be damaged: everything in it is checked.
+A node's file is replaced whole. Nobody else can write there, but a file may be damaged: everything
+in it is checked. A report of a rank that failed is a file for ``status``, and text for the log.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from pipectl.errors import UsageError
-from pipectl.files import write_text
+from pipectl.errors import PipectlError, UsageError
+from pipectl.files import write_json, write_text
 from pipectl.printable import printable
 from pipectl.watch.board import Sight
-from pipectl.watch.rank import DIED, Death, described
+from pipectl.watch.rank import DIED, OVER, STATES, Death
 
 VERSION = 1
 _MAX_BYTES = 1 << 24
 _MAX_NUMBER = 2**53
+_PIECE = 4096
+"""Bytes that a pipe takes at once whenever it says that it takes any."""
+_PATIENCE_MS = 1000
 DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """What :func:`parse_report` and the reading of JSON raise for what no watcher has written."""
 _Fields = TypeVar("_Fields", bound=tuple[Any, ...])
@@ -55,6 +60,16 @@ class NodeReport(NamedTuple):
     ends: bool = False
     knows: bool = False
     stalled: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all of them have ended."""
+        return all(each.state in OVER for each in self.ranks.values())
+
+    def news(self) -> tuple[Any, ...]:
+        """What is worth a word at once."""
+        states = [each.state for each in self.ranks.values()]
+        return states, self.ends, self.knows, self.stalled
 
 
 def node_path(folder: Path, node: int) -> Path:
@@ -134,7 +149,7 @@ def parse_report(document: Mapping[str, Any]) -> NodeReport:
     ranks: dict[int, RankReport] = {}
     for item in document["ranks"]:
         rank, state, death = item["rank"], item["state"], item["death"]
-        if not _is_like(rank, 0) or rank < 0 or not described(state):
+        if not _is_like(rank, 0) or rank < 0 or state not in STATES:
             raise ValueError(f"rank {rank!r} in state {state!r}")
         ended = _checked(Death(), death) if state == DIED else None
         ranks[rank] = RankReport(state, _checked(Sight(), item["sight"]), ended)
@@ -157,3 +172,37 @@ def _is_like(value: Any, usual: Any) -> bool:
         return type(value) is type(usual)
     numbers = (int, float) if isinstance(usual, float) else (int,)
     return type(value) in numbers and abs(value) < _MAX_NUMBER
+
+
+def report_text(document: Mapping[str, Any]) -> str:
+    """The same for people, fit for terminals; it ends with a line end.
+
+    Args:
+        document: of any error file, some fields of which may be missing.
+    """
+    known = {name: document.get(name) for name in ("rank", "stage", "step")}
+    where = [f"{name} {value}" for name, value in known.items() if value is not None]
+    kind, action, cure = (document.get(name) for name in ("type", "action", "cure"))
+    place = ", ".join([*where, *([str(action)] if action else [])])
+    parts = [f"pipectl: {place}: {f'{kind}: ' if kind else ''}{document.get('message')}"]
+    parts += [str(document.get("traceback") or ""), f"pipectl: {cure}" if cure else ""]
+    return "".join(f"{printable(part.rstrip())}\n" for part in parts if part)
+
+
+def write_report(path: Path, document: Mapping[str, Any]) -> None:
+    """Write the error file. A disk that fails keeps it from being written."""
+    with suppress(PipectlError, OSError):
+        write_json(path, document)
+
+
+def write_log(log: int, text: str) -> None:
+    """Write to a file descriptor what its reader takes, and never wait long for one that is stuck.
+
+    The reader of the job's log may be gone, or frozen; nothing may end or hang by that.
+    """
+    data = text.encode(errors="replace")
+    poll = select.poll()
+    poll.register(log, select.POLLOUT)
+    with suppress(OSError):
+        while data and poll.poll(_PATIENCE_MS):
+            data = data[os.write(log, data[:_PIECE]) :]
