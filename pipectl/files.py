@@ -15,6 +15,8 @@ from pipectl.errors import DataFileError, UsageError
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """In JSON, a part of a character; half of one cannot be written again."""
 
+RUNS_VARIABLE = "PIPECTL_RUNS"
+"""Variable of the environment: the directory of the runs, unless a job or an option names one."""
 _MOST_LINKS = 40
 MAX_BYTES = 2**28
 """Of a data file; others may have written it."""

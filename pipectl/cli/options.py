@@ -9,7 +9,8 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from pipectl.runs import RUNS_VARIABLE, list_runs, list_sweeps, runs_directory
+from pipectl.files import RUNS_VARIABLE
+from pipectl.runs import list_runs, list_sweeps, runs_directory
 
 T = TypeVar("T")
 

@@ -304,10 +304,13 @@ def find_bottleneck(comparison: Comparison) -> list[str]:
     computes = f"computes for {format_time(busy_s)} of {format_time(step_s)}{of_it}"
     others_s = [rank.spent[COMPUTING].measured_s for rank in ranks if rank is not busiest]
     mean_s = sum(others_s) / len(others_s) if others_s else busy_s
-    if busy_s >= _MOST_OF_IT * step_s:
-        others = f"; the others compute for {format_time(mean_s)} on average"
-        others = others if mean_s < _EVEN * busy_s else ""
-        sentences.append(f"Rank {busiest.rank} is the bottleneck: it {computes}{others}.")
+    if busy_s >= _MOST_OF_IT * step_s and mean_s < _EVEN * busy_s:
+        others = f"the others compute for {format_time(mean_s)} on average"
+        sentences.append(f"Rank {busiest.rank} is the bottleneck: it {computes}; {others}.")
+    elif busy_s >= _MOST_OF_IT * step_s:
+        sentences.append(
+            f"Computing limits the speed, on all ranks alike: rank {busiest.rank} {computes}."
+        )
     else:
         rest = {name: busiest.spent[name].measured_s for name in SPENT if name != COMPUTING}
         name = max(rest, key=rest.__getitem__)

@@ -10,7 +10,6 @@ from pipectl.runs.directory import (
     RunDirectory,
 )
 from pipectl.runs.find import (
-    RUNS_VARIABLE,
     as_typed,
     find,
     find_run,
@@ -41,12 +40,12 @@ from pipectl.runs.record import PROFILING, REHEARSAL, TRAINING, Event, Record, S
 from pipectl.runs.sweep import Members, SweepDirectory, sweep_of
 
 __all__ = [
-    "ATTEMPT", "PROFILING", "REHEARSAL", "REQUEUE_ERROR", "RESUBMITTED", "RUNS_VARIABLE",
-    "RUN_VARIABLE", "SCRIPT", "TRAINING", "VARIABLES", "Event", "Line", "Log", "Logs",
-    "LossScaleState", "Manifest", "Members", "Record", "RunDirectory", "Setting", "Shard",
-    "SweepDirectory", "as_typed", "beat", "checkpoints", "find", "find_run", "find_runs",
-    "is_job_id", "last_checkpoint", "list_runs", "list_sweeps", "locked", "measured_steps",
-    "one_of", "read_errors", "read_exit_code", "read_figures", "read_heartbeat", "read_metrics",
-    "read_report", "read_requeue_error", "read_stall", "read_starts", "runs_directory", "step_of",
-    "sweep_of",
+    "ATTEMPT", "PROFILING", "REHEARSAL", "REQUEUE_ERROR", "RESUBMITTED", "RUN_VARIABLE",
+    "SCRIPT", "TRAINING", "VARIABLES", "Event", "Line", "Log", "Logs", "LossScaleState",
+    "Manifest", "Members", "Record", "RunDirectory", "Setting", "Shard", "SweepDirectory",
+    "as_typed", "beat", "checkpoints", "find", "find_run", "find_runs", "is_job_id",
+    "last_checkpoint", "list_runs", "list_sweeps", "locked", "measured_steps", "one_of",
+    "read_errors", "read_exit_code", "read_figures", "read_heartbeat", "read_metrics",
+    "read_report", "read_requeue_error", "read_stall", "read_starts", "runs_directory",
+    "step_of", "sweep_of",
 ]  # fmt: skip

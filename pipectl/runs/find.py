@@ -10,13 +10,11 @@ from pathlib import Path
 
 from pipectl.access import read_limited
 from pipectl.errors import DataFileError, UnknownRunError
+from pipectl.files import RUNS_VARIABLE
 from pipectl.runs.directory import RUN_NAME, RunDirectory
 from pipectl.runs.record import MAX_BYTES, Record, is_job_id
 from pipectl.runs.sweep import FOLDER, SweepDirectory, sweep_of
 from pipectl.units import did_you_mean
-
-RUNS_VARIABLE = "PIPECTL_RUNS"
-"""Variable of the environment: the directory of the runs."""
 
 
 def runs_directory() -> Path:

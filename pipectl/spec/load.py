@@ -1,4 +1,4 @@
-"""Loading a job spec: site files below the job file, ``--set`` above it, one list of problems."""
+"""Loading a job spec: site files and ``PIPECTL_RUNS`` below the job file, ``--set`` above it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipectl.errors import Problem, SpecError, UsageError
+from pipectl.files import RUNS_VARIABLE
 from pipectl.spec.document import KeyPath, Place, Table, escape, merge, to_python
 from pipectl.spec.models import JobSpec
 from pipectl.spec.reader import MAX_DEPTH, UnreadableError, read_file, read_text
@@ -101,6 +102,10 @@ def load_document(
         raise SpecError([*problems, Problem(str(path), 0, 0, fault)], cure=_INIT)
     for override in overrides:
         tree = _override(tree, override, problems)
+    if runs := os.environ.get(RUNS_VARIABLE):
+        place = Place(RUNS_VARIABLE, 0, 0)
+        below = put_at(Table(place), ("output", "directory"), runs, place, place)
+        tree = merge(below, tree)
     if to_python(tree.get("site_defaults")) is not False:
         for site in reversed(site_files() if sites is None else sites):
             tree = merge(_read_site(site, problems), tree)

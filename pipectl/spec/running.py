@@ -220,8 +220,8 @@ class Output(Section):
     """Where results go."""
 
     directory: Text = "runs"
-    """Directory of the run directories, relative to the directory of the command. Commands on runs
-    look in `runs`, or where `-d` says."""
+    """Directory of the run directories, relative to the directory of the command; `PIPECTL_RUNS`
+    in the environment is another default. Commands on runs look there, or where `-d` says."""
 
 
 class Slurm(Section):

@@ -90,3 +90,16 @@ def test_runs_that_wait_for_others_name_them(
     result = cli("submit", "job.yaml", *SLURM, "--after", f"away/{run.name}")
     assert result.code == 2
     assert pasted(result.err, "resume") == ["resume", f"away/{run.name}"]
+
+
+def test_jobs_go_where_the_variable_says_unless_they_name_a_directory(
+    cli: Command, profile: Path, slurm: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIPECTL_RUNS", "away")
+    Path("runs").rename("away")
+    told = cli("submit", "job.yaml", *SLURM).out
+    (run,) = (path for path in Path("away").iterdir() if path.is_dir())
+    assert f"see: pipectl status {run.name}\n" in told
+    assert "RUNNING" in cli("status", "41").out
+    cli("submit", "job.yaml", *SLURM, *ELSEWHERE)
+    assert Path("out side").is_dir()

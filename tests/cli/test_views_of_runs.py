@@ -100,7 +100,7 @@ def test_speed_and_progress(pipeline: Any, tmp_path: Path, step_s: float, words:
     measured = Measured(step=30, steps=40, step_time_s=step_s)
     found = details(status_of(tmp_path, plan=plan, measured=measured))
     assert found["predicted"] == words
-    assert found["progress"].startswith("███████████████      step 30 of 40, ")
+    assert found["progress"].startswith("███████████████░░░░░ step 30 of 40, ")
     assert found["progress"].endswith(" left")
 
 

@@ -196,7 +196,7 @@ def _figures(status: RunStatus) -> Iterator[tuple[str, str, str]]:
 
 
 def _progress(status: RunStatus) -> str:
-    """``████████▌            step 40 of 100, 1 min 20 s left``; percent of one that measures."""
+    """``████████░░░░ step 40 of 60, 1 min 20 s left``; percent of a run that only measures."""
     step, steps = status.measured.step, status.steps
     if not steps:
         return ""
@@ -204,7 +204,7 @@ def _progress(status: RunStatus) -> str:
     done = f"{step}%" if measures else f"step {step} of {steps}"
     left_s = status.measured.remaining_s if status.job.state.alive else None
     left = "" if left_s is None else f", {format_long_time(left_s)} left"
-    return f"{bar(step / steps, 20)} {done}{left}"
+    return f"{bar(step / steps, 20).replace(' ', '░')} {done}{left}"
 
 
 def _speed(status: RunStatus) -> Iterator[tuple[str, str, str]]:

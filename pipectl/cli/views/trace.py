@@ -37,7 +37,8 @@ def print_comparison(recorded: RecordedStep, comparison: Comparison) -> None:
     say(step_line(recorded, comparison), "bold")
     for sentence in (*find_bottleneck(comparison), find_largest_difference(comparison)):
         say(sentence)
-    parts = _worst(comparison.parts, _MAX_PARTS, lambda part: abs(part.time.more_s))
+    every = [part for part in comparison.parts if max(part.time) >= _NOTHING_S]
+    parts = _worst(every, _MAX_PARTS, lambda part: abs(part.time.more_s))
     console.print(_parts_table(parts))
 
     def difference_s(rank: RankStep) -> float:
@@ -45,7 +46,7 @@ def print_comparison(recorded: RecordedStep, comparison: Comparison) -> None:
 
     ranks = _worst(comparison.ranks, _MAX_RANKS, difference_s)
     console.print(_ranks_table(ranks))
-    for remark in _remarks(recorded, comparison, len(parts), len(ranks)):
+    for remark in _remarks(recorded, comparison, len(parts) < len(every), len(ranks)):
         note(remark)
 
 
@@ -95,11 +96,11 @@ def _ranks_table(ranks: Sequence[RankStep]) -> Table:
 
 
 def _remarks(
-    recorded: RecordedStep, comparison: Comparison, parts: int, ranks: int
+    recorded: RecordedStep, comparison: Comparison, cut: bool, ranks: int
 ) -> Iterator[str]:
     """What the tables do not say."""
     yield "times of ranks: predicted / measured, in the whole step"
-    if parts < len(comparison.parts) or ranks < len(comparison.ranks):
+    if cut or ranks < len(comparison.ranks):
         yield "shown are those that differ most; --json has all"
     if len(comparison.ranks) < recorded.plan.ranks:
         yield f"{len(comparison.ranks):,} of {recorded.plan.ranks:,} ranks were recorded"
