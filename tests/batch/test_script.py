@@ -437,5 +437,5 @@ def test_names_in_the_templates_are_those_that_python_reads(make_request: MakeRe
 
 
 def test_jinja_is_imported_only_to_render() -> None:
-    code = "import sys, pipectl.batch, pipectl.jobs.status; sys.exit('jinja2' in sys.modules)"
+    code = "import sys, pipectl.batch, pipectl.jobs.state; sys.exit('jinja2' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

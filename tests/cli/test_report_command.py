@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from pipectl.jobs.plan import write_plan
+from pipectl.jobs.planning import write_plan
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
