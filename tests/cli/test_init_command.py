@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipectl.cli import init_ask
+from pipectl.cli.commands import init
 from pipectl.spec import json_schema, load
 
 DATA = Path(__file__).parents[1] / "data" / "scheduler"
@@ -101,7 +101,7 @@ def test_flags_for_everything(cli: Any, slurm: Any) -> None:
     [
         (["--partition", "log"], "no partition or queue 'log'; did you mean 'long'?"),
         (["--nodes", "5"], "debug: 5 nodes of 4"),
-        (["--tasks-per-node", "3", "--cpus-per-task", "3"], "9 cores a node of 8"),
+        (["--tasks-per-node", "3", "--cpus-per-task", "3"], "9 cores per node of 8"),
         (["--walltime", "31m"], "a longer walltime"),
         (["--memory", "17GB"], "more memory"),
         (["--memory", "much"], "not a size"),
@@ -273,7 +273,7 @@ def test_on_a_terminal_it_asks_for_what_is_not_given(
         asked.append((text, default))
         return value_proc(next((a for key, a in answers.items() if text.startswith(key)), default))
 
-    monkeypatch.setattr(init_ask, "is_terminal", lambda: True)
+    monkeypatch.setattr(init, "is_terminal", lambda: True)
     monkeypatch.setattr("typer.prompt", prompt)
     result = cli("init", "--nodes", "2")
     assert result.code == 0
