@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -21,7 +20,6 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.status import Status
 
 from pipectl.cli.console import errors, note, plain
 from pipectl.units import format_time
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
 
 Report = Callable[[int, int, str], None]
 """Called with (done, total, what is or was done); a total of 0 says that nobody knows how long."""
-_LINE_S, _QUIET_S = 10.0, 1.0
+_LINE_S = 10.0
 _MAX_TEXT, _FIGURES = 48, 32
 """Columns of the text at most, and of what stands beside it."""
 
@@ -142,65 +140,22 @@ def _silent(_done: int, _total: int, _what: str) -> None:
     pass
 
 
-class Watch:
-    """A line on the terminal that says what goes on, after the first second.
-
-    Args:
-        console: one that is no terminal gets a line after 10, 20, 40, ... seconds.
-    """
-
-    def __init__(self, console: Console) -> None:
-        self._status = Status("planning", console=console) if console.is_terminal else None
-        self._lines = Lines("")
-        self._over = threading.Event()
-        self._what = "planning"
-        self._thread = threading.Thread(target=self._show, daemon=True)
-
-    def tell(self, what: str) -> None:
-        """What goes on from now."""
-        self._what = what
-        self._lines.report(0, 0, what)
-
-    def start(self) -> None:
-        """Begin to count."""
-        self._lines.report(0, 0, self._what)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Clear the line."""
-        self._over.set()
-        self._thread.join()
-        if self._status is not None:
-            self._status.stop()
-
-    def _show(self) -> None:
-        if self._status is None:
-            while not self._over.wait(_QUIET_S):
-                self._lines.tick()
-            return
-        began = time.monotonic()
-        if self._over.wait(_QUIET_S):
-            return
-        self._status.start()
-        while not self._over.wait(_QUIET_S / 4):
-            passed = format_time(max(1.0, time.monotonic() - began))
-            self._status.update(plain(f"{self._what}: {passed} (Ctrl-C: the best so far)"))
-
-
 @contextmanager
-def stoppable(deadline: Deadline) -> Iterator[Watch]:
-    """Within, Ctrl-C ends planning with what it has; the second one aborts."""
+def stoppable(deadline: Deadline) -> Iterator[Callable[[str], None]]:
+    """Within, Ctrl-C ends planning with what it has; the second one aborts.
+
+    Gives a function ``tell(what)`` that says what goes on from then.
+    """
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         deadline.interrupt()
         note("ending with the best so far; Ctrl-C again aborts", style="")
 
-    watch = Watch(errors())
     before = signal.signal(signal.SIGINT, stop)
-    watch.start()
     try:
-        yield watch
+        with progress_bar("planning") as report:
+            report(0, 0, "planning (Ctrl-C: the best so far)")
+            yield lambda what: report(0, 0, what)
     finally:
         signal.signal(signal.SIGINT, before)
-        watch.stop()

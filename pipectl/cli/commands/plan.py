@@ -145,8 +145,8 @@ def show_step(
 
     for file in filter(None, (output_file, svg)):
         make_directory_of(file)
-    with stoppable(deadline) as watch:
-        answer = plan_step(inputs, planner, deadline, watch.tell, explained=explain)
+    with stoppable(deadline) as tell:
+        answer = plan_step(inputs, planner, deadline, tell, explained=explain)
     if output_file is not None:
         answer.plan.save(output_file)
     if svg is not None:
@@ -178,8 +178,8 @@ def compare_nodes(
     from pipectl.cli.views.plan import scaling_lines, scaling_table
     from pipectl.jobs.plan_answers import plan_nodes, scaling_json
 
-    with stoppable(deadline) as watch:
-        result = plan_nodes(inputs, nodes, planner, deadline, watch.tell)
+    with stoppable(deadline) as tell:
+        result = plan_nodes(inputs, nodes, planner, deadline, tell)
     if as_json:
         say_json({**scaling_json(result), "cut_short": deadline.cut_short})
         return
