@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import isclose
 from pathlib import Path
 from typing import Any
@@ -96,13 +96,61 @@ def simulate_shape(schedule: str, shape: Shape) -> Simulated:
         UsageError: numbers that the schedule needs are missing, or contradict it.
         ScheduleError: the schedule cannot run.
     """
-    listed = _listed(schedule, shape)
-    plan = (
-        _named(schedule, shape) if listed is None else _in_order(_chain_of(listed, shape), listed)
+    listed: Listed | None = None
+    if schedule in NAMES:
+        stages, micro_batches = _numbers(schedule, shape)
+        rank_of_stage = tuple(default_ranks(schedule, stages, shape.ranks))
+        ranks = len(set(rank_of_stage))
+        warm_up = default_warm_up(schedule, stages, micro_batches, ranks=ranks)
+        _check_number(f"{schedule} of {stages} stages", "ranks", shape.ranks, ranks)
+    else:
+        if schedule.endswith(SUFFIX):
+            listed = read_listed(Path(schedule), schedule)
+        else:
+            stages, micro_batches = _numbers(schedule, shape)
+            listed = make_listed(schedule, shape.ranks or stages, stages, micro_batches)
+        _check_number(schedule, "stages", shape.stages, listed.stages)
+        _check_number(schedule, "micro-batches", shape.micro_batches, listed.micro_batches)
+        _check_number(schedule, "ranks", shape.ranks, len(listed.ranks))
+        rank_of_stage, micro_batches = tuple(listed.rank_of_stage), listed.micro_batches
+        warm_up = listed.warm_up
+    cost = StageCost(shape.forward_s, shape.backward_s, 0.0, 0, 0, 0)
+    pairs = list(pairwise(range(len(rank_of_stage))))
+    plan = Plan(
+        name=schedule,
+        fingerprint=None,
+        schedule=schedule,
+        warm_up=tuple(warm_up),
+        batch_size=micro_batches,
+        micro_batch_size=1,
+        micro_batches=micro_batches,
+        stages=tuple(Stage((f"stage{s}",), (rank,), cost) for s, rank in enumerate(rank_of_stage)),
+        transfers=(
+            *(Transfer(TransferKind.ACTIVATION, a, b, 0) for a, b in pairs),
+            *(Transfer(TransferKind.GRADIENT, b, a, 0) for a, b in pairs),
+        ),
+        node_of_rank=(0,) * (1 + max(rank_of_stage)),
     )
     nodes = (Node("one", plan.ranks, plan.ranks, Device("any")),)
     link = Link(shape.latency_s, _FAST)
-    return _run(plan, Cluster("equal devices", "imagined", nodes, link, link))
+    cluster = Cluster("equal devices", "imagined", nodes, link, link)
+    return _run(plan if listed is None else _in_order(plan, listed), cluster)
+
+
+def _numbers(schedule: str, shape: Shape) -> tuple[int, int]:
+    if shape.stages is None or shape.micro_batches is None:
+        raise UsageError(
+            f"schedule {schedule}: of how many stages and micro-batches?",
+            cure="add for example --stages 4 --micro-batches 8",
+        )
+    return shape.stages, shape.micro_batches
+
+
+def _check_number(schedule: str, name: str, wanted: int | None, number: int) -> None:
+    if wanted not in (None, number):
+        raise UsageError(
+            f"{schedule} has {number} {name}, not {wanted}", cure=f"leave --{name} out"
+        )
 
 
 def simulate_plan(plan: Plan, cluster: Cluster | None, schedule: str | None) -> Simulated:
@@ -127,68 +175,6 @@ def _run(plan: Plan, cluster: Cluster) -> Simulated:
     programs = [lower(plan, rank) for rank in range(plan.ranks)]
     proof = validate(plan, programs)
     return Simulated(plan, simulate(plan, cluster, programs), proof, cluster.assumptions)
-
-
-def _listed(schedule: str, shape: Shape) -> Listed | None:
-    if schedule in NAMES:
-        return None
-    if schedule.endswith(SUFFIX):
-        listed = read_listed(Path(schedule), schedule)
-    else:
-        stages, micro_batches = _numbers(schedule, shape)
-        listed = make_listed(schedule, shape.ranks or stages, stages, micro_batches)
-    _check_wish(schedule, "stages", shape.stages, listed.stages)
-    _check_wish(schedule, "micro-batches", shape.micro_batches, listed.micro_batches)
-    _check_wish(schedule, "ranks", shape.ranks, len(listed.ranks))
-    return listed
-
-
-def _check_wish(schedule: str, name: str, wanted: int | None, found: int) -> None:
-    if wanted not in (None, found):
-        raise UsageError(f"{schedule} has {found} {name}, not {wanted}", cure=f"leave --{name} out")
-
-
-def _numbers(schedule: str, shape: Shape) -> tuple[int, int]:
-    if shape.stages is None or shape.micro_batches is None:
-        raise UsageError(
-            f"schedule {schedule}: of how many stages and micro-batches?",
-            cure="add for example --stages 4 --micro-batches 8",
-        )
-    return shape.stages, shape.micro_batches
-
-
-def _named(schedule: str, shape: Shape) -> Plan:
-    stages, micro_batches = _numbers(schedule, shape)
-    ranks = default_ranks(schedule, stages, shape.ranks)
-    _check_wish(f"{schedule} of {stages} stages", "ranks", shape.ranks, len(set(ranks)))
-    warm_up = default_warm_up(schedule, stages, micro_batches, ranks=len(set(ranks)))
-    return _chain(schedule, shape, ranks, micro_batches, warm_up)
-
-
-def _chain_of(listed: Listed, shape: Shape) -> Plan:
-    return _chain(listed.name, shape, listed.rank_of_stage, listed.micro_batches, listed.warm_up)
-
-
-def _chain(
-    schedule: str, shape: Shape, ranks: Sequence[int], micro_batches: int, warm_up: Sequence[int]
-) -> Plan:
-    cost = StageCost(shape.forward_s, shape.backward_s, 0.0, 0, 0, 0)
-    pairs = list(zip(range(len(ranks) - 1), range(1, len(ranks)), strict=True))
-    return Plan(
-        name=schedule,
-        fingerprint=None,
-        schedule=schedule,
-        warm_up=tuple(warm_up),
-        batch_size=micro_batches,
-        micro_batch_size=1,
-        micro_batches=micro_batches,
-        stages=tuple(Stage((f"stage{s}",), (rank,), cost) for s, rank in enumerate(ranks)),
-        transfers=(
-            *(Transfer(TransferKind.ACTIVATION, a, b, 0) for a, b in pairs),
-            *(Transfer(TransferKind.GRADIENT, b, a, 0) for a, b in pairs),
-        ),
-        node_of_rank=(0,) * (1 + max(ranks)),
-    )
 
 
 def _reordered(plan: Plan, schedule: str) -> Plan:

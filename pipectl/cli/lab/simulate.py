@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from pipectl.jobs.simulating import Simulated
 
 _SHAPE = "of equal stages, in any unit"
-_MOST = 16
-"""Stages whose micro-batches in flight are told."""
-_LONGEST = 1e100
+_MAX_SHOWN = 16
+"""Stages whose micro-batches in flight are printed."""
+_MAX_TIME = 1e100
 """A time whose sums are finite."""
 
 
 def _time(text: str) -> float:
     number = float(text)
-    if not 0 <= number <= _LONGEST:
-        raise ValueError(f"must be a number from 0 to {_LONGEST:g}")
+    if not 0 <= number <= _MAX_TIME:
+        raise ValueError(f"must be a number from 0 to {_MAX_TIME:g}")
     return number
 
 
@@ -50,80 +50,65 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Simulate one step and draw it: what every rank does when, and where it waits."""
+    from pipectl.cluster import Cluster
     from pipectl.files import make_directory_of
+    from pipectl.jobs.simulating import Shape, simulate_plan, simulate_shape
+    from pipectl.plan import Plan
 
     if svg is not None:
         make_directory_of(svg)
-    shape = _given(stages=stages, micro_batches=micro_batches, ranks=ranks)
-    shape |= _given(forward_s=forward, backward_s=backward, latency_s=latency)
-    found = _simulated(shape, schedule, plan, cluster)
-    if svg is not None:
-        _draw(svg, found)
-    if as_json:
-        say_json(found.to_json())
-    else:
-        _show(found)
-
-
-def _given(**options: object) -> dict[str, Any]:
-    """Those that are given."""
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _simulated(
-    shape: dict[str, Any], schedule: str | None, plan: Path | None, cluster: Path | None
-) -> Simulated:
-    """Of a plan, or of equal stages of a shape."""
-    from pipectl.jobs.simulating import Shape, simulate_shape
-
+    shape = {
+        "stages": stages, "micro_batches": micro_batches, "ranks": ranks,
+        "forward_s": forward, "backward_s": backward, "latency_s": latency,
+    }  # fmt: skip
+    shape = {name: value for name, value in shape.items() if value is not None}
     if plan is not None:
-        own = {f"--{key.removesuffix('_s').replace('_', '-')}": shape[key] for key in shape}
-        refuse(own, "a plan has its own", cure="leave it out, or name a --schedule alone")
-        return _of_plan(plan, cluster, schedule)
-    if schedule is None:
+        options = {f"--{name.removesuffix('_s').replace('_', '-')}": shape[name] for name in shape}
+        refuse(options, "a plan has its own", cure="leave it out, or name a --schedule alone")
+        machines = None if cluster is None else Cluster.load(cluster)
+        step = simulate_plan(Plan.load(plan), machines, schedule)
+    elif schedule is None:
         raise UsageError(
             "nothing to simulate", cure="give --schedule NAME, --schedule FILE.csv or --plan FILE"
         )
-    refuse({"--cluster": cluster}, "is for a plan's stages", cure="name it: --plan FILE")
-    return simulate_shape(schedule, Shape(**shape))
+    else:
+        refuse({"--cluster": cluster}, "is for a plan's stages", cure="name it: --plan FILE")
+        step = simulate_shape(schedule, Shape(**shape))  # type: ignore[arg-type]
+    if svg is not None:
+        _draw(svg, step)
+    if as_json:
+        say_json(step.to_json())
+    else:
+        _show(step)
 
 
-def _of_plan(path: Path, cluster: Path | None, schedule: str | None) -> Simulated:
-    from pipectl.cluster import Cluster
-    from pipectl.jobs.simulating import simulate_plan
-    from pipectl.plan import Plan
-
-    machines = None if cluster is None else Cluster.load(cluster)
-    return simulate_plan(Plan.load(path), machines, schedule)
-
-
-def _draw(path: Path, found: Simulated) -> None:
+def _draw(path: Path, step: Simulated) -> None:
     from pipectl.cli.views.plan import headline
     from pipectl.files import write_text
     from pipectl.report.gantt_svg import gantt_svg
 
-    timeline = found.simulation.timeline
-    write_text(path, gantt_svg(timeline, headline(found.plan), _figures(found)))
+    timeline = step.simulation.timeline
+    write_text(path, gantt_svg(timeline, headline(step.plan), _figures(step)))
 
 
-def _show(found: Simulated) -> None:
+def _show(step: Simulated) -> None:
     from pipectl.cli.views.plan import gantt_lines, headline
     from pipectl.report.gantt import legend
 
-    console, timeline = output(), found.simulation.timeline
-    say(headline(found.plan).removeprefix(f"{found.plan.name}: "), "bold")
-    say(_figures(found))
+    console, timeline = output(), step.simulation.timeline
+    say(headline(step.plan).removeprefix(f"{step.plan.name}: "), "bold")
+    say(_figures(step))
     for line in gantt_lines(timeline, console.width):
         console.print(line)
     console.print(plain(legend(timeline), "dim"))
-    for remark in found.remarks:
+    for remark in step.remarks:
         say(remark, "dim")
 
 
-def _figures(found: Simulated) -> str:
-    counts = found.proof.peak_in_flight
-    shown = " ".join(map(str, counts[:_MOST])) + (" …" if len(counts) > _MOST else "")
+def _figures(step: Simulated) -> str:
+    counts = step.proof.peak_in_flight
+    shown = " ".join(map(str, counts[:_MAX_SHOWN])) + (" …" if len(counts) > _MAX_SHOWN else "")
     return (
-        f"step {found.simulation.step_time_s:.6g}, bubble {found.simulation.bubble:.1%}, "
+        f"step {step.simulation.step_time_s:.6g}, bubble {step.simulation.bubble:.1%}, "
         f"micro-batches in flight by stage: {shown}"
     )
