@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -13,6 +13,9 @@ from pipectl.batch.protocol import JobRequest
 from pipectl.errors import SchedulerError
 from pipectl.files import make_private_directory
 from pipectl.units import parse_duration
+
+QUEUES_TIMEOUT_S = 20.0
+"""For questions about partitions and queues, which somebody waits for."""
 
 
 class BatchCommands(ABC):
@@ -49,6 +52,20 @@ class BatchCommands(ABC):
     @abstractmethod
     def _mark(self, tag: str) -> str:
         """How a job with a tag is known, in words."""
+
+    def _ask(self, *argv: str, harmless: Container[int] = (0,)) -> process.Completed:
+        """Run a command that should not fail.
+
+        Args:
+            harmless: exit codes that are none of a failure.
+
+        Raises:
+            SchedulerError: it fails.
+        """
+        done = self._run(*argv)
+        if done.returncode not in harmless:
+            raise SchedulerError(f"{argv[0]}: {done.message}", cure="try again in a minute")
+        return done
 
     def submit(self, script: Path, request: JobRequest) -> str:
         """The job's id; if the answer is lost, of the job that is found by its tag.

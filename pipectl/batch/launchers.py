@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -43,99 +43,65 @@ _VERSIONS = {
 _SRUN_BINDING = {"none": (), "cores": ("--cpu-bind=cores",), "numa": ("--cpu-bind=ldoms",)}
 
 
-class Layout(NamedTuple):
-    """How ranks are to be started.
-
-    Args:
-        ranks: of the job.
-        per_node: ranks per node; None if all are on this machine.
-        cores: per rank.
-        bind: ``none``, ``cores`` (each rank to its own) or ``numa`` (each rank to a domain).
-    """
-
-    ranks: int
-    per_node: int | None
-    cores: int
-    bind: str
+MPIEXECS = ("hydra", "openmpi", "intel", "cray")
+"""Names for ``launch.mpi`` with mpiexec: MPICH, Open MPI, Intel MPI, and PALS on Cray EX."""
 
 
-def _hydra(layout: Layout) -> Iterator[str]:
-    """MPICH; by default it binds nothing."""
-    yield from ("-n", str(layout.ranks))
-    if layout.per_node is not None:
-        yield from ("-ppn", str(layout.per_node))
-    if layout.bind != "none":
-        yield from ("-bind-to", {"cores": f"core:{layout.cores}", "numa": "numa"}[layout.bind])
-
-
-def _openmpi(layout: Layout) -> Iterator[str]:
-    """Open MPI; by default it binds each of two ranks to one core, more ranks to a domain."""
-    yield from ("-n", str(layout.ranks))
-    place = "slot" if layout.per_node is None else f"ppr:{layout.per_node}:node"
-    if layout.bind == "cores":
-        place += f":PE={layout.cores}"
-    elif layout.per_node is None:
-        place += ":OVERSUBSCRIBE"  # more ranks than cores are slow, not wrong
-    yield from ("--map-by", place, "--rank-by", "slot")
-    yield from ("--bind-to", {"none": "none", "cores": "core", "numa": "numa"}[layout.bind])
-
-
-def _intel(layout: Layout) -> Iterator[str]:
-    """Intel MPI; by default it divides the cores. Global options have to come first."""
-    if layout.per_node is not None:
-        yield from ("-ppn", str(layout.per_node))
-    if layout.bind == "none":
-        yield from ("-genv", "I_MPI_PIN", "off")
-    elif layout.bind == "cores":
-        yield from ("-genv", "I_MPI_PIN_CELL", "core")
-        yield from ("-genv", "I_MPI_PIN_DOMAIN", f"{layout.cores}:compact")
-    else:
-        yield from ("-genv", "I_MPI_PIN_DOMAIN", "numa")
-    yield from ("-n", str(layout.ranks))
-
-
-def _cray(layout: Layout) -> Iterator[str]:
-    """PALS on Cray EX."""
-    yield from ("-n", str(layout.ranks))
-    if layout.per_node is not None:
-        yield from ("--ppn", str(layout.per_node))
-    yield from ("--depth", str(layout.cores))
-    yield from ("--cpu-bind", {"none": "none", "cores": "depth", "numa": "numa"}[layout.bind])
-
-
-_OPTIONS: dict[str, Callable[[Layout], Iterator[str]]] = {
-    "hydra": _hydra,
-    "openmpi": _openmpi,
-    "intel": _intel,
-    "cray": _cray,
-}
-MPIEXECS = tuple(_OPTIONS)
-"""Names for ``launch.mpi`` with mpiexec."""
-
-
-def mpiexec_options(mpi: str, layout: Layout) -> tuple[str, ...]:
+def mpiexec_options(
+    mpi: str, ranks: int, per_node: int | None, cores: int, bind: str
+) -> tuple[str, ...]:
     """Options of mpiexec for a launch.
 
     Args:
         mpi: whose mpiexec it is; with ``auto`` only what all of them take.
+        per_node: ranks per node; None if all are on this machine.
+        cores: per rank.
+        bind: ``none``, ``cores`` (each rank to its own) or ``numa`` (each rank to a domain).
 
     Raises:
         InvalidInputError: ``mpi`` is not known, or is ``auto`` and ranks are to be bound.
     """
-    if mpi in _OPTIONS:
-        return tuple(_OPTIONS[mpi](layout))
-    if mpi != AUTO:
-        raise InvalidInputError(
-            f"launch.mpi: no mpiexec of the kind {mpi!r}{did_you_mean(mpi, MPIEXECS)}",
-            cure=f"choose one of {', '.join((AUTO, *MPIEXECS))}, or set launch.launcher: srun",
-        )
-    if layout.bind != "none":
-        raise InvalidInputError(
-            f"launch.bind: how to bind ranks to {layout.bind} depends on the mpiexec that the "
-            "job finds, which is not known here",
-            cure=f"set launch.mpi to what it is: {', '.join(MPIEXECS)}",
-        )
-    return ("-n", str(layout.ranks))
+    count = ("-n", str(ranks))
+    match mpi:
+        case "hydra":  # by default it binds nothing
+            place = () if per_node is None else ("-ppn", str(per_node))
+            binding = {"none": (), "cores": (f"core:{cores}",), "numa": ("numa",)}[bind]
+            return (*count, *place, *(("-bind-to",) if binding else ()), *binding)
+        case "openmpi":  # by default it binds each of two ranks to one core, more to a domain
+            where = "slot" if per_node is None else f"ppr:{per_node}:node"
+            if bind == "cores":
+                where += f":PE={cores}"
+            elif per_node is None:
+                where += ":OVERSUBSCRIBE"  # more ranks than cores are slow, not wrong
+            unit = "core" if bind == "cores" else bind
+            return (*count, "--map-by", where, "--rank-by", "slot", "--bind-to", unit)
+        case "intel":  # by default it divides the cores; global options have to come first
+            place = () if per_node is None else ("-ppn", str(per_node))
+            pins = {
+                "none": ("-genv", "I_MPI_PIN", "off"),
+                "cores": (
+                    *("-genv", "I_MPI_PIN_CELL", "core"),
+                    *("-genv", "I_MPI_PIN_DOMAIN", f"{cores}:compact"),
+                ),
+                "numa": ("-genv", "I_MPI_PIN_DOMAIN", "numa"),
+            }
+            return (*place, *pins[bind], *count)
+        case "cray":
+            place = () if per_node is None else ("--ppn", str(per_node))
+            unit = "depth" if bind == "cores" else bind
+            return (*count, *place, "--depth", str(cores), "--cpu-bind", unit)
+        case "auto" if bind == "none":
+            return count
+        case "auto":
+            raise InvalidInputError(
+                f"launch.bind: how to bind ranks to {bind} depends on the mpiexec that the job "
+                "finds, which is not known here",
+                cure=f"set launch.mpi to what it is: {', '.join(MPIEXECS)}",
+            )
+    raise InvalidInputError(
+        f"launch.mpi: no mpiexec of the kind {mpi!r}{did_you_mean(mpi, MPIEXECS)}",
+        cure=f"choose one of {', '.join((AUTO, *MPIEXECS))}, or set launch.launcher: srun",
+    )
 
 
 def mpiexec_command(
@@ -157,10 +123,12 @@ def mpiexec_command(
             cure="set launch.launcher: srun",
         )
     per_node = None if here or request.more else request.tasks_per_node
-    layout = Layout(request.ranks, per_node, request.cpus_per_task, request.bind)
+    options = mpiexec_options(
+        request.mpi, request.ranks, per_node, request.cpus_per_task, request.bind
+    )
     return (
         find_mpiexec(request),
-        *mpiexec_options(request.mpi, layout),
+        *options,
         *hosts,
         *request.launch_args,
         *request.in_container(request.command),

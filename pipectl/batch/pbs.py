@@ -9,12 +9,12 @@ from __future__ import annotations
 import getpass
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
 from pipectl.batch import process
-from pipectl.batch.commands import BatchCommands, digits, job_number, parse_limit
+from pipectl.batch.commands import QUEUES_TIMEOUT_S, BatchCommands, digits, job_number, parse_limit
 from pipectl.batch.launchers import mpiexec_command, refuse_srun
 from pipectl.batch.protocol import JobRequest, JobState, JobStatus, MoreNodes, Queue
 from pipectl.batch.script import DirectiveSyntax, render_script
@@ -23,7 +23,6 @@ from pipectl.errors import InvalidInputError, SchedulerError
 _CURE = "run this where the commands of PBS are installed, or set launch.scheduler: local"
 _UNKNOWN_ID, _FINISHED = 153, 35
 """Exit codes: of PBS's error, the rest by 256."""
-_QUEUES_TIMEOUT_S = 20.0
 _OVERRIDES = ("PBS_DPREFIX", "PBS_JOBID", "PBS_ENVIRONMENT", "PBS_NODEFILE")
 """Variables that change what the commands do, or come from a job around this one."""
 _NAME_LENGTH = 200
@@ -163,9 +162,7 @@ class PbsScheduler(BatchCommands):
 
     def cancel(self, job_id: str) -> None:
         """See :class:`~pipectl.batch.protocol.Scheduler`."""
-        done = self._run("qdel", job_id)
-        if done.returncode not in {0, _UNKNOWN_ID, _FINISHED}:
-            raise SchedulerError(f"qdel {job_id}: {done.message}", cure="try again in a minute")
+        self._ask("qdel", job_id, harmless={0, _UNKNOWN_ID, _FINISHED})
 
     def task_id(self, array_id: str, index: int) -> str:
         """See :class:`~pipectl.batch.protocol.Scheduler`."""
@@ -181,35 +178,23 @@ class PbsScheduler(BatchCommands):
 
     def find(self, tag: str) -> str | None:
         """The id of the latest job of ours whose name ends as the tag says."""
-        done = self._run("qselect", "-x", "-u", getpass.getuser())
-        if done.returncode != 0:
-            raise SchedulerError(f"qselect: {done.message}", cure="try again in a minute")
-        ids = done.stdout.split()
-        listed = self._run("qstat", "-x", "-f", *ids).stdout if ids else ""
-        matches = (job for job, name in parse_names(listed).items() if name.endswith(_suffix(tag)))
+        ids = self._ask("qselect", "-x", "-u", getpass.getuser()).stdout.split()
+        jobs = parse_blocks(self._run("qstat", "-x", "-f", *ids).stdout) if ids else {}
+        suffix = _suffix(tag)
+        matches = (job for job in jobs if jobs[job].get("Job_Name", "").endswith(suffix))
         return max(matches, key=job_number, default=None)
 
     def queues(self) -> tuple[Queue, ...]:
-        """The queues that jobs may be submitted to, the default first."""
-        texts = []
-        for command in (("qstat", "-Q", "-f"), ("qstat", "-B", "-f"), ("pbsnodes", "-a")):
-            done = process.run(command, cure=_CURE, env=_environment(), timeout_s=_QUEUES_TIMEOUT_S)
-            if done.returncode != 0:
-                raise SchedulerError(f"{command[0]}: {done.message}", cure="try again in a minute")
-            texts.append(done.stdout)
-        return parse_queues(*texts)
+        """See :class:`~pipectl.batch.protocol.Scheduler`."""
+        with process.patience(QUEUES_TIMEOUT_S):
+            commands = (("qstat", "-Q", "-f"), ("qstat", "-B", "-f"), ("pbsnodes", "-a"))
+            return parse_queues(*(self._ask(*command).stdout for command in commands))
 
     def _run(self, *argv: str) -> process.Completed:
-        return process.run(argv, cure=_CURE, env=_environment(), timeout_s=self._timeout_s)
-
-
-def _environment() -> dict[str, str]:
-    """Our environment without what overrules directives, and without an outer job's variables.
-
-    ``qstat`` writes times in the words of the language, and in the zone of this machine.
-    """
-    kept = {name: value for name, value in os.environ.items() if name not in _OVERRIDES}
-    return {**kept, "LC_ALL": "C"}
+        """Without variables that overrule directives, and in the language whose times are read."""
+        kept = {name: value for name, value in os.environ.items() if name not in _OVERRIDES}
+        env = {**kept, "LC_ALL": "C"}
+        return process.run(argv, cure=_CURE, env=env, timeout_s=self._timeout_s)
 
 
 def _job_name(request: JobRequest) -> str:
@@ -290,51 +275,51 @@ _OF_PBS = {
     -20: (JobState.NODE_FAIL, "its first node was lost"),
 }
 _JOB_ID = re.compile(r"([0-9]{1,18}(?:\[[0-9]*\])?)(\.[A-Za-z0-9._-]+)?")
-_HEAD = re.compile(r"Job Id: (\S+)")
-_FIELD = re.compile(r"    ([A-Za-z_.]+) = (.*)")
+_HEAD = re.compile(r"(?:Job Id: |Queue: |Server: )?([][A-Za-z0-9_.-]+)")
+_FIELD = re.compile(r" +([A-Za-z_.]+) = (.*)")
 _HOST = re.compile(r"([^/+()\s]+)/")
 _DOWN = {"down", "offline", "state-unknown", "stale"}
-_QUEUE_HEAD = re.compile(r"(?:Queue: )?([A-Za-z0-9_.-]+)")
-_QUEUE_FIELD = re.compile(r"\s+([A-Za-z_.]+) = (.*)")
 _SIZE = re.compile(r"(\d{1,15})([kmgt]?)b?")
+
+
+def parse_blocks(stdout: str) -> dict[str, dict[str, str]]:
+    """Fields by name of what PBS lists: a name at the margin, indented ``field = value``.
+
+    The first of two fields counts: a later one may be of a job's environment.
+    """
+    blocks: dict[str, dict[str, str]] = {}
+    fields: dict[str, str] = {}
+    last = ""
+    for line in stdout.splitlines():
+        if head := _HEAD.fullmatch(line.rstrip()):
+            fields = blocks.setdefault(head[1], {})
+        elif field := _FIELD.fullmatch(line):
+            last = field[1]
+            fields.setdefault(last, field[2].strip())
+        elif line.startswith("\t") and last in fields:
+            fields[last] += line.strip()
+    return blocks
 
 
 def parse_qstat(stdout: str) -> dict[str, JobStatus]:
     """The jobs in what ``qstat -x -f`` prints, by id."""
-    return {job_id: _status(fields) for job_id, fields in _jobs(stdout)}
-
-
-def parse_names(stdout: str) -> dict[str, str]:
-    """The names of the jobs in what ``qstat -x -f`` prints, by id."""
-    return {job_id: fields.get("Job_Name", "") for job_id, fields in _jobs(stdout)}
-
-
-def _jobs(stdout: str) -> Iterator[tuple[str, Mapping[str, str]]]:
-    """Ids and fields. The first of two fields counts: a later one may be of the environment."""
-    job_id, fields, last = "", {}, ""  # type: tuple[str, dict[str, str], str]
-    for line in stdout.splitlines():
-        if head := _HEAD.fullmatch(line.strip()):
-            if job_id:
-                yield job_id, fields
-            job_id, fields, last = head[1], {}, ""
-        elif field := _FIELD.fullmatch(line):
-            last = field[1]
-            fields.setdefault(last, field[2])
-        elif line.startswith("\t") and last:
-            fields[last] += line.strip()
-    if job_id:
-        yield job_id, fields
+    jobs = parse_blocks(stdout).items()
+    return {job_id: _status(fields) for job_id, fields in jobs if "job_state" in fields}
 
 
 def _status(fields: Mapping[str, str]) -> JobStatus:
-    letter, code = fields.get("job_state", ""), _number(fields.get("Exit_status"))
+    letter, code = fields["job_state"], _number(fields.get("Exit_status"))
     state, reason = _verdict(letter, _number(fields.get("substate")), code)
-    if not reason and not state.final:
-        reason = _comment(state, fields)
+    if state is JobState.HELD and fields.get("depend"):
+        reason = f"waits for {fields['depend']}"
+    elif state.waits:
+        reason = fields.get("comment", "").removeprefix("Not Running: ")
+    if code is not None and code > _SIGNALLED:
+        code -= 128  # as a shell would report it: 128 + signal
     return JobStatus(
         state,
         reason=reason,
-        exit_code=_shell_code(state, code),
+        exit_code=code if code is not None and code >= 0 and state.final else None,
         nodes=",".join(dict.fromkeys(_HOST.findall(fields.get("exec_host", "")))),
         start=_time(fields.get("stime")) or _time(fields.get("estimated.start_time")),
         end=_time(fields.get("mtime")) if state.final else None,
@@ -353,38 +338,15 @@ def _verdict(letter: str, substate: int | None, code: int | None) -> tuple[JobSt
         return JobState.CANCELLED, ""
     if code is None and letter == "X":
         return JobState.UNKNOWN, "over; PBS keeps no exit code of jobs of an array"
+    if code is None and substate == _DONE:
+        return JobState.CANCELLED, "never ran: a job that it depended on failed"
     if code is None:
-        if substate == _DONE:
-            return JobState.CANCELLED, "never ran: a job that it depended on failed"
         return JobState.FAILED, "over, and left no exit code"
-    if code == 0:
-        return JobState.COMPLETED, ""
-    return _of_code(code)
-
-
-def _of_code(code: int) -> tuple[JobState, str]:
-    """What an exit status other than 0 says."""
     if code < 0:
         return _OF_PBS.get(code, (JobState.FAILED, f"PBS could not run it (status {code})"))
     if code > _SIGNALLED:
         return JobState.FAILED, f"ended by signal {code - _SIGNALLED}"
-    return JobState.FAILED, f"exit code {code}"
-
-
-def _shell_code(state: JobState, code: int | None) -> int | None:
-    """As a shell would report it: 128 + signal for a job that was killed."""
-    if code is None or code < 0 or not state.final:
-        return None
-    return code - 128 if code > _SIGNALLED else code
-
-
-def _comment(state: JobState, fields: Mapping[str, str]) -> str:
-    """Why it waits."""
-    if not state.waits:
-        return ""
-    if state is JobState.HELD and fields.get("depend"):
-        return f"waits for {fields['depend']}"
-    return fields.get("comment", "").removeprefix("Not Running: ")
+    return (JobState.FAILED, f"exit code {code}") if code else (JobState.COMPLETED, "")
 
 
 def parse_queues(queues: str, server: str, nodes: str) -> tuple[Queue, ...]:
@@ -393,10 +355,11 @@ def parse_queues(queues: str, server: str, nodes: str) -> tuple[Queue, ...]:
     Args:
         queues, server, nodes: what ``qstat -Q -f``, ``qstat -B -f`` and ``pbsnodes -a`` print.
     """
-    default = next((fields.get("default_queue") for _, fields in _blocks(server)), None)
+    servers = parse_blocks(server).values()
+    default = next((fields.get("default_queue") for fields in servers), None)
     hosts = [
         fields
-        for _, fields in _blocks(nodes)
+        for fields in parse_blocks(nodes).values()
         if not _DOWN & set(re.split(r"[,\s]+", fields.get("state", "")))
     ]
 
@@ -415,24 +378,10 @@ def parse_queues(queues: str, server: str, nodes: str) -> tuple[Queue, ...]:
             memory_bytes=min(filter(None, map(_memory, hosts)), default=None),
             gpus=smallest("ngpus"),
         )
-        for name, fields in _blocks(queues)
+        for name, fields in parse_blocks(queues).items()
         if "queue_type" in fields
     ]
     return tuple(sorted(found, key=lambda queue: not queue.default))
-
-
-def _blocks(stdout: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """Names and fields of what PBS lists: a name at the margin, indented ``field = value``."""
-    name, fields = "", {}  # type: tuple[str, dict[str, str]]
-    for line in stdout.splitlines():
-        if field := _QUEUE_FIELD.fullmatch(line):
-            fields[field[1]] = field[2].strip()
-        elif head := _QUEUE_HEAD.fullmatch(line.removeprefix("Server: ").strip()):
-            if name:
-                yield name, fields
-            name, fields = head[1], {}
-    if name:
-        yield name, fields
 
 
 def _memory(fields: dict[str, str]) -> int | None:

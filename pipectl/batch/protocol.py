@@ -37,7 +37,7 @@ class JobState(StrEnum):
     @property
     def final(self) -> bool:
         """Whether the job is over for good; UNKNOWN is not."""
-        return self in _FINAL
+        return not self.waits and self not in _NOT_OVER
 
     @property
     def alive(self) -> bool:
@@ -45,17 +45,7 @@ class JobState(StrEnum):
         return not self.final and self is not JobState.UNKNOWN
 
 
-_FINAL = frozenset(
-    {
-        JobState.COMPLETED,
-        JobState.FAILED,
-        JobState.CANCELLED,
-        JobState.TIMEOUT,
-        JobState.OUT_OF_MEMORY,
-        JobState.NODE_FAIL,
-        JobState.PREEMPTED,
-    }
-)
+_NOT_OVER = {JobState.RUNNING, JobState.SUSPENDED, JobState.COMPLETING, JobState.UNKNOWN}
 
 
 @dataclass(frozen=True)

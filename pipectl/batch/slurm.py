@@ -15,7 +15,7 @@ from math import inf
 from pathlib import Path
 
 from pipectl.batch import process
-from pipectl.batch.commands import BatchCommands, digits, job_number, parse_limit
+from pipectl.batch.commands import QUEUES_TIMEOUT_S, BatchCommands, digits, job_number, parse_limit
 from pipectl.batch.launchers import AUTO, mpiexec_command, srun_command
 from pipectl.batch.protocol import JobRequest, JobState, JobStatus, Queue
 from pipectl.batch.script import DirectiveSyntax, render_script
@@ -26,7 +26,6 @@ SACCT_FORMAT = "JobID,State,ExitCode,Submit,Start,End,NodeList"
 SINFO_FORMAT = "%P|%l|%D|%c|%m|%G|%a"
 _CURE = "run this where Slurm's commands are installed, or set launch.scheduler: local"
 _CLOCK_SKEW_S = 60.0
-_QUEUES_TIMEOUT_S = 20.0
 
 # Variables that change what the commands do, over the job script's own directives, or come from a
 # job around this one.
@@ -154,9 +153,7 @@ class SlurmScheduler(BatchCommands):
 
     def cancel(self, job_id: str) -> None:
         """See :class:`~pipectl.batch.protocol.Scheduler`; scancel is silent on unknown ids."""
-        done = self._run("scancel", job_id)
-        if done.returncode != 0:
-            raise SchedulerError(f"scancel {job_id}: {done.message}", cure="try again in a minute")
+        self._ask("scancel", job_id)
 
     def task_id(self, array_id: str, index: int) -> str:
         """See :class:`~pipectl.batch.protocol.Scheduler`."""
@@ -181,19 +178,13 @@ class SlurmScheduler(BatchCommands):
         return max(matches, key=job_number, default=None)
 
     def queues(self) -> tuple[Queue, ...]:
-        """The partitions in what sinfo prints, a line for each kind of node."""
-        env = {**process.environment_without(*_OVERRIDES, kept=_KEPT), "LC_ALL": "C"}
-        command = ("sinfo", "-h", "-o", SINFO_FORMAT)
-        done = process.run(command, cure=_CURE, env=env, timeout_s=_QUEUES_TIMEOUT_S)
-        if done.returncode != 0:
-            raise SchedulerError(f"sinfo: {done.message}", cure="try again in a minute")
-        return parse_sinfo(done.stdout)
+        """See :class:`~pipectl.batch.protocol.Scheduler`."""
+        with process.patience(QUEUES_TIMEOUT_S):
+            return parse_sinfo(self._ask("sinfo", "-h", "-o", SINFO_FORMAT).stdout)
 
     def _squeue(self, *selection: str) -> list[Listed]:
-        done = self._run("squeue", "-h", "-r", "-t", "all", "-o", SQUEUE_FORMAT, *selection)
-        if done.returncode != 0:
-            raise SchedulerError(f"squeue: {done.message}", cure="try again in a minute")
-        return list(parse_squeue(done.stdout))
+        options = ("-h", "-r", "-t", "all", "-o", SQUEUE_FORMAT)
+        return list(parse_squeue(self._ask("squeue", *options, *selection).stdout))
 
     def _accounting(self, ids: Sequence[str], since: float | None) -> dict[str, JobStatus]:
         """Latest attempts by id; empty where a site keeps no accounting."""
@@ -403,7 +394,7 @@ def parse_exit_code(stdout: str, state: JobState) -> int | None:
     """The exit code of a job in this state, from ``scontrol show job -o``."""
     # The first match counts: a comment or path further on may hold such a word too.
     code = re.search(r"\sExitCode=(\S*)", stdout)
-    return _final_code(state, code[1]) if code else None
+    return _exit_code(state, code[1]) if code else None
 
 
 def parse_state(text: str) -> JobState:
@@ -428,7 +419,7 @@ def _status(
     source: str = "queue",
 ) -> JobStatus:
     state = parse_state(word)
-    why = "nodes are booting" if word in _BOOTING else _reason(reason)
+    why = "nodes are booting" if word in _BOOTING else "" if reason in _NO_REASON else reason
     if state is JobState.UNKNOWN:
         why = f"Slurm calls its state {word!r}"
     if state is JobState.QUEUED and why.startswith("JobHeld"):
@@ -438,7 +429,7 @@ def _status(
     return JobStatus(
         state,
         reason=why,
-        exit_code=_final_code(state, code),
+        exit_code=_exit_code(state, code),
         nodes="" if nodes in {"None assigned", "(null)"} else nodes,
         start=_time(start),
         end=_time(end) if state.final else None,
@@ -446,23 +437,17 @@ def _status(
     )
 
 
-def _final_code(state: JobState, text: str) -> int | None:
-    """The exit code of a final state; the 0 of a job that was killed says nothing."""
-    code = _exit_code(text) if state.final else None
-    return code if code or state is JobState.COMPLETED else None
+def _exit_code(state: JobState, text: str) -> int | None:
+    """``code:signal`` of a final state, as a shell would report it: 128 + signal if it was killed.
 
-
-def _reason(text: str) -> str:
-    return "" if text in _NO_REASON else text
-
-
-def _exit_code(text: str) -> int | None:
-    """``code:signal`` as a shell would report it: 128 + signal for a job that was killed."""
+    The 0 of a job that was killed says nothing.
+    """
     match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)
-    if match is None:
+    if match is None or not state.final:
         return None
     code, number = int(match[1]), int(match[2])
-    return code if code or not number else 128 + number
+    code = code if code or not number else 128 + number
+    return code if code or state is JobState.COMPLETED else None
 
 
 def parse_sinfo(stdout: str) -> tuple[Queue, ...]:

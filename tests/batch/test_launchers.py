@@ -21,7 +21,7 @@ from pipectl.batch import (
     find_mpiexec,
     mpiexec_command,
 )
-from pipectl.batch.launchers import Layout, mpi_of, mpiexec_options, srun_command
+from pipectl.batch.launchers import mpi_of, mpiexec_options, srun_command
 from pipectl.errors import InvalidInputError, SchedulerError
 
 MakeRequest = Callable[..., JobRequest]
@@ -94,7 +94,7 @@ def test_a_launcher_is_known_by_what_it_says_of_itself(
 
 @pytest.mark.parametrize(("name", "bind"), WORDS)
 def test_options_of(name: str, bind: str) -> None:
-    assert " ".join(mpiexec_options(name, Layout(8, 4, 16, bind))) == WORDS[name, bind]
+    assert " ".join(mpiexec_options(name, 8, 4, 16, bind)) == WORDS[name, bind]
 
 
 def test_every_mpiexec_is_known() -> None:
@@ -110,7 +110,7 @@ def test_ranks_start_where_the_installed_launcher_is_told_to() -> None:
         pytest.skip("no mpiexec beside this interpreter")
     cores = sorted(os.sched_getaffinity(0))[:2]
     ranks = len(cores)
-    words = mpiexec_options(name, Layout(ranks, ranks, 1, "cores"))
+    words = mpiexec_options(name, ranks, ranks, 1, "cores")
     done = subprocess.run(
         [mpiexec, *words, sys.executable, "-c", RANK],
         env={**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},

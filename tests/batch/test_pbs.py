@@ -16,7 +16,7 @@ import pytest
 
 from pipectl.batch import Array, JobRequest, JobState, PbsOptions, Queue, Stop
 from pipectl.batch.commands import job_number
-from pipectl.batch.pbs import PbsScheduler, parse_names, parse_qstat, parse_queues
+from pipectl.batch.pbs import PbsScheduler, parse_blocks, parse_qstat, parse_queues
 from pipectl.batch.process import NoAnswerError
 from pipectl.errors import InvalidInputError, SchedulerError
 
@@ -427,7 +427,7 @@ def test_a_job_that_waits() -> None:
     assert list(parse_qstat(text)) == ["44.vm"]
     assert (status.state, status.reason) == (JobState.QUEUED, "Not enough free nodes available")
     assert (status.start, status.end, status.exit_code, status.nodes) == (None, None, None, "")
-    assert parse_names(text) == {"44.vm": "mpi_run"}
+    assert parse_blocks(text)["44.vm"]["Job_Name"] == "mpi_run"
 
 
 def test_a_job_that_runs_on_two_nodes() -> None:
