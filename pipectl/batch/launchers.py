@@ -104,6 +104,30 @@ def mpiexec_options(
     )
 
 
+def launch_command(
+    request: JobRequest, hosts: Sequence[str] = (), *, here: bool = False
+) -> tuple[str, ...]:
+    """The command that starts all ranks, or the one process of a job without MPI.
+
+    Args:
+        hosts, here: see :func:`mpiexec_command`.
+
+    Returns:
+        Nothing for an array, whose runs start their own ranks.
+
+    Raises:
+        InvalidInputError: ranks cannot be bound as the job wants it.
+        SchedulerError: there is no mpiexec, or not one that can be told the nodes.
+    """
+    if request.array is not None:
+        return ()
+    if request.alone:
+        return request.in_container(request.command)
+    if request.launcher == "srun":
+        return srun_command(request)
+    return mpiexec_command(request, hosts, here=here)
+
+
 def mpiexec_command(
     request: JobRequest, hosts: Sequence[str] = (), *, here: bool = False
 ) -> tuple[str, ...]:
@@ -230,10 +254,10 @@ def choose_mpi(request: JobRequest) -> MpiChoice:
         mpiexec = find_mpiexec(request)
     except SchedulerError:
         mpiexec = "mpiexec"
-    known = (None if mpiexec == "mpiexec" else mpi_of(mpiexec)) or request.mpi
-    if request.mpi in {AUTO, known}:
-        return MpiChoice(known)
-    return MpiChoice(known, f"mpiexec is of the kind {known} here, whatever launch.mpi says")
+    mpi = (None if mpiexec == "mpiexec" else mpi_of(mpiexec)) or request.mpi
+    if request.mpi in {AUTO, mpi}:
+        return MpiChoice(mpi)
+    return MpiChoice(mpi, f"mpiexec is of the kind {mpi} here, whatever launch.mpi says")
 
 
 def _choose_pmi(request: JobRequest) -> MpiChoice:

@@ -13,15 +13,15 @@ from pathlib import Path
 
 from pipectl.access import open_regular
 from pipectl.batch import process
-from pipectl.batch.launchers import mpiexec_command, refuse_srun
+from pipectl.batch.launchers import launch_command, refuse_srun
 from pipectl.batch.protocol import JobRequest, JobState, JobStatus, Queue
 from pipectl.batch.script import render_script
 from pipectl.errors import SchedulerError
 from pipectl.files import make_private_directory
 
 _MARK = "# pipectl "
-_HEAD_BYTES = 2**17
-"""More than a template may have, which is before the mark."""
+_HEAD_BYTES = 2**12
+"""Of a script, with the mark."""
 _ID = re.compile(r"(\d+)\.(\d+)(\[\d+\])?@(.+)")
 
 
@@ -74,9 +74,7 @@ class LocalScheduler:
             raise SchedulerError(
                 "local jobs wait for no others", cure="`pipectl submit --wait` one after the other"
             )
-        launch = request.in_container(request.command)
-        if not request.alone and request.array is None:
-            launch = mpiexec_command(request, here=True)
+        launch = launch_command(request, here=True)
         return render_script("local.sh.j2", request, scheduler=self.name, launch=launch)
 
     def submit(self, script: Path, request: JobRequest) -> str:

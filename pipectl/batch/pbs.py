@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pipectl.batch import process
 from pipectl.batch.commands import QUEUES_TIMEOUT_S, BatchCommands, digits, job_number, parse_limit
-from pipectl.batch.launchers import mpiexec_command, refuse_srun
+from pipectl.batch.launchers import launch_command, refuse_srun
 from pipectl.batch.protocol import JobRequest, JobState, JobStatus, MoreNodes, Queue
 from pipectl.batch.script import DirectiveSyntax, render_script
 from pipectl.errors import InvalidInputError, SchedulerError
@@ -57,7 +57,7 @@ def _refusal(option: str) -> tuple[str, str] | None:
     return None
 
 
-_SYNTAX = DirectiveSyntax("#PBS", "qsub", "-p 5", "fhIVXz", _refusal)
+_SYNTAX = DirectiveSyntax("pbs.directives", "#PBS", "qsub", "-p 5", "fhIVXz", _refusal)
 
 
 class PbsScheduler(BatchCommands):
@@ -113,17 +113,12 @@ class PbsScheduler(BatchCommands):
             "openmpi": ("PRTE_MCA_plm",),
         }  # beginnings of variables with which a job reaches other nodes in a way of its own
         several = not request.alone and request.node_count > 1
-        launch: tuple[str, ...] = ()
-        if request.alone:
-            launch = request.in_container(request.command)
-        elif request.array is None:
-            launch = mpiexec_command(request)
         return render_script(
             "pbs.sh.j2",
             request,
             _SYNTAX,
             scheduler=self.name,
-            directives=[_SYNTAX.check(line, "pbs.directives") for line in pbs.directives],
+            directives=_SYNTAX.check_all(pbs.directives),
             job_name=_job_name(request),
             options={letter: value for letter, value in options.items() if value is not None},
             select=_select(request),
@@ -132,7 +127,7 @@ class PbsScheduler(BatchCommands):
             exports=[
                 mpi for mpi, names in own.items() if several and not request.has_variable(*names)
             ],
-            launch=launch,
+            launch=launch_command(request),
             array_index="PBS_ARRAY_INDEX",
         )
 

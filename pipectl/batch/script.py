@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,6 +37,7 @@ class DirectiveSyntax(NamedTuple):
     """How a batch system reads the options in the head of a script.
 
     Args:
+        key: of the job spec, for the user's own options.
         mark: of a line of options.
         command: that reads them.
         example: of an option.
@@ -44,11 +45,16 @@ class DirectiveSyntax(NamedTuple):
         refusal: name and cure of an option that may not be the user's; None if it may.
     """
 
+    key: str
     mark: str
     command: str
     example: str
     flags: str
     refusal: Callable[[str], tuple[str, str] | None]
+
+    def check_all(self, lines: Sequence[str]) -> list[str]:
+        """The user's lines of options in the job spec; see :meth:`check`."""
+        return [self.check(line, self.key) for line in lines]
 
     def check(self, text: str, what: str) -> str:
         """A user's line of options without the mark.

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pipectl.batch import process
 from pipectl.batch.commands import QUEUES_TIMEOUT_S, BatchCommands, digits, job_number, parse_limit
-from pipectl.batch.launchers import AUTO, mpiexec_command, srun_command
+from pipectl.batch.launchers import AUTO, launch_command
 from pipectl.batch.protocol import JobRequest, JobState, JobStatus, Queue
 from pipectl.batch.script import DirectiveSyntax, render_script
 from pipectl.errors import InvalidInputError, SchedulerError
@@ -63,7 +63,9 @@ def _refusal(option: str) -> tuple[str, str] | None:
     return None
 
 
-_SYNTAX = DirectiveSyntax("#SBATCH", "sbatch", "--switches=1", "hHIkOQRsuvVW", _refusal)
+_SYNTAX = DirectiveSyntax(
+    "slurm.directives", "#SBATCH", "sbatch", "--switches=1", "hHIkOQRsuvVW", _refusal
+)
 
 
 class SlurmScheduler(BatchCommands):
@@ -104,24 +106,14 @@ class SlurmScheduler(BatchCommands):
             "HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP"
         )
         own = any(word.startswith(("-launcher", "-bootstrap")) for word in request.launch_args)
-        if request.array is not None:
-            launch: tuple[str, ...] = ()
-        elif request.alone:
-            launch = request.in_container(request.command)
-        elif request.launcher == "srun":
-            launch = srun_command(request)
-        else:
-            launch = mpiexec_command(request, ("-f", "hosts") if request.more else ())
         return render_script(
             "slurm.sh.j2",
             request,
             _SYNTAX,
             scheduler=self.name,
             components=_components(request),
-            directives=[
-                _SYNTAX.check(line, "slurm.directives") for line in request.slurm.directives
-            ],
-            launch=launch,
+            directives=_SYNTAX.check_all(request.slurm.directives),
+            launch=launch_command(request, ("-f", "hosts") if request.more else ()),
             agent=hydra and (bool(request.more) or not own),
             array_index="SLURM_ARRAY_TASK_ID",
         )
@@ -135,21 +127,19 @@ class SlurmScheduler(BatchCommands):
 
     def query(self, ids: Sequence[str], *, since: float | None = None) -> Mapping[str, JobStatus]:
         """States from squeue; for jobs that are over or not listed from the accounting too."""
-        ids = [
-            job_id for job_id in ids if _ASKED.fullmatch(job_id)
-        ]  # a damaged record must not hide the other jobs
+        # A damaged record must not hide the other jobs.
+        ids = [job_id for job_id in ids if _ASKED.fullmatch(job_id)]
         if not ids:
             return {}
         jobs = list(dict.fromkeys(map(array_of, ids)))
         # A doubled id keeps squeue from failing for a single id that it does not know.
         rows = self._squeue("-j", ",".join([*jobs, jobs[0]]))
-        found = {row.job_id: row.status for row in rows}
-        over = [job_id for job_id in ids if job_id not in found or found[job_id].state.final]
+        states = {row.job_id: row.status for row in rows}
+        over = [job_id for job_id in ids if job_id not in states or states[job_id].state.final]
         accounts = self._accounting(over, since)
-        merged = {job_id: _merge(found.get(job_id), accounts.get(job_id)) for job_id in over}
-        known = {job_id: status for job_id, status in merged.items() if status is not None}
-        found |= self._with_exit_codes(known)
-        return {job_id: found[job_id] for job_id in ids if job_id in found}
+        merged = {job_id: _merge(states.get(job_id), accounts.get(job_id)) for job_id in over}
+        states |= self._with_exit_codes({j: status for j, status in merged.items() if status})
+        return {job_id: states[job_id] for job_id in ids if job_id in states}
 
     def cancel(self, job_id: str) -> None:
         """See :class:`~pipectl.batch.protocol.Scheduler`; scancel is silent on unknown ids."""
@@ -275,32 +265,22 @@ def _day_before(time: float) -> str:
 
 # slurm_protocol_defs.c and job_state_codes.shtml: base states, then the flags shown instead.
 _STATES = {
-    "PENDING": JobState.QUEUED,
-    "RUNNING": JobState.RUNNING,
-    "SUSPENDED": JobState.SUSPENDED,
-    "COMPLETED": JobState.COMPLETED,
-    "CANCELLED": JobState.CANCELLED,
-    "FAILED": JobState.FAILED,
-    "TIMEOUT": JobState.TIMEOUT,
-    "DEADLINE": JobState.TIMEOUT,
-    "NODE_FAIL": JobState.NODE_FAIL,
-    "BOOT_FAIL": JobState.NODE_FAIL,
-    "PREEMPTED": JobState.PREEMPTED,
-    "OUT_OF_MEMORY": JobState.OUT_OF_MEMORY,
-    "COMPLETING": JobState.COMPLETING,
-    "STAGE_OUT": JobState.COMPLETING,
-    "CONFIGURING": JobState.QUEUED,
-    "POWER_UP_NODE": JobState.QUEUED,
-    "REQUEUED": JobState.QUEUED,
-    "REQUEUE_FED": JobState.QUEUED,
-    "EXPEDITING": JobState.QUEUED,
-    "RESIZING": JobState.RUNNING,
-    "SIGNALING": JobState.RUNNING,
-    "STOPPED": JobState.SUSPENDED,
-    "REQUEUE_HOLD": JobState.HELD,
-    "SPECIAL_EXIT": JobState.HELD,
-    "RESV_DEL_HOLD": JobState.HELD,
-    "REVOKED": JobState.CANCELLED,
+    word: state
+    for state, words in {
+        JobState.QUEUED: "PENDING CONFIGURING POWER_UP_NODE REQUEUED REQUEUE_FED EXPEDITING",
+        JobState.HELD: "REQUEUE_HOLD SPECIAL_EXIT RESV_DEL_HOLD",
+        JobState.RUNNING: "RUNNING RESIZING SIGNALING",
+        JobState.SUSPENDED: "SUSPENDED STOPPED",
+        JobState.COMPLETING: "COMPLETING STAGE_OUT",
+        JobState.COMPLETED: "COMPLETED",
+        JobState.FAILED: "FAILED",
+        JobState.CANCELLED: "CANCELLED REVOKED",
+        JobState.TIMEOUT: "TIMEOUT DEADLINE",
+        JobState.NODE_FAIL: "NODE_FAIL BOOT_FAIL",
+        JobState.PREEMPTED: "PREEMPTED",
+        JobState.OUT_OF_MEMORY: "OUT_OF_MEMORY",
+    }.items()
+    for word in words.split()
 }
 _BOOTING = frozenset({"CONFIGURING", "POWER_UP_NODE"})
 # These keep the reason for which the job once waited.

@@ -9,7 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipectl.batch import Array, Container, JobRequest, MoreNodes, PbsOptions, SlurmOptions, Stop
+from pipectl.batch import (
+    Array,
+    Container,
+    JobRequest,
+    MoreNodes,
+    PbsOptions,
+    SlurmOptions,
+    Stop,
+    get,
+)
+from pipectl.jobs.places import scheduler_name
 from pipectl.jobs.template import read_template
 from pipectl.plan import OffloadTarget
 from pipectl.runs import RunDirectory
@@ -93,6 +103,18 @@ def job_request(
 def trial_request(spec: JobSpec) -> JobRequest:
     """The request of a run that is not made: whether it could be started shows before the work."""
     return job_request(spec, Path(spec.output.directory) / "check", "check")
+
+
+def check_script(spec: JobSpec) -> None:
+    """Write the script of a job that has a template of its own, and drop it.
+
+    Raises:
+        InvalidInputError: it cannot be written.
+    """
+    if spec.template_file is not None:
+        request = trial_request(spec)
+        request = replace(request, mpiexec="mpiexec", launcher="mpiexec", mpi="auto", bind="none")
+        get(scheduler_name(spec, None)).render(request)
 
 
 def array_request(

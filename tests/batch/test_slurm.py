@@ -254,11 +254,16 @@ def test_a_lost_job_is_not_submitted_twice(slurm: FakeCommands, make_request: Ma
     assert len(slurm.calls("sbatch")) == 2
 
 
-def test_find_takes_the_latest_job_of_a_tag(slurm: FakeCommands) -> None:
+def test_the_latest_job_or_array_of_a_tag_is_found(slurm: FakeCommands) -> None:
     row = "{}|RUNNING|1|N/A|N/A|node1|tag|None\n"
     slurm.answer("squeue", row.format(9) + row.format(10) + row.format(8))
-    assert SlurmScheduler().find("tag") == "10"
-    assert SlurmScheduler().find("other") is None
+    scheduler = SlurmScheduler()
+    assert (scheduler.find("tag"), scheduler.find("other")) == ("10", None)
+    waiting = "35_[2-3]|PENDING|1|N/A|N/A||tag|None\n"
+    slurm.answer("squeue", waiting + row.format("35_0"))
+    assert scheduler.find("tag") == "35"
+    assert scheduler.task_id("35", 2) == "35_2"
+    assert scheduler.array_id("35_2") == scheduler.array_id("35") == "35"
 
 
 def test_query_of_live_jobs_asks_the_queue_once(slurm: FakeCommands) -> None:
@@ -273,15 +278,11 @@ def test_query_of_live_jobs_asks_the_queue_once(slurm: FakeCommands) -> None:
     assert slurm.calls("sacct") == slurm.calls("scontrol") == []
 
 
-def test_query_of_nothing_asks_nobody(slurm: FakeCommands) -> None:
+def test_what_is_no_id_hides_no_other_job(slurm: FakeCommands) -> None:
     assert SlurmScheduler().query([]) == {}
     assert slurm.calls("squeue") == []
-
-
-def test_what_is_no_id_hides_no_other_job(slurm: FakeCommands) -> None:
     slurm.replay("squeue", "squeue-format.txt")
-    found = SlurmScheduler().query(["7.vm", "36", "12.34@here"])
-    assert list(found) == ["36"]
+    assert list(SlurmScheduler().query(["7.vm", "36", "12.34@here"])) == ["36"]
     assert slurm.calls("squeue")[0][-1] == "36,36"
 
 
@@ -343,9 +344,6 @@ def test_a_failing_squeue_is_an_error_not_an_absence(slurm: FakeCommands) -> Non
     slurm.answer("squeue", stderr="slurm_load_jobs error: Unable to contact", rc=1)
     with pytest.raises(SchedulerError, match="Unable to contact"):
         SlurmScheduler().query(["1"])
-
-
-def test_a_squeue_that_hangs_is_given_up(slurm: FakeCommands) -> None:
     slurm.hang("squeue")
     with pytest.raises(NoAnswerError, match="no answer within 1 s"):
         SlurmScheduler(timeout_s=1.0).query(["1"])
@@ -362,13 +360,9 @@ def test_cancel(slurm: FakeCommands) -> None:
 
 def test_estimate_is_the_forecast(slurm: FakeCommands) -> None:
     slurm.replay("sbatch", "sbatch-testonly-toobig.txt")
-    forecast = SlurmScheduler().estimate(SCRIPT)
-    assert forecast is not None
+    forecast = SlurmScheduler().estimate(SCRIPT) or ""
     assert forecast.startswith("Job 30 to start at 2026-11-20T15:36:53")
     assert slurm.calls("sbatch") == [["--test-only", "/runs/job.sh"]]
-
-
-def test_an_impossible_job_has_no_estimate(slurm: FakeCommands) -> None:
     slurm.replay("sbatch", "sbatch-testonly-5nodes.txt")
     with pytest.raises(SchedulerError, match="node configuration is not available") as caught:
         SlurmScheduler().estimate(SCRIPT)
@@ -403,14 +397,6 @@ def test_the_accounting_knows_jobs_of_an_array_by_their_place(slurm: FakeCommand
     )
     found = SlurmScheduler().query(["1_0", "1_1"], since=SUBMIT)
     assert (found["1_0"].state, found["1_1"].exit_code) == (JobState.COMPLETED, 2)
-
-
-def test_an_array_is_found_by_its_tag(slurm: FakeCommands) -> None:
-    slurm.answer("squeue", "35_[2-3]|PENDING|1|N/A|N/A||tag|None\n35_0|RUNNING|1|1|2|n|tag|None\n")
-    scheduler = SlurmScheduler()
-    assert scheduler.find("tag") == "35"
-    assert scheduler.task_id("35", 2) == "35_2"
-    assert scheduler.array_id("35_2") == scheduler.array_id("35") == "35"
 
 
 def test_squeue_rows() -> None:
@@ -456,11 +442,6 @@ def test_sacct_rows_of_all_attempts() -> None:
     assert {row.status.source for row in rows} == {"accounting"}
 
 
-def test_lines_that_are_no_rows_are_skipped() -> None:
-    assert list(parse_squeue("slurm_load_jobs error: Invalid job id specified\n\n")) == []
-    assert list(parse_sacct("Slurm accounting storage is disabled\n")) == []
-
-
 @pytest.mark.parametrize(
     ("text", "state"),
     [
@@ -484,15 +465,21 @@ def test_states(text: str, state: JobState) -> None:
     assert parse_state(text) is state
 
 
-def test_an_unknown_state_says_what_slurm_said() -> None:
-    (row,) = parse_squeue("5|NOVEL_STATE|1|N/A|N/A||tag|None")
-    assert row.status.state is JobState.UNKNOWN
-    assert "NOVEL_STATE" in row.status.reason
-
-
-def test_booting_nodes_are_named() -> None:
-    (row,) = parse_squeue("5|CONFIGURING|1|N/A|N/A||tag|None")
-    assert row.status.reason == "nodes are booting"
+@pytest.mark.parametrize(
+    ("row", "job_id", "state", "reason"),
+    [
+        ("5|NOVEL_STATE|1|N/A|N/A||t|None", "5", "UNKNOWN", "'NOVEL_STATE'"),
+        ("5|CONFIGURING|1|N/A|N/A||t|None", "5", "QUEUED", "nodes are booting"),
+        ("35_[1-2,...]|PENDING|1|N/A|N/A||t|None", "35_[1-2,...]", "QUEUED", ""),
+        ("slurm_load_jobs error: Invalid job id specified\n", None, "", ""),
+    ],
+)
+def test_unusual_rows_of_squeue(row: str, job_id: str | None, state: str, reason: str) -> None:
+    rows = list(parse_squeue(row))
+    assert [found.job_id for found in rows] == ([] if job_id is None else [job_id])
+    for found in rows:
+        assert found.status.state == state
+        assert reason in found.status.reason
 
 
 @pytest.mark.parametrize(
@@ -532,12 +519,15 @@ def test_exit_codes_of_scontrol() -> None:
     }
 
 
-def test_a_comment_cannot_pretend_an_exit_code() -> None:
-    line = "JobId=1 JobState=FAILED Reason=x ExitCode=3:0 Comment=a ExitCode=0:0 b"
-    assert parse_exit_code(line, JobState.FAILED) == 3
-
-
-def test_no_exit_code_in_an_error() -> None:
+def test_what_scontrol_says_of_jobs_of_an_array_and_of_none() -> None:
+    lines = (
+        "JobId=6 ArrayJobId=1 ArrayTaskId=1 JobState=FAILED ExitCode=3:0 Comment=a ExitCode=0:0\n"
+        "JobId=1 ArrayJobId=1 ArrayTaskId=3 JobState=FAILED ExitCode=4:0\n"
+        "JobId=9 JobName=x JobState=FAILED ExitCode=5:0\n"
+    )
+    shown = parse_shown(lines)
+    codes = {job_id: parse_exit_code(line, JobState.FAILED) for job_id, line in shown.items()}
+    assert codes == {"1_1": 3, "1_3": 4, "9": 5}
     assert parse_exit_code(sample("scontrol-unknown.txt"), JobState.FAILED) is None
 
 
@@ -547,11 +537,8 @@ def test_a_job_of_several_components_is_one() -> None:
     (row,) = parse_squeue(f"{first}\n{second}\n")
     assert (row.job_id, row.status.state) == ("3", JobState.RUNNING)
     assert row.status.nodes == "node1,node[2-3]"
-
-
-def test_the_accounting_has_a_row_for_every_component() -> None:
-    row = "{}|COMPLETED|0:0|1795228138|1795228139|1795228141|{}"
-    rows = parse_sacct(f"{row.format('3+0', 'node1')}\n{row.format('3+1', 'node2')}\n")
+    account = "{}|COMPLETED|0:0|1795228138|1795228139|1795228141|{}"
+    rows = parse_sacct(f"{account.format('3+0', 'node1')}\n{account.format('3+1', 'node2')}\n")
     assert [(found.job_id, found.status.nodes) for found in rows] == [("3", "node1")]
 
 
@@ -564,22 +551,6 @@ def test_waiting_jobs_of_an_array_stand_in_one_row() -> None:
         ("35_0", JobState.RUNNING),
     ]
     assert [row.job_id for row in parse_sacct("35_[3]|PENDING|0:0|1|Unknown|Unknown|")] == ["35_3"]
-
-
-def test_what_a_long_row_leaves_out_is_left_out() -> None:
-    (row,) = parse_squeue("35_[1-2,...]|PENDING|1|N/A|N/A||tag|None")
-    assert row.job_id == "35_[1-2,...]"
-
-
-def test_exit_codes_of_an_array_by_job() -> None:
-    lines = (
-        "JobId=6 ArrayJobId=1 ArrayTaskId=1 JobState=FAILED ExitCode=3:0\n"
-        "JobId=1 ArrayJobId=1 ArrayTaskId=3 JobState=FAILED ExitCode=4:0\n"
-        "JobId=9 JobName=x JobState=FAILED ExitCode=5:0\n"
-    )
-    shown = parse_shown(lines)
-    codes = {job_id: parse_exit_code(line, JobState.FAILED) for job_id, line in shown.items()}
-    assert codes == {"1_1": 3, "1_3": 4, "9": 5}
 
 
 def test_a_real_lab() -> None:
@@ -600,31 +571,25 @@ def test_limits_of_time(limit: str, seconds: int | None) -> None:
     assert queue.walltime_s == seconds
 
 
-def test_kinds_of_nodes_count_with_what_all_of_them_have() -> None:
-    text = (
-        "gpu|infinite|2|64+|250000+|gpu:a100:4(S:0-1),nvme:1|up\ngpu|infinite|3|32|90000|(null)|up"
-    )
-    assert parse_sinfo(text) == (Queue("gpu", nodes=5, cores=32, memory_bytes=90000 * MIB, gpus=0),)
-
-
-def test_gpus_of_several_kinds_add_up() -> None:
-    (queue,) = parse_sinfo("p|infinite|1|8|9000|gpu:a100:2,gpu:h200:3(S:1),gres:gpux:7|up")
-    assert queue.gpus == 5
-
-
-def test_memory_that_nobody_told_slurm_is_not_known() -> None:
-    assert parse_sinfo("p|infinite|1|8|1|(null)|up")[0].memory_bytes is None
-
-
-@pytest.mark.parametrize("text", ["", "garbage", "a|b", "|||||||||", "p|x|y|z|w|v|u"])
-def test_what_is_no_partition_gives_no_limits(text: str) -> None:
-    for queue in parse_sinfo(text):
-        assert (queue.nodes, queue.cores, queue.memory_bytes, queue.walltime_s) == (
-            0,
-            0,
-            None,
-            None,
-        )
+@pytest.mark.parametrize(
+    ("text", "queue"),
+    [
+        (
+            "gpu|infinite|2|64+|250000+|gpu:a100:4(S:0-1),nvme:1|up\n"
+            "gpu|infinite|3|32|90000|(null)|up",  # what all nodes have
+            Queue("gpu", nodes=5, cores=32, memory_bytes=90000 * MIB),
+        ),
+        (
+            "p|infinite|1|8|9000|gpu:a100:2,gpu:h200:3(S:1),gres:gpux:7|up",
+            Queue("p", nodes=1, cores=8, memory_bytes=9000 * MIB, gpus=5),
+        ),
+        ("p|infinite|1|8|1|(null)|up", Queue("p", nodes=1, cores=8)),  # nobody told Slurm
+        ("p|x|y|z|w|v|u", Queue("p", open=False)),
+    ],
+)
+def test_partitions(text: str, queue: Queue) -> None:
+    assert parse_sinfo(text) == (queue,)
+    assert parse_sinfo("garbage\na|b\n|||||||||\n") == ()
 
 
 def test_partitions_are_asked_as_written(slurm: FakeCommands) -> None:

@@ -11,6 +11,7 @@ import pytest
 from pipectl.batch import check_template
 from pipectl.errors import SpecError
 from pipectl.jobs.prepare import find_job
+from pipectl.jobs.request import check_script
 from pipectl.jobs.submit import render
 from pipectl.jobs.template import read_template, write_job
 from pipectl.runs import RunDirectory
@@ -41,6 +42,13 @@ def test_it_is_in_the_scripts_of_all_schedulers(tmp_path: Path) -> None:
         assert script.startswith("#!/bin/bash\n#")
         assert "echo 'from my site'\n" in script
         assert script.rstrip().endswith('exit "$code"')
+
+
+@pytest.mark.parametrize("head", ["if true; then", "echo {{{{ job.no_such }}}}", "echo )"])
+def test_one_with_which_no_script_can_be_written_is_refused(tmp_path: Path, head: str) -> None:
+    spec = job(tmp_path, head.format())
+    with pytest.raises(SpecError, match=r"my site's\.sh:[13]:1: "):
+        check_script(spec)
 
 
 def test_one_that_does_not_exist_is_a_problem_of_the_spec(tmp_path: Path) -> None:

@@ -235,6 +235,17 @@ def test_nasty_tags_reach_slurm_unchanged(request_of: Callable[..., JobRequest])
         subprocess.run(["scancel", *tags], check=True)
 
 
+def test_what_pipectl_writes_overrules_directives(request_of: Callable[..., JobRequest]) -> None:
+    own = ("--hold --job-name=mine --time=9", "-c 4 -N2 --comment=x --requeue")
+    job_id = submit(request_of("true", slurm=SlurmOptions(directives=own)))
+    try:
+        ask = ["squeue", "-h", "-o", "%j|%l|%D|%C|%r", "-j", job_id]
+        done = subprocess.run(ask, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == "demo|5:00|1|1|JobHeldUser"
+    finally:
+        SLURM.cancel(job_id)
+
+
 def test_a_job_is_found_by_its_tag(request_of: Callable[..., JobRequest]) -> None:
     request = request_of("true")
     assert SLURM.find(request.tag) is None

@@ -52,11 +52,11 @@ def command(
 
 
 def _check(job: Path, overrides: Sequence[str], *, show_origins: bool, as_json: bool) -> None:
-    from pipectl.jobs.template import read_template
+    from pipectl.jobs.request import check_script
     from pipectl.spec import load_sweep, load_with_origins
 
     spec, origins = load_with_origins(job, overrides)
-    read_template(spec)
+    check_script(spec)
     points = () if spec.sweep is None else load_sweep(job, overrides)[1]
     if as_json:
         say_json(origins_json(origins))
