@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from pipectl.jobs.planning import write_plan
 
 from pipectl.cluster import Cluster, Device, Node
+from pipectl.jobs.planning import write_plan
 from pipectl.link import Link
 from pipectl.plan import Plan, Prediction
 from pipectl.runs import RunDirectory
