@@ -21,15 +21,14 @@ _IN_ALLOCATION = {
 }
 
 
-def profile_path(spec: JobSpec, kind: str | None = None, base: Path | None = None) -> Path:
-    """``runs/<name>.profile.json``, or ``runs/<name>.<kind>.profile.json``.
+def profile_path(spec: JobSpec, base: Path | None = None) -> Path:
+    """``runs/<name>.profile.json``.
 
     Args:
-        kind: of device, where the job is measured on several.
         base: instead of the spec's output directory.
     """
     directory = Path(spec.output.directory) if base is None else base
-    return directory / f"{spec.name}{'' if kind is None else f'.{kind}'}.profile.json"
+    return directory / f"{spec.name}.profile.json"
 
 
 def plan_path(spec: JobSpec, base: Path | None = None) -> Path:

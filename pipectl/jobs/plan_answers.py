@@ -16,6 +16,7 @@ from pipectl.jobs.plan_question import PlanInputs, Question, shipped_number
 from pipectl.jobs.planning import advising_other_micro_batches
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest
+from pipectl.planner.answers.busiest_link import LinkLoad, busiest_link
 from pipectl.planner.answers.data_parallel import Estimate, WithoutPipeline, without_pipeline
 from pipectl.planner.answers.explain import Explanation, explain
 from pipectl.planner.answers.scaling import Scaling, scaling
@@ -79,6 +80,7 @@ class StepAnswer:
     Args:
         simulation: of the plan.
         parts: how the busiest rank spends a step.
+        link: that carries messages longest; None if there are none.
         stopped: what ended the search early; empty if nothing did.
         without: what a step takes without a pipeline; None if planning was interrupted.
         explanation: None unless asked for.
@@ -89,6 +91,7 @@ class StepAnswer:
     plan: Plan
     simulation: Simulation
     parts: StepParts
+    link: LinkLoad | None
     stopped: str
     without: WithoutPipeline | None
     explanation: Explanation | None
@@ -159,7 +162,10 @@ def plan_step(
             )
     simulation = simulate(first.plan, inputs.cluster)
     parts = step_parts(first.plan, inputs.cluster, simulation)
-    return StepAnswer(inputs, first.plan, simulation, parts, stopped, without, explanation, spent_s)
+    link = busiest_link(first.plan, inputs.cluster)
+    return StepAnswer(
+        inputs, first.plan, simulation, parts, link, stopped, without, explanation, spent_s
+    )
 
 
 def plan_nodes(

@@ -282,7 +282,7 @@ def answer(
     """Of a plan with these parts of a step, two nodes, and 16 samples; the job is open."""
     request = PlanRequest("x", 16, micro_batches=more.pop("micro_batches", None))  # type: ignore[arg-type]
     inputs = PlanInputs(None, assumed_cluster("test", [1, 1], 1, None), request)  # type: ignore[arg-type]
-    values = {"stopped": "", "explanation": None, "compiling_s": 0.0, **more}
+    values = {"link": None, "stopped": "", "explanation": None, "compiling_s": 0.0, **more}
     return StepAnswer(inputs, plan, None, parts, without=without, **values)  # type: ignore[arg-type]
 
 
@@ -318,7 +318,7 @@ def test_the_advice_follows_from_what_is_lost(
     assert dict(verdict(found))["would help"].startswith(advice)
 
 
-def test_an_explanation_knows_the_busiest_link_and_the_best_offer(
+def test_a_busy_link_is_the_bottleneck_and_the_best_offer_the_advice(
     pipeline: Callable[..., Plan],
 ) -> None:
     plan, why = timed(pipeline(2, 4), 1.0), explanation(pipeline)
@@ -326,8 +326,8 @@ def test_an_explanation_knows_the_busiest_link_and_the_best_offer(
         "one more node: -20.0% per step"
     )
     assert why.link is not None
-    busy = replace(why, link=replace(why.link, busy_s=0.9), offers=why.offers[1:])
-    found = dict(verdict(answer(plan, explanation=busy)))
+    busy = replace(why.link, busy_s=0.9)
+    found = dict(verdict(answer(plan, explanation=replace(why, offers=why.offers[1:]), link=busy)))
     assert found["bottleneck"] == "the link node0 to node1, in use for 90.0% of the step"
     assert found["would help"] == "nothing that was tried"
 

@@ -241,7 +241,7 @@ def _stages_in_words(indices: Sequence[int], count: int) -> str:
 def verdict(answer: StepAnswer) -> Iterator[tuple[str, str]]:
     """What the bottleneck is, what it costs, and what would help: labels and texts."""
     parts, step_s = answer.parts, answer.parts.step_s or 1.0
-    link = None if answer.explanation is None else answer.explanation.link
+    link = answer.link
     stages = _stages_in_words(parts.stages, len(answer.plan.stages) + 1)
     if link is not None and link.busy_s > parts.busy_s:
         ends = _link_ends(link, answer.inputs.cluster)
