@@ -235,10 +235,11 @@ def _compile(environment: Environment, template: Template) -> Compiled:
         raise _fault(template, error.lineno, error.message or "not a template") from None
     if not any(isinstance(node, nodes.Extends) for node in tree.body):
         raise _fault(template, 1, "does not extend pipectl's: begin with {% extends base %}")
-    known = {name for path in _TEMPLATES.iterdir() for name in _block_names(environment, path)}
+    templates = [environment.get_template(path.name) for path in _TEMPLATES.iterdir()]
+    blocks = sorted({name for ours in templates for name in ours.blocks})
     for node in tree.body:
-        if isinstance(node, nodes.Block) and node.name not in known:
-            hint = did_you_mean(node.name, sorted(known))
+        if isinstance(node, nodes.Block) and node.name not in blocks:
+            hint = did_you_mean(node.name, blocks)
             raise _fault(template, node.lineno, f"there is no block {node.name!r}{hint}")
         for text in node.nodes if isinstance(node, nodes.Output) else ():
             if not isinstance(text, nodes.TemplateData) or text.data.strip():
@@ -248,10 +249,6 @@ def _compile(environment: Environment, template: Template) -> Compiled:
                 message = "text outside of all blocks would not be written: put it into one"
                 raise _fault(template, line, message)
     return Compiled.from_code(environment, code, environment.make_globals(None))
-
-
-def _block_names(environment: Environment, path: Path) -> set[str]:
-    return set(environment.get_template(path.name).blocks)
 
 
 def _check_custom(

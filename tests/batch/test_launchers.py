@@ -22,7 +22,7 @@ from pipectl.batch import (
     mpiexec_command,
 )
 from pipectl.batch.launchers import mpi_of, mpiexec_options, srun_command
-from pipectl.errors import InvalidInputError, SchedulerError
+from pipectl.errors import PipectlError, SchedulerError
 
 MakeRequest = Callable[..., JobRequest]
 Program = Callable[[str, str], None]
@@ -130,63 +130,54 @@ def executable(path: Path) -> Path:
     return path
 
 
-def test_mpiexec_beside_the_interpreter_comes_first(
+def test_where_mpiexec_is_found(
     make_request: MakeRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    embedded = executable(tmp_path / "env" / "bin" / "mpiexec")
+    """Beside the interpreter, else on PATH, which is another in a job with modules."""
+    beside = executable(tmp_path / "env" / "bin" / "mpiexec")
     on_path = executable(tmp_path / "site" / "mpiexec")
     monkeypatch.setenv("PATH", str(on_path.parent))
-    python = str(tmp_path / "env" / "bin" / "python")
-    request = make_request(python=python, mpiexec=None)
-    assert find_mpiexec(request) == str(embedded)
-    embedded.unlink()
+    request = make_request(python=str(tmp_path / "env" / "bin" / "python"), mpiexec=None)
+    assert find_mpiexec(request) == str(beside)
+    beside.unlink()
     assert find_mpiexec(request) == str(on_path)
-
-
-def test_with_modules_the_job_finds_mpiexec(
-    make_request: MakeRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert find_mpiexec(make_request(mpiexec=None, modules=("openmpi",))) == "mpiexec"
-
-
-def test_no_mpiexec_says_how_to_get_one(
-    make_request: MakeRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_mpiexec(replace(request, modules=("openmpi",))) == "mpiexec"
+    on_path.unlink()
     with pytest.raises(SchedulerError, match="mpiexec") as caught:
-        find_mpiexec(make_request(mpiexec=None))
+        find_mpiexec(request)
     assert "pip install mpich" in (caught.value.cure or "")
 
 
-def test_an_unknown_mpiexec_is_told_the_ranks_only(make_request: MakeRequest) -> None:
+def test_what_mpiexec_is_told(make_request: MakeRequest) -> None:
+    """The ranks alone if it is of no known kind, or if nodes are of several kinds."""
     request = make_request(launch_args=("-l",))
-    assert mpiexec_command(request) == ("/opt/env/bin/mpiexec", "-n", "2", "-l", "true")
-    with pytest.raises(InvalidInputError, match=r"launch\.bind") as caught:
-        mpiexec_command(make_request(bind="cores"))
-    assert "launch.mpi" in (caught.value.cure or "")
+    program = "/opt/env/bin/mpiexec"
+    assert mpiexec_command(request) == (program, "-n", "2", "-l", "true")
+    hydra = replace(request, mpi="hydra")
+    assert mpiexec_command(hydra) == (program, "-n", "2", "-ppn", "2", "-l", "true")
+    assert mpiexec_command(hydra, here=True) == (program, "-n", "2", "-l", "true")
+    kinds = replace(hydra, more=(MoreNodes(1, 1),))
+    assert mpiexec_command(kinds, ("-f", "hosts"))[1:5] == ("-n", "2", "-f", "hosts")
 
 
-def test_a_kind_of_srun_is_none_of_mpiexec(make_request: MakeRequest) -> None:
-    with pytest.raises(InvalidInputError, match="'openmp'; did you mean 'openmpi'") as caught:
-        mpiexec_command(make_request(mpi="openmp"))
-    assert "launch.launcher: srun" in (caught.value.cure or "")
-
-
-def test_nodes_of_several_kinds_are_named_to_an_mpiexec_of_mpich(make_request: MakeRequest) -> None:
-    more = (MoreNodes(1, 1),)
-    words = mpiexec_command(make_request(mpi="hydra", more=more), ("-f", "hosts"))
-    assert words[1:] == ("-n", "2", "-f", "hosts", "true")
-    with pytest.raises(SchedulerError, match=r"resources\.more") as caught:
-        mpiexec_command(make_request(mpi="openmpi", more=more), ("-f", "hosts"))
-    assert caught.value.cure == "set launch.launcher: srun"
-
-
-def test_ranks_per_node_are_said_where_there_are_several(make_request: MakeRequest) -> None:
-    request = make_request(mpi="hydra", launch_args=("-l",))
-    there = ("/opt/env/bin/mpiexec", "-n", "2", "-ppn", "2", "-l", "true")
-    assert mpiexec_command(request) == there
-    assert "-ppn" not in mpiexec_command(request, here=True)
+@pytest.mark.parametrize(
+    ("changes", "hosts", "words", "cure"),
+    [
+        ({"bind": "cores"}, (), r"launch\.bind", "launch.mpi"),
+        ({"mpi": "openmp"}, (), "'openmp'; did you mean 'openmpi'", "launch.launcher: srun"),
+        ({"mpi": "openmpi"}, ("-f", "hosts"), r"resources\.more", "launch.launcher: srun"),
+    ],
+)
+def test_what_mpiexec_cannot_be_told_is_refused(
+    make_request: MakeRequest,
+    changes: dict[str, str],
+    hosts: tuple[str, ...],
+    words: str,
+    cure: str,
+) -> None:
+    with pytest.raises(PipectlError, match=words) as caught:
+        mpiexec_command(make_request(**changes), hosts)
+    assert cure in (caught.value.cure or "")
 
 
 def test_srun_repeats_the_cpus_and_kills_on_a_bad_exit(make_request: MakeRequest) -> None:

@@ -194,9 +194,10 @@ def test_srun_is_refused(make_request: MakeRequest) -> None:
         LocalScheduler().render(make_request(launcher="srun"))
 
 
-def test_there_is_no_queue_to_ask(make_request: MakeRequest) -> None:
-    assert LocalScheduler().estimate(Path("job.sh")) is None
-    assert LocalScheduler().find("tag") is None
+def test_there_is_no_queue_to_ask() -> None:
+    scheduler = LocalScheduler()
+    assert scheduler.estimate(Path("job.sh")) is None
+    assert (scheduler.find("tag"), scheduler.queues()) == (None, ())
 
 
 def test_schedulers_by_name() -> None:

@@ -10,15 +10,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pipectl.batch import Array, JobRequest, JobState, PbsOptions, Queue, Stop
-from pipectl.batch.commands import job_number
 from pipectl.batch.pbs import PbsScheduler, parse_blocks, parse_qstat, parse_queues
 from pipectl.batch.process import NoAnswerError
-from pipectl.errors import InvalidInputError, SchedulerError
+from pipectl.errors import InvalidInputError, PipectlError, SchedulerError
 
 if TYPE_CHECKING:
     from conftest import FakeCommands
@@ -106,13 +105,6 @@ def test_resources_are_counted_by_chunk(make_request: MakeRequest) -> None:
     }
 
 
-def test_mail_and_what_it_waits_for(make_request: MakeRequest) -> None:
-    pbs = PbsOptions(mail="ae", mail_user="a@b.org", directives=("-W group_list=physics",))
-    found = directives(PbsScheduler().render(make_request(pbs=pbs, after=("4.vm", "5.vm"))))
-    assert {("-m", "ae"), ("-M", "a@b.org"), ("-W", "depend=afterok:4.vm:5.vm")} <= set(found)
-    assert ("-W", "group_list=physics") in found
-
-
 def test_one_node_is_placed_as_the_site_likes(make_request: MakeRequest) -> None:
     assert "place" not in resources(PbsScheduler().render(make_request()))
     packed = make_request(pbs=PbsOptions(place="pack:excl"))
@@ -120,23 +112,26 @@ def test_one_node_is_placed_as_the_site_likes(make_request: MakeRequest) -> None
 
 
 def test_the_options_of_a_site(make_request: MakeRequest) -> None:
-    request = make_request(
-        pbs=PbsOptions(queue="gpu", account="a b", project="p'q", directives=("#PBS -p 5",)),
-        tag="20261120-152233-demo 7f3a9c",
-    )
-    given = dict(directives(PbsScheduler().render(request)))
-    assert given["-q"] == "gpu"
-    assert (given["-A"], given["-P"], given["-p"]) == ("a b", "p'q", "5")
-    assert given["-N"] == "demo.7f3a9c"
-    assert given["-o"] == f"{request.run_directory}/logs/pbs.log"
-    assert (given["-j"], given["-k"], given["-r"], given["-S"]) == ("oe", "doe", "n", "/bin/bash")
-
-
-def test_nasty_values_arrive_unchanged(make_request: MakeRequest, nasty: list[str]) -> None:
-    for value in nasty:
-        pbs = PbsOptions(queue=value, account=value, project=value)
-        given = dict(directives(PbsScheduler().render(make_request(pbs=pbs))))
-        assert given["-q"] == given["-A"] == given["-P"] == value
+    pbs = PbsOptions("gpu", "a b", "p'q", mail="ae", mail_user="a@b.org", directives=("#PBS -p 5",))
+    tag = "20261120-152233-demo 7f3a9c"
+    request = make_request(pbs=pbs, tag=tag, after=("4.vm", "5.vm"))
+    options = dict(directives(PbsScheduler().render(request)))
+    del options["-l"]
+    assert options == {
+        "-q": "gpu",
+        "-A": "a b",
+        "-P": "p'q",
+        "-m": "ae",
+        "-M": "a@b.org",
+        "-p": "5",
+        "-j": "oe",
+        "-k": "doe",
+        "-r": "n",
+        "-S": "/bin/bash",
+        "-N": "demo.7f3a9c",
+        "-W": "depend=afterok:4.vm:5.vm",
+        "-o": f"{request.run_directory}/logs/pbs.log",
+    }
 
 
 @pytest.mark.parametrize("key", ["place", "select_extra"])
@@ -193,14 +188,19 @@ def test_a_resource_that_is_not_ours_may_be_asked_for(make_request: MakeRequest)
     assert resources(PbsScheduler().render(request))["software"] == "matlab"
 
 
-def test_a_colon_would_name_a_host(make_request: MakeRequest) -> None:
-    with pytest.raises(InvalidInputError, match=r"output\.directory"):
-        PbsScheduler().render(make_request(run_directory=Path("/scratch/a:b")))
-
-
-def test_srun_is_refused(make_request: MakeRequest) -> None:
-    with pytest.raises(SchedulerError, match="srun needs Slurm"):
-        PbsScheduler().render(make_request(launcher="srun"))
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"run_directory": Path("/scratch/a:b")}, r"output\.directory"),  # would name a host
+        ({"launcher": "srun"}, "srun needs Slurm"),
+        ({"array": Array((Path("/runs/a"),))}, "single job"),
+    ],
+)
+def test_what_pbs_cannot_run_is_refused(
+    make_request: MakeRequest, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(PipectlError, match=words):
+        PbsScheduler().render(make_request(**changes))
 
 
 def script_of(request: JobRequest, rank: str) -> Path:
@@ -358,12 +358,8 @@ def test_query_asks_once_for_all(pbs: FakeCommands) -> None:
         "9.vm": JobState.RUNNING,
         "10.vm": JobState.RUNNING,
     }
-    assert pbs.calls("qstat") == [["-x", "-f", "9.vm", "10.vm", "99999.vm"]]
-
-
-def test_query_of_nothing_asks_nobody(pbs: FakeCommands) -> None:
     assert PbsScheduler().query([]) == {}
-    assert pbs.calls("qstat") == []
+    assert pbs.calls("qstat") == [["-x", "-f", "9.vm", "10.vm", "99999.vm"]]
 
 
 @pytest.mark.parametrize("sample", ["qstat-unknown.txt", "qstat-finished-nox.txt"])
@@ -387,11 +383,6 @@ def test_cancel_of_what_is_gone_is_no_error(pbs: FakeCommands) -> None:
         PbsScheduler().cancel("9.vm")
 
 
-def test_no_forecast(pbs: FakeCommands) -> None:
-    assert PbsScheduler().estimate(SCRIPT) is None
-    assert pbs.calls("qsub") == []
-
-
 def test_jobs_of_an_array(pbs: FakeCommands) -> None:
     row = "Job Id: {}\n    job_state = {}\n"
     over = row.format("41[2].vm", "X") + "    substate = 92\n"
@@ -409,11 +400,6 @@ def test_jobs_of_an_array(pbs: FakeCommands) -> None:
     assert pbs.calls("qstat") == [["-x", "-t", "-f", "41[].vm", "7.vm"]]
     assert scheduler.array_id("41[3].vm") == scheduler.array_id("41[].vm") == "41[].vm"
     assert scheduler.array_id("7.vm") == "7.vm"
-
-
-def test_an_array_of_one_job_is_refused(make_request: MakeRequest, tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match="single job"):
-        PbsScheduler().render(make_request(array=Array((tmp_path,))))
 
 
 def listed(**fields: object) -> str:
@@ -524,10 +510,6 @@ def test_the_id_in_the_answer(
             PbsScheduler().submit(SCRIPT, make_request())
     else:
         assert PbsScheduler().submit(SCRIPT, make_request()) == job_id
-
-
-def test_the_latest_job_has_the_largest_number() -> None:
-    assert max(["9.vm", "10.vm", "x"], key=job_number) == "10.vm"
 
 
 def test_queues(pbs: FakeCommands) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -74,14 +73,6 @@ def test_a_command_alone_is_started_without_mpi(
     assert "\nrun with_variables measure 'this model'\n" in script
     assert "mpiexec" not in script
     assert "srun" not in script
-
-
-def test_a_nasty_option_stays_on_its_line(make_request: MakeRequest, nasty: list[str]) -> None:
-    for value in nasty:
-        request = make_request(slurm=SlurmOptions({"account": value}))
-        assert len(options(request)) == 11
-    script = SlurmScheduler().render(request)
-    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
 @pytest.mark.parametrize(
