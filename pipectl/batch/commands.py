@@ -64,7 +64,8 @@ class BatchCommands(ABC):
         """
         done = self._run(*argv)
         if done.returncode not in harmless:
-            raise SchedulerError(f"{argv[0]}: {done.message}", cure="try again in a minute")
+            command = " ".join(argv) if len(argv) == 2 else argv[0]  # the job, if it is one
+            raise SchedulerError(f"{command}: {done.message}", cure="try again in a minute")
         return done
 
     def submit(self, script: Path, request: JobRequest) -> str:
