@@ -4,7 +4,8 @@ A graph holds no branch on values. Where one side of such a branch only raises a
 other side is what every step that goes on has taken, so that side alone is captured. This is how
 models guard themselves (``assert not x.isnan().any()``) and how ``torch.distributions`` checks
 arguments. Which sides raise is read from the bytecode of the code that asks, and whether the model
-catches what they raise from that of its callers.
+catches what they raise from that of its callers. From 2.15 on, torch asserts asynchronously where
+it exports its own checks; such an operator counts as one of them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.overrides import TorchFunctionMode
 
 from pipectl.capture.step import Step
 
@@ -32,6 +34,8 @@ _MAX_INSTRUCTIONS = 1000
 _UNCAUGHT = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 """Where the code lies that catches no exception of a model for good."""
 _KEY = "pipectl_condition"
+_GUARD = torch.ops.aten._assert_tensor_metadata.default
+"""Of the type of what is cast, which an export leaves before the cast."""
 
 
 @contextmanager
@@ -42,7 +46,8 @@ def left_out_checks() -> Iterator[None]:
     try:
         for kind, ask in zip(kinds, untouched, strict=True):
             kind.__bool__ = _passing(ask)
-        yield
+        with _LeftOutAsserts():
+            yield
     finally:
         for kind, ask in zip(kinds, untouched, strict=True):
             kind.__bool__ = ask
@@ -60,6 +65,22 @@ def _passing(ask: Callable[[Any], bool]) -> Callable[[Any], bool]:
         return ask(value)
 
     return boolean
+
+
+class _LeftOutAsserts(TorchFunctionMode):
+    """Leaves out what is asserted asynchronously, unless the model catches that it fails."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        asserts = not torch.compiler.is_dynamo_compiling() and func is torch._assert_async
+        if asserts and get_proxy_mode() is not None:
+            condition = args[0] if args else kwargs["input"]
+            if not _is_caught(sys._getframe(1)):
+                return _mark(condition)
+            bool(condition)  # which no trace can answer: the module is kept whole
+        return func(*args, **kwargs)
 
 
 def _follows_from_values(value: Any) -> bool:
@@ -83,10 +104,11 @@ def drop_conditions(graph: fx.Graph) -> None:
     """Drop the operators that do nothing but give the conditions of checks that were left out."""
     unread = {node for node in graph.nodes if _KEY in node.meta}
     for node in reversed(graph.nodes):
-        if node not in unread or node.users or node.op != "call_function" or _acts(node):
-            continue
-        unread.update(node.all_input_nodes)
-        graph.erase_node(node)
+        if node.target is _GUARD and unread.issuperset(node.all_input_nodes):
+            graph.erase_node(node)
+        elif node in unread and not (node.users or node.op != "call_function" or _acts(node)):
+            unread.update(node.all_input_nodes)
+            graph.erase_node(node)
 
 
 def _acts(node: fx.Node) -> bool:

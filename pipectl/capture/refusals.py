@@ -70,6 +70,8 @@ class RefusedCalls(TorchFunctionMode):
     ) -> Any:
         """Call a function of torch, unless it is one of those."""
         kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():  # a branch of torch.cond: it refuses them itself
+            return func(*args, **kwargs)
         self._count()
         name = getattr(func, "__name__", "")
         if name == "backward":

@@ -102,11 +102,13 @@ def test_code_of_the_model_itself_that_breaks_is_named(make_job, written, kind: 
 CHECKS = {
     "assert": "assert not x.isnan().any(), f'{x.mean()} in {x.shape}'",
     "both": "assert x.max() < 1e9 and x.min() > -1e9",
+    "cast": "assert (x > 1e9).double().mean() < 1",
     "torch": "torch._assert(x.sum() < 1e9, 'large')",
     "raise": "if x.isnan().any():\n            text = 'nan'\n            raise ValueError(text)",
     "number": "if x.max().item() > 1e9:\n            raise ValueError('large')",
     "with": "with torch.no_grad():\n            assert x.isfinite().all()",
-    "distribution": "torch.distributions.Categorical(logits=x)",
+    "asynchronous": "torch._assert_async(x.isfinite().all(), 'not finite')",
+    "distribution": "torch.distributions.Categorical(logits=x, validate_args=True)",
     "raised again": "try:\n            assert x.isfinite().all()\n"
     "        except AssertionError as error:\n            raise ValueError('nan') from error\n"
     "        finally:\n            text = 'done'",
@@ -117,6 +119,8 @@ BRANCHES = {
     "            x = x * 2",
     "caught above": "try:\n            torch._assert(x.sum() > 0, 'small')\n"
     "        except AssertionError:\n            x = x * 2",
+    "caught distribution": "try:\n            torch.distributions.Categorical(logits=x, "
+    "validate_args=True)\n        except ValueError:\n            x = x * 2",
     "caught outside": "try:\n            try:\n                assert x.sum() > 0\n"
     "            finally:\n                x = x + 1\n"
     "        except AssertionError:\n            x = x * 2",
