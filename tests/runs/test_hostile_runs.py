@@ -461,8 +461,8 @@ def test_resume_and_verify_run_no_code_of_others_without_a_word(place: Place, co
     theirs = as_user(MALLORY, lambda: write(place.theirs / "job.yaml"))
     for words, path in (
         (("resume", "last", "-d", str(place.mine)), code),
-        (("verify", str(run.job)), code),
-        (("verify", str(theirs)), theirs),
+        (("lab", "verify", str(run.job)), code),
+        (("lab", "verify", str(theirs)), theirs),
     ):
         found = as_user(place.us, command(*words))
         assert found.code == UsageError.exit_code, found.err
@@ -497,7 +497,7 @@ def test_modules_and_their_packages_are_looked_at_like_files(place: Place, spoil
 
     as_user(place.us, write)
     os.chown(root / spoiled, MALLORY, MALLORY)
-    found = as_user(place.us, command("verify", str(place.mine / "job.yaml")))
+    found = as_user(place.us, command("lab", "verify", str(place.mine / "job.yaml")))
     assert found.code == UsageError.exit_code, found.err
     who = f"{root / spoiled} belongs to the user {MALLORY}"
     assert f"{who}, and its code would run as you" in found.err
