@@ -80,49 +80,28 @@ def bandwidth_plot(links: Mapping[str, Link], width: int) -> list[str]:
     rows = [[" "] * columns for _ in range(_LINES)]
     for name, curve in curves.items():
         for column, value in enumerate(curve):
-            row = rows[_plot_row(value, bottom, top)]
+            row = rows[round((1 - _share(value, bottom, top, 0.0)) * (_LINES - 1))]
             row[column] = _MARKS[name] if row[column] == " " else _BOTH
-    return [
-        _TITLE,
-        *_plot_frame(rows, bottom, top),
-        _plot_axis(largest, columns),
-        _plot_legend(links),
+    labels = [f"{format_bytes(top)}/s", *[""] * (_LINES - 2), f"{format_bytes(bottom)}/s"]
+    lines = [
+        f"{label:>{_GUTTER}} |{''.join(row)}".rstrip()
+        for label, row in zip(labels, rows, strict=True)
     ]
+    axis = " " * (_GUTTER + 2)
+    for size in (size for size in _ROUND_SIZES if size <= largest):  # under their columns
+        column = round(math.log(size) / math.log(largest) * (columns - 1)) if largest > 1 else 0
+        start = _GUTTER + 2 + min(column, columns - len(whole_bytes(size)))
+        if start >= len(axis):
+            axis = f"{axis:<{start}}{whole_bytes(size)} "
+    marks = [f"{_MARKS[name]} {name}" for name in links]
+    legend = ", ".join([*marks, f"{_BOTH} both"] if len(links) > 1 else marks)
+    frame = f"{'':>{_GUTTER}} +{'-' * columns}"
+    return [_TITLE, *lines, frame, axis.rstrip(), f"{'':>{_GUTTER}}  {legend}"]
 
 
 def whole_bytes(size: float) -> str:
     """A size without superfluous digits: ``16 KiB``, ``9.54 MiB``."""
     return re.sub(r"\.0+ ", " ", format_bytes(size))
-
-
-def _plot_row(value: float, bottom: float, top: float) -> int:
-    share = math.log(value / bottom) / math.log(top / bottom) if top > bottom else 0.0
-    return round((1 - share) * (_LINES - 1))
-
-
-def _plot_frame(rows: list[list[str]], bottom: float, top: float) -> Iterator[str]:
-    labels = {0: f"{format_bytes(top)}/s", _LINES - 1: f"{format_bytes(bottom)}/s"}
-    for index, row in enumerate(rows):
-        yield f"{labels.get(index, ''):>{_GUTTER}} |{''.join(row)}".rstrip()
-    yield f"{'':>{_GUTTER}} +{'-' * len(rows[0])}"
-
-
-def _plot_axis(largest: int, columns: int) -> str:
-    """Round sizes under their columns."""
-    line = " " * (_GUTTER + 2)
-    for size in (size for size in _ROUND_SIZES if size <= largest):
-        label = whole_bytes(size)
-        column = round(math.log(size) / math.log(largest) * (columns - 1)) if largest > 1 else 0
-        start = _GUTTER + 2 + min(column, columns - len(label))
-        if start >= len(line):
-            line = f"{line:<{start}}{label} "
-    return line.rstrip()
-
-
-def _plot_legend(links: Mapping[str, Link]) -> str:
-    marks = [f"{_MARKS[name]} {name}" for name in links]
-    both = [f"{_BOTH} both"] if len(links) > 1 else []
-    return f"{'':>{_GUTTER}}  {', '.join(marks + both)}"
 
 
 @dataclass(frozen=True)
@@ -134,18 +113,26 @@ class _Panel:
     label: Callable[[float], str]
     base: int
 
-    @property
-    def xs(self) -> list[float]:
-        return [x for points in self.curves.values() for x, _ in points]
-
-    @property
-    def ys(self) -> list[float]:
-        return [y for points in self.curves.values() for _, y in points]
-
 
 def links_svg(cluster: Cluster) -> str:
     """The links as a self-contained SVG document."""
-    panels = [panel for panel in (_bandwidths(cluster), _sums(cluster)) if panel.curves]
+    bandwidths: dict[str, Points] = {
+        name: [(float(size), bandwidth(link, size)) for size, _ in link.timings]
+        for name, link in measured_links(cluster).items()
+    }
+    sums: dict[str, list[tuple[float, float]]] = {}
+    for ranks, size, time_s in cluster.allreduce:
+        sums.setdefault(f"{ranks} ranks", []).append((float(size), max(time_s, 1e-9)))
+    both = (
+        _Panel(_TITLE, bandwidths, lambda y: f"{whole_bytes(y)}/s", 16),
+        _Panel(
+            "time of a sum over ranks by size",
+            sums,
+            lambda y: re.sub(r"\.0+ ", " ", format_time(y)),
+            10,
+        ),
+    )
+    panels = [panel for panel in both if panel.curves]
     width = max(1, len(panels)) * (_WIDTH + _STEP) + 24
     height = _TOP + _HEIGHT + _BOTTOM
     title = f"Links of {cluster.name}"
@@ -165,63 +152,37 @@ def links_svg(cluster: Cluster) -> str:
     )
 
 
-def _bandwidths(cluster: Cluster) -> _Panel:
-    curves = {
-        name: [(float(size), bandwidth(link, size)) for size, _ in link.timings]
-        for name, link in measured_links(cluster).items()
-    }
-    return _Panel("bandwidth by message size", curves, lambda y: f"{whole_bytes(y)}/s", 16)
-
-
-def _sums(cluster: Cluster) -> _Panel:
-    curves: dict[str, list[tuple[float, float]]] = {}
-    for ranks, size, time_s in cluster.allreduce:
-        curves.setdefault(f"{ranks} ranks", []).append((float(size), max(time_s, 1e-9)))
-    return _Panel("time of a sum over ranks by size", curves, _whole_time, 10)
-
-
 def _draw(panel: _Panel, left: int) -> Iterator[str]:
-    low, high = min(panel.xs), max(panel.xs)
-    bottom, top = _powers(panel.ys, panel.base)
+    xs, ys = zip(*(point for points in panel.curves.values() for point in points), strict=True)
+    low, high, base = min(xs), max(xs), panel.base
+    power = math.floor(math.log(min(ys), base))
+    powers = range(power, max(math.ceil(math.log(max(ys), base)), power + 1) + 1)
+    bottom, top = float(base) ** powers[0], float(base) ** powers[-1]
 
     def place(x: float, y: float) -> tuple[float, float]:
-        return left + _share(x, low, high) * _WIDTH, _TOP + (1 - _share(y, bottom, top)) * _HEIGHT
+        share = 1 - _share(y, bottom, top)
+        return left + _share(x, low, high) * _WIDTH, _TOP + share * _HEIGHT
 
     yield f'<text x="{left}" y="58">{panel.title}</text>'
-    for x in (4.0**power for power in range(0, 32, 2)):
-        if low <= x <= high:
-            yield from _vertical(place(x, bottom)[0], whole_bytes(x))
-    for power in range(round(math.log(top / bottom, panel.base)) + 1):
-        y = bottom * panel.base**power
-        yield from _horizontal(left, place(low, y)[1], panel.label(y))
+    end, right = _TOP + _HEIGHT, left + _WIDTH
+    for size in (4.0**power for power in range(0, 32, 2)):
+        if low <= size <= high:
+            x, label = place(size, bottom)[0], whole_bytes(size)
+            yield f'<line class="tick" x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{end}"/>'
+            middle = f'x="{x:.1f}" y="{end + 18}" text-anchor="middle"'
+            yield f'<text class="faint" {middle}>{label}</text>'
+    for value in (float(base) ** power for power in powers):
+        y = place(low, value)[1]
+        yield f'<line class="tick" x1="{left}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>'
+        beside = f'x="{left - 6}" y="{y + 4:.1f}" text-anchor="end"'
+        yield f'<text class="faint" {beside}>{panel.label(value)}</text>'
     for index, (name, points) in enumerate(panel.curves.items()):
         yield from _curve([place(x, y) for x, y in points], index, name, left)
 
 
-def _powers(values: Sequence[float], base: int) -> tuple[float, float]:
-    """Powers of the base around the values."""
-    low, high = math.floor(math.log(min(values), base)), math.ceil(math.log(max(values), base))
-    return float(base) ** low, float(base) ** max(high, low + 1)
-
-
-def _whole_time(time_s: float) -> str:
-    return re.sub(r"\.0+ ", " ", format_time(time_s))
-
-
-def _share(value: float, low: float, high: float) -> float:
+def _share(value: float, low: float, high: float, alone: float = 0.5) -> float:
     """Where a value lies between two others on a logarithmic axis, from 0 to 1."""
-    return math.log(value / low) / math.log(high / low) if high > low else 0.5
-
-
-def _vertical(x: float, label: str) -> Iterator[str]:
-    bottom = _TOP + _HEIGHT
-    yield f'<line class="tick" x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{bottom}"/>'
-    yield f'<text class="faint" x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{label}</text>'
-
-
-def _horizontal(left: int, y: float, label: str) -> Iterator[str]:
-    yield f'<line class="tick" x1="{left}" y1="{y:.1f}" x2="{left + _WIDTH}" y2="{y:.1f}"/>'
-    yield f'<text class="faint" x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>'
+    return math.log(value / low) / math.log(high / low) if high > low else alone
 
 
 def _curve(points: Points, index: int, name: str, left: int) -> Iterator[str]:
