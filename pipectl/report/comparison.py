@@ -8,7 +8,7 @@ sent, which is the pipeline's bubble, and from then on as communication, which n
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -179,76 +179,61 @@ def compare(predicted: Timeline, measured: Timeline, channels: Sequence[Channel]
         channels: of the plan.
     """
     ranks = sorted({event.rank for event in measured.events})
-    parts, unpaired = _parts(predicted, measured, frozenset(ranks))
+    ours, theirs = (_computing_s(timeline, ranks) for timeline in (predicted, measured))
+    paired = sorted(ours.keys() & theirs.keys())
+    times: dict[tuple[int, int, str], list[Both]] = defaultdict(list)
+    for rank, stage, kind, micro_batch in paired:
+        key = rank, stage, kind, micro_batch
+        times[rank, stage, kind].append(Both(ours[key], theirs[key]))
     spent = [_spent(timeline, channels) for timeline in (predicted, measured)]
-    steps = (
-        RankStep(rank, {name: Both(*(each[rank][name] for each in spent)) for name in SPENT})
-        for rank in ranks
-    )
     return Comparison(
         step=measured.step,
         time=Both(predicted.end_s, measured.end_s),
-        parts=parts,
-        ranks=tuple(steps),
-        unpaired=unpaired,
+        parts=tuple(
+            Part(*key, len(each), Both(*map(sum, zip(*each, strict=True))))
+            for key, each in sorted(times.items())
+        ),
+        ranks=tuple(
+            RankStep(rank, {name: Both(*(each[rank][name] for each in spent)) for name in SPENT})
+            for rank in ranks
+        ),
+        unpaired=len(ours) + len(theirs) - 2 * len(paired),
         clock_error_s=measured.clock_error_s,
     )
 
 
-def _parts(
-    predicted: Timeline, measured: Timeline, ranks: frozenset[int]
-) -> tuple[tuple[Part, ...], int]:
-    """The parts, and how many computations have no counterpart."""
-    ours, theirs = _computed(predicted, ranks), _computed(measured, ranks)
-    paired = sorted(ours.keys() & theirs.keys())
-    found: dict[tuple[int, int, str], list[Both]] = defaultdict(list)
-    for key in paired:
-        rank, stage, kind, _ = key
-        found[rank, stage, kind].append(Both(_length_s(ours[key]), _length_s(theirs[key])))
-    parts = tuple(
-        Part(*key, len(each), Both(*map(sum, zip(*each, strict=True))))
-        for key, each in sorted(found.items())
-    )
-    return parts, len(ours) + len(theirs) - 2 * len(paired)
-
-
-def _computed(
-    timeline: Timeline, ranks: frozenset[int]
-) -> dict[tuple[int, int, str, int], list[Event]]:
-    found: dict[tuple[int, int, str, int], list[Event]] = defaultdict(list)
+def _computing_s(
+    timeline: Timeline, ranks: Sequence[int]
+) -> dict[tuple[int, int, str, int], float]:
+    """Seconds of every computation: by rank, stage, kind and micro-batch."""
+    known = frozenset(ranks)
+    times: dict[tuple[int, int, str, int], float] = defaultdict(float)
     for event in timeline.events:
-        if event.kind in COMPUTE_KINDS and event.rank in ranks:
-            found[event.rank, event.stage, event.kind, event.micro_batch].append(event)
-    return found
-
-
-def _length_s(events: Sequence[Event]) -> float:
-    return sum(event.end_s - event.start_s for event in events)
+        if event.kind in COMPUTE_KINDS and event.rank in known:
+            key = event.rank, event.stage, event.kind, event.micro_batch
+            times[key] += event.end_s - event.start_s
+    return times
 
 
 def _spent(timeline: Timeline, channels: Sequence[Channel]) -> dict[int, dict[str, float]]:
     """Seconds of every rank's step, which add up to the step."""
     sent, end_s = _find_send_times(timeline, channels), timeline.end_s
-    found: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(SPENT, 0.0))
+    ranks: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(SPENT, 0.0))
     last_s: dict[int, float] = defaultdict(float)
     for event in timeline.events:
-        for name, length_s in _shares(event, sent.get((event.channel, event.micro_batch))):
-            found[event.rank][name] += length_s
+        spent, start_s = ranks[event.rank], event.start_s
         last_s[event.rank] = max(last_s[event.rank], event.end_s)
-    for rank, spent in found.items():
+        if event.kind == "receive_wait":
+            sent_s = sent.get((event.channel, event.micro_batch), event.end_s)
+            sent_s = min(max(sent_s, start_s), event.end_s)
+            spent[OTHERS] += sent_s - start_s
+            spent[COMMUNICATION] += event.end_s - sent_s
+        else:
+            spent[_WAITS.get(event.kind, BETWEEN)] += event.end_s - start_s
+    for rank, spent in ranks.items():
         spent[BETWEEN] += max(0.0, last_s[rank] - sum(spent.values()))
         spent[OTHERS] += end_s - last_s[rank]
-    return found
-
-
-def _shares(event: Event, sent_s: float | None) -> Iterator[tuple[str, float]]:
-    """What an event's time was spent on."""
-    if event.kind != "receive_wait":
-        yield _WAITS.get(event.kind, BETWEEN), event.end_s - event.start_s
-        return
-    begun_s = event.end_s if sent_s is None else min(max(sent_s, event.start_s), event.end_s)
-    yield OTHERS, begun_s - event.start_s
-    yield COMMUNICATION, event.end_s - begun_s
+    return ranks
 
 
 def find_largest_difference(comparison: Comparison) -> str:

@@ -52,7 +52,7 @@ NAMES = {
 }
 
 IDLE = "idle"
-_LEAST_COLUMNS = 2
+_MIN_COLUMNS = 2
 """Of a block on average; with less, the small ones would push the others away."""
 MAX_RANKS = 32
 
@@ -120,22 +120,21 @@ def drawn_ranks(timelines: Iterable[Timeline], max_ranks: int) -> Sequence[int]:
     return spread_over(recorded_ranks(timelines), max_ranks)
 
 
-def spread_over(ranks: Sequence[int], most: int) -> list[int]:
+def spread_over(ranks: Sequence[int], max_ranks: int) -> list[int]:
     """So many of some ranks, spread as :func:`shown_ranks` are over all."""
-    return [ranks[place] for place in shown_ranks(len(ranks), most)]
+    return [ranks[place] for place in shown_ranks(len(ranks), max_ranks)]
 
 
 def recorded_ranks(timelines: Iterable[Timeline]) -> Sequence[int]:
-    """The ranks that have events in all timelines; all ranks where none has."""
+    """The ranks that have events in all timelines; all ranks if none has."""
     timelines = list(timelines)
-    found = [{event.rank for event in timeline.events} for timeline in timelines]
-    most = max(timeline.ranks for timeline in timelines)
-    return sorted(set.intersection(*found)) or range(most)
+    recorded = [{event.rank for event in timeline.events} for timeline in timelines]
+    return sorted(set.intersection(*recorded)) or range(max(each.ranks for each in timelines))
 
 
 def _row(events: Sequence[Event], columns: int, end_s: float) -> Iterator[Segment]:
     """Blocks while there is room for them, else textures."""
-    dense = len(events) * _LEAST_COLUMNS > columns
+    dense = len(events) * _MIN_COLUMNS > columns
     return _textures(events, columns, end_s) if dense else _segments(events, columns, end_s)
 
 
@@ -155,15 +154,15 @@ def _textures(events: Sequence[Event], columns: int, end_s: float) -> Iterator[S
 
 def _spent(events: Sequence[Event], columns: int, end_s: float) -> list[dict[str, float]]:
     """Share of every column that each kind takes, idle time included."""
-    found: list[dict[str, float]] = [{} for _ in range(columns)]
+    shares: list[dict[str, float]] = [{} for _ in range(columns)]
     for event in events:
         start, stop = event.start_s / end_s * columns, event.end_s / end_s * columns
         for column in range(int(start), min(columns, ceil(stop))):
             share = min(stop, column + 1) - max(start, column)
-            found[column][event.kind] = found[column].get(event.kind, 0.0) + share
-    for spent in found:
+            shares[column][event.kind] = shares[column].get(event.kind, 0.0) + share
+    for spent in shares:
         spent[IDLE] = max(0.0, 1.0 - sum(spent.values()))
-    return found
+    return shares
 
 
 def _segments(events: Sequence[Event], columns: int, end_s: float) -> Iterator[Segment]:

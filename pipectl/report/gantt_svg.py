@@ -26,7 +26,7 @@ _LINE, _LEGEND_HEIGHT = 18, 30
 _NAME_HEIGHT, _GAP = 22, 6  # above the rows of one timeline among several
 _LETTER = 7  # width of a letter at most, in pixels
 _TICKS = 10  # at most, about
-_MOST_RANKS, _MOST_BARS = 64, 20_000  # a picture that a browser still shows at once
+_MAX_RANKS, _MAX_BARS = 64, 20_000  # a picture that a browser still shows at once
 
 
 def gantt_svg(timeline: Timeline, title: str, *notes: str, width: int = 960) -> str:
@@ -94,8 +94,8 @@ def _rows_of(timelines: Collection[Timeline]) -> dict[int, int]:
     known = recorded_ranks(timelines)
     drawn = (event.rank for each in timelines for event in each.events if event.kind in FILLS)
     bars = sum(map(set(known).__contains__, drawn))
-    affordable = _MOST_BARS * len(known) // max(1, bars)
-    shown = spread_over(known, max(2, min(_MOST_RANKS, affordable)))
+    affordable = _MAX_BARS * len(known) // max(1, bars)
+    shown = spread_over(known, max(2, min(_MAX_RANKS, affordable)))
     return {rank: row for row, rank in enumerate(shown)}
 
 

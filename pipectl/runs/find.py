@@ -140,7 +140,7 @@ def _find_job(runs: Sequence[RunDirectory], job_id: str) -> Sequence[RunDirector
     """
     if not is_job_id(job_id) or not job_id[0].isdigit():
         return []
-    found: list[tuple[RunDirectory, Record]] = []
+    matches: list[tuple[RunDirectory, Record]] = []
     for run in runs:
         try:
             if job_id.encode() not in read_limited(run.record, MAX_BYTES):  # most, without parsing
@@ -150,11 +150,11 @@ def _find_job(runs: Sequence[RunDirectory], job_id: str) -> Sequence[RunDirector
             continue
         known = record.job_id or ""
         if known == job_id or (known.startswith(job_id) and known[len(job_id)] in "._[@"):
-            found.append((run, record))
-    sweeps = {record.sweep.name if record.sweep else "" for _, record in found}
-    if len(found) > 1 and len(sweeps) == 1 and "" not in sweeps:
-        return [sweep_of(found[0][0], sweeps.pop())]
-    return [run for run, _ in found]
+            matches.append((run, record))
+    sweeps = {record.sweep.name if record.sweep else "" for _, record in matches}
+    if len(matches) > 1 and len(sweeps) == 1 and "" not in sweeps:
+        return [sweep_of(matches[0][0], sweeps.pop())]
+    return [run for run, _ in matches]
 
 
 def _is_directory(path: Path) -> bool:

@@ -142,8 +142,8 @@ class Manifest:
 
 def checkpoints(directory: Path) -> list[Path]:
     """The checkpoints in a directory, the one with the most steps first."""
-    found = [path for path in directory.glob("step-*") if step_of(path) is not None]
-    return sorted(found, key=lambda path: step_of(path) or 0, reverse=True)
+    folders = [path for path in directory.glob("step-*") if step_of(path) is not None]
+    return sorted(folders, key=lambda path: step_of(path) or 0, reverse=True)
 
 
 def step_of(checkpoint: Path) -> int | None:
@@ -163,11 +163,11 @@ def _shards(reader: Reader, key: str) -> tuple[Shard, ...]:
 
 
 def _aliases(reader: Reader, weights: tuple[Shard, ...]) -> dict[str, str]:
-    found = reader.mapping("aliases")
+    aliases = reader.mapping("aliases")
     known = {name for shard in weights for name in shard.names}
-    if not all(str(name) in known for name in found.values()):
+    if not all(str(name) in known for name in aliases.values()):
         raise reader.error("aliases", "must give each further name of a saved weight")
-    return {str(alias): str(name) for alias, name in found.items()}
+    return {str(alias): str(name) for alias, name in aliases.items()}
 
 
 def _losses(reader: Reader) -> tuple[float, ...]:
