@@ -1,6 +1,6 @@
 """Timelines as a Chrome trace, which ui.perfetto.dev and chrome://tracing open.
 
-A node is a process and a rank a track of it, with what the rank does one behind the other; further
+A node is a process and a rank a track of it, with what the rank does one after the other; further
 tracks hold the messages it sends, from their start until either end saw that they were over, and
 arrows lead from what made a message to what it is for. Several timelines, such as the predicted and
 the measured one, stand below each other as processes of their own.
@@ -14,6 +14,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from pipectl.plan import Plan
@@ -46,25 +47,25 @@ class Group:
 
 def chrome_trace(groups: Sequence[Group]) -> str:
     """The text of the file, an event a line, by time."""
-    numbers = _Numbers()
-    entries = [entry for group in groups for entry in _Tracks(group, numbers).entries()]
+    counts = count(1), count(1), count(1)
+    entries = [entry for group in groups for entry in _Tracks(group, *counts).entries()]
     entries.sort(key=lambda entry: (entry["ph"] != "M", entry["ts"]))
     lines = ",\n".join(json.dumps(entry, ensure_ascii=False) for entry in entries)
     return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n'
 
 
-class _Numbers:
-    """Processes, tracks and arrows, counted through all groups."""
-
-    def __init__(self) -> None:
-        self.processes = self.tracks = self.arrows = 0
-
-
 class _Tracks:
-    """One group."""
+    """One group.
 
-    def __init__(self, group: Group, numbers: _Numbers) -> None:
-        self._group, self._numbers = group, numbers
+    Args:
+        processes, tracks, arrows: their next numbers, counted through all groups.
+    """
+
+    def __init__(
+        self, group: Group, processes: count[int], tracks: count[int], arrows: count[int]
+    ) -> None:
+        self._group = group
+        self._processes, self._tracks, self._arrow_numbers = processes, tracks, arrows
         self._channels: Sequence[Channel] = channels(group.plan)
         self._computed = Computed(group.timeline)
         self._place: dict[int, Entry] = {}
@@ -83,19 +84,15 @@ class _Tracks:
         known: dict[int, int] = {}
         for rank in sorted(self._by_rank):
             if nodes[rank] not in known:
-                self._numbers.processes += 1
-                known[nodes[rank]] = self._numbers.processes
-                yield from _process(known[nodes[rank]], f"{self._group.name}, node {nodes[rank]}")
-            self._place[rank] = {"pid": known[nodes[rank]], "tid": self._track()}
-            yield from _thread(self._place[rank], f"rank {rank}")
+                known[nodes[rank]] = number = next(self._processes)
+                name = f"{self._group.name}, node {nodes[rank]}"
+                yield from _named("process", {"pid": number, "tid": 0}, name, number)
+            self._place[rank] = {"pid": known[nodes[rank]], "tid": next(self._tracks)}
+            yield from _named("thread", self._place[rank], f"rank {rank}", self._place[rank]["tid"])
             yield from self._messages(rank)
         for rank, events in self._by_rank.items():
             yield from (self._action(event, self._place[rank]) for event in events)
         yield from self._arrows()
-
-    def _track(self) -> int:
-        self._numbers.tracks += 1
-        return self._numbers.tracks
 
     def _action(self, event: Event, place: Entry) -> Entry:
         word = _CODES.get(event.kind, event.kind.replace("_", " "))
@@ -134,9 +131,9 @@ class _Tracks:
         for event, end_s in self._sent(rank):
             free = next((i for i, lane in enumerate(lanes) if lane[0] <= event.start_s), len(lanes))
             if free == len(lanes):
-                place = {**self._place[rank], "tid": self._track()}
+                place = {**self._place[rank], "tid": next(self._tracks)}
                 lanes.append((0.0, place))
-                yield from _thread(place, f"rank {rank} sends")
+                yield from _named("thread", place, f"rank {rank} sends", place["tid"])
             place = lanes[free][1]
             lanes[free] = end_s, place
             about = {"micro_batch": event.micro_batch, **self._about(event)}
@@ -159,13 +156,12 @@ class _Tracks:
         for event in self._group.timeline.events:
             for channel in outgoing.get((event.rank, event.stage), ()):
                 target = self._computed.target(channel, event.micro_batch)
-                made = self._computed.source(channel, event.micro_batch) is event
-                if made and target is not None:
+                source = self._computed.source(channel, event.micro_batch)
+                if source is event and target is not None:
                     yield from self._arrow(channel, event, target)
 
     def _arrow(self, channel: Channel, source: Event, target: Event) -> Iterator[Entry]:
-        self._numbers.arrows += 1
-        common = {"name": str(channel.kind), "cat": "message", "id": self._numbers.arrows}
+        common = {"name": str(channel.kind), "cat": "message", "id": next(self._arrow_numbers)}
         last_ns = max(_ns(source.start_s), _ns(source.end_s) - 1)  # within the span, or it is lost
         yield {**common, "ph": "s", "ts": last_ns / 1e3, **self._place[source.rank]}
         start = _ns(target.start_s) / 1e3
@@ -190,13 +186,8 @@ def _numbered(event: Event) -> str:
     return stage + (f" m{event.micro_batch}" if event.micro_batch >= 0 else "")
 
 
-def _process(number: int, name: str) -> Iterator[Entry]:
-    place = {"ph": "M", "ts": 0, "pid": number, "tid": 0}
-    yield {"name": "process_name", **place, "args": {"name": name}}
-    yield {"name": "process_sort_index", **place, "args": {"sort_index": number}}
-
-
-def _thread(place: Entry, name: str) -> Iterator[Entry]:
-    named = {"ph": "M", "ts": 0, **place}
-    yield {"name": "thread_name", **named, "args": {"name": name}}
-    yield {"name": "thread_sort_index", **named, "args": {"sort_index": place["tid"]}}
+def _named(what: str, place: Entry, name: str, order: int) -> Iterator[Entry]:
+    """The name of a process or thread, and its place among all."""
+    entry = {"ph": "M", "ts": 0, **place}
+    yield {"name": f"{what}_name", **entry, "args": {"name": name}}
+    yield {"name": f"{what}_sort_index", **entry, "args": {"sort_index": order}}
