@@ -125,8 +125,8 @@ class _Screen:
 
     def show(self, what: RenderableType) -> None:
         """Show it, and wait: several times as long as it took to find out."""
-        self._live.update(what, refresh=True)
         self._has_shown = True
+        self._live.update(what, refresh=True)
         time.sleep(max(_MIN_PAUSE_S, _MIN_PAUSE * (time.monotonic() - self._looks_since)))
         self._looks_since = time.monotonic()
 
