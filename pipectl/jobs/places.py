@@ -25,29 +25,19 @@ def profile_path(spec: JobSpec, base: Path | None = None) -> Path:
     """``runs/<name>.profile.json``.
 
     Args:
-        base: instead of the spec's output directory.
+        base: instead of the spec's output directory, here and for the other files.
     """
-    directory = Path(spec.output.directory) if base is None else base
-    return directory / f"{spec.name}.profile.json"
+    return (base or Path(spec.output.directory)) / f"{spec.name}.profile.json"
 
 
 def plan_path(spec: JobSpec, base: Path | None = None) -> Path:
-    """``runs/<name>.plan.json``.
-
-    Args:
-        base: instead of the spec's output directory.
-    """
-    return (Path(spec.output.directory) if base is None else base) / f"{spec.name}.plan.json"
+    """``runs/<name>.plan.json``."""
+    return (base or Path(spec.output.directory)) / f"{spec.name}.plan.json"
 
 
 def cluster_path(spec: JobSpec, base: Path | None = None) -> Path:
-    """``runs/<name>.cluster.json``, where measured links are.
-
-    Args:
-        base: instead of the spec's output directory.
-    """
-    directory = Path(spec.output.directory) if base is None else base
-    return directory / f"{spec.name}.cluster.json"
+    """``runs/<name>.cluster.json``, where measured links are."""
+    return (base or Path(spec.output.directory)) / f"{spec.name}.cluster.json"
 
 
 def cache_directory(base: Path) -> Path:
