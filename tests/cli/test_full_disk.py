@@ -47,6 +47,26 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in paths if path.is_file()}
 
 
+def refusals(cli: Command, disk: Path, *words: str) -> int:
+    """How often a command is refused, with ever more room, until all of it is there.
+
+    Each time nothing has reached the batch system, and all files are as they were.
+    """
+    before = contents(disk)
+    for pages in range(40):
+        fill(disk, pages)
+        result = cli(*words)
+        if result.code == 0:
+            assert Path("submitted").exists()
+            return pages
+        assert result.code == 2
+        assert "No space left on device" in result.err
+        assert "free some space" in result.err or "you may write to" in result.err
+        assert contents(disk) == before
+        assert not Path("submitted").exists()
+    raise AssertionError(result.err)
+
+
 @pytest.fixture
 def profiled(disk: Path, job: Path, profile_document: Callable[..., object]) -> Path:
     import json
@@ -61,24 +81,9 @@ def profiled(disk: Path, job: Path, profile_document: Callable[..., object]) -> 
 def test_submit_says_so_and_leaves_nothing_half(
     cli: Command, profiled: Path, disk: Path, program: Program
 ) -> None:
-    """Wherever the space ends: nothing reached the batch system, or all of it is there."""
     program("sbatch", ": >>submitted; echo 41")
     assert cli("plan", "job.yaml", *SLURM).code == 0
-    before = contents(disk)
-    refused = 0
-    for pages in range(40):
-        fill(disk, pages)
-        result = cli("submit", "job.yaml", *SLURM)
-        if result.code == 0:
-            break
-        refused += 1
-        assert result.code == 2
-        assert "No space left on device" in result.err
-        assert "free some space" in result.err or "you may write to" in result.err
-        assert contents(disk) == before
-        assert not Path("submitted").exists()
-    assert refused > 3
-    assert Path("submitted").exists()
+    assert refusals(cli, disk, "submit", "job.yaml", *SLURM) > 3
 
 
 def test_plan_and_profile_keep_what_there_was(
@@ -101,21 +106,8 @@ def test_resume_leaves_the_run_as_it_was(
     assert cli("submit", "job.yaml", *SLURM).code == 0
     (run,) = (path for path in disk.iterdir() if path.is_dir())
     (run / "exit_code").write_text("1\n")
-    before = contents(disk)
     program("sbatch", ": >>submitted; echo 42")
-    refused = 0
-    for pages in range(20):
-        fill(disk, pages)
-        result = cli("resume", "last", "--set", "training.steps=9")
-        if result.code == 0:
-            break
-        refused += 1
-        assert result.code == 2
-        assert "No space left on device" in result.err
-        assert contents(disk) == before
-        assert not Path("submitted").exists()
-    assert refused > 0
-    assert Path("submitted").exists()
+    assert refusals(cli, disk, "resume", "last", "--set", "training.steps=9") > 0
 
 
 def test_profile_measures_on_and_keeps_the_earlier_one(

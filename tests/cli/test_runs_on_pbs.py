@@ -16,6 +16,16 @@ Program = Callable[[str, str], None]
 PBS = ("--scheduler", "pbs")
 
 
+@pytest.fixture
+def run(cli: Any, job: Path, program: Program) -> Path:
+    """A run that was submitted as job 7.vm."""
+    program("qsub", "echo 7.vm")
+    result = cli("submit", "job.yaml", *PBS)
+    assert (result.code, "submitted: tiny (pbs job 7.vm)" in result.out) == (0, True), result.err
+    (path,) = Path("runs").glob("*-tiny")
+    return path
+
+
 def told(run: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((run / "record.json").read_text())
     return found
@@ -25,7 +35,7 @@ def listing(job_id: str, state: str, more: str = "") -> str:
     return f"printf 'Job Id: {job_id}\\n    job_state = {state}\\n{more}'"
 
 
-def test_auto_is_pbs_where_its_commands_are(cli: Any, job: Path, program: Program) -> None:
+def test_auto_is_pbs_where_its_commands_are(cli: Any, run: Path, program: Program) -> None:
     program("qsub", "echo 7.vm")
     assert cli("submit", "job.yaml", "--dry-run").out.count("#PBS") == 0
     program("qselect", "true")
@@ -35,11 +45,7 @@ def test_auto_is_pbs_where_its_commands_are(cli: Any, job: Path, program: Progra
     assert cli("submit", "job.yaml", "--dry-run").out.count("#SBATCH") > 0
 
 
-def test_a_run_that_submits_itself_again(cli: Any, job: Path, program: Program) -> None:
-    program("qsub", "echo 7.vm")
-    result = cli("submit", "job.yaml", *PBS, "--set", "launch.launcher=mpiexec")
-    assert (result.code, "submitted: tiny (pbs job 7.vm)" in result.out) == (0, True), result.err
-    (run,) = Path("runs").glob("*-tiny")
+def test_a_run_that_submits_itself_again(cli: Any, run: Path, program: Program) -> None:
     program("qstat", listing("7.vm", "Q", "    comment = Not Running: Host set is full\\n"))
     assert "Host set is full" in cli("status", "last").out
 
@@ -57,11 +63,8 @@ def test_a_run_that_submits_itself_again(cli: Any, job: Path, program: Program) 
 
 
 def test_why_a_job_could_not_submit_itself_again_is_the_reason_of_its_run(
-    cli: Any, job: Path, program: Program
+    cli: Any, run: Path, program: Program
 ) -> None:
-    program("qsub", "echo 7.vm")
-    assert cli("submit", "job.yaml", *PBS).code == 0
-    (run,) = Path("runs").glob("*-tiny")
     (run / "exit_code").write_text("75\n")
     (run / "requeue_error").write_text("qsub: Bad UID for job execution\n")
     program("qstat", listing("7.vm", "F", "    substate = 93\n    Exit_status = 75\n"))
@@ -75,12 +78,9 @@ TOLD = 'echo 12.vm >"$run/resubmitted"; '
 
 @pytest.mark.parametrize("told_by", [TOLD, ""])
 def test_the_end_of_a_run_that_just_submits_itself_again(
-    cli: Any, job: Path, program: Program, place: Path, told_by: str
+    cli: Any, run: Path, program: Program, place: Path, told_by: str
 ) -> None:
     """The script ends behind its qsub, whether or not it gets to tell the id."""
-    program("qsub", "echo 7.vm")
-    assert cli("submit", "job.yaml", *PBS).code == 0
-    (run,) = Path("runs").glob("*-tiny")
     (run / "stopped").touch()
     name = f"tiny.{told(run)['tag'].split()[-1]}"
     named = "    Job_Name = " + name + "\\n"
@@ -97,11 +97,9 @@ def test_the_end_of_a_run_that_just_submits_itself_again(
     ("state", "said"), [(listing("12.vm", "Q"), "is QUEUED"), ("exit 1", "submitted job 12.vm")]
 )
 def test_a_run_that_submits_itself_while_its_state_is_asked_for_is_not_resumed(
-    cli: Any, job: Path, program: Program, place: Path, state: str, said: str
+    cli: Any, run: Path, program: Program, place: Path, state: str, said: str
 ) -> None:
-    program("qsub", f"echo >>{place}/submitted; echo 7.vm")
-    assert cli("submit", "job.yaml", *PBS).code == 0
-    (run,) = Path("runs").glob("*-tiny")
+    program("qsub", f"echo >>{place}/submitted; echo 8.vm")
     (run / "exit_code").write_text("75\n")
     (run / "record.json").write_text(json.dumps({**told(run), "submitted_at": 1.7e9}))
     ended = listing("7.vm", "F", "    substate = 93\\n    Exit_status = 75\\n")
@@ -109,15 +107,12 @@ def test_a_run_that_submits_itself_while_its_state_is_asked_for_is_not_resumed(
     program("qstat", f"if [[ $* == *12.vm* ]]; then {state}; else {first}; fi")
     result = cli("resume", "last", "--force")
     assert (result.code != 0, said in result.err) == (True, True), result.err
-    assert len((place / "submitted").read_text().splitlines()) == 1
+    assert not (place / "submitted").exists()
 
 
 def test_a_run_that_nobody_else_may_write_is_shown(
-    cli: Any, job: Path, program: Program, monkeypatch: pytest.MonkeyPatch
+    cli: Any, run: Path, program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program("qsub", "echo 7.vm")
-    assert cli("submit", "job.yaml", *PBS).code == 0
-    (run,) = Path("runs").glob("*-tiny")
     (run / "resubmitted").write_text("12.vm\n")
     program("qstat", '[[ $* == "-x -f 12.vm" ]] && ' + listing("12.vm", "R"))
 
@@ -130,10 +125,7 @@ def test_a_run_that_nobody_else_may_write_is_shown(
     assert told(run)["job_id"] == "7.vm"
 
 
-def test_what_a_script_left_there_is_no_argument(cli: Any, job: Path, program: Program) -> None:
-    program("qsub", "echo 7.vm")
-    assert cli("submit", "job.yaml", *PBS).code == 0
-    (run,) = Path("runs").glob("*-tiny")
+def test_what_a_script_left_there_is_no_argument(cli: Any, run: Path, program: Program) -> None:
     program("qstat", listing("7.vm", "R"))
     for text in ("", "-x", "$(touch PWNED)", "12.vm\n;rm", "\0", "x" * 2000):
         (run / "resubmitted").write_text(text)
@@ -141,19 +133,14 @@ def test_what_a_script_left_there_is_no_argument(cli: Any, job: Path, program: P
         assert told(run)["job_id"] == "7.vm", text
 
 
-def test_a_server_that_is_down(cli: Any, job: Path, program: Program) -> None:
-    program("qsub", "echo 7.vm")
-    assert cli("submit", "job.yaml", *PBS).code == 0
+def test_a_server_that_is_down(cli: Any, run: Path, program: Program) -> None:
     program("qstat", "echo 'qstat: cannot connect to server pbs (errno=15010)' >&2; exit 162")
     assert "QUEUED" in cli("status", "last").out
 
 
 def test_a_cancellation_that_is_refused_is_not_recorded(
-    cli: Any, job: Path, program: Program
+    cli: Any, run: Path, program: Program
 ) -> None:
-    program("qsub", "echo 7.vm")
-    assert cli("submit", "job.yaml", *PBS).code == 0
-    (run,) = Path("runs").glob("*-tiny")
     program("qstat", listing("7.vm", "R"))
     program("qdel", "echo 'qdel: cannot connect to server pbs (errno=15010)' >&2; exit 162")
     result = cli("cancel", "last")
