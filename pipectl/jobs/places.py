@@ -45,9 +45,9 @@ def cache_directory(base: Path) -> Path:
     return base / ".cache"
 
 
-def scheduler_name(spec: JobSpec, wanted: str | None) -> str:
+def scheduler_name(spec: JobSpec, scheduler: str | None) -> str:
     """The scheduler asked for, else the spec's; ``auto`` is Slurm or PBS if it is installed."""
-    name: str = wanted or spec.launch.scheduler
+    name: str = scheduler or spec.launch.scheduler
     return name if name != AUTO else detected()
 
 
@@ -61,17 +61,17 @@ def detected() -> str:
     return "pbs" if shutil.which("qsub") and shutil.which("qselect") else LOCAL
 
 
-def check_answering(spec: JobSpec, wanted: str | None) -> None:
+def check_answering(spec: JobSpec, scheduler: str | None) -> None:
     """Ask a batch system that nobody named whether it is there: its commands may be all there is.
 
     Args:
-        wanted: the scheduler asked for; None if the spec decides.
+        scheduler: the one asked for; None if the spec decides.
 
     Raises:
         SchedulerError: it does not answer.
     """
-    name = scheduler_name(spec, wanted)
-    if (wanted or spec.launch.scheduler) != AUTO or name == LOCAL:
+    name = scheduler_name(spec, scheduler)
+    if (scheduler or spec.launch.scheduler) != AUTO or name == LOCAL:
         return
     try:
         get(name).find("answering?")

@@ -195,7 +195,7 @@ def _submit_again(
         run.variables, run.record,
     )  # fmt: skip
     rollback = Rollback(
-        contents=contents_of({*changing, *ended}), moved=_aside(run, starts, replanned=replanned)
+        contents=contents_of([*changing, *ended]), moved=_aside(run, starts, replanned=replanned)
     )
     with rollback:
         for path, place in rollback.moved.items():

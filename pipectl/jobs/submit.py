@@ -102,12 +102,17 @@ class Rollback:
             with suppress(OSError):
                 place.replace(path)
                 place.parent.rmdir()  # once it is empty
-        for path, text in self.contents.items():
+        files = self.contents.items()  # on a full disk, what takes more room comes last
+        for path, text in sorted(
+            files, key=lambda file: (file[1] is not None, not file[0].exists())
+        ):
             with suppress(UsageError, OSError):
                 if text is None:
                     path.unlink(missing_ok=True)
-                elif not path.exists() or path.read_text(encoding="utf-8") != text:
-                    write_text(path, text, mode=0o700 if path.suffix == ".sh" else 0o600)
+                elif not path.exists():
+                    write_text(path, text, mode=0o600)
+                elif path.read_text(encoding="utf-8") != text:
+                    write_text(path, text, mode=path.stat().st_mode & 0o777)
 
 
 def submit(job: Job, now: float, after: Sequence[RunDirectory] = ()) -> Submission:

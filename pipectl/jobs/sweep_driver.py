@@ -26,19 +26,19 @@ def drive(sweep: SweepDirectory, clock: Callable[[], float] = time.time) -> None
     Raises:
         DataFileError: it cannot be told which they are.
     """
-    with locked(sweep):  # until the command that submits it has told all runs their ids
+    with locked(sweep):  # until the command that submits it has noted the ids of all runs
         members = sweep.load()
     running = 0
     for run in sweep.runs():
         if running >= (members.at_once or 1) and wait_for_any() is not None:
             running -= 1
         with suppress(PipectlError):  # one that was damaged keeps no other from its turn
-            running += _started(run, members.tag, clock())
+            running += _start(run, members.tag, clock())
     while wait_for_any() is not None:
         pass
 
 
-def _started(run: RunDirectory, tag: str, now: float) -> bool:
+def _start(run: RunDirectory, tag: str, now: float) -> bool:
     """Start a run, unless it was cancelled, or has been resumed on its own."""
     with locked(run):
         record = Record.load(run.record)

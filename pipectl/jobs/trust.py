@@ -37,7 +37,7 @@ def warning_of_code(spec: JobSpec, job: Path) -> str:
 
 
 def _code_of_others(spec: JobSpec, job: Path, *, groups: bool = True) -> str:
-    """Which file of a job's code somebody else could have written; empty where nobody could.
+    """Which file of a job's code somebody else could have written; empty if nobody could.
 
     Args:
         groups: whether members of a group that may write it count.
