@@ -71,7 +71,7 @@ def test_what_has_no_meaning_is_refused_in_a_sentence(
         ("plan job.yaml --devices 0", "--devices': 0 is not in the range x>=1."),
         ("lab simulate --schedule gpipe --stages 0", "--stages': 0 is not in the range x>=1."),
         ("lab simulate --schedule gpipe --ranks 0", "--ranks': 0 is not in the range x>=1."),
-        ("trace last --step 0", "--step': 0 is not in the range x>=1."),
+        ("report last --step 0", "--step': 0 is not in the range x>=1."),
         ("lab verify job.yaml --ranks 0", "--ranks': 0 is not in the range x>=1."),
         ("lab verify job.yaml --steps 0", "--steps': 0 is not in the range x>=1."),
     ],

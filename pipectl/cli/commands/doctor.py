@@ -25,7 +25,10 @@ def command(
     directory: RunsDirectory = RUNS,
     as_json: Json = False,
 ) -> None:
-    """Look for what jobs need: torch, MPI, batch system, file system; two ranks play ping-pong."""
+    """Check what jobs need of this machine.
+
+    That is torch, MPI (two ranks play ping-pong), the batch system and the file system.
+    """
     from pipectl.jobs.doctor import Level, examine
     from pipectl.spec import load
 

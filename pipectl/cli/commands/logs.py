@@ -54,7 +54,10 @@ def command(
     ] = None,
     directory: RunsDirectory = RUNS,
 ) -> None:
-    """Print what runs print: a line per report of the job, and lines of ranks as `[3] text`."""
+    """Print what runs print.
+
+    That is a line per report of the job, and lines of ranks as `[3] text`.
+    """
     runs = find_runs(directory, names or ["last"])
     if follow and len(runs) > 1:
         raise UsageError("-f: follows one run", cure="name one, or leave -f out")

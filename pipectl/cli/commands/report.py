@@ -31,7 +31,10 @@ def command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare a recorded step with its prediction; with -o, write all about a run on a page."""
+    """Compare a recorded step with its prediction, or write a page.
+
+    With -o, the page in HTML shows the plan, both timelines, the loss and the memory of ranks.
+    """
     from pipectl.cli.views.plan import headline
     from pipectl.cli.views.trace import print_comparison, step_line
     from pipectl.files import is_stream, make_directory_of, write_text

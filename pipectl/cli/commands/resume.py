@@ -29,7 +29,10 @@ def command(
     as_json: Json = False,
     directory: RunsDirectory = RUNS,
 ) -> None:
-    """Go on from a run's last checkpoint, on other ranks if --set asks for them."""
+    """Go on from the last checkpoint of a run.
+
+    With --set, on other ranks or for more steps.
+    """
     from pipectl.jobs.resume import resume
     from pipectl.runs import find_run
 

@@ -101,7 +101,10 @@ def command(
     as_json: Json = False,
     overrides: Overrides = None,
 ) -> None:
-    """Plan with other planners, for other objectives or on other links; -o writes the plan."""
+    """Plan with other planners, for other objectives or links.
+
+    -o writes the plan.
+    """
     from pipectl.jobs.deadline import Deadline
     from pipectl.jobs.plan_question import Question
 

@@ -32,7 +32,10 @@ def command(
     as_json: Json = False,
     overrides: Overrides = None,
 ) -> None:
-    """Start all ranks of the job's plan, which wait instead of computing; by default here."""
+    """Run a plan whose ranks wait instead of computing.
+
+    By default on this machine.
+    """
     from pipectl.jobs.places import LOCAL
     from pipectl.jobs.rehearse import prepare_rehearsal, seconds_of, submit_rehearsal
     from pipectl.jobs.trust import warning_of_code

@@ -49,7 +49,10 @@ def command(
     svg: Annotated[Path | None, typer.Option(help="Draw the step here.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Simulate one step and draw it: what every rank does when, and where it waits."""
+    """Simulate one step and draw it.
+
+    The drawing shows what every rank does when, and where it waits.
+    """
     from pipectl.cluster import Cluster
     from pipectl.files import make_directory_of
     from pipectl.jobs.simulating import Shape, simulate_plan, simulate_shape

@@ -26,8 +26,9 @@ def command(
     as_json: Json = False,
     overrides: Overrides = None,
 ) -> None:
-    """Train a few steps here, in a pipeline and in one process, and compare all weights.
+    """Compare a pipeline with one plain process.
 
+    Both train a few steps here, and all weights are compared.
     A model that fits no single process is trained under another plan instead.
     """
     from pipectl.cli.follow import watch
