@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -140,9 +139,3 @@ class SweepDirectory:
 def sweep_of(run: RunDirectory, name: str) -> SweepDirectory:
     """The sweep of this name that a run is of."""
     return SweepDirectory.beside(run.path.parent / name)
-
-
-def remove(sweep: SweepDirectory, runs: Sequence[RunDirectory]) -> None:
-    """Remove a sweep that was not submitted."""
-    for path in (*(run.path for run in runs), sweep.path):
-        shutil.rmtree(path, ignore_errors=True)
