@@ -40,7 +40,7 @@ def print_from_ranks(tmp_path: Path) -> Callable[[str], Counter[str]]:
                 check=how not in ("killed", "aborts"),
             )
         assert b"\x1b" not in directory.job_log.read_bytes()
-        return Counter(line.text for line in Logs(directory).all())
+        return Counter(line.text for line in Logs(directory).read_lines(to_the_end=True))
 
     return run
 
