@@ -85,6 +85,16 @@ class SlurmScheduler(BatchCommands):
             "Slurm's controller cannot be reached; check the login node or SLURM_CONF,\n"
             "or run on this machine with --scheduler local",
         ),
+        (
+            "accounting/qos policy",
+            "lower resources or resources.walltime, or set slurm.qos or slurm.account to one with\n"
+            "other limits; `sacctmgr show qos` lists the limits",
+        ),
+        (
+            "invalid account",
+            "set slurm.account, and a slurm.partition that it may use;\n"
+            "`sacctmgr show associations user=$USER` lists yours",
+        ),
         ("partition", "set slurm.partition; `sinfo -s` lists what there is"),
         ("account", "set slurm.account; `sacctmgr show associations user=$USER` lists yours"),
         ("qos", "set slurm.qos; `sacctmgr show qos` lists what there is"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from pipectl.access import is_ours, read_limited
@@ -105,12 +107,10 @@ def refuse_twice(base: Path, name: str, now: float) -> None:
     Raises:
         UsageError: naming the run.
     """
-    mine = [run for run in list_runs(base) if run.name.split("-", 2)[2].startswith(name)]
-    for run in mine[-_MAX_RUNS:]:
+    for run, before in islice(_newest_of(base, name), _MAX_RUNS):
+        if before.job_id is not None:
+            continue
         with suppress(DataFileError):
-            before = Record.load(run.record)
-            if before.name != name or before.job_id is not None:
-                continue
             record = recover(run, now)
             if record.job_id is not None:
                 raise UsageError(
@@ -119,6 +119,16 @@ def refuse_twice(base: Path, name: str, now: float) -> None:
                     cure=f"follow it with `pipectl status {as_typed(run)}`, or end it with "
                     "`pipectl cancel`; for another run beside it, submit again",
                 )
+
+
+def _newest_of(base: Path, name: str) -> Iterator[tuple[RunDirectory, Record]]:
+    """Runs of a job with their records, the newest first; damaged ones are left out."""
+    for run in reversed(list_runs(base)):
+        if run.name.split("-", 2)[2].startswith(name):  # names may have a number at the end
+            with suppress(DataFileError):
+                record = Record.load(run.record)
+                if record.name == name:
+                    yield run, record
 
 
 def _read_next_job(run: RunDirectory) -> str | None:

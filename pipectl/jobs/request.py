@@ -39,7 +39,7 @@ so that a block which was freed between two of them is too small for the next of
 heap grows. It reads this before a process can say anything."""
 
 _MIN_SHARE = 4
-"""Of the walltime, at least so many parts are there for one part of lead time."""
+"""The lead time is at most the walltime divided by this."""
 
 
 def job_request(
@@ -101,7 +101,7 @@ def job_request(
 
 
 def trial_request(spec: JobSpec) -> JobRequest:
-    """The request of a run that is not made: whether it could be started shows before the work."""
+    """A request for checks only: nothing is submitted. It shows whether ranks could be started."""
     return job_request(spec, Path(spec.output.directory) / "check", "check")
 
 

@@ -72,7 +72,7 @@ class Submission:
 class Rollback:
     """As a context: puts files back if a submission fails before the batch system has the job.
 
-    It may have it if it was asked and did not refuse: nothing is put back then.
+    Nothing is put back if the batch system was asked and did not refuse: it may have the job.
 
     Args:
         created: directories that were not there before.
@@ -138,7 +138,7 @@ def submit(job: Job, now: float, after: Sequence[RunDirectory] = ()) -> Submissi
 
 @contextmanager
 def new_run(spec: JobSpec, name: str, now: float) -> Iterator[tuple[RunDirectory, Rollback]]:
-    """A new run directory, which is ours within, and removed if its submission fails."""
+    """Create a run directory and lock it; it is removed if its submission fails."""
     run = RunDirectory.create(Path(spec.output.directory), name, now)
     with locked(run), Rollback(created=[run.path]) as rollback:
         yield run, rollback

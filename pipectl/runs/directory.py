@@ -67,7 +67,7 @@ class RunDirectory:
     variables = File(VARIABLES)
     """What the job script sources; keys and tokens may be in it."""
     template = File("template.sh")
-    """The user's script around the job script, as it was when the run was submitted."""
+    """The user's template of the job script, as it was when the run was submitted."""
     record = File("record.json")
     """The submission and its history."""
     lock = File(".lock")

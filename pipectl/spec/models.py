@@ -355,7 +355,7 @@ class JobSpec(Section):
 
     @property
     def template_file(self) -> Path | None:
-        """Absolute path of the script around the job script, if one is named."""
+        """Absolute path of the template of the job script, if one is named."""
         return None if self.launch.template is None else self.base / self.launch.template
 
     @property

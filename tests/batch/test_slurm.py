@@ -210,6 +210,25 @@ def test_refusals_name_a_cure(
     assert slurm.calls("squeue") == [], "a refusal needs no search for the job"
 
 
+@pytest.mark.parametrize(
+    ("refusal", "cure"),
+    [
+        ("Invalid account or account/partition combination specified", "set slurm.account"),
+        (
+            "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
+            "lower resources",
+        ),
+    ],
+)
+def test_a_refusal_that_names_several_things_has_the_cure_of_its_own(
+    slurm: FakeCommands, make_request: MakeRequest, refusal: str, cure: str
+) -> None:
+    slurm.answer("sbatch", stderr=f"sbatch: error: Batch job submission failed: {refusal}\n", rc=1)
+    with pytest.raises(SchedulerError) as caught:
+        SlurmScheduler().submit(SCRIPT, make_request())
+    assert (caught.value.cure or "").startswith(cure)
+
+
 def test_missing_slurm_is_named(
     make_request: MakeRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

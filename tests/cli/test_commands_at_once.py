@@ -12,6 +12,7 @@ import signal
 import stat
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -138,6 +139,18 @@ def test_submitting_again_behind_an_interrupt_makes_no_second_job(
     assert (jobs(queue), len(runs())) == ({"41"}, 1)
     assert cli(*SUBMIT).code == 0  # who has been told may have another
     assert jobs(queue) == {"41", "42"}
+
+
+def test_an_interrupt_is_found_among_many_runs_of_a_job_with_a_longer_name(
+    cli: Command, profile: Path, queue: Path
+) -> None:
+    run = interrupted(signal.SIGINT)
+    record = Record.load(run.record)
+    for number in range(12):
+        other = RunDirectory.create(run.path.parent, f"{record.name}-long", time.time() + number)
+        replace(record, name=f"{record.name}-long", tag=f"other {number}").save(other.record)
+    assert cli(*SUBMIT).code == 2
+    assert jobs(queue) == {"41"}
 
 
 def test_an_interrupt_before_the_batch_system_is_asked_leaves_nothing(
