@@ -6,7 +6,6 @@ from pipectl.runs.directory import (
     RESUBMITTED,
     RUN_VARIABLE,
     SCRIPT,
-    VARIABLES,
     RunDirectory,
 )
 from pipectl.runs.find import (
@@ -41,7 +40,7 @@ from pipectl.runs.sweep import Members, SweepDirectory, sweep_of
 
 __all__ = [
     "ATTEMPT", "PROFILING", "REHEARSAL", "REQUEUE_ERROR", "RESUBMITTED", "RUN_VARIABLE",
-    "SCRIPT", "TRAINING", "VARIABLES", "Event", "Line", "Log", "Logs", "LossScaleState",
+    "SCRIPT", "TRAINING", "Event", "Line", "Log", "Logs", "LossScaleState",
     "Manifest", "Members", "Record", "RunDirectory", "Setting", "Shard", "SweepDirectory",
     "as_typed", "beat", "checkpoints", "find", "find_run", "find_runs", "is_job_id",
     "last_checkpoint", "list_runs", "list_sweeps", "locked", "measured_steps", "one_of",

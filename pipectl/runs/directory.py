@@ -22,8 +22,6 @@ RUN_VARIABLE = "PIPECTL_RUN_DIRECTORY"
 """Variable of the environment: set by the job script."""
 RESUBMITTED = "resubmitted"
 """Name of the file with the id of the job that goes on where an earlier one of the run stopped."""
-VARIABLES = "variables.sh"
-"""Name of the file with the job's own variables of the environment."""
 REQUEUE_ERROR = "requeue_error"
 """Name of the file with what the batch system said when it did not start the job again."""
 _FOLDERS = ("errors", "logs", "trace", "checkpoints")
@@ -64,7 +62,7 @@ class RunDirectory:
     """Nodes, devices and links."""
     script = File("job.sh")
     """The job script."""
-    variables = File(VARIABLES)
+    variables = File("variables.sh")
     """What the job script sources; keys and tokens may be in it."""
     template = File("template.sh")
     """The user's template of the job script, as it was when the run was submitted."""

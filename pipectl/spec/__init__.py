@@ -4,7 +4,6 @@ from pipectl.spec.dump import dump, make_absolute
 from pipectl.spec.keys import links_key, plan_key, profile_key
 from pipectl.spec.load import Origin, load, load_with_origins, site_files
 from pipectl.spec.models import JobSpec
-from pipectl.spec.references import Reference
 from pipectl.spec.running import MoreNodes, NodeKind
 from pipectl.spec.schema import json_schema
 from pipectl.spec.sweep import Point, load_sweep
@@ -17,7 +16,6 @@ __all__ = [
     "NodeKind",
     "Origin",
     "Point",
-    "Reference",
     "dump",
     "json_schema",
     "links_key",

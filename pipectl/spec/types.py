@@ -183,20 +183,9 @@ Natural = Annotated[int, Strict(), Field(ge=0, le=_MAX), BeforeValidator(_number
 Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False), BeforeValidator(_number)]
 Flag = Annotated[bool, Strict(), BeforeValidator(_number)]
 Bytes = Annotated[int, Field(ge=1, le=_MAX), _quantity(parse_bytes), _json("a size such as 4GiB")]
-Seconds = Annotated[
-    int,
-    Field(ge=1, le=_MAX),
-    _quantity(parse_duration),
-    PlainSerializer(format_clock),
-    _json("a duration such as 01:30:00 or 90m"),
-]
-Walltime = Annotated[
-    int,
-    Field(ge=1, le=_MAX),
-    _quantity(parse_walltime),
-    PlainSerializer(format_clock),
-    _json("a time such as 01:30:00, 90m or 90"),
-]
+_Clock = Annotated[int, Field(ge=1, le=_MAX), PlainSerializer(format_clock)]
+Seconds = Annotated[_Clock, _quantity(parse_duration), _json("a duration such as 01:30:00 or 90m")]
+Walltime = Annotated[_Clock, _quantity(parse_walltime), _json("a time such as 01:30:00, 90m or 90")]
 Text = Annotated[str, AfterValidator(_line), _json()]
 """One line."""
 Script = Annotated[str, _json()]
