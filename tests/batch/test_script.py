@@ -15,7 +15,14 @@ import pytest
 
 from pipectl.batch import Array, Container, JobRequest, Stop, Template, get, render_variables
 from pipectl.errors import InvalidInputError
-from pipectl.runs import ATTEMPT, REQUEUE_ERROR, RESUBMITTED, RUN_VARIABLE, SCRIPT, VARIABLES
+from pipectl.runs import (
+    ATTEMPT,
+    REQUEUE_ERROR,
+    RESUBMITTED,
+    RUN_VARIABLE,
+    SCRIPT,
+    RunDirectory,
+)
 
 MakeRequest = Callable[..., JobRequest]
 
@@ -432,7 +439,7 @@ def test_names_in_the_templates_are_those_that_python_reads(make_request: MakeRe
     text = "".join(get(name).render(request) for name in ("local", "pbs"))
     for name in (ATTEMPT, RUN_VARIABLE, SCRIPT):
         assert f"export {name}=" in text
-    for name in (REQUEUE_ERROR, RESUBMITTED, VARIABLES):
+    for name in (REQUEUE_ERROR, RESUBMITTED, RunDirectory(Path("x")).variables.name):
         assert f'"${RUN_VARIABLE}/{name}"' in text
 
 

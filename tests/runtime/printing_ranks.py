@@ -38,4 +38,5 @@ with output.own_log(WORLD.rank, WORLD.size):
     os.system("echo from a child")
     if HOW == "shares":
         sys.stdout.write("no end")
-print("to the launcher", flush=True)  # before MPI ends, after which launchers may lose it
+sys.stdout.write("to the launcher\n")  # in one piece, since ranks share that stream
+sys.stdout.flush()  # before MPI ends, after which launchers may lose it
