@@ -95,8 +95,10 @@ class _OnAccelerator:
 
     def mark(self) -> None:
         torch.accelerator.synchronize(self._device)
-        peak, level = self._peak(), self._level()
-        self.phases.append(Phase(peak - self._start, level - self._start))
+        peak, level = self._peak() - self._start, self._level() - self._start
+        if self.phases:  # values released since the mark, by the garbage collector for instance
+            peak = max(peak, self.phases[-1].end_bytes)
+        self.phases.append(Phase(peak, level))
         torch.accelerator.reset_peak_memory_stats(self._device)
 
     def __enter__(self) -> _OnAccelerator:
