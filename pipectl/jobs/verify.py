@@ -7,13 +7,14 @@ since a plain loop draws others; or another plan if no single process can hold t
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -45,6 +46,8 @@ _ROUNDING = {"float32": 1e-4, "bf16": 2e-2, "float16": 2e-2}
 """Tolerance if the same bits cannot be expected, by precision; see ``compare``."""
 _SGD = ("optimizer={factory: 'torch.optim:SGD', kwargs: {lr: 0.1}}", "lr_scheduler=null")
 """An optimizer that does not make large differences of small ones, if results may differ."""
+
+_CLEANUP_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -133,11 +136,25 @@ def verify(
             "not those of one process",
             cure="verify the model and the job with --set pipeline.schedule=auto",
         )
-    with TemporaryDirectory(prefix="pipectl-verify-") as directory:
-        here = _overrides(spec, steps, Path(directory))
-        trial = _Trial(job, [*overrides, *here], ranks, steps, Path(directory), follow)
+    with _temporary_directory() as directory:
+        here = _overrides(spec, steps, directory)
+        trial = _Trial(job, [*overrides, *here], ranks, steps, directory, follow)
         profile = _profile(job, overrides, trial, progress)
         return trial.verify(profile, two_plans=two_plans)
+
+
+@contextmanager
+def _temporary_directory() -> Iterator[Path]:
+    """A directory that is removed, even while the watcher of a failed run still writes there."""
+    directory = Path(tempfile.mkdtemp(prefix="pipectl-verify-"))
+    try:
+        yield directory
+    finally:
+        deadline = time.monotonic() + _CLEANUP_S
+        shutil.rmtree(directory, ignore_errors=True)
+        while directory.exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _profile(
