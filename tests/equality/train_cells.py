@@ -53,7 +53,7 @@ from pipectl.spec import load
 def train(directory: Path, communicator: MPI.Comm, *, plain: bool) -> None:
     training = Training(directory, communicator, plain=plain)
     chosen = cells_over(communicator.size)
-    chosen += [] if plain or communicator.size > 4 else unflushed_cells()
+    chosen += [] if plain or communicator.size > 4 else unflushed_cells(communicator.size)
     train_cells(training, chosen)
     for shared in [] if plain else replica_cells.cells_of(communicator.size):
         job = training.job(shared, shared_text(shared))

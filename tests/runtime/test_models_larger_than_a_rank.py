@@ -12,6 +12,7 @@ from pipectl.cluster import assumed_cluster
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Profile
 from pipectl.profiler import profile_job
+from pipectl.profiler.effort import Effort
 from pipectl.runs import RunDirectory, read_heartbeat, read_metrics
 from pipectl.runtime import checkpoint
 from pipectl.spec import JobSpec, dump
@@ -45,7 +46,7 @@ def test_a_model_three_times_larger_than_a_rank(make_spec: Any, work: Any, tmp_p
     four = make_spec(4, data=data, **SECTIONS, **SAVED)
     two = make_spec(2, data=data, **SECTIONS)
     threads = torch.get_num_threads()
-    profile = profile_job(four)
+    profile = profile_job(four, effort=Effort.FAST)
     torch.set_num_threads(threads)
     baseline = profile.process_baseline_bytes
     assert baseline is not None
