@@ -104,20 +104,18 @@ def mpiexec_options(
     )
 
 
-def launch_command(
-    request: JobRequest, hosts: Sequence[str] = (), *, here: bool = False
-) -> tuple[str, ...]:
+def launch_command(request: JobRequest, *, here: bool = False) -> tuple[str, ...]:
     """The command that starts all ranks, or the one process of a job without MPI.
 
     Args:
-        hosts, here: see :func:`mpiexec_command`.
+        here: see :func:`mpiexec_command`.
 
     Returns:
         Nothing for an array, whose runs start their own ranks.
 
     Raises:
         InvalidInputError: ranks cannot be bound as the job wants it.
-        SchedulerError: there is no mpiexec, or not one that can be told the nodes.
+        SchedulerError: there is no mpiexec.
     """
     if request.array is not None:
         return ()
@@ -125,35 +123,26 @@ def launch_command(
         return request.in_container(request.command)
     if request.launcher == "srun":
         return srun_command(request)
-    return mpiexec_command(request, hosts, here=here)
+    return mpiexec_command(request, here=here)
 
 
-def mpiexec_command(
-    request: JobRequest, hosts: Sequence[str] = (), *, here: bool = False
-) -> tuple[str, ...]:
+def mpiexec_command(request: JobRequest, *, here: bool = False) -> tuple[str, ...]:
     """The whole launch with mpiexec; inside an allocation it finds the nodes by itself.
 
     Args:
-        hosts: options of MPICH's that name the nodes, if it would not find all.
         here: whether all ranks are started on this machine, whatever nodes the job asks for.
 
     Raises:
         InvalidInputError: ranks cannot be bound as the job wants it.
-        SchedulerError: there is no mpiexec, or not one that can be told the nodes.
+        SchedulerError: there is no mpiexec.
     """
-    if hosts and request.mpi not in {AUTO, "hydra"}:
-        raise SchedulerError(
-            f"resources.more: the mpiexec of {request.mpi} does not reach nodes of several kinds",
-            cure="set launch.launcher: srun",
-        )
-    per_node = None if here or request.more else request.tasks_per_node
+    per_node = None if here else request.tasks_per_node
     options = mpiexec_options(
         request.mpi, request.ranks, per_node, request.cpus_per_task, request.bind
     )
     return (
         find_mpiexec(request),
         *options,
-        *hosts,
         *request.launch_args,
         *request.in_container(request.command),
     )
@@ -180,17 +169,14 @@ def srun_command(request: JobRequest) -> tuple[str, ...]:
     ``--cpus-per-task`` is repeated because Slurm 22.05 to 23.02 do not inherit it. A rank that dies
     ends the step instead of leaving the others blocked.
     """
-    if request.more:  # components of a job know their tasks, which differ
-        tasks: tuple[str, ...] = (f"--het-group=0-{len(request.more)}",)
-    else:
-        tasks = (f"--ntasks={request.ranks}", f"--ntasks-per-node={request.tasks_per_node}")
-    if "cpus-per-task" not in request.slurm.omit:
-        tasks += (f"--cpus-per-task={request.cpus_per_task}",)
+    cores = (f"--cpus-per-task={request.cpus_per_task}",)
     return (
         "srun",
         "--kill-on-bad-exit=1",
         f"--mpi={USUAL_PMI if request.mpi == AUTO else request.mpi}",
-        *tasks,
+        f"--ntasks={request.ranks}",
+        f"--ntasks-per-node={request.tasks_per_node}",
+        *(() if "cpus-per-task" in request.slurm.options else cores),
         "--distribution=block",
         "--export=ALL",
         *_SRUN_BINDING[request.bind],

@@ -16,8 +16,9 @@ from pathlib import Path
 from pipectl.batch import process
 from pipectl.batch.commands import QUEUES_TIMEOUT_S, BatchCommands, digits, job_number, parse_limit
 from pipectl.batch.launchers import launch_command, refuse_srun
-from pipectl.batch.protocol import JobRequest, JobState, JobStatus, MoreNodes, Queue
-from pipectl.batch.script import DirectiveSyntax, render_script
+from pipectl.batch.protocol import JobRequest, JobState, JobStatus, Queue
+from pipectl.batch.script import render_script
+from pipectl.directives import QSUB, options_of
 from pipectl.errors import InvalidInputError, SchedulerError
 
 _CURE = "run this where the commands of PBS are installed, or set launch.scheduler: local"
@@ -26,38 +27,6 @@ _UNKNOWN_ID, _FINISHED = 153, 35
 _OVERRIDES = ("PBS_DPREFIX", "PBS_JOBID", "PBS_ENVIRONMENT", "PBS_NODEFILE")
 """Variables that change what the commands do, or come from a job around this one."""
 _NAME_LENGTH = 200
-_RESOURCES = re.compile(r"[A-Za-z0-9_=:.,+*~/@-]*")
-
-# Options that may not be the user's, though qsub takes the last of two (src/cmds/qsub.c), and ours
-# come last. Of two resources it takes the first.
-_REFUSED = {
-    "-C": "remove it",
-    "-I": "remove it; pipectl's jobs are not interactive",
-    "-J": "remove it; a sweep of the job spec becomes an array",
-    "-V": "set environment.variables in the job spec",
-    "-f": "remove it",
-    "-z": "remove it; pipectl needs the job's id",
-    "-W block": "remove it; `pipectl submit --wait` waits",
-    "-W interactive": "remove it; pipectl's jobs are not interactive",
-    "-l nodes": "set resources.nodes in the job spec",
-    "-l place": "set pbs.place in the job spec",
-    "-l select": "set resources, or pbs.select_extra, in the job spec",
-    "-l walltime": "set resources.walltime in the job spec",
-}
-
-
-def _refusal(option: str) -> tuple[str, str] | None:
-    """Name and cure of an option that is refused, or of a resource or attribute in it."""
-    parts = re.split(r"[,\s]+", option[2:].strip())
-    names = [part.partition("=")[0].lower() for part in parts]  # as PBS compares them
-    for refused, cure in _REFUSED.items():
-        letter, _, name = refused.partition(" ")
-        if option.startswith(letter) and (not name or name in names):
-            return refused, cure
-    return None
-
-
-_SYNTAX = DirectiveSyntax("pbs.directives", "#PBS", "qsub", "-p 5", "fhIVXz", _refusal)
 
 
 class PbsScheduler(BatchCommands):
@@ -73,22 +42,22 @@ class PbsScheduler(BatchCommands):
     look = "qstat -x -u $USER -w"
     advice = (
         ("max_run_subjobs", "this PBS limits no arrays: leave sweep.at_once out"),
-        ("usage:", "correct pbs.directives"),
+        ("usage:", "correct pbs.options"),
         ("queue", "set pbs.queue; `qstat -Q` lists what there is"),
-        ("account", "set pbs.account, or pbs.project where the site charges those"),
-        ("project", "set pbs.project"),
-        ("ngpus", "ask the site what it calls its accelerators, and use pbs.select_extra"),
-        ("unknown resource", "correct pbs.select_extra; `pbsnodes -a` shows what nodes have"),
+        ("account", "set pbs.account, or pbs.options.P if the site charges projects"),
+        ("project", "set pbs.options.P"),
+        ("ngpus", "ask the site what it calls its accelerators, and use pbs.select"),
+        ("unknown resource", "correct pbs.select; `pbsnodes -a` shows what nodes have"),
         ("walltime", "lower resources.walltime; `qstat -Qf` shows the limits"),
         ("select", "lower resources; `pbsnodes -a` shows the nodes"),
-        ("illegal attribute", "correct pbs.directives"),
+        ("illegal attribute", "correct pbs.options"),
         ("cannot connect", "PBS's server cannot be reached; check the login node or PBS_SERVER"),
     )
 
     def render(self, request: JobRequest) -> str:
         """See :class:`~pipectl.batch.protocol.Scheduler`."""
         refuse_srun(request, "jobs on PBS")
-        pbs, directory = request.pbs, str(request.run_directory)
+        directory = str(request.run_directory)
         if ":" in directory:
             raise InvalidInputError(
                 f"output.directory: {directory!r} holds a colon, after which PBS would look for a "
@@ -100,29 +69,21 @@ class PbsScheduler(BatchCommands):
                 "sweep: PBS takes no array of a single job",
                 cure="give the sweep another point, or its value to the job itself",
             )
-        place = pbs.place or ("scatter" if request.node_count > 1 else None)
-        options = {
-            "A": pbs.account,
-            "P": pbs.project,
-            "q": pbs.queue,
-            "m": pbs.mail,
-            "M": pbs.mail_user,
-        }
         own = {
             "hydra": ("HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP"),
             "openmpi": ("PRTE_MCA_plm",),
         }  # beginnings of variables with which a job reaches other nodes in a way of its own
-        several = not request.alone and request.node_count > 1
+        several = not request.alone and request.nodes > 1
+        resources = options_of("l", request.pbs.options.get("l", False))
+        places = any(re.search(r"(^|,)place=", text or "") for _, text in resources)
         return render_script(
             "pbs.sh.j2",
             request,
-            _SYNTAX,
+            QSUB,
             scheduler=self.name,
-            directives=_SYNTAX.check_all(pbs.directives),
             job_name=_job_name(request),
-            options={letter: value for letter, value in options.items() if value is not None},
             select=_select(request),
-            place=place and _resources(place, "pbs.place"),
+            scatter=request.nodes > 1 and not places,
             wait_s=request.walltime_s - request.stop.lead_time_s if request.stop else 0,
             exports=[
                 mpi for mpi, names in own.items() if several and not request.has_variable(*names)
@@ -209,39 +170,19 @@ def _suffix(tag: str) -> str:
 
 def _select(request: JobRequest) -> str:
     """One chunk per node; what it counts is per chunk."""
-    first = MoreNodes(
-        request.nodes,
-        request.tasks_per_node,
-        request.memory_per_node_bytes,
-        select_extra=request.pbs.select_extra,
-    )
-    chunks = []
-    for number, kind in enumerate((first, *request.more)):
-        parts = [
-            str(kind.nodes),
-            f"ncpus={kind.tasks_per_node * request.cpus_per_task}",
-            f"mpiprocs={kind.tasks_per_node}",
-            f"ompthreads={request.threads}",
-        ]
-        if request.gpus_per_node:
-            parts.append(f"ngpus={request.gpus_per_node}")
-        if kind.memory_per_node_bytes is not None:
-            parts.append(f"mem={-(-kind.memory_per_node_bytes // 2**20)}mb")
-        if kind.select_extra:
-            key = f"resources.more.{number - 1}.pbs" if number else "pbs"
-            parts.append(_resources(kind.select_extra, f"{key}.select_extra").lstrip(":"))
-        chunks.append(":".join(parts))
-    return "+".join(chunks)
-
-
-def _resources(text: str, what: str) -> str:
-    """``text`` itself: within ``-l`` nothing is quoted, so only plain characters may be there."""
-    if _RESOURCES.fullmatch(text):
-        return text
-    raise InvalidInputError(
-        f"{what}: {text!r} cannot stand in a resource list of PBS",
-        cure="write it as after -l, for example model=icelake:bigmem=True",
-    )
+    parts = [
+        str(request.nodes),
+        f"ncpus={request.tasks_per_node * request.cpus_per_task}",
+        f"mpiprocs={request.tasks_per_node}",
+        f"ompthreads={request.threads}",
+    ]
+    if request.gpus_per_node:
+        parts.append(f"ngpus={request.gpus_per_node}")
+    if request.memory_per_node_mib is not None:
+        parts.append(f"mem={request.memory_per_node_mib}mb")
+    if request.pbs.select:
+        parts.append(request.pbs.select.lstrip(":"))
+    return ":".join(parts)
 
 
 _LIVE = {

@@ -9,6 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
+from pipectl.directives import Value
 from pipectl.errors import InvalidInputError
 
 
@@ -128,8 +129,8 @@ class Container:
         program = "python3" if words[0] == python else words[0]
         return ("apptainer", "exec", *options, self.image, program, *words[1:])
 
-    def seeing(self, directory: Path) -> Container:
-        """The same, with one directory more."""
+    def with_directory(self, directory: Path) -> Container:
+        """The same, which sees one directory more."""
         return replace(self, binds=tuple(dict.fromkeys((*self.binds, directory))))
 
 
@@ -150,14 +151,12 @@ class SlurmOptions:
     """What only Slurm knows.
 
     Args:
-        options: of sbatch, by long name; None for those without a value.
-        omit: names of options that are not written, though the job asks for what they say.
-        directives: further options, verbatim; those that pipectl writes overrule them.
+        options: further ones of sbatch; pipectl writes none of these itself.
     """
 
-    options: Mapping[str, str | None] = field(default_factory=dict)
-    omit: tuple[str, ...] = ()
-    directives: tuple[str, ...] = ()
+    partition: str | None = None
+    account: str | None = None
+    options: Mapping[str, Value] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -165,36 +164,14 @@ class PbsOptions:
     """What only PBS knows.
 
     Args:
-        place: of the chunks, one per node; None scatters them over as many nodes.
-        select_extra: appended to the chunk, such as ``model=icelake``.
-        mail: on which events mail is sent, in qsub's letters.
-        directives: further options of qsub, verbatim; those that pipectl writes overrule them.
+        select: appended to the resources of each node, such as ``model=icelake``.
+        options: further ones of qsub, by letter.
     """
 
     queue: str | None = None
     account: str | None = None
-    project: str | None = None
-    place: str | None = None
-    select_extra: str | None = None
-    mail: str | None = None
-    mail_user: str | None = None
-    directives: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class MoreNodes:
-    """Nodes of a further kind; see :class:`JobRequest` for its first nodes.
-
-    Args:
-        slurm: of which only those count that choose nodes.
-        select_extra: see :class:`PbsOptions`.
-    """
-
-    nodes: int
-    tasks_per_node: int
-    memory_per_node_bytes: int | None = None
-    slurm: SlurmOptions = field(default_factory=SlurmOptions)
-    select_extra: str | None = None
+    select: str | None = None
+    options: Mapping[str, Value] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -202,13 +179,11 @@ class Stop:
     """How a job is asked to save what it has and end, before its time is over.
 
     Args:
-        signal: that the job script then gets, ``USR2`` or ``USR1``.
-        lead_time_s: between the signal and the end of the walltime.
+        lead_time_s: between the signal USR2 to the job script and the end of the walltime.
         requeues: up to which start of the run the batch system may start the job again after that,
             or after the failure of a node.
     """
 
-    signal: str = "USR2"
     lead_time_s: int = 180
     requeues: int = 0
 
@@ -236,7 +211,6 @@ class JobRequest:
         run_directory: absolute; on a file system that every node sees.
         python: absolute path of the interpreter that submits.
         ranks: processes in all, at most as many as the tasks on all nodes.
-        more: nodes of further kinds, whose ranks are numbered after those of ``nodes``.
         command: of one rank, started ``ranks`` times under MPI.
         alone: whether the command is started once, on the first node, without MPI.
         prepare: commands run once, on the first node, before the launch.
@@ -288,12 +262,6 @@ class JobRequest:
     array: Array | None = None
     slurm: SlurmOptions = field(default_factory=SlurmOptions)
     pbs: PbsOptions = field(default_factory=PbsOptions)
-    more: tuple[MoreNodes, ...] = ()
-
-    @property
-    def node_count(self) -> int:
-        """Nodes of all kinds."""
-        return self.nodes + sum(kind.nodes for kind in self.more)
 
     @property
     def threads(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 
 from pipectl.errors import InvalidInputError
 
@@ -52,25 +51,3 @@ def slurm_file(path: str) -> str:
     if "\\" in path:
         return slurm_value(path.replace("\\", "\\\\"))
     return slurm_value(path.replace("%", "%%"))
-
-
-def options_of(line: str, flags: str = "") -> list[str]:
-    """The options of one directive, each with its value: a line may hold several.
-
-    Args:
-        flags: letters of options without a value, after which others may stand in the same word.
-    """
-    try:
-        words = shlex.split(line, comments=True)
-    except ValueError:
-        words = line.split()
-    options: list[str] = []
-    for word in words:
-        if word.startswith("-") or not options:
-            while word[:1] == "-" and word[1:2] in tuple(flags) and word[2:]:
-                options.append(word[:2])
-                word = f"-{word[2:]}"
-            options.append(word)
-        else:
-            options[-1] += f" {word}"
-    return options

@@ -9,14 +9,15 @@ from __future__ import annotations
 import re
 import shlex
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from pipectl.batch import process
 from pipectl.batch.protocol import JobRequest, Template
-from pipectl.batch.quoting import checked, options_of, slurm_file, slurm_value
+from pipectl.batch.quoting import checked, slurm_file, slurm_value
+from pipectl.directives import Syntax, fault_of_line, options_of
 from pipectl.errors import InvalidInputError, PipectlError, Problem, SpecError
 from pipectl.units import did_you_mean, format_clock
 
@@ -33,63 +34,8 @@ _BASH_ERROR = re.compile(r"line (\d+): (.*)")
 _CURE = "docs/slurm.md shows a template"
 
 
-class DirectiveSyntax(NamedTuple):
-    """How a batch system reads the options in the head of a script.
-
-    Args:
-        key: of the job spec, for the user's own options.
-        mark: of a line of options.
-        command: that reads them.
-        example: of an option.
-        flags: letters of options without a value: others may follow in the same word.
-        refusal: name and cure of an option that may not be the user's; None if it may.
-    """
-
-    key: str
-    mark: str
-    command: str
-    example: str
-    flags: str
-    refusal: Callable[[str], tuple[str, str] | None]
-
-    def check_all(self, lines: Sequence[str]) -> list[str]:
-        """The user's lines of options in the job spec; see :meth:`check`."""
-        return [self.check(line, self.key) for line in lines]
-
-    def check(self, text: str, what: str) -> str:
-        """A user's line of options without the mark.
-
-        Args:
-            what: where it is written.
-
-        Raises:
-            InvalidInputError: it is none, or holds an option that may not be the user's.
-        """
-        line = checked(text, what).strip().removeprefix(self.mark).strip()
-        if not line.startswith("-"):
-            raise InvalidInputError(
-                f"{what}: {text!r} is no option of {self.command}",
-                cure=f"write it as on {self.command}'s command line, for example {self.example}",
-            )
-        for option in options_of(line, self.flags):
-            if refusal := self.refusal(option):
-                name, cure = refusal
-                raise InvalidInputError(f"{what}: {name} cannot be set here", cure=cure)
-        return line
-
-    def lines(self, script: str) -> list[str]:
-        """The lines of options of a script; those after the first command do not count."""
-        lines = []
-        for line in script.splitlines():
-            if line.strip() and not line.lstrip().startswith("#"):
-                break
-            if re.match(rf"{self.mark}(\s|$)", line):
-                lines.append(line)
-        return lines
-
-
 def render_script(
-    base: str, request: JobRequest, syntax: DirectiveSyntax | None = None, **values: Any
+    base: str, request: JobRequest, syntax: Syntax | None = None, **values: Any
 ) -> str:
     """The whole job script.
 
@@ -176,6 +122,9 @@ def _environment() -> Environment:
     )
     environment.filters["slurm"] = lambda value: Markup(slurm_value(str(value)))
     environment.filters["slurm_file"] = lambda path: Markup(slurm_file(str(path)))
+    environment.filters["options"] = lambda options: [
+        written for name, value in options.items() for written in options_of(name, value)
+    ]
     environment.filters["clock"] = format_clock
     return environment
 
@@ -196,12 +145,14 @@ def _texts(request: JobRequest) -> Iterator[tuple[str, str]]:
         "after": request.after,
     }
     yield from ((key, text) for key, values in texts.items() for text in values)
-    for slurm in (request.slurm, *(kind.slurm for kind in request.more)):
-        for option, value in slurm.options.items():
-            yield f"slurm.{option.replace('-', '_')}", value or ""
-    for key, value in vars(request.pbs).items():
-        if isinstance(value, str):
-            yield f"pbs.{key}", value
+    for section, group in (("slurm", request.slurm), ("pbs", request.pbs)):
+        for key, value in vars(group).items():
+            if isinstance(value, str):
+                yield f"{section}.{key}", value
+        for option, value in group.options.items():
+            for name, text in options_of(option, value):
+                yield f"{section}.options", name
+                yield f"{section}.options.{option}", text or ""
     for name, text in request.variables.items():
         if not _VARIABLE.fullmatch(name):
             raise InvalidInputError(
@@ -251,9 +202,7 @@ def _compile(environment: Environment, template: Template) -> Compiled:
     return Compiled.from_code(environment, code, environment.make_globals(None))
 
 
-def _check_custom(
-    template: Template, script: str, custom: str, syntax: DirectiveSyntax | None
-) -> None:
+def _check_custom(template: Template, script: str, custom: str, syntax: Syntax | None) -> None:
     """Refuse a script of the user's template that batch systems or bash would not read as meant.
 
     Args:
@@ -265,7 +214,7 @@ def _check_custom(
         message = f"the first line must start bash, such as #!/bin/bash, not {first!r}"
         raise _fault(template, _line_of(template, first), message)
     if syntax is not None:
-        ours, lines = syntax.lines(script), syntax.lines(custom)
+        ours, lines = _directives(script, syntax), _directives(custom, syntax)
         added = lines[: len(lines) - len(ours)]
         if lines != added + ours:
             raise _fault(
@@ -279,8 +228,10 @@ def _check_custom(
             message = f"{syntax.mark} counts only before the first command"
             raise _fault(template, _line_of(template, line), message)
         for line in added:
-            if options := line.removeprefix(syntax.mark).replace("\t", " ").strip():
-                syntax.check(options, f"{template.file}:{_line_of(template, line)}")
+            options = line.removeprefix(syntax.mark).replace("\t", " ").strip()
+            if options and (fault := fault_of_line(syntax, options)):
+                where = f"{template.file}:{_line_of(template, line)}"
+                raise InvalidInputError(f"{where}: {fault[0]}", cure=fault[1])
     done = process.run(["bash", "-n", "-c", custom], cure="install bash")
     if done.returncode or done.stderr:  # a warning: a here-document without an end
         number, message = 0, done.message
@@ -288,6 +239,17 @@ def _check_custom(
             number, message = int(found[1]), found[2]
         text = dict(enumerate(custom.splitlines(), start=1)).get(number, "")
         raise _fault(template, _line_of(template, text), f"the script is not valid bash: {message}")
+
+
+def _directives(script: str, syntax: Syntax) -> list[str]:
+    """The lines of options of a script; those after the first command do not count."""
+    lines = []
+    for line in script.splitlines():
+        if line.strip() and not line.lstrip().startswith("#"):
+            break
+        if re.match(rf"{syntax.mark}(\s|$)", line):
+            lines.append(line)
+    return lines
 
 
 def _line_of(template: Template, text: str) -> int:

@@ -18,8 +18,9 @@ from pipectl.batch import process
 from pipectl.batch.commands import QUEUES_TIMEOUT_S, BatchCommands, digits, job_number, parse_limit
 from pipectl.batch.launchers import AUTO, launch_command
 from pipectl.batch.protocol import JobRequest, JobState, JobStatus, Queue
-from pipectl.batch.script import DirectiveSyntax, render_script
-from pipectl.errors import InvalidInputError, SchedulerError
+from pipectl.batch.script import render_script
+from pipectl.directives import SBATCH
+from pipectl.errors import SchedulerError
 
 SQUEUE_FORMAT = "%i|%T|%D|%S|%e|%N|%k|%r"
 SACCT_FORMAT = "JobID,State,ExitCode,Submit,Start,End,NodeList"
@@ -31,41 +32,6 @@ _CLOCK_SKEW_S = 60.0
 # job around this one.
 _OVERRIDES = ("SBATCH_", "SLURM_", "SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_")
 _KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"})
-
-# Options that may not be the user's, though sbatch takes the last of two and ours come last.
-_REFUSED = {
-    ("--array", "-a"): "remove it; a sweep of the job spec becomes an array",
-    (
-        "--clusters",
-        "-M",
-    ): "remove it, and set SLURM_CLUSTERS for all commands of pipectl: they could "
-    "neither see nor cancel a job that only sbatch knows to be on another cluster",
-    ("--error", "-e"): "remove it; errors are in logs/job.log",
-    ("--export", ""): "set environment.variables in the job spec",
-    ("--ntasks", "-n"): "set resources.tasks_per_node in the job spec",
-    ("--test-only", ""): "remove it; `pipectl submit --test-only` asks Slurm",
-    ("--wait", "-W"): "remove it; `pipectl submit --wait` waits",
-    ("--wrap", ""): "remove it",
-}
-
-
-def _refusal(option: str) -> tuple[str, str] | None:
-    """Name and cure of an option that is refused, in any of sbatch's spellings.
-
-    Long options may be abbreviated; if it is not clear to what, sbatch refuses them itself.
-    """
-    name = option.replace("=", " ").split()[0]
-    for (long, short), cure in _REFUSED.items():
-        if (name.startswith("--") and long.startswith(name)) or (short and name.startswith(short)):
-            return long, cure
-    if "\\" in option:  # within quotes Slurm takes more for an escape than shells do
-        return repr(option), "write the option without a backslash"
-    return None
-
-
-_SYNTAX = DirectiveSyntax(
-    "slurm.directives", "#SBATCH", "sbatch", "--switches=1", "hHIkOQRsuvVW", _refusal
-)
 
 
 class SlurmScheduler(BatchCommands):
@@ -87,8 +53,8 @@ class SlurmScheduler(BatchCommands):
         ),
         (
             "accounting/qos policy",
-            "lower resources or resources.walltime, or set slurm.qos or slurm.account to one with\n"
-            "other limits; `sacctmgr show qos` lists the limits",
+            "lower resources or resources.walltime, or set slurm.options.qos or slurm.account\n"
+            "to one with other limits; `sacctmgr show qos` lists the limits",
         ),
         (
             "invalid account",
@@ -97,21 +63,16 @@ class SlurmScheduler(BatchCommands):
         ),
         ("partition", "set slurm.partition; `sinfo -s` lists what there is"),
         ("account", "set slurm.account; `sacctmgr show associations user=$USER` lists yours"),
-        ("qos", "set slurm.qos; `sacctmgr show qos` lists what there is"),
+        ("qos", "set slurm.options.qos; `sacctmgr show qos` lists what there is"),
         ("gres", "set resources.gpus_per_node to what `sinfo -o '%P %G'` shows"),
         ("memory", "lower resources.memory_per_node; `sinfo -o '%P %m'` shows MB per node"),
         ("node configuration", "lower resources; `sinfo -o '%P %D %c %m %G'` shows the nodes"),
         ("time limit", "lower resources.walltime; `sinfo -o '%P %l'` shows the limits"),
-        ("unrecognized option", "correct slurm.directives"),
+        ("unrecognized option", "correct slurm.options"),
     )
 
     def render(self, request: JobRequest) -> str:
         """See :class:`~pipectl.batch.protocol.Scheduler`."""
-        if request.array is not None and request.more:
-            raise InvalidInputError(
-                "sweep: Slurm knows no job arrays whose jobs have nodes of several kinds",
-                cure="submit the points one by one with --set, or leave resources.more out",
-            )
         hydra = request.mpi in {AUTO, "hydra"} and not request.has_variable(
             "HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP"
         )
@@ -119,12 +80,10 @@ class SlurmScheduler(BatchCommands):
         return render_script(
             "slurm.sh.j2",
             request,
-            _SYNTAX,
+            SBATCH,
             scheduler=self.name,
-            components=_components(request),
-            directives=_SYNTAX.check_all(request.slurm.directives),
-            launch=launch_command(request, ("-f", "hosts") if request.more else ()),
-            agent=hydra and (bool(request.more) or not own),
+            launch=launch_command(request),
+            agent=hydra and not own,
             array_index="SLURM_ARRAY_TASK_ID",
         )
 
@@ -224,31 +183,6 @@ class SlurmScheduler(BatchCommands):
         if argv[0] in {"squeue", "sacct"}:
             environment["SLURM_TIME_FORMAT"] = "%s"
         return process.run(argv, cure=_CURE, env=environment, timeout_s=self._timeout_s)
-
-
-def _components(request: JobRequest) -> list[JobRequest]:
-    """A request for each kind of nodes, the first one first.
-
-    For Slurm each component has an account of its own; a job is charged to one.
-    """
-    shared = {
-        option: value
-        for option, value in request.slurm.options.items()
-        if option in {"account", "qos", "exclusive"}
-    }
-    others = [
-        replace(
-            request,
-            nodes=kind.nodes,
-            tasks_per_node=kind.tasks_per_node,
-            memory_per_node_bytes=kind.memory_per_node_bytes,
-            slurm=replace(
-                kind.slurm, options={**shared, **kind.slurm.options}, omit=request.slurm.omit
-            ),
-        )
-        for kind in request.more
-    ]
-    return [request, *others]
 
 
 def _merge(queue: JobStatus | None, account: JobStatus | None) -> JobStatus | None:

@@ -15,7 +15,7 @@ from pipectl.jobs.starting import memory_of_this_machine
 from pipectl.spec import links_key
 
 if TYPE_CHECKING:
-    from pipectl.spec import JobSpec, NodeKind
+    from pipectl.spec import JobSpec
 
 
 @dataclass(frozen=True)
@@ -91,26 +91,14 @@ def _this_machine(spec: JobSpec) -> Cluster:
     ranks = spec.resources.ranks
     usable = len(os.sched_getaffinity(0))
     cores = max(1, usable // spec.resources.cpus_per_task)
-    shares = [kind.memory_of_task for kind in spec.resources.kinds]
-    memory = min((share for share in shares if share is not None), default=None)
-    if memory is None:
-        memory = memory_of_this_machine() // ranks
+    memory = spec.resources.memory_per_task or memory_of_this_machine() // ranks
     cluster = assumed_cluster("this machine", [ranks], cores, memory)
     return replace(cluster, source=f"assumed: shared memory, {usable} usable cores")
 
 
 def _allocation(spec: JobSpec) -> Cluster:
     """The nodes asked for, each with the cores of its own tasks."""
-    kinds = enumerate(spec.resources.kind_of_node)
-    return with_assumed_links("from resources:", [_node(number, kind) for number, kind in kinds])
-
-
-def _node(number: int, kind: NodeKind) -> Node:
-    device = Device(kind.device, kind.speed, kind.memory_of_task)
-    return Node(f"node{number}", kind.tasks_per_node, kind.tasks_per_node, device)
-
-
-def memory_of_task(spec: JobSpec) -> int | None:
-    """The largest share of a node's memory that a rank has; None where one is not given."""
-    shares = [kind.memory_of_task for kind in spec.resources.kinds]
-    return None if None in shares else max(share for share in shares if share is not None)
+    resources = spec.resources
+    device, tasks = Device("cpu", 1.0, resources.memory_per_task), resources.tasks_per_node
+    nodes = [Node(f"node{number}", tasks, tasks, device) for number in range(resources.nodes)]
+    return with_assumed_links("from resources:", nodes)

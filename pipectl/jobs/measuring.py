@@ -51,11 +51,11 @@ def submit_profile(
             name=name,
             ranks=1,
             nodes=1,
-            more=(),
             command=(training.python, "-m", "pipectl.jobs.profile_in_job", *arguments),
             alone=True,
             stop=None,
-            container=training.container and training.container.seeing(output.absolute().parent),
+            container=training.container
+            and training.container.with_directory(output.absolute().parent),
         )
         job = Job(spec, scheduler)
         record = record_of(job, request, now, steps=PERCENT, kind=PROFILING)
@@ -98,7 +98,7 @@ def submit_links(
                 *("--key", measured_key(spec, scheduler), "--budget", str(BUDGET_S[effort])),
             ),
             stop=None,
-            container=training.container and training.container.seeing(output.parent),
+            container=training.container and training.container.with_directory(output.parent),
         )
         job = Job(spec, scheduler)
         record = record_of(job, request, now, steps=PERCENT, kind=PROFILING)

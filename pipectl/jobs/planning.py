@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from pipectl.cluster import Cluster
 from pipectl.errors import DataFileError, InfeasibleError
-from pipectl.jobs.machines import memory_of_task
 from pipectl.jobs.places import plan_path
 from pipectl.jobs.schedules import schedule_of_job
 from pipectl.plan import OffloadTarget, Plan
@@ -114,7 +113,7 @@ def request_of(
         schedule=None if listed else pipeline.schedule,
         listed=listed,
         warm_up=pipeline.warm_up,
-        memory_limit_bytes=pipeline.memory_limit_bytes or memory_of_task(spec),
+        memory_limit_bytes=pipeline.memory_limit_bytes or spec.resources.memory_per_task,
         recompute=recompute,
         blocks=blocks,
         offload=offload,

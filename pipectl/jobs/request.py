@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +13,6 @@ from pipectl.batch import (
     Array,
     Container,
     JobRequest,
-    MoreNodes,
     PbsOptions,
     SlurmOptions,
     Stop,
@@ -27,8 +26,7 @@ from pipectl.spec.references import parse
 
 if TYPE_CHECKING:
     from pipectl.plan import Plan
-    from pipectl.spec import JobSpec, NodeKind
-    from pipectl.spec import MoreNodes as Asked
+    from pipectl.spec import JobSpec
 
 WORKER = "pipectl.runtime.worker"
 PREPARE = "pipectl.jobs.prepare"
@@ -77,7 +75,6 @@ def job_request(
         threads_per_task=spec.threads,
         gpus_per_node=resources.gpus_per_node,
         memory_per_node_bytes=resources.memory_per_node,
-        more=tuple(map(_more_nodes, resources.more, resources.kinds[1:])),
         walltime_s=resources.walltime,
         command=(python, "-m", "mpi4py", "-m", WORKER, "--run", str(directory)),
         prepare=((python, "-m", PREPARE, str(directory)),) if prepare else (),
@@ -90,11 +87,9 @@ def job_request(
         bind=launch.bind,
         launch_args=tuple(launch.args),
         mpiexec=mpiexec,
-        slurm=SlurmOptions(
-            _sbatch_options(spec.slurm.model_dump()), spec.slurm.omit, spec.slurm.directives
-        ),
-        pbs=PbsOptions(**spec.pbs.model_dump()),
-        stop=Stop(spec.checkpoint.on_signal, lead_s, spec.checkpoint.max_requeues),
+        slurm=SlurmOptions(**dict(spec.slurm)),
+        pbs=PbsOptions(**dict(spec.pbs)),
+        stop=Stop(lead_s, spec.checkpoint.max_requeues),
         after=after,
         template=read_template(spec),
     )
@@ -161,22 +156,3 @@ def make_tag(directory: Path) -> str:
         directory: the run directory.
     """
     return f"{directory.name} {uuid.uuid4().hex[:8]}"
-
-
-def _more_nodes(asked: Asked, kind: NodeKind) -> MoreNodes:
-    return MoreNodes(
-        kind.nodes,
-        kind.tasks_per_node,
-        kind.memory_per_node,
-        SlurmOptions(_sbatch_options(asked.slurm.model_dump())),
-        asked.pbs.select_extra,
-    )
-
-
-def _sbatch_options(section: Mapping[str, object]) -> dict[str, str | None]:
-    """Options of sbatch by long name: every key of the spec that is a text or a flag is one."""
-    return {
-        key.replace("_", "-"): value if isinstance(value, str) else None
-        for key, value in section.items()
-        if isinstance(value, str) or value is True
-    }

@@ -158,7 +158,7 @@ def record_of(
         tag=request.tag,
         submitted_at=now,
         ranks=request.ranks,
-        nodes=request.node_count,
+        nodes=request.nodes,
         steps=job.spec.training.steps if steps is None else steps,
         kind=kind,
     )

@@ -313,7 +313,7 @@ def _failure(status: RunStatus) -> WorkerError:
 
 def _on_ranks(ranks: int) -> tuple[str, ...]:
     """On one node, whatever the job asks for."""
-    return "resources.nodes=1", f"resources.tasks_per_node={ranks}", "resources.more=[]"
+    return "resources.nodes=1", f"resources.tasks_per_node={ranks}"
 
 
 def _overrides(spec: JobSpec, steps: int, directory: Path) -> list[str]:

@@ -4,7 +4,6 @@ from pipectl.spec.dump import dump, make_absolute
 from pipectl.spec.keys import links_key, plan_key, profile_key
 from pipectl.spec.load import Origin, load, load_with_origins, site_files
 from pipectl.spec.models import JobSpec
-from pipectl.spec.running import MoreNodes, NodeKind
 from pipectl.spec.schema import json_schema
 from pipectl.spec.sweep import Point, load_sweep
 from pipectl.spec.types import SCHEDULES_GROUP
@@ -12,8 +11,6 @@ from pipectl.spec.types import SCHEDULES_GROUP
 __all__ = [
     "SCHEDULES_GROUP",
     "JobSpec",
-    "MoreNodes",
-    "NodeKind",
     "Origin",
     "Point",
     "dump",

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
+from pipectl.directives import QSUB, SBATCH, fault_of_option
 from pipectl.spec import references
 from pipectl.spec.models import JobSpec, Loss, Pipeline, Training
-from pipectl.spec.running import Launch, Resources
+from pipectl.spec.running import Launch, Pbs, Resources, Slurm
 from pipectl.spec.sources import fault_of_name
 from pipectl.spec.types import APART, BUILT_IN, ONE_STAGE, ROUND, UNFLUSHED, V_SHAPED
 
@@ -79,9 +80,9 @@ def _check_stages(pipeline: Pipeline, resources: Resources) -> Iterator[Finding]
             fault = f"{stages} stages cannot lie in a V over {ranks} ranks"
             yield _STAGES, f"{fault}; schedule {schedule} takes two per rank"
     elif stages > ranks:
-        kinds = " + ".join(f"{kind.nodes} x {kind.tasks_per_node}" for kind in resources.kinds)
+        given = f"{resources.nodes} x {resources.tasks_per_node}"
         fault = f"{stages} stages need as many ranks"
-        yield _STAGES, f"{fault}; resources give nodes x tasks_per_node = {kinds}"
+        yield _STAGES, f"{fault}; resources give nodes x tasks_per_node = {given}"
 
 
 def _check_micro_batches(pipeline: Pipeline, training: Training) -> Iterator[Finding]:
@@ -169,6 +170,18 @@ def _check_loss(loss: Loss) -> Iterator[Finding]:
         yield ("loss", "kwargs"), "has no meaning if the model returns its loss"
 
 
+def _check_slurm(slurm: Slurm) -> Iterator[Finding]:
+    for name, value in slurm.options.items():
+        if fault := fault_of_option(SBATCH, name, value):
+            yield ("slurm", "options", name), fault
+
+
+def _check_pbs(pbs: Pbs) -> Iterator[Finding]:
+    for name, value in pbs.options.items():
+        if fault := fault_of_option(QSUB, name, value):
+            yield ("pbs", "options", name), fault
+
+
 _NEEDS_FLUSH = {
     "clip_grad_norm": "needs the gradients of all stages, which update at different times; "
     "leave it out",
@@ -186,4 +199,6 @@ _CHECKS: tuple[tuple[tuple[str, ...], Callable[..., Iterator[Finding]]], ...] = 
     (("pipeline", "resources", "training"), _check_backward),
     (("launch", "resources"), _check_progress_core),
     (("loss",), _check_loss),
+    (("slurm",), _check_slurm),
+    (("pbs",), _check_pbs),
 )

@@ -46,9 +46,9 @@ def links_key(spec: JobSpec, machine: str) -> str:
     started = ("launcher", "mpi", "bind", "args")
     launch = {key: data["launch"][key] for key in started}
     environment = {**data["environment"], "container": spec.container}
-    places = {"slurm": ("partition", "constraint", "reservation"), "pbs": ("queue", "select_extra")}
-    where = {name: [data[name][key] for key in keys] for name, keys in places.items()}
-    return _digest([machine, resources, launch, environment, where])
+    chosen = [spec.slurm.options.get(key) for key in ("constraint", "C", "reservation")]
+    nodes = [spec.slurm.partition, *chosen, spec.pbs.queue, spec.pbs.select]
+    return _digest([machine, resources, launch, environment, nodes])
 
 
 def _profiled(spec: JobSpec) -> Any:

@@ -276,9 +276,9 @@ class Sweep(Section):
 
     Keys are dotted as for `--set`. What decides which nodes a job gets is the same for all runs:
     `version`, `name`, `resources`, `slurm`, `pbs`, `launch.scheduler`, `launch.template`, `output`,
-    `site_defaults` and how a checkpoint is asked for (`on_signal`, `lead_time`, `max_requeues`)
-    cannot be swept. All commands but `check` and `submit` leave the sweep alone, and work on the
-    job as the rest of the file says. See [sweeps](sweeps.md).
+    `site_defaults`, `checkpoint.lead_time` and `checkpoint.max_requeues` cannot be swept. All
+    commands but `check` and `submit` leave the sweep alone, and work on the job as the rest of the
+    file says. See [sweeps](sweeps.md).
     """
 
     grid: Annotated[dict[str, tuple[Any, ...]], BeforeValidator(to_python_values)] = Field(

@@ -2,82 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from pipectl.spec.types import (
     Bytes,
     Count,
-    Directive,
     Flag,
     Natural,
-    Positive,
+    Options,
     Script,
     Seconds,
     Section,
+    Select,
     Text,
     Variables,
     Walltime,
 )
-
-
-class NodeKind(NamedTuple):
-    """Nodes that are alike.
-
-    Args:
-        device: name of what its ranks compute with.
-        speed: of a rank, relative to the first kind.
-    """
-
-    device: str
-    nodes: int
-    tasks_per_node: int
-    memory_per_node: int | None
-    speed: float
-
-    @property
-    def memory_of_task(self) -> int | None:
-        """A rank's share of the node's memory in bytes; None if that is not given."""
-        whole = self.memory_per_node
-        return None if whole is None else whole // self.tasks_per_node
-
-
-class SlurmNodes(Section):
-    """How Slurm finds nodes of a further kind; they are asked for nothing that is not here."""
-
-    partition: Text | None = None
-    """Partition."""
-    constraint: Text | None = None
-    """Node features."""
-    gres: Text | None = None
-    """Generic resources of each node."""
-    nodelist: Text | None = None
-    """Nodes that must be among them."""
-    exclude: Text | None = None
-    """Nodes that must not."""
-
-
-class PbsNodes(Section):
-    """How PBS finds nodes of a further kind."""
-
-    select_extra: Text | None = None
-    """Appended to their chunk, such as `bigmem=True`."""
-
-
-class MoreNodes(Section):
-    """Nodes of a further kind; what each rank computes with is the same everywhere."""
-
-    nodes: Count = 1
-    """Nodes of this kind."""
-    tasks_per_node: Count | None = None
-    """MPI ranks on each; by default as many as on the first nodes."""
-    memory_per_node: Bytes | None = None
-    """Memory of each; by default the scheduler's own default."""
-    speed: Positive = 1.0
-    """Speed of a rank there, relative to the first nodes, on which the model is measured."""
-    slurm: SlurmNodes = SlurmNodes()
-    pbs: PbsNodes = PbsNodes()
 
 
 class Resources(Section):
@@ -97,36 +39,21 @@ class Resources(Section):
     walltime: Walltime = 3600
     """Time after which the batch system ends the job; on this machine nothing does. A number
     without a unit is minutes, as for `sbatch --time`."""
-    more: tuple[MoreNodes, ...] = ()
-    """Nodes of further kinds, whose ranks are numbered after the others: more memory for some
-    stages, say."""
+
+    former_keys: ClassVar = {
+        "more": "a job has nodes of one kind; ask for what the largest stage needs"
+    }
 
     @property
     def ranks(self) -> int:
         """MPI ranks of the job."""
-        return sum(kind.nodes * kind.tasks_per_node for kind in self.kinds)
+        return self.nodes * self.tasks_per_node
 
     @property
-    def kinds(self) -> tuple[NodeKind, ...]:
-        """The nodes that are alike, in the order of their ranks."""
-        tasks = self.tasks_per_node
-        first = NodeKind("cpu", self.nodes, tasks, self.memory_per_node, 1.0)
-        others = (
-            NodeKind(
-                f"cpu {number}",
-                more.nodes,
-                more.tasks_per_node or tasks,
-                more.memory_per_node,
-                more.speed,
-            )
-            for number, more in enumerate(self.more, start=2)
-        )
-        return (first, *others)
-
-    @property
-    def kind_of_node(self) -> tuple[NodeKind, ...]:
-        """The kind of every node."""
-        return tuple(kind for kind in self.kinds for _ in range(kind.nodes))
+    def memory_per_task(self) -> int | None:
+        """A rank's share of the node's memory in bytes; None if that is not given."""
+        whole = self.memory_per_node
+        return None if whole is None else whole // self.tasks_per_node
 
 
 class Launch(Section):
@@ -182,17 +109,17 @@ class Environment(Section):
 class Checkpoint(Section):
     """When the training state is saved."""
 
+    former_keys: ClassVar = {"on_signal": ""}
+
     every: Count | None = None
     """Steps between checkpoints; by default only after the last step."""
     keep: Count = 3
     """Checkpoints to keep; older ones are removed."""
     keep_every: Count | None = None
     """Checkpoints whose step is a multiple of this stay as well."""
-    on_signal: Literal["USR2", "USR1"] = "USR2"
-    """Signal to the job script upon which the ranks save a checkpoint and end."""
     lead_time: Seconds = 180
-    """How long before the end of the walltime it is sent, at most a quarter of it; a step and the
-    checkpoint must fit in."""
+    """How long before the end of the walltime the ranks save a checkpoint and end, at most a
+    quarter of it; a step and the checkpoint must fit in."""
     max_requeues: Natural = 3
     """How often the job goes back into the queue after that, or after the failure of a node, to go
     on from its last checkpoint. (On PBS it submits itself again, where jobs may.)"""
@@ -224,57 +151,51 @@ class Output(Section):
     in the environment is another default. Commands on runs look there, or where `-d` says."""
 
 
+def _moved(*names: str) -> dict[str, str]:
+    return {name: f"write options: {{{name.replace('_', '-')}: ...}}" for name in names}
+
+
 class Slurm(Section):
     """Options for Slurm alone; ignored elsewhere."""
+
+    former_keys: ClassVar = {
+        **_moved("qos", "constraint", "reservation", "gres", "licenses", "nodelist", "exclude"),
+        **_moved("mail_type", "mail_user"),
+        "exclusive": "write options: {exclusive: true}",
+        "omit": "write options: {time: false}, say, for an option that is not to be written",
+        "directives": "write options: {gres: gpu:1}, say, for --gres=gpu:1",
+    }
 
     partition: Text | None = None
     """Partition."""
     account: Text | None = None
     """Account the job is charged to."""
-    qos: Text | None = None
-    """Quality of service."""
-    constraint: Text | None = None
-    """Node features, such as `a100&nvlink`."""
-    reservation: Text | None = None
-    """Reservation."""
-    gres: Text | None = None
-    """Generic resources of each node, besides accelerators."""
-    licenses: Text | None = None
-    """Licences, such as `matlab:1`."""
-    nodelist: Text | None = None
-    """Nodes that must be among the job's."""
-    exclude: Text | None = None
-    """Nodes that must not."""
-    mail_type: Text | None = None
-    """Events upon which mail is sent, such as `END,FAIL`."""
-    mail_user: Text | None = None
-    """Who receives the mail."""
-    exclusive: Flag = False
-    """Share the nodes with no other job."""
-    omit: tuple[Literal["cpus-per-task", "gpus-per-node", "time"], ...] = ()
-    """Options that are not written, since the site refuses them: `cpus-per-task`, `gpus-per-node`
-    or `time`."""
-    directives: tuple[Directive, ...] = ()
-    """Further options for the head of the job script, verbatim; other keys overrule them."""
+    options: Options = Field(default_factory=dict)
+    """Further options of sbatch, such as `{qos: long, constraint: a100&nvlink, exclusive: true}`:
+    long names, or single letters, with a text, with `true` for an option without a value, or with a
+    list for one that is given several times. `gpus-per-node` and `mem` replace what follows from
+    `resources`; `cpus-per-task`, `gpus-per-node` and `time` may be `false`: they are not written,
+    since the site refuses them. What other keys of the spec say is refused."""
 
 
 class Pbs(Section):
     """Options for PBS alone; ignored elsewhere."""
 
+    former_keys: ClassVar = {
+        "project": "write options: {P: ...}",
+        "place": "write options: {l: [place=...]}",
+        "select_extra": "write pbs.select: ...",
+        "mail": "write options: {m: ...}",
+        "mail_user": "write options: {M: ...}",
+        "directives": "write options: {p: 5}, say, for -p 5",
+    }
+
     queue: Text | None = None
     """Queue."""
     account: Text | None = None
     """Account the job is charged to."""
-    project: Text | None = None
-    """Project, at sites that charge those."""
-    place: Text | None = None
-    """Placement of the chunks, one per node, such as `scatter:excl`; by default `scatter` if there
-    are several."""
-    select_extra: Text | None = None
-    """Appended to the resource selection, such as `model=icelake`."""
-    mail: Text | None = None
-    """Events upon which mail is sent, such as `ae`."""
-    mail_user: Text | None = None
-    """Who receives the mail."""
-    directives: tuple[Directive, ...] = ()
-    """Further options for the head of the job script, verbatim; other keys overrule them."""
+    select: Select | None = None
+    """Appended to the resources of each node, such as `model=icelake`."""
+    options: Options = Field(default_factory=dict)
+    """Further options of qsub by letter, such as `{P: project, m: ae, l: [place=scatter:excl]}`,
+    written as those of `slurm`. Nodes are placed by `scatter` if there are several."""

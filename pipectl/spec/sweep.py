@@ -20,8 +20,7 @@ MAX_POINTS = 1000
 """Slurm allows arrays of 1,001 jobs unless a site says otherwise (``MaxArraySize``)."""
 _SHARED = (
     "version", "name", "resources", "launch.scheduler", "launch.template", "output", "slurm", "pbs",
-    "checkpoint.on_signal", "checkpoint.lead_time", "checkpoint.max_requeues", "site_defaults",
-    "sweep",
+    "checkpoint.lead_time", "checkpoint.max_requeues", "site_defaults", "sweep",
 )  # fmt: skip
 """Keys that all runs share, because the directives of a job array are those of all its jobs."""
 

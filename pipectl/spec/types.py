@@ -6,9 +6,10 @@ field's JSON Schema (:func:`pipectl.spec.schema.words`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, Strict, WithJsonSchema
@@ -36,11 +37,19 @@ SCHEDULE_SUFFIX = ".csv"
 _MAX = 2**63 - 1
 _MAX_QUANTITY = 40
 _REFERENCE = "./file.py:name or package.module:name"
+_SELECT = "[A-Za-z0-9_=:.,+*~/@-]*"
+"""Within ``-l`` of qsub nothing is quoted."""
 _READONLY = ("BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID")
 
 
 class Section(pydantic.BaseModel):
-    """A mapping of the spec: immutable, unknown keys refused, null keys not given."""
+    """A mapping of the spec: immutable, unknown keys refused, null keys not given.
+
+    Keys that were there once may still be written without a value, as in the job files of old runs.
+    """
+
+    former_keys: ClassVar[Mapping[str, str]] = {}
+    """What to write instead of keys that were there once; empty for those that are ignored."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -49,8 +58,13 @@ class Section(pydantic.BaseModel):
     def _drop_nulls(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        known = cls.model_fields
-        return {key: item for key, item in value.items() if item is not None or key not in known}
+        known, former = cls.model_fields, cls.former_keys
+        return {
+            key: item
+            for key, item in value.items()
+            if not (key in known and item is None)
+            and not (key in former and not (former[key] and to_python(item)))
+        }
 
 
 class Auto:
@@ -144,11 +158,21 @@ def _variable(name: str) -> str:
     return name
 
 
-def _directive(text: str) -> str:
-    if text.startswith("#"):
-        shown = repr(text[:60])
-        raise ValueError(f"must be the option alone, without #SBATCH or #PBS, not {shown}")
-    if not text.startswith("-"):
+def _option(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(map(_option_text, value))
+    python = to_python(value)
+    return python if isinstance(python, bool) else _option_text(value)
+
+
+def _option_text(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError
+    return _line(str(value))
+
+
+def _select(text: str) -> str:
+    if not re.fullmatch(_SELECT, text):
         raise ValueError
     return text
 
@@ -191,9 +215,31 @@ Text = Annotated[str, AfterValidator(_line), _json()]
 Script = Annotated[str, _json()]
 """Text of any length, also empty or of several lines."""
 JobName = Annotated[Text, AfterValidator(_name), _json("a name")]
-Directive = Annotated[
-    Text, AfterValidator(_directive), _json("an option such as --gres=gpu:1", "^-")
+Options = Annotated[
+    dict[
+        Text,
+        Annotated[
+            bool | str | tuple[str, ...],
+            BeforeValidator(_option),
+            WithJsonSchema(
+                {
+                    "anyOf": [
+                        {"title": "text", "type": ["string", "number"]},
+                        {"title": "true", "type": "boolean"},
+                        {
+                            "title": "a list of texts",
+                            "type": "array",
+                            "items": {"type": ["string", "number", "boolean"]},
+                        },
+                    ]
+                }
+            ),
+        ],
+    ],
+    BeforeValidator(without_nulls),
 ]
+"""Options of sbatch or qsub by name; :mod:`pipectl.directives` says which may be set."""
+Select = Annotated[Text, AfterValidator(_select), _json("resources such as model=icelake")]
 Reference = Annotated[Text, _reference(), _json(_REFERENCE, ":")]
 LossReference = Annotated[Text, _reference("model"), _json(f"model, {_REFERENCE}", "^model$|:")]
 WeightReference = Annotated[

@@ -1,14 +1,14 @@
 #!/bin/bash
-#PBS -W group_list=physics
+#PBS -P climate
+#PBS -l place=scatter:excl
+#PBS -l software=matlab
+#PBS -M a@b.org
+#PBS -h
 #PBS -S /bin/bash
 #PBS -N gpt-small.7f3a9c
 #PBS -A 'proj 123'
-#PBS -P climate
 #PBS -q gpu
-#PBS -m ae
-#PBS -M a@b.org
-#PBS -l select=2:ncpus=32:mpiprocs=2:ompthreads=16:ngpus=4:mem=245760mb:model=icelake+1:ncpus=64:mpiprocs=4:ompthreads=16:ngpus=4:mem=1048576mb:bigmem=True+1:ncpus=16:mpiprocs=1:ompthreads=16:ngpus=4
-#PBS -l place=scatter:excl
+#PBS -l select=2:ncpus=32:mpiprocs=2:ompthreads=16:ngpus=4:mem=245760mb:model=icelake
 #PBS -l walltime=36:00:00
 #PBS -r y
 #PBS -j oe
@@ -171,7 +171,7 @@ trap 'ask_to_stop TERM' TERM # TERM would end the launcher, and the ranks with i
 trap 'ask_to_stop INT' INT
 trap ask_to_stop USR1 USR2
 shielded=1
-run_ranks /opt/env/bin/mpiexec -n 9 --map-by slot:PE=16 --rank-by slot --bind-to core --label apptainer exec --nv '--bind=/scratch/u/my runs' --bind=/home/u '/proj/my image.sif' python3 -m mpi4py -m pipectl.runtime.worker --run '/scratch/u/my runs/100%'
+run_ranks /opt/env/bin/mpiexec -n 4 --map-by ppr:2:node:PE=16 --rank-by slot --bind-to core --label apptainer exec --nv '--bind=/scratch/u/my runs' --bind=/home/u '/proj/my image.sif' python3 -m mpi4py -m pipectl.runtime.worker --run '/scratch/u/my runs/100%'
 code=$?
 kill "$timer" 2>/dev/null
 if ((code == 0)) && [[ -e "$PIPECTL_RUN_DIRECTORY/stopped" ]]; then

@@ -1,12 +1,13 @@
 #!/bin/bash
-#SBATCH --switches=1
-#SBATCH --job-name=gpt-small
-#SBATCH --comment=7f3a9c
-#SBATCH --partition=gpu
 #SBATCH --constraint="a100&nvlink"
 #SBATCH --reservation="maintenance week"
 #SBATCH --mail-type=END,FAIL
 #SBATCH --exclusive
+#SBATCH -x"node[3-4]"
+#SBATCH --job-name=gpt-small
+#SBATCH --comment=7f3a9c
+#SBATCH --partition=gpu
+#SBATCH --account="proj 1"
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=2
 #SBATCH --cpus-per-task=16

@@ -1,12 +1,13 @@
 #!/bin/bash
-#SBATCH --switches=1
-#SBATCH --job-name=gpt-small
-#SBATCH --comment=7f3a9c
-#SBATCH --partition=gpu
 #SBATCH --constraint="a100&nvlink"
 #SBATCH --reservation="maintenance week"
 #SBATCH --mail-type=END,FAIL
 #SBATCH --exclusive
+#SBATCH -x"node[3-4]"
+#SBATCH --job-name=gpt-small
+#SBATCH --comment=7f3a9c
+#SBATCH --partition=gpu
+#SBATCH --account="proj 1"
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=2
 #SBATCH --cpus-per-task=16
@@ -15,7 +16,7 @@
 #SBATCH --chdir="/scratch/u/my runs/100%"
 #SBATCH --output="/scratch/u/my runs/100%%/logs/job.log"
 #SBATCH --open-mode=append
-#SBATCH --signal=B:USR1@90
+#SBATCH --signal=B:USR2@90
 #SBATCH --no-requeue
 #SBATCH --dependency=afterok:41:42
 #SBATCH --kill-on-invalid-dep=yes
@@ -72,7 +73,7 @@ set_traps() {
     trap 'forward INT 130' INT
     trap 'forward USR1 138' USR1
     trap 'forward USR2 140' USR2
-    trap ask_to_stop USR1
+    trap ask_to_stop USR2
 }
 set_traps
 run() {

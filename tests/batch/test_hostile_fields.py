@@ -17,14 +17,9 @@ from pipectl.jobs.request import job_request
 from pipectl.spec import load
 
 TEXT = {
-    "slurm": [
-        *("partition", "account", "qos", "constraint", "reservation", "gres", "licenses"),
-        *("nodelist", "exclude", "mail_type", "mail_user"),
-    ],
-    "pbs": ["queue", "account", "project", "mail", "mail_user"],
+    "slurm": ["partition", "account", *(f"options.{key}" for key in ("qos", "mail-type", "x"))],
+    "pbs": ["queue", "account", *(f"options.{key}" for key in "PMm")],
 }
-MORE = ["partition", "constraint", "gres", "nodelist", "exclude"]
-"""Of nodes of a further kind."""
 CONTROLS = ["a\x1b[31mb", "a\x07", "a\nb", "a\x85b", "a\u2028b", "a\u202eb", "\x00"]
 JOB = {
     "version": 1,
@@ -75,14 +70,19 @@ def given(script: str, prefix: str) -> Iterator[str]:
         yield line.removeprefix(f"#{prefix} ")
 
 
+def section(name: str, value: str) -> dict[str, object]:
+    keys = [key.rpartition(".") for key in TEXT[name]]
+    plain = {key: value for group, _, key in keys if not group}
+    return {**plain, "options": {key: value for group, _, key in keys if group}}
+
+
 def write(tmp_path: Path, value: str) -> Path:
     document = {
         **JOB,
-        "slurm": dict.fromkeys(TEXT["slurm"], value),
-        "pbs": dict.fromkeys(TEXT["pbs"], value),
+        "slurm": section("slurm", value),
+        "pbs": section("pbs", value),
         "environment": {"variables": {"HOSTILE": value}, "modules": [value]},
         "launch": {"args": [value]},
-        "resources": {"more": [{"slurm": dict.fromkeys(MORE, value)}]},
     }
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump(document, allow_unicode=True))
@@ -98,9 +98,8 @@ def test_they_arrive_in_the_directives_of_both(tmp_path: Path, nasty: list[str])
         request = job_request(spec, tmp_path / "run", "tag", mpiexec="/usr/bin/mpiexec")
         scripts = {name: get(name).render(request) for name in ("slurm", "pbs")}
         slurm = [slurm_words(line) for line in given(scripts["slurm"], "SBATCH")]
-        for key in TEXT["slurm"]:
-            times = 2 if key in (*MORE, "account", "qos") else 1
-            assert slurm.count([f"--{key.replace('_', '-')}={value}"]) == times, (key, value)
+        for option in ("--partition=", "--account=", "--qos=", "--mail-type=", "-x"):
+            assert slurm.count([f"{option}{value}"]) == 1, (option, value)
         pbs = [pbs_words(line) for line in given(scripts["pbs"], "PBS")]
         for letter in "qAPmM":
             assert [f"-{letter}", value] in pbs, (letter, value)
@@ -123,10 +122,13 @@ def test_a_terminal_shows_them_as_they_are(
 @pytest.mark.parametrize("value", CONTROLS)
 def test_control_characters_are_refused_with_their_line(tmp_path: Path, value: str) -> None:
     for key in (*(f"slurm.{key}" for key in TEXT["slurm"]), *(f"pbs.{key}" for key in TEXT["pbs"])):
-        section, name = key.split(".")
         path = tmp_path / "job.yaml"
         head = yaml.safe_dump(JOB, sort_keys=False)
-        path.write_text(f"{head}{section}: {{{name}: {json.dumps(value)}}}\n")
+        *sections, last = key.split(".")
+        nested = f"{{{last}: {json.dumps(value)}}}"
+        for name in reversed(sections[1:]):
+            nested = f"{{{name}: {nested}}}"
+        path.write_text(f"{head}{sections[0]}: {nested}\n")
         with pytest.raises(SpecError) as caught:
             load(path, check_files=False)
         assert f"job.yaml:{head.count(chr(10)) + 1}:" in str(caught.value)

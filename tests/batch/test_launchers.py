@@ -15,7 +15,6 @@ from pipectl.batch import (
     MPIEXECS,
     Container,
     JobRequest,
-    MoreNodes,
     MpiChoice,
     choose_mpi,
     find_mpiexec,
@@ -149,34 +148,30 @@ def test_where_mpiexec_is_found(
 
 
 def test_what_mpiexec_is_told(make_request: MakeRequest) -> None:
-    """The ranks alone if it is of no known kind, or if nodes are of several kinds."""
+    """The ranks alone if it is of no known kind."""
     request = make_request(launch_args=("-l",))
     program = "/opt/env/bin/mpiexec"
     assert mpiexec_command(request) == (program, "-n", "2", "-l", "true")
     hydra = replace(request, mpi="hydra")
     assert mpiexec_command(hydra) == (program, "-n", "2", "-ppn", "2", "-l", "true")
     assert mpiexec_command(hydra, here=True) == (program, "-n", "2", "-l", "true")
-    kinds = replace(hydra, more=(MoreNodes(1, 1),))
-    assert mpiexec_command(kinds, ("-f", "hosts"))[1:5] == ("-n", "2", "-f", "hosts")
 
 
 @pytest.mark.parametrize(
-    ("changes", "hosts", "words", "cure"),
+    ("changes", "words", "cure"),
     [
-        ({"bind": "cores"}, (), r"launch\.bind", "launch.mpi"),
-        ({"mpi": "openmp"}, (), "'openmp'; did you mean 'openmpi'", "launch.launcher: srun"),
-        ({"mpi": "openmpi"}, ("-f", "hosts"), r"resources\.more", "launch.launcher: srun"),
+        ({"bind": "cores"}, r"launch\.bind", "launch.mpi"),
+        ({"mpi": "openmp"}, "'openmp'; did you mean 'openmpi'", "launch.launcher: srun"),
     ],
 )
 def test_what_mpiexec_cannot_be_told_is_refused(
     make_request: MakeRequest,
     changes: dict[str, str],
-    hosts: tuple[str, ...],
     words: str,
     cure: str,
 ) -> None:
     with pytest.raises(PipectlError, match=words) as caught:
-        mpiexec_command(make_request(**changes), hosts)
+        mpiexec_command(make_request(**changes))
     assert cure in (caught.value.cure or "")
 
 

@@ -216,7 +216,7 @@ def test_a_signal_is_passed_on_as_a_file(
     ending = ': >"$PIPECTL_RUN_DIRECTORY/stopped"; ' if saves else ""
     command = f'until [[ -e "$PIPECTL_RUN_DIRECTORY/stop" ]]; do sleep 0.05; done; {ending}exit 0'
     request = make_request(
-        command=("bash", "-c", command), mpiexec=str(tmp_path / "mpiexec"), stop=Stop("USR1")
+        command=("bash", "-c", command), mpiexec=str(tmp_path / "mpiexec"), stop=Stop()
     )
     job_id = submit(scheduler, request)
     directory = request.run_directory

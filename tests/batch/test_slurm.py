@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pipectl.batch import Array, JobRequest, JobState, MoreNodes, Queue, SlurmOptions, get
+from pipectl.batch import JobRequest, JobState, Queue, SlurmOptions, Template, get
 from pipectl.batch.process import NoAnswerError
 from pipectl.batch.slurm import (
     SACCT_FORMAT,
@@ -23,6 +23,7 @@ from pipectl.batch.slurm import (
     parse_squeue,
     parse_state,
 )
+from pipectl.directives import SBATCH, Value, fault_of_option
 from pipectl.errors import InvalidInputError, SchedulerError
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ SAMPLES = Path(__file__).parents[1] / "data" / "scheduler" / "slurm"
 SCRIPT = Path("/runs/job.sh")
 SUBMIT = 1795228138.0
 MIB = 2**20
+DIRECTIVES = "{{% extends base %}}{{% block directives %}}\n#SBATCH {}\n{{% endblock %}}"
 
 
 def sample(name: str) -> str:
@@ -75,92 +77,112 @@ def test_a_command_alone_is_started_without_mpi(
     assert "srun" not in script
 
 
+def test_options_of_a_site(make_request: MakeRequest) -> None:
+    """As sbatch's manual writes them: long ones, letters, without a value, several times."""
+    own = {"qos": "a b", "exclusive": True, "x": "node[1-2]", "s": True, "bb": ("x", "y")}
+    slurm = SlurmOptions(partition="gpu", account="it's", options=own)
+    found = options(make_request(slurm=slurm))
+    assert found[:6] == ['--qos="a b"', "--exclusive", '-x"node[1-2]"', "-s", "--bb=x", "--bb=y"]
+    assert {"--partition=gpu", '--account="it\'s"'} < set(found)
+
+
+def test_options_that_the_site_refuses_are_not_written(make_request: MakeRequest) -> None:
+    names = ("cpus-per-task", "time", "gpus-per-node")
+    slurm = SlurmOptions(options=dict.fromkeys(names, False))
+    script = SlurmScheduler().render(make_request(launcher="srun", gpus_per_node=2, slurm=slurm))
+    assert not any(f"--{name}" in script for name in names)
+
+
+def test_options_may_say_what_resources_cannot(make_request: MakeRequest) -> None:
+    slurm = SlurmOptions(options={"gpus-per-node": "a100:2", "mem": "0"})
+    asked = options(make_request(gpus_per_node=2, memory_per_node_bytes=2**30, slurm=slurm))
+    sizes = [line for line in asked if line.startswith(("--mem", "--gpus"))]
+    assert sizes == ["--gpus-per-node=a100:2", "--mem=0"]
+
+
 @pytest.mark.parametrize(
-    "directive",
+    ("name", "value", "cure"),
     [
-        "--begin=now",
-        "--gpus=4",
-        "-S 1",
-        "#SBATCH --nice=5",
-        "--switches=1@10 --nice=5",
-        "--bb='x --array=5'",
-        "--mem-per-cpu=1G",
-        "--time-min=10",
-        "--ntasks-per-core=1",
-        "-sH",
-        "-Gtesla:2",
-        "--parti=x",
-        "-HN4",
+        ("array", "1-4", "sweep"),
+        ("a", "1-4", "sweep"),
+        ("err", "x", "job.log"),
+        ("exp", "NONE", "environment.variables"),
+        ("n", "4", "resources.tasks_per_node"),
+        ("clusters", "east", "SLURM_CLUSTERS"),
+        ("M", "east,west", "SLURM_CLUSTERS"),
+        ("test-only", True, "submit --test-only"),
+        ("W", True, "submit --wait"),
+        ("wra", "id", "remove it"),
+        ("part", "x", "slurm.partition"),
+        ("A", "x", "slurm.account"),
+        ("N", ("4",), "resources.nodes"),
+        ("time", "10", "resources.walltime"),
+        ("cpus-per-task", "4", "resources.cpus_per_task"),
+        ("no-requeue", True, "max_requeues"),
+        ("-qos", "x", "write qos"),
     ],
 )
-def test_own_directives_come_first_so_that_those_of_pipectl_win(
+def test_options_that_are_not_the_users_name_what_is(name: str, value: Value, cure: str) -> None:
+    assert cure in fault_of_option(SBATCH, name, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("begin", "now"), ("gpus", "4"), ("S", "1"), ("nice", "5"), ("mem", "0"), ("s", True),
+        ("time-min", "10"), ("ntasks-per-core", "1"), ("wait-all-nodes", "1"), ("time", False),
+        ("nodelist", "n1"), ("export-file", "x"),
+    ],
+)  # fmt: skip
+def test_options_that_are_the_users(name: str, value: Value) -> None:
+    assert fault_of_option(SBATCH, name, value) == ""
+
+
+@pytest.mark.parametrize(
+    "directive", ["--begin=now", "--switches=1@10 --nice=5", "--bb='x --array=5'", "-sH", "-HN4"]
+)
+def test_directives_of_a_template_come_first_so_that_those_of_pipectl_win(
     make_request: MakeRequest, directive: str
 ) -> None:
-    request = make_request(slurm=SlurmOptions({"partition": "y"}, directives=(directive,)))
-    assert options(request)[0] == directive.removeprefix("#SBATCH ")
+    template = Template("t", DIRECTIVES.format(directive))
+    request = make_request(slurm=SlurmOptions("y"), template=template)
+    assert options(request)[0] == directive
 
 
 @pytest.mark.parametrize(
     ("directive", "cure"),
     [
-        ("--array=1-4", "sweep"),
-        ("-a1-4", "sweep"),
-        ("#SBATCH --err=x", "job.log"),
         ("--nice=5 -e x", "job.log"),
-        ("--exp NONE", "environment.variables"),
         ("-sn4", "resources.tasks_per_node"),
         ("--begin now -n2", "resources.tasks_per_node"),
-        ("--clusters=east", "SLURM_CLUSTERS"),
         ("--clu=east", "SLURM_CLUSTERS"),
-        ("--nice=5 -Meast,west", "SLURM_CLUSTERS"),
         ("--nice=5 -sMeast", "SLURM_CLUSTERS"),
-        ("--test-only", "submit --test-only"),
         ("-HW", "submit --wait"),
-        ("--wra=id", "remove it"),
         ("--nice=1 '--wr'\"ap\"=x", "remove it"),
         ("--nice=1 '--wr\\ap=x'", "without a backslash"),
         ("mail-type=END", "command line"),
-        ("", "command line"),
-        ("--nice=1\ntouch x", "one line"),
     ],
 )
 def test_directives_that_order_does_not_settle_are_refused(
     make_request: MakeRequest, directive: str, cure: str
 ) -> None:
-    with pytest.raises(InvalidInputError, match=r"slurm\.directives") as caught:
-        options(make_request(slurm=SlurmOptions(directives=(directive,))))
+    with pytest.raises(InvalidInputError, match=r"site\.sh:2") as caught:
+        options(make_request(template=Template("site.sh", DIRECTIVES.format(directive))))
     assert cure in (caught.value.cure or "")
 
 
-def test_options_that_the_site_refuses_are_not_written(make_request: MakeRequest) -> None:
-    slurm = SlurmOptions(omit=("cpus-per-task", "time"), directives=("-t 10",))
-    request = make_request(launcher="srun", slurm=slurm, more=(MoreNodes(1, 2),))
-    assert {"--nodes=1", "-t 10"} < set(options(request))
-    script = SlurmScheduler().render(request)
-    assert "--cpus-per-task" not in script
-    assert "--time" not in script
-
-
-@pytest.mark.parametrize("key", ["partition", "mail-type"])
+@pytest.mark.parametrize("key", ["partition", "options"])
 def test_control_characters_in_options_are_refused(make_request: MakeRequest, key: str) -> None:
-    with pytest.raises(InvalidInputError, match=rf"slurm\.{key.replace('-', '_')}"):
-        options(make_request(slurm=SlurmOptions({key: "a\nb"})))
+    value = {"mail-type": "a\nb"} if key == "options" else "a\nb"
+    with pytest.raises(InvalidInputError, match=rf"slurm\.{key}"):
+        options(make_request(slurm=SlurmOptions(**{key: value})))
 
 
-def test_an_array_of_jobs_with_nodes_of_several_kinds_is_refused(
-    make_request: MakeRequest, tmp_path: Path
-) -> None:
-    runs = Array((tmp_path / "0", tmp_path / "1"))
-    with pytest.raises(InvalidInputError, match="several kinds"):
-        options(make_request(more=(MoreNodes(1, 2),), array=runs))
-
-
-@pytest.mark.parametrize("more", [(), (MoreNodes(1, 2),)])
 @pytest.mark.parametrize("name", ["HYDRA_LAUNCHER", "HYDRA_LAUNCHER_EXEC", "HYDRA_BOOTSTRAP"])
 def test_a_job_with_a_launcher_of_its_own_in_its_variables_gets_no_other(
-    make_request: MakeRequest, more: tuple[MoreNodes, ...], name: str
+    make_request: MakeRequest, name: str
 ) -> None:
-    request = make_request(more=more, mpi="hydra", launcher="mpiexec")
+    request = make_request(mpi="hydra", launcher="mpiexec")
     assert "HYDRA_LAUNCHER_EXEC=" in SlurmScheduler().render(request)
     script = SlurmScheduler().render(replace(request, variables={name: "ssh"}))
     assert "HYDRA_" not in script.replace(f"({name})", "")
@@ -195,7 +217,7 @@ def test_variables_that_overrule_the_script_are_removed(
     [
         ("sbatch-badpart.txt", "invalid partition specified: nope", "slurm.partition"),
         ("sbatch-badmem.txt", "Memory specification", "resources.memory_per_node"),
-        ("sbatch-badopt.txt", "unrecognized option", "slurm.directives"),
+        ("sbatch-badopt.txt", "unrecognized option", "slurm.options"),
         ("sbatch-gpu.txt", "Invalid generic resource", "resources.gpus_per_node"),
         ("sbatch-noshebang.txt", "does not look like a batch script", "job spec"),
     ],

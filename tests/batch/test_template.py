@@ -96,7 +96,7 @@ def test_what_gives_a_wrong_script_is_refused_with_its_line(
         ("slurm", "#SBATCH --switches=1 -M east"),
         ("slurm", "#SBATCH nothing"),
         ("pbs", "#PBS -p 5 -J 0-3"),
-        ("pbs", "#PBS -l place=pack"),
+        ("pbs", "#PBS -l select=2"),
     ],
 )
 def test_own_directives_are_checked_as_those_of_the_spec(

@@ -27,6 +27,7 @@ LAYERS = (
         "compiled",
         "versions",
         "faults",
+        "directives",
     ),
     ("spec", "graph", "profile", "link", "cluster", "plan", "timeline", "rehearsal"),
     ("planner", "schedule", "simulate"),

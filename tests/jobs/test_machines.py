@@ -8,7 +8,7 @@ import pytest
 
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import DataFileError, MismatchError
-from pipectl.jobs.machines import cluster_of, find_machines, measured_key, memory_of_task
+from pipectl.jobs.machines import cluster_of, find_machines, measured_key
 from pipectl.jobs.places import cluster_path, scheduler_name
 from pipectl.spec import JobSpec, load
 
@@ -36,26 +36,6 @@ def test_an_allocation_has_the_nodes_asked_for(spec: JobSpec) -> None:
     assert [node.cores for node in cluster.nodes] == [3, 3]
     assert cluster.device(0).memory_bytes == 2 * 2**30
     assert cluster.assumed
-
-
-def test_nodes_of_further_kinds_come_behind_the_others(tmp_path: Path) -> None:
-    more = "more: [{nodes: 2, tasks_per_node: 1, memory_per_node: 32GiB, speed: 1.5}]"
-    (tmp_path / "job.yaml").write_text(JOB.replace("memory_per_node: 6GiB}", f"{more}}}"))
-    spec = load(tmp_path / "job.yaml", ["resources.memory_per_node=6GiB"])
-    cluster = cluster_of(spec, "slurm")
-    assert cluster.node_of_rank == (0, 0, 0, 1, 1, 1, 2, 3)
-    devices = [cluster.device(rank) for rank in (0, 5, 6, 7)]
-    assert [device.memory_bytes for device in devices] == [2 * 2**30] * 2 + [32 * 2**30] * 2
-    assert [device.speed for device in devices] == [1.0, 1.0, 1.5, 1.5]
-    assert memory_of_task(spec) == 32 * 2**30
-    assert cluster_of(spec, "local").device(7).memory_bytes == 2 * 2**30
-
-
-def test_memory_that_one_kind_does_not_say_is_not_limited(tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text(JOB)
-    spec = load(tmp_path / "job.yaml", ["resources.more=[{nodes: 1}]"])
-    assert memory_of_task(spec) is None
-    assert spec.resources.ranks == 9
 
 
 @pytest.mark.parametrize(("usable", "cores"), [(8, 4), (3, 1), (1, 1)])
@@ -119,7 +99,7 @@ def test_a_measured_cluster_is_found_at_its_usual_place(
         "resources.memory_per_node=7GiB",
         "launch.args=[-bind-to,none]",
         "environment.variables.UCX_TLS=tcp",
-        "slurm.constraint=fast",
+        "slurm.options.constraint=fast",
     ],
 )
 def test_a_cluster_measured_for_other_settings_is_not_used(

@@ -16,6 +16,7 @@ from pipectl.batch import (
     JobState,
     JobStatus,
     SlurmOptions,
+    Template,
     render_variables,
 )
 from pipectl.batch.launchers import mpi_of
@@ -103,8 +104,8 @@ def test_a_job_fails_with_its_code(
 def test_waiting_jobs_are_queued_or_held_and_can_be_cancelled(
     request_of: Callable[..., JobRequest], wait_for: WaitFor
 ) -> None:
-    later = SlurmOptions(directives=("--begin=now+1hour",))
-    held = SlurmOptions(directives=("--hold",))
+    later = SlurmOptions(options={"begin": "now+1hour"})
+    held = SlurmOptions(options={"hold": True})
     queued_id = submit(request_of("true", slurm=later))
     held_id = submit(request_of("true", slurm=held))
     assert wait_for(queued_id, JobState.QUEUED).reason == "BeginTime"
@@ -220,7 +221,7 @@ def test_the_log_is_written_whatever_the_directory_is_called(
 
 
 def test_nasty_tags_reach_slurm_unchanged(request_of: Callable[..., JobRequest]) -> None:
-    held = SlurmOptions(directives=("--hold",))
+    held = SlurmOptions(options={"hold": True})
     values = [value for value in NASTY[::5] if value.strip()]
     tags = {submit(request_of("true", tag=value, slurm=held)): value for value in values}
     assert len(tags) >= 30
@@ -235,13 +236,25 @@ def test_nasty_tags_reach_slurm_unchanged(request_of: Callable[..., JobRequest])
         subprocess.run(["scancel", *tags], check=True)
 
 
-def test_what_pipectl_writes_overrules_directives(request_of: Callable[..., JobRequest]) -> None:
-    own = ("--hold --job-name=mine --time=9", "-c 4 -N2 --comment=x --requeue")
-    job_id = submit(request_of("true", slurm=SlurmOptions(directives=own)))
+def test_what_pipectl_writes_overrules_a_template(request_of: Callable[..., JobRequest]) -> None:
+    own = "--hold --job-name=mine --time=9\n#SBATCH -c 4 -N2 --comment=x --requeue"
+    blocks = f"{{% extends base %}}{{% block directives %}}\n#SBATCH {own}\n{{% endblock %}}"
+    job_id = submit(request_of("true", template=Template("site.sh", blocks)))
     try:
         ask = ["squeue", "-h", "-o", "%j|%l|%D|%C|%r", "-j", job_id]
         done = subprocess.run(ask, capture_output=True, text=True, check=True)
         assert done.stdout.strip() == "demo|5:00|1|1|JobHeldUser"
+    finally:
+        SLURM.cancel(job_id)
+
+
+def test_options_of_the_job_reach_slurm(request_of: Callable[..., JobRequest]) -> None:
+    own = {"hold": True, "nice": "7", "x": "node[3-4]"}
+    job_id = submit(request_of("true", slurm=SlurmOptions(options=own)))
+    try:
+        ask = ["scontrol", "show", "job", "-o", job_id]
+        shown = subprocess.run(ask, capture_output=True, text=True, check=True).stdout
+        assert {"Nice=7", "ExcNodeList=node[3-4]", "Reason=JobHeldUser"} <= set(shown.split())
     finally:
         SLURM.cancel(job_id)
 

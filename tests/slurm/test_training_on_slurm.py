@@ -97,7 +97,7 @@ def test_the_job_runs_on_virtual_nodes_and_gives_the_local_weights(
 ) -> None:
     take_profile(local_run, tmp_path)
     settings = ["resources.nodes=2", "resources.tasks_per_node=1"]
-    stages = ["pipeline.stages=2", "slurm.directives=[--begin=now+4]"]
+    stages = ["pipeline.stages=2", "slurm.options.begin=now+4"]
     run = submit(tmp_path, "slurm", *settings, *stages)
     seen = watch(tmp_path, run)
     states = list(dict.fromkeys(found["state"] for found in seen))
@@ -114,35 +114,6 @@ def test_the_job_runs_on_virtual_nodes_and_gives_the_local_weights(
     found = weights(tmp_path, run)
     assert found.keys() == local_weights.keys()
     assert all(torch.equal(found[name], local_weights[name]) for name in found)
-
-
-@pytest.mark.usefixtures("warm")
-@pytest.mark.parametrize("launcher", ["mpiexec", pytest.param("srun", marks=pytest.mark.torture)])
-def test_nodes_of_two_kinds_are_one_pipeline(
-    lab: Path,
-    tmp_path: Path,
-    local_run: Path,
-    local_weights: dict[str, torch.Tensor],
-    launcher: str,
-) -> None:
-    """A job of two components, whose nodes have different numbers of ranks and memory."""
-    take_profile(local_run, tmp_path)
-    more = "[{tasks_per_node: 2, memory_per_node: 3GiB, slurm: {exclude: 'node[1-2]'}}]"
-    settings = ["nodes=1", "tasks_per_node=1", "memory_per_node=1GiB", f"more={more}"]
-    run = submit(
-        tmp_path,
-        "slurm",
-        *(f"resources.{setting}" for setting in settings),
-        "pipeline.stages=3",
-        f"launch.launcher={launcher}",
-    )
-    last = watch(tmp_path, run)[-1]
-    log = (tmp_path / "runs" / run / "logs" / "job.log").read_text()
-    assert last["state"] == "COMPLETED", log
-    assert [rank["node"] in ("node3", "node4") for rank in last["ranks"]] == [False, True, True]
-    assert "the plan counts on" not in log
-    found = weights(tmp_path, run)
-    assert all(torch.equal(found[name], local_weights[name]) for name in local_weights)
 
 
 @pytest.mark.usefixtures("warm")

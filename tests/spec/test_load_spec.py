@@ -44,8 +44,11 @@ environment:
   {modules: [gcc/12], setup: ["ulimit -l unlimited"], variables: {OMP_PLACES: cores, N: 1.10}}
 checkpoint: {every: 100, keep: 2}
 output:    {directory: /scratch/runs}
-slurm:     {partition: debug, account: 0042, exclusive: true, directives: [--gres=gpu:1]}
-pbs:       {queue: workq, place: scatter}
+slurm:
+  partition: debug
+  account: 0042
+  options: {exclusive: true, nice: 0100, gres: "g:1", time: false}
+pbs:       {queue: workq, options: {h: true, l: [place=pack, mem=1gb]}}
 """
 Origins = Callable[..., dict[str, Origin]]
 
@@ -105,7 +108,9 @@ def test_how_it_runs(full: JobSpec) -> None:
     assert full.launch.args == ("--label",)
     assert full.environment.variables == {"OMP_PLACES": "cores", "N": "1.10"}
     assert full.slurm.account == "0042"
-    assert full.slurm.directives == ("--gres=gpu:1",)
+    options = {"exclusive": True, "nice": "0100", "gres": "g:1", "time": False}
+    assert full.slurm.options == options
+    assert full.pbs.options == {"h": True, "l": ("place=pack", "mem=1gb")}
     assert full.checkpoint.keep == 2
 
 
@@ -247,13 +252,13 @@ def test_the_origin_of_a_value_is_the_layer_that_wins(origins: Origins) -> None:
     found = origins(
         "resources: {nodes: 2}\nslurm:\n  account: mine\ncheckpoint: {keep: null}\n",
         "resources.tasks_per_node=4",
-        sites=("slurm: {partition: small, qos: low}\n", "\nslurm: {partition: large}\n"),
+        sites=("slurm: {partition: small, options: {qos: low}}\n", "\nslurm: {partition: large}\n"),
     )
     places = {
         "training.steps": "job.yaml:6",
         "resources.nodes": "job.yaml:7",
         "slurm.account": "job.yaml:9",
-        "slurm.qos": "site0.yaml:1",
+        "slurm.options.qos": "site0.yaml:1",
         "slurm.partition": "site1.yaml:2",
         "resources.tasks_per_node": "--set resources.tasks_per_node:0",
         "resources.walltime": "default",
@@ -290,3 +295,11 @@ def test_origins_show_what_is_dumped_but_no_environment_variable(origins: Origin
     text = dump(load(Path("job.yaml"), sites=()))
     assert all(f"{origin.path[-1]}:" in text for origin in found.values())
     assert found["environment.variables.KEY"].value == "(not shown)"
+
+
+def test_keys_that_there_were_once_may_stand_without_a_value(read, minimal) -> None:
+    """As in the job files of runs that an older pipectl has submitted."""
+    old = "{qos: null, exclusive: false, omit: [], directives: []}"
+    checkpoint = "checkpoint: {on_signal: USR1}"
+    text = f"{minimal}slurm: {old}\nresources: {{more: []}}\n{checkpoint}\n"
+    assert read(text) == read(minimal)

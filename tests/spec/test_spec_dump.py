@@ -57,9 +57,11 @@ def test_site_files_no_longer_matter(job: Path, tmp_path: Path) -> None:
     site.write_text("slurm: {account: mine}\nenvironment: {variables: {A: 1}}")
     run = tmp_path / "run.yaml"
     run.write_text(dump(load(job, ["training.steps=77"], sites=(site,))))
-    site.write_text("slurm: {account: yours, qos: low}\nenvironment: {variables: {B: 1}}")
+    site.write_text(
+        "slurm: {account: yours, options: {qos: low}}\nenvironment: {variables: {B: 1}}"
+    )
     again = load(run, sites=(site,))
-    assert (again.slurm.account, again.slurm.qos) == ("mine", None)
+    assert (again.slurm.account, again.slurm.options) == ("mine", {})
     assert (again.environment.variables, again.training.steps) == ({"A": "1"}, 77)
 
 

@@ -41,12 +41,13 @@ def test_each_layer_is_over_the_one_before(layered) -> None:
 
 def test_mappings_are_merged_and_lists_replaced(layered) -> None:
     spec = layered(
-        "slurm: {account: a, qos: q}\n"
+        "slurm: {account: a, options: {qos: q, mem: 0}}\n"
         "environment: {modules: [gcc, mpich], variables: {A: 1, B: 1}}",
-        "slurm: {qos: r}\nenvironment: {modules: [clang], variables: {B: 2, factory: 2}}",
-        "slurm: {partition: p}\nenvironment: {variables: {C: 3}}",
+        "slurm: {options: {qos: r, hold: true}}\nenvironment: {modules: [clang], variables: {B: 2, factory: 2}}",
+        "slurm: {partition: p, options: {hold: null}}\nenvironment: {variables: {C: 3}}",
     )
-    assert (spec.slurm.account, spec.slurm.qos, spec.slurm.partition) == ("a", "r", "p")
+    assert (spec.slurm.account, spec.slurm.partition) == ("a", "p")
+    assert spec.slurm.options == {"qos": "r", "mem": "0"}
     assert spec.environment.modules == ("clang",)
     assert spec.environment.variables == {"A": "1", "B": "2", "factory": "2", "C": "3"}
 
@@ -71,8 +72,8 @@ def test_files_of_a_site_file_are_looked_up_beside_it(layered, tmp_path: Path) -
 
 
 def test_jobs_can_do_without_site_files(layered) -> None:
-    assert layered("slurm: {qos: q}", "wrong: 1", "site_defaults: false\n").slurm.qos is None
-    assert layered("slurm: {qos: q}", "", "", "site_defaults=false").slurm.qos is None
+    assert layered("slurm: {account: q}", "x: 1", "site_defaults: false\n").slurm.account is None
+    assert layered("slurm: {account: q}", "", "", "site_defaults=false").slurm.account is None
 
 
 def test_absent_and_empty_site_files_say_nothing(tmp_path: Path, minimal: str) -> None:
@@ -85,7 +86,7 @@ def test_absent_and_empty_site_files_say_nothing(tmp_path: Path, minimal: str) -
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("slurm: {exclusive: 3}", "1:20: slurm.exclusive: must be true or false, not 3"),
+        ("launch: {progress_core: 3}", "1:25: launch.progress_core: must be true or false, not 3"),
         ("slurm: {part: a}", "1:9: slurm.part: unknown key; did you mean 'partition'?"),
         ("version: 2", "1:10: version: is 2; this pipectl reads version 1"),
         ("a: [", "1:5: not valid YAML: it ends inside a bracket that is not closed"),
@@ -130,8 +131,9 @@ def test_overrides_are_read_like_the_file(read, minimal) -> None:
         "pipeline.memory_limit=2GiB",
         "optimizer.kwargs.lr=3e-4",
         "slurm.account=0042",
-        "slurm.directives=[--gres=gpu:1]",
-        "pbs.select_extra=model=icelake",
+        "slurm.options.gres=gpu:1",
+        "slurm.options.mail-type=END",
+        "pbs.select=model=icelake",
         "launch.args=[--label, '-v']",
         "environment.variables={A: 1, B: two}",
     )
@@ -140,8 +142,8 @@ def test_overrides_are_read_like_the_file(read, minimal) -> None:
     assert spec.pipeline.memory_limit_bytes == 2**31
     assert spec.optimizer.kwargs == {"lr": 3e-4}
     assert spec.slurm.account == "0042"
-    assert spec.slurm.directives == ("--gres=gpu:1",)
-    assert spec.pbs.select_extra == "model=icelake"
+    assert spec.slurm.options == {"gres": "gpu:1", "mail-type": "END"}
+    assert spec.pbs.select == "model=icelake"
     assert spec.launch.args == ("--label", "-v")
     assert spec.environment.variables == {"A": "1", "B": "two"}
 
@@ -205,7 +207,8 @@ def test_text_that_is_no_factory_is_replaced(read, minimal) -> None:
         ("training=", "--set training: missing"),
         ("training=3", "--set training: must be a mapping, not 3"),
         ("lr_scheduler.kwargs.T=1", "--set lr_scheduler.kwargs.T: lr_scheduler.factory: missing"),
-        ("slurm={qos: a, qos: b}", "--set slurm: qos: given twice; first on line 1"),
+        ("slurm.options={qos: a, qos: b}", "--set slurm.options: qos: given twice; first on line 1"),
+        ("slurm.qos=a", "--set slurm.qos: is no longer a key; write slurm.options: {qos: ...}"),
         ('name="\\e"', "--set name: contains the unprintable character U+001B; remove it"),
         ("pipeline.micro_batches=9", "--set pipeline.micro_batches: a batch of 8 cannot be cut into 9; lower it or raise training.batch_size"),
         ("na\x1bme=3", "--set na\\x1bme: unknown key; did you mean 'name'?"),

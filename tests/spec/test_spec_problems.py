@@ -29,7 +29,7 @@ BOMB = "\n".join(
         ("zzz:", f"7:1: zzz: unknown key; known are {TOP_LEVEL}"),
         ("nam: x", "7:1: nam: unknown key; did you mean 'name'?"),
         ("walltime: 3", "7:1: walltime: unknown key; did you mean 'resources.walltime'?"),
-        ("checkpoint:\n  often: 3", "8:3: checkpoint.often: unknown key; known are every, keep, keep_every, on_signal, lead_time, max_requeues"),
+        ("checkpoint:\n  often: 3", "8:3: checkpoint.often: unknown key; known are every, keep, keep_every, lead_time, max_requeues"),
         ("evaluation: {data: a:b, metrics: {m: {factor: a:b, factory: c:d}}}", "7:39: evaluation.metrics.m.factor: unknown key; did you mean 'factory'?"),
         # structure
         ("resources: 5", "7:12: resources: must be a mapping, not 5"),
@@ -63,7 +63,7 @@ BOMB = "\n".join(
         ("launch: {scheduler: lsf}", "7:21: launch.scheduler: must be auto, local, slurm or pbs, not 'lsf'"),
         ("pipeline: {schedule: gpip}", "7:22: pipeline.schedule: must be auto, gpipe, 1f1b, interleaved, looped-bfs, zb-h1, zb-v, dualpipev, pipedream, pipedream-2bw or the name of a .csv file or of a package's schedule, not 'gpip'"),
         ("pipeline: {replicas: 0}", "7:22: pipeline.replicas: must be auto, any or a whole number of at least 1, not 0"),
-        ("slurm: {exclusive: yes}", "7:20: slurm.exclusive: must be true or false, not 'yes'"),
+        ("site_defaults: yes", "7:16: site_defaults: must be true or false, not 'yes'"),
         # text
         ("output: {directory: ''}", "7:21: output.directory: is empty"),
         ('slurm: {account: "a\\n#SBATCH --uid=0"}', "7:18: slurm.account: must be one line; it contains a line break"),
@@ -71,8 +71,27 @@ BOMB = "\n".join(
         ("environment: {variables: {A-B: 1}}", "7:27: environment.variables.A-B: is no variable name; use letters, digits and '_'"),
         ("environment: {variables: {PIPECTL_ATTEMPT: 9}}", "7:27: environment.variables.PIPECTL_ATTEMPT: is pipectl's own: the job script sets what begins with PIPECTL_"),
         ("environment: {variables: {UID: 0}}", "7:27: environment.variables.UID: cannot be set: bash forbids it"),
-        ("slurm: {directives: ['#SBATCH -x']}", "7:22: slurm.directives[0]: must be the option alone, without #SBATCH or #PBS, not '#SBATCH -x'"),
-        ("pbs: {directives: [foo]}", "7:20: pbs.directives[0]: must be an option such as --gres=gpu:1, not 'foo'"),
+        # options of sbatch and qsub
+        ("slurm: {options: {qos: {a: b}}}", "7:24: slurm.options.qos: must be text, true or a list of texts, not a mapping"),
+        ("slurm: {options: {x: [a, true, [b]]}}", "7:22: slurm.options.x: must be text, true or a list of texts, not a list"),
+        ('slurm: {options: {qos: "a\\n#SBATCH --uid=0"}}', "7:24: slurm.options.qos: must be one line; it contains a line break"),
+        ("slurm: {options: {--qos: a}}", "7:26: slurm.options.--qos: is no option of sbatch without its dashes; write qos"),
+        ("slurm: {options: {mail_type: END}}", "7:30: slurm.options.mail_type: is no option of sbatch without its dashes; write mail-type"),
+        ("slurm: {options: {mail type: END}}", "7:30: slurm.options.mail type: is no option of sbatch without its dashes, such as mail-type, or of one letter"),
+        ("slurm: {options: {exclusive: false}}", "7:30: slurm.options.exclusive: cannot be false, as cpus-per-task, gpus-per-node and time can; leave it out, or write null to drop that of a site file"),
+        ("pbs: {options: {h: false}}", "7:20: pbs.options.h: cannot be false; leave it out, or write null to drop that of a site file"),
+        ("pbs: {options: {project: x}}", "7:26: pbs.options.project: is no option of qsub without its dashes, of one letter"),
+        ("pbs: {options: {l: a b}}", "7:20: pbs.options.l: 'a b' cannot stand in a resource list of PBS, such as place=scatter:excl"),
+        ("pbs: {select: a b}", "7:15: pbs.select: must be resources such as model=icelake, not 'a b'"),
+        # keys that there were once
+        ("slurm: {qos: a}", "7:9: slurm.qos: is no longer a key; write slurm.options: {qos: ...}"),
+        ("slurm: {mail_type: END}", "7:9: slurm.mail_type: is no longer a key; write slurm.options: {mail-type: ...}"),
+        ("slurm: {exclusive: true}", "7:9: slurm.exclusive: is no longer a key; write slurm.options: {exclusive: true}"),
+        ("slurm: {omit: [time]}", "7:9: slurm.omit: is no longer a key; write slurm.options: {time: false}, say, for an option that is not to be written"),
+        ("slurm: {directives: [--gres=gpu:1]}", "7:9: slurm.directives: is no longer a key; write slurm.options: {gres: gpu:1}, say, for --gres=gpu:1"),
+        ("pbs: {place: pack}", "7:7: pbs.place: is no longer a key; write pbs.options: {l: [place=...]}"),
+        ("pbs: {select_extra: a=b}", "7:7: pbs.select_extra: is no longer a key; write pbs.select: ..."),
+        ("resources: {more: [{nodes: 1}]}", "7:13: resources.more: is no longer a key; a job has nodes of one kind; ask for what the largest stage needs"),
         # references to user code
         ("optimizer: AdamW", "7:12: optimizer.factory: 'AdamW' names no function or class; write ./file.py:name or package.module:name"),
         ("optimizer: {factory: 'a.b:2f'}", "7:22: optimizer.factory: 'a.b:2f': '2f' is no name of a function or class; write ./file.py:name or package.module:name"),
@@ -159,12 +178,12 @@ training: {}
 
 def test_fields_that_do_not_fit_are_told_with_other_problems(added) -> None:
     """Cross-field checks do not wait until the rest of the file is right."""
-    text = "pipeline: {stages: 3, micro_batches: 9}\nname: a\nslurm: {exclusive: 3}\n"
+    text = "pipeline: {stages: 3, micro_batches: 9}\nname: a\nsite_defaults: 3\n"
     assert added(text) == [
         "job.yaml:7:20: pipeline.stages: 3 stages need as many ranks; resources give nodes x tasks_per_node = 1 x 1",
         "job.yaml:7:38: pipeline.micro_batches: a batch of 8 cannot be cut into 9; lower it or raise training.batch_size",
         "job.yaml:8:1: name: given twice; first on line 2",
-        "job.yaml:9:20: slurm.exclusive: must be true or false, not 3",
+        "job.yaml:9:16: site_defaults: must be true or false, not 3",
     ]  # fmt: skip
 
 

@@ -164,7 +164,7 @@ def test_faults_stand_at_their_values(faults: Faults, text: str, messages: list[
     "key",
     [
         *("resources.nodes", "resources", "slurm.qos", "pbs.queue", "launch.scheduler", "launch"),
-        *("checkpoint.on_signal", "checkpoint", "name", "output.directory", "sweep.at_once"),
+        *("checkpoint.lead_time", "checkpoint", "name", "output.directory", "sweep.at_once"),
     ],
 )
 def test_what_the_batch_system_allocates_is_the_same_for_all(faults: Faults, key: str) -> None:

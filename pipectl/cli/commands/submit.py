@@ -61,7 +61,7 @@ _Time = Annotated[
 ]
 _Gres = Annotated[
     str | None,
-    typer.Option(help="gpu:N for N GPUs per node (resources.gpus_per_node), else slurm.gres."),
+    typer.Option(help="gpu:N for N GPUs per node (resources.gpus_per_node), else options.gres."),
 ]
 
 
@@ -98,7 +98,7 @@ def command(
         "resources.gpus_per_node": ("--gres", int(gpus[1] or 1) if gpus else None),
         "slurm.partition": ("--partition", partition),
         "slurm.account": ("--account", account),
-        "slurm.gres": ("--gres", None if gpus else gres),
+        "slurm.options.gres": ("--gres", None if gpus else gres),
         "pbs.queue": ("--queue", queue),
         "pbs.account": ("--account", account),
     }

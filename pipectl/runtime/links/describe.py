@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import repeat
-
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.runtime.links.measure import Figures
-from pipectl.spec import NodeKind
 
 
 def describe(
@@ -17,7 +13,7 @@ def describe(
     library: str,
     key: str | None,
     cpus_per_task: int,
-    kinds: Sequence[NodeKind],
+    memory_per_node: int | None,
 ) -> Cluster:
     """The cluster that was measured.
 
@@ -26,16 +22,14 @@ def describe(
         library: what MPI says of itself.
         key: see :class:`~pipectl.cluster.Cluster`.
         cpus_per_task: threads of a rank.
-        kinds: of every node as asked for, at least of one; nodes beyond are as the first.
+        memory_per_node: as asked for, in bytes; None takes that of each node.
     """
     hosts = len({place.host for place in figures.places})
     ranks = len(figures.places)
-    kinds = [*kinds, *repeat(kinds[0], len(figures.nodes))]
-    nodes = zip(figures.nodes, kinds, strict=False)
     return Cluster(
         name=name,
         source=f"measured with {_first_words(library)}: {ranks} ranks on {_count(hosts, 'host')}",
-        nodes=tuple(_node(figures, node, cpus_per_task, kind) for node, kind in nodes),
+        nodes=tuple(_node(figures, node, cpus_per_task, memory_per_node) for node in figures.nodes),
         within_node=figures.within_node,
         between_nodes=figures.between_nodes,
         allreduce=figures.allreduce,
@@ -43,20 +37,21 @@ def describe(
     )
 
 
-def _node(figures: Figures, ranks: tuple[int, ...], cpus_per_task: int, kind: NodeKind) -> Node:
+def _node(
+    figures: Figures, ranks: tuple[int, ...], cpus_per_task: int, memory_per_node: int | None
+) -> Node:
     """A node; its cores are those that its ranks may use together.
 
     Without a memory that was asked for, a rank has its share of the machine's.
     """
     places = [figures.places[rank] for rank in ranks]
     usable = len(frozenset().union(*(place.cores for place in places)))
-    asked = kind.memory_per_node
-    whole = places[0].memory_bytes if asked is None else asked
+    whole = places[0].memory_bytes if memory_per_node is None else memory_per_node
     return Node(
         name=places[0].node,
         ranks=len(ranks),
         cores=max(1, usable // cpus_per_task),
-        device=Device(kind.device, kind.speed, whole // len(ranks)),
+        device=Device("cpu", 1.0, whole // len(ranks)),
     )
 
 

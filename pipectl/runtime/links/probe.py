@@ -54,7 +54,7 @@ def save(figures: Figures, directory: RunDirectory, output: Path, key: str) -> C
         library=MPI.Get_library_version(),
         key=key,
         cpus_per_task=spec.resources.cpus_per_task,
-        kinds=spec.resources.kind_of_node,
+        memory_per_node=spec.resources.memory_per_node,
     )
     cluster.save(directory.cluster)
     write_text(output.with_suffix(".svg"), links_svg(cluster))

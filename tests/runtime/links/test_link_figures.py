@@ -13,7 +13,6 @@ from pipectl.runtime.links.one_link import _overlap_sizes
 from pipectl.runtime.links.places import Place, pairs_between, pairs_within, ranks_by_node
 from pipectl.runtime.links.session import FEWEST, MOST, repeats
 from pipectl.runtime.links.sums import rank_counts
-from pipectl.spec import NodeKind
 
 
 def place(node: str, *cores: int) -> Place:
@@ -76,7 +75,7 @@ def test_nodes_have_the_cores_of_their_ranks_and_their_share_of_memory(asked, me
         library="MPICH Version:      5.0.2\nMPICH Release date: a day",
         key=None,
         cpus_per_task=2,
-        kinds=[NodeKind("cpu", 2, 2, asked, 1.0)],
+        memory_per_node=asked,
     )
     assert cluster.source == "measured with MPICH 5.0.2: 4 ranks on 2 hosts"
     assert [(node.name, node.ranks, node.cores) for node in cluster.nodes] == [
@@ -102,6 +101,6 @@ def test_the_source_names_the_library_without_its_dates(library: str, words: str
         library=library,
         key=None,
         cpus_per_task=1,
-        kinds=[NodeKind("cpu", 1, 1, None, 1.0)],
+        memory_per_node=None,
     )
     assert found.source == f"measured with {words}: 1 ranks on 1 host"

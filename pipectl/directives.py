@@ -1,0 +1,195 @@
+"""Options of sbatch and qsub: which of them a job may set, and how lines of them are read."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+Value = str | bool | tuple[str, ...]
+"""Of an option: a text, true for one without a value, false for one that is not written, or several
+texts for an option that is written several times."""
+
+LEFT_OUT = ("cpus-per-task", "gpus-per-node", "time")
+"""Options of sbatch that pipectl writes unless a job says false."""
+_RESOURCES = re.compile(r"[A-Za-z0-9_=:.,+*~/@-]*")
+_LOG = "remove it; output and errors are in logs/job.log"
+
+
+class Syntax(NamedTuple):
+    """How a batch system reads options.
+
+    Args:
+        mark: of a line of options in a script.
+        command: that reads them.
+        example: of a line.
+        name: pattern of an option without its dashes.
+        flags: letters of options without a value: others may follow in the same word.
+        refused: what to do instead of an option whose order does not settle whether pipectl's wins.
+        own: the same of those that pipectl writes after the user's, which it thereby overrules.
+        spells: whether an option as it is written is one of these tables.
+    """
+
+    mark: str
+    command: str
+    example: str
+    name: str
+    flags: str
+    refused: Mapping[str, str]
+    own: Mapping[str, str]
+    spells: Callable[[str, str], bool]
+
+
+def _spells_sbatch(written: str, option: str) -> bool:
+    """Long options may be abbreviated; if it is not clear to what, sbatch refuses them itself."""
+    name = written.replace("=", " ").split()[0]
+    long, _, short = option.partition(" ")
+    return (name.startswith("--") and long.startswith(name)) or bool(
+        short and name.startswith(short)
+    )
+
+
+def _spells_qsub(written: str, option: str) -> bool:
+    """An option may be of one letter, or a resource or attribute in one of ``-l`` or ``-W``."""
+    letter, _, name = option.partition(" ")
+    parts = re.split(r"[,\s]+", written[2:].strip())
+    names = [part.partition("=")[0].lower() for part in parts]  # as PBS compares them
+    return written.startswith(letter) and (not name or name in names)
+
+
+SBATCH = Syntax(
+    mark="#SBATCH",
+    command="sbatch",
+    example="--switches=1",
+    name="[A-Za-z]|[a-z0-9][a-z0-9-]*[a-z0-9]",
+    flags="hHIkOQRsuvVW",
+    refused={
+        "--array -a": "remove it; a sweep of the job spec becomes an array",
+        "--clusters -M": "remove it, and set SLURM_CLUSTERS for all commands of pipectl: they "
+        "could neither see nor cancel a job that only sbatch knows to be on another cluster",
+        "--error -e": "remove it; errors are in logs/job.log",
+        "--export": "set environment.variables in the job spec",
+        "--ntasks -n": "set resources.tasks_per_node in the job spec",
+        "--test-only": "remove it; `pipectl submit --test-only` asks Slurm",
+        "--wait -W": "remove it; `pipectl submit --wait` waits",
+        "--wrap": "remove it",
+    },
+    own={
+        "--account -A": "set slurm.account",
+        "--chdir -D": "remove it; jobs run in their run directory",
+        "--comment": "remove it; pipectl finds its jobs by their comment",
+        "--cpus-per-task -c": "set resources.cpus_per_task",
+        "--job-name -J": "set name",
+        "--nodes -N": "set resources.nodes",
+        "--no-requeue": "set checkpoint.max_requeues: 0",
+        "--ntasks-per-node": "set resources.tasks_per_node",
+        "--open-mode": _LOG,
+        "--output -o": _LOG,
+        "--partition -p": "set slurm.partition",
+        "--requeue": "set checkpoint.max_requeues",
+        "--signal": "set checkpoint.lead_time",
+        "--time -t": "set resources.walltime",
+    },
+    spells=_spells_sbatch,
+)
+QSUB = Syntax(
+    mark="#PBS",
+    command="qsub",
+    example="-p 5",
+    name="[A-Za-z]",
+    flags="fhIVXz",
+    refused={
+        "-C": "remove it",
+        "-I": "remove it; pipectl's jobs are not interactive",
+        "-J": "remove it; a sweep of the job spec becomes an array",
+        "-V": "set environment.variables in the job spec",
+        "-f": "remove it",
+        "-z": "remove it; pipectl needs the job's id",
+        "-W block": "remove it; `pipectl submit --wait` waits",
+        "-W interactive": "remove it; pipectl's jobs are not interactive",
+        # Of two resources, qsub takes the first.
+        "-l nodes": "set resources.nodes in the job spec",
+        "-l select": "set resources, or pbs.select, in the job spec",
+        "-l walltime": "set resources.walltime in the job spec",
+    },
+    own={
+        "-A": "set pbs.account",
+        "-N": "set name",
+        "-S": "remove it; job scripts are of bash",
+        "-e": _LOG,
+        "-j": _LOG,
+        "-k": _LOG,
+        "-o": _LOG,
+        "-q": "set pbs.queue",
+        "-r": "set checkpoint.max_requeues",
+    },
+    spells=_spells_qsub,
+)
+
+
+def fault_of_option(syntax: Syntax, name: str, value: Value) -> str:
+    """Why a job may not set an option to a value, and what to do; empty if it may."""
+    if not re.fullmatch(syntax.name, name):
+        plain = name.lstrip("-").replace("_", "-")
+        form = "of one letter" if syntax is QSUB else "such as mail-type, or of one letter"
+        hint = f"; write {plain}" if re.fullmatch(syntax.name, plain) else f", {form}"
+        return f"is no option of {syntax.command} without its dashes{hint}"
+    if value is False:
+        if syntax is SBATCH and name in LEFT_OUT:
+            return ""
+        dropped = "leave it out, or write null to drop that of a site file"
+        return f"cannot be false{f', as {_listed(LEFT_OUT)} can' * (syntax is SBATCH)}; {dropped}"
+    for written, text in options_of(name, value):
+        option = f"{written} {text or ''}"
+        for refused, cure in {**syntax.refused, **syntax.own}.items():
+            if syntax.spells(option, refused):
+                return f"cannot be set here; {cure}"
+        if written == "-l" and syntax is QSUB and not _RESOURCES.fullmatch(text or ""):
+            return f"{text!r} cannot stand in a resource list of PBS, such as place=scatter:excl"
+    return ""
+
+
+def options_of(name: str, value: Value) -> Iterator[tuple[str, str | None]]:
+    """An option with its dashes, and its value, for each time that it is written."""
+    if value is not False:
+        dashed = f"-{name}" if len(name) == 1 else f"--{name}"
+        for text in value if isinstance(value, tuple) else (value,):
+            yield dashed, None if isinstance(text, bool) else text
+
+
+def fault_of_line(syntax: Syntax, line: str) -> tuple[str, str] | None:
+    """What is wrong with a line of options without its mark, and what to do; None if nothing is."""
+    if not line.startswith("-"):
+        how = f"write it as on {syntax.command}'s command line, for example {syntax.example}"
+        return f"{line!r} is no option of {syntax.command}", how
+    for option in _split(line, syntax.flags):
+        for refused, cure in syntax.refused.items():
+            if syntax.spells(option, refused):
+                name = refused if syntax is QSUB else refused.partition(" ")[0]
+                return f"{name} cannot be set here", cure
+        if "\\" in option and syntax is SBATCH:  # in quotes Slurm takes more for an escape
+            return f"{option!r} cannot be set here", "write the option without a backslash"
+    return None
+
+
+def _split(line: str, flags: str) -> list[str]:
+    """The options of a line, each with its value."""
+    try:
+        words = shlex.split(line, comments=True)
+    except ValueError:
+        words = line.split()
+    options: list[str] = []
+    for word in words:
+        if word.startswith("-") or not options:
+            while word[:1] == "-" and word[1:2] in tuple(flags) and word[2:]:
+                options.append(word[:2])
+                word = f"-{word[2:]}"
+            options.append(word)
+        else:
+            options[-1] += f" {word}"
+    return options
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}"
