@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -31,6 +31,8 @@ class BatchCommands(ABC):
     """Parts of messages, in small letters, after which the job may have been submitted."""
     advice: ClassVar[Sequence[tuple[str, str]]]
     """What to do, by parts of messages in small letters; the first that fits counts."""
+    id_pattern: ClassVar[re.Pattern[str]]
+    """Of a line with the job's id, which is its first group."""
     look: ClassVar[str]
     """A command that lists jobs with their tags."""
 
@@ -46,14 +48,10 @@ class BatchCommands(ABC):
         """Run a command of the batch system."""
 
     @abstractmethod
-    def _submitted_id(self, stdout: str) -> str | None:
-        """The job's id in what the command prints, which a banner of the site may precede."""
-
-    @abstractmethod
     def _mark(self, tag: str) -> str:
         """How a job with a tag is known, in words."""
 
-    def _ask(self, *argv: str, harmless: Container[int] = (0,)) -> process.Completed:
+    def _ask(self, *argv: str, harmless: Collection[int] = (0,)) -> process.Completed:
         """Run a command that should not fail.
 
         Args:
@@ -83,7 +81,10 @@ class BatchCommands(ABC):
         except process.NoAnswerError as error:
             return self._recover(request.tag, error.message)
         if done.returncode == 0:
-            return self._submitted_id(done.stdout) or self._recover(request.tag, done.message)
+            # A banner of the site may come before the id.
+            lines = [line.strip() for line in reversed(done.stdout.splitlines())]
+            ids = [match[1] for match in map(self.id_pattern.fullmatch, lines) if match]
+            return ids[0] if ids else self._recover(request.tag, done.message)
         if any(phrase in done.stderr.lower() for phrase in self.unsure):
             return self._recover(request.tag, done.message)
         raise self._refusal(script, done)

@@ -186,9 +186,10 @@ def srun_command(request: JobRequest) -> tuple[str, ...]:
 
 
 def find_mpiexec(request: JobRequest) -> str:
-    """mpiexec of the request, else the one beside its interpreter, else the first on PATH.
+    """Path of mpiexec: the request's own, that beside its interpreter, or the first on PATH.
 
-    With modules or set-up lines the PATH inside the job decides, which is not known here.
+    Returns:
+        ``mpiexec`` alone if the PATH inside the job decides, which is not known here.
 
     Raises:
         SchedulerError: none of them exists.
@@ -198,7 +199,7 @@ def find_mpiexec(request: JobRequest) -> str:
     embedded = Path(request.python).parent / "mpiexec"
     if embedded.exists():
         return str(embedded)
-    if request.modules or request.setup:
+    if request.changes_path:
         return "mpiexec"
     on_path = shutil.which("mpiexec")
     if on_path is None:
@@ -228,9 +229,9 @@ class MpiChoice(NamedTuple):
 
 
 def choose_mpi(request: JobRequest) -> MpiChoice:
-    """Choose ``launch.mpi`` if it is ``auto``, and ask Slurm whether it knows it otherwise.
+    """Choose ``launch.mpi`` if it is ``auto``, and compare it with what is installed otherwise.
 
-    What the job's modules and set-up lines bring is not there yet, and nothing is guessed of it.
+    What the job's modules, set-up lines and template bring is not there yet, and not guessed.
     """
     if request.alone:
         return MpiChoice(request.mpi)
@@ -243,14 +244,15 @@ def choose_mpi(request: JobRequest) -> MpiChoice:
     mpi = (None if mpiexec == "mpiexec" else mpi_of(mpiexec)) or request.mpi
     if request.mpi in {AUTO, mpi}:
         return MpiChoice(mpi)
-    return MpiChoice(mpi, f"mpiexec is of the kind {mpi} here, whatever launch.mpi says")
+    warning = f"launch.mpi is {request.mpi}, but {mpiexec} is of the kind {mpi}"
+    return MpiChoice(request.mpi, warning=warning)
 
 
 def _choose_pmi(request: JobRequest) -> MpiChoice:
     kinds = pmi_kinds(_output("srun", "--mpi=list") or "")
     if request.mpi != AUTO:
         return MpiChoice(request.mpi, warning=_warn_unknown(request.mpi, kinds))
-    elsewhere = request.modules or request.setup or request.container or request.template
+    elsewhere = request.changes_path or request.container
     version = None if elsewhere else _output(request.python, "-m", "mpi4py", "--mpi-lib-version")
     first_line = (version or "").strip().partition("\n")[0]
     library = " ".join(first_line.partition(",")[0].split())

@@ -39,6 +39,7 @@ class PbsScheduler(BatchCommands):
     name = "pbs"
     submit_command = ("qsub", "-C", "#PBS")
     unsure = ("timed out", "communication failure", "end of file", "pbs_submit: unexpected")
+    id_pattern = re.compile(r"([0-9]{1,18}(?:\[[0-9]*\])?(?:\.[A-Za-z0-9._-]+)?)")
     look = "qstat -x -u $USER -w"
     advice = (
         ("max_run_subjobs", "this PBS limits no arrays: leave sweep.at_once out"),
@@ -91,10 +92,6 @@ class PbsScheduler(BatchCommands):
             launch=launch_command(request),
             array_index="PBS_ARRAY_INDEX",
         )
-
-    def _submitted_id(self, stdout: str) -> str | None:
-        matches = (_JOB_ID.fullmatch(line.strip()) for line in reversed(stdout.splitlines()))
-        return next((match[0] for match in matches if match), None)
 
     def _mark(self, tag: str) -> str:
         return f"whose name ends in {_suffix(tag)!r}"
@@ -210,7 +207,6 @@ _OF_PBS = {
     -24: (JobState.FAILED, "used more cores than it asked for"),
     -20: (JobState.NODE_FAIL, "its first node was lost"),
 }
-_JOB_ID = re.compile(r"([0-9]{1,18}(?:\[[0-9]*\])?)(\.[A-Za-z0-9._-]+)?")
 _HEAD = re.compile(r"(?:Job Id: |Queue: |Server: )?([][A-Za-z0-9_.-]+)")
 _FIELD = re.compile(r" +([A-Za-z_.]+) = (.*)")
 _HOST = re.compile(r"([^/+()\s]+)/")

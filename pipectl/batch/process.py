@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -57,12 +57,14 @@ def run(
     cure: str,
     env: Mapping[str, str] | None = None,
     timeout_s: float | None = TIMEOUT_S,
+    stdin: str = "",
 ) -> Completed:
-    """Run a command to its end, without a shell and without input.
+    """Run a command to its end, without a shell.
 
     Args:
         cure: what to do when the command does not exist.
         timeout_s: None waits as long as it takes, within :func:`patience`.
+        stdin: what it reads.
 
     Raises:
         SchedulerError: no such command, or it may not be executed.
@@ -74,7 +76,7 @@ def run(
             list(argv),
             env=env,
             timeout=None if limit_s == inf else limit_s,
-            stdin=subprocess.DEVNULL,
+            input=stdin,
             capture_output=True,
             encoding="utf-8",
             errors="replace",
@@ -89,7 +91,7 @@ def run(
     return Completed(done.returncode, done.stdout.rstrip(), done.stderr.rstrip())
 
 
-def environment_without(*prefixes: str, kept: Container[str] = ()) -> dict[str, str]:
+def environment_without(*prefixes: str, kept: Collection[str] = ()) -> dict[str, str]:
     """Our environment without the variables that begin so.
 
     Args:

@@ -274,6 +274,12 @@ class JobRequest:
         size = self.memory_per_node_bytes
         return None if size is None else -(-size // 2**20)
 
+    @property
+    def changes_path(self) -> bool:
+        """Whether the job may find other programs than the command that submits it."""
+        own = self.modules or self.setup or self.template or "PATH" in self.variables
+        return bool(own)
+
     def has_variable(self, *beginnings: str) -> bool:
         """Whether ``environment.variables`` has one whose name begins with one of these."""
         return any(name.startswith(beginnings) for name in self.variables)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from pipectl.batch import process
 from pipectl.batch.protocol import JobRequest, Template
-from pipectl.batch.quoting import checked, slurm_file, slurm_value
 from pipectl.directives import Syntax, fault_of_line, options_of
 from pipectl.errors import InvalidInputError, PipectlError, Problem, SpecError
 from pipectl.units import did_you_mean, format_clock
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 CHECKPOINTED = 75
 """Exit code of a script whose ranks stopped at a checkpoint before they were done."""
 _TEMPLATES = Path(__file__).parent / "templates"
+_PLAIN = re.compile(r"[A-Za-z0-9@%+=:,./_-]+")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SHEBANG = re.compile(r"#!\s*(/\S*/bash|/usr/bin/env (-S )?bash)(\s.*)?")
 _BASH_ERROR = re.compile(r"line (\d+): (.*)")
@@ -48,10 +48,10 @@ def render_script(
         InvalidInputError: a value cannot be written into a script, or the user's template is wrong.
     """
     for what, text in _texts(request):
-        checked(text, what)
+        refuse_controls(text, what)
     environment = _environment()
     ours = environment.from_string(base) if "{%" in base else environment.get_template(base)
-    context = {"job": request, "base": ours, **values}
+    context = {"job": request, "base": ours, "checkpointed": CHECKPOINTED, **values}
     script = ours.render(context)
     if request.template is None:
         return script
@@ -75,10 +75,48 @@ def render_variables(request: JobRequest) -> str:
         InvalidInputError: a name or value that bash cannot export.
     """
     for what, text in _texts(request):
-        checked(text, what)
+        refuse_controls(text, what)
     return "".join(
         f"export {name}={shlex.quote(text)}\n" for name, text in request.variables.items()
     )
+
+
+def refuse_controls(text: str, what: str) -> None:
+    """Refuse text with control characters: a newline would end a directive.
+
+    Raises:
+        InvalidInputError: naming ``what``.
+    """
+    for character in text:
+        code = ord(character)  # C0 and C1 controls, DEL, and the Unicode line separators
+        if code < 0x20 or 0x7F <= code < 0xA0 or code in (0x2028, 0x2029):
+            raise InvalidInputError(
+                f"{what}: holds the control character {character!r}, which no job script can carry",
+                cure="remove it; a value must be one line of printable text",
+            )
+
+
+def slurm_value(text: str) -> str:
+    """``text`` as one value of an ``#SBATCH`` line.
+
+    Slurm's parser (src/sbatch/opt.c) expands nothing, but takes a backslash as an escape even
+    within single quotes, so that shell quoting would lose characters.
+    """
+    if _PLAIN.fullmatch(text):
+        return text
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def slurm_file(path: str) -> str:
+    """``path`` as the value of ``--output``, where ``%j`` and the like would be replaced.
+
+    Slurm (src/slurmd/slurmstepd/fname.c) replaces nothing once it meets a backslash, and then
+    takes one backslash from each pair; without a backslash, ``%%`` stands for ``%``. It treats
+    the working directory before a relative name alike, so the path must be absolute.
+    """
+    if "\\" in path:
+        return slurm_value(path.replace("\\", "\\\\"))
+    return slurm_value(path.replace("%", "%%"))
 
 
 def check_template(template: Template) -> None:
@@ -89,7 +127,7 @@ def check_template(template: Template) -> None:
     """
     for number, line in enumerate(template.text.split("\n"), start=1):
         try:
-            checked(line.replace("\t", "").removesuffix("\r"), "this line")
+            refuse_controls(line.replace("\t", "").removesuffix("\r"), "this line")
         except InvalidInputError as error:
             raise _fault(template, number, error.message) from None
     _compile(_environment(), template)
@@ -159,7 +197,7 @@ def _texts(request: JobRequest) -> Iterator[tuple[str, str]]:
                 f"environment.variables: {name!r} cannot name a variable",
                 cure="use letters, digits and underscores, and no digit first",
             )
-        yield f"environment.variables.{name}", text
+        yield f"environment.variables.{name}", text.replace("\t", "")
 
 
 def _compile(environment: Environment, template: Template) -> Compiled:
@@ -232,7 +270,8 @@ def _check_custom(template: Template, script: str, custom: str, syntax: Syntax |
             if options and (fault := fault_of_line(syntax, options)):
                 where = f"{template.file}:{_line_of(template, line)}"
                 raise InvalidInputError(f"{where}: {fault[0]}", cure=fault[1])
-    done = process.run(["bash", "-n", "-c", custom], cure="install bash")
+    # Not as an argument: the script of an array may be longer than an argument may be.
+    done = process.run(["bash", "-n"], cure="install bash", stdin=custom)
     if done.returncode or done.stderr:  # a warning: a here-document without an end
         number, message = 0, done.message
         if found := _BASH_ERROR.search(done.stderr):

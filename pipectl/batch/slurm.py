@@ -44,6 +44,7 @@ class SlurmScheduler(BatchCommands):
     name = "slurm"
     submit_command = ("sbatch", "--parsable")
     unsure = ("timed out", "unable to contact", "connection failure", "zero bytes")
+    id_pattern = re.compile(r"([0-9]{1,18})(?:;\S+)?")
     look = "squeue --me -o '%i %k'"
     advice = (
         (
@@ -86,10 +87,6 @@ class SlurmScheduler(BatchCommands):
             agent=hydra and not own,
             array_index="SLURM_ARRAY_TASK_ID",
         )
-
-    def _submitted_id(self, stdout: str) -> str | None:
-        matches = (_JOB_ID.fullmatch(line.strip()) for line in reversed(stdout.splitlines()))
-        return next((match[1] for match in matches if match), None)
 
     def _mark(self, tag: str) -> str:
         return f"with the comment {tag!r}"
@@ -230,7 +227,6 @@ _BOOTING = frozenset({"CONFIGURING", "POWER_UP_NODE"})
 # These keep the reason for which the job once waited.
 _REASON_IS_STALE = frozenset({JobState.COMPLETED, JobState.CANCELLED})
 _NO_REASON = frozenset({"None", "(null)", ""})
-_JOB_ID = re.compile(r"([0-9]{1,18})(?:;\S+)?")
 _ASKED = re.compile(r"[0-9]{1,18}(_[0-9]{1,9})?")
 _SHOWN = re.compile(r"JobId=([0-9]+)(?: ArrayJobId=([0-9]+) ArrayTaskId=([0-9]+))?\s")
 _WAITING = re.compile(r"([0-9]{1,18})_\[([0-9,-]{1,9999})(?:%[0-9]+)?\]")

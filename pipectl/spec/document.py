@@ -75,7 +75,7 @@ class Items(list[Any]):
         self.places: list[Place] = []
 
 
-def resolve(text: str) -> Any:
+def parse_scalar(text: str) -> Any:
     """What a plain scalar means: null, true, 12, 0x1f, 3e-4, .inf or a text.
 
     See https://yaml.org/spec/1.2.2/#1032-tag-resolution.
@@ -97,7 +97,7 @@ def to_python(value: Any) -> Any:
         return {to_python(key): to_python(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [to_python(item) for item in value]
-    return resolve(value) if isinstance(value, Plain) else value
+    return parse_scalar(value) if isinstance(value, Plain) else value
 
 
 def merge(lower: Table, upper: Table) -> Table:

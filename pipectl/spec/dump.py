@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from pipectl.spec import references
-from pipectl.spec.document import resolve
+from pipectl.spec.document import parse_scalar
 from pipectl.spec.models import JobSpec
 
 
@@ -41,7 +41,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    style = None if isinstance(resolve(text), str) else '"'
+    style = None if isinstance(parse_scalar(text), str) else '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 

@@ -11,7 +11,7 @@ import yaml
 from yaml.reader import ReaderError
 
 from pipectl.errors import Problem
-from pipectl.spec.document import Items, KeyPath, Place, Plain, Table, path_text, resolve
+from pipectl.spec.document import Items, KeyPath, Place, Plain, Table, parse_scalar, path_text
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 40
@@ -177,7 +177,7 @@ class _Loader(yaml.SafeLoader):
         text: str = node.value
         if hidden := _unprintable(text):
             self._fault(place, path, f"contains the unprintable character {hidden}; remove it")
-        value = resolve(text) if node.tag == _PLAIN else text
+        value = parse_scalar(text) if node.tag == _PLAIN else text
         if value is None:
             return None
         return text if isinstance(value, str) else Plain(text)

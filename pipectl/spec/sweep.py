@@ -39,7 +39,7 @@ class Point:
     spec: JobSpec
 
 
-class _Setting(NamedTuple):
+class _Assignment(NamedTuple):
     """A key of a sweep and its value in one run."""
 
     key: str
@@ -95,21 +95,21 @@ def load_sweep(
     return spec, tuple(points)
 
 
-def _combine(sweep: Table, place: Place, problems: list[Problem]) -> list[list[_Setting]]:
+def _combine(sweep: Table, place: Place, problems: list[Problem]) -> list[list[_Assignment]]:
     """The settings of every run."""
     columns = []
     grid = sweep.get("grid") or Table(place)
     for key, values in grid.items():
         key_place = grid.key_places[key]
         pairs = zip(values, values.places, strict=True)
-        columns.append([_Setting(key, value, key_place, at) for value, at in pairs])
+        columns.append([_Assignment(key, value, key_place, at) for value, at in pairs])
         if not values:
             problems.append(key_place.problem(f"{escape(key)}: has no values"))
     points = sweep.get("points") or Items(place)
     listed = []
     for point, at in zip(points, points.places, strict=True):
         keys, at_values = point.key_places, point.value_places
-        listed.append([_Setting(k, v, keys[k], at_values[k]) for k, v in point.items()])
+        listed.append([_Assignment(k, v, keys[k], at_values[k]) for k, v in point.items()])
         if not point:
             problems.append(at.problem("sweep.points: a point without a key"))
     for settings in ([column[0] for column in columns if column], *listed):
@@ -125,7 +125,7 @@ def _combine(sweep: Table, place: Place, problems: list[Problem]) -> list[list[_
     return runs
 
 
-def _key_faults(together: Sequence[_Setting]) -> Iterator[Problem]:
+def _key_faults(together: Sequence[_Assignment]) -> Iterator[Problem]:
     """Of keys that are set together, those that no sweep can set."""
     for setting in together:
         key = setting.key
@@ -148,7 +148,7 @@ def _within(key: str, other: str) -> bool:
     return f"{key}.".startswith(f"{other}.")
 
 
-def _repetitions(runs: Sequence[Sequence[_Setting]]) -> Iterator[Problem]:
+def _repetitions(runs: Sequence[Sequence[_Assignment]]) -> Iterator[Problem]:
     """Runs that would be the same as an earlier one."""
     seen: dict[object, int] = {}
     for number, settings in enumerate(runs):
@@ -159,7 +159,7 @@ def _repetitions(runs: Sequence[Sequence[_Setting]]) -> Iterator[Problem]:
             yield last.problem(last.value_place, message)
 
 
-def _blame_values(problem: Problem, settings: Sequence[_Setting]) -> Problem:
+def _blame_values(problem: Problem, settings: Sequence[_Assignment]) -> Problem:
     """A fault at its value; one that is found elsewhere, at the values that cause it."""
     places = {place for s in settings for place in (s.key_place, s.value_place, *_places(s.value))}
     if Place(problem.file, problem.line, problem.column) in places:

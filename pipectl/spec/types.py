@@ -124,10 +124,14 @@ def _quantity(parse: Callable[[str], int]) -> BeforeValidator:
     return BeforeValidator(read)
 
 
-def _line(text: str) -> str:
+def _one_line(text: str) -> str:
     if "\n" in text:
         raise ValueError("must be one line; it contains a line break")
-    if not text.strip():
+    return text
+
+
+def _line(text: str) -> str:
+    if not _one_line(text).strip():
         raise ValueError("is empty")
     return text
 
@@ -246,7 +250,11 @@ WeightReference = Annotated[
     Text, _reference("samples"), _json(f"samples, {_REFERENCE}", "^samples$|:")
 ]
 Variables = Annotated[
-    dict[Annotated[Text, AfterValidator(_variable)], Text], BeforeValidator(without_nulls)
+    dict[
+        Annotated[Text, AfterValidator(_variable)],
+        Annotated[str, AfterValidator(_one_line), _json()],
+    ],
+    BeforeValidator(without_nulls),
 ]
 Kwargs = Annotated[dict[str, Any], BeforeValidator(to_python_values)]
 Replicas = Annotated[

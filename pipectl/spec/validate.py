@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 
 from pipectl.errors import Problem
 from pipectl.spec.checks import cross_check, missing_files, missing_names
-from pipectl.spec.document import KeyPath, Plain, Table, locate, path_text, resolve, show
+from pipectl.spec.document import KeyPath, Plain, Table, locate, parse_scalar, path_text, show
 from pipectl.spec.models import JobSpec
 from pipectl.spec.schema import json_schema, properties, schema_at, words
 from pipectl.units import did_you_mean
@@ -85,7 +85,7 @@ def _problem(tree: Table, detail: ErrorDetails) -> Problem:
     value = locate(tree, path)[1]
     shown = show(value)
     quoted = isinstance(value, str) and not isinstance(value, Plain)
-    if kind in _NUMBERS and quoted and not isinstance(resolve(value), str | None):
+    if kind in _NUMBERS and quoted and not isinstance(parse_scalar(value), str | None):
         shown = f"the text {shown}; remove the quotes"
     return _place_problem(tree, path, f"must be {allowed}, not {shown}")
 

@@ -16,6 +16,7 @@ from pipectl.batch import (
     Container,
     JobRequest,
     MpiChoice,
+    Template,
     choose_mpi,
     find_mpiexec,
     mpiexec_command,
@@ -140,7 +141,9 @@ def test_where_mpiexec_is_found(
     assert find_mpiexec(request) == str(beside)
     beside.unlink()
     assert find_mpiexec(request) == str(on_path)
-    assert find_mpiexec(replace(request, modules=("openmpi",))) == "mpiexec"
+    own = [{"modules": ("openmpi",)}, {"setup": ("a",)}, {"variables": {"PATH": "/opt/mpi/bin"}}]
+    for change in (*own, {"template": Template("site.sh", "")}):
+        assert find_mpiexec(replace(request, **change)) == "mpiexec"  # type: ignore[arg-type]
     on_path.unlink()
     with pytest.raises(SchedulerError, match="mpiexec") as caught:
         find_mpiexec(request)
@@ -258,8 +261,8 @@ def test_the_mpiexec_that_will_start_them_is_asked(
     program("mpiexec", "[[ $1 == --version ]] && echo 'mpiexec (OpenRTE) 4.1.4'")
     assert choose_mpi(request_here) == MpiChoice("openmpi")
     assert choose_mpi(replace(request_here, mpi="openmpi")) == MpiChoice("openmpi")
-    other = choose_mpi(replace(request_here, mpi="pmix"))
-    assert (other.mpi, "whatever launch.mpi says" in other.reason) == ("openmpi", True)
+    other = choose_mpi(replace(request_here, mpi="hydra"))
+    assert (other.mpi, "is of the kind openmpi" in other.warning) == ("hydra", True)
     assert choose_mpi(replace(request_here, alone=True)) == MpiChoice("auto")
 
 

@@ -8,10 +8,11 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from pipectl.batch import JobRequest, Template, check_template, get
+from pipectl.batch import Array, JobRequest, Template, check_template, get
 from pipectl.errors import InvalidInputError, SpecError
 
 MakeRequest = Callable[..., JobRequest]
@@ -108,6 +109,12 @@ def test_own_directives_are_checked_as_those_of_the_spec(
         get(scheduler).render(request)
     other = "pbs" if scheduler == "slurm" else "slurm"
     assert added in get(other).render(request), "it means nothing there"
+
+
+def test_the_script_of_a_long_array_is_checked(make_request: MakeRequest, tmp_path: Path) -> None:
+    runs = tuple(tmp_path / f"{'a' * 200}-{index}" for index in range(700))
+    request = make_request(array=Array(runs), template=Template("site.sh", GOOD))
+    assert len(get("slurm").render(request)) > 2**17
 
 
 def test_text_is_kept_and_values_are_quoted(make_request: MakeRequest) -> None:

@@ -41,7 +41,9 @@ pipeline:
 resources: {nodes: 2, tasks_per_node: 2, memory_per_node: 8GiB, walltime: 1:30:00}
 launch:    {launcher: srun, mpi: pmix, bind: cores, args: [--label]}
 environment:
-  {modules: [gcc/12], setup: ["ulimit -l unlimited"], variables: {OMP_PLACES: cores, N: 1.10}}
+  modules: [gcc/12]
+  setup: ["ulimit -l unlimited"]
+  variables: {OMP_PLACES: cores, N: 1.10, T: "a\tb", E: ""}
 checkpoint: {every: 100, keep: 2}
 output:    {directory: /scratch/runs}
 slurm:
@@ -106,7 +108,7 @@ def test_how_it_runs(full: JobSpec) -> None:
     assert full.resources.memory_per_node == 8 * 2**30
     assert full.resources.walltime == 5400
     assert full.launch.args == ("--label",)
-    assert full.environment.variables == {"OMP_PLACES": "cores", "N": "1.10"}
+    assert full.environment.variables == {"OMP_PLACES": "cores", "N": "1.10", "T": "a\tb", "E": ""}
     assert full.slurm.account == "0042"
     options = {"exclusive": True, "nice": "0100", "gres": "g:1", "time": False}
     assert full.slurm.options == options

@@ -139,8 +139,8 @@ def _place_text(place: Place | None) -> str:
 
 def _as_yaml(value: Any) -> str:
     """A value as YAML in one line."""
-    from pipectl.spec.document import resolve
+    from pipectl.spec.document import parse_scalar
 
-    if isinstance(value, str) and value.isprintable() and resolve(value) == value:
+    if isinstance(value, str) and value.isprintable() and parse_scalar(value) == value:
         return value
     return json.dumps(value, ensure_ascii=False)
