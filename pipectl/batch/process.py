@@ -16,7 +16,7 @@ import psutil
 
 from pipectl.access import open_regular
 from pipectl.errors import SchedulerError
-from pipectl.watch.machine import process_state
+from pipectl.watch.rank import process_state
 
 TIMEOUT_S = 60.0
 _LAST_WORDS_S = 1.0

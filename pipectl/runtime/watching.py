@@ -21,7 +21,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 from mpi4py import MPI
 
@@ -48,20 +48,6 @@ _held = threading.local()
 """Of each thread that forks: the signals that it had blocked before, as ``mask``."""
 
 
-class _Member(NamedTuple):
-    """A rank, as its node's watcher gets to know it.
-
-    Args:
-        started: tells the process from a later one with its number.
-        speaks: whether it has made its memory and its pipe.
-    """
-
-    rank: int
-    pid: int
-    started: int
-    speaks: bool
-
-
 @contextmanager
 def watched(
     communicator: MPI.Comm, directory: RunDirectory, spec: JobSpec, plan: Plan, doing: Doing
@@ -77,19 +63,28 @@ def watched(
     start = broadcast(communicator, _clear(directory) if rank == 0 else "")
     folders = gather_all(communicator, _make_folder() if is_first else "")
     folder = folders[nodes[node][0]]
-    pipe = _speak(Path(folder), rank, doing) if folder else None
-    started = process.start_time(os.getpid()) or 0
-    members = gather_all(communicator, _Member(rank, os.getpid(), started, pipe is not None))
+    pipe = _open_pipe(Path(folder), rank, doing) if folder else None
+    process_id = os.getpid(), process.start_time(os.getpid()) or 0
+    ranks = gather_all(communicator, (rank, *process_id, pipe is not None))
     watcher = None
     if is_first:
-        given = {
-            **_settings(directory, spec, plan),
+        script = os.environ.get(SCRIPT, "")
+        settings = {
+            "name": node_name(),
             "start": start,
             "size": communicator.size,
             "node": node,
             "nodes": len(nodes),
+            "folder": str(directory.watch),
+            "errors": str(directory.errors),
+            "launched": RUN_VARIABLE in os.environ,
+            "script": int(script) if script.isdecimal() else 0,
+            "min_s": spec.launch.hang_after,
+            "predicted_s": 0.0 if plan.prediction is None else plan.prediction.step_time_s,
+            "kinds": [kind.name for kind in Kind],
+            "lanes": [kind.value for kind in TransferKind],
         }
-        watcher = _Watcher(given, [members[rank] for rank in nodes[node]], folder)
+        watcher = _Watcher(settings, [ranks[each] for each in nodes[node]], folder)
         doing.each_step = watcher.keep
     try:
         with nullcontext() if pipe is None else _last_words(pipe):
@@ -105,8 +100,8 @@ def _place() -> tuple[object, ...]:
     known: list[object] = [node_name()]
     for path in (Path("/proc/self/ns/pid"), _shared_memory()):
         with suppress(OSError):
-            found = path.stat()
-            known.append((found.st_dev, found.st_ino))
+            status = path.stat()
+            known.append((status.st_dev, status.st_ino))
     return tuple(known)
 
 
@@ -131,8 +126,8 @@ def _make_folder() -> str:
         return ""
 
 
-def _speak(folder: Path, rank: int, doing: Doing) -> int | None:
-    """Move the board to where the watcher sees it; the pipe through which to talk to that."""
+def _open_pipe(folder: Path, rank: int, doing: Doing) -> int | None:
+    """Move the board to where the watcher sees it, and open the pipe through which to tell it."""
     pipe = folder / f"words-{rank}"
     try:
         memory = create_memory(folder / f"board-{rank}")
@@ -145,41 +140,30 @@ def _speak(folder: Path, rank: int, doing: Doing) -> int | None:
     return words
 
 
-def _settings(directory: RunDirectory, spec: JobSpec, plan: Plan) -> dict[str, Any]:
-    script = os.environ.get(SCRIPT, "")
-    return {
-        "name": node_name(),
-        "folder": str(directory.watch),
-        "errors": str(directory.errors),
-        "launched": RUN_VARIABLE in os.environ,
-        "script": int(script) if script.isdecimal() else 0,
-        "min_s": spec.launch.hang_after,
-        "predicted_s": 0.0 if plan.prediction is None else plan.prediction.step_time_s,
-        "kinds": [kind.name for kind in Kind],
-        "lanes": [kind.value for kind in TransferKind],
-    }
-
-
 class _Watcher:
     """The process that watches this node, for the rank that starts it.
 
     Args:
-        folder: with what the ranks made for it, which then needs no names any more.
+        settings: of all that it watches.
+        ranks: of the node: number, pid, when the process started, whether it has made its memory
+            and its pipe.
+        folder: with these, which then need no names any more.
     """
 
-    def __init__(self, given: Mapping[str, Any], members: Sequence[_Member], folder: str) -> None:
+    def __init__(
+        self, settings: Mapping[str, Any], ranks: Sequence[tuple[int, int, int, bool]], folder: str
+    ) -> None:
         self._handles: list[int] = []
-        ranks = []
-        for member in members:
-            board, words = -1, -1
-            if member.speaks:
-                board = self._open(f"{folder}/board-{member.rank}")
-                words = self._open(f"{folder}/words-{member.rank}")
-            known = {"rank": member.rank, "pid": member.pid, "started": member.started}
-            ranks.append({**known, "board": board, "words": words})
+        self._settings = {**settings, "ranks": []}
+        for rank, pid, started, speaks in ranks:
+            board, words = (
+                self._open(f"{folder}/{name}-{rank}") if speaks else -1
+                for name in ("board", "words")
+            )
+            watched = {"rank": rank, "pid": pid, "started": started, "board": board, "words": words}
+            self._settings["ranks"].append(watched)
         if folder:
             shutil.rmtree(folder, ignore_errors=True)
-        self._given = {**given, "ranks": ranks}
         self._starts, self._looked_at = 0, time.monotonic()
         self._pid: int | None = None
         self._start()
@@ -213,7 +197,7 @@ class _Watcher:
             argv = [sys.executable, "-S", "-m", "pipectl.watch.watcher"]
             environment = {**os.environ, "PYTHONPATH": str(Path(pipectl.__file__).parents[1])}
             with suppress(OSError), tempfile.TemporaryFile() as words:
-                words.write(json.dumps(self._given).encode())
+                words.write(json.dumps(self._settings).encode())
                 words.seek(0)
                 self._pid = process.start_companion(
                     argv,

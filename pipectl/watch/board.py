@@ -1,7 +1,7 @@
 """What a rank does at this moment, in memory that the node's watcher reads.
 
-Every write is a few integers put into memory that both share, so that it costs well under a
-microsecond, and the newest is there whatever becomes of the rank.
+A rank packs a few integers into shared memory, which takes well under a microsecond; the newest are
+there whatever becomes of the rank.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import struct
 from pathlib import Path
 from typing import NamedTuple
 
-_ROW = struct.Struct("<7q")
-_STEP, _WAITING, _PACE = struct.Struct("<q"), struct.Struct("<q"), struct.Struct("<d")
+_ROW, _STATE = struct.Struct("<7q"), struct.Struct("<q?d")
+_STEP, _WAITING, _PACE = struct.Struct("<q"), struct.Struct("<?"), struct.Struct("<d")
 _STEP_AT = _ROW.size
 _WAITING_AT = _STEP_AT + _STEP.size
 _PACE_AT = _WAITING_AT + _WAITING.size
@@ -24,11 +24,11 @@ SIZE = _PHASE_AT + _PHASE_BYTES
 NO_ROW = -1
 
 
-class Sight(NamedTuple):
-    """What a rank was seen doing.
+class Activity(NamedTuple):
+    """What a rank does.
 
     Args:
-        moves: how many rows it has begun, and phases; a rank whose number stays does not move on.
+        moves: rows and phases that it has begun; the number of a rank that hangs stays the same.
         kind: of the row under way; ``NO_ROW`` outside of the training program.
         stage: -1 if the row belongs to none, as for the micro-batch.
         peer: the rank at the other end of the message that the row waits for; -1 for none.
@@ -51,11 +51,6 @@ class Sight(NamedTuple):
     waiting: bool = False
     pace_s: float = 0.0
     phase: str = ""
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        """What changes while a rank moves on."""
-        return self.moves, self.step
 
 
 class Board:
@@ -97,30 +92,26 @@ class Board:
         _STEP.pack_into(self._memory, _STEP_AT, number)
 
     def waits(self, waiting: bool) -> None:
-        """Other ranks are waited for, or no longer."""
+        """A wait for other ranks begins or ends."""
         _WAITING.pack_into(self._memory, _WAITING_AT, waiting)
 
     def pace(self, seconds: float) -> None:
-        """A step took so long."""
+        """Note how long a step took."""
         _PACE.pack_into(self._memory, _PACE_AT, seconds)
 
-    def read(self) -> Sight:
-        """What stands there now."""
-        phase = bytes(self._memory[_PHASE_AT : _PHASE_AT + _PHASE_BYTES])
+    def read(self) -> Activity:
+        """What the rank does now."""
         row: tuple[int, int, int, int, int, int, int] = _ROW.unpack_from(self._memory, 0)
-        return Sight(
-            *row,
-            step=_STEP.unpack_from(self._memory, _STEP_AT)[0],
-            waiting=bool(_WAITING.unpack_from(self._memory, _WAITING_AT)[0]),
-            pace_s=_PACE.unpack_from(self._memory, _PACE_AT)[0],
-            phase=phase.rstrip(b"\0").decode(errors="replace"),
-        )
+        step, waiting, pace_s = _STATE.unpack_from(self._memory, _STEP_AT)
+        phase = bytes(self._memory[_PHASE_AT : _PHASE_AT + _PHASE_BYTES])
+        words = phase.rstrip(b"\0").decode(errors="replace")
+        return Activity(*row, step=step, waiting=waiting, pace_s=pace_s, phase=words)
 
 
 def create_memory(path: Path) -> mmap.mmap:
     """Memory for a board in a new file of the owner's.
 
-    Its pages are taken now: one that a full disk refuses later would end the rank.
+    Its pages are allocated now: one that a full disk refuses later would end the rank (SIGBUS).
 
     Raises:
         OSError: there is no room.
@@ -135,7 +126,7 @@ def create_memory(path: Path) -> mmap.mmap:
 
 
 def open_board(handle: int) -> Board:
-    """The board in a file that :func:`create_memory` made, to be read; empty if there is none."""
+    """The board in a file that :func:`create_memory` made, to be read; an empty one if it is -1."""
     if handle < 0:
         return Board()
     return Board(mmap.mmap(handle, SIZE, prot=mmap.PROT_READ))

@@ -1,4 +1,4 @@
-"""Files of watchers: one per node, by which they tell each other how ranks are, and reports.
+"""Files of watchers: one per node, by which they tell each other how ranks are, and error reports.
 
 A node's file is replaced whole. Nobody else can write there, but a file may be damaged: everything
 in it is checked. A report of a rank that failed is a file for ``status``, and text for the log.
@@ -18,8 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from pipectl.errors import PipectlError, UsageError
 from pipectl.files import write_json, write_text
 from pipectl.printable import printable
-from pipectl.watch.board import Sight
-from pipectl.watch.rank import DIED, OVER, STATES, Death
+from pipectl.watch.rank import STATES, RankReport
 
 VERSION = 1
 _MAX_BYTES = 1 << 24
@@ -29,20 +28,7 @@ _PIECE = 4096
 _PATIENCE_MS = 1000
 DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """What :func:`parse_report` and the reading of JSON raise for what no watcher has written."""
-_Fields = TypeVar("_Fields", bound=tuple[Any, ...])
-
-
-class RankReport(NamedTuple):
-    """How one rank is.
-
-    Args:
-        state: see :mod:`pipectl.watch.rank`.
-        death: of one that has died.
-    """
-
-    state: str
-    sight: Sight
-    death: Death | None = None
+_Value = TypeVar("_Value")
 
 
 class NodeReport(NamedTuple):
@@ -50,30 +36,29 @@ class NodeReport(NamedTuple):
 
     Args:
         node: its name.
-        ends: whether all ranks are to be killed; said by the first node's watcher.
-        knows: whether that one knows of a rank that has ended, and so will say why.
-        stalled: who waits for whom, when no rank has moved on for long; said by that one, too.
+        ends: whether all ranks are to be killed.
+        knows: whether its watcher knows of a rank that has ended, and so will say why.
+        stalled: who waits for whom, if no rank has moved on for long; the first node's says it.
     """
 
-    node: str
-    ranks: Mapping[int, RankReport]
+    node: str = ""
     ends: bool = False
     knows: bool = False
     stalled: str = ""
+    ranks: tuple[RankReport, ...] = ()
 
     @property
     def is_over(self) -> bool:
-        """Whether all of them have ended."""
-        return all(each.state in OVER for each in self.ranks.values())
+        """Whether all of its ranks have ended."""
+        return all(rank.is_over for rank in self.ranks)
 
-    def news(self) -> tuple[Any, ...]:
-        """What is worth a word at once."""
-        states = [each.state for each in self.ranks.values()]
-        return states, self.ends, self.knows, self.stalled
+    def events(self) -> tuple[Any, ...]:
+        """What the other watchers should know at once, if it changes."""
+        return [rank.state for rank in self.ranks], *self[1:4]
 
 
 def node_path(folder: Path, node: int) -> Path:
-    """The file of a node; they are counted by their first ranks."""
+    """The file of a node; nodes are counted by their first ranks."""
     return folder / f"node-{node:04d}.json"
 
 
@@ -81,7 +66,7 @@ class NodeFile:
     """The file of one node.
 
     Args:
-        start: a word for this start of the ranks; what is of another one is not read.
+        start: a word for this start of the ranks; files of another start are not read.
     """
 
     def __init__(self, path: Path, start: str) -> None:
@@ -92,13 +77,8 @@ class NodeFile:
     def write(self, report: NodeReport, now: float) -> None:
         """Replace it; if the disk is full, at least its time of change says that we live."""
         ranks = [
-            {
-                "rank": rank,
-                "state": each.state,
-                "sight": each.sight._asdict(),
-                "death": None if each.death is None else each.death._asdict(),
-            }
-            for rank, each in report.ranks.items()
+            {**rank._asdict(), "activity": rank.activity._asdict(), "death": rank.death._asdict()}
+            for rank in report.ranks
         ]
         head = {"version": VERSION, "start": self._start, "time": now}
         text = json.dumps({**head, **report._asdict(), "ranks": ranks})
@@ -118,10 +98,10 @@ class NodeFile:
         except OSError:
             return None
         try:
-            found = os.fstat(handle)
-            if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_BYTES:
+            status = os.fstat(handle)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_BYTES:
                 raise ValueError("no file of a watcher")
-            stamp = found.st_ino, found.st_mtime_ns
+            stamp = status.st_ino, status.st_mtime_ns
             if stamp == self._stamp:
                 return None
             text = os.read(handle, _MAX_BYTES)
@@ -144,38 +124,29 @@ def parse_report(document: Mapping[str, Any]) -> NodeReport:
     """
     if document["version"] != VERSION:
         raise ValueError(f"version {document['version']!r}")
-    fields = {name: document[name] for name in ("node", "ends", "knows", "stalled")}
-    checked = _checked(NodeReport("", {}), {**fields, "ranks": {}})
-    ranks: dict[int, RankReport] = {}
-    for item in document["ranks"]:
-        rank, state, death = item["rank"], item["state"], item["death"]
-        if not _is_like(rank, 0) or rank < 0 or state not in STATES:
-            raise ValueError(f"rank {rank!r} in state {state!r}")
-        ended = _checked(Death(), death) if state == DIED else None
-        ranks[rank] = RankReport(state, _checked(Sight(), item["sight"]), ended)
-    return checked._replace(ranks=ranks)
+    report = _check(NodeReport(), {**document, "ranks": {}})
+    ranks = tuple(_check(RankReport(), rank) for rank in document["ranks"])
+    for rank in ranks:
+        if rank.rank < 0 or rank.state not in STATES:
+            raise ValueError(f"rank {rank.rank} in state {rank.state!r}")
+    return report._replace(ranks=ranks)
 
 
-def _checked(default: _Fields, document: Mapping[str, Any]) -> _Fields:
-    """A tuple of the types that its default has; text is fit for terminals."""
-    fields = {}
-    for name, usual in default._asdict().items():  # type: ignore[attr-defined]
-        value = document[name]
-        if not _is_like(value, usual):
-            raise ValueError(f"{name} is {type(value).__name__}")
-        fields[name] = printable(value) if isinstance(value, str) else value
-    return type(default)(**fields)
-
-
-def _is_like(value: Any, usual: Any) -> bool:
-    if isinstance(usual, bool | str | dict):
-        return type(value) is type(usual)
-    numbers = (int, float) if isinstance(usual, float) else (int,)
-    return type(value) in numbers and abs(value) < _MAX_NUMBER
+def _check(default: _Value, value: Any) -> _Value:
+    """A value of the type of its default, field by field; text is fit for terminals."""
+    if isinstance(default, tuple):
+        fields: dict[str, Any] = getattr(default, "_asdict", dict)()
+        return type(default)(**{name: _check(usual, value[name]) for name, usual in fields.items()})
+    numbers = (int, float) if isinstance(default, float) else (type(default),)
+    if type(value) not in numbers:
+        raise ValueError(f"a {type(value).__name__}, where a {numbers[-1].__name__} belongs")
+    if isinstance(value, int | float) and not abs(value) < _MAX_NUMBER:
+        raise ValueError("a number without bounds")
+    return printable(value) if isinstance(value, str) else value  # type: ignore[return-value]
 
 
 def report_text(document: Mapping[str, Any]) -> str:
-    """The same for people, fit for terminals; it ends with a line end.
+    """An error report for people, fit for terminals; it ends with a line end.
 
     Args:
         document: of any error file, some fields of which may be missing.

@@ -1,4 +1,4 @@
-"""A rank as a process: it lives, is stopped, or has ended and how."""
+"""A rank as a process of this node: it lives, is stopped, or has ended and how."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import os
 import signal
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from pipectl.printable import printable
-from pipectl.watch import machine
-from pipectl.watch.board import Sight, open_board
+from pipectl.watch.board import Activity, open_board
 
 BYE, FAILING = b"\xfe", b"\xfd"
-"""What a rank says before it ends, or before it reports why it fails. Python puts the numbers of
-signals there, and the stack when it crashes."""
+"""What a rank says before it ends, or before it reports why it fails. Python writes the numbers of
+signals to the same pipe, and the stack when it crashes."""
 LIVES, STOPPED, FAILS, FAILED, DIED, LEFT = STATES = (
     "lives", "stopped", "fails", "failed", "died", "left",
 )  # fmt: skip
-"""Of ``DIED`` nobody has said why; ``FAILED`` has said so itself."""
+"""A rank in ``FAILS`` or ``FAILED`` reports its error itself; of ``DIED`` nobody has said why."""
 OVER = (FAILED, DIED, LEFT)
 _END_SIGNALS = (bytes([signal.SIGTERM]), bytes([signal.SIGINT]))
 _END_SIGNAL_S = 1.0
@@ -26,6 +26,24 @@ _END_SIGNAL_S = 1.0
 _RECENT_S = 2.0
 """A process that was killed for memory earlier than that, before a rank ended, was another."""
 _MAX_WORDS = 1 << 16
+_SHARED_MEMORY = tuple(
+    f"/dev/shm/{name}"
+    for name in ("mpich_shm_", "sm_segment.", "vader_segment.", "psm2_shm.", "psm3_shm.")
+)
+"""How the files begin by which MPIs share memory, and which they leave if they are killed."""
+
+
+class ProcessState(NamedTuple):
+    """Of one process.
+
+    Args:
+        letter: as in ``/proc/PID/stat``; ``T`` is stopped.
+        started: in clock ticks since boot, which tells it from a later one with its number.
+    """
+
+    letter: str
+    parent: int
+    started: int
 
 
 class Death(NamedTuple):
@@ -55,11 +73,34 @@ class Death(NamedTuple):
         return self.asked and not (self.words or self.for_memory)
 
 
+class RankReport(NamedTuple):
+    """How one rank is.
+
+    Args:
+        state: one of ``STATES``.
+        death: how it ended, if it is in ``DIED``.
+        still_s: for how long it has not moved on.
+        stopped_s: for how long it has been stopped.
+    """
+
+    rank: int = 0
+    state: str = LIVES
+    activity: Activity = Activity()
+    death: Death = Death()
+    still_s: float = 0.0
+    stopped_s: float = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return self.state in OVER
+
+
 class WatchedRank:
     """One rank of this node.
 
     Args:
-        pid: of its process, and ``started`` when that began, which tells it from a later one.
+        pid: of its process, and ``started`` when that began.
         board: file descriptor of what it does; -1 for none.
         words: file descriptor of what it says; -1 for none.
         launched: whether a job script started the ranks, so that their launcher must stay.
@@ -67,141 +108,189 @@ class WatchedRank:
     """
 
     def __init__(
-        self, pid: int, started: int, board: int, words: int, *, launched: bool, script: int
+        self,
+        rank: int,
+        pid: int,
+        started: int,
+        board: int,
+        words: int,
+        *,
+        launched: bool,
+        script: int,
     ) -> None:
-        self._pid, self._started = pid, started
-        self._board, self._words = open_board(board), words
+        self._process, self._words = _Process(pid, started), words
+        self._board, self._activity = open_board(board), Activity()
         # A launcher starts ranks by a process on each node, whose parent is on the first node.
         self._parent = _parent_of(pid)
-        self._launcher = _Process(_parent_of(self._parent) or 1)
-        self._script = _Process(script) if script and launched else None
+        self._launcher = _find_process(_parent_of(self._parent) or 1)
+        self._script = _find_process(script) if script and launched else None
         self._launched = launched
-        self.handle = self._open_handle()
-        self._kills = self._newer_kills = machine.killed_for_memory()
-        self._counted_at = self._lived_at = time.monotonic()
-        self._shared = machine.shared_files(pid)
-        self._heard = b""
-        self._trains = self._is_stopped = False
+        self.handle = self._process.open_handle()
+        self._kills = self._newer_kills = killed_for_memory()
+        self._counted_at = self._lived_at = self._moved_at = 0.0
         self._asked_at = float("-inf")
+        self._stopped_at: float | None = None
+        self._shared = shared_files(pid)
+        self._heard = b""
+        self._trains = self._has_ended = False
         self._death: Death | None = None
-        self.ended_at = 0.0
-        self.sight = Sight()
+        self.rank = rank
 
-    @property
-    def state(self) -> str:
-        """One of ``STATES``."""
-        if BYE in self._heard:
-            return LEFT
-        if FAILING in self._heard:
-            return FAILED if self.ended_at else FAILS
-        if self._death is not None:
-            return DIED
-        return STOPPED if self._is_stopped else LIVES
-
-    @property
-    def death(self) -> Death | None:
-        """How it ended, if nobody has said so."""
-        return self._death if self.state == DIED else None
-
-    def look(self, earlier: int) -> None:
-        """Find out how it is now.
+    def look(self, now: float, earlier: int) -> RankReport:
+        """Find out how it is.
 
         Args:
+            now: of the watcher's clock, in seconds.
             earlier: how many ranks of the node had ended before it, if it has.
         """
-        self.sight = self._board.read()
-        self._listen()
-        process = self._process()
-        if process is None:
-            if not self.ended_at:
-                self._end(earlier)
-            return
-        self._lived_at = now = time.monotonic()
-        self._is_stopped = process.letter == "T"  # a debugger's is a small one
-        if not self._trains and self.sight.step > 1:
-            self._trains = True
-            self._shared |= machine.shared_files(self._pid)
-        if now - self._counted_at >= _RECENT_S:
-            self._kills, self._newer_kills = self._newer_kills, machine.killed_for_memory()
-            self._counted_at = now
-        gone = ""
-        if self._launched and process.parent != self._parent:
-            gone = "the launcher"
-        elif self._script is not None and not self._script.lives():
-            gone = "the job script"
-        if gone and self._death is None:
-            self._death = Death(time.time(), launcher=gone, asked=self._is_asked())
+        before, self._activity = self._activity, self._board.read()
+        if before.moves != self._activity.moves or before.step != self._activity.step:
+            self._moved_at = now
+        self._listen(now)
+        process = self._process.state()
+        if process is not None:
+            self._look_at_process(process, now)
+        elif not self._has_ended:
+            self._has_ended, self._stopped_at = True, None
+            self._listen(now)  # to what it said in between
+            if self._death is None:
+                words = printable(self._heard.decode(errors="replace")).replace("\ufffd", "")
+                self._death = Death(
+                    time.time(),
+                    earlier=earlier,
+                    asked=self._is_asked(),
+                    words=words.strip()[:_MAX_WORDS],
+                    for_memory=killed_for_memory() > self._kills,
+                    with_launcher=self._launcher.state() is None,
+                )
+        if BYE in self._heard:
+            state = LEFT
+        elif FAILING in self._heard:
+            state = FAILED if self._has_ended else FAILS
+        elif self._death is not None:
+            state = DIED
+        else:
+            state = LIVES if self._stopped_at is None else STOPPED
+        return RankReport(
+            self.rank,
+            state,
+            self._activity,
+            self._death if self._death is not None and state == DIED else Death(),
+            still_s=now - self._moved_at,
+            stopped_s=0.0 if self._stopped_at is None else now - self._stopped_at,
+        )
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether its process has ended, or is about to as it should."""
+        return self._has_ended or BYE in self._heard
 
     def kill(self) -> None:
         """SIGKILL, which ends stopped processes too; only ever this very process."""
         with suppress(OSError):
             if self.handle is not None:
                 signal.pidfd_send_signal(self.handle, signal.SIGKILL)
-            elif self._process() is not None:
-                os.kill(self._pid, signal.SIGKILL)
+            elif self._process.state() is not None:
+                os.kill(self._process.pid, signal.SIGKILL)
 
     def clean_up(self) -> None:
-        """Remove what its MPI leaves behind."""
-        if self.state != LEFT:
-            machine.remove(self._shared)
+        """Remove the shared memory that its MPI leaves if it is killed."""
+        for path in set() if BYE in self._heard else self._shared:
+            with suppress(OSError):
+                os.unlink(path)  # noqa: PTH108
 
-    def _end(self, earlier: int) -> None:
-        self.ended_at = time.time()
-        self._is_stopped = False
-        self._listen()  # to what it said in between
-        if self._death is None:
-            words = printable(self._heard.decode(errors="replace")).replace("\ufffd", "")
-            self._death = Death(
-                self.ended_at,
-                earlier=earlier,
-                asked=self._is_asked(),
-                words=words.strip()[:_MAX_WORDS],
-                for_memory=machine.killed_for_memory() > self._kills,
-                with_launcher=not self._launcher.lives(),
-            )
+    def _look_at_process(self, process: ProcessState, now: float) -> None:
+        self._lived_at = now
+        if process.letter != "T":  # a debugger's is a small one
+            self._stopped_at = None
+        elif self._stopped_at is None:
+            self._stopped_at = now
+        if not self._trains and self._activity.step > 1:
+            self._trains = True
+            self._shared |= shared_files(self._process.pid)
+        if now - self._counted_at >= _RECENT_S:
+            self._kills, self._newer_kills = self._newer_kills, killed_for_memory()
+            self._counted_at = now
+        gone = ""
+        if self._launched and process.parent != self._parent:
+            gone = "the launcher"
+        elif self._script is not None and self._script.state() is None:
+            gone = "the job script"
+        if gone and self._death is None:
+            self._death = Death(time.time(), launcher=gone, asked=self._is_asked())
 
     def _is_asked(self) -> bool:
         """Whether it was last seen alive before, or just after, it was sent a signal to end."""
         return self._lived_at - self._asked_at <= _END_SIGNAL_S
 
-    def _process(self) -> machine.ProcessState | None:
-        """How the process is; None if it is gone, or another has its number."""
-        state = machine.process_state(self._pid)
-        return state if state is not None and state.started == self._started else None
-
-    def _listen(self) -> None:
+    def _listen(self, now: float) -> None:
         with suppress(BlockingIOError):
             while self._words >= 0 and (words := os.read(self._words, 1 << 16)):
                 self._heard += words
                 if any(number in words for number in _END_SIGNALS):
-                    self._asked_at = time.monotonic()
+                    self._asked_at = now
         if len(self._heard) > 2 * _MAX_WORDS:
             self._heard = self._heard[:_MAX_WORDS] + self._heard[-_MAX_WORDS:]
 
-    def _open_handle(self) -> int | None:
+
+class _Process(NamedTuple):
+    """A process, told from later ones with its number by when it started."""
+
+    pid: int
+    started: int
+
+    def state(self) -> ProcessState | None:
+        """None if it is gone, or another has its number."""
+        state = process_state(self.pid)
+        return state if state is not None and state.started == self.started else None
+
+    def open_handle(self) -> int | None:
         """Readable when the process ends; None if it has, or the kernel has no such thing."""
         try:
-            handle = os.pidfd_open(self._pid)
+            handle = os.pidfd_open(self.pid)
         except (OSError, AttributeError):
             return None
-        if self._process() is not None:
+        if self.state() is not None:
             return handle
         os.close(handle)
         return None
 
 
-class _Process:
-    """A process that should outlive the ranks, told from later ones with its number."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid, self._first = pid, machine.process_state(pid)
-
-    def lives(self) -> bool:
-        state = machine.process_state(self._pid)
-        first = self._first
-        return state is not None and first is not None and state.started == first.started
+def _find_process(pid: int) -> _Process:
+    """The process that has this number now; one that is gone if there is none."""
+    state = process_state(pid)
+    return _Process(pid, -1 if state is None else state.started)
 
 
 def _parent_of(pid: int) -> int:
-    state = machine.process_state(pid)
+    state = process_state(pid)
     return 0 if state is None else state.parent
+
+
+def process_state(pid: int) -> ProcessState | None:
+    """None if the process is gone, or a zombie."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    letter, parent, *rest = text.rpartition(")")[2].split()
+    return None if letter in "ZX" else ProcessState(letter, int(parent), int(rest[17]))
+
+
+def killed_for_memory() -> int:
+    """How many processes of this machine the kernel has killed for lack of memory; 0 if unknown."""
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
+def shared_files(pid: int) -> set[str]:
+    """The files by which the MPI of a process shares memory with others of its node."""
+    try:
+        text = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return set()
+    paths = {line.split(maxsplit=5)[-1].strip() for line in text.splitlines()}
+    return {path for path in paths if path.startswith(_SHARED_MEMORY)}

@@ -25,7 +25,7 @@ from pipectl.runtime.guard import Fault, Guard, _number, _origin, not_finite
 from pipectl.runtime.origins import Origin, Origins
 from pipectl.runtime.trainer import Trainer
 from pipectl.schedule import Kind
-from pipectl.watch.board import NO_ROW, Sight
+from pipectl.watch.board import NO_ROW, Activity
 
 HERE = Path(__file__).parent
 PARTS = HERE / "job_parts.py"
@@ -148,7 +148,7 @@ def test_what_is_not_finite_is_told_though_no_checkpoint_could_be_written(
 
 def test_a_checkpoint_that_takes_long_before_the_job_stops_is_no_row() -> None:
     """In a row, all ranks would be taken for waiting for each other."""
-    doing, seen = Doing(), list[Sight]()
+    doing, seen = Doing(), list[Activity]()
     doing.board.row(Kind.UPDATE, 1, -1)
 
     def finish() -> None:
@@ -160,7 +160,7 @@ def test_a_checkpoint_that_takes_long_before_the_job_stops_is_no_row() -> None:
     )
     with pytest.raises(UsageError):
         Trainer._finish_saving(rank)
-    assert [(sight.kind, sight.phase) for sight in seen] == [(NO_ROW, "saving")]
+    assert [(activity.kind, activity.phase) for activity in seen] == [(NO_ROW, "saving")]
     assert (doing.action, doing.stage) == ("UPDATE", 1)
 
 

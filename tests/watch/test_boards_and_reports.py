@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from pathlib import Path
 
 import pytest
 
-from pipectl.watch import machine
-from pipectl.watch.board import SIZE, Board, Sight, create_memory, open_board
-from pipectl.watch.files import report_text, write_log, write_report
-from pipectl.watch.judge import Names, Verdict, judge_death
-from pipectl.watch.rank import Death
-from pipectl.watch.watcher import report_document
-
-NAMES = Names(["FORWARD", "UPDATE"], ["activation"])
+from pipectl.watch.board import SIZE, Activity, Board, create_memory, open_board
+from pipectl.watch.files import report_text, write_log
+from pipectl.watch.rank import process_state
 
 
 def test_another_mapping_sees_what_is_written(tmp_path: Path) -> None:
@@ -24,66 +18,43 @@ def test_another_mapping_sees_what_is_written(tmp_path: Path) -> None:
     board.phase("capturing the model")
     board.move_to(create_memory(path))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert path.stat().st_blocks * 512 >= SIZE  # a full disk would end the rank later (SIGBUS)
     handle = os.open(path, os.O_RDONLY)
     other = open_board(handle)
     os.close(handle)
-    assert other.read() == Sight(2, phase="capturing the model")
+    assert other.read() == Activity(2, phase="capturing the model")
     board.step(7)
     board.row(3, 1, 5)
     board.awaits(2, 6, 1)
     board.waits(True)
     board.pace(0.5)
     seen = other.read()
-    assert seen[:9] == (3, 3, 1, 5, 2, 6, 1, 7, True)
-    assert seen.pace_s == 0.5
+    assert seen == Activity(3, 3, 1, 5, 2, 6, 1, 7, True, 0.5, "capturing the model")
     board.row(4, 1, 5)
     assert other.read().peer == -1
+    board.phase("ä" * 200)
+    assert other.read().phase.startswith("ä" * 60)
     assert open_board(-1).read().moves == 1  # of a rank that could not make one
 
 
-def test_all_of_a_board_is_on_the_disk_before_it_is_used(tmp_path: Path) -> None:
-    """A page for which there is no room would end the rank (SIGBUS)."""
-    create_memory(tmp_path / "board")
-    assert (tmp_path / "board").stat().st_blocks * 512 >= SIZE
-
-
-def test_a_long_phase_is_cut() -> None:
-    board = Board()
-    board.phase("ä" * 200)
-    assert board.read().phase.startswith("ä" * 60)
-
-
 def test_processes_are_told_apart_by_when_they_started() -> None:
-    state = machine.process_state(os.getpid())
+    state = process_state(os.getpid())
     assert state is not None
     assert state.parent == os.getppid()
-    assert machine.process_state(2**22 + 1) is None
+    assert process_state(2**22 + 1) is None
 
 
 @pytest.mark.parametrize(
-    ("sight", "stage", "words"),
+    ("document", "words"),
     [
-        (Sight(7, 0, 2, 4, step=5), 2, "rank 3, stage 2, step 5, FORWARD micro-batch 4: "),
-        (Sight(7, 1, -1, -1, step=5), None, "rank 3, step 5, UPDATE: "),
-        (Sight(7, step=5, phase="saving"), None, "rank 3, step 5, saving: "),
-        (Sight(7, 99, -2, -1, step=5), None, "rank 3, step 5: "),  # scribbled over
+        ({"stage": 2, "step": 5, "action": "UPDATE"}, "rank 3, stage 2, step 5, UPDATE: "),
+        ({"stage": None, "step": 5, "action": ""}, "rank 3, step 5: "),
+        ({"type": "ValueError"}, "rank 3: ValueError: "),
     ],
 )
-def test_a_rank_without_a_stage_has_none(
-    tmp_path: Path, sight: Sight, stage: int | None, words: str
-) -> None:
-    path = tmp_path / "rank-0003.json"
-    document = report_document(Verdict(3, "it is \x1b[31mgone", "go on"), sight, "n1", NAMES)
-    write_report(path, document)
-    found = json.loads(path.read_text())
-    assert (found["rank"], found["stage"], found["step"], found["host"]) == (3, stage, 5, "n1")
-    assert found["earlier"] is None
-    assert report_text(found) == f"pipectl: {words}it is [31mgone\npipectl: go on\n"
-
-
-def test_an_end_is_told_with_when_it_was() -> None:
-    found = report_document(judge_death(3, Death(12.5, earlier=2)), Sight(), "n1", NAMES)
-    assert (found["time"], found["earlier"]) == (12.5, 2)
+def test_a_report_is_fit_for_terminals(document: dict[str, object], words: str) -> None:
+    report = {"rank": 3, "message": "it is \x1b[31mgone", "cure": "go \x07on", **document}
+    assert report_text(report) == f"pipectl: {words}it is [31mgone\npipectl: go on\n"
 
 
 def test_a_log_that_nobody_reads_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,9 +23,9 @@ import pytest
 from pipectl.batch import process
 from pipectl.runs import RunDirectory, read_errors
 from pipectl.schedule import Kind
-from pipectl.watch.board import Board, create_memory
+from pipectl.watch.board import Activity, Board, create_memory
 from pipectl.watch.files import NodeFile, NodeReport, node_path, parse_report
-from pipectl.watch.rank import BYE, FAILING
+from pipectl.watch.rank import BYE, FAILING, RankReport
 
 LONG_S = 60.0
 ROOT = Path(__file__).parents[2]
@@ -222,7 +222,7 @@ def test_the_end_of_a_watcher_ends_no_rank(job: Job) -> None:
     job.watchers[1].wait(LONG_S)
     assert first.process.poll() is None
     assert list(job.reports) == [0]
-    assert "nothing is heard of its node" in job.reports[0]
+    assert "nothing is heard of it on n0" in job.reports[0]
 
 
 def test_the_first_node_tells_nothing_before_a_rank_of_another_ends(job: Job) -> None:
@@ -260,7 +260,7 @@ def test_without_the_first_node_ranks_that_stand_still_are_ended(job: Job) -> No
     assert second.process.wait(LONG_S) == -signal.SIGKILL
     job.watchers[1].wait(LONG_S)
     (error,) = read_errors(job.run)
-    assert "its node any more" in error["message"]
+    assert "nothing was heard of it on n0" in error["message"]
     assert (error["rank"], error["host"], error["step"]) == (0, "n0", 7)
     assert first.process.poll() is None
 
@@ -291,50 +291,34 @@ def test_nobody_else_can_write_what_watchers_read_and_they_hold_no_socket(job: J
         assert not [name for name in held if name.startswith("socket:")], held
 
 
-def report_of_two() -> dict[str, Any]:
-    sight = Board().read()._asdict()
-    rank = {"rank": 0, "state": "lives", "sight": sight, "death": None}
-    return {
-        "version": 1,
-        "node": "n",
-        "ends": False,
-        "knows": False,
-        "stalled": "",
-        "ranks": [rank],
-    }
+def document_of(**rank: Any) -> dict[str, Any]:
+    """As a watcher writes it, of one rank, some of whose fields are other."""
+    report = RankReport()
+    fields = {"activity": report.activity._asdict(), "death": report.death._asdict()}
+    head = {"version": 1, "start": "s", "node": "n", "ends": False, "knows": False, "stalled": ""}
+    return {**head, "ranks": [{**report._asdict(), **fields, **rank}]}
 
 
 @pytest.mark.parametrize(
-    "change",
+    "document",
     [
-        {"version": 2},
-        {"node": None},
-        {"ends": 1},
-        {"ranks": None},
-        {"ranks": [5]},
-        {"ranks": [{}]},
-        *(
-            {"ranks": [{**report_of_two()["ranks"][0], **field}]}
-            for field in (
-                {"rank": -1},
-                {"rank": True},
-                {"rank": 10**400},
-                {"state": "well"},
-                {"state": "died"},
-                {"state": []},
-                {"state": "died", "death": {}},
-                {"sight": None},
-                {"sight": {**Board().read()._asdict(), "step": float("nan")}},
-                {"sight": {**Board().read()._asdict(), "pace_s": float("inf")}},
-                {"sight": {**Board().read()._asdict(), "phase": 5}},
-            )
-        ),
+        *({**document_of(), **change} for change in (
+            {"version": 2}, {"node": None}, {"ends": 1}, {"ranks": None}, {"ranks": [5]},
+            {"ranks": [{}]},
+        )),
+        *(document_of(**change) for change in (
+            {"rank": -1}, {"rank": True}, {"rank": 10**400}, {"state": "well"}, {"state": []},
+            {"death": {}}, {"activity": None}, {"still_s": float("inf")},
+            *({"activity": {**Activity()._asdict(), **field}} for field in (
+                {"step": float("nan")}, {"pace_s": float("inf")}, {"phase": 5}, {"waiting": 0},
+            )),
+        )),
     ],
-)
-def test_what_no_watcher_writes_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
-    assert list(parse_report(report_of_two()).ranks) == [0]
+)  # fmt: skip
+def test_what_no_watcher_writes_is_refused(document: dict[str, Any], tmp_path: Path) -> None:
+    assert parse_report(document_of()).ranks == (RankReport(),)
     path = tmp_path / "node-0001.json"
-    path.write_text(json.dumps({**report_of_two(), "start": "s", **change}))
+    path.write_text(json.dumps(document))
     file = NodeFile(path, "s")
     assert file.read() is None
     assert "is damaged" in file.fault
@@ -344,12 +328,12 @@ def test_a_file_of_an_earlier_start_or_a_link_is_not_read(tmp_path: Path) -> Non
     path, link = tmp_path / "node-0001.json", tmp_path / "link"
     file = NodeFile(path, "now")
     assert file.read() is None
-    NodeFile(path, "before").write(NodeReport("n", {}, ends=True), 1.0)
+    NodeFile(path, "before").write(NodeReport("n", ends=True), 1.0)
     assert file.read() is None
-    file.write(NodeReport("n", {}, ends=True), 2.0)
+    file.write(NodeReport("n", ends=True), 2.0)
     link.symlink_to(path)
     assert NodeFile(link, "now").read() is None
-    assert file.read() == NodeReport("n", {}, ends=True)
+    assert file.read() == NodeReport("n", ends=True)
     assert file.read() is None  # nothing new
     assert (file.fault, socket.gethostname() in path.read_text()) == ("", False)
 
@@ -358,7 +342,7 @@ def test_a_full_disk_still_shows_that_a_watcher_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = NodeFile(tmp_path / "node-0001.json", "s")
-    file.write(NodeReport("n", {}), 1.0)
+    file.write(NodeReport("n"), 1.0)
     assert file.read() is not None
 
     def fails(*_: Any, **__: Any) -> None:
@@ -367,5 +351,5 @@ def test_a_full_disk_still_shows_that_a_watcher_lives(
     monkeypatch.setattr("pipectl.watch.files.write_text", fails)
     os.utime(file.path, (1.0, 1.0))
     assert file.read() is not None
-    file.write(NodeReport("n", {}), 2.0)
-    assert file.read() == NodeReport("n", {})
+    file.write(NodeReport("n"), 2.0)
+    assert file.read() == NodeReport("n")

@@ -25,7 +25,7 @@ from pipectl.runtime.failure import Doing, run_rank
 from pipectl.runtime.waiting import barrier, wait
 from pipectl.runtime.watching import watched
 from pipectl.schedule import Kind
-from pipectl.watch.machine import shared_files
+from pipectl.watch.rank import shared_files
 
 STEPS, PAUSE_S = int(os.environ.get("TEST_STEPS", "6")), 0.05
 HANG_AFTER_S = 3
