@@ -18,17 +18,41 @@ from pipectl.simulate import COMPUTE_KINDS
 from pipectl.timeline import Event, Timeline
 from pipectl.units import format_time
 
-COMPUTING, OTHERS, COMMUNICATION, SUMS, OFFLOAD, BETWEEN = SPENT = (
-    "computing",
-    "waiting_for_others",
-    "communication",
-    "sums",
-    "offload",
-    "between_actions",
-)
+
+class Use(NamedTuple):
+    """What a rank spends a part of its step on, in words.
+
+    Args:
+        difference: what to do if it takes longer than predicted.
+        bottleneck: what to do if it limits the speed.
+    """
+
+    name: str
+    difference: str
+    bottleneck: str
+
+
+_LINKS = "`pipectl profile --links` measures what the cluster file assumes"
+_BUSY = "the nodes are busier, idler or other than when they were profiled: "
+COMPUTING, OTHERS, COMMUNICATION, SUMS, OFFLOAD, BETWEEN = (
+    "computing", "waiting_for_others", "communication", "sums", "offload", "between_actions",
+)  # fmt: skip
+SPENT = {
+    COMPUTING: Use("computing", f"{_BUSY}`pipectl profile --again` measures anew", ""),
+    OTHERS: Use("waiting for other ranks", "",
+                "More micro-batches keep the pipeline full for longer."),
+    COMMUNICATION: Use("waiting for messages on their way", _LINKS,
+                       f"Fewer stages send less; {_LINKS}."),
+    SUMS: Use("waiting for sums of gradients", _LINKS, f"Fewer replicas sum less; {_LINKS}."),
+    OFFLOAD: Use("waiting for offloaded values",
+                 "look at `disk_link` and `host_link` in the cluster file",
+                 "Recomputing, or more memory per rank, needs no offload."),
+    BETWEEN: Use("time between actions (Python)", "larger micro-batches have fewer actions",
+                 "Larger micro-batches have fewer actions."),
+}  # fmt: skip
 """What a rank's step consists of; the last is no action at all: Python, loading of data."""
 
-_WAITS = {
+_USES = {
     "send_wait": COMMUNICATION,
     "send_start": COMMUNICATION,
     "receive_start": COMMUNICATION,
@@ -54,37 +78,6 @@ _MIN_SHARE = 0.005
 _MOST_OF_IT = 0.5
 """Of the step: a rank that computes so long limits its speed."""
 _EVEN = 0.9
-_WHAT = {
-    COMPUTING: "computing",
-    OTHERS: "waiting for other ranks",
-    COMMUNICATION: "exposed communication",
-    SUMS: "the wait for sums of gradients",
-    OFFLOAD: "the wait for offloaded values",
-    BETWEEN: "the time between actions",
-}
-_SPENT_ON = {
-    **_WHAT,
-    COMMUNICATION: "waiting for messages on their way",
-    SUMS: "waiting for sums of gradients",
-    OFFLOAD: "waiting for offloaded values",
-    BETWEEN: "between actions (Python)",
-}
-_LINKS = "`pipectl profile --links` measures what the cluster file assumes"
-_DIFFERENCE_CURES = {
-    COMPUTING: "the nodes are busier, idler or other than when they were profiled: "
-    "`pipectl profile --again` measures anew",
-    COMMUNICATION: _LINKS,
-    SUMS: _LINKS,
-    OFFLOAD: "look at `disk_link` and `host_link` in the cluster file",
-    BETWEEN: "larger micro-batches have fewer actions",
-}
-_BOTTLENECK_CURES = {
-    OTHERS: "More micro-batches keep the pipeline full for longer.",
-    COMMUNICATION: f"Fewer stages send less; {_LINKS}.",
-    SUMS: f"Fewer replicas sum less; {_LINKS}.",
-    OFFLOAD: "Recomputing, or more memory per rank, needs no offload.",
-    BETWEEN: "Larger micro-batches have fewer actions.",
-}
 
 
 class Both(NamedTuple):
@@ -229,7 +222,7 @@ def _spent(timeline: Timeline, channels: Sequence[Channel]) -> dict[int, dict[st
             spent[OTHERS] += sent_s - start_s
             spent[COMMUNICATION] += event.end_s - sent_s
         else:
-            spent[_WAITS.get(event.kind, BETWEEN)] += event.end_s - start_s
+            spent[_USES.get(event.kind, BETWEEN)] += event.end_s - start_s
     for rank, spent in ranks.items():
         spent[BETWEEN] += max(0.0, last_s[rank] - sum(spent.values()))
         spent[OTHERS] += end_s - last_s[rank]
@@ -252,7 +245,7 @@ def find_largest_difference(comparison: Comparison) -> str:
     more_s, rank, name, both = max(candidates, key=lambda each: each[:2])
     if more_s < _MIN_DIFFERENCE * comparison.time.predicted_s:
         return f"no part of any rank's step differs by {_MIN_DIFFERENCE:.0%} of the step or more"
-    what, note = _WHAT[name], ""
+    what, note = SPENT[name].name, ""
     parts = [part for part in comparison.parts if part.rank == -rank]
     if name == COMPUTING and parts:
         part = max(parts, key=lambda each: abs(each.time.more_s))
@@ -262,7 +255,7 @@ def find_largest_difference(comparison: Comparison) -> str:
     times = f"takes {amount} than predicted"
     if both.ratio is not None and both.ratio <= _MAX_RATIO:
         times = f"takes {both.ratio:.2f} times what was predicted, {amount},"
-    return f"{what} {times} on rank {-rank}: {_DIFFERENCE_CURES[name]}{note}"
+    return f"{what} {times} on rank {-rank}: {SPENT[name].difference}{note}"
 
 
 def find_bottleneck(comparison: Comparison) -> list[str]:
@@ -279,7 +272,7 @@ def find_bottleneck(comparison: Comparison) -> list[str]:
         for name in SPENT
     }
     by_share = sorted((share, name) for name, share in shares.items() if share >= _MIN_SHARE)
-    listed = ", ".join(f"{share:.0%} {_SPENT_ON[name]}" for share, name in reversed(by_share))
+    listed = ", ".join(f"{share:.0%} {SPENT[name].name}" for share, name in reversed(by_share))
     sentences = [f"The ranks' time: {listed}."]
     busiest = max(ranks, key=lambda rank: rank.spent[COMPUTING].measured_s)
     busy_s = busiest.spent[COMPUTING].measured_s
@@ -299,9 +292,10 @@ def find_bottleneck(comparison: Comparison) -> list[str]:
     else:
         rest = {name: busiest.spent[name].measured_s for name in SPENT if name != COMPUTING}
         name = max(rest, key=rest.__getitem__)
+        what = SPENT[name].name
         sentences.append(
-            f"{_WHAT[name].capitalize()} limits the speed: {format_time(rest[name])} of rank "
-            f"{busiest.rank}, which {computes}. {_BOTTLENECK_CURES[name]}"
+            f"{what[0].upper()}{what[1:]} limits the speed: {format_time(rest[name])} of rank "
+            f"{busiest.rank}, which {computes}. {SPENT[name].bottleneck}"
         )
     return sentences
 

@@ -8,7 +8,7 @@ from html import escape
 from itertools import pairwise
 from typing import Any
 
-from pipectl.report.gantt import COLOURS, MAX_RANKS, drawn_ranks
+from pipectl.report.gantt import LOOKS, drawn_ranks
 from pipectl.timeline import Timeline
 
 _STYLE = """\
@@ -241,9 +241,9 @@ def timelines_html(timelines: Mapping[str, Timeline]) -> str:
     Args:
         timelines: by name.
     """
-    kinds = list(COLOURS)
+    kinds, colours = list(LOOKS), {kind: look.colour for kind, look in LOOKS.items()}
     number = {kind: index for index, kind in enumerate(kinds)}
-    ranks = drawn_ranks(timelines.values(), MAX_RANKS)
+    ranks = drawn_ranks(timelines.values())
     data = []
     for name, timeline in timelines.items():
         events: dict[int, list[list[float]]] = {rank: [] for rank in ranks}
@@ -253,7 +253,7 @@ def timelines_html(timelines: Mapping[str, Timeline]) -> str:
                 what = [number[event.kind], event.stage, event.micro_batch]
                 events[event.rank].append([*times, *what])
         data.append({"name": name, "end": timeline.end_s, "ranks": [*ranks], "events": events})
-    program = script(_PROGRAM, timelines=data, kinds=kinds, colours=COLOURS)
+    program = script(_PROGRAM, timelines=data, kinds=kinds, colours=colours)
     return f'<canvas id="timelines"></canvas><p id="about" class="faint">{_HINT}</p>{program}'
 
 

@@ -116,16 +116,14 @@ def test_both_links_and_all_remarks_are_shown() -> None:
         between_nodes=replace(slow, observed=Observed(1.0, 2, 1.96, ((2**20, 0.25, 1.0),))),
         allreduce=((2, 4096, 1e-4), (4, 4096, 2e-4), (2, 2**20, 3e-3)),
     )
-    for width in (60, 100):
-        console = Console(width=width)
-        with console.capture() as captured:
-            console.print(links_view(cluster, width))
-        lines = captured.get().splitlines()
-        text = " ".join(captured.get().split())
-        assert "both ways: 1.90 times as long as one way; taken as one direction at a time" in text
-        assert "2 pairs: 1.96 times as long as one; taken as one link for all" in text
-        assert "hidden by compute, 1 MiB: 25%, and 100% with polling" in text
-        rows = [line.split() for line in lines]
-        assert ["1", "MiB", "1.05", "ms", "953", "MiB/s"] in rows
-        assert ["1", "MiB", "3.00", "ms"] in rows
-        assert all(len(line) <= width for line in lines if "|" in line)
+    console = Console(width=60)
+    with console.capture() as captured:
+        console.print(links_view(cluster))
+    lines = captured.get().splitlines()
+    text = " ".join(captured.get().split())
+    assert "both ways: 1.90 times as long as one way; taken as one direction at a time" in text
+    assert "2 pairs: 1.96 times as long as one; taken as one link for all" in text
+    assert "hidden by compute, 1 MiB: 25%, and 100% with polling" in text
+    rows = [line.split() for line in lines]
+    assert ["1", "MiB", "1.05", "ms", "953", "MiB/s"] in rows
+    assert ["1", "MiB", "3.00", "ms"] in rows

@@ -94,12 +94,12 @@ def changed(*events):
                 Event(0, 1.0, 7.0, "receive_wait", 0, 0, 1),
                 BACKWARD_0._replace(start_s=7.0, end_s=9.0),
             ),
-            "exposed communication takes 3.67 times what was predicted, 2.00 s per step more, on"
-            " rank 0: `pipectl profile --links`",
+            "waiting for messages on their way takes 3.67 times what was predicted, 2.00 s per step"
+            " more, on rank 0: `pipectl profile --links`",
         ),
         (
             changed(BACKWARD_0._replace(start_s=6.0, end_s=8.0)),
-            "the time between actions takes 1.00 s per step more than predicted on rank 0: larger",
+            "time between actions (Python) takes 1.00 s per step more than predicted on rank 0:",
         ),
     ],
 )

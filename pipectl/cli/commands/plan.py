@@ -165,7 +165,7 @@ def show_step(
 def _draw(path: Path, answer: StepAnswer) -> None:
     from pipectl.cli.views.plan import headline, prediction_lines
     from pipectl.files import write_text
-    from pipectl.report.gantt_svg import gantt_svg
+    from pipectl.report.gantt import gantt_svg
 
     plan = answer.plan
     write_text(path, gantt_svg(answer.simulation.timeline, headline(plan), *prediction_lines(plan)))

@@ -134,7 +134,7 @@ def _measure_links(
         say_json(cluster.to_json())
     else:
         console = output()
-        console.print(links_view(cluster, console.width))
+        console.print(links_view(cluster))
         say(f"cluster: {path}")
         say(f"picture: {path.with_suffix('.svg')}")
     if spec.cluster_file is not None and path.absolute() != spec.cluster_file:

@@ -39,7 +39,7 @@ def command(
     from pipectl.cli.views.trace import print_comparison, step_line
     from pipectl.files import is_stream, make_directory_of, write_text
     from pipectl.jobs.report import load_step, make_page
-    from pipectl.report.gantt_svg import gantts_svg
+    from pipectl.report.gantt import gantt_svg
     from pipectl.report.perfetto import chrome_trace
     from pipectl.runs import find_run
 
@@ -67,4 +67,4 @@ def command(
         note(f"{short(perfetto.absolute())} ({size}): open it at https://ui.perfetto.dev")
     if svg is not None:
         title = step_line(recorded, comparison)
-        write_text(svg, gantts_svg(recorded.timelines(), title, headline(recorded.plan)))
+        write_text(svg, gantt_svg(recorded.timelines(), title, headline(recorded.plan)))

@@ -88,7 +88,7 @@ def command(
 def _draw(path: Path, step: Simulated) -> None:
     from pipectl.cli.views.plan import headline
     from pipectl.files import write_text
-    from pipectl.report.gantt_svg import gantt_svg
+    from pipectl.report.gantt import gantt_svg
 
     timeline = step.simulation.timeline
     write_text(path, gantt_svg(timeline, headline(step.plan), _figures(step)))

@@ -13,7 +13,7 @@ from pipectl.cli.console import note, plain, say, say_json
 from pipectl.cli.tables import table
 from pipectl.cluster import Cluster
 from pipectl.link import Link
-from pipectl.report.links import bandwidth, bandwidth_plot, measured_links, whole_bytes
+from pipectl.report.links import bandwidth, measured_links, whole_bytes
 from pipectl.units import format_bytes, format_time
 
 if TYPE_CHECKING:
@@ -83,12 +83,8 @@ def ago(age_s: float) -> str:
     return "just now"
 
 
-def links_view(cluster: Cluster, width: int) -> RenderableType:
-    """Measured links: messages by size, what disturbs them, sums over ranks, a plot.
-
-    Args:
-        width: columns there are.
-    """
+def links_view(cluster: Cluster) -> RenderableType:
+    """Measured links: messages by size, what disturbs them, sums over ranks."""
     links = measured_links(cluster)
     parts: list[RenderableType] = [plain(f"{cluster.name}: {cluster.source}", "bold"), ""]
     parts += [_messages(links), ""]
@@ -99,7 +95,6 @@ def links_view(cluster: Cluster, width: int) -> RenderableType:
         parts += [plain(line) for line in _link_lines(name, link)]
     if cluster.allreduce:
         parts += ["", _sums(cluster)]
-    parts += ["", *(plain(line) for line in bandwidth_plot(links, width))]
     return Group(*parts)
 
 
