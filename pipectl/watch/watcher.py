@@ -79,6 +79,7 @@ class Watcher:
         self._faults: set[int] = set()
         self._now, self._written_at, self._read_at = 0.0, float("-inf"), float("-inf")
         self._ended_at: float | None = None
+        self._kill_at: float | None = None
         self._decided = False
         self._warned_s = 0.0
 
@@ -159,8 +160,11 @@ class Watcher:
         if not self._decided and (verdict := judge(nodes, limit, self._names, ended_s)):
             self._decided = True
             self._report(verdict)
-        ends = self._decided if ended_s is None else ended_s >= _GRACE_S
-        self._own = self._own._replace(ends=self._own.ends or ends)
+        if self._kill_at is None and self._ended_at is not None:
+            self._kill_at = self._ended_at + _GRACE_S
+        elif self._kill_at is None and self._decided:
+            self._kill_at = now
+        self._own = self._own._replace(ends=self._kill_at is not None and now >= self._kill_at)
         if self._node == 0:
             still_s, words = describe_stall(nodes, self._names)
             self._warn(still_s if still_s >= limit else 0.0, words)
@@ -179,11 +183,11 @@ class Watcher:
         """Whether nothing is left to be said, once the own ranks have ended."""
         if self._node != 0:
             return self._own.ends or self._first.knows
-        if self._ended_at is None:
+        if self._kill_at is None or self._ended_at is None:
             return False
-        ended_s = self._now - self._ended_at
         others_end = all(report.is_over for report in self._reports.values())
-        return ended_s > _GRACE_S + _LEAVE_S or (others_end and ended_s >= SETTLE_S)
+        settled = others_end and self._now - self._ended_at >= SETTLE_S
+        return settled or self._now > self._kill_at + _LEAVE_S
 
     def _warn(self, still_s: float, words: str) -> None:
         """Say who waits for whom if no rank moves on; once, then ever more rarely."""
