@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 import os
+import socket
 import sys
 import tempfile
+import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from pipectl.errors import FaultError, PipectlError, lacks_memory
 from pipectl.files import write_text
@@ -94,6 +97,24 @@ def with_file(error: BaseException, file: Path | None = None) -> BaseException:
     if not isinstance(fault, FaultError) or fault.has_details:
         return fault
     return with_details(fault, _write_details(file, fault))
+
+
+def describe_error(error: BaseException, cure: str | None = None) -> dict[str, Any]:
+    """What error files of jobs say of an exception, beside where it happened.
+
+    Args:
+        cure: of one that has none itself.
+    """
+    known = error if isinstance(error, PipectlError) else None
+    return {
+        "host": socket.gethostname(),
+        "type": type(error).__name__,
+        "message": known.message if known else str(error) or "no message",
+        "cure": known.cure if known else cure,
+        "traceback": "".join(traceback.format_exception(error)),
+        "time": time.time(),
+        "exit_code": known.exit_code if known else 1,
+    }
 
 
 def _write_details(place: Path | None, fault: FaultError) -> Path | None:

@@ -28,7 +28,7 @@ from pipectl.files import make_directory
 from pipectl.jobs.machines import find_machines
 from pipectl.jobs.places import LOCAL, check_answering, plan_path, profile_path, scheduler_name
 from pipectl.jobs.profiles import Measurement, Progress, fresh_profile, measure
-from pipectl.jobs.reporting import Heartbeat, reporting_failure
+from pipectl.jobs.reporting import Heartbeat, report_failure
 from pipectl.jobs.request import job_request, make_tag, trial_request
 from pipectl.plan import Plan
 from pipectl.profile import Profile
@@ -257,7 +257,7 @@ def _share(run: RunDirectory, result: Profile | Plan, place: Path) -> None:
 def main(arguments: list[str]) -> int:
     """Prepare one run; the exit code is the one that commands have."""
     run = RunDirectory(Path(arguments[0]))
-    return reporting_failure(run, lambda: prepare_run(run))
+    return report_failure(run, lambda: prepare_run(run))
 
 
 if __name__ == "__main__":

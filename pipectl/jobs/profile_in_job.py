@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pipectl.files import write_json
 from pipectl.jobs.profiles import MeasureOptions, measure
-from pipectl.jobs.reporting import Heartbeat, reporting_failure
+from pipectl.jobs.reporting import Heartbeat, report_failure
 from pipectl.runs import RunDirectory
 from pipectl.spec import load
 
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     values = parser.parse_args(arguments)
     run = RunDirectory(values.run)
     options = MeasureOptions(values.effort, values.again)
-    return reporting_failure(run, lambda: _measure(run, values.output, options))
+    return report_failure(run, lambda: _measure(run, values.output, options))
 
 
 def _measure(run: RunDirectory, output: Path, options: MeasureOptions) -> None:

@@ -20,7 +20,6 @@ from pipectl.report.comparison import (
     find_largest_difference,
 )
 from pipectl.report.page import Point, bars, curve, heading, page, paragraph, table, timelines_html
-from pipectl.report.perfetto import Group
 from pipectl.runs import RunDirectory, measured_steps, read_metrics
 from pipectl.schedule import channels
 from pipectl.timeline import Timeline
@@ -54,13 +53,6 @@ class RecordedStep:
     def timelines(self) -> dict[str, Timeline]:
         """Both, by name."""
         return {"predicted": self.predicted, f"measured, step {self.measured.step}": self.measured}
-
-    def groups(self) -> tuple[Group, Group]:
-        """Both, for a trace viewer."""
-        return (
-            Group("predicted", self.predicted, self.plan),
-            Group("measured", self.measured, self.plan),
-        )
 
 
 def load_step(run: RunDirectory, step: int | None = None) -> RecordedStep:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable
 
-from pipectl.errors import PipectlError
-from pipectl.faults import as_fault, with_details
+from pipectl.faults import as_fault, describe_error, with_details
 from pipectl.files import write_json
 from pipectl.printable import printable
 from pipectl.runs import RunDirectory, beat
 
 _BEAT_S = 1.0
+_PLACE = {"rank": None, "stage": None, "action": "PREPARE", "step": None}
 
 
 class Heartbeat:
@@ -33,32 +31,28 @@ class Heartbeat:
         *,
         measuring_only: bool = False,
     ) -> None:
-        self._run = run
-        self._steps = steps
-        self._clock = clock
+        self._run, self._steps, self._clock = run, steps, clock
         self._measuring_only = measuring_only
         self._last = 0.0
 
     def profiling(self, done: int, total: int, what: str) -> None:
-        """Tell how far the measuring is, if the last word is old enough, or what comes before."""
+        """Write how far the measuring is, if the last beat is old enough, or what comes before."""
         if not total:
             self.beat(what)
-            return
-        percent = 100 * done // total
-        if self._clock() - self._last < _BEAT_S:
-            return
-        if self._measuring_only:
-            self.beat("profiling", percent)
-        else:
-            self.beat(f"profiling {percent}%")
+        elif self._clock() - self._last >= _BEAT_S:
+            percent = 100 * done // total
+            if self._measuring_only:
+                self.beat("profiling", percent)
+            else:
+                self.beat(f"profiling {percent}%")
 
     def beat(self, state: str, step: int = 0) -> None:
-        """Tell what is going on."""
+        """Write what is going on."""
         self._last = self._clock()
         beat(self._run, state, step, self._steps, now=self._last)
 
 
-def reporting_failure(run: RunDirectory, work: Callable[[], None]) -> int:
+def report_failure(run: RunDirectory, work: Callable[[], None]) -> int:
     """Do the work of a job; a failure goes to ``errors/prepare.json`` and standard error.
 
     Returns:
@@ -68,25 +62,8 @@ def reporting_failure(run: RunDirectory, work: Callable[[], None]) -> int:
         work()
     except Exception as raised:
         error = with_details(as_fault(raised), run.preparation_error)
-        code = error.exit_code if isinstance(error, PipectlError) else 1
-        write_json(run.preparation_error, _report(error, code))
+        report = {**_PLACE, **describe_error(error)}
+        write_json(run.preparation_error, report)
         sys.stderr.write(printable(f"error: {error or type(error).__name__}\n"))
-        return code
+        return int(report["exit_code"])
     return 0
-
-
-def _report(error: BaseException, code: int) -> dict[str, object]:
-    """The same fields as the ranks' error files."""
-    return {
-        "rank": None,
-        "host": socket.gethostname(),
-        "stage": None,
-        "action": "PREPARE",
-        "step": None,
-        "type": type(error).__name__,
-        "message": error.message if isinstance(error, PipectlError) else str(error),
-        "cure": getattr(error, "cure", None),
-        "traceback": "".join(traceback.format_exception(error)),
-        "time": time.time(),
-        "exit_code": code,
-    }

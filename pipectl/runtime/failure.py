@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import socket
 import sys
-import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from mpi4py import MPI
 
 from pipectl.errors import FaultError, PipectlError, lacks_memory
-from pipectl.faults import as_fault, with_details
+from pipectl.faults import as_fault, describe_error, with_details
 from pipectl.graph import TransferKind
 from pipectl.runs import RunDirectory
 from pipectl.runtime.output import job_log, own_log, say
@@ -74,7 +70,7 @@ Work = Callable[[RunDirectory, MPI.Intracomm, Doing], None]
 def run_rank(work: Work, description: str | None) -> None:
     """Do a rank's work in the directory that the command line names.
 
-    Exits, and so lets MPI abort all ranks, where it fails.
+    Exits, and so lets MPI abort all ranks, if it fails.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--run", type=Path, required=True, help="the run directory")
@@ -86,7 +82,7 @@ def run_rank(work: Work, description: str | None) -> None:
 
 
 def _exit_code_of(work: Work, directory: RunDirectory, communicator: MPI.Intracomm) -> int | None:
-    """Do the work; None where it does not fail."""
+    """Do the work; None if it does not fail."""
     doing = Doing()
     try:
         work(directory, communicator, doing)
@@ -119,28 +115,10 @@ def report(
     step: int | None = None,
 ) -> None:
     """Write what failed on this rank, and where, for ``pipectl status`` and into the job's log."""
+    memory = "set pipeline.memory_limit below what a rank gets, and plan again"
+    described = describe_error(error, cure=memory if lacks_memory(error) else None)
     place = {"rank": rank, "stage": stage, "step": step, "action": action}
-    document = {"version": 1, **place, **_details(error)}
+    document = {"version": 1, **place, **described}
     write_report(directory.error_of(rank), document)
     expected = isinstance(error, PipectlError) and not isinstance(error, FaultError)
     write_log(job_log(), report_text({**document, **({"traceback": ""} if expected else {})}))
-
-
-def _details(error: BaseException) -> dict[str, Any]:
-    known = error if isinstance(error, PipectlError) else None
-    return {
-        "host": socket.gethostname(),
-        "type": type(error).__name__,
-        "message": known.message if known else str(error) or "no message",
-        "cure": known.cure if known else _cure(error),
-        "traceback": "".join(traceback.format_exception(error)),
-        "time": time.time(),
-        "exit_code": known.exit_code if known else 1,
-    }
-
-
-def _cure(error: BaseException) -> str | None:
-    """For what is no fault of the user's code."""
-    if not lacks_memory(error):
-        return None
-    return "set pipeline.memory_limit below what a rank gets, and plan again"

@@ -158,7 +158,7 @@ def test_a_trace_shows_both(cli: Command, run: RunDirectory) -> None:
     assert "out/step.json" in result.err
     entries = json.loads(Path("out/step.json").read_text())["traceEvents"]
     named = [entry["args"]["name"] for entry in entries if entry["name"] == "process_name"]
-    assert named == ["predicted, node 0", "measured, node 0"]
+    assert named == ["predicted, node 0", "measured, step 10, node 0"]
 
 
 def test_a_picture_shows_both(cli: Command, run: RunDirectory) -> None:

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from pipectl.report.perfetto import Group, chrome_trace
+from pipectl.report.perfetto import chrome_trace
 from pipectl.timeline import Event, Timeline
 
 
@@ -40,8 +40,8 @@ def plan(pipeline):
 
 @pytest.fixture
 def entries(plan):
-    groups = Group("predicted", step(), plan), Group("measured", step(1e-7 / 3), plan)
-    document = json.loads(chrome_trace(groups))
+    timelines = {"predicted": step(), "measured": step(1e-7 / 3)}
+    document = json.loads(chrome_trace(timelines, plan))
     assert set(document) == {"displayTimeUnit", "traceEvents"}
     return document["traceEvents"]
 
@@ -147,7 +147,7 @@ def test_arrows_lead_from_what_made_a_message_to_what_it_is_for(entries):
 
 def test_the_last_micro_batch_may_be_smaller(pipeline):
     plan = pipeline(2, 2, size_bytes=4000, micro_batch_size=4, batch_size=6)
-    entries = json.loads(chrome_trace([Group("measured", step(), plan)]))["traceEvents"]
+    entries = json.loads(chrome_trace({"measured": step()}, plan))["traceEvents"]
     sent = [e["args"]["bytes"] for e in entries if e.get("cat") == "message" and e["ph"] == "X"]
     assert sent == [4000, 2000, 4000]
     assert {entry["pid"] for entry in entries} == {1}  # both ranks on one node

@@ -61,7 +61,7 @@ def command(
     elif output is None:
         print_comparison(recorded, comparison)
     if perfetto is not None:
-        text = chrome_trace(recorded.groups())
+        text = chrome_trace(recorded.timelines(), recorded.plan)
         write_text(perfetto, text)
         size = format_bytes(len(text))
         note(f"{short(perfetto.absolute())} ({size}): open it at https://ui.perfetto.dev")
