@@ -253,14 +253,12 @@ def timelines_html(timelines: Mapping[str, Timeline]) -> str:
                 what = [number[event.kind], event.stage, event.micro_batch]
                 events[event.rank].append([*times, *what])
         data.append({"name": name, "end": timeline.end_s, "ranks": [*ranks], "events": events})
-    program = script(_PROGRAM, timelines=data, kinds=kinds, colours=colours)
+    constants = "".join(
+        f"const {name} = {safe_json(value)};\n"
+        for name, value in (("timelines", data), ("kinds", kinds), ("colours", colours))
+    )
+    program = f"<script>\n{constants}{_PROGRAM}</script>"
     return f'<canvas id="timelines"></canvas><p id="about" class="faint">{_HINT}</p>{program}'
-
-
-def script(text: str, **data: Any) -> str:
-    """A program, and what it reads as constants of these names."""
-    constants = "".join(f"const {name} = {safe_json(value)};\n" for name, value in data.items())
-    return f"<script>\n{constants}{text}</script>"
 
 
 def safe_json(value: Any) -> str:

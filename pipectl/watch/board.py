@@ -12,14 +12,10 @@ import struct
 from pathlib import Path
 from typing import NamedTuple
 
-_ROW, _STATE = struct.Struct("<7q"), struct.Struct("<q?d")
-_STEP, _WAITING, _PACE = struct.Struct("<q"), struct.Struct("<?"), struct.Struct("<d")
-_STEP_AT = _ROW.size
-_WAITING_AT = _STEP_AT + _STEP.size
-_PACE_AT = _WAITING_AT + _WAITING.size
-_PHASE_AT = _PACE_AT + _PACE.size
-_PHASE_BYTES = 128
-SIZE = _PHASE_AT + _PHASE_BYTES
+_ROW, _STEP, _WAITING, _PACE = map(struct.Struct, ("<7q", "<q", "<?", "<d"))
+_ALL = struct.Struct("<7qq?d128s")
+_STEP_AT, _WAITING_AT, _PACE_AT, _PHASE_AT = 56, 64, 65, 73
+SIZE = _ALL.size
 """Bytes of a board."""
 NO_ROW = -1
 
@@ -83,8 +79,8 @@ class Board:
 
     def phase(self, text: str) -> None:
         """Something begins that is no row."""
-        words = text.encode()[: _PHASE_BYTES - 1].ljust(_PHASE_BYTES, b"\0")
-        self._memory[_PHASE_AT : _PHASE_AT + _PHASE_BYTES] = words
+        words = text.encode()[: SIZE - _PHASE_AT]
+        self._memory[_PHASE_AT:SIZE] = words.ljust(SIZE - _PHASE_AT, b"\0")
         self.row(NO_ROW, -1, -1)
 
     def step(self, number: int) -> None:
@@ -101,11 +97,8 @@ class Board:
 
     def read(self) -> Activity:
         """What the rank does now."""
-        row: tuple[int, int, int, int, int, int, int] = _ROW.unpack_from(self._memory, 0)
-        step, waiting, pace_s = _STATE.unpack_from(self._memory, _STEP_AT)
-        phase = bytes(self._memory[_PHASE_AT : _PHASE_AT + _PHASE_BYTES])
-        words = phase.rstrip(b"\0").decode(errors="replace")
-        return Activity(*row, step=step, waiting=waiting, pace_s=pace_s, phase=words)
+        *fields, phase = _ALL.unpack_from(self._memory, 0)
+        return Activity._make([*fields, phase.rstrip(b"\0").decode(errors="replace")])
 
 
 def create_memory(path: Path) -> mmap.mmap:

@@ -41,6 +41,7 @@ class ProcessState(NamedTuple):
         started: in clock ticks since boot, which tells it from a later one with its number.
     """
 
+    pid: int
     letter: str
     parent: int
     started: int
@@ -118,14 +119,15 @@ class WatchedRank:
         launched: bool,
         script: int,
     ) -> None:
-        self._process, self._words = _Process(pid, started), words
+        self._pid, self._started, self._words = pid, started, words
         self._board, self._activity = open_board(board), Activity()
         # A launcher starts ranks by a process on each node, whose parent is on the first node.
         self._parent = _parent_of(pid)
-        self._launcher = _find_process(_parent_of(self._parent) or 1)
-        self._script = _find_process(script) if script and launched else None
+        self._launcher = process_state(_parent_of(self._parent) or 1)
         self._launched = launched
-        self.handle = self._process.open_handle()
+        self._script = process_state(script) if script and launched else None
+        self._has_script = bool(script and launched)
+        self.handle = self._open_handle()
         self._kills = self._newer_kills = killed_for_memory()
         self._counted_at = self._lived_at = self._moved_at = 0.0
         self._asked_at = float("-inf")
@@ -147,7 +149,7 @@ class WatchedRank:
         if before.moves != self._activity.moves or before.step != self._activity.step:
             self._moved_at = now
         self._listen(now)
-        process = self._process.state()
+        process = process_state(self._pid, self._started)
         if process is not None:
             self._look_at_process(process, now)
         elif not self._has_ended:
@@ -161,7 +163,7 @@ class WatchedRank:
                     asked=self._is_asked(),
                     words=words.strip()[:_MAX_WORDS],
                     for_memory=killed_for_memory() > self._kills,
-                    with_launcher=self._launcher.state() is None,
+                    with_launcher=not _lives(self._launcher),
                 )
         if BYE in self._heard:
             state = LEFT
@@ -190,8 +192,8 @@ class WatchedRank:
         with suppress(OSError):
             if self.handle is not None:
                 signal.pidfd_send_signal(self.handle, signal.SIGKILL)
-            elif self._process.state() is not None:
-                os.kill(self._process.pid, signal.SIGKILL)
+            elif process_state(self._pid, self._started) is not None:
+                os.kill(self._pid, signal.SIGKILL)
 
     def clean_up(self) -> None:
         """Remove the shared memory that its MPI leaves if it is killed."""
@@ -207,14 +209,14 @@ class WatchedRank:
             self._stopped_at = now
         if not self._trains and self._activity.step > 1:
             self._trains = True
-            self._shared |= shared_files(self._process.pid)
+            self._shared |= shared_files(self._pid)
         if now - self._counted_at >= _RECENT_S:
             self._kills, self._newer_kills = self._newer_kills, killed_for_memory()
             self._counted_at = now
         gone = ""
         if self._launched and process.parent != self._parent:
             gone = "the launcher"
-        elif self._script is not None and self._script.state() is None:
+        elif self._has_script and not _lives(self._script):
             gone = "the job script"
         if gone and self._death is None:
             self._death = Death(time.time(), launcher=gone, asked=self._is_asked())
@@ -232,34 +234,21 @@ class WatchedRank:
         if len(self._heard) > 2 * _MAX_WORDS:
             self._heard = self._heard[:_MAX_WORDS] + self._heard[-_MAX_WORDS:]
 
-
-class _Process(NamedTuple):
-    """A process, told from later ones with its number by when it started."""
-
-    pid: int
-    started: int
-
-    def state(self) -> ProcessState | None:
-        """None if it is gone, or another has its number."""
-        state = process_state(self.pid)
-        return state if state is not None and state.started == self.started else None
-
-    def open_handle(self) -> int | None:
+    def _open_handle(self) -> int | None:
         """Readable when the process ends; None if it has, or the kernel has no such thing."""
         try:
-            handle = os.pidfd_open(self.pid)
+            handle = os.pidfd_open(self._pid)
         except (OSError, AttributeError):
             return None
-        if self.state() is not None:
+        if process_state(self._pid, self._started) is not None:
             return handle
         os.close(handle)
         return None
 
 
-def _find_process(pid: int) -> _Process:
-    """The process that has this number now; one that is gone if there is none."""
-    state = process_state(pid)
-    return _Process(pid, -1 if state is None else state.started)
+def _lives(process: ProcessState | None) -> bool:
+    """Whether a process that was seen then is still there."""
+    return process is not None and process_state(process.pid, process.started) is not None
 
 
 def _parent_of(pid: int) -> int:
@@ -267,14 +256,15 @@ def _parent_of(pid: int) -> int:
     return 0 if state is None else state.parent
 
 
-def process_state(pid: int) -> ProcessState | None:
-    """None if the process is gone, or a zombie."""
+def process_state(pid: int, started: int | None = None) -> ProcessState | None:
+    """None if the process is gone or a zombie, or if it did not start at the given time."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
     letter, parent, *rest = text.rpartition(")")[2].split()
-    return None if letter in "ZX" else ProcessState(letter, int(parent), int(rest[17]))
+    state = ProcessState(pid, letter, int(parent), int(rest[17]))
+    return None if letter in "ZX" or started not in (None, state.started) else state
 
 
 def killed_for_memory() -> int:

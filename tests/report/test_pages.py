@@ -7,8 +7,6 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-import pytest
-
 from pipectl.report.page import (
     bars,
     curve,
@@ -16,7 +14,6 @@ from pipectl.report.page import (
     page,
     paragraph,
     safe_json,
-    script,
     table,
     thinned,
     timelines_html,
@@ -32,6 +29,7 @@ HOSTILE = [
     "]]>",
     "&lt;",
     "\u2028\u2029",
+    *filter(str.strip, json.loads(DATA.read_text())),
 ]
 
 
@@ -64,35 +62,26 @@ def parts_with(text: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("text", HOSTILE)
-def test_text_stays_text(text: str) -> None:
-    plain, found = (Reader(page(word, parts_with(word))) for word in ("x", text))
-    assert found.tags == plain.tags
-    assert found.attributes == plain.attributes
-    assert found.text.count(text) == 9
+def test_text_stays_text() -> None:
+    plain = Reader(page("x", parts_with("x")))
+    for text in HOSTILE:
+        found = Reader(page(text, parts_with(text)))
+        assert (found.tags, found.attributes) == (plain.tags, plain.attributes), text
+        assert found.text.count(text) >= 9, text
 
 
-@pytest.mark.parametrize("text", HOSTILE)
-def test_no_text_ends_a_script(text: str) -> None:
-    shown = timelines_html({text: Timeline((Event(0, 0.0, 1.0, "forward", 0, 0),), 1)})
-    assert Reader(shown).tags.count("script") == shown.count("</script>") == 1
-    assert json.loads(safe_json([text])) == [text]
-    assert "<" not in safe_json(text)
-    assert script("", data=text).count("<") == 2
+def test_no_text_ends_a_script() -> None:
+    for text in HOSTILE:
+        shown = timelines_html({text: Timeline((Event(0, 0.0, 1.0, "forward", 0, 0),), 1)})
+        assert Reader(shown).tags.count("script") == shown.count("</script>") == 1
+        assert json.loads(safe_json([text])) == [text]
+        assert "<" not in safe_json(text)
 
 
 def test_it_asks_nothing_of_the_network() -> None:
     text = page("x", [timelines_html({"a": Timeline((), 2)}), curve("b", [(1, 1.0)])])
     assert "default-src 'none'" in text
     assert not re.search(r"https?://(?!www\.w3\.org)|src=|href=|@import|url\(", text)
-
-
-def test_hundreds_of_hostile_texts() -> None:
-    plain = Reader(page("x", parts_with("x")))
-    for text in filter(str.strip, json.loads(DATA.read_text())):
-        found = Reader(page(text, parts_with(text)))
-        assert (found.tags, found.attributes) == (plain.tags, plain.attributes), text
-        assert json.loads(safe_json(text)) == text
 
 
 def test_columns_that_are_empty_are_left_out() -> None:
