@@ -247,23 +247,12 @@ class Listed:
 
 
 def parse_squeue(stdout: str) -> Iterator[Listed]:
-    """Rows of ``squeue -h -o SQUEUE_FORMAT`` with times in seconds since the epoch.
-
-    A job of several components, listed as ``35+0``, ``35+1``, is one: what counts is its first.
-    """
-    rows = [line.split("|", 7) for line in stdout.splitlines()]
-    nodes_of: dict[str, list[str]] = {}
-    for fields in rows:
-        if len(fields) == 8 and fields[5]:
-            nodes_of.setdefault(fields[0].partition("+")[0], []).append(fields[5])
-    for fields in rows:
-        job_id, _, component = fields[0].partition("+")
-        if len(fields) < 8 or component not in ("", "0"):
-            continue
-        _, word, _count, start, end, _, comment, reason = fields
-        nodes = ",".join(nodes_of.get(job_id, ()))
-        status = _status(word, reason, nodes=nodes, start=start, end=end)
-        yield from (Listed(one, status, comment=comment) for one in _job_ids(job_id))
+    """Rows of ``squeue -h -o SQUEUE_FORMAT`` with times in seconds since the epoch."""
+    for fields in (line.split("|", 7) for line in stdout.splitlines()):
+        if len(fields) == 8:
+            job_id, word, _count, start, end, nodes, comment, reason = fields
+            status = _status(word, reason, nodes=nodes, start=start, end=end)
+            yield from (Listed(one, status, comment=comment) for one in _job_ids(job_id))
 
 
 def parse_sacct(stdout: str) -> Iterator[Listed]:
@@ -272,10 +261,7 @@ def parse_sacct(stdout: str) -> Iterator[Listed]:
         fields = line.split("|")
         if len(fields) < 7:
             continue
-        listed, _, component = fields[0].partition("+")
-        if component not in ("", "0"):
-            continue
-        word, code, submit, start, end, nodes = fields[1:7]
+        listed, word, code, submit, start, end, nodes = fields[:7]
         status = _status(
             word, "", nodes=nodes, start=start, end=end, code=code, source="accounting"
         )

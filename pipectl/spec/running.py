@@ -100,7 +100,7 @@ class Environment(Section):
     """Shell code put into the job script verbatim, after the modules."""
     variables: Variables = Field(default_factory=dict)
     """Environment variables of all ranks. They may be keys and tokens: they are in no script and no
-    report, but in a file that only its owner can read."""
+    report, but in two files of the run that only its owner can read."""
     container: Text | None = None
     """Image of Apptainer in which the ranks run, relative to the spec file, or an address such as
     `docker://...`; its `python3` has torch, mpi4py and pipectl."""

@@ -563,17 +563,6 @@ def test_what_scontrol_says_of_jobs_of_an_array_and_of_none() -> None:
     assert parse_exit_code(sample("scontrol-unknown.txt"), JobState.FAILED) is None
 
 
-def test_a_job_of_several_components_is_one() -> None:
-    first = "3+0|RUNNING|1|1795307186|N/A|node1|a|b|None"
-    second = "3+1|RUNNING|2|1795307186|N/A|node[2-3]|a|b|None"
-    (row,) = parse_squeue(f"{first}\n{second}\n")
-    assert (row.job_id, row.status.state) == ("3", JobState.RUNNING)
-    assert row.status.nodes == "node1,node[2-3]"
-    account = "{}|COMPLETED|0:0|1795228138|1795228139|1795228141|{}"
-    rows = parse_sacct(f"{account.format('3+0', 'node1')}\n{account.format('3+1', 'node2')}\n")
-    assert [(found.job_id, found.status.nodes) for found in rows] == [("3", "node1")]
-
-
 def test_waiting_jobs_of_an_array_stand_in_one_row() -> None:
     rows = parse_squeue(
         "35_[1-2,7%2]|PENDING|1|N/A|N/A||tag|Resources\n35_0|RUNNING|1|1|2|n1|tag|None"
