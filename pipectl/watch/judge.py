@@ -156,55 +156,67 @@ def _judge_death(rank: RankReport, node: str) -> Verdict:
 
 def _judge_ranks(nodes: Sequence[Node], limit: float, names: Names) -> Verdict | None:
     """The rank that is lost though none has ended; None while none is."""
-    every = [(rank, node) for node in nodes for rank in node.report.ranks if not rank.is_over]
+    ranks = _living_ranks(nodes)
+    node_of = {rank.rank: node for node in nodes for rank in node.report.ranks}
 
-    def blame(rank: RankReport, node: Node, message: str, cure: str = RESUME) -> Verdict:
-        words = describe_waits([each for each, _ in every], names, rank.rank)
+    def blame(rank: RankReport, message: str, cure: str = RESUME) -> Verdict:
+        words = describe_waits(ranks, names, rank.rank)
         text = f"{message}; {words}" if words else message
-        return Verdict(rank, node.report.node, text, cure)
+        return Verdict(rank, node_of[rank.rank].report.node, text, cure)
 
-    stopped = [each for each in every if each[0].state == STOPPED]
-    if not every or len(stopped) == len(every):  # suspended as a whole, and will go on
+    stopped = [rank for rank in ranks if rank.state == STOPPED]
+    if not ranks or len(stopped) == len(ranks):  # suspended as a whole, and will go on
         return None
-    for rank, node in stopped:
-        stopped_s = rank.stopped_s + node.silent_s
-        if stopped_s >= _LOST * limit:
-            return blame(rank, node, f"its process is stopped (SIGSTOP), for {stopped_s:.0f} s now")
-    silent = [each for each in every if each[1].silent_s >= _LOST * limit]
-    heard = [rank.still_s + node.silent_s for rank, node in every if node.silent_s < _LOST * limit]
-    if silent and all(still_s >= limit / 2 for still_s in heard):  # else only its word is lost
-        rank, node = silent[0]
+    for rank in stopped:
+        if rank.stopped_s >= _LOST * limit:
+            return blame(rank, f"its process is stopped (SIGSTOP), for {rank.stopped_s:.0f} s now")
+    silent = [rank for rank in ranks if node_of[rank.rank].silent_s >= _LOST * limit]
+    if silent and all(rank.still_s >= limit / 2 for rank in ranks):
+        node = node_of[silent[0].rank]  # if others move on, only its word is lost
         where = f" on {node.report.node}" if node.report.node else ""
         lost = f"nothing was heard of it{where} for {node.silent_s:.0f} s: the node is gone"
-        return blame(rank, node, lost)
+        return blame(silent[0], lost)
     # No rank moves on, though all are alive.
-    still_s = min(rank.still_s + node.silent_s for rank, node in every)
-    step = max(rank.activity.step for rank, _ in every)
-    if step and not all(names.kind(rank.activity) for rank, _ in every):  # a slow disk, say
+    still_s = min(rank.still_s for rank in ranks)
+    step = max(rank.activity.step for rank in ranks)
+    if step and not all(names.kind(rank.activity) for rank in ranks):  # a slow disk, say
         return None
-    busy = [each for each in every if not each[0].activity.waiting]
+    busy = [rank for rank in ranks if not rank.activity.waiting]
     if busy and step > 1 and still_s >= PATIENCE * limit:
-        doing = f"has been in {action(busy[0][0].activity, names)} for {still_s:.0f} s"
+        doing = f"has been in {action(busy[0].activity, names)} for {still_s:.0f} s"
         cure = "see what it does there, with py-spy dump say; launch.hang_after allows more time"
-        return blame(*busy[0], f"{doing}, and no rank has moved on", cure)
-    if not busy and len(every) > 1 and still_s >= _CIRCLE * limit:
+        return blame(busy[0], f"{doing}, and no rank has moved on", cure)
+    if not busy and len(ranks) > 1 and still_s >= _CIRCLE * limit:
         message = f"all ranks have waited for each other for {still_s:.0f} s"
         cure = "a message was lost: look at the network; launch.hang_after allows more time"
-        return blame(*every[0], message, cure)
+        return blame(ranks[0], message, cure)
     return None
 
 
-def describe_stall(nodes: Sequence[Node], names: Names) -> tuple[float, str]:
+def _living_ranks(nodes: Sequence[Node]) -> list[RankReport]:
+    """Those that have not ended; for how long they are still or stopped, as far as is known."""
+    return [
+        rank._replace(
+            still_s=rank.still_s + node.silent_s, stopped_s=rank.stopped_s + node.silent_s
+        )
+        for node in nodes
+        for rank in node.report.ranks
+        if not rank.is_over
+    ]
+
+
+def describe_stall(nodes: Sequence[Node], limit: float, names: Names) -> tuple[float, str]:
     """For how long no rank has moved on, in seconds, and who waits for whom.
 
-    It is 0 if a rank has ended.
+    It is 0 if that is less than the limit, or if a rank has ended.
     """
-    ranks = [(rank, node.silent_s) for node in nodes for rank in node.report.ranks]
-    if not ranks or any(rank.is_over for rank, _ in ranks):
+    ranks = _living_ranks(nodes)
+    if not ranks or len(ranks) < sum(len(node.report.ranks) for node in nodes):
         return 0.0, ""
-    still_s = min(rank.still_s + silent_s for rank, silent_s in ranks)
-    words = describe_waits([rank for rank, _ in ranks], names)
-    return still_s, f"no rank has moved on for {still_s:.0f} s: {words}"
+    still_s = min(rank.still_s for rank in ranks)
+    if still_s < limit:
+        return 0.0, ""
+    return still_s, f"no rank has moved on for {still_s:.0f} s: {describe_waits(ranks, names)}"
 
 
 def describe_waits(ranks: Sequence[RankReport], names: Names, culprit: int | None = None) -> str:

@@ -113,7 +113,7 @@ class Watcher:
         states = {rank.state for rank in ranks}
         if states == {LEFT} or (self._settings["size"] == 1 and states & {FAILS, FAILED}):
             return True
-        return all(rank.is_gone for rank in self._ranks) and self._has_said_all()
+        return all(rank.is_gone for rank in self._ranks) and self._is_finished()
 
     def _is_ending(self) -> bool:
         about_to_end = (rank for rank in self._ranks if rank.rank in self._order.ranks)
@@ -153,8 +153,8 @@ class Watcher:
             Node(report, self._now - self._heard_at.get(node, self._now))
             for node, report in sorted(reports.items())
         ]
-        given, now = self._settings, self._now
-        limit = limit_s(nodes, given["nodes"], given["min_s"], given["predicted_s"])
+        settings, now = self._settings, self._now
+        limit = limit_s(nodes, settings["nodes"], settings["min_s"], settings["predicted_s"])
         limit *= _WITHOUT_FIRST if self._node else 1.0
         ended_s = None if self._ended_at is None else now - self._ended_at
         if not self._decided and (verdict := judge(nodes, limit, self._names, ended_s)):
@@ -166,8 +166,7 @@ class Watcher:
             self._kill_at = now
         self._own = self._own._replace(ends=self._kill_at is not None and now >= self._kill_at)
         if self._node == 0:
-            still_s, words = describe_stall(nodes, self._names)
-            self._warn(still_s if still_s >= limit else 0.0, words)
+            self._warn(*describe_stall(nodes, limit, self._names))
 
     @property
     def _first(self) -> NodeReport:
@@ -179,7 +178,7 @@ class Watcher:
         since = max(self._heard_at.get(0, 0.0), self._ended_at or 0.0)
         return self._now - since > max(_UNHEARD_S, 3 * self._interval_s)
 
-    def _has_said_all(self) -> bool:
+    def _is_finished(self) -> bool:
         """Whether nothing is left to be said, once the own ranks have ended."""
         if self._node != 0:
             return self._own.ends or self._first.knows

@@ -200,11 +200,12 @@ def test_if_no_rank_waits_for_a_message_all_are_described() -> None:
 def test_a_stall_lasts_as_long_as_no_rank_moves_on() -> None:
     words = "no rank has moved on for 40 s: rank 0 waits for activation 5 of stage 1 from rank 1"
     stall_s, text = describe_stall(
-        [node({0: known(awaits(1), 50)}), node({1: known(computes(), 30)}, 10)], NAMES
+        [node({0: known(awaits(1), 50)}), node({1: known(computes(), 30)}, 10)], 40, NAMES
     )
     assert (stall_s, text) == (40.0, f"{words}, which is in backward 4")
-    assert describe_stall([node({0: known(awaits(1), 50), 1: lives(LEFT)})], NAMES)[0] == 0
-    assert describe_stall([], NAMES)[0] == 0
+    ended = node({0: known(awaits(1), 50), 1: lives(LEFT)})
+    for nodes in ([ended], [node({0: known(awaits(1), 39)})], []):
+        assert describe_stall(nodes, 40, NAMES) == (0.0, "")
 
 
 def test_actions_read_as_in_other_error_reports() -> None:
