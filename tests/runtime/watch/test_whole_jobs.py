@@ -21,7 +21,7 @@ from pipectl.runs import RunDirectory, read_metrics
 
 pytestmark = [pytest.mark.mpi, pytest.mark.torture, pytest.mark.timeout(600)]
 PARTS = Path(__file__).parent.parent / "job_parts.py"
-STEPS, RANKS = 16, 2
+STEPS, RANKS = 60, 2
 JOB = {
     "version": 1,
     "name": "job",
