@@ -34,9 +34,9 @@ from pipectl.runs import (
     SweepDirectory,
     as_typed,
     locked,
+    stem_of,
     sweep_of,
 )
-from pipectl.runs.directory import stem_of
 
 if TYPE_CHECKING:
     from pipectl.rehearsal import Rehearsal

@@ -6,7 +6,12 @@ from pipectl.runs.directory import (
     RESUBMITTED,
     RUN_VARIABLE,
     SCRIPT,
+    Members,
     RunDirectory,
+    SweepDirectory,
+    locked,
+    stem_of,
+    sweep_of,
 )
 from pipectl.runs.find import (
     as_typed,
@@ -18,7 +23,6 @@ from pipectl.runs.find import (
     one_of,
     runs_directory,
 )
-from pipectl.runs.lock import locked
 from pipectl.runs.logs import Line, Log, Logs
 from pipectl.runs.manifest import LossScaleState, Manifest, Shard, checkpoints, step_of
 from pipectl.runs.readers import (
@@ -36,7 +40,6 @@ from pipectl.runs.readers import (
     read_starts,
 )
 from pipectl.runs.record import PROFILING, REHEARSAL, TRAINING, Event, Record, Setting, is_job_id
-from pipectl.runs.sweep import Members, SweepDirectory, sweep_of
 
 __all__ = [
     "ATTEMPT", "PROFILING", "REHEARSAL", "REQUEUE_ERROR", "RESUBMITTED", "RUN_VARIABLE",
@@ -46,5 +49,5 @@ __all__ = [
     "last_checkpoint", "list_runs", "list_sweeps", "locked", "measured_steps", "one_of",
     "read_errors", "read_exit_code", "read_figures", "read_heartbeat", "read_metrics",
     "read_report", "read_requeue_error", "read_stall", "read_starts", "runs_directory",
-    "step_of", "sweep_of",
+    "stem_of", "step_of", "sweep_of",
 ]  # fmt: skip

@@ -1,54 +1,84 @@
-"""The run directory: every path of a run, in one place."""
+"""Directories of runs and sweeps: every path in them, how they are created, and their lock."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from itertools import count
 from pathlib import Path
-from typing import Protocol
 
+from pipectl.access import fault_of_owner, open_regular
 from pipectl.errors import UsageError
-from pipectl.files import make_private_directory
+from pipectl.fields import Reader
+from pipectl.files import make_private_directory, read_json, write_json
 
 RUN_NAME = re.compile(r"[0-9]{8}-[0-9]{6}-[A-Za-z0-9._-]+")
 """In full: shells complete such names, so that nothing in them may mean anything to a shell."""
 ATTEMPT = "PIPECTL_ATTEMPT"
 """Variable of the environment: which start of the job this is, from 1."""
 SCRIPT = "PIPECTL_SCRIPT"
-"""Variable of the environment: the job script's process, where ranks are on its machine."""
+"""Variable of the environment: the job script's process, if ranks are on its machine."""
 RUN_VARIABLE = "PIPECTL_RUN_DIRECTORY"
 """Variable of the environment: set by the job script."""
 RESUBMITTED = "resubmitted"
 """Name of the file with the id of the job that goes on where an earlier one of the run stopped."""
 REQUEUE_ERROR = "requeue_error"
 """Name of the file with what the batch system said when it did not start the job again."""
+SWEEPS = "sweeps"
+"""The folder of sweeps beside the runs: its name begins with no date, as those of runs do."""
+SWEEP_VERSION = 1
 _FOLDERS = ("errors", "logs", "trace", "checkpoints")
-
-
-class HasPath(Protocol):
-    """A directory of a run or sweep."""
-
-    path: Path
+_SWEEP_CURE = "name the runs themselves; `pipectl status` lists them"
 
 
 class File:
-    """A path in the directory of a run or sweep, as an attribute of it."""
+    """A path in a directory, as an attribute of it."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __get__(self, directory: HasPath, _owner: type) -> Path:
+    def __get__(self, directory: Directory, _owner: type) -> Path:
         return directory.path / self._name
 
 
-class RunDirectory:
-    """Paths of one run; nothing is read or written.
+class Directory:
+    """The directory of a run or sweep, which one command at a time changes.
 
     Args:
         path: made absolute, since jobs run elsewhere.
     """
+
+    lock = File(".lock")
+    """Empty; held by the command that changes the record, or submits the sweep."""
+    logs = File("logs")
+    """Logs of the job and its ranks; of a sweep, what jobs say before they go on as their runs'."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.path)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, type(self)) and other.path == self.path
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    @property
+    def name(self) -> str:
+        """The directory's own name, by which commands call it; runs of a sweep begin with its."""
+        return self.path.name
+
+
+class RunDirectory(Directory):
+    """Paths of one run; nothing is read or written."""
 
     job = File("job.yaml")
     """The resolved job spec."""
@@ -68,8 +98,6 @@ class RunDirectory:
     """The user's template of the job script, as it was when the run was submitted."""
     record = File("record.json")
     """The submission and its history."""
-    lock = File(".lock")
-    """Empty; held by the command that changes the record."""
     stop = File("stop")
     """Where the job script asks the ranks to save a checkpoint and end."""
     stopped = File("stopped")
@@ -90,8 +118,6 @@ class RunDirectory:
     """One file per rank that failed."""
     preparation_error = File("errors/prepare.json")
     """Where a job reports that it could not profile or plan."""
-    logs = File("logs")
-    """Logs of the job and its ranks."""
     job_log = File("logs/job.log")
     """What the job script and the launcher print, and what pipectl says of the run."""
     watch = File("watch")
@@ -105,9 +131,6 @@ class RunDirectory:
     checkpoints = File("checkpoints")
     """One folder per saved step."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path.absolute()
-
     @classmethod
     def create(cls, base: Path, name: str, now: float) -> RunDirectory:
         """A new directory ``<YYYYMMDD-HHMMSS>-<name>`` with its folders, for its owner alone.
@@ -118,40 +141,13 @@ class RunDirectory:
             now: seconds since the epoch; written in local time.
 
         Raises:
-            UsageError: ``base`` cannot be written.
+            UsageError: ``base`` cannot be written; nothing is left in it.
         """
-        try:
-            make_private_directory(base)
-            for path in numbered(base, stem_of(name, now)):
-                try:
-                    path.mkdir(0o700)
-                except FileExistsError:  # two callers never share one
-                    continue
-                run = cls(path)
-                run.make_folders()
+        for stem in _stems(name, now):
+            run = cls(base / stem)
+            if _make_all(base, {run.path: _FOLDERS}):
                 return run
-        except OSError as error:
-            raise not_made(base, error) from error
         raise AssertionError("unreachable")
-
-    def __repr__(self) -> str:
-        return f"RunDirectory({str(self.path)!r})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RunDirectory) and other.path == self.path
-
-    def __hash__(self) -> int:
-        return hash(self.path)
-
-    def make_folders(self) -> None:
-        """Make what a new run directory holds."""
-        for folder in _FOLDERS:
-            (self.path / folder).mkdir(0o700)
-
-    @property
-    def name(self) -> str:
-        """The directory's own name, by which commands call the run."""
-        return self.path.name
 
     def rank_log(self, rank: int) -> Path:
         """What a rank printed."""
@@ -185,6 +181,93 @@ class RunDirectory:
         return self.trace / f"attempt-{starts}"
 
 
+@dataclass(frozen=True)
+class Members:
+    """What ``sweep.json`` says.
+
+    Args:
+        tag: of the job array, which the records of its runs have too.
+        runs: names of the run directories, in the order of the points.
+        at_once: how many may run at the same time; None if the batch system decides.
+    """
+
+    tag: str
+    runs: tuple[str, ...]
+    at_once: int | None
+
+
+class SweepDirectory(Directory):
+    """What belongs to no single run of a sweep: ``sweeps/<date>-<name>`` beside the runs."""
+
+    script = File("array.sh")
+    """The script of the job array."""
+    members = File("sweep.json")
+    """Which runs it has."""
+
+    @classmethod
+    def create(
+        cls, base: Path, name: str, points: int, now: float
+    ) -> tuple[SweepDirectory, list[RunDirectory]]:
+        """A new directory and those of its runs, ``<YYYYMMDD-HHMMSS>-<name>-0`` and so on.
+
+        Args:
+            now: seconds since the epoch; written in local time.
+
+        Raises:
+            UsageError: ``base`` cannot be written; nothing is left in it.
+        """
+        for stem in _stems(name, now):
+            sweep = cls.beside(base / stem)
+            runs = [RunDirectory(base / f"{stem}-{index}") for index in range(points)]
+            folders = dict.fromkeys((run.path for run in runs), _FOLDERS)
+            if _make_all(base, {sweep.path: ("logs",), **folders}):
+                return sweep, runs
+        raise AssertionError("unreachable")
+
+    @classmethod
+    def beside(cls, run: Path) -> SweepDirectory:
+        """The sweep that lies beside a run of this path, and has its name."""
+        return cls(run.parent / SWEEPS / run.name)
+
+    @property
+    def base(self) -> Path:
+        """The directory of the runs."""
+        return self.path.parent.parent
+
+    def save(self, members: Members) -> None:
+        """Write ``sweep.json``."""
+        values = {"tag": members.tag, "runs": members.runs, "at_once": members.at_once}
+        write_json(self.members, {"version": SWEEP_VERSION, **values})
+
+    def load(self) -> Members:
+        """Read ``sweep.json``.
+
+        Raises:
+            DataFileError: missing, damaged, or of another version.
+        """
+        document = read_json(self.members, cure=_SWEEP_CURE)
+        reader = Reader(document, file=str(self.members), cure=_SWEEP_CURE)
+        reader.check_version(SWEEP_VERSION)
+        runs, at_once = reader.texts("runs"), reader.optional_integer("at_once")
+        if not all(name.startswith(f"{self.name}-") and "/" not in name for name in runs):
+            raise reader.error("runs", f"must be names of runs of {self.name}")
+        return Members(reader.text("tag"), runs, at_once)
+
+    def runs(self) -> list[RunDirectory]:
+        """Its runs, without those that were removed.
+
+        Raises:
+            DataFileError: see :meth:`load`.
+        """
+        runs = (RunDirectory(self.base / name) for name in self.load().runs)
+        return [run for run in runs if run.path.is_dir()]
+
+
+def sweep_of(run: RunDirectory, name: str) -> SweepDirectory:
+    """The sweep of this name that a run is of."""
+    return SweepDirectory.beside(run.path.parent / name)
+
+
 def stem_of(name: str, now: float) -> str:
     """``<YYYYMMDD-HHMMSS>-<name>``, in local time.
 
@@ -194,15 +277,82 @@ def stem_of(name: str, now: float) -> str:
     return f"{datetime.fromtimestamp(now):%Y%m%d-%H%M%S}-{name}"
 
 
-def numbered(base: Path, stem: str) -> Iterator[Path]:
-    """``stem``, then ``stem-2``, ``stem-3``… without end."""
-    yield base / stem
-    yield from (base / f"{stem}-{number}" for number in count(2))
+def _stems(name: str, now: float) -> Iterator[str]:
+    """The stem, then ``stem-2``, ``stem-3``… without end."""
+    stem = stem_of(name, now)
+    yield stem
+    yield from (f"{stem}-{number}" for number in count(2))
 
 
-def not_made(base: Path, error: OSError) -> UsageError:
-    """What to raise if nothing can be made in ``base``."""
-    return UsageError(
-        f"{base}: no run directory can be made: {error.strerror or error}",
-        cure="set output.directory to a directory you may write to",
-    )
+def _make_all(base: Path, folders: Mapping[Path, Sequence[str]]) -> bool:
+    """Make directories with their folders for us alone, all or none; False if one exists.
+
+    Two callers never share one.
+
+    Raises:
+        UsageError: they cannot be made.
+    """
+    new: list[Path] = []
+    try:
+        for path in folders:
+            make_private_directory(path.parent)
+        for path, names in folders.items():
+            try:
+                path.mkdir(0o700)
+            except FileExistsError:
+                _remove(new)
+                return False
+            new.append(path)
+            for name in names:
+                (path / name).mkdir(0o700)
+    except BaseException as error:
+        _remove(new)
+        if isinstance(error, OSError):
+            raise UsageError(
+                f"{base}: no run directory can be made: {error.strerror or error}",
+                cure="set output.directory to a directory you may write to",
+            ) from error
+        raise
+    return True
+
+
+def _remove(directories: Sequence[Path]) -> None:
+    for path in directories:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def locked(directory: Directory, *, wait: bool = True) -> Iterator[bool]:
+    """Within, no other command holds the run; the system frees it with the process that held it.
+
+    On a file system without locks, or if the directory cannot be written, nobody is kept out: files
+    are still written whole.
+
+    Args:
+        wait: whether to wait for another command; else the value says whether the run is ours.
+
+    Raises:
+        UsageError: it belongs to another user, or others may put files there: what it says of
+            jobs and processes, and its links, would be theirs.
+    """
+    if fault := fault_of_owner(directory.path, root=False):
+        theirs = fault.startswith("belongs")
+        copy = "copy it to a directory of your own, and go on with the copy"
+        raise UsageError(
+            f"{directory.path}: {fault}, so that nothing in it can be relied on",
+            cure=copy if theirs else f"if you know what is in it: chmod go-w {directory.path}",
+        )
+    try:
+        handle = open_regular(directory.lock, os.O_CREAT | os.O_RDWR)
+    except OSError:
+        yield True
+        return
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            is_ours = True
+        except OSError as error:
+            is_ours = not isinstance(error, BlockingIOError)
+        yield is_ours
+    finally:
+        os.close(handle)

@@ -11,9 +11,8 @@ from pathlib import Path
 from pipectl.access import read_limited
 from pipectl.errors import DataFileError, UnknownRunError
 from pipectl.files import RUNS_VARIABLE
-from pipectl.runs.directory import RUN_NAME, RunDirectory
+from pipectl.runs.directory import RUN_NAME, SWEEPS, RunDirectory, SweepDirectory, sweep_of
 from pipectl.runs.record import MAX_BYTES, Record, is_job_id
-from pipectl.runs.sweep import FOLDER, SweepDirectory, sweep_of
 from pipectl.units import did_you_mean
 
 
@@ -35,7 +34,7 @@ def list_runs(base: Path) -> list[RunDirectory]:
 
 def list_sweeps(base: Path) -> list[SweepDirectory]:
     """All sweeps of the runs in ``base``, oldest first."""
-    return [SweepDirectory(run.path) for run in list_runs(base / FOLDER)]
+    return [SweepDirectory(run.path) for run in list_runs(base / SWEEPS)]
 
 
 def find(base: Path, name: str) -> RunDirectory | SweepDirectory:

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
@@ -35,6 +36,33 @@ def test_a_base_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="file") as caught:
         RunDirectory.create(tmp_path / "file", "gpt", NOW)
     assert "output.directory" in (caught.value.cure or "")
+
+
+@pytest.mark.parametrize(
+    "create",
+    [
+        lambda base: RunDirectory.create(base, "gpt", NOW),
+        lambda base: SweepDirectory.create(base, "gpt", 2, NOW),
+    ],
+)
+@pytest.mark.parametrize("folder", ["logs", "checkpoints"])
+def test_directories_whose_folders_cannot_be_made_are_removed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    create: Callable[[Path], object],
+    folder: str,
+) -> None:
+    mkdir = Path.mkdir
+
+    def refuse(path: Path, mode: int = 0o777, **options: bool) -> None:
+        if path.name == folder:
+            raise OSError(28, "No space left on device")
+        mkdir(path, mode, **options)
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(UsageError, match="no run directory can be made: No space left"):
+        create(tmp_path)
+    assert [path.name for path in tmp_path.rglob("*")] in ([], ["sweeps"])
 
 
 def test_paths(tmp_path: Path) -> None:
