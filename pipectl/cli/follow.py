@@ -8,9 +8,8 @@ from pipectl.batch import JobState
 from pipectl.cli.console import errors, note
 from pipectl.cli.progress import Report, progress_bar
 from pipectl.errors import UnknownRunError
-from pipectl.jobs.measured import Measured
 from pipectl.jobs.places import LOCAL
-from pipectl.jobs.state import RunStatus, get_status, read_measured
+from pipectl.jobs.state import Measured, RunStatus, get_status, read_measured
 from pipectl.runs import PROFILING, RunDirectory, as_typed
 
 _POLL_S = 0.5

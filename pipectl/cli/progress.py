@@ -25,7 +25,7 @@ from pipectl.cli.console import errors, note, plain
 from pipectl.units import format_time
 
 if TYPE_CHECKING:
-    from pipectl.jobs.deadline import Deadline
+    from pipectl.jobs.plan import Deadline
 
 Report = Callable[[int, int, str], None]
 """Called with (done, total, what is or was done); a total of 0 says that nobody knows how long."""

@@ -16,7 +16,7 @@ from contextlib import suppress
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pipectl import __version__
 from pipectl.batch import (
@@ -30,6 +30,8 @@ from pipectl.batch import (
     process,
 )
 from pipectl.errors import PipectlError, SchedulerError
+from pipectl.jobs.machines import memory_of_this_machine
+from pipectl.jobs.places import detect_scheduler
 from pipectl.units import format_bytes, format_time
 from pipectl.versions import tested_torch, untested_torch
 
@@ -69,6 +71,21 @@ class Finding(NamedTuple):
     cure: str = ""
 
 
+def ok(what: str, text: str) -> Finding:
+    """All is well."""
+    return Finding(what, Level.OK, text)
+
+
+def warn(what: str, text: str, cure: str) -> Finding:
+    """Jobs run, but not as well as they could."""
+    return Finding(what, Level.WARN, text, cure)
+
+
+def fail(what: str, text: str, cure: str) -> Finding:
+    """Jobs cannot run."""
+    return Finding(what, Level.FAIL, text, cure)
+
+
 def examine(spec: JobSpec | None, directory: Path) -> Iterator[Finding]:
     """What there is, and what is wrong with it.
 
@@ -76,8 +93,7 @@ def examine(spec: JobSpec | None, directory: Path) -> Iterator[Finding]:
         spec: whose launch is tried out; None for that of a job that says nothing of it.
         directory: of the run directories.
     """
-    text = f"{platform.python_version()} ({sys.executable}), pipectl {__version__}"
-    yield Finding("python", Level.OK, text)
+    yield ok("python", f"{platform.python_version()} ({sys.executable}), pipectl {__version__}")
     yield from check_torch()
     yield from check_mpi(spec)
     yield from check_slurm(spec)
@@ -92,36 +108,35 @@ def check_torch() -> Iterator[Finding]:
     try:
         installed = version("torch")
     except PackageNotFoundError:
-        yield Finding("torch", Level.FAIL, "not installed", cure)
+        yield fail("torch", "not installed", cure)
         return
     try:
         name, kind, count = json.loads(_output([sys.executable, "-c", _TORCH], cure))
     except (PipectlError, ValueError) as error:
         text = error.message if isinstance(error, PipectlError) else "says nothing of its devices"
-        yield Finding("torch", Level.FAIL, f"{installed} cannot be imported: {text}", cure)
+        yield fail("torch", f"{installed} cannot be imported: {text}", cure)
         return
     if untested := untested_torch():
         cure = f"if something fails that should not, install {tested_torch()}"
-        yield Finding("torch", Level.WARN, untested, cure)
+        yield warn("torch", untested, cure)
     else:
-        yield Finding("torch", Level.OK, name)
+        yield ok("torch", name)
     if not kind:
-        yield Finding("accelerators", Level.OK, "none: ranks compute on cores")
+        yield ok("accelerators", "none: ranks compute on cores")
         return
     try:  # a test message from an accelerator's memory, which may crash the process
         _output([sys.executable, "-m", "mpi4py", "-m", _SELF_TEST, kind], "")
         way = "MPI reads their memory"
     except PipectlError:
         way = "messages pass through host memory"
-    yield Finding("accelerators", Level.OK, f"{count} of kind {kind}; {way}")
+    yield ok("accelerators", f"{count} of kind {kind}; {way}")
 
 
 def check_mpi(spec: JobSpec | None) -> Iterator[Finding]:
     """Two ranks are started and send each other messages, as the ranks of a job do."""
     launch = None if spec is None else spec.launch
     if launch is not None and launch.launcher == "srun":
-        text = "ranks start with srun, which is tried out within a job alone"
-        yield Finding("MPI", Level.OK, text)
+        yield ok("MPI", "ranks start with srun, which is tried out within a job alone")
         return
     request = JobRequest(
         name="doctor",
@@ -142,83 +157,76 @@ def check_mpi(spec: JobSpec | None) -> Iterator[Finding]:
         answer = json.loads(_output(command, "").splitlines()[-1])
     except PipectlError as error:
         cure = error.cure or "pip install mpich, or load your cluster's MPI first"
-        yield Finding("MPI", Level.FAIL, error.message, cure)
+        yield fail("MPI", error.message, cure)
+        return
     except (ValueError, IndexError):
-        yield Finding("MPI", Level.FAIL, "ranks start, but print nothing", "see what mpiexec does")
-    else:
-        yield from _findings_of_ranks(answer, command[0], request.mpi)
-
-
-def _findings_of_ranks(answer: dict[str, Any], mpiexec: str, dialect: str) -> Iterator[Finding]:
+        yield fail("MPI", "ranks start, but print nothing", "see what mpiexec does")
+        return
     if answer["ranks"] != 2:
-        yield Finding(
+        yield fail(
             "MPI",
-            Level.FAIL,
-            f"{mpiexec} starts two ranks that know nothing of each other: it is not of the MPI "
+            f"{command[0]} starts two ranks that know nothing of each other: it is not of the MPI "
             f"that mpi4py has loaded ({answer['library']})",
             "load one MPI alone, or name its library in the variable MPI4PY_LIBMPI",
         )
         return
-    yield Finding("MPI", Level.OK, f"{answer['library']}, started by {mpiexec}")
-    if dialect != AUTO:
-        text = f"mpiexec takes the options of {dialect} (launch.mpi)"
-        yield Finding("launcher", Level.OK, text)
+    yield ok("MPI", f"{answer['library']}, started by {command[0]}")
+    if request.mpi != AUTO:
+        yield ok("launcher", f"mpiexec takes the options of {request.mpi} (launch.mpi)")
     else:
         text = "mpiexec is of no known kind, so that it cannot be told to bind ranks"
         cure = f"if it is like one of {', '.join(MPIEXECS)}, set launch.mpi to that"
-        yield Finding("launcher", Level.WARN, text, cure)
-    many = answer["threads"] == "multiple"
-    yield Finding(
-        "threads",
-        Level.OK if many else Level.WARN,
-        f"MPI_THREAD_{answer['threads'].upper()}",
-        "" if many else "messages are moved between operators instead; nothing needs to be done",
-    )
-    latency, bandwidth = answer["latency_s"], answer["bandwidth_bytes_per_s"]
-    text = f"{format_time(latency)}, {format_bytes(int(bandwidth))}/s on this machine"
-    yield Finding("messages", Level.OK, text)
+        yield warn("launcher", text, cure)
+    threads = f"MPI_THREAD_{answer['threads'].upper()}"
+    if answer["threads"] == "multiple":
+        yield ok("threads", threads)
+    else:
+        cure = "messages are moved between operators instead; nothing needs to be done"
+        yield warn("threads", threads, cure)
+    rate = format_bytes(int(answer["bandwidth_bytes_per_s"]))
+    yield ok("messages", f"{format_time(answer['latency_s'])}, {rate}/s on this machine")
 
 
 def check_slurm(spec: JobSpec | None) -> Iterator[Finding]:
     """Whether Slurm answers, and what ``srun --mpi`` takes against what the job gives it."""
     if not shutil.which("sbatch"):
-        yield Finding("Slurm", Level.OK, "not installed")
+        yield ok("Slurm", "not installed")
         return
     cure = "ask the site, or set SLURM_CONF; jobs run here with --scheduler local"
     try:
         release = _output(["sinfo", "--version"], cure)
         partitions = _output(["sinfo", "-h", "-o", "%P"], cure).split()
     except PipectlError as error:
-        yield Finding("Slurm", Level.FAIL, error.message, cure)
+        yield fail("Slurm", error.message, cure)
         return
-    yield Finding("Slurm", Level.OK, f"{release}; partitions {', '.join(partitions) or 'none'}")
+    yield ok("Slurm", f"{release}; partitions {', '.join(partitions) or 'none'}")
     with suppress(PipectlError):
         kinds = pmi_kinds(_output(["srun", "--mpi=list"], ""))
         wanted = AUTO if spec is None or spec.launch.launcher != "srun" else spec.launch.mpi
         text = f"srun --mpi: {', '.join(kind for kind in kinds if kind != 'none') or 'none'}"
         if wanted == AUTO or knows_pmi(kinds, wanted):
-            yield Finding("PMI", Level.OK, text)
+            yield ok("PMI", text)
         else:
             cure = "set launch.mpi to one of them, as your MPI needs it"
-            yield Finding("PMI", Level.FAIL, f"{text}; the job wants {wanted}", cure)
+            yield fail("PMI", f"{text}; the job wants {wanted}", cure)
 
 
 def check_pbs() -> Iterator[Finding]:
     """Whether PBS answers, if there is no Slurm."""
-    if shutil.which("sbatch") or not (shutil.which("qsub") and shutil.which("qselect")):
+    if detect_scheduler() != "pbs":
         return
     cure = "ask the site, or set PBS_SERVER; jobs run here with --scheduler local"
     try:
         release = _output(["qstat", "--version"], cure)
         server = _output(["qstat", "-B", "-f"], cure)
     except PipectlError as error:
-        yield Finding("PBS", Level.FAIL, error.message, cure)
+        yield fail("PBS", error.message, cure)
         return
-    yield Finding("PBS", Level.OK, release)
+    yield ok("PBS", release)
     if not re.search(r"^\s*flatuid\s*=\s*True\s*$", server, re.MULTILINE | re.IGNORECASE):
         text = "flatuid is not set: jobs may not be able to submit themselves again"
         advice = "ask the site for `set server flatuid = True`; else go on with pipectl resume"
-        yield Finding("PBS requeue", Level.WARN, text, advice)
+        yield warn("PBS requeue", text, advice)
 
 
 def check_file_system(directory: Path) -> Iterator[Finding]:
@@ -226,35 +234,30 @@ def check_file_system(directory: Path) -> Iterator[Finding]:
     place = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
     try:
         with tempfile.TemporaryDirectory(prefix=".pipectl-", dir=place) as name:
-            yield from _try_files(place, Path(name))
+            one, other = Path(name, "one"), Path(name, "other")
+            one.write_text("new")
+            other.write_text("old")
+            skew_s = abs(one.stat().st_mtime - time.time())
+            one.replace(other)
+            free, has_locks = shutil.disk_usage(name).free, _can_lock(other)
     except OSError as error:
         text = f"{place}: {error.strerror or error}"
-        yield Finding("files", Level.FAIL, text, "set output.directory to where you may write")
-
-
-def _try_files(place: Path, folder: Path) -> Iterator[Finding]:
-    one, other = folder / "one", folder / "other"
-    one.write_text("new")
-    other.write_text("old")
-    skew_s = abs(one.stat().st_mtime - time.time())
-    one.replace(other)
-    free = shutil.disk_usage(folder).free
+        yield fail("files", text, "set output.directory to where you may write")
+        return
     text = f"{place}: {format_bytes(free)} free"
     if free >= _MIN_FREE_BYTES:
-        yield Finding("files", Level.OK, text)
+        yield ok("files", text)
     else:
-        cure = "checkpoints may find no room; free some space"
-        yield Finding("files", Level.WARN, text, cure)
-    if not _can_lock(other):
-        text = "the file system knows no locks"
+        yield warn("files", text, "checkpoints may find no room; free some space")
+    if not has_locks:
         cure = "do not run two commands that change a run at the same time"
-        yield Finding("locks", Level.WARN, text, cure)
+        yield warn("locks", "the file system knows no locks", cure)
     text = f"{skew_s:.1f} s from that of the file system"
     if skew_s < _MAX_SKEW_S:
-        yield Finding("clock", Level.OK, text)
+        yield ok("clock", text)
     else:
         cure = "have the clocks of all nodes set by NTP; `status` may take silence for age"
-        yield Finding("clock", Level.WARN, text, cure)
+        yield warn("clock", text, cure)
 
 
 def _can_lock(path: Path) -> bool:
@@ -273,18 +276,16 @@ def _can_lock(path: Path) -> bool:
 
 def check_hardware() -> Iterator[Finding]:
     """Cores, memory and a compiler."""
-    cores = len(os.sched_getaffinity(0))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    yield Finding("machine", Level.OK, f"{cores} cores, {format_bytes(memory)} of memory")
+    cores, memory = len(os.sched_getaffinity(0)), memory_of_this_machine()
+    yield ok("machine", f"{cores} cores, {format_bytes(memory)} of memory")
     with suppress(OSError):
         shared = shutil.disk_usage("/dev/shm").total
         if shared < _MIN_SHARED_BYTES:
             text = f"/dev/shm holds {format_bytes(shared)} only"
             cure = "containers: start them with --shm-size=1g, or ranks of one node may crash"
-            yield Finding("shared memory", Level.WARN, text, cure)
+            yield warn("shared memory", text, cure)
     if not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))):
-        text = "no C++ compiler, which training.compile would need"
-        yield Finding("compiler", Level.OK, text)
+        yield ok("compiler", "no C++ compiler, which training.compile would need")
 
 
 def _output(argv: Sequence[str], cure: str) -> str:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from pipectl.cluster import Cluster, Device, Node, assumed_cluster, with_assumed_links
 from pipectl.errors import MismatchError
 from pipectl.jobs.places import LOCAL, cluster_path
-from pipectl.jobs.starting import memory_of_this_machine
 from pipectl.spec import links_key
 
 if TYPE_CHECKING:
@@ -94,6 +93,11 @@ def _this_machine(spec: JobSpec) -> Cluster:
     memory = spec.resources.memory_per_task or memory_of_this_machine() // ranks
     cluster = assumed_cluster("this machine", [ranks], cores, memory)
     return replace(cluster, source=f"assumed: shared memory, {usable} usable cores")
+
+
+def memory_of_this_machine() -> int:
+    """In bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _allocation(spec: JobSpec) -> Cluster:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,8 +11,7 @@ from pipectl.batch import choose_mpi
 from pipectl.errors import UsageError
 from pipectl.files import is_stream, make_directory_of
 from pipectl.jobs.machines import measured_key
-from pipectl.jobs.prepare import Job
-from pipectl.jobs.profile_in_job import PERCENT
+from pipectl.jobs.prepare import PERCENT, Job
 from pipectl.jobs.profiles import MeasureOptions
 from pipectl.jobs.request import job_request, make_tag
 from pipectl.jobs.submit import Start, Submission, hand_over, new_run, record_of
@@ -39,27 +39,9 @@ def submit_profile(
         UsageError: the output cannot be written.
         SchedulerError: see :func:`pipectl.jobs.submit.submit`.
     """
-    _check_output(output)
-    name = f"{spec.name}-profile"
-    with new_run(spec, name, now) as (run, rollback):
-        training = job_request(spec, run.path, make_tag(run.path))
-        arguments = [str(run.path), "--output", str(output.absolute()), "--effort", options.effort]
-        if options.again:
-            arguments.append("--again")
-        request = replace(
-            training,
-            name=name,
-            ranks=1,
-            nodes=1,
-            command=(training.python, "-m", "pipectl.jobs.profile_in_job", *arguments),
-            alone=True,
-            stop=None,
-            container=training.container
-            and training.container.with_directory(output.absolute().parent),
-        )
-        job = Job(spec, scheduler)
-        record = record_of(job, request, now, steps=PERCENT, kind=PROFILING)
-        return hand_over([Start(run, job, request, record)], rollback)[0]
+    program = ("-m", "pipectl.jobs.prepare")
+    arguments = ["--effort", options.effort, *(["--again"] if options.again else [])]
+    return _submit(spec, scheduler, "profile", program, arguments, output, now, alone=True)
 
 
 def submit_links(
@@ -82,35 +64,47 @@ def submit_links(
             "resources: a job of one rank has no links to measure",
             cure="set resources.nodes or resources.tasks_per_node to 2 or more",
         )
-    _check_output(output)
-    output = output.absolute()
-    name = f"{spec.name}-links"
-    with new_run(spec, name, now) as (run, rollback):
-        training = job_request(spec, run.path, make_tag(run.path))
-        training = choose_mpi(training).apply(training)
-        request = replace(
-            training,
-            name=name,
-            walltime_s=min(training.walltime_s, _LINKS_WALLTIME_S),
-            command=(
-                *(training.python, "-m", "mpi4py", "-m", "pipectl.runtime.links.probe"),
-                *("--run", str(run.path), "--output", str(output)),
-                *("--key", measured_key(spec, scheduler), "--budget", str(BUDGET_S[effort])),
-            ),
-            stop=None,
-            container=training.container and training.container.with_directory(output.parent),
-        )
-        job = Job(spec, scheduler)
-        record = record_of(job, request, now, steps=PERCENT, kind=PROFILING)
-        return hand_over([Start(run, job, request, record)], rollback)[0]
+    program = ("-m", "mpi4py", "-m", "pipectl.runtime.links.probe", "--run")
+    arguments = ["--key", measured_key(spec, scheduler), "--budget", str(BUDGET_S[effort])]
+    return _submit(spec, scheduler, "links", program, arguments, output, now, alone=False)
 
 
-def _check_output(output: Path) -> None:
-    """Make the directory of what such a run writes.
+def _submit(
+    spec: JobSpec,
+    scheduler: str,
+    what: str,
+    program: Sequence[str],
+    arguments: Sequence[str],
+    output: Path,
+    now: float,
+    *,
+    alone: bool,
+) -> Submission:
+    """Submit a run that measures.
 
-    Raises:
-        UsageError: it cannot be written, or is no file.
+    Args:
+        program: what Python runs, before the run directory.
+        alone: whether one process measures, or all ranks.
     """
     make_directory_of(output)
     if is_stream(output):
         raise UsageError(f"{output}: is no file, which a job could write", cure="name another: -o")
+    output, name = output.absolute(), f"{spec.name}-{what}"
+    with new_run(spec, name, now) as (run, rollback):
+        request = job_request(spec, run.path, make_tag(run.path))
+        if alone:
+            request = replace(request, ranks=1, nodes=1, alone=True)
+        else:
+            walltime_s = min(request.walltime_s, _LINKS_WALLTIME_S)
+            request = replace(choose_mpi(request).apply(request), walltime_s=walltime_s)
+        place = (str(run.path), "--output", str(output))
+        request = replace(
+            request,
+            name=name,
+            command=(request.python, *program, *place, *arguments),
+            stop=None,
+            container=request.container and request.container.with_directory(output.parent),
+        )
+        job = Job(spec, scheduler)
+        record = record_of(job, request, now, steps=PERCENT, kind=PROFILING)
+        return hand_over([Start(run, job, request, record)], rollback)[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,10 +14,6 @@ if TYPE_CHECKING:
 
 AUTO, LOCAL = "auto", "local"
 _TITLES = {"slurm": "Slurm", "pbs": "PBS"}
-_IN_ALLOCATION = {
-    "slurm": ("SLURM_JOB_ID", "SLURMD_NODENAME"),
-    "pbs": ("PBS_JOBID", "PBS_NODEFILE"),
-}
 
 
 def profile_path(spec: JobSpec, base: Path | None = None) -> Path:
@@ -40,18 +35,13 @@ def cluster_path(spec: JobSpec, base: Path | None = None) -> Path:
     return (base or Path(spec.output.directory)) / f"{spec.name}.cluster.json"
 
 
-def cache_directory(base: Path) -> Path:
-    """Where profiles are kept for reuse: ``.cache`` in an output directory."""
-    return base / ".cache"
-
-
 def scheduler_name(spec: JobSpec, scheduler: str | None) -> str:
     """The scheduler asked for, else the spec's; ``auto`` is Slurm or PBS if it is installed."""
     name: str = scheduler or spec.launch.scheduler
-    return name if name != AUTO else detected()
+    return name if name != AUTO else detect_scheduler()
 
 
-def detected() -> str:
+def detect_scheduler() -> str:
     """The batch system that is installed here, else ``local``.
 
     Slurm comes with commands named as those of PBS, so that it is looked for first.
@@ -70,8 +60,7 @@ def check_answering(spec: JobSpec, scheduler: str | None) -> None:
     Raises:
         SchedulerError: it does not answer.
     """
-    name = scheduler_name(spec, scheduler)
-    if (scheduler or spec.launch.scheduler) != AUTO or name == LOCAL:
+    if (scheduler or spec.launch.scheduler) != AUTO or (name := detect_scheduler()) == LOCAL:
         return
     try:
         get(name).find("answering?")
@@ -82,14 +71,3 @@ def check_answering(spec: JobSpec, scheduler: str | None) -> None:
             cure="to train on this machine: --scheduler local\n"
             f"to submit all the same: --scheduler {name}",
         ) from error
-
-
-def on_login_node(scheduler: str) -> bool:
-    """Whether jobs go to a batch system, and this process is not within one.
-
-    The shell that salloc starts knows its job but may run on the login node: only on a compute
-    node is that node's name set.
-    """
-    if scheduler == LOCAL:
-        return False
-    return not all(name in os.environ for name in _IN_ALLOCATION.get(scheduler, ()))

@@ -105,6 +105,9 @@ def request_of(
     listed = schedule_of_job(spec)
     recompute, blocks = _RECOMPUTE[pipeline.recompute]
     offload, offload_to = _offload(spec, cluster)
+    apart = None if pipeline.backward is None else pipeline.backward == "apart"
+    if spec.training.compile and pipeline.recompute != "all":
+        apart = bool(apart)  # never of stages whose other half is compiled, unless the job says so
     return PlanRequest(
         name=spec.name,
         batch_size=spec.training.batch_size,
@@ -120,7 +123,7 @@ def request_of(
         offload_to=offload_to,
         replicas=None if pipeline.replicas == "any" else int(pipeline.replicas or 1),
         shard_optimizer=pipeline.shard_optimizer,
-        backward_apart=_backward_apart(spec),
+        backward_apart=apart,
         key=_key(spec, profile, cluster),
     )
 
@@ -142,17 +145,6 @@ def _offload(spec: JobSpec, cluster: Cluster) -> tuple[bool | None, OffloadTarge
     return None if target is OffloadTarget.HOST or known else False, target
 
 
-def _backward_apart(spec: JobSpec) -> bool | None:
-    """Whether the backward of all stages has ranks of its own (None: of those for which it pays).
-
-    Never of stages whose other half is compiled.
-    """
-    word = spec.pipeline.backward
-    wanted = None if word is None else word == "apart"
-    possible = not spec.training.compile or spec.pipeline.recompute == "all"
-    return wanted if possible else bool(wanted)
-
-
 def fresh_plan(spec: JobSpec, profile: Profile, cluster: Cluster, path: Path) -> Plan | None:
     """The plan in ``path``; None if there is none or spec, profile or cluster have changed since.
 
@@ -165,7 +157,7 @@ def fresh_plan(spec: JobSpec, profile: Profile, cluster: Cluster, path: Path) ->
     return plan if plan.key == _key(spec, profile, cluster) else None
 
 
-def planned(spec: JobSpec, profile: Profile, cluster: Cluster) -> Plan:
+def load_or_make_plan(spec: JobSpec, profile: Profile, cluster: Cluster) -> Plan:
     """The plan that lies there if it is still good, else a new one, put there.
 
     Raises:

@@ -1,11 +1,13 @@
 """Preparing a job: everything that a submission needs, from its spec.
 
 A :class:`Job` is a spec with its batch system, machines, launcher, profile and plan. `find_job`
-takes the fresh files that lie at their usual places; `prepare` makes those that are missing, too: a
-profile on this machine only, since a login node is no place to measure on. `prepare_run` makes them
-for a run within its allocation, as the first step of its job script:
-``python -m pipectl.jobs.prepare RUN_DIRECTORY``. It writes its progress to ``heartbeat.json``, as
-the ranks do later, and a failure to ``errors/prepare.json`` and standard error.
+takes the fresh files at their usual places; `prepare` makes those that are missing, too: a profile
+on this machine only, since a login node is no place to measure on.
+
+``python -m pipectl.jobs.prepare RUN_DIRECTORY`` makes them for a run within its allocation, as the
+first step of its job script; with ``--output FILE`` it only measures the model, for
+`pipectl profile --submit`. It writes its progress to ``heartbeat.json``, as the ranks do later, and
+a failure to ``errors/prepare.json`` and standard error.
 
 The planner is imported only when it plans: ranks do not load it, and what the process holds while a
 model is measured counts as memory of a rank.
@@ -13,30 +15,36 @@ model is measured counts as memory of a rank.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipectl.access import fault_of_owner
 from pipectl.batch import JobRequest, MpiChoice, choose_mpi, get
 from pipectl.cluster import Cluster
-from pipectl.errors import MismatchError, PipectlError
-from pipectl.files import make_directory
+from pipectl.errors import MismatchError, PipectlError, UsageError
+from pipectl.files import make_directory, write_json
 from pipectl.jobs.machines import find_machines
 from pipectl.jobs.places import LOCAL, check_answering, plan_path, profile_path, scheduler_name
-from pipectl.jobs.profiles import Measurement, Progress, fresh_profile, measure
+from pipectl.jobs.profiles import Measurement, MeasureOptions, Progress, fresh_profile, measure
 from pipectl.jobs.reporting import Heartbeat, report_failure
 from pipectl.jobs.request import job_request, make_tag, trial_request
 from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import Record, RunDirectory, last_checkpoint
 from pipectl.spec import load
+from pipectl.spec.references import Reference, parse
 
 if TYPE_CHECKING:
     from pipectl.spec import JobSpec
+
+PERCENT = 100
+"""Steps of a run that only measures: it reports its progress in percent."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +54,8 @@ class Job:
     Args:
         scheduler: name of the batch system.
         cluster: the machines; None for runs that train nothing there.
-        profile, plan: None if they are yet to be made.
+        profile, plan: None if they are yet to be made, before the job trains.
         launch: what ranks are started with; None if that has not been found out.
-        in_allocation: whether the job measures and plans itself, before it trains.
         warning: why a measured cluster is not used; empty if all is well.
         measurement: how the profile came to be, if it was made now.
     """
@@ -59,7 +66,6 @@ class Job:
     profile: Profile | None = None
     plan: Plan | None = None
     launch: MpiChoice | None = None
-    in_allocation: bool = False
     warning: str = ""
     measurement: Measurement | None = None
 
@@ -67,6 +73,7 @@ class Job:
         self,
         directory: Path,
         *,
+        prepare: bool | None = None,
         tag: str | None = None,
         after: tuple[str, ...] = (),
         mpiexec: str | None = None,
@@ -75,13 +82,14 @@ class Job:
 
         Args:
             directory: the run directory.
+            prepare: whether the job measures and plans itself; by default if it has no plan.
             tag, after, mpiexec: see :class:`~pipectl.batch.JobRequest`; by default a new tag.
         """
         request = job_request(
             self.spec,
             directory,
             tag or make_tag(directory),
-            prepare=self.in_allocation,
+            prepare=self.plan is None if prepare is None else prepare,
             plan=self.plan,
             after=after,
             mpiexec=mpiexec,
@@ -112,9 +120,7 @@ def prepare(spec: JobSpec, scheduler: str | None, progress: Progress | None = No
         PipectlError: see :func:`add_profile` and :func:`add_plan`.
     """
     check_answering(spec, scheduler)
-    job = make_job(spec, scheduler)
-    check_launch(job)
-    return add_plan(add_profile(job, progress), progress)
+    return add_plan(add_profile(make_job(spec, scheduler, check=True), progress), progress)
 
 
 def make_job(
@@ -123,6 +129,7 @@ def make_job(
     *,
     base: Path | None = None,
     launch: MpiChoice | None = None,
+    check: bool = False,
 ) -> Job:
     """A job with its machines and its launcher.
 
@@ -130,13 +137,18 @@ def make_job(
         scheduler: its name; by default the spec's.
         base: where measured links are; by default the spec's output directory.
         launch: what ranks are started with, if that is known.
+        check: whether to refuse a job that cannot be written into a script, before the work.
 
     Raises:
-        InvalidInputError: a cluster description cannot be used.
+        InvalidInputError: a cluster description cannot be used, or a value not be written safely.
+        SchedulerError: there is no MPI to start the ranks with.
     """
     name = scheduler_name(spec, scheduler)
     machines = find_machines(spec, name, base)
-    launch = launch or choose_mpi(trial_request(spec))
+    request = trial_request(spec)
+    launch = launch or choose_mpi(request)
+    if check:
+        get(name).render(launch.apply(request))
     return Job(spec, name, machines.cluster, launch=launch, warning=machines.warning)
 
 
@@ -167,8 +179,7 @@ def add_profile(
             f"{path}: an imported profile can be planned, not submitted",
             cure="remove it; the model is then measured",
         )
-    in_allocation = profile is None and job.scheduler != LOCAL
-    return replace(job, profile=profile, in_allocation=in_allocation)
+    return replace(job, profile=profile)
 
 
 def add_plan(
@@ -189,11 +200,11 @@ def add_plan(
         return job
     if make and progress is not None:
         progress(0, 0, "planning")
-    from pipectl.jobs.planning import fresh_plan, planned
+    from pipectl.jobs.planning import fresh_plan, load_or_make_plan
 
     path = plan_path(job.spec)
     if make:
-        plan: Plan | None = planned(job.spec, job.profile, job.cluster)
+        plan: Plan | None = load_or_make_plan(job.spec, job.profile, job.cluster)
     else:
         plan = fresh_plan(job.spec, job.profile, job.cluster, path)
     if plan is not None and trains:
@@ -201,17 +212,6 @@ def add_plan(
 
         check_supported(plan, str(path))
     return replace(job, plan=plan)
-
-
-def check_launch(job: Job) -> None:
-    """Refuse a job that cannot be written into a script, before the work.
-
-    Raises:
-        InvalidInputError: a value cannot be written down safely.
-        SchedulerError: there is no MPI to start the ranks with.
-    """
-    request = trial_request(job.spec)
-    get(job.scheduler).render(request if job.launch is None else job.launch.apply(request))
 
 
 def prepare_run(run: RunDirectory, clock: Callable[[], float] = time.time) -> None:
@@ -254,10 +254,82 @@ def _share(run: RunDirectory, result: Profile | Plan, place: Path) -> None:
             result.save(place)
 
 
-def main(arguments: list[str]) -> int:
-    """Prepare one run; the exit code is the one that commands have."""
-    run = RunDirectory(Path(arguments[0]))
-    return report_failure(run, lambda: prepare_run(run))
+def measure_run(run: RunDirectory, output: Path, options: MeasureOptions) -> None:
+    """Measure the model of a run, and nothing else, and write its profile to ``output``, too."""
+    heartbeat = Heartbeat(run, PERCENT, measuring_only=True)
+    heartbeat.beat("capturing")
+    progress, base = heartbeat.profiling, run.path.parent
+    measurement = measure(load(run.job), run.profile, progress, options, base=base)
+    write_json(run.measurement, measurement.to_json())
+    measurement.profile.save(output)
+    heartbeat.beat("profiled", PERCENT)
+
+
+def refuse_code_of_others(spec: JobSpec, job: Path) -> None:
+    """Refuse a job whose code somebody else could have written.
+
+    Args:
+        job: the file of the spec.
+
+    Raises:
+        UsageError: naming the file, and who could.
+    """
+    if fault := _code_of_others(spec, job):
+        raise UsageError(
+            f"{fault}, and its code would run as you",
+            cure="read what it does; then add --trust-owner",
+        )
+
+
+def warning_of_code(spec: JobSpec, job: Path) -> str:
+    """A warning if somebody else owns the code of a job that is named for the first time."""
+    fault = _code_of_others(spec, job, groups=False)
+    return f"{fault}; its code runs as you" if fault else ""
+
+
+def _code_of_others(spec: JobSpec, job: Path, *, groups: bool = True) -> str:
+    """Which file of a job's code somebody else could have written; empty if nobody could.
+
+    Args:
+        groups: whether members of a group that may write it count.
+    """
+    template = spec.template_file
+    named = [path for _, text in spec.factories() for path in _sources(parse(text, spec.base))]
+    named += [template, template.parent] if template is not None else []
+    for path in dict.fromkeys((job, *named)):
+        if fault := fault_of_owner(path, groups=groups):
+            return f"{path} {fault}"
+    return ""
+
+
+def _sources(reference: Reference) -> Iterator[Path]:
+    """The files that a reference runs, then the directories from which those import others.
+
+    Files of a module that do not exist are among them.
+    """
+    if reference.file is not None:
+        yield from (reference.file, reference.file.parent)
+    elif reference.root is not None:
+        inner = Path(reference.root, *str(reference.module).split("."))
+        yield inner.with_name(f"{inner.name}.py")
+        while inner != reference.root:
+            yield from (inner / "__init__.py", inner)
+            inner = inner.parent
+        yield reference.root
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prepare or measure one run; the exit code is the one that commands have."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run", type=lambda path: RunDirectory(Path(path)))
+    parser.add_argument("--output", type=Path, help="only measure, and write the profile here, too")
+    parser.add_argument("--effort", default="normal")
+    parser.add_argument("--again", action="store_true")
+    values = parser.parse_args(arguments)
+    run, output, options = values.run, values.output, MeasureOptions(values.effort, values.again)
+    if output is None:
+        return report_failure(run, lambda: prepare_run(run))
+    return report_failure(run, lambda: measure_run(run, output, options))
 
 
 if __name__ == "__main__":

@@ -26,18 +26,22 @@ from pipectl.errors import DataFileError, UsageError
 from pipectl.faults import with_file
 from pipectl.fields import Reader
 from pipectl.files import is_stream, make_directory, make_directory_of, read_json, write_json
-from pipectl.jobs.places import cache_directory, on_login_node
+from pipectl.jobs.places import LOCAL
 from pipectl.profile import MeasuredOn, Profile
 from pipectl.spec import profile_key
 
 if TYPE_CHECKING:
-    from pipectl.profiler.journal import Journal
     from pipectl.spec import JobSpec
 
 LOADING = "loading torch"
 _CURE = "measure again with: pipectl profile JOB.yaml --submit"
 _CACHE_VERSION = 1
 _MAX_CACHED = 32
+_IN_ALLOCATION = {
+    "slurm": ("SLURM_JOB_ID", "SLURMD_NODENAME"),
+    "pbs": ("PBS_JOBID", "PBS_NODEFILE"),
+}
+"""Variables that are set on compute nodes."""
 _MEASURING_CODE = ("capture", "profiler")
 
 Progress = Callable[[int, int, str], None]
@@ -157,39 +161,54 @@ def find_or_measure(
 ) -> Measurement:
     """What :func:`measure` does, without a file of its own."""
     options = options or MeasureOptions()
-    directory = cache_directory(Path(spec.output.directory) if base is None else base)
+    directory = (base or Path(spec.output.directory)) / ".cache"
     make_directory(directory)
     device = this_device(spec)
     identity = _identity(spec, device, options.effort)
-    path = directory / f"{_digest(identity)}.json"
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    path = directory / f"{digest[:32]}.json"
     known = None if options.again else _read_cached(path, identity)
     if known is not None:
         return replace(known, profile=replace(known.profile, name=spec.name))
+    if progress is not None:
+        progress(0, 0, LOADING)
+    from pipectl.profiler import profile_job
+    from pipectl.profiler.effort import Effort
     from pipectl.profiler.journal import Journal
 
+    started = time.time()
     with Journal(path.with_suffix(".journal"), identity) as journal:
-        new = _measure_now(spec, progress, options.effort, device, journal)
+        try:
+            profile = profile_job(spec, progress, effort=Effort(options.effort), journal=journal)
+        except KeyboardInterrupt as stop:
+            raise Interrupted(len(journal)) from stop
+        neighbours = profile.device.neighbours if profile.device else 0
+        profile = replace(profile, device=replace(device, neighbours=neighbours))
+        now, host = time.time(), socket.gethostname()
         document = {
             "version": _CACHE_VERSION,
             "identity": identity,
-            "measured_at": new.measured_at,
-            "host": new.host,
-            "seconds": new.seconds,
-            "profile": new.profile.to_json(),
+            "measured_at": now,
+            "host": host,
+            "seconds": now - started,
+            "profile": profile.to_json(),
         }
         write_json(path, document)
         journal.remove()
     _remove_oldest(directory)
-    return replace(new, resumed=journal.resumed)
+    return Measurement(profile, now, host, now - started, resumed=journal.resumed)
 
 
 def require_compute_node(scheduler: str) -> None:
     """A login node is no place to measure on: it is shared, and often another machine.
 
+    The shell that salloc starts knows its job but may run on the login node: only on a compute
+    node is that node's name set.
+
     Raises:
-        UsageError: this is one, as far as can be told.
+        UsageError: jobs go to a batch system, and this process is not within one.
     """
-    if on_login_node(scheduler):
+    if scheduler != LOCAL and not all(name in os.environ for name in _IN_ALLOCATION[scheduler]):
         raise UsageError(
             f"jobs go to {scheduler} from here, so this seems to be a login node, whose times say "
             "nothing about the nodes that train",
@@ -245,25 +264,6 @@ def processor() -> str:
     return next(names, "") or platform.machine()
 
 
-def _measure_now(
-    spec: JobSpec, progress: Progress | None, effort: str, device: MeasuredOn, journal: Journal
-) -> Measurement:
-    if progress is not None:
-        progress(0, 0, LOADING)
-    from pipectl.profiler import profile_job
-    from pipectl.profiler.effort import Effort
-
-    started = time.time()
-    try:
-        profile = profile_job(spec, progress, effort=Effort(effort), journal=journal)
-    except KeyboardInterrupt as stop:
-        raise Interrupted(len(journal)) from stop
-    neighbours = profile.device.neighbours if profile.device else 0
-    profile = replace(profile, device=replace(device, neighbours=neighbours))
-    now = time.time()
-    return Measurement(profile, now, socket.gethostname(), now - started)
-
-
 def _identity(spec: JobSpec, device: MeasuredOn, effort: str) -> dict[str, Any]:
     """Everything that a profile depends on, as JSON."""
     pipeline = spec.pipeline
@@ -276,10 +276,6 @@ def _identity(spec: JobSpec, device: MeasuredOn, effort: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "pipectl": [pipectl.__version__, _hash_of_measuring_code()],
     }
-
-
-def _digest(identity: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
 
 
 @cache

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 
 from pipectl.access import is_ours, read_limited
@@ -99,7 +97,7 @@ def add_next_job(run: RunDirectory, record: Record, now: float) -> Record:
     return record.after(now, "submitted", job_id=job_id, detail=f"{job_id}, by its own script")
 
 
-def refuse_twice(base: Path, name: str, now: float) -> None:
+def refuse_duplicate(base: Path, name: str, now: float) -> None:
     """Raise if an earlier submission of a job was interrupted, but is in the queue.
 
     It is raised once: the run's record is complete from then on.
@@ -107,28 +105,24 @@ def refuse_twice(base: Path, name: str, now: float) -> None:
     Raises:
         UsageError: naming the run.
     """
-    for run, before in islice(_newest_of(base, name), _MAX_RUNS):
-        if before.job_id is not None:
+    looked_at = 0
+    for run in reversed(list_runs(base)):
+        if not run.name.split("-", 2)[2].startswith(name):  # names may have a number at the end
             continue
         with suppress(DataFileError):
-            record = recover(run, now)
-            if record.job_id is not None:
+            record = Record.load(run.record)
+            if record.name != name:
+                continue
+            looked_at += 1
+            if record.job_id is None and (record := recover(run, now)).job_id is not None:
                 raise UsageError(
                     f"{run.name}: was interrupted while it was submitted, and is "
                     f"{record.scheduler} job {record.job_id}; nothing was submitted now",
                     cure=f"follow it with `pipectl status {as_typed(run)}`, or end it with "
                     "`pipectl cancel`; for another run beside it, submit again",
                 )
-
-
-def _newest_of(base: Path, name: str) -> Iterator[tuple[RunDirectory, Record]]:
-    """Runs of a job with their records, the newest first; damaged ones are left out."""
-    for run in reversed(list_runs(base)):
-        if run.name.split("-", 2)[2].startswith(name):  # names may have a number at the end
-            with suppress(DataFileError):
-                record = Record.load(run.record)
-                if record.name == name:
-                    yield run, record
+        if looked_at == _MAX_RUNS:
+            return
 
 
 def _read_next_job(run: RunDirectory) -> str | None:

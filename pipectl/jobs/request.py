@@ -16,10 +16,12 @@ from pipectl.batch import (
     PbsOptions,
     SlurmOptions,
     Stop,
+    Template,
+    check_template,
     get,
 )
+from pipectl.errors import Problem, SpecError
 from pipectl.jobs.places import scheduler_name
-from pipectl.jobs.template import read_template
 from pipectl.plan import OffloadTarget
 from pipectl.runs import RunDirectory
 from pipectl.spec.references import parse
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
 WORKER = "pipectl.runtime.worker"
 PREPARE = "pipectl.jobs.prepare"
-DRIVER = "pipectl.jobs.sweep_driver"
+DRIVER = "pipectl.jobs.sweep"
 TIGHT_HEAP = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"}
 """Lets glibc join free memory at once. By default it holds the scraps around aligned blocks back,
 so that a block which was freed between two of them is too small for the next of its size, and the
@@ -38,6 +40,7 @@ heap grows. It reads this before a process can say anything."""
 
 _MIN_SHARE = 4
 """The lead time is at most the walltime divided by this."""
+_MAX_TEMPLATE_BYTES = 2**16
 
 
 def job_request(
@@ -147,6 +150,30 @@ def _offloads(spec: JobSpec, plan: Plan | None) -> bool:
     if plan is None:
         return spec.pipeline.offload == "disk"
     return plan.offload_to is OffloadTarget.DISK and any(stage.offload for stage in plan.stages)
+
+
+def read_template(spec: JobSpec) -> Template | None:
+    """The user's own template of job scripts; None if the job names none.
+
+    Raises:
+        SpecError: it cannot be read or used, with the line.
+    """
+    path = spec.template_file
+    if path is None:
+        return None
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise SpecError([Problem(str(path), 0, 0, error.strerror or "cannot be read")]) from None
+    if len(content) > _MAX_TEMPLATE_BYTES:
+        raise SpecError([Problem(str(path), 0, 0, "larger than 64 KiB; this is no template")])
+    try:
+        template = Template(str(path), content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise SpecError([Problem(str(path), line, 1, "not UTF-8 text")]) from None
+    check_template(template)
+    return template
 
 
 def make_tag(directory: Path) -> str:

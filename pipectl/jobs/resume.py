@@ -11,12 +11,11 @@ from pipectl.batch import JobState
 from pipectl.errors import UsageError
 from pipectl.files import make_directory
 from pipectl.jobs.places import scheduler_name
-from pipectl.jobs.prepare import Job, make_job
+from pipectl.jobs.prepare import Job, make_job, refuse_code_of_others
 from pipectl.jobs.profiles import is_fresh
 from pipectl.jobs.recover import add_next_job, recover_locked
 from pipectl.jobs.state import get_status
 from pipectl.jobs.submit import Rollback, Start, Submission, contents_of, hand_over, record_of
-from pipectl.jobs.trust import refuse_code_of_others
 from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import (
@@ -157,7 +156,7 @@ def _plan_again(
 
     assert job.cluster is not None
     if plan is None:
-        return replace(job, in_allocation=True)
+        return job
     profile = Profile.load(run.profile)
     if fresh_plan(job.spec, profile, job.cluster, run.plan) is not None:
         return replace(job, profile=profile, plan=plan)
@@ -167,7 +166,7 @@ def _plan_again(
     if spec.pipeline.micro_batches is None and (same_model or last_checkpoint(run) is not None):
         spec = load(run.job, [*overrides, f"pipeline.micro_batches={plan.micro_batches}"])
     if not same_model:
-        return replace(job, spec=spec, in_allocation=True)
+        return replace(job, spec=spec)
     if profile.key is not None:  # that of the job from here on, so that later changes are seen
         profile = replace(profile, key=profile_key(spec))
     plan = find_plan(spec, profile, job.cluster)

@@ -39,7 +39,13 @@ def schedule_of_job(spec: JobSpec) -> Listed | None:
             )
         ranks = spec.resources.ranks
         listed = make_listed(name, ranks, pipeline.stages or ranks, pipeline.micro_batches)
-    _check_numbers(spec, listed)
+    for key in ("stages", "micro_batches"):
+        wanted, number = getattr(pipeline, key), getattr(listed, key)
+        if wanted not in (None, number):
+            raise InvalidInputError(
+                f"pipeline.{key}: {wanted}, but schedule {listed.name} has {number}",
+                cure=f"leave pipeline.{key} out, or change the schedule",
+            )
     return listed
 
 
@@ -84,14 +90,3 @@ def make_listed(name: str, ranks: int, stages: int, micro_batches: int) -> Liste
             cure="it takes (ranks, stages, micro_batches) and gives a list of actions per rank",
         ) from error
     return Listed.read(text, name)
-
-
-def _check_numbers(spec: JobSpec, listed: Listed) -> None:
-    """Raise an error if the job asks for other numbers than the schedule has."""
-    for key in ("stages", "micro_batches"):
-        wanted, number = getattr(spec.pipeline, key), getattr(listed, key)
-        if wanted not in (None, number):
-            raise InvalidInputError(
-                f"pipeline.{key}: {wanted}, but schedule {listed.name} has {number}",
-                cure=f"leave pipeline.{key} out, or change the schedule",
-            )

@@ -55,7 +55,7 @@ class Simulated:
 
     @property
     def planned_s(self) -> float | None:
-        """The step as the plan itself predicts it; None where that is of another order."""
+        """The step as the plan itself predicts it; None if that is of another order."""
         return None if self.plan.prediction is None else self.plan.prediction.step_time_s
 
     @property
@@ -65,23 +65,23 @@ class Simulated:
         planned_s = self.planned_s
         if planned_s is None or isclose(planned_s, self.simulation.step_time_s, rel_tol=1e-6):
             return assumed
-        said = f"the plan predicts {format_time(planned_s)} a step, on the machines it was made for"
-        return (*assumed, said)
+        time = format_time(planned_s)
+        return (*assumed, f"the plan predicts {time} per step, on the machines it was made for")
 
     def to_json(self) -> dict[str, Any]:
         """For ``--json``."""
-        found = self.simulation
+        step = self.simulation
         return {
             "schedule": self.plan.schedule,
             "stages": len(self.plan.stages),
             "ranks": self.plan.ranks,
             "micro_batches": self.plan.micro_batches,
-            "step_time_s": found.step_time_s,
+            "step_time_s": step.step_time_s,
             "planned_step_time_s": self.planned_s,
-            "bubble": found.bubble,
-            "utilisation": list(found.utilisation),
+            "bubble": step.bubble,
+            "utilisation": list(step.utilisation),
             "peak_in_flight": list(self.proof.peak_in_flight),
-            "peak_memory_bytes": list(found.peak_memory_bytes),
+            "peak_memory_bytes": list(step.peak_memory_bytes),
             "assumptions": list(self.assumptions),
         }
 
@@ -97,23 +97,37 @@ def simulate_shape(schedule: str, shape: Shape) -> Simulated:
         ScheduleError: the schedule cannot run.
     """
     listed: Listed | None = None
-    if schedule in NAMES:
-        stages, micro_batches = _numbers(schedule, shape)
+    stages, micro_batches = shape.stages, shape.micro_batches
+    if schedule.endswith(SUFFIX):
+        listed = read_listed(Path(schedule), schedule)
+    elif stages is None or micro_batches is None:
+        raise UsageError(
+            f"schedule {schedule}: of how many stages and micro-batches?",
+            cure="add for example --stages 4 --micro-batches 8",
+        )
+    elif schedule not in NAMES:
+        listed = make_listed(schedule, shape.ranks or stages, stages, micro_batches)
+    if listed is not None:
+        stages, micro_batches = listed.stages, listed.micro_batches
+        rank_of_stage, warm_up = tuple(listed.rank_of_stage), listed.warm_up
+        ranks = len(listed.ranks)
+    else:
+        assert stages is not None
+        assert micro_batches is not None
         rank_of_stage = tuple(default_ranks(schedule, stages, shape.ranks))
         ranks = len(set(rank_of_stage))
-        warm_up = default_warm_up(schedule, stages, micro_batches, ranks=ranks)
-        _check_number(f"{schedule} of {stages} stages", "ranks", shape.ranks, ranks)
-    else:
-        if schedule.endswith(SUFFIX):
-            listed = read_listed(Path(schedule), schedule)
-        else:
-            stages, micro_batches = _numbers(schedule, shape)
-            listed = make_listed(schedule, shape.ranks or stages, stages, micro_batches)
-        _check_number(schedule, "stages", shape.stages, listed.stages)
-        _check_number(schedule, "micro-batches", shape.micro_batches, listed.micro_batches)
-        _check_number(schedule, "ranks", shape.ranks, len(listed.ranks))
-        rank_of_stage, micro_batches = tuple(listed.rank_of_stage), listed.micro_batches
-        warm_up = listed.warm_up
+        warm_up = tuple(default_warm_up(schedule, stages, micro_batches, ranks=ranks))
+    numbers = (
+        ("stages", shape.stages, stages),
+        ("micro-batches", shape.micro_batches, micro_batches),
+        ("ranks", shape.ranks, ranks),
+    )
+    for name, wanted, number in numbers:
+        if wanted not in (None, number):
+            subject = schedule if listed else f"{schedule} of {stages} stages"
+            raise UsageError(
+                f"{subject} has {number} {name}, not {wanted}", cure=f"leave --{name} out"
+            )
     cost = StageCost(shape.forward_s, shape.backward_s, 0.0, 0, 0, 0)
     pairs = list(pairwise(range(len(rank_of_stage))))
     plan = Plan(
@@ -135,22 +149,6 @@ def simulate_shape(schedule: str, shape: Shape) -> Simulated:
     link = Link(shape.latency_s, _FAST)
     cluster = Cluster("equal devices", "imagined", nodes, link, link)
     return _run(plan if listed is None else _in_order(plan, listed), cluster)
-
-
-def _numbers(schedule: str, shape: Shape) -> tuple[int, int]:
-    if shape.stages is None or shape.micro_batches is None:
-        raise UsageError(
-            f"schedule {schedule}: of how many stages and micro-batches?",
-            cure="add for example --stages 4 --micro-batches 8",
-        )
-    return shape.stages, shape.micro_batches
-
-
-def _check_number(schedule: str, name: str, wanted: int | None, number: int) -> None:
-    if wanted not in (None, number):
-        raise UsageError(
-            f"{schedule} has {number} {name}, not {wanted}", cure=f"leave --{name} out"
-        )
 
 
 def simulate_plan(plan: Plan, cluster: Cluster | None, schedule: str | None) -> Simulated:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
+from statistics import median
 from typing import Any, NamedTuple
 
 from pipectl.batch import Evidence, JobState, JobStatus, get, process, resolve
 from pipectl.errors import DataFileError, PipectlError
-from pipectl.jobs.measured import Expected, Measured, measured
 from pipectl.jobs.places import LOCAL
 from pipectl.jobs.recover import add_next_job, recover
 from pipectl.plan import Plan
@@ -29,10 +29,77 @@ from pipectl.runs import (
     read_stall,
 )
 
+_WARM_UP_STEPS = 3
 _SHORT_PATIENCE_S = 10.0
 _MIN_WAITING, _MAX_SHARE_OF_IT = 0.3, 0.5
 """The others' waiting that is worth a word, and how much less the rank they wait for waits."""
 _MIN_PAUSE_S, _MAX_PAUSE_S, _GROWTH = 10.0, 60.0, 1.25
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Figures of a run so far; None where there is nothing to tell yet.
+
+    Args:
+        first_loss, last_loss: of the first and the last step that was written.
+        step_time_s: median, without the first steps.
+        evaluation: metric values of the last evaluation, made after ``evaluation_step``.
+        not_finite: steps whose loss or gradients were not.
+        fault: what was not finite in the last of these, e.g. ``the loss of micro-batch 2``.
+    """
+
+    step: int = 0
+    steps: int | None = None
+    first_loss: float | None = None
+    last_loss: float | None = None
+    samples_per_s: float | None = None
+    step_time_s: float | None = None
+    evaluation_step: int | None = None
+    evaluation: Mapping[str, float | None] = field(default_factory=dict)
+    not_finite: tuple[int, ...] = ()
+    fault: str = ""
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Time the remaining steps take at the measured pace."""
+        if self.step_time_s is None or self.steps is None:
+            return None
+        return (self.steps - self.step) * self.step_time_s
+
+    @property
+    def waiting(self) -> Measured:
+        """The same of a run whose next start is yet to come, on ranks whose pace is not known."""
+        return replace(self, steps=None)
+
+
+def sum_up(lines: Iterable[Mapping[str, Any]]) -> Measured:
+    """Sum up the lines of ``metrics.jsonl``, in order of steps and without repeated steps."""
+    lines = list(lines)
+    steps = [line for line in lines if "loss" in line]
+    evaluations = [line for line in lines if "evaluation" in line]
+    faults = [line for line in lines if isinstance(line.get("not_finite"), Mapping)]
+    times = [line["step_time_s"] for line in steps if line.get("step_time_s")]
+    step_time_s = median(times[min(_WARM_UP_STEPS, len(times) - 1) :]) if times else None
+    last = steps[-1] if steps else {}
+    evaluation = evaluations[-1] if evaluations else {}
+    fault = ""
+    if faults:
+        what = faults[-1]["not_finite"]
+        fault = f"the gradient of {what.get('gradient_of')!r} in stage {what.get('stage')}"
+        if "loss_of_micro_batch" in what:
+            fault = f"the loss of micro-batch {what['loss_of_micro_batch']}"
+    return Measured(
+        step=last.get("step", 0),
+        steps=last.get("steps"),
+        first_loss=steps[0]["loss"] if steps else None,
+        last_loss=last.get("loss"),
+        samples_per_s=last.get("samples_per_s"),
+        step_time_s=step_time_s,
+        evaluation_step=evaluation.get("step"),
+        evaluation=evaluation.get("evaluation") or {},
+        not_finite=tuple(line["step"] for line in faults),
+        fault=fault,
+    )
 
 
 class Peak(NamedTuple):
@@ -104,14 +171,10 @@ class RunStatus:
         return read_stall(self.run) if self.job.state.alive else ""
 
     @property
-    def expected(self) -> Expected | None:
-        """What the plan says of the figures."""
-        return None if self.plan is None else Expected.of(self.plan)
-
-    @property
     def predicted_step_s(self) -> float | None:
-        """The simulated step time."""
-        return None if self.expected is None else self.expected.step_time_s
+        """The simulated step time; None without a prediction."""
+        prediction = None if self.plan is None else self.plan.prediction
+        return None if prediction is None else prediction.step_time_s
 
     @property
     def prediction_ratio(self) -> float | None:
@@ -121,10 +184,19 @@ class RunStatus:
 
     @property
     def efficiency(self) -> float | None:
-        """See :meth:`pipectl.jobs.measured.Expected.efficiency`."""
-        if self.expected is None or not self.measured.step_time_s:
+        """Share of the ranks' time that the profile's compute explains.
+
+        The operators' profiled time over all micro-batches, divided by ranks times the step time:
+        1 for ranks that compute without a pause at the profile's pace.
+        """
+        plan, step_s = self.plan, self.measured.step_time_s
+        if plan is None or not step_s:
             return None
-        return self.expected.efficiency(self.measured.step_time_s)
+        costs = [stage.cost for stage in plan.stages]
+        micro_batch_s = sum(cost.forward_s + cost.backward_s for cost in costs)
+        update_s = sum(cost.update_s for cost in costs)
+        micro_batches = plan.batch_size / plan.micro_batch_size
+        return (micro_batch_s * micro_batches + update_s) / (plan.ranks * step_s)
 
     @property
     def can_go_on(self) -> bool:
@@ -135,8 +207,8 @@ class RunStatus:
     @property
     def peaks(self) -> list[Peak]:
         """The most memory of every rank that has reported it."""
-        expected = self.expected
-        predicted = dict(enumerate(() if expected is None else expected.peak_memory_bytes))
+        prediction = None if self.plan is None else self.plan.prediction
+        predicted = dict(enumerate(() if prediction is None else prediction.peak_memory_bytes))
         return [
             Peak(int(rank["rank"]), int(rank["peak_bytes"]), predicted.get(int(rank["rank"])))
             for rank in self.ranks
@@ -261,7 +333,7 @@ class Poller:
 def read_measured(run: RunDirectory, record: Record | None) -> Measured:
     """What a run has done so far; the steps of one that only measures are percent."""
     if record is None or record.kind != PROFILING:
-        return measured(read_figures(run))
+        return sum_up(read_figures(run))
     return Measured(step=_read_heartbeat(run).get("step") or 0, steps=record.steps)
 
 

@@ -18,15 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipectl.batch import JobRequest, JobState, get
+from pipectl.batch import JobRequest, JobState, Template, get, render_variables
 from pipectl.batch.process import NoAnswerError
 from pipectl.errors import PipectlError, UsageError
 from pipectl.files import write_text
+from pipectl.jobs.places import LOCAL
 from pipectl.jobs.prepare import Job
-from pipectl.jobs.recover import refuse_twice
+from pipectl.jobs.recover import refuse_duplicate
 from pipectl.jobs.request import array_request, job_request
-from pipectl.jobs.state import RunStatus, get_statuses
-from pipectl.jobs.template import write_job, write_script
+from pipectl.jobs.state import get_statuses
 from pipectl.runs import (
     TRAINING,
     Record,
@@ -37,10 +37,14 @@ from pipectl.runs import (
     stem_of,
     sweep_of,
 )
+from pipectl.spec import dump
 
 if TYPE_CHECKING:
     from pipectl.rehearsal import Rehearsal
     from pipectl.spec import JobSpec, Point
+
+_PRIVATE = 0o600
+"""Mode of files that may hold keys and tokens."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ def submit(job: Job, now: float, after: Sequence[RunDirectory] = ()) -> Submissi
             system did not answer and may have taken the job.
     """
     spec = job.spec
-    refuse_twice(Path(spec.output.directory), spec.name, now)
+    refuse_duplicate(Path(spec.output.directory), spec.name, now)
     jobs = jobs_of(after, job.scheduler, now)
     with new_run(spec, spec.name, now) as (run, rollback):
         request = job.request(run.path, after=jobs)
@@ -228,8 +232,21 @@ def _write(start: Start, written: dict[int, RunDirectory]) -> None:
             write_plan(run, job.plan, job.cluster)
     if start.rehearsal is not None:
         start.rehearsal.save(run.rehearsal)
-    write_script(run, script, start.request)
+    write_text(run.script, script, mode=0o700)
+    if start.request.variables:
+        write_text(run.variables, render_variables(start.request), mode=_PRIVATE)
+    else:
+        run.variables.unlink(missing_ok=True)
     start.record.save(run.record)
+
+
+def write_job(run: RunDirectory, spec: JobSpec, template: Template | None) -> None:
+    """Write ``job.yaml`` of a run, and beside it the template, by which it is resumed."""
+    if template is not None:
+        write_text(run.template, template.text)
+        launch = spec.launch.model_copy(update={"template": str(run.template)})
+        spec = spec.model_copy(update={"launch": launch})
+    write_text(run.job, dump(spec), mode=_PRIVATE)
 
 
 def jobs_of(runs: Sequence[RunDirectory], scheduler: str, now: float) -> tuple[str, ...]:
@@ -244,11 +261,27 @@ def jobs_of(runs: Sequence[RunDirectory], scheduler: str, now: float) -> tuple[s
     Raises:
         UsageError: a run has failed, is on another batch system, or its job is not known.
     """
-    records = [
-        (status.run, _record_to_await(status, scheduler))
-        for status in get_statuses(runs, now)
-        if status.job.state is not JobState.COMPLETED
-    ]
+    records = []
+    for status in get_statuses(runs, now):
+        run, record, state = status.run, status.record, status.job.state
+        if state is JobState.COMPLETED:
+            continue
+        if state.final:
+            raise UsageError(
+                f"--after {run.name}: is {state.value}, so nothing would ever start",
+                cure=f"`pipectl resume {as_typed(run)}` first",
+            )
+        if record is None or record.job_id is None:
+            raise UsageError(
+                f"--after {run.name}: its job is not known",
+                cure=f"see `pipectl status {as_typed(run)}`",
+            )
+        if record.scheduler != scheduler:
+            raise UsageError(
+                f"--after {run.name}: is on {record.scheduler}, and this job goes to {scheduler}",
+                cure=f"wait for its end, or submit with --scheduler {record.scheduler}",
+            )
+        records.append((run, record))
     if scheduler != "pbs":
         return tuple(record.job_id for _, record in records if record.job_id)
     arrays: dict[str, None] = {}
@@ -266,26 +299,6 @@ def jobs_of(runs: Sequence[RunDirectory], scheduler: str, now: float) -> tuple[s
     return tuple(arrays)
 
 
-def _record_to_await(status: RunStatus, scheduler: str) -> Record:
-    name, record = status.run.name, status.record
-    if status.job.state.final:
-        raise UsageError(
-            f"--after {name}: is {status.job.state.value}, so nothing would ever start",
-            cure=f"`pipectl resume {as_typed(status.run)}` first",
-        )
-    if record is None or record.job_id is None:
-        raise UsageError(
-            f"--after {name}: its job is not known",
-            cure=f"see `pipectl status {as_typed(status.run)}`",
-        )
-    if record.scheduler != scheduler:
-        raise UsageError(
-            f"--after {name}: is on {record.scheduler}, and this job goes to {scheduler}",
-            cure=f"wait for its end, or submit with --scheduler {record.scheduler}",
-        )
-    return record
-
-
 def render(job: Job, now: float, suffix: str = "") -> str:
     """The script of a job as it would be submitted; needs neither the batch system nor MPI.
 
@@ -295,7 +308,9 @@ def render(job: Job, now: float, suffix: str = "") -> str:
     directory = Path(job.spec.output.directory) / f"{stem_of(job.spec.name, now)}{suffix}"
     installed = shutil.which("mpiexec") or (Path(sys.executable).parent / "mpiexec").exists()
     mpiexec = None if installed else "mpiexec"
-    request = job.request(directory, tag=f"{directory.name} dry-run", mpiexec=mpiexec)
+    prepare = job.profile is None and job.scheduler != LOCAL  # here, `submit` prepares it
+    tag = f"{directory.name} dry-run"
+    request = job.request(directory, prepare=prepare, tag=tag, mpiexec=mpiexec)
     return get(job.scheduler).render(request)
 
 

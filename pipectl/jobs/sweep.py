@@ -1,24 +1,33 @@
-"""Sweeps: a job for every point, a run for every job, and one job array for all runs."""
+"""Sweeps: a job for every point, a run for every job, and one job array for all runs.
+
+On this machine, ``python -m pipectl.jobs.sweep SWEEP_DIRECTORY`` runs them, one after the other or
+a few at a time. The script of the array starts it, and it is there until the last run is over. A
+run that it starts is a job of its own from then on, as its record says; cancelled runs are left
+out.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipectl.batch import MpiChoice, get
+from pipectl.batch.local import LocalScheduler
+from pipectl.batch.process import wait_for_any
 from pipectl.errors import PipectlError
 from pipectl.jobs.places import LOCAL, check_answering
-from pipectl.jobs.prepare import Job, add_plan, add_profile, check_launch, make_job
+from pipectl.jobs.prepare import Job, add_plan, add_profile, make_job
 from pipectl.jobs.profiles import Progress, find_or_measure
-from pipectl.jobs.recover import refuse_twice
+from pipectl.jobs.recover import refuse_duplicate
 from pipectl.jobs.request import array_request, job_request, make_tag
 from pipectl.jobs.submit import Rollback, Start, Submission, hand_over, jobs_of, record_of
-from pipectl.plan import Plan
-from pipectl.runs import Members, RunDirectory, Setting, SweepDirectory, locked
+from pipectl.runs import Members, Record, RunDirectory, Setting, SweepDirectory, locked
 from pipectl.spec import plan_key, profile_key
 
 if TYPE_CHECKING:
@@ -66,8 +75,7 @@ def prepare_points(
     for point in points:
         with _naming(point):
             launch = f"{point.spec.launch} {point.spec.environment}"
-            job = make_job(point.spec, base.scheduler, launch=launches.get(launch))
-            check_launch(job)
+            job = make_job(point.spec, base.scheduler, launch=launches.get(launch), check=True)
             launches[launch] = job.launch
             key = profile_key(point.spec)
             if key not in known and job.scheduler == LOCAL:
@@ -76,13 +84,21 @@ def prepare_points(
             if key in known:
                 same = known[key]
                 job = replace(job, profile=same.profile, measurement=same.measurement)
-            jobs.append(replace(job, in_allocation=job.profile is None))
+            jobs.append(job)
     if plan_key(spec) in {plan_key(point.spec) for point in points}:
         base = add_plan(base, progress)
     plans = {} if base.plan is None else {plan_key(spec): base.plan}
-    for index, point in enumerate(points):
-        with _naming(point):
-            jobs[index] = _planned(jobs[index], plans)
+    for index, (point, job) in enumerate(zip(points, jobs, strict=True)):
+        if job.profile is not None and job.cluster is not None:
+            from pipectl.jobs.planning import find_plan
+            from pipectl.runtime.supported import check_supported
+
+            key = plan_key(point.spec)
+            with _naming(point):
+                if key not in plans:
+                    plans[key] = find_plan(job.spec, job.profile, job.cluster)
+                    check_supported(plans[key], "the plan")
+            jobs[index] = replace(job, plan=plans[key])
     return jobs
 
 
@@ -95,20 +111,6 @@ def _naming(point: Point) -> Iterator[None]:
         values = ", ".join(f"{key}={value}" for key, value in point.values.items())
         error.message = f"{values}: {error.message}"
         raise
-
-
-def _planned(job: Job, plans: dict[str, Plan]) -> Job:
-    """The job with its plan, if it has a profile; one of ``plans``, by key, if it has been made."""
-    if job.profile is None or job.cluster is None:
-        return job
-    from pipectl.jobs.planning import find_plan
-    from pipectl.runtime.supported import check_supported
-
-    key = plan_key(job.spec)
-    if key not in plans:
-        plans[key] = find_plan(job.spec, job.profile, job.cluster)
-        check_supported(plans[key], "the plan")
-    return replace(job, plan=plans[key])
 
 
 def submit_sweep(
@@ -134,7 +136,7 @@ def submit_sweep(
     """
     spec, scheduler = points[0].spec, jobs[0].scheduler
     base = Path(spec.output.directory)
-    refuse_twice(base, spec.name, now)
+    refuse_duplicate(base, spec.name, now)
     awaited = jobs_of(after, scheduler, now)
     sweep, runs = SweepDirectory.create(base, spec.name, len(points), now)
     created = [*(run.path for run in runs), sweep.path]
@@ -164,3 +166,37 @@ def recordable(value: Any) -> Any:
     if isinstance(value, list):
         return [recordable(item) for item in value]
     return {str(key): recordable(item) for key, item in value.items()}
+
+
+def drive(sweep: SweepDirectory, clock: Callable[[], float] = time.time) -> None:
+    """Start all runs of a sweep, as many at a time as it says, and wait for them.
+
+    Raises:
+        DataFileError: it cannot be told which they are.
+    """
+    with locked(sweep):  # until the command that submits it has noted the ids of all runs
+        members = sweep.load()
+    running = 0
+    for run in sweep.runs():
+        if running >= (members.at_once or 1) and wait_for_any() is not None:
+            running -= 1
+        with suppress(PipectlError):  # one that was damaged keeps no other from its turn
+            running += _start(run, members.tag, clock())
+    while wait_for_any() is not None:
+        pass
+
+
+def _start(run: RunDirectory, tag: str, now: float) -> bool:
+    """Start a run, unless it was cancelled, or has been resumed on its own."""
+    with locked(run):
+        record = Record.load(run.record)
+        if record.task is None or record.tag != tag or record.state == "cancelled":
+            return False
+        job_id = LocalScheduler().start(run.script, run.path)
+        record = replace(record, task=None).after(now, "submitted", job_id=job_id)
+        record.save(run.record)
+    return True
+
+
+if __name__ == "__main__":
+    drive(SweepDirectory(Path(sys.argv[1])))

@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,11 +24,10 @@ from pipectl.errors import InfeasibleError, PipectlError, UsageError, WorkerErro
 from pipectl.jobs.cancel import cancel
 from pipectl.jobs.machines import cluster_of
 from pipectl.jobs.places import LOCAL, profile_path
-from pipectl.jobs.prepare import Job
+from pipectl.jobs.prepare import Job, refuse_code_of_others
 from pipectl.jobs.profiles import Progress, fresh_profile, measure
 from pipectl.jobs.state import RunStatus
 from pipectl.jobs.submit import submit
-from pipectl.jobs.trust import refuse_code_of_others
 from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory
@@ -125,6 +124,9 @@ def verify(
     Raises:
         PipectlError: the spec, the model or one of the trainings fails.
     """
+    from pipectl.capture.traits import find_traits
+    from pipectl.runtime.compare import PipelineRun, PlainRun, compare
+    from pipectl.runtime.plain import FirstWeights
     from pipectl.schedule.unflushed import NAMES as ASYNCHRONOUS
 
     spec = load(job, [*overrides, *_on_ranks(ranks)])
@@ -137,10 +139,50 @@ def verify(
             cure="verify the model and the job with --set pipeline.schedule=auto",
         )
     with _temporary_directory() as directory:
-        here = _overrides(spec, steps, directory)
-        trial = _Trial(job, [*overrides, *here], ranks, steps, directory, follow)
-        profile = _profile(job, overrides, trial, progress)
-        return trial.verify(profile, two_plans=two_plans)
+        trial = _Trial(job, (*overrides, *_overrides(spec, steps, directory)), directory, follow)
+        profile = _fresh_profile(job, overrides)
+        if profile is None:
+            place = directory / "profile.json"
+            profile = measure(trial.spec(ranks), place, progress).profile
+        spec = trial.spec(ranks)
+        plan = _find_plan(spec, profile)
+        traits = find_traits(spec, plan.micro_batch_size)
+        if two_plans:
+            reason: str | None = "--between-plans"
+        elif spec.model.materialize == "per_rank":
+            reason = "materialize: per_rank"
+        else:
+            alone = None
+            with suppress(InfeasibleError):  # one rank has too little memory
+                alone = _find_plan(trial.spec_like(1, plan), profile)
+            reason = too_large_for_a_process(alone)
+        other = None if reason is None else _find_other_plan(trial, profile, plan)
+        expected = expect(spec, traits, plan, reason)
+        if expected.tolerance:
+            trial = replace(trial, overrides=(*trial.overrides, *_SGD))
+            spec = trial.spec(ranks)
+        pipeline = PipelineRun(trial.train(spec, profile, plan))
+        words, compared = "one plain PyTorch process", other
+        if other is not None:
+            words = f"another plan: {other.ranks} ranks, {len(other.stages)} stages"
+        elif traits.random:
+            words, compared = "one rank", _find_plan(trial.spec_like(1, plan), profile)
+        if compared is None:
+            reference: Trained = PlainRun(trial.train_plainly(spec, plan.micro_batch_size))
+        else:
+            like = trial.spec_like(compared.ranks, plan)
+            reference = PipelineRun(trial.train(like, profile, compared))
+        weights = FirstWeights(spec)
+        comparison = compare(
+            pipeline,
+            reference,
+            steps,
+            expected.tolerance,
+            weights if expected.tolerance else {},
+            # replicas make means of these, which no single process has
+            left_out=frozenset(weights.buffers) if _has_replicas(plan) else frozenset(),
+        )
+        return Verification(plan, other, words, expected, comparison)
 
 
 @contextmanager
@@ -157,19 +199,38 @@ def _temporary_directory() -> Iterator[Path]:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def _profile(
-    job: Path, overrides: Sequence[str], trial: _Trial, progress: Progress | None
-) -> Profile:
+def _fresh_profile(job: Path, overrides: Sequence[str]) -> Profile | None:
     """The job's own profile if it is fresh: its times change no result."""
     with suppress(PipectlError):
         spec = load(job, overrides)
         profile = fresh_profile(spec, profile_path(spec))
         if profile is not None and profile.fingerprint is not None:
             return replace(profile, key=None)
-    return measure(trial.spec(trial.ranks), trial.directory / "profile.json", progress).profile
+    return None
 
 
-@dataclass
+def _find_plan(spec: JobSpec, profile: Profile) -> Plan:
+    from pipectl.jobs.planning import find_plan
+
+    return find_plan(spec, profile, cluster_of(spec, LOCAL))
+
+
+def _find_other_plan(trial: _Trial, profile: Profile, plan: Plan) -> Plan:
+    """A plan of one stage more, or else of one less: all of its cuts move.
+
+    Raises:
+        InfeasibleError: the model can be cut in one way only.
+    """
+    for ranks in (plan.ranks + 1, plan.ranks - 1):
+        with suppress(PipectlError):
+            return _find_plan(trial.spec_like(ranks, plan), profile)
+    raise InfeasibleError(
+        f"no other plan to compare with: only {plan.ranks} stages are possible",
+        cure="verify it with more ranks: --ranks",
+    )
+
+
+@dataclass(frozen=True)
 class _Trial:
     """The trainings of one verification.
 
@@ -179,61 +240,15 @@ class _Trial:
     """
 
     job: Path
-    overrides: list[str]
-    ranks: int
-    steps: int
+    overrides: tuple[str, ...]
     directory: Path
     follow: Follow
-
-    def verify(self, profile: Profile, *, two_plans: bool) -> Verification:
-        """Train the pipeline and its reference, and compare them."""
-        from pipectl.capture.traits import find_traits
-        from pipectl.runtime.compare import PipelineRun, PlainRun, compare
-        from pipectl.runtime.plain import FirstWeights
-
-        spec = self.spec(self.ranks)
-        plan = self._plan(spec, profile)
-        traits = find_traits(spec, plan.micro_batch_size)
-        reason = reason_for_two_plans(spec, asked=two_plans)
-        if reason is None:
-            reason = too_large_for_a_process(self._plan_of_one_rank(profile, plan))
-        other: Plan | None = None
-        if reason is None:
-            expected = against_one_process(spec, traits, plan)
-        else:
-            other, expected = (
-                self._other_plan(profile, plan),
-                between_plans(spec, traits, plan, reason),
-            )
-        if expected.tolerance:
-            self.overrides.extend(_SGD)
-            spec = self.spec(self.ranks)
-        pipeline = PipelineRun(self._train(spec, profile, plan))
-        words, compared = "one plain PyTorch process", other
-        if other is not None:
-            words = f"another plan: {other.ranks} ranks, {len(other.stages)} stages"
-        elif traits.random:
-            words, compared = "one rank", self._plan(self._spec_like(1, plan), profile)
-        if compared is None:
-            reference: Trained = PlainRun(self._train_plainly(plan))
-        else:
-            like = self._spec_like(compared.ranks, plan)
-            reference = PipelineRun(self._train(like, profile, compared))
-        comparison = compare(
-            pipeline,
-            reference,
-            self.steps,
-            expected.tolerance,
-            FirstWeights(spec) if expected.tolerance else {},
-            left_out=averaged_buffers(FirstWeights(spec).buffers, plan),
-        )
-        return Verification(plan, other, words, expected, comparison)
 
     def spec(self, ranks: int, *more: str) -> JobSpec:
         """The job on so many ranks, with more overrides."""
         return load(self.job, [*self.overrides, *_on_ranks(ranks), *more])
 
-    def _spec_like(self, ranks: int, plan: Plan) -> JobSpec:
+    def spec_like(self, ranks: int, plan: Plan) -> JobSpec:
         """The job with a stage per rank, and the micro-batches of a plan."""
         from pipectl.planner.request import PLACED
 
@@ -247,52 +262,32 @@ class _Trial:
             "pipeline.warm_up=auto",
         )
 
-    def _plan(self, spec: JobSpec, profile: Profile) -> Plan:
-        from pipectl.jobs.planning import find_plan
-
-        return find_plan(spec, profile, cluster_of(spec, LOCAL))
-
-    def _plan_of_one_rank(self, profile: Profile, plan: Plan) -> Plan | None:
-        """None if one rank has too little memory."""
-        with suppress(InfeasibleError):
-            return self._plan(self._spec_like(1, plan), profile)
-        return None
-
-    def _other_plan(self, profile: Profile, plan: Plan) -> Plan:
-        """A plan of one stage more, or else of one less: all of its cuts move.
-
-        Raises:
-            InfeasibleError: the model can be cut in one way only.
-        """
-        for ranks in (plan.ranks + 1, plan.ranks - 1):
-            with suppress(PipectlError):
-                return self._plan(self._spec_like(ranks, plan), profile)
-        raise InfeasibleError(
-            f"no other plan to compare with: only {plan.ranks} stages are possible",
-            cure="verify it with more ranks: --ranks",
-        )
-
-    def _train(self, spec: JobSpec, profile: Profile, plan: Plan) -> RunDirectory:
+    def train(self, spec: JobSpec, profile: Profile, plan: Plan) -> RunDirectory:
         """Run a plan here, to its end."""
         run = submit(Job(spec, LOCAL, cluster_of(spec, LOCAL), profile, plan), time.time()).run
         try:
             status = self.follow(run)
-            if status.job.state is not JobState.COMPLETED:
-                raise _failure(status)
+            failure = status.failure
+            if status.job.state is not JobState.COMPLETED and failure is None:
+                reason = status.job.reason
+                raise WorkerError(f"the pipeline ended without a result: {reason}")
+            if status.job.state is not JobState.COMPLETED and failure is not None:
+                error = WorkerError(f"{failure.where}: {failure.message}", cure=failure.cure)
+                error.exit_code = failure.exit_code
+                raise error
         except BaseException:
             with suppress(PipectlError):
                 cancel(run, time.time())
             raise
         return run
 
-    def _train_plainly(self, plan: Plan) -> Path:
+    def train_plainly(self, spec: JobSpec, micro_batch_size: int) -> Path:
         """Train in one plain process; the directory of its weights."""
         directory = self.directory / "plain"
         directory.mkdir()
-        spec = self.spec(plan.ranks)
         job = directory / "job.yaml"
         job.write_text(dump(spec), encoding="utf-8")
-        size = str(plan.micro_batch_size)
+        size = str(micro_batch_size)
         command = [sys.executable, "-m", "pipectl.runtime.plain", str(job), size, str(directory)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         environment |= spec.environment.variables
@@ -300,15 +295,6 @@ class _Trial:
         if done.returncode:
             raise WorkerError(f"the plain process failed: {done.message}")
         return directory
-
-
-def _failure(status: RunStatus) -> WorkerError:
-    failure = status.failure
-    if failure is None:
-        return WorkerError(f"the pipeline ended without a result: {status.job.reason}")
-    error = WorkerError(f"{failure.where}: {failure.message}", cure=failure.cure)
-    error.exit_code = failure.exit_code
-    return error
 
 
 def _on_ranks(ranks: int) -> tuple[str, ...]:
@@ -348,43 +334,6 @@ def _overrides(spec: JobSpec, steps: int, directory: Path) -> list[str]:
     ]
 
 
-def against_one_process(spec: JobSpec, traits: Traits, plan: Plan) -> Expectation:
-    """What to expect of a pipeline against one process."""
-    notes, inexact = [], _inexact(spec, plan)
-    if traits.random:
-        notes.append(
-            f"{_some(traits.random)} draw random numbers, and a plain loop draws others: "
-            "compared with one rank instead"
-        )
-    elif traits.shared:
-        what = f"{_some(traits.shared)}: used several times, and added in another order"
-        inexact.insert(0, what)
-    return _expectation(spec, traits, notes, inexact)
-
-
-def between_plans(spec: JobSpec, traits: Traits, plan: Plan, reason: str) -> Expectation:
-    """What to expect of two plans, of which the other has no replicas; such plans differ in no bit
-    on CPUs.
-
-    Args:
-        reason: why not against one process.
-    """
-    note = f"{reason}: compared with another plan instead of one process"
-    return _expectation(spec, traits, [note], _inexact(spec, plan))
-
-
-def averaged_buffers(buffers: Collection[str], plan: Plan) -> frozenset[str]:
-    """What replicas make means of, which no single process has."""
-    return frozenset(buffers) if _has_replicas(plan) else frozenset()
-
-
-def reason_for_two_plans(spec: JobSpec, *, asked: bool) -> str | None:
-    """Why no single process can be the reference, as far as the spec tells."""
-    if asked:
-        return "--between-plans"
-    return "materialize: per_rank" if spec.model.materialize == "per_rank" else None
-
-
 def too_large_for_a_process(alone: Plan | None) -> str | None:
     """Why a plan of one rank cannot run here, or None.
 
@@ -401,25 +350,36 @@ def too_large_for_a_process(alone: Plan | None) -> str | None:
     return f"one process would need {format_bytes(needed)}, and {format_bytes(available)} are free"
 
 
-def _inexact(spec: JobSpec, plan: Plan) -> list[str]:
-    """Why results are not the same to the bit, as far as spec and plan tell."""
-    reasons = {
-        "replicas add up gradients in another order (buffers they average are not compared)": (
-            _has_replicas(plan)
-        ),
-        "accelerators do not always round alike": spec.resources.gpus_per_node,
-        "training.compile: fused operators round differently": spec.training.compile,
-    }
-    return [reason for reason, holds in reasons.items() if holds]
+def expect(spec: JobSpec, traits: Traits, plan: Plan, reason: str | None) -> Expectation:
+    """What to expect of a pipeline against one process, or against another plan.
 
+    Plans without replicas differ in no bit on CPUs.
 
-def _has_replicas(plan: Plan) -> bool:
-    return any(stage.replicas > 1 for stage in plan.stages)
+    Args:
+        reason: why another plan is the reference; None if one process is.
+    """
 
+    def some(names: Sequence[str]) -> str:
+        return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
-def _expectation(
-    spec: JobSpec, traits: Traits, notes: list[str], inexact: list[str]
-) -> Expectation:
+    notes, inexact = [], []
+    if reason is not None:
+        notes.append(f"{reason}: compared with another plan instead of one process")
+    elif traits.random:
+        notes.append(
+            f"{some(traits.random)} draw random numbers, and a plain loop draws others: "
+            "compared with one rank instead"
+        )
+    elif traits.shared:
+        inexact.append(f"{some(traits.shared)}: used several times, and added in another order")
+    if _has_replicas(plan):
+        inexact.append(
+            "replicas add up gradients in another order (buffers they average are not compared)"
+        )
+    if spec.resources.gpus_per_node:
+        inexact.append("accelerators do not always round alike")
+    if spec.training.compile:
+        inexact.append("training.compile: fused operators round differently")
     if not inexact:
         return Expectation(tuple(notes), 0.0)
     sgd = "trained with SGD here: other optimizers turn rounding into whole steps"
@@ -427,6 +387,5 @@ def _expectation(
     return Expectation((*notes, *inexact, sgd), tolerance)
 
 
-def _some(names: Sequence[str]) -> str:
-    """``a``, or ``a and 7 more``."""
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+def _has_replicas(plan: Plan) -> bool:
+    return any(stage.replicas > 1 for stage in plan.stages)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 SHAPE = "lab simulate --schedule gpipe --stages 2 --micro-batches 2"
 WRITERS = [
     (f"{SHAPE} --svg", "simulating.simulate_shape"),
-    ("plan job.yaml -o", "plan_answers.searcher_named"),
-    ("plan job.yaml --svg", "plan_answers.searcher_named"),
+    ("plan job.yaml -o", "plan.plan_step"),
+    ("plan job.yaml --svg", "plan.plan_step"),
     ("report last --perfetto", "report.load_step"),
     ("report last --svg", "report.load_step"),
     ("report last -o", "report.make_page"),

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from pipectl.cli.interruption import interruptible
 from pipectl.cli.progress import Lines, progress_bar, stoppable
-from pipectl.jobs.deadline import Deadline
+from pipectl.jobs.plan import Deadline
 
 
 def test_a_line_every_ten_seconds_with_the_time_left(capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,8 +11,7 @@ import pytest
 
 from pipectl.batch import JobState, JobStatus
 from pipectl.cli.views.run import format_long_time, run_json, run_lines
-from pipectl.jobs.measured import Measured
-from pipectl.jobs.state import RunStatus
+from pipectl.jobs.state import Measured, RunStatus
 from pipectl.plan import Prediction
 from pipectl.runs import RunDirectory
 

@@ -11,13 +11,7 @@ import psutil
 import pytest
 
 from pipectl.capture.traits import Traits
-from pipectl.jobs.verify import (
-    against_one_process,
-    averaged_buffers,
-    between_plans,
-    reason_for_two_plans,
-    too_large_for_a_process,
-)
+from pipectl.jobs.verify import expect, too_large_for_a_process
 from pipectl.plan import Plan
 
 
@@ -41,15 +35,15 @@ def traits(*, random: bool = False, shared: bool = False, half: bool = False) ->
 def test_rounding_is_that_of_the_coarsest_arithmetic(
     pipeline: Callable[..., Plan], precision: str, half: bool, tolerance: float
 ) -> None:
-    found = against_one_process(spec(precision), traits(shared=True, half=half), pipeline(2, 2))
+    found = expect(spec(precision), traits(shared=True, half=half), pipeline(2, 2), None)
     assert found.tolerance == tolerance
     assert found.notes[0].startswith("tied.weight: used several times")
 
 
 def test_without_a_reason_the_same_bits_are_asked_for(pipeline: Callable[..., Plan]) -> None:
     plan = pipeline(2, 2)
-    assert against_one_process(spec(), traits(half=True), plan).tolerance == 0.0
-    assert against_one_process(spec(), traits(random=True, shared=True), plan).tolerance == 0.0
+    assert expect(spec(), traits(half=True), plan, None).tolerance == 0.0
+    assert expect(spec(), traits(random=True, shared=True), plan, None).tolerance == 0.0
 
 
 def test_plans_differ_in_no_bit_on_cpus_whatever_the_model(
@@ -57,15 +51,9 @@ def test_plans_differ_in_no_bit_on_cpus_whatever_the_model(
 ) -> None:
     everything = traits(random=True, shared=True, half=True)
     plan = pipeline(2, 2)
-    assert between_plans(spec(), everything, plan, "why").tolerance == 0.0
-    assert between_plans(spec(gpus=1), everything, plan, "why").tolerance == 2e-2
-    assert between_plans(spec(), everything, plan, "why").notes[0].startswith("why: ")
-
-
-def test_two_plans_are_compared_where_asked_or_where_no_process_holds_the_model() -> None:
-    assert reason_for_two_plans(spec(), asked=False) is None
-    assert reason_for_two_plans(spec(), asked=True) == "--between-plans"
-    assert reason_for_two_plans(spec(materialize="per_rank"), asked=False)
+    assert expect(spec(), everything, plan, "why").tolerance == 0.0
+    assert expect(spec(gpus=1), everything, plan, "why").tolerance == 2e-2
+    assert expect(spec(), everything, plan, "why").notes[0].startswith("why: ")
 
 
 def test_two_plans_are_compared_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,13 +66,11 @@ def test_two_plans_are_compared_where_memory_is_short(monkeypatch: pytest.Monkey
     assert too_large_for_a_process(None) is not None
 
 
-def test_replicas_are_compared_within_rounding_and_without_what_they_average(
+def test_replicas_are_compared_within_rounding(
     pipeline: Callable[..., Plan],
 ) -> None:
     plan = pipeline(1, 2, node_of_rank=[0, 0])
     several = replace(plan, stages=(replace(plan.stages[0], ranks=(0, 1)),))
-    found = against_one_process(spec(), traits(), several)
+    found = expect(spec(), traits(), several, None)
     assert found.tolerance == 1e-4
     assert found.notes[0].startswith("replicas add up gradients in another order")
-    assert averaged_buffers(["running_mean"], several) == {"running_mean"}
-    assert averaged_buffers(["running_mean"], plan) == frozenset()

@@ -11,9 +11,8 @@ import pytest
 from pipectl.batch import check_template
 from pipectl.errors import SpecError
 from pipectl.jobs.prepare import find_job
-from pipectl.jobs.request import check_script
-from pipectl.jobs.submit import render
-from pipectl.jobs.template import read_template, write_job
+from pipectl.jobs.request import check_script, read_template
+from pipectl.jobs.submit import render, write_job
 from pipectl.runs import RunDirectory
 from pipectl.spec import JobSpec, load
 

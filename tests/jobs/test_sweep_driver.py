@@ -41,7 +41,7 @@ def start(tmp_path: Path) -> Callable[..., Started]:
             nodes=1,
             tasks_per_node=1,
             walltime_s=60,
-            command=(sys.executable, "-m", "pipectl.jobs.sweep_driver", str(sweep.path)),
+            command=(sys.executable, "-m", "pipectl.jobs.sweep", str(sweep.path)),
             array=Array(tuple(run.path for run in runs), at_once),
         )
         with locked(sweep):

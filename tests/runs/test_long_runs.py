@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipectl.jobs.measured import measured
+from pipectl.jobs.state import sum_up
 from pipectl.runs import RunDirectory, read_figures, read_metrics
 
 STEPS = 20_000
@@ -41,15 +41,15 @@ def test_they_are_those_of_all_lines(run: RunDirectory) -> None:
     run.metrics.write_text("\n".join(lines) + "\n")
     found, every = read_figures(run), read_metrics(run)
     assert len(found) < len(every) / 5
-    assert measured(found) == measured(every)
-    assert measured(found).not_finite == (7, 9_000, 9_001, STEPS - 1)
+    assert sum_up(found) == sum_up(every)
+    assert sum_up(found).not_finite == (7, 9_000, 9_001, STEPS - 1)
 
 
 def test_an_attempt_that_did_steps_again_wins(run: RunDirectory) -> None:
     first = [line(step) for step in range(1, STEPS + 1)]
     second = [line(step, 2, loss=7.0) for step in range(STEPS - 10_000, STEPS - 100)]
     run.metrics.write_text("\n".join([*first, *second]) + "\n")
-    found = measured(read_figures(run))
+    found = sum_up(read_figures(run))
     assert (found.step, found.last_loss, found.first_loss) == (STEPS - 101, 7.0, 3.0)
 
 
@@ -62,7 +62,7 @@ def test_faults_that_a_later_attempt_trained_past_are_over(run: RunDirectory, si
     first[-1] = json.dumps({**fault, "pad": pad})
     second = [line(step, 2) for step in range(701, 8000)]
     run.metrics.write_text("\n".join([*first, *second]) + "\n")
-    assert measured(read_figures(run)).not_finite == measured(read_metrics(run)).not_finite == ()
+    assert sum_up(read_figures(run)).not_finite == sum_up(read_metrics(run)).not_finite == ()
 
 
 def test_short_files_are_read_whole(run: RunDirectory) -> None:

@@ -19,7 +19,7 @@ from pipectl.units import did_you_mean, format_clock, is_name, parse_bytes, pars
 
 if TYPE_CHECKING:
     from pipectl.batch import Queue
-    from pipectl.jobs.starting import Code, StarterResources
+    from pipectl.jobs.init import Code, StarterResources
 
 LOSS = "torch.nn:CrossEntropyLoss"
 _SCHEMA_FILE = "job.schema.json"
@@ -73,8 +73,9 @@ def command(
     force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
 ) -> None:
     """Write a commented job for this cluster, ready to run."""
-    from pipectl.jobs.places import LOCAL, detected
-    from pipectl.jobs.starting import job_text, memory_of_this_machine
+    from pipectl.jobs.init import job_text
+    from pipectl.jobs.machines import memory_of_this_machine
+    from pipectl.jobs.places import LOCAL, detect_scheduler
 
     if not is_name(name):
         raise UsageError(
@@ -82,7 +83,7 @@ def command(
         )
     code = _code(model, loss, data)
     targets = _targets(directory, force=force, example=code is None)
-    where = scheduler.value if scheduler else detected()
+    where = scheduler.value if scheduler else detect_scheduler()
     if where == LOCAL:
         sites = {"--partition": partition, "--account": account}
         refuse(sites, "the job is for this machine", cure="name a --scheduler, slurm or pbs")
@@ -97,8 +98,9 @@ def command(
     if where == LOCAL:
         node_bytes = memory_of_this_machine()
     text = job_text(
-        name, code, resources, directory=directory, scheduler=where, named=where != detected(),
-        queue=queue, account=account, memory_limit=resources.rank_limit(node_bytes),
+        name, code, resources, directory=directory, scheduler=where,
+        named=where != detect_scheduler(), queue=queue, account=account,
+        memory_limit=resources.rank_limit(node_bytes),
     )  # fmt: skip
     _write(targets, text)
     say(f"next: pipectl submit {targets[0]} --wait")
@@ -106,7 +108,7 @@ def command(
 
 def _code(model: str | None, loss: str, data: str | None) -> Code | None:
     """What the user names, by default data beside the model; None for the example."""
-    from pipectl.jobs.starting import LOSS_OF_MODEL, Code, check_reference
+    from pipectl.jobs.init import LOSS_OF_MODEL, Code, check_reference
 
     if model is None:
         own = {"--data": data, "--loss": loss != LOSS}
@@ -139,7 +141,7 @@ def _targets(directory: Path, *, force: bool, example: bool) -> list[Path]:
 
 def _write(targets: list[Path], job: str) -> None:
     from pipectl.files import make_directory_of, write_json, write_text
-    from pipectl.jobs.starting import example_model
+    from pipectl.jobs.init import example_model
     from pipectl.spec import json_schema
 
     for target in targets:
@@ -164,7 +166,7 @@ def _find_queue(scheduler: str, name: str | None, *, ask: bool) -> Queue | None:
         UsageError: there are some, but none of this name.
     """
     from pipectl.batch import Queue, get
-    from pipectl.jobs.starting import choose_queue
+    from pipectl.jobs.init import choose_queue
 
     try:
         known = get(scheduler).queues()
@@ -196,7 +198,7 @@ def _find_resources(
     Raises:
         UsageError: more than the queue has.
     """
-    from pipectl.jobs.starting import describe_queue, propose_resources
+    from pipectl.jobs.init import describe_queue, propose_resources
 
     resources = propose_resources(queue, options["tasks_per_node"])
     values = {key: value for key, value in options.items() if value is not None}

@@ -14,12 +14,9 @@ from pipectl.cli.refusal import refuse
 from pipectl.errors import UsageError
 
 if TYPE_CHECKING:
-    from pipectl.jobs.deadline import Deadline
-    from pipectl.jobs.plan_answers import StepAnswer
-    from pipectl.jobs.plan_question import PlanInputs, Question
+    from pipectl.jobs.plan import Deadline, PlanInputs, Searcher, StepAnswer
 
 _MAX_NODES = 100_000
-PLANNER = "pipectl"
 
 JobFile = Annotated[
     Path | None, typer.Argument(metavar="[JOB.yaml]", help="The job spec; or give --profile.")
@@ -63,24 +60,25 @@ def command(
     overrides: Overrides = None,
 ) -> None:
     """Choose stages, ranks and schedule, and predict a step."""
-    from pipectl.jobs.deadline import Deadline
-    from pipectl.jobs.plan_question import Question
+    from pipectl.jobs.plan import Deadline, gather
 
     about_jobs = {"--scheduler": scheduler, "--new-micro-batches": new_micro_batches}
     if job is None:
         refuse(about_jobs, "is about a job file, and none is given")
-    question = Question(
-        job=job, profile=profile_file, overrides=tuple(overrides or ()), scheduler=scheduler,
-        cluster=cluster, devices=devices, nodes=node_counts(nodes),
-        new_micro_batches=new_micro_batches,
-    )  # fmt: skip
-    refuse_beside_nodes(question, output_file, svg, explain=explain)
-    inputs = gather_inputs(question)
-    if question.nodes is not None:
-        compare_nodes(inputs, question.nodes, PLANNER, Deadline(), as_json=as_json)
+    counts = node_counts(nodes)
+    if counts is not None:
+        refuse_beside_nodes(devices, output_file, svg, explain=explain)
+    inputs = gather(
+        job, profile_file, overrides or (), scheduler=scheduler, cluster=cluster, devices=devices,
+        nodes=counts, new_micro_batches=new_micro_batches,
+    ).fold()  # fmt: skip
+    for warning in inputs.warnings:
+        warn(warning)
+    if counts is not None:
+        compare_nodes(inputs, counts, Deadline(), as_json=as_json)
         return
     show_step(
-        inputs, PLANNER, Deadline(),
+        inputs, Deadline(),
         explain=explain, output_file=output_file or inputs.plan_file, svg=svg, as_json=as_json,
     )  # fmt: skip
 
@@ -106,47 +104,36 @@ def node_counts(texts: list[str] | None) -> tuple[int, ...] | None:
 
 
 def refuse_beside_nodes(
-    question: Question, output_file: Path | None, svg: Path | None, *, explain: bool
+    devices: int | None, output_file: Path | None, svg: Path | None, *, explain: bool
 ) -> None:
     """Refuse options of one plan when several numbers of nodes are compared.
 
     Raises:
         UsageError: naming the option.
     """
-    if question.nodes is None:
-        return
-    refuse({"--devices": question.devices}, "--nodes says how many; choose one")
+    refuse({"--devices": devices}, "--nodes says how many; choose one")
     of_one_plan = {"-o": output_file, "--svg": svg, "--explain": explain}
     refuse(of_one_plan, "cannot be used with --nodes, which makes several plans")
 
 
-def gather_inputs(question: Question) -> PlanInputs:
-    """What the question is about; warnings go to standard error."""
-    from pipectl.jobs.plan_question import gather
-
-    inputs = gather(question)
-    for warning in inputs.warnings:
-        warn(warning)
-    return inputs
-
-
 def show_step(
-    inputs: PlanInputs, planner: str, deadline: Deadline,
+    inputs: PlanInputs, deadline: Deadline, search: Searcher | None = None,
     *, explain: bool, output_file: Path | None, svg: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Plan for the shortest step, write what is to be written, and print.
 
     Args:
-        planner: its name.
+        search: None is pipectl's own planner.
     """
     from pipectl.cli.views.plan import step_view
     from pipectl.files import make_directory_of
-    from pipectl.jobs.plan_answers import plan_step
+    from pipectl.jobs.plan import plan_step
+    from pipectl.planner.search import search_plans
 
     for file in filter(None, (output_file, svg)):
         make_directory_of(file)
     with stoppable(deadline) as tell:
-        answer = plan_step(inputs, planner, deadline, tell, explained=explain)
+        answer = plan_step(inputs, deadline, tell, search=search or search_plans, explained=explain)
     if output_file is not None:
         answer.plan.save(output_file)
     if svg is not None:
@@ -172,14 +159,16 @@ def _draw(path: Path, answer: StepAnswer) -> None:
 
 
 def compare_nodes(
-    inputs: PlanInputs, nodes: tuple[int, ...], planner: str, deadline: Deadline, *, as_json: bool
-) -> None:
+    inputs: PlanInputs, nodes: tuple[int, ...], deadline: Deadline,
+    search: Searcher | None = None, *, as_json: bool,
+) -> None:  # fmt: skip
     """Plan the same step for every number of nodes, and print the table."""
     from pipectl.cli.views.plan import scaling_lines, scaling_table
-    from pipectl.jobs.plan_answers import plan_nodes, scaling_json
+    from pipectl.jobs.plan import plan_nodes, scaling_json
+    from pipectl.planner.search import search_plans
 
     with stoppable(deadline) as tell:
-        result = plan_nodes(inputs, nodes, planner, deadline, tell)
+        result = plan_nodes(inputs, nodes, deadline, tell, search or search_plans)
     if as_json:
         say_json({**scaling_json(result), "cut_short": deadline.cut_short})
         return

@@ -54,8 +54,8 @@ def command(
 ) -> None:
     """Measure the time and memory of every operator; or the links."""
     from pipectl.jobs.places import profile_path, scheduler_name
+    from pipectl.jobs.prepare import warning_of_code
     from pipectl.jobs.profiles import MeasureOptions, require_compute_node
-    from pipectl.jobs.trust import warning_of_code
     from pipectl.spec import load
 
     if wait and not submit:

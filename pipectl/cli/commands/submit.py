@@ -83,7 +83,7 @@ def command(
 ) -> None:
     """Run a job, profiling and planning it first if necessary."""
     from pipectl.jobs.places import scheduler_name
-    from pipectl.jobs.trust import warning_of_code
+    from pipectl.jobs.prepare import warning_of_code
 
     choose_one(dry_run=dry_run, test_only=test_only)
     if dry_run or test_only:

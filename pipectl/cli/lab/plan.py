@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from enum import StrEnum
 from math import inf
 from pathlib import Path
@@ -11,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipectl.cli.commands import plan as plan_command
-from pipectl.cli.commands.plan import PLANNER
-from pipectl.cli.console import output, say_json
+from pipectl.cli.console import output, say_json, warn
 from pipectl.cli.options import Json, Overrides, SchedulerOption, above_zero, read_by
 from pipectl.cli.progress import stoppable
 from pipectl.cli.refusal import refuse
@@ -20,9 +20,10 @@ from pipectl.errors import UsageError
 from pipectl.units import did_you_mean, parse_bytes, parse_duration
 
 if TYPE_CHECKING:
-    from pipectl.jobs.deadline import Deadline
-    from pipectl.jobs.plan_question import PlanInputs, Question, Technique
+    from pipectl.jobs.lab_plan import LinkChanges, Technique
+    from pipectl.jobs.plan import Deadline, PlanInputs
 
+PLANNER = "pipectl"
 _BITS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]?)bit\s*")
 _PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -105,8 +106,8 @@ def command(
 
     -o writes the plan.
     """
-    from pipectl.jobs.deadline import Deadline
-    from pipectl.jobs.plan_question import Question
+    from pipectl.jobs.lab_plan import LinkChanges, allow_techniques, change_links, searcher_named
+    from pipectl.jobs.plan import Deadline, gather
 
     if job is None:
         refuse({"--scheduler": scheduler}, "is about a job file, and none is given")
@@ -119,21 +120,28 @@ def command(
     changes = list(overrides or ())
     if memory_limit is not None:
         changes.append(f"pipeline.memory_limit={memory_limit}")
-    question = Question(
-        job=job, profile=profile_file, overrides=tuple(changes), scheduler=scheduler,
-        cluster=cluster, devices=devices, nodes=plan_command.node_counts(nodes),
-        balance=objective is Objective.MAX_STAGE_LOAD, bandwidth_bytes_per_s=bandwidth,
-        communication_scale=communication_scale, allow=_techniques(allow), new_micro_batches=True,
+    counts = plan_command.node_counts(nodes)
+    if counts is not None:
+        plan_command.refuse_beside_nodes(devices, output_file, svg, explain=explain)
+    techniques, links = _techniques(allow), LinkChanges(bandwidth, communication_scale)
+    inputs = gather(
+        job, profile_file, changes, scheduler=scheduler, cluster=cluster, devices=devices,
+        nodes=counts, new_micro_batches=True,
     )  # fmt: skip
-    plan_command.refuse_beside_nodes(question, output_file, svg, explain=explain)
-    inputs, deadline = plan_command.gather_inputs(question), Deadline(budget)
+    inputs = change_links(inputs, links)
+    inputs = replace(inputs, request=allow_techniques(inputs.request, techniques))
+    for warning in inputs.warnings:
+        warn(warning)
+    deadline = Deadline(budget)
     if objective is Objective.MAX_STAGE_LOAD:
-        _show_balance(inputs, question, deadline, as_json=as_json)
-    elif question.nodes is not None:
-        plan_command.compare_nodes(inputs, question.nodes, planner, deadline, as_json=as_json)
+        _show_balance(inputs, links, deadline, as_json=as_json)
+        return
+    inputs, search = inputs.fold(), searcher_named(planner)
+    if counts is not None:
+        plan_command.compare_nodes(inputs, counts, deadline, search, as_json=as_json)
     else:
         plan_command.show_step(
-            inputs, planner, deadline,
+            inputs, deadline, search,
             explain=explain, output_file=output_file, svg=svg, as_json=as_json,
         )  # fmt: skip
 
@@ -144,7 +152,7 @@ def _techniques(texts: list[str] | None) -> tuple[Technique, ...]:
     Raises:
         UsageError: there is none of that name.
     """
-    from pipectl.jobs.plan_question import Technique
+    from pipectl.jobs.lab_plan import Technique
 
     names = [name.strip() for text in texts or () for name in text.split(",")]
     for name in names:
@@ -158,13 +166,13 @@ def _techniques(texts: list[str] | None) -> tuple[Technique, ...]:
 
 
 def _show_balance(
-    inputs: PlanInputs, question: Question, deadline: Deadline, *, as_json: bool
+    inputs: PlanInputs, links: LinkChanges, deadline: Deadline, *, as_json: bool
 ) -> None:
     from pipectl.cli.views.plan import balance_view
-    from pipectl.jobs.plan_answers import plan_balance
+    from pipectl.jobs.lab_plan import plan_balance
 
     with stoppable(deadline):
-        balanced = plan_balance(inputs, question, deadline)
+        balanced = plan_balance(inputs, links, deadline)
     if as_json:
         say_json({**balanced.to_json(), "cut_short": deadline.cut_short})
     else:

@@ -37,8 +37,8 @@ def command(
     By default on this machine.
     """
     from pipectl.jobs.places import LOCAL
+    from pipectl.jobs.prepare import warning_of_code
     from pipectl.jobs.rehearse import prepare_rehearsal, seconds_of, submit_rehearsal
-    from pipectl.jobs.trust import warning_of_code
     from pipectl.rehearsal import Rehearsal
     from pipectl.spec import load
 

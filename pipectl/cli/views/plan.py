@@ -22,7 +22,8 @@ from pipectl.units import format_bytes, format_time
 
 if TYPE_CHECKING:  # `status` shows plans, too, and loads no planner
     from pipectl.cluster import Cluster
-    from pipectl.jobs.plan_answers import Balanced, StepAnswer
+    from pipectl.jobs.lab_plan import Balanced
+    from pipectl.jobs.plan import StepAnswer
     from pipectl.planner.answers.busiest_link import End, LinkLoad
     from pipectl.planner.answers.data_parallel import WithoutPipeline
     from pipectl.planner.answers.explain import Alternative, Explanation, Offer

@@ -1,3 +1,5 @@
+"""The stages with the smallest largest load."""
+
 import json
 import os
 from pathlib import Path
@@ -5,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from pipectl.errors import InfeasibleError, PipectlError
-from pipectl.jobs.deadline import Deadline
-from pipectl.jobs.plan_answers import Balanced, plan_balance
-from pipectl.jobs.plan_question import Question, gather
+from pipectl.jobs.lab_plan import Balanced, LinkChanges, change_links, plan_balance
+from pipectl.jobs.plan import Deadline, gather
 
 WORKLOADS = os.environ.get("PIPECTL_WORKLOADS")
 
@@ -18,14 +19,16 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def balanced(
-    *settings: str, deadline: Deadline | None = None, changes: dict[str, object] | None = None,
-    **asked: object,
-) -> Balanced:  # fmt: skip
+    *settings: str,
+    devices: int | None = None,
+    links: LinkChanges | None = None,
+    deadline: Deadline | None = None,
+    changes: dict[str, object] | None = None,
+) -> Balanced:
     """Of a chain of three operators of 1, 2 and 3 s, of which a CPU takes ten times as long.
 
     Args:
         changes: of the profile.
-        asked: fields of the question.
     """
     nodes = [
         {
@@ -42,8 +45,9 @@ def balanced(
     document = {"version": 1, "name": "chain", "micro_batch_size": 2, "nodes": nodes}
     document |= {"edges": [["n1", "n2"], ["n2", "n3"]], **(changes or {})}
     Path("p.json").write_text(json.dumps(document))
-    question = Question(profile=Path("p.json"), overrides=settings, balance=True, **asked)  # type: ignore[arg-type]
-    return plan_balance(gather(question), question, deadline or Deadline())
+    links = links or LinkChanges()
+    inputs = change_links(gather(None, Path("p.json"), settings, devices=devices), links)
+    return plan_balance(inputs, links, deadline or Deadline())
 
 
 def test_the_best_cut_of_a_chain():
@@ -57,7 +61,7 @@ def test_the_best_cut_of_a_chain():
 
 def test_links_count_once_they_are_known():
     assert balanced(devices=2).request.bandwidth_bytes_per_s is None
-    found = balanced(devices=2, bandwidth_bytes_per_s=1e6, communication_scale=2.0)
+    found = balanced(devices=2, links=LinkChanges(1e6, 2.0))
     assert found.request.bandwidth_bytes_per_s == pytest.approx(5e5)
     assert found.balance.value_s == pytest.approx(6.0)  # a cut would cost 4 s on either side
 
@@ -120,6 +124,5 @@ def test_the_documented_keys():
 def test_a_known_optimum_as_the_file_ships_it():
     path = Path(str(WORKLOADS)) / "dnnpart-throughput-layer-bert24_training.json"
     known = json.loads(path.read_text())["best_known"][0]["value"]
-    question = Question(profile=path.absolute(), balance=True)
-    found = plan_balance(gather(question), question, Deadline())
+    found = plan_balance(gather(None, path.absolute()), LinkChanges(), Deadline())
     assert found.balance.value_s == pytest.approx(known, rel=1e-9)

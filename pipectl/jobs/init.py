@@ -1,4 +1,4 @@
-"""The first job on a cluster: what it asks for, within what there is, and the text of its file."""
+"""What `pipectl init` writes: resources within what a queue has, and the text of the job file."""
 
 from __future__ import annotations
 
@@ -149,11 +149,6 @@ def describe_queue(queue: Queue) -> str:
     ]
     known = ", ".join(filter(None, parts))
     return f"{queue.name} has, at least and for each node: {known}" if known else queue.name
-
-
-def memory_of_this_machine() -> int:
-    """In bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def check_reference(text: str, option: str) -> None:

@@ -1,0 +1,199 @@
+"""What only `pipectl lab plan` asks: other planners, techniques, links and objectives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from pipectl.cluster import Cluster
+from pipectl.errors import InfeasibleError, PipectlError, UsageError
+from pipectl.jobs.plan import Deadline, PlanInputs, Searcher, shipped_number
+from pipectl.plan import Plan, Replication
+from pipectl.planner import PlanRequest
+from pipectl.planner.exact.balance import balance
+from pipectl.planner.exact.request import Balance, BalanceRequest, DeviceKind
+from pipectl.planner.folding import folded
+from pipectl.planner.machines.other_clusters import (
+    with_bandwidth,
+    with_nodes,
+    with_ranks,
+    with_slower_links,
+)
+from pipectl.planner.plans.given_stages import plan_of_stages
+from pipectl.planner.policies import NAMES, OWN
+from pipectl.planner.policies.policy_plans import policy_plans
+from pipectl.planner.pruning import prepared
+from pipectl.planner.search import MOST_ALTERNATIVES, Found, search_plans
+from pipectl.profile import Profile
+from pipectl.units import did_you_mean, format_bytes
+
+
+def searcher_named(name: str) -> Searcher:
+    """The planner of a name.
+
+    Raises:
+        UsageError: there is none of this name.
+    """
+    if name not in NAMES:
+        raise UsageError(
+            f"--planner: there is no planner {name!r}{did_you_mean(name, NAMES)}",
+            cure=f"one of: {', '.join(NAMES)}",
+        )
+    if name == OWN:
+        return search_plans
+
+    def search(
+        profile: Profile, cluster: Cluster, request: PlanRequest, deadline: Deadline
+    ) -> Found:
+        if request.listed is not None:
+            raise UsageError(
+                f"--planner {name}: chooses a schedule, but the job has {request.listed.name}",
+                cure="leave --planner out, or set pipeline.schedule: auto",
+            )
+        started_s = time.perf_counter()
+        plan, *others = policy_plans(name, profile, cluster, request, deadline)
+        assert plan.search is not None, "planners say how they found a plan"
+        searched = replace(plan.search, planning_s=time.perf_counter() - started_s)
+        return Found(replace(plan, search=searched), tuple(others[:MOST_ALTERNATIVES]))
+
+    return search
+
+
+@dataclass(frozen=True)
+class LinkChanges:
+    """Links as they are not; None leaves them.
+
+    Args:
+        bandwidth_bytes_per_s: of every link.
+        communication_scale: how many times as long every message takes.
+    """
+
+    bandwidth_bytes_per_s: float | None = None
+    communication_scale: float | None = None
+
+
+def change_links(inputs: PlanInputs, changes: LinkChanges) -> PlanInputs:
+    """The inputs on a cluster with other links, whose plan is not the job's."""
+    cluster = inputs.cluster
+    if changes.bandwidth_bytes_per_s is not None:
+        cluster = with_bandwidth(cluster, changes.bandwidth_bytes_per_s)
+    if changes.communication_scale is not None:
+        cluster = with_slower_links(cluster, changes.communication_scale)
+    if cluster is inputs.cluster:
+        return inputs
+    return replace(inputs, cluster=cluster, request=replace(inputs.request, key=None))
+
+
+class Technique(StrEnum):
+    """What the planner chooses only if it is allowed: the job has not asked for it, or results
+    change (split samples)."""
+
+    REPLICAS = "replicas"
+    SPLIT = "split"
+    RECOMPUTE = "recompute"
+    OFFLOAD = "offload"
+    PIPEFB = "pipefb"
+    INTERLEAVE = "interleave"
+
+
+def allow_techniques(request: PlanRequest, allow: Sequence[Technique]) -> PlanRequest:
+    """The request with the techniques that the planner may choose."""
+    ways = {Technique.REPLICAS: Replication.WHOLE, Technique.SPLIT: Replication.SPLIT}
+    shared: list[Replication | None] = [way for name, way in ways.items() if name in allow]
+    changes: dict[str, Any] = {}
+    if shared:
+        changes |= {"replicas": None, "replication": None if len(shared) > 1 else shared[0]}
+    if Technique.RECOMPUTE in allow:
+        changes |= {"recompute": None, "blocks": None}
+    if Technique.OFFLOAD in allow:
+        changes["offload"] = None
+    if Technique.PIPEFB in allow:
+        changes["backward_apart"] = None
+    if Technique.INTERLEAVE in allow:
+        changes["interleave"] = True
+    return replace(request, **changes)
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """Stages whose largest load is as small as possible: the objective of related work.
+
+    Args:
+        plan: these stages with 1F1B, one device per stage.
+    """
+
+    request: BalanceRequest
+    balance: Balance
+    planning_s: float
+    plan: Plan
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented object."""
+        return {
+            "objective": "max-stage-load",
+            "value_s": self.balance.value_s,
+            "lower_bound_s": self.balance.lower_bound_s,
+            "gap": self.balance.gap,
+            "exact": self.balance.exact,
+            "planning_s": self.planning_s,
+            "accelerators": self.request.devices,
+            "cpus": self.request.cpus,
+            "memory_limit_bytes": self.request.memory_limit_bytes,
+            "bandwidth_bytes_per_s": self.request.bandwidth_bytes_per_s,
+            "communication_scale": self.request.communication_scale,
+            "stages": [
+                {
+                    "nodes": list(stage.nodes),
+                    "replicas": 1,
+                    "devices": [index],
+                    "device": stage.device,
+                    "load_s": stage.load_s,
+                }
+                for index, stage in enumerate(self.balance.stages)
+            ],
+            "predicted": self.plan.to_json()["prediction"],
+            "assumptions": list(self.plan.assumptions),
+        }
+
+
+def plan_balance(inputs: PlanInputs, changes: LinkChanges, deadline: Deadline) -> Balanced:
+    """Search the stages with the smallest largest load, and predict a step in them.
+
+    Raises:
+        InfeasibleError: no partition fits into the memory.
+        PipectlError: time was up before any was found.
+    """
+    cluster, asked, profile = inputs.cluster, inputs.request, prepared(inputs.profile)
+    known = changes.bandwidth_bytes_per_s is not None or inputs.cluster_file is not None
+    request = BalanceRequest(
+        devices=cluster.ranks,
+        cpus=int(shipped_number(profile, "cpus") or 0),
+        memory_limit_bytes=asked.memory_limit_bytes,
+        # the scale of messages is in it already
+        bandwidth_bytes_per_s=cluster.widest_link.bandwidth_bytes_per_s if known else None,
+        communication_scale=changes.communication_scale or 1.0,
+    )
+    began = time.perf_counter()
+    deadline.restart()
+    result = balance(profile, request, deadline)
+    planning_s = time.perf_counter() - began
+    if result is None and deadline.cut_short:
+        raise PipectlError("planning was ended before any plan was found", cure="allow more time")
+    if result is None:
+        limit = request.memory_limit_bytes
+        within = "" if limit is None else f" of {format_bytes(limit)} each"
+        raise InfeasibleError(
+            f"no feasible plan: no partition fits on {request.devices} devices{within}",
+            cure=f"give {asked.named('ranks')}, or a larger {asked.named('memory_limit')}",
+        )
+    stages = [stage.nodes for stage in result.stages]
+    loads = [
+        None if stage.device is DeviceKind.ACCELERATOR else stage.load_s for stage in result.stages
+    ]
+    ranks = len(stages)  # CPUs beside the devices are further ranks
+    machines = with_ranks(with_nodes(cluster, max(len(cluster.nodes), ranks)), ranks)
+    plan = plan_of_stages(folded(profile, stages), machines, asked, stages, loads)
+    return Balanced(request, result, planning_s, plan)
