@@ -1,22 +1,35 @@
-"""Users' own schedules: files, and functions that a package offers by name.
+"""Users' own schedules, and one simulated step of a schedule: of a plan, or of equal stages.
 
-A package offers one as an entry point of the group ``pipectl.schedules``: a function of the numbers
-of ranks, stages and micro-batches that gives, for every rank, its actions, as in a file.
+A schedule is a file, or a function that a package offers by name: an entry point of the group
+``pipectl.schedules``, a function of the numbers of ranks, stages and micro-batches that gives, for
+every rank, its actions, as in a file.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
+from itertools import pairwise
+from math import isclose
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from pipectl.cluster import Cluster, Device, Node, assumed_cluster
 from pipectl.errors import InvalidInputError, UsageError
-from pipectl.schedule import NAMES
+from pipectl.graph import TransferKind
+from pipectl.link import Link
+from pipectl.plan import Plan, Stage, StageCost, Transfer
+from pipectl.schedule import NAMES, Proof, default_ranks, default_warm_up, lower, validate
 from pipectl.schedule.listed import Listed
+from pipectl.simulate import Simulation, simulate
 from pipectl.spec import SCHEDULES_GROUP
+from pipectl.units import format_time
 
 if TYPE_CHECKING:
     from pipectl.spec import JobSpec
+
+SUFFIX = ".csv"
+_FAST = 1e15
 
 
 def schedule_of_job(spec: JobSpec) -> Listed | None:
@@ -90,3 +103,192 @@ def make_listed(name: str, ranks: int, stages: int, micro_batches: int) -> Liste
             cure="it takes (ranks, stages, micro_batches) and gives a list of actions per rank",
         ) from error
     return Listed.read(text, name)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Equal stages with messages that take nothing but a latency; None where it may follow.
+
+    Args:
+        forward_s, backward_s: of a micro-batch, in any unit.
+        latency_s: of a message between ranks, in the same.
+    """
+
+    stages: int | None = None
+    micro_batches: int | None = None
+    ranks: int | None = None
+    forward_s: float = 1.0
+    backward_s: float = 2.0
+    latency_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A step, and what its programs need.
+
+    Args:
+        assumptions: of the machines.
+    """
+
+    plan: Plan
+    simulation: Simulation
+    proof: Proof
+    assumptions: tuple[str, ...]
+
+    @property
+    def planned_s(self) -> float | None:
+        """The step as the plan itself predicts it; None if that is of another order."""
+        return None if self.plan.prediction is None else self.plan.prediction.step_time_s
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What is assumed, and what the plan says otherwise."""
+        assumed = tuple(f"assumed: {assumption}" for assumption in self.assumptions)
+        planned_s = self.planned_s
+        if planned_s is None or isclose(planned_s, self.simulation.step_time_s, rel_tol=1e-6):
+            return assumed
+        time = format_time(planned_s)
+        return (*assumed, f"the plan predicts {time} per step, on the machines it was made for")
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        step = self.simulation
+        return {
+            "schedule": self.plan.schedule,
+            "stages": len(self.plan.stages),
+            "ranks": self.plan.ranks,
+            "micro_batches": self.plan.micro_batches,
+            "step_time_s": step.step_time_s,
+            "planned_step_time_s": self.planned_s,
+            "bubble": step.bubble,
+            "utilisation": list(step.utilisation),
+            "peak_in_flight": list(self.proof.peak_in_flight),
+            "peak_memory_bytes": list(step.peak_memory_bytes),
+            "assumptions": list(self.assumptions),
+        }
+
+
+def simulate_shape(schedule: str, shape: Shape) -> Simulated:
+    """A schedule on equal stages.
+
+    Args:
+        schedule: built in, a file, or what a package offers.
+
+    Raises:
+        UsageError: numbers that the schedule needs are missing, or contradict it.
+        ScheduleError: the schedule cannot run.
+    """
+    listed: Listed | None = None
+    stages, micro_batches = shape.stages, shape.micro_batches
+    if schedule.endswith(SUFFIX):
+        listed = read_listed(Path(schedule), schedule)
+    elif stages is None or micro_batches is None:
+        raise UsageError(
+            f"schedule {schedule}: of how many stages and micro-batches?",
+            cure="add for example --stages 4 --micro-batches 8",
+        )
+    elif schedule not in NAMES:
+        listed = make_listed(schedule, shape.ranks or stages, stages, micro_batches)
+    if listed is not None:
+        stages, micro_batches = listed.stages, listed.micro_batches
+        rank_of_stage, warm_up = tuple(listed.rank_of_stage), listed.warm_up
+        ranks = len(listed.ranks)
+    else:
+        assert stages is not None
+        assert micro_batches is not None
+        rank_of_stage = tuple(default_ranks(schedule, stages, shape.ranks))
+        ranks = len(set(rank_of_stage))
+        warm_up = tuple(default_warm_up(schedule, stages, micro_batches, ranks=ranks))
+    numbers = (
+        ("stages", shape.stages, stages),
+        ("micro-batches", shape.micro_batches, micro_batches),
+        ("ranks", shape.ranks, ranks),
+    )
+    for name, wanted, number in numbers:
+        if wanted not in (None, number):
+            subject = schedule if listed else f"{schedule} of {stages} stages"
+            raise UsageError(
+                f"{subject} has {number} {name}, not {wanted}", cure=f"leave --{name} out"
+            )
+    cost = StageCost(shape.forward_s, shape.backward_s, 0.0, 0, 0, 0)
+    pairs = list(pairwise(range(len(rank_of_stage))))
+    plan = Plan(
+        name=schedule,
+        fingerprint=None,
+        schedule=schedule,
+        warm_up=tuple(warm_up),
+        batch_size=micro_batches,
+        micro_batch_size=1,
+        micro_batches=micro_batches,
+        stages=tuple(Stage((f"stage{s}",), (rank,), cost) for s, rank in enumerate(rank_of_stage)),
+        transfers=(
+            *(Transfer(TransferKind.ACTIVATION, a, b, 0) for a, b in pairs),
+            *(Transfer(TransferKind.GRADIENT, b, a, 0) for a, b in pairs),
+        ),
+        node_of_rank=(0,) * (1 + max(rank_of_stage)),
+    )
+    nodes = (Node("one", plan.ranks, plan.ranks, Device("any")),)
+    link = Link(shape.latency_s, _FAST)
+    cluster = Cluster("equal devices", "imagined", nodes, link, link)
+    return _run(plan if listed is None else _in_order(plan, listed), cluster)
+
+
+def simulate_plan(plan: Plan, cluster: Cluster | None, schedule: str | None) -> Simulated:
+    """A plan's own step, or that of its stages in the order of a user's schedule.
+
+    Args:
+        cluster: by default assumed: shared memory within nodes, 10 Gbit/s Ethernet between.
+
+    Raises:
+        UsageError: the schedule is not a user's own, or not of as many stages and micro-batches.
+        ScheduleError: the schedule cannot run.
+    """
+    if schedule is not None:
+        plan = _reordered(plan, schedule)
+    if cluster is None:
+        counts = [plan.node_of_rank.count(node) for node in range(1 + max(plan.node_of_rank))]
+        cluster = assumed_cluster(plan.name, counts, max(counts), None)
+    return _run(plan, cluster)
+
+
+def _run(plan: Plan, cluster: Cluster) -> Simulated:
+    programs = [lower(plan, rank) for rank in range(plan.ranks)]
+    proof = validate(plan, programs)
+    return Simulated(plan, simulate(plan, cluster, programs), proof, cluster.assumptions)
+
+
+def _reordered(plan: Plan, schedule: str) -> Plan:
+    if not schedule.endswith(SUFFIX):
+        raise UsageError(
+            f"--schedule {schedule}: a plan's stages are cut for its own schedule",
+            cure="name a .csv file, or plan again with pipeline.schedule",
+        )
+    if any(stage.replicas > 1 or stage.backward_ranks for stage in plan.stages):
+        raise UsageError(
+            f"--schedule {schedule}: stages of the plan have several ranks, lists give them one",
+            cure="plan again with pipeline.schedule",
+        )
+    listed = read_listed(Path(schedule), schedule)
+    have = len(plan.stages), plan.micro_batches, plan.ranks
+    needs = listed.stages, listed.micro_batches, len(listed.ranks)
+    if have[:2] != needs[:2] or needs[2] > have[2]:
+        raise UsageError(
+            "{} has {} stages, {} micro-batches and {} ranks; the plan {}, {} and {}".format(
+                schedule, *needs, *have
+            ),
+            cure="use a schedule made for the plan, or plan again with pipeline.schedule",
+        )
+    return _in_order(plan, listed)
+
+
+def _in_order(plan: Plan, listed: Listed) -> Plan:
+    """The plan's stages in the order, and on the ranks, of the lists."""
+    held = zip(plan.stages, listed.rank_of_stage, strict=True)
+    return replace(
+        plan,
+        schedule=listed.name,
+        actions=listed.text,
+        warm_up=listed.warm_up,
+        stages=tuple(replace(stage, ranks=(rank,)) for stage, rank in held),
+        prediction=None,
+    )

@@ -24,7 +24,7 @@ from pipectl.batch.process import Completed
 from pipectl.batch.slurm import SlurmScheduler
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import PipectlError
-from pipectl.jobs.simulating import simulate_plan
+from pipectl.jobs.schedules import simulate_plan
 from pipectl.jobs.state import get_status
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan

@@ -13,7 +13,7 @@ from pipectl.cli.refusal import refuse
 from pipectl.errors import UsageError
 
 if TYPE_CHECKING:
-    from pipectl.jobs.simulating import Simulated
+    from pipectl.jobs.schedules import Simulated
 
 _SHAPE = "of equal stages, in any unit"
 _MAX_SHOWN = 16
@@ -55,7 +55,7 @@ def command(
     """
     from pipectl.cluster import Cluster
     from pipectl.files import make_directory_of
-    from pipectl.jobs.simulating import Shape, simulate_plan, simulate_shape
+    from pipectl.jobs.schedules import Shape, simulate_plan, simulate_shape
     from pipectl.plan import Plan
 
     if svg is not None:
