@@ -49,9 +49,12 @@ def answer(**found: Any) -> str:
     return f"{version}; echo 'Welcome to the site'; echo '{json.dumps(found)}'"
 
 
+SOUND = {"ranks": 2, "library": "MPICH 5", "threads": "multiple",
+         "latency_s": 2e-6, "bandwidth_bytes_per_s": 2**31}  # fmt: skip
+
+
 def test_ranks_that_reach_each_other(mpiexec: Program) -> None:
-    mpiexec("mpiexec", answer(ranks=2, library="MPICH 5", threads="multiple",
-                              latency_s=2e-6, bandwidth_bytes_per_s=2**31))  # fmt: skip
+    mpiexec("mpiexec", answer(**SOUND))
     found = list(check_mpi(None))
     assert [each.level for each in found] == [Level.OK] * 4
     assert "MPICH 5, started by" in found[0].text
@@ -59,40 +62,30 @@ def test_ranks_that_reach_each_other(mpiexec: Program) -> None:
     assert found[3].text == "2.00 us, 2.00 GiB/s on this machine"
 
 
-def test_ranks_that_know_nothing_of_each_other(mpiexec: Program) -> None:
-    mpiexec("mpiexec", answer(ranks=1, library="Open MPI v5", threads="multiple"))
-    (found,) = check_mpi(None)
-    assert found.level is Level.FAIL
-    assert "not of the MPI that mpi4py has loaded (Open MPI v5)" in found.text
-    assert "MPI4PY_LIBMPI" in found.cure
-
-
-def test_a_launcher_of_no_known_kind(mpiexec: Program) -> None:
-    words = answer(ranks=2, library="x", threads="multiple",
-                   latency_s=2e-6, bandwidth_bytes_per_s=2**31)  # fmt: skip
-    mpiexec("mpiexec", words.replace("Intel(R)", "Our"))
-    found = of("launcher", check_mpi(None))
-    assert (found.level, "launch.mpi" in found.cure) == (Level.WARN, True)
-
-
-def test_few_threads_are_no_harm(mpiexec: Program) -> None:
-    mpiexec("mpiexec", answer(ranks=2, library="x", threads="serialized",
-                              latency_s=2e-6, bandwidth_bytes_per_s=2**31))  # fmt: skip
-    assert of("threads", check_mpi(None)).level is Level.WARN
-
-
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "what", "level", "message", "cure"),
     [
-        ("echo 'no such plugin' >&2; exit 3", "mpiexec: no such plugin"),
-        ("echo hello", "print nothing"),
-        ("true", "print nothing"),
+        (answer(ranks=1, library="Open MPI v5"), "MPI", Level.FAIL,
+         "not of the MPI that mpi4py has loaded (Open MPI v5)", "MPI4PY_LIBMPI"),
+        (answer(**SOUND).replace("Intel(R)", "Our"), "launcher", Level.WARN,
+         "no known kind", "launch.mpi"),
+        (answer(**SOUND | {"threads": "serialized"}), "threads", Level.WARN,
+         "MPI_THREAD_SERIALIZED", "nothing needs to be done"),
+        ("echo 'no such plugin' >&2; exit 3", "MPI", Level.FAIL, "mpiexec: no such plugin", "MPI"),
+        ("echo hello", "MPI", Level.FAIL, "print nothing", "mpiexec"),
+        ("true", "MPI", Level.FAIL, "print nothing", "mpiexec"),
+        ("", "MPI", Level.FAIL, "", "pip install mpich"),
     ],
-)
-def test_an_mpi_that_does_not_start(mpiexec: Program, text: str, message: str) -> None:
-    mpiexec("mpiexec", text)
-    (found,) = check_mpi(None)
-    assert (found.level, message in found.text, bool(found.cure)) == (Level.FAIL, True, True)
+)  # fmt: skip
+def test_what_is_wrong_with_mpi_is_said_with_a_cure(
+    mpiexec: Program, text: str, what: str, level: Level, message: str, cure: str
+) -> None:
+    if text:
+        mpiexec("mpiexec", text)
+    found = of(what, check_mpi(None))
+    assert found.level is level
+    assert message in found.text
+    assert cure in found.cure
 
 
 def test_an_mpi_that_hangs(mpiexec: Program, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,11 +94,6 @@ def test_an_mpi_that_hangs(mpiexec: Program, monkeypatch: pytest.MonkeyPatch) ->
     mpiexec("mpiexec", "exec sleep 60")
     (found,) = check_mpi(None)
     assert (found.level, "no answer" in found.text) == (Level.FAIL, True)
-
-
-def test_no_mpi(mpiexec: Program) -> None:
-    (found,) = check_mpi(None)
-    assert (found.level, "pip install mpich" in found.cure) == (Level.FAIL, True)
 
 
 def test_slurm(program: Program) -> None:
@@ -160,28 +148,27 @@ def test_a_controller_that_is_down(program: Program) -> None:
     assert (found.level, "Unable to contact" in found.text) == (Level.FAIL, True)
 
 
-def test_pbs(program: Program) -> None:
+@pytest.mark.parametrize(
+    ("answers", "levels"),
+    [
+        (r"[[ $1 == --version ]] && echo 'pbs_version = 23.06.06'", [Level.FAIL]),
+        (r"printf 'Server: vm\n    flatuid = True\n    pbs_version = 23\n'", [Level.OK]),
+        (r"printf 'Server: vm\n    flatuid = False\n'", [Level.OK, Level.WARN]),
+        (r"printf 'Server: vm\n'", [Level.OK, Level.WARN]),
+    ],
+)
+def test_whether_pbs_answers_and_lets_jobs_submit_themselves_again(
+    program: Program, answers: str, levels: list[Level]
+) -> None:
     assert list(check_pbs()) == []
     for name in ("qsub", "qselect"):
         program(name, "true")
-    program("qstat", '[[ $1 == --version ]] && echo "pbs_version = 23.06.06"')
-    assert [each.level for each in check_pbs()] == [Level.FAIL]
-    version = '[[ $1 == --version ]] && echo "pbs_version = 23.06.06"; '
-    program("qstat", version + r"printf 'Server: vm\n    flatuid = True\n    pbs_version = 23\n'")
-    assert [each.text.split()[0] for each in check_pbs()] == ["pbs_version"]
-
-
-@pytest.mark.parametrize("said", ["", r"    flatuid = False\n"])
-def test_whether_jobs_of_pbs_may_submit_themselves_again_is_known_beforehand(
-    program: Program, said: str
-) -> None:
-    for name in ("qsub", "qselect"):
-        program(name, "true")
-    program("qstat", rf"printf 'Server: vm\n{said}    pbs_version = 23\n'")
-    _, found = check_pbs()
-    assert found.level is Level.WARN
-    assert "flatuid" in found.text
-    assert "pipectl resume" in found.cure
+    program("qstat", answers)
+    found = list(check_pbs())
+    assert [each.level for each in found] == levels
+    if levels[-1] is Level.WARN:
+        assert "flatuid" in found[1].text
+        assert "pipectl resume" in found[1].cure
 
 
 def test_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
