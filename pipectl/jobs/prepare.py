@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipectl.access import fault_of_owner
-from pipectl.batch import JobRequest, MpiChoice, choose_mpi, get
+from pipectl.batch import JobRequest, MpiChoice, Template, choose_mpi, get
 from pipectl.cluster import Cluster
 from pipectl.errors import MismatchError, PipectlError, UsageError
 from pipectl.files import make_directory, write_json
@@ -56,6 +56,7 @@ class Job:
         cluster: the machines; None for runs that train nothing there.
         profile, plan: None if they are yet to be made, before the job trains.
         launch: what ranks are started with; None if that has not been found out.
+        template: the user's own of job scripts, as it was read.
         warning: why a measured cluster is not used; empty if all is well.
         measurement: how the profile came to be, if it was made now.
     """
@@ -66,6 +67,7 @@ class Job:
     profile: Profile | None = None
     plan: Plan | None = None
     launch: MpiChoice | None = None
+    template: Template | None = None
     warning: str = ""
     measurement: Measurement | None = None
 
@@ -93,6 +95,7 @@ class Job:
             plan=self.plan,
             after=after,
             mpiexec=mpiexec,
+            template=self.template,
         )
         return (self.launch or choose_mpi(request)).apply(request)
 
@@ -149,7 +152,8 @@ def make_job(
     launch = launch or choose_mpi(request)
     if check:
         get(name).render(launch.apply(request))
-    return Job(spec, name, machines.cluster, launch=launch, warning=machines.warning)
+    template, warning = request.template, machines.warning
+    return Job(spec, name, machines.cluster, launch=launch, template=template, warning=warning)
 
 
 def add_profile(

@@ -52,6 +52,7 @@ def job_request(
     mpiexec: str | None = None,
     plan: Plan | None = None,
     after: tuple[str, ...] = (),
+    template: Template | None = None,
 ) -> JobRequest:
     """The request for one run.
 
@@ -62,6 +63,7 @@ def job_request(
         mpiexec: None finds it.
         plan: None if it is not known yet.
         after: ids of jobs that must have completed before.
+        template: of job scripts; None reads the one that the spec names, if it does.
     """
     directory, python = directory.absolute(), sys.executable
     resources, environment, launch = spec.resources, spec.environment, spec.launch
@@ -94,7 +96,7 @@ def job_request(
         pbs=PbsOptions(**dict(spec.pbs)),
         stop=Stop(lead_s, spec.checkpoint.max_requeues),
         after=after,
-        template=read_template(spec),
+        template=template or read_template(spec),
     )
 
 

@@ -141,7 +141,8 @@ def submit_sweep(
     sweep, runs = SweepDirectory.create(base, spec.name, len(points), now)
     created = [*(run.path for run in runs), sweep.path]
     with locked(sweep), Rollback(created=created) as rollback:
-        request = job_request(spec, sweep.path, make_tag(sweep.path), after=awaited)
+        template, tag = jobs[0].template, make_tag(sweep.path)
+        request = job_request(spec, sweep.path, tag, after=awaited, template=template)
         request = array_request(request, runs, at_once)
         sweep.save(Members(request.tag, tuple(run.name for run in runs), at_once))
         starts = []
