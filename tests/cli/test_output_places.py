@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SHAPE = "lab simulate --schedule gpipe --stages 2 --micro-batches 2"
 WRITERS = [
-    (f"{SHAPE} --svg", "simulating.simulate_shape"),
+    (f"{SHAPE} --svg", "schedules.simulate_shape"),
     ("plan job.yaml -o", "plan.plan_step"),
     ("plan job.yaml --svg", "plan.plan_step"),
     ("report last --perfetto", "report.load_step"),
