@@ -124,9 +124,6 @@ def verify(
     Raises:
         PipectlError: the spec, the model or one of the trainings fails.
     """
-    from pipectl.capture.traits import find_traits
-    from pipectl.runtime.compare import PipelineRun, PlainRun, compare
-    from pipectl.runtime.plain import FirstWeights
     from pipectl.schedule.unflushed import NAMES as ASYNCHRONOUS
 
     spec = load(job, [*overrides, *_on_ranks(ranks)])
@@ -138,6 +135,10 @@ def verify(
             "not those of one process",
             cure="verify the model and the job with --set pipeline.schedule=auto",
         )
+    from pipectl.capture.traits import find_traits
+    from pipectl.runtime.compare import PipelineRun, PlainRun, compare
+    from pipectl.runtime.plain import FirstWeights
+
     with _temporary_directory() as directory:
         trial = _Trial(job, (*overrides, *_overrides(spec, steps, directory)), directory, follow)
         profile = _fresh_profile(job, overrides)
