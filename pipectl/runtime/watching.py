@@ -27,6 +27,8 @@ from mpi4py import MPI
 
 import pipectl
 from pipectl.batch import process
+from pipectl.errors import PipectlError
+from pipectl.files import write_text
 from pipectl.graph import TransferKind
 from pipectl.plan import Plan
 from pipectl.runs import RUN_VARIABLE, SCRIPT, RunDirectory
@@ -37,6 +39,7 @@ from pipectl.runtime.waiting import broadcast, gather_all
 from pipectl.schedule import Kind
 from pipectl.spec import JobSpec
 from pipectl.watch.board import create_memory
+from pipectl.watch.files import start_path
 from pipectl.watch.rank import BYE, FAILING
 
 _SHARED = Path("/dev/shm")
@@ -111,11 +114,15 @@ def _shared_memory() -> Path:
 
 def _clear(directory: RunDirectory) -> str:
     """Remove what the watchers of an earlier start wrote; a word for this one."""
-    with suppress(OSError):
+    start = secrets.token_hex(8)
+    with suppress(OSError, PipectlError):
         directory.watch.mkdir(mode=0o700, exist_ok=True)
-        for path in directory.watch.iterdir():
-            path.unlink()
-    return secrets.token_hex(8)
+        # Earlier watchers that still end see that they are replaced before their files go.
+        write_text(start_path(directory.watch), f"{start}\n", mode=0o600, durable=False)
+        for path in directory.watch.glob("node-*.json"):
+            with suppress(OSError):
+                path.unlink()
+    return start
 
 
 def _make_folder() -> str:
@@ -186,7 +193,11 @@ class _Watcher:
             os.close(handle)
 
     def _open(self, path: str) -> int:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        """A file descriptor; -1 if there can be none, without which less is known of the rank."""
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        except OSError:
+            return -1
         self._handles.append(handle)
         return handle
 

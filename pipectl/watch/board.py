@@ -79,7 +79,7 @@ class Board:
 
     def phase(self, text: str) -> None:
         """Something begins that is no row."""
-        words = text.encode()[: SIZE - _PHASE_AT]
+        words = text.encode(errors="replace")[: SIZE - _PHASE_AT]
         self._memory[_PHASE_AT:SIZE] = words.ljust(SIZE - _PHASE_AT, b"\0")
         self.row(NO_ROW, -1, -1)
 

@@ -57,6 +57,11 @@ class NodeReport(NamedTuple):
         return [rank.state for rank in self.ranks], *self[1:4]
 
 
+def start_path(folder: Path) -> Path:
+    """The file with the word for the newest start of the ranks."""
+    return folder / "start"
+
+
 def node_path(folder: Path, node: int) -> Path:
     """The file of a node; nodes are counted by their first ranks."""
     return folder / f"node-{node:04d}.json"
@@ -67,11 +72,15 @@ class NodeFile:
 
     Args:
         start: a word for this start of the ranks; files of another start are not read.
+
+    Attributes:
+        time: when what was read last was written, by the clock of that node.
     """
 
     def __init__(self, path: Path, start: str) -> None:
         self.path, self._start = path, start
         self._stamp: tuple[int, int] | None = None
+        self.time: object = None
         self.fault = ""
 
     def write(self, report: NodeReport, now: float) -> None:
@@ -108,7 +117,10 @@ class NodeFile:
             self._stamp = stamp
             self.fault = ""
             document = json.loads(text)
-            return parse_report(document) if document["start"] == self._start else None
+            if document["start"] != self._start:
+                return None
+            report, self.time = parse_report(document), document.get("time")
+            return report
         except (OSError, *DAMAGE):
             self.fault = f"{self.path.parent.name}/{self.path.name} is damaged or cannot be read"
             return None

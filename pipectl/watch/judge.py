@@ -8,6 +8,7 @@ train, all the time it takes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -57,10 +58,17 @@ class Names(NamedTuple):
 
 
 class Node(NamedTuple):
-    """What a watcher knows of a node: its last report, and for how long none has come."""
+    """What a watcher knows of a node.
+
+    Args:
+        report: its last one.
+        silent_s: for how long there has been no sign of life.
+        stale_s: for how long the report has been the same: a full disk takes no other.
+    """
 
     report: NodeReport
     silent_s: float = 0.0
+    stale_s: float = 0.0
 
 
 class Verdict(NamedTuple):
@@ -100,7 +108,13 @@ def limit_s(nodes: Iterable[Node], count: int, min_s: float, predicted_s: float)
 
 
 def judge(
-    nodes: Sequence[Node], limit: float, names: Names, ended_s: float | None = None
+    nodes: Sequence[Node],
+    limit: float,
+    names: Names,
+    ended_s: float | None = None,
+    *,
+    awake_s: float = math.inf,
+    complete: bool = True,
 ) -> Verdict | None:
     """Why the run cannot go on; None while it can, or if the ranks said so themselves.
 
@@ -108,12 +122,14 @@ def judge(
         nodes: by their first ranks.
         limit: see :func:`limit_s`.
         ended_s: how long ago it was noticed first that a rank has ended; None if none has.
+        awake_s: since when not all ranks are stopped: before, none could move on.
+        complete: whether these are all nodes, so that nobody else may be computing.
     """
     states = {rank.state for node in nodes for rank in node.report.ranks}
     if states & {FAILS, FAILED}:
         return None
     if ended_s is None:
-        return _judge_ranks(nodes, limit, names)
+        return _judge_ranks(nodes, limit, names, awake_s, complete=complete)
     dead = [rank for node in nodes for rank in node.report.ranks if rank.state == DIED]
     if ended_s < SETTLE_S or all(rank.death.is_wanted for rank in dead):
         return None
@@ -154,9 +170,11 @@ def _judge_death(rank: RankReport, node: str) -> Verdict:
     return Verdict(rank, node, message, cure, stack, death.at)
 
 
-def _judge_ranks(nodes: Sequence[Node], limit: float, names: Names) -> Verdict | None:
+def _judge_ranks(
+    nodes: Sequence[Node], limit: float, names: Names, awake_s: float, *, complete: bool
+) -> Verdict | None:
     """The rank that is lost though none has ended; None while none is."""
-    ranks = _living_ranks(nodes)
+    ranks = _living_ranks(nodes, awake_s)
     node_of = {rank.rank: node for node in nodes for rank in node.report.ranks}
 
     def blame(rank: RankReport, message: str, cure: str = RESUME) -> Verdict:
@@ -164,11 +182,10 @@ def _judge_ranks(nodes: Sequence[Node], limit: float, names: Names) -> Verdict |
         text = f"{message}; {words}" if words else message
         return Verdict(rank, node_of[rank.rank].report.node, text, cure)
 
-    stopped = [rank for rank in ranks if rank.state == STOPPED]
-    if not ranks or len(stopped) == len(ranks):  # suspended as a whole, and will go on
+    if not ranks or is_suspended(nodes):
         return None
-    for rank in stopped:
-        if rank.stopped_s >= _LOST * limit:
+    for rank in ranks:
+        if rank.state == STOPPED and rank.stopped_s >= _LOST * limit:
             return blame(rank, f"its process is stopped (SIGSTOP), for {rank.stopped_s:.0f} s now")
     silent = [rank for rank in ranks if node_of[rank.rank].silent_s >= _LOST * limit]
     if silent and all(rank.still_s >= limit / 2 for rank in ranks):
@@ -176,6 +193,8 @@ def _judge_ranks(nodes: Sequence[Node], limit: float, names: Names) -> Verdict |
         where = f" on {node.report.node}" if node.report.node else ""
         lost = f"nothing was heard of it{where} for {node.silent_s:.0f} s: the node is gone"
         return blame(silent[0], lost)
+    if not complete:
+        return None
     # No rank moves on, though all are alive.
     still_s = min(rank.still_s for rank in ranks)
     step = max(rank.activity.step for rank in ranks)
@@ -193,24 +212,34 @@ def _judge_ranks(nodes: Sequence[Node], limit: float, names: Names) -> Verdict |
     return None
 
 
-def _living_ranks(nodes: Sequence[Node]) -> list[RankReport]:
+def is_suspended(nodes: Iterable[Node]) -> bool:
+    """Whether all ranks that have not ended are stopped: the run as a whole, which will go on."""
+    states = {rank.state for node in nodes for rank in node.report.ranks if not rank.is_over}
+    return states == {STOPPED}
+
+
+def _living_ranks(nodes: Sequence[Node], awake_s: float) -> list[RankReport]:
     """Those that have not ended; for how long they are still or stopped, as far as is known."""
     return [
         rank._replace(
-            still_s=rank.still_s + node.silent_s, stopped_s=rank.stopped_s + node.silent_s
+            still_s=min(rank.still_s + age_s, awake_s),
+            stopped_s=min(rank.stopped_s + age_s, awake_s),
         )
         for node in nodes
+        for age_s in [max(node.silent_s, node.stale_s)]
         for rank in node.report.ranks
         if not rank.is_over
     ]
 
 
-def describe_stall(nodes: Sequence[Node], limit: float, names: Names) -> tuple[float, str]:
+def describe_stall(
+    nodes: Sequence[Node], limit: float, names: Names, *, awake_s: float = math.inf
+) -> tuple[float, str]:
     """For how long no rank has moved on, in seconds, and who waits for whom.
 
     It is 0 if that is less than the limit, or if a rank has ended.
     """
-    ranks = _living_ranks(nodes)
+    ranks = _living_ranks(nodes, awake_s)
     if not ranks or len(ranks) < sum(len(node.report.ranks) for node in nodes):
         return 0.0, ""
     still_s = min(rank.still_s for rank in ranks)

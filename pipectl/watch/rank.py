@@ -204,6 +204,8 @@ class WatchedRank:
     def _look_at_process(self, process: ProcessState, now: float) -> None:
         self._lived_at = now
         if process.letter != "T":  # a debugger's is a small one
+            if self._stopped_at is not None:  # until now it could not move on
+                self._moved_at = now
             self._stopped_at = None
         elif self._stopped_at is None:
             self._stopped_at = now

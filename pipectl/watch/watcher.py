@@ -24,6 +24,7 @@ from pipectl.watch.files import (
     NodeReport,
     node_path,
     report_text,
+    start_path,
     write_log,
     write_report,
 )
@@ -35,6 +36,7 @@ from pipectl.watch.judge import (
     action,
     describe_stall,
     interval_s,
+    is_suspended,
     judge,
     limit_s,
 )
@@ -76,6 +78,8 @@ class Watcher:
         self._own = self._written = NodeReport(settings["name"])
         self._reports: dict[int, NodeReport] = {}
         self._heard_at: dict[int, float] = {}
+        self._changed_at: dict[int, float] = {}
+        self._suspended_at = float("-inf")
         self._faults: set[int] = set()
         self._now, self._written_at, self._read_at = 0.0, float("-inf"), float("-inf")
         self._ended_at: float | None = None
@@ -108,6 +112,8 @@ class Watcher:
                 rank.kill()
         is_news = self._own.events() != self._written.events()
         if is_news or self._now - self._written_at >= 0.9 * self._interval_s:
+            if self._is_replaced():
+                return True
             self._own_file.write(self._own, time.time())
             self._written, self._written_at = self._own, self._now
         states = {rank.state for rank in ranks}
@@ -134,9 +140,11 @@ class Watcher:
             return
         self._read_at = self._now
         for node, file in self._files.items():
-            report = file.read()
+            before, report = file.time, file.read()
             if report is not None:
                 self._reports[node], self._heard_at[node] = report, self._now
+                if file.time != before:
+                    self._changed_at[node] = self._now
                 if self._node == 0:
                     self._notice_end(report)
             elif file.fault and node not in self._faults and self._node == 0:
@@ -148,25 +156,32 @@ class Watcher:
         if self._node != 0 and (self._own.ends or self._first.ends or not self._is_alone()):
             self._own = self._own._replace(ends=self._own.ends or self._first.ends)
             return
+        settings, now = self._settings, self._now
         reports = {**self._reports, self._node: self._own}
         nodes = [
-            Node(report, self._now - self._heard_at.get(node, self._now))
+            Node(report, now - self._heard_at.get(node, now), now - self._changed_at.get(node, now))
             for node, report in sorted(reports.items())
         ]
-        settings, now = self._settings, self._now
+        if is_suspended(nodes):
+            self._suspended_at = now
+        awake_s = now - self._suspended_at
         limit = limit_s(nodes, settings["nodes"], settings["min_s"], settings["predicted_s"])
         limit *= _WITHOUT_FIRST if self._node else 1.0
         ended_s = None if self._ended_at is None else now - self._ended_at
-        if not self._decided and (verdict := judge(nodes, limit, self._names, ended_s)):
+        is_reported = self._node != 0 and self._first.knows
+        complete = self._node == 0
+        if not (self._decided or is_reported) and (
+            verdict := judge(nodes, limit, self._names, ended_s, awake_s=awake_s, complete=complete)
+        ):
             self._decided = True
             self._report(verdict)
         if self._kill_at is None and self._ended_at is not None:
             self._kill_at = self._ended_at + _GRACE_S
-        elif self._kill_at is None and self._decided:
+        elif self._kill_at is None and (self._decided or is_reported):
             self._kill_at = now
         self._own = self._own._replace(ends=self._kill_at is not None and now >= self._kill_at)
         if self._node == 0:
-            self._warn(*describe_stall(nodes, limit, self._names))
+            self._warn(*describe_stall(nodes, limit, self._names, awake_s=awake_s))
 
     @property
     def _first(self) -> NodeReport:
@@ -175,7 +190,10 @@ class Watcher:
 
     def _is_alone(self) -> bool:
         """Whether the first node's watcher says no more: it is gone, or has done its work."""
-        since = max(self._heard_at.get(0, 0.0), self._ended_at or 0.0)
+        ended_at = 0.0 if self._ended_at is None else self._ended_at
+        if ended_at and self._now - ended_at > _GRACE_S + _LEAVE_S:  # it does not hear of this node
+            return True
+        since = max(self._heard_at.get(0, 0.0), ended_at)
         return self._now - since > max(_UNHEARD_S, 3 * self._interval_s)
 
     def _is_finished(self) -> bool:
@@ -198,8 +216,18 @@ class Watcher:
             self._own = self._own._replace(stalled=words)
             write_log(_LOG, f"pipectl: {printable(words)}\n")
 
+    def _is_replaced(self) -> bool:
+        """Whether the ranks have been started again, so that nothing here is of interest."""
+        try:
+            word = start_path(Path(self._settings["folder"])).read_bytes()
+        except OSError:
+            return False
+        return word.strip() != str(self._settings["start"]).encode()
+
     def _report(self, verdict: Verdict) -> None:
         """Write the error file, as ranks do that fail, and the same into the log."""
+        if self._is_replaced():
+            return
         rank, activity = verdict.rank.rank, verdict.rank.activity
         document = {
             "version": 1,

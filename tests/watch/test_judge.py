@@ -124,6 +124,33 @@ def test_a_node_that_is_silent_since_a_death_is_gone(silent_s: float) -> None:
     assert judged(dead, node({2: lives(LEFT)}, 9), ended_s=0.5).rank.rank == 0
 
 
+def test_a_node_that_lives_but_can_write_nothing_new_does_not_hide_that_no_rank_moves_on() -> None:
+    """Its disk is full: only the time of its file changes."""
+    waits = [node({0: known(awaits(1), still=LONG)}), node({1: known(awaits(0), still=0.1)})]
+    assert judge(waits, LIMIT, NAMES) is None
+    waits[1] = waits[1]._replace(stale_s=LONG)
+    assert "all ranks have waited for each other" in judged(*waits).message
+    assert describe_stall(waits, LIMIT, NAMES)[0] == LONG
+
+
+def test_the_time_for_which_all_were_stopped_does_not_count() -> None:
+    stopped = node({0: known(computes(), still=LONG), 1: known(computes(), LONG, stopped_s=LONG)})
+    still = node({0: known(awaits(1), still=LONG), 1: known(awaits(0), still=LONG)})
+    for nodes in ([stopped], [still]):
+        assert judge(nodes, LIMIT, NAMES) is not None
+        assert judge(nodes, LIMIT, NAMES, awake_s=LIMIT / 2) is None
+    assert describe_stall([still], LIMIT, NAMES, awake_s=LIMIT / 2) == (0.0, "")
+
+
+def test_a_watcher_that_sees_some_nodes_blames_none_of_them_for_waiting() -> None:
+    waits = [node({0: known(awaits(1), still=LONG)}), node({1: known(awaits(0), still=LONG)})]
+    assert judge(waits, LIMIT, NAMES, complete=False) is None
+    waits[0] = waits[0]._replace(silent_s=LONG)
+    gone = judge(waits, LIMIT, NAMES, complete=False)
+    assert gone is not None
+    assert "the node is gone" in gone.message
+
+
 def test_of_very_many_nodes_one_that_is_gone_is_named_before_the_watcher_ends() -> None:
     nodes = [node({0: died(3.0)}), *[node({n: lives()}) for n in range(1, 999)]]
     nodes[7] = node({7: lives()}, 20)

@@ -24,7 +24,7 @@ from pipectl.batch import process
 from pipectl.runs import RunDirectory, read_errors
 from pipectl.schedule import Kind
 from pipectl.watch.board import Activity, Board, create_memory
-from pipectl.watch.files import NodeFile, NodeReport, node_path, parse_report
+from pipectl.watch.files import NodeFile, NodeReport, node_path, parse_report, start_path
 from pipectl.watch.rank import BYE, FAILING, RankReport
 
 LONG_S = 60.0
@@ -263,6 +263,27 @@ def test_without_the_first_node_ranks_that_stand_still_are_ended(job: Job) -> No
     assert "nothing was heard of it on n0" in error["message"]
     assert (error["rank"], error["host"], error["step"]) == (0, "n0", 7)
     assert first.process.poll() is None
+
+
+def test_a_watcher_says_nothing_of_ranks_that_have_been_started_again(job: Job) -> None:
+    (rank,) = job.start(1)
+    start_path(job.run.watch).write_text("another\n")
+    rank.ends()
+    job.wait()
+    assert job.reports == {}
+    assert '"died"' not in node_path(job.run.watch, 0).read_text()
+
+
+def test_what_the_first_node_knew_before_it_fell_silent_is_not_reported_again(job: Job) -> None:
+    first, second, third = job.start(2, 1)
+    first.says(FAILING)
+    wait_until(lambda: '"knows": true' in node_path(job.run.watch, 0).read_text())
+    job.wait_for_words(1)
+    job.watchers[0].kill()
+    assert third.process.wait(LONG_S) == -signal.SIGKILL
+    job.watchers[1].wait(LONG_S)
+    assert job.reports == {}
+    assert second.process.poll() is None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "[" * 10**5, '{"start": "s"}', "\udcff"])
