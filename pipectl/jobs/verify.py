@@ -135,16 +135,17 @@ def verify(
             "not those of one process",
             cure="verify the model and the job with --set pipeline.schedule=auto",
         )
-    from pipectl.capture.traits import find_traits
-    from pipectl.runtime.compare import PipelineRun, PlainRun, compare
-    from pipectl.runtime.plain import FirstWeights
-
     with _temporary_directory() as directory:
         trial = _Trial(job, (*overrides, *_overrides(spec, steps, directory)), directory, follow)
         profile = _fresh_profile(job, overrides)
         if profile is None:
             place = directory / "profile.json"
             profile = measure(trial.spec(ranks), place, progress).profile
+        # Not before: what this process holds while it measures counts as memory of a rank.
+        from pipectl.capture.traits import find_traits
+        from pipectl.runtime.compare import PipelineRun, PlainRun, compare
+        from pipectl.runtime.plain import FirstWeights
+
         spec = trial.spec(ranks)
         plan = _find_plan(spec, profile)
         traits = find_traits(spec, plan.micro_batch_size)

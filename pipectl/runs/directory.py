@@ -141,7 +141,7 @@ class RunDirectory(Directory):
             now: seconds since the epoch; written in local time.
 
         Raises:
-            UsageError: ``base`` cannot be written; nothing is left in it.
+            UsageError: ``base`` cannot be written; no directory of a run or sweep is left in it.
         """
         for stem in _stems(name, now):
             run = cls(base / stem)
@@ -214,7 +214,7 @@ class SweepDirectory(Directory):
             now: seconds since the epoch; written in local time.
 
         Raises:
-            UsageError: ``base`` cannot be written; nothing is left in it.
+            UsageError: ``base`` cannot be written; no directory of a run or sweep is left in it.
         """
         for stem in _stems(name, now):
             sweep = cls.beside(base / stem)
@@ -310,7 +310,7 @@ def _make_all(base: Path, folders: Mapping[Path, Sequence[str]]) -> bool:
         if isinstance(error, OSError):
             raise UsageError(
                 f"{base}: no run directory can be made: {error.strerror or error}",
-                cure="set output.directory to a directory you may write to",
+                cure="set output.directory to a directory with room that you may write to",
             ) from error
         raise
     return True
