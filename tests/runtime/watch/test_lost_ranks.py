@@ -119,9 +119,10 @@ def test_nobody_else_reaches_a_job_that_runs(begin: Any) -> None:
         assert not [line for line in named if "pipectl" in line]
         shared = [name for name in held if "/pipectl-" in name]
         assert all(name.endswith(" (deleted)") for name in shared)
-    (file,) = ranks.run.watch.iterdir()
-    for path, mode in [(ranks.run.watch, 0o700), (file, 0o600)]:
-        assert stat.S_IMODE(path.stat().st_mode) == mode
+    assert stat.S_IMODE(ranks.run.watch.stat().st_mode) == 0o700
+    files = {path.name: path for path in ranks.run.watch.iterdir()}
+    assert files.keys() == {"node-0000.json", "start"}
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in files.values())
     psutil.Process(pids[1]).kill()
     ranks.end()
 
