@@ -14,7 +14,7 @@ from pipectl.spec.document import Items, Place, Table, escape, show, to_python
 from pipectl.spec.load import hide_variables, load_document, put_at
 from pipectl.spec.models import JobSpec
 from pipectl.spec.reader import MAX_DEPTH
-from pipectl.spec.validate import validate
+from pipectl.spec.validate import fault_of_former_key, validate
 
 MAX_POINTS = 1000
 """Slurm allows arrays of 1,001 jobs unless a site says otherwise (``MaxArraySize``)."""
@@ -137,6 +137,8 @@ def _key_faults(together: Sequence[_Assignment]) -> Iterator[Problem]:
                 "cannot differ between the runs of a sweep, which are one job array; instead, "
                 f"submit several times with --set {escape(key)}=..."
             )
+        elif fault := fault_of_former_key(tuple(key.split("."))):
+            message = fault
         elif around is not None:
             message = f"is a part of {escape(around)}, which is set as well"
         else:

@@ -97,13 +97,21 @@ def _place_problem(tree: Table, path: KeyPath, message: str, *, key: bool = Fals
     return place.problem(f"{prefix}{message}")
 
 
+def fault_of_former_key(path: KeyPath) -> str:
+    """What to say of a key that was there once; empty of any other."""
+    section = JobSpec.model_fields.get(str(path[0]))
+    former = getattr(section and section.annotation, "former_keys", {}) if len(path) == 2 else {}
+    if path[-1] not in former:
+        return ""
+    advice = former[path[-1]].replace("options:", f"{path[0]}.options:")
+    return f"is no longer a key; {advice or 'remove it'}"
+
+
 def _unknown_key(path: KeyPath) -> str:
     """What to say of a key that does not exist: the nearest one here, or where it belongs."""
     key = str(path[-1])
-    section = JobSpec.model_fields.get(str(path[0]))
-    former = getattr(section and section.annotation, "former_keys", {}) if len(path) == 2 else {}
-    if key in former:
-        return f"is no longer a key; {former[key].replace('options:', f'{path[0]}.options:')}"
+    if fault := fault_of_former_key(path):
+        return fault
     known = properties(schema_at(path[:-1]))
     hint = did_you_mean(key[:_MAX_SHOWN], known)
     if not hint:

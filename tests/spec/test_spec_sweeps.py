@@ -173,6 +173,11 @@ def test_what_the_batch_system_allocates_is_the_same_for_all(faults: Faults, key
     assert f"--set {key}=..." in line
 
 
+def test_a_former_key_is_refused_since_its_runs_would_be_alike(faults: Faults) -> None:
+    (line,) = faults("sweep: {grid: {checkpoint.on_signal: [USR1, USR2]}}")
+    assert line == "7:16: checkpoint.on_signal: is no longer a key; remove it"
+
+
 def test_the_number_of_points_is_limited(points: Points, faults: Faults) -> None:
     grid = "sweep: {grid: {training.seed: [%s], training.steps: [%s]}}"
     (line,) = faults(grid % (", ".join(map(str, range(101))), ", ".join(map(str, range(1, 11)))))
