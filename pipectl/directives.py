@@ -11,9 +11,13 @@ Value = str | bool | tuple[str, ...]
 """Of an option: a text, true for one without a value, false for one that is not written, or several
 texts for an option that is written several times."""
 
-LEFT_OUT = ("cpus-per-task", "gpus-per-node", "time")
+LEFT_OUT = ("cpus-per-task", "gpus-per-node", "mem", "time")
 """Options of sbatch that pipectl writes unless a job says false."""
-_RESOURCES = re.compile(r"[A-Za-z0-9_=:.,+*~/@-]*")
+RESOURCES = re.compile(r"[A-Za-z0-9_=:.,+*~/@-]*")
+"""What may stand in ``-l`` of qsub, where nothing is quoted."""
+_LETTERS = {"c": "cpus-per-task", "t": "time"}
+_WRITTEN_OUT = ("gpus-per-node", "mem-per-cpu", "mem-per-gpu")
+"""Options that replace what pipectl writes, which it knows by their whole names."""
 _LOG = "remove it; output and errors are in logs/job.log"
 
 
@@ -28,6 +32,7 @@ class Syntax(NamedTuple):
         flags: letters of options without a value: others may follow in the same word.
         refused: what to do instead of an option whose order does not settle whether pipectl's wins.
         own: the same of those that pipectl writes after the user's, which it thereby overrules.
+        dependencies: those that pipectl writes if a job waits for others.
         spells: whether an option as it is written is one of these tables.
     """
 
@@ -38,6 +43,7 @@ class Syntax(NamedTuple):
     flags: str
     refused: Mapping[str, str]
     own: Mapping[str, str]
+    dependencies: tuple[str, ...]
     spells: Callable[[str, str], bool]
 
 
@@ -70,8 +76,11 @@ SBATCH = Syntax(
         "could neither see nor cancel a job that only sbatch knows to be on another cluster",
         "--error -e": "remove it; errors are in logs/job.log",
         "--export": "set environment.variables in the job spec",
+        "--help -h": "remove it",
         "--ntasks -n": "set resources.tasks_per_node in the job spec",
         "--test-only": "remove it; `pipectl submit --test-only` asks Slurm",
+        "--usage": "remove it",
+        "--version -V": "remove it",
         "--wait -W": "remove it; `pipectl submit --wait` waits",
         "--wrap": "remove it",
     },
@@ -89,8 +98,10 @@ SBATCH = Syntax(
         "--partition -p": "set slurm.partition",
         "--requeue": "set checkpoint.max_requeues",
         "--signal": "set checkpoint.lead_time",
+        "--tasks-per-node": "set resources.tasks_per_node",
         "--time -t": "set resources.walltime",
     },
+    dependencies=("--dependency -d", "--kill-on-invalid-dep"),
     spells=_spells_sbatch,
 )
 QSUB = Syntax(
@@ -124,6 +135,7 @@ QSUB = Syntax(
         "-q": "set pbs.queue",
         "-r": "set checkpoint.max_requeues",
     },
+    dependencies=("-W depend",),
     spells=_spells_qsub,
 )
 
@@ -136,18 +148,48 @@ def fault_of_option(syntax: Syntax, name: str, value: Value) -> str:
         hint = f"; write {plain}" if re.fullmatch(syntax.name, plain) else f", {form}"
         return f"is no option of {syntax.command} without its dashes{hint}"
     if value is False:
-        if syntax is SBATCH and name in LEFT_OUT:
-            return ""
-        dropped = "leave it out, or write null to drop that of a site file"
-        return f"cannot be false{f', as {_listed(LEFT_OUT)} can' * (syntax is SBATCH)}; {dropped}"
-    for written, text in options_of(name, value):
-        option = f"{written} {text or ''}"
-        for refused, cure in {**syntax.refused, **syntax.own}.items():
-            if syntax.spells(option, refused):
-                return f"cannot be set here; {cure}"
-        if written == "-l" and syntax is QSUB and not _RESOURCES.fullmatch(text or ""):
-            return f"{text!r} cannot stand in a resource list of PBS, such as place=scatter:excl"
+        return _fault_of_false(syntax, name)
+    for whole in _WRITTEN_OUT if syntax is SBATCH else ():
+        if whole != name and whole.startswith(name) and len(name) > whole.rindex("-") + 1:
+            return f"cannot be abbreviated; write {whole}"
+    faults = (_fault_of_text(syntax, *option) for option in options_of(name, value))
+    return next(filter(None, faults), "")
+
+
+def _fault_of_false(syntax: Syntax, name: str) -> str:
+    dropped = "leave it out, or write null to drop that of a site file"
+    if syntax is QSUB:
+        return f"cannot be false; {dropped}"
+    if name in LEFT_OUT:
+        return ""
+    if name in _LETTERS:
+        return f"cannot be false; write {_LETTERS[name]}: false"
+    return f"cannot be false, as {_listed(LEFT_OUT)} can; {dropped}"
+
+
+def _fault_of_text(syntax: Syntax, dashed: str, text: str | None) -> str:
+    option, letter = f"{dashed} {text or ''}", dashed[1:]
+    for refused, cure in {**syntax.refused, **syntax.own}.items():
+        if syntax.spells(option, refused):
+            return f"cannot be set here; {cure}"
+    is_flag = letter in tuple(syntax.flags)
+    if is_flag and text is not None:  # sbatch and qsub would read it as further options
+        return f"takes no value; write {letter}: true"
+    if syntax is QSUB and not is_flag and text is None:
+        return "needs a value"
+    if syntax is QSUB and letter == "l" and not RESOURCES.fullmatch(text or ""):
+        return f"{text!r} cannot stand in a resource list of PBS, such as place=scatter:excl"
     return ""
+
+
+def find_dependency(syntax: Syntax, options: Mapping[str, Value]) -> str | None:
+    """The name of an option that has the job wait for others."""
+    for name, value in options.items():
+        for written, text in options_of(name, value):
+            option = f"{written} {text or ''}"
+            if any(syntax.spells(option, dependency) for dependency in syntax.dependencies):
+                return name
+    return None
 
 
 def options_of(name: str, value: Value) -> Iterator[tuple[str, str | None]]:

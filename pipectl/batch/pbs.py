@@ -17,7 +17,7 @@ from pipectl.batch import process
 from pipectl.batch.commands import QUEUES_TIMEOUT_S, BatchCommands, digits, job_number, parse_limit
 from pipectl.batch.launchers import launch_command, refuse_srun
 from pipectl.batch.protocol import JobRequest, JobState, JobStatus, Queue
-from pipectl.batch.script import render_script
+from pipectl.batch.script import refuse_dependency, render_script
 from pipectl.directives import QSUB, options_of
 from pipectl.errors import InvalidInputError, SchedulerError
 
@@ -58,6 +58,7 @@ class PbsScheduler(BatchCommands):
     def render(self, request: JobRequest) -> str:
         """See :class:`~pipectl.batch.protocol.Scheduler`."""
         refuse_srun(request, "jobs on PBS")
+        refuse_dependency(request, QSUB, "pbs.options", request.pbs.options)
         directory = str(request.run_directory)
         if ":" in directory:
             raise InvalidInputError(
@@ -76,7 +77,7 @@ class PbsScheduler(BatchCommands):
         }  # beginnings of variables with which a job reaches other nodes in a way of its own
         several = not request.alone and request.nodes > 1
         resources = options_of("l", request.pbs.options.get("l", False))
-        places = any(re.search(r"(^|,)place=", text or "") for _, text in resources)
+        places = any(re.search(r"(?i)(^|,)place=", text or "") for _, text in resources)
         return render_script(
             "pbs.sh.j2",
             request,

@@ -9,14 +9,14 @@ from __future__ import annotations
 import re
 import shlex
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipectl.batch import process
 from pipectl.batch.protocol import JobRequest, Template
-from pipectl.directives import Syntax, fault_of_line, options_of
+from pipectl.directives import Syntax, Value, fault_of_line, find_dependency, options_of
 from pipectl.errors import InvalidInputError, PipectlError, Problem, SpecError
 from pipectl.units import did_you_mean, format_clock
 
@@ -94,6 +94,25 @@ def refuse_controls(text: str, what: str) -> None:
                 f"{what}: holds the control character {character!r}, which no job script can carry",
                 cure="remove it; a value must be one line of printable text",
             )
+
+
+def refuse_dependency(
+    request: JobRequest, syntax: Syntax, key: str, options: Mapping[str, Value]
+) -> None:
+    """Refuse the user's dependency of a job that pipectl gives one: only one of them would count.
+
+    Args:
+        key: of the options in the job spec.
+
+    Raises:
+        InvalidInputError: naming the option.
+    """
+    name = find_dependency(syntax, options) if request.after else None
+    if name is not None:
+        raise InvalidInputError(
+            f"{key}.{name}: `pipectl submit --after` sets the job's dependency",
+            cure="remove it, or submit without --after",
+        )
 
 
 def slurm_value(text: str) -> str:

@@ -18,7 +18,7 @@ from pipectl.batch import process
 from pipectl.batch.commands import QUEUES_TIMEOUT_S, BatchCommands, digits, job_number, parse_limit
 from pipectl.batch.launchers import AUTO, launch_command
 from pipectl.batch.protocol import JobRequest, JobState, JobStatus, Queue
-from pipectl.batch.script import render_script
+from pipectl.batch.script import refuse_dependency, render_script
 from pipectl.directives import SBATCH
 from pipectl.errors import SchedulerError
 
@@ -74,6 +74,7 @@ class SlurmScheduler(BatchCommands):
 
     def render(self, request: JobRequest) -> str:
         """See :class:`~pipectl.batch.protocol.Scheduler`."""
+        refuse_dependency(request, SBATCH, "slurm.options", request.slurm.options)
         hydra = request.mpi in {AUTO, "hydra"} and not request.has_variable(
             "HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP"
         )

@@ -161,7 +161,7 @@ class Slurm(Section):
     former_keys: ClassVar = {
         **_moved("qos", "constraint", "reservation", "gres", "licenses", "nodelist", "exclude"),
         **_moved("mail_type", "mail_user"),
-        "exclusive": "write options: {exclusive: true}",
+        "exclusive": "write options: {exclusive: ...}; true if it has no value",
         "omit": "write options: {time: false}, say, for an option that is not to be written",
         "directives": "write options: {gres: gpu:1}, say, for --gres=gpu:1",
     }
@@ -173,9 +173,10 @@ class Slurm(Section):
     options: Options = Field(default_factory=dict)
     """Further options of sbatch, such as `{qos: long, constraint: a100&nvlink, exclusive: true}`:
     long names, or single letters, with a text, with `true` for an option without a value, or with a
-    list for one that is given several times. `gpus-per-node` and `mem` replace what follows from
-    `resources`; `cpus-per-task`, `gpus-per-node` and `time` may be `false`: they are not written,
-    since the site refuses them. What other keys of the spec say is refused."""
+    list for one that is given several times. `gpus-per-node` and `mem` (or `mem-per-cpu`,
+    `mem-per-gpu`) replace what follows from `resources`; `cpus-per-task`, `gpus-per-node`, `mem`
+    and `time` may be `false`: they are not written, since the site refuses them. What other keys of
+    the spec say is refused."""
 
 
 class Pbs(Section):

@@ -6,7 +6,6 @@ field's JSON Schema (:func:`pipectl.spec.schema.words`).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import Annotated, Any, ClassVar
@@ -15,6 +14,7 @@ import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, Strict, WithJsonSchema
 from pydantic_core import CoreSchema, core_schema
 
+from pipectl.directives import RESOURCES
 from pipectl.spec import references
 from pipectl.spec.document import show, to_python
 from pipectl.units import format_clock, is_name, parse_bytes, parse_duration, parse_walltime
@@ -37,8 +37,6 @@ SCHEDULE_SUFFIX = ".csv"
 _MAX = 2**63 - 1
 _MAX_QUANTITY = 40
 _REFERENCE = "./file.py:name or package.module:name"
-_SELECT = "[A-Za-z0-9_=:.,+*~/@-]*"
-"""Within ``-l`` of qsub nothing is quoted."""
 _READONLY = ("BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID")
 
 
@@ -164,6 +162,8 @@ def _variable(name: str) -> str:
 
 def _option(value: Any) -> Any:
     if isinstance(value, list | tuple):
+        if not value:
+            raise ValueError("is empty")
         return tuple(map(_option_text, value))
     python = to_python(value)
     return python if isinstance(python, bool) else _option_text(value)
@@ -176,7 +176,7 @@ def _option_text(value: Any) -> str:
 
 
 def _select(text: str) -> str:
-    if not re.fullmatch(_SELECT, text):
+    if not RESOURCES.fullmatch(text):
         raise ValueError
     return text
 
@@ -234,6 +234,7 @@ Options = Annotated[
                             "title": "a list of texts",
                             "type": "array",
                             "items": {"type": ["string", "number", "boolean"]},
+                            "minItems": 1,
                         },
                     ]
                 }

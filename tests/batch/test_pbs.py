@@ -154,6 +154,12 @@ def test_the_options_of_a_site(make_request: MakeRequest) -> None:
         ("q", "x", "pbs.queue"),
         ("r", "y", "max_requeues"),
         ("N", "x", "name"),
+        ("h", "-J0-3", "takes no value; write h: true"),
+        ("h", "z", "write h: true"),
+        ("X", "I", "write X: true"),
+        ("p", True, "needs a value"),
+        ("l", True, "needs a value"),
+        ("J", True, "sweep"),
     ],
 )
 def test_options_that_are_not_the_users_name_what_is(name: str, value: Value, cure: str) -> None:
@@ -162,7 +168,14 @@ def test_options_that_are_not_the_users_name_what_is(name: str, value: Value, cu
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("l", ("place=pack", "software=matlab")), ("W", "group_list=x"), ("p", "5"), ("h", True)],
+    [
+        ("l", ("place=pack", "software=matlab")),
+        ("W", "group_list=x"),
+        ("W", "depend=on:1"),
+        ("p", "5"),
+        ("h", True),
+        ("X", True),
+    ],
 )
 def test_options_that_are_the_users(name: str, value: Value) -> None:
     assert fault_of_option(QSUB, name, value) == ""
@@ -199,10 +212,25 @@ def test_directives_of_a_template_come_first_so_that_those_of_pipectl_win(
     assert script.index("#PBS -r y") < script.index("#PBS -r n"), "qsub takes the last of two"
 
 
-def test_a_resource_that_is_not_ours_may_be_asked_for(make_request: MakeRequest) -> None:
-    own = {"l": ("software=matlab", "place=pack")}
-    asked = resources(PbsScheduler().render(make_request(nodes=2, pbs=PbsOptions(options=own))))
-    assert (asked["software"], asked["place"]) == ("matlab", "pack")
+@pytest.mark.parametrize("place", ["place", "Place"])
+def test_a_resource_that_is_not_ours_may_be_asked_for(
+    make_request: MakeRequest, place: str
+) -> None:
+    own = {"l": ("software=matlab", f"{place}=pack")}
+    script = PbsScheduler().render(make_request(nodes=2, pbs=PbsOptions(options=own)))
+    assert f"#PBS -l {place}=pack" in script
+    assert "place=scatter" not in script
+    assert resources(script)["software"] == "matlab"
+
+
+@pytest.mark.parametrize("value", ["depend=on:1", ("group_list=x", "a=b,Depend=on:1")])
+def test_a_dependency_of_the_users_goes_with_none_of_ours(
+    make_request: MakeRequest, value: Value
+) -> None:
+    request = make_request(pbs=PbsOptions(options={"W": value}))
+    assert "=on:1" in PbsScheduler().render(request)
+    with pytest.raises(InvalidInputError, match=r"pbs\.options\.W: .* --after"):
+        PbsScheduler().render(replace(request, after=("4.vm",)))
 
 
 @pytest.mark.parametrize(

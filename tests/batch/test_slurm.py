@@ -87,17 +87,32 @@ def test_options_of_a_site(make_request: MakeRequest) -> None:
 
 
 def test_options_that_the_site_refuses_are_not_written(make_request: MakeRequest) -> None:
-    names = ("cpus-per-task", "time", "gpus-per-node")
+    names = ("cpus-per-task", "time", "gpus-per-node", "mem")
     slurm = SlurmOptions(options=dict.fromkeys(names, False))
-    script = SlurmScheduler().render(make_request(launcher="srun", gpus_per_node=2, slurm=slurm))
+    request = make_request(
+        launcher="srun", gpus_per_node=2, memory_per_node_bytes=2**30, slurm=slurm
+    )
+    script = SlurmScheduler().render(request)
     assert not any(f"--{name}" in script for name in names)
 
 
-def test_options_may_say_what_resources_cannot(make_request: MakeRequest) -> None:
-    slurm = SlurmOptions(options={"gpus-per-node": "a100:2", "mem": "0"})
+@pytest.mark.parametrize("memory", ["mem", "mem-per-cpu", "mem-per-gpu"])
+def test_options_may_say_what_resources_cannot(make_request: MakeRequest, memory: str) -> None:
+    """Of options for memory, sbatch takes only one."""
+    slurm = SlurmOptions(options={"gpus-per-node": "a100:2", memory: "0"})
     asked = options(make_request(gpus_per_node=2, memory_per_node_bytes=2**30, slurm=slurm))
     sizes = [line for line in asked if line.startswith(("--mem", "--gpus"))]
-    assert sizes == ["--gpus-per-node=a100:2", "--mem=0"]
+    assert sizes == ["--gpus-per-node=a100:2", f"--{memory}=0"]
+
+
+@pytest.mark.parametrize("name", ["dependency", "dep", "d", "kill-on-invalid-dep"])
+def test_a_dependency_of_the_users_goes_with_none_of_ours(
+    make_request: MakeRequest, name: str
+) -> None:
+    request = make_request(slurm=SlurmOptions(options={name: "x"}))
+    assert any("x" in line for line in options(request))
+    with pytest.raises(InvalidInputError, match=rf"slurm\.options\.{name}: .* --after"):
+        options(replace(request, after=("41",)))
 
 
 @pytest.mark.parametrize(
@@ -120,6 +135,22 @@ def test_options_may_say_what_resources_cannot(make_request: MakeRequest) -> Non
         ("cpus-per-task", "4", "resources.cpus_per_task"),
         ("no-requeue", True, "max_requeues"),
         ("-qos", "x", "write qos"),
+        ("H", "a1-3", "takes no value; write H: true"),
+        ("H", "Mother", "write H: true"),
+        ("s", ("N4",), "write s: true"),
+        ("Q", "W", "write Q: true"),
+        ("W", "x", "submit --wait"),
+        ("gpus-per-nod", "a100:4", "write gpus-per-node"),
+        ("gpus-per-n", "a100:4", "write gpus-per-node"),
+        ("mem-per-c", "1G", "write mem-per-cpu"),
+        ("tasks-per-node", "4", "resources.tasks_per_node"),
+        ("help", True, "remove it"),
+        ("h", True, "remove it"),
+        ("usage", True, "remove it"),
+        ("version", True, "remove it"),
+        ("V", True, "remove it"),
+        ("t", False, "write time: false"),
+        ("c", False, "write cpus-per-task: false"),
     ],
 )
 def test_options_that_are_not_the_users_name_what_is(name: str, value: Value, cure: str) -> None:
@@ -131,7 +162,9 @@ def test_options_that_are_not_the_users_name_what_is(name: str, value: Value, cu
     [
         ("begin", "now"), ("gpus", "4"), ("S", "1"), ("nice", "5"), ("mem", "0"), ("s", True),
         ("time-min", "10"), ("ntasks-per-core", "1"), ("wait-all-nodes", "1"), ("time", False),
-        ("nodelist", "n1"), ("export-file", "x"),
+        ("nodelist", "n1"), ("export-file", "x"), ("mem", False), ("mem-per-cpu", "1G"),
+        ("gpus-per-node", "a100:4"), ("gpus-per-task", "1"), ("H", True),
+        ("dependency", "singleton"), ("verbose", True), ("G", "4"),
     ],
 )  # fmt: skip
 def test_options_that_are_the_users(name: str, value: Value) -> None:
