@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 import stat
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pipectl.cli import main
+from pipectl.cli import main, progress
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def cli(place: Path, capfd: pytest.CaptureFixture[str]) -> Command:
-    """``cli("status", "last")`` runs that command."""
+def cli(
+    place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Command:
+    """``cli("status", "last")`` runs that command; on a slow machine, too, it prints the same."""
+    monkeypatch.setattr(progress, "_LINE_S", math.inf)
 
     def run(*arguments: str) -> Result:
         capfd.readouterr()
