@@ -68,9 +68,7 @@ def links_svg(cluster: Cluster) -> str:
         left += _WIDTH + _STEP
     if sums:
         title = "time of a sum over ranks by size"
-        body += _panel(
-            title, sums, left, 10, lambda value: re.sub(r"\.0+ ", " ", format_time(value))
-        )
+        body += _panel(title, sums, left, 10, short_time)
         left += _WIDTH + _STEP
     width = max(left, _LEFT + _WIDTH + _STEP) - _LEFT + 24
     title = f"Links of {cluster.name}"
