@@ -341,8 +341,8 @@ def plan_step(
     inputs: PlanInputs,
     deadline: Deadline,
     tell: Callable[[str], None],
+    search: Searcher,
     *,
-    search: Searcher = search_plans,
     explained: bool,
 ) -> StepAnswer:
     """The plan with the shortest step.
@@ -387,7 +387,7 @@ def plan_nodes(
     nodes: Sequence[int],
     deadline: Deadline,
     tell: Callable[[str], None],
-    search: Searcher = search_plans,
+    search: Searcher,
 ) -> Scaling:
     """The best plan of the same step on each number of nodes."""
     subject, again = (inputs.profile, inputs.cluster, inputs.request), _planner(search, deadline)

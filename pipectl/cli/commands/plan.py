@@ -61,6 +61,7 @@ def command(
 ) -> None:
     """Choose stages, ranks and schedule, and predict a step."""
     from pipectl.jobs.plan import Deadline, gather
+    from pipectl.planner.search import search_plans
 
     about_jobs = {"--scheduler": scheduler, "--new-micro-batches": new_micro_batches}
     if job is None:
@@ -75,10 +76,10 @@ def command(
     for warning in inputs.warnings:
         warn(warning)
     if counts is not None:
-        compare_nodes(inputs, counts, Deadline(), as_json=as_json)
+        compare_nodes(inputs, counts, Deadline(), search_plans, as_json=as_json)
         return
     show_step(
-        inputs, Deadline(),
+        inputs, Deadline(), search_plans,
         explain=explain, output_file=output_file or inputs.plan_file, svg=svg, as_json=as_json,
     )  # fmt: skip
 
@@ -117,23 +118,18 @@ def refuse_beside_nodes(
 
 
 def show_step(
-    inputs: PlanInputs, deadline: Deadline, search: Searcher | None = None,
+    inputs: PlanInputs, deadline: Deadline, search: Searcher,
     *, explain: bool, output_file: Path | None, svg: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Plan for the shortest step, write what is to be written, and print.
-
-    Args:
-        search: None is pipectl's own planner.
-    """
+    """Plan for the shortest step, write what is to be written, and print."""
     from pipectl.cli.views.plan import step_view
     from pipectl.files import make_directory_of
     from pipectl.jobs.plan import plan_step
-    from pipectl.planner.search import search_plans
 
     for file in filter(None, (output_file, svg)):
         make_directory_of(file)
     with stoppable(deadline) as tell:
-        answer = plan_step(inputs, deadline, tell, search=search or search_plans, explained=explain)
+        answer = plan_step(inputs, deadline, tell, search, explained=explain)
     if output_file is not None:
         answer.plan.save(output_file)
     if svg is not None:
@@ -160,15 +156,14 @@ def _draw(path: Path, answer: StepAnswer) -> None:
 
 def compare_nodes(
     inputs: PlanInputs, nodes: tuple[int, ...], deadline: Deadline,
-    search: Searcher | None = None, *, as_json: bool,
+    search: Searcher, *, as_json: bool,
 ) -> None:  # fmt: skip
     """Plan the same step for every number of nodes, and print the table."""
     from pipectl.cli.views.plan import scaling_lines, scaling_table
     from pipectl.jobs.plan import plan_nodes, scaling_json
-    from pipectl.planner.search import search_plans
 
     with stoppable(deadline) as tell:
-        result = plan_nodes(inputs, nodes, deadline, tell, search or search_plans)
+        result = plan_nodes(inputs, nodes, deadline, tell, search)
     if as_json:
         say_json({**scaling_json(result), "cut_short": deadline.cut_short})
         return
