@@ -119,9 +119,10 @@ def _clear(directory: RunDirectory) -> str:
         directory.watch.mkdir(mode=0o700, exist_ok=True)
         # Earlier watchers that still end see that they are replaced before their files go.
         write_text(start_path(directory.watch), f"{start}\n", mode=0o600, durable=False)
-        for path in directory.watch.glob("node-*.json"):
+        for path in directory.watch.iterdir():
             with suppress(OSError):
-                path.unlink()
+                if path != start_path(directory.watch):
+                    path.unlink()
     return start
 
 

@@ -190,10 +190,10 @@ class Watcher:
 
     def _is_alone(self) -> bool:
         """Whether the first node's watcher says no more: it is gone, or has done its work."""
-        ended_at = 0.0 if self._ended_at is None else self._ended_at
-        if ended_at and self._now - ended_at > _GRACE_S + _LEAVE_S:  # it does not hear of this node
+        unheeded_s = 0.0 if self._ended_at is None else self._now - self._ended_at
+        if unheeded_s > _GRACE_S + _LEAVE_S:  # it does not hear of this node
             return True
-        since = max(self._heard_at.get(0, 0.0), ended_at)
+        since = max(self._heard_at.get(0, 0.0), self._ended_at or 0.0)
         return self._now - since > max(_UNHEARD_S, 3 * self._interval_s)
 
     def _is_finished(self) -> bool:
