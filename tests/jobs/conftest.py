@@ -1,4 +1,4 @@
-"""Programs that tests pretend."""
+"""Programs that tests pretend, and the job that most of them are about."""
 
 from __future__ import annotations
 
@@ -9,6 +9,27 @@ from pathlib import Path
 import pytest
 
 Program = Callable[[str, str], None]
+JOB = """\
+version: 1
+name: tiny
+model: {factory: "m:build"}
+loss: {factory: "model"}
+data: {factory: "m:data"}
+training: {steps: 4, batch_size: 8}
+site_defaults: false
+"""
+
+
+@pytest.fixture
+def write_job(tmp_path: Path) -> Callable[..., Path]:
+    """``write_job("resources: {nodes: 2}")`` writes ``job.yaml`` with these further lines."""
+
+    def write(*lines: str, folder: Path = tmp_path) -> Path:
+        path = folder / "job.yaml"
+        path.write_text(JOB + "".join(f"{line}\n" for line in lines))
+        return path
+
+    return write
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,22 +13,13 @@ from pipectl.jobs.machines import cluster_of, find_machines, measured_key
 from pipectl.jobs.places import cluster_path, scheduler_name
 from pipectl.spec import JobSpec, load
 
-JOB = """\
-version: 1
-name: tiny
-model: {factory: "m:build"}
-loss: {factory: "model"}
-data: {factory: "m:data"}
-training: {steps: 4, batch_size: 8}
-resources: {nodes: 2, tasks_per_node: 3, cpus_per_task: 2, memory_per_node: 6GiB}
-site_defaults: false
-"""
+RESOURCES = "resources: {nodes: 2, tasks_per_node: 3, cpus_per_task: 2, memory_per_node: 6GiB}"
+WriteJob = Callable[..., Path]
 
 
 @pytest.fixture
-def spec(tmp_path: Path) -> JobSpec:
-    (tmp_path / "job.yaml").write_text(JOB)
-    return load(tmp_path / "job.yaml")
+def spec(write_job: WriteJob) -> JobSpec:
+    return load(write_job(RESOURCES))
 
 
 def test_an_allocation_has_the_nodes_asked_for(spec: JobSpec) -> None:
@@ -47,19 +39,21 @@ def test_locally_all_ranks_share_the_usable_cores(
     assert [(node.ranks, node.cores) for node in cluster.nodes] == [(6, cores)]
 
 
-def test_a_described_cluster_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_a_described_cluster_is_taken_as_it_is(tmp_path: Path, write_job: WriteJob) -> None:
     described = assumed_cluster("mine", [6], 4, None)
     described.save(tmp_path / "cluster.json")
-    (tmp_path / "job.yaml").write_text(JOB + "cluster: cluster.json\n")
-    assert cluster_of(load(tmp_path / "job.yaml"), "slurm") == described
+    spec = load(write_job(RESOURCES, "cluster: cluster.json"))
+    assert cluster_of(spec, "slurm") == described
 
 
 @pytest.mark.parametrize("ranks", [5, 8_000_000_000])
-def test_a_described_cluster_needs_as_many_ranks(tmp_path: Path, ranks: int) -> None:
+def test_a_described_cluster_needs_as_many_ranks(
+    tmp_path: Path, write_job: WriteJob, ranks: int
+) -> None:
     assumed_cluster("mine", [ranks], 4, None).save(tmp_path / "cluster.json")
-    (tmp_path / "job.yaml").write_text(JOB + "cluster: cluster.json\n")
+    spec = load(write_job(RESOURCES, "cluster: cluster.json"))
     with pytest.raises(MismatchError, match=f"describes {ranks} ranks, resources: ask for 6"):
-        cluster_of(load(tmp_path / "job.yaml"), "local")
+        cluster_of(spec, "local")
 
 
 def put(spec: JobSpec, cluster: Cluster) -> Path:
@@ -142,11 +136,13 @@ def test_a_cluster_without_a_key_is_used_where_it_fits(spec: JobSpec, here: None
     assert "describes nodes of [3, 3] ranks, but resources: ask for [6]" in found.warning
 
 
-def test_a_cluster_that_the_job_names_beats_the_measured_one(here: None, tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text(JOB + "cluster: mine.json\n")
+def test_a_cluster_that_the_job_names_beats_the_measured_one(
+    here: None, tmp_path: Path, write_job: WriteJob
+) -> None:
+    job = write_job(RESOURCES, "cluster: mine.json")
     described = assumed_cluster("mine", [6], 4, None)
     described.save(tmp_path / "mine.json")
-    spec = load(tmp_path / "job.yaml")
+    spec = load(job)
     put(spec, measured([3, 3], measured_key(spec, "slurm")))
     found = find_machines(spec, "slurm")
     assert (found.cluster, found.file) == (described, tmp_path / "mine.json")

@@ -8,22 +8,12 @@ from pipectl.cluster import assumed_cluster
 from pipectl.jobs.plan import Deadline, gather
 from pipectl.profile import Operator, Profile
 
-JOB = """\
-version: 1
-name: tiny
-model: {factory: "m:build"}
-loss: {factory: "model"}
-data: {factory: "m:data"}
-training: {steps: 4, batch_size: 8}
-site_defaults: false
-"""
-
 
 @pytest.mark.parametrize("name", ["c.json", "two #2: {c}.json", "1e5", "'\"\\.json", "é😀.json"])
-def test_a_cluster_is_looked_up_where_the_command_runs(tmp_path, monkeypatch, name):
+def test_a_cluster_is_looked_up_where_the_command_runs(tmp_path, monkeypatch, name, write_job):
     monkeypatch.chdir(tmp_path)
     Path("jobs").mkdir()
-    Path("jobs/job.yaml").write_text(JOB)
+    write_job(folder=Path("jobs"))
     assumed_cluster("mine", [1], 1, None).save(Path(name))
     Profile("tiny", "test", 1, (Operator("a", "a", 0.1, 0.2, 0, 0, 0),), (), None).save(
         Path("p.json")

@@ -17,17 +17,7 @@ from pipectl.profile import Operator, OptimizerCost, Profile
 from pipectl.runs import Record, RunDirectory, readers
 from pipectl.spec import JobSpec, dump, load
 
-JOB = """\
-version: 1
-name: tiny
-model: {factory: "m:build"}
-loss: {factory: "model"}
-data: {factory: "m:data"}
-training: {steps: 4, batch_size: 8}
-pipeline: {stages: 2, micro_batches: 4, memory_limit: 1GiB}
-resources: {nodes: 2}
-site_defaults: false
-"""
+MORE = "pipeline: {stages: 2, micro_batches: 4, memory_limit: 1GiB}", "resources: {nodes: 2}"
 SUBMITTED = 1.7e9
 PROFILE = Profile(
     name="tiny",
@@ -44,11 +34,11 @@ PROFILE = Profile(
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
+def run(tmp_path: Path, write_job: Callable[..., Path]) -> RunDirectory:
     """A run directory as a submission without a profile leaves it."""
-    (tmp_path / "job.yaml").write_text(JOB)
+    job = write_job(*MORE)
     run = RunDirectory.create(tmp_path, "tiny", 1.7e9)
-    run.job.write_text(dump(load(tmp_path / "job.yaml")))
+    run.job.write_text(dump(load(job)))
     assumed_cluster("test", [1, 1], 1, None).save(run.cluster)
     record = Record("tiny", "slurm", "t", SUBMITTED, ranks=2, nodes=2, steps=4)
     record.save(run.record)
