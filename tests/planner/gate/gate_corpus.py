@@ -1,0 +1,309 @@
+"""The requests by which changes of the planner are judged: seeded, of every kind, small enough to
+be planned in about a minute.
+
+Each case is a profile, a cluster and a request; its name is ``KIND-GRAPH-NUMBER``, from
+which graph and costs follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+from pipectl.cluster import Cluster, Device, Node, OffloadTarget
+from pipectl.link import Link
+from pipectl.plan import Replication
+from pipectl.planner import PlanRequest
+from pipectl.profile import Operator, OptimizerCost, Profile, StageOverhead
+
+Edges = list[tuple[int, int]]
+KIB, MIB = 2**10, 2**20
+BASELINE = 64 * MIB
+SIZE = 8
+"""Samples of the profiles' micro-batches."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to plan."""
+
+    name: str
+    profile: Profile
+    cluster: Cluster
+    request: PlanRequest
+
+
+def chain(random: Random, count: int) -> Edges:
+    return [(i, i + 1) for i in range(count - 1)]
+
+
+def skips(random: Random, count: int) -> Edges:
+    """A chain whose values are read again two to five operators later, as residuals are."""
+    more = [(i, i + random.randint(2, 5)) for i in range(0, count - 5, 3)]
+    return sorted({*chain(random, count), *more})
+
+
+def branches(random: Random, count: int) -> Edges:
+    """Blocks of two to four branches that meet again."""
+    edges, last, at = [], 0, 1
+    while at < count:
+        ends = []
+        for _ in range(random.randint(2, 4)):
+            end = last
+            for _ in range(random.randint(1, 2)):
+                if at < count - 1:
+                    edges.append((end, at))
+                    end, at = at, at + 1
+            ends.append(end)
+        if at < count:
+            edges += [(end, at) for end in set(ends)]
+            last, at = at, at + 1
+    return sorted(set(edges))
+
+
+def unet(random: Random, count: int) -> Edges:
+    """A chain whose first half is read by its second, the first by the last."""
+    more = [(i, count - 1 - i) for i in range(1, count // 2 - 1, 2)]
+    return sorted({*chain(random, count), *more})
+
+
+def anything(random: Random, count: int) -> Edges:
+    """Every operator reads one or two of the ten before it."""
+    found = set()
+    for target in range(1, count):
+        for _ in range(random.randint(1, 2)):
+            found.add((random.randint(max(0, target - 10), target - 1), target))
+    return sorted(found)
+
+
+GRAPHS: dict[str, Callable[[Random, int], Edges]] = {
+    graph.__name__: graph for graph in (chain, skips, branches, unet, anything)
+}
+
+
+def profile_of(
+    name: str,
+    count: int,
+    *,
+    sizes: tuple[int, ...] = (),
+    frozen: float = 0.0,
+    cached: bool = False,
+    tied: bool = False,
+) -> Profile:
+    """A profile of ``count`` operators, whose graph and seed its name tells.
+
+    Args:
+        sizes: further micro-batch sizes that were measured.
+        frozen: share of the operators, from the first on, that have no backward.
+        cached: whether operators are faster in stages whose data stays in the cache.
+        tied: whether the first and the last operator share their parameter.
+    """
+    random = Random(name)
+    edges = GRAPHS[name.split("-")[1]](random, count)
+    operators = []
+    for index in range(count):
+        forward_s = random.lognormvariate(0, 0.8) * 1e-3
+        trains = index >= frozen * count
+        backward_s = forward_s * random.uniform(1.4, 2.4) * trains
+        output = int(random.lognormvariate(0, 1) * 128 * KIB)
+        size = int(random.lognormvariate(0, 1.2) * 512 * KIB) * (random.random() < 0.7)
+        fixed = random.uniform(0.05, 0.4)
+        grows = {n: fixed + (1 - fixed) * n / SIZE for n in sizes}
+        own = "shared" if tied and index in (0, count - 1) else f"p{index}"
+        read = [source for source, target in edges if target == index]
+        saved = {f"n{source}" for source in read if random.random() < 0.6} | {f"n{index}"}
+        operators.append(
+            Operator(
+                id=f"n{index}",
+                name=f"layer{index}",
+                forward_s=forward_s,
+                backward_s=backward_s,
+                parameter_bytes=size,
+                output_bytes=output,
+                gradient_bytes=output if trains else 0,
+                parameters=((own, MIB if own == "shared" else size),) if size else (),
+                saved=tuple((key, 0) for key in sorted(saved)),
+                timings={n: (forward_s * f, backward_s * f) for n, f in grows.items()},
+                cached={SIZE: (forward_s * 0.8, backward_s * 0.9)} if cached else {},
+            )
+        )
+    outputs = {operator.id: operator.output_bytes for operator in operators}
+    return Profile(
+        name=name,
+        source="gate",
+        micro_batch_size=SIZE,
+        operators=tuple(
+            replace(each, saved=tuple((key, outputs[key]) for key, _ in each.saved))
+            for each in operators
+        ),
+        edges=tuple((f"n{source}", f"n{target}") for source, target in edges),
+        optimizer=OptimizerCost(2.0, 5e-11),
+        stage=StageOverhead(cache_bytes=4 * MIB if cached else None),
+        process_baseline_bytes=BASELINE,
+    )
+
+
+def cluster_of(
+    *ranks: int,
+    cores: int | None = None,
+    speeds: tuple[float, ...] = (1.0,),
+    between: float = 1.1e9,
+    switches: int = 0,
+    **link: Any,
+) -> Cluster:
+    """Nodes of so many ranks each; what is left out makes them alike.
+
+    Args:
+        speeds: of the nodes' devices, in turn.
+        between: bytes per second between nodes.
+        switches: over which the nodes are spread.
+        link: further properties of the link between nodes.
+    """
+    nodes = tuple(
+        Node(
+            name=f"node{index}",
+            ranks=count,
+            cores=cores or count,
+            device=Device("cpu", speeds[index % len(speeds)]),
+            switch=f"s{index % switches}" if switches else None,
+        )
+        for index, count in enumerate(ranks)
+    )
+    return Cluster(
+        name="gate",
+        source="gate",
+        nodes=nodes,
+        within_node=Link(20e-6, 2e9),
+        between_nodes=Link(50e-6, between, **link),
+        between_switches=Link(100e-6, between / 2) if switches else None,
+    )
+
+
+MANY = (1, 2, 4, 16, 32)
+"""Further sizes of profiles that were measured at several."""
+ONE, TWO = cluster_of(4), cluster_of(2, 2, between=1.2e8, shared=True)
+
+
+def _case(
+    kind: str,
+    graph: str,
+    number: int,
+    count: int,
+    cluster: Cluster,
+    batch: int = 64,
+    *,
+    memory: float | None = None,
+    sizes: tuple[int, ...] = MANY,
+    frozen: float = 0.0,
+    cached: bool = False,
+    tied: bool = False,
+    **asked: Any,
+) -> Case:
+    """A case; ``memory`` is of every rank, relative to an equal share of all parameters with their
+    gradients and state and of what two micro-batches keep."""
+    name = f"{kind}-{graph}-{number}"
+    profile = profile_of(name, count, sizes=sizes, frozen=frozen, cached=cached, tied=tied)
+    if memory is not None:
+        state = 4 * sum(each.parameter_bytes for each in profile.operators)
+        kept = 2 * sum(size for each in profile.operators for _, size in each.saved)
+        asked["memory_limit_bytes"] = BASELINE + int(memory * (state + kept) / cluster.ranks)
+    return Case(name, profile, cluster, PlanRequest(name, batch, **asked))
+
+
+def _plain() -> Iterator[Case]:
+    machines = (ONE, TWO, cluster_of(3), cluster_of(2, 2), cluster_of(1, 1, between=1.2e8))
+    for place, graph in enumerate(GRAPHS):
+        for number, count in enumerate((9, 16, 28, 40)):
+            cluster = machines[(place + number) % len(machines)]
+            sizes = MANY if (place + number) % 3 else ()
+            yield _case(
+                "plain", graph, number, count, cluster, (32, 64, 100)[number % 3], sizes=sizes
+            )
+    for number, graph in enumerate(("chain", "skips", "branches")):
+        yield _case("small", graph, number, 7, cluster_of(3), 24, sizes=())
+        yield _case("small", graph, number + 3, 8, cluster_of(1, 1, 1, between=3e8), 24)
+        yield _case("fixed", graph, number, 24, ONE, stages=3, micro_batches=8)
+        yield _case("cached", graph, number, 18, ONE, cached=True)
+    yield _case("fixed", "chain", 3, 20, ONE, warm_up=(5, 4, 3, 1))
+    yield _case("fixed", "anything", 4, 20, TWO, schedule="gpipe")
+    yield _case("fixed", "branches", 5, 20, TWO, micro_batches=16)
+
+
+def _machines() -> Iterator[Case]:
+    mixed = cluster_of(2, 2, speeds=(2.0, 1.0))
+    three = cluster_of(1, 1, 1, speeds=(3.0, 1.0, 1.5), between=4e8)
+    for number, graph in enumerate(GRAPHS):
+        yield _case("mixed", graph, number, 14 + 4 * number, mixed if number % 2 else three)
+        yield _case("crowded", graph, number, 12 + 4 * number, cluster_of(4, cores=2))
+        yield _case(
+            "nodes", graph, number, 24, cluster_of(2, 2, 2, 2, between=1.2e8, interface=True)
+        )
+    yield _case("crowded", "skips", 5, 20, cluster_of(2, 2, cores=1))
+    yield _case("switches", "branches", 0, 24, cluster_of(2, 2, 2, 2, switches=2))
+    yield _case("switches", "chain", 1, 24, cluster_of(1, 1, 1, 1, switches=2, between=2e8))
+    yield _case("frozen", "chain", 0, 20, ONE, frozen=0.4)
+    yield _case("frozen", "skips", 1, 24, TWO, frozen=0.3)
+    yield _case("frozen", "unet", 2, 16, TWO, frozen=0.5, replicas=None)
+    yield _case("tied", "chain", 0, 18, ONE, tied=True)
+    yield _case("large", "skips", 0, 200, cluster_of(8))
+    yield _case("large", "chain", 1, 120, cluster_of(4, 4, between=3e8, shared=True), 128)
+    yield _case("large", "branches", 2, 90, cluster_of(8), 128)
+
+
+def _memory() -> Iterator[Case]:
+    free = {"recompute": None, "blocks": None}
+    some, few = (1.6, 2.4, 1.6, 1.6, 2.8), (1.1, 1.6, 1.6, 1.1, 1.8)
+    for number, graph in enumerate(GRAPHS):
+        yield _case("memory", graph, number, 12 + 3 * number, ONE, memory=some[number])
+        yield _case("memory", graph, number + 5, 14 + 3 * number, TWO, memory=1.3, **free)
+        count, memory = 12 + 2 * number, few[number]
+        yield _case("memory", graph, number + 10, count, ONE, memory=memory, recompute=None)
+    mixed = cluster_of(2, 2, speeds=(2.0, 1.0))
+    yield _case("memory", "chain", 15, 16, mixed, memory=1.6)
+    yield _case("memory", "skips", 16, 16, ONE, memory=1.3, recompute=True, blocks=True)
+    for number, graph in enumerate(("chain", "skips", "branches")):
+        memory = (3.0, 1.2, 1.2)[number]
+        yield _case("offload", graph, number, 14, ONE, memory=memory, offload=None, **free)
+    disk = {"offload": True, "offload_to": OffloadTarget.DISK}
+    yield _case("offload", "chain", 3, 12, ONE, memory=1.6, **disk)
+
+
+def _replicas() -> Iterator[Case]:
+    for number, graph in enumerate(GRAPHS):
+        whole, split = Replication.WHOLE, Replication.SPLIT
+        way = (whole, split, None)[number % 3]
+        yield _case("replicas", graph, number, 10 + 3 * number, ONE, replicas=None, replication=way)
+        yield _case("replicas", graph, number + 5, 16, TWO, replicas=None, replication=None)
+    eight = cluster_of(4, 4, between=6e8, shared=True)
+    yield _case("replicas", "chain", 10, 24, eight, 128, replicas=None)
+    yield _case("replicas", "branches", 11, 12, ONE, memory=2.2, replicas=None, recompute=None)
+    yield _case("replicas", "skips", 12, 14, ONE, memory=2.4, replicas=None, shard_optimizer=True)
+    yield _case("copies", "chain", 0, 16, eight, 128, replicas=2)
+    yield _case("copies", "skips", 1, 14, ONE, replicas=2, replication=None)
+    yield _case("copies", "chain", 2, 14, ONE, replicas=2, shard_optimizer=True, memory=3.4)
+
+
+def _schedules() -> Iterator[Case]:
+    named = ("interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipev", "pipedream-2bw")
+    for number, schedule in enumerate(named):
+        graph = list(GRAPHS)[number % len(GRAPHS)]
+        yield _case("named", graph, number, 20, ONE, schedule=schedule)
+        yield _case("named", graph, number + 6, 24, TWO, schedule=schedule, micro_batches=8)
+    yield _case("named", "chain", 12, 16, ONE, schedule="pipedream")
+    yield _case("named", "skips", 13, 18, ONE, schedule="zb-h1", memory=2.0, recompute=None)
+    yield _case("named", "chain", 14, 20, ONE, schedule="interleaved", replicas=2, batch=64)
+    for number, graph in enumerate(("chain", "skips", "branches")):
+        yield _case("apart", graph, number, 12, ONE, backward_apart=None)
+        yield _case("interleave", graph, number, 24, ONE, interleave=True)
+    yield _case("apart", "chain", 3, 12, ONE, backward_apart=True)
+    yield _case("apart", "skips", 4, 12, ONE, memory=1.8, backward_apart=None, recompute=None)
+    everything = {"backward_apart": None, "offload": None, "recompute": None, "blocks": None}
+    yield _case("open", "chain", 0, 16, ONE, **everything)
+    yield _case("open", "skips", 1, 16, TWO, memory=1.4, interleave=True, **everything)
+
+
+def cases() -> list[Case]:
+    """All of them."""
+    return [*_plain(), *_machines(), *_memory(), *_replicas(), *_schedules()]
