@@ -18,15 +18,11 @@ from pipectl.batch.local import LocalScheduler
 from pipectl.batch.pbs import PbsScheduler
 from pipectl.batch.protocol import (
     Array,
-    Container,
     JobRequest,
     JobState,
     JobStatus,
-    PbsOptions,
     Queue,
     Scheduler,
-    SlurmOptions,
-    Stop,
     Template,
 )
 from pipectl.batch.resolve import Evidence, resolve
@@ -48,17 +44,13 @@ __all__ = [
     "MPIEXECS",
     "NAMES",
     "Array",
-    "Container",
     "Evidence",
     "JobRequest",
     "JobState",
     "JobStatus",
     "MpiChoice",
-    "PbsOptions",
     "Queue",
     "Scheduler",
-    "SlurmOptions",
-    "Stop",
     "Template",
     "check_template",
     "choose_mpi",

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -121,7 +120,7 @@ def launch_command(request: JobRequest, *, here: bool = False) -> tuple[str, ...
         return ()
     if request.alone:
         return request.in_container(request.command)
-    if request.launcher == "srun":
+    if request.launch.launcher == "srun":
         return srun_command(request)
     return mpiexec_command(request, here=here)
 
@@ -136,14 +135,18 @@ def mpiexec_command(request: JobRequest, *, here: bool = False) -> tuple[str, ..
         InvalidInputError: ranks cannot be bound as the job wants it.
         SchedulerError: there is no mpiexec.
     """
-    per_node = None if here else request.tasks_per_node
+    per_node = None if here else request.resources.tasks_per_node
     options = mpiexec_options(
-        request.mpi, request.ranks, per_node, request.cpus_per_task, request.bind
+        request.launch.mpi,
+        request.ranks,
+        per_node,
+        request.resources.cpus_per_task,
+        request.launch.bind,
     )
     return (
         find_mpiexec(request),
         *options,
-        *request.launch_args,
+        *request.launch.args,
         *request.in_container(request.command),
     )
 
@@ -157,7 +160,7 @@ def refuse_srun(request: JobRequest, jobs: str) -> None:
     Raises:
         SchedulerError: the job is to be started with srun.
     """
-    if request.launcher == "srun" and not request.alone:
+    if request.launch.launcher == "srun" and not request.alone:
         raise SchedulerError(
             "launch.launcher: srun needs Slurm", cure=f"use mpiexec or auto for {jobs}"
         )
@@ -169,18 +172,18 @@ def srun_command(request: JobRequest) -> tuple[str, ...]:
     ``--cpus-per-task`` is repeated because Slurm 22.05 to 23.02 do not inherit it. A rank that dies
     ends the step instead of leaving the others blocked.
     """
-    cores = (f"--cpus-per-task={request.cpus_per_task}",)
+    cores = (f"--cpus-per-task={request.resources.cpus_per_task}",)
     return (
         "srun",
         "--kill-on-bad-exit=1",
-        f"--mpi={USUAL_PMI if request.mpi == AUTO else request.mpi}",
+        f"--mpi={USUAL_PMI if request.launch.mpi == AUTO else request.launch.mpi}",
         f"--ntasks={request.ranks}",
-        f"--ntasks-per-node={request.tasks_per_node}",
+        f"--ntasks-per-node={request.resources.tasks_per_node}",
         *(() if "cpus-per-task" in request.slurm.options else cores),
         "--distribution=block",
         "--export=ALL",
-        *_SRUN_BINDING[request.bind],
-        *request.launch_args,
+        *_SRUN_BINDING[request.launch.bind],
+        *request.launch.args,
         *request.in_container(request.command),
     )
 
@@ -225,7 +228,7 @@ class MpiChoice(NamedTuple):
 
     def apply(self, request: JobRequest) -> JobRequest:
         """A request with it."""
-        return replace(request, mpi=self.mpi)
+        return request.update(launch={"mpi": self.mpi})
 
 
 def choose_mpi(request: JobRequest) -> MpiChoice:
@@ -234,25 +237,25 @@ def choose_mpi(request: JobRequest) -> MpiChoice:
     What the job's modules, set-up lines and template bring is not there yet, and not guessed.
     """
     if request.alone:
-        return MpiChoice(request.mpi)
-    if request.launcher == "srun":
+        return MpiChoice(request.launch.mpi)
+    if request.launch.launcher == "srun":
         return _choose_pmi(request)
     try:
         mpiexec = find_mpiexec(request)
     except SchedulerError:
         mpiexec = "mpiexec"
-    mpi = (None if mpiexec == "mpiexec" else mpi_of(mpiexec)) or request.mpi
-    if request.mpi in {AUTO, mpi}:
+    mpi = (None if mpiexec == "mpiexec" else mpi_of(mpiexec)) or request.launch.mpi
+    if request.launch.mpi in {AUTO, mpi}:
         return MpiChoice(mpi)
-    warning = f"launch.mpi is {request.mpi}, but {mpiexec} is of the kind {mpi}"
-    return MpiChoice(request.mpi, warning=warning)
+    warning = f"launch.mpi is {request.launch.mpi}, but {mpiexec} is of the kind {mpi}"
+    return MpiChoice(request.launch.mpi, warning=warning)
 
 
 def _choose_pmi(request: JobRequest) -> MpiChoice:
     kinds = pmi_kinds(_output("srun", "--mpi=list") or "")
-    if request.mpi != AUTO:
-        return MpiChoice(request.mpi, warning=_warn_unknown(request.mpi, kinds))
-    elsewhere = request.changes_path or request.container
+    if request.launch.mpi != AUTO:
+        return MpiChoice(request.launch.mpi, warning=_warn_unknown(request.launch.mpi, kinds))
+    elsewhere = request.changes_path or request.environment.container
     version = None if elsewhere else _output(request.python, "-m", "mpi4py", "--mpi-lib-version")
     first_line = (version or "").strip().partition("\n")[0]
     library = " ".join(first_line.partition(",")[0].split())

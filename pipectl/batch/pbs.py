@@ -75,7 +75,7 @@ class PbsScheduler(BatchCommands):
             "hydra": ("HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP"),
             "openmpi": ("PRTE_MCA_plm",),
         }  # beginnings of variables with which a job reaches other nodes in a way of its own
-        several = not request.alone and request.nodes > 1
+        several = not request.alone and request.resources.nodes > 1
         resources = options_of("l", request.pbs.options.get("l", False))
         places = any(re.search(r"(?i)(^|,)place=", text or "") for _, text in resources)
         return render_script(
@@ -85,8 +85,8 @@ class PbsScheduler(BatchCommands):
             scheduler=self.name,
             job_name=_job_name(request),
             select=_select(request),
-            scatter=request.nodes > 1 and not places,
-            wait_s=request.walltime_s - request.stop.lead_time_s if request.stop else 0,
+            scatter=request.resources.nodes > 1 and not places,
+            wait_s=request.resources.walltime - request.lead_time_s,
             exports=[
                 mpi for mpi, names in own.items() if several and not request.has_variable(*names)
             ],
@@ -169,13 +169,13 @@ def _suffix(tag: str) -> str:
 def _select(request: JobRequest) -> str:
     """One chunk per node; what it counts is per chunk."""
     parts = [
-        str(request.nodes),
-        f"ncpus={request.tasks_per_node * request.cpus_per_task}",
-        f"mpiprocs={request.tasks_per_node}",
+        str(request.resources.nodes),
+        f"ncpus={request.resources.tasks_per_node * request.resources.cpus_per_task}",
+        f"mpiprocs={request.resources.tasks_per_node}",
         f"ompthreads={request.threads}",
     ]
-    if request.gpus_per_node:
-        parts.append(f"ngpus={request.gpus_per_node}")
+    if request.resources.gpus_per_node:
+        parts.append(f"ngpus={request.resources.gpus_per_node}")
     if request.memory_per_node_mib is not None:
         parts.append(f"mem={request.memory_per_node_mib}mb")
     if request.pbs.select:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from pipectl.directives import Value
 from pipectl.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from pipectl.spec.running import Checkpoint, Environment, Launch, Pbs, Resources, Slurm
+
+_MIN_WALLTIME_PER_LEAD_TIME = 4
 
 
 class JobState(StrEnum):
@@ -95,46 +99,6 @@ class Queue:
 
 
 @dataclass(frozen=True)
-class Container:
-    """Where commands of a job run: Apptainer, which was Singularity.
-
-    Args:
-        image: path of an image, or an address such as ``docker://…``; its ``python3`` has torch,
-            mpi4py and pipectl.
-        binds: directories of the host that it sees under the same names.
-        accelerators: whether it sees those of the node.
-    """
-
-    image: str
-    binds: tuple[Path, ...] = ()
-    accelerators: bool = False
-
-    def wrap(self, words: tuple[str, ...], python: str) -> tuple[str, ...]:
-        """The command that runs ``words`` within the container.
-
-        Args:
-            python: of the host; the container's runs instead.
-
-        Raises:
-            InvalidInputError: a directory cannot be named to Apptainer.
-        """
-        for path in self.binds:
-            if re.search("[,:]", str(path)):
-                raise InvalidInputError(
-                    f"environment.container: {path} holds a comma or colon, which Apptainer would "
-                    "take for the end of its name",
-                    cure="choose a directory without one",
-                )
-        options = (*("--nv",) * self.accelerators, *(f"--bind={path}" for path in self.binds))
-        program = "python3" if words[0] == python else words[0]
-        return ("apptainer", "exec", *options, self.image, program, *words[1:])
-
-    def with_directory(self, directory: Path) -> Container:
-        """The same, which sees one directory more."""
-        return replace(self, binds=tuple(dict.fromkeys((*self.binds, directory))))
-
-
-@dataclass(frozen=True)
 class Template:
     """A user's own job script: a Jinja template that extends ours.
 
@@ -147,53 +111,11 @@ class Template:
 
 
 @dataclass(frozen=True)
-class SlurmOptions:
-    """What only Slurm knows.
-
-    Args:
-        options: further ones of sbatch; pipectl writes none of these itself.
-    """
-
-    partition: str | None = None
-    account: str | None = None
-    options: Mapping[str, Value] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class PbsOptions:
-    """What only PBS knows.
-
-    Args:
-        select: appended to the resources of each node, such as ``model=icelake``.
-        options: further ones of qsub, by letter.
-    """
-
-    queue: str | None = None
-    account: str | None = None
-    select: str | None = None
-    options: Mapping[str, Value] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Stop:
-    """How a job is asked to save what it has and end, before its time is over.
-
-    Args:
-        lead_time_s: between the signal USR2 to the job script and the end of the walltime.
-        requeues: up to which start of the run the batch system may start the job again after that,
-            or after the failure of a node.
-    """
-
-    lead_time_s: int = 180
-    requeues: int = 0
-
-
-@dataclass(frozen=True)
 class Array:
     """Runs that are submitted as one job array; each has a script of its own.
 
     Args:
-        runs: their directories, absolute; where a run stands here is its place in the array.
+        runs: their directories, absolute, in the order of their indices in the array.
         at_once: how many may run at the same time; None sets no limit.
     """
 
@@ -203,31 +125,23 @@ class Array:
 
 @dataclass(frozen=True)
 class JobRequest:
-    """One job, independent of the batch system.
+    """One job, independent of the batch system: sections of a job spec, and what a run adds.
 
     Args:
         name: job name, see :func:`pipectl.units.is_name`.
-        tag: unique text by which the job is found again when its submission was interrupted.
+        tag: unique text by which the job is found again if its submission was interrupted.
         run_directory: absolute; on a file system that every node sees.
         python: absolute path of the interpreter that submits.
-        ranks: processes in all, at most as many as the tasks on all nodes.
-        command: of one rank, started ``ranks`` times under MPI.
+        command: of one rank, started under MPI once for each rank.
+        environment: its container is an absolute path or an address.
+        checkpoint: None for jobs that cannot go on where they stopped. ``max_requeues`` counts all
+            starts of the run.
         alone: whether the command is started once, on the first node, without MPI.
-        prepare: commands run once, on the first node, before the launch.
-        modules, setup: loaded, and run verbatim, before anything else.
-        variables: exported to every rank.
-        threads_per_task: with which ranks compute; None for one on each of their cores.
-        launcher: ``mpiexec``, ``srun`` or ``auto``.
-        mpi: for srun its ``--mpi``; for mpiexec whose it is, see :mod:`pipectl.batch.launchers`;
-            ``auto`` if that is not known.
-        bind: ``cores`` binds each rank to its own, ``numa`` to a domain, ``none`` to nothing.
-        launch_args: appended to the launcher's options.
+        prepare: a command that runs once, on the first node, before the launch.
+        binds: directories of the host that the container sees under the same names.
         mpiexec: path of mpiexec; None takes the one beside ``python``, else the first on PATH.
-        stop: None for jobs that cannot go on where they stopped.
         after: ids of jobs of the same batch system that must have completed before.
-        container: in which ``prepare`` and the ranks run; the launcher stays outside.
-        template: the user's own; None for none.
-        array: None for a single job. For an array ``run_directory`` is that of the sweep, the
+        array: None for a single job. For an array, ``run_directory`` is that of the sweep, the
             resources are those of every job, and ``command`` starts the runs on this machine,
             where no batch system does.
     """
@@ -236,57 +150,86 @@ class JobRequest:
     tag: str
     run_directory: Path
     python: str
-    ranks: int
-    nodes: int
-    tasks_per_node: int
-    walltime_s: int
     command: tuple[str, ...]
-    cpus_per_task: int = 1
-    threads_per_task: int | None = None
-    gpus_per_node: int = 0
-    memory_per_node_bytes: int | None = None
-    prepare: tuple[tuple[str, ...], ...] = ()
-    modules: tuple[str, ...] = ()
-    setup: tuple[str, ...] = ()
-    variables: Mapping[str, str] = field(default_factory=dict)
-    launcher: str = "auto"
-    mpi: str = "auto"
-    bind: str = "none"
-    launch_args: tuple[str, ...] = ()
-    mpiexec: str | None = None
-    stop: Stop | None = None
+    resources: Resources
+    launch: Launch
+    environment: Environment
+    slurm: Slurm
+    pbs: Pbs
+    checkpoint: Checkpoint | None = None
     alone: bool = False
+    prepare: tuple[str, ...] = ()
+    binds: tuple[Path, ...] = ()
+    mpiexec: str | None = None
     after: tuple[str, ...] = ()
-    container: Container | None = None
     template: Template | None = None
     array: Array | None = None
-    slurm: SlurmOptions = field(default_factory=SlurmOptions)
-    pbs: PbsOptions = field(default_factory=PbsOptions)
+
+    def update(self, **sections: Mapping[str, object]) -> JobRequest:
+        """The same with other values in its sections, such as ``update(launch={"mpi": "pmix"})``.
+
+        The values are not validated.
+        """
+        new = {
+            name: getattr(self, name).model_copy(update=dict(values))
+            for name, values in sections.items()
+        }
+        return replace(self, **new)
+
+    @property
+    def ranks(self) -> int:
+        """Processes in all."""
+        return 1 if self.alone else self.resources.ranks
 
     @property
     def threads(self) -> int:
         """Threads that each rank computes with."""
-        return self.threads_per_task or self.cpus_per_task
+        return self.resources.cpus_per_task - self.launch.progress_core
 
     @property
     def memory_per_node_mib(self) -> int | None:
-        """``memory_per_node_bytes`` rounded up to MiB."""
-        size = self.memory_per_node_bytes
+        """``resources.memory_per_node`` rounded up to MiB."""
+        size = self.resources.memory_per_node
         return None if size is None else -(-size // 2**20)
+
+    @property
+    def lead_time_s(self) -> int:
+        """Seconds between the signal to save a checkpoint and the end of the walltime."""
+        limit = self.resources.walltime // _MIN_WALLTIME_PER_LEAD_TIME
+        return 0 if self.checkpoint is None else min(self.checkpoint.lead_time, limit)
 
     @property
     def changes_path(self) -> bool:
         """Whether the job may find other programs than the command that submits it."""
-        own = self.modules or self.setup or self.template or "PATH" in self.variables
-        return bool(own)
+        own = self.environment
+        return bool(own.modules or own.setup or self.template or "PATH" in own.variables)
 
-    def has_variable(self, *beginnings: str) -> bool:
+    def has_variable(self, *prefixes: str) -> bool:
         """Whether ``environment.variables`` has one whose name begins with one of these."""
-        return any(name.startswith(beginnings) for name in self.variables)
+        return any(name.startswith(prefixes) for name in self.environment.variables)
 
     def in_container(self, words: tuple[str, ...]) -> tuple[str, ...]:
-        """A command of the job as it is started: in its container, if it has one."""
-        return words if self.container is None else self.container.wrap(words, self.python)
+        """A command of the job as it is started: by Apptainer, if the job has a container.
+
+        Python of the container runs instead of the host's.
+
+        Raises:
+            InvalidInputError: a directory cannot be named to Apptainer.
+        """
+        image = self.environment.container
+        if image is None:
+            return words
+        for path in self.binds:
+            if re.search("[,:]", str(path)):
+                raise InvalidInputError(
+                    f"environment.container: {path} holds a comma or colon, which Apptainer would "
+                    "take for the end of its name",
+                    cure="choose a directory without one",
+                )
+        accelerators = ("--nv",) * (self.resources.gpus_per_node > 0)
+        binds = (f"--bind={path}" for path in self.binds)
+        program = "python3" if words[0] == self.python else words[0]
+        return ("apptainer", "exec", *accelerators, *binds, image, program, *words[1:])
 
 
 class Scheduler(Protocol):

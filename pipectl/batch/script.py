@@ -77,7 +77,8 @@ def render_variables(request: JobRequest) -> str:
     for what, text in _texts(request):
         refuse_controls(text, what)
     return "".join(
-        f"export {name}={shlex.quote(text)}\n" for name, text in request.variables.items()
+        f"export {name}={shlex.quote(text)}\n"
+        for name, text in request.environment.variables.items()
     )
 
 
@@ -193,12 +194,12 @@ def _texts(request: JobRequest) -> Iterator[tuple[str, str]]:
         "output.directory": map(str, directories),
         "name": (request.name,),
         "tag": (request.tag,),
-        "prepare": (word for command in request.prepare for word in command),
-        "launch": (*request.command, *request.launch_args),
-        "environment.modules": request.modules,
+        "prepare": request.prepare,
+        "launch": (*request.command, *request.launch.args),
+        "environment.modules": request.environment.modules,
         # Shell by design: only what would break the script as a file is refused.
-        "environment.setup": (re.sub(r"[\n\t]", "", lines) for lines in request.setup),
-        "environment.container": (request.container.image,) if request.container else (),
+        "environment.setup": (re.sub(r"[\n\t]", "", lines) for lines in request.environment.setup),
+        "environment.container": (request.environment.container or "",),
         "after": request.after,
     }
     yield from ((key, text) for key, values in texts.items() for text in values)
@@ -210,7 +211,7 @@ def _texts(request: JobRequest) -> Iterator[tuple[str, str]]:
             for name, text in options_of(option, value):
                 yield f"{section}.options", name
                 yield f"{section}.options.{option}", text or ""
-    for name, text in request.variables.items():
+    for name, text in request.environment.variables.items():
         if not _VARIABLE.fullmatch(name):
             raise InvalidInputError(
                 f"environment.variables: {name!r} cannot name a variable",

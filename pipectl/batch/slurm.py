@@ -75,10 +75,10 @@ class SlurmScheduler(BatchCommands):
     def render(self, request: JobRequest) -> str:
         """See :class:`~pipectl.batch.protocol.Scheduler`."""
         refuse_dependency(request, SBATCH, "slurm.options", request.slurm.options)
-        hydra = request.mpi in {AUTO, "hydra"} and not request.has_variable(
+        hydra = request.launch.mpi in {AUTO, "hydra"} and not request.has_variable(
             "HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP"
         )
-        own = any(word.startswith(("-launcher", "-bootstrap")) for word in request.launch_args)
+        own = any(word.startswith(("-launcher", "-bootstrap")) for word in request.launch.args)
         return render_script(
             "slurm.sh.j2",
             request,

@@ -32,6 +32,7 @@ from pipectl.batch import (
 from pipectl.errors import PipectlError, SchedulerError
 from pipectl.jobs.machines import memory_of_this_machine
 from pipectl.jobs.places import detect_scheduler
+from pipectl.spec.running import Environment, Launch, Pbs, Resources, Slurm
 from pipectl.units import format_bytes, format_time
 from pipectl.versions import tested_torch, untested_torch
 
@@ -143,13 +144,12 @@ def check_mpi(spec: JobSpec | None) -> Iterator[Finding]:
         tag="doctor",
         run_directory=Path.cwd(),
         python=sys.executable,
-        ranks=2,
-        nodes=1,
-        tasks_per_node=2,
-        walltime_s=round(_PATIENCE_S),
         command=(sys.executable, "-m", "mpi4py", "-m", _REACH),
-        mpi="auto" if launch is None else launch.mpi,
-        launch_args=() if launch is None else tuple(launch.args),
+        resources=Resources(tasks_per_node=2),
+        launch=Launch() if launch is None else launch.model_copy(update={"bind": "none"}),
+        environment=Environment(),
+        slurm=Slurm(),
+        pbs=Pbs(),
     )
     try:
         request = choose_mpi(request).apply(request)
@@ -171,8 +171,8 @@ def check_mpi(spec: JobSpec | None) -> Iterator[Finding]:
         )
         return
     yield ok("MPI", f"{answer['library']}, started by {command[0]}")
-    if request.mpi != AUTO:
-        yield ok("launcher", f"mpiexec takes the options of {request.mpi} (launch.mpi)")
+    if request.launch.mpi != AUTO:
+        yield ok("launcher", f"mpiexec takes the options of {request.launch.mpi} (launch.mpi)")
     else:
         text = "mpiexec is of no known kind, so that it cannot be told to bind ranks"
         cure = f"if it is like one of {', '.join(MPIEXECS)}, set launch.mpi to that"

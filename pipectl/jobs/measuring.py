@@ -93,17 +93,17 @@ def _submit(
     with new_run(spec, name, now) as (run, rollback):
         request = job_request(spec, run.path, make_tag(run.path))
         if alone:
-            request = replace(request, ranks=1, nodes=1, alone=True)
+            request = replace(request, alone=True).update(resources={"nodes": 1})
         else:
-            walltime_s = min(request.walltime_s, _LINKS_WALLTIME_S)
-            request = replace(choose_mpi(request).apply(request), walltime_s=walltime_s)
+            walltime_s = min(request.resources.walltime, _LINKS_WALLTIME_S)
+            request = choose_mpi(request).apply(request).update(resources={"walltime": walltime_s})
         place = (str(run.path), "--output", str(output))
         request = replace(
             request,
             name=name,
             command=(request.python, *program, *place, *arguments),
-            stop=None,
-            container=request.container and request.container.with_directory(output.parent),
+            checkpoint=None,
+            binds=tuple(dict.fromkeys((*request.binds, output.parent))),
         )
         job = Job(spec, scheduler)
         record = record_of(job, request, now, steps=PERCENT, kind=PROFILING)

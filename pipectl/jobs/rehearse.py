@@ -104,20 +104,24 @@ def submit_rehearsal(job: Job, now: float) -> Submission:
 
     assert job.plan is not None
     assert job.cluster is not None
-    ranks = job.plan.ranks
-    ranks_per_core = ranks / len(os.sched_getaffinity(0)) if job.scheduler == LOCAL else 1.0
+    ranks_per_core = 1.0
+    if job.scheduler == LOCAL:
+        ranks_per_core = job.plan.ranks / len(os.sched_getaffinity(0))
     rehearsal = rehearsal_of(job.plan, job.cluster, ranks_per_core)
     name = f"{job.spec.name}-rehearsal"
     with new_run(job.spec, name, now) as (run, rollback):
         request = _with_launch(job.request(run.path), job)
+        limit_s = int(_START_S + 2 * seconds_of(rehearsal))
         request = replace(
             request,
             name=name,
-            ranks=ranks,
             command=(request.python, "-m", "mpi4py", "-m", WORKER, "--run", str(run.path)),
-            walltime_s=int(min(request.walltime_s, _START_S + 2 * seconds_of(rehearsal))),
-            gpus_per_node=0,
-            stop=None,
+            checkpoint=None,
+        ).update(
+            resources={
+                "walltime": min(request.resources.walltime, limit_s),
+                "gpus_per_node": 0,
+            }
         )
         record = record_of(job, request, now, steps=rehearsal.steps, kind=REHEARSAL)
         return hand_over([Start(run, job, request, record, rehearsal)], rollback)[0]
@@ -144,12 +148,13 @@ def _with_launch(request: JobRequest, job: Job) -> JobRequest:
     if job.scheduler != LOCAL:
         return request
     ours = scheduler_name(job.spec, None) == LOCAL
-    request = replace(
-        request,
-        bind="none",
-        launcher="mpiexec",
-        mpi="auto" if request.launcher == "srun" else request.mpi,
-        launch_args=request.launch_args if ours else (),
-        variables={**request.variables, **_OVERSUBSCRIBE},
+    request = request.update(
+        launch={
+            "bind": "none",
+            "launcher": "mpiexec",
+            "mpi": "auto" if request.launch.launcher == "srun" else request.launch.mpi,
+            "args": request.launch.args if ours else (),
+        },
+        environment={"variables": {**request.environment.variables, **_OVERSUBSCRIBE}},
     )
     return request if job.launch is None else job.launch.apply(request)

@@ -9,17 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipectl.batch import (
-    Array,
-    Container,
-    JobRequest,
-    PbsOptions,
-    SlurmOptions,
-    Stop,
-    Template,
-    check_template,
-    get,
-)
+from pipectl.batch import Array, JobRequest, Template, check_template, get
 from pipectl.errors import Problem, SpecError
 from pipectl.jobs.places import scheduler_name
 from pipectl.plan import OffloadTarget
@@ -38,8 +28,6 @@ TIGHT_HEAP = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.mxfast
 so that a block which was freed between two of them is too small for the next of its size, and the
 heap grows. It reads this before a process can say anything."""
 
-_MIN_SHARE = 4
-"""The lead time is at most the walltime divided by this."""
 _MAX_TEMPLATE_BYTES = 2**16
 
 
@@ -66,35 +54,24 @@ def job_request(
         template: of job scripts; None reads the one that the spec names, if it does.
     """
     directory, python = directory.absolute(), sys.executable
-    resources, environment, launch = spec.resources, spec.environment, spec.launch
-    lead_s = min(spec.checkpoint.lead_time, resources.walltime // _MIN_SHARE)
+    heap = TIGHT_HEAP if _offloads(spec, plan) else {}
+    variables = {**heap, **spec.environment.variables}
+    own = {"variables": variables, "container": spec.container}
     return JobRequest(
         name=spec.name,
         tag=tag,
         run_directory=directory,
         python=python,
-        ranks=resources.ranks,
-        nodes=resources.nodes,
-        tasks_per_node=resources.tasks_per_node,
-        cpus_per_task=resources.cpus_per_task,
-        threads_per_task=spec.threads,
-        gpus_per_node=resources.gpus_per_node,
-        memory_per_node_bytes=resources.memory_per_node,
-        walltime_s=resources.walltime,
         command=(python, "-m", "mpi4py", "-m", WORKER, "--run", str(directory)),
-        prepare=((python, "-m", PREPARE, str(directory)),) if prepare else (),
-        modules=tuple(environment.modules),
-        setup=tuple(environment.setup),
-        variables={**(TIGHT_HEAP if _offloads(spec, plan) else {}), **environment.variables},
-        container=_container(spec, directory),
-        launcher=launch.launcher,
-        mpi=launch.mpi,
-        bind=launch.bind,
-        launch_args=tuple(launch.args),
+        resources=spec.resources,
+        launch=spec.launch,
+        environment=spec.environment.model_copy(update=own),
+        slurm=spec.slurm,
+        pbs=spec.pbs,
+        checkpoint=spec.checkpoint,
+        prepare=(python, "-m", PREPARE, str(directory)) if prepare else (),
+        binds=_binds(spec, directory),
         mpiexec=mpiexec,
-        slurm=SlurmOptions(**dict(spec.slurm)),
-        pbs=PbsOptions(**dict(spec.pbs)),
-        stop=Stop(lead_s, spec.checkpoint.max_requeues),
         after=after,
         template=template or read_template(spec),
     )
@@ -112,8 +89,8 @@ def check_script(spec: JobSpec) -> None:
         InvalidInputError: it cannot be written.
     """
     if spec.template_file is not None:
-        request = trial_request(spec)
-        request = replace(request, mpiexec="mpiexec", launcher="mpiexec", mpi="auto", bind="none")
+        plain = {"launcher": "mpiexec", "mpi": "auto", "bind": "none"}
+        request = replace(trial_request(spec), mpiexec="mpiexec").update(launch=plain)
         get(scheduler_name(spec, None)).render(request)
 
 
@@ -131,20 +108,19 @@ def array_request(
     return replace(request, command=command, array=array)
 
 
-def _container(spec: JobSpec, directory: Path) -> Container | None:
-    """With the directories of all files that the spec names, and that of the runs.
+def _binds(spec: JobSpec, directory: Path) -> tuple[Path, ...]:
+    """What a container sees: the directories of the runs and of all files that the spec names.
 
     Preparing in the job writes profiles beside the run directory, for other runs to find.
     """
     if spec.container is None:
-        return None
+        return ()
     code = [parse(text, spec.base) for _, text in spec.factories()]
     files = (*(one.file for one in code), spec.weights_path, spec.cluster_file, spec.schedule_file)
     runs = directory.parent
     needed = {path.parent for path in files if path is not None}
     needed |= {one.root for one in code if one.root is not None}
-    folders = sorted(needed - {runs})
-    return Container(spec.container, (runs, *folders), spec.resources.gpus_per_node > 0)
+    return (runs, *sorted(needed - {runs}))
 
 
 def _offloads(spec: JobSpec, plan: Plan | None) -> bool:

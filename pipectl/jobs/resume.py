@@ -180,9 +180,9 @@ def _submit_again(
     """Hand the run over, without what its earlier start left; or leave it as it was."""
     starts = read_starts(run)
     request = job.request(run.path)
-    if request.stop is not None and request.stop.requeues:  # as often as for a new run
-        stop = replace(request.stop, requeues=starts + request.stop.requeues)
-        request = replace(request, stop=stop)
+    if request.checkpoint is not None and request.checkpoint.max_requeues:  # as for a new run
+        max_requeues = starts + request.checkpoint.max_requeues
+        request = request.update(checkpoint={"max_requeues": max_requeues})
     new = record_of(job, request, now)
     new = replace(new, name=record.name, history=record.history, sweep=record.sweep)
     new = new.after(now, "submitting", detail="resumed")

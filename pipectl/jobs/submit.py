@@ -162,7 +162,7 @@ def record_of(
         tag=request.tag,
         submitted_at=now,
         ranks=request.ranks,
-        nodes=request.nodes,
+        nodes=request.resources.nodes,
         steps=job.spec.training.steps if steps is None else steps,
         kind=kind,
     )
@@ -233,7 +233,7 @@ def _write(start: Start, written: dict[int, RunDirectory]) -> None:
     if start.rehearsal is not None:
         start.rehearsal.save(run.rehearsal)
     write_text(run.script, script, mode=0o700)
-    if start.request.variables:
+    if start.request.environment.variables:
         write_text(run.variables, render_variables(start.request), mode=_PRIVATE)
     else:
         run.variables.unlink(missing_ok=True)

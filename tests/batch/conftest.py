@@ -4,9 +4,10 @@ import json
 import os
 import stat
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+import job_requests
 import pytest
 
 from pipectl.batch import JobRequest
@@ -102,19 +103,4 @@ def nasty() -> list[str]:
 def make_request(tmp_path: Path) -> Callable[..., JobRequest]:
     """A small request in ``tmp_path``, with changes."""
 
-    def build(**changes: Any) -> JobRequest:
-        values: dict[str, Any] = {
-            "name": "demo",
-            "tag": "tag-1",
-            "run_directory": tmp_path / "run",
-            "python": "/opt/env/bin/python",
-            "ranks": 2,
-            "nodes": 1,
-            "tasks_per_node": 2,
-            "walltime_s": 600,
-            "command": ("true",),
-            "mpiexec": "/opt/env/bin/mpiexec",
-        }
-        return JobRequest(**{**values, **changes})
-
-    return build
+    return partial(job_requests.make_request, tmp_path / "run")

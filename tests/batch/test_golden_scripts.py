@@ -3,56 +3,45 @@
 import os
 import shutil
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from job_requests import change, make_request
 
-from pipectl.batch import (
-    Array,
-    Container,
-    JobRequest,
-    PbsOptions,
-    SlurmOptions,
-    Stop,
-    Template,
-    get,
-)
+from pipectl.batch import Array, Template, get
+from pipectl.spec.running import Checkpoint
 
 GOLDEN = Path(__file__).parents[2] / "slurm" / "golden"
 
 WORKER = ("-m", "mpi4py", "-m", "pipectl.runtime.worker", "--run")
-SMALL = JobRequest(
+SMALL = make_request(
+    Path("/scratch/u/runs/20261120-152233-gpt-small"),
     name="gpt-small",
     tag="7f3a9c",
-    run_directory=Path("/scratch/u/runs/20261120-152233-gpt-small"),
-    python="/opt/env/bin/python",
-    ranks=4,
     nodes=2,
-    tasks_per_node=2,
-    walltime_s=1800,
+    walltime=1800,
     command=("/opt/env/bin/python", *WORKER, "/scratch/u/runs/20261120-152233-gpt-small"),
-    mpiexec="/opt/env/bin/mpiexec",
 )
-FULL = replace(
+FULL = change(
     SMALL,
     run_directory=Path("/scratch/u/my runs/100%"),
     command=("/opt/env/bin/python", *WORKER, "/scratch/u/my runs/100%"),
     cpus_per_task=16,
     gpus_per_node=4,
-    memory_per_node_bytes=240 * 2**30,
-    walltime_s=36 * 3600,
+    memory_per_node=240 * 2**30,
+    walltime=36 * 3600,
     modules=("gcc/13.2", "openmpi/5.0.6"),
     setup=("source /proj/venv/bin/activate", "ulimit -s unlimited"),
     variables={"UCX_TLS": "tcp,self", "GREETING": 'it\'s "here"'},
-    prepare=(("/opt/env/bin/python", "-m", "pipectl.jobs.prepare", "/scratch/u/my runs/100%"),),
-    launch_args=("--label",),
+    prepare=("/opt/env/bin/python", "-m", "pipectl.jobs.prepare", "/scratch/u/my runs/100%"),
+    args=("--label",),
     bind="cores",
-    container=Container("/proj/my image.sif", (Path("/scratch/u/my runs"), Path("/home/u")), True),
-    slurm=SlurmOptions(
-        partition="gpu",
-        account="proj 1",
-        options={
+    container="/proj/my image.sif",
+    binds=(Path("/scratch/u/my runs"), Path("/home/u")),
+    slurm={
+        "partition": "gpu",
+        "account": "proj 1",
+        "options": {
             "constraint": "a100&nvlink",
             "reservation": "maintenance week",
             "mail-type": "END,FAIL",
@@ -60,20 +49,20 @@ FULL = replace(
             "x": "node[3-4]",
             "gpus-per-node": False,
         },
-    ),
-    pbs=PbsOptions(
-        queue="gpu",
-        account="proj 123",
-        select="model=icelake",
-        options={
+    },
+    pbs={
+        "queue": "gpu",
+        "account": "proj 123",
+        "select": "model=icelake",
+        "options": {
             "P": "climate",
             "l": ("place=scatter:excl", "software=matlab"),
             "M": "a@b.org",
             "h": True,
         },
-    ),
+    },
 )
-STOP = Stop(requeues=3)
+STOP = Checkpoint(max_requeues=3)
 TEMPLATE = Template(
     "site.sh",
     """\
@@ -97,16 +86,22 @@ CASES = {
     "local.sh": ("local", SMALL),
     "pbs.sh": (
         "pbs",
-        replace(FULL, mpi="openmpi", stop=STOP, after=("41.vm",)),
+        change(FULL, mpi="openmpi", checkpoint=STOP, after=("41.vm",)),
     ),
     "slurm-srun.sh": (
         "slurm",
-        replace(FULL, launcher="srun", mpi="pmix", stop=Stop(90), after=("41", "42")),
+        change(
+            FULL,
+            launcher="srun",
+            mpi="pmix",
+            checkpoint=Checkpoint(lead_time=90, max_requeues=0),
+            after=("41", "42"),
+        ),
     ),
-    "slurm-template.sh": ("slurm", replace(SMALL, stop=STOP, template=TEMPLATE)),
+    "slurm-template.sh": ("slurm", change(SMALL, checkpoint=STOP, template=TEMPLATE)),
     "slurm-array.sh": (
         "slurm",
-        replace(FULL, run_directory=RUNS[0].parent / "sweeps/x", array=Array(RUNS, 2)),
+        change(FULL, run_directory=RUNS[0].parent / "sweeps/x", array=Array(RUNS, 2)),
     ),
 }
 

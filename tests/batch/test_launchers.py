@@ -6,14 +6,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from job_requests import change
 
 from pipectl.batch import (
     MPIEXECS,
-    Container,
     JobRequest,
     MpiChoice,
     Template,
@@ -142,8 +141,8 @@ def test_where_mpiexec_is_found(
     beside.unlink()
     assert find_mpiexec(request) == str(on_path)
     own = [{"modules": ("openmpi",)}, {"setup": ("a",)}, {"variables": {"PATH": "/opt/mpi/bin"}}]
-    for change in (*own, {"template": Template("site.sh", "")}):
-        assert find_mpiexec(replace(request, **change)) == "mpiexec"  # type: ignore[arg-type]
+    for changes in (*own, {"template": Template("site.sh", "")}):
+        assert find_mpiexec(change(request, **changes)) == "mpiexec"  # type: ignore[arg-type]
     on_path.unlink()
     with pytest.raises(SchedulerError, match="mpiexec") as caught:
         find_mpiexec(request)
@@ -152,10 +151,10 @@ def test_where_mpiexec_is_found(
 
 def test_what_mpiexec_is_told(make_request: MakeRequest) -> None:
     """The ranks alone if it is of no known kind."""
-    request = make_request(launch_args=("-l",))
+    request = make_request(args=("-l",))
     program = "/opt/env/bin/mpiexec"
     assert mpiexec_command(request) == (program, "-n", "2", "-l", "true")
-    hydra = replace(request, mpi="hydra")
+    hydra = change(request, mpi="hydra")
     assert mpiexec_command(hydra) == (program, "-n", "2", "-ppn", "2", "-l", "true")
     assert mpiexec_command(hydra, here=True) == (program, "-n", "2", "-l", "true")
 
@@ -179,7 +178,7 @@ def test_what_mpiexec_cannot_be_told_is_refused(
 
 
 def test_srun_repeats_the_cpus_and_kills_on_a_bad_exit(make_request: MakeRequest) -> None:
-    words = srun_command(make_request(cpus_per_task=4, launch_args=("--label",)))
+    words = srun_command(make_request(cpus_per_task=4, args=("--label",)))
     assert {"--cpus-per-task=4", "--kill-on-bad-exit=1", "--mpi=pmi2", "--ntasks=2"} <= set(words)
     assert words[-2:] == ("--label", "true")
     assert not any("bind" in word for word in words)
@@ -207,10 +206,10 @@ def test_srun_is_told_what_the_library_speaks(
 ) -> None:
     program("srun", ALL)
     library(program, said)
-    found = choose_mpi(replace(request_here, launcher="srun"))
+    found = choose_mpi(change(request_here, launcher="srun"))
     assert (found.mpi, found.warning) == (mpi, "")
     assert found.reason.startswith(f"srun --mpi={mpi}: the ranks have ")
-    assert found.apply(request_here).mpi == mpi
+    assert found.apply(request_here).launch.mpi == mpi
 
 
 def test_a_library_that_this_slurm_does_not_know(
@@ -218,24 +217,24 @@ def test_a_library_that_this_slurm_does_not_know(
 ) -> None:
     program("srun", LIST.format("\\tnone\\n\\tpmi2\\n"))
     library(program, "Open MPI v5.0.11, package")
-    found = choose_mpi(replace(request_here, launcher="srun"))
+    found = choose_mpi(change(request_here, launcher="srun"))
     assert found.mpi == "pmix"
     assert "knows no --mpi=pmix, but none, pmi2" in found.warning
 
 
 @pytest.mark.parametrize(
     "elsewhere",
-    [{"modules": ("openmpi",)}, {"setup": ("source x",)}, {"container": Container("image.sif")}],
+    [{"modules": ("openmpi",)}, {"setup": ("source x",)}, {"container": "image.sif"}],
 )
 def test_what_the_job_brings_is_not_guessed(
     program: Program, request_here: JobRequest, elsewhere: dict[str, object]
 ) -> None:
     program("srun", ALL)
     library(program, "Open MPI v5.0.11, package")
-    found = choose_mpi(replace(request_here, launcher="srun", **elsewhere))
+    found = choose_mpi(change(request_here, launcher="srun", **elsewhere))
     assert (found.mpi, "not known here" in found.reason) == ("pmi2", True)
     program("srun", LIST.format("\\tnone\\n\\tpmix\\n"))
-    assert choose_mpi(replace(request_here, launcher="srun", **elsewhere)).mpi == "pmix"
+    assert choose_mpi(change(request_here, launcher="srun", **elsewhere)).mpi == "pmix"
 
 
 @pytest.mark.parametrize(("mpi", "warned"), [("pmix", 0), ("pmix_v5", 0), ("none", 0), ("pmi1", 1)])
@@ -243,7 +242,7 @@ def test_what_is_wanted_is_kept(
     program: Program, request_here: JobRequest, mpi: str, warned: bool
 ) -> None:
     program("srun", ALL)
-    found = choose_mpi(replace(request_here, launcher="srun", mpi=mpi))
+    found = choose_mpi(change(request_here, launcher="srun", mpi=mpi))
     assert (found.mpi, bool(found.warning)) == (mpi, warned)
 
 
@@ -251,8 +250,8 @@ def test_without_an_srun_here_nothing_is_warned_of(
     program: Program, request_here: JobRequest
 ) -> None:
     library(program, "Open MPI v5.0.11, package")
-    assert choose_mpi(replace(request_here, launcher="srun")).mpi == "pmix"
-    assert choose_mpi(replace(request_here, launcher="srun", mpi="x")) == MpiChoice("x")
+    assert choose_mpi(change(request_here, launcher="srun")).mpi == "pmix"
+    assert choose_mpi(change(request_here, launcher="srun", mpi="x")) == MpiChoice("x")
 
 
 def test_the_mpiexec_that_will_start_them_is_asked(
@@ -260,24 +259,24 @@ def test_the_mpiexec_that_will_start_them_is_asked(
 ) -> None:
     program("mpiexec", "[[ $1 == --version ]] && echo 'mpiexec (OpenRTE) 4.1.4'")
     assert choose_mpi(request_here) == MpiChoice("openmpi")
-    assert choose_mpi(replace(request_here, mpi="openmpi")) == MpiChoice("openmpi")
-    other = choose_mpi(replace(request_here, mpi="hydra"))
+    assert choose_mpi(change(request_here, mpi="openmpi")) == MpiChoice("openmpi")
+    other = choose_mpi(change(request_here, mpi="hydra"))
     assert (other.mpi, "is of the kind openmpi" in other.warning) == ("hydra", True)
-    assert choose_mpi(replace(request_here, alone=True)) == MpiChoice("auto")
+    assert choose_mpi(change(request_here, alone=True)) == MpiChoice("auto")
 
 
 def test_an_mpiexec_of_modules_is_not_known(program: Program, request_here: JobRequest) -> None:
     program("mpiexec", "echo 'mpiexec (OpenRTE) 4.1.4'")
-    elsewhere = replace(request_here, python="/nowhere/python", modules=("mpich",))
+    elsewhere = change(request_here, python="/nowhere/python", modules=("mpich",))
     assert choose_mpi(elsewhere) == MpiChoice("auto")
-    assert choose_mpi(replace(elsewhere, mpi="cray")) == MpiChoice("cray")
-    assert choose_mpi(replace(request_here, mpiexec="mpiexec")) == MpiChoice("auto")
+    assert choose_mpi(change(elsewhere, mpi="cray")) == MpiChoice("cray")
+    assert choose_mpi(change(request_here, mpiexec="mpiexec")) == MpiChoice("auto")
 
 
 @pytest.mark.mpi
 def test_the_launcher_and_library_of_this_environment(request_here: JobRequest) -> None:
     if not (Path(sys.executable).parent / "mpiexec").exists():
         pytest.skip("no mpiexec beside this interpreter")
-    here = replace(request_here, python=sys.executable)
+    here = change(request_here, python=sys.executable)
     assert choose_mpi(here).mpi in {"hydra", "openmpi"}
-    assert "the ranks have" in choose_mpi(replace(here, launcher="srun")).reason
+    assert "the ranks have" in choose_mpi(change(here, launcher="srun")).reason

@@ -6,15 +6,16 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+from job_requests import change
 
-from pipectl.batch import JobRequest, JobState, JobStatus, Stop, get, process
+from pipectl.batch import JobRequest, JobState, JobStatus, get, process
 from pipectl.batch.local import LocalScheduler
 from pipectl.errors import SchedulerError, UsageError
+from pipectl.spec.running import Checkpoint
 
 MakeRequest = Callable[..., JobRequest]
 
@@ -66,7 +67,7 @@ def test_a_job_runs_and_leaves_log_and_exit_code(
 def test_a_job_is_found_by_its_tag(request_of: Callable[[str], JobRequest]) -> None:
     """As where its submission was interrupted before the id was written down."""
     scheduler = LocalScheduler()
-    request = replace(request_of("sleep 60"), tag="20260101-run 1f3a")
+    request = change(request_of("sleep 60"), tag="20260101-run 1f3a")
     job_id = submit(scheduler, request)
     try:
         wait_until(lambda: scheduler.find("20260101-run 1f3a") is not None)
@@ -216,7 +217,9 @@ def test_a_signal_is_passed_on_as_a_file(
     ending = ': >"$PIPECTL_RUN_DIRECTORY/stopped"; ' if saves else ""
     command = f'until [[ -e "$PIPECTL_RUN_DIRECTORY/stop" ]]; do sleep 0.05; done; {ending}exit 0'
     request = make_request(
-        command=("bash", "-c", command), mpiexec=str(tmp_path / "mpiexec"), stop=Stop()
+        command=("bash", "-c", command),
+        mpiexec=str(tmp_path / "mpiexec"),
+        checkpoint=Checkpoint(max_requeues=0),
     )
     job_id = submit(scheduler, request)
     directory = request.run_directory

@@ -7,18 +7,19 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from job_requests import change
 
-from pipectl.batch import Array, JobRequest, JobState, PbsOptions, Queue, Stop, Template
+from pipectl.batch import Array, JobRequest, JobState, Queue, Template
 from pipectl.batch.pbs import PbsScheduler, parse_blocks, parse_qstat, parse_queues
 from pipectl.batch.process import NoAnswerError
 from pipectl.directives import QSUB, Value, fault_of_option
 from pipectl.errors import InvalidInputError, PipectlError, SchedulerError
+from pipectl.spec.running import Checkpoint
 
 if TYPE_CHECKING:
     from conftest import FakeCommands
@@ -90,14 +91,13 @@ def resources(script: str) -> dict[str, str]:
 
 def test_resources_are_counted_by_chunk(make_request: MakeRequest) -> None:
     request = make_request(
-        ranks=12,
         nodes=3,
         tasks_per_node=4,
         cpus_per_task=16,
         gpus_per_node=4,
-        memory_per_node_bytes=240 * 2**30 + 1,
-        walltime_s=36 * 3600,
-        pbs=PbsOptions(select="model=icelake"),
+        memory_per_node=240 * 2**30 + 1,
+        walltime=36 * 3600,
+        pbs={"select": "model=icelake"},
     )
     asked = resources(PbsScheduler().render(request))
     assert CHUNK.fullmatch(asked["select"])
@@ -110,13 +110,13 @@ def test_resources_are_counted_by_chunk(make_request: MakeRequest) -> None:
 
 def test_one_node_is_placed_as_the_site_likes(make_request: MakeRequest) -> None:
     assert "place" not in resources(PbsScheduler().render(make_request()))
-    packed = make_request(nodes=2, pbs=PbsOptions(options={"l": "place=pack:excl"}))
+    packed = make_request(nodes=2, pbs={"options": {"l": "place=pack:excl"}})
     assert resources(PbsScheduler().render(packed))["place"] == "pack:excl"
 
 
 def test_the_options_of_a_site(make_request: MakeRequest) -> None:
     own = {"P": "p'q", "m": "ae", "M": "a@b.org", "p": "5", "h": True}
-    pbs = PbsOptions("gpu", "a b", options=own)
+    pbs = {"queue": "gpu", "account": "a b", "options": own}
     tag = "20261120-152233-demo 7f3a9c"
     request = make_request(pbs=pbs, tag=tag, after=("4.vm", "5.vm"))
     found = directives(PbsScheduler().render(request))
@@ -206,7 +206,7 @@ def test_directives_of_a_template_come_first_so_that_those_of_pipectl_win(
     make_request: MakeRequest,
 ) -> None:
     template = Template("site.sh", DIRECTIVES.format("-N mine -q x\n#PBS -r y"))
-    request = make_request(pbs=PbsOptions(queue="y"), template=template)
+    request = make_request(pbs={"queue": "y"}, template=template)
     script = PbsScheduler().render(request)
     assert script.index("#PBS -N mine") < script.index("#PBS -N demo") < script.index("#PBS -q y")
     assert script.index("#PBS -r y") < script.index("#PBS -r n"), "qsub takes the last of two"
@@ -217,7 +217,7 @@ def test_a_resource_that_is_not_ours_may_be_asked_for(
     make_request: MakeRequest, place: str
 ) -> None:
     own = {"l": ("software=matlab", f"{place}=pack")}
-    script = PbsScheduler().render(make_request(nodes=2, pbs=PbsOptions(options=own)))
+    script = PbsScheduler().render(make_request(nodes=2, pbs={"options": own}))
     assert f"#PBS -l {place}=pack" in script
     assert "place=scatter" not in script
     assert resources(script)["software"] == "matlab"
@@ -227,10 +227,10 @@ def test_a_resource_that_is_not_ours_may_be_asked_for(
 def test_a_dependency_of_the_users_goes_with_none_of_ours(
     make_request: MakeRequest, value: Value
 ) -> None:
-    request = make_request(pbs=PbsOptions(options={"W": value}))
+    request = make_request(pbs={"options": {"W": value}})
     assert "=on:1" in PbsScheduler().render(request)
     with pytest.raises(InvalidInputError, match=r"pbs\.options\.W: .* --after"):
-        PbsScheduler().render(replace(request, after=("4.vm",)))
+        PbsScheduler().render(change(request, after=("4.vm",)))
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def script_of(request: JobRequest, rank: str) -> Path:
     (request.run_directory / "logs").mkdir(parents=True, exist_ok=True)
     mpiexec.write_text('#!/bin/bash\nshift 2\nexec "$@"\n')
     mpiexec.chmod(0o755)
-    request = replace(request, mpiexec=str(mpiexec), command=("bash", "-c", rank))
+    request = change(request, mpiexec=str(mpiexec), command=("bash", "-c", rank))
     script = request.run_directory / "job.sh"
     script.write_text(PbsScheduler().render(request))
     return script
@@ -267,7 +267,7 @@ def test_it_stops_before_the_walltime_and_submits_itself_again(
     pbs: FakeCommands, make_request: MakeRequest
 ) -> None:
     pbs.answer("qsub", "12.vm\n")
-    request = make_request(walltime_s=11, stop=Stop(10, requeues=1))
+    request = make_request(walltime=11, checkpoint=Checkpoint(lead_time=10, max_requeues=1))
     script = script_of(request, WAITS)
     for attempt in (1, 2):
         done = subprocess.run(["bash", str(script)], timeout=30, check=False)
@@ -279,7 +279,7 @@ def test_it_stops_before_the_walltime_and_submits_itself_again(
 
 def test_a_site_that_lets_jobs_submit_none(pbs: FakeCommands, make_request: MakeRequest) -> None:
     pbs.answer("qsub", stderr="qsub: Bad UID for job execution\n", rc=15)
-    request = make_request(walltime_s=11, stop=Stop(10, requeues=1))
+    request = make_request(walltime=11, checkpoint=Checkpoint(lead_time=10, max_requeues=1))
     done = subprocess.run(["bash", str(script_of(request, WAITS))], timeout=30, check=False)
     assert done.returncode == 75
     log = (request.run_directory / "logs" / "job.log").read_text()
@@ -292,7 +292,7 @@ def test_a_site_that_lets_jobs_submit_none(pbs: FakeCommands, make_request: Make
 def test_a_job_that_is_deleted_does_not_come_back(
     pbs: FakeCommands, make_request: MakeRequest
 ) -> None:
-    request = make_request(walltime_s=600, stop=Stop(10, requeues=1))
+    request = make_request(walltime=600, checkpoint=Checkpoint(lead_time=10, max_requeues=1))
     rank = "trap '' TERM; : >begun; until [[ -s stop ]]; do sleep 0.05; done; : >stopped"
     job = subprocess.Popen(["bash", str(script_of(request, rank))])
     while not (request.run_directory / "begun").exists():
@@ -307,7 +307,7 @@ def test_other_nodes_are_reached_by_the_task_manager(
 ) -> None:
     pbs.answer("pbs_tmrsh")
     rank = '"$HYDRA_LAUNCHER_EXEC" -x -q n2 "echo \'a  b\'" c; echo "$HYDRA_LAUNCHER"'
-    request = make_request(nodes=2, ranks=4)
+    request = make_request(nodes=2)
     subprocess.run(["bash", str(script_of(request, rank))], timeout=30, check=True)
     assert (request.run_directory / "logs" / "job.log").read_text() == "ssh\n"
     assert pbs.calls("pbs_tmrsh") == [["n2", "/bin/bash", "-c", "echo 'a  b' c"]]
@@ -320,7 +320,7 @@ def test_other_nodes_are_reached_by_the_task_manager(
 def test_a_job_with_a_launcher_of_its_own_in_its_variables_gets_no_other(
     make_request: MakeRequest, name: str, kept: str
 ) -> None:
-    script = PbsScheduler().render(make_request(nodes=2, ranks=4, variables={name: "ssh"}))
+    script = PbsScheduler().render(make_request(nodes=2, variables={name: "ssh"}))
     assert f"export {name}" not in script
     assert kept in script
 

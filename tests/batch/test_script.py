@@ -8,12 +8,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from job_requests import change
 
-from pipectl.batch import Array, Container, JobRequest, Stop, Template, get, render_variables
+from pipectl.batch import Array, JobRequest, Template, get, render_variables
 from pipectl.errors import InvalidInputError
 from pipectl.runs import (
     ATTEMPT,
@@ -23,6 +23,7 @@ from pipectl.runs import (
     SCRIPT,
     RunDirectory,
 )
+from pipectl.spec.running import Checkpoint
 
 MakeRequest = Callable[..., JobRequest]
 
@@ -30,7 +31,7 @@ MakeRequest = Callable[..., JobRequest]
 def render(request: JobRequest, launch: Sequence[str]) -> str:
     """A script with a launcher that drops ``-n <ranks>`` and runs the command once."""
     launcher = ("bash", "-c", 'shift 2; exec "$@"', "bash")
-    script = get("local").render(replace(request, command=tuple(launch), mpiexec="mpiexec"))
+    script = get("local").render(change(request, command=tuple(launch), mpiexec="mpiexec"))
     assert script.count("run_ranks mpiexec ") == 1
     return script.replace("run_ranks mpiexec ", f"run_ranks {shlex.join(launcher)} ")
 
@@ -100,7 +101,7 @@ def test_nasty_values_arrive_unchanged(
 
 
 def test_ranks_see_the_threads_and_the_run_directory(make_request: MakeRequest) -> None:
-    request = make_request(cpus_per_task=4, threads_per_task=3)
+    request = make_request(cpus_per_task=4, progress_core=True)
     names = "$OMP_NUM_THREADS $MKL_NUM_THREADS $PYTHONUNBUFFERED $PIPECTL_RUN_DIRECTORY"
     _, output = run(request, ["bash", "-c", f'echo "{names}"; pwd'])
     directory = str(request.run_directory)
@@ -129,7 +130,7 @@ def test_variables_of_the_job_are_none_of_the_scripts_own(
 
 
 def test_no_value_of_a_variable_is_in_the_script(make_request: MakeRequest) -> None:
-    request = make_request(variables={"API_KEY": "swordfish"}, prepare=(("true",),))
+    request = make_request(variables={"API_KEY": "swordfish"}, prepare=("true",))
     script = render(request, ["true"])
     assert "swordfish" not in script
     assert "API_KEY" in script, "in a comment"
@@ -185,7 +186,7 @@ def test_a_module_that_cannot_be_loaded_ends_the_job(make_request: MakeRequest) 
 
 
 def test_a_failed_preparation_ends_the_job(make_request: MakeRequest) -> None:
-    request = make_request(prepare=(("echo", "one"), ("bash", "-c", "exit 4"), ("echo", "two")))
+    request = make_request(prepare=("bash", "-c", "echo one; exit 4"))
     code, output = run(request, ["echo", "launched"])
     assert (code, output) == (4, "one\n")
     assert exit_file(request) == "4\n"
@@ -227,7 +228,7 @@ def test_a_signal_that_the_launch_survives_does_not_end_the_script(
 def test_a_signal_to_a_training_asks_the_ranks_to_save_and_leaves_the_launcher_alone(
     make_request: MakeRequest, name: str, said: str
 ) -> None:
-    request = make_request(stop=Stop())
+    request = make_request(checkpoint=Checkpoint(max_requeues=0))
     launcher = "trap 'exit 9' TERM; touch ready; until [[ -e stop ]]; do sleep 0.05; done; "
     process = start(request, ["bash", "-c", f"{launcher} touch stopped"])
     wait_for(request.run_directory / "ready")
@@ -241,14 +242,14 @@ def test_a_signal_to_a_training_asks_the_ranks_to_save_and_leaves_the_launcher_a
 def test_the_launcher_of_a_training_survives_signals_for_the_ranks(
     make_request: MakeRequest, name: str
 ) -> None:
-    request = make_request(stop=Stop())
+    request = make_request(checkpoint=Checkpoint(max_requeues=0))
     assert run(request, ["bash", "-c", f"kill -s {name} $$; echo alive"]) == (0, "alive\n")
 
 
 def test_a_launcher_that_waits_for_a_lost_node_does_not_keep_the_script(
     make_request: MakeRequest,
 ) -> None:
-    request = make_request(stop=Stop())
+    request = make_request(checkpoint=Checkpoint(max_requeues=0))
     (request.run_directory / "errors").mkdir(parents=True)
     body = render(request, ["bash", "-c", "trap '' TERM; : >errors/rank-0001.json; exec sleep 300"])
     body = impatient(body)
@@ -261,7 +262,7 @@ def test_a_launcher_that_waits_for_a_lost_node_does_not_keep_the_script(
 def test_signals_to_the_whole_group_end_no_guard_of_the_launcher(
     make_request: MakeRequest,
 ) -> None:
-    request = make_request(stop=Stop())
+    request = make_request(checkpoint=Checkpoint(max_requeues=0))
     (request.run_directory / "errors").mkdir(parents=True)
     waits = "trap '' TERM INT; : >ready; until [[ -e go ]]; do sleep 0.05; done"
     body = render(request, ["bash", "-c", f"{waits}; : >errors/rank-0001.json; exec sleep 300"])
@@ -283,7 +284,7 @@ def test_signals_to_the_whole_group_end_no_guard_of_the_launcher(
 def test_errors_of_an_earlier_start_that_cannot_be_moved_end_no_other(
     make_request: MakeRequest,
 ) -> None:
-    request = make_request(stop=Stop(requeues=1))
+    request = make_request(checkpoint=Checkpoint(max_requeues=1))
     errors = request.run_directory / "errors"
     errors.mkdir(parents=True)
     (errors / "rank-0001.json").touch()
@@ -298,7 +299,7 @@ def test_errors_of_an_earlier_start_that_cannot_be_moved_end_no_other(
 def test_a_stop_at_a_checkpoint_is_known_though_the_launchers_code_is_lost(
     make_request: MakeRequest, stopped: str, code: int
 ) -> None:
-    request = make_request(stop=Stop())
+    request = make_request(checkpoint=Checkpoint(max_requeues=0))
     body = render(request, ["bash", "-c", stopped])
     body = body.replace('wait "$child"\n        code=$?', 'wait "$child"\n        code=-1')
     assert "code=-1" in body
@@ -309,7 +310,7 @@ def test_a_stop_at_a_checkpoint_is_known_though_the_launchers_code_is_lost(
 
 def test_a_signal_reaches_the_preparation(make_request: MakeRequest) -> None:
     handler = "trap 'exit 9' TERM; touch ready; while :; do sleep 0.05; done"
-    request = make_request(prepare=(("bash", "-c", handler),))
+    request = make_request(prepare=("bash", "-c", handler))
     process = start(request, ["echo", "launched"])
     wait_for(request.run_directory / "ready")
     process.terminate()
@@ -334,13 +335,13 @@ def test_termination_during_the_setup_ends_the_job(make_request: MakeRequest) ->
         ("variables", {"A B": "x"}, r"environment\.variables"),
         ("modules", ("gcc\n",), r"environment\.modules"),
         ("run_directory", Path("/a\nb"), r"output\.directory"),
-        ("prepare", (("a\0b",),), "prepare"),
+        ("prepare", ("a\0b",), "prepare"),
     ],
 )
 def test_values_that_no_script_can_hold_are_refused(
     make_request: MakeRequest, field: str, value: object, named: str
 ) -> None:
-    request = replace(make_request(), **{field: value})  # type: ignore[arg-type]
+    request = change(make_request(), **{field: value})  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match=named):
         render(request, ["true"])
 
@@ -422,20 +423,26 @@ def test_python_of_the_container_runs_with_the_same_words(
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{fake.parent}:/usr/bin:/bin")
     own = (sys.executable, "-c", "import sys; print(sys.argv[1:])", "it's", "a b")
-    container = Container("my image.sif", (tmp_path, Path("/my dir")))
-    request = make_request(python=sys.executable, container=container, prepare=(own,))
+    request = make_request(
+        python=sys.executable,
+        container="my image.sif",
+        binds=(tmp_path, Path("/my dir")),
+        prepare=own,
+    )
     once = f"option --bind={tmp_path}\noption --bind=/my dir\nimage my image.sif\n"
     assert run(request, own) == (0, 2 * f"{once}[\"it's\", 'a b']\n")
 
 
 @pytest.mark.parametrize("name", ["/a,b", "/a:b"])
-def test_directories_that_apptainer_would_cut_are_refused(name: str) -> None:
+def test_directories_that_apptainer_would_cut_are_refused(
+    make_request: MakeRequest, name: str
+) -> None:
     with pytest.raises(InvalidInputError, match=r"environment\.container"):
-        Container("x.sif", (Path(name),)).wrap(("python",), "python")
+        render(make_request(container="x.sif", binds=(Path(name),)), ["true"])
 
 
 def test_names_in_the_templates_are_those_that_python_reads(make_request: MakeRequest) -> None:
-    request = make_request(stop=Stop(requeues=1), variables={"A": "1"})
+    request = make_request(checkpoint=Checkpoint(max_requeues=1), variables={"A": "1"})
     text = "".join(get(name).render(request) for name in ("local", "pbs"))
     for name in (ATTEMPT, RUN_VARIABLE, SCRIPT):
         assert f"export {name}=" in text

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from job_requests import change
 
-from pipectl.batch import JobRequest, JobState, Queue, SlurmOptions, Template, get
+from pipectl.batch import JobRequest, JobState, Queue, Template, get
 from pipectl.batch.process import NoAnswerError
 from pipectl.batch.slurm import (
     SACCT_FORMAT,
@@ -62,7 +62,7 @@ def test_what_is_not_asked_for_is_not_written(make_request: MakeRequest) -> None
         "--open-mode",
         "--no-requeue",
     ]
-    assert "--mem=2M" in options(make_request(memory_per_node_bytes=2**20 + 1)), "rounded up"
+    assert "--mem=2M" in options(make_request(memory_per_node=2**20 + 1)), "rounded up"
 
 
 @pytest.mark.parametrize("launcher", ["auto", "srun"])
@@ -80,7 +80,7 @@ def test_a_command_alone_is_started_without_mpi(
 def test_options_of_a_site(make_request: MakeRequest) -> None:
     """As sbatch's manual writes them: long ones, letters, without a value, several times."""
     own = {"qos": "a b", "exclusive": True, "x": "node[1-2]", "s": True, "bb": ("x", "y")}
-    slurm = SlurmOptions(partition="gpu", account="it's", options=own)
+    slurm = {"partition": "gpu", "account": "it's", "options": own}
     found = options(make_request(slurm=slurm))
     assert found[:6] == ['--qos="a b"', "--exclusive", '-x"node[1-2]"', "-s", "--bb=x", "--bb=y"]
     assert {"--partition=gpu", '--account="it\'s"'} < set(found)
@@ -88,10 +88,8 @@ def test_options_of_a_site(make_request: MakeRequest) -> None:
 
 def test_options_that_the_site_refuses_are_not_written(make_request: MakeRequest) -> None:
     names = ("cpus-per-task", "time", "gpus-per-node", "mem")
-    slurm = SlurmOptions(options=dict.fromkeys(names, False))
-    request = make_request(
-        launcher="srun", gpus_per_node=2, memory_per_node_bytes=2**30, slurm=slurm
-    )
+    slurm = {"options": dict.fromkeys(names, False)}
+    request = make_request(launcher="srun", gpus_per_node=2, memory_per_node=2**30, slurm=slurm)
     script = SlurmScheduler().render(request)
     assert not any(f"--{name}" in script for name in names)
 
@@ -99,8 +97,8 @@ def test_options_that_the_site_refuses_are_not_written(make_request: MakeRequest
 @pytest.mark.parametrize("memory", ["mem", "mem-per-cpu", "mem-per-gpu"])
 def test_options_may_say_what_resources_cannot(make_request: MakeRequest, memory: str) -> None:
     """Of options for memory, sbatch takes only one."""
-    slurm = SlurmOptions(options={"gpus-per-node": "a100:2", memory: "0"})
-    asked = options(make_request(gpus_per_node=2, memory_per_node_bytes=2**30, slurm=slurm))
+    slurm = {"options": {"gpus-per-node": "a100:2", memory: "0"}}
+    asked = options(make_request(gpus_per_node=2, memory_per_node=2**30, slurm=slurm))
     sizes = [line for line in asked if line.startswith(("--mem", "--gpus"))]
     assert sizes == ["--gpus-per-node=a100:2", f"--{memory}=0"]
 
@@ -109,10 +107,10 @@ def test_options_may_say_what_resources_cannot(make_request: MakeRequest, memory
 def test_a_dependency_of_the_users_goes_with_none_of_ours(
     make_request: MakeRequest, name: str
 ) -> None:
-    request = make_request(slurm=SlurmOptions(options={name: "x"}))
+    request = make_request(slurm={"options": {name: "x"}})
     assert any("x" in line for line in options(request))
     with pytest.raises(InvalidInputError, match=rf"slurm\.options\.{name}: .* --after"):
-        options(replace(request, after=("41",)))
+        options(change(request, after=("41",)))
 
 
 @pytest.mark.parametrize(
@@ -178,7 +176,7 @@ def test_directives_of_a_template_come_first_so_that_those_of_pipectl_win(
     make_request: MakeRequest, directive: str
 ) -> None:
     template = Template("t", DIRECTIVES.format(directive))
-    request = make_request(slurm=SlurmOptions("y"), template=template)
+    request = make_request(slurm={"partition": "y"}, template=template)
     assert options(request)[0] == directive
 
 
@@ -208,7 +206,7 @@ def test_directives_that_order_does_not_settle_are_refused(
 def test_control_characters_in_options_are_refused(make_request: MakeRequest, key: str) -> None:
     value = {"mail-type": "a\nb"} if key == "options" else "a\nb"
     with pytest.raises(InvalidInputError, match=rf"slurm\.{key}"):
-        options(make_request(slurm=SlurmOptions(**{key: value})))
+        options(make_request(slurm={key: value}))
 
 
 @pytest.mark.parametrize("name", ["HYDRA_LAUNCHER", "HYDRA_LAUNCHER_EXEC", "HYDRA_BOOTSTRAP"])
@@ -217,7 +215,7 @@ def test_a_job_with_a_launcher_of_its_own_in_its_variables_gets_no_other(
 ) -> None:
     request = make_request(mpi="hydra", launcher="mpiexec")
     assert "HYDRA_LAUNCHER_EXEC=" in SlurmScheduler().render(request)
-    script = SlurmScheduler().render(replace(request, variables={name: "ssh"}))
+    script = SlurmScheduler().render(change(request, variables={name: "ssh"}))
     assert "HYDRA_" not in script.replace(f"({name})", "")
 
 

@@ -7,10 +7,10 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from job_requests import change
 
 from pipectl.batch import Array, JobRequest, Template, check_template, get
 from pipectl.errors import InvalidInputError, SpecError
@@ -137,7 +137,7 @@ def start(
     mpiexec.chmod(0o755)
     text = GOOD.replace("echo before", setup).replace("    echo after", at_exit)
     template = Template("site.sh", text)
-    request = replace(request, template=template, command=tuple(launch), mpiexec=str(mpiexec))
+    request = change(request, template=template, command=tuple(launch), mpiexec=str(mpiexec))
     script = request.run_directory / "job.sh"
     script.write_text(get("local").render(request))
     return subprocess.Popen(
@@ -194,7 +194,7 @@ def test_signals_reach_the_launch(make_request: MakeRequest) -> None:
 
 def test_a_local_job_is_found_by_its_tag(make_request: MakeRequest) -> None:
     request = make_request()
-    process = start(replace(request, tag="run 12ab"), "true", "true", ["sleep", "60"])
+    process = start(change(request, tag="run 12ab"), "true", "true", ["sleep", "60"])
     try:
         deadline = time.monotonic() + 60
         while (found := get("local").find("run 12ab")) is None and time.monotonic() < deadline:

@@ -6,11 +6,13 @@ import inspect
 import re
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from job_requests import make_request
 
 from pipectl import errors
 from pipectl.batch import CHECKPOINTED, Array, JobRequest, JobState, Scheduler, Template, get
@@ -86,15 +88,7 @@ def test_the_documented_schedule_is_one() -> None:
 
 @pytest.fixture
 def make_job(tmp_path: Path) -> Callable[..., JobRequest]:
-    def build(**changes: Any) -> JobRequest:
-        values: dict[str, Any] = {
-            "name": "demo", "tag": "20261121-demo 7f3a9c01", "run_directory": tmp_path / "run",
-            "python": "/opt/bin/python", "ranks": 4, "nodes": 2, "tasks_per_node": 2,
-            "walltime_s": 600, "command": ("true",), "mpiexec": "/opt/bin/mpiexec",
-        }  # fmt: skip
-        return JobRequest(**{**values, **changes})
-
-    return build
+    return partial(make_request, tmp_path / "run", tag="20261121-demo 7f3a9c01", nodes=2)
 
 
 @pytest.fixture

@@ -29,14 +29,16 @@ environment: {container: IMAGE}
 def test_what_the_job_names_and_writes_is_bound(tmp_path: Path, written: str, image: str) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(JOB.replace("IMAGE", written))
-    container = job_request(load(path, check_files=False), Path("/runs/x"), "t").container
-    assert container is not None
-    trial = trial_request(load(path, check_files=False)).container
-    assert trial is not None
-    assert trial.binds[0] == Path("runs").absolute()
-    assert container.image == image.format(tmp_path)
-    assert container.binds == (Path("/runs"), tmp_path, tmp_path / "code")
-    assert container.accelerators
+    spec = load(path, check_files=False)
+    assert trial_request(spec).binds[0] == Path("runs").absolute()
+    request = job_request(spec, Path("/runs/x"), "t")
+    assert request.binds == (Path("/runs"), tmp_path, tmp_path / "code")
+    assert request.in_container(("a",)) == (
+        *("apptainer", "exec", "--nv"),
+        *(f"--bind={path}" for path in request.binds),
+        image.format(tmp_path),
+        "a",
+    )
 
 
 def test_packages_beside_the_job_are_bound(tmp_path: Path) -> None:
@@ -44,6 +46,5 @@ def test_packages_beside_the_job_are_bound(tmp_path: Path) -> None:
     text = JOB.replace("./code/model.py", "netmod").replace("./model data.py", "/else/pk.data")
     (tmp_path / "job.yaml").write_text(text.replace("IMAGE", "./torch.sif"))
     spec = load(tmp_path / "job.yaml", check_files=False)
-    container = job_request(spec, Path("/runs/x"), "t").container
-    assert container is not None
-    assert container.binds == (Path("/runs"), *sorted([Path("/else"), tmp_path]))
+    binds = job_request(spec, Path("/runs/x"), "t").binds
+    assert binds == (Path("/runs"), *sorted([Path("/else"), tmp_path]))

@@ -102,15 +102,15 @@ def test_ranks_that_offload_to_a_disk_start_with_a_heap_that_joins_what_is_freed
     plan = Plan(
         "tiny", None, "1f1b", (1,), 4, 4, 1, (stage,), (), (0,), offload_to=OffloadTarget(target)
     )
-    variables = job_request(spec, tmp_path, "tag", plan=plan if known else None).variables
-    assert variables == (TIGHT_HEAP if target == "disk" else {})
+    request = job_request(spec, tmp_path, "tag", plan=plan if known else None)
+    assert request.environment.variables == (TIGHT_HEAP if target == "disk" else {})
     kept = replace(plan, stages=(replace(stage, offload=False),))
-    assert job_request(spec, tmp_path, "tag", plan=kept).variables == {}
+    assert job_request(spec, tmp_path, "tag", plan=kept).environment.variables == {}
 
 
 def test_a_job_s_own_setting_of_the_heap_wins(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     own = "environment: {variables: {GLIBC_TUNABLES: glibc.malloc.check=1}}"
     path.write_text(f"{JOB}pipeline: {{offload: disk}}\n{own}\n")
-    found = job_request(load(path), tmp_path, "tag").variables
+    found = job_request(load(path), tmp_path, "tag").environment.variables
     assert found == {"GLIBC_TUNABLES": "glibc.malloc.check=1"}

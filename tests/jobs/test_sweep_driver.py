@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from job_requests import make_request
 
-from pipectl.batch import Array, JobRequest, JobState, get
+from pipectl.batch import Array, JobState, get
 from pipectl.batch.local import LocalScheduler
 from pipectl.jobs.cancel import Cancellation, cancel, cancel_sweep
 from pipectl.jobs.state import get_statuses
@@ -32,15 +33,10 @@ def start(tmp_path: Path) -> Callable[..., Started]:
 
     def submit(points: int, at_once: int, *, told: bool = True) -> Started:
         sweep, runs = SweepDirectory.create(tmp_path, "tiny", points, time.time())
-        request = JobRequest(
-            name="tiny",
+        request = make_request(
+            sweep.path,
             tag=sweep.name,
-            run_directory=sweep.path,
             python=sys.executable,
-            ranks=1,
-            nodes=1,
-            tasks_per_node=1,
-            walltime_s=60,
             command=(sys.executable, "-m", "pipectl.jobs.sweep", str(sweep.path)),
             array=Array(tuple(run.path for run in runs), at_once),
         )

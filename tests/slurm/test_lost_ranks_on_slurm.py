@@ -14,8 +14,9 @@ from typing import Any
 
 import psutil
 import pytest
+from job_requests import make_request
 
-from pipectl.batch import JobRequest, JobState, JobStatus
+from pipectl.batch import JobState, JobStatus
 from pipectl.batch.slurm import SlurmScheduler
 from pipectl.runs import RunDirectory, read_errors, read_exit_code
 
@@ -35,15 +36,13 @@ def submit(lab: Path, tmp_path: Path) -> Callable[..., tuple[RunDirectory, str]]
         run = RunDirectory(tmp_path / "run")
         for folder in (run.errors, run.logs):
             folder.mkdir(parents=True)
-        request = JobRequest(
-            name="ring",
+        request = make_request(
+            run.path,
             tag=f"tag-{time.time_ns()}",
-            run_directory=run.path,
             python=sys.executable,
-            ranks=3,
             nodes=3,
             tasks_per_node=1,
-            walltime_s=300,
+            walltime=300,
             command=(sys.executable, "-m", "mpi4py", str(RING), "--run", str(run.path)),
             variables={"TEST_HAPPENS": what},
             mpiexec=str(beside) if beside.exists() else shutil.which("mpiexec"),

@@ -5,17 +5,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from job_requests import change, make_request
 
 from pipectl.batch import (
     JobRequest,
     JobState,
     JobStatus,
-    SlurmOptions,
     Template,
     render_variables,
 )
@@ -36,19 +35,16 @@ def request_of(lab: Path, tmp_path: Path) -> Callable[..., JobRequest]:
     launcher.chmod(0o755)
 
     def build(command: str, **changes: Any) -> JobRequest:
-        request = JobRequest(
-            name="demo",
+        request = make_request(
+            tmp_path / "run",
             tag=f"tag-{time.time_ns()}",
-            run_directory=tmp_path / "run",
             python=sys.executable,
-            ranks=1,
-            nodes=1,
             tasks_per_node=1,
-            walltime_s=300,
+            walltime=300,
             command=("bash", "-c", command),
             mpiexec=str(launcher),
         )
-        return replace(request, **changes)
+        return change(request, **changes)
 
     return build
 
@@ -104,8 +100,8 @@ def test_a_job_fails_with_its_code(
 def test_waiting_jobs_are_queued_or_held_and_can_be_cancelled(
     request_of: Callable[..., JobRequest], wait_for: WaitFor
 ) -> None:
-    later = SlurmOptions(options={"begin": "now+1hour"})
-    held = SlurmOptions(options={"hold": True})
+    later = {"options": {"begin": "now+1hour"}}
+    held = {"options": {"hold": True}}
     queued_id = submit(request_of("true", slurm=later))
     held_id = submit(request_of("true", slurm=held))
     assert wait_for(queued_id, JobState.QUEUED).reason == "BeginTime"
@@ -152,12 +148,11 @@ def test_srun_starts_every_rank_in_blocks(
         'echo "rank $SLURM_PROCID of $SLURM_NTASKS on $SLURMD_NODENAME"',
         launcher="srun",
         mpi="none",
-        ranks=4,
         nodes=2,
         tasks_per_node=2,
         cpus_per_task=2,
         gpus_per_node=2,
-        memory_per_node_bytes=100 * 2**20,
+        memory_per_node=100 * 2**20,
     )
     status = wait_for(submit(request))
     assert status.state is JobState.COMPLETED, log(request)
@@ -180,13 +175,12 @@ def test_mpiexec_starts_every_rank_in_blocks(
     )
     request = request_of(
         "true",
-        ranks=4,
         nodes=2,
         tasks_per_node=2,
         mpiexec=str(mpiexec),
         mpi=mpi_of(str(mpiexec)),
     )
-    request = replace(request, command=(sys.executable, "-m", "mpi4py", "-c", code))
+    request = change(request, command=(sys.executable, "-m", "mpi4py", "-c", code))
     assert wait_for(submit(request)).state is JobState.COMPLETED, log(request)
     lines = sorted(line for line in log(request).splitlines() if line.startswith("rank"))
     nodes = ("node1", "node1", "node2", "node2")
@@ -198,7 +192,7 @@ def test_nasty_values_arrive_unchanged(
 ) -> None:
     variables = {f"NASTY_{index}": value for index, value in enumerate(NASTY)}
     report = 'printf "%s\\0" "$@"; for n in ${!NASTY_*}; do printf "%s=%s\\0" "$n" "${!n}"; done'
-    request = replace(
+    request = change(
         request_of("true"),
         run_directory=tmp_path / "a b'c\"d$HOME\\e%j;touch PWNED",
         variables=variables,
@@ -221,7 +215,7 @@ def test_the_log_is_written_whatever_the_directory_is_called(
 
 
 def test_nasty_tags_reach_slurm_unchanged(request_of: Callable[..., JobRequest]) -> None:
-    held = SlurmOptions(options={"hold": True})
+    held = {"options": {"hold": True}}
     values = [value for value in NASTY[::5] if value.strip()]
     tags = {submit(request_of("true", tag=value, slurm=held)): value for value in values}
     assert len(tags) >= 30
@@ -250,7 +244,7 @@ def test_what_pipectl_writes_overrules_a_template(request_of: Callable[..., JobR
 
 def test_options_of_the_job_reach_slurm(request_of: Callable[..., JobRequest]) -> None:
     own = {"hold": True, "nice": "7", "x": "node[3-4]"}
-    job_id = submit(request_of("true", slurm=SlurmOptions(options=own)))
+    job_id = submit(request_of("true", slurm={"options": own}))
     try:
         ask = ["scontrol", "show", "job", "-o", job_id]
         shown = subprocess.run(ask, capture_output=True, text=True, check=True).stdout
@@ -281,14 +275,14 @@ def test_estimate(request_of: Callable[..., JobRequest]) -> None:
     forecast = SLURM.estimate(script)
     assert forecast is not None
     assert " to start at " in forecast
-    script.write_text(SLURM.render(replace(request, nodes=5, tasks_per_node=9)))
+    script.write_text(SLURM.render(change(request, nodes=5, tasks_per_node=9)))
     with pytest.raises(SchedulerError, match="not available"):
         SLURM.estimate(script)
 
 
 def test_a_wrong_partition_is_refused_with_a_cure(request_of: Callable[..., JobRequest]) -> None:
     with pytest.raises(SchedulerError, match="nosuch") as caught:
-        submit(request_of("true", slurm=SlurmOptions({"partition": "nosuch"})))
+        submit(request_of("true", slurm={"partition": "nosuch"}))
     assert "slurm.partition" in (caught.value.cure or "")
 
 
