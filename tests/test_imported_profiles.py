@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pipectl.errors import DataFileError
-from pipectl.planner.pruning import pipedream_pruned, prepared
-from pipectl.profile import Profile, Variant
+from pipectl.planner.imported import pipedream_pruned, prepared
+from pipectl.profile import Profile
 
 DIRECTORY = os.environ.get("PIPECTL_WORKLOADS")
 
@@ -60,29 +60,19 @@ def test_optional_keys_of_a_node_are_kept():
     more = {
         "phase": "backward",
         "colocate": 3,
-        "cpu_s": 0.5,
-        "cpu_only": True,
         "memory_bytes": 7,
         "transfer_s": 0.25,
-        "variants": [
-            {
-                "tensor_parallel": 2,
-                "recompute": True,
-                "time_s": 1.5,
-                "parameter_bytes": 10,
-                "mem_per_microbatch_bytes": 20,
-                "mem_fixed_bytes": 30,
-                "sync_fw_bytes": {"b": 4},
-                "sync_bw_bytes": {},
-            }
-        ],
     }
     profile = read([node("a", **more)], [])
     (operator,) = profile.operators
-    assert (operator.phase, operator.group, operator.cpu_s) == ("backward", "3", 0.5)
-    assert (operator.cpu_only, operator.memory_bytes, operator.transfer_s) == (True, 7, 0.25)
-    assert operator.variants == (Variant(2, True, 1.5, 10, 20, 30, {"b": 4}, {}),)
+    assert (operator.phase, operator.group) == ("backward", "3")
+    assert (operator.memory_bytes, operator.transfer_s) == (7, 0.25)
     assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
+
+
+def test_operators_that_no_device_can_run_are_an_error():
+    with pytest.raises(DataFileError, match=r"nodes\[0\]\.cpu_only: stages on CPUs"):
+        read([node("a", cpu_only=True)], [])
 
 
 def test_values_go_one_way_where_phases_are_nodes():

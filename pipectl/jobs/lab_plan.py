@@ -10,22 +10,21 @@ from typing import Any
 
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, PipectlError, UsageError
-from pipectl.jobs.plan import Deadline, PlanInputs, Searcher, shipped_number
+from pipectl.jobs.plan import Deadline, PlanInputs, Searcher
 from pipectl.plan import Plan, Replication
 from pipectl.planner import PlanRequest
-from pipectl.planner.exact.balance import balance
-from pipectl.planner.exact.request import Balance, BalanceRequest, DeviceKind
+from pipectl.planner.balance.balance import balance
+from pipectl.planner.balance.request import Balance, BalanceRequest
 from pipectl.planner.folding import folded
+from pipectl.planner.imported import prepared
 from pipectl.planner.machines.other_clusters import (
     with_bandwidth,
-    with_nodes,
     with_ranks,
     with_slower_links,
 )
 from pipectl.planner.plans.given_stages import plan_of_stages
 from pipectl.planner.policies import NAMES, OWN
 from pipectl.planner.policies.policy_plans import policy_plans
-from pipectl.planner.pruning import prepared
 from pipectl.planner.search import MOST_ALTERNATIVES, Found, search_plans
 from pipectl.profile import Profile
 from pipectl.units import did_you_mean, format_bytes
@@ -140,7 +139,6 @@ class Balanced:
             "exact": self.balance.exact,
             "planning_s": self.planning_s,
             "accelerators": self.request.devices,
-            "cpus": self.request.cpus,
             "memory_limit_bytes": self.request.memory_limit_bytes,
             "bandwidth_bytes_per_s": self.request.bandwidth_bytes_per_s,
             "communication_scale": self.request.communication_scale,
@@ -149,7 +147,7 @@ class Balanced:
                     "nodes": list(stage.nodes),
                     "replicas": 1,
                     "devices": [index],
-                    "device": stage.device,
+                    "device": "acc",
                     "load_s": stage.load_s,
                 }
                 for index, stage in enumerate(self.balance.stages)
@@ -170,7 +168,6 @@ def plan_balance(inputs: PlanInputs, changes: LinkChanges, deadline: Deadline) -
     known = changes.bandwidth_bytes_per_s is not None or inputs.cluster_file is not None
     request = BalanceRequest(
         devices=cluster.ranks,
-        cpus=int(shipped_number(profile, "cpus") or 0),
         memory_limit_bytes=asked.memory_limit_bytes,
         # the scale of messages is in it already
         bandwidth_bytes_per_s=cluster.widest_link.bandwidth_bytes_per_s if known else None,
@@ -190,10 +187,6 @@ def plan_balance(inputs: PlanInputs, changes: LinkChanges, deadline: Deadline) -
             cure=f"give {asked.named('ranks')}, or a larger {asked.named('memory_limit')}",
         )
     stages = [stage.nodes for stage in result.stages]
-    loads = [
-        None if stage.device is DeviceKind.ACCELERATOR else stage.load_s for stage in result.stages
-    ]
-    ranks = len(stages)  # CPUs beside the devices are further ranks
-    machines = with_ranks(with_nodes(cluster, max(len(cluster.nodes), ranks)), ranks)
-    plan = plan_of_stages(folded(profile, stages), machines, asked, stages, loads)
+    machines = with_ranks(cluster, len(stages))
+    plan = plan_of_stages(folded(profile, stages), machines, asked, stages)
     return Balanced(request, result, planning_s, plan)

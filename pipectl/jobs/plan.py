@@ -34,8 +34,8 @@ from pipectl.planner.answers.explain import Explanation, explain
 from pipectl.planner.answers.scaling import Scaling, scaling
 from pipectl.planner.answers.step_parts import StepParts, step_parts
 from pipectl.planner.folding import folded
+from pipectl.planner.imported import prepared
 from pipectl.planner.machines.other_clusters import with_bandwidth, with_ranks
-from pipectl.planner.pruning import prepared
 from pipectl.planner.request import Planner
 from pipectl.planner.search import Found, search_plans
 from pipectl.profile import Profile

@@ -7,7 +7,7 @@ reads from other backward operators comes back to it from them, as gradients do:
            │     is                        f0 and b0 in one stage, f1 and b1 in one
     b0 ◄── b1          b0 ──► b1
 
-The stage graph is that of :mod:`pipectl.planner.exact.load_model`, so both objectives cut alike.
+The stage graph is that of :mod:`pipectl.planner.balance.load_model`, so both objectives cut alike.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from pipectl.graph import topological_order
-from pipectl.planner.exact.load_model import stage_edges
+from pipectl.planner.balance.load_model import stage_edges
 from pipectl.planner.graphs.condense import contract, group_labels
 from pipectl.profile import Operator, Profile
 

@@ -2,8 +2,7 @@
 
 With one rank a stage, see :mod:`pipectl.planner.straight`; with replicas,
 :mod:`pipectl.planner.replication`; with offload, backwards on other ranks or several stages a
-rank, :mod:`pipectl.planner.variants`. Of small problems :mod:`pipectl.planner.proof` looks at
-everything.
+rank, :mod:`pipectl.planner.variants`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from pipectl.planner.exploring.judge import TIE
 from pipectl.planner.listed import listed_plan
 from pipectl.planner.policies import antichain
 from pipectl.planner.policies.policy_plans import policy_plans
-from pipectl.planner.proof import proven
 from pipectl.planner.rating import PLANNER, have_same_least_load, work_s
 from pipectl.planner.replication.copies import copied_plans, one_copy
 from pipectl.planner.replication.replicated import MANY_RANKS, replicated_plans
@@ -67,10 +65,7 @@ def make_plan(
         InfeasibleError: nothing fits; says how much is missing and what would help.
         OutOfTimeError: time was over before any plan was found, and even cuts do not fit.
     """
-    plan = _ranked(profile, cluster, request, expired, 0)[0]
-    if request.listed is not None:
-        return plan
-    return proven(plan, profile, cluster, request, expired)
+    return _ranked(profile, cluster, request, expired, 0)[0]
 
 
 def search_plans(
@@ -81,10 +76,7 @@ def search_plans(
 ) -> Found:
     """As :func:`make_plan`, with the next best plans."""
     plan, *others = _ranked(profile, cluster, request, expired, MOST_ALTERNATIVES)
-    if request.listed is not None:
-        return Found(plan, ())
-    best = proven(plan, profile, cluster, request, expired)
-    return Found(best, tuple(others[:MOST_ALTERNATIVES]))
+    return Found(plan, tuple(others[:MOST_ALTERNATIVES]))
 
 
 def _ranked(

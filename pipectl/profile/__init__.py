@@ -1,7 +1,7 @@
 """``profile.json``: the measured operator graph of a model. The input of the planner."""
 
 from pipectl.profile.memory import OperatorMemory, StepMemory
-from pipectl.profile.operators import NO_TEMPORARIES, Operator, Variant
+from pipectl.profile.operators import NO_TEMPORARIES, Operator
 from pipectl.profile.overhead import OptimizerCost, StageOverhead
 from pipectl.profile.profile import MeasuredOn, Profile
 
@@ -14,5 +14,4 @@ __all__ = [
     "Profile",
     "StageOverhead",
     "StepMemory",
-    "Variant",
 ]

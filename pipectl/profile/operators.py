@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipectl.fields import Reader
@@ -12,44 +12,6 @@ from pipectl.profile.memory import OperatorMemory
 NO_TEMPORARIES = "the memory of temporary values is not given: taken as none"
 NO_SAVED = "saved bytes are not given: each operator is taken to keep its output"
 PHASES = ("forward", "backward")
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One way to run an operator on every device of a stage: tensor parallel, with recomputation.
-
-    Args:
-        tensor_parallel: devices that share the operator.
-        recompute: whether its saved values are computed again in the backward.
-        time_s: forward and backward of one micro-batch on each of these devices.
-        parameter_bytes: on each device.
-        mem_per_microbatch_bytes: kept on each device for every micro-batch in flight.
-        mem_fixed_bytes: resident on each device whatever is in flight.
-        sync_fw_bytes, sync_bw_bytes: by neighbour, what the devices exchange besides.
-    """
-
-    tensor_parallel: int
-    recompute: bool
-    time_s: float
-    parameter_bytes: int
-    mem_per_microbatch_bytes: int
-    mem_fixed_bytes: int
-    sync_fw_bytes: Mapping[str, int] = field(default_factory=dict)
-    sync_bw_bytes: Mapping[str, int] = field(default_factory=dict)
-
-    @classmethod
-    def from_json(cls, item: Reader) -> Variant:
-        """One object of a node's ``variants``."""
-        return cls(
-            tensor_parallel=item.integer("tensor_parallel", default=1, minimum=1),
-            recompute=item.flag("recompute", default=False),
-            time_s=item.number("time_s"),
-            parameter_bytes=item.size("parameter_bytes"),
-            mem_per_microbatch_bytes=item.size("mem_per_microbatch_bytes", default=0),
-            mem_fixed_bytes=item.size("mem_fixed_bytes", default=0),
-            sync_fw_bytes=item.sizes("sync_fw_bytes"),
-            sync_bw_bytes=item.sizes("sync_bw_bytes"),
-        )
 
 
 @dataclass(frozen=True)
@@ -72,12 +34,9 @@ class Operator:
         memory: what it allocates while it runs; None where that was not measured.
         phase: ``forward`` or ``backward`` in graphs where the two are operators of their own, whose
             values go one way; None where one operator does both.
-        cpu_s: forward and backward on a CPU beside the accelerators; None if unknown.
-        cpu_only: whether no accelerator can run it.
         memory_bytes: all memory it takes in a stage, where only that is known.
         transfer_s: to move its output between an accelerator and the host; None if it follows
             from ``output_bytes``.
-        variants: further ways to run it.
     """
 
     id: str
@@ -95,11 +54,8 @@ class Operator:
     signature: str | None = None
     memory: OperatorMemory | None = None
     phase: str | None = None
-    cpu_s: float | None = None
-    cpu_only: bool = False
     memory_bytes: int | None = None
     transfer_s: float | None = None
-    variants: tuple[Variant, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON object, without absent options."""
@@ -121,13 +77,9 @@ class Operator:
             item["cached"] = _timings_json(self.cached)
         if self.memory is not None:
             item["memory"] = self.memory.to_json()
-        for key in ("group", "signature", "phase", "cpu_s", "memory_bytes", "transfer_s"):
+        for key in ("group", "signature", "phase", "memory_bytes", "transfer_s"):
             if getattr(self, key) is not None:
                 item[key] = getattr(self, key)
-        if self.cpu_only:
-            item["cpu_only"] = True
-        if self.variants:
-            item["variants"] = [asdict(variant) for variant in self.variants]
         return item
 
     @classmethod
@@ -149,6 +101,8 @@ class Operator:
         parameter_bytes = item.size("parameter_bytes")
         named = item.pairs("parameters")
         phase = _phase(item)
+        if item.flag("cpu_only", default=False):
+            raise item.error("cpu_only", "stages on CPUs beside the devices are not planned")
         return cls(
             id=node_id,
             name=item.text("name", default=node_id),
@@ -165,11 +119,8 @@ class Operator:
             signature=item.optional_text("signature"),
             memory=item.optional("memory", OperatorMemory.from_json),
             phase=phase,
-            cpu_s=item.optional_number("cpu_s"),
-            cpu_only=item.flag("cpu_only", default=False),
             memory_bytes=item.size("memory_bytes") if "memory_bytes" in item else None,
             transfer_s=item.optional_number("transfer_s"),
-            variants=tuple(map(Variant.from_json, item.items("variants", default=[]))),
         )
 
 

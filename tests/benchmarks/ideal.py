@@ -171,7 +171,7 @@ def halved(profile: Profile, micro_batches: int) -> Plan:
     """One addition a stage; the loss goes with the second."""
     ids = [operator.id for operator in profile.operators]
     request = PlanRequest("actions", micro_batches, micro_batches=micro_batches)
-    return plan_of_stages(profile, cluster_of(RANKS), request, [ids[:1], ids[1:]], (None, None))
+    return plan_of_stages(profile, cluster_of(RANKS), request, [ids[:1], ids[1:]])
 
 
 def actions(rounds: int) -> None:

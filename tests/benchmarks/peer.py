@@ -90,7 +90,7 @@ def link_speed(folder: Path, model: Model, text: str) -> int:
         return int(text or 0)
     profile = profiled(folder, MICRO_BATCHES)
     stages = halves(profile, model.half)
-    plan = plan_of_stages(profile, cluster_of(RANKS), request(), stages, (None, None))
+    plan = plan_of_stages(profile, cluster_of(RANKS), request(), stages)
     computing_s = statistics.mean(stage.load_s for stage in plan.stages)
     forwards = sum(each.size_bytes for each in plan.transfers if each.target == RANKS - 1)
     return round(8 * forwards / 1e6 / (computing_s * int(text[:-1]) / 100))
@@ -136,7 +136,7 @@ def plans_of(folder: Path, model: Model, cluster: Cluster) -> dict[str, Plan]:
     profile = profiled(folder, MICRO_BATCHES)
     any_size = replace(request(), micro_batches=None)
     free = make_plan(profiled(folder, None, again=True), cluster, any_size)
-    same = plan_of_stages(profile, cluster, request(), halves(profile, model.half), (None, None))
+    same = plan_of_stages(profile, cluster, request(), halves(profile, model.half))
     everything = default_warm_up("gpipe", RANKS, MICRO_BATCHES)
     deeper = policy_b(RANKS, MICRO_BATCHES)
     return {

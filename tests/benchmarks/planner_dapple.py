@@ -14,8 +14,8 @@ from time import perf_counter
 from typing import Any
 
 from pipectl.planner.hybrid import HybridPlan, HybridRequest, States, hybrid_plans
+from pipectl.planner.imported import prepared
 from pipectl.planner.policies.dapple_rules import DappleRules
-from pipectl.planner.pruning import prepared
 from pipectl.profile import Profile
 
 SYNCHRONOUS = "synchronous 1F1B iteration latency, event-simulated, full-duplex links"

@@ -16,9 +16,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from pipectl.planner.exact.balance import balance
-from pipectl.planner.exact.request import Balance, BalanceRequest
-from pipectl.planner.pruning import prepared
+from pipectl.planner.balance.balance import balance
+from pipectl.planner.balance.request import Balance, BalanceRequest
+from pipectl.planner.imported import prepared
 from pipectl.profile import Operator, Profile
 
 BUDGET_S = 10.0
@@ -32,27 +32,15 @@ PROVEN_TEXT = """\
     PIPECTL_WORKLOADS=DIRECTORY python tests/benchmarks/planner_optimality.py
 
 Seconds are of one core, without reading the file and without compiling (once for each
-installation). *original*: the published programme over all downsets; *pruned*: the same in C++
-with pruning; both measured on a similar machine. Every value is proven anew.
+installation). Every value is proven anew.
 
-| profile | devices | link | proven ms | ours ms | difference | downsets | s | original | pruned |
-|---|---|---|---|---|---|---|---|---|---|"""
+| profile | devices | link | proven ms | ours ms | difference | downsets | s |
+|---|---|---|---|---|---|---|---|"""
 OPEN_TEXT = f"""
 ### Graphs with too many downsets, within {BUDGET_S:g} s
 
 | profile | devices | link | ours ms | bound ms | gap | s |
 |---|---|---|---|---|---|---|"""
-PUBLISHED = {  # seconds with the devices as shipped, by the original programme and the pruned one
-    "layer-bert24_inference": ("0.004", "0.0001"),
-    "layer-bert24_training": ("0.005", "0.0001"),
-    "layer-gnmt_inference": ("11.0", "0.53"),
-    "layer-gnmt_training": ("19.4", "0.71"),
-    "layer-inceptionv3_inference": ("> 120", "16.6"),
-    "layer-resnet50_inference": ("0.084", "0.002"),
-    "operator-bert_l-3_inference": ("0.59", "0.04"),
-    "operator-bert_l-3_training": ("3.9", "0.11"),
-    "operator-bert_l-6_training": ("14.1", "0.19"),
-}
 
 
 def main() -> None:
@@ -74,14 +62,11 @@ def main() -> None:
 
 
 def _warm_up() -> None:
-    """Compile the kernels, with and without CPUs."""
-    operators = tuple(
-        Operator(f"n{i}", f"n{i}", 1.0 + i % 3, 1.0, 0, 8, 0, cpu_s=40.0) for i in range(9)
-    )
+    """Compile the kernels."""
+    operators = tuple(Operator(f"n{i}", f"n{i}", 1.0 + i % 3, 1.0, 0, 8, 0) for i in range(9))
     edges = tuple((f"n{i}", f"n{j}") for i in range(9) for j in (i + 2, i + 3) if j < 9)
     profile = Profile("warm-up", "made up", 1, operators, edges)
-    for cpus in (0, 1):
-        balance(profile, BalanceRequest(3, cpus, bandwidth_bytes_per_s=9.0))
+    balance(profile, BalanceRequest(3, bandwidth_bytes_per_s=9.0))
 
 
 def _proven_rows(file: Path) -> Iterator[str]:
@@ -89,16 +74,16 @@ def _proven_rows(file: Path) -> Iterator[str]:
     for entry in json.loads(file.read_text())["best_known"]:
         request = _request(entry)
         proven = entry.get("proven_optimal") and entry["objective"].startswith("max stage load")
-        if not proven or request in seen:
+        if not proven or entry.get("cpus") or request in seen:
             continue
         seen.add(request)
         found, seconds = _timed(profile, request)
         difference = found.value_s / entry["value"] - 1
         name = file.stem.removeprefix("dnnpart-throughput-")
-        listed = PUBLISHED.get(name) if entry.get("cpus") and "comm_scale" not in entry else None
-        cells = [name, _devices(request), _link(profile, request), f"{1e3 * entry['value']:.6g}"]
+        cells = [name, str(request.devices), _link(profile, request)]
+        cells += [f"{1e3 * entry['value']:.6g}"]
         cells += [f"{1e3 * found.value_s:.6g}", f"{difference:.0e}" if found.exact else "NO PROOF"]
-        cells += [f"{found.downsets}", f"{seconds:.3f}", *(listed or ("", ""))]
+        cells += [f"{found.downsets}", f"{seconds:.3f}"]
         yield f"| {' | '.join(cells)} |"
 
 
@@ -127,15 +112,10 @@ def _request(entry: dict[str, Any]) -> BalanceRequest:
     bandwidth = entry.get("bandwidth_bytes_per_s")
     return BalanceRequest(
         devices=entry["devices"],
-        cpus=entry.get("cpus", 0),
         memory_limit_bytes=entry.get("memory_limit_bytes"),
         bandwidth_bytes_per_s=bandwidth if isinstance(bandwidth, float | int) else None,
         communication_scale=entry.get("comm_scale", 1.0),
     )
-
-
-def _devices(request: BalanceRequest) -> str:
-    return f"{request.devices}" + (f" + {request.cpus} CPU" if request.cpus else "")
 
 
 def _link(profile: Profile, request: BalanceRequest) -> str:

@@ -112,7 +112,7 @@ def test_the_stages_with_the_smallest_largest_load(cli: Command, alone: Path) ->
     lines = result.out.splitlines()
     assert lines[0] == "tiny: 4 stages on 4 devices"
     assert lines[1].startswith("largest stage load 30.0 ms: the smallest possible, in ")
-    assert lines[2].split() == ["stage", "device", "ops", "load", "from"]
+    assert lines[2].split() == ["stage", "ops", "load", "from"]
     assert len([line for line in lines[3:7] if " acc " in line]) == 4
     assert lines[7].startswith("as a 1f1b pipeline of 4 micro-batches: ")
     found = answer(cli, *BALANCE, "2")
@@ -124,7 +124,7 @@ def test_the_stages_with_the_smallest_largest_load(cli: Command, alone: Path) ->
 def test_a_job_is_balanced_over_its_ranks(cli: Command, profile: Path) -> None:
     command = ("lab", "plan", "job.yaml", "--objective", "max-stage-load", "--scheduler", "slurm")
     found = answer(cli, *command)
-    assert (found["accelerators"], found["cpus"]) == (2, 0)
+    assert found["accelerators"] == 2
 
 
 @pytest.mark.parametrize(

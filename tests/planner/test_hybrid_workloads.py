@@ -18,12 +18,12 @@ from pipectl.planner.hybrid.model import Model, costs_of, layout_of, replica_cou
 from pipectl.planner.hybrid.placing import consecutive
 from pipectl.planner.hybrid.plans import placed_parts
 from pipectl.planner.hybrid.value import scheduled_s, warm_up_of
+from pipectl.planner.imported import prepared
 from pipectl.planner.policies.antichains import antichain_states
 from pipectl.planner.policies.dapple import formula_s
 from pipectl.planner.policies.dapple_rules import DappleRules
 from pipectl.planner.policies.pipedream import solved
 from pipectl.planner.policies.policy import Work
-from pipectl.planner.pruning import prepared
 from pipectl.profile import Profile
 
 DIRECTORY = Path(os.environ.get("PIPECTL_WORKLOADS", "."))

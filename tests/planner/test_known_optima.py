@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from pipectl.planner.exact.balance import balance
-from pipectl.planner.exact.request import BalanceRequest
-from pipectl.planner.pruning import prepared
+from pipectl.planner.balance.balance import balance
+from pipectl.planner.balance.request import BalanceRequest
+from pipectl.planner.imported import prepared
 from pipectl.profile import Profile
 
 DIRECTORY = os.environ.get("PIPECTL_WORKLOADS")
@@ -27,14 +27,15 @@ def proven(document):
     return [
         entry
         for entry in document["best_known"]
-        if entry["objective"].startswith("max stage load") and entry.get("proven_optimal")
+        if entry["objective"].startswith("max stage load")
+        and entry.get("proven_optimal")
+        and not entry.get("cpus")
     ]
 
 
 def request_of(entry):
     return BalanceRequest(
         devices=entry["devices"],
-        cpus=entry.get("cpus", 0),
         memory_limit_bytes=entry.get("memory_limit_bytes"),
         bandwidth_bytes_per_s=entry.get("bandwidth_bytes_per_s"),
         communication_scale=entry.get("comm_scale", 1.0),
@@ -59,5 +60,5 @@ def test_proven_optima_are_found(file) -> None:
 @pytest.mark.parametrize(("devices", "gap"), [(2, 0.05), (4, 0.05), (8, 0.08)])
 def test_gap_is_small_where_there_are_too_many_downsets(name, devices, gap) -> None:
     profile = prepared(Profile.load(Path(DIRECTORY) / f"{name}.json"))
-    found = balance(profile, BalanceRequest(devices), most_downsets=10_000)
+    found = balance(profile, BalanceRequest(devices), max_downsets=10_000)
     assert found.gap <= gap

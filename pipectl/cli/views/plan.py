@@ -519,22 +519,21 @@ def scaling_lines(result: Scaling) -> Iterator[str]:
 def balance_view(balanced: Balanced, profile: Profile) -> RenderableType:
     """The stages with the smallest largest load, and how good they are."""
     result, request, plan = balanced.balance, balanced.request, balanced.plan
-    beside = f" and {counted(request.cpus, 'CPU')}" if request.cpus else ""
     value, took = format_time(result.value_s), format_time(balanced.planning_s)
     proven = "the smallest possible"
     if not result.exact:
         least = format_time(result.lower_bound_s)
         proven = f"within {result.gap:.1%} of the smallest possible (none is below {least})"
-    devices = f"{counted(request.devices, 'device')}{beside}"
+    devices = counted(request.devices, "device")
     lines = [
         f"{profile.name}: {counted(len(result.stages), 'stage')} on {devices}",
         f"largest stage load {value}: {proven}, in {took}",
     ]
-    rows = table("stage", "device", "ops", "load", "", "from", left=("", "from"))
+    rows = table("stage", "ops", "load", "", "from", left=("", "from"))
     for index, stage in enumerate(result.stages):
         bar = "█" * round(_BAR * stage.load_s / (result.value_s or 1.0))
         name = profile.by_id[stage.nodes[0]].name
-        cells = (index, stage.device, len(stage.nodes), format_time(stage.load_s), bar, name)
+        cells = (index, len(stage.nodes), format_time(stage.load_s), bar, name)
         rows.add_row(*map(plain, cells))
     parts: list[RenderableType] = [*map(plain, lines), rows]
     if plan.prediction is not None:

@@ -1,16 +1,11 @@
-"""What the exact balance is asked for, and what it answers."""
+"""What the balance is asked for, and what it answers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
-
-class DeviceKind(StrEnum):
-    """What a stage runs on."""
-
-    ACCELERATOR = "acc"
-    CPU = "cpu"
+TOLERANCE = 1e-11
+"""Loads that differ relatively by less count as equal: that much may be lost in sums."""
 
 
 @dataclass(frozen=True)
@@ -18,16 +13,14 @@ class BalanceRequest:
     """The devices to share a graph among.
 
     Args:
-        devices: accelerators, at most.
-        cpus: CPUs beside them, at most.
-        memory_limit_bytes: of an accelerator; None for no limit.
+        devices: at most, one per stage.
+        memory_limit_bytes: of a device; None for no limit.
         bandwidth_bytes_per_s: of a link, for values without a ``transfer_s`` of their own, which
             cross it once on their way and once as a gradient; None if moving them costs nothing.
         communication_scale: factor of every ``transfer_s``.
     """
 
     devices: int
-    cpus: int = 0
     memory_limit_bytes: float | None = None
     bandwidth_bytes_per_s: float | None = None
     communication_scale: float = 1.0
@@ -43,7 +36,6 @@ class BalancedStage:
     """
 
     nodes: tuple[str, ...]
-    device: DeviceKind
     load_s: float
 
 
@@ -72,7 +64,3 @@ class Balance:
     def gap(self) -> float:
         """How far the value may be above the smallest one, relative to the bound."""
         return self.value_s / self.lower_bound_s - 1 if self.lower_bound_s else 0.0
-
-
-TOLERANCE = 1e-11
-"""Loads that differ relatively by less count as equal: that much may be lost in sums."""

@@ -1,0 +1,1 @@
+"""The smallest largest stage load, with a proof: the objective of related work."""

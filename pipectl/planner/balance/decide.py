@@ -1,0 +1,243 @@
+"""Whether any partition is below a bound: reachability over all downsets.
+
+A downset is reached with the fewest devices. What it takes at least, and what the rest takes at
+least, says whether it is worth a walk.
+
+A walk goes from a downset to larger ones. What is added is the stage; blocks are added by rising
+index, so every larger downset is met once, by one path. On the way the load changes only by what
+touches the block that comes in::
+
+    load = compute
+         + values with a user before the stage          they never stop crossing: fixed
+         + values without one, of which a user is in the stage and another not yet    may end
+
+so a walk turns back where compute and the fixed part alone exceed the bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from pipectl.arrays import Floats, Integers
+from pipectl.compiled import compiled
+from pipectl.planner.balance.downsets import Lattice, Steps, has
+from pipectl.planner.balance.load_model import LoadModel, Moves, Stages
+from pipectl.planner.balance.request import TOLERANCE
+
+NEVER = 1 << 30
+_STEPS = 1 << 23
+"""Steps of a walk between two looks at the time: a third of a second."""
+
+
+class Limits(NamedTuple):
+    """What a stage may be.
+
+    Args:
+        bound_s: loads must be below.
+        limit_bytes: memory of a device.
+        compute_s, memory_bytes: of every block.
+        cut_s: transfers across the border of every downset.
+        allowed: most devices for each downset that leave enough for the rest.
+    """
+
+    bound_s: float
+    limit_bytes: float
+    compute_s: Floats
+    memory_bytes: Floats
+    cut_s: Floats
+    allowed: Integers
+
+
+class Decider:
+    """Answers for one model and any bound."""
+
+    def __init__(self, model: LoadModel, devices: int, lattice: Lattice) -> None:
+        self._model = model
+        self._devices = devices
+        self._lattice = lattice
+        self._work_s, self._cut_s = lattice.measure(model)
+
+    def below(self, bound_s: float, expired: Callable[[], bool]) -> Stages | None:
+        """Some partition whose stages are all below a bound, or None if there is none.
+
+        Raises:
+            TimeoutError: time was up before this was known.
+        """
+        model, lattice = self._model, self._lattice
+        fewest = np.full(len(lattice), NEVER, dtype=np.int64)
+        fewest[0] = 0
+        before = np.zeros(len(lattice), dtype=np.int64)
+        limits = Limits(
+            bound_s,
+            model.limit_bytes,
+            model.compute_s,
+            model.memory_bytes,
+            self._cut_s,
+            self._allowed(bound_s),
+        )
+        start, full = 0, len(lattice) - 1
+        while start < full:
+            if expired():
+                raise TimeoutError
+            start = _reach(lattice.steps, model.moves, limits, fewest, before, start, _STEPS)
+        if fewest[full] == NEVER:
+            return None
+        stages: list[tuple[int, ...]] = []
+        end = full
+        while end:
+            start = int(before[end])
+            stages.append(tuple(sorted(lattice.members(end) - lattice.members(start))))
+            end = start
+        return tuple(reversed(stages))
+
+    def _allowed(self, bound_s: float) -> Integers:
+        """Most devices for each downset that leave enough for the rest.
+
+        The rest needs devices for its work, two if it is no stage by itself. Where more are needed
+        for the downset than are left, no walk need go on.
+        """
+        rest_s = self._work_s[-1] - self._work_s
+        alone = np.where(rest_s + self._cut_s < bound_s, 1, 2)
+        rest = np.maximum(_devices(rest_s, bound_s), alone)
+        least = _devices(self._work_s, bound_s)
+        allowed = np.where(least + rest <= self._devices, self._devices - rest, -1)
+        allowed[-1] = self._devices
+        return allowed
+
+
+def _devices(work_s: Floats, bound_s: float) -> Integers:
+    """How many take some work at least."""
+    return np.ceil(work_s / bound_s * (1 - TOLERANCE)).astype(np.int64)
+
+
+@compiled
+def _add(
+    limits: Limits,
+    moves: Moves,
+    count: Integers,
+    fresh: Integers,
+    sums: Floats,
+    depth: int,
+    block: int,
+) -> None:
+    """The sums of a depth: those of the one before, and what a block that comes in adds."""
+    sums[depth, 0] = sums[depth - 1, 0] + limits.compute_s[block]
+    sums[depth, 1] = sums[depth - 1, 1]
+    sums[depth, 2] = sums[depth - 1, 2] + limits.memory_bytes[block]
+    for place in range(moves.values_at[block], moves.values_at[block + 1]):
+        value = moves.values[place]
+        count[value] += 1
+        if count[value] == 1:
+            sums[depth, fresh[value]] += moves.transfer_s[value]
+        if fresh[value] == 1 and count[value] == moves.users_at[value + 1] - moves.users_at[value]:
+            sums[depth, 1] -= moves.transfer_s[value]
+
+
+@compiled
+def _leave(moves: Moves, count: Integers, block: int) -> None:
+    for place in range(moves.values_at[block], moves.values_at[block + 1]):
+        count[moves.values[place]] -= 1
+
+
+@compiled
+def _walk(
+    steps: Steps,
+    moves: Moves,
+    limits: Limits,
+    fewest: Integers,
+    before: Integers,
+    start: int,
+    fresh: Integers,
+) -> int:
+    """Note all stages that start at a downset; returns the steps it took.
+
+    By depth: downset, next arc, block and three sums: compute with fixed transfers, transfers that
+    may end, bytes.
+    """
+    _, larger_at, larger, added = steps
+    at, arc, blocks = np.zeros((3, len(limits.compute_s) + 1), dtype=np.int64)
+    sums = np.zeros((len(limits.compute_s) + 1, 3))
+    count = np.zeros(len(moves.transfer_s), dtype=np.int64)
+    needed = fewest[start] + 1
+    taken, depth = 0, 0
+    at[0], arc[0], blocks[0] = start, larger_at[start], -1
+    while depth >= 0:
+        here = arc[depth]
+        arc[depth] += 1
+        if here == larger_at[at[depth] + 1]:
+            if depth > 0:
+                _leave(moves, count, blocks[depth])
+            depth -= 1
+            continue
+        block = added[here]
+        if block < blocks[depth]:
+            continue
+        taken, depth = taken + 1, depth + 1
+        _add(limits, moves, count, fresh, sums, depth, block)
+        if sums[depth, 0] >= limits.bound_s or sums[depth, 2] > limits.limit_bytes:
+            _leave(moves, count, block)
+            depth -= 1
+            continue
+        end = larger[here]
+        below = sums[depth, 0] + sums[depth, 1] < limits.bound_s
+        if below and needed < fewest[end] and needed <= limits.allowed[end]:
+            fewest[end] = needed
+            before[end] = start
+        at[depth], arc[depth], blocks[depth] = end, larger_at[end], block
+    return taken
+
+
+@compiled
+def _is_dominated(steps: Steps, limits: Limits, fewest: Integers, start: int) -> bool:
+    """Whether a downset with one block more is reached with as little, and no worse to go on from.
+
+    Loads are submodular: a block without which the load of all that remains is no larger, adds to
+    every later stage that holds it, so the same stages without it are none the worse.
+    """
+    for place in range(steps.larger_at[start], steps.larger_at[start + 1]):
+        larger = steps.larger[place]
+        grown_s = limits.cut_s[larger] - limits.cut_s[start]
+        if grown_s <= limits.compute_s[steps.added[place]] and fewest[larger] <= fewest[start]:
+            return True
+    return False
+
+
+@compiled
+def _reach(
+    steps: Steps,
+    moves: Moves,
+    limits: Limits,
+    fewest: Integers,
+    before: Integers,
+    first: int,
+    count: int,
+) -> int:
+    """Walk from every downset that is reached, smaller ones first.
+
+    Args:
+        fewest: devices by downset; NEVER where there is no way.
+        before: downset before the last stage.
+        first: downset to begin with.
+        count: steps after which to return.
+
+    Returns:
+        The downset to go on with; the full one once all is done, or once that is reached.
+    """
+    full, taken = len(steps.sets) - 1, 0
+    fresh = np.zeros(len(moves.transfer_s), dtype=np.int64)
+    for start in range(first, full):
+        if taken > count:
+            return start
+        if fewest[start] < NEVER and not _is_dominated(steps, limits, fewest, start):
+            for value in range(len(fresh)):
+                fresh[value] = 1
+                for place in range(moves.users_at[value], moves.users_at[value + 1]):
+                    if has(steps.sets, start, moves.users[place]):
+                        fresh[value] = 0
+            taken += _walk(steps, moves, limits, fewest, before, start, fresh)
+            if fewest[full] < NEVER:
+                break
+    return full

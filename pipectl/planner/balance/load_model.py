@@ -1,0 +1,312 @@
+"""Blocks, what they cost, and the values between them, as arrays.
+
+The stages of a pipeline are cut from the *stage graph*: the forward graph, with operators of one
+group contracted. An operator of the backward belongs to the block of its group. One whose group has
+no forward operator stands in the stage graph as a forward operator would that it is the backward
+of: its edges to other backward operators are mirrored. This is the rule of Tarnawski et al.,
+"Efficient algorithms for device placement of DNN graph operators", NeurIPS 2020.
+
+Two rules remove blocks that take neither time nor memory that could matter, and keep the optimum:
+
+- if all that such a block feeds or reads from is one block ``m``, and ``m`` shares each of its
+  values, some best partition has it in the stage of ``m``: moving it there adds nothing and may end
+  a transfer;
+- if it has no predecessors (or no successors), and moving its values takes no time, it may as well
+  stand in the first (last) stage.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from pipectl.arrays import Floats, Integers
+from pipectl.planner.balance.request import BalanceRequest
+from pipectl.planner.graphs.bitsets import bits
+from pipectl.planner.graphs.condense import Condensed, contract, group_labels
+from pipectl.profile import Operator, Profile
+
+Stages = tuple[tuple[int, ...], ...]
+"""The blocks of every stage, in the order of the pipeline."""
+
+
+class Moves(NamedTuple):
+    """Values that several blocks use, for kernels.
+
+    Args:
+        transfer_s: of every value.
+        users_at, users: the blocks of value v are ``users[users_at[v]:users_at[v + 1]]``.
+        values_at, values: the values of every block, in the same way.
+    """
+
+    transfer_s: Floats
+    users_at: Integers
+    users: Integers
+    values_at: Integers
+    values: Integers
+
+
+@dataclass(frozen=True)
+class Lists:
+    """Lists of integers in one array: list i is ``items[starts[i]:starts[i + 1]]``."""
+
+    starts: Integers
+    items: Integers
+
+    @classmethod
+    def of(cls, lists: Sequence[Sequence[int]]) -> Lists:
+        """Pack lists."""
+        starts = np.zeros(len(lists) + 1, dtype=np.int64)
+        np.cumsum([len(items) for items in lists], out=starts[1:])
+        return cls(starts, np.array([item for items in lists for item in items], dtype=np.int64))
+
+    def of_row(self, row: int) -> list[int]:
+        """One of the lists."""
+        found: list[int] = self.items[self.starts[row] : self.starts[row + 1]].tolist()
+        return found
+
+
+@dataclass(frozen=True)
+class LoadModel:
+    """What a stage of given blocks costs.
+
+    A value crosses a stage's border if some, but not all, of the blocks that make or read it are
+    in the stage.
+
+    Args:
+        operators: indices of every block's operators; the blocks stand in a topological order.
+        first, last: further operators, which cost nothing, of the first and of the last stage.
+        compute_s, memory_bytes: of every block; no memory counts if there is enough for all.
+        transfer_s: of every value that several blocks use.
+        users: the blocks of every value, ascending.
+        values: the values of every block.
+        predecessors, successors: of every block.
+        limit_bytes: memory of a device; infinite if there is no limit.
+    """
+
+    operators: tuple[tuple[int, ...], ...]
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+    compute_s: Floats
+    memory_bytes: Floats
+    transfer_s: Floats
+    users: Lists
+    values: Lists
+    predecessors: Lists
+    successors: Lists
+    limit_bytes: float
+
+    def __len__(self) -> int:
+        return len(self.compute_s)
+
+    @cached_property
+    def moves(self) -> Moves:
+        """The values, for kernels."""
+        users, values = self.users, self.values
+        return Moves(self.transfer_s, users.starts, users.items, values.starts, values.items)
+
+    def load_s(self, blocks: Sequence[int]) -> float:
+        """Load of a stage: compute, and the transfer of what crosses its border."""
+        inside = np.zeros(len(self), dtype=np.int64)
+        inside[list(blocks)] = 1
+        load_s = float(self.compute_s[list(blocks)].sum())
+        if len(self.transfer_s):
+            users = np.add.reduceat(inside[self.users.items], self.users.starts[:-1])
+            crossing = (users > 0) & (users < np.diff(self.users.starts))
+            load_s += float(self.transfer_s[crossing].sum())
+        return load_s
+
+    def value_s(self, stages: Stages) -> float:
+        """The largest load."""
+        return max(map(self.load_s, stages))
+
+    def orders(self) -> list[list[int]]:
+        """Topological orders of the blocks, their own one first.
+
+        They differ in which of the ready blocks comes next: the first in the graph, the one nearest
+        to an end, or the one that goes on where the last one stopped. Each is also built from the
+        end of the graph.
+        """
+        last = len(self) - 1
+        before, after = (
+            [lists.of_row(block) for block in range(len(self))]
+            for lists in (self.predecessors, self.successors)
+        )
+        mirrored = [
+            [[last - item for item in lists[last - block]] for block in range(len(self))]
+            for lists in (after, before)
+        ]
+        forward = _orders(before, after)
+        backward = [[last - block for block in reversed(order)] for order in _orders(*mirrored)]
+        return [list(order) for order in dict.fromkeys(map(tuple, forward + backward))]
+
+
+def load_model(profile: Profile, request: BalanceRequest) -> LoadModel:
+    """The arrays for a profile; it must have been prepared (:mod:`pipectl.planner.imported`)."""
+    operators, edges = profile.operators, profile.edge_indices
+    compute_s = [operator.forward_s + operator.backward_s for operator in operators]
+    bandwidth = request.bandwidth_bytes_per_s
+    transfers = [
+        operator.transfer_s * request.communication_scale
+        if operator.transfer_s is not None
+        else (2.0 * operator.output_bytes / bandwidth if bandwidth else 0.0)
+        for operator in operators
+    ]
+    memory = [float(operator.memory_bytes or 0) for operator in operators]
+    limit = request.memory_limit_bytes
+    limited = limit is not None and sum(memory) > limit
+    costs = compute_s, memory if limited else [0.0] * len(memory)
+
+    arcs = stage_edges(operators, edges)
+    graph = contract(operators, arcs, group_labels(operators))
+    users, _ = _values(graph, edges, transfers)
+    home = _joined(_free(graph, costs), graph, users)
+    labels = [home[block] for block in graph.block_of]
+    graph = contract(operators, arcs, labels)
+    users, seconds = _values(graph, edges, transfers)
+    first, last = _loose(_free(graph, costs), graph, users)
+    kept = sorted(set(range(len(graph))) - set(first) - set(last)) or [first.pop()]
+    place = {block: index for index, block in enumerate(kept)}
+    values: list[list[int]] = [[] for _ in kept]
+    for value, blocks in enumerate(users):
+        for block in blocks:
+            values[place[block]].append(value)
+    numbers = [graph.blocks[block].operators for block in kept]
+    before, after = (
+        Lists.of([[place[b] for b in bits(near[block]) if b in place] for block in kept])
+        for near in (graph.predecessors, graph.successors)
+    )
+    return LoadModel(
+        operators=tuple(numbers),
+        first=tuple(number for block in first for number in graph.blocks[block].operators),
+        last=tuple(number for block in last for number in graph.blocks[block].operators),
+        compute_s=_sums(numbers, costs[0]),
+        memory_bytes=_sums(numbers, costs[1]),
+        transfer_s=np.array(seconds, dtype=np.float64),
+        users=Lists.of([[place[block] for block in blocks] for blocks in users]),
+        values=Lists.of(values),
+        predecessors=before,
+        successors=after,
+        limit_bytes=float(limit) if limited and limit is not None else np.inf,
+    )
+
+
+def stage_edges(
+    operators: Sequence[Operator], edges: Sequence[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """The edges that stages have to follow."""
+    backward = [operator.phase == "backward" for operator in operators]
+    forward = {o.group for o in operators if o.phase != "backward"} - {None}
+    alone = [back and o.group not in forward for back, o in zip(backward, operators, strict=True)]
+    return [edge for edge in edges if not backward[edge[0]] and not backward[edge[1]]] + [
+        (target, source)
+        for source, target in edges
+        if backward[source] and backward[target] and (alone[source] or alone[target])
+    ]
+
+
+def _free(graph: Condensed, costs: tuple[Sequence[float], Sequence[float]]) -> list[bool]:
+    """Whether each block costs nothing."""
+    return [
+        not any(column[number] for column in costs for number in block.operators)
+        for block in graph.blocks
+    ]
+
+
+def _sums(numbers: Sequence[Sequence[int]], costs: Sequence[float]) -> Floats:
+    return np.array([sum(costs[n] for n in block) for block in numbers], dtype=np.float64)
+
+
+def _values(
+    graph: Condensed, edges: Sequence[tuple[int, int]], transfers: Sequence[float]
+) -> tuple[list[list[int]], list[float]]:
+    """The blocks of every value that several use and that takes time, and that time.
+
+    Values of the same blocks cross the same borders: they are one.
+    """
+    home = graph.block_of
+    blocks: dict[int, set[int]] = {}
+    for source, target in edges:
+        blocks.setdefault(source, {home[source]}).add(home[target])
+    together: dict[tuple[int, ...], float] = {}
+    for source in sorted(blocks):
+        if len(blocks[source]) > 1 and transfers[source] > 0:
+            users = tuple(sorted(blocks[source]))
+            together[users] = together.get(users, 0.0) + transfers[source]
+    return [list(users) for users in together], list(together.values())
+
+
+def _joined(free: Sequence[bool], graph: Condensed, values: Sequence[Sequence[int]]) -> list[int]:
+    """For every block the one whose stage it shares by the first rule; itself if it has none."""
+    near = zip(graph.predecessors, graph.successors, strict=True)
+    neighbours = [set(bits(before | after)) for before, after in near]
+    owned: list[list[set[int]]] = [[] for _ in free]
+    for users in map(set, values):
+        for block in users:
+            owned[block].append(users)
+    home = list(range(len(free)))
+    pending = [block for block, costs_nothing in enumerate(free) if costs_nothing]
+    while pending:
+        block = pending.pop()
+        if home[block] != block or len(neighbours[block]) != 1:
+            continue
+        (other,) = neighbours[block]
+        if all(other in shared for shared in owned[block]):
+            home[block] = other
+            neighbours[other].discard(block)
+            for shared in owned[block]:
+                shared.discard(block)
+            if free[other]:
+                pending.append(other)
+    for block in range(len(home)):
+        while home[home[block]] != home[block]:
+            home[block] = home[home[block]]
+    return home
+
+
+def _loose(
+    free: Sequence[bool], graph: Condensed, values: Sequence[Sequence[int]]
+) -> tuple[list[int], list[int]]:
+    """The blocks that may stand in the first stage, and in the last, by the second rule."""
+    moving = {block for users in values for block in users}
+    still = [block for block, ok in enumerate(free) if ok and block not in moving]
+    before, after = graph.predecessors, graph.successors
+    first = [block for block in still if not before[block]]
+    return first, [block for block in still if before[block] and not after[block]]
+
+
+def _orders(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> list[list[int]]:
+    count = len(before)
+    depth, height = [0] * count, [0] * count
+    for block in range(count):
+        depth[block] = max((depth[b] + 1 for b in before[block]), default=0)
+    for block in reversed(range(count)):
+        height[block] = max((height[b] + 1 for b in after[block]), default=0)
+    keys = [
+        [(block, 0) for block in range(count)],
+        [(depth[block], block) for block in range(count)],
+        [(-height[block], block) for block in range(count)],
+        [(-max(before[block], default=-1), block) for block in range(count)],
+        [(-max(before[block], default=-1), -block) for block in range(count)],
+        [(-depth[block], block) for block in range(count)],
+    ]
+    found = []
+    for key in keys:
+        missing = [len(blocks) for blocks in before]
+        ready = [(key[block], block) for block, number in enumerate(missing) if not number]
+        heapq.heapify(ready)
+        order = []
+        while ready:
+            _, block = heapq.heappop(ready)
+            order.append(block)
+            for following in after[block]:
+                missing[following] -= 1
+                if not missing[following]:
+                    heapq.heappush(ready, (key[following], following))
+        found.append(order)
+    return found
