@@ -30,8 +30,7 @@ from pipectl.batch import (
     process,
 )
 from pipectl.errors import PipectlError, SchedulerError
-from pipectl.jobs.machines import memory_of_this_machine
-from pipectl.jobs.places import detect_scheduler
+from pipectl.jobs.places import detect_scheduler, memory_of_this_machine
 from pipectl.spec.running import Environment, Launch, Pbs, Resources, Slurm
 from pipectl.units import format_bytes, format_time
 from pipectl.versions import tested_torch, untested_torch

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipectl.batch import choose_mpi
 from pipectl.errors import UsageError
 from pipectl.files import is_stream, make_directory_of
-from pipectl.jobs.machines import measured_key
-from pipectl.jobs.prepare import PERCENT, Job
+from pipectl.jobs.places import measured_key
+from pipectl.jobs.prepare import PERCENT
 from pipectl.jobs.profiles import MeasureOptions
-from pipectl.jobs.request import job_request, make_tag
-from pipectl.jobs.submit import Start, Submission, hand_over, new_run, record_of
+from pipectl.jobs.request import PREPARE, make_job, make_request
+from pipectl.jobs.submit import Submission, hand_over, new_run
 from pipectl.runs import PROFILING
 
 if TYPE_CHECKING:
@@ -39,9 +38,9 @@ def submit_profile(
         UsageError: the output cannot be written.
         SchedulerError: see :func:`pipectl.jobs.submit.submit`.
     """
-    program = ("-m", "pipectl.jobs.prepare")
-    arguments = ["--effort", options.effort, *(["--again"] if options.again else [])]
-    return _submit(spec, scheduler, "profile", program, arguments, output, now, alone=True)
+    arguments = ("--effort", options.effort, *(["--again"] if options.again else []))
+    program = ("-m", PREPARE)
+    return _submit(spec, scheduler, "profile", program, output, arguments, now, {"nodes": 1})
 
 
 def submit_links(
@@ -65,46 +64,42 @@ def submit_links(
             cure="set resources.nodes or resources.tasks_per_node to 2 or more",
         )
     program = ("-m", "mpi4py", "-m", "pipectl.runtime.links.probe", "--run")
-    arguments = ["--key", measured_key(spec, scheduler), "--budget", str(BUDGET_S[effort])]
-    return _submit(spec, scheduler, "links", program, arguments, output, now, alone=False)
+    arguments = ("--key", measured_key(spec, scheduler), "--budget", str(BUDGET_S[effort]))
+    limits = {"walltime": min(spec.resources.walltime, _LINKS_WALLTIME_S)}
+    return _submit(spec, scheduler, "links", program, output, arguments, now, limits)
 
 
 def _submit(
     spec: JobSpec,
     scheduler: str,
     what: str,
-    program: Sequence[str],
-    arguments: Sequence[str],
+    program: tuple[str, ...],
     output: Path,
+    arguments: tuple[str, ...],
     now: float,
-    *,
-    alone: bool,
+    resources: Mapping[str, int],
 ) -> Submission:
     """Submit a run that measures.
 
     Args:
-        program: what Python runs, before the run directory.
-        alone: whether one process measures, or all ranks.
+        program: what Python runs, before the run directory and the output.
+        resources: other than those of the training.
     """
     make_directory_of(output)
     if is_stream(output):
         raise UsageError(f"{output}: is no file, which a job could write", cure="name another: -o")
     output, name = output.absolute(), f"{spec.name}-{what}"
+    job = make_job(spec, scheduler)
     with new_run(spec, name, now) as (run, rollback):
-        request = job_request(spec, run.path, make_tag(run.path))
-        if alone:
-            request = replace(request, alone=True).update(resources={"nodes": 1})
-        else:
-            walltime_s = min(request.resources.walltime, _LINKS_WALLTIME_S)
-            request = choose_mpi(request).apply(request).update(resources={"walltime": walltime_s})
+        request = make_request(job, run.path)
         place = (str(run.path), "--output", str(output))
         request = replace(
             request,
             name=name,
             command=(request.python, *program, *place, *arguments),
             checkpoint=None,
+            alone=what == "profile",
             binds=tuple(dict.fromkeys((*request.binds, output.parent))),
-        )
-        job = Job(spec, scheduler)
-        record = record_of(job, request, now, steps=PERCENT, kind=PROFILING)
-        return hand_over([Start(run, job, request, record)], rollback)[0]
+        ).update(resources=resources)
+        submission = Submission.new(run, job, request, now, kind=PROFILING, steps=PERCENT)
+        return hand_over([submission], rollback)[0]

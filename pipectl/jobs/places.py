@@ -1,13 +1,18 @@
-"""Where the files of a job lie before it is submitted, and which batch system takes it."""
+"""Where a job runs, and where its files lie before it is submitted."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import socket
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipectl.batch import get
-from pipectl.errors import SchedulerError
+from pipectl.cluster import Cluster, assumed_cluster
+from pipectl.errors import MismatchError, SchedulerError
+from pipectl.spec import links_key
 
 if TYPE_CHECKING:
     from pipectl.spec import JobSpec
@@ -16,23 +21,19 @@ AUTO, LOCAL = "auto", "local"
 _TITLES = {"slurm": "Slurm", "pbs": "PBS"}
 
 
-def profile_path(spec: JobSpec, base: Path | None = None) -> Path:
-    """``runs/<name>.profile.json``.
-
-    Args:
-        base: instead of the spec's output directory, here and for the other files.
-    """
-    return (base or Path(spec.output.directory)) / f"{spec.name}.profile.json"
+def profile_path(spec: JobSpec) -> Path:
+    """``runs/<name>.profile.json``."""
+    return Path(spec.output.directory) / f"{spec.name}.profile.json"
 
 
-def plan_path(spec: JobSpec, base: Path | None = None) -> Path:
+def plan_path(spec: JobSpec) -> Path:
     """``runs/<name>.plan.json``."""
-    return (base or Path(spec.output.directory)) / f"{spec.name}.plan.json"
+    return Path(spec.output.directory) / f"{spec.name}.plan.json"
 
 
-def cluster_path(spec: JobSpec, base: Path | None = None) -> Path:
+def cluster_path(spec: JobSpec) -> Path:
     """``runs/<name>.cluster.json``, where measured links are."""
-    return (base or Path(spec.output.directory)) / f"{spec.name}.cluster.json"
+    return Path(spec.output.directory) / f"{spec.name}.cluster.json"
 
 
 def scheduler_name(spec: JobSpec, scheduler: str | None) -> str:
@@ -71,3 +72,68 @@ def check_answering(spec: JobSpec, scheduler: str | None) -> None:
             cure="to train on this machine: --scheduler local\n"
             f"to submit all the same: --scheduler {name}",
         ) from error
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The cluster a job is planned for.
+
+    Args:
+        file: that it was read from; None for an assumed cluster.
+        warning: why a measured cluster is not used; empty if all is well.
+    """
+
+    cluster: Cluster
+    file: Path | None = None
+    warning: str = ""
+
+
+def find_machines(spec: JobSpec, scheduler: str) -> Machines:
+    """The described cluster, else the measured one if it is of this job, else an assumed one.
+
+    Raises:
+        MismatchError: the described cluster has another number of ranks than the resources.
+        DataFileError: a cluster description cannot be read.
+    """
+    resources, path = spec.resources, spec.cluster_file
+    if path is not None:
+        cluster = Cluster.load(path)
+        if cluster.ranks != resources.ranks:
+            raise MismatchError(
+                f"{path}: describes {cluster.ranks} ranks, resources: ask for {resources.ranks}",
+                cure="make nodes x tasks_per_node equal to the ranks of the cluster file",
+            )
+        return Machines(cluster, path)
+    if scheduler == LOCAL:  # all ranks here, whatever nodes are asked for
+        usable = len(os.sched_getaffinity(0))
+        cores = max(1, usable // resources.cpus_per_task)
+        memory = resources.memory_per_task or memory_of_this_machine() // resources.ranks
+        cluster = assumed_cluster("this machine", [resources.ranks], cores, memory)
+        assumed = replace(cluster, source=f"assumed: shared memory, {usable} usable cores")
+    else:
+        tasks = resources.tasks_per_node
+        layout = [tasks] * resources.nodes
+        assumed = assumed_cluster("from resources:", layout, tasks, resources.memory_per_task)
+    path = cluster_path(spec)
+    if not path.exists():
+        return Machines(assumed)
+    measured = Cluster.load(path)
+    layout, asked = ([node.ranks for node in cluster.nodes] for cluster in (measured, assumed))
+    if measured.key not in (None, measured_key(spec, scheduler)):
+        fault = "was measured for other resources, launch settings or machines"
+    elif measured.key is None and layout != asked:
+        fault = f"describes nodes of {layout} ranks, but resources: ask for {asked}"
+    else:
+        return Machines(measured, path)
+    return Machines(assumed, warning=f"{path} {fault}; it is not used")
+
+
+def measured_key(spec: JobSpec, scheduler: str) -> str:
+    """Names everything that measured links depend on; a local job's are those of this host."""
+    host = socket.gethostname() if scheduler == LOCAL else ""
+    return links_key(spec, f"{scheduler} {host}")
+
+
+def memory_of_this_machine() -> int:
+    """In bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

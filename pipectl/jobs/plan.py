@@ -17,8 +17,7 @@ from typing import Any
 from pipectl.cluster import ASSUMED_BETWEEN, Cluster, Device, Node
 from pipectl.compiled import compiling_s
 from pipectl.errors import UsageError
-from pipectl.jobs.machines import find_machines
-from pipectl.jobs.places import plan_path, profile_path, scheduler_name
+from pipectl.jobs.places import find_machines, plan_path, profile_path, scheduler_name
 from pipectl.jobs.planning import (
     advising_other_micro_batches,
     coupling_warning,

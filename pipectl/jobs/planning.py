@@ -45,19 +45,16 @@ def find_plan(spec: JobSpec, profile: Profile, cluster: Cluster, kept: int | Non
         return make_plan(profile, cluster, request_of(spec, profile, cluster, kept))
 
 
-def kept_micro_batches(spec: JobSpec, path: Path | None = None) -> int | None:
+def kept_micro_batches(spec: JobSpec) -> int | None:
     """How many micro-batches the job's plan before had, if the job leaves their number open.
 
     A new plan has as many: results depend on them, and a profile that was measured a moment later
     must not make another training of a job.
 
-    Args:
-        path: of that plan; by default where the job's own is.
-
     Returns:
         None if the job says how many, or there is no plan of batches of this size.
     """
-    path = path or plan_path(spec)
+    path = plan_path(spec)
     if spec.pipeline.micro_batches is not None or not path.exists():
         return None
     try:
@@ -155,20 +152,6 @@ def fresh_plan(spec: JobSpec, profile: Profile, cluster: Cluster, path: Path) ->
         return None
     plan = Plan.load(path)
     return plan if plan.key == _key(spec, profile, cluster) else None
-
-
-def load_or_make_plan(spec: JobSpec, profile: Profile, cluster: Cluster) -> Plan:
-    """The plan that lies there if it is still good, else a new one, put there.
-
-    Raises:
-        InfeasibleError: nothing fits.
-        DataFileError: there is a plan, but it cannot be read.
-    """
-    plan = fresh_plan(spec, profile, cluster, plan_path(spec))
-    if plan is None:
-        plan = find_plan(spec, profile, cluster, kept_micro_batches(spec))
-        plan.save(plan_path(spec))
-    return plan
 
 
 def write_plan(run: RunDirectory, plan: Plan, cluster: Cluster) -> None:

@@ -1,13 +1,10 @@
 """Preparing a job: everything that a submission needs, from its spec.
 
-A :class:`Job` is a spec with its batch system, machines, launcher, profile and plan. `find_job`
-takes the fresh files at their usual places; `prepare` makes those that are missing, too: a profile
-on this machine only, since a login node is no place to measure on.
-
-``python -m pipectl.jobs.prepare RUN_DIRECTORY`` makes them for a run within its allocation, as the
-first step of its job script; with ``--output FILE`` it only measures the model, for
-`pipectl profile --submit`. It writes its progress to ``heartbeat.json``, as the ranks do later, and
-a failure to ``errors/prepare.json`` and standard error.
+`prepare` gathers it on the machine that submits. ``python -m pipectl.jobs.prepare RUN_DIRECTORY``
+makes the profile and the plan of a run within its allocation, as the first step of its job script;
+with ``--output FILE`` it only measures the model, for `pipectl profile --submit`. It writes its
+progress to ``heartbeat.json``, as the ranks do later, and a failure to ``errors/prepare.json`` and
+standard error.
 
 The planner is imported only when it plans: ranks do not load it, and what the process holds while a
 model is measured counts as memory of a rank.
@@ -19,26 +16,32 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipectl.access import fault_of_owner
-from pipectl.batch import JobRequest, MpiChoice, Template, choose_mpi, get
+from pipectl.batch import MpiChoice, get
 from pipectl.cluster import Cluster
 from pipectl.errors import MismatchError, PipectlError, UsageError
-from pipectl.files import make_directory, write_json
-from pipectl.jobs.machines import find_machines
-from pipectl.jobs.places import LOCAL, check_answering, plan_path, profile_path, scheduler_name
-from pipectl.jobs.profiles import Measurement, MeasureOptions, Progress, fresh_profile, measure
+from pipectl.files import write_json
+from pipectl.jobs.places import (
+    LOCAL,
+    check_answering,
+    find_machines,
+    plan_path,
+    profile_path,
+    scheduler_name,
+)
+from pipectl.jobs.profiles import MeasureOptions, Progress, fresh_profile, measure
 from pipectl.jobs.reporting import Heartbeat, report_failure
-from pipectl.jobs.request import job_request, make_tag, trial_request
+from pipectl.jobs.request import Job, make_job, make_request
 from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import Record, RunDirectory, last_checkpoint
-from pipectl.spec import load
-from pipectl.spec.references import Reference, parse
+from pipectl.spec import Point, load, plan_key, profile_key
+from pipectl.spec.references import parse
 
 if TYPE_CHECKING:
     from pipectl.spec import JobSpec
@@ -47,179 +50,140 @@ PERCENT = 100
 """Steps of a run that only measures: it reports its progress in percent."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """A job before it is submitted.
+def prepare(
+    spec: JobSpec,
+    scheduler: str | None,
+    progress: Progress | None = None,
+    *,
+    points: Sequence[Point] = (),
+    make: bool = True,
+    trains: bool = True,
+) -> list[Job]:
+    """The job, or the jobs of a sweep, with all that a submission needs.
+
+    Profiles and plans that are missing or stale are made; on a batch system, profiles are left to
+    the jobs, since a login node is no place to measure on. What several points share is made once.
+    Those of ``spec`` are put at their usual places.
 
     Args:
-        scheduler: name of the batch system.
-        cluster: the machines; None for runs that train nothing there.
-        profile, plan: None if they are yet to be made, before the job trains.
-        launch: what ranks are started with; None if that has not been found out.
-        template: the user's own of job scripts, as it was read.
-        warning: why a measured cluster is not used; empty if all is well.
-        measurement: how the profile came to be, if it was made now.
-    """
-
-    spec: JobSpec
-    scheduler: str
-    cluster: Cluster | None = None
-    profile: Profile | None = None
-    plan: Plan | None = None
-    launch: MpiChoice | None = None
-    template: Template | None = None
-    warning: str = ""
-    measurement: Measurement | None = None
-
-    def request(
-        self,
-        directory: Path,
-        *,
-        prepare: bool | None = None,
-        tag: str | None = None,
-        after: tuple[str, ...] = (),
-        mpiexec: str | None = None,
-    ) -> JobRequest:
-        """What the batch system is asked for.
-
-        Args:
-            directory: the run directory.
-            prepare: whether the job measures and plans itself; by default if it has no plan.
-            tag, after, mpiexec: see :class:`~pipectl.batch.JobRequest`; by default a new tag.
-        """
-        request = job_request(
-            self.spec,
-            directory,
-            tag or make_tag(directory),
-            prepare=self.plan is None if prepare is None else prepare,
-            plan=self.plan,
-            after=after,
-            mpiexec=mpiexec,
-            template=self.template,
-        )
-        return (self.launch or choose_mpi(request)).apply(request)
-
-
-def find_job(spec: JobSpec, scheduler: str | None) -> Job:
-    """A job with the fresh profile and plan that lie at their usual places.
-
-    Args:
+        spec: the job without the values of its sweep.
         scheduler: its name; by default the spec's.
-
-    Raises:
-        PipectlError: see :func:`add_profile` and :func:`add_plan`.
-    """
-    return add_plan(add_profile(make_job(spec, scheduler), make=False), make=False)
-
-
-def prepare(spec: JobSpec, scheduler: str | None, progress: Progress | None = None) -> Job:
-    """A job with its profile and plan, which are made if they are missing or stale.
-
-    Args:
-        scheduler: its name; by default the spec's.
+        points: of the sweep; none for a single job.
+        make: False takes only what lies at the usual places, and asks no batch system.
+        trains: False takes also imported profiles, and plans that can only be simulated.
 
     Raises:
         SchedulerError: there is no MPI to start the ranks with, or no batch system answers.
-        PipectlError: see :func:`add_profile` and :func:`add_plan`.
+        InvalidInputError: a file, the model or the template cannot be used, or a value cannot be
+            written into a script safely.
+        MismatchError: the profile is imported, so that nothing says that it is of this model; or
+            the plan asks for what cannot be run.
+        InfeasibleError: no plan fits.
     """
-    check_answering(spec, scheduler)
-    return add_plan(add_profile(make_job(spec, scheduler, check=True), progress), progress)
-
-
-def make_job(
-    spec: JobSpec,
-    scheduler: str | None,
-    *,
-    base: Path | None = None,
-    launch: MpiChoice | None = None,
-    check: bool = False,
-) -> Job:
-    """A job with its machines and its launcher.
-
-    Args:
-        scheduler: its name; by default the spec's.
-        base: where measured links are; by default the spec's output directory.
-        launch: what ranks are started with, if that is known.
-        check: whether to refuse a job that cannot be written into a script, before the work.
-
-    Raises:
-        InvalidInputError: a cluster description cannot be used, or a value not be written safely.
-        SchedulerError: there is no MPI to start the ranks with.
-    """
+    if make and trains:
+        check_answering(spec, scheduler)
     name = scheduler_name(spec, scheduler)
-    machines = find_machines(spec, name, base)
-    request = trial_request(spec)
-    launch = launch or choose_mpi(request)
-    if check:
-        get(name).render(launch.apply(request))
-    template, warning = request.template, machines.warning
-    return Job(spec, name, machines.cluster, launch=launch, template=template, warning=warning)
+    points = points or (Point({}, spec),)
+    jobs: list[Job] = []
+    launches: dict[str, MpiChoice] = {}
+    for point in points:
+        with _naming(point):
+            settings = f"{point.spec.launch} {point.spec.environment}"
+            machines = find_machines(point.spec, name)
+            job = make_job(point.spec, name, machines, launches.get(settings))
+            if make and trains:  # what cannot be written is refused before the work
+                get(name).render(make_request(job))
+        launches[settings] = job.launch
+        jobs.append(job)
+    known: dict[str, Job] = {}
+    own_key = profile_key(spec)
+    for index, point in enumerate(points):
+        key, job = profile_key(point.spec), jobs[index]
+        if key not in known:
+            with _naming(point):
+                known[key] = _add_profile(job, progress, own=key == own_key, make=make)
+        same = known[key]
+        if same.profile is not None and same.profile.fingerprint is None and trains:
+            raise MismatchError(
+                f"{profile_path(spec)}: an imported profile can be planned, not submitted",
+                cure="remove it; the model is then measured",
+            )
+        jobs[index] = replace(job, profile=same.profile, measurement=same.measurement)
+    known = {}
+    own_key = plan_key(spec)
+    for index, point in enumerate(points):
+        key, job = plan_key(point.spec), jobs[index]
+        if key not in known:
+            with _naming(point):
+                known[key] = _add_plan(job, progress, own=key == own_key, make=make, trains=trains)
+        jobs[index] = replace(job, plan=known[key].plan)
+    return jobs
 
 
-def add_profile(
-    job: Job, progress: Progress | None = None, *, make: bool = True, trains: bool = True
-) -> Job:
-    """The job with the profile at its usual place.
-
-    On a batch system a profile that is missing or stale is left to the job.
+def _add_profile(job: Job, progress: Progress | None, *, own: bool, make: bool) -> Job:
+    """The job with the fresh profile at its usual place, else with one that is made.
 
     Args:
-        make: whether to measure on this machine if it is missing.
-        trains: False to take an imported profile, too.
-
-    Raises:
-        InvalidInputError: a file or the model cannot be used.
-        MismatchError: it is imported, so that nothing says that it is of this model.
+        own: whether it is put there.
     """
     path = profile_path(job.spec)
-    if make:
-        make_directory(path.parent)
     profile = fresh_profile(job.spec, path)
     if profile is None and make and job.scheduler == LOCAL:
-        measurement = measure(job.spec, path, progress)
+        measurement = measure(job.spec, path if own else None, progress)
         return replace(job, profile=measurement.profile, measurement=measurement)
-    if profile is not None and trains and profile.fingerprint is None:
-        raise MismatchError(
-            f"{path}: an imported profile can be planned, not submitted",
-            cure="remove it; the model is then measured",
-        )
     return replace(job, profile=profile)
 
 
-def add_plan(
-    job: Job, progress: Progress | None = None, *, make: bool = True, trains: bool = True
-) -> Job:
-    """The job with the plan at its usual place; without one if it has no profile.
+def _add_plan(job: Job, progress: Progress | None, *, own: bool, make: bool, trains: bool) -> Job:
+    """The job with the fresh plan at its usual place, else with one that is made.
 
     Args:
-        make: whether to make it if it is missing or stale.
-        trains: False to take also a plan that can be simulated but not trained.
-
-    Raises:
-        InfeasibleError: no plan fits.
-        InvalidInputError: the file cannot be used.
-        MismatchError: it asks for what cannot be run.
+        own: whether it is put there.
     """
-    if job.profile is None or job.cluster is None:
+    spec, profile, cluster, path = job.spec, job.profile, job.cluster, plan_path(job.spec)
+    if profile is None or cluster is None:
         return job
     if make and progress is not None:
         progress(0, 0, "planning")
-    from pipectl.jobs.planning import fresh_plan, load_or_make_plan
+    from pipectl.jobs.planning import find_plan, fresh_plan, kept_micro_batches
 
-    path = plan_path(job.spec)
-    if make:
-        plan: Plan | None = load_or_make_plan(job.spec, job.profile, job.cluster)
-    else:
-        plan = fresh_plan(job.spec, job.profile, job.cluster, path)
+    plan = fresh_plan(spec, profile, cluster, path)
+    if plan is None and make:
+        plan = find_plan(spec, profile, cluster, kept_micro_batches(spec) if own else None)
+        if own:
+            plan.save(path)
     if plan is not None and trains:
         from pipectl.runtime.supported import check_supported
 
-        check_supported(plan, str(path))
+        check_supported(plan, str(path) if own else "the plan")
     return replace(job, plan=plan)
 
 
+@contextmanager
+def _naming(point: Point) -> Iterator[None]:
+    """Begin errors with the values of a point: ``optimizer.kwargs.lr=0.001, training.seed=2``."""
+    try:
+        yield
+    except PipectlError as error:
+        if point.values:
+            values = ", ".join(f"{key}={value}" for key, value in point.values.items())
+            error.message = f"{values}: {error.message}"
+        raise
+
+
+def load_run(run: RunDirectory, overrides: Sequence[str] = ()) -> JobSpec:
+    """The job of a run, whose output directory is the one that the run is in now.
+
+    Raises:
+        SpecError: see :func:`pipectl.spec.load`.
+    """
+    spec = load(run.job, overrides)
+    output = spec.output.model_copy(update={"directory": str(run.path.parent.absolute())})
+    return spec.model_copy(update={"output": output})
+
+
 def prepare_run(run: RunDirectory, clock: Callable[[], float] = time.time) -> None:
-    """Write the profile and the plan of a run, unless they are there and of its job still.
+    """Write the profile and the plan of a run, unless they are there and still of its job.
 
     A run that goes on from a checkpoint keeps its plan: results depend on its micro-batches, and
     the ranks see for themselves whether the model is another.
@@ -229,21 +193,21 @@ def prepare_run(run: RunDirectory, clock: Callable[[], float] = time.time) -> No
     """
     if run.plan.exists() and last_checkpoint(run) is not None:
         return
-    spec, base = load(run.job), run.path.parent
+    spec = load_run(run)
     heartbeat = Heartbeat(run, spec.training.steps, clock)
     profile = fresh_profile(spec, run.profile)
     if profile is None:
         run.plan.unlink(missing_ok=True)  # of the model as it was
-        profile = measure(spec, run.profile, heartbeat.profiling, base=base).profile
-        _share(run, profile, profile_path(spec, base=base))
+        profile = measure(spec, run.profile, heartbeat.profiling).profile
+        _share(run, profile, profile_path(spec))
     if not run.plan.exists():
         from pipectl.jobs.planning import find_plan, kept_micro_batches, write_plan
 
         heartbeat.beat("planning")
-        cluster, place = Cluster.load(run.cluster), plan_path(spec, base=base)
-        plan = find_plan(spec, profile, cluster, kept_micro_batches(spec, place))
+        cluster = Cluster.load(run.cluster)
+        plan = find_plan(spec, profile, cluster, kept_micro_batches(spec))
         write_plan(run, plan, cluster)
-        _share(run, plan, place)
+        _share(run, plan, plan_path(spec))
 
 
 def _share(run: RunDirectory, result: Profile | Plan, place: Path) -> None:
@@ -262,8 +226,7 @@ def measure_run(run: RunDirectory, output: Path, options: MeasureOptions) -> Non
     """Measure the model of a run, and nothing else, and write its profile to ``output``, too."""
     heartbeat = Heartbeat(run, PERCENT, measuring_only=True)
     heartbeat.beat("capturing")
-    progress, base = heartbeat.profiling, run.path.parent
-    measurement = measure(load(run.job), run.profile, progress, options, base=base)
+    measurement = measure(load_run(run), run.profile, heartbeat.profiling, options)
     write_json(run.measurement, measurement.to_json())
     measurement.profile.save(output)
     heartbeat.beat("profiled", PERCENT)
@@ -294,32 +257,30 @@ def warning_of_code(spec: JobSpec, job: Path) -> str:
 def _code_of_others(spec: JobSpec, job: Path, *, groups: bool = True) -> str:
     """Which file of a job's code somebody else could have written; empty if nobody could.
 
+    Modules count with the directories from which they import others; files of a module that do not
+    exist are looked at, too.
+
     Args:
         groups: whether members of a group that may write it count.
     """
-    template = spec.template_file
-    named = [path for _, text in spec.factories() for path in _sources(parse(text, spec.base))]
-    named += [template, template.parent] if template is not None else []
-    for path in dict.fromkeys((job, *named)):
+    files = [job]
+    for _, text in spec.factories():
+        reference = parse(text, spec.base)
+        if reference.file is not None:
+            files += [reference.file, reference.file.parent]
+        elif reference.root is not None:
+            inner = Path(reference.root, *str(reference.module).split("."))
+            files.append(inner.with_name(f"{inner.name}.py"))
+            while inner != reference.root:
+                files += [inner / "__init__.py", inner]
+                inner = inner.parent
+            files.append(reference.root)
+    if spec.template_file is not None:
+        files += [spec.template_file, spec.template_file.parent]
+    for path in dict.fromkeys(files):
         if fault := fault_of_owner(path, groups=groups):
             return f"{path} {fault}"
     return ""
-
-
-def _sources(reference: Reference) -> Iterator[Path]:
-    """The files that a reference runs, then the directories from which those import others.
-
-    Files of a module that do not exist are among them.
-    """
-    if reference.file is not None:
-        yield from (reference.file, reference.file.parent)
-    elif reference.root is not None:
-        inner = Path(reference.root, *str(reference.module).split("."))
-        yield inner.with_name(f"{inner.name}.py")
-        while inner != reference.root:
-            yield from (inner / "__init__.py", inner)
-            inner = inner.parent
-        yield reference.root
 
 
 def main(arguments: Sequence[str]) -> int:

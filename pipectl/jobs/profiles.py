@@ -81,14 +81,31 @@ class Measurement:
     resumed: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """How it came to be; the profile itself has a file of its own."""
+        """How it came to be; the profile itself has a place of its own."""
         return {
             "cached": self.cached,
             "resumed": self.resumed,
             "measured_at": self.measured_at,
             "host": self.host,
-            "seconds": round(self.seconds, 3),
+            "seconds": self.seconds,
         }
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any], profile: Profile, *, file: str) -> Measurement:
+        """The measurement that :meth:`to_json` describes.
+
+        Raises:
+            DataFileError: the description is damaged.
+        """
+        reader = Reader(document, file=file, cure=_CURE)
+        return cls(
+            profile=profile,
+            measured_at=reader.number("measured_at"),
+            host=reader.text("host"),
+            seconds=reader.number("seconds"),
+            cached=reader.flag("cached"),
+            resumed=reader.integer("resumed"),
+        )
 
     @classmethod
     def load(cls, profile: Path, how: Path) -> Measurement:
@@ -97,15 +114,7 @@ class Measurement:
         Raises:
             DataFileError: one is missing or damaged.
         """
-        reader = Reader(read_json(how, cure=_CURE), file=str(how), cure=_CURE)
-        return cls(
-            profile=Profile.load(profile),
-            measured_at=reader.number("measured_at"),
-            host=reader.text("host"),
-            seconds=reader.number("seconds"),
-            cached=reader.flag("cached"),
-            resumed=reader.integer("resumed"),
-        )
+        return cls.from_json(read_json(how, cure=_CURE), Profile.load(profile), file=str(how))
 
 
 class Interrupted(KeyboardInterrupt):
@@ -122,54 +131,47 @@ class Interrupted(KeyboardInterrupt):
 
 def measure(
     spec: JobSpec,
-    path: Path,
+    path: Path | None = None,
     progress: Progress | None = None,
     options: MeasureOptions | None = None,
-    *,
-    base: Path | None = None,
 ) -> Measurement:
-    """Write the profile of a job on this machine to ``path``: from the cache, or measured now.
-
-    Until the new profile is whole, ``path`` stays as it is.
+    """The profile of a job on this machine: from the cache in its output directory, or measured.
 
     Args:
-        base: the output directory, whose cache is used; by default the spec's.
+        path: where it is written, too; until the new profile is whole, this stays as it is.
 
     Raises:
         CaptureError: the model cannot be built or captured.
         Interrupted: by the user; what was measured so far is used the next time.
         UsageError: ``path`` or the cache cannot be written.
     """
-    make_directory_of(path)
+    if path is not None:
+        make_directory_of(path)
     try:
-        measurement = find_or_measure(spec, progress, options, base=base)
+        measurement = _find_or_measure(spec, progress, options or MeasureOptions())
     except Exception as error:
-        fault = with_file(error, None if is_stream(path) else path.with_suffix(".fault.txt"))
+        beside = None if path is None or is_stream(path) else path.with_suffix(".fault.txt")
+        fault = with_file(error, beside)
         if fault is not error:
             raise fault from error
         raise
-    measurement.profile.save(path)
+    if path is not None:
+        measurement.profile.save(path)
     return measurement
 
 
-def find_or_measure(
-    spec: JobSpec,
-    progress: Progress | None = None,
-    options: MeasureOptions | None = None,
-    *,
-    base: Path | None = None,
+def _find_or_measure(
+    spec: JobSpec, progress: Progress | None, options: MeasureOptions
 ) -> Measurement:
-    """What :func:`measure` does, without a file of its own."""
-    options = options or MeasureOptions()
-    directory = (base or Path(spec.output.directory)) / ".cache"
+    directory = Path(spec.output.directory) / ".cache"
     make_directory(directory)
     device = this_device(spec)
     identity = _identity(spec, device, options.effort)
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     path = directory / f"{digest[:32]}.json"
-    known = None if options.again else _read_cached(path, identity)
-    if known is not None:
-        return replace(known, profile=replace(known.profile, name=spec.name))
+    cached = None if options.again else _read_cached(path, identity)
+    if cached is not None:
+        return replace(cached, profile=replace(cached.profile, name=spec.name))
     if progress is not None:
         progress(0, 0, LOADING)
     from pipectl.profiler import profile_job
@@ -184,19 +186,13 @@ def find_or_measure(
             raise Interrupted(len(journal)) from stop
         neighbours = profile.device.neighbours if profile.device else 0
         profile = replace(profile, device=replace(device, neighbours=neighbours))
-        now, host = time.time(), socket.gethostname()
-        document = {
-            "version": _CACHE_VERSION,
-            "identity": identity,
-            "measured_at": now,
-            "host": host,
-            "seconds": now - started,
-            "profile": profile.to_json(),
-        }
-        write_json(path, document)
+        now, host, resumed = time.time(), socket.gethostname(), journal.resumed
+        measurement = Measurement(profile, now, host, round(now - started, 3), resumed=resumed)
+        document = {"version": _CACHE_VERSION, "identity": identity, **measurement.to_json()}
+        write_json(path, {**document, "profile": profile.to_json()})
         journal.remove()
     _remove_oldest(directory)
-    return Measurement(profile, now, host, now - started, resumed=journal.resumed)
+    return measurement
 
 
 def require_compute_node(scheduler: str) -> None:
@@ -289,21 +285,15 @@ def _hash_of_measuring_code() -> str:
 def _read_cached(path: Path, identity: Mapping[str, Any]) -> Measurement | None:
     """The profile of ``identity``, if there is a sound one."""
     try:
-        document = read_json(path, cure="")
-        if document.get("identity") != identity:
+        document = read_json(path, cure=_CURE)
+        if (document.get("version"), document.get("identity")) != (_CACHE_VERSION, identity):
             return None
-        reader = Reader(document, file=str(path), cure="")
-        reader.check_version(_CACHE_VERSION)
-        reader.section("profile")
-        return Measurement(
-            profile=Profile.from_json(document["profile"]),
-            measured_at=reader.number("measured_at"),
-            host=reader.text("host"),
-            seconds=reader.number("seconds"),
-            cached=True,
-        )
+        Reader(document, file=str(path), cure=_CURE).section("profile")
+        profile = Profile.from_json(document["profile"])
+        measurement = Measurement.from_json(document, profile, file=str(path))
     except DataFileError:
         return None
+    return replace(measurement, cached=True, resumed=0)
 
 
 def _remove_oldest(directory: Path) -> None:

@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from pipectl.batch import JobRequest, choose_mpi
 from pipectl.errors import UsageError
 from pipectl.jobs.places import LOCAL, profile_path, scheduler_name
-from pipectl.jobs.prepare import Job, add_plan, add_profile, make_job
+from pipectl.jobs.prepare import prepare
 from pipectl.jobs.profiles import Progress
-from pipectl.jobs.request import trial_request
-from pipectl.jobs.submit import Start, Submission, hand_over, new_run, record_of
+from pipectl.jobs.request import Job, make_job, make_request
+from pipectl.jobs.submit import Submission, hand_over, new_run
 from pipectl.plan import Plan
 from pipectl.rehearsal import Rehearsal
 from pipectl.runs import REHEARSAL, RunDirectory, read_metrics
@@ -80,15 +79,17 @@ def prepare_rehearsal(
         UsageError: a job for a batch system has no profile yet.
         PipectlError: no plan fits, or a file cannot be used.
     """
-    job = make_job(spec, None)
-    job = add_plan(add_profile(job, progress, trains=False), progress, trains=False)
+    (job,) = prepare(spec, None, progress, trains=False)
     if job.plan is None:
         raise UsageError(
             f"{profile_path(spec)}: no fresh profile, so there is no plan to rehearse",
             cure="measure the model first: pipectl profile --submit JOB.yaml",
         )
-    job = replace(job, scheduler=scheduler or LOCAL, profile=None, launch=None)
-    return replace(job, launch=choose_mpi(_with_launch(trial_request(spec), job)))
+    scheduler = scheduler or LOCAL
+    if scheduler == LOCAL:
+        spec = _on_this_machine(spec)
+    started = make_job(spec, scheduler)
+    return replace(started, cluster=job.cluster, plan=job.plan, warning=job.warning)
 
 
 def submit_rehearsal(job: Job, now: float) -> Submission:
@@ -110,21 +111,17 @@ def submit_rehearsal(job: Job, now: float) -> Submission:
     rehearsal = rehearsal_of(job.plan, job.cluster, ranks_per_core)
     name = f"{job.spec.name}-rehearsal"
     with new_run(job.spec, name, now) as (run, rollback):
-        request = _with_launch(job.request(run.path), job)
         limit_s = int(_START_S + 2 * seconds_of(rehearsal))
+        request = make_request(job, run.path)
+        walltime_s = min(request.resources.walltime, limit_s)
         request = replace(
             request,
             name=name,
             command=(request.python, "-m", "mpi4py", "-m", WORKER, "--run", str(run.path)),
             checkpoint=None,
-        ).update(
-            resources={
-                "walltime": min(request.resources.walltime, limit_s),
-                "gpus_per_node": 0,
-            }
-        )
-        record = record_of(job, request, now, steps=rehearsal.steps, kind=REHEARSAL)
-        return hand_over([Start(run, job, request, record, rehearsal)], rollback)[0]
+        ).update(resources={"walltime": walltime_s, "gpus_per_node": 0})
+        submission = Submission.new(run, job, request, now, kind=REHEARSAL, steps=rehearsal.steps)
+        return hand_over([replace(submission, rehearsal=rehearsal)], rollback)[0]
 
 
 def result_of(run: RunDirectory) -> RehearsalResult:
@@ -143,18 +140,20 @@ def seconds_of(rehearsal: Rehearsal) -> float:
     return rehearsal.steps * rehearsal.stretch * rehearsal.predicted_s
 
 
-def _with_launch(request: JobRequest, job: Job) -> JobRequest:
-    """On this machine all ranks start, however few cores it has."""
-    if job.scheduler != LOCAL:
-        return request
-    ours = scheduler_name(job.spec, None) == LOCAL
-    request = request.update(
-        launch={
-            "bind": "none",
-            "launcher": "mpiexec",
-            "mpi": "auto" if request.launch.launcher == "srun" else request.launch.mpi,
-            "args": request.launch.args if ours else (),
-        },
-        environment={"variables": {**request.environment.variables, **_OVERSUBSCRIBE}},
+def _on_this_machine(spec: JobSpec) -> JobSpec:
+    """The job with all ranks started here, however few cores there are."""
+    launch, environment = spec.launch, spec.environment
+    ours = scheduler_name(spec, None) == LOCAL
+    changes = {
+        "bind": "none",
+        "launcher": "mpiexec",
+        "mpi": "auto" if launch.launcher == "srun" else launch.mpi,
+        "args": launch.args if ours else (),
+    }
+    variables = {"variables": {**environment.variables, **_OVERSUBSCRIBE}}
+    return spec.model_copy(
+        update={
+            "launch": launch.model_copy(update=changes),
+            "environment": environment.model_copy(update=variables),
+        }
     )
-    return request if job.launch is None else job.launch.apply(request)

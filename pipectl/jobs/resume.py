@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipectl.batch import JobState
 from pipectl.errors import UsageError
 from pipectl.files import make_directory
-from pipectl.jobs.places import scheduler_name
-from pipectl.jobs.prepare import Job, make_job, refuse_code_of_others
+from pipectl.jobs.places import find_machines, scheduler_name
+from pipectl.jobs.prepare import load_run, refuse_code_of_others
 from pipectl.jobs.profiles import is_fresh
 from pipectl.jobs.recover import add_next_job, recover_locked
+from pipectl.jobs.request import Job, make_job, make_request
 from pipectl.jobs.state import get_status
-from pipectl.jobs.submit import Rollback, Start, Submission, contents_of, hand_over, record_of
+from pipectl.jobs.submit import Rollback, Submission, hand_over
 from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import (
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pipectl.spec import JobSpec
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Resumption(Submission):
     """A run that the batch system has once more.
 
@@ -90,7 +90,8 @@ def resume(
                 f"--set training.steps={2 * record.steps}",
             )
         _check_unchanged(run, record, before, spec)
-        job = make_job(spec, record.scheduler, base=run.path.parent)
+        machines = find_machines(load_run(run, overrides), record.scheduler)
+        job = make_job(spec, record.scheduler, machines)
         plan = Plan.load(run.plan) if run.plan.exists() else None
         job = _plan_again(run, before, job, overrides, plan)
         return _submit_again(run, job, record, now, replanned=job.plan != plan)
@@ -179,41 +180,37 @@ def _submit_again(
 ) -> Resumption:
     """Hand the run over, without what its earlier start left; or leave it as it was."""
     starts = read_starts(run)
-    request = job.request(run.path)
-    if request.checkpoint is not None and request.checkpoint.max_requeues:  # as for a new run
-        max_requeues = starts + request.checkpoint.max_requeues
-        request = request.update(checkpoint={"max_requeues": max_requeues})
-    new = record_of(job, request, now)
-    new = replace(new, name=record.name, history=record.history, sweep=record.sweep)
-    new = new.after(now, "submitting", detail="resumed")
+    request = make_request(job, run.path, prepare=job.plan is None)
+    requeues = job.spec.checkpoint.max_requeues
+    if requeues:  # as often as for a new run
+        request = request.update(checkpoint={"max_requeues": starts + requeues})
+    new = Submission.new(run, job, request, now)
+    again = replace(new.record, name=record.name, history=record.history, sweep=record.sweep)
+    new = replace(new, record=again.after(now, "submitting", detail="resumed"))
+    # What the earlier start reported says nothing of the run while it waits.
     ended = [run.exit_code, run.resubmitted, run.stopped, run.requeue_error]
     if job.plan is None:
         ended += [run.plan, run.predicted]
-    changing = (
+    changed = (
         run.job, run.template, run.cluster, run.profile, run.plan, run.predicted, run.script,
         run.variables, run.record,
     )  # fmt: skip
-    rollback = Rollback(
-        contents=contents_of([*changing, *ended]), moved=_aside(run, starts, replanned=replanned)
-    )
-    with rollback:
-        for path, place in rollback.moved.items():
+    reports = [*run.errors.glob("*.json"), *([run.heartbeat] if run.heartbeat.exists() else [])]
+    moved = {path: run.errors_before(starts) / path.name for path in reports}
+    if replanned:  # recorded steps are of the earlier plan
+        steps = run.trace.glob("step-*.json")
+        moved |= {path: run.trace_before(starts) / path.name for path in steps}
+    contents = {
+        path: path.read_text(encoding="utf-8") if path.exists() else None
+        for path in (*changed, *ended)
+    }
+    with Rollback(contents=contents, moved=moved) as rollback:
+        for path, place in moved.items():
             make_directory(place.parent)
             path.replace(place)
         for path in ended:
             path.unlink(missing_ok=True)
-        (submission,) = hand_over([Start(run, job, request, new)], rollback)
+        (submission,) = hand_over([new], rollback)
     last = last_checkpoint(run)
     step = 0 if last is None else step_of(last) or 0
-    return Resumption(run, submission.record, job, step, replanned)
-
-
-def _aside(run: RunDirectory, starts: int, *, replanned: bool) -> dict[Path, Path]:
-    """Where to move what the earlier start reported, which says nothing of the run while it waits;
-    and recorded steps, if the run gets another plan."""
-    reports = [*run.errors.glob("*.json"), *([run.heartbeat] if run.heartbeat.exists() else [])]
-    steps = run.trace.glob("step-*.json") if replanned else ()
-    return {
-        **{path: run.errors_before(starts) / path.name for path in reports},
-        **{path: run.trace_before(starts) / path.name for path in steps},
-    }
+    return Resumption(run, job, request, submission.record, step=step, replanned=replanned)

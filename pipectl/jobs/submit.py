@@ -1,9 +1,9 @@
 """Submitting a job: the one hand-over to a batch system.
 
-Whoever submits (`submit`, sweeps, `resume`, rehearsals, runs that measure) makes a :class:`Start`
-of each run and gives it to :func:`hand_over`, within a :class:`Rollback`. That writes all files of
-the runs, calls the batch system, and notes the job's id. Records are written before that call, so
-that a submission which is interrupted can be found again by its tag; see
+Whoever submits (`submit`, sweeps, `resume`, rehearsals, runs that measure) makes a
+:class:`Submission` of each run and gives it to :func:`hand_over`, within a :class:`Rollback`. That
+writes all files of the runs, calls the batch system, and notes the job's id. Records are written
+before that call, so that a submission which is interrupted can be found again by its tag; see
 :mod:`pipectl.jobs.recover`.
 """
 
@@ -12,9 +12,9 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,9 +23,8 @@ from pipectl.batch.process import NoAnswerError
 from pipectl.errors import PipectlError, UsageError
 from pipectl.files import write_text
 from pipectl.jobs.places import LOCAL
-from pipectl.jobs.prepare import Job
 from pipectl.jobs.recover import refuse_duplicate
-from pipectl.jobs.request import array_request, job_request
+from pipectl.jobs.request import Job, make_request
 from pipectl.jobs.state import get_statuses
 from pipectl.runs import (
     TRAINING,
@@ -41,18 +40,19 @@ from pipectl.spec import dump
 
 if TYPE_CHECKING:
     from pipectl.rehearsal import Rehearsal
-    from pipectl.spec import JobSpec, Point
+    from pipectl.spec import JobSpec
 
 _PRIVATE = 0o600
 """Mode of files that may hold keys and tokens."""
 
 
 @dataclass(frozen=True)
-class Start:
-    """A run that the batch system has yet to be told of, and all that its job reads.
+class Submission:
+    """A run, and all that its job reads.
 
     Args:
-        record: that it will have, without the job's id.
+        request: what the batch system is asked for.
+        record: with the job's id once the batch system has the job.
         rehearsal: None for runs that train.
     """
 
@@ -62,14 +62,35 @@ class Start:
     record: Record
     rehearsal: Rehearsal | None = None
 
+    @classmethod
+    def new(
+        cls,
+        run: RunDirectory,
+        job: Job,
+        request: JobRequest,
+        now: float,
+        *,
+        kind: str = TRAINING,
+        steps: int | None = None,
+    ) -> Submission:
+        """One that is about to be made.
 
-@dataclass(frozen=True)
-class Submission:
-    """A run that the batch system has."""
-
-    run: RunDirectory
-    record: Record
-    job: Job
+        Args:
+            now: seconds since the epoch.
+            kind: see :class:`pipectl.runs.Record`.
+            steps: by default those of the training.
+        """
+        record = Record(
+            name=request.name,
+            scheduler=job.scheduler,
+            tag=request.tag,
+            submitted_at=now,
+            ranks=request.ranks,
+            nodes=request.resources.nodes,
+            steps=job.spec.training.steps if steps is None else steps,
+            kind=kind,
+        )
+        return cls(run, job, request, record)
 
 
 @dataclass
@@ -95,18 +116,16 @@ class Rollback:
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         refused = isinstance(error, PipectlError) and not isinstance(error, NoAnswerError)
-        if error is not None and (refused or not self.asked):
-            self._restore()
-
-    def _restore(self) -> None:
-        """Restore each of the files, even if others cannot be written."""
+        if error is None or (self.asked and not refused):
+            return
         for path in self.created:
             shutil.rmtree(path, ignore_errors=True)
         for path, place in self.moved.items():
             with suppress(OSError):
                 place.replace(path)
                 place.parent.rmdir()  # once it is empty
-        files = self.contents.items()  # on a full disk, what takes more room comes last
+        # On a full disk, what takes more room comes last; a file that cannot be written stops none.
+        files = self.contents.items()
         for path, text in sorted(
             files, key=lambda file: (file[1] is not None, not file[0].exists())
         ):
@@ -114,7 +133,7 @@ class Rollback:
                 if text is None:
                     path.unlink(missing_ok=True)
                 elif not path.exists():
-                    write_text(path, text, mode=0o600)
+                    write_text(path, text, mode=_PRIVATE)
                 elif path.read_text(encoding="utf-8") != text:
                     write_text(path, text, mode=path.stat().st_mode & 0o777)
 
@@ -134,10 +153,10 @@ def submit(job: Job, now: float, after: Sequence[RunDirectory] = ()) -> Submissi
     """
     spec = job.spec
     refuse_duplicate(Path(spec.output.directory), spec.name, now)
-    jobs = jobs_of(after, job.scheduler, now)
+    ids = ids_to_wait_for(after, job.scheduler, now)
     with new_run(spec, spec.name, now) as (run, rollback):
-        request = job.request(run.path, after=jobs)
-        return hand_over([Start(run, job, request, record_of(job, request, now))], rollback)[0]
+        request = make_request(job, run.path, prepare=job.plan is None, after=ids)
+        return hand_over([Submission.new(run, job, request, now)], rollback)[0]
 
 
 @contextmanager
@@ -148,28 +167,8 @@ def new_run(spec: JobSpec, name: str, now: float) -> Iterator[tuple[RunDirectory
         yield run, rollback
 
 
-def record_of(
-    job: Job, request: JobRequest, now: float, *, steps: int | None = None, kind: str = TRAINING
-) -> Record:
-    """The record of a run that is about to be submitted.
-
-    Args:
-        steps: by default those of the training.
-    """
-    return Record(
-        name=request.name,
-        scheduler=job.scheduler,
-        tag=request.tag,
-        submitted_at=now,
-        ranks=request.ranks,
-        nodes=request.resources.nodes,
-        steps=job.spec.training.steps if steps is None else steps,
-        kind=kind,
-    )
-
-
 def hand_over(
-    starts: Sequence[Start],
+    submissions: Sequence[Submission],
     rollback: Rollback,
     array: tuple[SweepDirectory, JobRequest] | None = None,
 ) -> tuple[Submission, ...]:
@@ -177,20 +176,23 @@ def hand_over(
     ``rollback``, who holds the locks.
 
     Args:
-        starts: one run; or those of an array, in its order.
+        submissions: of one run; or of those of an array, in its order.
         array: the directory of the sweep, and what the batch system is asked for.
+
+    Returns:
+        The submissions with the ids of their jobs.
 
     Raises:
         SchedulerError: it refuses.
     """
-    scheduler = get(starts[0].record.scheduler)
-    written: dict[int, RunDirectory] = {}
-    for start in starts:
-        _write(start, written)
-    script, request = starts[0].run.script, starts[0].request
+    scheduler = get(submissions[0].record.scheduler)
+    first_with: dict[int, RunDirectory] = {}
+    for submission in submissions:
+        text = scheduler.render(submission.request)
+        _write(submission, text, first_with.setdefault(id(submission.job.plan), submission.run))
+    script, request = submissions[0].run.script, submissions[0].request
     if array is not None:
-        sweep, request = array
-        script = sweep.script
+        script, request = array[0].script, array[1]
         write_text(script, scheduler.render(request), mode=0o700)
     rollback.asked = True
     try:
@@ -198,31 +200,30 @@ def hand_over(
     except PipectlError as error:
         error.message = error.message.replace(str(script), "the job script")
         raise
-    submissions = []
-    for index, start in enumerate(starts):
+    submitted = []
+    for index, submission in enumerate(submissions):
         own_id = job_id if array is None else scheduler.task_id(job_id, index)
-        record = start.record.after(start.record.submitted_at, "submitted", job_id=own_id)
+        record = submission.record
+        record = record.after(record.submitted_at, "submitted", job_id=own_id)
         with suppress(UsageError):  # it is found by its tag
-            record.save(start.run.record)
-        submissions.append(Submission(start.run, record, start.job))
-    return tuple(submissions)
+            record.save(submission.run.record)
+        submitted.append(replace(submission, record=record))
+    return tuple(submitted)
 
 
-def _write(start: Start, written: dict[int, RunDirectory]) -> None:
+def _write(submission: Submission, script: str, twin: RunDirectory) -> None:
     """Write everything that the job reads, then the record.
 
     Args:
-        written: by plan, the first run that has its files: those of others are copied.
+        twin: a run that has the files of the same plan already; or this one.
     """
-    run, job = start.run, start.job
-    script = get(start.record.scheduler).render(start.request)
-    write_job(run, job.spec, start.request.template)
+    run, job, request = submission.run, submission.job, submission.request
+    write_job(run, job.spec, request.template)
     if job.cluster is not None:
         job.cluster.save(run.cluster)
-    first = written.setdefault(id(job.plan), run)
-    if job.plan is not None and first is not run:
+    if job.plan is not None and twin is not run:
         for file in (run.profile, run.plan, run.predicted):
-            shutil.copyfile(first.path / file.relative_to(run.path), file)
+            shutil.copyfile(twin.path / file.relative_to(run.path), file)
     else:
         if job.profile is not None:
             job.profile.save(run.profile)
@@ -230,14 +231,14 @@ def _write(start: Start, written: dict[int, RunDirectory]) -> None:
             from pipectl.jobs.planning import write_plan
 
             write_plan(run, job.plan, job.cluster)
-    if start.rehearsal is not None:
-        start.rehearsal.save(run.rehearsal)
+    if submission.rehearsal is not None:
+        submission.rehearsal.save(run.rehearsal)
     write_text(run.script, script, mode=0o700)
-    if start.request.environment.variables:
-        write_text(run.variables, render_variables(start.request), mode=_PRIVATE)
+    if request.environment.variables:
+        write_text(run.variables, render_variables(request), mode=_PRIVATE)
     else:
         run.variables.unlink(missing_ok=True)
-    start.record.save(run.record)
+    submission.record.save(run.record)
 
 
 def write_job(run: RunDirectory, spec: JobSpec, template: Template | None) -> None:
@@ -249,7 +250,7 @@ def write_job(run: RunDirectory, spec: JobSpec, template: Template | None) -> No
     write_text(run.job, dump(spec), mode=_PRIVATE)
 
 
-def jobs_of(runs: Sequence[RunDirectory], scheduler: str, now: float) -> tuple[str, ...]:
+def ids_to_wait_for(runs: Sequence[RunDirectory], scheduler: str, now: float) -> tuple[str, ...]:
     """The ids of the jobs of runs, without those of runs that have completed already.
 
     On PBS nothing can wait for a single job of an array, so that all of its runs must be named.
@@ -261,7 +262,7 @@ def jobs_of(runs: Sequence[RunDirectory], scheduler: str, now: float) -> tuple[s
     Raises:
         UsageError: a run has failed, is on another batch system, or its job is not known.
     """
-    records = []
+    ids: dict[str, None] = {}
     for status in get_statuses(runs, now):
         run, record, state = status.run, status.record, status.job.state
         if state is JobState.COMPLETED:
@@ -281,22 +282,18 @@ def jobs_of(runs: Sequence[RunDirectory], scheduler: str, now: float) -> tuple[s
                 f"--after {run.name}: is on {record.scheduler}, and this job goes to {scheduler}",
                 cure=f"wait for its end, or submit with --scheduler {record.scheduler}",
             )
-        records.append((run, record))
-    if scheduler != "pbs":
-        return tuple(record.job_id for _, record in records if record.job_id)
-    arrays: dict[str, None] = {}
-    for run, record in records:
-        job_id = record.job_id or ""
-        array_id = get(scheduler).array_id(job_id)
-        if record.sweep is not None and array_id != job_id:
+        job_id = record.job_id
+        if scheduler == "pbs":
+            job_id = get(scheduler).array_id(job_id)
+        if record.sweep is not None and job_id != record.job_id:
             sweep = sweep_of(run, record.sweep.name)
             if not set(sweep.runs()) <= set(runs):
                 raise UsageError(
                     f"--after {run.name}: PBS lets no job wait for one of an array",
                     cure=f"wait for all of it: --after {as_typed(sweep)}",
                 )
-        arrays[array_id] = None
-    return tuple(arrays)
+        ids[job_id] = None
+    return tuple(ids)
 
 
 def render(job: Job, now: float, suffix: str = "") -> str:
@@ -307,21 +304,14 @@ def render(job: Job, now: float, suffix: str = "") -> str:
     """
     directory = Path(job.spec.output.directory) / f"{stem_of(job.spec.name, now)}{suffix}"
     installed = shutil.which("mpiexec") or (Path(sys.executable).parent / "mpiexec").exists()
-    mpiexec = None if installed else "mpiexec"
-    prepare = job.profile is None and job.scheduler != LOCAL  # here, `submit` prepares it
-    tag = f"{directory.name} dry-run"
-    request = job.request(directory, prepare=prepare, tag=tag, mpiexec=mpiexec)
+    request = make_request(
+        job,
+        directory,
+        prepare=job.profile is None and job.scheduler != LOCAL,  # here, `submit` does
+        tag=f"{directory.name} dry-run",
+        mpiexec=None if installed else "mpiexec",
+    )
     return get(job.scheduler).render(request)
-
-
-def render_array(points: Sequence[Point], scheduler: str, at_once: int | None, now: float) -> str:
-    """The script of a sweep's job array as it would be submitted."""
-    spec = points[0].spec
-    stem = Path(spec.output.directory).absolute() / stem_of(spec.name, now)
-    runs = [RunDirectory(stem.parent / f"{stem.name}-{index}") for index in range(len(points))]
-    directory = SweepDirectory.beside(stem).path
-    request = job_request(spec, directory, f"{stem.name} dry-run")
-    return get(scheduler).render(array_request(request, runs, at_once))
 
 
 def estimate(script: str, scheduler: str) -> str | None:
@@ -334,8 +324,3 @@ def estimate(script: str, scheduler: str) -> str | None:
         path = Path(directory) / "job.sh"
         write_text(path, script)
         return get(scheduler).estimate(path)
-
-
-def contents_of(paths: Iterable[Path]) -> dict[Path, str | None]:
-    """What files hold, for :class:`Rollback`; None for those that do not exist."""
-    return {path: path.read_text(encoding="utf-8") if path.exists() else None for path in paths}

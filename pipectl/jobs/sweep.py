@@ -11,27 +11,23 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipectl.batch import MpiChoice, get
+from pipectl.batch import Array, JobRequest, get
 from pipectl.batch.local import LocalScheduler
 from pipectl.batch.process import wait_for_any
 from pipectl.errors import PipectlError
-from pipectl.jobs.places import LOCAL, check_answering
-from pipectl.jobs.prepare import Job, add_plan, add_profile, make_job
-from pipectl.jobs.profiles import Progress, find_or_measure
 from pipectl.jobs.recover import refuse_duplicate
-from pipectl.jobs.request import array_request, job_request, make_tag
-from pipectl.jobs.submit import Rollback, Start, Submission, hand_over, jobs_of, record_of
-from pipectl.runs import Members, Record, RunDirectory, Setting, SweepDirectory, locked
-from pipectl.spec import plan_key, profile_key
+from pipectl.jobs.request import Job, make_request
+from pipectl.jobs.submit import Rollback, Submission, hand_over, ids_to_wait_for
+from pipectl.runs import Members, Record, RunDirectory, Setting, SweepDirectory, locked, stem_of
 
 if TYPE_CHECKING:
-    from pipectl.spec import JobSpec, Point
+    from pipectl.spec import Point
 
 
 @dataclass(frozen=True)
@@ -46,71 +42,6 @@ class SweepSubmission:
     sweep: SweepDirectory
     submissions: tuple[Submission, ...]
     job_id: str
-
-
-def prepare_points(
-    spec: JobSpec,
-    points: Sequence[Point],
-    scheduler: str | None,
-    progress: Progress | None = None,
-) -> list[Job]:
-    """The jobs of all points; what several of them share is measured, and planned, once.
-
-    On a batch system, points without a profile are left to their jobs, see
-    :func:`pipectl.jobs.prepare.prepare`.
-
-    Args:
-        spec: the job without the values of its sweep.
-
-    Raises:
-        PipectlError: as for a single job; the message says of which point.
-    """
-    check_answering(spec, scheduler)
-    base = make_job(spec, scheduler)
-    measures = profile_key(spec) in {profile_key(point.spec) for point in points}
-    base = add_profile(base, progress, make=measures)
-    known = {} if base.profile is None else {profile_key(spec): base}
-    launches: dict[str, MpiChoice | None] = {}
-    jobs = []
-    for point in points:
-        with _naming(point):
-            launch = f"{point.spec.launch} {point.spec.environment}"
-            job = make_job(point.spec, base.scheduler, launch=launches.get(launch), check=True)
-            launches[launch] = job.launch
-            key = profile_key(point.spec)
-            if key not in known and job.scheduler == LOCAL:
-                measurement = find_or_measure(point.spec, progress)
-                known[key] = replace(job, profile=measurement.profile, measurement=measurement)
-            if key in known:
-                same = known[key]
-                job = replace(job, profile=same.profile, measurement=same.measurement)
-            jobs.append(job)
-    if plan_key(spec) in {plan_key(point.spec) for point in points}:
-        base = add_plan(base, progress)
-    plans = {} if base.plan is None else {plan_key(spec): base.plan}
-    for index, (point, job) in enumerate(zip(points, jobs, strict=True)):
-        if job.profile is not None and job.cluster is not None:
-            from pipectl.jobs.planning import find_plan
-            from pipectl.runtime.supported import check_supported
-
-            key = plan_key(point.spec)
-            with _naming(point):
-                if key not in plans:
-                    plans[key] = find_plan(job.spec, job.profile, job.cluster)
-                    check_supported(plans[key], "the plan")
-            jobs[index] = replace(job, plan=plans[key])
-    return jobs
-
-
-@contextmanager
-def _naming(point: Point) -> Iterator[None]:
-    """Begin errors with the values of a point: ``optimizer.kwargs.lr=0.001, training.seed=2``."""
-    try:
-        yield
-    except PipectlError as error:
-        values = ", ".join(f"{key}={value}" for key, value in point.values.items())
-        error.message = f"{values}: {error.message}"
-        raise
 
 
 def submit_sweep(
@@ -137,25 +68,49 @@ def submit_sweep(
     spec, scheduler = points[0].spec, jobs[0].scheduler
     base = Path(spec.output.directory)
     refuse_duplicate(base, spec.name, now)
-    awaited = jobs_of(after, scheduler, now)
+    ids = ids_to_wait_for(after, scheduler, now)
     sweep, runs = SweepDirectory.create(base, spec.name, len(points), now)
     created = [*(run.path for run in runs), sweep.path]
     with locked(sweep), Rollback(created=created) as rollback:
-        template, tag = jobs[0].template, make_tag(sweep.path)
-        request = job_request(spec, sweep.path, tag, after=awaited, template=template)
-        request = array_request(request, runs, at_once)
+        request = make_request(jobs[0], sweep.path, after=ids)
+        request = _array_request(request, runs, at_once)
         sweep.save(Members(request.tag, tuple(run.name for run in runs), at_once))
-        starts = []
+        submissions = []
         for index, (point, job, run) in enumerate(zip(points, jobs, runs, strict=True)):
-            own = job.request(run.path)
+            own = make_request(job, run.path, prepare=job.plan is None)
+            submission = Submission.new(run, job, own, now)
             values = {key: recordable(value) for key, value in point.values.items()}
-            record = record_of(job, own, now)
-            record = replace(record, tag=request.tag, sweep=Setting(sweep.name, values), task=index)
-            starts.append(Start(run, job, own, record))
-        submissions = hand_over(starts, rollback, (sweep, request))
-    job_id = submissions[0].record.job_id
+            setting = Setting(sweep.name, values)
+            record = replace(submission.record, tag=request.tag, sweep=setting, task=index)
+            submissions.append(replace(submission, record=record))
+        submitted = hand_over(submissions, rollback, (sweep, request))
+    job_id = submitted[0].record.job_id
     assert job_id is not None
-    return SweepSubmission(sweep, submissions, get(scheduler).array_id(job_id))
+    return SweepSubmission(sweep, submitted, get(scheduler).array_id(job_id))
+
+
+def render_array(job: Job, points: int, at_once: int | None, now: float) -> str:
+    """The script of a sweep's job array as it would be submitted.
+
+    Args:
+        job: of any of its points.
+    """
+    stem = Path(job.spec.output.directory).absolute() / stem_of(job.spec.name, now)
+    runs = [RunDirectory(stem.parent / f"{stem.name}-{index}") for index in range(points)]
+    request = make_request(job, SweepDirectory.beside(stem).path, tag=f"{stem.name} dry-run")
+    return get(job.scheduler).render(_array_request(request, runs, at_once))
+
+
+def _array_request(
+    request: JobRequest, runs: Sequence[RunDirectory], at_once: int | None
+) -> JobRequest:
+    """The request of a job array.
+
+    Args:
+        request: of one of its jobs, in the directory of the sweep.
+    """
+    command = (request.python, "-m", "pipectl.jobs.sweep", str(request.run_directory))
+    return replace(request, command=command, array=Array(tuple(run.path for run in runs), at_once))
 
 
 def recordable(value: Any) -> Any:

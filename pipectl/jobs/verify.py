@@ -22,10 +22,10 @@ import psutil
 from pipectl.batch import JobState, process
 from pipectl.errors import InfeasibleError, PipectlError, UsageError, WorkerError
 from pipectl.jobs.cancel import cancel
-from pipectl.jobs.machines import cluster_of
-from pipectl.jobs.places import LOCAL, profile_path
-from pipectl.jobs.prepare import Job, refuse_code_of_others
+from pipectl.jobs.places import LOCAL, find_machines, profile_path
+from pipectl.jobs.prepare import refuse_code_of_others
 from pipectl.jobs.profiles import Progress, fresh_profile, measure
+from pipectl.jobs.request import make_job
 from pipectl.jobs.state import RunStatus
 from pipectl.jobs.submit import submit
 from pipectl.plan import Plan
@@ -214,7 +214,7 @@ def _fresh_profile(job: Path, overrides: Sequence[str]) -> Profile | None:
 def _find_plan(spec: JobSpec, profile: Profile) -> Plan:
     from pipectl.jobs.planning import find_plan
 
-    return find_plan(spec, profile, cluster_of(spec, LOCAL))
+    return find_plan(spec, profile, find_machines(spec, LOCAL).cluster)
 
 
 def _find_other_plan(trial: _Trial, profile: Profile, plan: Plan) -> Plan:
@@ -266,7 +266,8 @@ class _Trial:
 
     def train(self, spec: JobSpec, profile: Profile, plan: Plan) -> RunDirectory:
         """Run a plan here, to its end."""
-        run = submit(Job(spec, LOCAL, cluster_of(spec, LOCAL), profile, plan), time.time()).run
+        job = make_job(spec, LOCAL, find_machines(spec, LOCAL))
+        run = submit(replace(job, profile=profile, plan=plan), time.time()).run
         try:
             status = self.follow(run)
             failure = status.failure

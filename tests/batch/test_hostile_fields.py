@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipectl.batch import get
+from pipectl.batch import MpiChoice, get
 from pipectl.cli.console import say
 from pipectl.errors import SpecError
-from pipectl.jobs.request import job_request
+from pipectl.jobs.request import make_job, make_request
 from pipectl.spec import load
 
 TEXT = {
@@ -95,7 +95,8 @@ def test_they_arrive_in_the_directives_of_both(tmp_path: Path, nasty: list[str])
     lengths = set()
     for value in filter(str.strip, nasty):
         spec = load(write(tmp_path, value), check_files=False)
-        request = job_request(spec, tmp_path / "run", "tag", mpiexec="/usr/bin/mpiexec")
+        job = make_job(spec, "local", launch=MpiChoice("auto"))
+        request = make_request(job, tmp_path / "run", mpiexec="/usr/bin/mpiexec")
         scripts = {name: get(name).render(request) for name in ("slurm", "pbs")}
         slurm = [slurm_words(line) for line in given(scripts["slurm"], "SBATCH")]
         for option in ("--partition=", "--account=", "--qos=", "--mail-type=", "-x"):

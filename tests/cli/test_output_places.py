@@ -46,7 +46,7 @@ def test_a_directory_that_is_not_there_is_made(
 
 
 @pytest.mark.parametrize(
-    ("line", "work"), [*WRITERS, ("profile job.yaml -o", "profiles.find_or_measure")]
+    ("line", "work"), [*WRITERS, ("profile job.yaml -o", "profiles._find_or_measure")]
 )
 @pytest.mark.parametrize(
     ("where", "error"),

@@ -260,8 +260,8 @@ def test_the_run_directory_cannot_be_made(cli: Command, job: Path) -> None:
     result = cli("submit", "job.yaml", *SLURM, "--set", "output.directory=job.yaml/runs")
     assert (result.code, result.out) == (2, "")
     assert result.err == (
-        "error: job.yaml/runs: cannot be created: Not a directory\n"
-        "  choose a directory you may write to\n"
+        "error: job.yaml/runs: no run directory can be made: Not a directory\n"
+        "  set output.directory to a directory with room that you may write to\n"
     )
 
 

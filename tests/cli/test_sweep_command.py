@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pipectl.jobs.prepare import prepare
 from pipectl.jobs.profiles import Measurement
-from pipectl.jobs.sweep import prepare_points
 from pipectl.profile import Profile
 from pipectl.runs import Record
 from pipectl.spec import load_sweep, profile_key
@@ -102,15 +102,16 @@ def test_on_this_machine_models_are_measured_once_each(
 ) -> None:
     measured = []
 
-    def measure(spec: JobSpec, _progress: object) -> Measurement:
+    def measure(spec: JobSpec, path: Path | None, _progress: object) -> Measurement:
+        assert path is None, "the job's own place is that of its own model"
         measured.append(spec.model.kwargs)
         found = Profile.from_json(profile_document(key=profile_key(spec)))
         return Measurement(found, 1.0, "here", 1.0)
 
-    monkeypatch.setattr("pipectl.jobs.sweep.find_or_measure", measure)
+    monkeypatch.setattr("pipectl.jobs.prepare.measure", measure)
     widths = "sweep.grid={model.kwargs: [{}, {width: 3}, {width: 4}], training.seed: [0, 1]}"
     spec, points = load_sweep(Path("job.yaml"), [widths])
-    found = prepare_points(spec, points, "local")
+    found = prepare(spec, "local", points=points)
     assert measured == [{"width": 3}, {"width": 4}]
     plans = [id(inputs.plan) for inputs in found]
     assert plans == [plans[0]] * 2 + [plans[2]] * 2 + [plans[4]] * 2

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipectl.jobs.request import job_request, trial_request
+from pipectl.jobs.request import make_job, make_request
 from pipectl.spec import load
 
 JOB = """\
@@ -30,8 +30,9 @@ def test_what_the_job_names_and_writes_is_bound(tmp_path: Path, written: str, im
     path = tmp_path / "job.yaml"
     path.write_text(JOB.replace("IMAGE", written))
     spec = load(path, check_files=False)
-    assert trial_request(spec).binds[0] == Path("runs").absolute()
-    request = job_request(spec, Path("/runs/x"), "t")
+    job = make_job(spec, "local")
+    assert make_request(job).binds[0] == Path("runs").absolute()
+    request = make_request(job, Path("/runs/x"))
     assert request.binds == (Path("/runs"), tmp_path, tmp_path / "code")
     assert request.in_container(("a",)) == (
         *("apptainer", "exec", "--nv"),
@@ -46,5 +47,5 @@ def test_packages_beside_the_job_are_bound(tmp_path: Path) -> None:
     text = JOB.replace("./code/model.py", "netmod").replace("./model data.py", "/else/pk.data")
     (tmp_path / "job.yaml").write_text(text.replace("IMAGE", "./torch.sif"))
     spec = load(tmp_path / "job.yaml", check_files=False)
-    binds = job_request(spec, Path("/runs/x"), "t").binds
+    binds = make_request(make_job(spec, "local"), Path("/runs/x")).binds
     assert binds == (Path("/runs"), *sorted([Path("/else"), tmp_path]))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pipectl.batch import choose_mpi, launchers
+from pipectl.batch import launchers
 from pipectl.cli import main
 from pipectl.jobs import doctor
 from pipectl.jobs.doctor import (
@@ -24,7 +24,7 @@ from pipectl.jobs.doctor import (
     check_torch,
     examine,
 )
-from pipectl.jobs.request import job_request
+from pipectl.jobs.request import make_job
 from pipectl.spec import load
 
 Program = Callable[[str, str], None]
@@ -137,7 +137,7 @@ def test_what_srun_takes_is_what_a_submission_does_not_warn_of(
     job.write_text(JOB)
     spec = load(job, [f"launch.mpi={wanted}"], check_files=False)
     assert of("PMI", check_slurm(spec)).level is level
-    warning = choose_mpi(job_request(spec, tmp_path / "run", "tag")).warning
+    warning = make_job(spec, "slurm").launch.warning
     assert bool(warning) is (level is Level.FAIL)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from pipectl.batch import check_template
 from pipectl.errors import SpecError
-from pipectl.jobs.prepare import find_job
+from pipectl.jobs.prepare import prepare
 from pipectl.jobs.request import check_script, read_template
 from pipectl.jobs.submit import render, write_job
 from pipectl.runs import RunDirectory
@@ -34,10 +34,14 @@ def job(tmp_path: Path, head: str, name: str = "my site's.sh") -> JobSpec:
     return load(path, sites=())
 
 
+def script_of(spec: JobSpec, scheduler: str) -> str:
+    return render(*prepare(spec, scheduler, make=False), 0.0)
+
+
 def test_it_is_in_the_scripts_of_all_schedulers(tmp_path: Path) -> None:
     spec = job(tmp_path, "echo 'from my site'")
     for scheduler in ("slurm", "pbs", "local"):
-        script = render(find_job(spec, scheduler), 0.0)
+        script = script_of(spec, scheduler)
         assert script.startswith("#!/bin/bash\n#")
         assert "echo 'from my site'\n" in script
         assert script.rstrip().endswith('exit "$code"')
@@ -82,10 +86,10 @@ def test_the_run_keeps_its_own(tmp_path: Path) -> None:
 
 
 def test_the_name_of_its_file_gets_into_no_script(tmp_path: Path) -> None:
-    plain = render(find_job(job(tmp_path, "true", "plain.sh"), "slurm"), 0.0)
+    plain = script_of(job(tmp_path, "true", "plain.sh"), "slurm")
     for name in ("$(touch x).sh", "`id`", "'; exit 1; '", "{{ job }}", "-n", "[red]"):
         (tmp_path / name).write_text(GOOD.format(head="true"))
         spec = load(tmp_path / "job.yaml", [f"launch.template={json.dumps(name)}"], sites=())
-        assert render(find_job(spec, "slurm"), 0.0) == plain
+        assert script_of(spec, "slurm") == plain
     with pytest.raises(SpecError, match="line break"):
         load(tmp_path / "job.yaml", ['launch.template="a\\nb"'], sites=())

@@ -9,8 +9,7 @@ import pytest
 
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import DataFileError, MismatchError
-from pipectl.jobs.machines import cluster_of, find_machines, measured_key
-from pipectl.jobs.places import cluster_path, scheduler_name
+from pipectl.jobs.places import cluster_path, find_machines, measured_key, scheduler_name
 from pipectl.spec import JobSpec, load
 
 RESOURCES = "resources: {nodes: 2, tasks_per_node: 3, cpus_per_task: 2, memory_per_node: 6GiB}"
@@ -23,7 +22,7 @@ def spec(write_job: WriteJob) -> JobSpec:
 
 
 def test_an_allocation_has_the_nodes_asked_for(spec: JobSpec) -> None:
-    cluster = cluster_of(spec, "slurm")
+    cluster = find_machines(spec, "slurm").cluster
     assert cluster.node_of_rank == (0, 0, 0, 1, 1, 1)
     assert [node.cores for node in cluster.nodes] == [3, 3]
     assert cluster.device(0).memory_bytes == 2 * 2**30
@@ -35,7 +34,7 @@ def test_locally_all_ranks_share_the_usable_cores(
     spec: JobSpec, monkeypatch: pytest.MonkeyPatch, usable: int, cores: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(usable)))
-    cluster = cluster_of(spec, "local")
+    cluster = find_machines(spec, "local").cluster
     assert [(node.ranks, node.cores) for node in cluster.nodes] == [(6, cores)]
 
 
@@ -43,7 +42,7 @@ def test_a_described_cluster_is_taken_as_it_is(tmp_path: Path, write_job: WriteJ
     described = assumed_cluster("mine", [6], 4, None)
     described.save(tmp_path / "cluster.json")
     spec = load(write_job(RESOURCES, "cluster: cluster.json"))
-    assert cluster_of(spec, "slurm") == described
+    assert find_machines(spec, "slurm").cluster == described
 
 
 @pytest.mark.parametrize("ranks", [5, 8_000_000_000])
@@ -53,7 +52,7 @@ def test_a_described_cluster_needs_as_many_ranks(
     assumed_cluster("mine", [ranks], 4, None).save(tmp_path / "cluster.json")
     spec = load(write_job(RESOURCES, "cluster: cluster.json"))
     with pytest.raises(MismatchError, match=f"describes {ranks} ranks, resources: ask for 6"):
-        cluster_of(spec, "local")
+        find_machines(spec, "local")
 
 
 def put(spec: JobSpec, cluster: Cluster) -> Path:
@@ -83,7 +82,6 @@ def test_a_measured_cluster_is_found_at_its_usual_place(
     path = put(spec, cluster)
     found = find_machines(spec, scheduler)
     assert (found.cluster, found.file, found.warning) == (cluster, path, "")
-    assert cluster_of(spec, scheduler) == cluster
 
 
 @pytest.mark.parametrize(
@@ -151,7 +149,7 @@ def test_a_cluster_that_the_job_names_beats_the_measured_one(
 def test_a_damaged_measured_cluster_is_an_error(spec: JobSpec, here: None) -> None:
     put(spec, measured([3, 3], None)).write_text("{")
     with pytest.raises(DataFileError, match=r"tiny\.cluster\.json") as caught:
-        cluster_of(spec, "slurm")
+        find_machines(spec, "slurm")
     assert "pipectl profile --links" in (caught.value.cure or "")
 
 

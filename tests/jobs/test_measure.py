@@ -229,7 +229,7 @@ def test_the_effort_reaches_the_profiler(
 def test_the_cache_of_another_output_directory(
     profiler: Profiler, spec_of: Callable[..., JobSpec]
 ) -> None:
-    measure(spec_of(), PLACE, base=Path("elsewhere"))
+    measure(spec_of("output.directory=elsewhere"))
     assert list(Path("elsewhere/.cache").iterdir())
     assert not Path("runs/.cache").exists()
 

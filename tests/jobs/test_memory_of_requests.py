@@ -7,7 +7,7 @@ import pytest
 
 from pipectl.cluster import assumed_cluster
 from pipectl.jobs.planning import request_of
-from pipectl.jobs.request import TIGHT_HEAP, job_request
+from pipectl.jobs.request import TIGHT_HEAP, make_job, make_request
 from pipectl.link import Link
 from pipectl.plan import OffloadTarget, Plan, Stage, StageCost
 from pipectl.profile import Profile
@@ -96,21 +96,21 @@ def test_ranks_that_offload_to_a_disk_start_with_a_heap_that_joins_what_is_freed
 ) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(f"{JOB}pipeline: {{offload: {target}}}\nresources: {{gpus_per_node: 1}}\n")
-    spec = load(path)
+    job = make_job(load(path), "local")
     cost = StageCost(1.0, 1.0, 0.0, 1, 1, 1)
     stage = Stage(("a",), (0,), cost, offload=True)
     plan = Plan(
         "tiny", None, "1f1b", (1,), 4, 4, 1, (stage,), (), (0,), offload_to=OffloadTarget(target)
     )
-    request = job_request(spec, tmp_path, "tag", plan=plan if known else None)
+    request = make_request(replace(job, plan=plan if known else None))
     assert request.environment.variables == (TIGHT_HEAP if target == "disk" else {})
     kept = replace(plan, stages=(replace(stage, offload=False),))
-    assert job_request(spec, tmp_path, "tag", plan=kept).environment.variables == {}
+    assert make_request(replace(job, plan=kept)).environment.variables == {}
 
 
 def test_a_job_s_own_setting_of_the_heap_wins(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     own = "environment: {variables: {GLIBC_TUNABLES: glibc.malloc.check=1}}"
     path.write_text(f"{JOB}pipeline: {{offload: disk}}\n{own}\n")
-    found = job_request(load(path), tmp_path, "tag").environment.variables
+    found = make_request(make_job(load(path), "local")).environment.variables
     assert found == {"GLIBC_TUNABLES": "glibc.malloc.check=1"}

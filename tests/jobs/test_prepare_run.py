@@ -51,9 +51,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     calls: list[Path] = []
 
     def measure(
-        _spec: JobSpec, path: Path, progress: Callable[[int, int, str], None], *, base: Path
+        spec: JobSpec, path: Path, progress: Callable[[int, int, str], None]
     ) -> Measurement:
-        assert base == path.parents[1]
+        assert Path(spec.output.directory) == path.parents[1]
         calls.append(path)
         progress(1, 3, "op0")
         PROFILE.save(path)

@@ -23,9 +23,9 @@ import pytest
 import yaml
 
 from pipectl.batch import JobState
-from pipectl.jobs.machines import find_machines
+from pipectl.jobs.places import find_machines
 from pipectl.jobs.planning import find_plan
-from pipectl.jobs.prepare import Job
+from pipectl.jobs.request import make_job
 from pipectl.jobs.resume import resume
 from pipectl.jobs.state import RunStatus, get_status
 from pipectl.jobs.submit import submit
@@ -265,10 +265,11 @@ def begin(tmp_path_factory: pytest.TempPathFactory, profile: Profile) -> Iterato
         changed = {**of(scheduler, family, ranks), **settings}
         changed["output.directory"] = str(folder / "runs")
         spec = load(path, [f"{key}={json.dumps(value)}" for key, value in changed.items()])
-        cluster = find_machines(spec, scheduler).cluster
+        machines = find_machines(spec, scheduler)
         fresh = replace(profile, key=profile_key(spec))
-        plan = find_plan(spec, fresh, cluster)
-        run = submit(Job(spec, scheduler, cluster, fresh, plan), time.time()).run
+        plan = find_plan(spec, fresh, machines.cluster)
+        job = replace(make_job(spec, scheduler, machines), profile=fresh, plan=plan)
+        run = submit(job, time.time()).run
         seed = f"{SEED} {scheduler} {family} {ranks} {settings}"
         started.append(Continued(run, scheduler, random.Random(seed), family))
         return started[-1]

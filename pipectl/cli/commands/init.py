@@ -74,8 +74,7 @@ def command(
 ) -> None:
     """Write a commented job for this cluster, ready to run."""
     from pipectl.jobs.init import job_text
-    from pipectl.jobs.machines import memory_of_this_machine
-    from pipectl.jobs.places import LOCAL, detect_scheduler
+    from pipectl.jobs.places import LOCAL, detect_scheduler, memory_of_this_machine
 
     if not is_name(name):
         raise UsageError(

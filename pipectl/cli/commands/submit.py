@@ -160,7 +160,7 @@ def _submit(
 
     before = find_runs(Path(spec.output.directory), after)
     with resumable(), progress_bar("profiling") as progress:
-        job = prepare(spec, scheduler, progress)
+        (job,) = prepare(spec, scheduler, progress)
     if job.measurement is not None:
         note_origin(job.measurement, time.time(), "pipectl profile --again measures anew")
     print_launch(job.launch, job.warning)
@@ -193,12 +193,13 @@ def _submit_sweep(
     as_json: bool,
 ) -> None:
     """Submit the runs of a sweep; ``spec`` is without the values of its points."""
-    from pipectl.jobs.sweep import prepare_points, submit_sweep
+    from pipectl.jobs.prepare import prepare
+    from pipectl.jobs.sweep import submit_sweep
     from pipectl.runs import find_runs
 
     before = find_runs(Path(spec.output.directory), after)
     with resumable(), progress_bar("profiling") as progress:
-        jobs = prepare_points(spec, points, scheduler, progress)
+        jobs = prepare(spec, scheduler, progress, points=points)
     for launch, warning in dict.fromkeys((job.launch, job.warning) for job in jobs):
         print_launch(launch, warning)
     at_once = None if spec.sweep is None else spec.sweep.at_once
@@ -255,15 +256,16 @@ def _print_script(spec: JobSpec, points: Sequence[Point], scheduler: str | None)
     """The script, or that of the array and that of its first run; and what would run."""
     from pipectl.cli.views.plan import headline, prediction_lines
     from pipectl.jobs.places import LOCAL, plan_path, profile_path
-    from pipectl.jobs.prepare import find_job
-    from pipectl.jobs.submit import render, render_array
+    from pipectl.jobs.prepare import prepare
+    from pipectl.jobs.submit import render
+    from pipectl.jobs.sweep import render_array
 
     now = time.time()
-    job = find_job(points[0].spec if points else spec, scheduler)
+    (job,) = prepare(spec, scheduler, points=points[:1], make=False)
     script = render(job, now, "-0" if points else "")
     if points:
         at_once = None if spec.sweep is None else spec.sweep.at_once
-        sys.stdout.write(render_array(points, job.scheduler, at_once, now))
+        sys.stdout.write(render_array(job, len(points), at_once, now))
         note("\nEvery job of the array goes on as the script of its run; that of the first:\n")
     print_launch(job.launch, job.warning)
     if job.plan is not None:
@@ -281,13 +283,14 @@ def _print_script(spec: JobSpec, points: Sequence[Point], scheduler: str | None)
 
 def _print_forecast(spec: JobSpec, points: Sequence[Point], scheduler: str | None) -> None:
     """When a job, or all of its sweep, would start, in the batch system's words."""
-    from pipectl.jobs.prepare import find_job
-    from pipectl.jobs.submit import estimate, render, render_array
+    from pipectl.jobs.prepare import prepare
+    from pipectl.jobs.submit import estimate, render
+    from pipectl.jobs.sweep import render_array
 
-    job = find_job(points[0].spec if points else spec, scheduler)
+    (job,) = prepare(spec, scheduler, points=points[:1], make=False)
     if points:
         at_once = None if spec.sweep is None else spec.sweep.at_once
-        script = render_array(points, job.scheduler, at_once, time.time())
+        script = render_array(job, len(points), at_once, time.time())
     else:
         script = render(job, time.time())
     say(
