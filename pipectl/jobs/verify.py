@@ -329,7 +329,7 @@ def _overrides(spec: JobSpec, steps: int, directory: Path) -> list[str]:
         f"checkpoint={{every: 1, keep: {steps}}}",
         f"pipeline.stages={stages}",
         "resources.cpus_per_task=1",
-        "launch.progress_core=false",
+        *(["launch.progress=auto"] if spec.launch.progress == "core" else []),
         "resources.memory_per_node=null",
         "pipeline.memory_limit=null",
         "callbacks=null",

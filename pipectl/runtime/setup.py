@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 
 from mpi4py import MPI
@@ -20,12 +21,12 @@ from pipectl.runtime.device import Device
 from pipectl.runtime.division import Division
 from pipectl.runtime.engine import Engine
 from pipectl.runtime.failure import Doing
-from pipectl.runtime.offload import StageOffload, directory_of, mover_of
+from pipectl.runtime.offload import StageOffload, mover_of, offload_directory
 from pipectl.runtime.passes import parts_of
 from pipectl.runtime.replicas import Replicas
 from pipectl.runtime.stage import StageRuntime
 from pipectl.runtime.stage_states import branching_stages
-from pipectl.runtime.transport import Progress, Transport
+from pipectl.runtime.transport import CHECK_VARIABLE, Progress, Transport
 from pipectl.runtime.waiting import barrier
 from pipectl.runtime.wiring import Range
 from pipectl.schedule import Channel, channels, plan_of_trial, splits_backwards
@@ -75,8 +76,7 @@ class Setup:
         cuts = self._cuts()
         self.owners = self._owners(cuts)
         self._make_states(self._held(cuts), stored)
-        directory = directory_of(job.spec.pipeline.offload_directory)
-        self._mover = mover_of(plan, communicator.rank, device.torch_device, directory)
+        self._mover = mover_of(plan, communicator.rank, device.torch_device, offload_directory())
         self.stages = self._stages(cuts)
         self._change_code()
         doing.action = "connecting to the other ranks"
@@ -224,7 +224,7 @@ class Setup:
             self.device,
             cut.lanes,
             self.progress,
-            check=self.job.spec.launch.check_messages,
+            check=bool(os.environ.get(CHECK_VARIABLE)),
         )
 
     def _engine(

@@ -31,6 +31,9 @@ from pipectl.runtime.waiting import barrier
 from pipectl.runtime.warm_up import learn_layouts
 from pipectl.schedule import Action, is_unflushed, lower, lower_renewal, plan_of_step
 
+_CHECK_REPLICAS_EVERY = 100
+"""Steps."""
+
 
 class Trainer:
     """Trains the stages of one rank, step by step, together with all others.
@@ -184,8 +187,7 @@ class Trainer:
     def _between_steps(self, step: int) -> None:
         if self._stops_behind(step):
             self._end.settle()
-        every = self._spec.training.check_replicas
-        if self._saves_behind(step) or (every and step % every == 0):
+        if self._saves_behind(step) or step % _CHECK_REPLICAS_EVERY == 0:
             self._setup.replicas.check_weights(step)
         if self._evaluates_behind(step):
             self._begin("evaluating")

@@ -27,7 +27,7 @@ from pipectl.runtime.coupling import divides, refuse_coupled_updates
 from pipectl.runtime.device import Device, choose_device
 from pipectl.runtime.failure import Doing, run_rank, warn
 from pipectl.runtime.nodes import node_name
-from pipectl.runtime.offload import check_space, directory_of
+from pipectl.runtime.offload import check_space, offload_directory
 from pipectl.runtime.process import settle_process
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.stopping import stop_on_signals
@@ -65,7 +65,7 @@ def _train(
     plan: Plan,
     profile: Profile,
 ) -> None:
-    check_space(communicator, plan, node_name(), directory_of(spec.pipeline.offload_directory))
+    check_space(communicator, plan, node_name(), offload_directory())
     rank, attempt = communicator.rank, broadcast(communicator, int(os.environ.get(ATTEMPT, "1")))
     doing.action = "looking for a checkpoint"
     stored = newest(communicator, directory.checkpoints, warn)
@@ -87,7 +87,6 @@ def _train(
     circumstances = Circumstances(
         ranks_per_node=[len(ranks) for ranks in nodes],
         message_bytes=plan.most_sent_bytes,
-        spare_core=spec.launch.progress_core,
         cluster=Cluster.load(directory.cluster) if directory.cluster.exists() else None,
     )
     choice = choose_progress(communicator, spec.launch.progress, circumstances)

@@ -159,10 +159,10 @@ def _check_overlap(pipeline: Pipeline, training: Training) -> Iterator[Finding]:
         yield _MICRO_BATCHES, f"{fault}; leave it out, or use pipedream-2bw"
 
 
-def _check_progress_core(launch: Launch, resources: Resources) -> Iterator[Finding]:
-    if launch.progress_core and resources.cpus_per_task < 2:
-        fault = "leaves no core to compute with: resources.cpus_per_task is 1"
-        yield ("launch", "progress_core"), f"{fault}; set it to 2 or more"
+def _check_progress(launch: Launch, resources: Resources) -> Iterator[Finding]:
+    if launch.progress == "core" and resources.cpus_per_task < 2:
+        fault = "core leaves none to compute with: resources.cpus_per_task is 1"
+        yield ("launch", "progress"), f"{fault}; set it to 2 or more"
 
 
 def _check_loss(loss: Loss) -> Iterator[Finding]:
@@ -197,7 +197,7 @@ _CHECKS: tuple[tuple[tuple[str, ...], Callable[..., Iterator[Finding]]], ...] = 
     (("pipeline", "resources"), _check_offload),
     (("pipeline", "training"), _check_overlap),
     (("pipeline", "resources", "training"), _check_backward),
-    (("launch", "resources"), _check_progress_core),
+    (("launch", "resources"), _check_progress),
     (("loss",), _check_loss),
     (("slurm",), _check_slurm),
     (("pbs",), _check_pbs),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
@@ -31,6 +31,7 @@ from pipectl.spec.types import (
     Bytes,
     Count,
     Flag,
+    Former,
     JobName,
     Kwargs,
     LossReference,
@@ -212,10 +213,12 @@ class Training(Section):
     an error that names it. `skip` leaves the step out on all ranks: weights, optimizer, learning
     rate and buffers stay as they were. `ignore` looks at nothing. In `float16`, the loss scale
     handles gradients, and this is about the loss."""
-    check_replicas: Natural = 100
-    """Steps after which the copies of a stage compare their weights, which have the same bits
-    unless something is wrong: then the job ends with an error that names stage, ranks and
-    parameter. They do so before every checkpoint too; with 0 only then."""
+
+    former_keys: ClassVar = {
+        "check_replicas": Former(
+            "remove it: replicas are compared every 100 steps and before every checkpoint", (100,)
+        )
+    }
 
 
 class Pipeline(Section):
@@ -252,11 +255,8 @@ class Pipeline(Section):
     than what they save."""
     offload: Annotated[Literal["none", "host", "disk"] | None, Auto()] = None
     """Where what stages keep for their backward waits meanwhile: `host` is the memory beside
-    accelerators, `disk` a file on each node. `auto`: on accelerators `host`, on CPUs `disk` if the
-    cluster file gives its bandwidth; for stages for which it pays."""
-    offload_directory: Text | None = None
-    """Directory of each node for `disk`, in which variables of its environment may stand; by
-    default its directory for temporary files (`TMPDIR`)."""
+    accelerators, `disk` a file on each node, in its `TMPDIR`. `auto`: on accelerators `host`, on
+    CPUs `disk` if the cluster file gives its bandwidth; for stages for which it pays."""
     backward: Annotated[Literal["together", "apart"] | None, Auto()] = "together"
     """Where the backward of a stage runs: `together` with its forward, or `apart`, each on a rank
     of its own, the second with the optimizer. What a backward needs is then sent. `auto`: apart if
@@ -264,6 +264,10 @@ class Pipeline(Section):
     memory_limit: Bytes | None = None
     """Resident memory of a rank, the process itself included; by default its share of
     `resources.memory_per_node`, if that is given."""
+
+    former_keys: ClassVar = {
+        "offload_directory": Former("write environment.variables: {TMPDIR: ...}")
+    }
 
     @property
     def memory_limit_bytes(self) -> int | None:
@@ -398,7 +402,7 @@ class JobSpec(Section):
     @property
     def threads(self) -> int:
         """Threads that a rank computes with."""
-        return self.resources.cpus_per_task - self.launch.progress_core
+        return self.resources.cpus_per_task - (self.launch.progress == "core")
 
     def __eq__(self, other: object) -> bool:
         """Equal in every key; the file it was read from does not count."""

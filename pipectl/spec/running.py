@@ -9,7 +9,7 @@ from pydantic import Field
 from pipectl.spec.types import (
     Bytes,
     Count,
-    Flag,
+    Former,
     Natural,
     Options,
     Script,
@@ -30,7 +30,8 @@ class Resources(Section):
     tasks_per_node: Count = 1
     """MPI ranks on each node."""
     cpus_per_task: Count = 1
-    """Cores of each rank; it computes with as many threads, but for `launch.progress_core`."""
+    """Cores of each rank; it computes with as many threads, unless `launch.progress` is
+    `core`."""
     gpus_per_node: Natural = 0
     """Accelerators of each node. If above 0, ranks compute on them, and on the CPU if torch finds
     none (`pipectl doctor` says what it finds)."""
@@ -41,7 +42,7 @@ class Resources(Section):
     without a unit is minutes, as for `sbatch --time`."""
 
     former_keys: ClassVar = {
-        "more": "a job has nodes of one kind; ask for what the largest stage needs"
+        "more": Former("a job has nodes of one kind; ask for what the largest stage needs")
     }
 
     @property
@@ -72,13 +73,11 @@ class Launch(Section):
     domain of its node (`numa`)."""
     args: tuple[Text, ...] = ()
     """Further arguments of the launcher, verbatim."""
-    progress: Literal["auto", "none", "poll", "thread"] = "auto"
+    progress: Literal["auto", "none", "poll", "thread", "core"] = "auto"
     """What moves messages while ranks compute: `none` if MPI does it by itself, `poll` between
     operators, or a `thread`; `auto` follows from the nodes, the size of the messages and what
-    `pipectl profile --links` measured."""
-    progress_core: Flag = False
-    """Whether a rank computes with one thread less than it has cores, so that one is left for what
-    moves messages; profiles are measured so, too."""
+    `pipectl profile --links` measured. With `core`, ranks compute with one thread less than they
+    have cores, and leave that core to a thread for large messages; profiles are measured so too."""
     gpu_aware: Literal["auto", "always", "never"] = "auto"
     """Whether MPI is given an accelerator's memory: `always`, `never`, or `auto`, if MPI says that
     it can and a test message arrives."""
@@ -87,8 +86,11 @@ class Launch(Section):
     steps."""
     template: Text | None = None
     """A Jinja template of yours that extends the job script, relative to the file that names it."""
-    check_messages: Flag = False
-    """Compare every message with what its sender says of it; slow, for debugging."""
+
+    former_keys: ClassVar = {
+        "progress_core": Former("write launch.progress: core"),
+        "check_messages": Former("write environment.variables: {PIPECTL_CHECK_MESSAGES: 1}"),
+    }
 
 
 class Environment(Section):
@@ -109,7 +111,7 @@ class Environment(Section):
 class Checkpoint(Section):
     """When the training state is saved."""
 
-    former_keys: ClassVar = {"on_signal": ""}
+    former_keys: ClassVar = {"on_signal": Former("remove it", ("USR1", "USR2"))}
 
     every: Count | None = None
     """Steps between checkpoints; by default only after the last step."""
@@ -151,8 +153,8 @@ class Output(Section):
     in the environment is another default. Commands on runs look there, or where `-d` says."""
 
 
-def _moved(*names: str) -> dict[str, str]:
-    return {name: f"write options: {{{name.replace('_', '-')}: ...}}" for name in names}
+def _moved(*names: str) -> dict[str, Former]:
+    return {name: Former(f"write options: {{{name.replace('_', '-')}: ...}}") for name in names}
 
 
 class Slurm(Section):
@@ -161,9 +163,11 @@ class Slurm(Section):
     former_keys: ClassVar = {
         **_moved("qos", "constraint", "reservation", "gres", "licenses", "nodelist", "exclude"),
         **_moved("mail_type", "mail_user"),
-        "exclusive": "write options: {exclusive: ...}; true if it has no value",
-        "omit": "write options: {time: false}, say, for an option that is not to be written",
-        "directives": "write options: {gres: gpu:1}, say, for --gres=gpu:1",
+        "exclusive": Former("write options: {exclusive: ...}; true if it has no value"),
+        "omit": Former(
+            "write options: {time: false}, say, for an option that is not to be written"
+        ),
+        "directives": Former("write options: {gres: gpu:1}, say, for --gres=gpu:1"),
     }
 
     partition: Text | None = None
@@ -183,12 +187,12 @@ class Pbs(Section):
     """Options for PBS alone; ignored elsewhere."""
 
     former_keys: ClassVar = {
-        "project": "write options: {P: ...}",
-        "place": "write options: {l: [place=...]}",
-        "select_extra": "write pbs.select: ...",
-        "mail": "write options: {m: ...}",
-        "mail_user": "write options: {M: ...}",
-        "directives": "write options: {p: 5}, say, for -p 5",
+        "project": Former("write options: {P: ...}"),
+        "place": Former("write options: {l: [place=...]}"),
+        "select_extra": Former("write pbs.select: ..."),
+        "mail": Former("write options: {m: ...}"),
+        "mail_user": Former("write options: {M: ...}"),
+        "directives": Former("write options: {p: 5}, say, for -p 5"),
     }
 
     queue: Text | None = None

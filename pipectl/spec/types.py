@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, Strict, WithJsonSchema
@@ -37,17 +37,27 @@ SCHEDULE_SUFFIX = ".csv"
 _MAX = 2**63 - 1
 _MAX_QUANTITY = 40
 _REFERENCE = "./file.py:name or package.module:name"
+_CHECK_MESSAGES = "PIPECTL_CHECK_MESSAGES"
 _READONLY = ("BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID")
 
 
-class Section(pydantic.BaseModel):
-    """A mapping of the spec: immutable, unknown keys refused, null keys not given.
+class Former(NamedTuple):
+    """A key of earlier versions.
 
-    Keys that were there once may still be written without a value, as in the job files of old runs.
+    Args:
+        advice: what to write now.
+        defaults: values that mean what happens without the key; they are ignored, as are empty
+            ones, since the job files of old runs hold them.
     """
 
-    former_keys: ClassVar[Mapping[str, str]] = {}
-    """What to write instead of keys that were there once; empty for those that are ignored."""
+    advice: str
+    defaults: tuple[Any, ...] = ()
+
+
+class Section(pydantic.BaseModel):
+    """A mapping of the spec: immutable, unknown keys refused, null keys not given."""
+
+    former_keys: ClassVar[Mapping[str, Former]] = {}
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -61,8 +71,12 @@ class Section(pydantic.BaseModel):
             key: item
             for key, item in value.items()
             if not (key in known and item is None)
-            and not (key in former and not (former[key] and to_python(item)))
+            and not (key in former and _means_nothing(to_python(item), former[key]))
         }
+
+
+def _means_nothing(value: Any, former: Former) -> bool:
+    return not value or value in former.defaults
 
 
 class Auto:
@@ -153,7 +167,7 @@ def _reference(*words: str) -> AfterValidator:
 def _variable(name: str) -> str:
     if not (name.isascii() and name.isidentifier()):
         raise ValueError("is no variable name; use letters, digits and '_'")
-    if name.upper().startswith("PIPECTL_"):
+    if name.upper().startswith("PIPECTL_") and name != _CHECK_MESSAGES:
         raise ValueError("is pipectl's own: the job script sets what begins with PIPECTL_")
     if name in _READONLY:
         raise ValueError("cannot be set: bash forbids it")

@@ -103,8 +103,8 @@ def fault_of_former_key(path: KeyPath) -> str:
     former = getattr(section and section.annotation, "former_keys", {}) if len(path) == 2 else {}
     if path[-1] not in former:
         return ""
-    advice = former[path[-1]].replace("options:", f"{path[0]}.options:")
-    return f"is no longer a key; {advice or 'remove it'}"
+    advice = former[path[-1]].advice.replace("options:", f"{path[0]}.options:")
+    return f"is no longer a key; {advice}"
 
 
 def _unknown_key(path: KeyPath) -> str:

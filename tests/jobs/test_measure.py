@@ -103,7 +103,7 @@ def test_the_profile_says_on_what_it_was_measured(
     assert plain is not None
     assert (plain.kind, plain.threads, plain.neighbours) == ("cpu", 3, 0)
     assert plain.model
-    less = spec_of("resources.cpus_per_task=3", "launch.progress_core=true")
+    less = spec_of("resources.cpus_per_task=3", "launch.progress=core")
     device = measure(less, PLACE).profile.device
     assert device is not None
     assert device.threads == 2

@@ -154,11 +154,16 @@ def test_the_optimizer_is_given_a_ranks_parameters_in_the_order_of_the_model(
 
 @pytest.mark.parametrize("progress", ["poll", "thread"])
 def test_help_and_checks_are_those_that_the_job_asks_for_and_change_no_bit(
-    make_spec: Any, make_run: Any, work: Any, launch: Any, progress: str
+    make_spec: Any,
+    make_run: Any,
+    work: Any,
+    launch: Any,
+    progress: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The two ranks fail where messages, operators or checkpoints were not told."""
-    asked = {"progress": progress, "check_messages": True}
-    one, two = make_run(make_spec(1)), make_run(make_spec(2, launch=asked))
+    one, two = make_run(make_spec(1)), make_run(make_spec(2, launch={"progress": progress}))
+    monkeypatch.setenv("PIPECTL_CHECK_MESSAGES", "1")
     for done in (work(0, one), launch(2, HERE / "wired_worker.py", "--run", two.path)):
         assert done.returncode == 0, done.stderr
     weights = [checkpoint.load(run.checkpoints / "step-000005") for run in (one, two)]

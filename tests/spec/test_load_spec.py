@@ -123,7 +123,7 @@ def test_defaults(read, minimal) -> None:
     assert spec.pipeline.model_dump() == {
         **dict.fromkeys(("stages", "micro_batches", "schedule", "warm_up", "replicas"), "auto"),
         **dict.fromkeys(("recompute", "offload"), "auto"),
-        **dict.fromkeys(("offload_directory", "memory_limit")),
+        "memory_limit": None,
         "shard_optimizer": False,
         "backward": "together",
     }
@@ -303,5 +303,7 @@ def test_keys_that_there_were_once_may_stand_without_a_value(read, minimal) -> N
     """As in the job files of runs that an older pipectl has submitted."""
     old = "{qos: null, exclusive: false, omit: [], directives: []}"
     checkpoint = "checkpoint: {on_signal: USR1}"
-    text = f"{minimal}slurm: {old}\nresources: {{more: []}}\n{checkpoint}\n"
-    assert read(text) == read(minimal)
+    launch = "launch: {progress_core: false, check_messages: false}"
+    text = f"{minimal}slurm: {old}\nresources: {{more: []}}\n{checkpoint}\n{launch}\n"
+    text += "pipeline: {offload_directory: }\n"
+    assert read(text.replace("steps: 10", "steps: 10, check_replicas: 100")) == read(minimal)

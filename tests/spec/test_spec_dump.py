@@ -113,7 +113,7 @@ def test_keys_do_not_depend_on_where_files_are(job: Path, tmp_path: Path) -> Non
         ("training.batch_size=16", True, True),
         ("pipeline.micro_batches=4", True, True),
         ("resources.cpus_per_task=3", True, True),
-        ("launch.progress_core=true", True, True),
+        ("launch.progress=core", True, True),
         ("resources.gpus_per_node=0", True, True),
         ("resources.gpus_per_node=2", False, True),
         ("pipeline.schedule=1f1b", False, True),

@@ -86,7 +86,7 @@ def test_absent_and_empty_site_files_say_nothing(tmp_path: Path, minimal: str) -
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("launch: {progress_core: 3}", "1:25: launch.progress_core: must be true or false, not 3"),
+        ("checkpoint: {keep: 0}", "1:20: checkpoint.keep: must be at least 1, not 0"),
         ("slurm: {part: a}", "1:9: slurm.part: unknown key; did you mean 'partition'?"),
         ("version: 2", "1:10: version: is 2; this pipectl reads version 1"),
         ("a: [", "1:5: not valid YAML: it ends inside a bracket that is not closed"),

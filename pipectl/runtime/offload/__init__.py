@@ -2,7 +2,7 @@
 
 from pipectl.runtime.offload.mover import Mover, mover_of
 from pipectl.runtime.offload.pool import Pool, unpack
-from pipectl.runtime.offload.space import check_space, directory_of
+from pipectl.runtime.offload.space import check_space, offload_directory
 from pipectl.runtime.offload.stage import StageOffload
 from pipectl.runtime.offload.stores import DiskStore, HostStore, Store
 
@@ -14,7 +14,7 @@ __all__ = [
     "StageOffload",
     "Store",
     "check_space",
-    "directory_of",
     "mover_of",
+    "offload_directory",
     "unpack",
 ]

@@ -32,9 +32,9 @@ class _Found(NamedTuple):
     free_bytes: int | None
 
 
-def directory_of(setting: str | None) -> Path:
-    """The directory on this node: as the job names it, variables filled in, or the usual one."""
-    return Path(os.path.expandvars(setting) if setting else tempfile.gettempdir())
+def offload_directory() -> Path:
+    """``TMPDIR`` of this node, even if it cannot be written, or else what the system has."""
+    return Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
 
 
 def check_space(communicator: MPI.Comm, plan: Plan, node: str, directory: Path) -> None:
@@ -73,7 +73,7 @@ def _look(node: str, directory: Path, need: int) -> _Found:
 
 def _too_small(rank: int, found: _Found, directory: str, together: int) -> WorkerError:
     where = f"rank {rank}: no space for offload in {directory} on {found.node}"
-    cure = "name a directory with more space on the nodes: pipeline.offload_directory"
+    cure = "set TMPDIR in environment.variables to a directory with more space on the nodes"
     if found.free_bytes is None:
         return WorkerError(f"{where}: it is no directory that can be written", cure=cure)
     return WorkerError(

@@ -150,10 +150,10 @@ class DiskStore:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             return WorkerError(
                 f"rank {self._rank}: offload in {self._directory} fails: {error.strerror}",
-                cure="name another directory on the node: pipeline.offload_directory",
+                cure="set TMPDIR in environment.variables to another directory on the nodes",
             )
         return WorkerError(
             f"rank {self._rank}: no space for offload in {self._directory}: {format_bytes(needed)} "
             f"more are needed beside {format_bytes(self._end - needed)}, and the disk is full",
-            cure="name a directory with more space: pipeline.offload_directory",
+            cure="set TMPDIR in environment.variables to a directory with more space",
         )

@@ -1,4 +1,4 @@
-"""What a message is, in words, so that both of its sides can compare (``launch.check_messages``).
+"""What a message is, in words, so that both of its sides can compare (:data:`CHECK_VARIABLE`).
 
 The sender's words travel in a small message of their own. A difference means that ranks run other
 programs than each other, that memory was changed while it was sent, or that MPI damaged it.
@@ -17,6 +17,9 @@ from torch import Tensor
 from pipectl.capture import Lane, Slot
 from pipectl.errors import WorkerError
 from pipectl.runtime.layout import Layout
+
+CHECK_VARIABLE = "PIPECTL_CHECK_MESSAGES"
+"""In the environment of all ranks: whether every message is compared; slow."""
 
 
 class Message(NamedTuple):

@@ -69,7 +69,6 @@ class Circumstances:
         ranks_per_node: of every node that has ranks.
         message_bytes: of the largest message there will be.
         threads: whether MPI allows calls from several threads on all ranks.
-        spare_core: whether ranks leave a core to what moves messages.
         cluster: the machines and links that the plan was made for; None if unknown.
         environment: variables of rank 0.
     """
@@ -77,7 +76,6 @@ class Circumstances:
     ranks_per_node: Sequence[int]
     message_bytes: int
     threads: bool = True
-    spare_core: bool = False
     cluster: Cluster | None = None
     environment: Mapping[str, str] | None = None
 
@@ -86,7 +84,8 @@ def choose_progress(communicator: MPI.Comm, wanted: str, circumstances: Circumst
     """The help to use, the same on all ranks. Collective.
 
     Args:
-        wanted: a mode, or ``auto`` for the rule.
+        wanted: a mode, ``auto`` for the rule, or ``core`` for a thread on a core of its own, if
+            messages are large.
         circumstances: as rank 0 knows them, but for threads, which all ranks must allow.
     """
     threads = min(gather_all(communicator, MPI.Query_thread())) >= MPI.THREAD_MULTIPLE
@@ -97,7 +96,7 @@ def choose_progress(communicator: MPI.Comm, wanted: str, circumstances: Circumst
 def decide(wanted: str, known: Circumstances) -> Choice:
     """The rule."""
     no_threads = "this MPI does not allow calls from several threads"
-    if wanted != "auto":
+    if wanted not in ("auto", "core"):
         refused = wanted == "thread" and not known.threads
         return Choice("poll", no_threads) if refused else Choice(wanted, "set in the job")
     if sum(known.ranks_per_node) == 1:
@@ -105,8 +104,8 @@ def decide(wanted: str, known: Circumstances) -> Choice:
     if known.message_bytes < SMALL_BYTES:
         largest = format_bytes(known.message_bytes)
         return Choice("none", f"the largest message, of {largest}, leaves at once")
-    if known.spare_core and known.threads:
-        return Choice("thread", "launch.progress_core leaves it a core")
+    if wanted == "core" and known.threads:
+        return Choice("thread", "launch.progress leaves it a core")
     judged = list(_judged(known))
     needed = [why for needs, why in judged if needs]
     if not needed:

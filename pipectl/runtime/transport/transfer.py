@@ -146,7 +146,8 @@ class Transfer:
             f"{self._what()} has another size than planned{part}: expected "
             f"{format_bytes(expected)}, received {found}",
             cure="the two ranks run different programs: see that all nodes have the same versions "
-            "and files; launch.check_messages: true says which message is the first that differs",
+            "and files; PIPECTL_CHECK_MESSAGES: 1 in environment.variables names the first "
+            "message that differs",
         )
 
     def _start_next(self) -> None:

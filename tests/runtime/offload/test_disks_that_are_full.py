@@ -40,17 +40,20 @@ def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 
 @pytest.fixture
-def offloading(make_spec: Any, make_run: Any) -> Callable[[Path], RunDirectory]:
+def offloading(
+    make_spec: Any, make_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Path], RunDirectory]:
     """``offloading(directory)``: two ranks that write what they keep to a directory."""
 
     def make(directory: Path) -> RunDirectory:
-        pipeline = {"micro_batches": 4, "stages": 2, "offload_directory": str(directory)}
+        pipeline = {"micro_batches": 4, "stages": 2}
         sections = {
             "model": {"factory": f"{PARTS}:Wide"},
             "loss": {"factory": "torch.nn:MSELoss"},
             "data": {"factory": f"{PARTS}:Vectors"},
         }
         run = make_run(make_spec(2, pipeline=pipeline, **sections))
+        monkeypatch.setenv("TMPDIR", str(directory))
         plan = Plan.load(run.plan)
         stages = tuple(replace(stage, offload=True) for stage in plan.stages)
         changed = replace(plan, stages=stages, schedule="gpipe", warm_up=(4, 4))
@@ -74,7 +77,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_starts(
         assert f"no space for offload in {directory} on " in report["message"]
         assert report["message"].endswith("for all its ranks there, have 1.00 MiB")
         assert "need " in report["message"]
-        assert "pipeline.offload_directory" in report["cure"]
+        assert "TMPDIR" in report["cure"]
     assert not run.heartbeat.exists()
 
 
@@ -93,5 +96,5 @@ def test_a_disk_that_fills_meanwhile_ends_all_ranks(
     assert first["message"].endswith("and the disk is full")
     assert first["stage"] == rank
     assert first["action"].startswith("OFFLOAD_WAIT micro-batch ")
-    assert "pipeline.offload_directory" in first["cure"]
+    assert "TMPDIR" in first["cure"]
     assert read_metrics(run) == []

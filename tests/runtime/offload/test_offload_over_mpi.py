@@ -13,12 +13,16 @@ from pipectl.runs import RunDirectory
 
 
 @pytest.fixture
-def offloading(make_spec: Callable[..., Any], make_run: Callable[..., RunDirectory]) -> Any:
+def offloading(
+    make_spec: Callable[..., Any],
+    make_run: Callable[..., RunDirectory],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Any:
     """``offloading(directory)``: a run whose first stage writes to a directory."""
 
     def make(directory: Path) -> RunDirectory:
-        pipeline = {"micro_batches": 4, "stages": 2, "offload_directory": str(directory)}
-        run = make_run(make_spec(2, pipeline=pipeline))
+        run = make_run(make_spec(2, pipeline={"micro_batches": 4, "stages": 2}))
+        monkeypatch.setenv("TMPDIR", str(directory))
         plan = Plan.load(run.plan)
         stages = tuple(replace(stage, offload=True) for stage in plan.stages)
         warm_up = (plan.micro_batches,) * 2
@@ -48,4 +52,4 @@ def test_a_missing_directory_ends_the_job_by_name(
     assert "Traceback" not in done.stderr
     found = json.loads(next(run.errors.iterdir()).read_text())
     assert f"no space for offload in {tmp_path}/missing on" in found["message"]
-    assert "pipeline.offload_directory" in found["cure"]
+    assert "TMPDIR" in found["cure"]

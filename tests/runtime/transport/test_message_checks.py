@@ -98,7 +98,7 @@ def test_a_send_does_not_wait_until_its_note_is_read(launch: Any) -> None:
 
 @pytest.mark.mpi
 def test_gradients_do_not_change_while_they_are_sent(
-    make_spec: Any, make_run: Any, work: Any
+    make_spec: Any, make_run: Any, work: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one sample a micro-batch, the gradients of places are views of the one that is sent."""
     spec = make_spec(
@@ -106,7 +106,6 @@ def test_gradients_do_not_change_while_they_are_sent(
         model={"factory": f"{PARTS}:Placed", "kwargs": {"count": 24}},
         training={"steps": 2, "batch_size": 4},
         pipeline={"stages": 2, "schedule": "1f1b", "micro_batches": 4},
-        launch={"check_messages": True},
     )
     run = make_run(spec)
     profile = Profile.load(run.profile)
@@ -116,18 +115,20 @@ def test_gradients_do_not_change_while_they_are_sent(
     plan = make_plan(replace(profile, operators=tuple(alike)), cluster, request)
     assert plan.stages[1].nodes[0].startswith(("unsqueeze", "add"))
     plan.save(run.plan)
+    monkeypatch.setenv("PIPECTL_CHECK_MESSAGES", "1")
     done = work(2, run)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.mpi
 def test_gradients_may_be_read_in_another_order_than_they_are_sent(
-    make_spec: Any, make_run: Any, work: Any
+    make_spec: Any, make_run: Any, work: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listed = Listed.read("0F0,0F1,0B1,0B0\n1F0,1F1,1B0,1B1\n", "crossed.csv")
-    run = make_run(make_spec(2, launch={"check_messages": True}))
+    run = make_run(make_spec(2))
     request = PlanRequest("job", batch_size=4, listed=listed)
     cluster = assumed_cluster("here", [2], 2, None)
     make_plan(Profile.load(run.profile), cluster, request).save(run.plan)
+    monkeypatch.setenv("PIPECTL_CHECK_MESSAGES", "1")
     done = work(2, run)
     assert done.returncode == 0, done.stderr

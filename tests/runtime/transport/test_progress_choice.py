@@ -51,7 +51,6 @@ COPIED_BY_OTHERS = measured((0.0, 0.8), (0.9, 1.0))
         (Circumstances([1, 1], 16 * MIB), "thread", "within its calls alone"),
         (Circumstances([2, 2], 16 * MIB, threads=False), "poll", "calls from several threads"),
         (Circumstances([2, 2], 2**15), "none", "KiB, leaves at once"),
-        (Circumstances([2], 16 * MIB, spare_core=True), "thread", "launch.progress_core"),
         (
             Circumstances([1, 1], MIB, environment={"I_MPI_ASYNC_PROGRESS": "1"}),
             "none",
@@ -70,6 +69,12 @@ def test_help_follows_from_nodes_messages_and_measured_links(
     choice = decide("auto", known)
     assert choice.mode == mode, choice
     assert words in choice.why
+
+
+def test_a_core_is_left_to_a_thread_for_large_messages_alone() -> None:
+    assert decide("core", Circumstances([2], 16 * MIB)).mode == "thread"
+    assert decide("core", Circumstances([2], 2**15)).mode == "none"
+    assert decide("core", Circumstances([2, 2], 16 * MIB, threads=False)).mode == "poll"
 
 
 def test_the_links_of_a_cluster_file_decide_as_those_that_were_measured() -> None:
