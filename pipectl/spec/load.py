@@ -1,21 +1,47 @@
-"""Loading a job spec: site files and ``PIPECTL_RUNS`` below the job file, ``--set`` above it."""
+"""Job specs as files: site files and ``PIPECTL_RUNS`` below the job file, ``--set`` above it."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
 from pipectl.errors import Problem, SpecError, UsageError
 from pipectl.files import RUNS_VARIABLE
-from pipectl.spec.document import KeyPath, Place, Table, escape, merge, to_python
+from pipectl.spec import references
+from pipectl.spec.checks import cross_check, missing_files, missing_names
+from pipectl.spec.document import (
+    MAX_DEPTH,
+    KeyPath,
+    Place,
+    Plain,
+    escape,
+    locate,
+    mapping,
+    merge,
+    pairs_of,
+    parse_scalar,
+    path_text,
+    read_file,
+    read_text,
+    scalar,
+    show,
+    to_data,
+    to_python,
+    to_yaml,
+    with_pairs,
+)
 from pipectl.spec.models import JobSpec
-from pipectl.spec.reader import MAX_DEPTH, UnreadableError, read_file, read_text
-from pipectl.spec.schema import properties, schema_at
-from pipectl.spec.types import check_version
-from pipectl.spec.validate import validate
+from pipectl.spec.schema import json_schema, properties, schema_at, words
+from pipectl.spec.types import version_fault
+from pipectl.units import did_you_mean
 
 SITE_KEYS = (
     "version", "resources", "launch", "environment", "checkpoint", "trace", "output", "cluster",
@@ -24,7 +50,9 @@ SITE_KEYS = (
 _INIT = "write a starter spec with: pipectl init"
 _USAGE = "write --set pipeline.stages=4"
 _NO_MAPPING = "must be a mapping of keys to values"
-_VARIABLES = ("environment", "variables")
+_VARIABLES = "environment.variables"
+_HIDDEN = "(not shown)"
+_NUMBERS = ("int_type", "float_type", "bool_type")
 
 
 @dataclass(frozen=True)
@@ -72,7 +100,7 @@ def load_with_origins(
     since upper layers replace it whole.
     """
     spec, tree = load_document(path, overrides, sites, check_files=True, check_names=True)
-    return spec, tuple(_origins(spec.model_dump(), tree, None, ()))
+    return spec, tuple(_origins(spec.model_dump(), tree, ()))
 
 
 def site_files(environment: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
@@ -89,24 +117,20 @@ def load_document(
     *,
     check_files: bool,
     check_names: bool = False,
-) -> tuple[JobSpec, Table]:
+) -> tuple[JobSpec, yaml.MappingNode]:
     """The spec, and the document of all layers that it was made from."""
     problems: list[Problem] = []
-    try:
-        tree = read_file(path, problems)
-    except UnreadableError as error:
-        cure = _INIT if error.missing else None
-        raise SpecError([*problems, error.problem], cure=cure) from None
-    if not isinstance(tree, Table):
-        fault = "the file is empty" if tree is None else _NO_MAPPING
+    tree = read_file(path, problems)
+    if not isinstance(tree, yaml.MappingNode):
+        fault = "the file is empty" if to_data(tree) is None else _NO_MAPPING
         raise SpecError([*problems, Problem(str(path), 0, 0, fault)], cure=_INIT)
     for override in overrides:
         tree = _override(tree, override, problems)
     if runs := os.environ.get(RUNS_VARIABLE):
-        place = Place(RUNS_VARIABLE, 0, 0)
-        below = put_at(Table(place), ("output", "directory"), runs, place, place)
-        tree = merge(below, tree)
-    if to_python(tree.get("site_defaults")) is not False:
+        place = Place(RUNS_VARIABLE)
+        output = mapping(place, output=mapping(place, directory=scalar(runs, place)))
+        tree = merge(output, tree)
+    if to_python(to_data(pairs_of(tree).get("site_defaults", (tree, None))[1])) is not False:
         for site in reversed(site_files() if sites is None else sites):
             tree = merge(_read_site(site, problems), tree)
     spec = validate(tree, path, problems, check_files=check_files, check_names=check_names)
@@ -115,57 +139,29 @@ def load_document(
     return spec, tree
 
 
-def put_at(
-    tree: Table,
-    keys: Sequence[str],
-    value: Any,
-    key_place: Place,
-    value_place: Place,
-    above: tuple[str, ...] = (),
-) -> Table:
-    """A copy of ``tree`` with the value at ``keys``, making mappings on the way.
+def put(
+    tree: yaml.MappingNode, keys: Sequence[str], key: yaml.Node, value: yaml.Node, depth: int = 0
+) -> yaml.MappingNode:
+    """A copy of ``tree`` with ``value`` at ``keys``, making mappings on the way.
 
     Args:
-        above: the keys that lead to ``tree`` from the top of the spec.
+        key: that names the place of keys which are new.
+        depth: of ``tree``, below the top of the spec.
     """
-    key, *rest = keys
-    copy = tree.copy()
-    if not rest:
-        copy.put(key, value, key_place, value_place)
-        return copy
-    path, below = (*above, key), tree.get(key)
-    if isinstance(below, str) and "factory" in properties(schema_at(path)):
-        place = tree.value_places[key]
-        factory = Table(place)
-        factory.put("factory", below, place, place)
-        below = factory
-    inner = below if isinstance(below, Table) else Table(key_place)
-    inner = put_at(inner, rest, value, key_place, value_place, path)
-    copy.put(key, inner, tree.key_places.get(key, key_place), inner.place)
-    return copy
+    pairs, place = pairs_of(tree), Place.of(key.start_mark)
+    name, inner = pairs.get(keys[depth], (scalar(keys[depth], place), mapping(place)))
+    if depth + 1 == len(keys):
+        pairs[keys[depth]] = scalar(keys[depth], place), value
+        return with_pairs(tree, pairs)
+    if isinstance(inner, yaml.ScalarNode) and "factory" in properties(schema_at(keys[: depth + 1])):
+        inner = mapping(Place.of(inner.start_mark), factory=inner)
+    if not isinstance(inner, yaml.MappingNode):
+        inner = mapping(place)
+    pairs[keys[depth]] = name, put(inner, keys, key, value, depth + 1)
+    return with_pairs(tree, pairs)
 
 
-def hide_variables(path: KeyPath, value: Any, hidden: str) -> Any:
-    """``value`` of a key with ``hidden`` for the values of environment variables in it."""
-    if path[:2] == ("sweep", "grid") and len(path) == 3:
-        return hide_variables(tuple(str(path[2]).split(".")), value, hidden)
-    if path == ("sweep", "points"):
-        return [
-            {key: hide_variables(tuple(key.split(".")), each[key], hidden) for key in each}
-            for each in value
-        ]
-    if _VARIABLES[: len(path)] != path[:2]:
-        return value
-    if len(path) > 2:
-        return hidden if not isinstance(value, list | tuple) else [hidden] * len(value)
-    if isinstance(value, list | tuple):  # the values of a grid
-        return [hide_variables(path, item, hidden) for item in value]
-    if isinstance(value, dict):
-        return {key: hide_variables((*path, key), item, hidden) for key, item in value.items()}
-    return value
-
-
-def _override(tree: Table, override: str, problems: list[Problem]) -> Table:
+def _override(tree: yaml.MappingNode, override: str, problems: list[Problem]) -> yaml.MappingNode:
     """``tree`` with one ``a.b=value`` of the command line."""
     name, equals, text = override.partition("=")
     keys = name.strip().split(".")
@@ -178,60 +174,183 @@ def _override(tree: Table, override: str, problems: list[Problem]) -> Table:
     place = Place(f"--set {escape(name.strip())}")
     try:
         value = read_text(text, place.file, problems, lines=False)
-    except UnreadableError as error:
-        raise UsageError(str(error.problem), cure="quote the value as YAML does") from None
-    return put_at(tree, keys, value, place, place)
+    except SpecError as error:
+        raise UsageError(error.message, cure="quote the value as YAML does") from None
+    return put(tree, keys, scalar(name, place), value)
 
 
-def _read_site(path: Path, problems: list[Problem]) -> Table:
-    """The defaults of one site file; empty if there is no such file."""
-    tree = None
-    if path.exists():
-        try:
-            tree = read_file(path, problems)
-        except UnreadableError as error:
-            problems.append(error.problem)
-    if isinstance(tree, Table):
-        return _check_site(tree, path, problems)
-    if tree is not None:
+def _read_site(path: Path, problems: list[Problem]) -> yaml.MappingNode:
+    """What a site file sets; files that it names are looked up beside it."""
+    site = mapping(Place(str(path)))
+    if not path.exists():
+        return site
+    try:
+        tree = read_file(path, problems)
+    except SpecError as error:
+        problems += error.problems
+        return site
+    if not isinstance(tree, yaml.MappingNode) and to_data(tree) is not None:
         problems.append(Problem(str(path), 0, 0, _NO_MAPPING))
-    return Table(Place(str(path)))
-
-
-def _check_site(tree: Table, path: Path, problems: list[Problem]) -> Table:
-    """What a site file may set; the files it names are looked up beside it."""
-    site = Table(tree.place)
-    for key, value in tree.items():
-        if key not in SITE_KEYS:
+    pairs = pairs_of(tree)
+    for name, (key, value) in pairs_of(tree).items():
+        if name not in SITE_KEYS:
             known = ", ".join(SITE_KEYS)
-            message = f"{escape(key)}: a site file cannot set this; known are {known}"
-            problems.append(tree.key_places[key].problem(message))
-        elif key == "version":
-            try:
-                check_version(value)
-            except ValueError as error:
-                problems.append(tree.value_places[key].problem(f"version: {error}"))
-        else:
-            site.put(key, value, tree.key_places[key], tree.value_places[key])
-    for section, key in ((site, "cluster"), (site.get("launch"), "template")):
-        if isinstance(section, Table) and isinstance(section.get(key), str):
-            section[key] = str(path.absolute().parent / section[key])
-    return site
+            message = f"{escape(name)}: a site file cannot set this; known are {known}"
+            problems.append(Place.of(key.start_mark).problem(message))
+            del pairs[name]
+        elif name == "version" and (fault := version_fault(to_data(value))):
+            problems.append(Place.of(value.start_mark).problem(f"version: {fault}"))
+    pairs.pop("version", None)
+    launch = pairs_of(pairs.get("launch", (site, None))[1])
+    for section, name in ((pairs, "cluster"), (launch, "template")):
+        if name in section and isinstance(text := to_data(section[name][1]), str):
+            section[name][1].value = str(path.absolute().parent / text)
+    return with_pairs(site, pairs)
 
 
-def _origins(value: Any, tree: Any, place: Place | None, path: KeyPath) -> Iterator[Origin]:
-    """Every key within ``value``, which was made from ``tree`` at ``place``."""
-    if not isinstance(value, dict) or not value:
-        # Only a keyword argument can be null; any other null key has its default.
-        given = tree is not None or "kwargs" in path
-        shown = hide_variables(path, value, "(not shown)")
-        yield Origin(path, shown, place if given else None)
+def _origins(value: Any, tree: yaml.Node, path: KeyPath) -> Iterator[Origin]:
+    """Every key within ``value``, which is at ``path`` of the spec."""
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _origins(item, tree, (*path, str(key)))
         return
-    names = {to_python(name): name for name in tree} if isinstance(tree, Table) else {}
-    for key, item in value.items():
-        below, written = None, None
-        if isinstance(tree, Table) and (name := names.get(key, str(key))) in tree:
-            below, written = tree[name], tree.value_places[name]
-        elif isinstance(tree, str) and key == "factory":
-            below, written = tree, place
-        yield from _origins(item, below, written, (*path, str(key)))
+    _, node, rest = locate(tree, path)
+    # Only a keyword argument can be null; any other null key has its default.
+    is_null = to_data(node) is None and "kwargs" not in path
+    is_written = not rest or (rest == ("factory",) and isinstance(node, yaml.ScalarNode))
+    place = Place.of(node.start_mark) if is_written and not is_null else None
+    if path == ("sweep", "points"):
+        value = [{k: _HIDDEN if holds_variables(k) else v for k, v in x.items()} for x in value]
+    elif holds_variables(".".join(map(str, path)).removeprefix("sweep.grid.")):
+        value = _HIDDEN
+    yield Origin(path, value, place)
+
+
+def holds_variables(key: str) -> bool:
+    """Whether environment variables, which may be secrets, are in the value of a dotted key."""
+    return is_within(key, _VARIABLES) or is_within(_VARIABLES, key)
+
+
+def is_within(key: str, other: str) -> bool:
+    """Whether a dotted key is another one, or a part of it."""
+    return f"{key}.".startswith(f"{other}.")
+
+
+def validate(
+    tree: yaml.MappingNode,
+    source: Path,
+    problems: list[Problem],
+    *,
+    check_files: bool = True,
+    check_names: bool = False,
+) -> JobSpec | None:
+    """The spec that a document describes; None, and more ``problems``, if it describes none."""
+    data = to_data(tree)
+    if data.get("name") is None:
+        stem = re.sub(r"[^A-Za-z0-9._-]", "-", source.stem).strip("._-")
+        data["name"] = stem[:64] or "job"
+    spec = None
+    try:
+        spec = JobSpec.model_validate(data)
+    except ValidationError as error:
+        problems += (_explain(tree, detail) for detail in error.errors(include_url=False))
+        findings = list(cross_check(_valid_sections(data)))
+    else:
+        spec._source = source.absolute()
+        findings = list(cross_check(dict(spec)))
+        if check_files:
+            findings += missing_files(spec)
+        if check_names:
+            findings += missing_names(spec)
+    problems += (_problem(tree, *finding) for finding in findings)
+    return None if findings else spec
+
+
+def _valid_sections(data: dict[str, Any]) -> dict[str, Any]:
+    """The sections that are valid on their own, although others are not."""
+    valid = {}
+    for name, info in JobSpec.model_fields.items():
+        if data.get(name) is None:
+            if not info.is_required():
+                valid[name] = info.get_default()
+            continue
+        try:
+            valid[name] = TypeAdapter(info.rebuild_annotation()).validate_python(data[name])
+        except ValidationError:
+            continue
+    return valid
+
+
+def _explain(tree: yaml.Node, detail: ErrorDetails) -> Problem:
+    """A fault that pydantic or a validator found, in words for people."""
+    path, kind, context = detail["loc"], detail["type"], detail.get("ctx", {})
+    if path[-1] == "[key]":
+        return _problem(tree, path[:-1], str(context["error"]), at_key=True)
+    if kind == "extra_forbidden":
+        return _problem(tree, path, _unknown_key(path), at_key=True)
+    if kind == "missing":
+        return _problem(tree, path, "missing", at_key=True)
+    if kind == "value_error" and (message := str(context["error"])):
+        return _problem(tree, path, message)
+    if kind in ("greater_than_equal", "less_than_equal"):
+        allowed = f"at least {context['ge']}" if "ge" in context else f"at most {context['le']}"
+    else:
+        schema = schema_at(path)
+        allowed = "something else" if schema is None else words(schema)
+    value = to_data(locate(tree, path)[1])
+    shown = show(value)
+    quoted = isinstance(value, str) and not isinstance(value, Plain)
+    if kind in _NUMBERS and quoted and not isinstance(parse_scalar(value), str | None):
+        shown = f"the text {shown}; remove the quotes"
+    return _problem(tree, path, f"must be {allowed}, not {shown}")
+
+
+def _problem(tree: yaml.Node, path: KeyPath, message: str, *, at_key: bool = False) -> Problem:
+    key, value, _ = locate(tree, path)
+    place = Place.of((key if at_key else value).start_mark)
+    where = path_text(path)
+    prefix = "" if place.file == f"--set {where}" else f"{where}: "
+    return place.problem(f"{prefix}{message}")
+
+
+def fault_of_former_key(path: KeyPath) -> str:
+    """What to say of a key of earlier versions; empty of any other."""
+    section = JobSpec.model_fields.get(str(path[0]))
+    former = getattr(section and section.annotation, "former_keys", {}) if len(path) == 2 else {}
+    return f"is no longer a key; {former[path[1]].advice}" if path[-1] in former else ""
+
+
+def _unknown_key(path: KeyPath) -> str:
+    """What to say of a key that does not exist: the nearest one here, or where it belongs."""
+    key = str(path[-1])
+    if fault := fault_of_former_key(path):
+        return fault
+    known = properties(schema_at(path[:-1]))
+    hint = did_you_mean(key[:100], known)
+    if not hint:
+        sections = properties(json_schema())
+        elsewhere = [f"{name}.{key}" for name in sections if key in properties(sections[name])]
+        if key in sections or len(elsewhere) == 1:
+            hint = f"; did you mean {[key, *elsewhere][-1]!r}?"
+    return f"unknown key{hint or '; known are ' + ', '.join(known)}"
+
+
+def dump(spec: JobSpec) -> str:
+    """YAML that :func:`load` reads as an equal of :func:`make_absolute` ``(spec)``."""
+    return to_yaml(make_absolute(spec).model_dump())
+
+
+def make_absolute(spec: JobSpec) -> JobSpec:
+    """The spec with all files named by absolute paths, and closed to site defaults."""
+    data = spec.model_dump()
+    named = [(path, str(references.parse(text, spec.base))) for path, text in spec.factories()]
+    for path, name in [*named, *((path, str(file)) for path, file in spec.files())]:
+        section = data
+        for key in path[:-1]:
+            section = section[key]
+        section[path[-1]] = name
+    data["environment"]["container"] = spec.container
+    data["site_defaults"] = False
+    absolute = JobSpec.model_validate(data)
+    absolute._source = spec.source
+    return absolute

@@ -154,7 +154,9 @@ class Output(Section):
 
 
 def _moved(*names: str) -> dict[str, Former]:
-    return {name: Former(f"write options: {{{name.replace('_', '-')}: ...}}") for name in names}
+    return {
+        name: Former(f"write slurm.options: {{{name.replace('_', '-')}: ...}}") for name in names
+    }
 
 
 class Slurm(Section):
@@ -163,11 +165,11 @@ class Slurm(Section):
     former_keys: ClassVar = {
         **_moved("qos", "constraint", "reservation", "gres", "licenses", "nodelist", "exclude"),
         **_moved("mail_type", "mail_user"),
-        "exclusive": Former("write options: {exclusive: ...}; true if it has no value"),
+        "exclusive": Former("write slurm.options: {exclusive: ...}; true if it has no value"),
         "omit": Former(
-            "write options: {time: false}, say, for an option that is not to be written"
+            "write slurm.options: {time: false}, say, for one that is not to be written"
         ),
-        "directives": Former("write options: {gres: gpu:1}, say, for --gres=gpu:1"),
+        "directives": Former("write slurm.options: {gres: gpu:1}, say, for --gres=gpu:1"),
     }
 
     partition: Text | None = None
@@ -187,12 +189,12 @@ class Pbs(Section):
     """Options for PBS alone; ignored elsewhere."""
 
     former_keys: ClassVar = {
-        "project": Former("write options: {P: ...}"),
-        "place": Former("write options: {l: [place=...]}"),
+        "project": Former("write pbs.options: {P: ...}"),
+        "place": Former("write pbs.options: {l: [place=...]}"),
         "select_extra": Former("write pbs.select: ..."),
-        "mail": Former("write options: {m: ...}"),
-        "mail_user": Former("write options: {M: ...}"),
-        "directives": Former("write options: {p: 5}, say, for -p 5"),
+        "mail": Former("write pbs.options: {m: ...}"),
+        "mail_user": Former("write pbs.options: {M: ...}"),
+        "directives": Former("write pbs.options: {p: 5}, say, for -p 5"),
     }
 
     queue: Text | None = None

@@ -5,7 +5,7 @@ It accepts whatever the loader accepts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -38,7 +38,7 @@ def json_schema() -> Schema:
     return {"$schema": _DIALECT, **schema, "title": "pipectl job spec", "$defs": definitions}
 
 
-def schema_at(path: tuple[str | int, ...]) -> Schema | None:
+def schema_at(path: Sequence[str | int]) -> Schema | None:
     """What may be written at ``path``; None for no key of the spec, and within ``kwargs``."""
     schema = json_schema()
     for step in path:

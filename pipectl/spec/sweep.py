@@ -9,12 +9,29 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+
 from pipectl.errors import Problem, SpecError
-from pipectl.spec.document import Items, Place, Table, escape, show, to_python
-from pipectl.spec.load import hide_variables, load_document, put_at
+from pipectl.spec.document import (
+    MAX_DEPTH,
+    Place,
+    escape,
+    locate,
+    pairs_of,
+    show,
+    to_data,
+    to_python,
+    with_pairs,
+)
+from pipectl.spec.load import (
+    fault_of_former_key,
+    holds_variables,
+    is_within,
+    load_document,
+    put,
+    validate,
+)
 from pipectl.spec.models import JobSpec
-from pipectl.spec.reader import MAX_DEPTH
-from pipectl.spec.validate import fault_of_former_key, validate
 
 MAX_POINTS = 1000
 """Slurm allows arrays of 1,001 jobs unless a site says otherwise (``MaxArraySize``)."""
@@ -30,8 +47,8 @@ class Point:
     """One run of a sweep.
 
     Args:
-        values: that the sweep gives to it, by dotted key, typed as YAML types them. An environment
-            variable, which may be a secret, has the number of its value instead: ``(value 2)``.
+        values: that the sweep gives to it, by dotted key, typed as YAML types them. What holds
+            environment variables, which may be secrets, has its number instead: ``(value 2)``.
         spec: of the run; it has no sweep.
     """
 
@@ -39,16 +56,19 @@ class Point:
     spec: JobSpec
 
 
-class _Assignment(NamedTuple):
-    """A key of a sweep and its value in one run."""
+class _Setting(NamedTuple):
+    """A dotted key and its value in one run, as the sweep writes them."""
 
-    key: str
-    value: Any
-    key_place: Place
-    value_place: Place
+    key: yaml.ScalarNode
+    value: yaml.Node
 
-    def problem(self, place: Place, message: str) -> Problem:
-        return place.problem(f"{escape(self.key)}: {message}")
+    @property
+    def name(self) -> str:
+        return str(self.key.value)
+
+    def fault(self, message: str, node: yaml.Node | None = None) -> Problem:
+        place = Place.of((node or self.key).start_mark)
+        return place.problem(f"{escape(self.name)}: {message}")
 
 
 def load_sweep(
@@ -67,27 +87,24 @@ def load_sweep(
     if spec.sweep is None:
         return spec, ()
     problems: list[Problem] = []
-    runs = _combine(tree["sweep"], tree.key_places["sweep"], problems)
+    runs = _combine(*locate(tree, ("sweep",))[:2], problems)
     if problems:
         raise SpecError(list(dict.fromkeys(problems)))
-    rest = tree.copy()
-    del rest["sweep"]
+    rest = with_pairs(tree, {k: pair for k, pair in pairs_of(tree).items() if k != "sweep"})
     points = []
-    numbers: dict[str, list[str]] = {}
+    numbers: dict[str, list[Any]] = {}
     for settings in runs:
-        job = rest
-        for key, value, key_place, value_place in settings:
-            job = put_at(job, key.split("."), value, key_place, value_place)
-        faults: list[Problem] = []
+        job, faults, values = rest, list[Problem](), {}
+        for setting in settings:
+            job = put(job, setting.name.split("."), setting.key, setting.value)
+            value = to_python(to_data(setting.value))
+            if holds_variables(setting.name):
+                same = numbers.setdefault(setting.name, [])
+                same += [value] if value not in same else []
+                value = f"(value {same.index(value) + 1})"
+            values[setting.name] = value
         run = validate(job, path, faults, check_files=check_files)
         problems += (_blame_values(fault, settings) for fault in faults)
-        values = {}
-        for key, value, *_ in settings:
-            same = numbers.setdefault(key, [])
-            if repr(value) not in same:
-                same.append(repr(value))
-            hidden = f"(value {same.index(repr(value)) + 1})"
-            values[key] = hide_variables(tuple(key.split(".")), to_python(value), hidden)
         if run is not None:
             points.append(Point(values, run))
     if problems:
@@ -95,89 +112,80 @@ def load_sweep(
     return spec, tuple(points)
 
 
-def _combine(sweep: Table, place: Place, problems: list[Problem]) -> list[list[_Assignment]]:
+def _combine(
+    key: yaml.Node, sweep: yaml.Node, problems: list[Problem]
+) -> list[tuple[_Setting, ...]]:
     """The settings of every run."""
+    inner = {name: value for name, (_, value) in pairs_of(sweep).items()}
     columns = []
-    grid = sweep.get("grid") or Table(place)
-    for key, values in grid.items():
-        key_place = grid.key_places[key]
-        pairs = zip(values, values.places, strict=True)
-        columns.append([_Assignment(key, value, key_place, at) for value, at in pairs])
-        if not values:
-            problems.append(key_place.problem(f"{escape(key)}: has no values"))
-    points = sweep.get("points") or Items(place)
+    for name, values in _settings(inner.get("grid")):
+        if values.value:
+            columns.append([_Setting(name, value) for value in values.value])
+        else:
+            problems.append(_Setting(name, values).fault("has no values"))
+    points = inner.get("points")
     listed = []
-    for point, at in zip(points, points.places, strict=True):
-        keys, at_values = point.key_places, point.value_places
-        listed.append([_Assignment(k, v, keys[k], at_values[k]) for k, v in point.items()])
-        if not point:
-            problems.append(at.problem("sweep.points: a point without a key"))
-    for settings in ([column[0] for column in columns if column], *listed):
+    for point in points.value if isinstance(points, yaml.SequenceNode) else ():
+        listed.append(tuple(_settings(point)))
+        if not point.value:
+            message = "sweep.points: a point without a key"
+            problems.append(Place.of(point.start_mark).problem(message))
+    for settings in ([column[0] for column in columns], *listed):
         problems += _key_faults(settings)
+    place = Place.of(key.start_mark)
     count = (prod(map(len, columns)) if columns else 0) + len(listed)
     if count > MAX_POINTS:
         problems.append(place.problem(f"sweep: has {count} points; {MAX_POINTS} are allowed"))
         return []
     if not count and not problems:
         problems.append(place.problem("sweep: has no points; give it a grid, or points"))
-    runs = [*(list(run) for run in product(*columns) if columns), *listed]
+    runs = [*(product(*columns) if columns else ()), *listed]
     problems += _repetitions(runs)
     return runs
 
 
-def _key_faults(together: Sequence[_Assignment]) -> Iterator[Problem]:
+def _settings(node: yaml.Node | None) -> Iterator[_Setting]:
+    yield from (_Setting(key, value) for key, value in pairs_of(node).values())
+
+
+def _key_faults(together: Sequence[_Setting]) -> Iterator[Problem]:
     """Of keys that are set together, those that no sweep can set."""
+    names = [setting.name for setting in together]
     for setting in together:
-        key = setting.key
-        around = next((o.key for o in together if o.key != key and _within(key, o.key)), None)
+        key = setting.name
+        around = next((other for other in names if other != key and is_within(key, other)), None)
         if not all(key.split(".")) or key.count(".") > MAX_DEPTH:
-            message = "must be a key such as training.seed"
-        elif any(_within(key, shared) or _within(shared, key) for shared in _SHARED):
-            message = (
+            yield setting.fault("must be a key such as training.seed")
+        elif any(is_within(key, shared) or is_within(shared, key) for shared in _SHARED):
+            yield setting.fault(
                 "cannot differ between the runs of a sweep, which are one job array; instead, "
                 f"submit several times with --set {escape(key)}=..."
             )
         elif fault := fault_of_former_key(tuple(key.split("."))):
-            message = fault
+            yield setting.fault(fault)
         elif around is not None:
-            message = f"is a part of {escape(around)}, which is set as well"
-        else:
-            continue
-        yield setting.problem(setting.key_place, message)
+            yield setting.fault(f"is a part of {escape(around)}, which is set as well")
 
 
-def _within(key: str, other: str) -> bool:
-    return f"{key}.".startswith(f"{other}.")
-
-
-def _repetitions(runs: Sequence[Sequence[_Assignment]]) -> Iterator[Problem]:
+def _repetitions(runs: Sequence[Sequence[_Setting]]) -> Iterator[Problem]:
     """Runs that would be the same as an earlier one."""
     seen: dict[object, int] = {}
     for number, settings in enumerate(runs):
-        values = tuple(sorted((s.key, repr(to_python(s.value))) for s in settings))
+        values = tuple(sorted((s.name, repr(to_python(to_data(s.value)))) for s in settings))
         if values and seen.setdefault(values, number) != number:
-            last = settings[-1]
             message = f"a point with the same values as number {seen[values]}"
-            yield last.problem(last.value_place, message)
+            yield settings[-1].fault(message, settings[-1].value)
 
 
-def _blame_values(problem: Problem, settings: Sequence[_Assignment]) -> Problem:
+def _blame_values(problem: Problem, settings: Sequence[_Setting]) -> Problem:
     """A fault at its value; one that is found elsewhere, at the values that cause it."""
-    places = {place for s in settings for place in (s.key_place, s.value_place, *_places(s.value))}
-    if Place(problem.file, problem.line, problem.column) in places:
-        return problem
-    shown = []
-    for key, value, *_ in settings:
-        value = hide_variables(tuple(key.split(".")), value, "(not shown)")
-        shown.append(f"{escape(key)}: {show(value)}")
-    return settings[0].value_place.problem(f"with {', '.join(shown)}: {problem.message}")
-
-
-def _places(tree: Any) -> Iterator[Place]:
-    if isinstance(tree, Table):
-        yield from (*tree.key_places.values(), *tree.value_places.values())
-    elif isinstance(tree, Items):
-        yield from tree.places
-    if isinstance(tree, Table | Items):
-        for item in tree.values() if isinstance(tree, Table) else tree:
-            yield from _places(item)
+    place = Place(problem.file, problem.line, problem.column)
+    for node in (node for setting in settings for node in setting):
+        if Place.of(node.start_mark) <= place <= Place.of(node.end_mark):
+            return problem
+    shown = (
+        f"{escape(s.name)}: {'(not shown)' if holds_variables(s.name) else show(to_data(s.value))}"
+        for s in settings
+    )
+    blamed = Place.of(settings[0].value.start_mark)
+    return blamed.problem(f"with {', '.join(shown)}: {problem.message}")

@@ -112,13 +112,18 @@ def to_python_values(value: Any) -> Any:
     return {str(key): to_python(item) for key, item in value.items()}
 
 
-def check_version(value: Any) -> Any:
-    """The version that is written; raises a ValueError if it is not ours."""
-    number = _number(value)
-    if number != VERSION or isinstance(number, bool):
-        shown = show(value) if isinstance(value, str) else repr(value)
-        raise ValueError(f"is {shown}; this pipectl reads version {VERSION}")
-    return number
+def version_fault(value: Any) -> str:
+    """What is wrong with a version of the format; empty if it is ours."""
+    if type(number := _number(value)) is int and number == VERSION:
+        return ""
+    shown = show(value) if isinstance(value, str) else repr(value)
+    return f"is {shown}; this pipectl reads version {VERSION}"
+
+
+def _version(value: Any) -> int:
+    if fault := version_fault(value):
+        raise ValueError(fault)
+    return VERSION
 
 
 def _number(value: Any) -> Any:
@@ -219,7 +224,7 @@ def _json(title: str | None = None, pattern: str | None = None) -> WithJsonSchem
     return WithJsonSchema({key: value for key, value in schema.items() if value is not None})
 
 
-Version = Annotated[int, BeforeValidator(check_version), WithJsonSchema({"const": VERSION})]
+Version = Annotated[int, BeforeValidator(_version), WithJsonSchema({"const": VERSION})]
 Count = Annotated[int, Strict(), Field(ge=1, le=_MAX), BeforeValidator(_number)]
 Natural = Annotated[int, Strict(), Field(ge=0, le=_MAX), BeforeValidator(_number)]
 Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False), BeforeValidator(_number)]

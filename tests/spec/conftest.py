@@ -12,8 +12,7 @@ import pytest
 
 from pipectl.errors import SpecError
 from pipectl.spec import JobSpec, json_schema, load
-from pipectl.spec.document import to_python
-from pipectl.spec.reader import read_text
+from pipectl.spec.document import read_text, to_data, to_python
 
 MINIMAL = """\
 version: 1
@@ -71,8 +70,7 @@ def by_schema() -> Callable[[str], bool]:
     schema = json_schema()
 
     def valid(text: str) -> bool:
-        tree = read_text(text, "job.yaml", [])
-        return tree is not None and accepts(schema, to_python(tree), schema)
+        return accepts(schema, to_python(to_data(read_text(text, "job.yaml", []))), schema)
 
     return valid
 
