@@ -184,7 +184,7 @@ class JobRequest:
     @property
     def threads(self) -> int:
         """Threads that each rank computes with."""
-        return self.resources.cpus_per_task - self.launch.progress_core
+        return self.resources.cpus_per_task - self.launch.spare_cores
 
     @property
     def memory_per_node_mib(self) -> int | None:

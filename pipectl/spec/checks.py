@@ -160,7 +160,7 @@ def _check_overlap(pipeline: Pipeline, training: Training) -> Iterator[Finding]:
 
 
 def _check_progress(launch: Launch, resources: Resources) -> Iterator[Finding]:
-    if launch.progress == "core" and resources.cpus_per_task < 2:
+    if launch.spare_cores and resources.cpus_per_task < 2:
         fault = "core leaves none to compute with: resources.cpus_per_task is 1"
         yield ("launch", "progress"), f"{fault}; set it to 2 or more"
 

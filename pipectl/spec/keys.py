@@ -64,7 +64,7 @@ def _profiled(spec: JobSpec) -> Any:
     for key in ("workers", "shuffle", "drop_last"):
         del sections["data"][key]
     load = {key: data["resources"][key] for key in ("tasks_per_node", "cpus_per_task")}
-    if spec.launch.progress == "core":
+    if spec.launch.spare_cores:
         load["threads"] = spec.threads
     if spec.resources.gpus_per_node:  # how many there are changes no time on one of them
         load["accelerators"] = True

@@ -402,7 +402,7 @@ class JobSpec(Section):
     @property
     def threads(self) -> int:
         """Threads that a rank computes with."""
-        return self.resources.cpus_per_task - (self.launch.progress == "core")
+        return self.resources.cpus_per_task - self.launch.spare_cores
 
     def __eq__(self, other: object) -> bool:
         """Equal in every key; the file it was read from does not count."""

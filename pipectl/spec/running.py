@@ -92,6 +92,11 @@ class Launch(Section):
         "check_messages": Former("write environment.variables: {PIPECTL_CHECK_MESSAGES: 1}"),
     }
 
+    @property
+    def spare_cores(self) -> int:
+        """Cores of each rank that do not compute."""
+        return int(self.progress == "core")
+
 
 class Environment(Section):
     """What the job script prepares before the ranks start."""

@@ -101,7 +101,7 @@ def test_nasty_values_arrive_unchanged(
 
 
 def test_ranks_see_the_threads_and_the_run_directory(make_request: MakeRequest) -> None:
-    request = make_request(cpus_per_task=4, progress_core=True)
+    request = make_request(cpus_per_task=4, progress="core")
     names = "$OMP_NUM_THREADS $MKL_NUM_THREADS $PYTHONUNBUFFERED $PIPECTL_RUN_DIRECTORY"
     _, output = run(request, ["bash", "-c", f'echo "{names}"; pwd'])
     directory = str(request.run_directory)
