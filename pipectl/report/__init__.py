@@ -1,1 +1,37 @@
-"""Pictures, pages and traces of plans and runs."""
+"""Reports of steps and runs: in words, as pictures, as a page of HTML, and for trace viewers.
+
+Pictures and pages are the Jinja templates in ``templates/``, which escape all that they write:
+names in a run directory may be those of another user. Jinja is imported only when one is rendered.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipectl.units import format_bytes, format_time
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+
+def render(template: str, **values: Any) -> str:
+    """The text of a picture or page."""
+    return _environment().get_template(template).render(values)
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        undefined=StrictUndefined,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"time": format_time, "bytes": format_bytes}
+    return environment

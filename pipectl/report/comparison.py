@@ -1,14 +1,17 @@
 """A measured step beside the predicted one: action by action, and what stands out.
 
-Computations are paired by rank, kind, stage and micro-batch. The rest of a rank's step is told
-apart by what it waits for. A wait for a message counts as waiting for others until the message is
+Computations are paired by rank, kind, stage and micro-batch. The rest of a rank's step is divided
+by what the rank waits for. A wait for a message counts as waiting for others until the message is
 sent, which is the pipeline's bubble, and from then on as communication, which nothing hides.
+
+What limits the speed is read from the critical path: from the end of the step backwards along each
+rank, and from a wait for a message to the rank that sent it late. Nobody waits for others on it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,32 +26,48 @@ class Use(NamedTuple):
     """What a rank spends a part of its step on, in words.
 
     Args:
+        cause: what it is called where it limits the speed.
         difference: what to do if it takes longer than predicted.
         bottleneck: what to do if it limits the speed.
     """
 
     name: str
+    cause: str
     difference: str
     bottleneck: str
 
 
 _LINKS = "`pipectl profile --links` measures what the cluster file assumes"
-_BUSY = "the nodes are busier, idler or other than when they were profiled: "
 COMPUTING, OTHERS, COMMUNICATION, SUMS, OFFLOAD, BETWEEN = (
     "computing", "waiting_for_others", "communication", "sums", "offload", "between_actions",
 )  # fmt: skip
 SPENT = {
-    COMPUTING: Use("computing", f"{_BUSY}`pipectl profile --again` measures anew", ""),
-    OTHERS: Use("waiting for other ranks", "",
-                "More micro-batches keep the pipeline full for longer."),
-    COMMUNICATION: Use("waiting for messages on their way", _LINKS,
-                       f"Fewer stages send less; {_LINKS}."),
-    SUMS: Use("waiting for sums of gradients", _LINKS, f"Fewer replicas sum less; {_LINKS}."),
-    OFFLOAD: Use("waiting for offloaded values",
-                 "look at `disk_link` and `host_link` in the cluster file",
-                 "Recomputing, or more memory per rank, needs no offload."),
-    BETWEEN: Use("time between actions (Python)", "larger micro-batches have fewer actions",
-                 "Larger micro-batches have fewer actions."),
+    COMPUTING: Use(
+        "computing", "",
+        "the nodes are more or less busy than when they were profiled, or are other nodes: "
+        "`pipectl profile --again` measures anew", "",
+    ),
+    OTHERS: Use(
+        "waiting for other ranks", "filling and draining the pipeline", "",
+        "More micro-batches keep the pipeline full for longer.",
+    ),
+    COMMUNICATION: Use(
+        "waiting for messages on their way", "messages on their way", _LINKS,
+        f"Fewer stages send less; {_LINKS}.",
+    ),
+    SUMS: Use(
+        "waiting for sums of gradients", "sums of gradients", _LINKS,
+        f"Fewer replicas sum less; {_LINKS}.",
+    ),
+    OFFLOAD: Use(
+        "waiting for offloaded values", "fetching offloaded values",
+        "look at `disk_link` and `host_link` in the cluster file",
+        "Recomputing, or more memory per rank, needs no offload.",
+    ),
+    BETWEEN: Use(
+        "time between actions (Python)", "time between actions (Python)",
+        "larger micro-batches have fewer actions", "Larger micro-batches have fewer actions.",
+    ),
 }  # fmt: skip
 """What a rank's step consists of; the last is no action at all: Python, loading of data."""
 
@@ -56,13 +75,13 @@ _USES = {
     "send_wait": COMMUNICATION,
     "send_start": COMMUNICATION,
     "receive_start": COMMUNICATION,
+    "receive_wait": COMMUNICATION,
     "update_wait": OTHERS,
     "reduce_start": SUMS,
     "reduce_wait": SUMS,
     **dict.fromkeys(("offload_start", "offload_wait", "fetch_start", "fetch_wait"), OFFLOAD),
     **dict.fromkeys(COMPUTE_KINDS, COMPUTING),
 }
-
 _MADE_BY = {
     TransferKind.ACTIVATION: ("forward",),
     TransferKind.GRADIENT: ("backward", "backward_input"),
@@ -75,8 +94,8 @@ _MIN_DIFFERENCE = 0.02
 _MAX_RATIO = 100
 """Times the prediction, from which on the ratio says nothing."""
 _MIN_SHARE = 0.005
-_MOST_OF_IT = 0.5
-"""Of the step: a rank that computes so long limits its speed."""
+_MIN_CAUSE = 0.2
+"""Of the step: what else limits the speed, and is worth a word."""
 _EVEN = 0.9
 
 
@@ -101,8 +120,7 @@ class Both(NamedTuple):
         return {**self._asdict(), "ratio": self.ratio}
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """All computations of one kind that a rank does for a stage.
 
     Args:
@@ -116,22 +134,16 @@ class Part:
     actions: int
     time: Both
 
-    def to_json(self) -> dict[str, Any]:
-        """For programs."""
-        named = {"rank": self.rank, "stage": self.stage, "kind": self.kind}
-        return {**named, "actions": self.actions, **self.time.to_json()}
+    def __str__(self) -> str:
+        kind = self.kind.replace("_", " ")
+        return f"{kind} of stage {self.stage}" if self.stage >= 0 else kind
 
 
-@dataclass(frozen=True)
-class RankStep:
+class RankStep(NamedTuple):
     """How a rank spends the step, by the names in ``SPENT``."""
 
     rank: int
-    spent: dict[str, Both]
-
-    def to_json(self) -> dict[str, Any]:
-        """For programs."""
-        return {"rank": self.rank, **{name: both.to_json() for name, both in self.spent.items()}}
+    spent: Mapping[str, Both]
 
 
 @dataclass(frozen=True)
@@ -143,6 +155,7 @@ class Comparison:
         time: of the whole step.
         parts: by rank, stage and kind.
         ranks: those that were recorded.
+        critical_s: seconds of the measured step's critical path, by the names in ``SPENT``.
         unpaired: computations that only one of the timelines has.
     """
 
@@ -150,6 +163,7 @@ class Comparison:
     time: Both
     parts: tuple[Part, ...]
     ranks: tuple[RankStep, ...]
+    critical_s: Mapping[str, float]
     unpaired: int
     clock_error_s: float
 
@@ -160,8 +174,15 @@ class Comparison:
             **self.time.to_json(),
             "clock_error_s": self.clock_error_s,
             "unpaired": self.unpaired,
-            "parts": [part.to_json() for part in self.parts],
-            "ranks": [rank.to_json() for rank in self.ranks],
+            "parts": [
+                {key: value for key, value in part._asdict().items() if key != "time"}
+                | part.time.to_json()
+                for part in self.parts
+            ],
+            "ranks": [
+                {"rank": rank, **{name: both.to_json() for name, both in spent.items()}}
+                for rank, spent in self.ranks
+            ],
         }
 
 
@@ -172,13 +193,15 @@ def compare(predicted: Timeline, measured: Timeline, channels: Sequence[Channel]
         channels: of the plan.
     """
     ranks = sorted({event.rank for event in measured.events})
-    ours, theirs = (_computing_s(timeline, ranks) for timeline in (predicted, measured))
+    ours, theirs = (_computing_s(timeline, frozenset(ranks)) for timeline in (predicted, measured))
     paired = sorted(ours.keys() & theirs.keys())
     times: dict[tuple[int, int, str], list[Both]] = defaultdict(list)
-    for rank, stage, kind, micro_batch in paired:
-        key = rank, stage, kind, micro_batch
+    for key in paired:
+        rank, stage, kind, _ = key
         times[rank, stage, kind].append(Both(ours[key], theirs[key]))
-    spent = [_spent(timeline, channels) for timeline in (predicted, measured)]
+    sent = _find_send_times(measured, channels)
+    before = _spent(predicted, _find_send_times(predicted, channels))
+    after = _spent(measured, sent)
     return Comparison(
         step=measured.step,
         time=Both(predicted.end_s, measured.end_s),
@@ -187,30 +210,31 @@ def compare(predicted: Timeline, measured: Timeline, channels: Sequence[Channel]
             for key, each in sorted(times.items())
         ),
         ranks=tuple(
-            RankStep(rank, {name: Both(*(each[rank][name] for each in spent)) for name in SPENT})
+            RankStep(rank, {name: Both(before[rank][name], after[rank][name]) for name in SPENT})
             for rank in ranks
         ),
+        critical_s=_critical_path(measured, channels, sent),
         unpaired=len(ours) + len(theirs) - 2 * len(paired),
         clock_error_s=measured.clock_error_s,
     )
 
 
 def _computing_s(
-    timeline: Timeline, ranks: Sequence[int]
+    timeline: Timeline, ranks: frozenset[int]
 ) -> dict[tuple[int, int, str, int], float]:
     """Seconds of every computation: by rank, stage, kind and micro-batch."""
-    known = frozenset(ranks)
     times: dict[tuple[int, int, str, int], float] = defaultdict(float)
     for event in timeline.events:
-        if event.kind in COMPUTE_KINDS and event.rank in known:
+        if event.kind in COMPUTE_KINDS and event.rank in ranks:
             key = event.rank, event.stage, event.kind, event.micro_batch
             times[key] += event.end_s - event.start_s
     return times
 
 
-def _spent(timeline: Timeline, channels: Sequence[Channel]) -> dict[int, dict[str, float]]:
+def _spent(
+    timeline: Timeline, sent: Mapping[tuple[int, int], float]
+) -> dict[int, dict[str, float]]:
     """Seconds of every rank's step, which add up to the step."""
-    sent, end_s = _find_send_times(timeline, channels), timeline.end_s
     ranks: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(SPENT, 0.0))
     last_s: dict[int, float] = defaultdict(float)
     for event in timeline.events:
@@ -218,15 +242,46 @@ def _spent(timeline: Timeline, channels: Sequence[Channel]) -> dict[int, dict[st
         last_s[event.rank] = max(last_s[event.rank], event.end_s)
         if event.kind == "receive_wait":
             sent_s = sent.get((event.channel, event.micro_batch), event.end_s)
-            sent_s = min(max(sent_s, start_s), event.end_s)
-            spent[OTHERS] += sent_s - start_s
-            spent[COMMUNICATION] += event.end_s - sent_s
-        else:
-            spent[_USES.get(event.kind, BETWEEN)] += event.end_s - start_s
+            start_s = min(max(sent_s, start_s), event.end_s)
+            spent[OTHERS] += start_s - event.start_s
+        spent[_USES.get(event.kind, BETWEEN)] += event.end_s - start_s
     for rank, spent in ranks.items():
         spent[BETWEEN] += max(0.0, last_s[rank] - sum(spent.values()))
-        spent[OTHERS] += end_s - last_s[rank]
+        spent[OTHERS] += timeline.end_s - last_s[rank]
     return ranks
+
+
+def _critical_path(
+    timeline: Timeline, channels: Sequence[Channel], sent: Mapping[tuple[int, int], float]
+) -> dict[str, float]:
+    """Seconds of the chain of actions, through all ranks, that is as long as the step."""
+    spent = dict.fromkeys(SPENT, 0.0)
+    events: dict[int, list[Event]] = defaultdict(list)
+    for event in sorted(timeline.events, key=lambda event: event.start_s):
+        events[event.rank].append(event)
+    rank = max(timeline.events, key=lambda event: event.end_s).rank if events else -1
+    now_s = timeline.end_s
+    while events[rank]:
+        event = events[rank].pop()
+        if event.start_s >= now_s:
+            continue
+        spent[BETWEEN] += max(0.0, now_s - event.end_s)
+        now_s, start_s, use = min(now_s, event.end_s), event.start_s, _USES.get(event.kind, BETWEEN)
+        if event.kind == "receive_wait":
+            sent_s = sent.get((event.channel, event.micro_batch), start_s)
+            if start_s < sent_s < now_s:
+                start_s, rank = sent_s, channels[event.channel].source_rank
+        elif event.kind == "update_wait":
+            others = (e for each in events.values() for e in each if e.kind != "update_wait")
+            ended = [e for e in others if start_s < e.end_s <= now_s]
+            if ended:
+                last = max(ended, key=lambda each: each.end_s)
+                start_s, rank = last.end_s, last.rank
+            use = COMMUNICATION
+        spent[use] += now_s - start_s
+        now_s = start_s
+    spent[BETWEEN] += now_s
+    return spent
 
 
 def find_largest_difference(comparison: Comparison) -> str:
@@ -241,28 +296,28 @@ def find_largest_difference(comparison: Comparison) -> str:
         if name != OTHERS
     ]
     if not candidates:
-        return "nothing was recorded"
+        return "Nothing was recorded."
     more_s, rank, name, both = max(candidates, key=lambda each: each[:2])
     if more_s < _MIN_DIFFERENCE * comparison.time.predicted_s:
-        return f"no part of any rank's step differs by {_MIN_DIFFERENCE:.0%} of the step or more"
+        return f"No part of any rank's step differs by {_MIN_DIFFERENCE:.0%} of the step or more."
     what, note = SPENT[name].name, ""
     parts = [part for part in comparison.parts if part.rank == -rank]
     if name == COMPUTING and parts:
         part = max(parts, key=lambda each: abs(each.time.more_s))
-        what, both = _describe(part), part.time
+        what, both = str(part), part.time
         note = "; loading the data counts as forward" if part.kind == "forward" else ""
     amount = f"{format_time(abs(both.more_s))} per step {'more' if both.more_s > 0 else 'less'}"
     times = f"takes {amount} than predicted"
     if both.ratio is not None and both.ratio <= _MAX_RATIO:
         times = f"takes {both.ratio:.2f} times what was predicted, {amount},"
-    return f"{what} {times} on rank {-rank}: {SPENT[name].difference}{note}"
+    return f"{_capital(what)} {times} on rank {-rank}: {SPENT[name].difference}{note}."
 
 
 def find_bottleneck(comparison: Comparison) -> list[str]:
     """What the ranks spent the measured step on, and what limits its speed; sentences.
 
-    The rank that computes longest is the bottleneck, if it computes most of the step. Otherwise the
-    step is as long as it is because of what else takes that rank's time.
+    That is the rank that computes longest, or what else is on the critical path: all that other
+    ranks compute there goes beyond this is filling and draining the pipeline.
     """
     step_s, ranks = comparison.time.measured_s, comparison.ranks
     if step_s <= 0 or not ranks:
@@ -277,32 +332,35 @@ def find_bottleneck(comparison: Comparison) -> list[str]:
     busiest = max(ranks, key=lambda rank: rank.spent[COMPUTING].measured_s)
     busy_s = busiest.spent[COMPUTING].measured_s
     own = [part for part in comparison.parts if part.rank == busiest.rank]
-    most = max(own, key=lambda part: part.time.measured_s, default=None)
-    of_it = "" if most is None else f", longest in {_describe(most)}"
+    longest = max(own, key=lambda part: part.time.measured_s, default=None)
+    of_it = "" if longest is None else f", longest in {longest}"
     computes = f"computes for {format_time(busy_s)} of {format_time(step_s)}{of_it}"
+    causes = {name: time_s for name, time_s in comparison.critical_s.items() if name != COMPUTING}
+    causes[OTHERS] += max(0.0, comparison.critical_s[COMPUTING] - busy_s)
+    name = max(causes, key=causes.__getitem__)
     others_s = [rank.spent[COMPUTING].measured_s for rank in ranks if rank is not busiest]
     mean_s = sum(others_s) / len(others_s) if others_s else busy_s
-    if busy_s >= _MOST_OF_IT * step_s and mean_s < _EVEN * busy_s:
+    if causes[name] > busy_s:
+        sentences.append(
+            f"{_capital(SPENT[name].cause)} takes most of the step, {format_time(causes[name])}: "
+            f"rank {busiest.rank}, which computes longest, {computes}. {SPENT[name].bottleneck}"
+        )
+        return sentences
+    if mean_s < _EVEN * busy_s:
         others = f"the others compute for {format_time(mean_s)} on average"
         sentences.append(f"Rank {busiest.rank} is the bottleneck: it {computes}; {others}.")
-    elif busy_s >= _MOST_OF_IT * step_s:
+    else:
         sentences.append(
             f"Computing limits the speed, on all ranks alike: rank {busiest.rank} {computes}."
         )
-    else:
-        rest = {name: busiest.spent[name].measured_s for name in SPENT if name != COMPUTING}
-        name = max(rest, key=rest.__getitem__)
-        what = SPENT[name].name
-        sentences.append(
-            f"{what[0].upper()}{what[1:]} limits the speed: {format_time(rest[name])} of rank "
-            f"{busiest.rank}, which {computes}. {SPENT[name].bottleneck}"
-        )
+    if causes[name] >= _MIN_CAUSE * step_s:
+        cause = f"{_capital(SPENT[name].cause)} adds {format_time(causes[name])}"
+        sentences.append(f"{cause}. {SPENT[name].bottleneck}")
     return sentences
 
 
-def _describe(part: Part) -> str:
-    kind = part.kind.replace("_", " ")
-    return f"{kind} of stage {part.stage}" if part.stage >= 0 else kind
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]
 
 
 class Computed:

@@ -67,7 +67,7 @@ def test_a_simulated_step_is_what_was_predicted(pipeline, schedule):
     assert found.ranks[1].spent["communication"].predicted_s > 1.0
     assert (
         find_largest_difference(found)
-        == "no part of any rank's step differs by 2% of the step or more"
+        == "No part of any rank's step differs by 2% of the step or more."
     )
 
 
@@ -82,24 +82,24 @@ def changed(*events):
     [
         (
             changed(BACKWARD_0._replace(end_s=8.0)),
-            "backward of stage 0 takes 1.50 times what was predicted, 1.00 s per step more, on rank"
-            " 0: the nodes are busier",
+            "Backward of stage 0 takes 1.50 times what was predicted, 1.00 s per step more, on rank"
+            " 0: the nodes are more or less busy",
         ),
         (
             changed(FORWARD_0._replace(start_s=0.5)),
-            "forward of stage 0 takes 0.50 times what was predicted, 500 ms per step less, on",
+            "Forward of stage 0 takes 0.50 times what was predicted, 500 ms per step less, on",
         ),
         (
             changed(
                 Event(0, 1.0, 7.0, "receive_wait", 0, 0, 1),
                 BACKWARD_0._replace(start_s=7.0, end_s=9.0),
             ),
-            "waiting for messages on their way takes 3.67 times what was predicted, 2.00 s per step"
+            "Waiting for messages on their way takes 3.67 times what was predicted, 2.00 s per step"
             " more, on rank 0: `pipectl profile --links`",
         ),
         (
             changed(BACKWARD_0._replace(start_s=6.0, end_s=8.0)),
-            "time between actions (Python) takes 1.00 s per step more than predicted on rank 0:",
+            "Time between actions (Python) takes 1.00 s per step more than predicted on rank 0:",
         ),
     ],
 )
@@ -123,12 +123,39 @@ def test_what_limits_the_speed_is_what_takes_the_time(pipeline):
         "their way.",
         "Rank 1 is the bottleneck: it computes for 5.00 s of 9.00 s, longest in backward of stage "
         "1; the others compute for 3.00 s on average.",
+        "Filling and draining the pipeline adds 3.00 s. More micro-batches keep the pipeline full "
+        "for longer.",
     ]
     even = compare(Timeline(STEP, 2), Timeline(STEP, 2), channels(pipeline(2, 1)))
-    assert find_bottleneck(even)[1] == (
-        "Waiting for other ranks limits the speed: 3.25 s of rank 0, which computes for 3.00 s of "
-        "7.00 s, longest in backward of stage 0. More micro-batches keep the pipeline full for "
-        "longer."
+    # Each rank computes 3 s; what the other one adds on the critical path is not hidden.
+    assert even.critical_s == {
+        **dict.fromkeys(SPENT, 0.0), "computing": 6.0, "communication": 1.0
+    }  # fmt: skip
+    assert find_bottleneck(even)[1:] == [
+        "Computing limits the speed, on all ranks alike: rank 0 computes for 3.00 s of 7.00 s, "
+        "longest in backward of stage 0.",
+        "Filling and draining the pipeline adds 3.00 s. More micro-batches keep the pipeline full "
+        "for longer.",
+    ]
+
+
+def test_the_critical_path_has_no_waits_for_others_and_is_as_long_as_the_step(pipeline):
+    """A rank waits before the update for the last one, and for messages that are sent late."""
+    slow = (
+        Event(0, 0.0, 1.0, "forward", 0, 0),
+        Event(0, 1.0, 4.0, "send_wait", 0, 0, 0),
+        Event(0, 4.0, 8.0, "update_wait"),
+        Event(0, 8.0, 9.0, "update"),
+        Event(1, 0.0, 4.0, "receive_wait", 1, 0, 0),
+        Event(1, 5.0, 7.5, "forward", 1, 0),
+        Event(1, 7.5, 8.0, "update_wait"),
+    )
+    found = compare(Timeline(slow, 2), Timeline(slow, 2), channels(pipeline(2, 1)))
+    assert {name: time_s for name, time_s in found.critical_s.items() if time_s} == {
+        "computing": 1.0 + 2.5 + 1.0, "communication": 3.0 + 0.5, "between_actions": 1.0
+    }  # fmt: skip
+    assert find_bottleneck(found)[1].startswith(
+        "Messages on their way takes most of the step, 3.50 s: rank 1, which computes longest, "
     )
 
 

@@ -13,7 +13,7 @@ from pipectl.cli.console import note, plain, say, say_json
 from pipectl.cli.tables import table
 from pipectl.cluster import Cluster
 from pipectl.link import Link
-from pipectl.report.links import bandwidth, measured_links, whole_bytes
+from pipectl.report.charts import bandwidth, measured_links, whole_bytes
 from pipectl.units import format_bytes, format_time
 
 if TYPE_CHECKING:

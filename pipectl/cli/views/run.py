@@ -19,7 +19,7 @@ from pipectl.cli.sweep_values import short_keys, shown, values_text
 from pipectl.cli.tables import table
 from pipectl.cli.views.plan import headline
 from pipectl.jobs.state import Laggard, Peak, RunStatus, find_best
-from pipectl.report.page import thinned
+from pipectl.report.charts import thinned
 from pipectl.runs import PROFILING, SweepDirectory, as_typed, last_checkpoint, step_of
 from pipectl.units import format_bytes, format_time
 

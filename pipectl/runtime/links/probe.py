@@ -15,7 +15,7 @@ from mpi4py import MPI
 from pipectl.cluster import Cluster
 from pipectl.errors import MismatchError, PipectlError
 from pipectl.files import write_text
-from pipectl.report.links import links_svg
+from pipectl.report.charts import links_svg
 from pipectl.runs import RunDirectory, beat
 from pipectl.runtime.failure import report
 from pipectl.runtime.links.describe import describe

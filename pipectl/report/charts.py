@@ -1,0 +1,184 @@
+"""Charts of figures over steps, or of measured links over sizes, as SVG pictures."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from pipectl.cluster import Cluster
+from pipectl.link import Link
+from pipectl.report import render
+from pipectl.units import format_bytes, format_time
+
+Points = Sequence[tuple[float, float]]
+_WIDTH, _HEIGHT = 440, 220
+_LEFT, _GAP = 76, 100
+_COLOURS = ("#2f7fb5", "#cf6a26", "#4f8f45", "#8a5fb0", "#a08a1e", "#6e7781")
+_MAX_POINTS = 1000
+_MAX_DOTS = 30
+"""Points of a curve that are marked one by one."""
+
+
+class Axis(NamedTuple):
+    """A scale.
+
+    Args:
+        ticks: values that are labelled.
+        label: of a value.
+    """
+
+    low: float
+    high: float
+    ticks: Sequence[float]
+    label: Callable[[float], str]
+    logarithmic: bool = False
+
+    def share(self, value: float) -> float:
+        """Where a value lies, from 0 to 1."""
+        scale = math.log if self.logarithmic else lambda number: number / 2  # no overflow
+        low, high = scale(self.low), scale(self.high)
+        return (scale(value) - low) / (high - low) if high > low else 0.5
+
+
+def linear_ticks(low: float, high: float, max_ticks: int = 10) -> list[float]:
+    """Round values between two others, about evenly: multiples of 1, 2 or 5 times a power of 10."""
+    span = high - low
+    if not 1e-300 < span < math.inf:
+        return [low]
+    power = 10.0 ** math.floor(math.log10(span / max_ticks))
+    steps = (power * factor for factor in (1, 2, 5, 10))
+    step = next(step for step in steps if step >= span / max_ticks * 0.999)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [index * step for index in range(first, last + 1)]
+
+
+def thinned(points: Points, max_points: int) -> list[tuple[float, float]]:
+    """Points, each the mean of neighbours if there are too many."""
+    count = min(len(points), max_points)
+    bounds = [index * len(points) // count for index in range(count + 1)]
+    groups = (points[start:stop] for start, stop in pairwise(bounds))
+    return [
+        (sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group))
+        for group in groups
+    ]
+
+
+def steps_svg(curves: Mapping[str, Points]) -> str:
+    """Figures by step, a chart each; empty without points. Of very many points means are drawn.
+
+    Args:
+        curves: steps, ascending, and figures, by what they are.
+    """
+    charts = []
+    for title, points in curves.items():
+        if not points:
+            continue
+        points = thinned(points, _MAX_POINTS)
+        xs, ys = zip(*points, strict=True)
+        steps = [step for step in linear_ticks(xs[0], xs[-1], 8) if step == int(step)]
+        x = Axis(xs[0], xs[-1], steps, "{:g}".format)
+        y = Axis(min(ys), max(ys), linear_ticks(min(ys), max(ys), 6), "{:g}".format)
+        charts.append(_chart(title, {"": points}, x, y))
+    return _charts_svg(charts, "") if charts else ""
+
+
+def measured_links(cluster: Cluster) -> dict[str, Link]:
+    """The links whose messages were measured, by name."""
+    named = {"within a node": cluster.within_node, "between nodes": cluster.between_nodes}
+    return {name: link for name, link in named.items() if link.timings}
+
+
+def bandwidth(link: Link, size: float) -> float:
+    """Bytes per second of single messages."""
+    return size / link.transfer_s(size)
+
+
+def whole_bytes(size: float) -> str:
+    """A size without superfluous digits: ``16 KiB``, ``9.54 MiB``."""
+    return _without_zeros(format_bytes(size))
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{format_bytes(bytes_per_s)}/s"
+
+
+def links_svg(cluster: Cluster) -> str:
+    """Bandwidth by message size, and the time of sums by size and number of ranks."""
+    bandwidths = {
+        name: [(float(size), bandwidth(link, size)) for size, _ in link.timings]
+        for name, link in measured_links(cluster).items()
+    }
+    sums: dict[str, list[tuple[float, float]]] = {}
+    for ranks, size, time_s in cluster.allreduce:
+        sums.setdefault(f"{ranks} ranks", []).append((float(size), max(time_s, 1e-9)))
+    charts = []
+    if bandwidths:
+        title = "bandwidth by message size"
+        charts.append(_chart_by_size(title, bandwidths, 16, _rate))
+    if sums:
+        title = "time of a sum over ranks by size"
+        charts.append(_chart_by_size(title, sums, 10, format_time))
+    return _charts_svg(charts, f"Links of {cluster.name}", cluster.source)
+
+
+def _chart_by_size(
+    title: str, curves: Mapping[str, Points], base: int, label: Callable[[float], str]
+) -> dict[str, Any]:
+    """A chart by sizes; all coordinates are above 0.
+
+    Args:
+        base: the ratio of neighbouring labels of the second axis.
+    """
+    xs, ys = zip(*(point for points in curves.values() for point in points), strict=True)
+    sizes = [size for size in (16.0**power for power in range(16)) if min(xs) <= size <= max(xs)]
+    first = math.floor(math.log(min(ys), base))
+    last = max(math.ceil(math.log(max(ys), base)), first + 1)
+    values = [float(base) ** power for power in range(first, last + 1)]
+    x = Axis(min(xs), max(xs), sizes, format_bytes, logarithmic=True)
+    y = Axis(values[0], values[-1], values, label, logarithmic=True)
+    return _chart(title, curves, x, y)
+
+
+def _chart(title: str, curves: Mapping[str, Points], x: Axis, y: Axis) -> dict[str, Any]:
+    """What the template draws, in pixels from the upper left corner of the chart."""
+
+    def places(points: Points) -> Iterator[tuple[float, float]]:
+        for one, other in points:
+            yield round(_WIDTH * x.share(one), 1), round(_HEIGHT * (1 - y.share(other)), 1)
+
+    return {
+        "title": title,
+        "x_ticks": [
+            (round(_WIDTH * x.share(tick), 1), _without_zeros(x.label(tick))) for tick in x.ticks
+        ],
+        "y_ticks": [
+            (round(_HEIGHT * (1 - y.share(tick)), 1), _without_zeros(y.label(tick)))
+            for tick in y.ticks
+        ],
+        "curves": [
+            (name, [*places(points)], len(points) <= _MAX_DOTS) for name, points in curves.items()
+        ],
+    }
+
+
+def _charts_svg(charts: Sequence[Mapping[str, Any]], title: str, *notes: str) -> str:
+    """A self-contained SVG document with charts side by side."""
+    top = (56 if title else 26) + 18 * len(notes)
+    entries = max((len(chart["curves"]) for chart in charts), default=0)
+    return render(
+        "charts.svg.j2",
+        title=title,
+        notes=notes,
+        width=_LEFT + max(1, len(charts)) * (_WIDTH + _GAP) - _GAP + 24,
+        height=top + _HEIGHT + 30 + 16 * math.ceil(entries / 4),
+        colours=_COLOURS,
+        charts=charts,
+        chart={"left": _LEFT, "top": top, "width": _WIDTH, "height": _HEIGHT, "gap": _GAP},
+    )
+
+
+def _without_zeros(text: str) -> str:
+    return re.sub(r"\.0+ ", " ", text)

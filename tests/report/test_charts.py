@@ -1,0 +1,83 @@
+"""Charts of measured links and of figures over steps."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+
+import pytest
+
+from pipectl.cluster import ASSUMED_BETWEEN, Cluster, Device, Node
+from pipectl.link import Link
+from pipectl.report.charts import linear_ticks, links_svg, steps_svg, thinned, whole_bytes
+
+FAST = Link(1e-6, 1e9, timings=tuple((4**p, 1e-6 + 4**p / 1e9) for p in range(11)))
+SLOW = Link(1e-5, 1e8, timings=tuple((4**p, 1e-5 + 4**p / 1e8) for p in range(9)))
+CLUSTER = Cluster(
+    name="a <b> & c",
+    source="test",
+    nodes=(Node("n0", 2, 2, Device("cpu")), Node("n1", 2, 2, Device("cpu"))),
+    within_node=FAST,
+    between_nodes=SLOW,
+    allreduce=((2, 4096, 1e-4), (2, 2**20, 2e-3), (4, 4096, 3e-4)),
+)
+ALONE = replace(CLUSTER, between_nodes=ASSUMED_BETWEEN, allreduce=())
+
+
+def test_the_picture_of_links_is_well_formed_and_shows_every_measurement() -> None:
+    root = ElementTree.fromstring(links_svg(CLUSTER))
+    names = [item.tag.rpartition("}")[2] for item in root.iter()]
+    assert names.count("polyline") == 2 + 2
+    assert names.count("circle") == 11 + 9 + 3
+    texts = [item.text for item in root.iter() if item.tag.endswith("text")]
+    assert {"Links of a <b> & c", "within a node", "between nodes", "2 ranks", "4 ranks"} <= {
+        *texts
+    }
+    for item in root.iter():
+        if item.tag.endswith("circle"):
+            assert 0 <= float(item.attrib["cx"]) <= 440
+            assert 0 <= float(item.attrib["cy"]) <= 220
+
+
+def test_a_picture_without_measurements_is_well_formed() -> None:
+    root = ElementTree.fromstring(links_svg(replace(ALONE, within_node=Link(1e-6, 1e9))))
+    assert not [item for item in root.iter() if item.tag.endswith("polyline")]
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(1, "1 B"), (16 * 2**10, "16 KiB"), (100, "100 B"), (1536, "1.50 KiB")]
+)
+def test_sizes_have_no_superfluous_digits(size: int, text: str) -> None:
+    assert whole_bytes(size) == text
+
+
+def test_figures_by_step() -> None:
+    assert steps_svg({"loss": []}) == ""
+    text = steps_svg({"loss": [(1, 4.0), (2, 2.0), (3, 1.0)], "speed": []})
+    places = re.search('points="([^"]+)"', text)
+    assert places is not None
+    xs, ys = zip(*(map(float, place.split(",")) for place in places[1].split()), strict=True)
+    assert list(xs) == sorted(xs)
+    assert list(ys) == sorted(ys), "downwards on a screen is up"
+    assert ">4<" in text
+    assert ">1.5<" in text
+    assert text.count("<polyline") == 1
+    for points in ([(1, 2.0)], [(1, 2.0), (2, 2.0)], [(1, -1e308), (2, 1e308), (3, 5e-324)]):
+        assert "nan" not in steps_svg({"flat": points})
+
+
+def test_a_long_curve_is_drawn_by_means() -> None:
+    points = [(float(step), float(step % 2)) for step in range(100_000)]
+    found = thinned(points, 1000)
+    assert len(found) == 1000
+    assert {y for _, y in found} == {0.5}
+    assert len(steps_svg({"loss": points})) < 30_000
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [(0, 10, [*range(11)]), (0.3, 0.7, [0.3, 0.5, 0.7]), (5, 5, [5]), (-1e308, 1e308, [])],
+)
+def test_ticks_are_round_values(low: float, high: float, ticks: list[float]) -> None:
+    found = {round(value, 9) for value in linear_ticks(low, high)}
+    assert set(ticks) <= found
+    assert len(found) <= 11
