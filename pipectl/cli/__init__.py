@@ -1,4 +1,4 @@
-"""The command line: `commands/` has one file per command; slow imports wait for their use."""
+"""The command line: `commands/` has one file per command, which is imported when it runs."""
 
 from pipectl.cli.app import app, main
 

@@ -1,51 +1,128 @@
-"""The application: all commands, and how one is run."""
+"""The application: all commands, and how one is run.
+
+A command is a module of `commands/` or `lab/` that is imported when it runs, so that its imports
+are at its top and `pipectl --help` loads none of them.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 
 from pipectl import __version__
-from pipectl.cli import lab
-from pipectl.cli.commands import (
-    cancel,
-    check,
-    doctor,
-    export,
-    init,
-    logs,
-    plan,
-    profile,
-    report,
-    resume,
-    status,
-    submit,
-)
-from pipectl.cli.console import discard_unwritten, nobody_reads, print_anything, say
-from pipectl.cli.failure import DEBUG_VARIABLE, UNREAD
-from pipectl.cli.failure import report as report_failure
-from pipectl.cli.interruption import interruptible
-from pipectl.cli.renamed import Commands
+from pipectl.cli.console import discard_unwritten, print_anything, say
+from pipectl.cli.failure import DEBUG_VARIABLE, UNREAD, interruptible, nobody_reads, report
+from pipectl.errors import UsageError
 
-app = typer.Typer(
-    name="pipectl",
-    cls=Commands,
-    help="Train any PyTorch model in a pipeline over MPI: profile, plan, submit, status.",
+COMMANDS = {
+    "init": "Write a commented job for this cluster, ready to run.",
+    "check": "Check a job spec and list every mistake in it.",
+    "profile": "Measure the time and memory of every operator; or the links.",
+    "plan": "Choose stages, ranks and schedule, and predict a step.",
+    "submit": "Run a job, profiling and planning it first if necessary.",
+    "status": "Show the newest runs, or everything about one.",
+    "logs": "Print what runs print.\n\n"
+    "That is a line per report of the job, and lines of ranks as `[3] text`.",
+    "report": "Compare a recorded step with its prediction, or write a page.\n\n"
+    "With -o, the HTML page shows the plan, both timelines, the loss and the memory of ranks.",
+    "cancel": "End runs, or all runs of a sweep; what is over stays as it is.",
+    "resume": "Go on from the last checkpoint of a run.\n\n"
+    "With --set, on other ranks or for more steps.",
+    "export": "Write the weights of a run so that load_state_dict takes them.",
+    "doctor": "Check what jobs need of this machine.\n\n"
+    "That is torch, MPI (two ranks play ping-pong), the batch system and the file system.",
+}
+"""What each does, as its help says it; `--help` lists the first paragraphs."""
+LAB = {
+    "simulate": "Simulate one step and draw it.\n\n"
+    "The drawing shows what every rank does when, and where it waits.",
+    "plan": "Plan with other planners, for other objectives or links.\n\n-o writes the plan.",
+    "rehearse": "Run a plan whose ranks wait instead of computing.\n\nBy default on this machine.",
+    "verify": "Compare a pipeline with one plain process.\n\n"
+    "Both train a few steps here, and all weights are compared. "
+    "A model that fits no single process is trained under another plan instead.",
+}
+_PACKAGES = {"pipectl": "commands", "lab": "lab"}
+
+_SIZES = {
+    "--batch-size": "--set training.batch_size=N",
+    "--micro-batches": "--set pipeline.micro_batches=N",
+}
+_OLD_COMMANDS = {
+    "schema": "check --schema",
+    "simulate": "lab simulate",
+    "trace": "report",
+    "verify": "lab verify",
+}
+_OLD_OPTIONS = {
+    "plan": {
+        **_SIZES,
+        "--memory-limit": "--set pipeline.memory_limit=SIZE",
+        "--objective": "pipectl lab plan --objective",
+        "--planner": "pipectl lab plan --planner",
+        "--allow": "pipectl lab plan --allow",
+        "--budget": "pipectl lab plan --budget",
+        "--bandwidth": "pipectl lab plan --bandwidth",
+        "--communication-scale": "pipectl lab plan --communication-scale",
+    },
+    "lab plan": _SIZES,
+    "profile": {
+        "--fast": "--effort fast",
+        "--thorough": "--effort thorough",
+        "--here": "--scheduler local",
+        "--device-kind": "-o FILE",
+    },
+    "submit": {"--rehearse": "pipectl lab rehearse JOB.yaml"},
+}
+"""By command: what replaces options of earlier versions."""
+
+
+class Commands(TyperGroup):
+    """Commands whose modules are imported when they run."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the arguments name.
+
+        Raises:
+            UsageError: it has another name today.
+        """
+        old = args[0] if args else ""
+        if old in _OLD_COMMANDS and old not in self.commands:
+            raise UsageError(f"`pipectl {old}` is `pipectl {_OLD_COMMANDS[old]}` now")
+        name, command, rest = super().resolve_command(ctx, args)
+        if isinstance(command, TyperCommand):
+            module = import_module(f"pipectl.cli.{_PACKAGES[str(self.name)]}.{name}")
+            alone = typer.Typer(rich_markup_mode=None, add_completion=False)
+            alone.command(name, help=command.help)(module.command)
+            command = get_command(alone)
+        return name, command, rest
+
+
+def _group(name: str, commands: dict[str, str], help_text: str, **options: Any) -> typer.Typer:
+    group = typer.Typer(name=name, cls=Commands, help=help_text, rich_markup_mode=None, **options)
+    for command, text in commands.items():
+        group.command(command, help=text)(lambda: None)
+    return group
+
+
+app = _group(
+    "pipectl",
+    COMMANDS,
+    "Train any PyTorch model in a pipeline over MPI: profile, plan, submit, status.",
     invoke_without_command=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (
-    init, check, profile, plan, submit, status, logs, report, cancel,
-    resume, export, doctor,
-):  # fmt: skip
-    app.command(module.__name__.rpartition(".")[2])(module.command)
-app.add_typer(lab.app)
+app.add_typer(
+    _group("lab", LAB, "Experiments with schedules and planners.", no_args_is_help=True),
+)
 
 
 def _show_version(wanted: bool) -> None:
@@ -97,5 +174,15 @@ def _run(arguments: Sequence[str] | None) -> int:
     except BrokenPipeError:
         raise
     except (Exception, KeyboardInterrupt) as error:
-        return report_failure(error)
+        return report(_old_option(error) or error)
     return result if isinstance(result, int) else 0
+
+
+def _old_option(error: BaseException) -> UsageError | None:
+    """What replaces an option that a command had once; None for other errors."""
+    option, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    if option is None or context is None:
+        return None
+    path = str(context.command_path)
+    instead = _OLD_OPTIONS.get(path.partition(" ")[2], {}).get(option)
+    return UsageError(f"{path} {option}: use `{instead}` instead") if instead else None

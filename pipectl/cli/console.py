@@ -4,62 +4,24 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from io import TextIOWrapper
 from math import isfinite
 from pathlib import Path
 from typing import Any, TextIO
 
+from rich.cells import cell_len
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from pipectl.printable import printable, printable_json
 
 _WIDTH_WITHOUT_TERMINAL = 120
-
-
-def plain(text: object, style: str = "") -> Text:
-    """Text shown as it is: no markup, no control characters (a newline or tab may stay)."""
-    return Text(printable(text), style=style)
-
-
-def joined(*parts: Text) -> Text:
-    """Pieces side by side, each keeping its own style."""
-    return Text.assemble(*parts)
-
-
-def print_anything() -> None:
-    """Let a terminal that is not UTF-8 show ``?`` for what it cannot show, and none take all."""
-    sys.stdout = sys.stdout or _nowhere()
-    sys.stderr = sys.stderr or _nowhere()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")
-
-
-def nobody_reads(end: BaseException) -> bool:
-    """Whether the reader of what is printed is gone, as ``head`` is.
-
-    Args:
-        end: what printing came to; typer and rich make an exit of it.
-    """
-    return isinstance(end, BrokenPipeError) or isinstance(end.__context__, BrokenPipeError)
-
-
-def discard_unwritten() -> None:
-    """Forget what could not be written, of which python would complain once more at the end."""
-    for stream in filter(None, (sys.__stdout__, sys.__stderr__)):
-        try:
-            stream.flush()
-        except OSError:
-            with _nowhere() as nowhere:
-                os.dup2(nowhere.fileno(), stream.fileno())
-        except ValueError:  # it is closed
-            continue
-
-
-def _nowhere() -> TextIO:
-    return Path(os.devnull).open("w", encoding="utf-8")
+_GAP = 2
+"""Between the columns of a table."""
 
 
 def output() -> Console:
@@ -70,6 +32,11 @@ def output() -> Console:
 def errors() -> Console:
     """The console of standard error: messages, warnings, progress."""
     return _console(stderr=True)
+
+
+def plain(text: object, style: str = "") -> Text:
+    """Text shown as it is: no markup, no control characters (a newline or tab may stay)."""
+    return Text(printable(text), style=style)
 
 
 def say(text: object, style: str = "") -> None:
@@ -88,15 +55,106 @@ def warn(text: str) -> None:
         note(f"warning: {text}")
 
 
+def say_json(value: Any) -> None:
+    """A machine-readable answer; JSON has no numbers that are not finite, which become null."""
+    sys.stdout.write(f"{printable_json(_finite(value), indent=1)}\n")
+
+
 def short(path: Path) -> str:
-    """A path as it can be typed from here: relative where it lies below the current directory."""
+    """A path as it can be typed from here: relative if it is below the current directory."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
-def say_json(value: Any) -> None:
-    """A machine-readable answer; JSON has no numbers that are not finite, which become null."""
-    sys.stdout.write(f"{printable_json(_finite(value), indent=1)}\n")
+def labelled(
+    lines: Iterable[tuple[str, str, str]], indent: int, width: int | None = None, bold: bool = False
+) -> Iterator[Text]:
+    """Lines of a label, a text and its style; the lines of a text stand below each other.
+
+    Args:
+        indent: column at which texts begin.
+        width: to which texts are folded, between words; None leaves them whole.
+        bold: whether labels are.
+    """
+    for label, text, style in lines:
+        parts = text.splitlines() or [""]
+        if width is not None and width >= 2 * indent:
+            fold = partial(
+                textwrap.wrap,
+                width=width - indent,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            parts = [piece for part in parts for piece in fold(part) or [""]]
+        for number, part in enumerate(parts):
+            head = plain(f"{'' if number else label:<{indent}}", "bold" if bold else "")
+            yield head.append_text(plain(part, style))
+
+
+def table(
+    heads: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    left: Collection[str] = (),
+    optional: Sequence[str] = (),
+    width: int | None = None,
+    wrap: bool = False,
+) -> Table:
+    """Rows of cells below the heads of their columns; cells that are no `Text` are shown plainly.
+
+    Args:
+        left: the columns of words; figures stand on the right.
+        optional: columns that are left out if all their cells are empty, and then one after the
+            other, the first here first, until the rest is not wider than ``width``.
+        width: terminal cells of a line; None for as many as it takes.
+        wrap: whether cells may take several lines; else the first column is cut if need be.
+    """
+    texts = [[cell if isinstance(cell, Text) else plain(cell) for cell in row] for row in rows]
+    columns = list(zip(*texts, strict=True)) or [()] * len(heads)
+    widths = [
+        max(map(cell_len, (head, *(cell.plain for cell in cells))))
+        for head, cells in zip(heads, columns, strict=True)
+    ]
+    shown = [i for i, head in enumerate(heads) if head not in optional or any(columns[i])]
+    for head in optional:
+        if width is not None and sum(widths[i] + _GAP for i in shown) - _GAP > width:
+            shown = [i for i in shown if heads[i] != head]
+    drawn = Table(box=None, pad_edge=False, header_style="bold")
+    for i in shown:
+        drawn.add_column(
+            heads[i],
+            justify="left" if heads[i] in left else "right",
+            no_wrap=not wrap and i > 0,
+            overflow="ellipsis",
+        )
+    for row in texts:
+        drawn.add_row(*(row[i] for i in shown))
+    return drawn
+
+
+def print_anything() -> None:
+    """Let a terminal that is not UTF-8 show ``?`` for what it cannot show, and none take all."""
+    sys.stdout = sys.stdout or _nowhere()
+    sys.stderr = sys.stderr or _nowhere()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def discard_unwritten() -> None:
+    """Forget what could not be written, of which python would complain once more at the end."""
+    for stream in filter(None, (sys.__stdout__, sys.__stderr__)):
+        try:
+            stream.flush()
+        except OSError:
+            with _nowhere() as nowhere:
+                os.dup2(nowhere.fileno(), stream.fileno())
+        except ValueError:  # it is closed
+            continue
+
+
+def _nowhere() -> TextIO:
+    return Path(os.devnull).open("w", encoding="utf-8")
 
 
 def _finite(value: Any) -> Any:

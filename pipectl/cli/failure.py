@@ -1,29 +1,33 @@
-"""From an exception to one message and an exit code; a traceback only when debugging."""
+"""How commands end early: errors become one message and an exit code, signals an interrupt."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from errno import EDQUOT, EFBIG, EIO, ENOSPC
+from types import FrameType
 
 import typer
 
-from pipectl.cli.console import errors, joined, plain
-from pipectl.cli.renamed import new_option
+from pipectl.cli.console import errors, plain
 from pipectl.errors import FaultError, PipectlError, SpecError
 from pipectl.faults import fault_of, is_ours, user_line, with_file
 from pipectl.printable import printable
 
 DEBUG_VARIABLE = "PIPECTL_DEBUG"
 INTERRUPTED = 130
-_UNWRITTEN = (ENOSPC, EDQUOT, EFBIG, EIO)
 UNREAD = 141
 """What a shell makes of SIGPIPE, by which other programs end here."""
+_UNWRITTEN = (ENOSPC, EDQUOT, EFBIG, EIO)
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 def report(error: BaseException) -> int:
-    """Tell the user about ``error`` on standard error.
+    """Tell the user about ``error`` on standard error; with its traceback when debugging.
 
     Returns:
         The documented exit code.
@@ -31,7 +35,11 @@ def report(error: BaseException) -> int:
     if os.environ.get(DEBUG_VARIABLE):
         sys.stderr.write(printable("".join(traceback.format_exception(error))))
     code, messages, cure = _describe(error)
-    _print(messages, cure)
+    console = errors()
+    for message in messages:
+        console.print(plain("error: ", "bold red").append_text(plain(message)), soft_wrap=True)
+    for line in (cure or "").splitlines():
+        console.print(plain(f"  {line}"), soft_wrap=True)
     return code
 
 
@@ -44,8 +52,9 @@ def _describe(error: BaseException) -> tuple[int, list[str], str | None]:
     if isinstance(error, PipectlError):
         return error.exit_code, [error.message], error.cure
     if isinstance(error, typer.TyperException):
-        message = new_option(error) or error.format_message()
-        return error.exit_code, [message], _help_command(error)
+        context = getattr(error, "ctx", None)
+        cure = None if context is None else f"see: {context.command_path} --help"
+        return error.exit_code, [error.format_message()], cure
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return INTERRUPTED, ["interrupted"], None
     if isinstance(error, OSError) and error.filename is not None:
@@ -58,14 +67,36 @@ def _describe(error: BaseException) -> tuple[int, list[str], str | None]:
     return 1, [f"{type(error).__name__}: {error}{user_line(error.__traceback__)}"], cure
 
 
-def _help_command(error: typer.TyperException) -> str | None:
-    context = getattr(error, "ctx", None)
-    return None if context is None else f"see: {context.command_path} --help"
+def nobody_reads(end: BaseException) -> bool:
+    """Whether the reader of what is printed is gone, as ``head`` is.
+
+    Args:
+        end: what printing came to; typer and rich make an exit of it.
+    """
+    return isinstance(end, BrokenPipeError) or isinstance(end.__context__, BrokenPipeError)
 
 
-def _print(messages: list[str], cure: str | None) -> None:
-    console = errors()
-    for message in messages:
-        console.print(joined(plain("error: ", "bold red"), plain(message)), soft_wrap=True)
-    for line in (cure or "").splitlines():
-        console.print(plain(f"  {line}"), soft_wrap=True)
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Within, SIGTERM and the end of the terminal do what Ctrl-C does, as if there was one.
+
+    Whoever ends the command sends both, or one twice: the first counts, so that none ends the
+    tidying up. A signal that is ignored (`nohup`), or taken already, stays so.
+    """
+
+    def interrupt(_number: int, frame: FrameType | None) -> None:
+        for number in ours:
+            signal.signal(number, signal.SIG_IGN)
+        handler = signal.getsignal(signal.SIGINT)
+        if not callable(handler):
+            raise KeyboardInterrupt
+        handler(signal.SIGINT, frame)
+
+    ours = [number for number in _SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)

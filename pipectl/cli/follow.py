@@ -1,34 +1,104 @@
-"""Following a run to its end: a progress bar on a terminal, a line per change without one."""
+"""Runs that were just submitted, and watching runs: in a line until the end, or on the screen."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from pipectl.batch import JobState
-from pipectl.cli.console import errors, note
+import typer
+from rich.console import Group, RenderableType
+from rich.live import Live
+
+from pipectl.batch import JobState, MpiChoice
+from pipectl.cli.console import errors, note, output, plain, say, warn
 from pipectl.cli.progress import Report, progress_bar
-from pipectl.errors import UnknownRunError
+from pipectl.cli.views.plan import headline, prediction_lines
+from pipectl.cli.views.run import print_run
+from pipectl.errors import UnknownRunError, UsageError
 from pipectl.jobs.places import LOCAL
-from pipectl.jobs.state import Measured, RunStatus, get_status, read_measured
-from pipectl.runs import PROFILING, RunDirectory, as_typed
+from pipectl.jobs.state import Measured, Poller, RunStatus, get_status, read_measured
+from pipectl.plan import Plan
+from pipectl.runs import PROFILING, Record, RunDirectory, as_typed
 
+NO_PROFILE = "no fresh profile: the job measures the model first, in its allocation"
 _POLL_S = 0.5
 _ASK_S = 10.0
 _MAX_UNKNOWN = 30
 """Times to ask about a job that nobody knows."""
+_MARGIN = 4
+"""Lines of the screen that a table leaves free."""
+_MIN_PAUSE = 4
+"""Between two looks, in times as long as a look took."""
+
+
+def submission_json(run: RunDirectory, record: Record, **more: Any) -> dict[str, Any]:
+    """For programs: where a run is."""
+    return {
+        "run": run.name,
+        "directory": str(run.path),
+        "scheduler": record.scheduler,
+        "job_id": record.job_id,
+        **more,
+    }
+
+
+def print_launch(launch: MpiChoice | None, warning: str) -> None:
+    """Say what ranks are started with, if somebody would ask.
+
+    Args:
+        warning: about the machines; empty if all is well.
+    """
+    warn(warning)
+    if launch is not None:
+        if launch.reason:
+            note(launch.reason)
+        warn(launch.warning)
+
+
+def print_plan(plan: Plan | None, before: str = "") -> None:
+    """What runs, and how fast it should be; or that the job has yet to find out."""
+    if plan is None:
+        note(NO_PROFILE)
+        return
+    for line in (f"{before}{headline(plan)}", *prediction_lines(plan)):
+        say(line)
+
+
+def follow_to_the_end(run: RunDirectory, *, as_json: bool) -> None:
+    """Show a run until it is over, and exit with its code."""
+    print_run(wait_for(run, as_json=as_json), as_json=as_json)
+
+
+def wait_for(run: RunDirectory, *, as_json: bool) -> RunStatus:
+    """Follow a run to its end; one that failed is shown and ends the command."""
+    status = follow(run)
+    if code := exit_code(status):
+        print_run(status, as_json=as_json)
+        raise typer.Exit(code)
+    return status
+
+
+def exit_code(status: RunStatus) -> int:
+    """0 for a run that completed, else the exit code of the failure that came first."""
+    if status.job.state is JobState.COMPLETED:
+        return 0
+    if status.job.state is JobState.UNKNOWN:
+        return UnknownRunError.exit_code
+    return status.failure.exit_code if status.failure else 1
 
 
 def follow(run: RunDirectory) -> RunStatus:
     """Wait until a run is over, or its state cannot be told; an interrupt leaves it running."""
     try:
-        return watch(run)
+        return wait(run)
     except KeyboardInterrupt:
         note(f"\nthe run goes on; end it with: pipectl cancel {as_typed(run)}")
         raise
 
 
-def watch(run: RunDirectory) -> RunStatus:
-    """Wait until a run is over, or its state cannot be told."""
+def wait(run: RunDirectory) -> RunStatus:
+    """Wait until a run is over, or its state cannot be told: a bar, or a line per change."""
     with progress_bar() as progress:
         reported: tuple[str, int] | None = None
         unknown = 0
@@ -43,15 +113,6 @@ def watch(run: RunDirectory) -> RunStatus:
             if status.job.state.final or unknown == _MAX_UNKNOWN:
                 return status
             _poll_files(status, progress)
-
-
-def exit_code(status: RunStatus) -> int:
-    """0 for a run that completed, else the exit code of the failure that came first."""
-    if status.job.state is JobState.COMPLETED:
-        return 0
-    if status.job.state is JobState.UNKNOWN:
-        return UnknownRunError.exit_code
-    return status.failure.exit_code if status.failure else 1
 
 
 def _poll_files(status: RunStatus, progress: Report) -> None:
@@ -82,3 +143,43 @@ def _line(status: RunStatus) -> str:
 
 def _loss(now: Measured) -> str:
     return "" if now.last_loss is None else f", loss {now.last_loss:.4g}"
+
+
+def watch(
+    find_runs: Callable[[int], Sequence[RunDirectory]],
+    draw: Callable[[Sequence[RunStatus], int, int], RenderableType],
+    *,
+    ends: bool,
+) -> None:
+    """Runs on the whole screen, until Ctrl-C or their end.
+
+    Args:
+        find_runs: given how many rows there is room for; asked for every picture.
+        draw: of their states, within so many columns and lines.
+        ends: whether to return when all are over.
+
+    Raises:
+        UsageError: there is no terminal.
+        KeyboardInterrupt: Ctrl-C before there was something to see.
+    """
+    console = output()
+    if not console.is_terminal:
+        raise UsageError(
+            "--watch: there is no terminal to watch on",
+            cure="leave it out, or follow a run with `pipectl submit --wait`",
+        )
+    poller, over, has_shown = Poller(), False, False
+    try:
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            while not over:
+                began_s, height = time.monotonic(), max(1, console.height - _MARGIN)
+                statuses = poller.get_statuses(find_runs(height), time.time())
+                over = ends and all(status.job.state.final for status in statuses)
+                foot = f"\n{time.strftime('%H:%M:%S')}  Ctrl-C ends the view, not the runs"
+                picture = draw(statuses, console.width, height)
+                live.update(Group(picture, plain(foot, "dim")), refresh=True)
+                has_shown = True
+                time.sleep(max(_POLL_S, _MIN_PAUSE * (time.monotonic() - began_s)))
+    except KeyboardInterrupt:
+        if not has_shown:
+            raise

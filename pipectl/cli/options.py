@@ -2,73 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
 
+from pipectl.errors import UsageError
 from pipectl.files import RUNS_VARIABLE
 from pipectl.runs import list_runs, list_sweeps, runs_directory
+from pipectl.units import parse_bytes, parse_walltime
 
-T = TypeVar("T")
+T = TypeVar("T", int, float)
 
 
-def read_by(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """A parser whose complaint, a ValueError, is a wrong command line."""
+def reader(parse: Callable[[str], T], *, zero: bool = False) -> Callable[[str], T]:
+    """A parser of an option's value; what ``parse`` complains of, a ValueError, is a usage error.
+
+    Args:
+        zero: whether the value may be 0.
+    """
 
     def read(text: str) -> T:
         try:
-            return parse(text)
+            value = parse(text)
+            if not value and not zero:
+                raise ValueError("must be more than 0")
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
+        return value
 
     return read
 
 
-def above_zero(parse: Callable[[str], int]) -> Callable[[str], int]:
-    """A parser of sizes or durations for which 0 is none."""
-
-    def read(text: str) -> int:
-        found = parse(text)
-        if found < 1:
-            raise ValueError("must be more than 0")
-        return found
-
-    return read
+read_size = reader(parse_bytes)
+read_walltime = reader(parse_walltime)
 
 
-JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job spec.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change one field: training.steps=10."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-RunsDirectory = Annotated[
-    Path,
-    typer.Option("--directory", "-d", envvar=RUNS_VARIABLE, help="Where the run directories are."),
-]
-TrustOwner = Annotated[
-    bool, typer.Option("--trust-owner", help="Run code that other users could have written.")
-]
-RUNS = Path("runs")
-RUN_HELP = "Run name or the start or end of it, path, job id, or 'last'."
+def refuse(options: Mapping[str, object], why: str, *, cure: str | None = None) -> None:
+    """Refuse options that have no meaning beside others.
+
+    Args:
+        options: by their names; None, False and what is empty was not given.
+
+    Raises:
+        UsageError: naming the first that was given.
+    """
+    for name, value in options.items():
+        if value or (isinstance(value, int | float) and value is not False):  # 0 was given
+            raise UsageError(f"{name}: {why}", cure=cure)
 
 
 def names_of_runs(context: typer.Context, incomplete: str) -> list[str]:
     """What a shell offers where a run is to be named: ``last``, sweeps and runs, newest first."""
-    directory = context.params.get("directory") or runs_directory()
-    sweeps = (sweep.name for sweep in reversed(list_sweeps(Path(directory))))
-    names = ["last", *sweeps, *(run.name for run in reversed(list_runs(Path(directory))))]
+    directory = Path(context.params.get("directory") or runs_directory())
+    runs = [*reversed(list_sweeps(directory)), *reversed(list_runs(directory))]
+    names = ["last", *(run.name for run in runs)]
     return [name for name in names if name.startswith(incomplete)]
-
-
-RunName = Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=names_of_runs)]
-RunNames = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[RUN]...", help=RUN_HELP, autocompletion=names_of_runs),
-]
 
 
 class SchedulerName(StrEnum):
@@ -79,6 +70,28 @@ class SchedulerName(StrEnum):
     PBS = "pbs"
 
 
-SchedulerOption = Annotated[
-    SchedulerName | None, typer.Option("--scheduler", help="Instead of the spec's own.")
+RUNS = Path("runs")
+RUN_HELP = "Run name (or its start or end), path, job id, or 'last'."
+
+JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job spec.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change one field: training.steps=10."),
 ]
+SchedulerOption = Annotated[
+    SchedulerName | None, typer.Option("--scheduler", help="Where to run it, instead of the spec.")
+]
+RunName = Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=names_of_runs)]
+RunNames = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[RUN]...", help=RUN_HELP, autocompletion=names_of_runs),
+]
+RunsDirectory = Annotated[
+    Path,
+    typer.Option("--directory", "-d", envvar=RUNS_VARIABLE, help="Where the run directories are."),
+]
+Wait = Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")]
+TrustOwner = Annotated[
+    bool, typer.Option("--trust-owner", help="Run code that other users could have written.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]

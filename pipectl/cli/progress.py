@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
-from typing import TYPE_CHECKING
 
+import typer
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -22,14 +20,13 @@ from rich.progress import (
 )
 
 from pipectl.cli.console import errors, note, plain
+from pipectl.cli.failure import INTERRUPTED
 from pipectl.units import format_time
-
-if TYPE_CHECKING:
-    from pipectl.jobs.plan import Deadline
 
 Report = Callable[[int, int, str], None]
 """Called with (done, total, what is or was done); a total of 0 says that nobody knows how long."""
-_LINE_S = 10.0
+LINE_S = 10.0
+"""Seconds between lines, at least."""
 _MAX_TEXT, _FIGURES = 48, 32
 """Columns of the text at most, and of what stands beside it."""
 
@@ -50,7 +47,7 @@ def progress_bar(counted: str = "") -> Iterator[Report]:
             with Lines(counted).running() as report:
                 yield report
         else:
-            yield _silent
+            yield lambda _done, _total, _what: None
         return
     figure: ProgressColumn = TaskProgressColumn() if counted else MofNCompleteColumn()
     room = max(1, min(_MAX_TEXT, console.width - _FIGURES))
@@ -75,6 +72,21 @@ def progress_bar(counted: str = "") -> Iterator[Report]:
         yield report
 
 
+@contextmanager
+def resumable() -> Iterator[Report]:
+    """The bar of a profile being measured; an interrupt prints what is kept, and exits with 130."""
+    try:
+        with progress_bar("profiling") as report:
+            yield report
+    except KeyboardInterrupt as stop:
+        kept = getattr(stop, "kept", 0)
+        line = "interrupted before anything was measured"
+        if kept:
+            line = f"interrupted; {kept} measurements are kept: the same command goes on from there"
+        note(line, style="")
+        raise typer.Exit(INTERRUPTED) from stop
+
+
 class Lines:
     """A line now and then, less and less often; nothing about what is over soon.
 
@@ -87,7 +99,7 @@ class Lines:
         self._clock = clock
         self._phase = ""
         self._since = clock()
-        self._next_s = _LINE_S
+        self._next_s = LINE_S
         self._told: tuple[float, int] | None = None
 
     def report(self, done: int, total: int, what: str) -> None:
@@ -95,17 +107,20 @@ class Lines:
         if not total and what == self._phase:
             return
         if not total:
-            self._phase, self._since, self._next_s, self._told = what, self._clock(), _LINE_S, None
+            self._phase, self._since, self._next_s, self._told = what, self._clock(), LINE_S, None
             return
         now = self._clock()
         self._phase = ""
         if self._told is None:
             self._told = (now, done)
         since, before = self._told
-        if now - since < _LINE_S or done >= total:
+        if now - since < LINE_S or done >= total:
             return
         self._told = (now, done)
-        left = "" if done <= before else self._left((now - since) / (done - before), total - done)
+        left = ""
+        if done > before:
+            left_s = (now - since) / (done - before) * (total - done)
+            left = f", about {format_time(max(1.0, left_s))} left"
         note(f"{self._what}: {done / total:.0%}{left}")
 
     def tick(self) -> None:
@@ -131,31 +146,3 @@ class Lines:
         finally:
             over.set()
             thread.join()
-
-    def _left(self, pace_s: float, rest: int) -> str:
-        return f", about {format_time(max(1.0, pace_s * rest))} left"
-
-
-def _silent(_done: int, _total: int, _what: str) -> None:
-    pass
-
-
-@contextmanager
-def stoppable(deadline: Deadline) -> Iterator[Callable[[str], None]]:
-    """Within, Ctrl-C ends planning with what it has; the second one aborts.
-
-    Gives a function ``tell(what)`` that says what goes on from then.
-    """
-
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        deadline.interrupt()
-        note("ending with the best so far; Ctrl-C again aborts", style="")
-
-    before = signal.signal(signal.SIGINT, stop)
-    try:
-        with progress_bar("planning") as report:
-            report(0, 0, "planning (Ctrl-C: the best so far)")
-            yield lambda what: report(0, 0, what)
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -56,7 +56,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def cli(place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
     """``cli("status", "last")`` runs that command; on a slow machine, too, it prints the same."""
-    monkeypatch.setattr(progress, "_LINE_S", math.inf)
+    monkeypatch.setattr(progress, "LINE_S", math.inf)
 
     def run(*arguments: str) -> Result:
         capfd.readouterr()

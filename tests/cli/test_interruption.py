@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pipectl.cli.interruption import interruptible
+from pipectl.cli.failure import interruptible
 
 if TYPE_CHECKING:
     from conftest import Command
@@ -56,6 +56,6 @@ def test_every_command_ends_in_order(
     def interrupted(*_: object, **__: object) -> None:
         signal.raise_signal(how)
 
-    monkeypatch.setattr("pipectl.jobs.state.get_statuses", interrupted)
+    monkeypatch.setattr("pipectl.cli.commands.status.get_statuses", interrupted)
     result = cli("status")
     assert (result.code, result.out, result.err) == (130, "", "")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from mpi4py import MPI
-from pages import CHECKOUT
+from pages import CHECKOUT, commands_of
 from typer.main import get_command
 
 from pipectl.cli import app
@@ -94,12 +94,9 @@ def slurm(program: Program) -> None:
 
 
 def test_every_command_that_prints_json_is_there() -> None:
-    commands = dict(get_command(app).commands)  # type: ignore[attr-defined]
-    experts = commands.pop("lab").commands
-    commands |= {f"lab {name}": command for name, command in experts.items()}
     have = {
         name
-        for name, command in commands.items()
+        for name, command in commands_of(get_command(app)).items()
         if any("--json" in parameter.opts for parameter in command.params)
     }
     assert {re.match("(lab )?[a-z]+", form)[0] for form in documented()} == have  # type: ignore[index]
@@ -207,11 +204,11 @@ def test_verify(shown: Shown, job: Path, pipeline: Callable[..., Plan], monkeypa
     """What tests with real ranks verify is in test_verify_command.py."""
     equal: Any = SimpleNamespace(equal=True, largest=0.0, first=None, losses=[(1.0, 1.0)])
     found = Verification(pipeline(2, 4), None, "a reference", Expectation((), 0.0), equal)
-    monkeypatch.setattr("pipectl.jobs.verify.verify", lambda *_, **__: found)
+    monkeypatch.setattr("pipectl.cli.lab.verify.verify", lambda *_, **__: found)
     shown("lab verify JOB", "lab", "verify", "job.yaml")
 
 
 def test_doctor(shown: Shown, place: Path, monkeypatch: Patch) -> None:
     found = [Finding("python", Level.OK, "3"), Finding("MPI", Level.WARN, "none", "install it")]
-    monkeypatch.setattr("pipectl.jobs.doctor.examine", lambda *_: found)
+    monkeypatch.setattr("pipectl.cli.commands.doctor.examine", lambda *_: found)
     shown("doctor", "doctor")

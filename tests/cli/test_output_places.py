@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 SHAPE = "lab simulate --schedule gpipe --stages 2 --micro-batches 2"
 WRITERS = [
-    (f"{SHAPE} --svg", "schedules.simulate_shape"),
-    ("plan job.yaml -o", "plan.plan_step"),
-    ("plan job.yaml --svg", "plan.plan_step"),
-    ("report last --perfetto", "report.load_step"),
-    ("report last --svg", "report.load_step"),
-    ("report last -o", "report.make_page"),
+    (f"{SHAPE} --svg", "cli.lab.simulate.simulate_shape"),
+    ("plan job.yaml -o", "cli.commands.plan.plan_step"),
+    ("plan job.yaml --svg", "cli.commands.plan.plan_step"),
+    ("report last --perfetto", "cli.commands.report.load_step"),
+    ("report last --svg", "cli.commands.report.load_step"),
+    ("report last -o", "cli.commands.report.make_page"),
     ("check --schema -o", ""),
 ]
 
@@ -46,7 +46,7 @@ def test_a_directory_that_is_not_there_is_made(
 
 
 @pytest.mark.parametrize(
-    ("line", "work"), [*WRITERS, ("profile job.yaml -o", "profiles._find_or_measure")]
+    ("line", "work"), [*WRITERS, ("profile job.yaml -o", "jobs.profiles._find_or_measure")]
 )
 @pytest.mark.parametrize(
     ("where", "error"),
@@ -57,7 +57,7 @@ def test_that_nothing_can_be_written_is_found_out_before_the_work(
     line: str, work: str, where: str, error: str,
 ) -> None:  # fmt: skip
     if work:
-        monkeypatch.setattr(f"pipectl.jobs.{work}", lambda *_, **__: pytest.fail("worked"))
+        monkeypatch.setattr(f"pipectl.{work}", lambda *_, **__: pytest.fail("worked"))
     result = cli(*line.split(), where)
     assert (result.code, result.out) == (2, "")
     assert error in result.err.splitlines()[0]

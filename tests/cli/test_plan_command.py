@@ -39,7 +39,7 @@ def test_plan_shows_stages_a_verdict_and_a_gantt_in_80_columns(
 
 def test_a_wide_terminal_shows_where_stages_begin_and_end(cli: Command, profile: Path) -> None:
     rows = cli("plan", "job.yaml").out.splitlines()
-    assert rows[5].split()[-2:] == ["layer.0", "layer.1"]
+    assert rows[5].endswith("layer.0 … layer.1")
 
 
 def test_a_search_that_compiled_the_planner_says_so(
@@ -189,7 +189,7 @@ def test_one_rank_is_recommended_if_stages_cost_more_than_they_gain(
 ) -> None:
     slow = ("--communication-scale", "100000")
     result = cli("lab", "plan", "job.yaml", "--scheduler", "slurm", *slow)
-    assert "would help: no pipeline: one rank alone takes" in result.out
+    assert "no pipeline: one rank alone takes" in result.out
 
 
 def test_a_job_on_other_numbers_of_nodes(cli: Command, profile: Path) -> None:

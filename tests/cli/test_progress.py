@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pipectl.cli.interruption import interruptible
-from pipectl.cli.progress import Lines, progress_bar, stoppable
+from pipectl.cli.commands.plan import stoppable
+from pipectl.cli.failure import interruptible
+from pipectl.cli.progress import Lines, progress_bar
 from pipectl.jobs.plan import Deadline
 
 

@@ -66,7 +66,7 @@ def test_a_quota_is_no_fault_of_ours(cli: Command, monkeypatch: pytest.MonkeyPat
     def print_too_much(*_: object, **__: object) -> None:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    monkeypatch.setattr("pipectl.jobs.state.get_statuses", print_too_much)
+    monkeypatch.setattr("pipectl.cli.commands.status.get_statuses", print_too_much)
     result = cli("status")
     message = "error: the output cannot be written: Disk quota exceeded\n  free some space\n"
     assert (result.code, result.err) == (1, message)

@@ -136,7 +136,7 @@ def test_an_interrupt_leaves_no_ranks_behind(
         signal.raise_signal(signal.SIGHUP)
         return cancel(run, now)
 
-    monkeypatch.setattr("pipectl.cli.follow.watch", interrupted)
+    monkeypatch.setattr("pipectl.cli.lab.verify.wait", interrupted)
     monkeypatch.setattr("pipectl.jobs.verify.cancel", cancel_slowly)
     result = verify("--steps", "1000000")
     assert (result.code, result.out) == (130, "")

@@ -89,9 +89,9 @@ def test_the_memory_of_the_ranks_that_hold_most(
 @pytest.mark.parametrize(
     ("step_s", "words"),
     [
-        (1.002, "1.00 s per step; so does the run"),
-        (1.3, "1.00 s per step; the run takes 1.30 times that (30% slower)"),
-        (0.8, "1.00 s per step; the run takes 0.80 times that (20% faster)"),
+        (1.002, "1.00 s per step; the run is as fast"),
+        (1.3, "1.00 s per step; the run is 30% slower than that"),
+        (0.8, "1.00 s per step; the run is 20% faster than that"),
     ],
 )
 def test_speed_and_progress(pipeline: Any, tmp_path: Path, step_s: float, words: str) -> None:

@@ -126,7 +126,7 @@ def test_ctrl_c_in_the_first_look(
         raise KeyboardInterrupt
 
     screen = Console(file=io.StringIO(), force_terminal=True)
-    monkeypatch.setattr("pipectl.cli.views.live.output", lambda: screen)
+    monkeypatch.setattr("pipectl.cli.follow.output", lambda: screen)
     monkeypatch.setattr("pipectl.jobs.state.Poller.get_statuses", interrupt)
     result = cli("status", *arguments, "--watch")
     assert (result.code, result.out, result.err) == (130, "", "")

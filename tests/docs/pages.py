@@ -14,6 +14,9 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import typer
 
 CHECKOUT = Path(__file__).parents[2]
 PAGES = [
@@ -41,6 +44,17 @@ class Block:
     line: int
     commands: tuple[str, ...]
     output: tuple[str, ...] = ()
+
+
+def commands_of(group: Any, before: str = "") -> dict[str, Any]:
+    """All commands by name, those of groups by both words, with their options."""
+    commands = {}
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            commands |= commands_of(command, f"{before}{name} ")
+        else:
+            commands[f"{before}{name}"] = group.resolve_command(typer.Context(group), [name])[1]
+    return commands
 
 
 def blocks(text: str) -> Iterator[Block]:

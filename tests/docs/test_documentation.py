@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from pages import CHECKOUT, PAGES, blocks
+from pages import CHECKOUT, PAGES, blocks, commands_of
 from typer.main import get_command
 
 from pipectl.cli import app
@@ -14,15 +14,6 @@ from pipectl.cluster import Cluster
 from pipectl.profile import Profile
 
 FENCED = re.compile(r"^```(\w+) (\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-
-
-def _commands(group, prefix=""):
-    """All commands, those of groups by both words."""
-    for name, command in group.commands.items():
-        if hasattr(command, "commands"):
-            yield from _commands(command, f"{prefix}{name} ")
-        else:
-            yield f"{prefix}{name}", command
 
 
 def _anchors(page: Path) -> set[str]:
@@ -50,7 +41,7 @@ def test_links_lead_somewhere(page):
     assert broken == []
 
 
-COMMANDS = dict(_commands(get_command(app)))
+COMMANDS = commands_of(get_command(app))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

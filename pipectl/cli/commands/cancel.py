@@ -9,6 +9,8 @@ import typer
 
 from pipectl.cli.console import say
 from pipectl.cli.options import RUN_HELP, RUNS, RunsDirectory, names_of_runs
+from pipectl.jobs.cancel import Cancellation, cancel, cancel_sweep
+from pipectl.runs import RunDirectory, find
 
 
 def command(
@@ -18,10 +20,6 @@ def command(
     ],
     directory: RunsDirectory = RUNS,
 ) -> None:
-    """End runs, or all of a sweep; what is over stays as it is."""
-    from pipectl.jobs.cancel import Cancellation, cancel, cancel_sweep
-    from pipectl.runs import RunDirectory, find
-
     for one in [find(directory, name) for name in names]:
         if not isinstance(one, RunDirectory):
             count = cancel_sweep(one, time.time())

@@ -6,19 +6,18 @@ import json
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from pipectl.cli.console import output, plain, say, say_json, short
-from pipectl.cli.options import Json, Overrides
-from pipectl.cli.refusal import refuse
+from pipectl.cli.options import Json, Overrides, refuse
 from pipectl.errors import UsageError
-
-if TYPE_CHECKING:
-    from pipectl.spec import Origin
-    from pipectl.spec.document import Place
+from pipectl.files import make_directory_of, write_json
+from pipectl.jobs.request import check_script
+from pipectl.spec import Origin, json_schema, load_sweep, load_with_origins
+from pipectl.spec.document import Place, parse_scalar, path_text
 
 
 def command(
@@ -37,52 +36,35 @@ def command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check a job spec and list every mistake in it."""
     if schema:
         about_jobs = {"JOB.yaml": job, "--set": overrides, "--origins": show_origins}
         refuse(about_jobs, "is about a job, and --schema about all of them")
-        _write_schema(output_file)
+        if output_file is None:
+            say_json(json_schema())
+            return
+        make_directory_of(output_file)
+        write_json(output_file, json_schema())
+        say(f"schema: {output_file}")
         return
     refuse({"-o": output_file}, "writes the schema", cure="add --schema")
     if job is None:
         raise UsageError("nothing to check", cure="name a job: pipectl check JOB.yaml")
     if as_json and not show_origins:
         raise UsageError("--json: of what?", cure="add --origins")
-    _check(job, overrides or (), show_origins=show_origins, as_json=as_json)
-
-
-def _check(job: Path, overrides: Sequence[str], *, show_origins: bool, as_json: bool) -> None:
-    from pipectl.jobs.request import check_script
-    from pipectl.spec import load_sweep, load_with_origins
-
-    spec, origins = load_with_origins(job, overrides)
+    spec, origins = load_with_origins(job, overrides or ())
     check_script(spec)
-    points = () if spec.sweep is None else load_sweep(job, overrides)[1]
+    points = () if spec.sweep is None else load_sweep(job, overrides or ())[1]
     if as_json:
-        say_json(origins_json(origins))
+        say_json([_origin_json(origin) for origin in origins])
         return
     runs = f"; a sweep of {len(points)} runs" if points else ""
     say(f"{job}: valid; {spec.resources.ranks} ranks, {spec.training.steps} steps{runs}")
     if show_origins:
-        output().print(origins_table(origins))
+        output().print(_origins_table(origins))
 
 
-def _write_schema(path: Path | None) -> None:
-    from pipectl.files import make_directory_of, write_json
-    from pipectl.spec import json_schema
-
-    if path is None:
-        say_json(json_schema())
-        return
-    make_directory_of(path)
-    write_json(path, json_schema())
-    say(f"schema: {path}")
-
-
-def origins_table(origins: Sequence[Origin]) -> Table:
+def _origins_table(origins: Sequence[Origin]) -> Table:
     """One line per key, those of a section below its name; long values are folded."""
-    from pipectl.spec.document import path_text
-
     table = Table(box=None, pad_edge=False, show_header=False, expand=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -100,20 +82,16 @@ def origins_table(origins: Sequence[Origin]) -> Table:
     return table
 
 
-def origins_json(origins: Sequence[Origin]) -> list[dict[str, Any]]:
+def _origin_json(origin: Origin) -> dict[str, Any]:
     """The same for programs; ``file`` and ``line`` are null if there is none."""
-    from pipectl.spec.document import path_text
-
-    return [
-        {
-            "key": path_text(origin.path),
-            "value": _public_value(origin),
-            "origin": _kind(origin.place),
-            "file": origin.place.file if origin.place and origin.place.line else None,
-            "line": (origin.place.line or None) if origin.place else None,
-        }
-        for origin in origins
-    ]
+    place = origin.place
+    return {
+        "key": path_text(origin.path),
+        "value": _public_value(origin),
+        "origin": _kind(place),
+        "file": place.file if place and place.line else None,
+        "line": (place.line or None) if place else None,
+    }
 
 
 def _public_value(origin: Origin) -> Any:
@@ -139,8 +117,6 @@ def _place_text(place: Place | None) -> str:
 
 def _as_yaml(value: Any) -> str:
     """A value as YAML in one line."""
-    from pipectl.spec.document import parse_scalar
-
     if isinstance(value, str) and value.isprintable() and parse_scalar(value) == value:
         return value
     return json.dumps(value, ensure_ascii=False)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from pipectl.cli.console import say, say_json, short
-from pipectl.cli.options import RUNS, Json, RunName, RunsDirectory, above_zero, read_by
+from pipectl.cli.options import RUNS, Json, RunName, RunsDirectory, read_size
 from pipectl.errors import UsageError
-from pipectl.units import format_bytes, parse_bytes
-
-if TYPE_CHECKING:
-    from pipectl.runs import RunDirectory
+from pipectl.runs import RunDirectory, checkpoints, find_run, step_of
+from pipectl.units import format_bytes
 
 
 def command(
@@ -28,8 +26,7 @@ def command(
     shard_size: Annotated[
         int | None,
         typer.Option(
-            "--shard-size",
-            parser=read_by(above_zero(parse_bytes)),
+            parser=read_size,
             metavar="SIZE",
             help="Several files of at most 5GB, say, and an index.",
         ),
@@ -37,8 +34,6 @@ def command(
     as_json: Json = False,
     directory: RunsDirectory = RUNS,
 ) -> None:
-    """Write the weights of a run so that load_state_dict takes them."""
-    from pipectl.runs import find_run, step_of
     from pipectl.runtime.checkpoint import load
     from pipectl.runtime.checkpoint.export import export_file, export_shards
 
@@ -65,8 +60,6 @@ def _find_checkpoint(run: RunDirectory, step: int | None) -> Path:
     Raises:
         UsageError: there is none.
     """
-    from pipectl.runs import checkpoints, step_of
-
     by_step = {step_of(path): path for path in checkpoints(run.checkpoints)}
     if not by_step:
         raise UsageError(

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from pipectl.batch import Queue, get
 from pipectl.cli.console import note, say
-from pipectl.cli.options import SchedulerName, above_zero, read_by
-from pipectl.cli.refusal import refuse
+from pipectl.cli.options import SchedulerName, read_size, read_walltime, reader, refuse
 from pipectl.errors import SchedulerError, UsageError
-from pipectl.units import did_you_mean, format_clock, is_name, parse_bytes, parse_walltime
-
-if TYPE_CHECKING:
-    from pipectl.batch import Queue
-    from pipectl.jobs.init import Code, StarterResources
+from pipectl.files import make_directory_of, write_json, write_text
+from pipectl.jobs.init import (
+    LOSS_OF_MODEL,
+    Code,
+    StarterResources,
+    check_reference,
+    choose_queue,
+    describe_queue,
+    example_model,
+    job_text,
+    propose_resources,
+)
+from pipectl.jobs.places import LOCAL, detect_scheduler, memory_of_this_machine
+from pipectl.spec import json_schema
+from pipectl.units import did_you_mean, format_clock, is_name
 
 LOSS = "torch.nn:CrossEntropyLoss"
-_SCHEMA_FILE = "job.schema.json"
 _REFERENCE = "FILE:NAME"
+_MAX_COUNT = 10**7
 
 
 def command(
@@ -56,15 +65,12 @@ def command(
         int | None, typer.Option(min=0, help="Accelerators of each node.")
     ] = None,
     memory: Annotated[
-        int | None,
-        typer.Option(
-            parser=read_by(above_zero(parse_bytes)), metavar="SIZE", help="Of each node: 16GiB."
-        ),
+        int | None, typer.Option(parser=read_size, metavar="SIZE", help="Of each node: 16GiB.")
     ] = None,
     walltime: Annotated[
         int | None,
         typer.Option(
-            parser=read_by(above_zero(parse_walltime)),
+            parser=read_walltime,
             metavar="TIME",
             help="For example 1h30m; a number alone is minutes.",
         ),
@@ -72,16 +78,19 @@ def command(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
 ) -> None:
-    """Write a commented job for this cluster, ready to run."""
-    from pipectl.jobs.init import job_text
-    from pipectl.jobs.places import LOCAL, detect_scheduler, memory_of_this_machine
-
     if not is_name(name):
         raise UsageError(
             f"--name: {name!r} cannot name a job", cure="use letters, digits, '.', '_' and '-'"
         )
     code = _code(model, loss, data)
-    targets = _targets(directory, force=force, example=code is None)
+    job, schema, example = (directory / n for n in ("job.yaml", "job.schema.json", "model.py"))
+    targets = [job, schema, *([example] if code is None else [])]
+    existing = [str(path) for path in targets if path.exists()]
+    if existing and not force:
+        raise UsageError(
+            f"{', '.join(existing)}: exists already",
+            cure="choose another directory: pipectl init DIRECTORY; or replace with --force",
+        )
     where = scheduler.value if scheduler else detect_scheduler()
     if where == LOCAL:
         sites = {"--partition": partition, "--account": account}
@@ -92,7 +101,8 @@ def command(
         "nodes": nodes, "tasks_per_node": tasks_per_node, "cpus_per_task": cpus_per_task,
         "gpus_per_node": gpus_per_node, "memory_bytes": memory, "walltime_s": walltime,
     }  # fmt: skip
-    resources = _find_resources(queue, options, ask=ask)
+    given = {key: value for key, value in options.items() if value is not None}
+    resources = _find_resources(queue, given, ask=ask)
     node_bytes = None if queue is None else queue.memory_bytes
     if where == LOCAL:
         node_bytes = memory_of_this_machine()
@@ -101,14 +111,19 @@ def command(
         named=where != detect_scheduler(), queue=queue, account=account,
         memory_limit=resources.rank_limit(node_bytes),
     )  # fmt: skip
-    _write(targets, text)
-    say(f"next: pipectl submit {targets[0]} --wait")
+    for target in targets:
+        make_directory_of(target)
+    write_text(job, text)
+    write_json(schema, json_schema())
+    if code is None:
+        write_text(example, example_model())
+    for target in targets:
+        say(f"written: {target}")
+    say(f"next: pipectl submit {job} --wait")
 
 
 def _code(model: str | None, loss: str, data: str | None) -> Code | None:
     """What the user names, by default data beside the model; None for the example."""
-    from pipectl.jobs.init import LOSS_OF_MODEL, Code, check_reference
-
     if model is None:
         own = {"--data": data, "--loss": loss != LOSS}
         refuse(own, "goes with a model of yours", cure="name it: --model FILE:NAME")
@@ -119,38 +134,6 @@ def _code(model: str | None, loss: str, data: str | None) -> Code | None:
     if loss != LOSS_OF_MODEL:
         check_reference(loss, "--loss")
     return code
-
-
-def _targets(directory: Path, *, force: bool, example: bool) -> list[Path]:
-    """The files to write.
-
-    Raises:
-        UsageError: one exists.
-    """
-    names = ("job.yaml", _SCHEMA_FILE, *(("model.py",) if example else ()))
-    targets = [directory / name for name in names]
-    existing = [str(path) for path in targets if path.exists()]
-    if existing and not force:
-        raise UsageError(
-            f"{', '.join(existing)}: exists already",
-            cure="choose another directory: pipectl init DIRECTORY; or replace with --force",
-        )
-    return targets
-
-
-def _write(targets: list[Path], job: str) -> None:
-    from pipectl.files import make_directory_of, write_json, write_text
-    from pipectl.jobs.init import example_model
-    from pipectl.spec import json_schema
-
-    for target in targets:
-        make_directory_of(target)
-    for target in targets:
-        if target.name == _SCHEMA_FILE:
-            write_json(target, json_schema())
-        else:
-            write_text(target, job if target.name == "job.yaml" else example_model())
-        say(f"written: {target}")
 
 
 def is_terminal() -> bool:
@@ -164,9 +147,6 @@ def _find_queue(scheduler: str, name: str | None, *, ask: bool) -> Queue | None:
     Raises:
         UsageError: there are some, but none of this name.
     """
-    from pipectl.batch import Queue, get
-    from pipectl.jobs.init import choose_queue
-
     try:
         known = get(scheduler).queues()
     except SchedulerError as error:
@@ -186,32 +166,25 @@ def _find_queue(scheduler: str, name: str | None, *, ask: bool) -> Queue | None:
     return queue
 
 
-def _find_resources(
-    queue: Queue | None, options: Mapping[str, Any], *, ask: bool
-) -> StarterResources:
-    """Options as they are given, and for the rest answers, or what is proposed.
+def _find_resources(queue: Queue | None, given: dict[str, Any], *, ask: bool) -> StarterResources:
+    """What options say, and for the rest answers, or what is proposed.
 
     Args:
-        options: values by the fields of the resources; None if an option is absent.
+        given: values of options, by the fields of the resources.
 
     Raises:
         UsageError: more than the queue has.
     """
-    from pipectl.jobs.init import describe_queue, propose_resources
-
-    resources = propose_resources(queue, options["tasks_per_node"])
-    values = {key: value for key, value in options.items() if value is not None}
-    resources = replace(resources, **values)
+    resources = replace(propose_resources(queue, given.get("tasks_per_node")), **given)
     if ask:
         if queue is not None:
             note(describe_queue(queue))
-        without_gpus = queue is not None and not queue.gpus
         answers = {}
-        for key, (question, read) in _QUESTIONS.items():
-            if key in values or (key == "gpus_per_node" and without_gpus):
-                continue
-            default = _shown(key, getattr(resources, key))
-            answers[key] = typer.prompt(question, default=default, value_proc=read)
+        for key, (question, read, show) in _QUESTIONS.items():
+            without_gpus = key == "gpus_per_node" and queue is not None and not queue.gpus
+            if key not in given and not without_gpus:
+                default = show(getattr(resources, key))
+                answers[key] = typer.prompt(question, default=default, value_proc=read)
         resources = replace(resources, **answers)
     over = [] if queue is None else resources.excess(queue)
     if over and queue is not None:
@@ -220,32 +193,21 @@ def _find_resources(
 
 
 def _count(text: str) -> int:
-    if not re.fullmatch("[1-9][0-9]{0,6}", text.strip()):
-        raise typer.BadParameter("must be a whole number of at least 1")
+    if not text.strip().isdecimal() or int(text) >= _MAX_COUNT:
+        raise ValueError("must be a whole number")
     return int(text)
 
 
-def _count_or_none(text: str) -> int:
-    return 0 if text.strip() == "0" else _count(text)
-
-
-def _memory(text: str) -> int | None:
-    return None if text == "default" else read_by(above_zero(parse_bytes))(text)
-
-
-_QUESTIONS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
-    "nodes": ("Nodes", _count),
-    "tasks_per_node": ("Ranks on each node", _count),
-    "cpus_per_task": ("Cores of each rank", _count),
-    "gpus_per_node": ("GPUs of each node", _count_or_none),
-    "memory_bytes": ("Memory of each node", _memory),
-    "walltime_s": ("Walltime", read_by(above_zero(parse_walltime))),
+_QUESTIONS: dict[str, tuple[str, Callable[[str], Any], Callable[[Any], str]]] = {
+    "nodes": ("Nodes", reader(_count), str),
+    "tasks_per_node": ("Ranks on each node", reader(_count), str),
+    "cpus_per_task": ("Cores of each rank", reader(_count), str),
+    "gpus_per_node": ("GPUs of each node", reader(_count, zero=True), str),
+    "memory_bytes": (
+        "Memory of each node",
+        lambda text: None if text == "default" else read_size(text),
+        lambda size: "default" if size is None else f"{size >> 20}MiB",
+    ),
+    "walltime_s": ("Walltime", read_walltime, format_clock),
 }
-
-
-def _shown(key: str, value: int | None) -> str:
-    if key == "walltime_s":
-        return format_clock(value or 0)
-    if key == "memory_bytes":
-        return "default" if value is None else f"{value >> 20}MiB"
-    return str(value)
+"""By field of the resources: the question, how to read its answer, and how to show a value."""

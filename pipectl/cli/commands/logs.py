@@ -5,16 +5,17 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from itertools import chain
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable, Iterable
+from typing import Annotated
 
 import typer
 
 from pipectl.access import read_limited
+from pipectl.batch import CHECKPOINTED, JobState, JobStatus
 from pipectl.cli.console import note
 from pipectl.cli.options import RUNS, RunNames, RunsDirectory
 from pipectl.errors import PipectlError, UnknownRunError, UsageError
+from pipectl.jobs.state import get_status
 from pipectl.printable import printable
 from pipectl.runs import (
     Line,
@@ -27,9 +28,6 @@ from pipectl.runs import (
     read_exit_code,
 )
 from pipectl.watch.files import report_text
-
-if TYPE_CHECKING:
-    from pipectl.batch import JobStatus
 
 _MAX_SCRIPT = 2**22
 _POLL_S = 0.5
@@ -54,10 +52,6 @@ def command(
     ] = None,
     directory: RunsDirectory = RUNS,
 ) -> None:
-    """Print what runs print.
-
-    That is a line per report of the job, and lines of ranks as `[3] text`.
-    """
     runs = find_runs(directory, names or ["last"])
     if follow and len(runs) > 1:
         raise UsageError("-f: follows one run", cure="name one, or leave -f out")
@@ -65,7 +59,14 @@ def command(
         if len(runs) > 1:
             sys.stdout.write(f"{chr(10) if number else ''}==> {run.name} <==\n")
         if script:
-            sys.stdout.write(printable(_read_script(run)))
+            try:
+                text = read_limited(run.script, _MAX_SCRIPT).decode("utf-8", "replace")
+            except OSError as error:
+                raise UsageError(
+                    f"{run.script}: cannot be read: {error.strerror}",
+                    cure="look at the run's job.log",
+                ) from None
+            sys.stdout.write(printable(text))
         else:
             _print_logs(run, frozenset(rank or ()), tail, follow=follow)
 
@@ -84,13 +85,22 @@ def _print_logs(
     """
     _check_ranks(run, ranks)
     logs, unknown, printed = Logs(run), None, 0
+
+    def show(lines: Iterable[Line], tail: int | None = None) -> None:
+        nonlocal printed
+        chosen = (line for line in lines if not ranks or line.rank in ranks)
+        for line in chosen if tail is None else deque(chosen, tail):
+            sys.stdout.write(f"{printable(line.text)}\n")
+            printed += 1
+        sys.stdout.flush()
+
     if follow:
-        printed = _print(_choose(logs.read_lines(), ranks), tail)
-        for lines, reason in _follow(run, logs):
-            printed, unknown = printed + _print(_choose(lines, ranks)), reason
-        tail = None
-    rest = _choose(logs.read_lines(to_the_end=True), ranks)
-    printed += _print(chain(rest, _failures(run, ranks)), tail)
+        show(logs.read_lines(), tail)
+        unknown, tail = _follow(run, logs, show), None
+    rest = list(logs.read_lines(to_the_end=True))
+    for error in read_errors(run) if ranks else ():  # they are in the job's log, not in a rank's
+        rest += [Line(error.get("rank"), text) for text in report_text(error).splitlines()]
+    show(rest, tail)
     if not printed and tail != 0:
         whose = f"of rank {', '.join(map(str, sorted(ranks)))} " if ranks else ""
         note(f"{run.name}: nothing {whose}was printed; see: pipectl status {as_typed(run)}")
@@ -101,50 +111,28 @@ def _print_logs(
         )
 
 
-def _failures(run: RunDirectory, ranks: frozenset[int]) -> Iterator[Line]:
-    """What ranks reported when they failed: it is in the job's log, which is not of a rank."""
-    for error in read_errors(run) if ranks else ():
-        if error.get("rank") in ranks:
-            yield from (Line(error["rank"], text) for text in report_text(error).splitlines())
+def _follow(run: RunDirectory, logs: Logs, show: Callable[[Iterable[Line]], None]) -> str | None:
+    """Show what is added until the run is over; the batch system is asked now and then.
 
-
-def _read_script(run: RunDirectory) -> str:
-    try:
-        return read_limited(run.script, _MAX_SCRIPT).decode("utf-8", "replace")
-    except OSError as error:
-        raise UsageError(
-            f"{run.script}: cannot be read: {error.strerror}", cure="look at the run's job.log"
-        ) from None
-
-
-def _follow(run: RunDirectory, logs: Logs) -> Iterator[tuple[Iterable[Line], str | None]]:
-    """What is added until the run is over; the batch system is asked now and then.
-
-    Yields:
-        New lines, and at last why it is not known whether it is over, if nothing was added for
-        long.
+    Returns:
+        Why it is not known whether it is over, if nothing was added for long; else None.
     """
-    from pipectl.batch import JobState
-
     seen, last = logs.bytes_read, time.monotonic()
     while (job := _find_job_alive(run)) is not None:
         if job.state is not JobState.UNKNOWN or logs.bytes_read != seen:
             seen, last = logs.bytes_read, time.monotonic()
         elif time.monotonic() - last >= _PATIENCE_S:
-            yield (), job.reason
-            return
+            return job.reason
         of_earlier_start = run.exit_code.exists()
         until = time.monotonic() + _ASK_S
         while time.monotonic() < until and (of_earlier_start or not run.exit_code.exists()):
             time.sleep(_POLL_S)
-            yield logs.read_lines(), None
+            show(logs.read_lines())
+    return None
 
 
 def _find_job_alive(run: RunDirectory) -> JobStatus | None:
     """The job of a run that is not over; what stopped at a checkpoint may go on."""
-    from pipectl.batch import CHECKPOINTED
-    from pipectl.jobs.state import get_status
-
     if read_exit_code(run) not in (None, CHECKPOINTED):
         return None
     job = get_status(run, time.time()).job
@@ -163,17 +151,3 @@ def _check_ranks(run: RunDirectory, ranks: Iterable[int]) -> None:
                 f"--rank {rank}: {run.name} has the ranks 0 to {count - 1}",
                 cure="leave it out to see all",
             )
-
-
-def _choose(lines: Iterable[Line], ranks: frozenset[int]) -> Iterator[Line]:
-    return (line for line in lines if not ranks or line.rank in ranks)
-
-
-def _print(lines: Iterable[Line], tail: int | None = None) -> int:
-    """Print lines, or the last of them; how many."""
-    count = 0
-    for line in lines if tail is None else deque(lines, tail):
-        sys.stdout.write(f"{printable(line.text)}\n")
-        count += 1
-    sys.stdout.flush()
-    return count

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from types import FrameType
+from typing import Annotated
 
 import typer
 
-from pipectl.cli.console import output, plain, say, say_json, warn
-from pipectl.cli.options import Json, Overrides, SchedulerOption
-from pipectl.cli.progress import stoppable
-from pipectl.cli.refusal import refuse
+from pipectl.cli.console import note, output, plain, say, say_json, warn
+from pipectl.cli.options import Json, Overrides, SchedulerOption, refuse
+from pipectl.cli.progress import progress_bar
+from pipectl.cli.views.plan import (
+    headline,
+    prediction_lines,
+    scaling_lines,
+    scaling_table,
+    step_view,
+)
 from pipectl.errors import UsageError
-
-if TYPE_CHECKING:
-    from pipectl.jobs.plan import Deadline, PlanInputs, Searcher, StepAnswer
+from pipectl.files import make_directory_of, write_text
+from pipectl.jobs.plan import (
+    Deadline,
+    PlanInputs,
+    Searcher,
+    gather,
+    plan_nodes,
+    plan_step,
+    scaling_json,
+)
+from pipectl.planner.search import search_plans
+from pipectl.report.gantt import gantt_svg
 
 _MAX_NODES = 100_000
 
@@ -59,10 +78,6 @@ def command(
     as_json: Json = False,
     overrides: Overrides = None,
 ) -> None:
-    """Choose stages, ranks and schedule, and predict a step."""
-    from pipectl.jobs.plan import Deadline, gather
-    from pipectl.planner.search import search_plans
-
     about_jobs = {"--scheduler": scheduler, "--new-micro-batches": new_micro_batches}
     if job is None:
         refuse(about_jobs, "is about a job file, and none is given")
@@ -122,10 +137,6 @@ def show_step(
     *, explain: bool, output_file: Path | None, svg: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Plan for the shortest step, write what is to be written, and print."""
-    from pipectl.cli.views.plan import step_view
-    from pipectl.files import make_directory_of
-    from pipectl.jobs.plan import plan_step
-
     for file in filter(None, (output_file, svg)):
         make_directory_of(file)
     with stoppable(deadline) as tell:
@@ -133,7 +144,8 @@ def show_step(
     if output_file is not None:
         answer.plan.save(output_file)
     if svg is not None:
-        _draw(svg, answer)
+        titles = headline(answer.plan), *prediction_lines(answer.plan)
+        write_text(svg, gantt_svg(answer.simulation.timeline, *titles))
     if as_json:
         say_json(answer.to_json())
         return
@@ -145,23 +157,11 @@ def show_step(
         say(f"plan: {output_file}")
 
 
-def _draw(path: Path, answer: StepAnswer) -> None:
-    from pipectl.cli.views.plan import headline, prediction_lines
-    from pipectl.files import write_text
-    from pipectl.report.gantt import gantt_svg
-
-    plan = answer.plan
-    write_text(path, gantt_svg(answer.simulation.timeline, headline(plan), *prediction_lines(plan)))
-
-
 def compare_nodes(
     inputs: PlanInputs, nodes: tuple[int, ...], deadline: Deadline,
     search: Searcher, *, as_json: bool,
 ) -> None:  # fmt: skip
     """Plan the same step for every number of nodes, and print the table."""
-    from pipectl.cli.views.plan import scaling_lines, scaling_table
-    from pipectl.jobs.plan import plan_nodes, scaling_json
-
     with stoppable(deadline) as tell:
         result = plan_nodes(inputs, nodes, deadline, tell, search)
     if as_json:
@@ -175,3 +175,24 @@ def compare_nodes(
         console.print(plain(line))
     for assumption in (*inputs.profile.assumptions, *inputs.cluster.assumptions):
         console.print(plain(f"assumed: {assumption}", "dim"))
+
+
+@contextmanager
+def stoppable(deadline: Deadline) -> Iterator[Callable[[str], None]]:
+    """Within, Ctrl-C ends planning with what it has; the second one aborts.
+
+    Gives a function ``tell(what)`` that says what goes on from then.
+    """
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        deadline.interrupt()
+        note("ending with the best so far; Ctrl-C again aborts", style="")
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        with progress_bar("planning") as report:
+            report(0, 0, "planning (Ctrl-C: the best so far)")
+            yield lambda what: report(0, 0, what)
+    finally:
+        signal.signal(signal.SIGINT, before)

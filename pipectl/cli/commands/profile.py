@@ -5,22 +5,24 @@ from __future__ import annotations
 import time
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from pipectl.cli.console import note, output, say, say_json, short, warn
-from pipectl.cli.interruption import resumable
-from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption
-from pipectl.cli.progress import progress_bar
-from pipectl.cli.refusal import refuse
-from pipectl.cli.views.submission import print_measuring, submission_json, wait_for
+from pipectl.cli.follow import submission_json, wait_for
+from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption, refuse
+from pipectl.cli.progress import resumable
+from pipectl.cli.views.profile import links_view, show_measurement
+from pipectl.cluster import Cluster
 from pipectl.errors import UsageError
-
-if TYPE_CHECKING:
-    from pipectl.jobs.profiles import MeasureOptions
-    from pipectl.jobs.submit import Submission
-    from pipectl.spec import JobSpec
+from pipectl.jobs.measuring import submit_links, submit_profile
+from pipectl.jobs.places import cluster_path, profile_path, scheduler_name
+from pipectl.jobs.prepare import warning_of_code
+from pipectl.jobs.profiles import Measurement, MeasureOptions, measure, require_compute_node
+from pipectl.jobs.submit import Submission
+from pipectl.runs import as_typed
+from pipectl.spec import JobSpec, load
 
 
 class Effort(StrEnum):
@@ -52,12 +54,6 @@ def command(
     as_json: Json = False,
     overrides: Overrides = None,
 ) -> None:
-    """Measure the time and memory of every operator; or the links."""
-    from pipectl.jobs.places import profile_path, scheduler_name
-    from pipectl.jobs.prepare import warning_of_code
-    from pipectl.jobs.profiles import MeasureOptions, require_compute_node
-    from pipectl.spec import load
-
     if wait and not submit:
         raise UsageError("--wait: there is no job to wait for", cure="add --submit")
     if links:
@@ -72,39 +68,20 @@ def command(
         return
     path = output_file or profile_path(spec)
     options = MeasureOptions(effort.value, again)
-    if submit:
-        _submit(spec, where, path, options, wait=wait, as_json=as_json)
-        return
-    require_compute_node(where)
-    _measure_here(spec, path, options, as_json=as_json)
-
-
-def _measure_here(spec: JobSpec, path: Path, options: MeasureOptions, *, as_json: bool) -> None:
-    from pipectl.cli.views.profile import show_measurement
-    from pipectl.jobs.profiles import measure
-
-    with resumable(), progress_bar("profiling") as progress:
-        measurement = measure(spec, path, progress, options)
-    show_measurement(measurement, path, time.time(), as_json=as_json)
-
-
-def _submit(
-    spec: JobSpec, scheduler: str, path: Path, options: MeasureOptions, *, wait: bool, as_json: bool
-) -> None:
-    """Submit the measuring and say where; with ``wait``, follow it and show the profile."""
-    from pipectl.cli.views.profile import show_measurement
-    from pipectl.jobs.measuring import submit_profile
-    from pipectl.jobs.profiles import Measurement
-
-    submission = submit_profile(spec, scheduler, path, options, time.time())
-    if not wait:
-        _show_submission(submission, "the profile", path, as_json=as_json)
-        return
-    run = submission.run
-    if not as_json:
-        print_measuring(run, submission.record)
-    wait_for(run, as_json=as_json)
-    measurement = Measurement.load(run.profile, run.measurement)
+    if not submit:
+        require_compute_node(where)
+        with resumable() as progress:
+            measurement = measure(spec, path, progress, options)
+    else:
+        submission = submit_profile(spec, where, path, options, time.time())
+        if not wait:
+            _show_submission(submission, "the profile", path, as_json=as_json)
+            return
+        if not as_json:
+            _print_submission(submission)
+        run = submission.run
+        wait_for(run, as_json=as_json)
+        measurement = Measurement.load(run.profile, run.measurement)
     show_measurement(measurement, path, time.time(), as_json=as_json)
 
 
@@ -116,11 +93,6 @@ def _measure_links(
     Args:
         path: of the cluster description; None is its usual place, where plans look for it.
     """
-    from pipectl.cli.views.profile import links_view
-    from pipectl.cluster import Cluster
-    from pipectl.jobs.measuring import submit_links
-    from pipectl.jobs.places import cluster_path
-
     usual = cluster_path(spec)
     path = path or usual
     submission = submit_links(spec, scheduler, path, effort, time.time())
@@ -133,8 +105,7 @@ def _measure_links(
     if as_json:
         say_json(cluster.to_json())
     else:
-        console = output()
-        console.print(links_view(cluster))
+        output().print(links_view(cluster))
         say(f"cluster: {path}")
         say(f"picture: {path.with_suffix('.svg')}")
     if spec.cluster_file is not None and path.absolute() != spec.cluster_file:
@@ -144,9 +115,16 @@ def _measure_links(
 
 
 def _show_submission(submission: Submission, what: str, path: Path, *, as_json: bool) -> None:
-    record, run = submission.record, submission.run
+    """The job that measures, and where its result will be."""
     if as_json:
-        say_json(submission_json(run, record, file=str(path.absolute())))
-        return
-    print_measuring(run, record)
-    say(f"when it is done, {what} is in {short(path.absolute())}")
+        file = str(path.absolute())
+        say_json(submission_json(submission.run, submission.record, file=file))
+    else:
+        _print_submission(submission)
+        say(f"when it is done, {what} is in {short(path.absolute())}")
+
+
+def _print_submission(submission: Submission) -> None:
+    run, record = submission.run, submission.record
+    say(f"submitted: {run.name} ({record.scheduler} job {record.job_id})")
+    say(f"see: pipectl status {as_typed(run)}")

@@ -10,6 +10,13 @@ import typer
 
 from pipectl.cli.console import note, say, say_json, short
 from pipectl.cli.options import RUNS, Json, RunName, RunsDirectory
+from pipectl.cli.views.plan import headline
+from pipectl.cli.views.trace import print_comparison, step_line
+from pipectl.files import is_stream, make_directory_of, write_text
+from pipectl.jobs.report import load_step, make_page
+from pipectl.report.gantt import gantt_svg
+from pipectl.report.perfetto import chrome_trace
+from pipectl.runs import find_run
 from pipectl.units import format_bytes
 
 
@@ -31,18 +38,6 @@ def command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare a recorded step with its prediction, or write a page.
-
-    With -o, the page in HTML shows the plan, both timelines, the loss and the memory of ranks.
-    """
-    from pipectl.cli.views.plan import headline
-    from pipectl.cli.views.trace import print_comparison, step_line
-    from pipectl.files import is_stream, make_directory_of, write_text
-    from pipectl.jobs.report import load_step, make_page
-    from pipectl.report.gantt import gantt_svg
-    from pipectl.report.perfetto import chrome_trace
-    from pipectl.runs import find_run
-
     run = find_run(directory, name)
     for path in filter(None, (output, svg, perfetto)):
         make_directory_of(path)

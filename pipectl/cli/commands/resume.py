@@ -8,20 +8,16 @@ from typing import Annotated
 import typer
 
 from pipectl.cli.console import say, say_json
-from pipectl.cli.options import RUNS, Json, Overrides, RunName, RunsDirectory, TrustOwner
-from pipectl.cli.views.submission import (
-    follow_to_the_end,
-    print_launch,
-    print_plan,
-    submission_json,
-)
-from pipectl.runs import as_typed
+from pipectl.cli.follow import follow_to_the_end, print_launch, print_plan, submission_json
+from pipectl.cli.options import RUNS, Json, Overrides, RunName, RunsDirectory, TrustOwner, Wait
+from pipectl.jobs.resume import resume
+from pipectl.runs import as_typed, find_run
 
 
 def command(
     name: RunName,
     overrides: Overrides = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")] = False,
+    wait: Wait = False,
     force: Annotated[
         bool, typer.Option("--force", help="Even if nobody can tell whether it is over.")
     ] = False,
@@ -29,25 +25,19 @@ def command(
     as_json: Json = False,
     directory: RunsDirectory = RUNS,
 ) -> None:
-    """Go on from the last checkpoint of a run.
-
-    With --set, on other ranks or for more steps.
-    """
-    from pipectl.jobs.resume import resume
-    from pipectl.runs import find_run
-
     run = find_run(directory, name)
-    found = resume(run, overrides or (), time.time(), force=force, trust_owner=trust_owner)
-    job, record = found.job, found.record
+    resumed = resume(run, overrides or (), time.time(), force=force, trust_owner=trust_owner)
+    job, record = resumed.job, resumed.record
     print_launch(job.launch, job.warning)
     if not as_json:
-        if job.plan is None or found.replanned:
+        if job.plan is None or resumed.replanned:
             print_plan(job.plan, "planned anew: ")
-        begin = f"from step {found.step}" if found.step else "from the beginning: no checkpoint yet"
+        begin = "from the beginning: no checkpoint yet"
+        begin = f"from step {resumed.step}" if resumed.step else begin
         say(f"resumed: {record.name} ({record.scheduler} job {record.job_id}), {begin}")
         say(f"see: pipectl status {as_typed(run)}")
     if wait:
         follow_to_the_end(run, as_json=as_json)
     elif as_json:
-        more = {"from_step": found.step, "planned_anew": found.replanned}
+        more = {"from_step": resumed.step, "planned_anew": resumed.replanned}
         say_json(submission_json(run, record, **more))

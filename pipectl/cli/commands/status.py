@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from functools import partial
+from pathlib import Path
+from typing import Annotated
 
 import typer
+from rich.console import RenderableType
 
-from pipectl.cli.console import note, output, say, say_json
+from pipectl.batch import JobState
+from pipectl.cli.console import note, output, plain, say, say_json
+from pipectl.cli.follow import watch
 from pipectl.cli.options import RUNS, Json, RunNames, RunsDirectory
+from pipectl.cli.views.run import (
+    print_run,
+    print_sweep,
+    ranks_table,
+    run_json,
+    run_picture,
+    runs_table,
+    sweep_picture,
+)
 from pipectl.errors import UnknownRunError, UsageError
-
-if TYPE_CHECKING:
-    from pipectl.jobs.state import RunStatus
-    from pipectl.runs import RunDirectory, SweepDirectory
+from pipectl.jobs.state import RunStatus, get_status, get_statuses
+from pipectl.runs import RunDirectory, SweepDirectory, find, find_runs, list_runs, one_of
 
 
 def command(
@@ -22,76 +34,76 @@ def command(
     directory: RunsDirectory = RUNS,
     limit: Annotated[int, typer.Option(min=1, help="Runs to list at most, newest last.")] = 20,
     ranks: Annotated[bool, typer.Option("--ranks", help="Every rank of a run in a table.")] = False,
-    watch: Annotated[
+    watching: Annotated[
         bool, typer.Option("--watch", "-w", help="On the whole screen, until it is over or Ctrl-C.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show the newest runs, or everything about one."""
-    from pipectl.cli.views import live
-    from pipectl.cli.views import run as view
-    from pipectl.jobs.state import get_statuses
-    from pipectl.runs import RunDirectory, find, find_runs, list_runs
-
-    if watch and as_json:
+    if watching and as_json:
         raise UsageError("--watch and --json exclude each other", cure="leave one out")
     if ranks and len(names or ()) != 1:
         raise UsageError("--ranks: of which run?", cure="name one, or write `last`")
-    if names and len(names) == 1:
-        one = find(directory, names[0])
-        if isinstance(one, RunDirectory):
-            _show_run(one, as_json=as_json, ranks=ranks, watch=watch)
-        else:
-            _show_sweep(one, as_json=as_json, ranks=ranks, watch=watch)
-        return
-    runs = find_runs(directory, names or ())
-    if watch:
-        live.watch_runs(directory, runs, limit)
-        return
+    if not names or len(names) > 1:
+        runs = find_runs(directory, names or ())
+        statuses = _show_list(directory, runs, limit, as_json=as_json, watching=watching)
+    elif isinstance(one := find(directory, names[0]), RunDirectory):
+        statuses = _show_run(one, as_json=as_json, ranks=ranks, watching=watching)
+    elif ranks:
+        raise UsageError("--ranks: of which run?", cure=f"name it: {one_of(one)}, say")
+    else:
+        statuses = _show_sweep(one, as_json=as_json, watching=watching)
+    if names and any(status.job.state is JobState.UNKNOWN for status in statuses):
+        raise typer.Exit(UnknownRunError.exit_code)
+
+
+def _show_run(
+    run: RunDirectory, *, as_json: bool, ranks: bool, watching: bool
+) -> Sequence[RunStatus]:
+    if watching:
+        watch(lambda _: [run], lambda seen, *room: run_picture(seen[0], *room), ends=True)
+    status = get_status(run, time.time())
+    print_run(status, as_json=as_json)
+    if ranks and not as_json:
+        output().print(ranks_table(status))
+    return [status]
+
+
+def _show_sweep(sweep: SweepDirectory, *, as_json: bool, watching: bool) -> Sequence[RunStatus]:
+    if watching:
+        watch(lambda _: sweep.runs(), partial(sweep_picture, sweep), ends=True)
+    statuses = get_statuses(sweep.runs(), time.time())
+    print_sweep(sweep, statuses, as_json=as_json)
+    return statuses
+
+
+def _show_list(
+    directory: Path, runs: Sequence[RunDirectory], limit: int, *, as_json: bool, watching: bool
+) -> Sequence[RunStatus]:
+    """A table of runs.
+
+    Args:
+        runs: empty for the newest of the directory, with those that are submitted meanwhile.
+        limit: how many of these at most.
+    """
+
+    def draw(seen: Sequence[RunStatus], width: int, _height: int) -> RenderableType:
+        return runs_table(seen, width) if seen else plain(f"{directory}: no runs yet")
+
+    if watching:
+        watch(
+            lambda room: (runs or list_runs(directory))[-min(room, limit) :],
+            draw,
+            ends=bool(runs),
+        )
     every = runs or list_runs(directory)
-    shown = get_statuses(runs or every[-limit:], time.time())
+    statuses = get_statuses(runs or every[-limit:], time.time())
+    console = output()
     if as_json:
-        say_json([view.run_json(status) for status in shown])
-    elif not shown:
+        say_json([run_json(status) for status in statuses])
+    elif not statuses:
         say(f"{directory}: no runs yet; start one with: pipectl submit JOB.yaml")
     else:
-        console = output()
-        console.print(view.runs_table(shown, console.width))
-        if len(every) > len(shown):
-            note(f"{len(every) - len(shown)} older runs are not shown; see --limit")
-    if names:
-        _exit_if_unknown(shown)
-
-
-def _show_run(run: RunDirectory, *, as_json: bool, ranks: bool, watch: bool) -> None:
-    from pipectl.cli.views import live
-    from pipectl.cli.views import run as view
-    from pipectl.jobs.state import get_status
-
-    status = live.watch_run(run) if watch else get_status(run, time.time())
-    view.print_run(status, as_json=as_json)
-    if ranks and not as_json:
-        output().print(view.ranks_table(status))
-    _exit_if_unknown([status])
-
-
-def _show_sweep(sweep: SweepDirectory, *, as_json: bool, ranks: bool, watch: bool) -> None:
-    from pipectl.cli.views import live
-    from pipectl.cli.views import run as view
-    from pipectl.jobs.state import get_statuses
-    from pipectl.runs import one_of
-
-    if ranks:
-        raise UsageError("--ranks: of which run?", cure=f"name it: {one_of(sweep)}, say")
-    if watch:
-        live.watch_sweep(sweep)
-    statuses = get_statuses(sweep.runs(), time.time())
-    view.print_sweep(sweep, statuses, as_json=as_json)
-    _exit_if_unknown(statuses)
-
-
-def _exit_if_unknown(statuses: Sequence[RunStatus]) -> None:
-    from pipectl.batch import JobState
-
-    if any(status.job.state is JobState.UNKNOWN for status in statuses):
-        raise typer.Exit(UnknownRunError.exit_code)
+        console.print(runs_table(statuses, console.width))
+        if len(every) > len(statuses):
+            note(f"{len(every) - len(statuses)} older runs are not shown; see --limit")
+    return statuses

@@ -7,23 +7,31 @@ from dataclasses import replace
 from enum import StrEnum
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.console import Group, RenderableType
 
 from pipectl.cli.commands import plan as plan_command
-from pipectl.cli.console import output, say_json, warn
-from pipectl.cli.options import Json, Overrides, SchedulerOption, above_zero, read_by
-from pipectl.cli.progress import stoppable
-from pipectl.cli.refusal import refuse
+from pipectl.cli.console import output, plain, say_json, table, warn
+from pipectl.cli.options import Json, Overrides, SchedulerOption, read_size, reader, refuse
+from pipectl.cli.views.plan import counted
 from pipectl.errors import UsageError
-from pipectl.units import did_you_mean, parse_bytes, parse_duration
-
-if TYPE_CHECKING:
-    from pipectl.jobs.lab_plan import LinkChanges, Technique
-    from pipectl.jobs.plan import Deadline, PlanInputs
+from pipectl.jobs.lab_plan import (
+    Balanced,
+    LinkChanges,
+    Technique,
+    allow_techniques,
+    change_links,
+    plan_balance,
+    searcher_named,
+)
+from pipectl.jobs.plan import Deadline, gather
+from pipectl.profile import Profile
+from pipectl.units import did_you_mean, format_time, parse_bytes, parse_duration
 
 PLANNER = "pipectl"
+_BAR = 24
 _BITS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]?)bit\s*")
 _PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -69,17 +77,15 @@ def command(
     devices: plan_command.Devices = None,
     memory_limit: Annotated[
         int | None,
-        typer.Option(
-            parser=read_by(above_zero(parse_bytes)), metavar="SIZE", help="Of every rank: 8GiB."
-        ),
+        typer.Option(parser=read_size, metavar="SIZE", help="Of every rank: 8GiB."),
     ] = None,
     bandwidth: Annotated[
         float | None,
-        typer.Option(parser=read_by(_bandwidth), metavar="RATE", help="Of every link: 1GB/s."),
+        typer.Option(parser=reader(_bandwidth), metavar="RATE", help="Of every link: 1GB/s."),
     ] = None,
     communication_scale: Annotated[
         float | None,
-        typer.Option(parser=read_by(_positive), metavar="X", help="Messages take X times as long."),
+        typer.Option(parser=reader(_positive), metavar="X", help="Messages take X times as long."),
     ] = None,
     allow: Annotated[
         list[str] | None,
@@ -90,7 +96,9 @@ def command(
     ] = None,
     budget: Annotated[
         int | None,
-        typer.Option(parser=read_by(parse_duration), metavar="TIME", help="Of each search: 10s."),
+        typer.Option(
+            parser=reader(parse_duration, zero=True), metavar="TIME", help="Of each search: 10s."
+        ),
     ] = None,
     scheduler: SchedulerOption = None,
     nodes: plan_command.NodeCounts = None,
@@ -102,13 +110,6 @@ def command(
     as_json: Json = False,
     overrides: Overrides = None,
 ) -> None:
-    """Plan with other planners, for other objectives or links.
-
-    -o writes the plan.
-    """
-    from pipectl.jobs.lab_plan import LinkChanges, allow_techniques, change_links, searcher_named
-    from pipectl.jobs.plan import Deadline, gather
-
     if job is None:
         refuse({"--scheduler": scheduler}, "is about a job file, and none is given")
     if objective is Objective.MAX_STAGE_LOAD:
@@ -134,7 +135,12 @@ def command(
         warn(warning)
     deadline = Deadline(budget)
     if objective is Objective.MAX_STAGE_LOAD:
-        _show_balance(inputs, links, deadline, as_json=as_json)
+        with plan_command.stoppable(deadline):
+            balanced = plan_balance(inputs, links, deadline)
+        if as_json:
+            say_json({**balanced.to_json(), "cut_short": deadline.cut_short})
+        else:
+            output().print(_balance_view(balanced, inputs.profile))
         return
     inputs, search = inputs.fold(), searcher_named(planner)
     if counts is not None:
@@ -152,8 +158,6 @@ def _techniques(texts: list[str] | None) -> tuple[Technique, ...]:
     Raises:
         UsageError: there is none of that name.
     """
-    from pipectl.jobs.lab_plan import Technique
-
     names = [name.strip() for text in texts or () for name in text.split(",")]
     for name in names:
         if name not in tuple(Technique):
@@ -165,15 +169,37 @@ def _techniques(texts: list[str] | None) -> tuple[Technique, ...]:
     return tuple(dict.fromkeys(map(Technique, names)))
 
 
-def _show_balance(
-    inputs: PlanInputs, links: LinkChanges, deadline: Deadline, *, as_json: bool
-) -> None:
-    from pipectl.cli.views.plan import balance_view
-    from pipectl.jobs.lab_plan import plan_balance
-
-    with stoppable(deadline):
-        balanced = plan_balance(inputs, links, deadline)
-    if as_json:
-        say_json({**balanced.to_json(), "cut_short": deadline.cut_short})
-    else:
-        output().print(balance_view(balanced, inputs.profile))
+def _balance_view(balanced: Balanced, profile: Profile) -> RenderableType:
+    """The stages with the smallest largest load, and how good they are."""
+    result, request, plan = balanced.balance, balanced.request, balanced.plan
+    value, took = format_time(result.value_s), format_time(balanced.planning_s)
+    proven = "the smallest possible"
+    if not result.exact:
+        least = format_time(result.lower_bound_s)
+        proven = f"within {result.gap:.1%} of the smallest possible (none is below {least})"
+    devices = counted(request.devices, "device")
+    lines = [
+        f"{profile.name}: {counted(len(result.stages), 'stage')} on {devices}",
+        f"largest stage load {value}: {proven}, in {took}",
+    ]
+    rows = [
+        (
+            index,
+            len(stage.nodes),
+            format_time(stage.load_s),
+            "█" * round(_BAR * stage.load_s / (result.value_s or 1.0)),
+            profile.by_id[stage.nodes[0]].name,
+        )
+        for index, stage in enumerate(result.stages)
+    ]
+    stages = table(("stage", "ops", "load", "", "from"), rows, left=("", "from"))
+    parts: list[RenderableType] = [*map(plain, lines), stages]
+    if plan.prediction is not None:
+        parts.append(
+            plain(
+                f"as a 1f1b pipeline of {counted(plan.micro_batches, 'micro-batch')}: "
+                f"{format_time(plan.prediction.step_time_s)} per step, "
+                f"bubble {plan.prediction.bubble:.1%}"
+            )
+        )
+    return Group(*parts, *(plain(f"assumed: {each}") for each in plan.assumptions))

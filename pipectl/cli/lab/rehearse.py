@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
-
-import typer
 
 from pipectl.cli.console import note, say, say_json, short, warn
-from pipectl.cli.interruption import resumable
-from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption
-from pipectl.cli.progress import progress_bar
-from pipectl.cli.views.submission import print_launch, submission_json, wait_for
+from pipectl.cli.follow import print_launch, submission_json, wait_for
+from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption, Wait
+from pipectl.cli.progress import resumable
+from pipectl.jobs.places import LOCAL
+from pipectl.jobs.prepare import warning_of_code
+from pipectl.jobs.rehearse import (
+    RehearsalResult,
+    prepare_rehearsal,
+    result_of,
+    seconds_of,
+    submit_rehearsal,
+)
+from pipectl.rehearsal import Rehearsal
 from pipectl.runs import as_typed
+from pipectl.spec import load
 from pipectl.units import format_time
-
-if TYPE_CHECKING:
-    from pipectl.jobs.rehearse import RehearsalResult
 
 _SHARED = 0.005
 """Of the step: what shared cores and links add that is worth a line."""
@@ -26,25 +30,13 @@ _SHARED = 0.005
 def command(
     job: JobFile,
     scheduler: SchedulerOption = None,
-    wait: Annotated[
-        bool, typer.Option("--wait", help="Follow it to its end, as it is done on this machine.")
-    ] = False,
+    wait: Wait = False,
     as_json: Json = False,
     overrides: Overrides = None,
 ) -> None:
-    """Run a plan whose ranks wait instead of computing.
-
-    By default on this machine.
-    """
-    from pipectl.jobs.places import LOCAL
-    from pipectl.jobs.prepare import warning_of_code
-    from pipectl.jobs.rehearse import prepare_rehearsal, seconds_of, submit_rehearsal
-    from pipectl.rehearsal import Rehearsal
-    from pipectl.spec import load
-
     spec = load(job, overrides or ())
     warn(warning_of_code(spec, job))
-    with resumable(), progress_bar("profiling") as progress:
+    with resumable() as progress:
         planned = prepare_rehearsal(spec, scheduler and scheduler.value, progress)
     print_launch(planned.launch, planned.warning)
     submission = submit_rehearsal(planned, time.time())
@@ -56,8 +48,6 @@ def command(
         f"{format_time(seconds_of(rehearsal))}, times stretched by {rehearsal.stretch:g}"
     )
     if wait or record.scheduler == LOCAL:
-        from pipectl.jobs.rehearse import result_of
-
         wait_for(run, as_json=as_json)
         result = result_of(run)
         if as_json:

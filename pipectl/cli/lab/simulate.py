@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from pipectl.cli.console import output, plain, say, say_json
-from pipectl.cli.options import Json, read_by
-from pipectl.cli.refusal import refuse
+from pipectl.cli.options import Json, reader, refuse
+from pipectl.cli.views.plan import gantt_lines, headline
+from pipectl.cluster import Cluster
 from pipectl.errors import UsageError
-
-if TYPE_CHECKING:
-    from pipectl.jobs.schedules import Simulated
+from pipectl.files import make_directory_of, write_text
+from pipectl.jobs.schedules import Shape, Simulated, simulate_plan, simulate_shape
+from pipectl.plan import Plan
+from pipectl.report.gantt import gantt_svg, legend
 
 _SHAPE = "of equal stages, in any unit"
 _MAX_SHOWN = 16
@@ -30,7 +32,7 @@ def _time(text: str) -> float:
 
 
 def _time_option(help_text: str) -> Any:
-    return typer.Option(parser=read_by(_time), metavar="X", help=help_text)
+    return typer.Option(parser=reader(_time, zero=True), metavar="X", help=help_text)
 
 
 def command(
@@ -49,15 +51,6 @@ def command(
     svg: Annotated[Path | None, typer.Option(help="Draw the step here.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Simulate one step and draw it.
-
-    The drawing shows what every rank does when, and where it waits.
-    """
-    from pipectl.cluster import Cluster
-    from pipectl.files import make_directory_of
-    from pipectl.jobs.schedules import Shape, simulate_plan, simulate_shape
-    from pipectl.plan import Plan
-
     if svg is not None:
         make_directory_of(svg)
     shape = {
@@ -78,26 +71,14 @@ def command(
         refuse({"--cluster": cluster}, "is for a plan's stages", cure="name it: --plan FILE")
         step = simulate_shape(schedule, Shape(**shape))  # type: ignore[arg-type]
     if svg is not None:
-        _draw(svg, step)
+        write_text(svg, gantt_svg(step.simulation.timeline, headline(step.plan), _figures(step)))
     if as_json:
         say_json(step.to_json())
     else:
         _show(step)
 
 
-def _draw(path: Path, step: Simulated) -> None:
-    from pipectl.cli.views.plan import headline
-    from pipectl.files import write_text
-    from pipectl.report.gantt import gantt_svg
-
-    timeline = step.simulation.timeline
-    write_text(path, gantt_svg(timeline, headline(step.plan), _figures(step)))
-
-
 def _show(step: Simulated) -> None:
-    from pipectl.cli.views.plan import gantt_lines, headline
-    from pipectl.report.gantt import legend
-
     console, timeline = output(), step.simulation.timeline
     say(headline(step.plan).removeprefix(f"{step.plan.name}: "), "bold")
     say(_figures(step))

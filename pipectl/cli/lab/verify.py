@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from pipectl.cli.console import say, say_json
+from pipectl.cli.follow import wait
 from pipectl.cli.options import JobFile, Json, Overrides, TrustOwner
 from pipectl.cli.progress import progress_bar
-
-if TYPE_CHECKING:
-    from pipectl.jobs.verify import Verification
+from pipectl.jobs.verify import Verification, verify
 
 
 def command(
@@ -26,21 +25,13 @@ def command(
     as_json: Json = False,
     overrides: Overrides = None,
 ) -> None:
-    """Compare a pipeline with one plain process.
-
-    Both train a few steps here, and all weights are compared.
-    A model that fits no single process is trained under another plan instead.
-    """
-    from pipectl.cli.follow import watch
-    from pipectl.jobs.verify import verify
-
     with progress_bar("profiling") as progress:
         verification = verify(
             job,
             overrides or (),
             ranks,
             steps,
-            watch,
+            wait,
             progress,
             two_plans=between_plans,
             trust_owner=trust_owner,

@@ -5,31 +5,26 @@ Everything fits 80 columns; what a wider terminal adds is left out below that.
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipectl.cli.console import joined, plain
-from pipectl.cli.tables import table
+from pipectl.cli.console import labelled, plain, table
+from pipectl.cluster import Cluster
 from pipectl.plan import Plan, Replication, Stage
 from pipectl.report.gantt import gantt, legend
 from pipectl.timeline import Timeline
 from pipectl.units import format_bytes, format_time
 
 if TYPE_CHECKING:  # `status` shows plans, too, and loads no planner
-    from pipectl.cluster import Cluster
-    from pipectl.jobs.lab_plan import Balanced
     from pipectl.jobs.plan import StepAnswer
     from pipectl.planner.answers.busiest_link import End, LinkLoad
     from pipectl.planner.answers.data_parallel import WithoutPipeline
-    from pipectl.planner.answers.explain import Alternative, Explanation, Offer
+    from pipectl.planner.answers.explain import Explanation
     from pipectl.planner.answers.scaling import Count, Scaling
-    from pipectl.planner.answers.step_parts import StepParts
-    from pipectl.profile import Profile
 
 _STYLES = {
     "forward": "cyan",
@@ -43,19 +38,16 @@ _STYLES = {
 }
 _STAGE_COLUMNS = (
     *("stage", "rank", "node", "ops", "parameters", "forward", "backward", "load", ""),
-    "memory",
+    *("memory", "operators"),
 )
 _MAX_ROWS, _FIRST_ROWS, _LAST_ROWS = 24, 12, 4
 _GAP = "…"
 _BAR, _LOAD_BAR = 24, 6
-_STAGES_WIDTH = 80
 _MAX_RANGES = 40
 _NOTHING, _SMALL = 1e-3, 0.05
 """Shares of the step that are not worth a line, and not worth an advice."""
 _NOTEWORTHY_S = 1.0
 """Seconds of compiling that a reader would otherwise take for the search's."""
-_WIDE = 100
-"""Columns from which a table of numbers of nodes has bars."""
 _FASTER = 1.005
 _PARTS = (
     ("compute_s", "forward and backward"),
@@ -116,55 +108,38 @@ def step_view(answer: StepAnswer, width: int) -> RenderableType:
     Args:
         width: columns there are.
     """
-    plan, cluster = answer.plan, answer.inputs.cluster
+    plan, explanation = answer.plan, answer.explanation
     names = {operator.id: operator.name for operator in answer.inputs.profile.operators}
     ends = [
-        (names.get(stage.nodes[0], stage.nodes[0]), names.get(stage.nodes[-1], stage.nodes[-1]))
+        " … ".join(names.get(node, node) for node in (stage.nodes[0], stage.nodes[-1]))
         for stage in plan.stages
     ]
-    room = width - _STAGES_WIDTH - 2
-    shown = shown_stages(plan)
-    beside = all(len(end) * 2 <= room for index in shown for end in ends[index])
+    stages = stage_table(plan, ends, width)
     parts: list[RenderableType] = [plain(headline(plan), "bold")]
-    parts += map(plain, prediction_lines(plan))
-    parts += ["", stage_table(plan, ends if beside else None)]
-    parts += map(plain, mark_lines(plan))
-    if answer.explanation is not None and not beside:
-        parts += [plain(f"stage {index}: {' … '.join(ends[index])}") for index in shown]
-    parts += ["", *labelled([*verdict(answer), *remarks(answer)], width), ""]
+    parts += [*map(plain, prediction_lines(plan)), "", stages, *map(plain, mark_lines(plan))]
+    if explanation is not None and stages.columns[-1].header != "operators":
+        parts += [plain(f"stage {index}: {ends[index]}") for index in shown_stages(plan)]
+    lines = [(f"{label}:", text, "") for label, text in (*verdict(answer), *remarks(answer))]
+    indent = max(len(label) for label, _, _ in lines) + 1
+    parts += ["", *labelled(lines, indent, width, bold=True), ""]
     parts += [*gantt_lines(answer.simulation.timeline, width)]
     parts.append(plain(legend(answer.simulation.timeline), "dim"))
-    if answer.explanation is not None:
-        parts += map(plain, explanation_lines(answer.explanation, cluster))
+    if explanation is not None:
+        parts += map(plain, explanation_lines(explanation, answer.inputs.cluster))
     parts += [plain(f"assumed: {assumption}", "dim") for assumption in plan.assumptions]
     return Group(*parts)
 
 
-def labelled(lines: Iterable[tuple[str, str]], width: int) -> Iterator[Text]:
-    """Lines of a label and a text each, which is folded beside its label.
-
-    Args:
-        width: columns there are.
-    """
-    pairs = list(lines)
-    indent = max((len(label) + 2 for label, _ in pairs), default=0)
-    for label, text in pairs:
-        first, *more = textwrap.wrap(text, max(20, width - indent))
-        yield joined(plain(f"{label + ':':<{indent}}", "bold"), plain(first))
-        yield from (plain(f"{'':<{indent}}{line}") for line in more)
-
-
-def stage_table(plan: Plan, ends: Sequence[tuple[str, str]] | None) -> Table:
+def stage_table(plan: Plan, ends: Sequence[str], width: int) -> Table:
     """One row per stage, with all ranks that hold it; the middle of very many is left out.
 
     Args:
-        ends: first and last operator of every stage; None if there is no room for them.
+        ends: names of the first and last operator of every stage, shown if there is room.
+        width: columns there are.
     """
-    words = ("from", "to") if ends else ()
-    rows = table(*_STAGE_COLUMNS, *words, left=("", *words))
     loads = [stage.load_s for stage in plan.stages]
     total_s, largest_s = sum(loads) or 1.0, max(loads) or 1.0
-    shown = shown_stages(plan)
+    shown, rows = shown_stages(plan), []
     for index, after in zip(shown, [*shown[1:], len(plan.stages)], strict=True):
         stage = plan.stages[index]
         cells = (
@@ -178,13 +153,14 @@ def stage_table(plan: Plan, ends: Sequence[tuple[str, str]] | None) -> Table:
             f"{stage.load_s / total_s:.1%}",
             "█" * round(_LOAD_BAR * stage.load_s / largest_s),
             "" if plan.prediction is None else format_bytes(_peak_bytes(plan, stage)),
-            *(ends[index] if ends else ()),
+            ends[index],
         )
         slowest = loads[index] == max(loads) and len(loads) > 1
-        rows.add_row(*(plain(cell, "bold" if slowest else "") for cell in cells))
+        rows.append([plain(cell, "bold" if slowest else "") for cell in cells])
         if after > index + 1:
-            rows.add_row(*[_GAP] * len(_STAGE_COLUMNS))
-    return rows
+            rows.append([plain(_GAP)] * len(_STAGE_COLUMNS))
+    left, optional = ("", "operators"), ("operators",)
+    return table(_STAGE_COLUMNS, rows, left=left, optional=optional, width=width)
 
 
 def shown_stages(plan: Plan) -> list[int]:
@@ -245,14 +221,11 @@ def verdict(answer: StepAnswer) -> Iterator[tuple[str, str]]:
     link = answer.link
     stages = _stages_in_words(parts.stages, len(answer.plan.stages) + 1)
     if link is not None and link.busy_s > parts.busy_s:
-        ends = _link_ends(link, answer.inputs.cluster)
+        ends, waiting = _link_ends(link, answer.inputs.cluster), f"rank {parts.rank} waits"
         yield "bottleneck", f"the link {ends}, in use for {link.busy_s / step_s:.1%} of the step"
     else:
-        yield (
-            "bottleneck",
-            f"rank {parts.rank} ({stages}), which computes for {parts.busy_s / step_s:.1%} "
-            "of the step",
-        )
+        share, waiting = f"{parts.busy_s / step_s:.1%}", "it waits"
+        yield "bottleneck", f"rank {parts.rank} ({stages}), which computes for {share} of the step"
     losses = [
         (parts.bubble_s, "for other stages, to fill and to drain"),
         (parts.communication_s, "for messages"),
@@ -265,7 +238,7 @@ def verdict(answer: StepAnswer) -> Iterator[tuple[str, str]]:
         if lost_s / step_s >= _NOTHING
     ]
     if lost:
-        yield "it waits", ", ".join(lost)
+        yield waiting, ", ".join(lost)
     yield "would help", _advice(answer)
 
 
@@ -281,7 +254,9 @@ def _advice(answer: StepAnswer) -> str:
         best = max(offers, key=lambda offer: offer.gain(step_s), default=None)
         if best is None or not best.gain(step_s):
             return "nothing that was tried"
-        return f"{best.change}: {-best.gain(step_s):+.1%} per step"
+        return (
+            f"{best.change}: {format_time(best.step_s or 0.0)} per step ({-best.gain(step_s):+.1%})"
+        )
     open_micro_batches = request.micro_batches is None or answer.inputs.kept is not None
     more_work = "a larger batch (training.batch_size), or fewer ranks"
     if not open_micro_batches and 2 * plan.micro_batches <= plan.batch_size:
@@ -323,21 +298,18 @@ def remarks(answer: StepAnswer) -> Iterator[tuple[str, str]]:
     """What to know of the search and of the plan: labels and texts."""
     from pipectl.runtime.supported import unsupported
 
-    plan, inputs = answer.plan, answer.inputs
-    search = plan.search
+    plan, inputs, search = answer.plan, answer.inputs, answer.plan.search
     if search is not None:
-        compiling = ""
+        text = f"by {search.planner} in {format_time(search.planning_s)}"
         if answer.compiling_s >= _NOTEWORTHY_S:
-            compiling = f", {format_time(answer.compiling_s)} of it to compile the planner"
-        stopped = f", stopped {answer.stopped}" if answer.stopped else ""
-        bound = ""
+            text += f", {format_time(answer.compiling_s)} of it to compile the planner"
+        if answer.stopped:
+            text += f", stopped {answer.stopped}"
         if search.step_lower_bound_s is not None and search.gap is not None:
-            bound = (
-                "; with these sizes of micro-batches, none takes less than "
-                f"{format_time(search.step_lower_bound_s)} per step (within {search.gap:.1%})"
-            )
-        took = format_time(search.planning_s)
-        yield "search", f"by {search.planner} in {took}{compiling}{stopped}{bound}"
+            bound = f"takes less than {format_time(search.step_lower_bound_s)} per step"
+            bound = bound if search.gap >= _NOTHING else "is faster"
+            text += f"; with these sizes of micro-batches, no plan {bound}"
+        yield "search", text
     if inputs.kept is not None:
         yield (
             "micro-batches",
@@ -364,33 +336,10 @@ def gantt_lines(timeline: Timeline, width: int) -> list[Text]:
 
 def explanation_lines(explanation: Explanation, cluster: Cluster) -> Iterator[str]:
     """Where the step of the busiest rank goes, other plans, and what more would buy."""
-    step_s = explanation.parts.step_s
-    yield ""
-    yield from _part_lines(explanation.parts)
-    if explanation.link is not None:
-        link, share = explanation.link, explanation.link.busy_s / step_s if step_s else 0.0
-        yield f"busiest link: {_link_ends(link, cluster)}, in use for {share:.1%} of the step"
-        yield f"  ({format_bytes(link.bytes_per_step)} per step take {format_time(link.busy_s)})"
-    copies = _largest_copy(explanation.plan, cluster)
-    if copies is not None:
-        rank, size_bytes = copies
-        yield f"checkpoints: while writing one, rank {rank} holds {format_bytes(size_bytes)} more"
-    yield ""
-    yield "other plans:" if explanation.alternatives else "other plans: none was found"
-    yield from _columns(_alternative_row(other, step_s) for other in explanation.alternatives)
-    yield ""
-    yield "what more would buy:"
-    predicted_s = explanation.plan.predicted_step_s
-    yield from _columns(_offer_row(offer, predicted_s) for offer in explanation.offers)
-    if explanation.measured_size is not None:
-        yield (
-            f"(only micro-batches of {explanation.measured_size} were measured; the times of other "
-            "sizes are scaled: small ones may take longer)"
-        )
+    from pipectl.schedule.saving import copy_bytes  # numpy, which `status` does without
 
-
-def _part_lines(parts: StepParts) -> Iterator[str]:
-    """The step of the busiest rank, part by part."""
+    parts, plan = explanation.parts, explanation.plan
+    yield ""
     yield f"the {format_time(parts.step_s)} of rank {parts.rank}:"
     for name, words in _PARTS:
         time_s: float = getattr(parts, name)
@@ -398,6 +347,48 @@ def _part_lines(parts: StepParts) -> Iterator[str]:
         if share >= _NOTHING:
             bar = "█" * round(share * _BAR)
             yield f"  {words:<32}{format_time(time_s):>9}{share:>7.1%}  {bar}".rstrip()
+    if explanation.link is not None:
+        link = explanation.link
+        share = link.busy_s / parts.step_s if parts.step_s else 0.0
+        yield f"busiest link: {_link_ends(link, cluster)}, in use for {share:.1%} of the step"
+        yield f"  ({format_bytes(link.bytes_per_step)} per step take {format_time(link.busy_s)})"
+    copies = [
+        (copy_bytes(plan, rank, cluster.memory_of(rank, plan.memory_limit_bytes)), -rank)
+        for rank in range(plan.ranks)
+    ]
+    size_bytes, rank = max(copies)
+    if size_bytes:
+        size = format_bytes(size_bytes)
+        yield f"checkpoints: while writing one, rank {-rank} holds {size} more"
+    yield ""
+    yield "other plans:" if explanation.alternatives else "other plans: none was found"
+    rows = []
+    for other in explanation.alternatives:
+        other_s = other.plan.predicted_step_s
+        longer = f"{other_s / parts.step_s - 1:+.1%}" if parts.step_s else ""
+        rows.append((other.difference, format_time(other_s), longer))
+    yield from _columns(rows)
+    yield ""
+    yield "what more would buy:"
+    rows = []
+    for offer in explanation.offers:
+        gain = 0.0 if offer.step_s is None else offer.gain(plan.predicted_step_s)
+        value = offer.reason if offer.step_s is None else "nothing"
+        if gain and offer.step_s is not None:
+            value = format_time(offer.step_s)
+        rows.append((offer.change, value, f"{-gain:+.1%}" if gain else ""))
+    yield from _columns(rows)
+    if explanation.measured_size is not None:
+        yield (
+            f"(only micro-batches of {explanation.measured_size} were measured; the times of other "
+            "sizes are scaled: small ones may take longer)"
+        )
+
+
+def _columns(rows: Sequence[tuple[str, str, str]]) -> Iterator[str]:
+    width = max((len(row[0]) for row in rows), default=0)
+    for words, value, change in rows:
+        yield f"  {words:<{width}}  {value:>9}  {change:>7}".rstrip()
 
 
 def _link_ends(link: LinkLoad, cluster: Cluster) -> str:
@@ -417,42 +408,6 @@ def _link_ends(link: LinkLoad, cluster: Cluster) -> str:
     return f"{name(link.source)} to {name(link.target)}"
 
 
-def _largest_copy(plan: Plan, cluster: Cluster) -> tuple[int, int] | None:
-    """The rank that copies most for a checkpoint, besides the peak, and how much; None if none."""
-    from pipectl.schedule.saving import copy_bytes
-
-    copies = [
-        copy_bytes(plan, rank, cluster.memory_of(rank, plan.memory_limit_bytes))
-        for rank in range(plan.ranks)
-    ]
-    largest = max(copies)
-    return (copies.index(largest), largest) if largest else None
-
-
-def _alternative_row(other: Alternative, step_s: float) -> tuple[str, str, str]:
-    """What is different, step time, and by how much that is longer, if it can be said."""
-    other_s = other.plan.predicted_step_s
-    longer = f"{other_s / step_s - 1:+.1%}" if step_s else ""
-    return other.difference, format_time(other_s), longer
-
-
-def _offer_row(offer: Offer, step_s: float) -> tuple[str, str, str]:
-    """Change, step time, and what it is better; or why nothing can be said."""
-    if offer.step_s is None:
-        return offer.change, offer.reason, ""
-    gain = offer.gain(step_s)
-    if not gain:
-        return offer.change, "nothing", ""
-    return offer.change, format_time(offer.step_s), f"{-gain:+.1%}"
-
-
-def _columns(rows: Iterable[tuple[str, str, str]]) -> Iterator[str]:
-    rows = list(rows)
-    width = max((len(row[0]) for row in rows), default=0)
-    for words, value, change in rows:
-        yield f"  {words:<{width}}  {value:>9}  {change:>7}".rstrip()
-
-
 def scaling_table(result: Scaling, width: int) -> Table:
     """One row per number of nodes; with bars if there is room.
 
@@ -460,15 +415,12 @@ def scaling_table(result: Scaling, width: int) -> Table:
         width: columns there are.
     """
     heads = ("nodes", "ranks", "stages", "step", "samples/s", "efficiency", "bubble", "node-h/1000")
-    bars = ("samples/s, · ideal",) if width >= _WIDE else ()
-    rows = table(*heads, *bars, left=bars)
+    bars, rows = "samples/s, · ideal", []
     for count in result.counts:
         plan, efficiency = count.plan, result.efficiency(count)
-        cells = [str(count.nodes), str(count.ranks)]
-        if plan is None or plan.prediction is None or efficiency is None:
-            cells += ["-"] * (len(heads) - 2)
-        else:
-            cells += [
+        cells = ["-"] * (len(heads) - 2)
+        if plan is not None and plan.prediction is not None and efficiency is not None:
+            cells = [
                 str(len(plan.stages)),
                 format_time(plan.prediction.step_time_s),
                 f"{count.samples_per_s:.1f}",
@@ -476,10 +428,8 @@ def scaling_table(result: Scaling, width: int) -> Table:
                 f"{plan.prediction.bubble:.1%}",
                 f"{count.node_hours:.3g}",
             ]
-        if bars:
-            cells.append(_scaling_bar(result, count))
-        rows.add_row(*map(plain, cells))
-    return rows
+        rows.append((count.nodes, count.ranks, *cells, _scaling_bar(result, count)))
+    return table((*heads, bars), rows, left=(bars,), optional=(bars,), width=width)
 
 
 def _scaling_bar(result: Scaling, count: Count) -> str:
@@ -514,34 +464,3 @@ def scaling_lines(result: Scaling) -> Iterator[str]:
         gain = pays.step_s / after.step_s
         words = f"{gain:.2f} times as fast, of {after.nodes / pays.nodes:.2f} possible"
         yield f"{until}: {after.nodes} would be {words if gain >= _FASTER else 'no faster'}"
-
-
-def balance_view(balanced: Balanced, profile: Profile) -> RenderableType:
-    """The stages with the smallest largest load, and how good they are."""
-    result, request, plan = balanced.balance, balanced.request, balanced.plan
-    value, took = format_time(result.value_s), format_time(balanced.planning_s)
-    proven = "the smallest possible"
-    if not result.exact:
-        least = format_time(result.lower_bound_s)
-        proven = f"within {result.gap:.1%} of the smallest possible (none is below {least})"
-    devices = counted(request.devices, "device")
-    lines = [
-        f"{profile.name}: {counted(len(result.stages), 'stage')} on {devices}",
-        f"largest stage load {value}: {proven}, in {took}",
-    ]
-    rows = table("stage", "ops", "load", "", "from", left=("", "from"))
-    for index, stage in enumerate(result.stages):
-        bar = "█" * round(_BAR * stage.load_s / (result.value_s or 1.0))
-        name = profile.by_id[stage.nodes[0]].name
-        cells = (index, len(stage.nodes), format_time(stage.load_s), bar, name)
-        rows.add_row(*map(plain, cells))
-    parts: list[RenderableType] = [*map(plain, lines), rows]
-    if plan.prediction is not None:
-        parts.append(
-            plain(
-                f"as a 1f1b pipeline of {counted(plan.micro_batches, 'micro-batch')}: "
-                f"{format_time(plan.prediction.step_time_s)} per step, "
-                f"bubble {plan.prediction.bubble:.1%}"
-            )
-        )
-    return Group(*parts, *(plain(f"assumed: {each}") for each in plan.assumptions))

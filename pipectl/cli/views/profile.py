@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from pipectl.cli.console import note, plain, say, say_json
-from pipectl.cli.tables import table
+from pipectl.cli.console import note, plain, say, say_json, table
 from pipectl.cluster import Cluster
+from pipectl.jobs.profiles import Measurement
 from pipectl.link import Link
 from pipectl.report.charts import bandwidth, measured_links, whole_bytes
 from pipectl.units import format_bytes, format_time
-
-if TYPE_CHECKING:
-    from pipectl.jobs.profiles import Measurement
 
 _SPANS = ((86400, "day"), (3600, "h"), (60, "min"))
 
@@ -85,9 +82,8 @@ def ago(age_s: float) -> str:
 
 def links_view(cluster: Cluster) -> RenderableType:
     """Measured links: messages by size, what disturbs them, sums over ranks."""
-    links = measured_links(cluster)
     parts: list[RenderableType] = [plain(f"{cluster.name}: {cluster.source}", "bold"), ""]
-    parts += [_messages(links), ""]
+    parts += [_messages(measured_links(cluster)), ""]
     for name, link in (
         ("within a node", cluster.within_node),
         ("between nodes", cluster.between_nodes),
@@ -100,27 +96,26 @@ def links_view(cluster: Cluster) -> RenderableType:
 
 def _messages(links: dict[str, Link]) -> Table:
     """A row per message size."""
-    rows = table("message", *(head for name in links for head in (name, "bandwidth")))
+    rows = []
     for size in sorted({size for link in links.values() for size, _ in link.timings}):
         cells = [whole_bytes(size)]
         for link in links.values():
             measured = size <= link.timings[-1][0]
             cells.append(format_time(link.transfer_s(size)) if measured else "")
             cells.append(f"{format_bytes(bandwidth(link, size))}/s" if measured else "")
-        rows.add_row(*map(plain, cells))
-    return rows
+        rows.append(cells)
+    return table(("message", *(head for name in links for head in (name, "bandwidth"))), rows)
 
 
 def _sums(cluster: Cluster) -> Table:
     """A row per size of the summed vector, a column per number of ranks."""
-    times = {(ranks, size): time_s for ranks, size, time_s in cluster.allreduce}
+    times = {(ranks, size): format_time(time_s) for ranks, size, time_s in cluster.allreduce}
     counts = sorted({ranks for ranks, _ in times})
-    rows = table("sum", *(f"{count} ranks" for count in counts))
-    for size in sorted({size for _, size in times}):
-        row = (times.get((count, size)) for count in counts)
-        cells = ["" if time_s is None else format_time(time_s) for time_s in row]
-        rows.add_row(*map(plain, (whole_bytes(size), *cells)))
-    return rows
+    rows = [
+        (whole_bytes(size), *(times.get((count, size), "") for count in counts))
+        for size in sorted({size for _, size in times})
+    ]
+    return table(("sum", *(f"{count} ranks" for count in counts)), rows)
 
 
 def _link_lines(name: str, link: Link) -> Iterator[str]:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from rich.console import Console
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from pipectl.batch import JobState, JobStatus
-from pipectl.cli.console import joined, output, plain, say, say_json, short
-from pipectl.cli.rows import Rows
-from pipectl.cli.sweep_values import short_keys, shown, values_text
-from pipectl.cli.tables import table
+from pipectl.cli.console import labelled, output, plain, say_json, short, table
 from pipectl.cli.views.plan import headline
-from pipectl.jobs.state import Laggard, Peak, RunStatus, find_best
+from pipectl.jobs.state import RunStatus, find_best
 from pipectl.report.charts import thinned
-from pipectl.runs import PROFILING, SweepDirectory, as_typed, last_checkpoint, step_of
+from pipectl.runs import (
+    PROFILING,
+    SweepDirectory,
+    as_typed,
+    last_checkpoint,
+    read_metrics,
+    step_of,
+)
 from pipectl.units import format_bytes, format_time
 
 _STYLES = {
@@ -36,18 +39,14 @@ _SLOWER = 1.1
 _MAX_PEAKS = 4
 _INDENT = 16
 """Columns of the labels."""
-_MAX_REASON = 40
-"""Characters of a reason in a table."""
+_MAX_REASON, _MAX_VALUE = 40, 24
+"""Characters of a reason and of a value of a sweep in a table."""
 _EIGHTHS, _LEVELS = " ▏▎▍▌▋▊▉█", "▁▂▃▄▅▆▇█"
-_FIGURES = (
-    "step", "loss", "per step", "predicted", "efficiency", "memory", "restarts", "remaining",
-)  # fmt: skip
-_HEADS = ("run", "values", "state", "on", *_FIGURES, "waits for")
+_WORDS = ("run", "values", "state", "on", "waits for")
 _OPTIONAL = (  # the least important first
     "predicted", "memory", "efficiency", "on", "restarts", "waits for", "remaining", "per step",
     "values",
 )  # fmt: skip
-_RANK_HEADS = ("rank", "node", "stage", "busy", "waits", "computes per step", "memory", "predicted")
 
 
 def print_run(status: RunStatus, *, as_json: bool = False) -> None:
@@ -56,29 +55,8 @@ def print_run(status: RunStatus, *, as_json: bool = False) -> None:
         say_json(run_json(status))
         return
     console = output()
-    for line in run_lines(status):
-        for part in _wrap(line, console) if console.is_terminal else [line]:
-            console.print(part, soft_wrap=True)
-
-
-def print_sweep(
-    sweep: SweepDirectory, statuses: Sequence[RunStatus], *, as_json: bool = False
-) -> None:
-    """Print how the runs of a sweep are."""
-    if as_json:
-        best = find_best(statuses)
-        say_json(
-            {
-                "sweep": sweep.name,
-                "directory": str(sweep.path),
-                "best": None if best is None else best.run.name,
-                "runs": [run_json(status) for status in statuses],
-            }
-        )
-    else:
-        console = output()
-        say(sweep_headline(sweep, statuses), "bold")
-        console.print(sweep_table(sweep, statuses, console.width))
+    for line in run_lines(status, console.width if console.is_terminal else None):
+        console.print(line, soft_wrap=True)
 
 
 def run_json(status: RunStatus) -> dict[str, Any]:
@@ -122,63 +100,81 @@ def run_json(status: RunStatus) -> dict[str, Any]:
     }
 
 
-def run_lines(status: RunStatus, *, files: bool = True) -> Iterator[Text]:
+def run_lines(status: RunStatus, width: int | None = None, *, files: bool = True) -> Iterator[Text]:
     """Everything about one run, a label and a text per line.
 
     Args:
+        width: to which texts are folded; None leaves them whole.
         files: whether to say what it has made, and where that lies.
     """
     record, job = status.record, status.job
     where = f" on {job.nodes}" if job.nodes else ""
-    named = f"{record.scheduler} job {record.job_id or 'not confirmed'}{where}" if record else ""
-    yield joined(
-        plain(_on_one_line(status.run.name), "bold"),
-        Text("  "),
-        _state(status),
-        Text("  "),
-        plain(_on_one_line(named)),
-    )
-    if status.failure is not None and job.state is not JobState.COMPLETED:
-        failure = status.failure
+    job_text = f"{record.scheduler} job {record.job_id or 'not confirmed'}{where}" if record else ""
+    name, state = plain(status.run.name, "bold"), _state(status)
+    head = Text("  ").join((name, state, plain(job_text)))
+    yield Text(" ").join(head.split("\n"))  # nobody's field looks like another line
+    lines = [*_failure(status), *_progress(status), *_speed(status), *_measured(status)]
+    lines += [*_submission(status), *(_files(status) if files else ())]
+    indented = ((f"  {label}", text, style) for label, text, style in lines)
+    yield from labelled(indented, _INDENT, width)
+
+
+Lines = Iterator[tuple[str, str, str]]
+"""Label, text and style."""
+
+
+def _failure(status: RunStatus) -> Lines:
+    """What ended it, or keeps it from starting or moving on."""
+    job, failure = status.job, status.failure
+    if failure is not None and job.state is not JobState.COMPLETED:
         others = f" (and {failure.others} more ranks)" if failure.others else ""
-        yield joined(
-            plain(f"  {'error':<14}", "red"), plain(_on_one_line(f"{failure.where}{others}"))
-        )
+        yield "error", f"{failure.where}{others}", "red"
         logs = f"details: {short(status.run.errors)}, pipectl logs {as_typed(status.run)}"
-        for line in (*failure.message.splitlines(), *(failure.cure or "").splitlines(), logs):
-            yield plain(f"{'':{_INDENT}}{line}")
-    for label, text, style in (*_details(status), *(_files(status) if files else ())):
-        yield joined(plain(f"  {label:<14}"), plain(_on_one_line(text), style))
-
-
-def _details(status: RunStatus) -> Iterator[tuple[str, str, str]]:
-    """Label, text and style: what it does, how it goes, what it holds, when it was submitted."""
-    job, record = status.job, status.record
-    only_exit_code = status.failure is not None and job.reason.startswith("exit code")
-    if job.reason and not only_exit_code:
+        yield "", "\n".join(filter(None, (failure.message, failure.cure, logs))), ""
+    if job.reason and not (failure is not None and job.reason.startswith("exit code")):
         yield "reason", job.reason, ""
     if job.start is not None and job.state.waits:
         yield "expected", f"to start {datetime.fromtimestamp(job.start):%Y-%m-%d %H:%M}", ""
-    if status.phase and job.state.alive:
-        yield "doing", status.phase, ""
     if stalled := status.stalled:
         yield "stalled", stalled, "red"
-    if progress := _progress(status):
-        yield "progress", progress, ""
-    yield from _speed(status)
-    yield from _figures(status)
-    if status.restarts:
-        yield "restarts", str(status.restarts), ""
-    if record is not None and record.sweep is not None:
-        yield "values", values_text(record.sweep.values), ""
-        yield "sweep", record.sweep.name, ""
-    if record is not None:
-        yield "submitted", f"{datetime.fromtimestamp(record.submitted_at):%Y-%m-%d %H:%M:%S}", ""
 
 
-def _figures(status: RunStatus) -> Iterator[tuple[str, str, str]]:
+def _progress(status: RunStatus) -> Lines:
+    """``████████░░░░ step 40 of 60, 1 min 20 s left``; percent of a run that only measures."""
+    alive, so_far = status.job.state.alive, status.measured
+    if status.phase and alive:
+        yield "doing", status.phase, ""
+    if status.steps:
+        drawn = bar(so_far.step / status.steps, 20).replace(" ", "░")
+        done = f"{so_far.step}%" if _measures(status) else f"step {so_far.step} of {status.steps}"
+        left_s = so_far.remaining_s if alive else None
+        left = "" if left_s is None else f", {format_long_time(left_s)} left"
+        yield "progress", f"{drawn} {done}{left}", ""
+
+
+def _speed(status: RunStatus) -> Lines:
+    """The pace, and that of the prediction."""
+    step_s, ratio = status.measured.step_time_s, status.prediction_ratio
+    if step_s is not None:
+        text = f"{format_time(step_s)} per step"
+        if status.plan is not None:
+            text += f", {status.plan.batch_size / step_s:.1f} samples/s"
+        if status.efficiency is not None:
+            text += f", efficiency {status.efficiency:.0%}"
+        yield "speed", text, ""
+    if status.predicted_step_s is not None:
+        against, style = "", ""
+        if ratio is not None:
+            style = "yellow" if ratio >= _SLOWER else "green"
+            change = abs(ratio - 1)
+            how = f"{change:.0%} {'slower' if ratio > 1 else 'faster'} than that"
+            against = f"; the run is {how if change >= 0.005 else 'as fast'}"
+        yield "predicted", f"{format_time(status.predicted_step_s)} per step{against}", style
+
+
+def _measured(status: RunStatus) -> Lines:
     """Losses, waits and memory."""
-    so_far = status.measured
+    so_far, laggard = status.measured, status.laggard
     if so_far.first_loss is not None:
         now = _figure(so_far.last_loss)
         yield "loss", f"{so_far.first_loss:.4g} after the first step, {now} now", ""
@@ -189,74 +185,39 @@ def _figures(status: RunStatus) -> Iterator[tuple[str, str, str]]:
     if so_far.evaluation:
         values = ", ".join(f"{name} {_figure(value)}" for name, value in so_far.evaluation.items())
         yield "evaluation", f"after step {so_far.evaluation_step}: {values}", ""
-    if status.laggard is not None:
-        yield "waiting", _laggard(status.laggard), "yellow"
-    if status.peaks:
-        yield "peak memory", _peaks(status.peaks), ""
-
-
-def _progress(status: RunStatus) -> str:
-    """``████████░░░░ step 40 of 60, 1 min 20 s left``; percent of a run that only measures."""
-    step, steps = status.measured.step, status.steps
-    if not steps:
-        return ""
-    measures = status.record is not None and status.record.kind == PROFILING
-    done = f"{step}%" if measures else f"step {step} of {steps}"
-    left_s = status.measured.remaining_s if status.job.state.alive else None
-    left = "" if left_s is None else f", {format_long_time(left_s)} left"
-    return f"{bar(step / steps, 20).replace(' ', '░')} {done}{left}"
-
-
-def _speed(status: RunStatus) -> Iterator[tuple[str, str, str]]:
-    step_s, predicted_s, ratio = (
-        status.measured.step_time_s,
-        status.predicted_step_s,
-        status.prediction_ratio,
-    )
-    if step_s is not None:
-        text = f"{format_time(step_s)} per step"
-        if status.plan is not None:
-            text += f", {status.plan.batch_size / step_s:.1f} samples/s"
-        if status.efficiency is not None:
-            text += f", efficiency {status.efficiency:.0%}"
-        yield "speed", text, ""
-    if predicted_s is not None:
-        against, style = "", ""
-        if ratio is not None:
-            style = "yellow" if ratio >= _SLOWER else "green"
-            change = abs(ratio - 1)
-            how = "as predicted" if change < 0.005 else "slower" if ratio > 1 else "faster"
-            against = f"; the run takes {ratio:.2f} times that ({change:.0%} {how})"
-            if change < 0.005:
-                against = "; so does the run"
-        yield "predicted", f"{format_time(predicted_s)} per step{against}", style
-
-
-def _laggard(laggard: Laggard) -> str:
-    node = f" on {laggard.node}" if laggard.node else ""
-    return (
-        f"for rank {laggard.rank}{node}: the others wait {laggard.others:.0%} of their time, "
-        f"it waits {laggard.share:.0%}"
-    )
-
-
-def _peaks(peaks: Sequence[Peak]) -> str:
-    """Of the ranks that have held most."""
-    largest = sorted(peaks, key=lambda peak: peak.measured_bytes, reverse=True)[:_MAX_PEAKS]
+    if laggard is not None:
+        node = f" on {laggard.node}" if laggard.node else ""
+        text = (
+            f"for rank {laggard.rank}{node}: the others wait {laggard.others:.0%} of their time, "
+            f"it waits {laggard.share:.0%}"
+        )
+        yield "waiting", text, "yellow"
+    peaks = sorted(status.peaks, key=lambda peak: peak.measured_bytes, reverse=True)
     texts = []
-    for peak in sorted(largest):
-        predicted = peak.predicted_bytes
+    for rank, measured, predicted in sorted(peaks[:_MAX_PEAKS]):
         expected = "" if predicted is None else f" (predicted {format_bytes(predicted)})"
-        texts.append(f"rank {peak.rank} {format_bytes(peak.measured_bytes)}{expected}")
-    if len(peaks) > len(largest):
-        texts.append(f"{len(peaks) - len(largest)} ranks less")
-    return ", ".join(texts)
+        texts.append(f"rank {rank} {format_bytes(measured)}{expected}")
+    if len(peaks) > _MAX_PEAKS:
+        texts.append(f"{len(peaks) - _MAX_PEAKS} ranks less")
+    if peaks:
+        yield "peak memory", ", ".join(texts), ""
 
 
-def _files(status: RunStatus) -> Iterator[tuple[str, str, str]]:
+def _submission(status: RunStatus) -> Lines:
+    record = status.record
+    if status.restarts:
+        yield "restarts", str(status.restarts), ""
+    if record is not None and record.sweep is not None:
+        yield "values", values_text(record.sweep.values), ""
+        yield "sweep", record.sweep.name, ""
+    if record is not None:
+        yield "submitted", f"{datetime.fromtimestamp(record.submitted_at):%Y-%m-%d %H:%M:%S}", ""
+
+
+def _files(status: RunStatus) -> Lines:
     """What the run has made, and where it lies."""
     run = status.run
-    if status.record and status.record.kind == PROFILING:
+    if _measures(status):
         for label, path in (("profile", run.profile), ("cluster", run.cluster)):
             if path.exists():
                 yield label, short(path), ""
@@ -272,37 +233,50 @@ def _files(status: RunStatus) -> Iterator[tuple[str, str, str]]:
     yield "run directory", short(run.path), ""
 
 
-def runs_table(statuses: Sequence[RunStatus], width: int) -> Rows:
+def run_picture(status: RunStatus, width: int, height: int) -> RenderableType:
+    """One run on the whole screen: its lines, its loss as a curve, and its ranks if they fit."""
+    parts: list[RenderableType] = [*run_lines(status, width, files=False)]
+    losses = [line["loss"] for line in read_metrics(status.run) if line.get("loss") is not None]
+    if losses:
+        parts += [Text(), plain(f"  loss  {sparkline(losses, max(10, width - 10))}", "cyan")]
+    room = height - len(parts)
+    if status.ranks and room > 0:
+        parts += [Text(), ranks_table(status, room)]
+    return Group(*parts)
+
+
+def runs_table(statuses: Sequence[RunStatus], width: int) -> Table:
     """One row per run; without empty columns, and without the least important if it gets too wide.
 
     Args:
         width: columns of the terminal.
     """
     rows = [_row(status) for status in statuses]
-    columns = {head: [row[index] for row in rows] for index, head in enumerate(_HEADS)}
-    return Rows(columns, _FIGURES, optional=_OPTIONAL, room=width)
+    heads, cells = tuple(rows[0]), [tuple(row.values()) for row in rows]
+    return table(heads, cells, left=_WORDS, optional=_OPTIONAL, width=width)
 
 
-def _row(status: RunStatus) -> list[Text]:
+def _row(status: RunStatus) -> dict[str, str | Text]:
     record, so_far, peaks = status.record, status.measured, status.peaks
+    sweep = None if record is None else record.sweep
     left_s = so_far.remaining_s if status.job.state.alive else None
-    times = [so_far.step_time_s, status.predicted_step_s]
-    slow = (status.prediction_ratio or 0) >= _SLOWER
-    cells = (
-        plain(status.run.name),
-        plain("" if record is None or record.sweep is None else values_text(record.sweep.values)),
-        _state(status),
-        plain(record.scheduler if record else ""),
-        plain(_steps(status)),
-        plain("" if so_far.last_loss is None else f"{so_far.last_loss:.4g}"),
-        *(plain("" if s is None else format_time(s), "yellow" if slow else "") for s in times),
-        plain("" if status.efficiency is None else f"{status.efficiency:.0%}"),
-        plain(format_bytes(max(peak.measured_bytes for peak in peaks)) if peaks else ""),
-        plain(status.restarts or ""),
-        plain("" if left_s is None else format_long_time(left_s)),
-        plain(_waits_for(status.job)),
-    )
-    return list(cells)
+    step = f"{so_far.step}/{status.steps}" if status.steps else ""
+    pace = "yellow" if (status.prediction_ratio or 0) >= _SLOWER else ""
+    return {
+        "run": status.run.name,
+        "values": "" if sweep is None else values_text(sweep.values),
+        "state": _state(status),
+        "on": record.scheduler if record else "",
+        "step": f"{so_far.step}%" if _measures(status) else step,
+        "loss": _figure(so_far.last_loss, ""),
+        "per step": plain(_time(so_far.step_time_s), pace),
+        "predicted": plain(_time(status.predicted_step_s), pace),
+        "efficiency": "" if status.efficiency is None else f"{status.efficiency:.0%}",
+        "memory": format_bytes(max(peak.measured_bytes for peak in peaks)) if peaks else "",
+        "restarts": str(status.restarts or ""),
+        "remaining": "" if left_s is None else format_long_time(left_s),
+        "waits for": _waits_for(status.job),
+    }
 
 
 def _waits_for(job: JobStatus) -> str:
@@ -313,47 +287,97 @@ def _waits_for(job: JobStatus) -> str:
     return ", ".join(filter(None, (job.reason[:_MAX_REASON], start)))
 
 
-def sweep_headline(sweep: SweepDirectory, statuses: Sequence[RunStatus]) -> str:
-    """Its name, and how many runs are in which state."""
-    states = Counter(status.job.state.value for status in statuses)
-    counts = ", ".join(f"{count} {state}" for state, count in states.items())
-    return f"{sweep.name}  {len(statuses)} runs: {counts}"
+def print_sweep(
+    sweep: SweepDirectory, statuses: Sequence[RunStatus], *, as_json: bool = False
+) -> None:
+    """Print how the runs of a sweep are."""
+    if not as_json:
+        console = output()
+        console.print(sweep_picture(sweep, statuses, console.width))
+        return
+    best = find_best(statuses)
+    answer = {
+        "sweep": sweep.name,
+        "directory": str(sweep.path),
+        "best": None if best is None else best.run.name,
+        "runs": [run_json(status) for status in statuses],
+    }
+    say_json(answer)
 
 
-def sweep_table(
-    sweep: SweepDirectory, statuses: Sequence[RunStatus], width: int, max_rows: int | None = None
-) -> Rows:
-    """One row per point: its place, values, state and figures; the best is marked.
+def sweep_picture(
+    sweep: SweepDirectory, statuses: Sequence[RunStatus], width: int, height: int | None = None
+) -> RenderableType:
+    """How many runs are in which state, and a row per run; the best is marked.
 
     Args:
         width: columns of the terminal; values go last if they do not fit.
-        max_rows: at most so many, those that are over last of all.
+        height: lines at most, with those of runs that are over last of all.
     """
+    states = Counter(status.job.state.value for status in statuses)
+    counts = ", ".join(f"{count} {state}" for state, count in states.items())
+    head = plain(f"{sweep.name}  {len(statuses)} runs: {counts}", "bold")
     best = find_best(statuses)
-    if max_rows is not None:
-        statuses = sorted(statuses, key=lambda status: status.job.state.final)[:max_rows]
+    if height is not None:
+        statuses = sorted(statuses, key=lambda status: status.job.state.final)
+        statuses = statuses[: max(1, height - 1)]
     points: list[Mapping[str, Any]] = [
         {} if one.record is None or one.record.sweep is None else one.record.sweep.values
         for one in statuses
     ]
-    taken = ("run", "state", "step", "loss", "best")
-    keys = short_keys([key for point in points for key in point], taken=taken)
+    keys = short_keys(
+        [key for point in points for key in point], taken=("run", "state", "step", "loss", "best")
+    )
     metrics = dict.fromkeys(name for one in statuses for name in one.measured.evaluation)
-    stem = f"{sweep.name}-"
-    columns: dict[str, list[Text]] = {
-        "run": [plain(one.run.name.removeprefix(stem)) for one in statuses],
-        **{name: [plain(shown(point, key)) for point in points] for key, name in keys.items()},
-        "state": [_state(one) for one in statuses],
-        "step": [plain(f"{one.measured.step}/{one.steps or '?'}") for one in statuses],
-        "loss": [plain(_figure(one.measured.last_loss, "")) for one in statuses],
-    }
-    for name in metrics:
-        values = (one.measured.evaluation.get(name) for one in statuses)
-        columns[f"evaluation {name}"] = [plain(_figure(value, "")) for value in values]
-    if best is not None:
-        columns["best"] = [plain("*" if one is best else "", "green") for one in statuses]
-    optional = ("step", *reversed(list(keys.values())))
-    return Rows(columns, set(columns) - {"run", "state"}, optional=optional, room=width)
+    rows = []
+    for point, one in zip(points, statuses, strict=True):
+        evaluation = (_figure(one.measured.evaluation.get(name), "") for name in metrics)
+        rows.append(
+            (
+                one.run.name.removeprefix(f"{sweep.name}-"),
+                *(_value(point, key) for key in keys),
+                _state(one),
+                f"{one.measured.step}/{one.steps or '?'}",
+                _figure(one.measured.last_loss, ""),
+                *evaluation,
+                plain("*" if one is best else "", "green"),
+            )
+        )
+    measured = ("step", "loss", *(f"evaluation {name}" for name in metrics))
+    heads = ("run", *keys.values(), "state", *measured, "best")
+    optional = ("step", *reversed(keys.values()), "best")
+    return Group(head, table(heads, rows, left=("run", "state"), optional=optional, width=width))
+
+
+def values_text(values: Mapping[str, Any]) -> str:
+    """The values of a point in a line, by the last words of their keys: ``lr=0.001 seed=2``."""
+    shorts = short_keys(list(values))
+    return " ".join(f"{name}={_value(values, key)}" for key, name in shorts.items())
+
+
+def short_keys(keys: Sequence[str], taken: Sequence[str] = ()) -> dict[str, str]:
+    """Keys by as few of their last words as tell them apart, and from what is ``taken``."""
+    names, distinct = {}, [f".{key}" for key in dict.fromkeys(keys)]
+    for key in distinct:
+        words = key.split(".")[1:]
+        tails = [".".join(words[-count:]) for count in range(1, len(words) + 1)]
+        names[key[1:]] = next(
+            (
+                tail
+                for tail in tails
+                if tail not in taken and sum(each.endswith(f".{tail}") for each in distinct) == 1
+            ),
+            key[1:],
+        )
+    return names
+
+
+def _value(values: Mapping[str, Any], key: str) -> str:
+    """A value, shortened; empty where the point has none for this key."""
+    if key not in values:
+        return ""
+    text = "null" if values[key] is None else str(values[key])
+    return text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE - 3]}..."
 
 
 def ranks_table(status: RunStatus, max_rows: int | None = None) -> Table:
@@ -366,24 +390,26 @@ def ranks_table(status: RunStatus, max_rows: int | None = None) -> Table:
     ranks, count = status.ranks, len(status.ranks)
     if max_rows is not None and count > max_rows:
         ranks = ranks[: max_rows - 1]
-    rows = table(*_RANK_HEADS, left=("node", "stage", "busy"))
+    heads = ("rank", "node", "stage", "busy", "waits", "computes per step", "memory", "predicted")
+    rows: list[Sequence[object]] = []
     for rank in ranks:
-        waiting, busy_s, peak = rank.get("waiting"), rank.get("busy_s"), peaks.get(rank["rank"])
+        waiting, peak = rank.get("waiting"), peaks.get(rank["rank"])
         predicted = None if peak is None else peak.predicted_bytes
-        cells = (
-            rank["rank"],
-            rank.get("node", ""),
-            ",".join(map(str, rank.get("stages") or ())),
-            "" if waiting is None else bar(1 - waiting, 10),
-            "" if waiting is None else f"{waiting:.0%}",
-            "" if busy_s is None else format_time(busy_s),
-            "" if peak is None else format_bytes(peak.measured_bytes),
-            "" if predicted is None else format_bytes(predicted),
+        rows.append(
+            (
+                rank["rank"],
+                rank.get("node", ""),
+                ",".join(map(str, rank.get("stages") or ())),
+                "" if waiting is None else bar(1 - waiting, 10),
+                "" if waiting is None else f"{waiting:.0%}",
+                _time(rank.get("busy_s")),
+                "" if peak is None else format_bytes(peak.measured_bytes),
+                "" if predicted is None else format_bytes(predicted),
+            )
         )
-        rows.add_row(*map(plain, cells))
     if len(ranks) < count:
-        rows.add_row("…", plain(f"{count - len(ranks)} more"))
-    return rows
+        rows.append(("…", f"{count - len(ranks)} more", *[""] * 6))
+    return table(heads, rows, left=("node", "stage", "busy"))
 
 
 def bar(share: float, width: int) -> str:
@@ -415,37 +441,20 @@ def format_long_time(time_s: float) -> str:
     return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours / 24:.1f} days"
 
 
+def _measures(status: RunStatus) -> bool:
+    """Whether it is a run that only measures, whose steps are percent."""
+    return status.record is not None and status.record.kind == PROFILING
+
+
 def _state(status: RunStatus) -> Text:
     """A state in its colour."""
     state = status.job.state
     return Text(state.value, style=_STYLES.get(state, "red"))
 
 
-def _steps(status: RunStatus) -> str:
-    """Steps made of those to make; a run that only measures has percent."""
-    if status.record is not None and status.record.kind == PROFILING:
-        return f"{status.measured.step}%"
-    return f"{status.measured.step}/{status.steps}" if status.steps else ""
+def _time(time_s: float | None) -> str:
+    return "" if time_s is None else format_time(time_s)
 
 
 def _figure(value: float | None, missing: str = "not finite") -> str:
     return missing if value is None else f"{value:.4g}"
-
-
-def _on_one_line(text: str) -> str:
-    """Nobody's field looks like another line."""
-    return " ".join(text.split("\n"))
-
-
-def _wrap(line: Text, console: Console) -> Iterator[Text]:
-    """A line on as many as it takes to fit the terminal, the later ones indented; words, and so
-    paths, stay whole."""
-    room = console.width - _INDENT
-    if len(line) <= console.width or room < _INDENT or not line.plain.startswith("  "):
-        yield line
-        return
-    style = line.spans[-1].style if line.spans else ""
-    text = line.plain[_INDENT:]
-    parts = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False)
-    for number, part in enumerate(parts):
-        yield joined(plain(" " * _INDENT) if number else line[:_INDENT], plain(part, str(style)))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from rich.table import Table
 
-from pipectl.cli.console import note, output, plain, say
-from pipectl.cli.tables import table
+from pipectl.cli.console import note, output, plain, say, table
+from pipectl.jobs.report import RecordedStep
 from pipectl.report.comparison import (
     SPENT,
     Both,
@@ -19,9 +19,6 @@ from pipectl.report.comparison import (
     find_largest_difference,
 )
 from pipectl.units import format_time
-
-if TYPE_CHECKING:
-    from pipectl.jobs.report import RecordedStep
 
 T = TypeVar("T")
 _PARTS = ("stage", "rank", "action", "times", "predicted", "measured", "ratio")
@@ -68,10 +65,11 @@ def _worst(items: Sequence[T], count: int, difference_s: Callable[[T], float]) -
 
 def _parts_table(parts: Sequence[Part]) -> Table:
     """An action of each kind, on average."""
-    rows = table(*_PARTS, left=("action",))
+    rows = []
     for part in parts:
         one = Both(*(time_s / part.actions for time_s in part.time))
         ratio = 1.0 if one.ratio is None else one.ratio
+        style = "yellow" if ratio >= _SLOWER else "green" if ratio <= _FASTER else ""
         cells = (
             "" if part.stage < 0 else part.stage,
             part.rank,
@@ -80,19 +78,18 @@ def _parts_table(parts: Sequence[Part]) -> Table:
             *map(format_time, one),
             "" if one.ratio is None else f"{one.ratio:.2f}",
         )
-        style = "yellow" if ratio >= _SLOWER else "green" if ratio <= _FASTER else ""
-        rows.add_row(*map(plain, cells), style=style)
-    return rows
+        rows.append([plain(cell, style) for cell in cells])
+    return table(_PARTS, rows, left=("action",))
 
 
 def _ranks_table(ranks: Sequence[RankStep]) -> Table:
     """Predicted and measured times of a step; without what no rank does."""
     shown = [name for name in SPENT if any(sum(r.spent[name]) >= _NOTHING_S for r in ranks)]
-    rows = table("rank", *(name.replace("_", " ") for name in shown), no_wrap=False)
-    for rank in ranks:
-        cells = (" / ".join(map(format_time, rank.spent[name])) for name in shown)
-        rows.add_row(*map(plain, (rank.rank, *cells)))
-    return rows
+    rows = [
+        (rank.rank, *(" / ".join(map(format_time, rank.spent[name])) for name in shown))
+        for rank in ranks
+    ]
+    return table(("rank", *(name.replace("_", " ") for name in shown)), rows, wrap=True)
 
 
 def _remarks(
