@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from pipectl.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from pipectl.spec.running import Checkpoint, Environment, Launch, Pbs, Resources, Slurm
+    from pipectl.spec.models import Checkpoint, Environment, Launch, Pbs, Resources, Slurm
 
 _MIN_WALLTIME_PER_LEAD_TIME = 4
 

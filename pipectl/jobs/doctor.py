@@ -31,7 +31,7 @@ from pipectl.batch import (
 )
 from pipectl.errors import PipectlError, SchedulerError
 from pipectl.jobs.places import detect_scheduler, memory_of_this_machine
-from pipectl.spec.running import Environment, Launch, Pbs, Resources, Slurm
+from pipectl.spec.models import Environment, Launch, Pbs, Resources, Slurm
 from pipectl.units import format_bytes, format_time
 from pipectl.versions import tested_torch, untested_torch
 

@@ -113,7 +113,7 @@ def request_of(
         schedule=None if listed else pipeline.schedule,
         listed=listed,
         warm_up=pipeline.warm_up,
-        memory_limit_bytes=pipeline.memory_limit_bytes or spec.resources.memory_per_task,
+        memory_limit_bytes=pipeline.memory_limit or spec.resources.memory_per_task,
         recompute=recompute,
         blocks=blocks,
         offload=offload,

@@ -25,7 +25,7 @@ from pipectl.runtime.recording import WIDTH, Recording, Table
 from pipectl.runtime.waiting import gather_all, poll
 from pipectl.runtime.written import Attempts
 from pipectl.schedule.actions import EVENT_NAMES
-from pipectl.spec.running import Trace
+from pipectl.spec.models import Trace
 from pipectl.timeline import Event, Timeline
 
 MOST_EVENTS = 1_000_000

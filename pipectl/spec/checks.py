@@ -8,8 +8,7 @@ from typing import Any
 
 from pipectl.directives import QSUB, SBATCH, fault_of_option
 from pipectl.spec import references
-from pipectl.spec.models import JobSpec, Loss, Pipeline, Training
-from pipectl.spec.running import Launch, Pbs, Resources, Slurm
+from pipectl.spec.models import JobSpec, Launch, Loss, Pbs, Pipeline, Resources, Slurm, Training
 from pipectl.spec.sources import fault_of_name
 from pipectl.spec.types import APART, BUILT_IN, ONE_STAGE, ROUND, UNFLUSHED, V_SHAPED
 

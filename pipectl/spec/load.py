@@ -256,7 +256,7 @@ def validate(
         problems += (_explain(tree, detail) for detail in error.errors(include_url=False))
         findings = list(cross_check(_valid_sections(data)))
     else:
-        spec._source = source.absolute()
+        spec._base = source.absolute().parent
         findings = list(cross_check(dict(spec)))
         if check_files:
             findings += missing_files(spec)
@@ -284,7 +284,7 @@ def _valid_sections(data: dict[str, Any]) -> dict[str, Any]:
 def _explain(tree: yaml.Node, detail: ErrorDetails) -> Problem:
     """A fault that pydantic or a validator found, in words for people."""
     path, kind, context = detail["loc"], detail["type"], detail.get("ctx", {})
-    if path[-1] == "[key]":
+    if path[-1] == "[key]" and kind == "value_error":
         return _problem(tree, path[:-1], str(context["error"]), at_key=True)
     if kind == "extra_forbidden":
         return _problem(tree, path, _unknown_key(path), at_key=True)
@@ -352,5 +352,5 @@ def make_absolute(spec: JobSpec) -> JobSpec:
     data["environment"]["container"] = spec.container
     data["site_defaults"] = False
     absolute = JobSpec.model_validate(data)
-    absolute._source = spec.source
+    absolute._base = spec.base
     return absolute

@@ -10,20 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
 from pipectl.spec import references
 from pipectl.spec.document import to_python
-from pipectl.spec.running import (
-    Checkpoint,
-    Environment,
-    Launch,
-    Output,
-    Pbs,
-    Resources,
-    Slurm,
-    Trace,
-)
 from pipectl.spec.types import (
     SCHEDULE_SUFFIX,
     VERSION,
@@ -32,20 +22,26 @@ from pipectl.spec.types import (
     Count,
     Flag,
     Former,
+    Grid,
     JobName,
     Kwargs,
     LossReference,
     Natural,
+    Optional,
+    Options,
     Positive,
     Reference,
     Replicas,
     Schedule,
+    Script,
+    Seconds,
     Section,
+    Select,
     Text,
+    Variables,
     Version,
+    Walltime,
     WeightReference,
-    to_python_values,
-    without_nulls,
 )
 
 
@@ -57,7 +53,7 @@ class Factory(Section):
 
     factory: Reference
     """`./file.py:name`, relative to the spec file, or `package.module:name`, which is looked for
-    beside the spec file first."""
+    next to the spec file first."""
     kwargs: Kwargs = Field(default_factory=dict)
     """Keyword arguments; the values keep their YAML types."""
 
@@ -67,8 +63,9 @@ class Factory(Section):
         return {"factory": value} if isinstance(value, str) else value
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> dict[str, Any]:
-        return {"anyOf": [handler.resolve_ref_schema(handler(schema)), _SHORT]}
+    def __get_pydantic_json_schema__(cls, core: Any, handler: Any) -> dict[str, Any]:
+        reference = super().__get_pydantic_json_schema__(core, handler)
+        return {"anyOf": [handler.resolve_ref_schema(reference), _SHORT]}
 
     def resolve(self, base: Path) -> references.Reference:
         """What `factory` names, with relative files looked up from ``base``."""
@@ -76,7 +73,7 @@ class Factory(Section):
 
 
 _SHORT = {"title": "./file.py:name or package.module:name", "type": "string", "pattern": ":"}
-Factories = Annotated[dict[Text, Factory], BeforeValidator(without_nulls)]
+Factories = Annotated[dict[Text, Factory], Optional()]
 """User code by name."""
 
 
@@ -111,27 +108,27 @@ class Model(Factory):
 
     materialize: Literal["eager", "per_rank"] = "eager"
     """When parameters are made: `eager` builds the whole model in every process; `per_rank` builds
-    it without memory, and each rank makes those of its own stages. They are then drawn one by one
-    from `training.seed`: the same for every plan, but not those that `eager` draws."""
+    it without memory, and each rank makes the parameters of its own stages. They are drawn one by
+    one from `training.seed`: the same for every plan, but not the same as with `eager`."""
     opaque: tuple[Text, ...] = ()
     """Submodules to keep as one operator each, which runs their own code: patterns of names as in
-    `model.named_modules()`, such as `blocks.*.router`. Submodules that cannot be captured otherwise
-    are found without being named."""
+    `model.named_modules()`, such as `blocks.*.router`. Submodules that cannot be captured need not
+    be named."""
     weights: Text | None = None
     """Weights to start from, relative to the spec file: a safetensors file, its `.index.json`, or a
-    directory of them. By default the factory's."""
+    directory of them; by default those that the factory makes."""
 
 
 class Optimizer(Factory):
     """The optimizer, called with the parameters."""
 
     factory: Reference = "torch.optim:AdamW"
-    """The optimizer class, or a function that makes one. Every rank that updates parameters calls
-    it with those of its own stages (with `shard_optimizer`, with its part of them), in the order of
+    """The optimizer class, or a function that makes one. Each rank calls it with the parameters of
+    its own stages (with `shard_optimizer`, with its part of them), in the order of
     `model.named_parameters()`; with `groups`, with a list of parameter groups."""
     groups: tuple[Group, ...] = ()
-    """Parameters with options of their own. They follow the group of all others, for a schedule
-    that takes a list of one value per group."""
+    """Parameters with options of their own. Schedules that take one value per group get the group
+    of all other parameters first."""
 
 
 class Data(Factory):
@@ -143,11 +140,10 @@ class Data(Factory):
     workers: Natural = 0
     """Processes that load samples, per rank."""
     drop_last: Flag = False
-    """Leave out the last batch of an epoch if it is not full. Those of iterable data always are
-    full: they run on into the next epoch."""
+    """Leave out the last batch of an epoch if it is not full. Batches of iterable data are always
+    full: they continue into the next epoch."""
     shuffle: Flag = True
-    """Draw a new order of samples every epoch. Iterable data come as they are: they order
-    themselves."""
+    """Draw a new order of samples every epoch. Iterable data keep their own order."""
 
 
 class Loss(Factory):
@@ -156,8 +152,8 @@ class Loss(Factory):
     factory: LossReference
     """The loss function or class, or `model`: the model returns its loss."""
     weight: WeightReference = "samples"
-    """Weight of a micro-batch in the loss of a step, and of an evaluation: its number of `samples`,
-    or a function of its `targets`, such as the number of valid tokens."""
+    """Weight of a micro-batch in the loss of a step or evaluation: its number of `samples`, or a
+    function of its `targets`, such as the number of valid tokens."""
 
 
 class Evaluation(Section):
@@ -174,12 +170,11 @@ class Evaluation(Section):
 
 
 class LossScale(Section):
-    """How gradients in `float16` are kept from becoming zero.
+    """How `float16` keeps small gradients from becoming zero: as `torch.amp.GradScaler` does.
 
-    The loss is multiplied by a scale before the backward, and the gradients are divided by it after
-    it. A step in which any gradient of any rank overflows is skipped, the learning-rate schedule
-    too, and the scale halved; it doubles after `growth_interval` steps without one. This is the
-    rule of `torch.amp.GradScaler`.
+    The loss is multiplied by a scale, and the gradients are divided by it. If a gradient overflows
+    on any rank, the step is skipped, the learning-rate schedule too, and the scale is halved; it is
+    doubled after `growth_interval` steps without an overflow.
     """
 
     initial: Positive = 65536.0
@@ -198,21 +193,20 @@ class Training(Section):
     seed: Natural = 0
     """Seed of the parameters, the order of samples and all random operators."""
     precision: Literal["float32", "bf16", "float16"] = "float32"
-    """Precision of the arithmetic. `bf16` runs model and loss under `torch.autocast`, which decides
-    operator by operator; parameters, gradients and optimizer stay float32. `float16` does so too,
-    and scales the loss."""
+    """Precision of the arithmetic. `bf16` and `float16` run model and loss under `torch.autocast`;
+    parameters, gradients and optimizer stay float32. `float16` also scales the loss."""
     compile: Flag = False
-    """Whether the ranks run their stages through `torch.compile`. It needs a C++ compiler on the
-    nodes, takes a minute or more before the first step, and fuses operators, so results agree
-    within rounding only. Profiles and plans are of what is not compiled."""
+    """Run the stages through `torch.compile`. It needs a C++ compiler on the nodes, takes a minute
+    or more before the first step, and fuses operators, so results agree only within rounding.
+    Profiles and plans are of the model without it."""
     loss_scale: LossScale = LossScale()
     clip_grad_norm: Positive | None = None
-    """Largest norm of all gradients; by default they are not clipped."""
+    """Maximum norm of all gradients; by default they are not clipped."""
     on_nonfinite: Literal["stop", "skip", "ignore"] = "stop"
-    """What happens if the loss of a step or a gradient is infinite or NaN. `stop` ends the job with
-    an error that names it. `skip` leaves the step out on all ranks: weights, optimizer, learning
-    rate and buffers stay as they were. `ignore` looks at nothing. In `float16`, the loss scale
-    handles gradients, and this is about the loss."""
+    """What happens if the loss or a gradient is infinite or NaN. `stop` ends the job with an error
+    that names it. `skip` skips the step on all ranks: weights, optimizer, learning rate and buffers
+    stay as they were. `ignore` does not check. In `float16` the loss scale handles gradients, and
+    this is about the loss alone."""
 
     former_keys: ClassVar = {
         "check_replicas": Former(
@@ -225,76 +219,258 @@ class Pipeline(Section):
     """How the model is spread over the ranks. The planner chooses what is `auto`."""
 
     stages: Annotated[Count | None, Auto()] = None
-    """Parts the model is cut into: at most one per rank, with the schedules `interleaved` and
-    `looped-bfs` a multiple of the ranks, with `zb-v` and `dualpipev` two per rank."""
+    """Parts of the model: at most one per rank; with the schedules `interleaved` and `looped-bfs` a
+    multiple of the ranks, with `zb-v` and `dualpipev` two per rank."""
     micro_batches: Annotated[Count | None, Auto()] = None
-    """Parts each batch is cut into."""
+    """Parts of each batch."""
     schedule: Schedule = None
-    """Order of work: `gpipe` runs all forwards before the backwards, `1f1b` alternates them and
-    keeps fewer activations, `interleaved` does so with several stages per rank (two, unless
-    `stages` says otherwise), for less waiting and more messages; `looped-bfs` is `gpipe` with
-    several stages per rank. `zb-h1`, `zb-v` and `dualpipev` (the last two with two stages per rank)
-    compute the gradients of weights in time that they would otherwise wait. `pipedream` and
-    `pipedream-2bw` let steps overlap, with gradients of older weights: no waiting, but other
-    results. Or your own: a `.csv` file of actions, relative to this file, or the name of one that a
-    package offers."""
+    """Order of work. `gpipe` runs all forwards before the backwards; `1f1b` alternates them and
+    keeps fewer activations. `looped-bfs` and `interleaved` are the same with several stages per
+    rank (two, unless `stages` says otherwise): less waiting, more messages. `zb-h1`, `zb-v` and
+    `dualpipev` (the last two with two stages per rank) compute the gradients of weights while they
+    would wait. `pipedream` and `pipedream-2bw` overlap steps, with gradients of older weights: no
+    waiting, but other results. Or your own: a `.csv` file of actions, relative to the spec file, or
+    the name of a schedule of an installed package."""
     warm_up: Annotated[tuple[Count, ...] | None, Auto()] = None
-    """Forwards each stage runs before its first backward, one number per stage; needs `stages`."""
+    """Forwards that each stage runs before its first backward, one number per stage; needs
+    `stages`."""
     replicas: Replicas = None
     """Copies of each stage, which take micro-batches in turn and add up their gradients: a number,
-    or `any` to let the planner choose stage by stage; `auto` is 1. Sums over copies round otherwise
-    than one rank does, and the running statistics of a BatchNorm become means over the copies."""
+    or `any` to let the planner choose stage by stage; `auto` is 1. Sums over copies round in
+    another order than on one rank, and running statistics of BatchNorm are means over the
+    copies."""
     shard_optimizer: Flag = False
-    """Whether each copy of a stage keeps the optimizer state of a part of its parameters (ZeRO
-    stage 1): less memory, the same results, messages after each step."""
+    """Divide the optimizer state of a stage among its copies (ZeRO stage 1): less memory, the same
+    results, messages after each step."""
     recompute: Annotated[Literal["none", "all", "blocks"] | None, Auto()] = None
-    """Which stages keep only what they receive, and compute their forward once more before their
-    backward: `all` of them at once, or `blocks`, one part of a stage after the other, which keeps
-    the inputs of all parts. `auto`: those that do not fit into memory otherwise; in blocks if they
-    do not fit at once; and of `backward: apart`, those whose links carry what they receive faster
-    than what they save."""
+    """Which stages keep only their inputs, and compute their forward again before the backward:
+    `all` stages; or all in `blocks`, which keeps the inputs of each part of a stage and recomputes
+    one part after the other. `auto`: stages that do not fit into memory otherwise, in blocks if
+    they do not fit at once; and with `backward: apart`, stages whose inputs are faster to send than
+    what they save."""
     offload: Annotated[Literal["none", "host", "disk"] | None, Auto()] = None
-    """Where what stages keep for their backward waits meanwhile: `host` is the memory beside
-    accelerators, `disk` a file on each node, in its `TMPDIR`. `auto`: on accelerators `host`, on
-    CPUs `disk` if the cluster file gives its bandwidth; for stages for which it pays."""
+    """Where stages keep what they save for their backward: `host` is the host's memory, for ranks
+    on accelerators; `disk` is a file in the `TMPDIR` of each node. `auto`: `host` on accelerators,
+    and on CPUs `disk` if the cluster file gives its bandwidth; for stages for which it pays."""
     backward: Annotated[Literal["together", "apart"] | None, Auto()] = "together"
-    """Where the backward of a stage runs: `together` with its forward, or `apart`, each on a rank
-    of its own, the second with the optimizer. What a backward needs is then sent. `auto`: apart if
-    that is faster."""
+    """Where the backward of a stage runs: `together` with its forward, or `apart`, on a rank of its
+    own that also updates; what it needs is sent there. `auto`: apart if that is faster."""
     memory_limit: Bytes | None = None
-    """Resident memory of a rank, the process itself included; by default its share of
+    """Resident memory per rank, the process itself included; by default its share of
     `resources.memory_per_node`, if that is given."""
 
     former_keys: ClassVar = {
         "offload_directory": Former("write environment.variables: {TMPDIR: ...}")
     }
 
+
+class Resources(Section):
+    """What the job asks for, under every scheduler."""
+
+    nodes: Count = 1
+    """Nodes."""
+    tasks_per_node: Count = 1
+    """MPI ranks per node."""
+    cpus_per_task: Count = 1
+    """Cores per rank, which computes with as many threads (see `launch.progress: core`)."""
+    gpus_per_node: Natural = 0
+    """Accelerators per node. If above 0, ranks compute on them, and on the CPU if torch finds none
+    (`pipectl doctor` says what it finds)."""
+    memory_per_node: Bytes | None = None
+    """Memory per node; by default what the scheduler gives."""
+    walltime: Walltime = 3600
+    """Time after which the batch system ends the job; `local` jobs have no limit. A number without
+    a unit is minutes, as for `sbatch --time`."""
+
+    former_keys: ClassVar = {
+        "more": Former("a job has nodes of one kind; ask for what the largest stage needs")
+    }
+
     @property
-    def memory_limit_bytes(self) -> int | None:
-        """Bytes a rank may hold."""
-        return self.memory_limit
+    def ranks(self) -> int:
+        """MPI ranks of the job."""
+        return self.nodes * self.tasks_per_node
+
+    @property
+    def memory_per_task(self) -> int | None:
+        """A rank's share of the node's memory in bytes; None if that is not given."""
+        whole = self.memory_per_node
+        return None if whole is None else whole // self.tasks_per_node
+
+
+class Launch(Section):
+    """How the ranks are started."""
+
+    scheduler: Literal["auto", "local", "slurm", "pbs"] = "auto"
+    """`slurm`, `pbs`, or `local` for processes on this machine. `auto` is `slurm` if `sbatch` is
+    found, else `pbs` if `qsub` is, else `local`."""
+    launcher: Literal["auto", "srun", "mpiexec"] = "auto"
+    """The command that starts the ranks; `auto` is `mpiexec`. `srun` needs Slurm."""
+    mpi: Text = "auto"
+    """The value of `srun --mpi`, such as `pmix`; or the kind of `mpiexec`: `hydra` (MPICH),
+    `openmpi`, `intel` or `cray` (PALS). `auto` is found at submission, if possible."""
+    bind: Literal["none", "cores", "numa"] = "none"
+    """Bind each rank to `cpus_per_task` cores of its own (`cores`), or to a memory domain of its
+    node (`numa`)."""
+    args: tuple[Text, ...] = ()
+    """Further arguments of the launcher, verbatim."""
+    progress: Literal["auto", "none", "poll", "thread", "core"] = "auto"
+    """What moves messages while ranks compute: `none` if MPI does so by itself, `poll` between
+    operators, or a `thread`; `auto` follows from the nodes, the size of the messages and what
+    `pipectl profile --links` measured. With `core`, ranks compute with one thread less than they
+    have cores, and leave that core to a thread for large messages; profiles are measured so too."""
+    gpu_aware: Literal["auto", "always", "never"] = "auto"
+    """Whether MPI gets the memory of accelerators: `always`, `never`, or `auto`: if MPI says that
+    it takes it, and a test message arrives."""
+    hang_after: Seconds = 30
+    """How long a rank may be frozen, or its node silent, before the job is ended; at least three
+    steps."""
+    template: Text | None = None
+    """A Jinja template that extends the job script, relative to the file that names it."""
+
+    former_keys: ClassVar = {
+        "progress_core": Former("write launch.progress: core"),
+        "check_messages": Former("write environment.variables: {PIPECTL_CHECK_MESSAGES: 1}"),
+    }
+
+    @property
+    def spare_cores(self) -> int:
+        """Cores of each rank that do not compute."""
+        return int(self.progress == "core")
+
+
+class Environment(Section):
+    """What the job script does before the ranks start."""
+
+    modules: tuple[Text, ...] = ()
+    """Names for `module load`, in this order."""
+    setup: tuple[Script, ...] = ()
+    """Shell code put into the job script verbatim, after the modules."""
+    variables: Variables = Field(default_factory=dict)
+    """Environment variables of all ranks. They may be keys and tokens: they are in no script and no
+    report, only in two files of the run that nobody but its owner can read."""
+    container: Text | None = None
+    """Apptainer image in which the ranks run, relative to the spec file, or an address such as
+    `docker://...`; its `python3` has torch, mpi4py and pipectl."""
+
+
+class Checkpoint(Section):
+    """When the training state is saved."""
+
+    former_keys: ClassVar = {"on_signal": Former("remove it", ("USR1", "USR2"))}
+
+    every: Count | None = None
+    """Steps between checkpoints; by default only after the last step."""
+    keep: Count = 3
+    """Number of checkpoints to keep; older ones are removed."""
+    keep_every: Count | None = None
+    """Checkpoints whose step is a multiple of this are kept too."""
+    lead_time: Seconds = 180
+    """How long before the end of the walltime the ranks save a checkpoint and end, at most a
+    quarter of the walltime; it must suffice for a step and the checkpoint."""
+    max_requeues: Natural = 3
+    """How often the job is requeued after that, or after the failure of a node, to continue from
+    its last checkpoint. (On PBS it submits itself again, if jobs may.)"""
+
+
+class Trace(Section):
+    """Which steps are recorded action by action, for `pipectl report`."""
+
+    steps: tuple[Count, ...] = (10,)
+    """Steps to record; one beyond the last step is the last. `[]` for none."""
+    every: Count | None = None
+    """Also every step that is a multiple of this; 1 records all."""
+
+    def includes(self, step: int, steps: int) -> bool:
+        """Whether a step is recorded.
+
+        Args:
+            steps: of the whole run.
+        """
+        due = self.every is not None and step % self.every == 0
+        return due or any(step == min(wanted, steps) for wanted in self.steps)
+
+
+class Output(Section):
+    """Where results go."""
+
+    directory: Text = "runs"
+    """Directory of the run directories, relative to the working directory; the environment variable
+    `PIPECTL_RUNS` changes the default. Commands on runs look there too, or where `-d` says."""
+
+
+def _moved(*names: str) -> dict[str, Former]:
+    return {
+        name: Former(f"write slurm.options: {{{name.replace('_', '-')}: ...}}") for name in names
+    }
+
+
+class Slurm(Section):
+    """Options for Slurm alone; ignored elsewhere."""
+
+    former_keys: ClassVar = {
+        **_moved("qos", "constraint", "reservation", "gres", "licenses", "nodelist", "exclude"),
+        **_moved("mail_type", "mail_user"),
+        "exclusive": Former("write slurm.options: {exclusive: ...}; true if it has no value"),
+        "omit": Former(
+            "write slurm.options: {time: false}, say, for one that is not to be written"
+        ),
+        "directives": Former("write slurm.options: {gres: gpu:1}, say, for --gres=gpu:1"),
+    }
+
+    partition: Text | None = None
+    """Partition."""
+    account: Text | None = None
+    """Account the job is charged to."""
+    options: Options = Field(default_factory=dict)
+    """Further options of sbatch, such as `{qos: long, constraint: a100&nvlink, exclusive: true}`:
+    long names or single letters, with a text, with `true` for an option without a value, or with a
+    list for one that is given several times. `gpus-per-node` and `mem` (or `mem-per-cpu`,
+    `mem-per-gpu`) replace what follows from `resources`. `cpus-per-task`, `gpus-per-node`, `mem`
+    and `time` may be `false`, for sites that refuse them. Options that other keys of the spec set
+    are refused."""
+
+
+class Pbs(Section):
+    """Options for PBS alone; ignored elsewhere."""
+
+    former_keys: ClassVar = {
+        "project": Former("write pbs.options: {P: ...}"),
+        "place": Former("write pbs.options: {l: [place=...]}"),
+        "select_extra": Former("write pbs.select: ..."),
+        "mail": Former("write pbs.options: {m: ...}"),
+        "mail_user": Former("write pbs.options: {M: ...}"),
+        "directives": Former("write pbs.options: {p: 5}, say, for -p 5"),
+    }
+
+    queue: Text | None = None
+    """Queue."""
+    account: Text | None = None
+    """Account the job is charged to."""
+    select: Select | None = None
+    """Appended to the resources of each node in `-l select`, such as `model=icelake`."""
+    options: Options = Field(default_factory=dict)
+    """Further options of qsub by letter, such as `{P: project, m: ae, l: [place=scatter:excl]}`,
+    with values as for `slurm`. Several nodes are placed by `scatter` unless `l` says otherwise."""
 
 
 class Sweep(Section):
     """Several runs of this job that differ in some values: a job array on Slurm and PBS.
 
-    Keys are dotted as for `--set`. What decides which nodes a job gets is the same for all runs:
-    `version`, `name`, `resources`, `slurm`, `pbs`, `launch.scheduler`, `launch.template`, `output`,
-    `site_defaults`, `checkpoint.lead_time` and `checkpoint.max_requeues` cannot be swept. All
-    commands but `check` and `submit` leave the sweep alone, and work on the job as the rest of the
-    file says. See [sweeps](sweeps.md).
+    Keys are dotted as for `--set`. `version`, `name`, `resources`, `slurm`, `pbs`,
+    `launch.scheduler`, `launch.template`, `output`, `site_defaults`, `checkpoint.lead_time` and
+    `checkpoint.max_requeues` cannot be swept: they are the same for all jobs of an array. Commands
+    other than `check` and `submit` ignore the sweep. See [sweeps](sweeps.md).
     """
 
-    grid: Annotated[dict[str, tuple[Any, ...]], BeforeValidator(to_python_values)] = Field(
-        default_factory=dict
-    )
+    grid: Grid = Field(default_factory=dict)
     """Keys with lists of values, such as `optimizer.kwargs.lr: [1e-3, 3e-4]`; every combination is
     a run."""
     points: tuple[Kwargs, ...] = ()
     """Further runs, each a mapping of keys to values."""
     at_once: Count | None = None
-    """How many may run at the same time; by default all that the batch system starts, and on this
-    machine one."""
+    """How many may run at the same time; by default what the batch system allows, and one on this
+    machine."""
 
 
 class JobSpec(Section):
@@ -303,15 +479,15 @@ class JobSpec(Section):
     version: Version = VERSION
     """Version of this format."""
     name: JobName = ""
-    """Name of the job and of its runs; by default that of the file, without its ending."""
+    """Name of the job and of its runs; by default the name of the file, without its ending."""
     model: Model
     loss: Loss
     data: Data
     optimizer: Optimizer = Optimizer()
     lr_scheduler: Factory | None = None
-    """The learning-rate schedule, called with the optimizer. It moves after every optimizer step:
-    `T_max` is `training.steps`, say. One whose steps take a loss, such as `ReduceLROnPlateau`,
-    moves after every evaluation instead, by its loss."""
+    """The learning-rate schedule, called with the optimizer. It steps after every optimizer step,
+    so `T_max` is `training.steps`. A schedule whose steps take a loss, such as `ReduceLROnPlateau`,
+    steps after every evaluation."""
     evaluation: Evaluation | None = None
     training: Training
     pipeline: Pipeline = Pipeline()
@@ -321,30 +497,25 @@ class JobSpec(Section):
     checkpoint: Checkpoint = Checkpoint()
     trace: Trace = Trace()
     callbacks: Factories = Field(default_factory=dict)
-    """User code that is given the metrics on rank 0, by a name of yours: called with the run
-    directory and this job as a dict, it returns what is called with every line of `metrics.jsonl`.
+    """User code for metrics, by names of your choice. Rank 0 calls it with the run directory and
+    this job as a dict; what it returns is called with every line of `metrics.jsonl`.
     `pipectl.runtime.tensorboard:writer` is one."""
     output: Output = Output()
     cluster: Text | None = None
     """Path of `cluster.json`, relative to the file that names it; by default the one that `pipectl
-    profile --links` measured for this job, else the cluster is assumed from `resources`."""
+    profile --links` measured for this job, else a cluster assumed from `resources`."""
     slurm: Slurm = Slurm()
     pbs: Pbs = Pbs()
     sweep: Sweep | None = None
     site_defaults: Flag = True
-    """Whether the site files give defaults to this job."""
+    """Whether site files give defaults to this job."""
 
-    _source: Path = PrivateAttr(default=Path("job.yaml"))
-
-    @property
-    def source(self) -> Path:
-        """The file this spec was read from."""
-        return self._source
+    _base: Path = PrivateAttr(default_factory=Path.cwd)
 
     @property
     def base(self) -> Path:
-        """Directory from which relative files of the spec are looked up."""
-        return self._source.absolute().parent
+        """Absolute path of the directory from which relative files of the spec are looked up."""
+        return self._base
 
     @property
     def cluster_file(self) -> Path | None:
@@ -354,8 +525,8 @@ class JobSpec(Section):
     @property
     def schedule_file(self) -> Path | None:
         """Absolute path of the user's own schedule, if a file is named."""
-        name = self.pipeline.schedule
-        return self.base / name if name is not None and name.endswith(SCHEDULE_SUFFIX) else None
+        name = self.pipeline.schedule or ""
+        return self.base / name if name.endswith(SCHEDULE_SUFFIX) else None
 
     @property
     def template_file(self) -> Path | None:

@@ -37,26 +37,17 @@ def _parts() -> Iterator[str]:
     factory = json_schema()["$defs"]["Factory"]
     yield f"## Top level\n\n{_table(json_schema(), '')}"
     yield f"## Factories\n\n{_text(factory)}\n\n{_table(factory, '')}"
-    for name, schema in properties(json_schema()).items():
-        if _section(schema) is not None and not _is_factory(schema):
-            yield f"## {name}\n\n{_text(schema)}\n\n{_table(schema, name)}"
-            yield from _inner_parts(schema, name)
+    yield from _sections(json_schema(), "")
 
 
-def _inner_parts(schema: Schema, path: str) -> Iterator[str]:
-    """The sections within a section, alone or in lists."""
+def _sections(schema: Schema, path: str) -> Iterator[str]:
+    """The sections within a section, alone or in lists, and those within them."""
     for name, item in properties(schema).items():
         inner = next((each["items"] for each in options(item) if each.get("items")), item)
-        if _section(inner) is not None and not _is_factory(inner):
-            place = f"{path}.{name}"
-            yield f"### {place}\n\n{_text(inner)}\n\n{_table(inner, place)}"
-            yield from _inner_parts(inner, place)
-
-
-def _section(schema: Schema | None) -> Schema | None:
-    """The schema of a mapping with known keys."""
-    found = () if schema is None else options(schema)
-    return next((item for item in found if "properties" in item), None)
+        if properties(inner) and not _is_factory(inner):
+            title = f"{path}.{name}" if path else name
+            yield f"##{'#' * bool(path)} {title}\n\n{_text(inner)}\n\n{_table(inner, title)}"
+            yield from _sections(inner, title)
 
 
 def _is_factory(schema: Schema) -> bool:
@@ -64,27 +55,32 @@ def _is_factory(schema: Schema) -> bool:
 
 
 def _text(schema: Schema) -> str:
-    section = _section(schema)
-    return str(section["description"]) if section else ""
+    """The description of a section."""
+    return next((str(item["description"]) for item in options(schema) if "properties" in item), "")
 
 
 def _table(schema: Schema, path: str) -> str:
     rows = ["| key | value | default | meaning |", "| --- | --- | --- | --- |"]
-    section = _section(schema)
-    assert section is not None
-    for name, item in section["properties"].items():
+    required = next(item for item in options(schema) if "properties" in item).get("required", ())
+    usual = properties(json_schema()["$defs"]["Factory"]) if path else {}
+    for name, item in properties(schema).items():
+        if item == usual.get(name):
+            rows.append(f"| `{name}` | | | see [factories](#factories) |")
+            continue
         default = f"`{item['default']}`" if "default" in item else ""
         default = default.lower() if isinstance(item.get("default"), bool) else default
-        required = "required" if name in section.get("required", ()) else default
         meaning = item.get("description") or _text(item).partition("\n")[0]
-        cells = (f"`{name}`", _value(item, f"{path}{name}".replace(".", "")), required, meaning)
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        anchor = f"{path}{name}".replace(".", "")
+        cells = (_value(item, anchor), "required" if name in required else default, meaning)
+        rows.append(
+            "| " + " | ".join(cell.replace("|", "\\|") for cell in (f"`{name}`", *cells)) + " |"
+        )
     return "\n".join([*rows, ""])
 
 
 def _value(schema: Schema, anchor: str) -> str:
     """What may be written, with a link to the section that explains it."""
-    if _section(schema) is not None:
+    if properties(schema):
         return "[factory](#factories)" if _is_factory(schema) else f"[mapping](#{anchor})"
     choices = list(options(schema))
     for item in choices if len(choices) == 1 else ():
@@ -92,10 +88,9 @@ def _value(schema: Schema, anchor: str) -> str:
         if item.get("items"):
             value = _value(item["items"], anchor)
             return f"list; each a {value}" if value.startswith("[") else f"list; each {value}"
-        if isinstance(values, dict) and _section(values) is not None:
-            return "mapping of names to [factories](#factories)"
         if isinstance(values, dict):
-            return f"mapping of names to {words(values)}"
+            kind = "[factories](#factories)" if properties(values) else words(values)
+            return f"mapping of names to {kind}"
     return words(schema)
 
 

@@ -12,10 +12,8 @@ from typing import Any
 from pydantic.json_schema import GenerateJsonSchema
 
 from pipectl.spec.models import JobSpec
-from pipectl.spec.types import Section
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
-_NULL = {"type": "null"}
 _TYPES = {"boolean": "true or false", "object": "a mapping", "array": "a list"}
 
 Schema = dict[str, Any]
@@ -30,22 +28,21 @@ class _WithoutTitles(GenerateJsonSchema):
 def json_schema() -> Schema:
     """The schema; callers share it."""
     schema = JobSpec.model_json_schema(schema_generator=_WithoutTitles)
-    definitions = schema.pop("$defs")
-    _adapt(schema, JobSpec)
-    models = {model.__name__: model for model in _subclasses(Section)}
-    for name, definition in definitions.items():
-        _adapt(definition.get("anyOf", [definition])[0], models[name])
-    return {"$schema": _DIALECT, **schema, "title": "pipectl job spec", "$defs": definitions}
+    return {"$schema": _DIALECT, "title": "pipectl job spec", **schema}
 
 
 def schema_at(path: Sequence[str | int]) -> Schema | None:
     """What may be written at ``path``; None for no key of the spec, and within ``kwargs``."""
     schema = json_schema()
     for step in path:
-        found = next((inner for item in options(schema) if (inner := _inner(item, step))), None)
-        if found is None:
+        for item in options(schema):
+            inner = item.get("properties", {}).get(step) or item.get("additionalProperties")
+            inner = item.get("items") if isinstance(step, int) else inner
+            if isinstance(inner, dict):
+                schema = inner
+                break
+        else:
             return None
-        schema = found
     return schema
 
 
@@ -62,7 +59,7 @@ def options(schema: Schema) -> Iterator[Schema]:
 
 def properties(schema: Schema | None) -> dict[str, Schema]:
     """The keys that a mapping may have."""
-    found = {} if schema is None else [item.get("properties", {}) for item in options(schema)]
+    found = () if schema is None else (item.get("properties") for item in options(schema))
     return next(filter(None, found), {})
 
 
@@ -79,49 +76,5 @@ def words(schema: Schema) -> str:
         elif item.get("type") == "number":
             found.append("a number above 0")
         else:
-            found.append(_TYPES.get(str(item.get("type")), "text"))
+            found.append(_TYPES.get(str(item["type"]), "text"))
     return " or ".join(filter(None, (", ".join(found[:-1]), found[-1])))
-
-
-def _inner(schema: Schema, step: str | int) -> Schema | None:
-    if isinstance(step, int):
-        return schema.get("items")
-    other = schema.get("additionalProperties")
-    return schema.get("properties", {}).get(step) or (other if isinstance(other, dict) else None)
-
-
-def _adapt(schema: Schema, model: type[Section]) -> None:
-    """Null stands for the default; defaults are shown as people write them."""
-    schema.pop("title", None)
-    defaults = model.model_construct().model_dump()
-    for name, info in model.model_fields.items():
-        field = schema["properties"][name]
-        field.pop("default", None)
-        if isinstance(values := field.get("additionalProperties"), dict):
-            field["additionalProperties"] = _or_null(values)
-        if not info.is_required():
-            field = _or_null(field)
-            default = defaults[name]
-            if isinstance(default, bool | int | float) or (default and isinstance(default, str)):
-                field["default"] = default
-            elif default and isinstance(default, tuple):
-                field["default"] = list(default)
-        if info.description:
-            field = {"description": " ".join(info.description.split()), **_undescribed(field)}
-        schema["properties"][name] = field
-
-
-def _or_null(schema: Schema) -> Schema:
-    inner = _undescribed(schema)
-    choices = inner["anyOf"] if set(inner) == {"anyOf"} else [inner]
-    return {"anyOf": choices if _NULL in choices else [*choices, _NULL]}
-
-
-def _undescribed(schema: Schema) -> Schema:
-    return {key: item for key, item in schema.items() if key != "description"}
-
-
-def _subclasses(model: type[Section]) -> Iterator[type[Section]]:
-    for inner in model.__subclasses__():
-        yield inner
-        yield from _subclasses(inner)

@@ -6,13 +6,23 @@ field's JSON Schema (:func:`pipectl.spec.schema.words`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-import pydantic
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, Strict, WithJsonSchema
-from pydantic_core import CoreSchema, core_schema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    Strict,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import core_schema
 
 from pipectl.directives import RESOURCES
 from pipectl.spec import references
@@ -39,6 +49,8 @@ _MAX_QUANTITY = 40
 _REFERENCE = "./file.py:name or package.module:name"
 _CHECK_MESSAGES = "PIPECTL_CHECK_MESSAGES"
 _READONLY = ("BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID")
+_SCALAR = ["string", "number", "boolean"]
+"""What a field of text reads as it is written."""
 
 
 class Former(NamedTuple):
@@ -54,37 +66,62 @@ class Former(NamedTuple):
     defaults: tuple[Any, ...] = ()
 
 
-class Section(pydantic.BaseModel):
+class Section(BaseModel):
     """A mapping of the spec: immutable, unknown keys refused, null keys not given."""
 
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
     former_keys: ClassVar[Mapping[str, Former]] = {}
 
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    @pydantic.model_validator(mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _drop_nulls(cls, value: Any) -> Any:
+    def _drop_keys_without_meaning(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        known, former = cls.model_fields, cls.former_keys
-        return {
-            key: item
-            for key, item in value.items()
-            if not (key in known and item is None)
-            and not (key in former and _means_nothing(to_python(item), former[key]))
-        }
+        kept = {}
+        for key, item in value.items():
+            if key in cls.former_keys:
+                python = to_python(item)
+                if not python or python in cls.former_keys[key].defaults:
+                    continue
+            if item is not None or key not in cls.model_fields:
+                kept[key] = item
+        return kept
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: Any, handler: Any) -> dict[str, Any]:
+        """Null stands for the default; defaults are shown as people write them."""
+        reference: dict[str, Any] = handler(core)
+        schema = handler.resolve_ref_schema(reference)
+        del schema["title"]
+        defaults = cls.model_construct().model_dump()
+        for name, info in cls.model_fields.items():
+            field = schema["properties"][name]
+            field.pop("description", None)
+            field.pop("default", None)
+            if not info.is_required():
+                field = or_null(field)
+                default = defaults[name]
+                if isinstance(default, int | float) or (default and isinstance(default, str)):
+                    field["default"] = default
+                elif default and isinstance(default, tuple):
+                    field["default"] = list(default)
+            if info.description:
+                field = {"description": " ".join(info.description.split()), **field}
+            schema["properties"][name] = field
+        return reference
 
 
-def _means_nothing(value: Any, former: Former) -> bool:
-    return not value or value in former.defaults
+def or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """A JSON Schema that takes null too."""
+    choices = schema["anyOf"] if set(schema) == {"anyOf"} else [schema]
+    null = {"type": "null"}
+    return {"anyOf": choices if null in choices else [*choices, null]}
 
 
 class Auto:
     """``auto`` in place of a value. In Python it is None, like a key that is not given."""
 
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: pydantic.GetCoreSchemaHandler
-    ) -> CoreSchema:
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         write = core_schema.plain_serializer_function_ser_schema(
             lambda value: "auto" if value is None else value
         )
@@ -92,24 +129,26 @@ class Auto:
             lambda value: None if value == "auto" else value, handler(source), serialization=write
         )
 
-    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
-        inner = handler(schema)
+    def __get_pydantic_json_schema__(self, core: Any, handler: Any) -> dict[str, Any]:
+        inner = handler(core)
         choices = [item for item in inner.get("anyOf", [inner]) if item != {"type": "null"}]
         return {"anyOf": [{"const": "auto"}, *choices]}
 
 
-def without_nulls(value: Any) -> Any:
-    """A mapping without its null entries: they count as not given."""
-    if not isinstance(value, dict):
-        return value
-    return {key: item for key, item in value.items() if item is not None}
+class Optional:
+    """Entries of a mapping that are null count as not given."""
 
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        def drop(value: Any) -> Any:
+            if not isinstance(value, dict):
+                return value
+            return {key: item for key, item in value.items() if item is not None}
 
-def to_python_values(value: Any) -> Any:
-    """A mapping whose values are typed as YAML types them."""
-    if not isinstance(value, dict):
-        return value
-    return {str(key): to_python(item) for key, item in value.items()}
+        return core_schema.no_info_before_validator_function(drop, handler(source))
+
+    def __get_pydantic_json_schema__(self, core: Any, handler: Any) -> dict[str, Any]:
+        schema = handler(core)
+        return {**schema, "additionalProperties": or_null(schema["additionalProperties"])}
 
 
 def version_fault(value: Any) -> str:
@@ -139,6 +178,13 @@ def _quantity(parse: Callable[[str], int]) -> BeforeValidator:
         return parse(text)
 
     return BeforeValidator(read)
+
+
+def _typed(value: Any) -> Any:
+    """A mapping whose values are typed as YAML types them."""
+    if not isinstance(value, dict):
+        return value
+    return {str(key): to_python(item) for key, item in value.items()}
 
 
 def _one_line(text: str) -> str:
@@ -194,10 +240,13 @@ def _option_text(value: Any) -> str:
     return _line(str(value))
 
 
-def _select(text: str) -> str:
-    if not RESOURCES.fullmatch(text):
-        raise ValueError
-    return text
+def _matches(pattern: re.Pattern[str]) -> AfterValidator:
+    def check(text: str) -> str:
+        if not pattern.fullmatch(text):
+            raise ValueError
+        return text
+
+    return AfterValidator(check)
 
 
 def _schedule(name: Any) -> Any:
@@ -217,13 +266,14 @@ def _replicas(value: Any) -> Any:
     raise ValueError
 
 
-def _json(title: str | None = None, pattern: str | None = None) -> WithJsonSchema:
+def _json(title: str, pattern: str | None = None) -> WithJsonSchema:
     """The JSON Schema of a text; ``title`` completes "must be ..."."""
-    kind = ["string", "number", "boolean"] if pattern is None else "string"
-    schema = {"title": title, "type": kind, "pattern": pattern}
-    return WithJsonSchema({key: value for key, value in schema.items() if value is not None})
+    if pattern is None:
+        return WithJsonSchema({"title": title, "type": _SCALAR})
+    return WithJsonSchema({"title": title, "type": "string", "pattern": pattern})
 
 
+_TEXT = WithJsonSchema({"type": _SCALAR})
 Version = Annotated[int, BeforeValidator(_version), WithJsonSchema({"const": VERSION})]
 Count = Annotated[int, Strict(), Field(ge=1, le=_MAX), BeforeValidator(_number)]
 Natural = Annotated[int, Strict(), Field(ge=0, le=_MAX), BeforeValidator(_number)]
@@ -233,64 +283,41 @@ Bytes = Annotated[int, Field(ge=1, le=_MAX), _quantity(parse_bytes), _json("a si
 _Clock = Annotated[int, Field(ge=1, le=_MAX), PlainSerializer(format_clock)]
 Seconds = Annotated[_Clock, _quantity(parse_duration), _json("a duration such as 01:30:00 or 90m")]
 Walltime = Annotated[_Clock, _quantity(parse_walltime), _json("a time such as 01:30:00, 90m or 90")]
-Text = Annotated[str, AfterValidator(_line), _json()]
-"""One line."""
-Script = Annotated[str, _json()]
+Script = Annotated[str, _TEXT]
 """Text of any length, also empty or of several lines."""
+Text = Annotated[str, AfterValidator(_line), _TEXT]
+"""One line."""
 JobName = Annotated[Text, AfterValidator(_name), _json("a name")]
-Options = Annotated[
-    dict[
-        Text,
-        Annotated[
-            bool | str | tuple[str, ...],
-            BeforeValidator(_option),
-            WithJsonSchema(
-                {
-                    "anyOf": [
-                        {"title": "text", "type": ["string", "number"]},
-                        {"title": "true", "type": "boolean"},
-                        {
-                            "title": "a list of texts",
-                            "type": "array",
-                            "items": {"type": ["string", "number", "boolean"]},
-                            "minItems": 1,
-                        },
-                    ]
-                }
-            ),
-        ],
-    ],
-    BeforeValidator(without_nulls),
-]
-"""Options of sbatch or qsub by name; :mod:`pipectl.directives` says which may be set."""
-Select = Annotated[Text, AfterValidator(_select), _json("resources such as model=icelake")]
+Select = Annotated[Text, _matches(RESOURCES), _json("resources such as model=icelake")]
 Reference = Annotated[Text, _reference(), _json(_REFERENCE, ":")]
 LossReference = Annotated[Text, _reference("model"), _json(f"model, {_REFERENCE}", "^model$|:")]
 WeightReference = Annotated[
     Text, _reference("samples"), _json(f"samples, {_REFERENCE}", "^samples$|:")
 ]
-Variables = Annotated[
-    dict[
-        Annotated[Text, AfterValidator(_variable)],
-        Annotated[str, AfterValidator(_one_line), _json()],
-    ],
-    BeforeValidator(without_nulls),
+_Option = Annotated[
+    bool | str | tuple[str, ...],
+    BeforeValidator(_option),
+    # pydantic takes away the title of the values of a mapping, unless it is deeper.
+    WithJsonSchema(
+        {"anyOf": [{"title": "text, true or a list of texts", "type": [*_SCALAR, "array"]}]}
+    ),
 ]
-Kwargs = Annotated[dict[str, Any], BeforeValidator(to_python_values)]
+Options = Annotated[dict[Text, _Option], Optional()]
+"""Options of sbatch or qsub by name; :mod:`pipectl.directives` says which may be set."""
+_Variable = Annotated[Text, AfterValidator(_variable)]
+Variables = Annotated[dict[_Variable, Annotated[str, AfterValidator(_one_line), _TEXT]], Optional()]
+Kwargs = Annotated[dict[str, Any], BeforeValidator(_typed)]
+Grid = Annotated[dict[str, tuple[Any, ...]], BeforeValidator(_typed)]
 Replicas = Annotated[
-    int | str | None,
+    int | Literal["any"] | None,
     BeforeValidator(_replicas),
     WithJsonSchema({"anyOf": [{"const": "any"}, {"type": "integer", "minimum": 1}]}),
     Auto(),
 ]
-_OWN_SCHEDULE = {
-    "title": "the name of a .csv file or of a package's schedule",
-    "type": "string",
-    "pattern": r"\.csv$",
-}
+_OWN_SCHEDULE = _json("the name of a .csv file or of a package's schedule", r"\.csv$")
 Schedule = Annotated[
     str | None,
     BeforeValidator(_schedule),
-    WithJsonSchema({"anyOf": [{"enum": list(BUILT_IN)}, _OWN_SCHEDULE]}),
+    WithJsonSchema({"anyOf": [{"enum": list(BUILT_IN)}, _OWN_SCHEDULE.json_schema]}),
     Auto(),
 ]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipectl.batch import JobRequest
-from pipectl.spec.running import Environment, Launch, Pbs, Resources, Slurm
+from pipectl.spec.models import Environment, Launch, Pbs, Resources, Slurm
 
 FIELDS = {field.name for field in fields(JobRequest)}
 

@@ -15,7 +15,7 @@ from job_requests import change
 from pipectl.batch import JobRequest, JobState, JobStatus, get, process
 from pipectl.batch.local import LocalScheduler
 from pipectl.errors import SchedulerError, UsageError
-from pipectl.spec.running import Checkpoint
+from pipectl.spec.models import Checkpoint
 
 MakeRequest = Callable[..., JobRequest]
 

@@ -19,7 +19,7 @@ from pipectl.batch.pbs import PbsScheduler, parse_blocks, parse_qstat, parse_que
 from pipectl.batch.process import NoAnswerError
 from pipectl.directives import QSUB, Value, fault_of_option
 from pipectl.errors import InvalidInputError, PipectlError, SchedulerError
-from pipectl.spec.running import Checkpoint
+from pipectl.spec.models import Checkpoint
 
 if TYPE_CHECKING:
     from conftest import FakeCommands

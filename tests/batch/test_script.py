@@ -23,7 +23,7 @@ from pipectl.runs import (
     SCRIPT,
     RunDirectory,
 )
-from pipectl.spec.running import Checkpoint
+from pipectl.spec.models import Checkpoint
 
 MakeRequest = Callable[..., JobRequest]
 

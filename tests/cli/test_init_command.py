@@ -195,14 +195,14 @@ def test_the_schema_that_the_job_names_lies_beside_it(cli: Any) -> None:
 
 def test_a_rank_may_hold_its_share_of_the_node(cli: Any, slurm: Any) -> None:
     assert cli("init", "here").code == 0
-    here = load(Path("here/job.yaml"), sites=()).pipeline.memory_limit_bytes
+    here = load(Path("here/job.yaml"), sites=()).pipeline.memory_limit
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert here == pytest.approx(0.45 * total, rel=0.03)
     slurm("big*|1:00:00|4|8|64000|(null)|up")
     assert cli("init", "there").code == 0
     spec = load(Path("there/job.yaml"), sites=())
     assert spec.resources.memory_per_node == pytest.approx(0.9 * 64000 * 2**20 * 2 / 8, rel=0.03)
-    limit = spec.pipeline.memory_limit_bytes
+    limit = spec.pipeline.memory_limit
     assert limit == pytest.approx(0.45 * spec.resources.memory_per_node, rel=0.03)
 
 

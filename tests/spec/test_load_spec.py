@@ -103,7 +103,7 @@ def test_what_is_trained(full: JobSpec) -> None:
 def test_how_it_runs(full: JobSpec) -> None:
     assert (full.pipeline.stages, full.pipeline.micro_batches) == (4, None)
     assert full.pipeline.warm_up == (4, 3, 2, 1)
-    assert full.pipeline.memory_limit_bytes == 4 * 2**30
+    assert full.pipeline.memory_limit == 4 * 2**30
     assert full.resources.ranks == 4
     assert full.resources.memory_per_node == 8 * 2**30
     assert full.resources.walltime == 5400
@@ -213,7 +213,7 @@ def test_files_are_looked_up_from_the_directory_of_the_spec(
     full: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir("/")
-    assert full.source == tmp_path / "job.yaml"
+    assert full.base == tmp_path
     reference = full.model.resolve(full.base)
     assert reference.file == tmp_path / "models" / "gpt.py"
     assert (reference.module, reference.attribute) == (None, "build")

@@ -139,7 +139,7 @@ def test_overrides_are_read_like_the_file(read, minimal) -> None:
     )
     assert spec.resources.walltime == 5400
     assert (spec.resources.nodes, spec.pipeline.stages) == (4, 3)
-    assert spec.pipeline.memory_limit_bytes == 2**31
+    assert spec.pipeline.memory_limit == 2**31
     assert spec.optimizer.kwargs == {"lr": 3e-4}
     assert spec.slurm.account == "0042"
     assert spec.slurm.options == {"gres": "gpu:1", "mail-type": "END"}
