@@ -141,7 +141,6 @@ def start_companion(
     argv: Sequence[str],
     *,
     stdin: int,
-    keep: Sequence[int],
     env: Mapping[str, str],
     stderr: int,
 ) -> int | None:
@@ -149,7 +148,6 @@ def start_companion(
 
     Args:
         stdin: file descriptor that it reads from.
-        keep: further file descriptors that it gets, under the same numbers.
         stderr: file descriptor that its words for the log go to.
 
     Returns:
@@ -161,7 +159,6 @@ def start_companion(
             stdin=stdin,
             stdout=subprocess.DEVNULL,
             stderr=stderr,
-            pass_fds=keep,
             env=env,
             cwd="/",
             start_new_session=True,

@@ -18,9 +18,10 @@ from typing import Any
 from pipectl.access import read_limited
 from pipectl.errors import DataFileError
 from pipectl.files import read_json, write_json
+from pipectl.printable import printable
 from pipectl.runs.directory import RunDirectory
 from pipectl.runs.manifest import checkpoints
-from pipectl.watch.files import DAMAGE, node_path, parse_report
+from pipectl.watch.files import node_path
 
 HEARTBEAT_VERSION = 1
 _EDGE = 1 << 13
@@ -122,35 +123,14 @@ def merge_attempts(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def read_errors(run: RunDirectory) -> list[dict[str, Any]]:
-    """Failure reports of ranks, the first failure first; unreadable ones are left out.
-
-    By time, but the ends that the watcher of one node reports in the order that its kernel saw.
-    """
-    reports = [
-        report
-        for path in sorted(run.errors.glob("rank-*.json"))
-        if (report := read_report(path)) is not None
-    ]
-
-    def order(report: dict[str, Any]) -> tuple[float, int]:
-        time_s, rank = report.get("time"), report.get("rank")
-        return (inf if time_s is None else float(time_s), rank if isinstance(rank, int) else 0)
-
-    reports.sort(key=order)
-    for host in {report.get("host") for report in reports}:
-        ends = [
-            index
-            for index, report in enumerate(reports)
-            if report.get("host") == host and report.get("earlier") is not None
-        ]
-        ordered = sorted((reports[i] for i in ends), key=lambda each: int(each["earlier"]))
-        for index, report in zip(ends, ordered, strict=True):
-            reports[index] = report
-    return reports
+    """Failure reports of ranks, the first failure first; unreadable ones are left out."""
+    paths = sorted(run.errors.glob("rank-*.json"))
+    reports = [report for path in paths if (report := read_report(path)) is not None]
+    return sorted(reports, key=lambda report: report.get("time", inf))
 
 
 def read_report(path: Path) -> dict[str, Any] | None:
-    """One failure report; None if there is none, or it is damaged."""
+    """One report of a failure or of a watcher; None if there is none, or it is damaged."""
     try:
         return sound(read_json(path, cure=_CURE, limit=_MAX_REPORT_BYTES))
     except DataFileError:
@@ -159,10 +139,7 @@ def read_report(path: Path) -> dict[str, Any] | None:
 
 def read_stall(run: RunDirectory) -> str:
     """Who waits for whom, while no rank moves on; empty while all is well, or if nobody says so."""
-    try:
-        return parse_report(read_json(node_path(run.watch, 0), cure="")).stalled
-    except (DataFileError, *DAMAGE):
-        return ""
+    return printable((read_report(node_path(run.watch, 0)) or {}).get("stalled") or "")
 
 
 def read_exit_code(run: RunDirectory) -> int | None:
@@ -296,11 +273,11 @@ def _ranks(value: Any) -> list[dict[str, Any]] | None:
 
 _FIELDS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("step", "steps", "attempt", "rank", "stage", "pid", "exit_code"), _integer),
-    **dict.fromkeys(("rss_bytes", "peak_bytes", "loss_of_micro_batch", "earlier"), _integer),
+    **dict.fromkeys(("rss_bytes", "peak_bytes", "loss_of_micro_batch"), _integer),
     **dict.fromkeys(("time", "loss", "step_time_s", "samples_per_s", "learning_rate"), _finite),
     **dict.fromkeys(("gradient_norm", "loss_scale", "busy_s"), _finite),
     **dict.fromkeys(("state", "host", "node", "type", "message", "cure", "traceback"), _text),
-    **dict.fromkeys(("action", "gradient_of"), _text),
+    **dict.fromkeys(("action", "gradient_of", "stalled"), _text),
     "stages": _integers,
     "waiting": _share,
     "evaluation": _figures,

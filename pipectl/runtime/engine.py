@@ -29,7 +29,6 @@ from pipectl.runtime.wiring import Range, Wiring
 from pipectl.schedule import Action, Actions, Channel, Kind
 
 _OFFLOAD = (Kind.OFFLOAD_START, Kind.OFFLOAD_WAIT, Kind.FETCH_START, Kind.FETCH_WAIT)
-_LANES = {kind: index for index, kind in enumerate(TransferKind)}
 _BETWEEN_HALVES = (TransferKind.SAVED, TransferKind.WEIGHT)
 
 
@@ -130,8 +129,9 @@ class Engine:
 
     def _execute(self, action: Action, update: Update) -> None:
         start = time.perf_counter()
-        self._board.row(action.kind, action.stage, action.micro_batch)
-        if Kind(action.kind).is_compute:
+        kind = Kind(action.kind)
+        self._board.row(kind.name, action.stage, action.micro_batch)
+        if kind.is_compute:
             self._made.clear()  # what was made before is sent, or waits with its send
         if action.kind == Kind.UPDATE:
             update(action, self._out)
@@ -232,7 +232,8 @@ class Engine:
 
     def _send_wait(self, action: Action) -> None:
         channel = self._wiring.channels[action.channel]
-        self._board.awaits(channel.target_rank, channel.target_stage, _LANES[channel.kind])
+        message, peer = _name_message(channel, action), channel.target_rank
+        self._board.awaits(peer, f"rank {peer} to take {message} of stage {action.stage}")
         self._transport.finish_send(self._sends.pop((action.channel, action.micro_batch)))
 
     def _receive_start(self, action: Action) -> None:
@@ -244,7 +245,8 @@ class Engine:
 
     def _receive_wait(self, action: Action) -> None:
         lane, channel = self._wiring.lanes[action.channel], self._wiring.channels[action.channel]
-        self._board.awaits(channel.source_rank, channel.source_stage, _LANES[channel.kind])
+        message, peer = _name_message(channel, action), channel.source_rank
+        self._board.awaits(peer, f"{message} of stage {channel.source_stage} from rank {peer}")
         tensors = self._transport.finish_receive(
             Message(lane, action.micro_batch),
             channel.source_rank,
@@ -309,3 +311,8 @@ class Engine:
 def _reads(rows: Sequence[Sequence[int]]) -> Counter[int]:
     """How many actions may read each loaded micro-batch."""
     return Counter(row[2] for row in rows if row[0] in (Kind.FORWARD, Kind.EVALUATE))
+
+
+def _name_message(channel: Channel, action: Action) -> str:
+    """``activation 5``, or ``weights`` of what belongs to all micro-batches."""
+    return f"{channel.kind}{'s' if action.micro_batch < 0 else f' {action.micro_batch}'}"

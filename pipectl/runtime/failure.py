@@ -11,16 +11,11 @@ from mpi4py import MPI
 
 from pipectl.errors import FaultError, PipectlError, lacks_memory
 from pipectl.faults import as_fault, describe_error, with_details
-from pipectl.graph import TransferKind
 from pipectl.runs import RunDirectory
 from pipectl.runtime.output import job_log, own_log, say
 from pipectl.runtime.waiting import tell_of_waits
-from pipectl.schedule.actions import Kind
 from pipectl.watch.board import Board
 from pipectl.watch.files import report_text, write_log, write_report
-from pipectl.watch.judge import Names, action
-
-_NAMES = Names([kind.name for kind in Kind], [kind.value for kind in TransferKind])
 
 
 class Doing:
@@ -57,7 +52,7 @@ class Doing:
     @property
     def action(self) -> str:
         """In words."""
-        return action(self.board.read(), _NAMES)
+        return self.board.read().action
 
     @action.setter
     def action(self, phase: str) -> None:

@@ -228,7 +228,7 @@ class Trainer:
         try:
             self._continuation.finish()
         finally:  # reports of errors tell of the row
-            doing.board.row(before.kind, before.stage, before.micro_batch)
+            doing.board.return_to(before)
 
     def _stops_behind(self, step: int) -> bool:
         """Whether the pipeline must be empty behind a step."""

@@ -1,7 +1,8 @@
 """Having the ranks of every node watched by one process, and telling it how they end.
 
 See :mod:`pipectl.watch`: it sees what becomes of ranks that can no longer say so themselves. A rank
-speaks through memory and a pipe that have no name once the watcher has them.
+speaks through memory and a pipe that have no names: the watcher opens those of its own user's
+processes.
 """
 
 from __future__ import annotations
@@ -10,18 +11,16 @@ import faulthandler
 import json
 import os
 import secrets
-import shutil
 import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from mpi4py import MPI
 
@@ -29,20 +28,17 @@ import pipectl
 from pipectl.batch import process
 from pipectl.errors import PipectlError
 from pipectl.files import write_text
-from pipectl.graph import TransferKind
 from pipectl.plan import Plan
 from pipectl.runs import RUN_VARIABLE, SCRIPT, RunDirectory
 from pipectl.runtime.failure import Doing, warn
 from pipectl.runtime.nodes import grouped, node_name
 from pipectl.runtime.output import job_log
 from pipectl.runtime.waiting import broadcast, gather_all
-from pipectl.schedule import Kind
 from pipectl.spec import JobSpec
-from pipectl.watch.board import create_memory
 from pipectl.watch.files import start_path
 from pipectl.watch.rank import BYE, FAILING
+from pipectl.watch.watcher import Settings
 
-_SHARED = Path("/dev/shm")
 _LOOK_S = 1.0
 _MAX_STARTS = 4
 _pipes: list[int] = []
@@ -59,57 +55,52 @@ def watched(
 
     If no further process can be started, it works without.
     """
-    rank = communicator.rank
+    start = broadcast(communicator, _clear(directory) if communicator.rank == 0 else "")
     nodes = list(grouped(gather_all(communicator, _place())).values())
-    node = next(index for index, ranks in enumerate(nodes) if rank in ranks)
-    is_first = rank == nodes[node][0]
-    start = broadcast(communicator, _clear(directory) if rank == 0 else "")
-    folders = gather_all(communicator, _make_folder() if is_first else "")
-    folder = folders[nodes[node][0]]
-    pipe = _open_pipe(Path(folder), rank, doing) if folder else None
-    process_id = os.getpid(), process.start_time(os.getpid()) or 0
-    ranks = gather_all(communicator, (rank, *process_id, pipe is not None))
-    watcher = None
-    if is_first:
+    number = next(index for index, ranks in enumerate(nodes) if communicator.rank in ranks)
+    # With both ends here, the pipe never breaks, whatever becomes of the watcher.
+    reader, pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    process_id = os.getpid()
+    me = {
+        "rank": communicator.rank,
+        "pid": process_id,
+        "started": process.start_time(process_id) or 0,
+        "board": f"/proc/{process_id}/fd/{doing.board.handle}",
+        "words": f"/proc/{process_id}/fd/{reader}",
+    }
+    ranks = gather_all(communicator, me)
+    if communicator.rank == nodes[number][0]:
         script = os.environ.get(SCRIPT, "")
-        settings = {
-            "name": node_name(),
-            "start": start,
-            "size": communicator.size,
-            "node": node,
-            "nodes": len(nodes),
-            "folder": str(directory.watch),
-            "errors": str(directory.errors),
-            "launched": RUN_VARIABLE in os.environ,
-            "script": int(script) if script.isdecimal() else 0,
-            "min_s": spec.launch.hang_after,
-            "predicted_s": 0.0 if plan.prediction is None else plan.prediction.step_time_s,
-            "kinds": [kind.name for kind in Kind],
-            "lanes": [kind.value for kind in TransferKind],
-        }
-        watcher = _Watcher(settings, [ranks[each] for each in nodes[node]], folder)
-        doing.each_step = watcher.keep
+        settings = Settings(
+            name=node_name(),
+            node=number,
+            nodes=len(nodes),
+            size=communicator.size,
+            ranks=[ranks[rank] for rank in nodes[number]],
+            launched=RUN_VARIABLE in os.environ,
+            script=int(script) if script.isdecimal() else 0,
+            start=start,
+            folder=str(directory.watch),
+            errors=str(directory.errors),
+            min_s=spec.launch.hang_after,
+            predicted_s=0.0 if plan.prediction is None else plan.prediction.step_time_s,
+        )
+        doing.each_step = _Watcher(settings).keep
     try:
-        with nullcontext() if pipe is None else _last_words(pipe):
+        with _last_words(pipe):
             yield
     finally:
-        if watcher is not None:
-            doing.each_step = None
-            watcher.close()
+        doing.each_step = None
+        os.close(reader)
 
 
 def _place() -> tuple[object, ...]:
     """What the ranks have in common that one process can watch: containers may share none of it."""
     known: list[object] = [node_name()]
-    for path in (Path("/proc/self/ns/pid"), _shared_memory()):
-        with suppress(OSError):
-            status = path.stat()
-            known.append((status.st_dev, status.st_ino))
+    with suppress(OSError):
+        status = Path("/proc/self/ns/pid").stat()
+        known += [status.st_dev, status.st_ino]
     return tuple(known)
-
-
-def _shared_memory() -> Path:
-    return _SHARED if os.access(_SHARED, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
 
 
 def _clear(directory: RunDirectory) -> str:
@@ -126,52 +117,11 @@ def _clear(directory: RunDirectory) -> str:
     return start
 
 
-def _make_folder() -> str:
-    """For what the ranks of this node share with their watcher; empty if there is no room."""
-    try:
-        return tempfile.mkdtemp(prefix="pipectl-", dir=_shared_memory())
-    except OSError:
-        return ""
-
-
-def _open_pipe(folder: Path, rank: int, doing: Doing) -> int | None:
-    """Move the board to where the watcher sees it, and open the pipe through which to tell it."""
-    pipe = folder / f"words-{rank}"
-    try:
-        memory = create_memory(folder / f"board-{rank}")
-        os.mkfifo(pipe, 0o600)
-        # With both ends it never breaks, whatever becomes of the watcher.
-        words = os.open(pipe, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW)
-    except OSError:
-        return None
-    doing.board.move_to(memory)
-    return words
-
-
 class _Watcher:
-    """The process that watches this node, for the rank that starts it.
+    """The process that watches this node, for the rank that starts it."""
 
-    Args:
-        settings: of all that it watches.
-        ranks: of the node: number, pid, when the process started, whether it has made its memory
-            and its pipe.
-        folder: with these, which then need no names any more.
-    """
-
-    def __init__(
-        self, settings: Mapping[str, Any], ranks: Sequence[tuple[int, int, int, bool]], folder: str
-    ) -> None:
-        self._handles: list[int] = []
-        self._settings = {**settings, "ranks": []}
-        for rank, pid, started, speaks in ranks:
-            board, words = (
-                self._open(f"{folder}/{name}-{rank}") if speaks else -1
-                for name in ("board", "words")
-            )
-            watched = {"rank": rank, "pid": pid, "started": started, "board": board, "words": words}
-            self._settings["ranks"].append(watched)
-        if folder:
-            shutil.rmtree(folder, ignore_errors=True)
+    def __init__(self, settings: Settings) -> None:
+        self._settings = json.dumps(settings._asdict()).encode()
         self._starts, self._looked_at = 0, time.monotonic()
         self._pid: int | None = None
         self._start()
@@ -188,20 +138,6 @@ class _Watcher:
             warn("the process that watches this node's ranks has ended; it is started again")
             self._start()
 
-    def close(self) -> None:
-        """Forget it; it ends when the ranks do."""
-        for handle in self._handles:
-            os.close(handle)
-
-    def _open(self, path: str) -> int:
-        """A file descriptor; -1 if there can be none, without which less is known of the rank."""
-        try:
-            handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-        except OSError:
-            return -1
-        self._handles.append(handle)
-        return handle
-
     def _start(self) -> None:
         self._starts += 1
         self._pid = None
@@ -209,14 +145,10 @@ class _Watcher:
             argv = [sys.executable, "-S", "-m", "pipectl.watch.watcher"]
             environment = {**os.environ, "PYTHONPATH": str(Path(pipectl.__file__).parents[1])}
             with suppress(OSError), tempfile.TemporaryFile() as words:
-                words.write(json.dumps(self._settings).encode())
+                words.write(self._settings)
                 words.seek(0)
                 self._pid = process.start_companion(
-                    argv,
-                    stdin=words.fileno(),
-                    keep=self._handles,
-                    env=environment,
-                    stderr=job_log(),
+                    argv, stdin=words.fileno(), env=environment, stderr=job_log()
                 )
         if self._pid is None:
             warn("no process can be started that would watch the ranks; they work without")

@@ -1,125 +1,132 @@
 """What a rank does at this moment, in memory that the node's watcher reads.
 
-A rank packs a few integers into shared memory, which takes well under a microsecond; the newest are
-there whatever becomes of the rank.
+A rank writes it into shared memory, which takes about a microsecond; the newest is there whatever
+becomes of the rank.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
-import struct
-from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
-_ROW, _STEP, _WAITING, _PACE = map(struct.Struct, ("<7q", "<q", "<?", "<d"))
-_ALL = struct.Struct("<7qq?d128s")
-_STEP_AT, _WAITING_AT, _PACE_AT, _PHASE_AT = 56, 64, 65, 73
-SIZE = _ALL.size
-"""Bytes of a board."""
-NO_ROW = -1
+_TEXT = 96
 
 
 class Activity(NamedTuple):
     """What a rank does.
 
     Args:
-        moves: rows and phases that it has begun; the number of a rank that hangs stays the same.
-        kind: of the row under way; ``NO_ROW`` outside of the training program.
-        stage: -1 if the row belongs to none, as for the micro-batch.
-        peer: the rank at the other end of the message that the row waits for; -1 for none.
-        peer_stage: the stage there.
-        lane: what the message holds, as an index.
+        moves: actions that it has begun; the number of a rank that hangs stays the same.
         step: under way; 0 before the first.
+        stage: -1 if the action belongs to none.
+        peer: the rank for whose message, or for whose part in one, the action waits; -1 for none.
+        in_program: whether the action is one of the rank's program, not a phase such as saving.
         waiting: whether it waits for other ranks right now.
         pace_s: how long its last step took.
-        phase: what it does outside of the training program, in words.
+        action: ``FORWARD micro-batch 4``, or a phase.
+        awaited: of the peer, such as ``activation 5 of stage 2 from rank 2``.
     """
 
     moves: int = 0
-    kind: int = NO_ROW
-    stage: int = -1
-    micro_batch: int = -1
-    peer: int = -1
-    peer_stage: int = -1
-    lane: int = -1
     step: int = 0
+    stage: int = -1
+    peer: int = -1
+    in_program: bool = False
     waiting: bool = False
     pace_s: float = 0.0
-    phase: str = ""
+    action: str = ""
+    awaited: str = ""
+
+
+class _Memory(ctypes.Structure):
+    """An activity as it lies in memory."""
+
+    _fields_: ClassVar = [
+        ("moves", ctypes.c_int64),
+        ("step", ctypes.c_int64),
+        ("stage", ctypes.c_int64),
+        ("peer", ctypes.c_int64),
+        ("in_program", ctypes.c_bool),
+        ("waiting", ctypes.c_bool),
+        ("pace_s", ctypes.c_double),
+        ("action", ctypes.c_char * _TEXT),
+        ("awaited", ctypes.c_char * _TEXT),
+    ]
+
+
+SIZE = ctypes.sizeof(_Memory)
+"""Bytes of a board."""
 
 
 class Board:
     """Written by one rank.
 
-    Args:
-        memory: of ``SIZE`` bytes; None for some that nobody else sees.
+    Attributes:
+        handle: file descriptor of the memory, which has no name; -1 if nobody else can see it.
     """
 
-    def __init__(self, memory: mmap.mmap | bytearray | None = None) -> None:
-        self._memory = bytearray(SIZE) if memory is None else memory
-        self._moves = 0
-        if memory is None:
-            self.phase("")
+    def __init__(self) -> None:
+        try:
+            self.handle = os.memfd_create("pipectl-board")
+            os.ftruncate(self.handle, SIZE)
+        except OSError:
+            self.handle = -1
+        self._memory = _Memory.from_buffer(mmap.mmap(self.handle, SIZE))
+        self.phase("")
 
-    def move_to(self, memory: mmap.mmap) -> None:
-        """Go on in other memory."""
-        memory[:SIZE] = bytes(self._memory[:SIZE])
-        self._memory = memory
-
-    def row(self, kind: int, stage: int, micro_batch: int) -> None:
-        """A row of the program begins."""
-        self._moves += 1
-        _ROW.pack_into(self._memory, 0, self._moves, kind, stage, micro_batch, -1, -1, -1)
-
-    def awaits(self, rank: int, stage: int, lane: int) -> None:
-        """The row under way depends on a rank."""
-        row = _ROW.unpack_from(self._memory, 0)[:4]
-        _ROW.pack_into(self._memory, 0, *row, rank, stage, lane)
+    def row(self, kind: str, stage: int, micro_batch: int) -> None:
+        """An action of the program begins; those of all micro-batches have the number -1."""
+        text = kind if micro_batch < 0 else f"{kind} micro-batch {micro_batch}"
+        self._begin(text, stage, in_program=True)
 
     def phase(self, text: str) -> None:
-        """Something begins that is no row."""
-        words = text.encode(errors="replace")[: SIZE - _PHASE_AT]
-        self._memory[_PHASE_AT:SIZE] = words.ljust(SIZE - _PHASE_AT, b"\0")
-        self.row(NO_ROW, -1, -1)
+        """Something begins that is not in the program."""
+        self._begin(text, -1, in_program=False)
+
+    def return_to(self, activity: Activity) -> None:
+        """What was interrupted by a phase goes on."""
+        self._begin(activity.action, activity.stage, in_program=activity.in_program)
+
+    def awaits(self, peer: int, awaited: str) -> None:
+        """The action under way depends on a rank."""
+        self._memory.peer, self._memory.awaited = peer, _encode(awaited)
 
     def step(self, number: int) -> None:
         """A step begins."""
-        _STEP.pack_into(self._memory, _STEP_AT, number)
+        self._memory.step = number
 
     def waits(self, waiting: bool) -> None:
         """A wait for other ranks begins or ends."""
-        _WAITING.pack_into(self._memory, _WAITING_AT, waiting)
+        self._memory.waiting = waiting
 
     def pace(self, seconds: float) -> None:
-        """Note how long a step took."""
-        _PACE.pack_into(self._memory, _PACE_AT, seconds)
+        """A step took so long."""
+        self._memory.pace_s = seconds
 
     def read(self) -> Activity:
         """What the rank does now."""
-        *fields, phase = _ALL.unpack_from(self._memory, 0)
-        return Activity._make([*fields, phase.rstrip(b"\0").decode(errors="replace")])
+        return _read(self._memory)
+
+    def _begin(self, action: str, stage: int, *, in_program: bool) -> None:
+        memory = self._memory
+        memory.peer, memory.stage, memory.in_program = -1, stage, in_program
+        memory.action = _encode(action)
+        memory.moves += 1
 
 
-def create_memory(path: Path) -> mmap.mmap:
-    """Memory for a board in a new file of the owner's.
-
-    Its pages are allocated now: one that a full disk refuses later would end the rank (SIGBUS).
-
-    Raises:
-        OSError: there is no room.
-    """
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    handle = os.open(path, flags, 0o600)
-    try:
-        os.posix_fallocate(handle, 0, SIZE)
-        return mmap.mmap(handle, SIZE)
-    finally:
-        os.close(handle)
+def read_activity(memory: mmap.mmap) -> Activity:
+    """What is on a board that another process writes."""
+    return _read(_Memory.from_buffer_copy(memory))
 
 
-def open_board(handle: int) -> Board:
-    """The board in a file that :func:`create_memory` made, to be read; an empty one if it is -1."""
-    if handle < 0:
-        return Board()
-    return Board(mmap.mmap(handle, SIZE, prot=mmap.PROT_READ))
+def _encode(text: str) -> bytes:
+    return text.encode(errors="replace")[:_TEXT]
+
+
+def _read(memory: _Memory) -> Activity:
+    values = (getattr(memory, name) for name in Activity._fields)
+    return Activity._make(
+        value.decode(errors="replace") if isinstance(value, bytes) else value for value in values
+    )

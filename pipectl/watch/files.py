@@ -1,7 +1,7 @@
 """Files of watchers: one per node, by which they tell each other how ranks are, and error reports.
 
-A node's file is replaced whole. Nobody else can write there, but a file may be damaged: everything
-in it is checked. A report of a rank that failed is a file for ``status``, and text for the log.
+A node's file is replaced whole, and nobody else can write there. The report of a rank that failed
+is a file for ``status``, and text for the log.
 """
 
 from __future__ import annotations
@@ -13,22 +13,19 @@ import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from pipectl.errors import PipectlError, UsageError
 from pipectl.files import write_json, write_text
 from pipectl.printable import printable
-from pipectl.watch.rank import STATES, RankReport
+from pipectl.watch.board import Activity
+from pipectl.watch.rank import Death, RankReport
 
 VERSION = 1
 _MAX_BYTES = 1 << 24
-_MAX_NUMBER = 2**53
 _PIECE = 4096
 """Bytes that a pipe takes at once whenever it says that it takes any."""
 _PATIENCE_MS = 1000
-DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
-"""What :func:`parse_report` and the reading of JSON raise for what no watcher has written."""
-_Value = TypeVar("_Value")
 
 
 class NodeReport(NamedTuple):
@@ -37,13 +34,11 @@ class NodeReport(NamedTuple):
     Args:
         node: its name.
         ends: whether all ranks are to be killed.
-        knows: whether its watcher knows of a rank that has ended, and so will say why.
         stalled: who waits for whom, if no rank has moved on for long; the first node's says it.
     """
 
     node: str = ""
     ends: bool = False
-    knows: bool = False
     stalled: str = ""
     ranks: tuple[RankReport, ...] = ()
 
@@ -52,9 +47,10 @@ class NodeReport(NamedTuple):
         """Whether all of its ranks have ended."""
         return all(rank.is_over for rank in self.ranks)
 
-    def events(self) -> tuple[Any, ...]:
+    @property
+    def news(self) -> tuple[Any, ...]:
         """What the other watchers should know at once, if it changes."""
-        return [rank.state for rank in self.ranks], *self[1:4]
+        return self.ends, self.stalled, [rank.state for rank in self.ranks]
 
 
 def start_path(folder: Path) -> Path:
@@ -72,24 +68,19 @@ class NodeFile:
 
     Args:
         start: a word for this start of the ranks; files of another start are not read.
-
-    Attributes:
-        time: when what was read last was written, by the clock of that node.
     """
 
     def __init__(self, path: Path, start: str) -> None:
         self.path, self._start = path, start
         self._stamp: tuple[int, int] | None = None
-        self.time: object = None
-        self.fault = ""
 
-    def write(self, report: NodeReport, now: float) -> None:
+    def write(self, report: NodeReport) -> None:
         """Replace it; if the disk is full, at least its time of change says that we live."""
         ranks = [
             {**rank._asdict(), "activity": rank.activity._asdict(), "death": rank.death._asdict()}
             for rank in report.ranks
         ]
-        head = {"version": VERSION, "start": self._start, "time": now}
+        head = {"version": VERSION, "start": self._start}
         text = json.dumps({**head, **report._asdict(), "ranks": ranks})
         try:
             write_text(self.path, f"{text}\n", mode=0o600, durable=False)
@@ -115,46 +106,22 @@ class NodeFile:
                 return None
             text = os.read(handle, _MAX_BYTES)
             self._stamp = stamp
-            self.fault = ""
             document = json.loads(text)
-            if document["start"] != self._start:
-                return None
-            report, self.time = parse_report(document), document.get("time")
-            return report
-        except (OSError, *DAMAGE):
-            self.fault = f"{self.path.parent.name}/{self.path.name} is damaged or cannot be read"
+            return _parse(document) if document["start"] == self._start else None
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return None
         finally:
             os.close(handle)
 
 
-def parse_report(document: Mapping[str, Any]) -> NodeReport:
-    """What a file says.
-
-    Raises:
-        ValueError: no watcher has written it; so does any other of ``DAMAGE``.
-    """
+def _parse(document: Mapping[str, Any]) -> NodeReport:
     if document["version"] != VERSION:
         raise ValueError(f"version {document['version']!r}")
-    report = _check(NodeReport(), {**document, "ranks": {}})
-    ranks = tuple(_check(RankReport(), rank) for rank in document["ranks"])
-    for rank in ranks:
-        if rank.rank < 0 or rank.state not in STATES:
-            raise ValueError(f"rank {rank.rank} in state {rank.state!r}")
-    return report._replace(ranks=ranks)
-
-
-def _check(default: _Value, value: Any) -> _Value:
-    """A value of the type of its default, field by field; text is fit for terminals."""
-    if isinstance(default, tuple):
-        fields: dict[str, Any] = getattr(default, "_asdict", dict)()
-        return type(default)(**{name: _check(usual, value[name]) for name, usual in fields.items()})
-    numbers = (int, float) if isinstance(default, float) else (type(default),)
-    if type(value) not in numbers:
-        raise ValueError(f"a {type(value).__name__}, where a {numbers[-1].__name__} belongs")
-    if isinstance(value, int | float) and not abs(value) < _MAX_NUMBER:
-        raise ValueError("a number without bounds")
-    return printable(value) if isinstance(value, str) else value  # type: ignore[return-value]
+    ranks = []
+    for fields in document["ranks"]:
+        activity, death = Activity(**fields["activity"]), Death(**fields["death"])
+        ranks.append(RankReport(**{**fields, "activity": activity, "death": death}))
+    return NodeReport(document["node"], document["ends"], document["stalled"], tuple(ranks))
 
 
 def report_text(document: Mapping[str, Any]) -> str:

@@ -98,16 +98,6 @@ def test_errors_come_in_the_order_of_failure(run: RunDirectory) -> None:
     assert [report["rank"] for report in read_errors(run)] == [1, 3, 0, 2]
 
 
-def test_a_nodes_kernel_knows_better_than_its_clock_which_rank_ended_first(
-    run: RunDirectory,
-) -> None:
-    ended = [("n1", 10.0, 1), ("n1", 10.2, 0), ("n2", 10.1, 0), ("n1", 9.0, None)]
-    for rank, (host, time, earlier) in enumerate(ended):
-        report = {"rank": rank, "host": host, "time": time, "earlier": earlier}
-        run.error_of(rank).write_text(json.dumps(report))
-    assert [report["rank"] for report in read_errors(run)] == [3, 1, 2, 0]
-
-
 def test_no_errors(run: RunDirectory) -> None:
     assert read_errors(run) == []
     run.errors.rmdir()

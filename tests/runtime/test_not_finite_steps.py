@@ -25,7 +25,7 @@ from pipectl.runtime.guard import Fault, Guard, _number, _origin, not_finite
 from pipectl.runtime.origins import Origin, Origins
 from pipectl.runtime.trainer import Trainer
 from pipectl.schedule import Kind
-from pipectl.watch.board import NO_ROW, Activity
+from pipectl.watch.board import Activity
 
 HERE = Path(__file__).parent
 PARTS = HERE / "job_parts.py"
@@ -149,7 +149,7 @@ def test_what_is_not_finite_is_told_though_no_checkpoint_could_be_written(
 def test_a_checkpoint_that_takes_long_before_the_job_stops_is_no_row() -> None:
     """In a row, all ranks would be taken for waiting for each other."""
     doing, seen = Doing(), list[Activity]()
-    doing.board.row(Kind.UPDATE, 1, -1)
+    doing.board.row(Kind.UPDATE.name, 1, -1)
 
     def finish() -> None:
         seen.append(doing.board.read())
@@ -160,7 +160,7 @@ def test_a_checkpoint_that_takes_long_before_the_job_stops_is_no_row() -> None:
     )
     with pytest.raises(UsageError):
         Trainer._finish_saving(rank)
-    assert [(activity.kind, activity.phase) for activity in seen] == [(NO_ROW, "saving")]
+    assert [(activity.in_program, activity.action) for activity in seen] == [(False, "saving")]
     assert (doing.action, doing.stage) == ("UPDATE", 1)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -22,45 +21,41 @@ import pytest
 
 from pipectl.batch import process
 from pipectl.runs import RunDirectory, read_errors
-from pipectl.schedule import Kind
-from pipectl.watch.board import Activity, Board, create_memory
-from pipectl.watch.files import NodeFile, NodeReport, node_path, parse_report, start_path
-from pipectl.watch.rank import BYE, FAILING, RankReport
+from pipectl.watch.board import Activity, Board
+from pipectl.watch.files import NodeFile, NodeReport, node_path, start_path
+from pipectl.watch.rank import BYE, DIED, FAILING, RankReport, WatchedRank
+from pipectl.watch.watcher import Settings
 
 LONG_S = 60.0
+CRASH, TERM = b"Fatal Python error: Aborted\nThread 1", bytes([signal.SIGTERM])
 ROOT = Path(__file__).parents[2]
 
 
 class Rank:
     """A process that sleeps, and what it would show and say."""
 
-    def __init__(self, number: int, folder: Path) -> None:
+    def __init__(self, number: int) -> None:
         self.number = number
         self.process = subprocess.Popen(["/bin/sleep", "600"])
         self.board = Board()
-        self.board.move_to(create_memory(folder / f"board-{number}"))
-        os.mkfifo(folder / f"words-{number}")
-        self._words = os.open(folder / f"words-{number}", os.O_RDWR | os.O_NONBLOCK)
-        self.theirs = [
-            os.open(folder / f"{name}-{number}", os.O_RDONLY | os.O_NONBLOCK)
-            for name in ("board", "words")
-        ]
+        self.pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def says(self, words: bytes) -> None:
-        os.write(self._words, words)
+        os.write(self.pipe[1], words)
 
     def ends(self) -> None:
         self.process.kill()
         self.process.wait()
 
-    def given(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         started = process.start_time(self.process.pid)
-        names = {"board": self.theirs[0], "words": self.theirs[1]}
-        return {"rank": self.number, "pid": self.process.pid, "started": started, **names}
+        ours = f"/proc/{os.getpid()}/fd"
+        paths = {"board": f"{ours}/{self.board.handle}", "words": f"{ours}/{self.pipe[0]}"}
+        return {"rank": self.number, "pid": self.process.pid, "started": started, **paths}
 
     def close(self) -> None:
         self.ends()
-        for handle in (self._words, *self.theirs):
+        for handle in self.pipe:
             os.close(handle)
 
 
@@ -76,7 +71,7 @@ class Job:
 
     def start(self, *nodes: int, min_s: float = LONG_S) -> list[Rank]:
         """So many ranks on each node, and watch them."""
-        self.ranks = [Rank(number, self.run.path) for number in range(sum(nodes))]
+        self.ranks = [Rank(number) for number in range(sum(nodes))]
         left = iter(self.ranks)
         for index, count in enumerate(nodes):
             self._watch(index, [next(left) for _ in range(count)], len(nodes), min_s)
@@ -100,20 +95,18 @@ class Job:
         return {error["rank"]: error["message"] for error in read_errors(self.run)}
 
     def _watch(self, node: int, ranks: list[Rank], nodes: int, min_s: float) -> None:
-        given = {
-            "name": f"n{node}", "node": node, "nodes": nodes, "start": "s", "size": len(self.ranks),
-            "folder": str(self.run.watch), "errors": str(self.run.errors), "launched": False,
-            "script": 0, "min_s": min_s, "predicted_s": 0.0, "lanes": [],
-            "kinds": [kind.name for kind in Kind], "ranks": [rank.given() for rank in ranks],
-        }  # fmt: skip
+        settings = Settings(
+            name=f"n{node}", node=node, nodes=nodes, size=len(self.ranks), launched=False, script=0,
+            ranks=[rank.settings() for rank in ranks], start="s", folder=str(self.run.watch),
+            errors=str(self.run.errors), min_s=min_s, predicted_s=0.0,
+        )  # fmt: skip
         with tempfile.TemporaryFile() as words, self.log.open("ab") as log:
-            words.write(json.dumps(given).encode())
+            words.write(json.dumps(settings._asdict()).encode())
             words.seek(0)
             watcher = subprocess.Popen(
                 [sys.executable, "-S", "-m", "pipectl.watch.watcher"],
                 stdin=words,
                 stderr=log,
-                pass_fds=[handle for rank in ranks for handle in rank.theirs],
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
             )
         self.watchers.append(watcher)
@@ -135,6 +128,32 @@ def job(tmp_path: Path) -> Iterator[Job]:
         watcher.wait()
     for rank in made.ranks:
         rank.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "given", "message"),
+    [
+        (b"", {}, "its process was killed (SIGKILL, say), or ended without a word"),
+        (b"", {"memory_kill": True}, "killed by the kernel, for lack of memory on its node"),
+        (CRASH, {"memory_kill": True}, "its process crashed: Fatal Python error: Aborted"),
+        (TERM, {}, "its process was sent a signal to end (SIGTERM or SIGINT), by itself"),
+        (TERM, {"memory_kill": True}, "killed by the kernel, for lack of memory on its node"),
+        (b"", {"script_gone": True}, "the job script that started it is gone"),
+    ],
+)
+def test_what_is_said_of_a_death(words: bytes, given: dict[str, bool], message: str) -> None:
+    rank, usual = Rank(0), {"memory_kill": False, "script_gone": False}
+    watched = WatchedRank(**rank.settings(), launched=True)
+    assert watched.look(1.0, 0, **usual) == RankReport(activity=rank.board.read())
+    rank.says(words)
+    if not given.get("script_gone"):
+        rank.ends()
+    report = watched.look(1.1, 2, **{**usual, **given})
+    assert (report.state, report.death.message, report.death.earlier) == (DIED, message, 2)
+    assert report.death.is_wanted == (words == TERM and not given)
+    assert report.death.stack == (CRASH.decode() if words == CRASH else "")
+    watched.kill()
+    rank.close()
 
 
 @pytest.mark.parametrize("words", [BYE, FAILING])
@@ -161,7 +180,7 @@ def test_a_rank_that_is_killed_is_reported_and_all_of_its_node_end(job: Job) -> 
 def test_a_signal_to_end_explains_no_later_death(job: Job, at_once: bool) -> None:
     """Ranks save a checkpoint then, and may be killed meanwhile."""
     (rank,) = job.start(1)
-    rank.says(bytes([signal.SIGTERM]))
+    rank.says(TERM)
     for _ in range(0 if at_once else 3):
         job.wait_for_words(0)
     rank.ends()
@@ -222,7 +241,7 @@ def test_the_end_of_a_watcher_ends_no_rank(job: Job) -> None:
     job.watchers[1].wait(LONG_S)
     assert first.process.poll() is None
     assert list(job.reports) == [0]
-    assert "nothing is heard of it on n0" in job.reports[0]
+    assert "nothing was heard of it on n0" in job.reports[0]
 
 
 def test_the_first_node_tells_nothing_before_a_rank_of_another_ends(job: Job) -> None:
@@ -274,33 +293,19 @@ def test_a_watcher_says_nothing_of_ranks_that_have_been_started_again(job: Job) 
     assert '"died"' not in node_path(job.run.watch, 0).read_text()
 
 
-def test_what_the_first_node_knew_before_it_fell_silent_is_not_reported_again(job: Job) -> None:
-    first, second, third = job.start(2, 1)
-    first.says(FAILING)
-    wait_until(lambda: '"knows": true' in node_path(job.run.watch, 0).read_text())
-    job.wait_for_words(1)
-    job.watchers[0].kill()
-    assert third.process.wait(LONG_S) == -signal.SIGKILL
-    job.watchers[1].wait(LONG_S)
-    assert job.reports == {}
-    assert second.process.poll() is None
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 10**5, '{"start": "s"}', "\udcff"])
-def test_a_damaged_file_of_another_node_is_told_of_and_counts_for_nothing(
-    job: Job, text: str
-) -> None:
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "[" * 10**5, '{"version": 1, "start": "s"}', "\udcff"]
+)
+def test_a_damaged_file_of_another_node_counts_for_nothing(job: Job, text: str) -> None:
     first, second = job.start(1, 1)
     job.watchers[1].send_signal(signal.SIGSTOP)
     node_path(job.run.watch, 1).write_bytes(text.encode(errors="surrogateescape"))
-    words = "pipectl: watch/node-0001.json is damaged or cannot be read; it counts as no word"
-    wait_until(lambda: words in job.log.read_text())
+    job.wait_for_words(0)
     job.watchers[1].send_signal(signal.SIGCONT)
     first.ends()
     assert second.process.wait(LONG_S) == -signal.SIGKILL
     job.wait()
     assert list(job.reports) == [0]
-    assert job.log.read_text().count(words) == 1
 
 
 def test_nobody_else_can_write_what_watchers_read_and_they_hold_no_socket(job: Job) -> None:
@@ -312,59 +317,26 @@ def test_nobody_else_can_write_what_watchers_read_and_they_hold_no_socket(job: J
         assert not [name for name in held if name.startswith("socket:")], held
 
 
-def document_of(**rank: Any) -> dict[str, Any]:
-    """As a watcher writes it, of one rank, some of whose fields are other."""
-    report = RankReport()
-    fields = {"activity": report.activity._asdict(), "death": report.death._asdict()}
-    head = {"version": 1, "start": "s", "node": "n", "ends": False, "knows": False, "stalled": ""}
-    return {**head, "ranks": [{**report._asdict(), **fields, **rank}]}
-
-
-@pytest.mark.parametrize(
-    "document",
-    [
-        *({**document_of(), **change} for change in (
-            {"version": 2}, {"node": None}, {"ends": 1}, {"ranks": None}, {"ranks": [5]},
-            {"ranks": [{}]},
-        )),
-        *(document_of(**change) for change in (
-            {"rank": -1}, {"rank": True}, {"rank": 10**400}, {"state": "well"}, {"state": []},
-            {"death": {}}, {"activity": None}, {"still_s": float("inf")},
-            *({"activity": {**Activity()._asdict(), **field}} for field in (
-                {"step": float("nan")}, {"pace_s": float("inf")}, {"phase": 5}, {"waiting": 0},
-            )),
-        )),
-    ],
-)  # fmt: skip
-def test_what_no_watcher_writes_is_refused(document: dict[str, Any], tmp_path: Path) -> None:
-    assert parse_report(document_of()).ranks == (RankReport(),)
-    path = tmp_path / "node-0001.json"
-    path.write_text(json.dumps(document))
-    file = NodeFile(path, "s")
-    assert file.read() is None
-    assert "is damaged" in file.fault
-
-
 def test_a_file_of_an_earlier_start_or_a_link_is_not_read(tmp_path: Path) -> None:
     path, link = tmp_path / "node-0001.json", tmp_path / "link"
     file = NodeFile(path, "now")
     assert file.read() is None
-    NodeFile(path, "before").write(NodeReport("n", ends=True), 1.0)
+    NodeFile(path, "before").write(NodeReport("n", ends=True))
     assert file.read() is None
-    file.write(NodeReport("n", ends=True), 2.0)
+    file.write(NodeReport("n", ends=True))
     link.symlink_to(path)
     assert NodeFile(link, "now").read() is None
     assert file.read() == NodeReport("n", ends=True)
     assert file.read() is None  # nothing new
-    assert (file.fault, socket.gethostname() in path.read_text()) == ("", False)
 
 
 def test_a_full_disk_still_shows_that_a_watcher_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = NodeFile(tmp_path / "node-0001.json", "s")
-    file.write(NodeReport("n"), 1.0)
-    assert file.read() is not None
+    report = NodeReport("n", ranks=(RankReport(3, activity=Activity(step=2, action="saving")),))
+    file.write(report)
+    assert file.read() == report
 
     def fails(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -372,5 +344,5 @@ def test_a_full_disk_still_shows_that_a_watcher_lives(
     monkeypatch.setattr("pipectl.watch.files.write_text", fails)
     os.utime(file.path, (1.0, 1.0))
     assert file.read() is not None
-    file.write(NodeReport("n"), 2.0)
-    assert file.read() == NodeReport("n")
+    file.write(NodeReport("n"))
+    assert file.read() == report

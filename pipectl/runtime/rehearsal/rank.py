@@ -68,7 +68,7 @@ class Rank:
         for row, share in zip(actions.rows.tolist(), self._share_of(actions), strict=True):
             action, begin = Action(*row), self._at
             kind = Kind(action.kind)
-            self._doing.board.row(kind, action.stage, action.micro_batch)
+            self._doing.board.row(kind.name, action.stage, action.micro_batch)
             self._execute(kind, action, share)
             if kind.is_compute or self._at > begin:
                 if kind is Kind.UPDATE:

@@ -24,13 +24,11 @@ from pipectl.runs import RunDirectory
 from pipectl.runtime.failure import Doing, run_rank
 from pipectl.runtime.waiting import barrier, wait
 from pipectl.runtime.watching import watched
-from pipectl.schedule import Kind
 from pipectl.watch.rank import shared_files
 
 STEPS, PAUSE_S = int(os.environ.get("TEST_STEPS", "6")), 0.05
 HANG_AFTER_S = 3
 RANK, STEP = int(os.environ.get("TEST_RANK", "1")), 3
-ACTIVATION = 0
 
 
 def work(directory: RunDirectory, communicator: MPI.Intracomm, doing: Doing) -> None:
@@ -53,21 +51,23 @@ def pass_on(
     directory: RunDirectory, world: MPI.Intracomm, doing: Doing, step: int, micro_batch: int
 ) -> None:
     rank, size = world.rank, world.size
-    word = np.zeros(1)
     if rank:
-        doing.board.row(Kind.RECEIVE_WAIT, rank, micro_batch)
-        doing.board.awaits(rank - 1, rank - 1, ACTIVATION)
-        wait([world.Irecv(word, rank - 1)])
-    doing.board.row(Kind.FORWARD, rank, micro_batch)
+        receive(world, doing, rank - 1, micro_batch)
+    doing.board.row("FORWARD", rank, micro_batch)
     time.sleep(PAUSE_S)
     if (rank, step, micro_batch) == (RANK, STEP, 1):
         happen(os.environ["TEST_HAPPENS"], directory)
-    doing.board.row(Kind.SEND_WAIT, rank, micro_batch)
-    wait([world.Isend(word, (rank + 1) % size)])
+    doing.board.row("SEND_WAIT", rank, micro_batch)
+    wait([world.Isend(np.zeros(1), (rank + 1) % size)])
     if not rank:
-        doing.board.row(Kind.RECEIVE_WAIT, rank, micro_batch)
-        doing.board.awaits(size - 1, size - 1, ACTIVATION)
-        wait([world.Irecv(word, size - 1)])
+        receive(world, doing, size - 1, micro_batch)
+
+
+def receive(world: MPI.Intracomm, doing: Doing, source: int, micro_batch: int) -> None:
+    doing.board.row("RECEIVE_WAIT", world.rank, micro_batch)
+    words = f"activation {micro_batch} of stage {source} from rank {source}"
+    doing.board.awaits(source, words)
+    wait([world.Irecv(np.zeros(1), source)])
 
 
 def happen(what: str, directory: RunDirectory) -> None:

@@ -20,6 +20,7 @@ import pytest
 from pipectl.jobs.state import get_status
 from pipectl.runs import read_errors
 from pipectl.runtime import watching
+from pipectl.watch.watcher import Settings
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 IN_FORWARD = {
@@ -54,7 +55,7 @@ def test_all_end_and_the_rank_is_named(begin: Any, what: str, rank: int) -> None
     assert error["message"].startswith(IN_FORWARD[what])
     assert error["after_s"] < 10
     if what == "frozen":
-        assert f"from rank {rank}, which is in forward 1" in error["message"]
+        assert f"from rank {rank}, which is in FORWARD micro-batch 1" in error["message"]
     if what == "memory":
         assert "pipeline.memory_limit" in error["cure"]
     if what == "crashes":
@@ -72,7 +73,7 @@ def test_a_slow_step_is_not_taken_for_a_hang(begin: Any, what: str) -> None:
     log = ranks.end()
     assert ranks.launcher.returncode == 0, log
     assert read_errors(ranks.run) == []
-    words = "rank 2, which waits for activation 1 of stage 1 from rank 1, which is in forward 1"
+    words = "rank 2, which is waiting for activation 1 of stage 1 from rank 1, which is in FORWARD"
     assert (words in log) == (what == "slow")
     assert ranks.gone_s() < 60
     assert ranks.left_in_memory() == []
@@ -83,8 +84,8 @@ def test_ranks_that_miss_each_other_before_the_first_step_are_told_of(begin: Any
     log = ranks.end()
     assert ranks.launcher.returncode > 0
     words = (
-        "ranks 0, 2 wait for the other ranks (building the stages); "
-        "rank 1 waits for the other ranks (trying out messages)"
+        "ranks 0, 2 are waiting for the other ranks (building the stages); "
+        "rank 1 is waiting for the other ranks (trying out messages)"
     )
     assert f"pipectl: no rank has moved on for 3 s: {words}\n" in log
     error = ranks.error()
@@ -286,5 +287,6 @@ def test_a_full_disk_ends_no_run_that_would_be_watched(monkeypatch: pytest.Monke
     warnings: list[str] = []
     monkeypatch.setattr("tempfile.TemporaryFile", full)
     monkeypatch.setattr(watching, "warn", warnings.append)
-    watching._Watcher({}, [], "").close()
+    settings = Settings("n", 0, 1, 1, [], False, 0, "s", "", "", 1.0, 0.0)
+    watching._Watcher(settings)
     assert [text for text in warnings if "they work without" in text] == warnings != []
