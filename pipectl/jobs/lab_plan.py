@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, PipectlError, UsageError
-from pipectl.jobs.plan import Deadline, PlanInputs, Searcher
+from pipectl.jobs.plan import Deadline, PlanInputs
 from pipectl.plan import Plan, Replication
 from pipectl.planner import PlanRequest
 from pipectl.planner.balance.balance import balance
@@ -24,63 +23,43 @@ from pipectl.planner.machines.other_clusters import (
 )
 from pipectl.planner.plans.given_stages import plan_of_stages
 from pipectl.planner.policies import NAMES, OWN
-from pipectl.planner.policies.policy_plans import policy_plans
-from pipectl.planner.search import MOST_ALTERNATIVES, Found, search_plans
-from pipectl.profile import Profile
 from pipectl.units import did_you_mean, format_bytes
 
 
-def searcher_named(name: str) -> Searcher:
-    """The planner of a name.
+def choose_planner(inputs: PlanInputs, name: str) -> PlanInputs:
+    """The inputs for the planner of a name.
 
     Raises:
-        UsageError: there is none of this name.
+        UsageError: there is none of this name, or it cannot plan for the job's own schedule.
     """
     if name not in NAMES:
         raise UsageError(
             f"--planner: there is no planner {name!r}{did_you_mean(name, NAMES)}",
             cure=f"one of: {', '.join(NAMES)}",
         )
-    if name == OWN:
-        return search_plans
-
-    def search(
-        profile: Profile, cluster: Cluster, request: PlanRequest, deadline: Deadline
-    ) -> Found:
-        if request.listed is not None:
-            raise UsageError(
-                f"--planner {name}: chooses a schedule, but the job has {request.listed.name}",
-                cure="leave --planner out, or set pipeline.schedule: auto",
-            )
-        started_s = time.perf_counter()
-        plan, *others = policy_plans(name, profile, cluster, request, deadline)
-        assert plan.search is not None, "planners say how they found a plan"
-        searched = replace(plan.search, planning_s=time.perf_counter() - started_s)
-        return Found(replace(plan, search=searched), tuple(others[:MOST_ALTERNATIVES]))
-
-    return search
+    listed = inputs.request.listed
+    if name != OWN and listed is not None:
+        raise UsageError(
+            f"--planner {name}: chooses a schedule, but the job has {listed.name}",
+            cure="leave --planner out, or set pipeline.schedule: auto",
+        )
+    return replace(inputs, planner=name)
 
 
-@dataclass(frozen=True)
-class LinkChanges:
-    """Links as they are not; None leaves them.
+def change_links(
+    inputs: PlanInputs, bandwidth_bytes_per_s: float | None, communication_scale: float | None
+) -> PlanInputs:
+    """The inputs on a cluster with other links, whose plan is not the job's.
 
     Args:
-        bandwidth_bytes_per_s: of every link.
-        communication_scale: how many times as long every message takes.
+        bandwidth_bytes_per_s: of every link; None leaves it.
+        communication_scale: how many times as long every message takes; None leaves it.
     """
-
-    bandwidth_bytes_per_s: float | None = None
-    communication_scale: float | None = None
-
-
-def change_links(inputs: PlanInputs, changes: LinkChanges) -> PlanInputs:
-    """The inputs on a cluster with other links, whose plan is not the job's."""
     cluster = inputs.cluster
-    if changes.bandwidth_bytes_per_s is not None:
-        cluster = with_bandwidth(cluster, changes.bandwidth_bytes_per_s)
-    if changes.communication_scale is not None:
-        cluster = with_slower_links(cluster, changes.communication_scale)
+    if bandwidth_bytes_per_s is not None:
+        cluster = with_bandwidth(cluster, bandwidth_bytes_per_s)
+    if communication_scale is not None:
+        cluster = with_slower_links(cluster, communication_scale)
     if cluster is inputs.cluster:
         return inputs
     return replace(inputs, cluster=cluster, request=replace(inputs.request, key=None))
@@ -157,21 +136,30 @@ class Balanced:
         }
 
 
-def plan_balance(inputs: PlanInputs, changes: LinkChanges, deadline: Deadline) -> Balanced:
+def plan_balance(
+    inputs: PlanInputs,
+    deadline: Deadline,
+    bandwidth_bytes_per_s: float | None = None,
+    communication_scale: float | None = None,
+) -> Balanced:
     """Search the stages with the smallest largest load, and predict a step in them.
+
+    Args:
+        bandwidth_bytes_per_s, communication_scale: see :func:`change_links`, which was called with
+            them. What values cost counts if the bandwidth is given, by a cluster file or here.
 
     Raises:
         InfeasibleError: no partition fits into the memory.
         PipectlError: time was up before any was found.
     """
     cluster, asked, profile = inputs.cluster, inputs.request, prepared(inputs.profile)
-    known = changes.bandwidth_bytes_per_s is not None or inputs.cluster_file is not None
+    known = bandwidth_bytes_per_s is not None or inputs.cluster_file is not None
     request = BalanceRequest(
         devices=cluster.ranks,
         memory_limit_bytes=asked.memory_limit_bytes,
         # the scale of messages is in it already
         bandwidth_bytes_per_s=cluster.widest_link.bandwidth_bytes_per_s if known else None,
-        communication_scale=changes.communication_scale or 1.0,
+        communication_scale=communication_scale or 1.0,
     )
     began = time.perf_counter()
     deadline.restart()

@@ -11,6 +11,7 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,9 @@ from pipectl.planner.answers.step_parts import StepParts, step_parts
 from pipectl.planner.folding import folded
 from pipectl.planner.imported import prepared
 from pipectl.planner.machines.other_clusters import with_bandwidth, with_ranks
-from pipectl.planner.request import Planner
-from pipectl.planner.search import Found, search_plans
+from pipectl.planner.policies import OWN
+from pipectl.planner.policies.policy_plans import policy_plans
+from pipectl.planner.search import MOST_ALTERNATIVES, Found, search_plans
 from pipectl.profile import Profile
 from pipectl.simulate import Simulation, simulate
 from pipectl.spec import load
@@ -45,45 +47,6 @@ from pipectl.units import parse_bytes
 MICRO_BATCHES_PER_DEVICE = 4
 """Of a step, if nobody says how large the batch is."""
 _TOTALS = "total memory of nodes (memory_bytes) counts for --objective max-stage-load only"
-
-
-class Deadline:
-    """Asked by the planner now and then whether it has to come to an end.
-
-    Args:
-        budget_s: for each plan; None for as long as it takes.
-        clock: seconds from any start.
-
-    Attributes:
-        interrupted: whether the user ended it.
-        cut_short: whether a planner was told that time is up.
-    """
-
-    def __init__(
-        self, budget_s: float | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.budget_s = budget_s
-        self.interrupted = self.cut_short = False
-        self._clock = clock
-        self._started_s = clock()
-
-    def __call__(self) -> bool:
-        """Whether time is up."""
-        late = self.budget_s is not None and self._clock() - self._started_s >= self.budget_s
-        self.cut_short = self.cut_short or late or self.interrupted
-        return late or self.interrupted
-
-    def restart(self) -> None:
-        """Begin the budget of the next plan; an interrupt holds for all."""
-        self._started_s = self._clock()
-
-    def interrupt(self) -> None:
-        """Have the planner end as soon as it can."""
-        self.interrupted = True
-
-
-Searcher = Callable[[Profile, Cluster, PlanRequest, Deadline], Found]
-"""Searches the best plan until the deadline, and gives the next best, too."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +58,7 @@ class PlanInputs:
         plan_file: where the job's own plan belongs; None if this is another one.
         warnings: about the profile and the machines.
         kept: micro-batches of the job's last plan, if the job leaves their number open.
+        planner: name of the one to ask.
     """
 
     profile: Profile
@@ -104,6 +68,7 @@ class PlanInputs:
     plan_file: Path | None = None
     warnings: tuple[str, ...] = ()
     kept: int | None = None
+    planner: str = OWN
 
     def fold(self) -> PlanInputs:
         """With operators put together as plans for the shortest step have them."""
@@ -182,17 +147,27 @@ def _gather_profile(
 ) -> PlanInputs:
     """A profile alone, on a described cluster or on equal devices, each a node of its own."""
     settings = _read_settings(overrides)
-    if file is None:
-        cluster = _equal_devices(profile, devices if nodes is None else max(nodes))
-    else:
+    if file is not None:
         cluster = Cluster.load(file)
+    else:  # as many devices as asked for, else as an imported profile ships
+        shipped = shipped_number(profile, "accelerators", "devices")
+        count = int((devices if nodes is None else max(nodes)) or shipped or 0)
+        if not count:
+            raise UsageError(
+                "nothing says on how many devices to plan",
+                cure="give --devices N, or describe the machines: --cluster FILE",
+            )
+        each = tuple(Node(f"device{index}", 1, 1, Device("device")) for index in range(count))
+        source = f"{count} equal devices"
+        cluster = Cluster("equal devices", source, each, ASSUMED_BETWEEN, ASSUMED_BETWEEN)
+        rate = shipped_number(profile, "bandwidth_bytes_per_s", "transfer_bytes_per_s_effective")
+        cluster = cluster if rate is None else with_bandwidth(cluster, rate)
     cluster = _use_devices(cluster, devices, "describe more of them in the cluster file")
-    micro_batches = settings.pop("micro_batches", None)
+    batch_size, micro_batches = settings.get("batch_size"), settings.get("micro_batches")
     shipped = None if micro_batches else shipped_number(profile, "microbatches_in_batch")
-    count = int(micro_batches or shipped or MICRO_BATCHES_PER_DEVICE * cluster.ranks)
-    batch_size = settings.pop("batch_size", None)
     if batch_size is None:
-        batch_size = profile.micro_batch_size * count
+        count = int(micro_batches or shipped or MICRO_BATCHES_PER_DEVICE * cluster.ranks)
+        settings["batch_size"] = batch_size = profile.micro_batch_size * count
         if shipped is None:
             assumed = (
                 f"the batch is not given: taken as {batch_size} samples "
@@ -202,13 +177,7 @@ def _gather_profile(
     limit = shipped_number(profile, "memory_limit_bytes")
     if limit is not None:
         settings.setdefault("memory_limit_bytes", int(limit))
-    request = PlanRequest(
-        name=profile.name,
-        batch_size=batch_size,
-        micro_batches=micro_batches,
-        from_job=False,
-        **settings,
-    )
+    request = PlanRequest(name=profile.name, from_job=False, **settings)
     return PlanInputs(profile, cluster, request, file)
 
 
@@ -245,9 +214,9 @@ def _read_settings(overrides: Sequence[str]) -> dict[str, Any]:
                 f"--set {override}: there is no job to change",
                 cure=f"name a JOB.yaml; without one, these keys can be set: {known}",
             )
-        field_name, read = _KEYS_WITHOUT_JOB[key]
+        field, read = _KEYS_WITHOUT_JOB[key]
         try:
-            settings[field_name] = read(text.strip())
+            settings[field] = read(text.strip())
         except ValueError as error:
             raise UsageError(f"--set {override}: {error}") from None
     return settings
@@ -257,22 +226,6 @@ def shipped_number(profile: Profile, *keys: str) -> float | None:
     """What an imported profile says of the devices it is meant for; None if nothing."""
     values = (profile.cluster.get(key) for key in keys)
     return next((value for value in values if isinstance(value, int | float) and value > 0), None)
-
-
-def _equal_devices(profile: Profile, count: int | None) -> Cluster:
-    """As many as asked for, else as an imported profile ships; how they are linked is assumed."""
-    if count is None:
-        count = int(shipped_number(profile, "accelerators", "devices") or 0)
-    if not count:
-        raise UsageError(
-            "nothing says on how many devices to plan",
-            cure="give --devices N, or describe the machines: --cluster FILE",
-        )
-    nodes = tuple(Node(f"device{index}", 1, 1, Device("device")) for index in range(count))
-    link = ASSUMED_BETWEEN
-    cluster = Cluster("equal devices", f"{count} equal devices", nodes, link, link)
-    rate = shipped_number(profile, "bandwidth_bytes_per_s", "transfer_bytes_per_s_effective")
-    return cluster if rate is None else with_bandwidth(cluster, rate)
 
 
 def _use_devices(cluster: Cluster, devices: int | None, cure: str) -> Cluster:
@@ -285,6 +238,41 @@ def _use_devices(cluster: Cluster, devices: int | None, cure: str) -> Cluster:
             cure=cure,
         )
     return with_ranks(cluster, devices)
+
+
+class Deadline:
+    """Asked by the planner now and then whether it has to come to an end.
+
+    Args:
+        budget_s: for each plan; None for as long as it takes.
+        clock: seconds from any start.
+
+    Attributes:
+        interrupted: whether the user ended it.
+        cut_short: whether a planner was told that time is up.
+    """
+
+    def __init__(
+        self, budget_s: float | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.budget_s = budget_s
+        self.interrupted = self.cut_short = False
+        self._clock = clock
+        self._started_s = clock()
+
+    def __call__(self) -> bool:
+        """Whether time is up."""
+        late = self.budget_s is not None and self._clock() - self._started_s >= self.budget_s
+        self.cut_short = self.cut_short or late or self.interrupted
+        return late or self.interrupted
+
+    def restart(self) -> None:
+        """Begin the budget of the next plan; an interrupt holds for all."""
+        self._started_s = self._clock()
+
+    def interrupt(self) -> None:
+        """Have the planner end as soon as it can."""
+        self.interrupted = True
 
 
 @dataclass(frozen=True)
@@ -337,12 +325,7 @@ class StepAnswer:
 
 
 def plan_step(
-    inputs: PlanInputs,
-    deadline: Deadline,
-    tell: Callable[[str], None],
-    search: Searcher,
-    *,
-    explained: bool,
+    inputs: PlanInputs, deadline: Deadline, tell: Callable[[str], None], *, explained: bool
 ) -> StepAnswer:
     """The plan with the shortest step.
 
@@ -357,8 +340,7 @@ def plan_step(
     subject = inputs.profile, inputs.cluster, inputs.request
     with advising_other_micro_batches(inputs.kept):
         before_s = compiling_s()
-        deadline.restart()
-        first = search(*subject, deadline)
+        best = _search(inputs.planner, deadline, *subject)
         spent_s = compiling_s() - before_s
         stopped = ""
         if deadline.cut_short:
@@ -366,39 +348,53 @@ def plan_step(
         without = explanation = None
         if not deadline.interrupted:
             tell("comparing with other ways to train")
-            without = without_pipeline(*subject, _planner(search_plans, deadline))
+            without = without_pipeline(*subject, partial(_plan, OWN, deadline))
         if explained:
             tell("explaining")
-            again = _planner(search, deadline)
+            again = partial(_plan, inputs.planner, deadline)
             explanation = explain(
-                first.plan, *subject, again, first.alternatives, lambda: deadline.interrupted
+                best.plan, *subject, again, best.alternatives, lambda: deadline.interrupted
             )
-    simulation = simulate(first.plan, inputs.cluster)
-    parts = step_parts(first.plan, inputs.cluster, simulation)
-    link = busiest_link(first.plan, inputs.cluster)
+    simulation = simulate(best.plan, inputs.cluster)
+    parts = step_parts(best.plan, inputs.cluster, simulation)
+    link = busiest_link(best.plan, inputs.cluster)
     return StepAnswer(
-        inputs, first.plan, simulation, parts, link, stopped, without, explanation, spent_s
+        inputs, best.plan, simulation, parts, link, stopped, without, explanation, spent_s
     )
 
 
 def plan_nodes(
-    inputs: PlanInputs,
-    nodes: Sequence[int],
-    deadline: Deadline,
-    tell: Callable[[str], None],
-    search: Searcher,
+    inputs: PlanInputs, nodes: Sequence[int], deadline: Deadline, tell: Callable[[str], None]
 ) -> Scaling:
     """The best plan of the same step on each number of nodes."""
-    subject, again = (inputs.profile, inputs.cluster, inputs.request), _planner(search, deadline)
-    return scaling(*subject, nodes, again, lambda count: tell(f"planning for {count} nodes"))
+    return scaling(
+        inputs.profile,
+        inputs.cluster,
+        inputs.request,
+        nodes,
+        partial(_plan, inputs.planner, deadline),
+        lambda count: tell(f"planning for {count} nodes"),
+    )
 
 
-def _planner(search: Searcher, deadline: Deadline) -> Planner:
-    def plan(profile: Profile, cluster: Cluster, request: PlanRequest) -> Plan:
-        deadline.restart()
-        return search(profile, cluster, request, deadline).plan
+def _plan(
+    planner: str, deadline: Deadline, profile: Profile, cluster: Cluster, request: PlanRequest
+) -> Plan:
+    return _search(planner, deadline, profile, cluster, request).plan
 
-    return plan
+
+def _search(
+    planner: str, deadline: Deadline, profile: Profile, cluster: Cluster, request: PlanRequest
+) -> Found:
+    """The best plan of a planner until the deadline, and the next best."""
+    deadline.restart()
+    if planner == OWN:
+        return search_plans(profile, cluster, request, deadline)
+    started_s = time.perf_counter()
+    plan, *others = policy_plans(planner, profile, cluster, request, deadline)
+    assert plan.search is not None, "planners say how they found a plan"
+    searched = replace(plan.search, planning_s=time.perf_counter() - started_s)
+    return Found(replace(plan, search=searched), tuple(others[:MOST_ALTERNATIVES]))
 
 
 def scaling_json(result: Scaling) -> dict[str, Any]:

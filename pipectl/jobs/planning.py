@@ -45,6 +45,24 @@ def find_plan(spec: JobSpec, profile: Profile, cluster: Cluster, kept: int | Non
         return make_plan(profile, cluster, request_of(spec, profile, cluster, kept))
 
 
+def fresh_plan(spec: JobSpec, profile: Profile, cluster: Cluster, path: Path) -> Plan | None:
+    """The plan in ``path``; None if there is none or spec, profile or cluster have changed since.
+
+    Raises:
+        DataFileError: there is one, but it cannot be read.
+    """
+    if not path.exists():
+        return None
+    plan = Plan.load(path)
+    return plan if plan.key == _key(spec, profile, cluster) else None
+
+
+def write_plan(run: RunDirectory, plan: Plan, cluster: Cluster) -> None:
+    """Put a plan and its predicted timeline into a run directory."""
+    plan.save(run.plan)
+    simulate(plan, cluster).timeline.save(run.predicted)
+
+
 def kept_micro_batches(spec: JobSpec) -> int | None:
     """How many micro-batches the job's plan before had, if the job leaves their number open.
 
@@ -64,18 +82,6 @@ def kept_micro_batches(spec: JobSpec) -> int | None:
     return plan.micro_batches if plan.batch_size == spec.training.batch_size else None
 
 
-def coupling_warning(spec: JobSpec, profile: Profile) -> str:
-    """That the planner chooses between different trainings; empty if it does not."""
-    names = profile.coupled
-    if spec.pipeline.micro_batches is not None or not names:
-        return ""
-    more = "computes" if len(names) == 1 else f"and {len(names) - 1} more compute"
-    return (
-        f"{names[0]} {more} over all samples of a micro-batch: results depend on the number of "
-        "micro-batches, which `auto` leaves to the planner; pipeline.micro_batches sets it"
-    )
-
-
 @contextmanager
 def advising_other_micro_batches(kept: int | None) -> Iterator[None]:
     """Within, an error that nothing fits says that the number of micro-batches was kept."""
@@ -90,6 +96,18 @@ def advising_other_micro_batches(kept: int | None) -> Iterator[None]:
         raise
 
 
+def coupling_warning(spec: JobSpec, profile: Profile) -> str:
+    """That the planner chooses between different trainings; empty if it does not."""
+    names = profile.coupled
+    if spec.pipeline.micro_batches is not None or not names:
+        return ""
+    more = "computes" if len(names) == 1 else f"and {len(names) - 1} more compute"
+    return (
+        f"{names[0]} {more} over all samples of a micro-batch: results depend on the number of "
+        "micro-batches, which `auto` leaves to the planner; pipeline.micro_batches sets it"
+    )
+
+
 def request_of(
     spec: JobSpec, profile: Profile, cluster: Cluster, kept: int | None = None
 ) -> PlanRequest:
@@ -101,7 +119,17 @@ def request_of(
     pipeline = spec.pipeline
     listed = schedule_of_job(spec)
     recompute, blocks = _RECOMPUTE[pipeline.recompute]
-    offload, offload_to = _offload(spec, cluster)
+    if pipeline.offload in tuple(OffloadTarget):
+        offload_to = OffloadTarget(pipeline.offload)
+    else:  # what is not the memory that ranks compute in
+        offload_to = OffloadTarget.HOST if spec.resources.gpus_per_node else OffloadTarget.DISK
+    offload: bool | None = None
+    if pipeline.offload is not None:
+        offload = pipeline.offload != "none"
+    elif offload_to is OffloadTarget.DISK and any(
+        node.device.disk_link is None for node in cluster.nodes
+    ):
+        offload = False  # nobody can tell whether it pays
     apart = None if pipeline.backward is None else pipeline.backward == "apart"
     if spec.training.compile and pipeline.recompute != "all":
         apart = bool(apart)  # never of stages whose other half is compiled, unless the job says so
@@ -123,41 +151,6 @@ def request_of(
         backward_apart=apart,
         key=_key(spec, profile, cluster),
     )
-
-
-def _offload(spec: JobSpec, cluster: Cluster) -> tuple[bool | None, OffloadTarget]:
-    """Whether all stages offload (None: those for which it pays), and whereto.
-
-    That is what is not the memory that ranks compute in, unless the job says. For a disk whose
-    speed is unknown nobody can tell whether it pays.
-    """
-    word = spec.pipeline.offload
-    if word in tuple(OffloadTarget):
-        target = OffloadTarget(word)
-    else:
-        target = OffloadTarget.HOST if spec.resources.gpus_per_node else OffloadTarget.DISK
-    if word is not None:
-        return word != "none", target
-    known = all(node.device.disk_link is not None for node in cluster.nodes)
-    return None if target is OffloadTarget.HOST or known else False, target
-
-
-def fresh_plan(spec: JobSpec, profile: Profile, cluster: Cluster, path: Path) -> Plan | None:
-    """The plan in ``path``; None if there is none or spec, profile or cluster have changed since.
-
-    Raises:
-        DataFileError: there is one, but it cannot be read.
-    """
-    if not path.exists():
-        return None
-    plan = Plan.load(path)
-    return plan if plan.key == _key(spec, profile, cluster) else None
-
-
-def write_plan(run: RunDirectory, plan: Plan, cluster: Cluster) -> None:
-    """Put a plan and its predicted timeline into a run directory."""
-    plan.save(run.plan)
-    simulate(plan, cluster).timeline.save(run.predicted)
 
 
 def _key(spec: JobSpec, profile: Profile, cluster: Cluster) -> str:

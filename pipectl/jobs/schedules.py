@@ -1,4 +1,4 @@
-"""Users' own schedules, and one simulated step of a schedule: of a plan, or of equal stages.
+"""Users' own schedules, and one simulated step of a plan, or of a schedule on equal stages.
 
 A schedule is a file, or a function that a package offers by name: an entry point of the group
 ``pipectl.schedules``, a function of the numbers of ranks, stages and micro-batches that gives, for
@@ -106,23 +106,6 @@ def make_listed(name: str, ranks: int, stages: int, micro_batches: int) -> Liste
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Equal stages with messages that take nothing but a latency; None where it may follow.
-
-    Args:
-        forward_s, backward_s: of a micro-batch, in any unit.
-        latency_s: of a message between ranks, in the same.
-    """
-
-    stages: int | None = None
-    micro_batches: int | None = None
-    ranks: int | None = None
-    forward_s: float = 1.0
-    backward_s: float = 2.0
-    latency_s: float = 0.0
-
-
-@dataclass(frozen=True)
 class Simulated:
     """A step, and what its programs need.
 
@@ -168,18 +151,51 @@ class Simulated:
         }
 
 
-def simulate_shape(schedule: str, shape: Shape) -> Simulated:
-    """A schedule on equal stages.
+def simulate_plan(
+    plan: Plan, cluster: Cluster | None = None, schedule: str | None = None
+) -> Simulated:
+    """A plan's own step, or that of its stages in the order of a user's schedule.
+
+    Args:
+        cluster: by default assumed: shared memory within nodes, 10 Gbit/s Ethernet between.
+
+    Raises:
+        UsageError: the schedule is not a user's own, or not of as many stages and micro-batches.
+        ScheduleError: the schedule cannot run.
+    """
+    if schedule is not None:
+        plan = _reorder(plan, schedule)
+    if cluster is None:
+        counts = [plan.node_of_rank.count(node) for node in range(1 + max(plan.node_of_rank))]
+        cluster = assumed_cluster(plan.name, counts, max(counts), None)
+    programs = [lower(plan, rank) for rank in range(plan.ranks)]
+    proof = validate(plan, programs)
+    return Simulated(plan, simulate(plan, cluster, programs), proof, cluster.assumptions)
+
+
+def plan_equal_stages(
+    schedule: str,
+    stages: int | None = None,
+    micro_batches: int | None = None,
+    ranks: int | None = None,
+    forward_s: float = 1.0,
+    backward_s: float = 2.0,
+    latency_s: float = 0.0,
+) -> tuple[Plan, Cluster]:
+    """A schedule on equal stages, whose messages take nothing but a latency, and its machines.
 
     Args:
         schedule: built in, a file, or what a package offers.
+        stages, micro_batches, ranks: None if the schedule says how many.
+        forward_s, backward_s: of a micro-batch, in any unit.
+        latency_s: of a message between ranks, in the same.
 
     Raises:
         UsageError: numbers that the schedule needs are missing, or contradict it.
-        ScheduleError: the schedule cannot run.
+        ScheduleError: it is none.
     """
+    wanted = {"stages": stages, "micro-batches": micro_batches, "ranks": ranks}
     listed: Listed | None = None
-    stages, micro_batches = shape.stages, shape.micro_batches
     if schedule.endswith(SUFFIX):
         listed = read_listed(Path(schedule), schedule)
     elif stages is None or micro_batches is None:
@@ -188,30 +204,25 @@ def simulate_shape(schedule: str, shape: Shape) -> Simulated:
             cure="add for example --stages 4 --micro-batches 8",
         )
     elif schedule not in NAMES:
-        listed = make_listed(schedule, shape.ranks or stages, stages, micro_batches)
+        listed = make_listed(schedule, ranks or stages, stages, micro_batches)
     if listed is not None:
-        stages, micro_batches = listed.stages, listed.micro_batches
+        stages, micro_batches, ranks = listed.stages, listed.micro_batches, len(listed.ranks)
         rank_of_stage, warm_up = tuple(listed.rank_of_stage), listed.warm_up
-        ranks = len(listed.ranks)
     else:
         assert stages is not None
         assert micro_batches is not None
-        rank_of_stage = tuple(default_ranks(schedule, stages, shape.ranks))
+        rank_of_stage = default_ranks(schedule, stages, ranks)
         ranks = len(set(rank_of_stage))
-        warm_up = tuple(default_warm_up(schedule, stages, micro_batches, ranks=ranks))
-    numbers = (
-        ("stages", shape.stages, stages),
-        ("micro-batches", shape.micro_batches, micro_batches),
-        ("ranks", shape.ranks, ranks),
-    )
-    for name, wanted, number in numbers:
-        if wanted not in (None, number):
+        warm_up = default_warm_up(schedule, stages, micro_batches, ranks=ranks)
+    numbers = zip(wanted.items(), (stages, micro_batches, ranks), strict=True)
+    for (name, given), number in numbers:
+        if given not in (None, number):
             subject = schedule if listed else f"{schedule} of {stages} stages"
             raise UsageError(
-                f"{subject} has {number} {name}, not {wanted}", cure=f"leave --{name} out"
+                f"{subject} has {number} {name}, not {given}", cure=f"leave --{name} out"
             )
-    cost = StageCost(shape.forward_s, shape.backward_s, 0.0, 0, 0, 0)
-    pairs = list(pairwise(range(len(rank_of_stage))))
+    cost = StageCost(forward_s, backward_s, 0.0, 0, 0, 0)
+    pairs = list(pairwise(range(stages)))
     plan = Plan(
         name=schedule,
         fingerprint=None,
@@ -228,36 +239,12 @@ def simulate_shape(schedule: str, shape: Shape) -> Simulated:
         node_of_rank=(0,) * (1 + max(rank_of_stage)),
     )
     nodes = (Node("one", plan.ranks, plan.ranks, Device("any")),)
-    link = Link(shape.latency_s, _FAST)
+    link = Link(latency_s, _FAST)
     cluster = Cluster("equal devices", "imagined", nodes, link, link)
-    return _run(plan if listed is None else _in_order(plan, listed), cluster)
+    return (plan if listed is None else _in_order(plan, listed)), cluster
 
 
-def simulate_plan(plan: Plan, cluster: Cluster | None, schedule: str | None) -> Simulated:
-    """A plan's own step, or that of its stages in the order of a user's schedule.
-
-    Args:
-        cluster: by default assumed: shared memory within nodes, 10 Gbit/s Ethernet between.
-
-    Raises:
-        UsageError: the schedule is not a user's own, or not of as many stages and micro-batches.
-        ScheduleError: the schedule cannot run.
-    """
-    if schedule is not None:
-        plan = _reordered(plan, schedule)
-    if cluster is None:
-        counts = [plan.node_of_rank.count(node) for node in range(1 + max(plan.node_of_rank))]
-        cluster = assumed_cluster(plan.name, counts, max(counts), None)
-    return _run(plan, cluster)
-
-
-def _run(plan: Plan, cluster: Cluster) -> Simulated:
-    programs = [lower(plan, rank) for rank in range(plan.ranks)]
-    proof = validate(plan, programs)
-    return Simulated(plan, simulate(plan, cluster, programs), proof, cluster.assumptions)
-
-
-def _reordered(plan: Plan, schedule: str) -> Plan:
+def _reorder(plan: Plan, schedule: str) -> Plan:
     if not schedule.endswith(SUFFIX):
         raise UsageError(
             f"--schedule {schedule}: a plan's stages are cut for its own schedule",

@@ -217,7 +217,7 @@ def of_single_files(file: Path) -> list[Example]:
         file.write_bytes(changed(plan, draw))
         found = Plan.load(file)
         validate(found, [lower(found, rank) for rank in range(found.ranks)])
-        simulate_plan(found, None, None)
+        simulate_plan(found)
 
     def of_cluster(draw: Callable[..., Any]) -> None:
         file.write_bytes(changed(cluster, draw))

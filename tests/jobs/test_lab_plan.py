@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipectl.errors import InfeasibleError, PipectlError
-from pipectl.jobs.lab_plan import Balanced, LinkChanges, change_links, plan_balance
+from pipectl.jobs.lab_plan import Balanced, change_links, plan_balance
 from pipectl.jobs.plan import Deadline, gather
 
 WORKLOADS = os.environ.get("PIPECTL_WORKLOADS")
@@ -21,7 +21,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def balanced(
     *settings: str,
     devices: int | None = None,
-    links: LinkChanges | None = None,
+    links: tuple[float | None, float | None] = (None, None),
     deadline: Deadline | None = None,
     changes: dict[str, object] | None = None,
 ) -> Balanced:
@@ -44,9 +44,8 @@ def balanced(
     document = {"version": 1, "name": "chain", "micro_batch_size": 2, "nodes": nodes}
     document |= {"edges": [["n1", "n2"], ["n2", "n3"]], **(changes or {})}
     Path("p.json").write_text(json.dumps(document))
-    links = links or LinkChanges()
-    inputs = change_links(gather(None, Path("p.json"), settings, devices=devices), links)
-    return plan_balance(inputs, links, deadline or Deadline())
+    inputs = change_links(gather(None, Path("p.json"), settings, devices=devices), *links)
+    return plan_balance(inputs, deadline or Deadline(), *links)
 
 
 def test_the_best_cut_of_a_chain():
@@ -60,7 +59,7 @@ def test_the_best_cut_of_a_chain():
 
 def test_links_count_once_they_are_known():
     assert balanced(devices=2).request.bandwidth_bytes_per_s is None
-    found = balanced(devices=2, links=LinkChanges(1e6, 2.0))
+    found = balanced(devices=2, links=(1e6, 2.0))
     assert found.request.bandwidth_bytes_per_s == pytest.approx(5e5)
     assert found.balance.value_s == pytest.approx(6.0)  # a cut would cost 4 s on either side
 
@@ -115,5 +114,5 @@ def test_the_documented_keys():
 def test_a_known_optimum_as_the_file_ships_it():
     path = Path(str(WORKLOADS)) / "dnnpart-throughput-layer-bert24_training.json"
     known = json.loads(path.read_text())["best_known"][0]["value"]
-    found = plan_balance(gather(None, path.absolute()), LinkChanges(), Deadline())
+    found = plan_balance(gather(None, path.absolute()), Deadline())
     assert found.balance.value_s == pytest.approx(known, rel=1e-9)

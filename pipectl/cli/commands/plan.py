@@ -26,13 +26,11 @@ from pipectl.files import make_directory_of, write_text
 from pipectl.jobs.plan import (
     Deadline,
     PlanInputs,
-    Searcher,
     gather,
     plan_nodes,
     plan_step,
     scaling_json,
 )
-from pipectl.planner.search import search_plans
 from pipectl.report.gantt import gantt_svg
 
 _MAX_NODES = 100_000
@@ -91,10 +89,10 @@ def command(
     for warning in inputs.warnings:
         warn(warning)
     if counts is not None:
-        compare_nodes(inputs, counts, Deadline(), search_plans, as_json=as_json)
+        compare_nodes(inputs, counts, Deadline(), as_json=as_json)
         return
     show_step(
-        inputs, Deadline(), search_plans,
+        inputs, Deadline(),
         explain=explain, output_file=output_file or inputs.plan_file, svg=svg, as_json=as_json,
     )  # fmt: skip
 
@@ -133,14 +131,14 @@ def refuse_beside_nodes(
 
 
 def show_step(
-    inputs: PlanInputs, deadline: Deadline, search: Searcher,
+    inputs: PlanInputs, deadline: Deadline,
     *, explain: bool, output_file: Path | None, svg: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Plan for the shortest step, write what is to be written, and print."""
     for file in filter(None, (output_file, svg)):
         make_directory_of(file)
     with stoppable(deadline) as tell:
-        answer = plan_step(inputs, deadline, tell, search, explained=explain)
+        answer = plan_step(inputs, deadline, tell, explained=explain)
     if output_file is not None:
         answer.plan.save(output_file)
     if svg is not None:
@@ -158,12 +156,11 @@ def show_step(
 
 
 def compare_nodes(
-    inputs: PlanInputs, nodes: tuple[int, ...], deadline: Deadline,
-    search: Searcher, *, as_json: bool,
-) -> None:  # fmt: skip
+    inputs: PlanInputs, nodes: tuple[int, ...], deadline: Deadline, *, as_json: bool
+) -> None:
     """Plan the same step for every number of nodes, and print the table."""
     with stoppable(deadline) as tell:
-        result = plan_nodes(inputs, nodes, deadline, tell, search)
+        result = plan_nodes(inputs, nodes, deadline, tell)
     if as_json:
         say_json({**scaling_json(result), "cut_short": deadline.cut_short})
         return

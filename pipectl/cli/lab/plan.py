@@ -19,12 +19,11 @@ from pipectl.cli.views.plan import counted
 from pipectl.errors import UsageError
 from pipectl.jobs.lab_plan import (
     Balanced,
-    LinkChanges,
     Technique,
     allow_techniques,
     change_links,
+    choose_planner,
     plan_balance,
-    searcher_named,
 )
 from pipectl.jobs.plan import Deadline, gather
 from pipectl.profile import Profile
@@ -124,30 +123,30 @@ def command(
     counts = plan_command.node_counts(nodes)
     if counts is not None:
         plan_command.refuse_beside_nodes(devices, output_file, svg, explain=explain)
-    techniques, links = _techniques(allow), LinkChanges(bandwidth, communication_scale)
+    techniques = _techniques(allow)
     inputs = gather(
         job, profile_file, changes, scheduler=scheduler, cluster=cluster, devices=devices,
         nodes=counts, new_micro_batches=True,
     )  # fmt: skip
-    inputs = change_links(inputs, links)
+    inputs = change_links(inputs, bandwidth, communication_scale)
     inputs = replace(inputs, request=allow_techniques(inputs.request, techniques))
     for warning in inputs.warnings:
         warn(warning)
     deadline = Deadline(budget)
     if objective is Objective.MAX_STAGE_LOAD:
         with plan_command.stoppable(deadline):
-            balanced = plan_balance(inputs, links, deadline)
+            balanced = plan_balance(inputs, deadline, bandwidth, communication_scale)
         if as_json:
             say_json({**balanced.to_json(), "cut_short": deadline.cut_short})
         else:
             output().print(_balance_view(balanced, inputs.profile))
         return
-    inputs, search = inputs.fold(), searcher_named(planner)
+    inputs = choose_planner(inputs, planner).fold()
     if counts is not None:
-        plan_command.compare_nodes(inputs, counts, deadline, search, as_json=as_json)
+        plan_command.compare_nodes(inputs, counts, deadline, as_json=as_json)
     else:
         plan_command.show_step(
-            inputs, deadline, search,
+            inputs, deadline,
             explain=explain, output_file=output_file, svg=svg, as_json=as_json,
         )  # fmt: skip
 

@@ -13,7 +13,7 @@ from pipectl.cli.views.plan import gantt_lines, headline
 from pipectl.cluster import Cluster
 from pipectl.errors import UsageError
 from pipectl.files import make_directory_of, write_text
-from pipectl.jobs.schedules import Shape, Simulated, simulate_plan, simulate_shape
+from pipectl.jobs.schedules import Simulated, plan_equal_stages, simulate_plan
 from pipectl.plan import Plan
 from pipectl.report.gantt import gantt_svg, legend
 
@@ -69,7 +69,7 @@ def command(
         )
     else:
         refuse({"--cluster": cluster}, "is for a plan's stages", cure="name it: --plan FILE")
-        step = simulate_shape(schedule, Shape(**shape))  # type: ignore[arg-type]
+        step = simulate_plan(*plan_equal_stages(schedule, **shape))  # type: ignore[arg-type]
     if svg is not None:
         write_text(svg, gantt_svg(step.simulation.timeline, headline(step.plan), _figures(step)))
     if as_json:
