@@ -7,13 +7,13 @@ from enum import Enum
 
 from pipectl.batch import CHECKPOINTED, JobState, JobStatus, get
 from pipectl.errors import UnknownRunError
-from pipectl.jobs.recover import recover_locked
+from pipectl.jobs.recover import BY_TAG, recover_locked
 from pipectl.jobs.state import ask_schedulers, get_statuses
 from pipectl.runs import Record, RunDirectory, SweepDirectory, locked, read_exit_code
 
 _RESUBMITS = "pbs"
 """The batch system on which job scripts submit themselves again."""
-_PATIENCE_S, _LOOK_S = 10.0, 0.2
+_PATIENCE_S, _PAUSE_S = 10.0, 0.2
 
 
 class Cancellation(Enum):
@@ -48,11 +48,7 @@ def cancel(run: RunDirectory, now: float) -> Cancellation:
         job = get_statuses([run], now, lambda _: answers)[0].job
         if job.state.final and answers[record.scheduler].error is None:
             return Cancellation.OVER
-        has_ended = _has_ended(run, job)
-        get(record.scheduler).cancel(record.job_id)
-        if not has_ended:
-            _record_end(run, record, now)
-    return Cancellation.REMOVED if has_ended else Cancellation.ASKED
+        return _end(run, record, job, record.job_id, now)
 
 
 def cancel_sweep(sweep: SweepDirectory, now: float) -> int:
@@ -84,52 +80,49 @@ def cancel_sweep(sweep: SweepDirectory, now: float) -> int:
     arrays: set[str] = set()
     count = 0
     for status in alive:
-        record = status.record
+        run, record = status.run, status.record
         if record is None or record.task is None:
-            count += cancel(status.run, now) is Cancellation.ASKED
+            count += cancel(run, now) is Cancellation.ASKED
             continue
-        with locked(status.run):
-            record = recover_locked(status.run, now)
-            if record.job_id is None:
-                continue
-            scheduler = get(record.scheduler)
-            array_id = scheduler.array_id(record.job_id)
-            has_ended = _has_ended(status.run, status.job)
-            if array_id not in arrays:
-                scheduler.cancel(array_id)
+        with locked(run):
+            record = recover_locked(run, now)
+            if record.job_id is not None:
+                array_id = get(record.scheduler).array_id(record.job_id)
+                job_id = None if array_id in arrays else array_id
+                count += _end(run, record, status.job, job_id, now) is Cancellation.ASKED
                 arrays.add(array_id)
-            if not has_ended:
-                _record_end(status.run, record, now)
-                count += 1
     return count
 
 
-def _has_ended(run: RunDirectory, job: JobStatus) -> bool:
-    """Whether the run is over by its own word, and its job does not wait to start it again."""
-    return not job.state.waits and read_exit_code(run) not in {None, CHECKPOINTED}
+def _end(
+    run: RunDirectory, record: Record, job: JobStatus, job_id: str | None, now: float
+) -> Cancellation:
+    """Cancel a job, and note it unless the run is over by its own word.
 
-
-def _record_end(run: RunDirectory, record: Record, now: float) -> None:
-    """Note that a run was cancelled, and end the job that its script may just have submitted.
-
-    A script does so after the ranks stopped at a checkpoint, and may not have got to tell of it.
+    A job script may have submitted its next job just now: it does so after the ranks stopped at a
+    checkpoint, and may not have got to tell of it. That job is ended, too.
 
     Args:
-        record: of the job that was ended.
+        job_id: of what is cancelled; None if that was done.
     """
+    has_ended = not job.state.waits and read_exit_code(run) not in {None, CHECKPOINTED}
+    scheduler = get(record.scheduler)
+    if job_id is not None:
+        scheduler.cancel(job_id)
+    if has_ended:
+        return Cancellation.REMOVED
     record.after(now, "cancelled").save(run.record)
     if record.scheduler != _RESUBMITS or not run.stopped.exists():
-        return
+        return Cancellation.ASKED
     deadline = time.monotonic() + _PATIENCE_S
     while (newest := recover_locked(run, now)).job_id == record.job_id:
         if read_exit_code(run) is not None or time.monotonic() > deadline:
             break
-        time.sleep(_LOOK_S)
-    scheduler = get(record.scheduler)
+        time.sleep(_PAUSE_S)
     # The tag of an array is not its runs'.
     if newest.job_id == record.job_id and record.task is None:
-        job_id = scheduler.find(record.tag)
-        newest = newest.after(now, "submitted", job_id=job_id, detail="found by its tag")
+        newest = newest.after(now, "submitted", job_id=scheduler.find(record.tag), detail=BY_TAG)
     if newest.job_id is not None and newest.job_id != record.job_id:
         scheduler.cancel(newest.job_id)
         newest.after(now, "cancelled").save(run.record)
+    return Cancellation.ASKED

@@ -10,10 +10,10 @@ from pipectl.batch import get
 from pipectl.errors import DataFileError, PipectlError, UsageError
 from pipectl.runs import Record, RunDirectory, as_typed, is_job_id, list_runs, locked, sweep_of
 
+BY_TAG = "found by its tag"
 _MAX_RUNS = 10
 """Runs of one name to look at, the newest."""
 _MAX_BYTES = 1000
-_BY_TAG = "found by its tag"
 
 
 def recover(run: RunDirectory, now: float) -> Record:
@@ -30,10 +30,11 @@ def recover(run: RunDirectory, now: float) -> Record:
         DataFileError: there is no record, or it is damaged.
     """
     record = Record.load(run.record)
-    if record.job_id is not None and _read_next_job(run) in {None, record.job_id}:
+    newer = add_next_job(run, record, now)
+    if record.job_id is not None and newer is record:
         return record
     if not is_ours(run.path):
-        return add_next_job(run, record, now)
+        return newer
     with locked(run, wait=False) as ours:
         return recover_locked(run, now, wait=False) if ours else record
 
@@ -47,12 +48,12 @@ def recover_locked(run: RunDirectory, now: float, *, wait: bool = True) -> Recor
     Raises:
         DataFileError: there is no record, or it is damaged.
     """
-    known = Record.load(run.record)
-    record = add_next_job(run, known, now)
-    if record is not known:
+    record = Record.load(run.record)
+    newer = add_next_job(run, record, now)
+    if newer is not record:
         with suppress(UsageError):  # it is read from the same file the next time
-            record.save(run.record)
-        return record
+            newer.save(run.record)
+        return newer
     if record.job_id is not None or record.state != "submitting":
         return record
     if record.task is not None and record.sweep is not None:
@@ -60,7 +61,7 @@ def recover_locked(run: RunDirectory, now: float, *, wait: bool = True) -> Recor
     with suppress(PipectlError):
         job_id = get(record.scheduler).find(record.tag)
         if job_id is not None:
-            record = record.after(now, "submitted", job_id=job_id, detail=_BY_TAG)
+            record = record.after(now, "submitted", job_id=job_id, detail=BY_TAG)
             record.save(run.record)
     return record
 
@@ -81,7 +82,7 @@ def _recover_array(
                     one = Record.load(other.record)
                     if one.job_id is None and one.tag == record.tag and one.task is not None:
                         job_id = scheduler.task_id(array_id or "", one.task)
-                        one = one.after(now, "submitted", job_id=job_id, detail=_BY_TAG)
+                        one = one.after(now, "submitted", job_id=job_id, detail=BY_TAG)
                         one.save(other.record)
     return Record.load(run.record)
 
@@ -89,12 +90,15 @@ def _recover_array(
 def add_next_job(run: RunDirectory, record: Record, now: float) -> Record:
     """The record with the job that the job script submitted, if it did; else the same.
 
-    Who asks for a job's state looks here afterwards, since a script submits just before it ends.
+    A script submits just before it ends, so look here after asking for the state of its job.
     """
-    job_id = _read_next_job(run)
-    if job_id in {None, record.job_id}:
+    words: list[str] = []
+    with suppress(OSError, ValueError):
+        words = read_limited(run.resubmitted, _MAX_BYTES).decode().split()
+    if not words or not is_job_id(words[-1]) or words[-1] == record.job_id:
         return record
-    return record.after(now, "submitted", job_id=job_id, detail=f"{job_id}, by its own script")
+    detail = f"{words[-1]}, by its own script"
+    return record.after(now, "submitted", job_id=words[-1], detail=detail)
 
 
 def refuse_duplicate(base: Path, name: str, now: float) -> None:
@@ -105,7 +109,7 @@ def refuse_duplicate(base: Path, name: str, now: float) -> None:
     Raises:
         UsageError: naming the run.
     """
-    looked_at = 0
+    count = 0
     for run in reversed(list_runs(base)):
         if not run.name.split("-", 2)[2].startswith(name):  # names may have a number at the end
             continue
@@ -113,7 +117,7 @@ def refuse_duplicate(base: Path, name: str, now: float) -> None:
             record = Record.load(run.record)
             if record.name != name:
                 continue
-            looked_at += 1
+            count += 1
             if record.job_id is None and (record := recover(run, now)).job_id is not None:
                 raise UsageError(
                     f"{run.name}: was interrupted while it was submitted, and is "
@@ -121,15 +125,5 @@ def refuse_duplicate(base: Path, name: str, now: float) -> None:
                     cure=f"follow it with `pipectl status {as_typed(run)}`, or end it with "
                     "`pipectl cancel`; for another run beside it, submit again",
                 )
-        if looked_at == _MAX_RUNS:
+        if count == _MAX_RUNS:
             return
-
-
-def _read_next_job(run: RunDirectory) -> str | None:
-    """The job that the script submitted, if it did."""
-    try:
-        text = read_limited(run.resubmitted, _MAX_BYTES).decode()
-    except (OSError, ValueError):
-        return None
-    words = text.split()
-    return words[-1] if words and is_job_id(words[-1]) else None

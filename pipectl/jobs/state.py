@@ -66,22 +66,17 @@ class Measured:
             return None
         return (self.steps - self.step) * self.step_time_s
 
-    @property
-    def waiting(self) -> Measured:
-        """The same of a run whose next start is yet to come, on ranks whose pace is not known."""
-        return replace(self, steps=None)
-
 
 def sum_up(lines: Iterable[Mapping[str, Any]]) -> Measured:
     """Sum up the lines of ``metrics.jsonl``, in order of steps and without repeated steps."""
     lines = list(lines)
     steps = [line for line in lines if "loss" in line]
-    evaluations = [line for line in lines if "evaluation" in line]
-    faults = [line for line in lines if isinstance(line.get("not_finite"), Mapping)]
+    first, last = (steps[0], steps[-1]) if steps else ({}, {})
+    evaluation: Mapping[str, Any] = next(
+        (one for one in reversed(lines) if "evaluation" in one), {}
+    )
     times = [line["step_time_s"] for line in steps if line.get("step_time_s")]
-    step_time_s = median(times[min(_WARM_UP_STEPS, len(times) - 1) :]) if times else None
-    last = steps[-1] if steps else {}
-    evaluation = evaluations[-1] if evaluations else {}
+    faults = [line for line in lines if isinstance(line.get("not_finite"), Mapping)]
     fault = ""
     if faults:
         what = faults[-1]["not_finite"]
@@ -91,10 +86,10 @@ def sum_up(lines: Iterable[Mapping[str, Any]]) -> Measured:
     return Measured(
         step=last.get("step", 0),
         steps=last.get("steps"),
-        first_loss=steps[0]["loss"] if steps else None,
+        first_loss=first.get("loss"),
         last_loss=last.get("loss"),
         samples_per_s=last.get("samples_per_s"),
-        step_time_s=step_time_s,
+        step_time_s=median(times[min(_WARM_UP_STEPS, len(times) - 1) :]) if times else None,
         evaluation_step=evaluation.get("step"),
         evaluation=evaluation.get("evaluation") or {},
         not_finite=tuple(line["step"] for line in faults),
@@ -173,8 +168,7 @@ class RunStatus:
     @property
     def predicted_step_s(self) -> float | None:
         """The simulated step time; None without a prediction."""
-        prediction = None if self.plan is None else self.plan.prediction
-        return None if prediction is None else prediction.step_time_s
+        return self.plan.prediction.step_time_s if self.plan and self.plan.prediction else None
 
     @property
     def prediction_ratio(self) -> float | None:
@@ -192,11 +186,12 @@ class RunStatus:
         plan, step_s = self.plan, self.measured.step_time_s
         if plan is None or not step_s:
             return None
-        costs = [stage.cost for stage in plan.stages]
-        micro_batch_s = sum(cost.forward_s + cost.backward_s for cost in costs)
-        update_s = sum(cost.update_s for cost in costs)
         micro_batches = plan.batch_size / plan.micro_batch_size
-        return (micro_batch_s * micro_batches + update_s) / (plan.ranks * step_s)
+        costs = [stage.cost for stage in plan.stages]
+        work_s = sum(
+            (cost.forward_s + cost.backward_s) * micro_batches + cost.update_s for cost in costs
+        )
+        return work_s / (plan.ranks * step_s)
 
     @property
     def can_go_on(self) -> bool:
@@ -207,10 +202,10 @@ class RunStatus:
     @property
     def peaks(self) -> list[Peak]:
         """The most memory of every rank that has reported it."""
-        prediction = None if self.plan is None else self.plan.prediction
-        predicted = dict(enumerate(() if prediction is None else prediction.peak_memory_bytes))
+        prediction = self.plan.prediction if self.plan else None
+        predicted = dict(enumerate(prediction.peak_memory_bytes if prediction else ()))
         return [
-            Peak(int(rank["rank"]), int(rank["peak_bytes"]), predicted.get(int(rank["rank"])))
+            Peak(rank["rank"], rank["peak_bytes"], predicted.get(rank["rank"]))
             for rank in self.ranks
             if rank.get("peak_bytes") is not None
         ]
@@ -222,11 +217,11 @@ class RunStatus:
         if len(known) < 2:
             return None
         least = min(known, key=lambda rank: rank["waiting"])
-        share = float(least["waiting"])
+        share = least["waiting"]
         others = (sum(rank["waiting"] for rank in known) - share) / (len(known) - 1)
         if others < _MIN_WAITING or share > _MAX_SHARE_OF_IT * others:
             return None
-        return Laggard(int(least["rank"]), str(least.get("node", "")), share, others)
+        return Laggard(least["rank"], least.get("node") or "", share, others)
 
     @property
     def steps(self) -> int | None:
@@ -235,7 +230,7 @@ class RunStatus:
 
 
 class Answer(NamedTuple):
-    """What one batch system said about its jobs."""
+    """What a batch system said of its jobs, by their ids; or why it could not be asked."""
 
     listed: Mapping[str, JobStatus]
     error: str | None = None
@@ -246,15 +241,13 @@ Answers = Mapping[str, Answer]
 
 
 def ask_schedulers(records: Sequence[Record]) -> dict[str, Answer]:
-    """Ask every batch system once; one that fails is not asked again."""
+    """Ask every batch system once about the jobs in these records."""
     answers = {}
-    for name in {record.scheduler for record in records}:
+    for name in {record.scheduler for record in records if record.job_id}:
         ours = [record for record in records if record.scheduler == name and record.job_id]
         ids = [record.job_id for record in ours if record.job_id is not None]
-        if not ids:
-            continue
-        since = min(record.submitted_at for record in ours)
         try:
+            since = min(record.submitted_at for record in ours)
             answers[name] = Answer(get(name).query(ids, since=since))
         except PipectlError as error:
             answers[name] = Answer({}, error.message)
@@ -284,14 +277,75 @@ def get_statuses(
             records[run] = recover(run, now)
         except DataFileError as error:
             damage[run] = error.message
-    # Not for long, if the files of every run say something.
-    written = all(run.heartbeat.exists() or run.exit_code.exists() for run in runs)
-    with process.patience(_SHORT_PATIENCE_S if written else inf):
+    # A batch system that hangs is not waited for if the files say how every run is.
+    files_tell = all(run.heartbeat.exists() or run.exit_code.exists() for run in runs)
+    with process.patience(_SHORT_PATIENCE_S if files_tell else inf):
         answers = ask(list(records.values()))
         newer = {run: add_next_job(run, record, now) for run, record in records.items()}
         if newer != records:
             records, answers = newer, ask(list(newer.values()))
-    return [_get_status(run, records.get(run), damage.get(run, ""), answers, now) for run in runs]
+    statuses = []
+    for run in runs:
+        heartbeat = _read_heartbeat(run)  # after the question, as all files
+        record = records.get(run)
+        measured = read_measured(run, record)
+        if record is None:
+            job = JobStatus(JobState.UNKNOWN, reason=damage[run], source="none")
+        else:
+            answer = answers.get(record.scheduler, Answer({}))
+            job = _resolve(run, record, answer, heartbeat, measured.step_time_s, now)
+        plan = None
+        with suppress(DataFileError):  # a damaged plan does not hide the state
+            plan = Plan.load(run.plan)
+        statuses.append(
+            RunStatus(
+                run=run,
+                record=record,
+                job=job,
+                phase="" if job.state.waits else heartbeat.get("state") or "",
+                # Nobody knows the pace of a start that is yet to come.
+                measured=replace(measured, steps=None) if job.state.waits else measured,
+                plan=plan,
+                ranks=tuple(heartbeat.get("ranks") or ()),
+                failure=find_first_failure(run),
+                restarts=max(0, (heartbeat.get("attempt") or 1) - 1),
+            )
+        )
+    return statuses
+
+
+def _resolve(
+    run: RunDirectory,
+    record: Record,
+    answer: Answer,
+    heartbeat: Mapping[str, Any],
+    step_time_s: float | None,
+    now: float,
+) -> JobStatus:
+    """The state of a run's job, from what the batch system said and what the files say now."""
+    written_at, words = None, ""
+    if heartbeat:
+        state, step, steps = (heartbeat.get(key) for key in ("state", "step", "steps"))
+        words = f"{state}, step {step} of {steps}"
+        with suppress(OSError):  # by the clock of the file system, which all nodes share
+            written_at = run.heartbeat.stat().st_mtime
+    job = resolve(
+        Evidence(
+            now=now,
+            submitted_at=record.submitted_at,
+            listed=answer.listed.get(record.job_id or ""),
+            query_error=answer.error,
+            exit_code=read_exit_code(run),
+            heartbeat_at=written_at,
+            heartbeat=words,
+            step_time_s=step_time_s,
+            cancelled=record.state == "cancelled",
+            submitting=record.state == "submitting",
+        )
+    )
+    if job.state is JobState.PREEMPTED and (error := read_requeue_error(run)):
+        return replace(job, reason=f"{job.reason}; it could not be started again: {error}")
+    return job
 
 
 class Poller:
@@ -345,17 +399,17 @@ def find_first_failure(run: RunDirectory) -> FirstFailure | None:
         return None
     first = reports[0]
     rank, stage, kind, code = (first.get(key) for key in ("rank", "stage", "type", "exit_code"))
-    host = f" on {first['host']}" if first.get("host") else ""
-    where = ["preparation" if rank is None else f"rank {rank}"]
-    where[0] += host
+    where = "preparation" if rank is None else f"rank {rank}"
+    if first.get("host"):
+        where += f" on {first['host']}"
     if stage is not None and stage >= 0:
-        where.append(f"stage {stage}")
+        where += f", stage {stage}"
     if first.get("action") and rank is not None:
-        where.append(str(first["action"]))
+        where += f", {first['action']}"
     if first.get("step") is not None:
-        where.append(f"step {first['step']}")
+        where += f", step {first['step']}"
     return FirstFailure(
-        where=", ".join(where),
+        where=where,
         message=f"{kind}: {first.get('message')}" if kind else str(first.get("message")),
         cure=first.get("cure"),
         exit_code=code if code is not None and 0 < code < 128 else 1,
@@ -373,77 +427,14 @@ def find_best(runs: Sequence[RunStatus]) -> RunStatus | None:
         None if fewer than two can be compared.
     """
     completed = [status for status in runs if status.job.state is JobState.COMPLETED]
-    evaluated = bool(completed) and all("loss" in one.measured.evaluation for one in completed)
-    losses = {
-        index: loss
-        for index, one in enumerate(completed)
-        if (loss := one.measured.evaluation.get("loss") if evaluated else one.measured.last_loss)
-        is not None
-    }
-    return completed[min(losses, key=losses.__getitem__)] if len(losses) > 1 else None
-
-
-def _get_status(
-    run: RunDirectory, record: Record | None, damage: str, answers: Answers, now: float
-) -> RunStatus:
-    """Join what the batch system said with what the files say now.
-
-    Args:
-        damage: of the record, if it cannot be read.
-    """
-    heartbeat, so_far = _read_heartbeat(run), read_measured(run, record)
-    if record is None:
-        job = JobStatus(JobState.UNKNOWN, reason=damage, source="none")
-    else:
-        answer = answers.get(record.scheduler, Answer({}))
-        job = _resolve_job(run, record, answer, heartbeat, so_far, now)
-    plan = None
-    with suppress(DataFileError):  # a damaged one does not keep the state from being told
-        plan = Plan.load(run.plan)
-    return RunStatus(
-        run=run,
-        record=record,
-        job=job,
-        phase="" if job.state.waits else heartbeat.get("state") or "",
-        restarts=max(0, (heartbeat.get("attempt") or 1) - 1),
-        measured=so_far.waiting if job.state.waits else so_far,
-        plan=plan,
-        ranks=tuple(heartbeat.get("ranks") or ()),
-        failure=find_first_failure(run),
-    )
-
-
-def _resolve_job(
-    run: RunDirectory,
-    record: Record,
-    answer: Answer,
-    heartbeat: Mapping[str, Any],
-    so_far: Measured,
-    now: float,
-) -> JobStatus:
-    written_at, words = None, ""
-    if heartbeat:
-        state, step, steps = (heartbeat.get(key) for key in ("state", "step", "steps"))
-        words = f"{state}, step {step} of {steps}"
-        with suppress(OSError):  # by the clock of the file system, which all nodes share
-            written_at = run.heartbeat.stat().st_mtime
-    job = resolve(
-        Evidence(
-            now=now,
-            submitted_at=record.submitted_at,
-            listed=answer.listed.get(record.job_id or ""),
-            query_error=answer.error,
-            exit_code=read_exit_code(run),
-            heartbeat_at=written_at,
-            heartbeat=words,
-            step_time_s=so_far.step_time_s,
-            cancelled=record.state == "cancelled",
-            submitting=record.state == "submitting",
-        )
-    )
-    if job.state is JobState.PREEMPTED and (error := read_requeue_error(run)):
-        return replace(job, reason=f"{job.reason}; it could not be started again: {error}")
-    return job
+    evaluated = all("loss" in status.measured.evaluation for status in completed)
+    losses = []
+    for index, status in enumerate(completed):
+        measured = status.measured
+        loss = measured.evaluation["loss"] if evaluated else measured.last_loss
+        if loss is not None:
+            losses.append((loss, index))
+    return completed[min(losses)[1]] if len(losses) > 1 else None
 
 
 def _read_heartbeat(run: RunDirectory) -> Mapping[str, Any]:
