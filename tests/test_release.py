@@ -96,7 +96,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
     }
     assert {name for name in names if ".dist-info/" not in name} == package
     assert {name.partition(".dist-info/")[2] for name in names - package} == METADATA
-    assert {"pipectl/py.typed", "pipectl/jobs/starter/job.yaml"} <= names
+    assert {"pipectl/py.typed", "pipectl/jobs/starter/job.yaml.j2"} <= names
 
 
 def test_the_source_distribution_is_the_whole_repository(tmp_path: Path) -> None:

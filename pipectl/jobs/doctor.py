@@ -1,4 +1,4 @@
-"""Whether this machine has what jobs need: one finding after the other."""
+"""Whether this machine has what jobs need: a list of checks, each with its findings."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipectl import __version__
 from pipectl.batch import (
@@ -51,7 +50,7 @@ _TORCH = (
 
 
 class Level(StrEnum):
-    """How bad it is."""
+    """How bad it is: with WARN, jobs run, but not as well as they could; with FAIL, they cannot."""
 
     OK = "ok"
     WARN = "warn"
@@ -62,28 +61,13 @@ class Finding(NamedTuple):
     """One line.
 
     Args:
-        cure: what to do; empty where all is well.
+        cure: what to do; empty if all is well.
     """
 
     what: str
     level: Level
     text: str
     cure: str = ""
-
-
-def ok(what: str, text: str) -> Finding:
-    """All is well."""
-    return Finding(what, Level.OK, text)
-
-
-def warn(what: str, text: str, cure: str) -> Finding:
-    """Jobs run, but not as well as they could."""
-    return Finding(what, Level.WARN, text, cure)
-
-
-def fail(what: str, text: str, cure: str) -> Finding:
-    """Jobs cannot run."""
-    return Finding(what, Level.FAIL, text, cure)
 
 
 def examine(spec: JobSpec | None, directory: Path) -> Iterator[Finding]:
@@ -93,50 +77,57 @@ def examine(spec: JobSpec | None, directory: Path) -> Iterator[Finding]:
         spec: whose launch is tried out; None for that of a job that says nothing of it.
         directory: of the run directories.
     """
-    yield ok("python", f"{platform.python_version()} ({sys.executable}), pipectl {__version__}")
-    yield from check_torch()
-    yield from check_mpi(spec)
-    yield from check_slurm(spec)
-    yield from check_pbs()
-    yield from check_file_system(directory)
-    yield from check_hardware()
+    for what in CHECKS:
+        yield from check(what, spec, directory)
 
 
-def check_torch() -> Iterator[Finding]:
+def check(what: str, spec: JobSpec | None, directory: Path) -> Iterator[Finding]:
+    """The findings of one check; see :func:`examine`.
+
+    Args:
+        what: one of ``CHECKS``.
+    """
+    examine_part, cure = CHECKS[what]
+    try:
+        yield from examine_part(spec, directory)
+    except (PipectlError, OSError, ValueError, LookupError) as error:
+        text = error.message if isinstance(error, PipectlError) else str(error)
+        own_cure = error.cure if isinstance(error, PipectlError) else None
+        yield Finding(what, Level.FAIL, text, own_cure or cure)
+
+
+def _ok_or_warn(is_ok: bool, what: str, text: str, cure: str) -> Finding:
+    return Finding(what, Level.OK, text) if is_ok else Finding(what, Level.WARN, text, cure)
+
+
+def _check_python(_spec: JobSpec | None, _directory: Path) -> Iterator[Finding]:
+    text = f"{platform.python_version()} ({sys.executable}), pipectl {__version__}"
+    yield Finding("python", Level.OK, text)
+
+
+def _check_torch(_spec: JobSpec | None, _directory: Path) -> Iterator[Finding]:
     """Whether torch can be imported, and how messages leave accelerators."""
-    cure = "pip install torch"
-    try:
-        installed = version("torch")
-    except PackageNotFoundError:
-        yield fail("torch", "not installed", cure)
-        return
-    try:
-        name, kind, count = json.loads(_output([sys.executable, "-c", _TORCH], cure))
-    except (PipectlError, ValueError) as error:
-        text = error.message if isinstance(error, PipectlError) else "says nothing of its devices"
-        yield fail("torch", f"{installed} cannot be imported: {text}", cure)
-        return
-    if untested := untested_torch():
-        cure = f"if something fails that should not, install {tested_torch()}"
-        yield warn("torch", untested, cure)
-    else:
-        yield ok("torch", name)
+    name, kind, count = _answer([sys.executable, "-c", _TORCH])
+    untested = untested_torch()
+    cure = f"if something fails that should not, install {tested_torch()}"
+    yield _ok_or_warn(not untested, "torch", untested or name, cure)
     if not kind:
-        yield ok("accelerators", "none: ranks compute on cores")
+        yield Finding("accelerators", Level.OK, "none: ranks compute on cores")
         return
     try:  # a test message from an accelerator's memory, which may crash the process
-        _output([sys.executable, "-m", "mpi4py", "-m", _SELF_TEST, kind], "")
+        _output([sys.executable, "-m", "mpi4py", "-m", _SELF_TEST, kind])
         way = "MPI reads their memory"
     except PipectlError:
         way = "messages pass through host memory"
-    yield ok("accelerators", f"{count} of kind {kind}; {way}")
+    yield Finding("accelerators", Level.OK, f"{count} of kind {kind}; {way}")
 
 
-def check_mpi(spec: JobSpec | None) -> Iterator[Finding]:
+def _check_mpi(spec: JobSpec | None, _directory: Path) -> Iterator[Finding]:
     """Two ranks are started and send each other messages, as the ranks of a job do."""
-    launch = None if spec is None else spec.launch
-    if launch is not None and launch.launcher == "srun":
-        yield ok("MPI", "ranks start with srun, which is tried out within a job alone")
+    launch = Launch() if spec is None else spec.launch.model_copy(update={"bind": "none"})
+    if launch.launcher == "srun":
+        text = "ranks start with srun, which is tried out within a job alone"
+        yield Finding("MPI", Level.OK, text)
         return
     request = JobRequest(
         name="doctor",
@@ -145,90 +136,70 @@ def check_mpi(spec: JobSpec | None) -> Iterator[Finding]:
         python=sys.executable,
         command=(sys.executable, "-m", "mpi4py", "-m", _REACH),
         resources=Resources(tasks_per_node=2),
-        launch=Launch() if launch is None else launch.model_copy(update={"bind": "none"}),
+        launch=launch,
         environment=Environment(),
         slurm=Slurm(),
         pbs=Pbs(),
     )
-    try:
-        request = choose_mpi(request).apply(request)
-        command = mpiexec_command(request, here=True)
-        answer = json.loads(_output(command, "").splitlines()[-1])
-    except PipectlError as error:
-        cure = error.cure or "pip install mpich, or load your cluster's MPI first"
-        yield fail("MPI", error.message, cure)
-        return
-    except (ValueError, IndexError):
-        yield fail("MPI", "ranks start, but print nothing", "see what mpiexec does")
-        return
+    request = choose_mpi(request).apply(request)
+    command = mpiexec_command(request, here=True)
+    answer = _answer(command)
     if answer["ranks"] != 2:
-        yield fail(
-            "MPI",
+        raise SchedulerError(
             f"{command[0]} starts two ranks that know nothing of each other: it is not of the MPI "
             f"that mpi4py has loaded ({answer['library']})",
-            "load one MPI alone, or name its library in the variable MPI4PY_LIBMPI",
+            cure="load one MPI alone, or name its library in the variable MPI4PY_LIBMPI",
         )
-        return
-    yield ok("MPI", f"{answer['library']}, started by {command[0]}")
-    if request.launch.mpi != AUTO:
-        yield ok("launcher", f"mpiexec takes the options of {request.launch.mpi} (launch.mpi)")
-    else:
-        text = "mpiexec is of no known kind, so that it cannot be told to bind ranks"
-        cure = f"if it is like one of {', '.join(MPIEXECS)}, set launch.mpi to that"
-        yield warn("launcher", text, cure)
-    threads = f"MPI_THREAD_{answer['threads'].upper()}"
-    if answer["threads"] == "multiple":
-        yield ok("threads", threads)
-    else:
-        cure = "messages are moved between operators instead; nothing needs to be done"
-        yield warn("threads", threads, cure)
+    yield Finding("MPI", Level.OK, f"{answer['library']}, started by {command[0]}")
+    mpi, text = (
+        request.launch.mpi,
+        "mpiexec is of no known kind, so it cannot be told to bind ranks",
+    )
+    if mpi != AUTO:
+        text = f"mpiexec takes the options of {mpi} (launch.mpi)"
+    cure = f"if it is like one of {', '.join(MPIEXECS)}, set launch.mpi to that"
+    yield _ok_or_warn(mpi != AUTO, "launcher", text, cure)
+    threads = answer["threads"]
+    cure = "messages are moved between operators instead; nothing needs to be done"
+    yield _ok_or_warn(threads == "multiple", "threads", f"MPI_THREAD_{threads.upper()}", cure)
     rate = format_bytes(int(answer["bandwidth_bytes_per_s"]))
-    yield ok("messages", f"{format_time(answer['latency_s'])}, {rate}/s on this machine")
+    text = f"{format_time(answer['latency_s'])}, {rate}/s on this machine"
+    yield Finding("messages", Level.OK, text)
 
 
-def check_slurm(spec: JobSpec | None) -> Iterator[Finding]:
+def _check_slurm(spec: JobSpec | None, _directory: Path) -> Iterator[Finding]:
     """Whether Slurm answers, and what ``srun --mpi`` takes against what the job gives it."""
     if not shutil.which("sbatch"):
-        yield ok("Slurm", "not installed")
+        yield Finding("Slurm", Level.OK, "not installed")
         return
-    cure = "ask the site, or set SLURM_CONF; jobs run here with --scheduler local"
-    try:
-        release = _output(["sinfo", "--version"], cure)
-        partitions = _output(["sinfo", "-h", "-o", "%P"], cure).split()
-    except PipectlError as error:
-        yield fail("Slurm", error.message, cure)
-        return
-    yield ok("Slurm", f"{release}; partitions {', '.join(partitions) or 'none'}")
+    release = _output(["sinfo", "--version"])
+    partitions = _output(["sinfo", "-h", "-o", "%P"]).split()
+    text = f"{release}; partitions {', '.join(partitions) or 'none'}"
+    yield Finding("Slurm", Level.OK, text)
     with suppress(PipectlError):
-        kinds = pmi_kinds(_output(["srun", "--mpi=list"], ""))
+        kinds = pmi_kinds(_output(["srun", "--mpi=list"]))
         wanted = AUTO if spec is None or spec.launch.launcher != "srun" else spec.launch.mpi
         text = f"srun --mpi: {', '.join(kind for kind in kinds if kind != 'none') or 'none'}"
         if wanted == AUTO or knows_pmi(kinds, wanted):
-            yield ok("PMI", text)
+            yield Finding("PMI", Level.OK, text)
         else:
             cure = "set launch.mpi to one of them, as your MPI needs it"
-            yield fail("PMI", f"{text}; the job wants {wanted}", cure)
+            yield Finding("PMI", Level.FAIL, f"{text}; the job wants {wanted}", cure)
 
 
-def check_pbs() -> Iterator[Finding]:
+def _check_pbs(_spec: JobSpec | None, _directory: Path) -> Iterator[Finding]:
     """Whether PBS answers, if there is no Slurm."""
     if detect_scheduler() != "pbs":
         return
-    cure = "ask the site, or set PBS_SERVER; jobs run here with --scheduler local"
-    try:
-        release = _output(["qstat", "--version"], cure)
-        server = _output(["qstat", "-B", "-f"], cure)
-    except PipectlError as error:
-        yield fail("PBS", error.message, cure)
-        return
-    yield ok("PBS", release)
+    release, server = _output(["qstat", "--version"]), _output(["qstat", "-B", "-f"])
+    yield Finding("PBS", Level.OK, release)
     if not re.search(r"^\s*flatuid\s*=\s*True\s*$", server, re.MULTILINE | re.IGNORECASE):
         text = "flatuid is not set: jobs may not be able to submit themselves again"
-        advice = "ask the site for `set server flatuid = True`; else go on with pipectl resume"
-        yield warn("PBS requeue", text, advice)
+        cure = "ask the site for `set server flatuid = True`; else go on with pipectl resume"
+        yield Finding("PBS requeue", Level.WARN, text, cure)
 
 
-def check_file_system(directory: Path) -> Iterator[Finding]:
+def _check_file_system(_spec: JobSpec | None, directory: Path) -> Iterator[Finding]:
     """The file system of the runs: whole files by renaming, locks, space, and its clock."""
     place = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
     try:
@@ -238,63 +209,84 @@ def check_file_system(directory: Path) -> Iterator[Finding]:
             other.write_text("old")
             skew_s = abs(one.stat().st_mtime - time.time())
             one.replace(other)
-            free, has_locks = shutil.disk_usage(name).free, _can_lock(other)
+            free_bytes, has_locks = shutil.disk_usage(name).free, _can_lock(other)
     except OSError as error:
-        text = f"{place}: {error.strerror or error}"
-        yield fail("files", text, "set output.directory to where you may write")
-        return
-    text = f"{place}: {format_bytes(free)} free"
-    if free >= _MIN_FREE_BYTES:
-        yield ok("files", text)
-    else:
-        yield warn("files", text, "checkpoints may find no room; free some space")
+        raise SchedulerError(f"{place}: {error.strerror or error}") from error
+    text, cure = (
+        f"{place}: {format_bytes(free_bytes)} free",
+        "checkpoints need room: free some space",
+    )
+    yield _ok_or_warn(free_bytes >= _MIN_FREE_BYTES, "files", text, cure)
     if not has_locks:
         cure = "do not run two commands that change a run at the same time"
-        yield warn("locks", "the file system knows no locks", cure)
+        yield Finding("locks", Level.WARN, "the file system knows no locks", cure)
     text = f"{skew_s:.1f} s from that of the file system"
-    if skew_s < _MAX_SKEW_S:
-        yield ok("clock", text)
-    else:
-        cure = "have the clocks of all nodes set by NTP; `status` may take silence for age"
-        yield warn("clock", text, cure)
+    cure = "have the clocks of all nodes set by NTP; `status` may take silence for age"
+    yield _ok_or_warn(skew_s < _MAX_SKEW_S, "clock", text, cure)
 
 
 def _can_lock(path: Path) -> bool:
     """Whether a lock keeps others out."""
     with path.open("r+b") as first, path.open("r+b") as second:
-        try:
+        with suppress(OSError):
             fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return True
+            try:
+                fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return True
         return False
 
 
-def check_hardware() -> Iterator[Finding]:
+def _check_machine(_spec: JobSpec | None, _directory: Path) -> Iterator[Finding]:
     """Cores, memory and a compiler."""
     cores, memory = len(os.sched_getaffinity(0)), memory_of_this_machine()
-    yield ok("machine", f"{cores} cores, {format_bytes(memory)} of memory")
+    yield Finding("machine", Level.OK, f"{cores} cores, {format_bytes(memory)} of memory")
     with suppress(OSError):
         shared = shutil.disk_usage("/dev/shm").total
         if shared < _MIN_SHARED_BYTES:
             text = f"/dev/shm holds {format_bytes(shared)} only"
             cure = "containers: start them with --shm-size=1g, or ranks of one node may crash"
-            yield warn("shared memory", text, cure)
+            yield Finding("shared memory", Level.WARN, text, cure)
     if not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))):
-        yield ok("compiler", "no C++ compiler, which training.compile would need")
+        text = "no C++ compiler, which training.compile would need"
+        yield Finding("compiler", Level.OK, text)
 
 
-def _output(argv: Sequence[str], cure: str) -> str:
+CHECKS: Mapping[str, tuple[Callable[[JobSpec | None, Path], Iterator[Finding]], str]] = {
+    "python": (_check_python, ""),
+    "torch": (_check_torch, "pip install torch"),
+    "MPI": (_check_mpi, "pip install mpich, or load your cluster's MPI first"),
+    "Slurm": (
+        _check_slurm, "ask the site, or set SLURM_CONF; jobs run here with --scheduler local"
+    ),
+    "PBS": (_check_pbs, "ask the site, or set PBS_SERVER; jobs run here with --scheduler local"),
+    "files": (_check_file_system, "set output.directory to where you may write"),
+    "machine": (_check_machine, ""),
+}  # fmt: skip
+"""Each with what to do if it fails."""
+
+
+def _output(argv: Sequence[str]) -> str:
     """What a command prints.
 
     Raises:
         SchedulerError: it does not exist, fails, or takes too long.
     """
-    done = process.run(argv, cure=cure, timeout_s=_PATIENCE_S)
+    done = process.run(argv, cure="", timeout_s=_PATIENCE_S)
     if done.returncode:
-        last = done.message.splitlines()[-1]
-        raise SchedulerError(f"{Path(argv[0]).name}: {last}", cure=cure or None)
+        raise SchedulerError(f"{Path(argv[0]).name}: {done.message.splitlines()[-1]}")
     return done.stdout or done.stderr
+
+
+def _answer(argv: Sequence[str]) -> Any:
+    """The JSON in the last line that a command prints.
+
+    Raises:
+        SchedulerError: see :func:`_output`; or there is none.
+    """
+    try:
+        return json.loads(_output(argv).splitlines()[-1])
+    except (ValueError, IndexError):
+        raise SchedulerError(
+            f"{Path(argv[0]).name} runs, but does not answer", cure=f"see what {argv[0]} prints"
+        ) from None

@@ -5,11 +5,10 @@ from __future__ import annotations
 import ast
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from string import Template
 
 from pipectl.batch import Queue
 from pipectl.errors import UsageError
@@ -17,10 +16,9 @@ from pipectl.spec.references import fault_of, parse
 from pipectl.spec.sources import source_of
 from pipectl.units import format_bytes, format_clock
 
-NAME = "starter"
 LOSS_OF_MODEL = "model"
-RANK_BYTES = 2 * 2**30
 _RANKS = 2
+_RANK_BYTES = 2 * 2**30
 _WALLTIME_S = 600
 _OF_NODE = 0.9
 """Of a node's memory: the system takes a part."""
@@ -29,23 +27,6 @@ _OF_SHARE = 0.9
 _HELD_OUT = ("held_out_data", "held_out", "validation_data", "evaluation_data", "test_data")
 """Names of functions that return the data to evaluate on, as far as `init` knows them."""
 _QUEUE_KEYS = {"slurm": "partition", "pbs": "queue"}
-_EXAMPLE_CODE = """\
-model:     {factory: "./model.py:build", kwargs: {width: 128, layers: 8}}
-loss:      {factory: "torch.nn:CrossEntropyLoss"}          # called with (outputs, targets)
-data:      {factory: "./model.py:training_data"}           # a torch dataset of (inputs, targets)
-optimizer: {factory: "torch.optim:AdamW", kwargs: {lr: 1.0e-3}}
-evaluation: {data: {factory: "./model.py:held_out_data"}, every: 50}"""
-_OWN_CODE = """\
-model:     {factory: $model, kwargs: {}}          # a class, or a function that returns the model
-loss:      $loss
-data:      {factory: $data}          # returns a torch dataset of (inputs, targets)
-optimizer: {factory: "torch.optim:AdamW", kwargs: {lr: 1.0e-3}}
-$evaluation"""
-_MODEL_IS_LOSS = "model          # the model is called with (inputs, targets) and returns its loss"
-_NO_SITE = """\
-# Read only when the job goes to Slurm or PBS (`pipectl submit job.yaml --scheduler slurm`).
-# slurm:   {partition: debug, account: my-project}
-# pbs:     {queue: workq, account: my-project}"""
 
 
 @dataclass(frozen=True)
@@ -86,18 +67,6 @@ class StarterResources:
             return None
         return int(memory_bytes * _OF_SHARE) // self.tasks_per_node
 
-    def as_yaml(self) -> str:
-        """As the section ``resources`` has it, in one line."""
-        parts = {
-            "nodes": self.nodes,
-            "tasks_per_node": self.tasks_per_node,
-            "cpus_per_task": self.cpus_per_task,
-            "gpus_per_node": self.gpus_per_node or None,
-            "memory_per_node": None if self.memory_bytes is None else _size(self.memory_bytes),
-            "walltime": f'"{format_clock(self.walltime_s)}"',
-        }
-        return ", ".join(f"{key}: {value}" for key, value in parts.items() if value is not None)
-
 
 @dataclass(frozen=True)
 class Code:
@@ -134,7 +103,7 @@ def propose_resources(queue: Queue | None, tasks: int | None = None) -> StarterR
     if queue.memory_bytes is not None:
         usable = int(queue.memory_bytes * _OF_NODE)
         of_cores = usable * tasks // queue.cores if queue.cores else 0
-        memory = min(max(tasks * RANK_BYTES, of_cores), usable)
+        memory = min(max(tasks * _RANK_BYTES, of_cores), usable)
     return StarterResources(nodes, tasks, 1, min(tasks, queue.gpus), memory, walltime_s)
 
 
@@ -189,67 +158,61 @@ def job_text(
         queue: to which it goes; None for the batch system's default.
         memory_limit: bytes that one rank may hold; None sets no limit.
     """
-    text = (files("pipectl.jobs") / "starter" / "job.yaml").read_text("utf-8")
-    return Template(text).substitute(
-        name=name if name == NAME else json.dumps(name),
-        training_code=_EXAMPLE_CODE if code is None else _own_code(code, directory),
-        batch_size="32" if code is None else "64",
-        micro_batches="8" if code is None else "auto",
-        memory_limit="" if memory_limit is None else f", memory_limit: {_size(memory_limit)}",
-        offer="" if queue is None else f"\n# {describe_queue(queue)}",
-        resources=resources.as_yaml(),
-        site=(f"launch:    {{scheduler: {scheduler}}}\n" if named else "")
-        + _site(scheduler, queue, account),
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(undefined=StrictUndefined, trim_blocks=True, autoescape=False)
+    environment.filters |= {
+        "yaml": json.dumps,  # a text, whatever it holds
+        "size": _size,
+        "clock": format_clock,
+        "describe": describe_queue,
+    }
+    site = {}
+    if scheduler in _QUEUE_KEYS:
+        site = {_QUEUE_KEYS[scheduler]: queue.name if queue else None, "account": account}
+    template = (files("pipectl.jobs") / "starter" / "job.yaml.j2").read_text("utf-8")
+    return environment.from_string(template).render(
+        name=name,
+        code=None if code is None else _seen_from(directory, code),
+        resources=resources,
+        scheduler=scheduler,
+        named=named,
+        queue=queue,
+        account=account,
+        site={key: value for key, value in site.items() if value},
+        memory_limit=memory_limit,
     )
 
 
-def _own_code(code: Code, directory: Path) -> str:
-    def quoted(reference: str) -> str:
-        return json.dumps(_seen_from(directory, reference))
+def _seen_from(directory: Path, code: Code) -> dict[str, object]:
+    """References as seen from the job's directory, also that to the data to evaluate on.
 
-    loss = _MODEL_IS_LOSS
-    if code.loss != LOSS_OF_MODEL:
-        loss = f"{{factory: {quoted(code.loss)}}}          # called with (outputs, targets)"
-    return Template(_OWN_CODE).substitute(
-        model=quoted(code.model),
-        loss=loss,
-        data=quoted(code.data),
-        evaluation=_evaluation(code.data, quoted),
-    )
+    That is by default a function beside the training data; whether there is one is told, too.
+    """
 
+    def reference(text: str) -> str:
+        one = parse(text, Path())
+        place = one.file or one.root
+        if place is None or parse(one.portable, directory) == one:
+            return one.portable
+        path = os.path.relpath(place, directory.resolve())
+        path = path if path.startswith("..") else f"./{path}"
+        return f"{path if one.file else f'{path}/{one.module}'}:{one.attribute}"
 
-def _evaluation(data: str, quoted: Callable[[str], str]) -> str:
-    """The section for held-out data beside the training data; a comment if no function is there."""
-    file, where = source_of(parse(data, Path())), data.rpartition(":")[0]
+    file, where = source_of(parse(code.data, Path())), code.data.rpartition(":")[0]
     try:
         tree = ast.parse(b"" if file is None else file.read_bytes())
     except (OSError, SyntaxError, ValueError):  # loading it says what is wrong
         tree = ast.Module([], [])
     functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-    name = next((name for name in _HELD_OUT if name in functions), None)
-    section = quoted(f"{where}:{name or _HELD_OUT[0]}")
-    text = f"evaluation: {{data: {{factory: {section}}}, every: 50}}"
-    return text if name else f"# {text}          # the loss on data that is not trained on"
-
-
-def _seen_from(directory: Path, reference: str) -> str:
-    """With its file, or the directory of its package, as seen from the job's directory."""
-    code = parse(reference, Path())
-    place = code.file or code.root
-    if place is None or parse(code.portable, directory) == code:
-        return code.portable
-    path = os.path.relpath(place, directory.resolve())
-    path = path if path.startswith("..") else f"./{path}"
-    return f"{path if code.file else f'{path}/{code.module}'}:{code.attribute}"
-
-
-def _site(scheduler: str, queue: Queue | None, account: str | None) -> str:
-    if scheduler not in _QUEUE_KEYS or (queue is None and account is None):
-        return _NO_SITE
-    values = {_QUEUE_KEYS[scheduler]: queue.name if queue else None, "account": account}
-    keys = ", ".join(f"{key}: {json.dumps(text)}" for key, text in values.items() if text)
-    hint = "" if account else "          # account: my-project, if the site charges one"
-    return f"{scheduler}:{' ' * (10 - len(scheduler))}{{{keys}}}{hint}"
+    held_out = next((name for name in _HELD_OUT if name in functions), None)
+    return {
+        "model": reference(code.model),
+        "loss": code.loss if code.loss == LOSS_OF_MODEL else reference(code.loss),
+        "data": reference(code.data),
+        "held_out": reference(f"{where}:{held_out or _HELD_OUT[0]}"),
+        "has_held_out": held_out is not None,
+    }
 
 
 def _size(size_bytes: int) -> str:

@@ -139,40 +139,37 @@ def verify(
         trial = _Trial(job, (*overrides, *_overrides(spec, steps, directory)), directory, follow)
         profile = _fresh_profile(job, overrides)
         if profile is None:
-            place = directory / "profile.json"
-            profile = measure(trial.spec(ranks), place, progress).profile
+            profile = measure(trial.spec(ranks), directory / "profile.json", progress).profile
         # Not before: what this process holds while it measures counts as memory of a rank.
         from pipectl.capture.traits import find_traits
         from pipectl.runtime.compare import PipelineRun, PlainRun, compare
         from pipectl.runtime.plain import FirstWeights
 
-        spec = trial.spec(ranks)
-        plan = _find_plan(spec, profile)
-        traits = find_traits(spec, plan.micro_batch_size)
-        if two_plans:
-            reason: str | None = "--between-plans"
-        elif spec.model.materialize == "per_rank":
+        plan = _find_plan(trial.spec(ranks), profile)
+        traits = find_traits(trial.spec(ranks), plan.micro_batch_size)
+        reason: str | None = "--between-plans" if two_plans else None
+        if reason is None and spec.model.materialize == "per_rank":
             reason = "materialize: per_rank"
-        else:
+        elif reason is None:
             alone = None
             with suppress(InfeasibleError):  # one rank has too little memory
-                alone = _find_plan(trial.spec_like(1, plan), profile)
+                alone = _find_plan(trial.spec(1, plan), profile)
             reason = too_large_for_a_process(alone)
-        other = None if reason is None else _find_other_plan(trial, profile, plan)
         expected = expect(spec, traits, plan, reason)
         if expected.tolerance:
             trial = replace(trial, overrides=(*trial.overrides, *_SGD))
-            spec = trial.spec(ranks)
-        pipeline = PipelineRun(trial.train(spec, profile, plan))
-        words, compared = "one plain PyTorch process", other
-        if other is not None:
+        other, compared, words = None, None, "one plain PyTorch process"
+        if reason is not None:
+            other = compared = trial.find_other_plan(profile, plan)
             words = f"another plan: {other.ranks} ranks, {len(other.stages)} stages"
         elif traits.random:
-            words, compared = "one rank", _find_plan(trial.spec_like(1, plan), profile)
+            compared, words = _find_plan(trial.spec(1, plan), profile), "one rank"
+        spec = trial.spec(ranks)
+        pipeline = PipelineRun(trial.train(spec, profile, plan))
         if compared is None:
             reference: Trained = PlainRun(trial.train_plainly(spec, plan.micro_batch_size))
         else:
-            like = trial.spec_like(compared.ranks, plan)
+            like = trial.spec(compared.ranks, plan)
             reference = PipelineRun(trial.train(like, profile, compared))
         weights = FirstWeights(spec)
         comparison = compare(
@@ -217,21 +214,6 @@ def _find_plan(spec: JobSpec, profile: Profile) -> Plan:
     return find_plan(spec, profile, find_machines(spec, LOCAL).cluster)
 
 
-def _find_other_plan(trial: _Trial, profile: Profile, plan: Plan) -> Plan:
-    """A plan of one stage more, or else of one less: all of its cuts move.
-
-    Raises:
-        InfeasibleError: the model can be cut in one way only.
-    """
-    for ranks in (plan.ranks + 1, plan.ranks - 1):
-        with suppress(PipectlError):
-            return _find_plan(trial.spec_like(ranks, plan), profile)
-    raise InfeasibleError(
-        f"no other plan to compare with: only {plan.ranks} stages are possible",
-        cure="verify it with more ranks: --ranks",
-    )
-
-
 @dataclass(frozen=True)
 class _Trial:
     """The trainings of one verification.
@@ -246,22 +228,39 @@ class _Trial:
     directory: Path
     follow: Follow
 
-    def spec(self, ranks: int, *more: str) -> JobSpec:
-        """The job on so many ranks, with more overrides."""
-        return load(self.job, [*self.overrides, *_on_ranks(ranks), *more])
+    def spec(self, ranks: int, like: Plan | None = None) -> JobSpec:
+        """The job on so many ranks.
 
-    def spec_like(self, ranks: int, plan: Plan) -> JobSpec:
-        """The job with a stage per rank, and the micro-batches of a plan."""
+        Args:
+            like: a plan whose micro-batches it has; each rank then has a stage of its own.
+        """
         from pipectl.planner.request import PLACED
 
-        return self.spec(
-            ranks,
-            f"pipeline.micro_batches={plan.micro_batches}",
-            f"pipeline.stages={ranks}",
-            "pipeline.replicas=1",
-            "pipeline.backward=together",
-            *(("pipeline.schedule=1f1b",) if plan.schedule in PLACED else ()),
-            "pipeline.warm_up=auto",
+        changes = [*self.overrides, *_on_ranks(ranks)]
+        if like is not None:
+            schedule = ["pipeline.schedule=1f1b"] if like.schedule in PLACED else []
+            changes += [
+                f"pipeline.micro_batches={like.micro_batches}",
+                f"pipeline.stages={ranks}",
+                "pipeline.replicas=1",
+                "pipeline.backward=together",
+                "pipeline.warm_up=auto",
+                *schedule,
+            ]
+        return load(self.job, changes)
+
+    def find_other_plan(self, profile: Profile, plan: Plan) -> Plan:
+        """A plan of one stage more, or else of one less: all of its cuts move.
+
+        Raises:
+            InfeasibleError: the model can be cut in one way only.
+        """
+        for ranks in (plan.ranks + 1, plan.ranks - 1):
+            with suppress(PipectlError):
+                return _find_plan(self.spec(ranks, plan), profile)
+        raise InfeasibleError(
+            f"no other plan to compare with: only {plan.ranks} stages are possible",
+            cure="verify it with more ranks: --ranks",
         )
 
     def train(self, spec: JobSpec, profile: Profile, plan: Plan) -> RunDirectory:
@@ -270,19 +269,18 @@ class _Trial:
         run = submit(replace(job, profile=profile, plan=plan), time.time()).run
         try:
             status = self.follow(run)
-            failure = status.failure
-            if status.job.state is not JobState.COMPLETED and failure is None:
+            if status.job.state is JobState.COMPLETED:
+                return run
+            if (failure := status.failure) is None:
                 reason = status.job.reason
                 raise WorkerError(f"the pipeline ended without a result: {reason}")
-            if status.job.state is not JobState.COMPLETED and failure is not None:
-                error = WorkerError(f"{failure.where}: {failure.message}", cure=failure.cure)
-                error.exit_code = failure.exit_code
-                raise error
+            error = WorkerError(f"{failure.where}: {failure.message}", cure=failure.cure)
+            error.exit_code = failure.exit_code
+            raise error
         except BaseException:
             with suppress(PipectlError):
                 cancel(run, time.time())
             raise
-        return run
 
     def train_plainly(self, spec: JobSpec, micro_batch_size: int) -> Path:
         """Train in one plain process; the directory of its weights."""
