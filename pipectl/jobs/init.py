@@ -12,8 +12,7 @@ from pathlib import Path
 
 from pipectl.batch import Queue
 from pipectl.errors import UsageError
-from pipectl.spec.references import fault_of, parse
-from pipectl.spec.sources import source_of
+from pipectl.spec.references import fault_of, parse, source_of
 from pipectl.units import format_bytes, format_clock
 
 LOSS_OF_MODEL = "model"

@@ -9,7 +9,6 @@ from typing import Any
 from pipectl.directives import QSUB, SBATCH, fault_of_option
 from pipectl.spec import references
 from pipectl.spec.models import JobSpec, Launch, Loss, Pbs, Pipeline, Resources, Slurm, Training
-from pipectl.spec.sources import fault_of_name
 from pipectl.spec.types import APART, BUILT_IN, ONE_STAGE, ROUND, UNFLUSHED, V_SHAPED
 
 Finding = tuple[tuple[str, ...], str]
@@ -19,6 +18,7 @@ _STAGES = ("pipeline", "stages")
 _MICRO_BATCHES = ("pipeline", "micro_batches")
 _WARM_UP = ("pipeline", "warm_up")
 _BACKWARD = ("pipeline", "backward")
+_WEIGHTS = ("model", "weights")
 
 
 def cross_check(sections: Mapping[str, Any]) -> Iterator[Finding]:
@@ -30,16 +30,14 @@ def cross_check(sections: Mapping[str, Any]) -> Iterator[Finding]:
 
 def missing_files(spec: JobSpec) -> Iterator[Finding]:
     """References of the spec to files that do not exist."""
-    for path, text in spec.factories():
-        file = references.parse(text, spec.base).file
-        if file is not None and not _exists(file.is_file):
-            yield path, f"no such file: {file}"
-    for path, file in spec.files():
-        if path == ("model", "weights"):
-            if not _exists(file.exists):
-                yield path, f"no such file or directory: {file}"
-        elif not _exists(file.is_file):
-            yield path, f"no such file: {file}"
+    code = ((path, references.parse(text, spec.base).file) for path, text in spec.factories())
+    for path, file in (*code, *spec.files()):
+        try:
+            is_there = file is None or file.is_file() or (path == _WEIGHTS and file.is_dir())
+        except OSError:  # a name that no file can have
+            is_there = False
+        if not is_there:
+            yield path, f"no such file{' or directory' * (path == _WEIGHTS)}: {file}"
 
 
 def missing_names(spec: JobSpec) -> Iterator[Finding]:
@@ -55,15 +53,8 @@ def missing_names(spec: JobSpec) -> Iterator[Finding]:
     for path, text in spec.factories():
         reference = references.parse(text, spec.base)
         installed = reference.file is None and reference.root is None
-        if not (installed and elsewhere) and (fault := fault_of_name(reference)):
+        if not (installed and elsewhere) and (fault := references.fault_of_name(reference)):
             yield path, fault
-
-
-def _exists(is_there: Callable[[], bool]) -> bool:
-    try:
-        return is_there()
-    except (OSError, ValueError):  # a name that no file can have
-        return False
 
 
 def _check_stages(pipeline: Pipeline, resources: Resources) -> Iterator[Finding]:
@@ -79,9 +70,9 @@ def _check_stages(pipeline: Pipeline, resources: Resources) -> Iterator[Finding]
             fault = f"{stages} stages cannot lie in a V over {ranks} ranks"
             yield _STAGES, f"{fault}; schedule {schedule} takes two per rank"
     elif stages > ranks:
-        given = f"{resources.nodes} x {resources.tasks_per_node}"
+        product = f"{resources.nodes} x {resources.tasks_per_node}"
         fault = f"{stages} stages need as many ranks"
-        yield _STAGES, f"{fault}; resources give nodes x tasks_per_node = {given}"
+        yield _STAGES, f"{fault}; resources give nodes x tasks_per_node = {product}"
 
 
 def _check_micro_batches(pipeline: Pipeline, training: Training) -> Iterator[Finding]:
@@ -145,21 +136,24 @@ def _check_overlap(pipeline: Pipeline, training: Training) -> Iterator[Finding]:
     schedule, micro_batches = pipeline.schedule, pipeline.micro_batches
     if schedule not in UNFLUSHED:
         return
-    conflicts = {
-        "clip_grad_norm": training.clip_grad_norm is not None,
-        "precision": training.precision == "float16",
-        "on_nonfinite": training.on_nonfinite == "skip",
-    }
-    for key, conflict in conflicts.items():
-        if conflict:
-            yield ("training", key), f"{_NEEDS_FLUSH[key]}, or use another schedule than {schedule}"
+    other = f", or use another schedule than {schedule}"
+    if training.clip_grad_norm is not None:
+        fault = "needs the gradients of all stages, which update at different times; leave it out"
+        yield ("training", "clip_grad_norm"), fault + other
+    if training.precision == "float16":
+        fault = "float16 skips a step if any stage overflows, but stages update at different times"
+        yield ("training", "precision"), f"{fault}; use bf16{other}"
+    if training.on_nonfinite == "skip":
+        fault = "skip leaves a step out on all ranks, but stages update at different times, and "
+        fault += "later steps have begun by then; use stop"
+        yield ("training", "on_nonfinite"), fault + other
     if schedule == "pipedream" and (micro_batches or 1) > 1:
         fault = f"{micro_batches} have no meaning with schedule pipedream, which updates after each"
         yield _MICRO_BATCHES, f"{fault}; leave it out, or use pipedream-2bw"
 
 
 def _check_progress(launch: Launch, resources: Resources) -> Iterator[Finding]:
-    if launch.spare_cores and resources.cpus_per_task < 2:
+    if resources.cpus_per_task <= launch.spare_cores:
         fault = "core leaves none to compute with: resources.cpus_per_task is 1"
         yield ("launch", "progress"), f"{fault}; set it to 2 or more"
 
@@ -181,14 +175,6 @@ def _check_pbs(pbs: Pbs) -> Iterator[Finding]:
             yield ("pbs", "options", name), fault
 
 
-_NEEDS_FLUSH = {
-    "clip_grad_norm": "needs the gradients of all stages, which update at different times; "
-    "leave it out",
-    "precision": "float16 skips a step if any stage overflows, but stages update at different "
-    "times; use bf16",
-    "on_nonfinite": "skip leaves a step out on all ranks, but stages update at different times, "
-    "and later steps have begun by then; use stop",
-}
 _CHECKS: tuple[tuple[tuple[str, ...], Callable[..., Iterator[Finding]]], ...] = (
     (("pipeline", "resources"), _check_stages),
     (("pipeline", "training"), _check_micro_batches),

@@ -13,7 +13,6 @@ from typing import Any
 
 from pipectl.spec import references
 from pipectl.spec.models import JobSpec
-from pipectl.spec.sources import user_sources
 
 _PROFILED = ("model", "loss", "data", "optimizer")
 
@@ -69,7 +68,7 @@ def _profiled(spec: JobSpec) -> Any:
     if spec.resources.gpus_per_node:  # how many there are changes no time on one of them
         load["accelerators"] = True
     training = {key: data["training"][key] for key in ("batch_size", "precision")}
-    modules = user_sources(references.parse(text, spec.base) for _, text in named)
+    modules = references.user_sources(references.parse(text, spec.base) for _, text in named)
     contents = {name: _content(path) for name, path in modules.items()}
     return [sections, training, load, data["pipeline"]["micro_batches"], contents]
 

@@ -40,7 +40,7 @@ from pipectl.spec.document import (
 )
 from pipectl.spec.models import JobSpec
 from pipectl.spec.schema import json_schema, properties, schema_at, words
-from pipectl.spec.types import version_fault
+from pipectl.spec.types import check_version
 from pipectl.units import did_you_mean
 
 SITE_KEYS = (
@@ -128,7 +128,7 @@ def load_document(
         tree = _override(tree, override, problems)
     if runs := os.environ.get(RUNS_VARIABLE):
         place = Place(RUNS_VARIABLE)
-        output = mapping(place, output=mapping(place, directory=scalar(runs, place)))
+        output = put(mapping(place), ("output", "directory"), place, scalar(runs, place))
         tree = merge(output, tree)
     if to_python(to_data(pairs_of(tree).get("site_defaults", (tree, None))[1])) is not False:
         for site in reversed(site_files() if sites is None else sites):
@@ -140,24 +140,24 @@ def load_document(
 
 
 def put(
-    tree: yaml.MappingNode, keys: Sequence[str], key: yaml.Node, value: yaml.Node, depth: int = 0
+    tree: yaml.MappingNode, keys: Sequence[str], place: Place, value: yaml.Node, depth: int = 0
 ) -> yaml.MappingNode:
     """A copy of ``tree`` with ``value`` at ``keys``, making mappings on the way.
 
     Args:
-        key: that names the place of keys which are new.
+        place: of new keys.
         depth: of ``tree``, below the top of the spec.
     """
-    pairs, place = pairs_of(tree), Place.of(key.start_mark)
-    name, inner = pairs.get(keys[depth], (scalar(keys[depth], place), mapping(place)))
+    pairs, key = pairs_of(tree), keys[depth]
+    name, inner = pairs.get(key, (scalar(key, place), None))
     if depth + 1 == len(keys):
-        pairs[keys[depth]] = scalar(keys[depth], place), value
+        pairs[key] = scalar(key, place), value
         return with_pairs(tree, pairs)
     if isinstance(inner, yaml.ScalarNode) and "factory" in properties(schema_at(keys[: depth + 1])):
         inner = mapping(Place.of(inner.start_mark), factory=inner)
     if not isinstance(inner, yaml.MappingNode):
         inner = mapping(place)
-    pairs[keys[depth]] = name, put(inner, keys, key, value, depth + 1)
+    pairs[key] = name, put(inner, keys, place, value, depth + 1)
     return with_pairs(tree, pairs)
 
 
@@ -176,7 +176,7 @@ def _override(tree: yaml.MappingNode, override: str, problems: list[Problem]) ->
         value = read_text(text, place.file, problems, lines=False)
     except SpecError as error:
         raise UsageError(error.message, cure="quote the value as YAML does") from None
-    return put(tree, keys, scalar(name, place), value)
+    return put(tree, keys, place, value)
 
 
 def _read_site(path: Path, problems: list[Problem]) -> yaml.MappingNode:
@@ -198,9 +198,11 @@ def _read_site(path: Path, problems: list[Problem]) -> yaml.MappingNode:
             message = f"{escape(name)}: a site file cannot set this; known are {known}"
             problems.append(Place.of(key.start_mark).problem(message))
             del pairs[name]
-        elif name == "version" and (fault := version_fault(to_data(value))):
-            problems.append(Place.of(value.start_mark).problem(f"version: {fault}"))
-    pairs.pop("version", None)
+        elif name == "version":
+            try:
+                check_version(to_data(pairs.pop(name)[1]))
+            except ValueError as error:
+                problems.append(Place.of(value.start_mark).problem(f"version: {error}"))
     launch = pairs_of(pairs.get("launch", (site, None))[1])
     for section, name in ((pairs, "cluster"), (launch, "template")):
         if name in section and isinstance(text := to_data(section[name][1]), str):
@@ -292,12 +294,14 @@ def _explain(tree: yaml.Node, detail: ErrorDetails) -> Problem:
         return _problem(tree, path, "missing", at_key=True)
     if kind == "value_error" and (message := str(context["error"])):
         return _problem(tree, path, message)
-    if kind in ("greater_than_equal", "less_than_equal"):
+    _, node, rest = locate(tree, path)
+    path = path[: len(path) - len(rest)]  # pydantic names alternatives of a type after it
+    if kind in ("greater_than_equal", "less_than_equal") and not rest:
         allowed = f"at least {context['ge']}" if "ge" in context else f"at most {context['le']}"
     else:
         schema = schema_at(path)
         allowed = "something else" if schema is None else words(schema)
-    value = to_data(locate(tree, path)[1])
+    value = to_data(node)
     shown = show(value)
     quoted = isinstance(value, str) and not isinstance(value, Plain)
     if kind in _NUMBERS and quoted and not isinstance(parse_scalar(value), str | None):

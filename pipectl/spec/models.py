@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 from pipectl.spec import references
 from pipectl.spec.document import to_python
@@ -27,7 +27,6 @@ from pipectl.spec.types import (
     Kwargs,
     LossReference,
     Natural,
-    Optional,
     Options,
     Positive,
     Reference,
@@ -42,6 +41,7 @@ from pipectl.spec.types import (
     Version,
     Walltime,
     WeightReference,
+    without_nulls,
 )
 
 
@@ -73,7 +73,7 @@ class Factory(Section):
 
 
 _SHORT = {"title": "./file.py:name or package.module:name", "type": "string", "pattern": ":"}
-Factories = Annotated[dict[Text, Factory], Optional()]
+Factories = Annotated[dict[Text, Factory], BeforeValidator(without_nulls)]
 """User code by name."""
 
 
@@ -399,19 +399,25 @@ class Output(Section):
     `PIPECTL_RUNS` changes the default. Commands on runs look there too, or where `-d` says."""
 
 
-def _moved(*names: str) -> dict[str, Former]:
-    return {
-        name: Former(f"write slurm.options: {{{name.replace('_', '-')}: ...}}") for name in names
-    }
-
-
 class Slurm(Section):
     """Options for Slurm alone; ignored elsewhere."""
 
     former_keys: ClassVar = {
-        **_moved("qos", "constraint", "reservation", "gres", "licenses", "nodelist", "exclude"),
-        **_moved("mail_type", "mail_user"),
-        "exclusive": Former("write slurm.options: {exclusive: ...}; true if it has no value"),
+        **{
+            name: Former(f"write slurm.options: {{{name.replace('_', '-')}: ...}}")
+            for name in (
+                "qos",
+                "constraint",
+                "reservation",
+                "gres",
+                "licenses",
+                "nodelist",
+                "exclude",
+                "exclusive",
+                "mail_type",
+                "mail_user",
+            )
+        },
         "omit": Former(
             "write slurm.options: {time: false}, say, for one that is not to be written"
         ),

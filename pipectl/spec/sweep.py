@@ -96,7 +96,8 @@ def load_sweep(
     for settings in runs:
         job, faults, values = rest, list[Problem](), {}
         for setting in settings:
-            job = put(job, setting.name.split("."), setting.key, setting.value)
+            place = Place.of(setting.key.start_mark)
+            job = put(job, setting.name.split("."), place, setting.value)
             value = to_python(to_data(setting.value))
             if holds_variables(setting.name):
                 same = numbers.setdefault(setting.name, [])

@@ -6,7 +6,6 @@ field's JSON Schema (:func:`pipectl.spec.schema.words`).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
@@ -98,8 +97,10 @@ class Section(BaseModel):
             field = schema["properties"][name]
             field.pop("description", None)
             field.pop("default", None)
+            if isinstance(values := field.get("additionalProperties"), dict):
+                field["additionalProperties"] = _or_null(values)
             if not info.is_required():
-                field = or_null(field)
+                field = _or_null(field)
                 default = defaults[name]
                 if isinstance(default, int | float) or (default and isinstance(default, str)):
                     field["default"] = default
@@ -111,7 +112,7 @@ class Section(BaseModel):
         return reference
 
 
-def or_null(schema: dict[str, Any]) -> dict[str, Any]:
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
     """A JSON Schema that takes null too."""
     choices = schema["anyOf"] if set(schema) == {"anyOf"} else [schema]
     null = {"type": "null"}
@@ -135,33 +136,19 @@ class Auto:
         return {"anyOf": [{"const": "auto"}, *choices]}
 
 
-class Optional:
-    """Entries of a mapping that are null count as not given."""
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-        def drop(value: Any) -> Any:
-            if not isinstance(value, dict):
-                return value
-            return {key: item for key, item in value.items() if item is not None}
-
-        return core_schema.no_info_before_validator_function(drop, handler(source))
-
-    def __get_pydantic_json_schema__(self, core: Any, handler: Any) -> dict[str, Any]:
-        schema = handler(core)
-        return {**schema, "additionalProperties": or_null(schema["additionalProperties"])}
+def without_nulls(value: Any) -> Any:
+    """A mapping without its null entries: they count as not given."""
+    if not isinstance(value, dict):
+        return value
+    return {key: item for key, item in value.items() if item is not None}
 
 
-def version_fault(value: Any) -> str:
-    """What is wrong with a version of the format; empty if it is ours."""
-    if type(number := _number(value)) is int and number == VERSION:
-        return ""
-    shown = show(value) if isinstance(value, str) else repr(value)
-    return f"is {shown}; this pipectl reads version {VERSION}"
-
-
-def _version(value: Any) -> int:
-    if fault := version_fault(value):
-        raise ValueError(fault)
+def check_version(value: Any) -> int:
+    """The version that is written; raises a ValueError if it is not ours."""
+    number = _number(value)
+    if type(number) is not int or number != VERSION:
+        shown = show(value) if isinstance(value, str) else repr(value)
+        raise ValueError(f"is {shown}; this pipectl reads version {VERSION}")
     return VERSION
 
 
@@ -240,13 +227,10 @@ def _option_text(value: Any) -> str:
     return _line(str(value))
 
 
-def _matches(pattern: re.Pattern[str]) -> AfterValidator:
-    def check(text: str) -> str:
-        if not pattern.fullmatch(text):
-            raise ValueError
-        return text
-
-    return AfterValidator(check)
+def _select(text: str) -> str:
+    if not RESOURCES.fullmatch(text):
+        raise ValueError
+    return text
 
 
 def _schedule(name: Any) -> Any:
@@ -259,13 +243,6 @@ def _schedule(name: Any) -> Any:
     return name
 
 
-def _replicas(value: Any) -> Any:
-    number = _number(value)
-    if number in (None, "any") or (type(number) is int and 1 <= number <= _MAX):
-        return number
-    raise ValueError
-
-
 def _json(title: str, pattern: str | None = None) -> WithJsonSchema:
     """The JSON Schema of a text; ``title`` completes "must be ..."."""
     if pattern is None:
@@ -274,7 +251,7 @@ def _json(title: str, pattern: str | None = None) -> WithJsonSchema:
 
 
 _TEXT = WithJsonSchema({"type": _SCALAR})
-Version = Annotated[int, BeforeValidator(_version), WithJsonSchema({"const": VERSION})]
+Version = Annotated[int, BeforeValidator(check_version), WithJsonSchema({"const": VERSION})]
 Count = Annotated[int, Strict(), Field(ge=1, le=_MAX), BeforeValidator(_number)]
 Natural = Annotated[int, Strict(), Field(ge=0, le=_MAX), BeforeValidator(_number)]
 Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False), BeforeValidator(_number)]
@@ -288,7 +265,7 @@ Script = Annotated[str, _TEXT]
 Text = Annotated[str, AfterValidator(_line), _TEXT]
 """One line."""
 JobName = Annotated[Text, AfterValidator(_name), _json("a name")]
-Select = Annotated[Text, _matches(RESOURCES), _json("resources such as model=icelake")]
+Select = Annotated[Text, AfterValidator(_select), _json("resources such as model=icelake")]
 Reference = Annotated[Text, _reference(), _json(_REFERENCE, ":")]
 LossReference = Annotated[Text, _reference("model"), _json(f"model, {_REFERENCE}", "^model$|:")]
 WeightReference = Annotated[
@@ -302,18 +279,16 @@ _Option = Annotated[
         {"anyOf": [{"title": "text, true or a list of texts", "type": [*_SCALAR, "array"]}]}
     ),
 ]
-Options = Annotated[dict[Text, _Option], Optional()]
+Options = Annotated[dict[Text, _Option], BeforeValidator(without_nulls)]
 """Options of sbatch or qsub by name; :mod:`pipectl.directives` says which may be set."""
 _Variable = Annotated[Text, AfterValidator(_variable)]
-Variables = Annotated[dict[_Variable, Annotated[str, AfterValidator(_one_line), _TEXT]], Optional()]
+Variables = Annotated[
+    dict[_Variable, Annotated[str, AfterValidator(_one_line), _TEXT]],
+    BeforeValidator(without_nulls),
+]
 Kwargs = Annotated[dict[str, Any], BeforeValidator(_typed)]
 Grid = Annotated[dict[str, tuple[Any, ...]], BeforeValidator(_typed)]
-Replicas = Annotated[
-    int | Literal["any"] | None,
-    BeforeValidator(_replicas),
-    WithJsonSchema({"anyOf": [{"const": "any"}, {"type": "integer", "minimum": 1}]}),
-    Auto(),
-]
+Replicas = Annotated[Literal["any"] | Count | None, Auto()]
 _OWN_SCHEDULE = _json("the name of a .csv file or of a package's schedule", r"\.csv$")
 Schedule = Annotated[
     str | None,

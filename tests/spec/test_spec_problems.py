@@ -91,7 +91,7 @@ BOMB = "\n".join(
         # keys that there were once
         ("slurm: {qos: a}", "7:9: slurm.qos: is no longer a key; write slurm.options: {qos: ...}"),
         ("slurm: {mail_type: END}", "7:9: slurm.mail_type: is no longer a key; write slurm.options: {mail-type: ...}"),
-        ("slurm: {exclusive: true}", "7:9: slurm.exclusive: is no longer a key; write slurm.options: {exclusive: ...}; true if it has no value"),
+        ("slurm: {exclusive: true}", "7:9: slurm.exclusive: is no longer a key; write slurm.options: {exclusive: ...}"),
         ("slurm: {omit: [time]}", "7:9: slurm.omit: is no longer a key; write slurm.options: {time: false}, say, for one that is not to be written"),
         ("slurm: {directives: [--gres=gpu:1]}", "7:9: slurm.directives: is no longer a key; write slurm.options: {gres: gpu:1}, say, for --gres=gpu:1"),
         ("pbs: {place: pack}", "7:7: pbs.place: is no longer a key; write pbs.options: {l: [place=...]}"),

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipectl.spec import profile_key, sources
-from pipectl.spec.references import parse
-from pipectl.spec.sources import user_sources
+from pipectl.spec import profile_key, references
+from pipectl.spec.references import parse, user_sources
 
 Write = Callable[..., None]
 
@@ -78,7 +77,7 @@ def test_packages_that_are_directories_alone(tmp_path: Path, write: Write) -> No
 def test_directories_of_one_name_make_up_a_package_unless_one_has_its_own_file(
     tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "_SEARCH", (tmp_path / "site-packages", tmp_path / "work"))
+    monkeypatch.setattr(references, "_SEARCH", (tmp_path / "site-packages", tmp_path / "work"))
     write({"model": "import shared.mine, shared.theirs, whole.part, whole.inner.part"})
     write({"site-packages/shared/theirs": "", "work/shared/mine": "", "whole/part": ""})
     write({"work/whole/__init__": "", "work/whole/inner/part": ""})
@@ -104,7 +103,7 @@ def test_modules_along_the_search_path(
 ) -> None:
     write({"work/mine/__init__": "", "work/mine/data": "", "lib/site-packages/theirs": ""})
     write({"work/mine/model": "from mine import data"})
-    monkeypatch.setattr(sources, "_SEARCH", (tmp_path / "work", tmp_path / "lib/site-packages"))
+    monkeypatch.setattr(references, "_SEARCH", (tmp_path / "work", tmp_path / "lib/site-packages"))
     assert sorted(found(tmp_path, "mine.model:build", "theirs:f", "torch.nn:MSELoss")) == [
         *("mine", "mine.data", "mine.model")
     ]
@@ -115,7 +114,7 @@ def test_libraries_hide_what_stands_behind_them(
 ) -> None:
     write({"model": "import same, json", "work/same": "", "json": ""})
     write({"site-packages/same": "", "site-packages/json": ""})
-    monkeypatch.setattr(sources, "_SEARCH", (tmp_path / "site-packages", tmp_path / "work"))
+    monkeypatch.setattr(references, "_SEARCH", (tmp_path / "site-packages", tmp_path / "work"))
     assert found(tmp_path, "./model.py:build") == {}
 
 
