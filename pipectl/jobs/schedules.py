@@ -19,7 +19,13 @@ from pipectl.errors import InvalidInputError, UsageError
 from pipectl.graph import TransferKind
 from pipectl.link import Link
 from pipectl.plan import Plan, Stage, StageCost, Transfer
-from pipectl.schedule import NAMES, Proof, default_ranks, default_warm_up, lower, validate
+from pipectl.schedule import (
+    NAMES,
+    default_ranks,
+    default_warm_up,
+    lower,
+    stage_peaks_in_flight,
+)
 from pipectl.schedule.listed import Listed
 from pipectl.simulate import Simulation, simulate
 from pipectl.spec import SCHEDULES_GROUP
@@ -110,12 +116,13 @@ class Simulated:
     """A step, and what its programs need.
 
     Args:
+        peak_in_flight: of every stage, micro-batches between forward and backward.
         assumptions: of the machines.
     """
 
     plan: Plan
     simulation: Simulation
-    proof: Proof
+    peak_in_flight: tuple[int, ...]
     assumptions: tuple[str, ...]
 
     @property
@@ -145,7 +152,7 @@ class Simulated:
             "planned_step_time_s": self.planned_s,
             "bubble": step.bubble,
             "utilisation": list(step.utilisation),
-            "peak_in_flight": list(self.proof.peak_in_flight),
+            "peak_in_flight": list(self.peak_in_flight),
             "peak_memory_bytes": list(step.peak_memory_bytes),
             "assumptions": list(self.assumptions),
         }
@@ -169,8 +176,9 @@ def simulate_plan(
         counts = [plan.node_of_rank.count(node) for node in range(1 + max(plan.node_of_rank))]
         cluster = assumed_cluster(plan.name, counts, max(counts), None)
     programs = [lower(plan, rank) for rank in range(plan.ranks)]
-    proof = validate(plan, programs)
-    return Simulated(plan, simulate(plan, cluster, programs), proof, cluster.assumptions)
+    simulation = simulate(plan, cluster, programs)
+    in_flight = stage_peaks_in_flight(plan, programs)
+    return Simulated(plan, simulation, in_flight, cluster.assumptions)
 
 
 def plan_equal_stages(

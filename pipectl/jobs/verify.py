@@ -124,12 +124,13 @@ def verify(
     Raises:
         PipectlError: the spec, the model or one of the trainings fails.
     """
-    from pipectl.schedule.unflushed import NAMES as ASYNCHRONOUS
+    from pipectl.schedule import SCHEDULES
 
     spec = load(job, [*overrides, *_on_ranks(ranks)])
     if not trust_owner:
         refuse_code_of_others(spec, job)
-    if spec.pipeline.schedule in ASYNCHRONOUS:
+    schedule = SCHEDULES.get(spec.pipeline.schedule or "")
+    if schedule is not None and not schedule.flushes:
         raise UsageError(
             f"verify: schedule {spec.pipeline.schedule} is asynchronous, so its results are "
             "not those of one process",
@@ -305,14 +306,15 @@ def _on_ranks(ranks: int) -> tuple[str, ...]:
 
 def _overrides(spec: JobSpec, steps: int, directory: Path) -> list[str]:
     """What differs from the job as the user wrote it: here, short, one thread per rank."""
-    from pipectl.planner.request import ROUND, V_SHAPED
+    from pipectl.schedule import SCHEDULES
 
     pipeline = spec.pipeline
     stages: int | str | None = pipeline.stages
     if stages is None and (pipeline.replicas == "any" or pipeline.backward is None):
         stages = "auto"
     elif stages is None:  # fewer would leave ranks unverified
-        chunks = 2 if pipeline.schedule in (*ROUND, *V_SHAPED) else 1
+        schedule = SCHEDULES.get(pipeline.schedule or "")
+        chunks = 1 if schedule is None else schedule.stages_per_rank[0]
         ranks_of_stage = 2 if pipeline.backward == "apart" else int(pipeline.replicas or 1)
         stages = chunks * max(1, spec.resources.ranks // ranks_of_stage)
     # A learning rate schedule may follow the loss of evaluations.

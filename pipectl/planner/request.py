@@ -11,29 +11,22 @@ from pipectl.cluster import Cluster, OffloadTarget
 from pipectl.errors import InfeasibleError, InvalidInputError
 from pipectl.plan import Plan, Replication
 from pipectl.profile import Profile
-from pipectl.schedule.dual_pipe_v import NAME as DUAL_PIPE_V
-from pipectl.schedule.gpipe import NAME as GPIPE
-from pipectl.schedule.gpipe import warm_up as gpipe_warm_up
-from pipectl.schedule.interleaved import NAME as INTERLEAVED
+from pipectl.schedule import SCHEDULES
+from pipectl.schedule.gpipe import GPIPE
+from pipectl.schedule.interleaved import INTERLEAVED
 from pipectl.schedule.listed import Listed
-from pipectl.schedule.looped_bfs import NAME as LOOPED_BFS
-from pipectl.schedule.one_f_one_b import NAME as ONE_F_ONE_B
-from pipectl.schedule.one_f_one_b import policy_a, policy_b
-from pipectl.schedule.unflushed import NAMES as UNFLUSHED
-from pipectl.schedule.zb_h1 import NAME as ZB_H1
-from pipectl.schedule.zb_v import NAME as ZB_V
+from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
+from pipectl.schedule.order import Shape
 
 Order = tuple[str, tuple[int, ...]]
 """Schedule and warm-up."""
 
-ROUND, V_SHAPED = (INTERLEAVED, LOOPED_BFS), (ZB_V, DUAL_PIPE_V)
-"""Schedules with several stages a rank, by the way these lie on the ranks."""
-PLACED = (*ROUND, *V_SHAPED, ZB_H1, *UNFLUSHED)
-"""Schedules that are planned only where they are named."""
-SCHEDULES = (GPIPE, ONE_F_ONE_B, *PLACED)
-"""Those that the planner makes plans for."""
-MEASURED = (GPIPE, ONE_F_ONE_B, INTERLEAVED)
-"""Those that it compares plans with; for others it has to assume what half a backward takes."""
+OPEN = (ONE_F_ONE_B, GPIPE)
+"""Schedules that are tried if none is named."""
+PLACED = tuple(name for name, schedule in SCHEDULES.items() if schedule not in OPEN)
+"""Those that are planned only if they are named."""
+COMPARED = (*OPEN, INTERLEAVED)
+"""Those that plans are compared with; others assume what half a backward takes."""
 
 _EVERY_STAGE_COUNT = 8
 _SNAP = 1.34
@@ -105,7 +98,8 @@ class PlanRequest:
         if self.warm_up is not None:
             object.__setattr__(self, "warm_up", tuple(self.warm_up))
             self._check_warm_up(tuple(self.warm_up))
-        if self.schedule in UNFLUSHED or self.listed is not None:
+        known = SCHEDULES.get(self.schedule or "")
+        if self.listed is not None or (known is not None and not known.flushes):
             self._check_single()
         if self.backward_apart:
             self._check_apart()
@@ -141,7 +135,7 @@ class PlanRequest:
                 f"replicas: {self.replicas} of a stage keep their backwards on their own ranks",
                 cure="ask for replicas or backward_apart, but not both",
             )
-        known = GPIPE, ONE_F_ONE_B, *UNFLUSHED
+        known = [name for name, each in SCHEDULES.items() if each.allows_backward_elsewhere]
         if self._named_schedule not in (None, *known):
             raise InvalidInputError(
                 f"schedule: {self._named_schedule!r} leaves no backward to other ranks",
@@ -149,10 +143,11 @@ class PlanRequest:
             )
 
     def _check_warm_up(self, warm_up: tuple[int, ...]) -> None:
-        if self.schedule not in (None, ONE_F_ONE_B, ZB_H1):
+        choose = [name for name, each in SCHEDULES.items() if each.chooses_warm_up]
+        if self.schedule not in (None, *choose):
             raise InvalidInputError(
                 f"warm_up: schedule {self.schedule!r} has no warm-up to choose",
-                cure=f"use schedule {ONE_F_ONE_B!r} or {ZB_H1!r}, or leave warm_up out",
+                cure=f"use schedule {' or '.join(map(repr, choose))}, or leave warm_up out",
             )
         if self.stages not in (None, len(warm_up)):
             raise InvalidInputError(
@@ -286,12 +281,16 @@ def open_orders(
         warm_ups: of 1F1B; by default those of its two policies.
     """
     if request.warm_up is not None:
-        return [(ONE_F_ONE_B, tuple(min(depth, micro_batches) for depth in request.warm_up))]
-    if warm_ups is None:
-        warm_ups = [policy_a(stages, micro_batches), policy_b(stages, micro_batches)]
+        return [(ONE_F_ONE_B.name, tuple(min(depth, micro_batches) for depth in request.warm_up))]
+    shape = Shape(stages, stages, micro_batches)
     found = [
-        *((ONE_F_ONE_B, warm_up) for warm_up in warm_ups),
-        (GPIPE, gpipe_warm_up(stages, micro_batches)),
+        (schedule.name, warm_up)
+        for schedule in OPEN
+        for warm_up in (
+            warm_ups
+            if schedule.chooses_warm_up and warm_ups is not None
+            else schedule.warm_ups(shape)
+        )
     ]
     allowed = [pair for pair in found if request.schedule in (None, pair[0])]
     return list({depth: (name, depth) for name, depth in reversed(allowed)}.values())[::-1]

@@ -29,7 +29,7 @@ from pipectl.planner.techniques.placed import placed_plan
 from pipectl.planner.unflushed import unflushed_plan
 from pipectl.planner.variants import varied_plans
 from pipectl.profile import Profile
-from pipectl.schedule.unflushed import NAMES as UNFLUSHED
+from pipectl.schedule import SCHEDULES
 
 MOST_ALTERNATIVES = 5
 MANY_OPERATORS = 600
@@ -86,7 +86,7 @@ def _ranked(
     started_s = perf_counter()
     if request.listed is not None:
         found = [listed_plan(make_plan, profile, cluster, request, expired)]
-    elif request.schedule in UNFLUSHED:
+    elif request.schedule is not None and not SCHEDULES[request.schedule].flushes:
         found = [unflushed_plan(make_plan, profile, cluster, request, expired)]
     elif request.has_variants:
         found = varied_plans(_several, profile, cluster, request, expired)

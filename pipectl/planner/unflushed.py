@@ -28,7 +28,7 @@ from pipectl.planner.techniques.placed import (
 from pipectl.planner.techniques.traffic import guessed_traffic, settled_traffic
 from pipectl.planner.trials import Trials
 from pipectl.profile import Profile
-from pipectl.schedule import default_warm_up, pipedream
+from pipectl.schedule import SCHEDULES, default_warm_up
 
 MICRO_BATCHES_A_RANK = (1, 2, 4)
 """Numbers to try where it is open; with fewer than one a rank, the two versions of the weights
@@ -122,12 +122,15 @@ def _long_steps(profile: Profile, cluster: Cluster, request: PlanRequest) -> Ite
 def _sizes(request: PlanRequest, ranks: int) -> list[int]:
     """Micro-batch sizes to try for a pipeline of so many ranks, the largest first."""
     batch = request.batch_size
-    if request.schedule == pipedream.NAME:
+    assert request.schedule is not None
+    staleness = SCHEDULES[request.schedule].staleness
+    assert staleness is not None
+    if staleness.one_micro_batch:
         if request.micro_batches not in (None, 1):
             raise InfeasibleError(
-                f"no feasible plan: schedule {pipedream.NAME} updates behind every micro-batch, "
+                f"no feasible plan: schedule {request.schedule} updates after every micro-batch, "
                 f"so a batch cannot be cut into {request.micro_batches}",
-                cure=f"leave {request.named('micro_batches')} out, or use schedule pipedream-2bw",
+                cure=f"leave {request.named('micro_batches')} out, or use another schedule",
             )
         return [batch]
     if request.micro_batches is not None:
@@ -137,7 +140,8 @@ def _sizes(request: PlanRequest, ranks: int) -> list[int]:
 
 def _unflushed(plan: Plan, request: PlanRequest) -> Plan:
     """The same stages in a step of the batch."""
-    schedule, stages = request.schedule or pipedream.NAME, len(plan.stages)
+    schedule, stages = request.schedule, len(plan.stages)
+    assert schedule is not None
     micro_batches = ceil(request.batch_size / plan.micro_batch_size)
     apart = [bool(stage.backward_ranks) for stage in plan.stages]
     warm_up = default_warm_up(schedule, stages, micro_batches, apart=apart)
@@ -159,9 +163,6 @@ def _unflushed(plan: Plan, request: PlanRequest) -> Plan:
 
 def _semantics(schedule: str, warm_up: Sequence[int]) -> str:
     """In what the results differ from those of all other schedules."""
-    if schedule == pipedream.NAME:
-        ages, last = ", ".join(str(depth - 1) for depth in warm_up), len(warm_up) - 1
-        stale = f"gradients are of weights that are {ages} updates old in stages 0 to {last}"
-        return f"schedule {schedule} is asynchronous: {stale}, so results depend on the stages"
-    stale = "gradients are of weights that are one update old"
-    return f"schedule {schedule} is asynchronous: {stale}, whatever the stages"
+    staleness = SCHEDULES[schedule].staleness
+    assert staleness is not None
+    return f"schedule {schedule} is asynchronous: {staleness.words(warm_up)}"

@@ -13,7 +13,7 @@ from pipectl.runtime.failure import warn
 from pipectl.runtime.loss_scale import LossScale
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.stepper import Stepper
-from pipectl.schedule.saving import room_bytes
+from pipectl.schedule.memory import room_bytes
 
 
 class Continuation:

@@ -12,7 +12,7 @@ from pipectl.runtime.optimizer import SharedGradients
 from pipectl.runtime.passes import Batch, narrowed, pass_of
 from pipectl.runtime.setup import Setup
 from pipectl.schedule import is_unflushed, plan_of_trial
-from pipectl.schedule.one_f_one_b import NAME as ONE_F_ONE_B
+from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
 
 
 def learn_layouts(
@@ -36,7 +36,7 @@ def _try(size: int, setup: Setup, loss_shares: LossShares, shared: SharedGradien
     """A short step without an update."""
     plan = setup.plan
     if is_unflushed(plan):  # a trial is flushed; its messages are the same
-        plan = replace(plan, schedule=ONE_F_ONE_B)
+        plan = replace(plan, schedule=ONE_F_ONE_B.name)
     rank, loader = setup.communicator.rank, setup.job.loader
     trial = pass_of(plan_of_trial(plan, size), rank, setup.reading, whole=loader.takes_whole)
     whole: Any = loader.example(size) if setup.reading else None

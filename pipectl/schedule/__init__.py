@@ -1,16 +1,22 @@
 """Schedules: what every rank does in one optimizer step, as pure functions of the plan."""
 
 from pipectl.schedule.actions import Action, Actions, Kind, Program
-from pipectl.schedule.catalogue import NAMES, default_ranks, default_warm_up, splits_backwards
 from pipectl.schedule.channel import Channel, channels, messages
 from pipectl.schedule.computing import compute_actions, compute_programs
-from pipectl.schedule.lowering import lower, lower_evaluation, lower_stretch, program_hash
+from pipectl.schedule.lowering import (
+    lower,
+    lower_evaluation,
+    lower_renewal,
+    lower_stretch,
+    program_hash,
+)
 from pipectl.schedule.memory import (
     host_bytes,
     memory_bytes,
     peak_host_bytes,
     peak_in_flight,
     peak_memory_bytes,
+    stage_peaks_in_flight,
 )
 from pipectl.schedule.placement import (
     Portion,
@@ -22,19 +28,25 @@ from pipectl.schedule.placement import (
     roles,
     shares,
 )
-from pipectl.schedule.renewal import lower_renewal
-from pipectl.schedule.unflushed import is_unflushed
-from pipectl.schedule.validation import Proof, validate
+from pipectl.schedule.registry import (
+    NAMES,
+    SCHEDULES,
+    default_ranks,
+    default_warm_up,
+    is_unflushed,
+    schedule_of,
+    splits_backwards,
+)
 
 __all__ = [
     "NAMES",
+    "SCHEDULES",
     "Action",
     "Actions",
     "Channel",
     "Kind",
     "Portion",
     "Program",
-    "Proof",
     "Role",
     "channels",
     "compute_actions",
@@ -58,7 +70,8 @@ __all__ = [
     "program_hash",
     "rank_of",
     "roles",
+    "schedule_of",
     "shares",
     "splits_backwards",
-    "validate",
+    "stage_peaks_in_flight",
 ]

@@ -28,15 +28,15 @@ turn, and by then, in that order, its receive has started. Reductions are awaite
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 import numpy as np
 
 from pipectl.graph import TransferKind
-from pipectl.schedule import offloading
-from pipectl.schedule.actions import Integers, Kind
+from pipectl.schedule.actions import Action, Actions, Integers, Kind
 from pipectl.schedule.channel import Channel
 from pipectl.schedule.computing import Block, Computation
-from pipectl.schedule.placement import Portion
-from pipectl.schedule.rows import Phase, Rows
+from pipectl.schedule.placement import Column, Portion
 
 RECEIVE_AHEAD = 1
 """Receives posted on a channel beyond the one whose message is next. Double buffering: the next
@@ -45,6 +45,71 @@ SENDS_ON_THE_WAY = 2
 """At least, on a channel without backwards to wait for: one moves while the next is made."""
 SAVED_ON_THE_WAY = 1
 """The same for saved values, which are large: one moves during the next forward."""
+COPIED_BESIDE = 1
+"""Computations during which a copy to or from the host runs."""
+
+
+class Phase(IntEnum):
+    """The order of what stands around the computation of a slot."""
+
+    RECEIVE_START = 0
+    FETCH_START = 1
+    RECEIVE_SAVED = 2
+    FETCH_WAIT = 3
+    RECOMPUTE = 4
+    RECEIVE_WAIT = 5
+    RECEIVE_NEXT = 6
+    RELEASE = 7
+    COMPUTE = 8
+    SEND_WAIT = 9
+    OFFLOAD_WAIT = 10
+    SEND_START = 11
+    OFFLOAD_START = 12
+    REDUCE_START = 13
+    REDUCE_WAIT = 14
+    UPDATE = 15
+    RENEW = 16
+
+
+class Rows:
+    """Rows in any order; :meth:`sorted` puts them by slot and phase."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[Integers, int, tuple[Column, ...]]] = []
+
+    def add(
+        self,
+        phase: Phase,
+        slots: Integers,
+        kind: Kind,
+        stage: int,
+        portion: Portion,
+        *,
+        channel: int = -1,
+    ) -> None:
+        """A row at each of some slots, of one kind, stage and channel."""
+        index, start, stop = portion
+        self._parts.append((slots, phase, (kind, stage, index, channel, start, stop, 0)))
+
+    def add_one(
+        self, phase: Phase, slot: int, kind: Kind, stage: int, *, channel: int = -1
+    ) -> None:
+        """A row that belongs to no micro-batch."""
+        values = (kind, stage, -1, channel, -1, -1, 0)
+        self._parts.append((np.array([slot]), phase, values))
+
+    def sorted(self) -> Actions:
+        """All rows; those of one slot and phase as they were added."""
+        total = sum(len(slots) for slots, _, _ in self._parts)
+        rows = np.empty((total, len(Action._fields)), dtype=np.int32)
+        places = np.empty(total, dtype=np.int64)
+        first = 0
+        for slots, phase, values in self._parts:
+            part = slice(first, first := first + len(slots))
+            places[part] = slots * len(Phase) + phase
+            for position, value in enumerate(values):
+                rows[part, position] = value
+        return Actions(rows[places.argsort(kind="stable")])
 
 
 class Assembly:
@@ -118,7 +183,7 @@ class Assembly:
         if recompute:
             self.rows.add(Phase.RECOMPUTE, back.slots, Kind.RECOMPUTE, stage, back.portion)
         if offload:
-            offloading.add(self.rows, self._computation.blocks[Kind.FORWARD, stage], back)
+            _add_offload(self.rows, self._computation.blocks[Kind.FORWARD, stage], back)
         if reduce:
             slots = self._computation.blocks[last_half, stage].slots
             last = int(slots.max(initial=-1)) if len(slots) else end
@@ -229,3 +294,28 @@ def _posted(read: Integers, made: Integers, count: int, first: int) -> Integers:
     found = np.empty_like(read)
     found[rising] = np.concatenate([np.full(count, first), needed])[: len(read)]
     return found
+
+
+def _add_offload(rows: Rows, forward: Block, backward: Block) -> None:
+    """The rows that offload and fetch what one stage saves on one rank.
+
+    Both copies run beside one computation each; steady 1F1B, ``o`` and ``f`` the copies of one
+    micro-batch::
+
+        compute   F0  F1  F2  B?  F3  B?  F4  B0
+        copies        o0                  f0
+
+    The device holds about two micro-batches of the stage, whatever the warm-up. Where no
+    computation runs while a micro-batch is away, nothing would be gained, and it stays.
+    """
+    stage = forward.role.stage
+    gone, back = forward.slots + COPIED_BESIDE, backward.slots - COPIED_BESIDE
+    away = np.flatnonzero(gone + 1 < back)
+    portion = forward.portion.some(away)
+    for phase, slots, kind in (
+        (Phase.OFFLOAD_START, forward.slots, Kind.OFFLOAD_START),
+        (Phase.OFFLOAD_WAIT, gone, Kind.OFFLOAD_WAIT),
+        (Phase.FETCH_START, back, Kind.FETCH_START),
+        (Phase.FETCH_WAIT, backward.slots, Kind.FETCH_WAIT),
+    ):
+        rows.add(phase, slots[away], kind, stage, portion)

@@ -9,11 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from pipectl.plan import Plan
-from pipectl.schedule import evaluation
 from pipectl.schedule.actions import Actions, Integers, Kind, Program
-from pipectl.schedule.catalogue import order_of
 from pipectl.schedule.order import Order
 from pipectl.schedule.placement import Portion, Role, portion, roles
+from pipectl.schedule.registry import order_of
 
 
 class Block(NamedTuple):
@@ -85,10 +84,22 @@ def training(plan: Plan, rank: int, micro_batches: int) -> Computation:
 
 
 def evaluating(stages: Sequence[int], micro_batches: int, *, of: int) -> Computation:
-    """What a rank that holds ``stages``, ``of`` so many, computes in an evaluation."""
+    """What a rank that holds ``stages``, ``of`` so many, computes in an evaluation.
+
+    Forwards only, micro-batch after micro-batch; four stages, four micro-batches::
+
+        stage 0  0123
+        stage 1  .0123
+        stage 2  ..0123
+        stage 3  ...0123
+    """
+
+    def forward(stage: int, micro_batch: Integers) -> Integers:
+        return micro_batch * of + stage
+
     every = Portion(np.arange(micro_batches))
     parts = [(Role(Kind.EVALUATE, stage, 0), every) for stage in stages]
-    return Computation.of(parts, evaluation.order(of), micro_batches)
+    return Computation.of(parts, Order(forward, forward), micro_batches)
 
 
 def compute_actions(plan: Plan, rank: int, micro_batches: int | None = None) -> Actions:

@@ -12,32 +12,18 @@ half and weight half of a backward equally long; digits are forwards, small lett
 In its long middle part a rank goes through forward of the first stage, backward of the second,
 forward of the second, backward of the first: what one of them sends has the next to hide behind. A
 rank keeps p + 1/2 whole micro-batches. Source: DeepSeek-AI's DualPipe, cut in half (DualPipeV);
-here a forward and a backward run one behind the other instead of at the same time, and every
+here a forward and a backward run one after the other instead of at the same time, and every
 backward is split.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from pipectl.schedule.actions import Integers
-from pipectl.schedule.order import Order
-from pipectl.schedule.v_shape import F0, F1, I0, I1, W0, W1, Listing, order_of_listings
-
-NAME = "dualpipev"
-
-
-@lru_cache(maxsize=16)
-def order(ranks: int, micro_batches: int) -> Order:
-    """Of 2p stages; with fewer than 2p micro-batches, the turns of the missing ones are empty.
-
-    Args:
-        ranks: p, with stages r and 2p - 1 - r on rank r.
-    """
-    return order_of_listings(_listed, ranks, micro_batches)
+from pipectl.schedule.sequences import F0, F1, I0, I1, W0, W1, Listing, v_shaped
 
 
 def _listed(rank: int, ranks: int, micro_batches: int) -> Integers:
+    """With fewer than 2p micro-batches, the turns of the missing ones are empty."""
     count, behind = max(micro_batches, 2 * ranks), ranks - rank - 1
     listing = Listing(rank, ranks)
     listing.repeat(2 * behind, F0)
@@ -64,3 +50,6 @@ def _end(listing: Listing, rank: int, behind: int) -> None:
         waiting.append(W0)
     for weight in waiting:
         listing.repeat(1, weight)
+
+
+DUAL_PIPE_V = v_shaped("dualpipev", _listed)

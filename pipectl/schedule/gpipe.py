@@ -15,17 +15,20 @@ like in every schedule here (the paper runs the backwards in reverse). Source: H
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pipectl.schedule import one_f_one_b
-from pipectl.schedule.order import Order
-
-NAME = "gpipe"
+from pipectl.schedule.order import Order, Schedule, Shape, WarmUp
 
 
-def warm_up(stages: int, micro_batches: int) -> tuple[int, ...]:
+def every_forward_first(shape: Shape) -> list[WarmUp]:
     """Every forward comes before the first backward."""
-    return (micro_batches,) * stages
+    return [(shape.micro_batches,) * shape.stages]
 
 
-def order(stages: int, micro_batches: int) -> Order:
+def _order(shape: Shape, _: Sequence[int]) -> Order:
     """1F1B that never leaves its warm-up."""
-    return one_f_one_b.order(warm_up(stages, micro_batches), micro_batches)
+    return one_f_one_b.order(shape, *every_forward_first(shape))
+
+
+GPIPE = Schedule("gpipe", _order, every_forward_first, is_local=True)

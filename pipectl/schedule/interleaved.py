@@ -21,29 +21,25 @@ full keeps its turns, and those without a micro-batch are left out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pipectl.schedule.actions import Integers
-from pipectl.schedule.order import Order, first_forwards
-
-NAME = "interleaved"
+from pipectl.schedule.order import Order, Placement, Schedule, Shape, WarmUp
 
 
-def order(stages: int, ranks: int, group: int | None = None, shared_by: int = 1) -> Order:
-    """The n-th forward of rank r at turn n + r; its j-th backward half a turn behind j + w - r.
+def _order(shape: Shape, _: Sequence[int] = ()) -> Order:
+    """The n-th forward of rank r at turn n + r; its j-th backward half a turn after j + w - r.
 
     w is the turn of the last forward that the first backward of the last rank waits for, plus
     p - 1. Turns are counted double, to be whole numbers.
-
-    Args:
-        ranks: over which the stages go round; divides ``stages``.
-        group: turns of a group, at least ``ranks``, which is the default.
-        shared_by: replicas of a stage, each of which takes every so many-th micro-batch.
     """
-    group, chunks = group or ranks, stages // ranks
-    last = (chunks - 1) * group + 2 * (ranks - 1)
+    ranks, shared_by = shape.ranks, min(shape.replicas or (1,))
+    chunks = shape.stages // ranks
+    last = (chunks - 1) * ranks + 2 * (ranks - 1)
 
     def position(chunk: int, micro_batch: Integers) -> Integers:
         index = micro_batch // shared_by
-        return index // group * (chunks * group) + chunk * group + index % group
+        return index // ranks * (chunks * ranks) + chunk * ranks + index % ranks
 
     def forward(stage: int, micro_batch: Integers) -> Integers:
         return 2 * (position(stage // ranks, micro_batch) + stage % ranks)
@@ -55,6 +51,10 @@ def order(stages: int, ranks: int, group: int | None = None, shared_by: int = 1)
     return Order(forward, backward)
 
 
-def warm_up(stages: int, micro_batches: int, ranks: int, shared_by: int = 1) -> tuple[int, ...]:
-    """Forwards of each stage before its first backward."""
-    return first_forwards(order(stages, ranks, shared_by=shared_by), stages, micro_batches)
+def _warm_ups(shape: Shape) -> list[WarmUp]:
+    return [_order(shape).warm_up(shape.stages, shape.micro_batches)]
+
+
+INTERLEAVED = Schedule(
+    "interleaved", _order, _warm_ups, placement=Placement.ROUND, stages_per_rank=(2, 4)
+)

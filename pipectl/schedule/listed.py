@@ -1,4 +1,4 @@
-"""Schedules of users: lists of what every rank computes, one behind the other.
+"""Schedules of users: lists of what every rank computes, one after the other.
 
 A line a rank; its actions are a stage, a letter and a micro-batch::
 
@@ -8,7 +8,7 @@ A line a rank; its actions are a stage, a letter and a micro-batch::
 ``F`` is a forward and ``B`` a backward; ``I`` and ``W`` are the halves of one, for inputs and for
 weights. Blanks stand for nothing, lines that are empty or begin with ``#`` are left out. This is
 what torch.distributed.pipelining writes and reads as *compute only*. Of what else it knows,
-``(0F1;1B0)OVERLAP_F_B`` is read as both, one behind the other, and ``0REDUCE_GRAD`` is left out:
+``(0F1;1B0)OVERLAP_F_B`` is read as both, one after the other, and ``0REDUCE_GRAD`` is left out:
 messages and sums follow from the lists.
 """
 
@@ -24,7 +24,10 @@ from typing import NamedTuple
 import numpy as np
 
 from pipectl.errors import ScheduleError
+from pipectl.plan import Plan
 from pipectl.schedule.actions import Integers, Kind
+from pipectl.schedule.order import Order, Schedule
+from pipectl.schedule.sequences import order_of_sequences
 
 KINDS = {
     "F": Kind.FORWARD,
@@ -36,7 +39,7 @@ _LETTERS = {kind: letter for letter, kind in KINDS.items()}
 _ACTION = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")
 _LEFT_OUT = re.compile(r"\d+REDUCE_GRAD")
 _BOTH = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
-_CURE = "see docs/schedules.md: every action once, behind all that it depends on"
+_CURE = "see docs/schedules.md: every action once, after all that it depends on"
 
 
 class Entry(NamedTuple):
@@ -145,7 +148,7 @@ class Listed:
                 yield entry
 
     def _falling(self, kind: Kind) -> Iterator[Entry]:
-        """Actions of a kind that come behind one of a later micro-batch."""
+        """Actions of a kind that come after one of a later micro-batch."""
         latest = [-1] * self.stages
         for entry in (entry for held in self.ranks for entry in self._halved(held)):
             if entry.kind is kind:
@@ -161,7 +164,7 @@ class Listed:
             for index in range(self.micro_batches):
                 self._check_there(known, stage, index)
         for entry in self._falling(Kind.FORWARD):
-            raise self._fault(entry, "comes behind a later micro-batch; forwards of a stage rise")
+            raise self._fault(entry, "comes after a later micro-batch; forwards of a stage rise")
 
     def _check_once(self) -> dict[tuple[Kind, int, int], Entry]:
         """No action is there twice, and a stage is on one rank."""
@@ -242,3 +245,119 @@ def _parts(cell: str) -> list[str]:
     """The actions of one cell."""
     both = _BOTH.fullmatch(cell)
     return [part.strip() for part in both[1].split(";")] if both else [cell]
+
+
+def schedule_of_lists(plan: Plan) -> Schedule:
+    """The schedule of a plan that holds lists.
+
+    Raises:
+        ScheduleError: the lists are wrong, or not of this plan's stages and ranks.
+    """
+    listed = Listed.read("\n".join(plan.actions), plan.schedule)
+    held = tuple(stage.ranks for stage in plan.stages)
+    if held != tuple((rank,) for rank in listed.rank_of_stage):
+        raise ScheduleError(
+            f"schedule {plan.schedule}: its lists are of other stages or ranks than the plan's",
+            cure="plan the job again",
+        )
+    if plan.micro_batches > listed.micro_batches:
+        raise ScheduleError(
+            f"schedule {plan.schedule}: its lists have {listed.micro_batches} micro-batches, the "
+            f"plan {plan.micro_batches}",
+            cure="plan the job again",
+        )
+    order = order_of(listed)
+    return Schedule(
+        plan.schedule,
+        lambda *_: order,
+        lambda _: [listed.warm_up],
+        splits_backward=listed.splits,
+    )
+
+
+def order_of(listed: Listed) -> Order:
+    """Turns that follow from the lists.
+
+    Raises:
+        ScheduleError: ranks would wait for each other, and for what.
+    """
+    stuck = _stuck(listed)
+    if stuck:
+        sentences = "; ".join(stuck)
+        raise ScheduleError(
+            f"{listed.name}: ranks wait for each other: {sentences}",
+            cure="change the order of these actions",
+        )
+    return order_of_sequences(listed.sequences(), listed.stages, listed.micro_batches)
+
+
+def _stuck(listed: Listed) -> list[str]:
+    """Who waits for whom where lists cannot run, in a circle; nothing if they can."""
+    at = [0] * len(listed.ranks)
+    done: set[tuple[Kind, int, int]] = set()
+    able = list(range(len(listed.ranks)))
+    waiting: dict[tuple[Kind, int, int], list[int]] = {}
+    while able:
+        rank = able.pop()
+        held = listed.ranks[rank]
+        while at[rank] < len(held):
+            entry = held[at[rank]]
+            missing = next((key for key in _needs(listed, entry) if not _is_done(key, done)), None)
+            if missing is not None:
+                waiting.setdefault(_plain(missing), []).append(rank)
+                break
+            done.add(entry.key)
+            at[rank] += 1
+            able += waiting.pop(_plain(entry.key), [])
+    return _circle(listed, at, done)
+
+
+def _plain(key: tuple[Kind, int, int]) -> tuple[Kind, int, int]:
+    """The same key for a whole backward and for its input half."""
+    kind, *rest = key
+    return (Kind.BACKWARD if kind is Kind.BACKWARD_INPUT else kind, rest[0], rest[1])
+
+
+def _is_done(key: tuple[Kind, int, int], done: set[tuple[Kind, int, int]]) -> bool:
+    kind, stage, index = key
+    if kind is Kind.BACKWARD and (Kind.BACKWARD_INPUT, stage, index) in done:
+        return True
+    return key in done
+
+
+def _needs(listed: Listed, entry: Entry) -> Iterator[tuple[Kind, int, int]]:
+    """What comes before an action: in a chain of stages, the strictest there can be."""
+    kind, stage, index = entry.key
+    if kind is Kind.FORWARD:
+        if stage:
+            yield Kind.FORWARD, stage - 1, index
+    elif kind is Kind.BACKWARD_WEIGHT:
+        yield Kind.BACKWARD, stage, index
+    else:
+        yield Kind.FORWARD, stage, index
+        if stage + 1 < listed.stages:
+            yield Kind.BACKWARD, stage + 1, index
+
+
+def _circle(listed: Listed, at: list[int], done: set[tuple[Kind, int, int]]) -> list[str]:
+    """One sentence a rank, from one that waits to the one it waits for."""
+    stopped = [rank for rank, held in enumerate(listed.ranks) if at[rank] < len(held)]
+    found: list[str] = []
+    path: list[int] = []
+    rank = stopped[0] if stopped else -1
+    while rank >= 0 and rank not in path:
+        path.append(rank)
+        entry = listed.ranks[rank][at[rank]]
+        missing = next(key for key in _needs(listed, entry) if not _is_done(key, done))
+        awaited = _entry_of(listed, missing)
+        found.append(f"{entry.place}, {entry} waits for {awaited} ({awaited.place})")
+        rank = listed.rank_of_stage[awaited.stage]
+    return found[path.index(rank) :] if path else []
+
+
+def _entry_of(listed: Listed, key: tuple[Kind, int, int]) -> Entry:
+    """Where an action stands; a backward may stand there in halves."""
+    kind, stage, index = key
+    kinds = (kind, Kind.BACKWARD_INPUT) if kind is Kind.BACKWARD else (kind,)
+    held = listed.ranks[listed.rank_of_stage[stage]]
+    return next(e for e in held if e.kind in kinds and (e.stage, e.micro_batch) == (stage, index))

@@ -17,21 +17,20 @@ Parallelism", MLSys 2023 (there the backwards run by falling micro-batch).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pipectl.schedule.actions import Integers
-from pipectl.schedule.order import Order
+from pipectl.schedule.gpipe import every_forward_first
+from pipectl.schedule.order import Order, Placement, Schedule, Shape
 
-NAME = "looped-bfs"
 
-
-def order(stages: int, ranks: int, micro_batches: int) -> Order:
+def _order(shape: Shape, _: Sequence[int]) -> Order:
     """Stage s, chunk c = s // p: forward of micro-batch i at c g + i + s mod p, g = max(m, p).
 
-    Backwards follow behind all forwards, in the same way from the last stage to the first.
-
-    Args:
-        ranks: over which the stages go round; divides ``stages``.
+    Backwards follow after all forwards, in the same way from the last stage to the first.
     """
-    group, chunks = max(micro_batches, ranks), stages // ranks
+    stages, ranks = shape.stages, shape.ranks
+    group, chunks = max(shape.micro_batches, ranks), stages // ranks
     forwards = chunks * group + ranks
 
     def forward(stage: int, micro_batch: Integers) -> Integers:
@@ -41,3 +40,12 @@ def order(stages: int, ranks: int, micro_batches: int) -> Order:
         return forward(stages - 1 - stage, micro_batch) + forwards
 
     return Order(forward, backward)
+
+
+LOOPED_BFS = Schedule(
+    "looped-bfs",
+    _order,
+    every_forward_first,
+    placement=Placement.ROUND,
+    stages_per_rank=(2, 4),
+)

@@ -26,14 +26,13 @@ from pipectl import __version__
 from pipectl.graph import TransferKind
 from pipectl.plan import Plan
 from pipectl.schedule import unflushed
-from pipectl.schedule.actions import Actions, Kind, Program
-from pipectl.schedule.assembly import Assembly
+from pipectl.schedule.actions import Action, Actions, Integers, Kind, Program
+from pipectl.schedule.assembly import Assembly, Phase
 from pipectl.schedule.channel import Channel, channels, channels_of_rank, is_kept, messages
 from pipectl.schedule.computing import evaluating, training
 from pipectl.schedule.placement import Portion, roles
-from pipectl.schedule.renewal import renewed
-from pipectl.schedule.rows import Phase
-from pipectl.schedule.unflushed import is_unflushed, with_versions
+from pipectl.schedule.registry import is_unflushed
+from pipectl.schedule.unflushed import first_uses, with_versions
 
 
 def lower(plan: Plan, rank: int, micro_batches: int | None = None) -> Program:
@@ -152,3 +151,37 @@ def program_hash(plan: Plan) -> str:
         [astuple(channel) for channel in channels(plan)],
     ]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def renewals(plan: Plan, stage: int, micro_batches: int) -> Portion:
+    """The messages of weights of a stage in a step, or a stretch of steps that are not flushed.
+
+    Each belongs to the last micro-batch of the update that made its version; the first, with what a
+    step or stretch begins with, to none (-1).
+    """
+    uses = renewed(plan, stage, micro_batches)
+    return Portion(np.arange(len(uses)) * plan.micro_batches - 1)
+
+
+def renewed(plan: Plan, stage: int, micro_batches: int) -> Integers:
+    """The first micro-batch of those that use each of the weights that :func:`renewals` bring."""
+    if not is_unflushed(plan):
+        return np.zeros(1, dtype=np.int64)
+    return first_uses(plan, stage, micro_batches // plan.micro_batches) * plan.micro_batches
+
+
+def lower_renewal(plan: Plan, rank: int) -> Program:
+    """What a rank does so that every forward has the weights that its backward's rank updated.
+
+    All messages are started before any is awaited, so no ranks wait for each other.
+    """
+    starts, waits = [], []
+    for index, channel in channels_of_rank(plan, rank):
+        if channel.kind is TransferKind.WEIGHT:
+            sends = channel.source_rank == rank
+            stage = channel.source_stage
+            start = Kind.SEND_START if sends else Kind.RECEIVE_START
+            wait = Kind.SEND_WAIT if sends else Kind.RECEIVE_WAIT
+            starts.append(Action(start, stage, channel=index))
+            waits.append(Action(wait, stage, channel=index))
+    return Program(Actions.of([*starts, *waits]))

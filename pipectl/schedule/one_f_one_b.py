@@ -19,44 +19,45 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from pipectl.schedule.actions import Integers
-from pipectl.schedule.order import Order
-
-NAME = "1f1b"
+from pipectl.schedule.order import Order, Schedule, Shape, WarmUp
 
 
-def policy_a(
-    stages: int, micro_batches: int, replicas: Sequence[int] | None = None
-) -> tuple[int, ...]:
+def policy_a(stages: int, micro_batches: int, replicas: Sequence[int] | None = None) -> WarmUp:
     """The shallowest warm-up that fills the pipeline: min(m, p - s); the least memory.
 
     Args:
         replicas: of each stage, if they take whole micro-batches: as many of these are needed as
             there are replicas from the stage to the end (PipeDream's number of active ones).
     """
-    return tuple(min(micro_batches, depth) for depth in _behind(stages, replicas))
+    return tuple(min(micro_batches, depth) for depth in _replicas_to_end(stages, replicas))
 
 
-def policy_b(
-    stages: int, micro_batches: int, replicas: Sequence[int] | None = None
-) -> tuple[int, ...]:
+def policy_b(stages: int, micro_batches: int, replicas: Sequence[int] | None = None) -> WarmUp:
     """Deeper warm-up, min(m, 2 (p - s) - 1), which hides slow messages for more memory."""
     counts = replicas or (1,) * stages
-    behind = _behind(stages, replicas)
-    return tuple(
-        min(micro_batches, 2 * depth - count) for depth, count in zip(behind, counts, strict=True)
-    )
+    depths = zip(_replicas_to_end(stages, replicas), counts, strict=True)
+    return tuple(min(micro_batches, 2 * depth - count) for depth, count in depths)
 
 
-def order(warm_up: Sequence[int], micro_batches: int) -> Order:
+def policies(shape: Shape) -> list[WarmUp]:
+    """Both."""
+    given = shape.stages, shape.micro_batches, shape.replicas
+    return [policy_a(*given), policy_b(*given)]
+
+
+def _replicas_to_end(stages: int, replicas: Sequence[int] | None) -> list[int]:
+    return list(accumulate(reversed(replicas or (1,) * stages)))[::-1]
+
+
+def order(shape: Shape, warm_up: Sequence[int]) -> Order:
     """Forward of stage s, micro-batch i at (i, 1, s); its backward at (i + warm_up[s], 0, -s).
 
     Where the warm-up never rises with the stage, this order agrees with every dependency.
 
     Args:
-        warm_up: of every stage; more than ``micro_batches`` means all of them.
-        micro_batches: of the step, at least 1.
+        warm_up: of every stage; more than there are micro-batches means all of them.
     """
-    stages = len(warm_up)
+    stages, micro_batches = len(warm_up), shape.micro_batches
     width = 2 * stages + 2
 
     def forward(stage: int, micro_batch: Integers) -> Integers:
@@ -69,7 +70,4 @@ def order(warm_up: Sequence[int], micro_batches: int) -> Order:
     return Order(forward, backward)
 
 
-def _behind(stages: int, replicas: Sequence[int] | None) -> list[int]:
-    """Replicas of each stage and all behind it."""
-    counts = replicas or (1,) * stages
-    return list(accumulate(reversed(counts)))[::-1]
+ONE_F_ONE_B = Schedule("1f1b", order, policies, chooses_warm_up=True, is_local=True)

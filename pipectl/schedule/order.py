@@ -1,6 +1,6 @@
-"""Orders: a schedule as one sequence of all that all ranks compute in a step.
+"""Orders, one sequence of all that all ranks compute in a step, and schedules, which make them.
 
-A schedule gives every action a *turn*. A rank computes its own actions by rising turn. An order is
+An order gives every action a *turn*. A rank computes its own actions by rising turn. An order is
 sound if an action has a later turn than each that it depends on, whichever ranks they are on; then
 any placement of the stages can run it, and a wait for something of an earlier turn cannot close a
 circle. Actions that do not depend on each other may share a turn unless they share a rank.
@@ -11,8 +11,9 @@ the *weight half* those of the parameters, which nobody waits for before the end
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from pipectl.schedule.actions import Integers, Kind
 
 Turns = Callable[[int, Integers], Integers]
 """(stage, its micro-batches) -> turns, from 0, rising with the micro-batch."""
+WarmUp = tuple[int, ...]
+"""Forwards of every stage before its first backward."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Order:
 
     Args:
         backward: of whole backwards, or of their input halves.
-        weight: of weight halves, each behind its input half; None where backwards are whole.
+        weight: of weight halves, each after its input half; None where backwards are whole.
     """
 
     forward: Turns
@@ -42,7 +45,7 @@ class Order:
 
     @property
     def last_half(self) -> Kind:
-        """What a backward ends with: behind it the parameters' gradients are complete."""
+        """What a backward ends with: after it the parameters' gradients are complete."""
         return Kind.BACKWARD if self.weight is None else Kind.BACKWARD_WEIGHT
 
     def parts(self, kind: Kind) -> tuple[Kind, ...]:
@@ -58,11 +61,104 @@ class Order:
         backward = kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
         return (self.backward if backward else self.forward)(stage, micro_batches)
 
+    def warm_up(self, stages: int, micro_batches: int) -> WarmUp:
+        """Forwards of each stage before its first backward."""
+        index = np.arange(micro_batches)
+        return tuple(
+            int((self.forward(stage, index) < self.backward(stage, index[:1])).sum())
+            for stage in range(stages)
+        )
 
-def first_forwards(order: Order, stages: int, micro_batches: int) -> tuple[int, ...]:
-    """Forwards of each stage before its first backward."""
-    index = np.arange(micro_batches)
-    return tuple(
-        int((order.forward(stage, index) < order.backward(stage, index[:1])).sum())
-        for stage in range(stages)
-    )
+
+@dataclass(frozen=True)
+class Shape:
+    """What an order and its warm-ups depend on.
+
+    Args:
+        ranks: over which the stages lie, one replica each.
+        micro_batches: of the step; where steps overlap, of several.
+        replicas: of every stage, if they take whole micro-batches in turn.
+        apart: stages whose backward has a rank of its own.
+    """
+
+    stages: int
+    ranks: int
+    micro_batches: int
+    replicas: tuple[int, ...] | None = None
+    apart: tuple[bool, ...] | None = None
+
+
+class Placement(StrEnum):
+    """How the stages lie on the ranks, four stages for example."""
+
+    STRAIGHT = "straight"
+    """0, 1, 2, 3: each has a rank of its own."""
+    ROUND = "round"
+    """0, 1, 0, 1."""
+    V_SHAPED = "v"
+    """0, 1, 1, 0: the rank that computes the loss also begins the model."""
+
+    def ranks(self, stages: int, ranks: int) -> tuple[int, ...] | None:
+        """The rank of every stage; None if the stages do not lie so on as many ranks."""
+        if self is Placement.STRAIGHT:
+            return tuple(range(stages)) if stages == ranks else None
+        if self is Placement.ROUND:
+            return tuple(s % ranks for s in range(stages)) if stages % ranks == 0 else None
+        down = range(ranks)
+        return (*down, *reversed(down)) if stages == 2 * ranks else None
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """Which weights are used where steps overlap. Versions are counted by updates.
+
+    Args:
+        version: (warm-up of the stage, steps) -> the version that the steps use, from 0 where the
+            pipeline was empty.
+        kept: (warm-up of the stage, whether its backward is apart) -> of how many of the newest
+            versions a forward or backward may ask on the rank that updates.
+        words: (warm-up of all stages) -> how old gradients are.
+        one_micro_batch: whether a step has no more than one.
+    """
+
+    version: Callable[[int, Integers], Integers]
+    kept: Callable[[int, bool], int]
+    words: Callable[[Sequence[int]], str]
+    one_micro_batch: bool = False
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """All that tells a schedule from others.
+
+    Args:
+        order: of a shape and a warm-up; schedules whose warm-up follows from the shape do not look
+            at it.
+        warm_ups: of a shape, those worth trying; the first, with the least memory, is the default.
+        placement: of the stages.
+        stages_per_rank: numbers worth trying; the first is the default.
+        splits_backward: whether backwards are made in halves.
+        chooses_warm_up: whether any warm-up that does not rise from stage to stage will do.
+        is_local: whether what a rank does follows from its stages and their neighbours alone.
+        staleness: if steps overlap; None if each is flushed.
+    """
+
+    name: str
+    order: Callable[[Shape, Sequence[int]], Order]
+    warm_ups: Callable[[Shape], list[WarmUp]]
+    placement: Placement = Placement.STRAIGHT
+    stages_per_rank: tuple[int, ...] = (1,)
+    splits_backward: bool = False
+    chooses_warm_up: bool = False
+    is_local: bool = False
+    staleness: Staleness | None = None
+
+    @property
+    def flushes(self) -> bool:
+        """Whether every step ends before the next begins."""
+        return self.staleness is None
+
+    @property
+    def allows_backward_elsewhere(self) -> bool:
+        """Whether backwards may have ranks of their own."""
+        return self.placement is Placement.STRAIGHT and not self.splits_backward

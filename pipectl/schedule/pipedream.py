@@ -53,27 +53,37 @@ from itertools import accumulate
 
 import numpy as np
 
+from pipectl.schedule import one_f_one_b
 from pipectl.schedule.actions import Integers
-
-NAME = "pipedream"
-
-
-def warm_up(stages: int, apart: Sequence[bool] = ()) -> tuple[int, ...]:
-    """As many micro-batches in flight as there are ranks from here to the end.
-
-    Args:
-        apart: which stages have a rank for their backward; they have one micro-batch more.
-    """
-    alone = apart or (False,) * stages
-    behind = accumulate(1 + two for two in reversed(alone))
-    return tuple(ranks + two for ranks, two in zip(behind, reversed(alone), strict=True))[::-1]
+from pipectl.schedule.order import Schedule, Shape, Staleness, WarmUp
 
 
-def version(depth: int, steps: Integers) -> Integers:
-    """The updates since the pipeline was empty that the weights have which some steps use.
+def warm_up(shape: Shape) -> WarmUp:
+    """As many micro-batches in flight as there are ranks from here to the end, and one more for
+    stages whose backward is apart."""
+    apart = shape.apart or (False,) * shape.stages
+    ranks = list(accumulate(1 + two for two in reversed(apart)))[::-1]
+    return tuple(count + two for count, two in zip(ranks, apart, strict=True))
 
-    Args:
-        depth: warm-up of the stage.
-        steps: from 0, where the pipeline was empty.
-    """
+
+def _version(depth: int, steps: Integers) -> Integers:
     return np.maximum(0, steps + 1 - max(1, depth))
+
+
+def _words(depths: Sequence[int]) -> str:
+    ages, last = ", ".join(str(depth - 1) for depth in depths), len(depths) - 1
+    stale = f"gradients are of weights that are {ages} updates old in stages 0 to {last}"
+    return f"{stale}, so results depend on the stages"
+
+
+PIPEDREAM = Schedule(
+    "pipedream",
+    one_f_one_b.order,
+    lambda shape: [warm_up(shape)],
+    staleness=Staleness(
+        version=_version,
+        kept=lambda depth, apart: depth if apart else 1,
+        words=_words,
+        one_micro_batch=True,
+    ),
+)

@@ -31,25 +31,25 @@ formula is W(t+1) = W(t) - rate * gradient(W(t-1)).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from pipectl.schedule import pipedream
-from pipectl.schedule.actions import Integers
-
-NAME = "pipedream-2bw"
+from pipectl.schedule import one_f_one_b, pipedream
+from pipectl.schedule.order import Schedule, Shape, Staleness, WarmUp
 
 
-def warm_up(stages: int, micro_batches: int, apart: Sequence[bool] = ()) -> tuple[int, ...]:
+def _warm_ups(shape: Shape) -> list[WarmUp]:
     """As in PipeDream, but no more than a step has."""
-    return tuple(min(micro_batches, depth) for depth in pipedream.warm_up(stages, apart))
+    depths = pipedream.warm_up(shape)
+    return [tuple(min(shape.micro_batches, depth) for depth in depths)]
 
 
-def version(steps: Integers) -> Integers:
-    """The updates since the pipeline was empty that the weights have which some steps use.
-
-    Args:
-        steps: from 0, where the pipeline was empty.
-    """
-    return np.maximum(0, steps - 1)
+PIPEDREAM_2BW = Schedule(
+    "pipedream-2bw",
+    one_f_one_b.order,
+    _warm_ups,
+    staleness=Staleness(
+        version=lambda _, steps: np.maximum(0, steps - 1),
+        kept=lambda *_: 2,
+        words=lambda _: "gradients are of weights that are one update old, whatever the stages",
+    ),
+)

@@ -3,25 +3,37 @@
 Turns follow from the lists: they are the times at which the actions would start if messages took
 no time, a forward and each half of a backward one unit, and a whole backward two. So lists that can
 run give a sound order, and those that wait for each other are found out.
+
+Lists of V-shaped schedules are made here, too. Of 2p stages, rank r holds stages r and 2p - 1 - r:
+its first and its second *chunk*. Activations go down the ranks and come back up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from pipectl.errors import ScheduleError
 from pipectl.schedule.actions import Integers, Kind
-from pipectl.schedule.order import Order, Turns
-from pipectl.schedule.parts import BACKWARD, FORWARD, WEIGHT
+from pipectl.schedule.order import Order, Placement, Schedule, Shape, Turns, WarmUp
 
+Table = npt.NDArray[np.int64]
+Step = tuple[Kind, int]
+"""What is done, and to which chunk."""
+
+F0, F1 = (Kind.FORWARD, 0), (Kind.FORWARD, 1)
+I0, I1 = (Kind.BACKWARD_INPUT, 0), (Kind.BACKWARD_INPUT, 1)
+W0, W1 = (Kind.BACKWARD_WEIGHT, 0), (Kind.BACKWARD_WEIGHT, 1)
+
+FORWARD, BACKWARD, WEIGHT = range(3)
+"""Parts of a micro-batch in a stage; ``BACKWARD`` is a whole one, or its input half."""
+_NAMES = ("forward", "backward", "weight half of the backward")
 _PART = np.full(len(Kind), -1, dtype=np.int64)
 _PART[[Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT]] = FORWARD, BACKWARD, BACKWARD
 _PART[Kind.BACKWARD_WEIGHT] = WEIGHT
-
-Table = npt.NDArray[np.int64]
 
 
 def order_of_sequences(sequences: Sequence[Integers], stages: int, micro_batches: int) -> Order:
@@ -49,9 +61,6 @@ def order_of_sequences(sequences: Sequence[Integers], stages: int, micro_batches
         raise _stuck(rows, position, ends)
     weight = _looked_up(turns[WEIGHT]) if splits else None
     return Order(_looked_up(turns[FORWARD]), _looked_up(turns[BACKWARD]), weight)
-
-
-_NAMES = ("forward", "backward", "weight half of the backward")
 
 
 def _looked_up(table: Table) -> Turns:
@@ -92,5 +101,59 @@ def _stuck(rows: Table, position: Table, ends: Table) -> ScheduleError:
 def _fault(message: str) -> ScheduleError:
     return ScheduleError(
         f"schedule: {message}",
-        cure="list every action once, behind all that it depends on",
+        cure="list every action once, after all that it depends on",
+    )
+
+
+class Listing:
+    """The actions of one rank of a V, while they are listed; a step takes the next micro-batch."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self._stages = rank, 2 * ranks - 1 - rank
+        self._next: dict[Step, int] = {}
+        self._parts: list[Integers] = []
+
+    def repeat(self, times: int, *steps: Step) -> None:
+        """So many times, one after the other, some different steps."""
+        rows = np.empty((times, len(steps), 3), dtype=np.int64)
+        for place, (kind, chunk) in enumerate(steps):
+            first = self._next.get((kind, chunk), 0)
+            rows[:, place, 0], rows[:, place, 1] = kind, self._stages[chunk]
+            rows[:, place, 2] = np.arange(first, first + times)
+            self._next[kind, chunk] = first + times
+        self._parts.append(rows.reshape(-1, 3))
+
+    def up_to(self, micro_batches: int) -> Integers:
+        """What was listed, without further micro-batches; shape [actions, 3]."""
+        rows = np.concatenate(self._parts)
+        found: Integers = rows[rows[:, 2] < micro_batches]
+        return found
+
+
+def v_shaped(name: str, listed: Callable[[int, int, int], Integers]) -> Schedule:
+    """The schedule of lists for a V.
+
+    Args:
+        listed: called with (rank, ranks, micro_batches); gives the rank's actions.
+    """
+
+    @lru_cache(maxsize=16)
+    def ordered(ranks: int, micro_batches: int) -> Order:
+        lists = [listed(rank, ranks, micro_batches) for rank in range(ranks)]
+        return order_of_sequences(lists, 2 * ranks, micro_batches)
+
+    def order(shape: Shape, _: Sequence[int]) -> Order:
+        return ordered(shape.ranks, shape.micro_batches)
+
+    def warm_ups(shape: Shape) -> list[WarmUp]:
+        found = ordered(shape.ranks, shape.micro_batches)
+        return [found.warm_up(shape.stages, shape.micro_batches)]
+
+    return Schedule(
+        name,
+        order,
+        warm_ups,
+        placement=Placement.V_SHAPED,
+        stages_per_rank=(2,),
+        splits_backward=True,
     )

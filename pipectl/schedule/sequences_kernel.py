@@ -6,8 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pipectl.compiled import compiled
-from pipectl.schedule.parts import BACKWARD, FORWARD, WEIGHT
 
+FORWARD, BACKWARD, WEIGHT = range(3)
+"""As in :mod:`pipectl.schedule.sequences`."""
 Table = npt.NDArray[np.int64]
 
 

@@ -20,20 +20,15 @@ from collections.abc import Sequence
 
 from pipectl.schedule import one_f_one_b
 from pipectl.schedule.actions import Integers
-from pipectl.schedule.order import Order
-
-NAME = "zb-h1"
+from pipectl.schedule.order import Order, Schedule, Shape
 
 
-def order(warm_up: Sequence[int], micro_batches: int) -> Order:
-    """1F1B with turns counted double; a weight half right behind the s-th next input half.
+def _order(shape: Shape, warm_up: Sequence[int]) -> Order:
+    """1F1B with turns counted double; a weight half right after the s-th next input half.
 
-    Those without so many input halves behind them keep their distances.
-
-    Args:
-        warm_up: as in :func:`pipectl.schedule.one_f_one_b.order`.
+    Those without so many input halves after them keep their distances.
     """
-    whole = one_f_one_b.order(warm_up, micro_batches)
+    whole = one_f_one_b.order(shape, warm_up)
 
     def forward(stage: int, micro_batch: Integers) -> Integers:
         return 2 * whole.forward(stage, micro_batch)
@@ -45,3 +40,6 @@ def order(warm_up: Sequence[int], micro_batches: int) -> Order:
         return 2 * whole.backward(stage, micro_batch + stage) + 1
 
     return Order(forward, backward, weight)
+
+
+ZB_H1 = Schedule("zb-h1", _order, one_f_one_b.policies, splits_backward=True, chooses_warm_up=True)

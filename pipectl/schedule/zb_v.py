@@ -16,26 +16,12 @@ Parallelism with Controllable Memory", NeurIPS 2024.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from pipectl.schedule.actions import Integers
-from pipectl.schedule.order import Order
-from pipectl.schedule.v_shape import F0, F1, I0, I1, W0, W1, Listing, order_of_listings
-
-NAME = "zb-v"
-
-
-@lru_cache(maxsize=16)
-def order(ranks: int, micro_batches: int) -> Order:
-    """Of 2p stages; with fewer than 2p - 1 micro-batches, the turns of the missing ones are empty.
-
-    Args:
-        ranks: p, with stages r and 2p - 1 - r on rank r.
-    """
-    return order_of_listings(_listed, ranks, micro_batches)
+from pipectl.schedule.sequences import F0, F1, I0, I1, W0, W1, Listing, v_shaped
 
 
 def _listed(rank: int, ranks: int, micro_batches: int) -> Integers:
+    """With fewer than 2p - 1 micro-batches, the turns of the missing ones are empty."""
     count, behind = max(micro_batches, 2 * ranks - 1), ranks - rank
     listing = Listing(rank, ranks)
     listing.repeat(2 * behind - 1, F0)
@@ -47,3 +33,6 @@ def _listed(rank: int, ranks: int, micro_batches: int) -> Integers:
     listing.repeat(rank, W1)
     listing.repeat(rank, W0)
     return listing.up_to(micro_batches)
+
+
+ZB_V = v_shaped("zb-v", _listed)

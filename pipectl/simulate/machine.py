@@ -76,7 +76,7 @@ class Machine:
         if unfinished:
             raise ScheduleError(
                 f"plan {self._plan.name!r}: ranks {unfinished} wait for ever",
-                cure="schedule.validate says who waits for whom",
+                cure="plan again; a warm_up must not rise from a stage to the next",
             )
         return float(self.state.now[0])
 

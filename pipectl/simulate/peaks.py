@@ -19,8 +19,8 @@ from pipectl.graph import TransferKind
 from pipectl.plan import Plan
 from pipectl.schedule.actions import Kind
 from pipectl.schedule.channel import Channel, is_kept
-from pipectl.schedule.live_bytes import halves_peaks
-from pipectl.schedule.unflushed import is_unflushed
+from pipectl.schedule.memory import halves_peaks
+from pipectl.schedule.registry import is_unflushed
 from pipectl.simulate.tables import KIND, MEET, SIZE, STAGE, STREAM, Programs
 
 UNKNOWN = [Kind.EVALUATE]

@@ -28,7 +28,7 @@ from pipectl.rehearsal import Meeting, Passage, Rehearsal
 from pipectl.schedule.actions import Actions, Kind, Program
 from pipectl.schedule.lowering import lower
 from pipectl.schedule.placement import shares
-from pipectl.schedule.unflushed import is_unflushed
+from pipectl.schedule.registry import is_unflushed
 from pipectl.simulate.machine import costs_of
 from pipectl.simulate.network import Stream
 from pipectl.simulate.simulation import simulate

@@ -15,15 +15,12 @@ import numpy as np
 
 from pipectl.arrays import Integers
 from pipectl.plan import Plan, StageCost, Transfer
-from pipectl.schedule import gpipe, one_f_one_b
+from pipectl.schedule import schedule_of
 from pipectl.schedule.actions import Actions, Kind, Program
 from pipectl.schedule.lowering import lower
-from pipectl.schedule.unflushed import is_unflushed
+from pipectl.schedule.registry import is_unflushed
 from pipectl.simulate.streams import Numbering
 from pipectl.simulate.tables import FULL, LAST, MEET, OPERATIONS, SAMPLES, Programs, Rows
-
-LOCAL_SCHEDULES = (gpipe.NAME, one_f_one_b.NAME)
-"""Schedules in which what a rank does follows from its stages and their neighbours alone."""
 
 _NO_COST = StageCost(0.0, 0.0, 0.0, 0, 0, 0)
 
@@ -98,8 +95,10 @@ def parts_of(plan: Plan, numbering: Numbering) -> list[Part]:
 
 def _is_local(plan: Plan) -> bool:
     """Whether small plans tell what ranks do."""
-    named = plan.schedule in LOCAL_SCHEDULES and not plan.actions
-    return named and not any(len(stage.ranks) > 1 or stage.backward_ranks for stage in plan.stages)
+    is_local = schedule_of(plan).is_local
+    return is_local and not any(
+        len(stage.ranks) > 1 or stage.backward_ranks for stage in plan.stages
+    )
 
 
 class _Surroundings:

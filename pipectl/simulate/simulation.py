@@ -29,7 +29,7 @@ from pipectl.cluster import Cluster
 from pipectl.errors import MismatchError
 from pipectl.plan import Plan, Prediction
 from pipectl.schedule.actions import EVENT_NAMES, Kind, Program
-from pipectl.schedule.unflushed import is_unflushed
+from pipectl.schedule.registry import is_unflushed
 from pipectl.simulate import steady
 from pipectl.simulate.machine import Machine, Record
 from pipectl.timeline import Event, Timeline

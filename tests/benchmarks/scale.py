@@ -11,10 +11,14 @@ import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "schedule"))
 
 from planner_simulator import plan_of
+from validator import validate
 
-from pipectl.schedule import lower, validate
+from pipectl.schedule import lower
 
 SHAPES = ("64x512", "256x1024", "1024x4096")
 GOAL_S = 20.0

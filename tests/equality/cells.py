@@ -10,11 +10,12 @@ from typing import Any
 import whole_product
 from all_routes import cut_routes
 from cell_jobs import BATCHES, MODELS, UNFLUSHED
+from validator import validate
 from whole_product import Cell
 
 from pipectl.capture import CapturedGraph
 from pipectl.plan import Blocks, OffloadTarget, Plan, Stage, StageCost, Transfer
-from pipectl.schedule import default_warm_up, lower, validate
+from pipectl.schedule import default_warm_up, lower
 from pipectl.schedule.listed import Listed
 from pipectl.schedule.one_f_one_b import policy_b
 

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, count, pairwise
 
+from validator import validate
+
 from pipectl.capture import CapturedGraph, Cut
 from pipectl.capture.slices import batch_dimension
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.plan import Plan, Replication
-from pipectl.schedule import default_warm_up, lower, validate
+from pipectl.schedule import default_warm_up, lower
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from validator import validate
 
 from pipectl.batch.process import Completed
 from pipectl.batch.slurm import SlurmScheduler
@@ -30,7 +31,7 @@ from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Profile
 from pipectl.runs import Manifest, Record, RunDirectory, Shard
-from pipectl.schedule import lower, validate
+from pipectl.schedule import lower
 from pipectl.spec import load
 
 SOME, MANY = 40, 720

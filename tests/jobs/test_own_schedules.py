@@ -1,13 +1,14 @@
 from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
+from validator import validate
 
 from pipectl.cluster import assumed_cluster
 from pipectl.errors import InfeasibleError, UsageError
 from pipectl.jobs.schedules import make_listed, read_listed
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Profile
-from pipectl.schedule import lower, validate
+from pipectl.schedule import lower
 from pipectl.schedule.listed import Listed
 
 BACK_TO_FRONT = "0F0,0F1,3F0,3F1,3B1,3B0,0B1,0B0\n1F0,1F1,2F0,2F1,2B1,2B0,1B1,1B0\n"

@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from validator import validate
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.errors import InfeasibleError, InvalidInputError
@@ -11,7 +12,7 @@ from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.memory.block_cuts import BlockCuts
 from pipectl.planner.techniques.blocks import in_blocks
-from pipectl.schedule import lower, validate
+from pipectl.schedule import lower
 from pipectl.simulate import simulate
 
 FAST = Link(1e-6, 1e11)

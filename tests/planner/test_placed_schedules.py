@@ -1,6 +1,7 @@
 """Plans for schedules with several stages a rank, or with split backwards."""
 
 import pytest
+from validator import validate
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.errors import InfeasibleError, OutOfTimeError
@@ -8,7 +9,7 @@ from pipectl.link import Link
 from pipectl.plan import Replication
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.techniques.halves import ASSUMED
-from pipectl.schedule import lower, validate
+from pipectl.schedule import lower
 from pipectl.simulate import simulate
 
 FAST = Link(latency_s=1e-6, bandwidth_bytes_per_s=1e11)

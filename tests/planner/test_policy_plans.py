@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import count
 
 import pytest
+from validator import validate
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.errors import InfeasibleError
@@ -12,7 +13,7 @@ from pipectl.plan import Replication
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.policies import POLICIES
 from pipectl.planner.policies.policy_plans import policy_plans
-from pipectl.schedule import lower, validate
+from pipectl.schedule import lower
 from pipectl.simulate import simulate
 
 REQUEST = PlanRequest("job", 64)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from validator import validate
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.errors import InfeasibleError
@@ -22,9 +23,8 @@ from pipectl.planner.replication.replicated import MANY_RANKS, replicated_plans
 from pipectl.planner.request import micro_batch_sizes
 from pipectl.planner.search import search_plans
 from pipectl.profile import OperatorMemory, OptimizerCost
-from pipectl.schedule import lower, validate
-from pipectl.schedule.one_f_one_b import NAME as ONE_F_ONE_B
-from pipectl.schedule.one_f_one_b import policy_a
+from pipectl.schedule import lower
+from pipectl.schedule.one_f_one_b import ONE_F_ONE_B, policy_a
 from pipectl.simulate import simulate
 
 LINK = Link(1e-5, 1e9)
@@ -60,7 +60,7 @@ def every_plan(profile, cluster, request, partitions_of):
                         replicas = counts if way is Replication.WHOLE else None
                         depths = policy_a(stages, -(-request.batch_size // size), replicas)
                         yield makers.plan(
-                            ReplicaChoice(members, ranks, size, way, ONE_F_ONE_B, depths)
+                            ReplicaChoice(members, ranks, size, way, ONE_F_ONE_B.name, depths)
                         )
 
 
@@ -311,7 +311,7 @@ def test_the_owner_of_most_state_counts(make_operator, make_profile, sizes, repl
     profile = owning(make_operator, make_profile, sizes)
     request = PlanRequest("job", 16, replicas=replicas, shard_optimizer=True)
     members, ranks = (tuple(range(len(sizes))),), (tuple(range(replicas)),)
-    choice = ReplicaChoice(members, ranks, 4, Replication.WHOLE, ONE_F_ONE_B, (1,))
+    choice = ReplicaChoice(members, ranks, 4, Replication.WHOLE, ONE_F_ONE_B.name, (1,))
     plan = ReplicaPlans(profile, cluster_of(replicas), request).plan(choice)
     assert plan.stages[0].cost.optimizer_bytes == 6 * most
 

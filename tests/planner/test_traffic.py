@@ -4,12 +4,13 @@ from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
+from validator import validate
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.exploring.judge import TIE
-from pipectl.schedule import lower, validate
+from pipectl.schedule import lower
 from pipectl.simulate import simulate
 
 FAST, SLOW = Link(1e-6, 1e11), Link(1e-6, 1e7)

@@ -3,12 +3,13 @@
 from dataclasses import replace
 
 import pytest
+from validator import validate
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.errors import InfeasibleError, InvalidInputError
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan, search_plans
-from pipectl.schedule import is_unflushed, lower, validate
+from pipectl.schedule import is_unflushed, lower
 from pipectl.simulate import simulate
 
 FAST = Link(latency_s=1e-6, bandwidth_bytes_per_s=1e11)
@@ -55,7 +56,7 @@ def test_two_versions_take_the_micro_batches_asked_for(chain) -> None:
 
 def test_pipedream_takes_no_micro_batches(chain) -> None:
     request = PlanRequest("job", 32, schedule="pipedream", micro_batches=4)
-    with pytest.raises(InfeasibleError, match="updates behind every micro-batch"):
+    with pytest.raises(InfeasibleError, match="updates after every micro-batch"):
         make_plan(chain(8), cluster_of(2), request)
 
 

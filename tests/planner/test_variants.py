@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from validator import validate
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.errors import InfeasibleError, InvalidInputError, OutOfTimeError
@@ -11,7 +12,7 @@ from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan, search_plans
 from pipectl.planner.rating import least_step_s
 from pipectl.planner.variants import varied_plans
-from pipectl.schedule import lower, validate
+from pipectl.schedule import lower
 from pipectl.simulate import simulate
 
 FAST = Link(1e-6, 1e11)

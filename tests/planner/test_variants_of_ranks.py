@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from validator import validate
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.errors import InfeasibleError
@@ -13,8 +14,8 @@ from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan, search_plans
 from pipectl.planner.hybrid import States
 from pipectl.planner.techniques.apart import apart_cut, ranks_of
-from pipectl.schedule import lower, validate
-from pipectl.schedule.interleaved import NAME as INTERLEAVED
+from pipectl.schedule import lower
+from pipectl.schedule.interleaved import INTERLEAVED
 from pipectl.simulate import simulate
 
 FAST = Link(1e-6, 1e11)
@@ -140,14 +141,14 @@ def test_several_stages_a_rank_are_faster_with_few_micro_batches(chain) -> None:
         planned(chain(16), cluster, **few),
         planned(chain(16), cluster, interleave=True, **few),
     )
-    assert plan.schedule == INTERLEAVED
+    assert plan.schedule == INTERLEAVED.name
     assert len(plan.stages) in (8, 16)
     assert plan.prediction.step_time_s < 0.9 * plain.prediction.step_time_s
 
 
 def test_several_stages_a_rank_are_not_worth_slow_messages(chain) -> None:
     plan = planned(chain(16), cluster_of([4], within=SLOW), interleave=True, micro_batches=4)
-    assert plan.schedule != INTERLEAVED
+    assert plan.schedule != INTERLEAVED.name
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from pipectl.schedule import (
     Kind,
     compute_actions,
     compute_programs,
-    evaluation,
+    computing,
+    default_warm_up,
     gpipe,
     lower_evaluation,
     lower_stretch,
@@ -123,14 +124,14 @@ def test_schedule_is_the_drawn_table(pipeline, schedule, micro_batches, table, m
 
 
 @pytest.mark.parametrize(
-    ("stages", "micro_batches", "steps", "table", "versions", "module"),
-    [(4, 1, 8, ONE_F_ONE_B, VERSIONS, pipedream),
-     (3, 3, 3, PIPEDREAM_2BW, VERSIONS_2BW, pipedream_2bw)],
+    ("schedule", "stages", "micro_batches", "steps", "table", "versions", "module"),
+    [("pipedream", 4, 1, 8, ONE_F_ONE_B, VERSIONS, pipedream),
+     ("pipedream-2bw", 3, 3, 3, PIPEDREAM_2BW, VERSIONS_2BW, pipedream_2bw)],
 )  # fmt: skip
 def test_steps_that_overlap_are_the_drawn_table(
-    pipeline, stages, micro_batches, steps, table, versions, module
+    pipeline, schedule, stages, micro_batches, steps, table, versions, module
 ):
-    plan = pipeline(stages, micro_batches, schedule=module.NAME)
+    plan = pipeline(stages, micro_batches, schedule=schedule)
     pending = [list(program.body) for program in compute_programs(plan, steps * micro_batches)]
     assert drawing(pending, stages) == table
     assert textwrap.indent(table, "    ") in module.__doc__
@@ -139,7 +140,8 @@ def test_steps_that_overlap_are_the_drawn_table(
 
 
 def test_backwards_on_ranks_of_their_own_are_the_drawn_table(pipeline):
-    plan = pipeline(2, 1, schedule="pipedream", warm_up=pipedream.warm_up(2, (True, True)))
+    warm_up = default_warm_up("pipedream", 2, 1, apart=(True, True))
+    plan = pipeline(2, 1, schedule="pipedream", warm_up=warm_up)
     ranks = [{"ranks": (0,), "backward_ranks": (1,)}, {"ranks": (2,), "backward_ranks": (3,)}]
     stages = tuple(replace(s, **held) for s, held in zip(plan.stages, ranks, strict=True))
     plan = replace(plan, stages=stages, node_of_rank=(0,) * 4)
@@ -193,7 +195,7 @@ def used_versions(plan, steps):
 def test_evaluation_is_the_drawn_table():
     evaluations = [list(lower_evaluation([], [stage], stage, 4).body) for stage in range(4)]
     assert drawing(evaluations, 4) == EVALUATION
-    assert textwrap.indent(EVALUATION, "    ") in evaluation.__doc__
+    assert textwrap.indent(EVALUATION, "        ") in computing.evaluating.__doc__
 
 
 def test_evaluation_of_several_stages_goes_micro_batch_by_micro_batch():

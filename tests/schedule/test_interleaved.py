@@ -7,19 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from validator import validate
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.errors import ScheduleError
 from pipectl.link import Link
 from pipectl.plan import Replication
-from pipectl.schedule import (
-    Kind,
-    compute_programs,
-    default_warm_up,
-    interleaved,
-    lower,
-    validate,
-)
+from pipectl.schedule import Kind, compute_programs, default_warm_up, interleaved, lower
 from pipectl.simulate import simulate
 
 INTERLEAVED = """\

@@ -5,13 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+from validator import validate
 
 from pipectl.cluster import assumed_cluster
 from pipectl.errors import ScheduleError
 from pipectl.plan import Plan
-from pipectl.schedule import Kind, compute_actions, lower, memory_bytes, program_hash, validate
-from pipectl.schedule.listed import Listed
-from pipectl.schedule.listed_order import order_of
+from pipectl.schedule import Kind, compute_actions, lower, memory_bytes, program_hash
+from pipectl.schedule.listed import Listed, order_of
 from pipectl.simulate import simulate
 
 PLAIN = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
@@ -68,7 +68,7 @@ def test_comments_blanks_and_the_other_notation_are_read():
         ("0F0,0I0", "lacks one backward, whole or both halves in stage 0: there is 0F0, 0I0"),
         ("0B0", "x: micro-batch 0 lacks a forward in stage 0: there is 0B0"),
         ("0F0,0B0\n2F0,2B0", "lacks a forward in stage 1: there is nothing"),
-        ("0F1,0F0,0B0,0B1", "x:1: action 2, 0F0: comes behind a later micro-batch"),
+        ("0F1,0F0,0B0,0B1", "x:1: action 2, 0F0: comes after a later micro-batch"),
         (
             "0F0,0B0,0F1,0B1\n1F0,1F1,1B1,1B0",
             "line 1, action 2, 0B0 waits for 1B0 (line 2, action 4); "

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from validator import validate
 
 from pipectl.errors import ScheduleError
 from pipectl.graph import TransferKind, routes
@@ -22,7 +23,6 @@ from pipectl.schedule import (
     memory_bytes,
     messages,
     rank_of,
-    validate,
 )
 
 COST = StageCost(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipectl.schedule import default_ranks, default_warm_up
 from pipectl.schedule.actions import Kind
-from pipectl.schedule.catalogue import NAMES, order_of
+from pipectl.schedule.registry import NAMES, order_of
 
 TWO_STAGES_A_RANK = ("interleaved", "looped-bfs", "zb-v", "dualpipev")
 

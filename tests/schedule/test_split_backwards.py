@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from validator import validate
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.errors import ScheduleError
@@ -20,7 +21,6 @@ from pipectl.schedule import (
     dual_pipe_v,
     looped_bfs,
     lower,
-    validate,
     zb_h1,
     zb_v,
 )
@@ -211,5 +211,5 @@ def test_stages_that_do_not_lie_in_a_v_are_refused(pipeline, schedule):
 @pytest.mark.parametrize("schedule", ["zb-v", "dualpipev"])
 def test_an_odd_number_of_stages_has_no_v(schedule):
     assert default_ranks(schedule, 6) == (0, 1, 2, 2, 1, 0)
-    with pytest.raises(ScheduleError, match=r"5 stages\n.*an even number"):
+    with pytest.raises(ScheduleError, match=r"5 stages do not lie in a V"):
         default_ranks(schedule, 5)

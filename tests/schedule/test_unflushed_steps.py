@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from validator import validate
 
 from pipectl.errors import ScheduleError
 from pipectl.graph import TransferKind
@@ -19,7 +20,6 @@ from pipectl.schedule import (
     default_warm_up,
     lower,
     lower_stretch,
-    validate,
 )
 from pipectl.schedule.lowering import stretch
 from pipectl.schedule.unflushed import steps_apart, versions_kept
@@ -212,7 +212,7 @@ def test_a_backwards_rank_holds_the_versions_of_all_steps_in_flight(pipeline):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"micro_batches": 2, "batch_size": 2}, "updates behind every micro-batch, but a step"),
+        ({"micro_batches": 2, "batch_size": 2}, "updates after every micro-batch, but a step"),
         ({"schedule": "pipedream-2bw", "warm_up": (3, 1)}, "at most the 1 micro-batches"),
     ],
 )
@@ -225,9 +225,9 @@ def test_what_has_no_formula_is_refused(pipeline, change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"ranks": (0, 2)}, "one stage a rank and one rank a stage"),
-        ({"ranks": (1,)}, "one stage a rank and one rank a stage"),
-        ({"backward_ranks": (1,)}, "or two where the backward is apart"),
+        ({"ranks": (0, 2)}, "one stage per rank and one rank per stage"),
+        ({"ranks": (1,)}, "one stage per rank and one rank per stage"),
+        ({"backward_ranks": (1,)}, "or two if backwards are apart"),
     ],
 )
 def test_where_it_cannot_run_is_refused(pipeline, change, message):

@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from validator import check_progress, validate
 
 from pipectl.errors import ScheduleError
 from pipectl.graph import TransferKind
 from pipectl.plan import StageCost
-from pipectl.schedule import Actions, Kind, Program, channels, lower, lower_evaluation, validate
-from pipectl.schedule.deadlock import check_progress
+from pipectl.schedule import Actions, Kind, Program, channels, lower, lower_evaluation
 
 
 def programs_of(plan):

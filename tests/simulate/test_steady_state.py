@@ -4,11 +4,12 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from validator import validate
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
 from pipectl.plan import StageCost
-from pipectl.schedule import default_warm_up, lower, validate
+from pipectl.schedule import default_warm_up, lower
 from pipectl.simulate import simulate
 
 COST = StageCost(1.0, 2.0, 0.5, 100, 50, 10)

@@ -90,7 +90,7 @@ def _show(step: Simulated) -> None:
 
 
 def _figures(step: Simulated) -> str:
-    counts = step.proof.peak_in_flight
+    counts = step.peak_in_flight
     shown = " ".join(map(str, counts[:_MAX_SHOWN])) + (" …" if len(counts) > _MAX_SHOWN else "")
     return (
         f"step {step.simulation.step_time_s:.6g}, bubble {step.simulation.bubble:.1%}, "

@@ -336,7 +336,7 @@ def gantt_lines(timeline: Timeline, width: int) -> list[Text]:
 
 def explanation_lines(explanation: Explanation, cluster: Cluster) -> Iterator[str]:
     """Where the step of the busiest rank goes, other plans, and what more would buy."""
-    from pipectl.schedule.saving import copy_bytes  # numpy, which `status` does without
+    from pipectl.schedule.memory import copy_bytes  # numpy, which `status` does without
 
     parts, plan = explanation.parts, explanation.plan
     yield ""

@@ -17,7 +17,7 @@ from pipectl.planner.answers.busiest_link import LinkLoad, busiest_link
 from pipectl.planner.answers.step_parts import StepParts, step_parts
 from pipectl.planner.machines.other_clusters import with_faster_links, with_memory, with_nodes
 from pipectl.planner.policies import OWN
-from pipectl.planner.request import MEASURED, Planner, PlanRequest
+from pipectl.planner.request import COMPARED, Planner, PlanRequest
 from pipectl.profile import Profile
 from pipectl.simulate import simulate
 
@@ -209,7 +209,7 @@ def _changes(subject: _Subject) -> Iterator[dict[str, Any]]:
         for stages in _near(len(plan.stages), subject.cluster.ranks):
             yield {"stages": stages}
     if request.schedule is None and request.warm_up is None:
-        yield from ({"schedule": name} for name in MEASURED if name != plan.schedule)
+        yield from ({"schedule": s.name} for s in COMPARED if s.name != plan.schedule)
     if request.micro_batches is None:
         for count in _near(plan.micro_batches, request.batch_size):
             yield {"micro_batches": count}

@@ -16,8 +16,8 @@ from pipectl.planner.memory.least_peaks import largest_peak_bytes
 from pipectl.planner.partitions.partition import Cut
 from pipectl.planner.problem import Choice, Problem
 from pipectl.planner.request import PlanRequest, micro_batch_sizes, open_orders
-from pipectl.schedule.gpipe import NAME as GPIPE
-from pipectl.schedule.one_f_one_b import NAME as ONE_F_ONE_B
+from pipectl.schedule.gpipe import GPIPE
+from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
 from pipectl.simulate import simulate
 from pipectl.units import format_bytes
 
@@ -140,8 +140,8 @@ def _changes(problem: Problem, plan: Plan) -> Iterator[tuple[str, PlanRequest, i
     if more > stages:
         free = replace(request, stages=None, warm_up=None)
         yield _more_stages(problem, more), free, more
-    if request.schedule == GPIPE:
-        yield "schedule 1f1b", replace(request, schedule=ONE_F_ONE_B), stages
+    if request.schedule == GPIPE.name:
+        yield f"schedule {ONE_F_ONE_B.name}", replace(request, schedule=ONE_F_ONE_B.name), stages
     for factor in (2, 4, 8):
         count = plan.micro_batches * factor
         if request.micro_batches is not None and count <= request.batch_size:

@@ -13,7 +13,7 @@ from pipectl.planner.request import PlanRequest
 from pipectl.planner.trials import predicted
 from pipectl.profile import Profile
 from pipectl.schedule import default_warm_up
-from pipectl.schedule.one_f_one_b import NAME as ONE_F_ONE_B
+from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
 
 
 def plan_of_stages(
@@ -35,8 +35,8 @@ def plan_of_stages(
         ranks=tuple((rank,) for rank in range(len(stages))),
         size=size,
         replication=Replication.WHOLE,
-        schedule=ONE_F_ONE_B,
-        warm_up=default_warm_up(ONE_F_ONE_B, len(stages), ceil(request.batch_size / size)),
+        schedule=ONE_F_ONE_B.name,
+        warm_up=default_warm_up(ONE_F_ONE_B.name, len(stages), ceil(request.batch_size / size)),
     )
     plan = ReplicaPlans(profile, cluster, request, assumptions_of(profile, cluster)).plan(choice)
     return predicted(plan, cluster, baseline_bytes(profile))

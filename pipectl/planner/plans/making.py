@@ -12,9 +12,9 @@ from pipectl.planner.assumed import assumptions_of
 from pipectl.planner.plans.replica_costs import Members, ReplicaChoice, ReplicaPlans, members_of
 from pipectl.planner.request import PlanRequest, open_orders
 from pipectl.profile import Profile
-from pipectl.schedule.interleaved import NAME as INTERLEAVED
-from pipectl.schedule.interleaved import warm_up as interleaved_warm_up
-from pipectl.schedule.one_f_one_b import NAME as ONE_F_ONE_B
+from pipectl.schedule.interleaved import INTERLEAVED
+from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
+from pipectl.schedule.order import Shape
 
 
 class Maker:
@@ -45,7 +45,9 @@ class Maker:
         orders = open_orders(self._request, stages, count)
         if max(map(len, ranks)) > 1 and self._request.warm_up is None:
             more = (min(count, 2 * (stages - stage)) for stage in range(stages))
-            orders += [(ONE_F_ONE_B, tuple(more))] * (self._request.schedule in (None, ONE_F_ONE_B))
+            orders += [(ONE_F_ONE_B.name, tuple(more))] * (
+                self._request.schedule in (None, ONE_F_ONE_B.name)
+            )
         for schedule, warm_up in dict.fromkeys(orders):
             yield self._made(members, ranks, size, schedule, warm_up)
 
@@ -53,8 +55,8 @@ class Maker:
         """Stage s on rank s mod ``ranks``."""
         stages, count = len(members), ceil(self._request.batch_size / size)
         around = [(stage % ranks,) for stage in range(stages)]
-        warm_up = interleaved_warm_up(stages, count, ranks)
-        return self._made(members, around, size, INTERLEAVED, warm_up)
+        (warm_up,) = INTERLEAVED.warm_ups(Shape(stages, ranks, count))
+        return self._made(members, around, size, INTERLEAVED.name, warm_up)
 
     def _made(
         self,

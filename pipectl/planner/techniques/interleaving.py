@@ -16,9 +16,8 @@ from pipectl.planner.problem import Problem
 from pipectl.planner.request import PlanRequest, micro_batch_sizes
 from pipectl.planner.techniques.given_ranks import cuts_for
 from pipectl.planner.techniques.placed import MICRO_BATCHES_PER_RANK
+from pipectl.schedule.interleaved import INTERLEAVED
 
-CHUNKS = (2, 4)
-"""Stages a rank."""
 MOST_ACTIONS = 150_000
 """Forwards and backwards of a step; longer ones, which interleaving helps least, are not tried."""
 
@@ -47,7 +46,9 @@ def _totals(request: PlanRequest, ranks: int, blocks: int) -> list[int]:
     if ranks == 1 or request.warm_up is not None or request.schedule is not None:
         return []
     asked = request.stages
-    totals = [chunks * ranks for chunks in CHUNKS] if asked is None else [asked]
+    totals = (
+        [chunks * ranks for chunks in INTERLEAVED.stages_per_rank] if asked is None else [asked]
+    )
     return [stages for stages in totals if ranks < stages <= blocks and stages % ranks == 0]
 
 

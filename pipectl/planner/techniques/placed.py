@@ -19,21 +19,18 @@ from pipectl.planner.exploring.judge import TIE
 from pipectl.planner.graphs.condense import condense
 from pipectl.planner.plans.new_plan import other_count
 from pipectl.planner.rating import largest_stage_load_s, work_s
-from pipectl.planner.request import ROUND, V_SHAPED, Order, PlanRequest, micro_batch_sizes
+from pipectl.planner.request import Order, PlanRequest, micro_batch_sizes
 from pipectl.planner.techniques.blocks import BlockPlans
 from pipectl.planner.techniques.given_ranks import on_ranks
 from pipectl.planner.techniques.halves import with_halves
 from pipectl.planner.techniques.keeping import Keeping, ways
 from pipectl.planner.trials import Trials, out_of_time
 from pipectl.profile import Profile
-from pipectl.schedule import default_warm_up
-from pipectl.schedule.one_f_one_b import NAME as ONE_F_ONE_B
-from pipectl.schedule.one_f_one_b import policy_a, policy_b
-from pipectl.schedule.zb_h1 import NAME as ZB_H1
+from pipectl.schedule import SCHEDULES
+from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
+from pipectl.schedule.order import Placement, Shape
 from pipectl.units import format_bytes
 
-CHUNKS = 2
-"""Stages a rank where their number is open, or given by the schedule."""
 MICRO_BATCHES_PER_RANK = (1, 2, 4, 8)
 """Numbers to try where it is open."""
 LONG = 8
@@ -81,40 +78,37 @@ def _places(request: PlanRequest, ranks: int, blocks: int) -> list[int]:
     Raises:
         InfeasibleError: that number of stages has no place in the schedule.
     """
-    fixed = request.fixed_stages
-    if request.schedule == ZB_H1:
-        stages = fixed or min(ranks, blocks)
-        _check(stages <= ranks, request, f"{stages} stages need as many ranks, of {ranks}", ranks)
-        return list(range(stages))
-    stages = fixed or _most_stages(CHUNKS if request.schedule in V_SHAPED else ranks, ranks, blocks)
-    if request.schedule in V_SHAPED:
-        fits = stages % 2 == 0 and stages <= 2 * ranks
-        _check(fits, request, f"{stages} stages cannot lie in a V over {ranks} ranks", 2 * ranks)
-        half = range(stages // 2)
-        return [*half, *reversed(half)]
-    around = min(stages, ranks)
-    _check(
-        stages % around == 0,
-        request,
-        f"{stages} stages cannot go round over {around} ranks",
-        around,
-    )
-    return [stage % around for stage in range(stages)]
-
-
-def _most_stages(multiple_of: int, ranks: int, blocks: int) -> int:
-    """As many as ranks hold at most and blocks give; fewer than one round if blocks are few."""
-    most = min(CHUNKS * ranks, blocks)
-    return most - most % min(multiple_of, most)
-
-
-def _check(fits: bool, request: PlanRequest, fault: str, suitable: int) -> None:
-    if not fits:
-        multiple = "a multiple of " if request.schedule in ROUND else ""
+    assert request.schedule is not None
+    fixed, placement = request.fixed_stages, _placement(request)
+    chunks = SCHEDULES[request.schedule].stages_per_rank[0]
+    stages = fixed or min(chunks * ranks, blocks)
+    if fixed is None and placement is Placement.V_SHAPED:
+        stages -= stages % 2
+    elif fixed is None:
+        stages -= stages % min(ranks, stages)
+    around = stages // 2 if placement is Placement.V_SHAPED else min(stages, ranks)
+    places = placement.ranks(stages, around) if around <= ranks else None
+    if places is None:
+        words, suitable = _UNSUITABLE[placement]
+        near = min(stages, ranks) if placement is Placement.ROUND else ranks
         raise InfeasibleError(
-            f"no feasible plan: {fault}",
-            cure=f"set pipeline.stages to {multiple}{suitable}, or to auto",
+            f"no feasible plan: {stages} stages {words.format(ranks=ranks)}",
+            cure=f"set pipeline.stages to {suitable.format(ranks=near, twice=2 * ranks)}, "
+            "or to auto",
         )
+    return list(places)
+
+
+_UNSUITABLE = {
+    Placement.STRAIGHT: ("need as many ranks, of {ranks}", "{ranks}"),
+    Placement.ROUND: ("cannot go round over {ranks} ranks", "a multiple of {ranks}"),
+    Placement.V_SHAPED: ("cannot lie in a V over {ranks} ranks", "{twice}"),
+}
+
+
+def _placement(request: PlanRequest) -> Placement:
+    assert request.schedule is not None
+    return SCHEDULES[request.schedule].placement
 
 
 def one_rank_a_stage(cluster: Cluster, chunks: int) -> Cluster:
@@ -145,7 +139,7 @@ def balanced(request: PlanRequest, stages: int, size: int) -> PlanRequest:
     return replace(
         request,
         stages=stages,
-        schedule=ONE_F_ONE_B,
+        schedule=ONE_F_ONE_B.name,
         warm_up=None,
         batch_size=count * size,
         micro_batches=count,
@@ -160,7 +154,9 @@ def _placed(
     """The stages on their ranks, in a step of the batch."""
     assert request.schedule is not None
     size = cut.micro_batch_size
-    if request.schedule == ZB_H1:  # any rank suits a stage, and each was cut for its own
+    if (
+        _placement(request) is Placement.STRAIGHT
+    ):  # any rank suits a stage, and each was cut for its own
         places = [stage.ranks[0] for stage in cut.stages]
     count = ceil(request.batch_size / size)
     return replace(
@@ -187,15 +183,12 @@ def placed_orders(
     Args:
         replicas: of every stage, if they take whole micro-batches in turn.
     """
-    stages = len(plan.stages)
+    ranks = len({stage.ranks for stage in plan.stages})
+    in_turn = None if replicas is None else tuple(replicas)
+    shape = Shape(len(plan.stages), ranks, micro_batches, in_turn)
+    warm_ups = SCHEDULES[plan.schedule].warm_ups(shape)
     if request.warm_up is not None:
         warm_ups = [request.warm_up]
-    elif plan.schedule == ZB_H1:
-        warm_ups = [policy(stages, micro_batches, replicas) for policy in (policy_a, policy_b)]
-    else:
-        ranks = len({stage.ranks for stage in plan.stages})
-        given = plan.schedule, stages, micro_batches
-        warm_ups = [default_warm_up(*given, ranks=ranks, replicas=replicas)]
     depths = (tuple(min(depth, micro_batches) for depth in each) for each in warm_ups)
     return [(plan.schedule, warm_up) for warm_up in dict.fromkeys(depths)]
 

@@ -1,0 +1,175 @@
+"""The schedules there are, by name; and that of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil
+
+from pipectl.errors import ScheduleError
+from pipectl.plan import Plan, Replication
+from pipectl.schedule.dual_pipe_v import DUAL_PIPE_V
+from pipectl.schedule.gpipe import GPIPE
+from pipectl.schedule.interleaved import INTERLEAVED
+from pipectl.schedule.listed import schedule_of_lists
+from pipectl.schedule.looped_bfs import LOOPED_BFS
+from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
+from pipectl.schedule.order import Order, Placement, Schedule, Shape
+from pipectl.schedule.pipedream import PIPEDREAM
+from pipectl.schedule.pipedream_2bw import PIPEDREAM_2BW
+from pipectl.schedule.zb_h1 import ZB_H1
+from pipectl.schedule.zb_v import ZB_V
+
+SCHEDULES = {
+    schedule.name: schedule
+    for schedule in (
+        GPIPE,
+        ONE_F_ONE_B,
+        INTERLEAVED,
+        LOOPED_BFS,
+        ZB_H1,
+        ZB_V,
+        DUAL_PIPE_V,
+        PIPEDREAM,
+        PIPEDREAM_2BW,
+    )
+}
+NAMES = tuple(SCHEDULES)
+_EXAMPLES = {
+    Placement.ROUND: "as many stages, in turn: 4 stages of 2 ranks are on 0, 1, 0, 1",
+    Placement.V_SHAPED: "two stages, in a V: 4 stages of 2 ranks are on 0, 1, 1, 0",
+}
+
+
+def schedule_of(plan: Plan) -> Schedule:
+    """The schedule of a plan, which may be a user's own.
+
+    Raises:
+        ScheduleError: there is none of this name, or its lists are wrong.
+    """
+    if plan.actions:
+        return plan.derived(schedule_of_lists)
+    if plan.schedule not in SCHEDULES:
+        raise ScheduleError(
+            f"schedule: {plan.schedule!r} is not known", cure=f"one of: {', '.join(NAMES)}"
+        )
+    return SCHEDULES[plan.schedule]
+
+
+def order_of(plan: Plan, micro_batches: int) -> Order:
+    """The order of a plan's step.
+
+    Args:
+        micro_batches: of the step; may be fewer than the plan's. Of a schedule without flushes, of
+            all steps of a stretch.
+
+    Raises:
+        ScheduleError: if the plan names no known schedule, or its stages do not suit it.
+    """
+    shape = replace(plan.derived(_shape_of), micro_batches=micro_batches)
+    return schedule_of(plan).order(shape, plan.warm_up)
+
+
+def splits_backwards(plan: Plan) -> bool:
+    """Whether a plan's backwards are made in two halves; see :class:`Order`."""
+    return schedule_of(plan).splits_backward
+
+
+def is_unflushed(plan: Plan) -> bool:
+    """Whether steps overlap, so that gradients are of older weights than they update."""
+    return not plan.actions and plan.schedule in SCHEDULES and not schedule_of(plan).flushes
+
+
+def default_ranks(schedule: str, stages: int, ranks: int | None = None) -> tuple[int, ...]:
+    """The rank of every stage, one replica each.
+
+    Args:
+        ranks: over which the stages go round, if they do; by default every rank gets two.
+
+    Raises:
+        ScheduleError: the stages do not lie so on as many ranks.
+    """
+    placement = SCHEDULES[schedule].placement
+    if placement is Placement.STRAIGHT:
+        ranks = stages
+    elif placement is Placement.V_SHAPED or ranks is None:
+        ranks = ceil(stages / 2)
+    found = placement.ranks(stages, ranks)
+    if found is None:
+        lie = "do not go round over" if placement is Placement.ROUND else "do not lie in a V over"
+        raise ScheduleError(
+            f"schedule {schedule}: {stages} stages {lie} {ranks} ranks",
+            cure=f"give every rank {_EXAMPLES[placement].split(':')[0]}",
+        )
+    return found
+
+
+def default_warm_up(
+    schedule: str,
+    stages: int,
+    micro_batches: int,
+    *,
+    ranks: int | None = None,
+    replicas: Sequence[int] | None = None,
+    apart: Sequence[bool] = (),
+) -> tuple[int, ...]:
+    """The warm-up of a schedule where none is chosen (for 1F1B policy A).
+
+    Args:
+        ranks: over which the stages lie.
+        replicas: of every stage, if they take whole micro-batches in turn.
+        apart: stages whose backward has a rank of its own, where steps overlap.
+    """
+    known = SCHEDULES[schedule]
+    if known.placement is Placement.V_SHAPED:
+        ranks = stages // 2
+    in_turn, alone = tuple(replicas or ()) or None, tuple(apart) or None
+    return known.warm_ups(Shape(stages, ranks or stages, micro_batches, in_turn, alone))[0]
+
+
+def _shape_of(plan: Plan) -> Shape:
+    """What the order of a plan depends on.
+
+    Raises:
+        ScheduleError: if its stages do not suit the schedule.
+    """
+    schedule, held = schedule_of(plan), [stage.ranks for stage in plan.stages]
+    if schedule.staleness is not None:
+        _check_overlapping_steps(plan, schedule)
+    count, placement = len(set(held)), schedule.placement
+    place = {ranks: number for number, ranks in enumerate(dict.fromkeys(held))}
+    if placement is not Placement.STRAIGHT and placement.ranks(len(held), count) != tuple(
+        place[ranks] for ranks in held
+    ):
+        shown = ", ".join("+".join(map(str, ranks)) for ranks in held[:12])
+        raise ScheduleError(
+            f"schedule {plan.schedule}: stages are on ranks {shown}{', ...' * (len(held) > 12)}",
+            cure=f"give every rank {_EXAMPLES[placement]}",
+        )
+    in_turn = plan.replication is Replication.WHOLE
+    replicas = tuple(stage.replicas for stage in plan.stages) if in_turn else None
+    return Shape(len(held), count, plan.micro_batches, replicas)
+
+
+def _check_overlapping_steps(plan: Plan, schedule: Schedule) -> None:
+    """Refuse what no formula for the versions of weights is known for.
+
+    Raises:
+        ScheduleError: replicas, several stages on a rank, warm-ups that the schedule cannot have,
+            or several micro-batches in a step that has one.
+    """
+    assert schedule.staleness is not None
+    ranks = [rank for stage in plan.stages for rank in {*stage.ranks, *stage.updating_ranks}]
+    fault, cure = "", ""
+    if len(set(ranks)) < len(ranks) or any(stage.replicas > 1 for stage in plan.stages):
+        fault = "takes one stage per rank and one rank per stage, or two if backwards are apart"
+        cure = "leave replicas out, and give each stage ranks of its own"
+    elif schedule.staleness.one_micro_batch:
+        if plan.micro_batches > 1:
+            fault = f"updates after every micro-batch, but a step has {plan.micro_batches}"
+            cure = f"use one micro-batch, or schedule {PIPEDREAM_2BW.name}"
+    elif max(plan.warm_up) > plan.micro_batches:
+        fault = f"has a warm-up of at most the {plan.micro_batches} micro-batches of a step, "
+        fault, cure = f"{fault}not {max(plan.warm_up)}", "lower warm_up"
+    if fault:
+        raise ScheduleError(f"schedule {schedule.name}: {fault}", cure=cure)
