@@ -223,7 +223,7 @@ def _origins(value: Any, tree: yaml.Node, path: KeyPath) -> Iterator[Origin]:
     place = Place.of(node.start_mark) if is_written and not is_null else None
     if path == ("sweep", "points"):
         value = [{k: _HIDDEN if holds_variables(k) else v for k, v in x.items()} for x in value]
-    elif holds_variables(".".join(map(str, path)).removeprefix("sweep.grid.")):
+    elif value and holds_variables(".".join(map(str, path)).removeprefix("sweep.grid.")):
         value = _HIDDEN
     yield Origin(path, value, place)
 

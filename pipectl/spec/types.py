@@ -186,11 +186,13 @@ def _line(text: str) -> str:
     return text
 
 
-def _name(text: str) -> str:
-    if not is_name(text):
-        shown = repr(text[:80])
-        raise ValueError(f"must be letters, digits, '.', '_' or '-', at most 64, not {shown}")
-    return text
+def _must(be: Callable[[str], object]) -> AfterValidator:
+    def check(text: str) -> str:
+        if not be(text):
+            raise ValueError
+        return text
+
+    return AfterValidator(check)
 
 
 def _reference(*words: str) -> AfterValidator:
@@ -227,20 +229,9 @@ def _option_text(value: Any) -> str:
     return _line(str(value))
 
 
-def _select(text: str) -> str:
-    if not RESOURCES.fullmatch(text):
-        raise ValueError
-    return text
-
-
-def _schedule(name: Any) -> Any:
-    if name is None or name in BUILT_IN:
-        return name
-    if not isinstance(name, str) or not (
-        name.endswith(SCHEDULE_SUFFIX) or name in entry_points(group=SCHEDULES_GROUP).names
-    ):
-        raise ValueError
-    return name
+def _is_schedule(name: str) -> bool:
+    known = name in BUILT_IN or name.endswith(SCHEDULE_SUFFIX)
+    return known or name in entry_points(group=SCHEDULES_GROUP).names
 
 
 def _json(title: str, pattern: str | None = None) -> WithJsonSchema:
@@ -264,8 +255,8 @@ Script = Annotated[str, _TEXT]
 """Text of any length, also empty or of several lines."""
 Text = Annotated[str, AfterValidator(_line), _TEXT]
 """One line."""
-JobName = Annotated[Text, AfterValidator(_name), _json("a name")]
-Select = Annotated[Text, AfterValidator(_select), _json("resources such as model=icelake")]
+JobName = Annotated[Text, _must(is_name), _json("letters, digits, '.', '_' or '-', at most 64")]
+Select = Annotated[Text, _must(RESOURCES.fullmatch), _json("resources such as model=icelake")]
 Reference = Annotated[Text, _reference(), _json(_REFERENCE, ":")]
 LossReference = Annotated[Text, _reference("model"), _json(f"model, {_REFERENCE}", "^model$|:")]
 WeightReference = Annotated[
@@ -290,9 +281,9 @@ Kwargs = Annotated[dict[str, Any], BeforeValidator(_typed)]
 Grid = Annotated[dict[str, tuple[Any, ...]], BeforeValidator(_typed)]
 Replicas = Annotated[Literal["any"] | Count | None, Auto()]
 _OWN_SCHEDULE = _json("the name of a .csv file or of a package's schedule", r"\.csv$")
-Schedule = Annotated[
-    str | None,
-    BeforeValidator(_schedule),
+_Schedule = Annotated[
+    str,
+    _must(_is_schedule),
     WithJsonSchema({"anyOf": [{"enum": list(BUILT_IN)}, _OWN_SCHEDULE.json_schema]}),
-    Auto(),
 ]
+Schedule = Annotated[_Schedule | None, Auto()]

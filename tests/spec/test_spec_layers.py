@@ -203,7 +203,7 @@ def test_text_that_is_no_factory_is_replaced(read, minimal) -> None:
         ("pipeline.stages=0", "--set pipeline.stages: must be at least 1, not 0"),
         ("pipeline={stages: 0}", "--set pipeline: pipeline.stages: must be at least 1, not 0"),
         ("launch.args.0=x", "--set launch.args.0: launch.args: must be a list, not a mapping"),
-        ("name.x=1", "--set name.x: name: must be a name, not a mapping"),
+        ("name.x=1", "--set name.x: name: must be letters, digits, '.', '_' or '-', at most 64, not a mapping"),
         ("training=", "--set training: missing"),
         ("training=3", "--set training: must be a mapping, not 3"),
         ("lr_scheduler.kwargs.T=1", "--set lr_scheduler.kwargs.T: lr_scheduler.factory: missing"),
