@@ -34,7 +34,7 @@ from pipectl.jobs.places import (
     profile_path,
     scheduler_name,
 )
-from pipectl.jobs.profiles import MeasureOptions, Progress, fresh_profile, measure
+from pipectl.jobs.profiles import Progress, fresh_profile, measure
 from pipectl.jobs.reporting import Heartbeat, report_failure
 from pipectl.jobs.request import Job, make_job, make_request
 from pipectl.plan import Plan
@@ -95,32 +95,24 @@ def prepare(
                 get(name).render(make_request(job))
         launches[settings] = job.launch
         jobs.append(job)
-    known: dict[str, Job] = {}
-    own_key = profile_key(spec)
-    for index, point in enumerate(points):
-        key, job = profile_key(point.spec), jobs[index]
-        if key not in known:
-            with _naming(point):
-                known[key] = _add_profile(job, progress, own=key == own_key, make=make)
-        same = known[key]
-        if same.profile is not None and same.profile.fingerprint is None and trains:
-            raise MismatchError(
-                f"{profile_path(spec)}: an imported profile can be planned, not submitted",
-                cure="remove it; the model is then measured",
+    for add, key_of in ((_add_profile, profile_key), (_add_plan, plan_key)):
+        known: dict[str, Job] = {}
+        own_key = key_of(spec)
+        for index, (point, job) in enumerate(zip(points, jobs, strict=True)):
+            key = key_of(point.spec)
+            if key not in known:
+                with _naming(point):
+                    known[key] = add(job, progress, own=key == own_key, make=make, trains=trains)
+            same = known[key]
+            jobs[index] = replace(
+                job, profile=same.profile, measurement=same.measurement, plan=same.plan
             )
-        jobs[index] = replace(job, profile=same.profile, measurement=same.measurement)
-    known = {}
-    own_key = plan_key(spec)
-    for index, point in enumerate(points):
-        key, job = plan_key(point.spec), jobs[index]
-        if key not in known:
-            with _naming(point):
-                known[key] = _add_plan(job, progress, own=key == own_key, make=make, trains=trains)
-        jobs[index] = replace(job, plan=known[key].plan)
-    return jobs
+    return [replace(job, prepares=job.profile is None and name != LOCAL) for job in jobs]
 
 
-def _add_profile(job: Job, progress: Progress | None, *, own: bool, make: bool) -> Job:
+def _add_profile(
+    job: Job, progress: Progress | None, *, own: bool, make: bool, trains: bool
+) -> Job:
     """The job with the fresh profile at its usual place, else with one that is made.
 
     Args:
@@ -131,6 +123,11 @@ def _add_profile(job: Job, progress: Progress | None, *, own: bool, make: bool) 
     if profile is None and make and job.scheduler == LOCAL:
         measurement = measure(job.spec, path if own else None, progress)
         return replace(job, profile=measurement.profile, measurement=measurement)
+    if profile is not None and profile.fingerprint is None and trains:
+        raise MismatchError(
+            f"{path}: an imported profile can be planned, not submitted",
+            cure="remove it; the model is then measured",
+        )
     return replace(job, profile=profile)
 
 
@@ -222,11 +219,11 @@ def _share(run: RunDirectory, result: Profile | Plan, place: Path) -> None:
             result.save(place)
 
 
-def measure_run(run: RunDirectory, output: Path, options: MeasureOptions) -> None:
+def measure_run(run: RunDirectory, output: Path, effort: str, *, again: bool) -> None:
     """Measure the model of a run, and nothing else, and write its profile to ``output``, too."""
     heartbeat = Heartbeat(run, PERCENT, measuring_only=True)
     heartbeat.beat("capturing")
-    measurement = measure(load_run(run), run.profile, heartbeat.profiling, options)
+    measurement = measure(load_run(run), run.profile, heartbeat.profiling, effort, again=again)
     write_json(run.measurement, measurement.to_json())
     measurement.profile.save(output)
     heartbeat.beat("profiled", PERCENT)
@@ -291,10 +288,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--effort", default="normal")
     parser.add_argument("--again", action="store_true")
     values = parser.parse_args(arguments)
-    run, output, options = values.run, values.output, MeasureOptions(values.effort, values.again)
+    run, output = values.run, values.output
     if output is None:
         return report_failure(run, lambda: prepare_run(run))
-    return report_failure(run, lambda: measure_run(run, output, options))
+    return report_failure(run, lambda: measure_run(run, output, values.effort, again=values.again))
 
 
 if __name__ == "__main__":

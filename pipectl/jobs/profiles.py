@@ -49,19 +49,6 @@ Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
-class MeasureOptions:
-    """How to measure.
-
-    Args:
-        effort: ``fast``, ``normal`` or ``thorough``.
-        again: whether to measure even what is in the cache.
-    """
-
-    effort: str = "normal"
-    again: bool = False
-
-
-@dataclass(frozen=True)
 class Measurement:
     """A profile and how it came to be.
 
@@ -133,12 +120,16 @@ def measure(
     spec: JobSpec,
     path: Path | None = None,
     progress: Progress | None = None,
-    options: MeasureOptions | None = None,
+    effort: str = "normal",
+    *,
+    again: bool = False,
 ) -> Measurement:
     """The profile of a job on this machine: from the cache in its output directory, or measured.
 
     Args:
         path: where it is written, too; until the new profile is whole, this stays as it is.
+        effort: ``fast``, ``normal`` or ``thorough``.
+        again: whether to measure even what is in the cache.
 
     Raises:
         CaptureError: the model cannot be built or captured.
@@ -148,7 +139,7 @@ def measure(
     if path is not None:
         make_directory_of(path)
     try:
-        measurement = _find_or_measure(spec, progress, options or MeasureOptions())
+        measurement = _find_or_measure(spec, progress, effort, again=again)
     except Exception as error:
         beside = None if path is None or is_stream(path) else path.with_suffix(".fault.txt")
         fault = with_file(error, beside)
@@ -161,15 +152,15 @@ def measure(
 
 
 def _find_or_measure(
-    spec: JobSpec, progress: Progress | None, options: MeasureOptions
+    spec: JobSpec, progress: Progress | None, effort: str, *, again: bool
 ) -> Measurement:
     directory = Path(spec.output.directory) / ".cache"
     make_directory(directory)
     device = this_device(spec)
-    identity = _identity(spec, device, options.effort)
+    identity = _identity(spec, device, effort)
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     path = directory / f"{digest[:32]}.json"
-    cached = None if options.again else _read_cached(path, identity)
+    cached = None if again else _read_cached(path, identity)
     if cached is not None:
         return replace(cached, profile=replace(cached.profile, name=spec.name))
     if progress is not None:
@@ -181,7 +172,7 @@ def _find_or_measure(
     started = time.time()
     with Journal(path.with_suffix(".journal"), identity) as journal:
         try:
-            profile = profile_job(spec, progress, effort=Effort(options.effort), journal=journal)
+            profile = profile_job(spec, progress, effort=Effort(effort), journal=journal)
         except KeyboardInterrupt as stop:
             raise Interrupted(len(journal)) from stop
         neighbours = profile.device.neighbours if profile.device else 0

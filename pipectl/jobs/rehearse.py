@@ -11,8 +11,8 @@ from pipectl.errors import UsageError
 from pipectl.jobs.places import LOCAL, profile_path, scheduler_name
 from pipectl.jobs.prepare import prepare
 from pipectl.jobs.profiles import Progress
-from pipectl.jobs.request import Job, make_job, make_request
-from pipectl.jobs.submit import Submission, hand_over, new_run
+from pipectl.jobs.request import Job, Work, make_job
+from pipectl.jobs.submit import Submission, submit
 from pipectl.plan import Plan
 from pipectl.rehearsal import Rehearsal
 from pipectl.runs import REHEARSAL, RunDirectory, read_metrics
@@ -109,19 +109,15 @@ def submit_rehearsal(job: Job, now: float) -> Submission:
     if job.scheduler == LOCAL:
         ranks_per_core = job.plan.ranks / len(os.sched_getaffinity(0))
     rehearsal = rehearsal_of(job.plan, job.cluster, ranks_per_core)
-    name = f"{job.spec.name}-rehearsal"
-    with new_run(job.spec, name, now) as (run, rollback):
-        limit_s = int(_START_S + 2 * seconds_of(rehearsal))
-        request = make_request(job, run.path)
-        walltime_s = min(request.resources.walltime, limit_s)
-        request = replace(
-            request,
-            name=name,
-            command=(request.python, "-m", "mpi4py", "-m", WORKER, "--run", str(run.path)),
-            checkpoint=None,
-        ).update(resources={"walltime": walltime_s, "gpus_per_node": 0})
-        submission = Submission.new(run, job, request, now, kind=REHEARSAL, steps=rehearsal.steps)
-        return hand_over([replace(submission, rehearsal=rehearsal)], rollback)[0]
+    limit_s = int(_START_S + 2 * seconds_of(rehearsal))
+    work = Work(
+        kind=REHEARSAL,
+        suffix="-rehearsal",
+        program=("-m", "mpi4py", "-m", WORKER, "--run"),
+        steps=rehearsal.steps,
+        resources={"walltime": min(job.spec.resources.walltime, limit_s), "gpus_per_node": 0},
+    )
+    return submit(replace(job, work=work, rehearsal=rehearsal), now)
 
 
 def result_of(run: RunDirectory) -> RehearsalResult:

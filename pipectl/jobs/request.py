@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import uuid
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from pipectl.batch import JobRequest, MpiChoice, Template, check_template, choos
 from pipectl.errors import Problem, SpecError
 from pipectl.jobs.places import scheduler_name
 from pipectl.plan import OffloadTarget
+from pipectl.runs import TRAINING
 from pipectl.spec.references import parse
 
 if TYPE_CHECKING:
@@ -20,9 +22,9 @@ if TYPE_CHECKING:
     from pipectl.jobs.profiles import Measurement
     from pipectl.plan import Plan
     from pipectl.profile import Profile
+    from pipectl.rehearsal import Rehearsal
     from pipectl.spec import JobSpec
 
-WORKER = "pipectl.runtime.worker"
 PREPARE = "pipectl.jobs.prepare"
 TIGHT_HEAP = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"}
 """Lets glibc join free memory at once. By default it holds the scraps around aligned blocks back,
@@ -30,6 +32,31 @@ so that a block which was freed between two of them is too small for the next of
 heap grows. It reads this before a process can say anything."""
 
 _MAX_TEMPLATE_BYTES = 2**16
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a run does; by default it trains.
+
+    Args:
+        kind: see :class:`pipectl.runs.Record`.
+        suffix: of the run's name, after that of the job.
+        program: what Python runs, before the run directory.
+        arguments: after the run directory.
+        steps: None for those of the training.
+        alone: whether one process does it, without MPI.
+        resources: that differ from those of the job.
+        output: directory that it writes to beside the run directory.
+    """
+
+    kind: str = TRAINING
+    suffix: str = ""
+    program: tuple[str, ...] = ("-m", "mpi4py", "-m", "pipectl.runtime.worker", "--run")
+    arguments: tuple[str, ...] = ()
+    steps: int | None = None
+    alone: bool = False
+    resources: Mapping[str, int] = field(default_factory=dict)
+    output: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -41,9 +68,11 @@ class Job:
         launch: what ranks are started with.
         template: the user's own of job scripts, as it was read.
         cluster: the machines; None for runs that train nothing there.
-        profile, plan: None if they are yet to be made, before the job trains.
+        profile, plan: None if they are yet to be made.
+        prepares: whether it makes them itself, before it trains.
         warning: why a measured cluster is not used; empty if all is well.
         measurement: how the profile came to be, if it was made now.
+        rehearsal: what the ranks wait for if they rehearse.
     """
 
     spec: JobSpec
@@ -53,8 +82,16 @@ class Job:
     cluster: Cluster | None = None
     profile: Profile | None = None
     plan: Plan | None = None
+    prepares: bool = False
     warning: str = ""
     measurement: Measurement | None = None
+    work: Work = Work()
+    rehearsal: Rehearsal | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of its run."""
+        return f"{self.spec.name}{self.work.suffix}"
 
 
 def make_job(
@@ -81,21 +118,19 @@ def make_request(
     job: Job,
     directory: Path | None = None,
     *,
-    prepare: bool = False,
     tag: str | None = None,
     after: tuple[str, ...] = (),
     mpiexec: str | None = None,
 ) -> JobRequest:
-    """What a batch system is asked for so that it trains a job.
+    """What a batch system is asked for.
 
     Args:
         directory: of the run; by default one that nobody makes, for checks only.
-        prepare: whether the job profiles and plans before it trains.
         tag: text by which the job is found again; by default one that no other submission has.
         after: ids of jobs that must have completed before.
         mpiexec: its path; by default it is looked for.
     """
-    spec, plan, python = job.spec, job.plan, sys.executable
+    spec, plan, work, python = job.spec, job.plan, job.work, sys.executable
     directory = (directory or Path(spec.output.directory) / "check").absolute()
     if plan is None:
         offloads = spec.pipeline.offload == "disk"
@@ -104,25 +139,27 @@ def make_request(
         offloads = to_disk and any(stage.offload for stage in plan.stages)
     variables = {**(TIGHT_HEAP if offloads else {}), **spec.environment.variables}
     request = JobRequest(
-        name=spec.name,
+        name=job.name,
         tag=tag or f"{directory.name} {uuid.uuid4().hex[:8]}",
         run_directory=directory,
         python=python,
-        command=(python, "-m", "mpi4py", "-m", WORKER, "--run", str(directory)),
+        command=(python, *work.program, str(directory), *work.arguments),
         resources=spec.resources,
         launch=spec.launch,
         environment=spec.environment,
         slurm=spec.slurm,
         pbs=spec.pbs,
-        checkpoint=spec.checkpoint,
-        prepare=(python, "-m", PREPARE, str(directory)) if prepare else (),
-        binds=_binds(spec, directory.parent),
+        checkpoint=spec.checkpoint if work.kind == TRAINING else None,
+        alone=work.alone,
+        prepare=(python, "-m", PREPARE, str(directory)) if job.prepares else (),
+        binds=() if spec.container is None else _binds(spec, directory.parent, work.output),
         mpiexec=mpiexec,
         after=after,
         template=job.template,
     )
     environment = {"variables": variables, "container": spec.container}
-    return request.update(launch={"mpi": job.launch.mpi}, environment=environment)
+    launch = {"mpi": job.launch.mpi}
+    return request.update(launch=launch, environment=environment, resources=work.resources)
 
 
 def check_script(spec: JobSpec) -> None:
@@ -161,15 +198,14 @@ def read_template(spec: JobSpec) -> Template | None:
     return template
 
 
-def _binds(spec: JobSpec, runs: Path) -> tuple[Path, ...]:
+def _binds(spec: JobSpec, runs: Path, output: Path | None) -> tuple[Path, ...]:
     """What a container sees: the directories of the runs and of all files that the spec names.
 
     Preparing in the job writes profiles beside the run directory, for other runs to find.
     """
-    if spec.container is None:
-        return ()
     code = [parse(text, spec.base) for _, text in spec.factories()]
     files = (*(one.file for one in code), spec.weights_path, spec.cluster_file, spec.schedule_file)
     needed = {path.parent for path in files if path is not None}
     needed |= {one.root for one in code if one.root is not None}
-    return (runs, *sorted(needed - {runs}))
+    further = () if output is None else (output,)
+    return tuple(dict.fromkeys((runs, *sorted(needed), *further)))

@@ -94,6 +94,7 @@ def resume(
         job = make_job(spec, record.scheduler, machines)
         plan = Plan.load(run.plan) if run.plan.exists() else None
         job = _plan_again(run, before, job, overrides, plan)
+        job = replace(job, prepares=job.plan is None)
         return _submit_again(run, job, record, now, replanned=job.plan != plan)
 
 
@@ -180,7 +181,7 @@ def _submit_again(
 ) -> Resumption:
     """Hand the run over, without what its earlier start left; or leave it as it was."""
     starts = read_starts(run)
-    request = make_request(job, run.path, prepare=job.plan is None)
+    request = make_request(job, run.path)
     requeues = job.spec.checkpoint.max_requeues
     if requeues:  # as often as for a new run
         request = request.update(checkpoint={"max_requeues": starts + requeues})

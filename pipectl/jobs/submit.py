@@ -12,8 +12,8 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,12 +22,10 @@ from pipectl.batch import JobRequest, JobState, Template, get, render_variables
 from pipectl.batch.process import NoAnswerError
 from pipectl.errors import PipectlError, UsageError
 from pipectl.files import write_text
-from pipectl.jobs.places import LOCAL
 from pipectl.jobs.recover import refuse_duplicate
 from pipectl.jobs.request import Job, make_request
 from pipectl.jobs.state import get_statuses
 from pipectl.runs import (
-    TRAINING,
     Record,
     RunDirectory,
     SweepDirectory,
@@ -39,7 +37,6 @@ from pipectl.runs import (
 from pipectl.spec import dump
 
 if TYPE_CHECKING:
-    from pipectl.rehearsal import Rehearsal
     from pipectl.spec import JobSpec
 
 _PRIVATE = 0o600
@@ -48,38 +45,25 @@ _PRIVATE = 0o600
 
 @dataclass(frozen=True)
 class Submission:
-    """A run, and all that its job reads.
+    """A run, and what the batch system is asked for.
 
     Args:
-        request: what the batch system is asked for.
         record: with the job's id once the batch system has the job.
-        rehearsal: None for runs that train.
     """
 
     run: RunDirectory
     job: Job
     request: JobRequest
     record: Record
-    rehearsal: Rehearsal | None = None
 
     @classmethod
-    def new(
-        cls,
-        run: RunDirectory,
-        job: Job,
-        request: JobRequest,
-        now: float,
-        *,
-        kind: str = TRAINING,
-        steps: int | None = None,
-    ) -> Submission:
-        """One that is about to be made.
+    def new(cls, run: RunDirectory, job: Job, request: JobRequest, now: float) -> Submission:
+        """One that the batch system has yet to be told of.
 
         Args:
             now: seconds since the epoch.
-            kind: see :class:`pipectl.runs.Record`.
-            steps: by default those of the training.
         """
+        steps = job.work.steps
         record = Record(
             name=request.name,
             scheduler=job.scheduler,
@@ -88,7 +72,7 @@ class Submission:
             ranks=request.ranks,
             nodes=request.resources.nodes,
             steps=job.spec.training.steps if steps is None else steps,
-            kind=kind,
+            kind=job.work.kind,
         )
         return cls(run, job, request, record)
 
@@ -151,20 +135,13 @@ def submit(job: Job, now: float, after: Sequence[RunDirectory] = ()) -> Submissi
         SchedulerError: missing or rejected; the run directory is removed again, unless the batch
             system did not answer and may have taken the job.
     """
-    spec = job.spec
-    refuse_duplicate(Path(spec.output.directory), spec.name, now)
+    base = Path(job.spec.output.directory)
+    refuse_duplicate(base, job.name, now)
     ids = ids_to_wait_for(after, job.scheduler, now)
-    with new_run(spec, spec.name, now) as (run, rollback):
-        request = make_request(job, run.path, prepare=job.plan is None, after=ids)
-        return hand_over([Submission.new(run, job, request, now)], rollback)[0]
-
-
-@contextmanager
-def new_run(spec: JobSpec, name: str, now: float) -> Iterator[tuple[RunDirectory, Rollback]]:
-    """Create a run directory and lock it; it is removed if its submission fails."""
-    run = RunDirectory.create(Path(spec.output.directory), name, now)
+    run = RunDirectory.create(base, job.name, now)
     with locked(run), Rollback(created=[run.path]) as rollback:
-        yield run, rollback
+        request = make_request(job, run.path, after=ids)
+        return hand_over([Submission.new(run, job, request, now)], rollback)[0]
 
 
 def hand_over(
@@ -231,8 +208,8 @@ def _write(submission: Submission, script: str, twin: RunDirectory) -> None:
             from pipectl.jobs.planning import write_plan
 
             write_plan(run, job.plan, job.cluster)
-    if submission.rehearsal is not None:
-        submission.rehearsal.save(run.rehearsal)
+    if job.rehearsal is not None:
+        job.rehearsal.save(run.rehearsal)
     write_text(run.script, script, mode=0o700)
     if request.environment.variables:
         write_text(run.variables, render_variables(request), mode=_PRIVATE)
@@ -302,15 +279,10 @@ def render(job: Job, now: float, suffix: str = "") -> str:
     Args:
         suffix: of the run's name, ``-0`` if it is the first of a sweep.
     """
-    directory = Path(job.spec.output.directory) / f"{stem_of(job.spec.name, now)}{suffix}"
+    directory = Path(job.spec.output.directory) / f"{stem_of(job.name, now)}{suffix}"
     installed = shutil.which("mpiexec") or (Path(sys.executable).parent / "mpiexec").exists()
-    request = make_request(
-        job,
-        directory,
-        prepare=job.profile is None and job.scheduler != LOCAL,  # here, `submit` does
-        tag=f"{directory.name} dry-run",
-        mpiexec=None if installed else "mpiexec",
-    )
+    mpiexec = None if installed else "mpiexec"
+    request = make_request(job, directory, tag=f"{directory.name} dry-run", mpiexec=mpiexec)
     return get(job.scheduler).render(request)
 
 

@@ -17,17 +17,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipectl.batch import Array, JobRequest, get
+from pipectl.batch import Array, get
 from pipectl.batch.local import LocalScheduler
 from pipectl.batch.process import wait_for_any
 from pipectl.errors import PipectlError
 from pipectl.jobs.recover import refuse_duplicate
-from pipectl.jobs.request import Job, make_request
+from pipectl.jobs.request import Job, Work, make_request
 from pipectl.jobs.submit import Rollback, Submission, hand_over, ids_to_wait_for
 from pipectl.runs import Members, Record, RunDirectory, Setting, SweepDirectory, locked, stem_of
 
 if TYPE_CHECKING:
     from pipectl.spec import Point
+
+
+_DRIVE = Work(program=("-m", "pipectl.jobs.sweep"))
+"""What the array does on this machine; on a batch system it has no command of its own."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +76,13 @@ def submit_sweep(
     sweep, runs = SweepDirectory.create(base, spec.name, len(points), now)
     created = [*(run.path for run in runs), sweep.path]
     with locked(sweep), Rollback(created=created) as rollback:
-        request = make_request(jobs[0], sweep.path, after=ids)
-        request = _array_request(request, runs, at_once)
+        driver = replace(jobs[0], work=_DRIVE, prepares=False)
+        request = make_request(driver, sweep.path, after=ids)
+        request = replace(request, array=Array(tuple(run.path for run in runs), at_once))
         sweep.save(Members(request.tag, tuple(run.name for run in runs), at_once))
         submissions = []
         for index, (point, job, run) in enumerate(zip(points, jobs, runs, strict=True)):
-            own = make_request(job, run.path, prepare=job.plan is None)
-            submission = Submission.new(run, job, own, now)
+            submission = Submission.new(run, job, make_request(job, run.path), now)
             values = {key: recordable(value) for key, value in point.values.items()}
             setting = Setting(sweep.name, values)
             record = replace(submission.record, tag=request.tag, sweep=setting, task=index)
@@ -96,21 +100,10 @@ def render_array(job: Job, points: int, at_once: int | None, now: float) -> str:
         job: of any of its points.
     """
     stem = Path(job.spec.output.directory).absolute() / stem_of(job.spec.name, now)
-    runs = [RunDirectory(stem.parent / f"{stem.name}-{index}") for index in range(points)]
+    array = Array(tuple(Path(f"{stem}-{index}") for index in range(points)), at_once)
+    job = replace(job, work=_DRIVE, prepares=False)
     request = make_request(job, SweepDirectory.beside(stem).path, tag=f"{stem.name} dry-run")
-    return get(job.scheduler).render(_array_request(request, runs, at_once))
-
-
-def _array_request(
-    request: JobRequest, runs: Sequence[RunDirectory], at_once: int | None
-) -> JobRequest:
-    """The request of a job array.
-
-    Args:
-        request: of one of its jobs, in the directory of the sweep.
-    """
-    command = (request.python, "-m", "pipectl.jobs.sweep", str(request.run_directory))
-    return replace(request, command=command, array=Array(tuple(run.path for run in runs), at_once))
+    return get(job.scheduler).render(replace(request, array=array))
 
 
 def recordable(value: Any) -> Any:

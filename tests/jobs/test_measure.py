@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipectl.jobs import profiles
-from pipectl.jobs.profiles import Interrupted, MeasureOptions, fresh_profile, measure
+from pipectl.jobs.profiles import Interrupted, fresh_profile, measure
 from pipectl.profile import Operator, OperatorMemory, OptimizerCost, Profile
 from pipectl.profiler.effort import Effort
 from pipectl.profiler.journal import Journal
@@ -112,27 +112,27 @@ def test_the_profile_says_on_what_it_was_measured(
 @pytest.mark.parametrize(
     ("overrides", "options", "measured"),
     [
-        ((), MeasureOptions(), 0),
-        (("training.steps=7", "pipeline.schedule=gpipe", "name=other"), MeasureOptions(), 0),
-        ((), MeasureOptions(again=True), 3),
-        ((), MeasureOptions("fast"), 3),
-        (("training.batch_size=16",), MeasureOptions(), 3),
-        (("pipeline.micro_batches=2",), MeasureOptions(), 3),
-        (("pipeline.stages=2",), MeasureOptions(), 3),
-        (("resources.tasks_per_node=2",), MeasureOptions(), 3),
-        (("resources.cpus_per_task=2",), MeasureOptions(), 3),
+        ((), {}, 0),
+        (("training.steps=7", "pipeline.schedule=gpipe", "name=other"), {}, 0),
+        ((), {"again": True}, 3),
+        ((), {"effort": "fast"}, 3),
+        (("training.batch_size=16",), {}, 3),
+        (("pipeline.micro_batches=2",), {}, 3),
+        (("pipeline.stages=2",), {}, 3),
+        (("resources.tasks_per_node=2",), {}, 3),
+        (("resources.cpus_per_task=2",), {}, 3),
     ],
 )
 def test_what_makes_a_measurement_another(
     profiler: Profiler,
     spec_of: Callable[..., JobSpec],
     overrides: tuple[str, ...],
-    options: MeasureOptions,
+    options: dict[str, Any],
     measured: int,
 ) -> None:
     measure(spec_of(), PLACE)
     profiler.measured.clear()
-    assert measure(spec_of(*overrides), PLACE, options=options).cached == (measured == 0)
+    assert measure(spec_of(*overrides), PLACE, **options).cached == (measured == 0)
     assert len(profiler.measured) == measured
 
 
@@ -200,10 +200,10 @@ def test_measuring_again_may_be_interrupted_too(
     measure(spec_of(), PLACE)
     profiler.stop_at = 1
     with pytest.raises(Interrupted):
-        measure(spec_of(), PLACE, options=MeasureOptions(again=True))
+        measure(spec_of(), PLACE, again=True)
     profiler.stop_at = None
     assert measure(spec_of(), PLACE).cached
-    assert measure(spec_of(), PLACE, options=MeasureOptions(again=True)).resumed == 1
+    assert measure(spec_of(), PLACE, again=True).resumed == 1
 
 
 def test_what_changed_since_the_interruption_is_not_mixed(
@@ -222,7 +222,7 @@ def test_the_effort_reaches_the_profiler(
     profiler: Profiler, spec_of: Callable[..., JobSpec]
 ) -> None:
     for effort in ("fast", "normal", "thorough"):
-        measure(spec_of(), PLACE, options=MeasureOptions(effort))
+        measure(spec_of(), PLACE, effort=effort)
     assert profiler.efforts == [Effort.FAST, Effort.NORMAL, Effort.THOROUGH]
 
 

@@ -19,7 +19,7 @@ from pipectl.errors import UsageError
 from pipectl.jobs.measuring import submit_links, submit_profile
 from pipectl.jobs.places import cluster_path, profile_path, scheduler_name
 from pipectl.jobs.prepare import warning_of_code
-from pipectl.jobs.profiles import Measurement, MeasureOptions, measure, require_compute_node
+from pipectl.jobs.profiles import Measurement, measure, require_compute_node
 from pipectl.jobs.submit import Submission
 from pipectl.runs import as_typed
 from pipectl.spec import JobSpec, load
@@ -67,13 +67,12 @@ def command(
         _measure_links(spec, where, output_file, effort.value, wait=followed, as_json=as_json)
         return
     path = output_file or profile_path(spec)
-    options = MeasureOptions(effort.value, again)
     if not submit:
         require_compute_node(where)
         with resumable() as progress:
-            measurement = measure(spec, path, progress, options)
+            measurement = measure(spec, path, progress, effort.value, again=again)
     else:
-        submission = submit_profile(spec, where, path, options, time.time())
+        submission = submit_profile(spec, where, path, effort.value, time.time(), again=again)
         if not wait:
             _show_submission(submission, "the profile", path, as_json=as_json)
             return
