@@ -26,15 +26,13 @@ class Use(NamedTuple):
     """What a rank spends a part of its step on, in words.
 
     Args:
-        cause: what it is called where it limits the speed.
-        difference: what to do if it takes longer than predicted.
-        bottleneck: what to do if it limits the speed.
+        advice: what to do if it limits the speed, or takes longer than predicted.
+        cause: its name if it limits the speed; empty for the same name.
     """
 
     name: str
-    cause: str
-    difference: str
-    bottleneck: str
+    advice: str
+    cause: str = ""
 
 
 _LINKS = "`pipectl profile --links` measures what the cluster file assumes"
@@ -42,32 +40,15 @@ COMPUTING, OTHERS, COMMUNICATION, SUMS, OFFLOAD, BETWEEN = (
     "computing", "waiting_for_others", "communication", "sums", "offload", "between_actions",
 )  # fmt: skip
 SPENT = {
-    COMPUTING: Use(
-        "computing", "",
-        "the nodes are more or less busy than when they were profiled, or are other nodes: "
-        "`pipectl profile --again` measures anew", "",
-    ),
-    OTHERS: Use(
-        "waiting for other ranks", "filling and draining the pipeline", "",
-        "More micro-batches keep the pipeline full for longer.",
-    ),
-    COMMUNICATION: Use(
-        "waiting for messages on their way", "messages on their way", _LINKS,
-        f"Fewer stages send less; {_LINKS}.",
-    ),
-    SUMS: Use(
-        "waiting for sums of gradients", "sums of gradients", _LINKS,
-        f"Fewer replicas sum less; {_LINKS}.",
-    ),
-    OFFLOAD: Use(
-        "waiting for offloaded values", "fetching offloaded values",
-        "look at `disk_link` and `host_link` in the cluster file",
-        "Recomputing, or more memory per rank, needs no offload.",
-    ),
-    BETWEEN: Use(
-        "time between actions (Python)", "time between actions (Python)",
-        "larger micro-batches have fewer actions", "Larger micro-batches have fewer actions.",
-    ),
+    COMPUTING: Use("computing", "the nodes are more or less busy than when they were profiled, or "
+                   "are other nodes; `pipectl profile --again` measures anew"),
+    OTHERS: Use("waiting for other ranks", "more micro-batches keep the pipeline full for longer",
+                "filling and draining the pipeline"),
+    COMMUNICATION: Use("waiting for messages on their way", f"fewer stages send less; {_LINKS}"),
+    SUMS: Use("waiting for sums of gradients", f"fewer replicas sum less; {_LINKS}"),
+    OFFLOAD: Use("waiting for offloaded values", "recomputing, or more memory per rank, needs no "
+                 "offload; `disk_link` and `host_link` in the cluster file say how fast it is"),
+    BETWEEN: Use("time between actions (Python)", "larger micro-batches have fewer actions"),
 }  # fmt: skip
 """What a rank's step consists of; the last is no action at all: Python, loading of data."""
 
@@ -310,7 +291,7 @@ def find_largest_difference(comparison: Comparison) -> str:
     times = f"takes {amount} than predicted"
     if both.ratio is not None and both.ratio <= _MAX_RATIO:
         times = f"takes {both.ratio:.2f} times what was predicted, {amount},"
-    return f"{_capital(what)} {times} on rank {-rank}: {SPENT[name].difference}{note}."
+    return f"{_capital(what)} {times} on rank {-rank}: {SPENT[name].advice}{note}."
 
 
 def find_bottleneck(comparison: Comparison) -> list[str]:
@@ -331,19 +312,20 @@ def find_bottleneck(comparison: Comparison) -> list[str]:
     sentences = [f"The ranks' time: {listed}."]
     busiest = max(ranks, key=lambda rank: rank.spent[COMPUTING].measured_s)
     busy_s = busiest.spent[COMPUTING].measured_s
-    own = [part for part in comparison.parts if part.rank == busiest.rank]
-    longest = max(own, key=lambda part: part.time.measured_s, default=None)
-    of_it = "" if longest is None else f", longest in {longest}"
-    computes = f"computes for {format_time(busy_s)} of {format_time(step_s)}{of_it}"
-    causes = {name: time_s for name, time_s in comparison.critical_s.items() if name != COMPUTING}
-    causes[OTHERS] += max(0.0, comparison.critical_s[COMPUTING] - busy_s)
-    name = max(causes, key=causes.__getitem__)
     others_s = [rank.spent[COMPUTING].measured_s for rank in ranks if rank is not busiest]
     mean_s = sum(others_s) / len(others_s) if others_s else busy_s
-    if causes[name] > busy_s:
+    computes = f"computes for {format_time(busy_s)} of {format_time(step_s)}"
+    if own := [part for part in comparison.parts if part.rank == busiest.rank]:
+        computes += f", longest in {max(own, key=lambda part: part.time.measured_s)}"
+    causes_s = {name: comparison.critical_s[name] for name in SPENT if name != COMPUTING}
+    causes_s[OTHERS] += max(0.0, comparison.critical_s[COMPUTING] - busy_s)
+    cause = max(causes_s, key=causes_s.__getitem__)
+    name, advice, other_name = SPENT[cause]
+    what = _capital(other_name or name)
+    if causes_s[cause] > busy_s:
         sentences.append(
-            f"{_capital(SPENT[name].cause)} takes most of the step, {format_time(causes[name])}: "
-            f"rank {busiest.rank}, which computes longest, {computes}. {SPENT[name].bottleneck}"
+            f"{what} takes most of the step, {format_time(causes_s[cause])}; rank {busiest.rank}, "
+            f"which computes longest, {computes}: {advice}."
         )
         return sentences
     if mean_s < _EVEN * busy_s:
@@ -353,9 +335,8 @@ def find_bottleneck(comparison: Comparison) -> list[str]:
         sentences.append(
             f"Computing limits the speed, on all ranks alike: rank {busiest.rank} {computes}."
         )
-    if causes[name] >= _MIN_CAUSE * step_s:
-        cause = f"{_capital(SPENT[name].cause)} adds {format_time(causes[name])}"
-        sentences.append(f"{cause}. {SPENT[name].bottleneck}")
+    if causes_s[cause] >= _MIN_CAUSE * step_s:
+        sentences.append(f"{what} adds {format_time(causes_s[cause])}: {advice}.")
     return sentences
 
 

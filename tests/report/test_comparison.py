@@ -95,7 +95,7 @@ def changed(*events):
                 BACKWARD_0._replace(start_s=7.0, end_s=9.0),
             ),
             "Waiting for messages on their way takes 3.67 times what was predicted, 2.00 s per step"
-            " more, on rank 0: `pipectl profile --links`",
+            " more, on rank 0: fewer stages send less; `pipectl profile --links`",
         ),
         (
             changed(BACKWARD_0._replace(start_s=6.0, end_s=8.0)),
@@ -123,7 +123,7 @@ def test_what_limits_the_speed_is_what_takes_the_time(pipeline):
         "their way.",
         "Rank 1 is the bottleneck: it computes for 5.00 s of 9.00 s, longest in backward of stage "
         "1; the others compute for 3.00 s on average.",
-        "Filling and draining the pipeline adds 3.00 s. More micro-batches keep the pipeline full "
+        "Filling and draining the pipeline adds 3.00 s: more micro-batches keep the pipeline full "
         "for longer.",
     ]
     even = compare(Timeline(STEP, 2), Timeline(STEP, 2), channels(pipeline(2, 1)))
@@ -134,7 +134,7 @@ def test_what_limits_the_speed_is_what_takes_the_time(pipeline):
     assert find_bottleneck(even)[1:] == [
         "Computing limits the speed, on all ranks alike: rank 0 computes for 3.00 s of 7.00 s, "
         "longest in backward of stage 0.",
-        "Filling and draining the pipeline adds 3.00 s. More micro-batches keep the pipeline full "
+        "Filling and draining the pipeline adds 3.00 s: more micro-batches keep the pipeline full "
         "for longer.",
     ]
 
@@ -155,7 +155,7 @@ def test_the_critical_path_has_no_waits_for_others_and_is_as_long_as_the_step(pi
         "computing": 1.0 + 2.5 + 1.0, "communication": 3.0 + 0.5, "between_actions": 1.0
     }  # fmt: skip
     assert find_bottleneck(found)[1].startswith(
-        "Messages on their way takes most of the step, 3.50 s: rank 1, which computes longest, "
+        "Waiting for messages on their way takes most of the step, 3.50 s; rank 1, which computes "
     )
 
 
