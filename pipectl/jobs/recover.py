@@ -8,12 +8,14 @@ from pathlib import Path
 from pipectl.access import is_ours, read_limited
 from pipectl.batch import get
 from pipectl.errors import DataFileError, PipectlError, UsageError
-from pipectl.runs import Record, RunDirectory, as_typed, is_job_id, list_runs, locked, sweep_of
+from pipectl.runs import Record, RunDirectory, as_typed, is_job_id, list_runs, locked
 
 BY_TAG = "found by its tag"
 _MAX_RUNS = 10
 """Runs of one name to look at, the newest."""
 _MAX_BYTES = 1000
+_ARRAYS: dict[tuple[Path, str], str] = {}
+"""Ids of the job arrays that were found, by directory of their runs and tag."""
 
 
 def recover(run: RunDirectory, now: float) -> Record:
@@ -36,55 +38,36 @@ def recover(run: RunDirectory, now: float) -> Record:
     if not is_ours(run.path):
         return newer
     with locked(run, wait=False) as ours:
-        return recover_locked(run, now, wait=False) if ours else record
+        return recover_locked(run, now) if ours else record
 
 
-def recover_locked(run: RunDirectory, now: float, *, wait: bool = True) -> Record:
+def recover_locked(run: RunDirectory, now: float) -> Record:
     """What :func:`recover` does, for a caller that has the run.
-
-    Args:
-        wait: whether to wait for a command that has the sweep of the run.
 
     Raises:
         DataFileError: there is no record, or it is damaged.
     """
     record = Record.load(run.record)
     newer = add_next_job(run, record, now)
+    if newer is record and record.job_id is None and record.state == "submitting":
+        with suppress(PipectlError):
+            if (job_id := _find(run, record)) is not None:
+                newer = record.after(now, "submitted", job_id=job_id, detail=BY_TAG)
     if newer is not record:
-        with suppress(UsageError):  # it is read from the same file the next time
+        with suppress(UsageError):  # it is found in the same way the next time
             newer.save(run.record)
-        return newer
-    if record.job_id is not None or record.state != "submitting":
-        return record
-    if record.task is not None and record.sweep is not None:
-        return _recover_array(run, record, record.sweep.name, now, wait=wait)
-    with suppress(PipectlError):
-        job_id = get(record.scheduler).find(record.tag)
-        if job_id is not None:
-            record = record.after(now, "submitted", job_id=job_id, detail=BY_TAG)
-            record.save(run.record)
-    return record
+    return newer
 
 
-def _recover_array(
-    run: RunDirectory, record: Record, sweep: str, now: float, *, wait: bool
-) -> Record:
-    """The record of a run of a sweep; all of its runs get their ids, with one question."""
-    directory = sweep_of(run, sweep)
-    with locked(directory, wait=wait) as ours, suppress(PipectlError):
-        if ours and Record.load(run.record).job_id is None:
-            scheduler = get(record.scheduler)
-            array_id = scheduler.find(record.tag)
-            for other in () if array_id is None else directory.runs():
-                with locked(other, wait=False) as free, suppress(DataFileError):
-                    if not free and other != run:
-                        continue
-                    one = Record.load(other.record)
-                    if one.job_id is None and one.tag == record.tag and one.task is not None:
-                        job_id = scheduler.task_id(array_id or "", one.task)
-                        one = one.after(now, "submitted", job_id=job_id, detail=BY_TAG)
-                        one.save(other.record)
-    return Record.load(run.record)
+def _find(run: RunDirectory, record: Record) -> str | None:
+    """The id of the job with the record's tag; arrays are looked for once for all of their runs."""
+    scheduler = get(record.scheduler)
+    if record.task is None:
+        return scheduler.find(record.tag)
+    key = run.path.parent, record.tag
+    if key not in _ARRAYS and (array_id := scheduler.find(record.tag)) is not None:
+        _ARRAYS[key] = array_id
+    return scheduler.task_id(_ARRAYS[key], record.task) if key in _ARRAYS else None
 
 
 def add_next_job(run: RunDirectory, record: Record, now: float) -> Record:
@@ -109,21 +92,23 @@ def refuse_duplicate(base: Path, name: str, now: float) -> None:
     Raises:
         UsageError: naming the run.
     """
-    count = 0
+    newest, count = None, 0
     for run in reversed(list_runs(base)):
         if not run.name.split("-", 2)[2].startswith(name):  # names may have a number at the end
             continue
         with suppress(DataFileError):
             record = Record.load(run.record)
-            if record.name != name:
-                continue
-            count += 1
-            if record.job_id is None and (record := recover(run, now)).job_id is not None:
-                raise UsageError(
-                    f"{run.name}: was interrupted while it was submitted, and is "
-                    f"{record.scheduler} job {record.job_id}; nothing was submitted now",
-                    cure=f"follow it with `pipectl status {as_typed(run)}`, or end it with "
-                    "`pipectl cancel`; for another run beside it, submit again",
-                )
+            if record.name == name:
+                count += 1
+                if record.job_id is None and (record := recover(run, now)).job_id is not None:
+                    newest = newest or (run, record)
         if count == _MAX_RUNS:
-            return
+            break
+    if newest is not None:
+        run, record = newest
+        raise UsageError(
+            f"{run.name}: was interrupted while it was submitted, and is "
+            f"{record.scheduler} job {record.job_id}; nothing was submitted now",
+            cure=f"follow it with `pipectl status {as_typed(run)}`, or end it with "
+            "`pipectl cancel`; for another run beside it, submit again",
+        )
