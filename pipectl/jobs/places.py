@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from pipectl.batch import get
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import MismatchError, SchedulerError
-from pipectl.spec import links_key
 
 if TYPE_CHECKING:
     from pipectl.spec import JobSpec
@@ -130,6 +129,8 @@ def find_machines(spec: JobSpec, scheduler: str) -> Machines:
 
 def measured_key(spec: JobSpec, scheduler: str) -> str:
     """Names everything that measured links depend on; a local job's are those of this host."""
+    from pipectl.spec import links_key  # pydantic, which `status` does without
+
     host = socket.gethostname() if scheduler == LOCAL else ""
     return links_key(spec, f"{scheduler} {host}")
 
