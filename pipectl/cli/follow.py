@@ -177,8 +177,8 @@ def watch(
                 over = ends and all(status.job.state.final for status in statuses)
                 foot = f"\n{time.strftime('%H:%M:%S')}  Ctrl-C ends the view, not the runs"
                 picture = draw(statuses, console.width, height)
-                live.update(Group(picture, plain(foot, "dim")), refresh=True)
                 has_shown = True
+                live.update(Group(picture, plain(foot, "dim")), refresh=True)
                 time.sleep(max(_POLL_S, _MIN_PAUSE * (time.monotonic() - began_s)))
     except KeyboardInterrupt:
         if not has_shown:

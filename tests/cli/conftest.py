@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import socket
 import stat
 from collections.abc import Callable
@@ -15,16 +17,7 @@ import pytest
 
 from pipectl.cli import main, progress
 
-
-@dataclass(frozen=True)
-class Result:
-    code: int
-    out: str
-    err: str
-
-
-Command = Callable[..., Result]
-
+GOLDEN = Path(__file__).with_name("golden")
 JOB = """\
 version: 1
 name: tiny
@@ -36,6 +29,18 @@ pipeline: {stages: 2, micro_batches: 4, schedule: 1f1b}
 resources: {nodes: 2, tasks_per_node: 1}
 site_defaults: false
 """
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Result]
+Program = Callable[[str, str], Path]
+RunOf = Callable[..., Path]
 
 
 @pytest.fixture
@@ -66,6 +71,41 @@ def cli(place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
         return Result(code, captured.out, captured.err)
 
     return run
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """``golden(text)`` compares with the file of the test's name; ``make golden`` accepts changes.
+
+    Left out are dates, this host, ids of processes, and what the regular expression ``vary`` finds.
+    """
+
+    def compare(*texts: str, vary: str = "$^") -> None:
+        text = "\n".join(texts)
+        here = rf"\b{re.escape(socket.gethostname())}\b"
+        for pattern in (r"\d{4}-\d\d-\d\d \d\d:\d\d(:\d\d)?", r"\d+\.\d+@\S+", here, vary):
+            text = re.sub(pattern, "***", text)
+        text = "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+        path = GOLDEN / f"{request.node.name}.txt"
+        if os.environ.get("PIPECTL_GOLDEN") == "write":
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        assert text == path.read_text("utf-8"), f"{path} differs; if that is intended: make golden"
+
+    return compare
+
+
+@pytest.fixture
+def program(place: Path) -> Program:
+    """``program("sbatch", "echo 7")`` puts a bash script of that name on PATH."""
+
+    def write(name: str, text: str) -> Path:
+        path = place / "bin" / name
+        path.write_text(f"#!/bin/bash\n{text}\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        return path
+
+    return write
 
 
 @pytest.fixture
@@ -116,7 +156,7 @@ def profile(job: Path) -> Path:
     from pipectl.spec import load, profile_key
 
     path = Path("runs/tiny.profile.json")
-    path.parent.mkdir()
+    path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(_profile(key=profile_key(load(job)))))
     return path
 
@@ -130,20 +170,18 @@ def alone(place: Path) -> Path:
 
 
 @pytest.fixture
-def program(place: Path) -> Callable[[str, str], Path]:
-    """``program("sbatch", "echo 7")`` puts a bash script of that name on PATH."""
+def only_run(place: Path) -> Callable[[], Path]:
+    """The directory of the one run that there is."""
 
-    def write(name: str, text: str) -> Path:
-        path = place / "bin" / name
-        path.write_text(f"#!/bin/bash\n{text}\n")
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    def find() -> Path:
+        (path,) = (path for path in Path("runs").glob("2*") if path.is_dir())
         return path
 
-    return write
+    return find
 
 
 @pytest.fixture
-def run_of(place: Path) -> Callable[..., Path]:
+def run_of(place: Path) -> RunOf:
     """``run_of("20250101-120000-tiny", steps=7)`` makes a run whose process is gone."""
 
     def write(name: str, **record: Any) -> Path:
@@ -169,6 +207,12 @@ def run_of(place: Path) -> Callable[..., Path]:
     return write
 
 
+@pytest.fixture
+def queued(run_of: RunOf) -> Path:
+    """A run that Slurm has as job 12."""
+    return run_of("20250103-120000-tiny", scheduler="slurm", job_id="12")
+
+
 def metrics(steps: int) -> str:
     """Lines of metrics.jsonl: 0.5 s a step after three slow ones, the loss falling from 3."""
     lines = (
@@ -187,7 +231,7 @@ def metrics(steps: int) -> str:
 
 
 @pytest.fixture
-def finished(run_of: Callable[..., Path]) -> Path:
+def finished(run_of: RunOf) -> Path:
     """A completed run with metrics, logs and an evaluation."""
     run = run_of("20250101-120000-tiny")
     (run / "exit_code").write_text("0\n")
@@ -198,7 +242,7 @@ def finished(run_of: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture
-def failed(run_of: Callable[..., Path]) -> Path:
+def failed(run_of: RunOf) -> Path:
     """A run that rank 1 broke at step 5, then rank 0."""
     run = run_of("20250102-120000-tiny")
     (run / "exit_code").write_text("9\n")

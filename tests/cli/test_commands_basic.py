@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from pipectl.plan import Plan
 
-HEAVY = {"torch", "mpi4py", "numpy", "numba"}
+HEAVY = {"torch", "mpi4py", "numpy", "numba", "pipectl.spec", "pipectl.planner"}
 
 
 @pytest.mark.parametrize("group", [(), ("lab",)])
@@ -33,41 +33,33 @@ def test_no_command_shows_the_help(cli: Command) -> None:
     assert cli().out == cli("--help").out
 
 
-def check_loads_none_of(modules: set[str], arguments: list[str], place: Path) -> None:
-    """Run a command that succeeds, in a process of its own."""
-    program = (
-        "import sys; from pipectl.cli import main; code = main(sys.argv[1:]);"
-        f"sys.exit(','.join({modules} & set(sys.modules)) or code)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], cwd=place, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["status"], ["status", "--help"]])
-def test_starting_loads_neither_torch_nor_mpi_nor_the_spec(
-    arguments: list[str], tmp_path: Path
+def test_commands_load_nothing_that_is_slow(
+    place: Path, finished: Path, failed: Path, pipeline: Callable[..., Plan]
 ) -> None:
-    check_loads_none_of({*HEAVY, "pipectl.spec", "pipectl.planner"}, arguments, tmp_path)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [["status"], ["status", "last"], ["status", "last", "--ranks"], ["status", "last", "--json"],
-     ["logs"], ["logs", "--follow"], ["logs", "--script"], ["cancel", "last"], ["--help"]],
-)  # fmt: skip
-@pytest.mark.parametrize("run", ["finished", "failed"])
-def test_looking_at_a_run_loads_neither_torch_nor_mpi(
-    request: pytest.FixtureRequest, place: Path, pipeline: Callable[..., Plan],
-    run: str, arguments: list[str],
-) -> None:  # fmt: skip
-    directory: Path = request.getfixturevalue(run)
-    pipeline(2, 4).save(directory / "plan.json")
-    (directory / "job.sh").write_text("exit\n")
-    beat = {"version": 1, "state": "training", "step": 4, "steps": 10, "time": 1, "ranks": []}
-    (directory / "heartbeat.json").write_text(json.dumps(beat))
-    check_loads_none_of(HEAVY, arguments, place)
+    """Each in a fork of one process, so that what one loads is no excuse for the next."""
+    for run in (finished, failed):
+        pipeline(2, 4).save(run / "plan.json")
+        (run / "job.sh").write_text("exit\n")
+        beat = {"version": 1, "state": "training", "step": 4, "steps": 10, "time": 1, "ranks": []}
+        (run / "heartbeat.json").write_text(json.dumps(beat))
+    names = [run.name for run in (finished, failed)]
+    commands = [
+        *([name, run] for name in ("status", "logs", "cancel") for run in names),
+        *(["status", run, more] for run in names for more in ("--ranks", "--json")),
+        *(["logs", run, more] for run in names for more in ("--follow", "--script")),
+        *(["--help"], ["lab", "--help"], ["status", "--help"], ["status"]),
+    ]
+    program = (
+        "import os, sys; from pipectl.cli import main\n"
+        f"for words in {commands}:\n"
+        "    if not os.fork():\n"
+        "        code = main(words)\n"
+        f"        loaded = {HEAVY} & set(sys.modules)\n"
+        "        os._exit(bool(code or loaded and print(words, loaded, file=sys.stderr) is None))\n"
+        "    assert os.wait()[1] == 0, words\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`status --watch` and `--ranks`, the first on a pretended terminal."""
+"""`status --watch`, on a pretended terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable
 from fcntl import ioctl
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,13 +21,11 @@ from typing import TYPE_CHECKING
 import pytest
 from rich.console import Console
 
-from pipectl.cli.views.run import bar, sparkline
 from pipectl.runs import Members, SweepDirectory
 
 if TYPE_CHECKING:
-    from conftest import Command
+    from conftest import Command, RunOf
 
-RunOf = Callable[..., Path]
 START = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background, it is ignored
@@ -36,16 +33,6 @@ from pipectl.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 ENTER, LEAVE, SHOW_CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"
-RANKS = [
-    {"rank": rank, "node": f"n{rank}", "stages": [rank], "waiting": 0.25 * rank, "busy_s": 0.5,
-     "rss_bytes": 1 << 29, "peak_bytes": 1 << 30}
-    for rank in range(3)
-]  # fmt: skip
-
-
-def heartbeat(run: Path, **more: object) -> None:
-    beat = {"version": 1, "time": 1.7e9, "attempt": 3, "state": "training", "step": 4, "steps": 10}
-    (run / "heartbeat.json").write_text(json.dumps({**beat, "ranks": RANKS, **more}))
 
 
 class Terminal:
@@ -105,7 +92,8 @@ def test_the_terminal_is_left_clean(run_of: RunOf, finished: Path) -> None:
 
 
 def test_one_run_is_watched_to_its_end(finished: Path) -> None:
-    heartbeat(finished)
+    beat = {"version": 1, "state": "training", "ranks": [{"rank": 0, "waiting": 0.5}]}
+    (finished / "heartbeat.json").write_text(json.dumps(beat))
     terminal = Terminal("status", "last", "--watch")
     assert terminal.end() == 0
     screen, _, rest = terminal.text.partition(LEAVE)
@@ -137,46 +125,3 @@ def test_it_needs_a_terminal(cli: Command, finished: Path) -> None:
         result = cli("status", *arguments, "--watch")
         assert (result.code, "no terminal" in result.err) == (2, True)
     assert cli("status", "--watch", "--json").code == 2
-
-
-def test_every_rank(cli: Command, failed: Path) -> None:
-    heartbeat(failed)
-    out = cli("status", "last", "--ranks").out
-    rows = [line.split() for line in out.splitlines()[-3:]]
-    assert rows[0] == ["0", "n0", "0", "██████████", "0%", "500", "ms", "1.00", "GiB"]
-    assert rows[2] == ["2", "n2", "2", "█████", "50%", "500", "ms", "1.00", "GiB"]
-    assert "  restarts      2" in out.splitlines()
-    assert json.loads(cli("status", "last", "--json").out)["restarts"] == 2
-    assert cli("status", "--ranks").code == 2
-
-
-def test_the_table_tells_memory_restarts_and_what_a_job_waits_for(
-    cli: Command, failed: Path, run_of: RunOf, program: Callable[[str, str], Path],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setenv("COLUMNS", "200")
-    heartbeat(failed)
-    run_of("20250103-120000-tiny", scheduler="slurm", job_id="12")
-    start = time.mktime((2026, 11, 23, 14, 30, 0, 0, 0, -1))
-    program("squeue", f"echo '12|PENDING|1|{start:.0f}|N/A||t|Priority'")
-    program("sacct", "exit 1")
-    head, broken, queued = cli("status").out.splitlines()
-    assert {"memory", "restarts", "waits"} <= set(head.split())
-    assert broken.split()[-3:] == ["1.00", "GiB", "2"]
-    assert queued.rstrip().endswith("Priority, until Mon 14:30")
-
-
-def test_a_line_of_figures() -> None:
-    assert sparkline([], 5) == ""
-    assert sparkline([1.0], 5) == "▁"
-    assert sparkline([3, 3, 3], 5) == "▁▁▁"
-    assert sparkline(range(8), 8) == "▁▂▃▄▅▆▇█"
-    assert sparkline([0, 0, 7, 7], 2) == "▁█"
-    assert len(sparkline(range(1000), 37)) == 37
-
-
-@pytest.mark.parametrize(
-    ("share", "drawn"), [(0, "    "), (1, "████"), (0.5, "██  "), (0.53, "██▏ "), (7, "████")]
-)
-def test_a_bar(share: float, drawn: str) -> None:
-    assert bar(share, 4) == drawn

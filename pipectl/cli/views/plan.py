@@ -111,7 +111,9 @@ def step_view(answer: StepAnswer, width: int) -> RenderableType:
     plan, explanation = answer.plan, answer.explanation
     names = {operator.id: operator.name for operator in answer.inputs.profile.operators}
     ends = [
-        " … ".join(names.get(node, node) for node in (stage.nodes[0], stage.nodes[-1]))
+        " … ".join(
+            names.get(node, node) for node in dict.fromkeys(stage.nodes[:1] + stage.nodes[-1:])
+        )
         for stage in plan.stages
     ]
     stages = stage_table(plan, ends, width)

@@ -1,0 +1,355 @@
+"""`pipectl status`: one run, a table of many, and what is told if files or machines fail."""
+
+from __future__ import annotations
+
+import io
+import json
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from rich.console import Console
+
+from pipectl.batch import JobState, JobStatus
+from pipectl.cli.views.run import bar, format_long_time, run_json, run_lines, sparkline
+from pipectl.jobs.state import Measured, RunStatus
+from pipectl.plan import Prediction
+from pipectl.runs import RunDirectory
+
+if TYPE_CHECKING:
+    from conftest import Command, Program, RunOf
+
+GIB = 1 << 30
+LISTED = "echo '12|{}|1|N/A|N/A|n1||None'"
+DOWN = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+RANKS = [
+    {"rank": rank, "node": f"n{rank}", "stages": [rank], "waiting": 0.25 * rank, "busy_s": 0.5,
+     "rss_bytes": 1 << 29, "peak_bytes": 1 << 30}
+    for rank in range(3)
+]  # fmt: skip
+
+
+def heartbeat(run: Path, **more: object) -> None:
+    beat = {"version": 1, "time": 1.7e9, "attempt": 3, "state": "training", "step": 4, "steps": 10}
+    (run / "heartbeat.json").write_text(json.dumps({**beat, "ranks": RANKS, **more}))
+
+
+def test_no_runs_at_all(cli: Command) -> None:
+    result = cli("status")
+    assert (result.code, result.err) == (0, "")
+    assert result.out == "runs: no runs yet; start one with: pipectl submit JOB.yaml\n"
+
+
+def test_one_run_and_a_table_of_all(
+    cli: Command, finished: Path, failed: Path, run_of: RunOf, golden: Callable[..., None]
+) -> None:
+    run_of("20250103-120000-tiny")
+    for name in ("step-000900", "step-001000", ".step-002000.partial"):
+        (finished / "checkpoints" / name).mkdir()
+    heartbeat(failed)
+    shown = [cli("status", *words) for words in ((finished.name,), (failed.name, "--ranks"), ())]
+    assert {(result.code, result.err) for result in shown} == {(0, "")}
+    golden(*(result.out for result in shown))
+    cut = cli("status", "--limit", "1")
+    assert "20250101" not in cut.out
+    assert cut.err == "2 older runs are not shown; see --limit\n"
+    assert cli("status", "--ranks").code == 2
+
+
+@pytest.mark.parametrize("width", [55, 66, 100])
+def test_a_narrow_table_leaves_columns_out_and_cuts_no_figure(
+    cli: Command, finished: Path, failed: Path, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    head, first, second = cli("status").out.splitlines()
+    assert max(map(len, (head, first, second))) <= width
+    assert ("on" in head.split()) == (width > 55)
+    assert first.split()[0] == "20250101-120000-tiny"
+    assert first.split()[-3:] == ["0.3", "500", "ms"]
+    assert "\N{HORIZONTAL ELLIPSIS}" not in head + first + second
+
+
+def test_a_long_name_is_cut_and_nothing_else_and_no_text_is_markup(
+    cli: Command, finished: Path, run_of: RunOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_of(f"20250103-120000-{'n' * 60}", scheduler="[red]x")
+    monkeypatch.setenv("COLUMNS", "60")
+    head, first, second = cli("status").out.splitlines()
+    assert second.startswith("20250103-120000-nnn")
+    assert "\N{HORIZONTAL ELLIPSIS}" in second
+    assert all(len(line) <= 60 for line in (head, first, second))
+    monkeypatch.setenv("COLUMNS", "200")
+    assert "[red]x" in cli("status").out
+
+
+def test_the_table_tells_memory_restarts_and_what_a_job_waits_for(
+    cli: Command, failed: Path, queued: Path, program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    heartbeat(failed)
+    start = time.mktime((2026, 11, 23, 14, 30, 0, 0, 0, -1))
+    program("squeue", f"echo '12|PENDING|1|{start:.0f}|N/A||t|Priority'")
+    program("sacct", "exit 1")
+    head, broken, waiting = cli("status").out.splitlines()
+    assert {"memory", "restarts", "waits"} <= set(head.split())
+    assert broken.split()[-3:] == ["1.00", "GiB", "2"]
+    assert waiting.rstrip().endswith("Priority, until Mon 14:30")
+
+
+def test_several_runs_in_a_table(cli: Command, finished: Path, failed: Path, run_of: RunOf) -> None:
+    run_of("20250103-120000-tiny", scheduler="slurm", job_id="4711")
+    names = ("4711", finished.name, finished.name)
+    found = [line.split()[0] for line in cli("status", *names).out.splitlines()]
+    assert found == ["run", "20250103-120000-tiny", finished.name]
+    assert [one["run"] for one in json.loads(cli("status", *names, "--json").out)] == found[1:]
+    assert cli("status", *names, "--ranks").code == 2
+    assert cli("status", "no-such-run", finished.name).code == 6
+
+
+def test_json_holds_the_same(cli: Command, finished: Path) -> None:
+    one = json.loads(cli("status", "last", "--json").out)
+    assert one["state"] == "COMPLETED"
+    assert (one["step"], one["steps"], one["first_loss"], one["last_loss"]) == (10, 10, 3.0, 0.3)
+    assert (one["step_time_s"], one["restarts"]) == (0.5, 0)
+    assert json.loads(cli("status", "--json").out) == [one]
+
+
+def test_metrics_that_are_not_finite_are_said_to_be(cli: Command, finished: Path) -> None:
+    for values in ({"loss": None, "perplexity": 2.5}, None):
+        line = {"attempt": 1, "step": 10, "time": 0, "evaluation": values}
+        with (finished / "metrics.jsonl").open("a") as stream:
+            stream.write(json.dumps(line) + "\n")
+        result = cli("status", "last")
+        assert (result.code, result.err) == (0, "")
+        told = "after step 10: loss not finite, perplexity 2.5" in result.out
+        assert told == (values is not None)
+        assert json.loads(cli("status", "last", "--json").out)["evaluation"] == (values or {})
+
+
+def test_paths_elsewhere_are_shown_whole(
+    cli: Command, finished: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    out = cli("status", "last", "--directory", str(finished.parent)).out
+    assert out.splitlines()[-1] == f"  run directory {finished}"
+
+
+def test_a_failure_of_the_preparation_comes_first_and_an_update_names_no_stage(
+    cli: Command, failed: Path
+) -> None:
+    place = failed / "errors" / "rank-0001.json"
+    place.write_text(json.dumps({**json.loads(place.read_text()), "stage": -1, "action": "UPDATE"}))
+    _, second, *_ = cli("status", "20250102").out.splitlines()
+    assert second == "  error         rank 1 on n1, UPDATE, step 5 (and 1 more ranks)"
+    report = {"rank": None, "host": "n1", "type": "CaptureError", "message": "no", "cure": "do"}
+    (failed / "errors/prepare.json").write_text(json.dumps(report))
+    out = cli("status", "last").out
+    assert "  error         preparation on n1 (and 2 more ranks)\n" in out
+    assert "                CaptureError: no\n                do\n" in out
+
+
+def test_long_lines_are_indented_on_a_terminal(
+    cli: Command, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = io.StringIO()
+    terminal = Console(file=screen, force_terminal=True, width=44, color_system=None)
+    whole = cli("status", "last").out
+    monkeypatch.setattr("pipectl.cli.views.run.output", lambda: terminal)
+    cli("status", "last")
+    lines = screen.getvalue().splitlines()
+    assert [line for line in lines[1:] if len(line) > 44 and " " in line[16:]] == []
+    assert any(line.startswith(16 * " ") for line in lines)
+    assert "".join(whole.split()) == "".join(screen.getvalue().split())
+
+
+@pytest.mark.parametrize("command", ["status", "logs", "cancel"])
+def test_an_unknown_run(cli: Command, finished: Path, command: str) -> None:
+    result = cli(command, "20250101-120000-tinny")
+    assert (result.code, result.out) == (6, "")
+    assert result.err.startswith("error: runs: no run '20250101-120000-tinny'; did you mean ")
+
+
+def test_a_damaged_record_is_an_unknown_state(cli: Command, finished: Path) -> None:
+    (finished / "record.json").write_text('{"version": 1, "na')
+    result = cli("status", "last")
+    assert result.code == 6
+    assert "UNKNOWN" in result.out
+    assert "record.json:1:16: not valid JSON" in result.out
+    assert "UNKNOWN" in cli("status").out
+
+
+def test_damaged_files_do_not_hide_the_state(cli: Command, finished: Path, failed: Path) -> None:
+    for name in ("plan.json", "heartbeat.json", "errors/rank-0000.json"):
+        (finished / name).write_text("{")
+    result = cli("status", finished.name)
+    assert (result.code, "COMPLETED" in result.out) == (0, True)
+    ranks = [{"rank": 0, "peak_bytes": None, "stages": 5}, {"rank": 1, "stages": None}]
+    (failed / "heartbeat.json").write_text(json.dumps({"time": 1.0, "ranks": ranks}))
+    (failed / "errors/prepare.json").write_text('{"type": "E", "message": 3, "cure": 5}')
+    for more in ((), ("--ranks",), ("--json",)):
+        result = cli("status", "last", *more)
+        assert (result.code, result.err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"job_id": f"1.1@not-{socket.gethostname()}"}, "UNKNOWN"),
+        ({"scheduler": "slurm", "job_id": "12"}, "squeue: No such file or directory"),
+    ],
+)
+def test_a_run_that_nobody_can_be_asked_about_is_not_guessed(
+    cli: Command, run_of: RunOf, record: dict[str, str], words: str
+) -> None:
+    run_of("20250103-120000-tiny", **record)
+    result = cli("status", "last")
+    assert (result.code, words in result.out) == (6, True)
+
+
+def test_a_run_that_does_not_move_on_says_who_waits_for_whom(
+    cli: Command, queued: Path, program: Program
+) -> None:
+    program("squeue", LISTED.format("RUNNING"))
+    words = "no rank has moved on for 30 s: rank 0 waits for the other ranks\x1b[2J"
+    report = {"version": 1, "node": "n1", "ends": False, "knows": False, "stalled": words}
+    (queued / "watch").mkdir()
+    file = queued / "watch/node-0000.json"
+    file.write_text(json.dumps({**report, "start": "s", "ranks": []}))
+    shown = words.replace("\x1b", "")
+    assert f"  stalled       {shown}\n" in cli("status", "last").out
+    assert json.loads(cli("status", "last", "--json").out)["stalled"] == shown
+    for damaged in ("{", json.dumps({**report, "stalled": 5, "ranks": []}), "[]"):
+        file.write_text(damaged)
+        result = cli("status", "last")
+        assert (result.code, "stalled" in result.out) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "state", "code"),
+    [
+        ("exit_code", "0", "COMPLETED", 0),
+        ("exit_code", "9", "FAILED", 0),
+        ("heartbeat.json", "", "RUNNING", 0),
+        ("none", "", "UNKNOWN", 6),
+    ],
+)
+def test_what_is_known_while_the_controller_of_the_scheduler_is_down(
+    cli: Command, queued: Path, program: Program, file: str, content: str, state: str, code: int
+) -> None:
+    for name in ("squeue", "sacct", "scontrol"):
+        program(name, f"echo '{DOWN}' >&2; exit 1")
+    beat = {"version": 1, "time": time.time(), "state": "training", "step": 4, "steps": 10}
+    (queued / file).write_text(content or json.dumps(beat))
+    error = {"rank": 1, "stage": 1, "step": 5, "action": "FORWARD micro-batch 0", "message": "lost"}
+    if state == "FAILED":
+        (queued / "errors" / "rank-0001.json").write_text(json.dumps(error))
+    result = cli("status", "last")
+    assert result.code == code
+    assert state in result.out
+    if state == "FAILED":
+        assert "rank 1, stage 1, FORWARD micro-batch 0, step 5" in result.out
+    if state in ("RUNNING", "UNKNOWN"):
+        assert f"the scheduler could not be asked: squeue: {DOWN}" in result.out
+
+
+def status_of(folder: Path, ranks: Sequence[dict[str, Any]] = (), **fields: Any) -> RunStatus:
+    job = JobStatus(JobState.RUNNING, source="test")
+    run, shown = RunDirectory(folder), tuple(ranks)
+    status = RunStatus(run, None, job, "training", Measured(step=3), None, shown, None)
+    return replace(status, **fields)
+
+
+def details(status: RunStatus) -> dict[str, str]:
+    lines = [line.plain for line in run_lines(status, files=False)][1:]
+    return {line[2:16].strip(): line[16:] for line in lines}
+
+
+@pytest.mark.parametrize(
+    ("waiting", "words", "waits_for"),
+    [
+        pytest.param(
+            [0.7, 0.5, 0.05, None],
+            "for rank 2 on n2: the others wait 60% of their time, it waits 5%",
+            {"rank": 2, "node": "n2", "share": 0.05, "others": 0.6},
+            id="one is slow",
+        ),
+        pytest.param([0.5, 0.4, 0.45], None, None, id="all wait alike"),
+        pytest.param([0.1, 0.2, 0.0], None, None, id="little is waited"),
+        pytest.param([None, None], None, None, id="no step yet"),
+        pytest.param([0.9], None, None, id="one rank"),
+    ],
+)
+def test_the_rank_that_others_wait_for(
+    tmp_path: Path, waiting: list[float | None], words: str | None, waits_for: dict[str, Any] | None
+) -> None:
+    shares = [{} if share is None else {"waiting": share} for share in waiting]
+    ranks = [{"rank": r, "node": f"n{r}", **share} for r, share in enumerate(shares)]
+    status = status_of(tmp_path, ranks)
+    assert details(status).get("waiting") == words
+    assert run_json(status)["waits_for"] == waits_for
+
+
+@pytest.mark.parametrize(
+    ("peaks", "predicted", "words"),
+    [
+        (
+            [GIB, 2 * GIB],
+            (GIB, 3 * GIB),
+            "rank 0 1.00 GiB (predicted 1.00 GiB), rank 1 2.00 GiB (predicted 3.00 GiB)",
+        ),
+        (
+            [rank * GIB for rank in range(1, 8)],
+            None,
+            "rank 3 4.00 GiB, rank 4 5.00 GiB, rank 5 6.00 GiB, rank 6 7.00 GiB, 3 ranks less",
+        ),
+    ],
+)
+def test_the_memory_of_the_ranks_that_hold_most(
+    pipeline: Any, tmp_path: Path, peaks: list[int], predicted: Any, words: str
+) -> None:
+    plan = pipeline(len(peaks), 4)
+    if predicted is not None:
+        plan = replace(plan, prediction=Prediction(1.0, 0.0, (1.0,) * len(peaks), predicted))
+    ranks = [{"rank": rank, "peak_bytes": peak} for rank, peak in enumerate(peaks)]
+    status = status_of(tmp_path, [*ranks, {"rank": 99}], plan=plan)
+    assert details(status)["peak memory"] == words
+    every = predicted or [None] * len(peaks)
+    assert run_json(status)["peaks"] == [
+        {"rank": rank, "measured_bytes": peak, "predicted_bytes": every[rank]}
+        for rank, peak in enumerate(peaks)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("step_s", "words"),
+    [
+        (1.002, "1.00 s per step; the run is as fast"),
+        (1.3, "1.00 s per step; the run is 30% slower than that"),
+        (0.8, "1.00 s per step; the run is 20% faster than that"),
+    ],
+)
+def test_speed_and_progress(pipeline: Any, tmp_path: Path, step_s: float, words: str) -> None:
+    plan = replace(pipeline(2, 4), prediction=Prediction(1.0, 0.0, (1.0, 1.0), ()))
+    measured = Measured(step=30, steps=40, step_time_s=step_s)
+    found = details(status_of(tmp_path, plan=plan, measured=measured))
+    assert found["predicted"] == words
+    assert found["progress"].startswith("███████████████░░░░░ step 30 of 40, ")
+    assert found["progress"].endswith(" left")
+
+
+def test_what_is_drawn_of_figures() -> None:
+    times = (7199, 7260, 2e5)
+    assert list(map(format_long_time, times)) == ["119 min 59 s", "2 h 01 min", "2.3 days"]
+    assert sparkline([], 5) == ""
+    assert sparkline([1.0], 5) == "▁"
+    assert sparkline([3, 3, 3], 5) == "▁▁▁"
+    assert sparkline(range(8), 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([0, 0, 7, 7], 2) == "▁█"
+    assert len(sparkline(range(1000), 37)) == 37
+    shares = (0, 1, 0.5, 0.53, 7)
+    assert [bar(share, 4) for share in shares] == ["    ", "████", "██  ", "██▏ ", "████"]
