@@ -1,7 +1,7 @@
 """YAML as nodes of PyYAML, whose marks say where every key and value is written.
 
-Nothing in a file can run, or grow beyond limits. A field reads a scalar without quotes as
-:class:`Plain`, and decides itself whether ``account: 0042`` is a number or a text.
+Nothing in a file can run, or grow beyond limits. Nodes hold scalars as they are written, since the
+field that reads it decides whether ``account: 0042`` is a number or a text.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from yaml.reader import ReaderError
 from pipectl.errors import Problem, SpecError
 
 KeyPath = tuple[str | int, ...]
+Pairs = dict[str, tuple[yaml.ScalarNode, yaml.Node]]
+"""Keys of a mapping, with their nodes and those of their values."""
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 40
@@ -82,12 +84,6 @@ class Place(NamedTuple):
     def problem(self, message: str) -> Problem:
         """A fault at this place."""
         return Problem(self.file, self.line, self.column, message)
-
-
-class Plain(str):
-    """A number or truth value as it is written, without quotes: ``12``, ``3e-4``, ``true``."""
-
-    __slots__ = ()
 
 
 def read_file(path: Path, problems: list[Problem]) -> yaml.Node:
@@ -277,30 +273,19 @@ def parse_scalar(text: str) -> Any:
     return float(text.replace(".", "")) if _SPECIAL.fullmatch(text) else text
 
 
-def to_data(node: yaml.Node | None) -> Any:
-    """What fields read: mappings, lists, None, texts, and :class:`Plain`."""
-    if isinstance(node, yaml.MappingNode):
-        return {to_key(key): to_data(value) for key, value in node.value}
-    if isinstance(node, yaml.SequenceNode):
-        return [to_data(item) for item in node.value]
-    if node is None or (node.tag == _PLAIN and parse_scalar(node.value) is None):
-        return None
-    return to_key(node)
+def scalar_value(node: yaml.Node) -> Any:
+    """What a scalar means without a field that reads it."""
+    return parse_scalar(node.value) if node.tag == _PLAIN else node.value
 
 
-def to_key(node: yaml.Node) -> str:
-    """As :func:`to_data`, of a key: one that is null is Plain, too."""
-    is_text = node.tag != _PLAIN or isinstance(parse_scalar(node.value), str)
-    return str(node.value) if is_text else Plain(node.value)
+def is_null(node: yaml.Node) -> bool:
+    """Whether nothing, or null, is written."""
+    return isinstance(node, yaml.ScalarNode) and scalar_value(node) is None
 
 
-def to_python(value: Any) -> Any:
-    """Data with values and keys typed as YAML types them."""
-    if isinstance(value, dict):
-        return {to_python(key): to_python(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [to_python(item) for item in value]
-    return parse_scalar(value) if isinstance(value, Plain) else value
+def is_quoted(node: yaml.Node) -> bool:
+    """Whether a scalar is a text whatever is in it."""
+    return node.tag != _PLAIN
 
 
 def scalar(text: str | None, place: Place) -> yaml.ScalarNode:
@@ -324,11 +309,8 @@ def with_pairs(node: yaml.MappingNode, pairs: Pairs) -> yaml.MappingNode:
     return yaml.MappingNode("", list(pairs.values()), node.start_mark, node.end_mark)
 
 
-Pairs = dict[str, tuple[yaml.ScalarNode, yaml.Node]]
-
-
 def pairs_of(node: yaml.Node | None) -> Pairs:
-    """Keys of a mapping with their nodes and those of their values; none of anything else."""
+    """Of a mapping; none of anything else."""
     if not isinstance(node, yaml.MappingNode):
         return {}
     return {key.value: (key, value) for key, value in node.value}
@@ -365,7 +347,7 @@ def locate(tree: yaml.Node, path: KeyPath) -> tuple[yaml.Node, yaml.Node, KeyPat
 
 def _is_key(node: yaml.Node, step: str | int) -> bool:
     """Whether a key is written so, or so as Python shows it: ``True`` for ``true``."""
-    return str(step) in (node.value, str(to_python(to_key(node))))
+    return str(step) in (node.value, str(scalar_value(node)))
 
 
 def path_text(path: KeyPath) -> str:
@@ -380,16 +362,15 @@ def escape(text: str) -> str:
     return short if short.isprintable() else repr(short)[1:-1]
 
 
-def show(value: Any) -> str:
-    """Data as a message shows it: ``'many'``, ``3.5``, ``a list``; long text is shortened."""
-    if isinstance(value, dict):
-        return "a mapping"
-    if isinstance(value, list):
-        return "a list"
+def show(node: yaml.Node) -> str:
+    """A value as a message shows it: ``'many'``, ``3.5``, ``a list``; long text is shortened."""
+    if not isinstance(node, yaml.ScalarNode):
+        return "a mapping" if isinstance(node, yaml.MappingNode) else "a list"
+    value = scalar_value(node)
     if value is None:
         return "null"
-    text = value if len(value) <= 60 else f"{value[:57]}..."
-    return str(text) if isinstance(value, Plain) else repr(text)
+    text = node.value if len(node.value) <= 60 else f"{node.value[:57]}..."
+    return repr(text) if isinstance(value, str) else str(text)
 
 
 def to_yaml(data: Any) -> str:

@@ -21,8 +21,9 @@ from pipectl.spec.document import (
     MAX_DEPTH,
     KeyPath,
     Place,
-    Plain,
     escape,
+    is_null,
+    is_quoted,
     locate,
     mapping,
     merge,
@@ -32,14 +33,13 @@ from pipectl.spec.document import (
     read_file,
     read_text,
     scalar,
+    scalar_value,
     show,
-    to_data,
-    to_python,
     to_yaml,
     with_pairs,
 )
 from pipectl.spec.models import JobSpec
-from pipectl.spec.schema import json_schema, properties, schema_at, words
+from pipectl.spec.schema import json_schema, properties, read, schema_at, words
 from pipectl.spec.types import check_version
 from pipectl.units import did_you_mean
 
@@ -122,7 +122,7 @@ def load_document(
     problems: list[Problem] = []
     tree = read_file(path, problems)
     if not isinstance(tree, yaml.MappingNode):
-        fault = "the file is empty" if to_data(tree) is None else _NO_MAPPING
+        fault = "the file is empty" if is_null(tree) else _NO_MAPPING
         raise SpecError([*problems, Problem(str(path), 0, 0, fault)], cure=_INIT)
     for override in overrides:
         tree = _override(tree, override, problems)
@@ -130,7 +130,7 @@ def load_document(
         place = Place(RUNS_VARIABLE)
         output = put(mapping(place), ("output", "directory"), place, scalar(runs, place))
         tree = merge(output, tree)
-    if to_python(to_data(pairs_of(tree).get("site_defaults", (tree, None))[1])) is not False:
+    if scalar_value(locate(tree, ("site_defaults",))[1]) is not False:
         for site in reversed(site_files() if sites is None else sites):
             tree = merge(_read_site(site, problems), tree)
     spec = validate(tree, path, problems, check_files=check_files, check_names=check_names)
@@ -189,7 +189,7 @@ def _read_site(path: Path, problems: list[Problem]) -> yaml.MappingNode:
     except SpecError as error:
         problems += error.problems
         return site
-    if not isinstance(tree, yaml.MappingNode) and to_data(tree) is not None:
+    if not (isinstance(tree, yaml.MappingNode) or is_null(tree)):
         problems.append(Problem(str(path), 0, 0, _NO_MAPPING))
     pairs = pairs_of(tree)
     for name, (key, value) in pairs_of(tree).items():
@@ -200,13 +200,14 @@ def _read_site(path: Path, problems: list[Problem]) -> yaml.MappingNode:
             del pairs[name]
         elif name == "version":
             try:
-                check_version(to_data(pairs.pop(name)[1]))
+                check_version(read(pairs.pop(name)[1]))
             except ValueError as error:
                 problems.append(Place.of(value.start_mark).problem(f"version: {error}"))
     launch = pairs_of(pairs.get("launch", (site, None))[1])
     for section, name in ((pairs, "cluster"), (launch, "template")):
-        if name in section and isinstance(text := to_data(section[name][1]), str):
-            section[name][1].value = str(path.absolute().parent / text)
+        file = section[name][1] if name in section else None
+        if isinstance(file, yaml.ScalarNode) and not is_null(file):
+            file.value = str(path.absolute().parent / file.value)
     return with_pairs(site, pairs)
 
 
@@ -218,9 +219,9 @@ def _origins(value: Any, tree: yaml.Node, path: KeyPath) -> Iterator[Origin]:
         return
     _, node, rest = locate(tree, path)
     # Only a keyword argument can be null; any other null key has its default.
-    is_null = to_data(node) is None and "kwargs" not in path
+    has_default = is_null(node) and "kwargs" not in path
     is_written = not rest or (rest == ("factory",) and isinstance(node, yaml.ScalarNode))
-    place = Place.of(node.start_mark) if is_written and not is_null else None
+    place = Place.of(node.start_mark) if is_written and not has_default else None
     if path == ("sweep", "points"):
         value = [{k: _HIDDEN if holds_variables(k) else v for k, v in x.items()} for x in value]
     elif value and holds_variables(".".join(map(str, path)).removeprefix("sweep.grid.")):
@@ -247,7 +248,7 @@ def validate(
     check_names: bool = False,
 ) -> JobSpec | None:
     """The spec that a document describes; None, and more ``problems``, if it describes none."""
-    data = to_data(tree)
+    data = read(tree, json_schema())
     if data.get("name") is None:
         stem = re.sub(r"[^A-Za-z0-9._-]", "-", source.stem).strip("._-")
         data["name"] = stem[:64] or "job"
@@ -301,10 +302,9 @@ def _explain(tree: yaml.Node, detail: ErrorDetails) -> Problem:
     else:
         schema = schema_at(path)
         allowed = "something else" if schema is None else words(schema)
-    value = to_data(node)
-    shown = show(value)
-    quoted = isinstance(value, str) and not isinstance(value, Plain)
-    if kind in _NUMBERS and quoted and not isinstance(parse_scalar(value), str | None):
+    shown = show(node)
+    is_scalar = isinstance(node, yaml.ScalarNode) and is_quoted(node)
+    if kind in _NUMBERS and is_scalar and not isinstance(parse_scalar(node.value), str | None):
         shown = f"the text {shown}; remove the quotes"
     return _problem(tree, path, f"must be {allowed}, not {shown}")
 

@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
 from pipectl.spec import references
-from pipectl.spec.document import to_python
 from pipectl.spec.types import (
     SCHEDULE_SUFFIX,
     VERSION,
@@ -22,9 +21,7 @@ from pipectl.spec.types import (
     Count,
     Flag,
     Former,
-    Grid,
     JobName,
-    Kwargs,
     LossReference,
     Natural,
     Options,
@@ -41,7 +38,6 @@ from pipectl.spec.types import (
     Version,
     Walltime,
     WeightReference,
-    without_nulls,
 )
 
 
@@ -54,7 +50,7 @@ class Factory(Section):
     factory: Reference
     """`./file.py:name`, relative to the spec file, or `package.module:name`, which is looked for
     next to the spec file first."""
-    kwargs: Kwargs = Field(default_factory=dict)
+    kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments; the values keep their YAML types."""
 
     @model_validator(mode="before")
@@ -73,7 +69,7 @@ class Factory(Section):
 
 
 _SHORT = {"title": "./file.py:name or package.module:name", "type": "string", "pattern": ":"}
-Factories = Annotated[dict[Text, Factory], BeforeValidator(without_nulls)]
+Factories = dict[Text, Factory]
 """User code by name."""
 
 
@@ -89,13 +85,6 @@ class Group(Section):
     match: Text
     """A pattern of full names as in `model.named_parameters()`, such as `*.bias`; `*` also matches
     dots. A parameter belongs to the first group that matches it."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_options(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return {key: item if key == "match" else to_python(item) for key, item in value.items()}
 
     @property
     def options(self) -> dict[str, Any]:
@@ -469,10 +458,10 @@ class Sweep(Section):
     other than `check` and `submit` ignore the sweep. See [sweeps](sweeps.md).
     """
 
-    grid: Grid = Field(default_factory=dict)
+    grid: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
     """Keys with lists of values, such as `optimizer.kwargs.lr: [1e-3, 3e-4]`; every combination is
     a run."""
-    points: tuple[Kwargs, ...] = ()
+    points: tuple[dict[str, Any], ...] = ()
     """Further runs, each a mapping of keys to values."""
     at_once: Count | None = None
     """How many may run at the same time; by default what the batch system allows, and one on this

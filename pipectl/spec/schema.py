@@ -1,6 +1,6 @@
 """The JSON Schema of the job spec: pydantic's, for editors, messages and the reference.
 
-It accepts whatever the loader accepts.
+It accepts whatever the loader accepts, and says how the loader reads each scalar.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
+import yaml
 from pydantic.json_schema import GenerateJsonSchema
 
+from pipectl.spec.document import is_null, is_quoted, scalar_value
 from pipectl.spec.models import JobSpec
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -33,17 +35,45 @@ def json_schema() -> Schema:
 
 def schema_at(path: Sequence[str | int]) -> Schema | None:
     """What may be written at ``path``; None for no key of the spec, and within ``kwargs``."""
-    schema = json_schema()
+    schema: Schema | None = json_schema()
     for step in path:
-        for item in options(schema):
-            inner = item.get("properties", {}).get(step) or item.get("additionalProperties")
-            inner = item.get("items") if isinstance(step, int) else inner
-            if isinstance(inner, dict):
-                schema = inner
-                break
-        else:
-            return None
+        schema = _inner(schema, step)
     return schema
+
+
+def _inner(schema: Schema | None, step: str | int) -> Schema | None:
+    for item in () if schema is None else options(schema):
+        inner = item.get("properties", {}).get(step) or item.get("additionalProperties")
+        inner = item.get("items") if isinstance(step, int) else inner
+        if isinstance(inner, dict):
+            return inner
+    return None
+
+
+def read(node: yaml.Node, schema: Schema | None = None) -> Any:
+    """Python values of a node. Keys that are null count as not given.
+
+    Args:
+        schema: decides whether a scalar without quotes is read as text, as it is written. Without
+            one, values and keys have the types of YAML 1.2, and null is a value.
+    """
+    if isinstance(node, yaml.MappingNode):
+        data = {}
+        for key, value in node.value:
+            inner = _inner(schema, key.value)
+            if inner is None or not is_null(value):
+                data[scalar_value(key) if schema is None else key.value] = read(value, inner)
+        return data
+    if isinstance(node, yaml.SequenceNode):
+        return [read(item, _inner(schema, 0)) for item in node.value]
+    value = scalar_value(node)
+    if schema is None or value is None or is_quoted(node):
+        return value
+    kinds = [item.get("type", ()) for item in options(schema) if not {"const", "enum"} & {*item}]
+    if any("string" in kind for kind in kinds):
+        return node.value
+    is_whole = isinstance(value, float) and value.is_integer() and "integer" in kinds
+    return int(value) if is_whole else value
 
 
 def options(schema: Schema) -> Iterator[Schema]:

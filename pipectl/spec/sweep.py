@@ -19,8 +19,6 @@ from pipectl.spec.document import (
     locate,
     pairs_of,
     show,
-    to_data,
-    to_python,
     with_pairs,
 )
 from pipectl.spec.load import (
@@ -32,6 +30,7 @@ from pipectl.spec.load import (
     validate,
 )
 from pipectl.spec.models import JobSpec
+from pipectl.spec.schema import read
 
 MAX_POINTS = 1000
 """Slurm allows arrays of 1,001 jobs unless a site says otherwise (``MaxArraySize``)."""
@@ -98,7 +97,7 @@ def load_sweep(
         for setting in settings:
             place = Place.of(setting.key.start_mark)
             job = put(job, setting.name.split("."), place, setting.value)
-            value = to_python(to_data(setting.value))
+            value = read(setting.value)
             if holds_variables(setting.name):
                 same = numbers.setdefault(setting.name, [])
                 same += [value] if value not in same else []
@@ -172,7 +171,7 @@ def _repetitions(runs: Sequence[Sequence[_Setting]]) -> Iterator[Problem]:
     """Runs that would be the same as an earlier one."""
     seen: dict[object, int] = {}
     for number, settings in enumerate(runs):
-        values = tuple(sorted((s.name, repr(to_python(to_data(s.value)))) for s in settings))
+        values = tuple(sorted((s.name, repr(read(s.value))) for s in settings))
         if values and seen.setdefault(values, number) != number:
             message = f"a point with the same values as number {seen[values]}"
             yield settings[-1].fault(message, settings[-1].value)
@@ -185,7 +184,7 @@ def _blame_values(problem: Problem, settings: Sequence[_Setting]) -> Problem:
         if Place.of(node.start_mark) <= place <= Place.of(node.end_mark):
             return problem
     shown = (
-        f"{escape(s.name)}: {'(not shown)' if holds_variables(s.name) else show(to_data(s.value))}"
+        f"{escape(s.name)}: {'(not shown)' if holds_variables(s.name) else show(s.value)}"
         for s in settings
     )
     blamed = Place.of(settings[0].value.start_mark)

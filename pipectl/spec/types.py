@@ -17,7 +17,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
-    Strict,
+    StrictBool,
     WithJsonSchema,
     model_validator,
 )
@@ -25,7 +25,7 @@ from pydantic_core import core_schema
 
 from pipectl.directives import RESOURCES
 from pipectl.spec import references
-from pipectl.spec.document import show, to_python
+from pipectl.spec.document import parse_scalar
 from pipectl.units import format_clock, is_name, parse_bytes, parse_duration, parse_walltime
 
 VERSION = 1
@@ -49,7 +49,7 @@ _REFERENCE = "./file.py:name or package.module:name"
 _CHECK_MESSAGES = "PIPECTL_CHECK_MESSAGES"
 _READONLY = ("BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID")
 _SCALAR = ["string", "number", "boolean"]
-"""What a field of text reads as it is written."""
+"""Of a field of text: what is read as it is written, with or without quotes."""
 
 
 class Former(NamedTuple):
@@ -66,25 +66,22 @@ class Former(NamedTuple):
 
 
 class Section(BaseModel):
-    """A mapping of the spec: immutable, unknown keys refused, null keys not given."""
+    """A mapping of the spec: immutable, unknown keys refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
     former_keys: ClassVar[Mapping[str, Former]] = {}
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_keys_without_meaning(cls, value: Any) -> Any:
+    def _drop_former_keys(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        kept = {}
-        for key, item in value.items():
-            if key in cls.former_keys:
-                python = to_python(item)
-                if not python or python in cls.former_keys[key].defaults:
-                    continue
-            if item is not None or key not in cls.model_fields:
-                kept[key] = item
-        return kept
+        former = cls.former_keys
+        return {
+            key: item
+            for key, item in value.items()
+            if key not in former or (item and item not in former[key].defaults)
+        }
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: Any, handler: Any) -> dict[str, Any]:
@@ -136,42 +133,20 @@ class Auto:
         return {"anyOf": [{"const": "auto"}, *choices]}
 
 
-def without_nulls(value: Any) -> Any:
-    """A mapping without its null entries: they count as not given."""
-    if not isinstance(value, dict):
-        return value
-    return {key: item for key, item in value.items() if item is not None}
-
-
 def check_version(value: Any) -> int:
     """The version that is written; raises a ValueError if it is not ours."""
-    number = _number(value)
-    if type(number) is not int or number != VERSION:
-        shown = show(value) if isinstance(value, str) else repr(value)
-        raise ValueError(f"is {shown}; this pipectl reads version {VERSION}")
+    if type(value) is not int or value != VERSION:
+        raise ValueError(f"is {value!r}; this pipectl reads version {VERSION}")
     return VERSION
-
-
-def _number(value: Any) -> Any:
-    """The number or truth value that is written; ``1e3`` is a whole one."""
-    value = to_python(value)
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _quantity(parse: Callable[[str], int]) -> BeforeValidator:
     def read(value: Any) -> int:
-        if not isinstance(value, str | int | float) or len(text := str(value)) > _MAX_QUANTITY:
+        if not isinstance(value, str | int) or len(text := str(value)) > _MAX_QUANTITY:
             raise ValueError
         return parse(text)
 
     return BeforeValidator(read)
-
-
-def _typed(value: Any) -> Any:
-    """A mapping whose values are typed as YAML types them."""
-    if not isinstance(value, dict):
-        return value
-    return {str(key): to_python(item) for key, item in value.items()}
 
 
 def _one_line(text: str) -> str:
@@ -219,14 +194,14 @@ def _option(value: Any) -> Any:
         if not value:
             raise ValueError("is empty")
         return tuple(map(_option_text, value))
-    python = to_python(value)
-    return python if isinstance(python, bool) else _option_text(value)
+    flag = parse_scalar(value) if isinstance(value, str) else value
+    return flag if isinstance(flag, bool) else _option_text(value)
 
 
 def _option_text(value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    if not isinstance(value, str):
         raise ValueError
-    return _line(str(value))
+    return _line(value)
 
 
 def _is_schedule(name: str) -> bool:
@@ -243,10 +218,10 @@ def _json(title: str, pattern: str | None = None) -> WithJsonSchema:
 
 _TEXT = WithJsonSchema({"type": _SCALAR})
 Version = Annotated[int, BeforeValidator(check_version), WithJsonSchema({"const": VERSION})]
-Count = Annotated[int, Strict(), Field(ge=1, le=_MAX), BeforeValidator(_number)]
-Natural = Annotated[int, Strict(), Field(ge=0, le=_MAX), BeforeValidator(_number)]
-Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False), BeforeValidator(_number)]
-Flag = Annotated[bool, Strict(), BeforeValidator(_number)]
+Count = Annotated[int, Field(strict=True, ge=1, le=_MAX)]
+Natural = Annotated[int, Field(strict=True, ge=0, le=_MAX)]
+Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+Flag = StrictBool
 Bytes = Annotated[int, Field(ge=1, le=_MAX), _quantity(parse_bytes), _json("a size such as 4GiB")]
 _Clock = Annotated[int, Field(ge=1, le=_MAX), PlainSerializer(format_clock)]
 Seconds = Annotated[_Clock, _quantity(parse_duration), _json("a duration such as 01:30:00 or 90m")]
@@ -262,23 +237,17 @@ LossReference = Annotated[Text, _reference("model"), _json(f"model, {_REFERENCE}
 WeightReference = Annotated[
     Text, _reference("samples"), _json(f"samples, {_REFERENCE}", "^samples$|:")
 ]
+_OPTION = {"type": [*_SCALAR, "array"], "items": {"type": _SCALAR}}
 _Option = Annotated[
     bool | str | tuple[str, ...],
     BeforeValidator(_option),
     # pydantic takes away the title of the values of a mapping, unless it is deeper.
-    WithJsonSchema(
-        {"anyOf": [{"title": "text, true or a list of texts", "type": [*_SCALAR, "array"]}]}
-    ),
+    WithJsonSchema({"anyOf": [{"title": "text, true or a list of texts", **_OPTION}]}),
 ]
-Options = Annotated[dict[Text, _Option], BeforeValidator(without_nulls)]
+Options = dict[Text, _Option]
 """Options of sbatch or qsub by name; :mod:`pipectl.directives` says which may be set."""
 _Variable = Annotated[Text, AfterValidator(_variable)]
-Variables = Annotated[
-    dict[_Variable, Annotated[str, AfterValidator(_one_line), _TEXT]],
-    BeforeValidator(without_nulls),
-]
-Kwargs = Annotated[dict[str, Any], BeforeValidator(_typed)]
-Grid = Annotated[dict[str, tuple[Any, ...]], BeforeValidator(_typed)]
+Variables = dict[_Variable, Annotated[str, AfterValidator(_one_line), _TEXT]]
 Replicas = Annotated[Literal["any"] | Count | None, Auto()]
 _OWN_SCHEDULE = _json("the name of a .csv file or of a package's schedule", r"\.csv$")
 _Schedule = Annotated[

@@ -12,7 +12,8 @@ import pytest
 
 from pipectl.errors import SpecError
 from pipectl.spec import JobSpec, json_schema, load
-from pipectl.spec.document import read_text, to_data, to_python
+from pipectl.spec.document import read_text
+from pipectl.spec.schema import read as read_node
 
 MINIMAL = """\
 version: 1
@@ -70,7 +71,7 @@ def by_schema() -> Callable[[str], bool]:
     schema = json_schema()
 
     def valid(text: str) -> bool:
-        return accepts(schema, to_python(to_data(read_text(text, "job.yaml", []))), schema)
+        return accepts(schema, read_node(read_text(text, "job.yaml", [])), schema)
 
     return valid
 
