@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -23,24 +23,24 @@ _MAX_DOTS = 30
 
 
 class Axis(NamedTuple):
-    """A scale.
+    """A scale from ``first`` at pixel 0 to ``last``.
 
     Args:
-        ticks: values that are labelled.
-        label: of a value.
+        ticks: labels by their values.
+        scale: the logarithm, or half of a value, with which no difference overflows.
     """
 
-    low: float
-    high: float
-    ticks: Sequence[float]
-    label: Callable[[float], str]
-    logarithmic: bool = False
+    pixels: int
+    first: float
+    last: float
+    ticks: Mapping[float, str]
+    scale: Callable[[float], float] = (0.5).__mul__
 
-    def share(self, value: float) -> float:
-        """Where a value lies, from 0 to 1."""
-        scale = math.log if self.logarithmic else lambda number: number / 2  # no overflow
-        low, high = scale(self.low), scale(self.high)
-        return (scale(value) - low) / (high - low) if high > low else 0.5
+    def place(self, value: float) -> float:
+        """The pixel of a value."""
+        first, last = self.scale(self.first), self.scale(self.last)
+        share = (self.scale(value) - first) / (last - first) if last != first else 0.5
+        return round(self.pixels * share, 1)
 
 
 def linear_ticks(low: float, high: float, max_ticks: int = 10) -> list[float]:
@@ -74,14 +74,13 @@ def steps_svg(curves: Mapping[str, Points]) -> str:
     """
     charts = []
     for title, points in curves.items():
-        if not points:
-            continue
-        points = thinned(points, _MAX_POINTS)
-        xs, ys = zip(*points, strict=True)
-        steps = [step for step in linear_ticks(xs[0], xs[-1], 8) if step == int(step)]
-        x = Axis(xs[0], xs[-1], steps, "{:g}".format)
-        y = Axis(min(ys), max(ys), linear_ticks(min(ys), max(ys), 6), "{:g}".format)
-        charts.append(_chart(title, {"": points}, x, y))
+        if points:
+            points = thinned(points, _MAX_POINTS)
+            xs, ys = zip(*points, strict=True)
+            steps = {x: f"{x:.0f}" for x in linear_ticks(xs[0], xs[-1], 8) if x == int(x)}
+            values = {y: f"{y:g}" for y in linear_ticks(min(ys), max(ys), 6)}
+            x, y = Axis(_WIDTH, xs[0], xs[-1], steps), Axis(_HEIGHT, max(ys), min(ys), values)
+            charts.append(_chart(title, {"": points}, x, y))
     return _charts_svg(charts, "") if charts else ""
 
 
@@ -116,11 +115,9 @@ def links_svg(cluster: Cluster) -> str:
         sums.setdefault(f"{ranks} ranks", []).append((float(size), max(time_s, 1e-9)))
     charts = []
     if bandwidths:
-        title = "bandwidth by message size"
-        charts.append(_chart_by_size(title, bandwidths, 16, _rate))
+        charts.append(_chart_by_size("bandwidth by message size", bandwidths, 16, _rate))
     if sums:
-        title = "time of a sum over ranks by size"
-        charts.append(_chart_by_size(title, sums, 10, format_time))
+        charts.append(_chart_by_size("time of a sum over ranks by size", sums, 10, format_time))
     return _charts_svg(charts, f"Links of {cluster.name}", cluster.source)
 
 
@@ -134,32 +131,23 @@ def _chart_by_size(
     """
     xs, ys = zip(*(point for points in curves.values() for point in points), strict=True)
     sizes = [size for size in (16.0**power for power in range(16)) if min(xs) <= size <= max(xs)]
-    first = math.floor(math.log(min(ys), base))
-    last = max(math.ceil(math.log(max(ys), base)), first + 1)
-    values = [float(base) ** power for power in range(first, last + 1)]
-    x = Axis(min(xs), max(xs), sizes, format_bytes, logarithmic=True)
-    y = Axis(values[0], values[-1], values, label, logarithmic=True)
-    return _chart(title, curves, x, y)
+    x = Axis(_WIDTH, min(xs), max(xs), {size: whole_bytes(size) for size in sizes}, math.log)
+    lowest = math.floor(math.log(min(ys), base))
+    highest = max(math.ceil(math.log(max(ys), base)), lowest + 1)
+    values = [float(base) ** power for power in range(lowest, highest + 1)]
+    labels = {value: _without_zeros(label(value)) for value in values}
+    return _chart(title, curves, x, Axis(_HEIGHT, values[-1], values[0], labels, math.log))
 
 
 def _chart(title: str, curves: Mapping[str, Points], x: Axis, y: Axis) -> dict[str, Any]:
     """What the template draws, in pixels from the upper left corner of the chart."""
-
-    def places(points: Points) -> Iterator[tuple[float, float]]:
-        for one, other in points:
-            yield round(_WIDTH * x.share(one), 1), round(_HEIGHT * (1 - y.share(other)), 1)
-
     return {
         "title": title,
-        "x_ticks": [
-            (round(_WIDTH * x.share(tick), 1), _without_zeros(x.label(tick))) for tick in x.ticks
-        ],
-        "y_ticks": [
-            (round(_HEIGHT * (1 - y.share(tick)), 1), _without_zeros(y.label(tick)))
-            for tick in y.ticks
-        ],
+        "x_ticks": [(x.place(value), label) for value, label in x.ticks.items()],
+        "y_ticks": [(y.place(value), label) for value, label in y.ticks.items()],
         "curves": [
-            (name, [*places(points)], len(points) <= _MAX_DOTS) for name, points in curves.items()
+            (name, [(x.place(a), y.place(b)) for a, b in points], len(points) <= _MAX_DOTS)
+            for name, points in curves.items()
         ],
     }
 

@@ -202,7 +202,8 @@ def gantt_svg(timelines: Timeline | Mapping[str, Timeline], title: str, *notes: 
             legend.append((kind, x, look.name))
             x += 17 + _LETTER_WIDTH * len(look.name) + 14
     top = (28 if title else 10) + _LINE_HEIGHT * len(notes)
-    ticks = [time_s for time_s in linear_ticks(0.0, end_s) if time_s < end_s - _LABEL_WIDTH / scale]
+    last_s = end_s * (1 - _LABEL_WIDTH / _WIDTH)
+    ticks = [time_s for time_s in linear_ticks(0.0, end_s) if time_s < last_s]
     return render(
         "gantt.svg.j2",
         title=title,
