@@ -74,7 +74,7 @@ mutants: $(INSTALLED) ## say how many deliberate faults the tests of the pure la
 	$(BIN)/python tests/benchmarks/write_page.py run mutants
 
 golden: $(INSTALLED) ## rewrite the golden files and the generated reference; look at the diff
-	PIPECTL_GOLDEN=write $(BIN)/python -m pytest $$(grep -rl --include='*.py' PIPECTL_GOLDEN tests)
+	PIPECTL_GOLDEN=write $(BIN)/python -m pytest $$(grep -rlE --include='test_*.py' 'PIPECTL_GOLDEN|golden\(' tests)
 	$(BIN)/python -m pipectl.spec.reference .
 
 clean: ## remove what make and the tools made; runs/ stays

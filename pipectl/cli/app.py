@@ -43,7 +43,7 @@ COMMANDS = {
 LAB = {
     "simulate": "Simulate one step and draw it.\n\n"
     "The drawing shows what every rank does when, and where it waits.",
-    "plan": "Plan with other planners, for other objectives or links.\n\n-o writes the plan.",
+    "plan": "Plan with other planners, for other objectives or links.",
     "rehearse": "Run a plan whose ranks wait instead of computing.\n\nBy default on this machine.",
     "verify": "Compare a pipeline with one plain process.\n\n"
     "Both train a few steps here, and all weights are compared. "

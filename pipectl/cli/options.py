@@ -76,10 +76,11 @@ RUN_HELP = "Run name (or its start or end), path, job id, or 'last'."
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job spec.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change one field: training.steps=10."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Set one key of the job: training.steps=10."),
 ]
 SchedulerOption = Annotated[
-    SchedulerName | None, typer.Option("--scheduler", help="Where to run it, instead of the spec.")
+    SchedulerName | None,
+    typer.Option("--scheduler", help="Where the job runs; by default launch.scheduler."),
 ]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=names_of_runs)]
 RunNames = Annotated[
@@ -88,10 +89,10 @@ RunNames = Annotated[
 ]
 RunsDirectory = Annotated[
     Path,
-    typer.Option("--directory", "-d", envvar=RUNS_VARIABLE, help="Where the run directories are."),
+    typer.Option("--directory", "-d", envvar=RUNS_VARIABLE, help="Directory of the runs."),
 ]
 Wait = Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")]
 TrustOwner = Annotated[
     bool, typer.Option("--trust-owner", help="Run code that other users could have written.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]

@@ -18,17 +18,18 @@ def command(
     name: RunName = "last",
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="The file; by default model.safetensors."),
+        typer.Option("--output", "-o", help="File to write; by default model.safetensors."),
     ] = None,
     step: Annotated[
-        int | None, typer.Option("--step", min=1, help="Of the checkpoint; by default the last.")
+        int | None,
+        typer.Option("--step", min=1, help="Step of the checkpoint; by default the last."),
     ] = None,
     shard_size: Annotated[
         int | None,
         typer.Option(
             parser=read_size,
             metavar="SIZE",
-            help="Several files of at most 5GB, say, and an index.",
+            help="Write files of at most this size (5GB), and an index.",
         ),
     ] = None,
     as_json: Json = False,

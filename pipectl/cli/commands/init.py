@@ -36,28 +36,27 @@ _MAX_COUNT = 10**7
 
 
 def command(
-    directory: Annotated[Path, typer.Argument(help="Where to write it.")] = Path(),
+    directory: Annotated[Path, typer.Argument(help="Directory to write it to.")] = Path(),
     model: Annotated[
         str | None,
         typer.Option(metavar=_REFERENCE, help="Your model, instead of a small example."),
     ] = None,
     data: Annotated[
-        str | None, typer.Option(metavar=_REFERENCE, help="Its data; else FILE:training_data.")
+        str | None,
+        typer.Option(metavar=_REFERENCE, help="Your data; by default FILE:training_data."),
     ] = None,
     loss: Annotated[
         str,
-        typer.Option(
-            metavar=_REFERENCE, help="Its loss; `model` if the model itself returns the loss."
-        ),
+        typer.Option(metavar=_REFERENCE, help="Your loss; `model` if the model itself returns it."),
     ] = LOSS,
     name: Annotated[str, typer.Option(help="Name of the job.")] = "starter",
     scheduler: Annotated[
-        SchedulerName | None, typer.Option(help="Instead of the one that is found.")
+        SchedulerName | None, typer.Option(help="Batch system; by default the one that is found.")
     ] = None,
     partition: Annotated[
-        str | None, typer.Option("--partition", "--queue", help="Of Slurm, or queue of PBS.")
+        str | None, typer.Option("--partition", "--queue", help="Slurm partition or PBS queue.")
     ] = None,
-    account: Annotated[str | None, typer.Option(help="Account the job is charged to.")] = None,
+    account: Annotated[str | None, typer.Option(help="Account to charge.")] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.")] = None,
     tasks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks on each node.")] = None,
     cpus_per_task: Annotated[int | None, typer.Option(min=1, help="Cores of each rank.")] = None,
@@ -65,14 +64,15 @@ def command(
         int | None, typer.Option(min=0, help="Accelerators of each node.")
     ] = None,
     memory: Annotated[
-        int | None, typer.Option(parser=read_size, metavar="SIZE", help="Of each node: 16GiB.")
+        int | None,
+        typer.Option(parser=read_size, metavar="SIZE", help="Memory of each node: 16GiB."),
     ] = None,
     walltime: Annotated[
         int | None,
         typer.Option(
             parser=read_walltime,
             metavar="TIME",
-            help="For example 1h30m; a number alone is minutes.",
+            help="Time limit: 1h30m; a number alone is minutes.",
         ),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing.")] = False,

@@ -38,17 +38,19 @@ _PATIENCE_S = 60.0
 
 def command(
     names: RunNames = None,
-    script: Annotated[bool, typer.Option("--script", help="The job script instead.")] = False,
+    script: Annotated[bool, typer.Option("--script", help="Print the job script instead.")] = False,
     follow: Annotated[
         bool, typer.Option("-f", "--follow", help="Print what is added until the run ends.")
     ] = False,
     rank: Annotated[
         list[int] | None,
-        typer.Option("--rank", metavar="N", min=0, help="Only that rank; may be repeated."),
+        typer.Option(
+            "--rank", metavar="N", min=0, help="Print only this rank's lines; may be repeated."
+        ),
     ] = None,
     tail: Annotated[
         int | None,
-        typer.Option("--tail", "-n", metavar="N", min=0, help="Only the last N lines."),
+        typer.Option("--tail", "-n", metavar="N", min=0, help="Print only the last N lines."),
     ] = None,
     directory: RunsDirectory = RUNS,
 ) -> None:

@@ -36,22 +36,25 @@ from pipectl.report.gantt import gantt_svg
 _MAX_NODES = 100_000
 
 JobFile = Annotated[
-    Path | None, typer.Argument(metavar="[JOB.yaml]", help="The job spec; or give --profile.")
+    Path | None,
+    typer.Argument(metavar="[JOB.yaml]", help="The job spec; not needed with --profile."),
 ]
 ProfileFile = Annotated[
     Path | None,
-    typer.Option("--profile", help="Instead of runs/NAME.profile.json; needs no job file."),
+    typer.Option(
+        "--profile", help="Profile to plan; by default the job's, runs/NAME.profile.json."
+    ),
 ]
 ClusterFile = Annotated[
-    Path | None, typer.Option("--cluster", help="Description of the machines, cluster.json.")
+    Path | None, typer.Option("--cluster", help="Description of the machines: cluster.json.")
 ]
-Devices = Annotated[int | None, typer.Option(min=1, help="Use this many devices.")]
+Devices = Annotated[int | None, typer.Option(min=1, help="Number of devices to use.")]
 NodeCounts = Annotated[
     list[str] | None,
     typer.Option("--nodes", metavar="N,N,…", help="Compare these numbers of nodes."),
 ]
 Explain = Annotated[bool, typer.Option("--explain", help="Say why, and what would help.")]
-SvgFile = Annotated[Path | None, typer.Option(help="Draw the predicted step here.")]
+SvgFile = Annotated[Path | None, typer.Option(help="Picture of the predicted step to write.")]
 
 
 def command(
@@ -70,7 +73,8 @@ def command(
     ] = False,
     explain: Explain = False,
     output_file: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Instead of runs/NAME.plan.json.")
+        Path | None,
+        typer.Option("-o", "--output", help="Plan to write; by default runs/NAME.plan.json."),
     ] = None,
     svg: SvgFile = None,
     as_json: Json = False,

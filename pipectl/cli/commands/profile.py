@@ -38,7 +38,9 @@ def command(
     output_file: Annotated[
         Path | None,
         typer.Option(
-            "-o", "--output", help="Instead of runs/NAME.profile.json (or NAME.cluster.json)."
+            "-o",
+            "--output",
+            help="File to write; by default runs/NAME.profile.json (.cluster.json).",
         ),
     ] = None,
     effort: Annotated[Effort, typer.Option(help="How long to measure.")] = Effort.NORMAL,

@@ -24,17 +24,19 @@ def command(
     name: RunName = "last",
     directory: RunsDirectory = RUNS,
     step: Annotated[
-        int | None, typer.Option(min=1, help="Of those recorded; by default the last.")
+        int | None, typer.Option(min=1, help="Recorded step to show; by default the last.")
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="FILE", help="Write a page of HTML instead."),
+        typer.Option(
+            "-o", "--output", metavar="FILE", help="HTML page to write, instead of printing."
+        ),
     ] = None,
     svg: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw prediction and step as a picture.")
+        Path | None, typer.Option(metavar="FILE", help="Picture of prediction and step to write.")
     ] = None,
     perfetto: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev.")
+        Path | None, typer.Option(metavar="FILE", help="Trace to write, for ui.perfetto.dev.")
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -32,10 +32,13 @@ from pipectl.runs import RunDirectory, SweepDirectory, find, find_runs, list_run
 def command(
     names: RunNames = None,
     directory: RunsDirectory = RUNS,
-    limit: Annotated[int, typer.Option(min=1, help="Runs to list at most, newest last.")] = 20,
-    ranks: Annotated[bool, typer.Option("--ranks", help="Every rank of a run in a table.")] = False,
+    limit: Annotated[int, typer.Option(min=1, help="List at most so many runs, newest last.")] = 20,
+    ranks: Annotated[bool, typer.Option("--ranks", help="Show every rank of a run.")] = False,
     watching: Annotated[
-        bool, typer.Option("--watch", "-w", help="On the whole screen, until it is over or Ctrl-C.")
+        bool,
+        typer.Option(
+            "--watch", "-w", help="Watch on the whole screen, until it is over or Ctrl-C."
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:

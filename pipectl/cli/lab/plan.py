@@ -76,11 +76,13 @@ def command(
     devices: plan_command.Devices = None,
     memory_limit: Annotated[
         int | None,
-        typer.Option(parser=read_size, metavar="SIZE", help="Of every rank: 8GiB."),
+        typer.Option(parser=read_size, metavar="SIZE", help="Memory of every rank: 8GiB."),
     ] = None,
     bandwidth: Annotated[
         float | None,
-        typer.Option(parser=reader(_bandwidth), metavar="RATE", help="Of every link: 1GB/s."),
+        typer.Option(
+            parser=reader(_bandwidth), metavar="RATE", help="Bandwidth of every link: 1GB/s."
+        ),
     ] = None,
     communication_scale: Annotated[
         float | None,
@@ -96,14 +98,16 @@ def command(
     budget: Annotated[
         int | None,
         typer.Option(
-            parser=reader(parse_duration, zero=True), metavar="TIME", help="Of each search: 10s."
+            parser=reader(parse_duration, zero=True),
+            metavar="TIME",
+            help="Time limit of each search: 10s.",
         ),
     ] = None,
     scheduler: SchedulerOption = None,
     nodes: plan_command.NodeCounts = None,
     explain: plan_command.Explain = False,
     output_file: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write the plan to this file.")
+        Path | None, typer.Option("-o", "--output", help="Plan to write.")
     ] = None,
     svg: plan_command.SvgFile = None,
     as_json: Json = False,

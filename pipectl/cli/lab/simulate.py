@@ -17,7 +17,6 @@ from pipectl.jobs.schedules import Simulated, plan_equal_stages, simulate_plan
 from pipectl.plan import Plan
 from pipectl.report.gantt import gantt_svg, legend
 
-_SHAPE = "of equal stages, in any unit"
 _MAX_SHOWN = 16
 """Stages whose micro-batches in flight are printed."""
 _MAX_TIME = 1e100
@@ -38,17 +37,25 @@ def _time_option(help_text: str) -> Any:
 def command(
     schedule: Annotated[
         str | None,
-        typer.Option(metavar="NAME|F.csv", help="Built in, a file, or a package's."),
+        typer.Option(metavar="NAME|F.csv", help="Schedule: built in, a file, or of a package."),
     ] = None,
-    plan: Annotated[Path | None, typer.Option(help="Of this plan.json instead.")] = None,
-    cluster: Annotated[Path | None, typer.Option(help="On this cluster.json; with --plan.")] = None,
-    stages: Annotated[int | None, typer.Option(min=1, help="Stages.")] = None,
-    micro_batches: Annotated[int | None, typer.Option(min=1, help="Micro-batches.")] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks, if fewer than stages.")] = None,
-    forward: Annotated[float | None, _time_option(f"Time {_SHAPE}; else 1.")] = None,
-    backward: Annotated[float | None, _time_option(f"Time {_SHAPE}; else 2.")] = None,
-    latency: Annotated[float | None, _time_option("Of messages, in this unit; else 0.")] = None,
-    svg: Annotated[Path | None, typer.Option(help="Draw the step here.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="Plan to simulate instead: plan.json.")] = None,
+    cluster: Annotated[
+        Path | None, typer.Option(help="Machines of the plan: cluster.json.")
+    ] = None,
+    stages: Annotated[int | None, typer.Option(min=1, help="Number of stages.")] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option(min=1, help="Number of micro-batches.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Number of ranks, if fewer than stages.")
+    ] = None,
+    forward: Annotated[
+        float | None, _time_option("Time of a forward, in any unit; by default 1.")
+    ] = None,
+    backward: Annotated[float | None, _time_option("Time of a backward; by default 2.")] = None,
+    latency: Annotated[float | None, _time_option("Latency of a message; by default 0.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Picture of the step to write.")] = None,
     as_json: Json = False,
 ) -> None:
     if svg is not None:

@@ -33,16 +33,16 @@ def print_comparison(recorded: RecordedStep, comparison: Comparison) -> None:
     console = output()
     say(step_line(recorded, comparison), "bold")
     for sentence in (*find_bottleneck(comparison), find_largest_difference(comparison)):
-        say(sentence)
+        console.print(plain(sentence), soft_wrap=not console.is_terminal)
     every = [part for part in comparison.parts if max(part.time) >= _NOTHING_S]
     parts = _worst(every, _MAX_PARTS, lambda part: abs(part.time.more_s))
-    console.print(_parts_table(parts))
+    console.print("", _parts_table(parts), sep="\n")
 
     def difference_s(rank: RankStep) -> float:
         return max(abs(both.more_s) for both in rank.spent.values())
 
     ranks = _worst(comparison.ranks, _MAX_RANKS, difference_s)
-    console.print(_ranks_table(ranks))
+    console.print("", _ranks_table(ranks), sep="\n")
     for remark in _remarks(recorded, comparison, len(parts) < len(every), len(ranks)):
         note(remark)
 
