@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SHAPE = "lab simulate --schedule gpipe --stages 2 --micro-batches 2"
 WRITERS = [
-    (f"{SHAPE} --svg", "cli.lab.simulate.simulate_shape"),
+    (f"{SHAPE} --svg", "cli.lab.simulate.plan_equal_stages"),
     ("plan job.yaml -o", "cli.commands.plan.plan_step"),
     ("plan job.yaml --svg", "cli.commands.plan.plan_step"),
     ("report last --perfetto", "cli.commands.report.load_step"),
