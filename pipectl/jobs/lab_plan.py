@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from pipectl.errors import InfeasibleError, PipectlError, UsageError
-from pipectl.jobs.plan import Deadline, PlanInputs
+from pipectl.jobs.planning import Deadline, PlanInputs
 from pipectl.plan import Plan, Replication
 from pipectl.planner import PlanRequest
 from pipectl.planner.balance.balance import balance

@@ -142,11 +142,11 @@ def _add_plan(job: Job, progress: Progress | None, *, own: bool, make: bool, tra
         return job
     if make and progress is not None:
         progress(0, 0, "planning")
-    from pipectl.jobs.planning import find_plan, fresh_plan, kept_micro_batches
+    from pipectl.jobs.planning import find_plan, fresh_plan
 
     plan = fresh_plan(spec, profile, cluster, path)
     if plan is None and make:
-        plan = find_plan(spec, profile, cluster, kept_micro_batches(spec) if own else None)
+        plan = find_plan(spec, profile, cluster, keep=own)
         if own:
             plan.save(path)
     if plan is not None and trains:
@@ -198,11 +198,11 @@ def prepare_run(run: RunDirectory, clock: Callable[[], float] = time.time) -> No
         profile = measure(spec, run.profile, heartbeat.profiling).profile
         _share(run, profile, profile_path(spec))
     if not run.plan.exists():
-        from pipectl.jobs.planning import find_plan, kept_micro_batches, write_plan
+        from pipectl.jobs.planning import find_plan, write_plan
 
         heartbeat.beat("planning")
         cluster = Cluster.load(run.cluster)
-        plan = find_plan(spec, profile, cluster, kept_micro_batches(spec))
+        plan = find_plan(spec, profile, cluster, keep=True)
         write_plan(run, plan, cluster)
         _share(run, plan, plan_path(spec))
 

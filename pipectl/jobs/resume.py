@@ -13,7 +13,7 @@ from pipectl.jobs.places import find_machines, scheduler_name
 from pipectl.jobs.prepare import load_run, refuse_code_of_others
 from pipectl.jobs.profiles import is_fresh
 from pipectl.jobs.recover import add_next_job, recover_locked
-from pipectl.jobs.request import Job, make_job, make_request
+from pipectl.jobs.request import Job, make_job
 from pipectl.jobs.state import get_status
 from pipectl.jobs.submit import Rollback, Submission, hand_over
 from pipectl.plan import Plan
@@ -181,13 +181,13 @@ def _submit_again(
 ) -> Resumption:
     """Hand the run over, without what its earlier start left; or leave it as it was."""
     starts = read_starts(run)
-    request = make_request(job, run.path)
-    requeues = job.spec.checkpoint.max_requeues
-    if requeues:  # as often as for a new run
-        request = request.update(checkpoint={"max_requeues": starts + requeues})
-    new = Submission.new(run, job, request, now)
+    new = Submission.new(run, job, now)
     again = replace(new.record, name=record.name, history=record.history, sweep=record.sweep)
     new = replace(new, record=again.after(now, "submitting", detail="resumed"))
+    requeues = job.spec.checkpoint.max_requeues
+    if requeues:  # as often as for a new run
+        request = new.request.update(checkpoint={"max_requeues": starts + requeues})
+        new = replace(new, request=request)
     # What the earlier start reported says nothing of the run while it waits.
     ended = [run.exit_code, run.resubmitted, run.stopped, run.requeue_error]
     if job.plan is None:
@@ -214,4 +214,4 @@ def _submit_again(
         (submission,) = hand_over([new], rollback)
     last = last_checkpoint(run)
     step = 0 if last is None else step_of(last) or 0
-    return Resumption(run, job, request, submission.record, step=step, replanned=replanned)
+    return Resumption(**vars(submission), step=step, replanned=replanned)

@@ -57,13 +57,16 @@ class Submission:
     record: Record
 
     @classmethod
-    def new(cls, run: RunDirectory, job: Job, request: JobRequest, now: float) -> Submission:
+    def new(
+        cls, run: RunDirectory, job: Job, now: float, after: tuple[str, ...] = ()
+    ) -> Submission:
         """One that the batch system has yet to be told of.
 
         Args:
             now: seconds since the epoch.
+            after: ids of jobs that must have completed before it starts.
         """
-        steps = job.work.steps
+        request, steps = make_request(job, run.path, after=after), job.work.steps
         record = Record(
             name=request.name,
             scheduler=job.scheduler,
@@ -108,18 +111,17 @@ class Rollback:
             with suppress(OSError):
                 place.replace(path)
                 place.parent.rmdir()  # once it is empty
-        # On a full disk, what takes more room comes last; a file that cannot be written stops none.
-        files = self.contents.items()
-        for path, text in sorted(
-            files, key=lambda file: (file[1] is not None, not file[0].exists())
-        ):
+        texts = {path: text for path, text in self.contents.items() if text is not None}
+        for path in self.contents.keys() - texts.keys():
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+        # On a full disk, files that are still there come first: they free what the others take.
+        for path in sorted(texts, key=lambda path: not path.exists()):
             with suppress(UsageError, OSError):
-                if text is None:
-                    path.unlink(missing_ok=True)
-                elif not path.exists():
-                    write_text(path, text, mode=_PRIVATE)
-                elif path.read_text(encoding="utf-8") != text:
-                    write_text(path, text, mode=path.stat().st_mode & 0o777)
+                if not path.exists():
+                    write_text(path, texts[path], mode=_PRIVATE)
+                elif path.read_text(encoding="utf-8") != texts[path]:
+                    write_text(path, texts[path], mode=path.stat().st_mode & 0o777)
 
 
 def submit(job: Job, now: float, after: Sequence[RunDirectory] = ()) -> Submission:
@@ -140,8 +142,7 @@ def submit(job: Job, now: float, after: Sequence[RunDirectory] = ()) -> Submissi
     ids = ids_to_wait_for(after, job.scheduler, now)
     run = RunDirectory.create(base, job.name, now)
     with locked(run), Rollback(created=[run.path]) as rollback:
-        request = make_request(job, run.path, after=ids)
-        return hand_over([Submission.new(run, job, request, now)], rollback)[0]
+        return hand_over([Submission.new(run, job, now, ids)], rollback)[0]
 
 
 def hand_over(

@@ -82,7 +82,7 @@ def submit_sweep(
         sweep.save(Members(request.tag, tuple(run.name for run in runs), at_once))
         submissions = []
         for index, (point, job, run) in enumerate(zip(points, jobs, runs, strict=True)):
-            submission = Submission.new(run, job, make_request(job, run.path), now)
+            submission = Submission.new(run, job, now)
             values = {key: recordable(value) for key, value in point.values.items()}
             setting = Setting(sweep.name, values)
             record = replace(submission.record, tag=request.tag, sweep=setting, task=index)

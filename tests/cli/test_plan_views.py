@@ -24,7 +24,7 @@ from pipectl.cli.views.plan import (
     verdict,
 )
 from pipectl.cluster import assumed_cluster
-from pipectl.jobs.plan import PlanInputs, StepAnswer
+from pipectl.jobs.planning import PlanInputs, StepAnswer
 from pipectl.plan import Blocks, Plan, Prediction, Replication, Search, StageCost
 from pipectl.planner import PlanRequest
 from pipectl.planner.answers.busiest_link import LinkLoad

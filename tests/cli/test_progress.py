@@ -13,7 +13,7 @@ from rich.console import Console
 from pipectl.cli.commands.plan import stoppable
 from pipectl.cli.failure import interruptible
 from pipectl.cli.progress import Lines, progress_bar
-from pipectl.jobs.plan import Deadline
+from pipectl.jobs.planning import Deadline
 
 
 def test_a_line_every_ten_seconds_with_the_time_left(capfd: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipectl.cluster import assumed_cluster
-from pipectl.jobs.plan import Deadline, gather
+from pipectl.jobs.planning import Deadline, gather
 from pipectl.profile import Operator, Profile
 
 

@@ -108,7 +108,7 @@ def test_no_plan_of_another_model_stays_where_planning_is_cut_short(
     replace(PROFILE, key="of another model").save(run.profile)
     replace(Plan.load(run.plan), assumptions=("mine",)).save(run.plan)
 
-    def killed(*_: object) -> None:
+    def killed(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

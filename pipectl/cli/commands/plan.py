@@ -23,7 +23,7 @@ from pipectl.cli.views.plan import (
 )
 from pipectl.errors import UsageError
 from pipectl.files import make_directory_of, write_text
-from pipectl.jobs.plan import (
+from pipectl.jobs.planning import (
     Deadline,
     PlanInputs,
     gather,

@@ -25,7 +25,7 @@ from pipectl.jobs.lab_plan import (
     choose_planner,
     plan_balance,
 )
-from pipectl.jobs.plan import Deadline, gather
+from pipectl.jobs.planning import Deadline, gather
 from pipectl.profile import Profile
 from pipectl.units import did_you_mean, format_time, parse_bytes, parse_duration
 

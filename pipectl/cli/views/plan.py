@@ -20,7 +20,7 @@ from pipectl.timeline import Timeline
 from pipectl.units import format_bytes, format_time
 
 if TYPE_CHECKING:  # `status` shows plans, too, and loads no planner
-    from pipectl.jobs.plan import StepAnswer
+    from pipectl.jobs.planning import StepAnswer
     from pipectl.planner.answers.busiest_link import End, LinkLoad
     from pipectl.planner.answers.data_parallel import WithoutPipeline
     from pipectl.planner.answers.explain import Explanation
