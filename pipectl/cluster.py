@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipectl.errors import DataFileError
-from pipectl.fields import Reader
+from pipectl.fields import Count, Positive, read_fields
 from pipectl.files import read_json, write_json
 from pipectl.link import Link
 
@@ -49,7 +49,7 @@ class Device:
     """
 
     kind: str
-    speed: float = 1.0
+    speed: Positive = 1.0
     memory_bytes: int | None = None
     host_link: Link | None = None
     disk_link: Link | None = None
@@ -72,10 +72,15 @@ class Node:
     """
 
     name: str
-    ranks: int
-    cores: int
+    ranks: Count
+    cores: Count
     device: Device
     switch: str | None = None
+
+    @staticmethod
+    def complete_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """With what a file may leave out."""
+        return {"cores": fields.get("ranks"), **fields}
 
 
 @dataclass(frozen=True)
@@ -189,26 +194,22 @@ class Cluster:
     @classmethod
     def from_json(cls, document: dict[str, Any], *, file: str = "cluster") -> Cluster:
         """A cluster from its JSON object; see :meth:`load`."""
-        reader = Reader(document, file=file, cure=_CURE)
-        reader.check_version(VERSION)
-        links = reader.section("links")
-        nodes = tuple(_node(item) for item in reader.items("nodes"))
-        if not nodes:
+        links = read_fields(_Linked, document, file=file, cure=_CURE, version=VERSION).links
+        fields = {**document, "source": document.get("source") or "unknown", **links._asdict()}
+        cluster = read_fields(cls, fields, file=file, cure=_CURE)
+        if not cluster.nodes:
             raise DataFileError(f"{file}: nodes: a cluster needs at least one", cure=_CURE)
-        return cls(
-            name=reader.text("name"),
-            source=reader.text("source", default="unknown"),
-            nodes=nodes,
-            within_node=Link.from_json(links.section("within_node")),
-            between_nodes=Link.from_json(links.section("between_nodes")),
-            assumed=reader.flag("assumed", default=False),
-            allreduce=tuple(
-                (int(ranks), int(size), time_s)
-                for ranks, size, time_s in reader.rows("allreduce", 3)
-            ),
-            key=reader.optional_text("key"),
-            between_switches=links.optional("between_switches", Link.from_json),
-        )
+        return cluster
+
+
+class _Links(NamedTuple):
+    within_node: Link
+    between_nodes: Link
+    between_switches: Link | None = None
+
+
+class _Linked(NamedTuple):
+    links: _Links
 
 
 def assumed_cluster(
@@ -245,21 +246,3 @@ def _node_json(node: Node) -> dict[str, Any]:
         device["disk_link"] = node.device.disk_link.to_json()
     found = {"name": node.name, "ranks": node.ranks, "cores": node.cores, "device": device}
     return found if node.switch is None else {**found, "switch": node.switch}
-
-
-def _node(item: Reader) -> Node:
-    device = item.section("device")
-    ranks = item.integer("ranks", minimum=1)
-    return Node(
-        name=item.text("name"),
-        ranks=ranks,
-        cores=item.integer("cores", default=ranks, minimum=1),
-        device=Device(
-            kind=device.text("kind"),
-            speed=device.positive("speed", default=1.0),
-            memory_bytes=device.optional_integer("memory_bytes"),
-            host_link=device.optional("host_link", Link.from_json),
-            disk_link=device.optional("disk_link", Link.from_json),
-        ),
-        switch=item.optional_text("switch"),
-    )

@@ -1,213 +1,244 @@
-"""Checked access to the fields of a JSON object, with errors that name file and field."""
+"""JSON objects read into dataclasses and named tuples, checked by their type hints.
+
+A hint says what a value must be. An ``int`` is whole (3.0 is, too) and at least 0, a ``float`` is
+finite and at least 0; ``tuple[X, ...]`` is a list, ``tuple[X, Y]`` a list of two values, and
+``Mapping[str, X]`` an object. A named tuple may also stand in the file as a list. Null counts as
+absent, and unknown keys are ignored. In an ``Annotated`` hint, a :class:`Rule` narrows what is
+allowed, and a function takes the place of what the type says: it makes the value, or raises
+:class:`FieldError`. ``{"key": name}`` as metadata of a dataclass's field is its name in the file; a
+static method ``complete_fields`` of the class adds what a file may leave out.
+
+pydantic does the same, and takes longer to import than ``pipectl status`` does to answer.
+"""
 
 from __future__ import annotations
 
 import math
-import re
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from enum import Enum
+from functools import cache, partial
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union
 
 from pipectl.errors import DataFileError
 
 T = TypeVar("T")
+Convert = Callable[[Any], Any]
 LARGEST = 2**63 - 1
-MOST_BYTES = 2**50
+MAX_BYTES = 2**50
 """Of one thing; sums over thousands still fit into eight bytes."""
-_REQUIRED: Any = object()
 
 
-class Reader:
-    """Fields of one JSON object.
+class FieldError(ValueError):
+    """A value is wrong.
 
-    Args:
-        document: the object.
-        file: its file, for messages.
-        path: where in the file it stands, e.g. ``nodes[3]``.
-        cure: how to get a good file.
+    Attributes:
+        path: keys and indices that lead to it, the last one first.
     """
 
-    def __init__(self, document: dict[str, Any], *, file: str, cure: str, path: str = "") -> None:
-        self._document = document
-        self._file = file
-        self._path = path
-        self._cure = cure
-
-    def __contains__(self, key: str) -> bool:
-        return self._document.get(key) is not None
-
-    def error(self, key: str, message: str) -> DataFileError:
-        """An error about ``key``, for the caller to raise."""
-        place = f"{self._path}.{key}" if self._path else key
-        return DataFileError(f"{self._file}: {place}: {message}", cure=self._cure)
-
-    def value(self, key: str, default: Any = _REQUIRED) -> Any:
-        """The raw value; null counts as absent."""
-        found = self._document.get(key)
-        if found is not None:
-            return found
-        if default is _REQUIRED:
-            raise self.error(key, "missing")
-        return default
-
-    def text(self, key: str, default: str = _REQUIRED) -> str:
-        """A string."""
-        return self._typed(key, str, "a string", default)
-
-    def optional_text(self, key: str) -> str | None:
-        """A string, or None where absent."""
-        return self.text(key) if key in self else None
-
-    def flag(self, key: str, default: bool = _REQUIRED) -> bool:
-        """A boolean."""
-        return self._typed(key, bool, "true or false", default)
-
-    def integer(
-        self, key: str, default: int = _REQUIRED, *, alias: str | None = None, minimum: int = 0
-    ) -> int:
-        """A whole number of at least ``minimum``."""
-        if alias is not None and key not in self and alias in self:
-            key = alias
-        number = self.value(key, default)
-        if isinstance(number, bool) or not isinstance(number, int | float) or number != number // 1:
-            raise self.error(key, f"must be a whole number, not {number!r}")
-        if number < minimum:
-            raise self.error(key, f"must be at least {minimum}, not {number!r}")
-        if number > LARGEST:
-            raise self.error(key, f"must be at most {LARGEST}")
-        return int(number)
-
-    def optional_integer(self, key: str) -> int | None:
-        """A whole number, or None where absent."""
-        return self.integer(key) if key in self else None
-
-    def size(self, key: str, default: int = _REQUIRED) -> int:
-        """Bytes: a finite number of at least 0; part of a byte counts as one."""
-        size_bytes = self.number(key, default)
-        if size_bytes > MOST_BYTES:
-            raise self.error(key, f"must be at most {MOST_BYTES} bytes")
-        return math.ceil(size_bytes)
-
-    def sizes(self, key: str) -> dict[str, int]:
-        """An object of bytes by name; empty where absent."""
-        nested = self._nested(self.mapping(key), key)
-        return {name: nested.size(name) for name in nested._document}
-
-    def mapping(self, key: str) -> dict[str, Any]:
-        """An object as it is; empty where absent."""
-        return dict(self._typed(key, dict, "an object", {}))
-
-    def number(self, key: str, default: float = _REQUIRED) -> float:
-        """A finite number of at least 0."""
-        found = self.value(key, default)
-        if isinstance(found, bool) or not isinstance(found, int | float):
-            raise self.error(key, f"must be a number, not {found!r}")
-        if not _is_size(found):
-            raise self.error(key, f"must be a finite number of at least 0, not {found!r}"[:200])
-        return float(found)
-
-    def optional_number(self, key: str) -> float | None:
-        """A finite number of at least 0, or None where absent."""
-        return self.number(key) if key in self else None
-
-    def positive(self, key: str, default: float = _REQUIRED) -> float:
-        """A finite number above 0."""
-        number = self.number(key, default)
-        if number == 0:
-            raise self.error(key, "must be above 0")
-        return number
-
-    def rows(self, key: str, width: int) -> tuple[tuple[float, ...], ...]:
-        """A list of lists of ``width`` finite numbers of at least 0; empty where absent."""
-        found = self._typed(key, list, "a list", [])
-        for row in found:
-            if not (isinstance(row, list) and len(row) == width and all(map(_is_size, row))):
-                raise self.error(key, f"must be a list of {width} numbers of at least 0 each")
-        return tuple(tuple(row) for row in found)
-
-    def section(self, key: str) -> Reader:
-        """A nested object."""
-        return self._nested(self._typed(key, dict, "an object", _REQUIRED), key)
-
-    def optional(self, key: str, read: Callable[[Reader], T]) -> T | None:
-        """What ``read`` makes of a nested object, or None where absent."""
-        return read(self.section(key)) if key in self else None
-
-    def items(self, key: str, default: list[Any] = _REQUIRED) -> Iterator[Reader]:
-        """The objects of a list."""
-        for index, item in enumerate(self._typed(key, list, "a list", default)):
-            if not isinstance(item, dict):
-                raise self.error(f"{key}[{index}]", "must be an object")
-            yield self._nested(item, f"{key}[{index}]")
-
-    def integers(self, key: str, default: list[int] = _REQUIRED) -> tuple[int, ...]:
-        """A list of whole numbers."""
-        found = self._typed(key, list, "a list", default)
-        if not all(map(_is_whole, found)):
-            raise self.error(key, "must be a list of whole numbers")
-        return tuple(found)
-
-    def numbers(self, key: str) -> tuple[float, ...]:
-        """A list of finite numbers of at least 0; empty where absent."""
-        found = self._typed(key, list, "a list", [])
-        if not all(map(_is_size, found)):
-            raise self.error(key, "must be a list of numbers of at least 0")
-        return tuple(map(float, found))
-
-    def texts(self, key: str, default: list[str] = _REQUIRED) -> tuple[str, ...]:
-        """A list of strings."""
-        found = self._typed(key, list, "a list", default)
-        if not all(isinstance(item, str) for item in found):
-            raise self.error(key, "must be a list of strings")
-        return tuple(found)
-
-    def pairs(self, key: str) -> tuple[tuple[str, int], ...]:
-        """A list of ``[name, bytes]``; empty where absent."""
-        found = self._typed(key, list, "a list", [])
-        for item in found:
-            shaped = isinstance(item, list) and len(item) == 2
-            if not (
-                shaped
-                and isinstance(item[0], str)
-                and _is_whole(item[1])
-                and 0 <= item[1] <= MOST_BYTES
-            ):
-                raise self.error(key, "must be a list of [name, bytes]")
-        return tuple((name, size) for name, size in found)
-
-    def timings(self, key: str) -> dict[int, tuple[float, float]]:
-        """An object ``{micro-batch size: [forward_s, backward_s]}``; empty where absent."""
-        found = self._typed(key, dict, "an object", {})
-        for size, pair in found.items():
-            shaped = isinstance(pair, list) and len(pair) == 2 and all(map(_is_size, pair))
-            if not (shaped and re.fullmatch("0*[1-9][0-9]{0,17}", size)):
-                raise self.error(key, "must be {micro-batch size: [forward_s, backward_s]}")
-        return {int(size): (float(pair[0]), float(pair[1])) for size, pair in found.items()}
-
-    def check_version(self, known: int) -> None:
-        """Refuse a file of another format version; an absent one is 1."""
-        version = self.integer("version", default=1)
-        if version != known:
-            raise self.error("version", f"is {version}; this pipectl reads version {known}")
-
-    def _typed(self, key: str, kind: type[T], what: str, default: Any) -> T:
-        found = self.value(key, default)
-        if not isinstance(found, kind):
-            raise self.error(key, f"must be {what}, not {found!r}"[:200])
-        return found
-
-    def _nested(self, document: dict[str, Any], key: str) -> Reader:
-        path = f"{self._path}.{key}" if self._path else key
-        return Reader(document, file=self._file, cure=self._cure, path=path)
+    def __init__(self, message: str, *path: str | int) -> None:
+        super().__init__(message)
+        self.path = list(path)
 
 
-def _is_whole(value: Any) -> bool:
-    """Whether a value is a whole number that fits into eight bytes."""
-    return isinstance(value, int) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
+class Rule(NamedTuple):
+    """What must hold of a value; the words say so, and begin with "must"."""
+
+    holds: Callable[[Any], bool]
+    words: str
 
 
-def _is_size(value: Any) -> bool:
-    """Whether a value is a finite number of at least 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return 0 <= value <= sys.float_info.max
+def read_fields(
+    kind: type[T], document: Mapping[str, Any], *, file: str, cure: str, version: int | None = None
+) -> T:
+    """The dataclass or named tuple that a JSON object describes.
+
+    Args:
+        file: named in errors.
+        cure: how to get a good file.
+        version: of the format that is read; an object that names none has the first.
+
+    Raises:
+        DataFileError: a field is missing or wrong.
+    """
+    try:
+        if version is not None and (found := document.get("version", 1)) != version:
+            raise FieldError(f"is {found!r}; this pipectl reads version {version}", "version")
+        value: T = read_value(kind, document)
+    except FieldError as error:
+        keys = (f"[{key}]" if isinstance(key, int) else f".{key}" for key in reversed(error.path))
+        place = "".join(keys).removeprefix(".")
+        raise DataFileError(f"{file}: {place}: {error}", cure=cure) from None
+    return value
+
+
+def read_value(hint: Any, value: Any) -> Any:
+    """The value that JSON describes, of the type of a hint.
+
+    Raises:
+        FieldError: it is wrong.
+    """
+    return _converter(hint)(value)
+
+
+@cache
+def _converter(hint: Any) -> Convert:
+    """What makes a value of some type from that in a file."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint in _PLAIN:
+        return _PLAIN[hint]
+    if origin is Annotated:
+        rules = [each for each in arguments[1:] if isinstance(each, Rule)]
+        own = [each for each in arguments[1:] if not isinstance(each, Rule)]
+        convert = own[0] if own else _converter(arguments[0])
+        return partial(_to_narrowed, convert, rules) if rules else convert
+    if origin in (Union, UnionType):
+        (present,) = (each for each in arguments if each is not NoneType)
+        return partial(_to_optional, _converter(present))
+    if origin is tuple and arguments[-1] is ...:
+        return partial(_to_list, _converter(arguments[0]))
+    if origin is tuple:
+        return partial(_to_row, [_converter(each) for each in arguments])
+    if origin is Mapping:
+        return partial(_to_mapping, _converter(arguments[1]))
+    if origin is Literal:
+        return partial(_to_member, {each: each for each in arguments})
+    if issubclass(hint, Enum):
+        return partial(_to_member, {member.value: member for member in hint})
+    return partial(_to_instance, hint, _fields_of(hint))
+
+
+def _fields_of(kind: Any) -> list[tuple[str, str, bool, Convert]]:
+    """Of every field its name, its key in the file, whether it is needed, and its converter."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    if is_dataclass(kind):
+        keys = {each.name: each.metadata.get("key", each.name) for each in fields(kind)}
+        needed = {
+            each.name for each in fields(kind) if each.default is each.default_factory is MISSING
+        }
+    else:
+        keys = {name: name for name in kind._fields}
+        needed = keys.keys() - kind._field_defaults.keys()
+    return [(name, key, name in needed, _converter(hints[name])) for name, key in keys.items()]
+
+
+def _to_instance(kind: Any, known: list[tuple[str, str, bool, Convert]], value: Any) -> Any:
+    if isinstance(value, kind):
+        return value
+    if isinstance(value, list) and issubclass(kind, tuple):
+        return kind(*_to_row([convert for *_, convert in known], value))
+    if not isinstance(value, Mapping):
+        raise _fault(value, "an object")
+    if (complete := getattr(kind, "complete_fields", None)) is not None:
+        value = complete(value)
+    values, key = {}, ""
+    try:
+        for name, key, is_needed, convert in known:
+            found = value.get(key)
+            if found is not None or is_needed:
+                values[name] = convert(found)
+    except FieldError as error:
+        error.path.append(key)
+        raise
+    return kind(**values)
+
+
+def _to_optional(convert: Convert, value: Any) -> Any:
+    return None if value is None else convert(value)
+
+
+def _to_narrowed(convert: Convert, rules: list[Rule], value: Any) -> Any:
+    result = convert(value)
+    for rule in rules:
+        if not rule.holds(result):
+            raise FieldError(f"{rule.words}, not {value!r}"[:200])
+    return result
+
+
+def _to_list(convert: Convert, value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
+        raise _fault(value, "a list")
+    return tuple(_convert_at(index, convert, item) for index, item in enumerate(value))
+
+
+def _to_row(converters: list[Convert], value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, list | tuple) or len(value) != len(converters):
+        raise _fault(value, f"a list of {len(converters)} values")
+    return tuple(map(_convert_at, range(len(value)), converters, value))
+
+
+def _to_mapping(convert: Convert, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise _fault(value, "an object")
+    return {key: _convert_at(key, convert, item) for key, item in value.items()}
+
+
+def _to_member(members: Mapping[str, Any], value: Any) -> Any:
+    if not isinstance(value, str) or value not in members:
+        raise _fault(value, " or ".join(members))
+    return members[value]
+
+
+def _to_text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise _fault(value, "a string")
+    return value
+
+
+def _to_flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _fault(value, "true or false")
+    return value
+
+
+def _to_number(value: Any) -> float:
+    if type(value) not in (int, float):
+        raise _fault(value, "a number")
+    if not 0 <= value <= sys.float_info.max:
+        raise _fault(value, "a finite number of at least 0")
+    return float(value)
+
+
+def _to_whole(value: Any) -> int:
+    if type(value) not in (int, float) or value != value // 1:
+        raise _fault(value, "a whole number")
+    if not 0 <= value <= LARGEST:
+        raise _fault(value, "at least 0" if value < 0 else f"at most {LARGEST}")
+    return int(value)
+
+
+def _to_size(value: Any) -> int:
+    """Bytes; part of a byte counts as one."""
+    size = _to_number(value)
+    if size > MAX_BYTES:
+        raise _fault(value, f"at most {MAX_BYTES} bytes")
+    return math.ceil(size)
+
+
+_PLAIN: Mapping[Any, Convert] = {
+    Any: lambda value: value,
+    str: _to_text,
+    bool: _to_flag,
+    int: _to_whole,
+    float: _to_number,
+}
+Size = Annotated[int, _to_size]
+"""Bytes, which files of others may give as a fraction."""
+NamedBytes = tuple[tuple[str, Size], ...]
+Positive = Annotated[float, Rule(lambda number: number > 0, "must be above 0")]
+Count = Annotated[int, Rule(lambda number: number >= 1, "must be at least 1")]
+
+
+def _convert_at(key: str | int, convert: Convert, value: Any) -> Any:
+    try:
+        return convert(value)
+    except FieldError as error:
+        error.path.append(key)
+        raise
+
+
+def _fault(value: Any, words: str) -> FieldError:
+    return FieldError("missing" if value is None else f"must be {words}, not {value!r}"[:200])

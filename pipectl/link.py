@@ -6,11 +6,19 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Annotated, Any
 
-from pipectl.fields import Reader
+from pipectl.fields import Positive, Rule
 
-Timings = tuple[tuple[int, float], ...]
+
+def _rises(rows: Sequence[tuple[int, float]]) -> bool:
+    return all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(rows))
+
+
+Timings = Annotated[
+    tuple[tuple[int, float], ...],
+    Rule(_rises, "must be of rising sizes, and times that do not fall"),
+]
 """(bytes, seconds) of single messages, by rising size."""
 
 
@@ -41,18 +49,6 @@ class Observed:
             "overlap": [list(row) for row in self.overlap],
         }
 
-    @classmethod
-    def from_json(cls, item: Reader) -> Observed:
-        """The inverse of :meth:`to_json`."""
-        return cls(
-            both_ways=item.optional_number("both_ways"),
-            pairs=item.integer("pairs", 0),
-            at_once=item.optional_number("at_once"),
-            overlap=tuple(
-                (int(size), plain, polled) for size, plain, polled in item.rows("overlap", 3)
-            ),
-        )
-
 
 @dataclass(frozen=True)
 class Link:
@@ -73,7 +69,7 @@ class Link:
     """
 
     latency_s: float
-    bandwidth_bytes_per_s: float
+    bandwidth_bytes_per_s: Positive
     duplex: bool = True
     shared: bool = True
     timings: Timings = ()
@@ -124,24 +120,6 @@ class Link:
             found["observed"] = self.observed.to_json()
         return found
 
-    @classmethod
-    def from_json(cls, item: Reader) -> Link:
-        """The inverse of :meth:`to_json`.
-
-        Raises:
-            DataFileError: naming the field.
-        """
-        return cls(
-            latency_s=item.number("latency_s"),
-            bandwidth_bytes_per_s=item.positive("bandwidth_bytes_per_s"),
-            duplex=item.flag("duplex", default=True),
-            shared=item.flag("shared", default=True),
-            timings=_timings(item),
-            assumed=item.flag("assumed", default=False),
-            observed=item.optional("observed", Observed.from_json),
-            interface=item.flag("interface", default=False),
-        )
-
 
 def measured_link(timings: Sequence[tuple[int, float]]) -> Link:
     """A link from times of messages by size, at least one.
@@ -154,10 +132,3 @@ def measured_link(timings: Sequence[tuple[int, float]]) -> Link:
     (small, small_s), (large, large_s) = rising[0], rising[-1]
     bandwidth = (large - small) / (large_s - small_s) if large_s > small_s else large / large_s
     return Link(small_s, bandwidth, timings=rising)
-
-
-def _timings(item: Reader) -> Timings:
-    rows = tuple((int(size), time_s) for size, time_s in item.rows("timings", 2))
-    if any(a[0] >= b[0] or a[1] > b[1] for a, b in pairwise(rows)):
-        raise item.error("timings", "sizes must rise, and times must not fall")
-    return rows

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipectl.fields import Reader
+from pipectl.fields import Count, Positive, read_fields
 from pipectl.files import read_json, write_json
 
 VERSION = 1
@@ -65,11 +65,11 @@ class Rehearsal:
         meetings: what else ranks start and wait for.
     """
 
-    stretch: float
-    message_share: float
-    pause_s: float
-    late_s: float
-    steps: int
+    stretch: Positive
+    message_share: Positive
+    pause_s: Positive
+    late_s: Positive
+    steps: Count
     predicted_s: float
     work_s: Mapping[str, tuple[float, ...]]
     update_s: tuple[float, ...]
@@ -102,32 +102,8 @@ class Rehearsal:
         Raises:
             DataFileError: naming the file and the field.
         """
-        reader = Reader(read_json(path, cure=_CURE), file=str(path), cure=_CURE)
-        reader.check_version(VERSION)
-        works: dict[str, list[float]] = reader.value("work_s")
-        return cls(
-            stretch=reader.positive("stretch"),
-            message_share=reader.positive("message_share"),
-            pause_s=reader.positive("pause_s"),
-            late_s=reader.positive("late_s"),
-            steps=reader.integer("steps", minimum=1),
-            predicted_s=reader.number("predicted_s"),
-            work_s={kind: tuple(times) for kind, times in works.items()},
-            update_s=tuple(reader.value("update_s")),
-            speed=tuple(reader.value("speed")),
-            messages=tuple(Passage(*row) for row in reader.rows("messages", 3)),
-            meetings=tuple(_meeting(item) for item in reader.items("meetings")),
-        )
+        document = read_json(path, cure=_CURE)
+        return read_fields(cls, document, file=str(path), cure=_CURE, version=VERSION)
 
 
 _NUMBERS = ("stretch", "message_share", "pause_s", "late_s", "steps", "predicted_s")
-
-
-def _meeting(item: Reader) -> Meeting:
-    return Meeting(
-        item.integer("rank", minimum=0),
-        item.text("kind"),
-        item.integer("stage", minimum=0),
-        Passage(*item.value("passage")),
-        item.integers("ranks"),
-    )

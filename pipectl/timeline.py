@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipectl.fields import Reader
+from pipectl.errors import DataFileError
+from pipectl.fields import Count, read_fields
 from pipectl.files import read_json, write_text
 
 VERSION = 1
@@ -84,21 +85,16 @@ class Timeline:
         Raises:
             DataFileError: naming the file and the field.
         """
-        reader = Reader(document, file=file, cure=_CURE)
-        reader.check_version(VERSION)
-        columns = reader.texts("columns")
+        columns = read_fields(_Columns, document, file=file, cure=_CURE, version=VERSION)
         try:
             events = tuple(
-                Event(**dict(zip(columns, row, strict=True))) for row in reader.value("events")
+                Event(**dict(zip(columns.columns, row, strict=True))) for row in columns.events
             )
         except (TypeError, ValueError) as error:
-            raise reader.error("events", f"do not fit the columns ({error})") from error
-        return cls(
-            events,
-            reader.integer("ranks", minimum=1),
-            reader.optional_integer("step"),
-            reader.number("clock_error_s", 0.0),
-        )
+            raise DataFileError(
+                f"{file}: events: do not fit the columns ({error})", cure=_CURE
+            ) from error
+        return cls(events, columns.ranks, columns.step, columns.clock_error_s)
 
     @classmethod
     def load(cls, path: Path) -> Timeline:
@@ -108,6 +104,16 @@ class Timeline:
             DataFileError: it is missing or damaged.
         """
         return cls.from_json(read_json(path, cure=_CURE), file=str(path))
+
+
+class _Columns(NamedTuple):
+    """The file: a row of values an event."""
+
+    columns: tuple[str, ...]
+    events: tuple[tuple[Any, ...], ...]
+    ranks: Count
+    step: int | None = None
+    clock_error_s: float = 0.0
 
 
 def _row(event: Event) -> str:

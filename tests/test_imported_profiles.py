@@ -93,7 +93,7 @@ def test_edges_may_have_sizes():
     assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
     with pytest.raises(DataFileError, match="edge_bytes: has 1 sizes for 2 edges"):
         read(nodes, [["a", "b"], ["b", "c"]], edge_bytes=[5])
-    with pytest.raises(DataFileError, match="edge_bytes: must be at least 0 each, not -5"):
+    with pytest.raises(DataFileError, match=r"edge_bytes\[1\]: must be at least 0, not -5"):
         read(nodes, [["a", "b"], ["b", "c"]], edge_bytes=[5, -5])
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import pipectl
 from pipectl.errors import DataFileError, UsageError
 from pipectl.faults import with_file
-from pipectl.fields import Reader
+from pipectl.fields import read_fields
 from pipectl.files import is_stream, make_directory, make_directory_of, read_json, write_json
 from pipectl.jobs.places import LOCAL
 from pipectl.profile import MeasuredOn, Profile
@@ -84,15 +84,8 @@ class Measurement:
         Raises:
             DataFileError: the description is damaged.
         """
-        reader = Reader(document, file=file, cure=_CURE)
-        return cls(
-            profile=profile,
-            measured_at=reader.number("measured_at"),
-            host=reader.text("host"),
-            seconds=reader.number("seconds"),
-            cached=reader.flag("cached"),
-            resumed=reader.integer("resumed"),
-        )
+        fields = {**document, "profile": profile}
+        return read_fields(cls, fields, file=file, cure=_CURE)
 
     @classmethod
     def load(cls, profile: Path, how: Path) -> Measurement:
@@ -279,8 +272,7 @@ def _read_cached(path: Path, identity: Mapping[str, Any]) -> Measurement | None:
         document = read_json(path, cure=_CURE)
         if (document.get("version"), document.get("identity")) != (_CACHE_VERSION, identity):
             return None
-        Reader(document, file=str(path), cure=_CURE).section("profile")
-        profile = Profile.from_json(document["profile"])
+        profile = Profile.from_json(document.get("profile") or {})
         measurement = Measurement.from_json(document, profile, file=str(path))
     except DataFileError:
         return None

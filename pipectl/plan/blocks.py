@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from pipectl.fields import Reader
 from pipectl.plan.cost import StageCost, StagePeaks
 
 
@@ -55,22 +54,4 @@ class Blocks:
             peaks=self.peaks,
             weight_s=cost.halves_s[1],
             deferred_bytes=cost.between_bytes,
-        )
-
-    @classmethod
-    def from_json(cls, item: Reader) -> Blocks:
-        """From the object ``blocks`` of a stage in ``plan.json``.
-
-        Raises:
-            DataFileError: naming the file and the field.
-        """
-        return cls(
-            firsts=item.texts("firsts"),
-            forward_s=item.number("forward_s"),
-            recompute_s=item.number("recompute_s"),
-            backward_s=item.number("backward_s"),
-            kept_bytes=item.integer("kept_bytes"),
-            last_bytes=item.integer("last_bytes"),
-            peaks=item.optional("peaks", StagePeaks.from_json),
-            recompute_peak_bytes=item.integer("recompute_peak_bytes", default=0),
         )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipectl.fields import Reader
-
 
 @dataclass(frozen=True)
 class StagePeaks:
@@ -22,20 +20,6 @@ class StagePeaks:
     backward_bytes: int
     first_backward_bytes: int
     update_bytes: int
-
-    @classmethod
-    def from_json(cls, item: Reader) -> StagePeaks:
-        """From the object ``peaks`` in ``plan.json``.
-
-        Raises:
-            DataFileError: naming the file and the field.
-        """
-        return cls(
-            forward_bytes=item.integer("forward_bytes"),
-            backward_bytes=item.integer("backward_bytes"),
-            first_backward_bytes=item.integer("first_backward_bytes"),
-            update_bytes=item.integer("update_bytes"),
-        )
 
 
 @dataclass(frozen=True)
@@ -102,25 +86,3 @@ class StageCost:
     def resident_bytes(self) -> int:
         """What is there from one step to the next: parameters, optimizer state and buffers."""
         return self.parameter_bytes + self.optimizer_bytes + self.buffer_bytes
-
-    @classmethod
-    def from_json(cls, item: Reader) -> StageCost:
-        """From the object ``cost`` of a stage in ``plan.json``.
-
-        Raises:
-            DataFileError: naming the file and the field.
-        """
-        return cls(
-            forward_s=item.number("forward_s"),
-            backward_s=item.number("backward_s"),
-            update_s=item.number("update_s"),
-            parameter_bytes=item.integer("parameter_bytes"),
-            optimizer_bytes=item.integer("optimizer_bytes"),
-            saved_bytes=item.integer("saved_bytes"),
-            gradient_bytes=item.optional_integer("gradient_bytes"),
-            buffer_bytes=item.integer("buffer_bytes", default=0),
-            input_bytes=item.integer("input_bytes", default=0),
-            peaks=item.optional("peaks", StagePeaks.from_json),
-            weight_s=item.optional_number("weight_s"),
-            deferred_bytes=item.optional_integer("deferred_bytes"),
-        )

@@ -7,21 +7,24 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pipectl.cluster import OffloadTarget
 from pipectl.errors import DataFileError
-from pipectl.fields import Reader
+from pipectl.fields import Count, Rule, read_fields
 from pipectl.files import read_json, write_json
 from pipectl.graph import TransferKind
 from pipectl.plan.faults import faults_of
 from pipectl.plan.stage import Stage
 
 T = TypeVar("T")
-E = TypeVar("E", bound=StrEnum)
 
 VERSION = 1
 _CURE = "write a new one with: pipectl plan JOB.yaml"
+_BETWEEN_STAGES = Rule(
+    lambda kind: kind in (TransferKind.ACTIVATION, TransferKind.GRADIENT),
+    "must be activation or gradient",
+)
 
 
 class Replication(StrEnum):
@@ -36,27 +39,10 @@ class Replication(StrEnum):
 class Transfer:
     """Bytes that one full micro-batch moves from one stage to another."""
 
-    kind: TransferKind
+    kind: Annotated[TransferKind, _BETWEEN_STAGES]
     source: int
     target: int
     size_bytes: int
-
-    @classmethod
-    def from_json(cls, item: Reader) -> Transfer:
-        """One of the ``transfers`` in ``plan.json``.
-
-        Raises:
-            DataFileError: naming the file and the field.
-        """
-        kind = item.text("kind")
-        if kind not in (TransferKind.ACTIVATION, TransferKind.GRADIENT):
-            raise item.error("kind", f"must be activation or gradient, not {kind!r}")
-        return cls(
-            TransferKind(kind),
-            item.integer("source"),
-            item.integer("target"),
-            item.integer("size_bytes"),
-        )
 
 
 @dataclass(frozen=True)
@@ -74,20 +60,6 @@ class Prediction:
     bubble: float
     utilisation: tuple[float, ...]
     peak_memory_bytes: tuple[int, ...]
-
-    @classmethod
-    def from_json(cls, item: Reader) -> Prediction:
-        """The object ``prediction`` in ``plan.json``.
-
-        Raises:
-            DataFileError: naming the file and the field.
-        """
-        return cls(
-            step_time_s=item.number("step_time_s"),
-            bubble=item.number("bubble"),
-            utilisation=item.numbers("utilisation"),
-            peak_memory_bytes=item.integers("peak_memory_bytes"),
-        )
 
 
 @dataclass(frozen=True)
@@ -119,24 +91,6 @@ class Search:
         gap = max(0.0, step_s / least_s - 1) if least_s else None
         return replace(self, step_lower_bound_s=least_s, gap=gap)
 
-    @classmethod
-    def from_json(cls, item: Reader) -> Search:
-        """The object ``search`` in ``plan.json``.
-
-        Raises:
-            DataFileError: naming the file and the field.
-        """
-        return cls(
-            planner=item.text("planner"),
-            max_stage_load_s=item.number("max_stage_load_s"),
-            lower_bound_s=item.number("lower_bound_s"),
-            exact=item.flag("exact"),
-            planning_s=item.number("planning_s"),
-            step_lower_bound_s=item.optional_number("step_lower_bound_s"),
-            gap=item.optional_number("gap"),
-            finished=item.flag("finished", default=True),
-        )
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -161,9 +115,9 @@ class Plan:
     fingerprint: str | None
     schedule: str
     warm_up: tuple[int, ...]
-    batch_size: int
-    micro_batch_size: int
-    micro_batches: int
+    batch_size: Count
+    micro_batch_size: Count
+    micro_batches: Count
     stages: tuple[Stage, ...]
     transfers: tuple[Transfer, ...]
     node_of_rank: tuple[int, ...]
@@ -245,39 +199,8 @@ class Plan:
     @classmethod
     def from_json(cls, document: dict[str, Any], *, file: str = "plan") -> Plan:
         """A plan from its JSON object; see :meth:`load`."""
-        reader = Reader(document, file=file, cure=_CURE)
-        reader.check_version(VERSION)
-        plan = cls(
-            name=reader.text("name"),
-            fingerprint=reader.optional_text("fingerprint"),
-            schedule=reader.text("schedule"),
-            warm_up=reader.integers("warm_up"),
-            batch_size=reader.integer("batch_size", minimum=1),
-            micro_batch_size=reader.integer("micro_batch_size", minimum=1),
-            micro_batches=reader.integer("micro_batches", minimum=1),
-            stages=tuple(map(Stage.from_json, reader.items("stages"))),
-            transfers=tuple(map(Transfer.from_json, reader.items("transfers"))),
-            node_of_rank=reader.integers("node_of_rank"),
-            memory_limit_bytes=reader.optional_integer("memory_limit_bytes"),
-            prediction=reader.optional("prediction", Prediction.from_json),
-            search=reader.optional("search", Search.from_json),
-            key=reader.optional_text("key"),
-            assumptions=reader.texts("assumptions", default=[]),
-            replication=_one_of(Replication, reader, "replication"),
-            offload_to=_one_of(OffloadTarget, reader, "offload_to"),
-            actions=reader.texts("actions", default=[]),
-            shard_optimizer=reader.flag("shard_optimizer", default=False),
-        )
+        plan = read_fields(cls, document, file=file, cure=_CURE, version=VERSION)
         faults = faults_of(plan)
         if faults:
             raise DataFileError(f"{file}: {'; '.join(faults)}", cure=_CURE)
         return plan
-
-
-def _one_of(names: type[E], reader: Reader, key: str) -> E:
-    """A member of an enumeration by its value; the first if the key is absent."""
-    known = list(names)
-    found = reader.text(key, known[0])
-    if found not in known:
-        raise reader.error(key, f"must be {' or '.join(known)}, not {found!r}")
-    return names(found)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from pipectl.fields import Reader
 from pipectl.plan.blocks import Blocks
 from pipectl.plan.cost import StageCost
 
@@ -82,20 +81,3 @@ class Stage:
         if self.replicas == 1:
             return 0
         return self.cost.accumulated_bytes * (2 * self.replicas - 1) // self.replicas
-
-    @classmethod
-    def from_json(cls, item: Reader) -> Stage:
-        """One of the ``stages`` in ``plan.json``.
-
-        Raises:
-            DataFileError: naming the file and the field.
-        """
-        return cls(
-            nodes=item.texts("nodes"),
-            ranks=item.integers("ranks"),
-            cost=StageCost.from_json(item.section("cost")),
-            backward_ranks=item.integers("backward_ranks", default=[]),
-            recompute=item.flag("recompute", default=False),
-            offload=item.flag("offload", default=False),
-            blocks=item.optional("blocks", Blocks.from_json),
-        )

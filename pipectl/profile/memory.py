@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import ceil
 from typing import Any
 
-from pipectl.fields import Reader
+from pipectl.fields import NamedBytes
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class OperatorMemory:
     storage: str
     forward_bytes: int
     backward_bytes: int
-    gradients: tuple[tuple[str, int], ...] = ()
-    buffers: tuple[tuple[str, int], ...] = ()
+    gradients: NamedBytes = ()
+    buffers: NamedBytes = ()
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON object."""
@@ -44,22 +44,6 @@ class OperatorMemory:
         if self.buffers:
             document["buffers"] = [list(pair) for pair in self.buffers]
         return document
-
-    @classmethod
-    def from_json(cls, item: Reader) -> OperatorMemory:
-        """The inverse of :meth:`to_json`.
-
-        Raises:
-            DataFileError: naming the field that is missing or wrong.
-        """
-        return cls(
-            made_bytes=item.integer("made_bytes"),
-            storage=item.text("storage"),
-            forward_bytes=item.integer("forward_bytes"),
-            backward_bytes=item.integer("backward_bytes"),
-            gradients=item.pairs("gradients"),
-            buffers=item.pairs("buffers"),
-        )
 
 
 @dataclass(frozen=True)
@@ -85,12 +69,3 @@ class StepMemory:
     def to_json(self) -> dict[str, float]:
         """The documented JSON object."""
         return {"current": self.current, "previous": self.previous, "everything": self.everything}
-
-    @classmethod
-    def from_json(cls, item: Reader) -> StepMemory:
-        """The inverse of :meth:`to_json`.
-
-        Raises:
-            DataFileError: naming the field that is missing or wrong.
-        """
-        return cls(item.number("current"), item.number("previous"), item.number("everything"))

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pipectl.fields import Reader
+from pipectl.fields import FieldError, NamedBytes, Size, read_value
 from pipectl.profile.memory import OperatorMemory
 
 NO_TEMPORARIES = "the memory of temporary values is not given: taken as none"
-NO_SAVED = "saved bytes are not given: each operator is taken to keep its output"
-PHASES = ("forward", "backward")
+
+
+def _to_times(value: Any) -> dict[int, tuple[float, float]]:
+    """From ``{micro-batch size: [forward_s, backward_s]}``."""
+    times = read_value(Mapping[str, tuple[float, float]], value)
+    if not all(re.fullmatch("0*[1-9][0-9]{0,17}", size) for size in times):
+        raise FieldError("must be {micro-batch size: [forward_s, backward_s]}")
+    return {int(size): pair for size, pair in times.items()}
+
+
+def _to_group(value: Any) -> str | None:
+    return None if value == "" else str(value)
+
+
+Times = Annotated[Mapping[int, tuple[float, float]], _to_times]
+Phase = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True)
@@ -43,18 +58,18 @@ class Operator:
     name: str
     forward_s: float
     backward_s: float
-    parameter_bytes: int
-    output_bytes: int
-    gradient_bytes: int
-    parameters: tuple[tuple[str, int], ...] = ()
-    saved: tuple[tuple[str, int], ...] = ()
-    timings: Mapping[int, tuple[float, float]] = field(default_factory=dict)
-    cached: Mapping[int, tuple[float, float]] = field(default_factory=dict)
-    group: str | None = None
+    parameter_bytes: Size
+    output_bytes: Size
+    gradient_bytes: Size
+    parameters: NamedBytes = ()
+    saved: NamedBytes = ()
+    timings: Times = field(default_factory=dict)
+    cached: Times = field(default_factory=dict)
+    group: Annotated[str | None, _to_group] = None
     signature: str | None = None
     memory: OperatorMemory | None = None
-    phase: str | None = None
-    memory_bytes: int | None = None
+    phase: Phase | None = None
+    memory_bytes: Size | None = None
     transfer_s: float | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -82,60 +97,24 @@ class Operator:
                 item[key] = getattr(self, key)
         return item
 
-    @classmethod
-    def from_json(cls, item: Reader, assumptions: list[str]) -> Operator:
-        """One node of a profile.
-
-        Args:
-            assumptions: gets what was taken for absent fields.
-
-        Raises:
-            DataFileError: naming the field that is missing or wrong.
-        """
-        node_id = item.text("id")
-        output_bytes = item.size("output_bytes")
-        if "saved" not in item:
-            assumptions.append(NO_SAVED)
-        if "memory" not in item:
-            assumptions.append(NO_TEMPORARIES)
-        parameter_bytes = item.size("parameter_bytes")
-        named = item.pairs("parameters")
-        phase = _phase(item)
-        if item.flag("cpu_only", default=False):
-            raise item.error("cpu_only", "stages on CPUs beside the devices are not planned")
-        return cls(
-            id=node_id,
-            name=item.text("name", default=node_id),
-            forward_s=item.number("forward_s"),
-            backward_s=item.number("backward_s"),
-            parameter_bytes=parameter_bytes,
-            output_bytes=output_bytes,
-            gradient_bytes=item.size("gradient_bytes", default=0 if phase else output_bytes),
-            parameters=named or (((node_id, parameter_bytes),) if parameter_bytes else ()),
-            saved=item.pairs("saved") if "saved" in item else ((node_id, output_bytes),),
-            timings=item.timings("timings"),
-            cached=item.timings("cached"),
-            group=_group(item),
-            signature=item.optional_text("signature"),
-            memory=item.optional("memory", OperatorMemory.from_json),
-            phase=phase,
-            memory_bytes=item.size("memory_bytes") if "memory_bytes" in item else None,
-            transfer_s=item.optional_number("transfer_s"),
-        )
+    @staticmethod
+    def complete_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """With what a file may leave out."""
+        if fields.get("cpu_only"):
+            raise FieldError("stages on CPUs beside the devices are not planned", "cpu_only")
+        known = {key: value for key, value in fields.items() if value is not None}
+        node_id, output_bytes = known.get("id"), known.get("output_bytes")
+        if not known.get("parameters"):
+            size = known.get("parameter_bytes")
+            known["parameters"] = [[node_id, size]] if size else []
+        return {
+            "name": node_id,
+            "gradient_bytes": 0 if "phase" in known else output_bytes,
+            "saved": [[node_id, output_bytes]],
+            "group": known.get("colocate"),  # as some call it, and number it
+            **known,
+        }
 
 
 def _timings_json(times: Mapping[int, tuple[float, float]]) -> dict[str, list[float]]:
     return {str(size): list(pair) for size, pair in sorted(times.items())}
-
-
-def _group(item: Reader) -> str | None:
-    """The operator's group; imported files name it ``colocate`` and may number it."""
-    found = item.value("group", item.value("colocate", ""))
-    return str(found) if found != "" else None
-
-
-def _phase(item: Reader) -> str | None:
-    phase = item.optional_text("phase")
-    if phase not in (None, *PHASES):
-        raise item.error("phase", f"must be {' or '.join(PHASES)}, not {phase!r}")
-    return phase

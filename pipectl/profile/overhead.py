@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from pipectl.fields import Reader
 from pipectl.profile.memory import StepMemory
 
 
@@ -17,7 +16,7 @@ class OptimizerCost:
         step_memory: temporary values of a step.
     """
 
-    state_bytes_per_parameter_byte: float
+    state_bytes_per_parameter_byte: float = field(metadata={"key": "state_bytes_per_parameter"})
     step_s_per_byte: float
     step_memory: StepMemory = field(default_factory=StepMemory)
 
@@ -28,19 +27,6 @@ class OptimizerCost:
             "step_s_per_byte": self.step_s_per_byte,
             "step_memory": self.step_memory.to_json(),
         }
-
-    @classmethod
-    def from_json(cls, item: Reader) -> OptimizerCost:
-        """The inverse of :meth:`to_json`.
-
-        Raises:
-            DataFileError: naming the field that is missing or wrong.
-        """
-        return cls(
-            item.number("state_bytes_per_parameter"),
-            item.number("step_s_per_byte"),
-            item.optional("step_memory", StepMemory.from_json) or StepMemory(),
-        )
 
 
 @dataclass(frozen=True)
@@ -75,14 +61,3 @@ class StageOverhead:
     def to_json(self) -> dict[str, Any]:
         """The documented JSON object, without what is not known."""
         return {key: value for key, value in asdict(self).items() if value is not None}
-
-    @classmethod
-    def from_json(cls, item: Reader) -> StageOverhead:
-        """The inverse of :meth:`to_json`; absent times are 0.
-
-        Raises:
-            DataFileError: naming the field that is wrong.
-        """
-        names = [entry.name for entry in fields(cls) if entry.name != "cache_bytes"]
-        times = {name: item.number(name, default=0.0) for name in names}
-        return cls(**times, cache_bytes=item.optional_integer("cache_bytes"))

@@ -6,17 +6,17 @@ Times are in seconds and sizes in bytes, for one micro-batch of ``micro_batch_si
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 from pipectl.errors import DataFileError
-from pipectl.fields import Reader
+from pipectl.fields import Count, read_fields
 from pipectl.files import read_json, write_json
 from pipectl.graph import topological_order
-from pipectl.profile.operators import Operator
+from pipectl.profile.operators import NO_TEMPORARIES, Operator
 from pipectl.profile.overhead import OptimizerCost, StageOverhead
 
 VERSION = 1
@@ -37,23 +37,11 @@ class MeasuredOn:
     """
 
     kind: str
-    model: str
-    cores: int
-    threads: int
-    torch: str
+    model: str = "unknown"
+    cores: Count = 1
+    threads: Count = 1
+    torch: str = "unknown"
     neighbours: int = 0
-
-    @classmethod
-    def from_json(cls, reader: Reader) -> MeasuredOn:
-        """The object ``device`` of a profile."""
-        return cls(
-            kind=reader.text("kind"),
-            model=reader.text("model", default="unknown"),
-            cores=reader.integer("cores", default=1, minimum=1),
-            threads=reader.integer("threads", default=1, minimum=1),
-            torch=reader.text("torch", default="unknown"),
-            neighbours=reader.integer("neighbours", default=0),
-        )
 
 
 @dataclass(frozen=True)
@@ -78,8 +66,8 @@ class Profile:
 
     name: str
     source: str
-    micro_batch_size: int
-    operators: tuple[Operator, ...]
+    micro_batch_size: Count
+    operators: tuple[Operator, ...] = field(metadata={"key": "nodes"})
     edges: tuple[tuple[str, str], ...]
     fingerprint: str | None = None
     optimizer: OptimizerCost | None = None
@@ -88,7 +76,7 @@ class Profile:
     key: str | None = None
     assumptions: tuple[str, ...] = ()
     device: MeasuredOn | None = None
-    edge_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    edge_bytes: Annotated[Mapping[tuple[str, str], int], dict] = field(default_factory=dict)
     cluster: Mapping[str, Any] = field(default_factory=dict)
     loading_s: float = 0.0
     coupled: tuple[str, ...] = ()
@@ -174,65 +162,42 @@ class Profile:
     @classmethod
     def from_json(cls, document: dict[str, Any], *, file: str = "profile") -> Profile:
         """A profile from its JSON object; see :meth:`load`."""
-        reader = Reader(document, file=file, cure=_CURE)
-        reader.check_version(VERSION)
-        assumptions: list[str] = list(reader.texts("assumptions", default=[]))
-        edges, edge_bytes = _edges(reader)
-        profile = cls(
-            name=reader.text("name"),
-            source=reader.text("source", default="unknown"),
-            micro_batch_size=_micro_batch_size(reader, assumptions),
-            operators=tuple(Operator.from_json(i, assumptions) for i in reader.items("nodes")),
-            edges=edges,
-            fingerprint=reader.optional_text("fingerprint"),
-            optimizer=_optimizer(reader, assumptions),
-            stage=reader.optional("stage", StageOverhead.from_json) or StageOverhead(),
-            process_baseline_bytes=reader.optional_integer("process_baseline_bytes"),
-            key=reader.optional_text("key"),
-            assumptions=tuple(dict.fromkeys(assumptions)),
-            device=reader.optional("device", MeasuredOn.from_json),
-            edge_bytes=edge_bytes,
-            cluster=reader.mapping("cluster"),
-            loading_s=reader.number("loading_s", default=0.0),
-            coupled=tuple(reader.texts("coupled", default=[])),
-        )
+        given = {key: value for key, value in document.items() if value is not None}
+        links = read_fields(_Edges, given, file=file, cure=_CURE, version=VERSION)
+        edge_bytes = dict(zip(links.edges, links.edge_bytes, strict=False))
+        if edge_bytes and len(links.edge_bytes) != len(links.edges):
+            sizes = f"has {len(links.edge_bytes)} sizes for {len(links.edges)} edges"
+            raise DataFileError(f"{file}: edge_bytes: {sizes}", cure=_CURE)
+        fields = {
+            "source": "unknown",
+            "micro_batch_size": given.get("profile_batch_size", 1),
+            **given,
+            "edges": list(dict.fromkeys(links.edges)),
+            "edge_bytes": edge_bytes,
+        }
+        profile = read_fields(cls, fields, file=file, cure=_CURE)
+        assumptions = dict.fromkeys((*profile.assumptions, *_assumptions(given)))
+        profile = replace(profile, assumptions=tuple(assumptions))
         _check_graph(profile, file)
         return _sorted(profile, file)
 
 
-def _micro_batch_size(reader: Reader, assumptions: list[str]) -> int:
-    if "micro_batch_size" not in reader and "profile_batch_size" not in reader:
-        assumptions.append("the micro-batch size is not given: taken as 1 sample")
-    return reader.integer("micro_batch_size", 1, alias="profile_batch_size", minimum=1)
+class _Edges(NamedTuple):
+    edges: tuple[tuple[str, str], ...]
+    edge_bytes: tuple[int, ...] = ()
 
 
-def _optimizer(reader: Reader, assumptions: list[str]) -> OptimizerCost | None:
-    if "optimizer" not in reader:
-        assumptions.append("optimizer cost is not given: taken as no state and no time")
-        return None
-    return OptimizerCost.from_json(reader.section("optimizer"))
-
-
-Edges = tuple[tuple[str, str], ...]
-
-
-def _edges(reader: Reader) -> tuple[Edges, dict[tuple[str, str], int]]:
-    """The edges without duplicates, and the bytes of each, where they are given."""
-    pairs = reader.value("edges")
-    if not isinstance(pairs, list):
-        raise reader.error("edges", "must be a list of [producer, consumer]")
-    for index, pair in enumerate(pairs):
-        if not (
-            isinstance(pair, list) and len(pair) == 2 and all(isinstance(end, str) for end in pair)
-        ):
-            raise reader.error(f"edges[{index}]", "must be [producer id, consumer id]")
-    edges = [(source, target) for source, target in pairs]
-    sizes = reader.integers("edge_bytes", default=[])
-    if sizes and len(sizes) != len(edges):
-        raise reader.error("edge_bytes", f"has {len(sizes)} sizes for {len(edges)} edges")
-    if min(sizes, default=0) < 0:
-        raise reader.error("edge_bytes", f"must be at least 0 each, not {min(sizes)}")
-    return tuple(dict.fromkeys(edges)), dict(zip(edges, sizes, strict=False))
+def _assumptions(given: Mapping[str, Any]) -> Iterator[str]:
+    """What is taken for fields that a file, which is sound, leaves out."""
+    if not given.keys() & {"micro_batch_size", "profile_batch_size"}:
+        yield "the micro-batch size is not given: taken as 1 sample"
+    for node in given["nodes"]:
+        if node.get("saved") is None:
+            yield "saved bytes are not given: each operator is taken to keep its output"
+        if node.get("memory") is None:
+            yield NO_TEMPORARIES
+    if "optimizer" not in given:
+        yield "optimizer cost is not given: taken as no state and no time"
 
 
 def _check_graph(profile: Profile, file: str) -> None:

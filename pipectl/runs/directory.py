@@ -8,14 +8,14 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import count
 from pathlib import Path
 
 from pipectl.access import fault_of_owner, open_regular
-from pipectl.errors import UsageError
-from pipectl.fields import Reader
+from pipectl.errors import DataFileError, UsageError
+from pipectl.fields import read_fields
 from pipectl.files import make_private_directory, read_json, write_json
 
 RUN_NAME = re.compile(r"[0-9]{8}-[0-9]{6}-[A-Za-z0-9._-]+")
@@ -34,7 +34,6 @@ SWEEPS = "sweeps"
 """The folder of sweeps beside the runs: its name begins with no date, as those of runs do."""
 SWEEP_VERSION = 1
 _FOLDERS = ("errors", "logs", "trace", "checkpoints")
-_SWEEP_CURE = "name the runs themselves; `pipectl status` lists them"
 
 
 class File:
@@ -236,8 +235,7 @@ class SweepDirectory(Directory):
 
     def save(self, members: Members) -> None:
         """Write ``sweep.json``."""
-        values = {"tag": members.tag, "runs": members.runs, "at_once": members.at_once}
-        write_json(self.members, {"version": SWEEP_VERSION, **values})
+        write_json(self.members, {"version": SWEEP_VERSION, **asdict(members)})
 
     def load(self) -> Members:
         """Read ``sweep.json``.
@@ -245,13 +243,13 @@ class SweepDirectory(Directory):
         Raises:
             DataFileError: missing, damaged, or of another version.
         """
-        document = read_json(self.members, cure=_SWEEP_CURE)
-        reader = Reader(document, file=str(self.members), cure=_SWEEP_CURE)
-        reader.check_version(SWEEP_VERSION)
-        runs, at_once = reader.texts("runs"), reader.optional_integer("at_once")
-        if not all(name.startswith(f"{self.name}-") and "/" not in name for name in runs):
-            raise reader.error("runs", f"must be names of runs of {self.name}")
-        return Members(reader.text("tag"), runs, at_once)
+        cure, file = "name the runs themselves; `pipectl status` lists them", str(self.members)
+        document = read_json(self.members, cure=cure)
+        members = read_fields(Members, document, file=file, cure=cure, version=SWEEP_VERSION)
+        for name in members.runs:
+            if not name.startswith(f"{self.name}-") or "/" in name:
+                raise DataFileError(f"{file}: runs: {name!r} is no run of {self.name}", cure=cure)
+        return members
 
     def runs(self) -> list[RunDirectory]:
         """Its runs, without those that were removed.

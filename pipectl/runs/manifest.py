@@ -5,20 +5,39 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from pipectl.access import open_regular
-from pipectl.fields import Reader
+from pipectl.errors import DataFileError
+from pipectl.fields import Count, FieldError, Rule, read_fields
 from pipectl.files import read_json, write_json
 
 VERSION = 1
 _NAME = "manifest.json"
-_NOT_FINITE = ("nan", "inf", "-inf")
-"""Stored as text, for which JSON has no numbers."""
 _CURE = "use another checkpoint of the run"
+
+
+def _is_inside(file: str) -> bool:
+    return not Path(file).is_absolute() and ".." not in Path(file).parts
+
+
+def _to_losses(value: Any) -> tuple[float, ...]:
+    """Numbers, and those for which JSON has no words, as text."""
+    words = ("nan", "inf", "-inf")
+    known = isinstance(value, list) and all(
+        loss in words or (type(loss) in (int, float) and abs(loss) <= sys.float_info.max)
+        for loss in value
+    )
+    if not known:
+        raise FieldError("must be a list of numbers")
+    return tuple(map(float, value))
+
+
+_INSIDE = Rule(_is_inside, "must be in the checkpoint")
 
 
 @dataclass(frozen=True)
@@ -31,8 +50,8 @@ class Shard:
             a file of training state.
     """
 
-    file: str
-    size_bytes: int
+    file: Annotated[str, _INSIDE]
+    size_bytes: int = field(metadata={"key": "bytes"})
     sha256: str
     names: tuple[str, ...]
 
@@ -52,18 +71,6 @@ class Shard:
             "sha256": self.sha256,
             "names": list(self.names),
         }
-
-    @classmethod
-    def from_reader(cls, reader: Reader) -> Shard:
-        """The inverse of :meth:`to_json`.
-
-        Raises:
-            DataFileError: a field is missing or wrong, or the file is not in the checkpoint.
-        """
-        file = reader.text("file")
-        if Path(file).is_absolute() or ".." in Path(file).parts:
-            raise reader.error("file", f"{file!r} is not in the checkpoint")
-        return cls(file, reader.integer("bytes"), reader.text("sha256"), reader.texts("names"))
 
 
 class LossScaleState(NamedTuple):
@@ -88,12 +95,12 @@ class Manifest:
     """
 
     step: int
-    micro_batch_size: int
+    micro_batch_size: Count
     aliases: Mapping[str, str]
-    weights: tuple[Shard, ...] = ()
+    weights: tuple[Shard, ...] = field(default=(), metadata={"key": "shards"})
     training: tuple[Shard, ...] = ()
     updates: int = 0
-    losses: tuple[float, ...] = ()
+    losses: Annotated[tuple[float, ...], _to_losses] = ()
     loss_scale: LossScaleState | None = None
 
     @property
@@ -125,19 +132,16 @@ class Manifest:
             DataFileError: missing, damaged, or of another version.
         """
         path = directory / _NAME
-        reader = Reader(read_json(path, cure=_CURE), file=str(path), cure=_CURE)
-        reader.check_version(VERSION)
-        weights, training = (_shards(reader, key) for key in ("shards", "training"))
-        return cls(
-            step=reader.integer("step"),
-            micro_batch_size=reader.integer("micro_batch_size", minimum=1),
-            updates=reader.integer("updates"),
-            losses=_losses(reader),
-            weights=weights,
-            training=training,
-            aliases=_aliases(reader, weights),
-            loss_scale=_loss_scale(reader),
-        )
+        document = read_json(path, cure=_CURE)
+        manifest = read_fields(cls, document, file=str(path), cure=_CURE, version=VERSION)
+        known = {name for shard in manifest.weights for name in shard.names}
+        for key in ("shards", "training"):
+            if key not in document:
+                raise DataFileError(f"{path}: {key}: missing", cure=_CURE)
+        if not known.issuperset(manifest.aliases.values()):
+            message = "must give each further name of a saved weight"
+            raise DataFileError(f"{path}: aliases: {message}", cure=_CURE)
+        return manifest
 
 
 def checkpoints(directory: Path) -> list[Path]:
@@ -156,31 +160,3 @@ def checksum(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal digits."""
     with os.fdopen(open_regular(path), "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _shards(reader: Reader, key: str) -> tuple[Shard, ...]:
-    return tuple(Shard.from_reader(item) for item in reader.items(key))
-
-
-def _aliases(reader: Reader, weights: tuple[Shard, ...]) -> dict[str, str]:
-    aliases = reader.mapping("aliases")
-    known = {name for shard in weights for name in shard.names}
-    if not all(str(name) in known for name in aliases.values()):
-        raise reader.error("aliases", "must give each further name of a saved weight")
-    return {str(alias): str(name) for alias, name in aliases.items()}
-
-
-def _losses(reader: Reader) -> tuple[float, ...]:
-    losses = reader.value("losses", [])
-    if not isinstance(losses, list) or any(
-        type(loss) not in (int, float) and loss not in _NOT_FINITE for loss in losses
-    ):
-        raise reader.error("losses", "must be a list of numbers")
-    return tuple(map(float, losses))
-
-
-def _loss_scale(reader: Reader) -> LossScaleState | None:
-    if "loss_scale" not in reader:
-        return None
-    inner = reader.section("loss_scale")
-    return LossScaleState(inner.number("scale"), inner.integer("steps_since"))

@@ -6,24 +6,30 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pipectl.fields import Reader
+from pipectl.fields import Count, Rule, read_fields
 from pipectl.files import read_json, write_json
 
 VERSION = 1
 STATES = ("submitting", "submitted", "cancelled")
 TRAINING, PROFILING, REHEARSAL = "training", "profile", "rehearsal"
-_JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+\[\]-]{0,299}")
-_LATEST = 2.5e11
-"""Before the year 10000, where calendars end."""
 MAX_BYTES = 2**20
 _CURE = "restore it from a backup, or submit the job again"
 
 
 def is_job_id(text: str) -> bool:
     """Whether a text can be the id of a job, which commands take as an argument."""
-    return bool(_JOB_ID.fullmatch(text))
+    return bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._@+\[\]-]{0,299}", text))
+
+
+_STATE = Rule(STATES.__contains__, f"must be one of {', '.join(STATES)}")
+_JOB_ID = Rule(is_job_id, "must be the id of a job")
+_SWEEP_NAME = Rule(
+    lambda name: "/" not in name and not name.startswith("."), "must be the name of a sweep"
+)
+_BEFORE_10000 = Rule(lambda time: time < 2.5e11, "must be in seconds since the epoch")
+"""Calendars end with the year 9999."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Setting:
         values: that the sweep gives to this run, by dotted key of the spec.
     """
 
-    name: str
+    name: Annotated[str, _SWEEP_NAME]
     values: Mapping[str, Any]
 
 
@@ -71,12 +77,12 @@ class Record:
     name: str
     scheduler: str
     tag: str
-    submitted_at: float
-    ranks: int
-    nodes: int
+    submitted_at: Annotated[float, _BEFORE_10000]
+    ranks: Count
+    nodes: Count
     steps: int
-    state: str = "submitting"
-    job_id: str | None = None
+    state: Annotated[str, _STATE] = "submitting"
+    job_id: Annotated[str, _JOB_ID] | None = None
     history: tuple[Event, ...] = ()
     kind: str = TRAINING
     sweep: Setting | None = None
@@ -104,45 +110,5 @@ class Record:
         Raises:
             DataFileError: missing, damaged, or of another version.
         """
-        return cls.from_json(read_json(path, cure=_CURE, limit=MAX_BYTES), file=str(path))
-
-    @classmethod
-    def from_json(cls, document: dict[str, Any], *, file: str) -> Record:
-        """A record from its JSON object; see :meth:`load`."""
-        reader = Reader(document, file=file, cure=_CURE)
-        reader.check_version(VERSION)
-        state = reader.text("state")
-        if state not in STATES:
-            raise reader.error("state", f"must be one of {', '.join(STATES)}, not {state!r}")
-        job_id = reader.optional_text("job_id")
-        if job_id is not None and not is_job_id(job_id):
-            raise reader.error("job_id", f"{job_id[:80]!r} is no id of a job")
-        submitted_at = reader.number("submitted_at")
-        if submitted_at > _LATEST:
-            raise reader.error("submitted_at", "must be in seconds since the epoch")
-        return cls(
-            name=reader.text("name"),
-            scheduler=reader.text("scheduler"),
-            tag=reader.text("tag"),
-            submitted_at=submitted_at,
-            ranks=reader.integer("ranks", minimum=1),
-            nodes=reader.integer("nodes", minimum=1),
-            steps=reader.integer("steps"),
-            state=state,
-            job_id=job_id,
-            history=tuple(_event(item) for item in reader.items("history", [])),
-            kind=reader.text("kind", TRAINING),
-            sweep=_setting(reader.section("sweep")) if "sweep" in reader else None,
-            task=reader.optional_integer("task"),
-        )
-
-
-def _event(item: Reader) -> Event:
-    return Event(item.number("time"), item.text("what"), item.text("detail", ""))
-
-
-def _setting(item: Reader) -> Setting:
-    name = item.text("name")
-    if "/" in name or name.startswith("."):
-        raise item.error("name", f"{name[:80]!r} is no name of a sweep")
-    return Setting(name, item.mapping("values"))
+        document = read_json(path, cure=_CURE, limit=MAX_BYTES)
+        return read_fields(cls, document, file=str(path), cure=_CURE, version=VERSION)

@@ -148,7 +148,7 @@ def run_documents() -> dict[str, Any]:
                            "step": 1, "steps": 2, "ranks": [rank, {**rank, "rank": 1}]},
         "errors/rank-0000.json": {"version": 1, "rank": 0, "stage": 0, "step": 1, "action": "x",
                                   "host": "n", "type": "E", "message": "m", "cure": None,
-                                  "traceback": "t", "time": 1.0, "earlier": 0,
+                                  "traceback": "t", "time": 1.0,
                                   "exit_code": 1},
         "metrics.jsonl": [line, {**other, "evaluation": {"loss": 1.0}},
                           {**other, "not_finite": {"gradient_of": "a", "stage": 1}}],

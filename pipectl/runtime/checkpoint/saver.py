@@ -21,7 +21,7 @@ import numpy as np
 from mpi4py import MPI
 
 from pipectl.errors import UsageError
-from pipectl.fields import Reader
+from pipectl.fields import read_fields
 from pipectl.files import make_private_directory
 from pipectl.runs import LossScaleState, Manifest, Shard, checkpoints, step_of
 from pipectl.runtime.checkpoint.snapshot import Snapshot, sync
@@ -236,7 +236,10 @@ def _complete_manifest(save: _Save) -> Manifest | str:
         key: sorted((s for heard in save.heard for s in heard[key]), key=lambda s: str(s["file"]))
         for key in ("weights", "training")
     }
-    weights, training = (tuple(map(_shard, files[key])) for key in files)
+    weights, training = (
+        tuple(read_fields(Shard, each, file="what a rank wrote", cure=_CURE) for each in files[key])
+        for key in files
+    )
     last = max(save.heard, key=lambda heard: int(heard["updates"]))  # ranks that only compute: 0
     scale = last["loss_scale"]
     return replace(
@@ -247,10 +250,6 @@ def _complete_manifest(save: _Save) -> Manifest | str:
         losses=max((tuple(heard["losses"]) for heard in save.heard), key=len),
         loss_scale=None if scale is None else LossScaleState(*scale),
     )
-
-
-def _shard(fields: dict[str, Any]) -> Shard:
-    return Shard.from_reader(Reader(fields, file="what a rank wrote", cure=_CURE))
 
 
 def _commit(directory: Path, partial: Path, manifest: Manifest | str, keep: Keep) -> None:
