@@ -126,7 +126,7 @@ def _check_mpi(spec: JobSpec | None, _directory: Path) -> Iterator[Finding]:
     """Two ranks are started and send each other messages, as the ranks of a job do."""
     launch = Launch() if spec is None else spec.launch.model_copy(update={"bind": "none"})
     if launch.launcher == "srun":
-        text = "ranks start with srun, which is tried out within a job alone"
+        text = "ranks start with srun, which can only be tried within a job"
         yield Finding("MPI", Level.OK, text)
         return
     request = JobRequest(
@@ -219,9 +219,9 @@ def _check_file_system(_spec: JobSpec | None, directory: Path) -> Iterator[Findi
     yield _ok_or_warn(free_bytes >= _MIN_FREE_BYTES, "files", text, cure)
     if not has_locks:
         cure = "do not run two commands that change a run at the same time"
-        yield Finding("locks", Level.WARN, "the file system knows no locks", cure)
+        yield Finding("locks", Level.WARN, "the file system has no locks", cure)
     text = f"{skew_s:.1f} s from that of the file system"
-    cure = "have the clocks of all nodes set by NTP; `status` may take silence for age"
+    cure = "have the clocks of all nodes set by NTP; `status` may misjudge how old heartbeats are"
     yield _ok_or_warn(skew_s < _MAX_SKEW_S, "clock", text, cure)
 
 

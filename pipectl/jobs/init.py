@@ -107,16 +107,18 @@ def propose_resources(queue: Queue | None, tasks: int | None = None) -> StarterR
 
 
 def describe_queue(queue: Queue) -> str:
-    """What there is, in one line of comment."""
-    parts = [
-        f"{queue.nodes} nodes" if queue.nodes else "",
+    """``debug: 4 nodes, each with at least 8 cores, 15.6 GiB; jobs of at most 00:30:00``."""
+    each = [
         f"{queue.cores} cores" if queue.cores else "",
         "" if queue.memory_bytes is None else format_bytes(queue.memory_bytes),
         f"{queue.gpus} GPUs (gpus_per_node)" if queue.gpus else "",
-        "" if queue.walltime_s is None else f"at most {format_clock(queue.walltime_s)}",
     ]
-    known = ", ".join(filter(None, parts))
-    return f"{queue.name} has, at least and for each node: {known}" if known else queue.name
+    nodes = f"{queue.nodes} nodes" if queue.nodes else ""
+    if per_node := ", ".join(filter(None, each)):
+        nodes = f"{nodes or 'nodes'}, each with at least {per_node}"
+    limit = "" if queue.walltime_s is None else f"jobs of at most {format_clock(queue.walltime_s)}"
+    known = "; ".join(filter(None, (nodes, limit)))
+    return f"{queue.name}: {known}" if known else queue.name
 
 
 def check_reference(text: str, option: str) -> None:

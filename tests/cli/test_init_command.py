@@ -59,7 +59,7 @@ def test_on_slurm_it_is_within_the_default_partition(cli: Any, slurm: Any) -> No
     assert (spec.slurm.partition, spec.resources.walltime) == ("tiny", 300)
     assert (spec.resources.nodes, spec.resources.tasks_per_node) == (2, 1)
     assert spec.resources.memory_per_node == 900 * 2**20
-    assert "tiny has, at least and for each node: 2 nodes, 1 cores" in Path("job.yaml").read_text()
+    assert "tiny: 2 nodes, each with at least 1 cores" in Path("job.yaml").read_text()
     script = cli("submit", "job.yaml", "--dry-run", "--set", "site_defaults=false")
     assert script.code == 0, script.err
     assert "#SBATCH --partition=tiny\n" in script.out
@@ -277,7 +277,7 @@ def test_on_a_terminal_it_asks_for_what_is_not_given(
     monkeypatch.setattr("typer.prompt", prompt)
     result = cli("init", "--nodes", "2")
     assert result.code == 0
-    assert result.err.startswith("long has, at least and for each node: ")
+    assert result.err.startswith("long: 64 nodes, each with at least ")
     assert asked == [
         ("Partition or queue (debug, long)", "debug"), ("Ranks on each node", "2"),
         ("Cores of each rank", "1"), ("GPUs of each node", "2"),
