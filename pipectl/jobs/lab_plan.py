@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import Any
 
 from pipectl.errors import InfeasibleError, PipectlError, UsageError
 from pipectl.jobs.planning import Deadline, PlanInputs
 from pipectl.plan import Plan, Replication
-from pipectl.planner import PlanRequest
 from pipectl.planner.balance.balance import balance
 from pipectl.planner.balance.request import Balance, BalanceRequest
 from pipectl.planner.folding import folded
@@ -25,12 +23,22 @@ from pipectl.planner.plans.given_stages import plan_of_stages
 from pipectl.planner.policies import NAMES, OWN
 from pipectl.units import did_you_mean, format_bytes
 
+TECHNIQUES: dict[str, dict[str, Any]] = {
+    "replicas": {"replicas": None, "replication": Replication.WHOLE},
+    "split": {"replicas": None, "replication": Replication.SPLIT},
+    "recompute": {"recompute": None, "blocks": None},
+    "offload": {"offload": None},
+    "pipefb": {"backward_apart": None},
+    "interleave": {"interleave": True},
+}
+"""Changes of the request that leave a technique to the planner. Split samples change results."""
+
 
 def choose_planner(inputs: PlanInputs, name: str) -> PlanInputs:
     """The inputs for the planner of a name.
 
     Raises:
-        UsageError: there is none of this name, or it cannot plan for the job's own schedule.
+        UsageError: there is none, or it cannot plan for the job's own schedule.
     """
     if name not in NAMES:
         raise UsageError(
@@ -65,34 +73,26 @@ def change_links(
     return replace(inputs, cluster=cluster, request=replace(inputs.request, key=None))
 
 
-class Technique(StrEnum):
-    """What the planner chooses only if it is allowed: the job has not asked for it, or results
-    change (split samples)."""
+def allow_techniques(inputs: PlanInputs, names: Sequence[str]) -> PlanInputs:
+    """The inputs with what the planner may choose although the job has not asked for it.
 
-    REPLICAS = "replicas"
-    SPLIT = "split"
-    RECOMPUTE = "recompute"
-    OFFLOAD = "offload"
-    PIPEFB = "pipefb"
-    INTERLEAVE = "interleave"
+    Args:
+        names: keys of ``TECHNIQUES``.
 
-
-def allow_techniques(request: PlanRequest, allow: Sequence[Technique]) -> PlanRequest:
-    """The request with the techniques that the planner may choose."""
-    ways = {Technique.REPLICAS: Replication.WHOLE, Technique.SPLIT: Replication.SPLIT}
-    shared: list[Replication | None] = [way for name, way in ways.items() if name in allow]
+    Raises:
+        UsageError: there is none of a name.
+    """
     changes: dict[str, Any] = {}
-    if shared:
-        changes |= {"replicas": None, "replication": None if len(shared) > 1 else shared[0]}
-    if Technique.RECOMPUTE in allow:
-        changes |= {"recompute": None, "blocks": None}
-    if Technique.OFFLOAD in allow:
-        changes["offload"] = None
-    if Technique.PIPEFB in allow:
-        changes["backward_apart"] = None
-    if Technique.INTERLEAVE in allow:
-        changes["interleave"] = True
-    return replace(request, **changes)
+    for name in names:
+        if name not in TECHNIQUES:
+            raise UsageError(
+                f"--allow: there is no technique {name!r}{did_you_mean(name, list(TECHNIQUES))}",
+                cure=f"any of: {', '.join(TECHNIQUES)}",
+            )
+        changes |= TECHNIQUES[name]
+    if {"replicas", "split"} <= set(names):
+        changes["replication"] = None
+    return replace(inputs, request=replace(inputs.request, **changes))
 
 
 @dataclass(frozen=True)

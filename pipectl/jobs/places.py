@@ -54,9 +54,6 @@ def detect_scheduler() -> str:
 def check_answering(spec: JobSpec, scheduler: str | None) -> None:
     """Ask a batch system that nobody named whether it is there: its commands may be all there is.
 
-    Args:
-        scheduler: the one asked for; None if the spec decides.
-
     Raises:
         SchedulerError: it does not answer.
     """

@@ -230,10 +230,9 @@ def gather(
 
     Args:
         job: None plans a profile alone.
-        profile: instead of the job's own.
+        profile: by default the job's own.
         overrides: ``--set`` of the job; without a job, of the keys in ``_KEYS_WITHOUT_JOB``.
-        cluster: description of the machines.
-        devices: how many of them to use.
+        cluster: description of the machines, of which so many ``devices`` are used.
         nodes: numbers of nodes to compare.
         new_micro_batches: whether their number may differ from that of the job's last plan.
 
@@ -382,7 +381,6 @@ class Deadline:
 
     Args:
         budget_s: for each plan; None for as long as it takes.
-        clock: seconds from any start.
 
     Attributes:
         interrupted: whether the user ended it.
@@ -467,7 +465,6 @@ def plan_step(
     """The plan with the shortest step.
 
     Args:
-        deadline: whose budget begins anew for every plan.
         tell: called with what goes on next.
         explained: whether to plan anew for other choices and machines, too.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from enum import StrEnum
 from math import inf
 from pathlib import Path
@@ -16,10 +15,8 @@ from pipectl.cli.commands import plan as plan_command
 from pipectl.cli.console import output, plain, say_json, table, warn
 from pipectl.cli.options import Json, Overrides, SchedulerOption, read_size, reader, refuse
 from pipectl.cli.views.plan import counted
-from pipectl.errors import UsageError
 from pipectl.jobs.lab_plan import (
     Balanced,
-    Technique,
     allow_techniques,
     change_links,
     choose_planner,
@@ -27,7 +24,7 @@ from pipectl.jobs.lab_plan import (
 )
 from pipectl.jobs.planning import Deadline, gather
 from pipectl.profile import Profile
-from pipectl.units import did_you_mean, format_time, parse_bytes, parse_duration
+from pipectl.units import format_time, parse_bytes, parse_duration
 
 PLANNER = "pipectl"
 _BAR = 24
@@ -127,13 +124,13 @@ def command(
     counts = plan_command.node_counts(nodes)
     if counts is not None:
         plan_command.refuse_beside_nodes(devices, output_file, svg, explain=explain)
-    techniques = _techniques(allow)
     inputs = gather(
         job, profile_file, changes, scheduler=scheduler, cluster=cluster, devices=devices,
         nodes=counts, new_micro_batches=True,
     )  # fmt: skip
+    techniques = [name.strip() for text in allow or () for name in text.split(",")]
+    inputs = allow_techniques(inputs, techniques)
     inputs = change_links(inputs, bandwidth, communication_scale)
-    inputs = replace(inputs, request=allow_techniques(inputs.request, techniques))
     for warning in inputs.warnings:
         warn(warning)
     deadline = Deadline(budget)
@@ -153,23 +150,6 @@ def command(
             inputs, deadline,
             explain=explain, output_file=output_file, svg=svg, as_json=as_json,
         )  # fmt: skip
-
-
-def _techniques(texts: list[str] | None) -> tuple[Technique, ...]:
-    """Names with commas between them, each once.
-
-    Raises:
-        UsageError: there is none of that name.
-    """
-    names = [name.strip() for text in texts or () for name in text.split(",")]
-    for name in names:
-        if name not in tuple(Technique):
-            meant = did_you_mean(name, [technique.value for technique in Technique])
-            raise UsageError(
-                f"--allow: there is no technique {name!r}{meant}",
-                cure=f"any of: {', '.join(Technique)}",
-            )
-    return tuple(dict.fromkeys(map(Technique, names)))
 
 
 def _balance_view(balanced: Balanced, profile: Profile) -> RenderableType:

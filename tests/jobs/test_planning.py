@@ -1,0 +1,132 @@
+"""What a job asks of the planner, what `pipectl plan` finds out about it, and when that ends."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipectl.cluster import assumed_cluster
+from pipectl.jobs.planning import Deadline, gather, request_of
+from pipectl.link import Link
+from pipectl.plan import OffloadTarget
+from pipectl.planner import PlanRequest
+from pipectl.profile import Operator, Profile
+from pipectl.spec import load
+
+HOST, DISK = OffloadTarget
+PROFILE = Profile("tiny", "test", 1, (Operator("a", "a", 0.1, 0.2, 0, 0, 0),), (), None)
+WriteJob = Callable[..., Path]
+
+
+def asked(
+    write_job: WriteJob,
+    pipeline: str,
+    accelerators: int = 0,
+    disk: Link | None = None,
+    overrides: tuple[str, ...] = (),
+) -> PlanRequest:
+    resources = f"resources: {{nodes: 2, gpus_per_node: {accelerators}}}"
+    job = write_job(f"pipeline: {pipeline}", resources)
+    cluster = assumed_cluster("here", [1], 1, None)
+    device = replace(cluster.nodes[0].device, disk_link=disk)
+    cluster = replace(cluster, nodes=(replace(cluster.nodes[0], device=device),))
+    return request_of(load(job, overrides, check_files=False), PROFILE, cluster)
+
+
+@pytest.mark.parametrize(
+    ("word", "wanted"),
+    [
+        ("auto", (None, None)),
+        ("none", (False, False)),
+        ("all", (True, False)),
+        ("blocks", (True, True)),
+    ],
+)
+def test_recomputation(
+    write_job: WriteJob, word: str, wanted: tuple[bool | None, bool | None]
+) -> None:
+    request = asked(write_job, f"{{recompute: {word}}}")
+    assert (request.recompute, request.blocks) == wanted
+
+
+@pytest.mark.parametrize(
+    ("word", "accelerators", "disk", "wanted"),
+    [
+        ("none", 0, Link(1e-4, 1e9), (False, DISK)),
+        ("disk", 0, None, (True, DISK)),
+        ("disk", 1, None, (True, DISK)),
+        ("host", 1, None, (True, HOST)),
+        ("auto", 1, None, (None, HOST)),
+        ("auto", 0, Link(1e-4, 1e9), (None, DISK)),
+        ("auto", 0, None, (False, DISK)),  # nobody knows how fast the disk is
+    ],
+)
+def test_offload(
+    write_job: WriteJob,
+    word: str,
+    accelerators: int,
+    disk: Link | None,
+    wanted: tuple[bool | None, OffloadTarget],
+) -> None:
+    request = asked(write_job, f"{{offload: {word}}}", accelerators, disk)
+    assert (request.offload, request.offload_to) == wanted
+
+
+@pytest.mark.parametrize(("word", "wanted"), [("auto", None), ("together", False), ("apart", True)])
+def test_backwards_of_their_own(write_job: WriteJob, word: str, wanted: bool | None) -> None:
+    request = asked(write_job, f"{{backward: {word}, recompute: all}}")
+    assert request.backward_apart is wanted
+
+
+def test_no_backward_leaves_a_rank_that_compiles(write_job: WriteJob) -> None:
+    compiled = ("training.compile=true",)
+    request = asked(write_job, "{backward: auto}", overrides=compiled)
+    assert request.backward_apart is False
+    request = asked(write_job, "{backward: auto, recompute: all}", overrides=compiled)
+    assert request.backward_apart is None
+
+
+@pytest.mark.parametrize("name", ["c.json", "two #2: {c}.json", "1e5", "'\"\\.json", "é😀.json"])
+def test_a_cluster_is_looked_up_where_the_command_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, write_job: WriteJob
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("jobs").mkdir()
+    write_job(folder=Path("jobs"))
+    assumed_cluster("mine", [1], 1, None).save(Path(name))
+    PROFILE.save(Path("p.json"))
+    inputs = gather(Path("jobs/job.yaml"), Path("p.json"), cluster=Path(name))
+    assert (inputs.cluster.name, inputs.cluster_file) == ("mine", tmp_path / name)
+
+
+def test_without_a_budget_there_is_no_end() -> None:
+    now = [0.0]
+    deadline = Deadline(None, lambda: now[0])
+    now[0] = 1e9
+    assert not deadline()
+    assert not deadline.cut_short
+
+
+def test_the_budget_is_of_each_plan() -> None:
+    now = [0.0]
+    deadline = Deadline(10, lambda: now[0])
+    now[0] = 9.9
+    assert not deadline()
+    deadline.restart()
+    now[0] = 19.5
+    assert not deadline()
+    now[0] = 20.0
+    assert deadline()
+    deadline.restart()
+    assert not deadline()
+    assert deadline.cut_short
+
+
+def test_an_interrupt_holds_for_all_plans() -> None:
+    deadline = Deadline(None, lambda: 0.0)
+    deadline.interrupt()
+    assert not deadline.cut_short, "no planner was told"
+    deadline.restart()
+    assert deadline()
+    assert deadline.interrupted

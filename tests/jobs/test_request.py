@@ -1,0 +1,152 @@
+"""What a batch system is asked for: containers, heaps, and the user's own template of scripts."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipectl.batch import JobRequest, check_template
+from pipectl.errors import SpecError
+from pipectl.jobs.prepare import prepare
+from pipectl.jobs.request import TIGHT_HEAP, check_script, make_job, make_request, read_template
+from pipectl.jobs.submit import render, write_job
+from pipectl.plan import OffloadTarget, Plan, Stage, StageCost
+from pipectl.runs import RunDirectory
+from pipectl.spec import JobSpec, load
+
+CODE = 'model: "./code/model.py:build"\ndata: "./model data.py:data"\nloss: "torch.nn:MSELoss"\n'
+SIZES = "training: {steps: 4, batch_size: 8}\nsite_defaults: false\n"
+GOOD = "{{% extends base %}}\n{{% block setup %}}\n{head}\n{{% endblock %}}\n"
+WriteJob = Callable[..., Path]
+
+
+def request_in_a_container(tmp_path: Path, image: str, code: str = CODE) -> JobRequest:
+    path = tmp_path / "job.yaml"
+    more = f"environment: {{container: '{image}'}}\nresources: {{gpus_per_node: 1}}\n"
+    path.write_text(code + SIZES + more)
+    job = make_job(load(path, check_files=False), "local")
+    assert make_request(job).binds[0] == Path("runs").absolute()
+    return make_request(job, Path("/runs/x"))
+
+
+@pytest.mark.parametrize(
+    ("written", "image"),
+    [("./torch.sif", "{}/torch.sif"), ("docker://a/b:1", "docker://a/b:1"), ("/x.sif", "/x.sif")],
+)
+def test_a_container_sees_what_the_job_names_and_writes(
+    tmp_path: Path, written: str, image: str
+) -> None:
+    request = request_in_a_container(tmp_path, written)
+    assert request.binds == (Path("/runs"), tmp_path, tmp_path / "code")
+    assert request.in_container(("a",)) == (
+        *("apptainer", "exec", "--nv"),
+        *(f"--bind={path}" for path in request.binds),
+        image.format(tmp_path),
+        "a",
+    )
+
+
+def test_a_container_sees_packages_beside_the_job(tmp_path: Path) -> None:
+    (tmp_path / "netmod.py").touch()
+    code = CODE.replace("./code/model.py", "netmod").replace("./model data.py", "/else/pk.data")
+    request = request_in_a_container(tmp_path, "./torch.sif", code)
+    assert request.binds == (Path("/runs"), *sorted([Path("/else"), tmp_path]))
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("target", ["disk", "host"])
+def test_ranks_that_offload_to_a_disk_start_with_a_heap_that_joins_what_is_freed(
+    write_job: WriteJob, target: str, known: bool
+) -> None:
+    lines = (f"pipeline: {{offload: {target}}}", "resources: {gpus_per_node: 1}")
+    job = make_job(load(write_job(*lines), check_files=False), "local")
+    stage = Stage(("a",), (0,), StageCost(1.0, 1.0, 0.0, 1, 1, 1), offload=True)
+    plan = Plan(
+        "tiny", None, "1f1b", (1,), 4, 4, 1, (stage,), (), (0,), offload_to=OffloadTarget(target)
+    )
+    request = make_request(replace(job, plan=plan if known else None))
+    assert request.environment.variables == (TIGHT_HEAP if target == "disk" else {})
+    kept = replace(plan, stages=(replace(stage, offload=False),))
+    assert make_request(replace(job, plan=kept)).environment.variables == {}
+
+
+def test_a_job_s_own_setting_of_the_heap_wins(write_job: WriteJob) -> None:
+    own = {"GLIBC_TUNABLES": "glibc.malloc.check=1"}
+    lines = ("pipeline: {offload: disk}", f"environment: {{variables: {json.dumps(own)}}}")
+    job = make_job(load(write_job(*lines), check_files=False), "local")
+    assert make_request(job).environment.variables == own
+
+
+def spec_with_template(tmp_path: Path, head: str, name: str = "my site's.sh") -> JobSpec:
+    (tmp_path / name).write_text(GOOD.format(head=head))
+    path = tmp_path / "job.yaml"
+    path.write_text(f"{CODE}{SIZES}launch: {{template: {json.dumps(f'./{name}')}}}\n")
+    for code in ("code/model.py", "model data.py"):
+        (tmp_path / code).parent.mkdir(exist_ok=True)
+        (tmp_path / code).touch()
+    return load(path)
+
+
+def script_of(spec: JobSpec, scheduler: str) -> str:
+    return render(*prepare(spec, scheduler, make=False), 0.0)
+
+
+def test_a_template_is_in_the_scripts_of_all_schedulers(tmp_path: Path) -> None:
+    spec = spec_with_template(tmp_path, "echo 'from my site'")
+    for scheduler in ("slurm", "pbs", "local"):
+        script = script_of(spec, scheduler)
+        assert script.startswith("#!/bin/bash\n#")
+        assert "echo 'from my site'\n" in script
+        assert script.rstrip().endswith('exit "$code"')
+
+
+@pytest.mark.parametrize("head", ["if true; then", "echo {{{{ job.no_such }}}}", "echo )"])
+def test_a_template_with_which_no_script_can_be_written_is_refused(
+    tmp_path: Path, head: str
+) -> None:
+    spec = spec_with_template(tmp_path, head.format())
+    with pytest.raises(SpecError, match=r"my site's\.sh:[13]:1: "):
+        check_script(spec)
+
+
+def test_a_template_that_does_not_exist_is_a_problem_of_the_spec(write_job: WriteJob) -> None:
+    path = write_job("launch: {template: no.sh}")
+    with pytest.raises(SpecError, match=r"job\.yaml:8:\d+: launch\.template: no such file"):
+        load(path)
+
+
+def test_the_template_of_a_site_file_lies_beside_it(tmp_path: Path, write_job: WriteJob) -> None:
+    site = tmp_path / "etc" / "site.yaml"
+    site.parent.mkdir()
+    site.write_text("launch: {template: wrap.sh}\n")
+    (tmp_path / "etc" / "wrap.sh").write_text(GOOD.format(head=""))
+    path = write_job()
+    path.write_text(path.read_text().replace("site_defaults: false\n", ""))
+    assert load(path, sites=[site]).template_file == tmp_path / "etc" / "wrap.sh"
+
+
+def test_a_run_keeps_its_own_template(tmp_path: Path) -> None:
+    spec = spec_with_template(tmp_path, "echo first")
+    run = RunDirectory.create(tmp_path / "runs", "demo", time.time())
+    write_job(run, spec, read_template(spec))
+    (tmp_path / "my site's.sh").write_text("changed since")
+
+    again = load(run.job)
+    assert again.template_file == run.template
+    template = read_template(again)
+    assert template is not None
+    check_template(template)
+    assert "echo first" in template.text
+
+
+def test_the_name_of_a_template_gets_into_no_script(tmp_path: Path) -> None:
+    plain = script_of(spec_with_template(tmp_path, "true", "plain.sh"), "slurm")
+    for name in ("$(touch x).sh", "`id`", "'; exit 1; '", "{{ job }}", "-n", "[red]"):
+        assert script_of(spec_with_template(tmp_path, "true", name), "slurm") == plain
+    with pytest.raises(SpecError, match="line break"):
+        load(tmp_path / "job.yaml", ['launch.template="a\\nb"'])
