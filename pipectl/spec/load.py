@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -256,8 +256,9 @@ def validate(
     try:
         spec = JobSpec.model_validate(data)
     except ValidationError as error:
-        problems += (_explain(tree, detail) for detail in error.errors(include_url=False))
-        findings = list(cross_check(_valid_sections(data)))
+        details = error.errors(include_url=False)
+        problems += (_explain(tree, detail) for detail in details)
+        findings = list(cross_check(_read_without(data, {detail["loc"][0] for detail in details})))
     else:
         spec._base = source.absolute().parent
         findings = list(cross_check(dict(spec)))
@@ -269,19 +270,15 @@ def validate(
     return None if findings else spec
 
 
-def _valid_sections(data: dict[str, Any]) -> dict[str, Any]:
-    """The sections that are valid on their own, although others are not."""
-    valid = {}
-    for name, info in JobSpec.model_fields.items():
-        if data.get(name) is None:
-            if not info.is_required():
-                valid[name] = info.get_default()
-            continue
-        try:
-            valid[name] = TypeAdapter(info.rebuild_annotation()).validate_python(data[name])
-        except ValidationError:
-            continue
-    return valid
+def _read_without(data: dict[str, Any], wrong: Collection[str | int]) -> dict[str, Any]:
+    """The sections of a spec but for those with faults."""
+    right = {name: info for name, info in JobSpec.model_fields.items() if name not in wrong}
+    return {
+        name: TypeAdapter(info.rebuild_annotation()).validate_python(data[name])
+        if name in data
+        else info.get_default()
+        for name, info in right.items()
+    }
 
 
 def _explain(tree: yaml.Node, detail: ErrorDetails) -> Problem:
