@@ -91,7 +91,7 @@ def load_sweep(
         raise SpecError(list(dict.fromkeys(problems)))
     rest = with_pairs(tree, {k: pair for k, pair in pairs_of(tree).items() if k != "sweep"})
     points = []
-    numbers: dict[str, list[Any]] = {}
+    numbers: dict[str, dict[str, int]] = {}
     for settings in runs:
         job, faults, values = rest, list[Problem](), {}
         for setting in settings:
@@ -99,9 +99,8 @@ def load_sweep(
             job = put(job, setting.name.split("."), place, setting.value)
             value = read(setting.value)
             if holds_variables(setting.name):
-                same = numbers.setdefault(setting.name, [])
-                same += [value] if value not in same else []
-                value = f"(value {same.index(value) + 1})"
+                known = numbers.setdefault(setting.name, {})
+                value = f"(value {known.setdefault(repr(value), len(known) + 1)})"
             values[setting.name] = value
         run = validate(job, path, faults, check_files=check_files)
         problems += (_blame_values(fault, settings) for fault in faults)
