@@ -1,4 +1,4 @@
-"""Checks across fields, each made as soon as the sections it needs are valid themselves."""
+"""Checks across fields, each as soon as the sections it needs are valid themselves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WEIGHTS = ("model", "weights")
 
 
 def cross_check(sections: Mapping[str, Any]) -> Iterator[Finding]:
-    """What does not fit together in the given sections (those that are valid themselves)."""
+    """Faults across fields of sections that are valid themselves."""
     for names, check in _CHECKS:
         if all(name in sections for name in names):
             yield from check(*(sections[name] for name in names))
@@ -41,7 +41,7 @@ def missing_files(spec: JobSpec) -> Iterator[Finding]:
 
 
 def missing_names(spec: JobSpec) -> Iterator[Finding]:
-    """References of the spec to functions and classes that are not where it says.
+    """References of the spec to functions and classes that do not exist.
 
     Installed packages are not looked at if the job runs with those of another Python.
     """

@@ -1,7 +1,7 @@
 """Keys that tell whether a profile or plan still belongs to a spec.
 
-A key is a hash of the sections the file was made from and of the contents of the Python files they
-name, with the user's own modules that those import. Where the files are does not count.
+A key is a hash of the sections that the file depends on, and of the contents of the Python files
+they name, with the user's own modules that those import. Where the files are does not count.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from typing import Any
 from pipectl.spec import references
 from pipectl.spec.models import JobSpec
 
-_PROFILED = ("model", "loss", "data", "optimizer")
-
 
 def profile_key(spec: JobSpec) -> str:
     """Hash of what a profile depends on: user code, batch, and the load of a node."""
@@ -24,59 +22,53 @@ def profile_key(spec: JobSpec) -> str:
 
 def plan_key(spec: JobSpec) -> str:
     """Hash of what a plan depends on: the profile, the pipeline, the ranks and the cluster."""
-    data = spec.model_dump()
-    resources = {key: value for key, value in data["resources"].items() if key != "walltime"}
+    pipeline = spec.pipeline.model_dump()
     cluster = None if spec.cluster_file is None else _content(spec.cluster_file)
     order = None
     if spec.schedule_file is not None:
         order = _content(spec.schedule_file)
-        data["pipeline"]["schedule"] = spec.schedule_file.name
-    return _digest([_profiled(spec), data["pipeline"], resources, cluster, order])
+        pipeline["schedule"] = spec.schedule_file.name
+    resources = spec.resources.model_dump(exclude={"walltime"})
+    return _digest([_profiled(spec), pipeline, resources, cluster, order])
 
 
 def links_key(spec: JobSpec, machine: str) -> str:
     """Hash of what measured links depend on: the resources, how ranks are started, and where.
 
     Args:
-        machine: names the scheduler, and the host where jobs run on it.
+        machine: names the scheduler, and the host if jobs run on it.
     """
-    data = spec.model_dump()
-    resources = {key: value for key, value in data["resources"].items() if key != "walltime"}
-    started = ("launcher", "mpi", "bind", "args")
-    launch = {key: data["launch"][key] for key in started}
-    environment = {**data["environment"], "container": spec.container}
-    chosen = [spec.slurm.options.get(key) for key in ("constraint", "C", "reservation")]
-    nodes = [spec.slurm.partition, *chosen, spec.pbs.queue, spec.pbs.select]
+    resources = spec.resources.model_dump(exclude={"walltime"})
+    launch = spec.launch.model_dump(include={"launcher", "mpi", "bind", "args"})
+    environment = {**spec.environment.model_dump(), "container": spec.container}
+    options = [spec.slurm.options.get(key) for key in ("constraint", "C", "reservation")]
+    nodes = [spec.slurm.partition, *options, spec.pbs.queue, spec.pbs.select]
     return _digest([machine, resources, launch, environment, nodes])
 
 
 def _profiled(spec: JobSpec) -> Any:
-    data = spec.model_dump()
-    sections = {key: data[key] for key in _PROFILED}
+    sections = spec.model_dump(include={"model", "loss", "data", "optimizer"})
     named = [(path, text) for path, text in spec.factories() if path[0] in sections]
     for path, text in named:
         sections[path[0]][path[-1]] = _identity(text, spec.base)
     del sections["model"]["weights"]
     optimizer = sections["optimizer"]
     for options in (optimizer["kwargs"], *optimizer["groups"]):
-        _without_rate(options)
+        # It changes neither times nor memory, and is what people try out.
+        if isinstance(options.get("lr"), int | float):
+            del options["lr"]
     for key in ("workers", "shuffle", "drop_last"):
         del sections["data"][key]
-    load = {key: data["resources"][key] for key in ("tasks_per_node", "cpus_per_task")}
+    load = spec.resources.model_dump(include={"tasks_per_node", "cpus_per_task"})
     if spec.launch.spare_cores:
         load["threads"] = spec.threads
     if spec.resources.gpus_per_node:  # how many there are changes no time on one of them
         load["accelerators"] = True
-    training = {key: data["training"][key] for key in ("batch_size", "precision")}
+    training = spec.training.model_dump(include={"batch_size", "precision"})
+    micro_batches = spec.pipeline.model_dump()["micro_batches"]
     modules = references.user_sources(references.parse(text, spec.base) for _, text in named)
     contents = {name: _content(path) for name, path in modules.items()}
-    return [sections, training, load, data["pipeline"]["micro_batches"], contents]
-
-
-def _without_rate(options: dict[str, Any]) -> None:
-    """Drop the learning rate: it changes neither times nor memory, and is what people try out."""
-    if isinstance(options.get("lr"), int | float):
-        del options["lr"]
+    return [sections, training, load, micro_batches, contents]
 
 
 def _identity(text: str, base: Path) -> list[str | None]:
@@ -87,7 +79,7 @@ def _identity(text: str, base: Path) -> list[str | None]:
 
 
 def _content(path: Path) -> str | None:
-    """Hash of a file; None where it cannot be read, which loading or capture reports."""
+    """Hash of a file; None if it cannot be read, which loading or capture reports."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:

@@ -118,7 +118,7 @@ def load_document(
     check_files: bool,
     check_names: bool = False,
 ) -> tuple[JobSpec, yaml.MappingNode]:
-    """The spec, and the document of all layers that it was made from."""
+    """The spec, and the merged document of all layers."""
     problems: list[Problem] = []
     tree = read_file(path, problems)
     if not isinstance(tree, yaml.MappingNode):
@@ -180,7 +180,7 @@ def _override(tree: yaml.MappingNode, override: str, problems: list[Problem]) ->
 
 
 def _read_site(path: Path, problems: list[Problem]) -> yaml.MappingNode:
-    """What a site file sets; files that it names are looked up beside it."""
+    """What a site file sets; files that it names are relative to it."""
     site = mapping(Place(str(path)))
     if not path.exists():
         return site
@@ -282,7 +282,7 @@ def _read_without(data: dict[str, Any], wrong: Collection[str | int]) -> dict[st
 
 
 def _explain(tree: yaml.Node, detail: ErrorDetails) -> Problem:
-    """A fault that pydantic or a validator found, in words for people."""
+    """A fault reported by pydantic or a validator, in words for people."""
     path, kind, context = detail["loc"], detail["type"], detail.get("ctx", {})
     if path[-1] == "[key]" and kind == "value_error":
         return _problem(tree, path[:-1], str(context["error"]), at_key=True)
@@ -315,14 +315,14 @@ def _problem(tree: yaml.Node, path: KeyPath, message: str, *, at_key: bool = Fal
 
 
 def fault_of_former_key(path: KeyPath) -> str:
-    """What to say of a key of earlier versions; empty of any other."""
+    """What to say about a key of earlier versions; empty for any other key."""
     section = JobSpec.model_fields.get(str(path[0]))
     former = getattr(section and section.annotation, "former_keys", {}) if len(path) == 2 else {}
     return f"is no longer a key; {former[path[1]].advice}" if path[-1] in former else ""
 
 
 def _unknown_key(path: KeyPath) -> str:
-    """What to say of a key that does not exist: the nearest one here, or where it belongs."""
+    """What to say about an unknown key: the nearest one here, or where it belongs."""
     key = str(path[-1])
     if fault := fault_of_former_key(path):
         return fault

@@ -282,7 +282,7 @@ class Resources(Section):
 
     @property
     def memory_per_task(self) -> int | None:
-        """A rank's share of the node's memory in bytes; None if that is not given."""
+        """A rank's share of ``memory_per_node`` in bytes."""
         whole = self.memory_per_node
         return None if whole is None else whole // self.tasks_per_node
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from pipectl.units import did_you_mean
 
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
-_NEVER_BESIDE = ("pipectl", "torch")
+_NEVER_USER_CODE = ("pipectl", "torch")
 _FORM = "write ./file.py:name or package.module:name"
 # As it was before any user code ran, which may change it.
 _SEARCH = tuple(Path(entry) for entry in sys.path if entry)
@@ -39,7 +39,7 @@ class Reference:
         file: absolute path of the Python file, or None.
         module: dotted name of an importable module, or None; just one of both is given.
         root: directory that holds the module's outermost package, None for an installed one.
-        attribute: dotted name behind the colon.
+        attribute: dotted name after the colon.
     """
 
     file: Path | None
@@ -53,7 +53,7 @@ class Reference:
 
     @property
     def portable(self) -> str:
-        """The reference as a spec beside the file has it: the same wherever the file lies."""
+        """The reference as a spec in the same directory has it: the same wherever the file lies."""
         where = self.module if self.file is None else f"./{self.file.name}"
         return f"{where}:{self.attribute}"
 
@@ -70,14 +70,14 @@ def parse(text: str, base: Path) -> Reference:
     if where.endswith(".py"):
         return Reference(Path(base, where).resolve(), None, attribute)
     directory, slash, module = where.rpartition("/")
-    root = Path(base, directory or slash).resolve() if slash else _root_beside(module, base)
+    root = Path(base, directory or slash).resolve() if slash else _root_next_to_job(module, base)
     return Reference(None, module, attribute, root)
 
 
-def _root_beside(module: str, base: Path) -> Path | None:
-    """The directory of the job, if the module lies there; nothing there hides Python or pipectl."""
+def _root_next_to_job(module: str, base: Path) -> Path | None:
+    """The directory of the job, if the module is there; nothing there hides Python or pipectl."""
     top = module.partition(".")[0]
-    if top in sys.stdlib_module_names or top in _NEVER_BESIDE:
+    if top in sys.stdlib_module_names or top in _NEVER_USER_CODE:
         return None
     inner = Path(base, *module.split("."))
     files = (Path(base, top, "__init__.py"), inner.with_suffix(".py"), inner / "__init__.py")
@@ -103,7 +103,7 @@ def fault_of(text: str) -> str | None:
 def user_sources(references: Iterable[Reference]) -> dict[str, Path]:
     """Files by the dotted names under which the references' modules import them.
 
-    A module is looked for beside the files of the references, then along ``sys.path``. The
+    A module is looked for next to the files of the references, then along ``sys.path``. The
     standard library, installed packages and pipectl itself are left out.
 
     Args:
@@ -134,7 +134,7 @@ def source_of(reference: Reference) -> Path | None:
 
 
 def fault_of_name(reference: Reference) -> str | None:
-    """Why what a reference names cannot be found; None if it can, or may be."""
+    """Why the name of a reference cannot be found; None if it can, or may be."""
     file = source_of(reference)
     if reference.module is not None and reference.root is None:
         return _fault_of_installed(reference.module)
@@ -163,7 +163,7 @@ def _fault_of_installed(module: str) -> str | None:
             return None
     except ValueError:  # it is loaded, by other means than a file
         return None
-    return f"no module {top!r} is installed, and none lies beside the job file"
+    return f"no module {top!r} is installed, and there is none next to the job file"
 
 
 def _module_file(root: Path, module: str) -> Path | None:

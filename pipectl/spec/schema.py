@@ -89,22 +89,24 @@ def options(schema: Schema) -> Iterator[Schema]:
 
 def properties(schema: Schema | None) -> dict[str, Schema]:
     """The keys that a mapping may have."""
-    found = () if schema is None else (item.get("properties") for item in options(schema))
-    return next(filter(None, found), {})
+    for item in () if schema is None else options(schema):
+        if "properties" in item:
+            return dict(item["properties"])
+    return {}
 
 
 def words(schema: Schema) -> str:
     """What a value may be; completes "must be ...": ``auto or a whole number of at least 1``."""
-    found: list[str] = []
+    parts: list[str] = []
     for item in options(schema):
         if "title" in item:
-            found.append(item["title"])
+            parts.append(item["title"])
         elif "enum" in item or "const" in item:
-            found += map(str, item.get("enum", [item.get("const")]))
+            parts += map(str, item.get("enum", [item.get("const")]))
         elif item.get("type") == "integer":
-            found.append(f"a whole number of at least {item['minimum']}")
+            parts.append(f"a whole number of at least {item['minimum']}")
         elif item.get("type") == "number":
-            found.append("a number above 0")
+            parts.append("a number above 0")
         else:
-            found.append(_TYPES.get(str(item["type"]), "text"))
-    return " or ".join(filter(None, (", ".join(found[:-1]), found[-1])))
+            parts.append(_TYPES.get(str(item["type"]), "text"))
+    return " or ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))

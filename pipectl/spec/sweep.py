@@ -177,7 +177,7 @@ def _repetitions(runs: Sequence[Sequence[_Setting]]) -> Iterator[Problem]:
 
 
 def _blame_values(problem: Problem, settings: Sequence[_Setting]) -> Problem:
-    """A fault at its value; one that is found elsewhere, at the values that cause it."""
+    """A fault at its value, or moved from another place to the values that cause it."""
     place = Place(problem.file, problem.line, problem.column)
     for node in (node for setting in settings for node in setting):
         if Place.of(node.start_mark) <= place <= Place.of(node.end_mark):

@@ -117,7 +117,7 @@ def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class Auto:
-    """``auto`` in place of a value. In Python it is None, like a key that is not given."""
+    """``auto`` in place of a value; in Python it is None."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         write = core_schema.plain_serializer_function_ser_schema(

@@ -43,7 +43,7 @@ launch:    {launcher: srun, mpi: pmix, bind: cores, args: [--label]}
 environment:
   modules: [gcc/12]
   setup: ["ulimit -l unlimited"]
-  variables: {OMP_PLACES: cores, N: 1.10, T: "a\tb", E: ""}
+  variables: {OMP_PLACES: cores, N: 1.10, T: "a\tb", E: "", PIPECTL_CHECK_MESSAGES: true}
 checkpoint: {every: 100, keep: 2}
 output:    {directory: /scratch/runs}
 slurm:
@@ -108,7 +108,13 @@ def test_how_it_runs(full: JobSpec) -> None:
     assert full.resources.memory_per_node == 8 * 2**30
     assert full.resources.walltime == 5400
     assert full.launch.args == ("--label",)
-    assert full.environment.variables == {"OMP_PLACES": "cores", "N": "1.10", "T": "a\tb", "E": ""}
+    assert full.environment.variables == {
+        "OMP_PLACES": "cores",
+        "N": "1.10",
+        "T": "a\tb",
+        "E": "",
+        "PIPECTL_CHECK_MESSAGES": "true",
+    }
     assert full.slurm.account == "0042"
     options = {"exclusive": True, "nice": "0100", "gres": "g:1", "time": False}
     assert full.slurm.options == options
@@ -180,11 +186,8 @@ def test_kwargs_have_the_types_of_yaml_1_2(read, minimal, text, value) -> None:
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [
-        ("1:30:00", 5400), ("90", 5400), ("10", 600), ("90s", 90), ("90m", 5400),
-        ("2-00:00:00", 172800), ("'00:05:00'", 300),
-    ],
-)  # fmt: skip
+    [("1:30:00", 5400), ("90", 5400), ("90s", 90), ("'00:05:00'", 300)],
+)
 def test_walltimes(read, minimal, text, seconds) -> None:
     assert read(minimal + f"resources: {{walltime: {text}}}").resources.walltime == seconds
 
@@ -306,8 +309,8 @@ def test_origins_show_what_is_dumped_but_no_environment_variable(origins: Origin
     assert found["environment.variables.KEY"].value == "(not shown)"
 
 
-def test_keys_that_there_were_once_may_stand_without_a_value(read, minimal) -> None:
-    """As in the job files of runs that an older pipectl has submitted."""
+def test_keys_of_earlier_versions_may_have_their_defaults(read, minimal) -> None:
+    """As in the job files of runs that an earlier version has submitted."""
     old = "{qos: null, exclusive: false, omit: [], directives: []}"
     checkpoint = "checkpoint: {on_signal: USR1}"
     launch = "launch: {progress_core: false, check_messages: false}"

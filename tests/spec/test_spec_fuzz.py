@@ -83,6 +83,7 @@ def test_anything_like_yaml(attempt, minimal: str, text: str) -> None:
 
 @SETTINGS
 @given(st.text(max_size=20), YAML_LIKE)
+@example("[key]", "")
 def test_any_override(attempt, minimal: str, key: str, value: str) -> None:
     attempt(minimal.encode(), f"{key}={value}")
     attempt(minimal.encode(), key)
