@@ -10,7 +10,7 @@ from pipectl.errors import PipectlError, UsageError
 from pipectl.jobs.state import get_status
 from pipectl.plan import Plan
 from pipectl.profile import Profile
-from pipectl.report import render
+from pipectl.report import render_page
 from pipectl.report.charts import steps_svg
 from pipectl.report.comparison import (
     Comparison,
@@ -112,8 +112,7 @@ def make_page(run: RunDirectory, now: float, step: int | None = None) -> str:
         for name, key in _CURVES.items()
     }
     peaks = sorted(status.peaks, key=lambda peak: -peak.measured_bytes)[:_MAX_RANKS]
-    return render(
-        "page.html.j2",
+    return render_page(
         now=f"{datetime.fromtimestamp(now):%Y-%m-%d %H:%M:%S}",
         status=status,
         plan=status.plan,

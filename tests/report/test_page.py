@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 import socket
@@ -97,4 +99,7 @@ def test_it_asks_nothing_of_the_network(page_with: Callable[[str], Reader], tmp_
     page_with("x")
     text = make_page(RunDirectory(next(tmp_path.glob("*-x"))), 1.7e9)
     assert "default-src 'none'" in text
+    (script,) = re.findall("<script>(.*)</script>", text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'\"" in text, "and no other program runs"
     assert not re.search(r"https?://(?!www\.w3\.org)|src=|href=|@import|url\(", text)
