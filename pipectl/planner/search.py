@@ -15,15 +15,12 @@ from time import perf_counter
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
-from pipectl.planner.exploring.areas import most_micro_batches
 from pipectl.planner.exploring.judge import TIE
 from pipectl.planner.listed import listed_plan
-from pipectl.planner.policies import antichain
-from pipectl.planner.policies.policy_plans import policy_plans
-from pipectl.planner.rating import PLANNER, have_same_least_load, work_s
+from pipectl.planner.rating import work_s
 from pipectl.planner.replication.copies import copied_plans, one_copy
-from pipectl.planner.replication.replicated import MANY_RANKS, replicated_plans
-from pipectl.planner.request import PLACED, PlanRequest, micro_batch_sizes
+from pipectl.planner.replication.replicated import replicated_plans
+from pipectl.planner.request import PLACED, PlanRequest
 from pipectl.planner.straight import straight_plans
 from pipectl.planner.techniques.placed import placed_plan
 from pipectl.planner.unflushed import unflushed_plan
@@ -32,8 +29,6 @@ from pipectl.profile import Profile
 from pipectl.schedule import SCHEDULES
 
 MOST_ALTERNATIVES = 5
-MANY_OPERATORS = 600
-"""Beyond, the antichain planner takes too long to be asked besides."""
 Expired = Callable[[], bool]
 
 
@@ -125,10 +120,6 @@ def _one_rank_a_stage(
         if request.blocks is False:
             raise
         reason = error
-    else:
-        others = _as_others_cut(profile, cluster, request, expired)
-        if others and _is_faster(others[0], found[0]):
-            found = [_as_proven_of(found[0], others[0]), *found]
     is_short = not found or any(stage.recompute for stage in found[0].stages)
     if request.blocks is None and is_short:
         with suppress(InfeasibleError, OutOfTimeError):
@@ -139,14 +130,6 @@ def _one_rank_a_stage(
     return found
 
 
-def _as_proven_of(known: Plan, plan: Plan) -> Plan:
-    """A plan with what is proven of the largest load of plans of its shape, if one is known."""
-    if known.search is None or plan.search is None or not have_same_least_load(known, plan):
-        return plan
-    least_s, exact = known.search.lower_bound_s, known.search.exact
-    return replace(plan, search=replace(plan.search, lower_bound_s=least_s, exact=exact))
-
-
 def _is_faster(plan: Plan, other: Plan) -> bool:
     return plan.predicted_step_s < other.predicted_step_s * (1 - TIE)
 
@@ -155,29 +138,6 @@ def _several(
     profile: Profile, cluster: Cluster, request: PlanRequest, expired: Expired
 ) -> list[Plan]:
     return _ranked(profile, cluster, request, expired, MOST_ALTERNATIVES)
-
-
-def _as_others_cut(
-    profile: Profile, cluster: Cluster, request: PlanRequest, expired: Expired
-) -> list[Plan]:
-    """Plans with the cuts of the antichain planner, for profiles of one micro-batch size.
-
-    Such profiles are imported: often with links that bind more than stages do, which is what that
-    planner balances, while ours looks for short steps near balanced stages.
-    None of them recomputes, and none has more micro-batches than ours of as many stages may have.
-    """
-    few = 1 < cluster.ranks <= MANY_RANKS and len(profile.operators) <= MANY_OPERATORS
-    if profile.has_several_sizes or not few or request.recompute or expired():
-        return []
-    with suppress(InfeasibleError):
-        found = policy_plans(antichain.NAME, profile, cluster, request, expired, planner=PLANNER)
-        return [plan for plan in found if _is_of_a_size_to_try(plan, profile, request)]
-    return []
-
-
-def _is_of_a_size_to_try(plan: Plan, profile: Profile, request: PlanRequest) -> bool:
-    most = most_micro_batches(profile, len(plan.stages))
-    return plan.micro_batch_size in micro_batch_sizes(request, most)
 
 
 def _with_replicas(

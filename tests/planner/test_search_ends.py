@@ -30,29 +30,6 @@ class After:
         return self.looks < 0
 
 
-@pytest.mark.parametrize("faster", [True, False])
-def test_cuts_of_the_antichain_planner_are_taken_where_they_are_faster(
-    chain, monkeypatch, faster
-) -> None:
-    plan = make_plan(chain(12), CLUSTER, REQUEST)
-    step_s = plan.predicted_step_s * (0.5 if faster else 2.0)
-    other = replace(plan, prediction=replace(plan.prediction, step_time_s=step_s))
-    monkeypatch.setattr("pipectl.planner.search.policy_plans", lambda *_, **__: [other])
-    found = make_plan(chain(12), CLUSTER, REQUEST)
-    assert found.predicted_step_s == min(step_s, plan.predicted_step_s)
-
-
-def test_they_have_no_more_micro_batches_than_others_with_as_many_stages(
-    make_operator, make_profile
-) -> None:
-    operators = [make_operator(i, forward_s=1 / 128, backward_s=0.0) for i in range(2)]
-    nodes = tuple(Node(f"n{i}", min(i, 2) or 1, 1, Device("cpu")) for i in range(3))
-    cluster = Cluster("c", "test", nodes, LINK, Link(1e-4, 3e6))
-    plan = make_plan(make_profile(operators, [(0, 1)]), cluster, PlanRequest("job", 32))
-    assert (len(plan.stages), plan.micro_batches) == (2, 8)
-    assert plan.search.gap < 1e-6
-
-
 def test_without_any_time_there_is_an_even_cut(chain) -> None:
     plan = make_plan(chain(12), CLUSTER, REQUEST, After(0))
     assert [len(stage.nodes) for stage in plan.stages] == [3, 3, 3, 3]

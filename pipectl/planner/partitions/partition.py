@@ -31,7 +31,7 @@ FEW_DOWNSETS = 100
 """Up to so many, all spans are looked at."""
 NEGLIGIBLE = (0.001, 0.01)
 """Shares of the whole time that small blocks may take to be merged into others."""
-TOLERANCES = (0.0, 0.02, 0.1)
+TOLERANCES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)
 
 
 @dataclass(frozen=True)
