@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from conftest import Command
+    from conftest import Command, Program
 
-Program = Callable[[str, str], Path]
 SLURM = ("--scheduler", "slurm")
 
 

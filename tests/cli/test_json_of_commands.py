@@ -30,10 +30,9 @@ from pipectl.simulate import simulate
 from pipectl.timeline import Timeline
 
 if TYPE_CHECKING:
-    from conftest import Command
+    from conftest import Command, Program
 
 Patch = pytest.MonkeyPatch
-Program = Callable[[str, str], Path]
 SLURM = ("--scheduler", "slurm")
 ALONE = ("plan", "--profile", "p.json")
 REHEARSED = '{"attempt":1,"step":1,"steps":1,"time":1,"loss":null,"step_time_s":0.5,"late_s":0}'

@@ -20,10 +20,9 @@ from pipectl.profiler.neighbours import _compute
 from pipectl.spec import load, profile_key
 
 if TYPE_CHECKING:
-    from conftest import Command
+    from conftest import Command, Program
 
-Program = Callable[[str, str], Path]
-
+OnlyRun = Callable[[], Path]
 MODEL = """\
 import torch
 from torch import nn
@@ -98,16 +97,38 @@ def killing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipectl.profiler.profile_job", profile_job)
 
 
-def test_profile_says_what_was_measured_and_where_it_is(cli: Command, real_job: Path) -> None:
-    result = cli("profile", "job.yaml")
-    assert result.code == 0, result.err
-    first, second = result.out.splitlines()
-    assert first.startswith("tiny: ")
-    assert "232 B of parameters; forward " in first
-    assert first.endswith(" for 2 samples")
-    assert second == f"profile: {PROFILE}"
-    assert json.loads(PROFILE.read_text())["micro_batch_size"] == 2
+def test_the_second_time_a_profile_is_taken_from_the_cache(
+    cli: Command, real_job: Path, place: Path
+) -> None:
+    first = cli("profile", "job.yaml")
+    assert first.code == 0, first.err
+    what, where = first.out.splitlines()
+    assert what.startswith("tiny: ")
+    assert "232 B of parameters; forward " in what
+    assert what.endswith(" for 2 samples")
+    assert where == f"profile: {PROFILE}"
     assert cli("plan", "job.yaml").err == ""
+    document = json.loads(PROFILE.read_text())
+    assert (document["micro_batch_size"], document["device"]["kind"]) == (2, "cpu")
+
+    PROFILE.unlink()
+    second = cli("profile", "job.yaml")
+    assert (second.code, second.out) == (0, first.out)
+    assert second.err.startswith("cached: measured just now on ")
+    assert second.err.endswith("; --again measures anew\n")
+    found = json.loads(cli("profile", "job.yaml", "--json").out)
+    assert (found["cached"], found["file"]) == (True, str(place / PROFILE))
+    assert found["operators"] == len(json.loads(PROFILE.read_text())["nodes"])
+    assert (found["micro_batch_size"], found["parameter_bytes"]) == (2, 232)
+    assert (found["micro_batch_sizes"], found["device"]["kind"]) == ([2], "cpu")
+    assert min(found["forward_s"], found["seconds"]) > 0
+    assert cli("profile", "job.yaml", "--again", "--effort", "fast").err == ""
+
+    PROFILE.unlink()
+    result = cli("submit", "job.yaml", "--scheduler", "local")
+    assert "cached: measured just now on " in result.err
+    assert PROFILE.exists()
+    cli("cancel", "last")
 
 
 @pytest.mark.parametrize(
@@ -175,61 +196,6 @@ def test_a_place_that_cannot_be_written_is_told_before_measuring(
     result = cli("profile", "job.yaml", "-o", "job.yaml/p.json")
     assert (result.code, result.out) == (2, "")
     assert result.err.startswith("error: job.yaml: cannot be created: File exists\n")
-
-
-def test_the_second_time_it_is_taken_from_the_cache(cli: Command, real_job: Path) -> None:
-    first = cli("profile", "job.yaml")
-    PROFILE.unlink()
-    second = cli("profile", "job.yaml")
-    assert (second.code, second.out) == (0, first.out)
-    assert second.err.startswith("cached: measured just now on ")
-    assert second.err.endswith("; --again measures anew\n")
-    assert json.loads(PROFILE.read_text())["device"]["kind"] == "cpu"
-    assert cli("profile", "job.yaml", "--again").err == ""
-
-
-def test_submit_says_so_too(cli: Command, real_job: Path) -> None:
-    assert cli("profile", "job.yaml").code == 0
-    PROFILE.unlink()
-    result = cli("submit", "job.yaml", "--scheduler", "local")
-    assert "cached: measured just now on " in result.err
-    assert PROFILE.exists()
-    cli("cancel", "last")
-
-
-def test_json_sums_it_up(cli: Command, real_job: Path, place: Path) -> None:
-    found = [
-        json.loads(cli("profile", "job.yaml", "--effort", "fast", "--json").out) for _ in range(2)
-    ]
-    assert [one["cached"] for one in found] == [False, True]
-    first, second = ({**one, "cached": None} for one in found)
-    assert first == second
-    assert first["file"] == str(place / PROFILE)
-    assert first["operators"] == len(json.loads(PROFILE.read_text())["nodes"])
-    assert (first["micro_batch_size"], first["parameter_bytes"]) == (2, 232)
-    assert first["micro_batch_sizes"] == [2]
-    assert first["forward_s"] > 0
-    assert first["seconds"] > 0
-    assert first["device"]["kind"] == "cpu"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--effort", "some"), "'some' is not one of 'fast', 'normal', 'thorough'"),
-        (("--wait",), "no job to wait for"),
-        (("--links", "--again"), "--again: has no meaning with --links"),
-        (("--fast",), "pipectl profile --fast: use `--effort fast` instead"),
-        (("--here",), "pipectl profile --here: use `--scheduler local` instead"),
-    ],
-)
-def test_options_that_do_not_fit_together(
-    cli: Command, job: Path, options: tuple[str, ...], message: str
-) -> None:
-    result = cli("profile", "job.yaml", *options)
-    assert (result.code, result.out) == (2, "")
-    assert message in result.err
-    assert not Path("runs").exists()
 
 
 def test_an_interrupt_says_what_is_kept_in_one_line(
@@ -309,12 +275,9 @@ def test_ages(age_s: float, text: str) -> None:
     assert ago(age_s) == text
 
 
-def only_run() -> Path:
-    (found,) = Path("runs").glob("*-tiny-profile")
-    return found
-
-
-def test_the_profile_is_there_when_the_job_is_done(cli: Command, real_job: Path) -> None:
+def test_a_job_measures_in_percent_and_leaves_the_profile(
+    cli: Command, real_job: Path, only_run: OnlyRun
+) -> None:
     result = cli("profile", "job.yaml", *LOCAL, "--wait", "--effort", "fast")
     run = only_run()
     assert result.code == 0, (run / "logs/job.log").read_text()
@@ -325,12 +288,6 @@ def test_the_profile_is_there_when_the_job_is_done(cli: Command, real_job: Path)
     assert json.loads(PROFILE.read_text())["key"] == profile_key(load(real_job))
     assert PROFILE.read_text() == (run / "profile.json").read_text()
     assert cli("plan", "job.yaml").err == ""
-
-
-def test_status_shows_percent_and_the_profile(cli: Command, real_job: Path) -> None:
-    found = json.loads(cli("profile", "job.yaml", *LOCAL, "--wait", "--json").out)
-    assert (found["cached"], found["parameter_bytes"]) == (False, 232)
-    run = only_run()
     shown = cli("status", run.name).out
     assert re.search(r"^  progress .* 100%$", shown, re.MULTILINE)
     assert f"  profile       {run}/profile.json\n" in shown
@@ -349,7 +306,7 @@ def test_a_failure_has_the_exit_code_of_the_command(cli: Command, real_job: Path
 
 
 def test_the_job_has_one_node_with_all_its_tasks(
-    cli: Command, real_job: Path, program: Program
+    cli: Command, real_job: Path, program: Program, only_run: OnlyRun
 ) -> None:
     program("sbatch", "echo 77")
     settings = ("--set", "resources.tasks_per_node=3", "--effort", "thorough", "--again")

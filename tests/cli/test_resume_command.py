@@ -16,9 +16,8 @@ from pipectl.runs import Record, RunDirectory, beat
 from pipectl.spec import load
 
 if TYPE_CHECKING:
-    from conftest import Command
+    from conftest import Command, Program
 
-Program = Callable[[str, str], Path]
 FOUR_RANKS = ("--set", "resources.nodes=4", "--set", "pipeline={stages: 4}")
 
 

@@ -5,7 +5,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from conftest import Command
+    from conftest import Command, Program
 
-Program = Callable[[str, str], Path]
 SLURM = ("--scheduler", "slurm")
 UNMEASURED = "no fresh profile: the job measures the model first, in its allocation"
 

@@ -17,11 +17,10 @@ from pipectl.runs import Record
 from pipectl.spec import load_sweep, profile_key
 
 if TYPE_CHECKING:
-    from conftest import Command
+    from conftest import Command, Program
 
     from pipectl.spec import JobSpec
 
-Program = Callable[[str, str], Path]
 SLURM, PBS = ("--scheduler", "slurm"), ("--scheduler", "pbs")
 SWEEP = """\
 sweep:

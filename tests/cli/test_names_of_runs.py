@@ -1,22 +1,23 @@
-"""Runs outside ``./runs``: what commands print to be pasted leads to them."""
+"""Naming runs: outside ``./runs``, by what commands print to be pasted; and in `submit --after`."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
-    from conftest import Command
+    from conftest import Command, Program, RunOf
 
-Program = Callable[[str, str], Path]
 SLURM = ("--scheduler", "slurm")
 ELSEWHERE = ("--set", "output.directory=out side")
 SWEEP = "sweep:\n  grid: {training.seed: [0, 1]}\n"
+
+
+LISTED = "echo '{}|{}|1|N/A|N/A|n1||None'"
 
 
 def pasted(text: str, command: str) -> list[str]:
@@ -103,3 +104,49 @@ def test_jobs_go_where_the_variable_says_unless_they_name_a_directory(
     assert "RUNNING" in cli("status", "41").out
     cli("submit", "job.yaml", *SLURM, *ELSEWHERE)
     assert Path("out side").is_dir()
+
+
+def test_a_run_behind_others(
+    cli: Command, job: Path, program: Program, run_of: RunOf, finished: Path
+) -> None:
+    program("sbatch", "echo 41")
+    program("sacct", "exit 1")
+    run_of("20250103-120000-tiny", scheduler="slurm", job_id="12")
+    program("squeue", LISTED.format(12, "RUNNING"))
+    result = cli("submit", "job.yaml", *SLURM, "--after", "20250103", "--after", finished.name)
+    assert result.code == 0, result.err
+    script = max(Path("runs").glob("*-tiny")) / "job.sh"
+    assert "#SBATCH --dependency=afterok:12\n" in script.read_text()
+
+
+def test_runs_that_nothing_can_start_behind(
+    cli: Command, job: Path, program: Program, run_of: RunOf, failed: Path
+) -> None:
+    program("sbatch", "echo 41")
+    program("squeue", LISTED.format(12, "RUNNING"))
+    program("sacct", "exit 1")
+    run_of("20250103-120000-tiny", scheduler="pbs", job_id="12.vm")
+    program("qstat", "printf 'Job Id: 12.vm\\n    job_state = R\\n'")
+    for name, words in (
+        (failed.name, "is FAILED, so nothing would ever start"),
+        ("20250103", "is on pbs, and this job goes to slurm"),
+        ("no-such-run", "no run 'no-such-run'"),
+    ):
+        result = cli("submit", "job.yaml", *SLURM, "--after", name)
+        assert (result.code in (2, 6), words in result.err) == (True, True), result.err
+    assert len(list(Path("runs").iterdir())) == 2
+
+
+def test_the_shell_offers_runs(
+    cli: Command,
+    finished: Path,
+    failed: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    words = {"_PIPECTL_COMPLETE": "complete_bash", "COMP_CWORD": "2"}
+    for name, value in {**words, "COMP_WORDS": "pipectl status 202501"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        cli()
+    assert capfd.readouterr().out.split() == [failed.name, finished.name]

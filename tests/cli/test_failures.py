@@ -1,0 +1,177 @@
+"""How commands end: errors, faults, signals, and output that nobody reads or that has no room."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pipectl.cli.failure import interruptible, report
+from pipectl.errors import Problem, SchedulerError, SpecError, UsageError
+from pipectl.versions import installed_versions
+
+if TYPE_CHECKING:
+    from conftest import Command
+
+Patch, Captured = pytest.MonkeyPatch, pytest.CaptureFixture[str]
+BOTH = (signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (UsageError("a", cure="b\nc"), 2, "error: a\n  b\n  c\n"),
+        (SchedulerError("[red]x[/red]\x1b[2J\u202e"), 5, "error: [red]x[/red][2J\n"),
+        (
+            SpecError([Problem("j", 2, 1, "b"), Problem("j", 1, 3, "a")]),
+            *(3, "error: j:1:3: a\nerror: j:2:1: b\n"),
+        ),
+        (KeyboardInterrupt(), 130, "error: interrupted\n"),
+        (PermissionError(13, "Permission denied", "/x"), 1, "error: /x: Permission denied\n"),
+    ],
+)
+def test_an_error_is_a_message_and_its_cure_and_is_not_wrapped(
+    error: BaseException, code: int, text: str, capsys: Captured, monkeypatch: Patch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    assert report(error) == code
+    assert capsys.readouterr().err == text
+
+
+def test_a_fault_of_ours_is_called_one_and_its_details_are_kept_for_the_user_alone(
+    capsys: Captured, monkeypatch: Patch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert report(ZeroDivisionError("division by zero")) == 1
+    first, second, third = capsys.readouterr().err.splitlines()
+    kind = "ZeroDivisionError: division by zero"
+    assert first == f"error: this is a fault of pipectl, not of your job: {kind}"
+    (details,) = tmp_path.iterdir()
+    assert second == f"  please report it with {details}"
+    assert third == f"  {installed_versions()}"
+    assert kind in details.read_text()
+    assert details.stat().st_mode & 0o777 == 0o600
+    monkeypatch.setattr("pipectl.versions.version", lambda _: "2.99.0")
+    report(KeyError("x"))
+    assert "(tested with torch 2.13 to 2.15; this is 2.99.0)" in capsys.readouterr().err
+
+
+def test_what_the_users_own_code_raises_is_no_fault_of_ours(capsys: Captured) -> None:
+    with pytest.raises(KeyError) as caught:
+        {}["x"]  # this file counts as the user's
+    assert report(caught.value) == 1
+    text = capsys.readouterr().err
+    assert text.startswith("error: KeyError: 'x' (at ")
+    assert "pipectl, not of your job" not in text
+
+
+def test_debugging_adds_the_traceback(capsys: Captured, monkeypatch: Patch) -> None:
+    monkeypatch.setenv("PIPECTL_DEBUG", "1")
+    with pytest.raises(UsageError) as caught:
+        raise UsageError("a")
+    assert report(caught.value) == 2
+    text = capsys.readouterr().err
+    assert text.startswith("Traceback (most recent call last):\n")
+    assert text.endswith("error: a\n")
+
+
+@pytest.mark.parametrize("how", BOTH)
+def test_the_first_signal_interrupts_and_none_ends_the_tidying_up(how: signal.Signals) -> None:
+    before = [signal.getsignal(number) for number in BOTH]
+    tidied = []
+
+    def command() -> None:
+        try:
+            signal.raise_signal(how)
+        finally:
+            for number in BOTH:
+                signal.raise_signal(number)
+                tidied.append(number)
+
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        command()
+    assert tidied == list(BOTH)
+    assert [signal.getsignal(number) for number in BOTH] == before
+
+
+def test_what_is_ignored_or_taken_stays_so() -> None:
+    def taken(*_: object) -> None:
+        pass
+
+    before = [signal.signal(BOTH[0], signal.SIG_IGN), signal.signal(BOTH[1], taken)]
+    try:
+        with interruptible():
+            for number in BOTH:
+                signal.raise_signal(number)
+        assert [signal.getsignal(number) for number in BOTH] == [signal.SIG_IGN, taken]
+    finally:
+        for number, how in zip(BOTH, before, strict=True):
+            signal.signal(number, how)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, *BOTH])
+def test_every_command_ends_in_order(cli: Command, monkeypatch: Patch, how: signal.Signals) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        signal.raise_signal(how)
+
+    monkeypatch.setattr("pipectl.cli.commands.status.get_statuses", interrupted)
+    result = cli("status")
+    assert (result.code, result.out, result.err) == (130, "", "")
+
+
+def run(*arguments: str, **streams: Any) -> tuple[int, str]:
+    """The exit code, and what the command complained about."""
+    command = [sys.executable, "-m", "pipectl", *arguments]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    options = {"stderr": subprocess.PIPE, "env": buffered, **streams}
+    done = subprocess.run(command, text=True, check=False, **options)
+    return done.returncode, done.stderr or ""
+
+
+@pytest.mark.parametrize(
+    ("words", "stream"),
+    [
+        ("logs -f", "stdout"),
+        ("status last --json", "stdout"),
+        ("check --schema -o /dev/stdout", "stdout"),
+        ("--help", "stdout"),
+        ("status nothing", "stderr"),
+    ],
+)
+def test_a_reader_that_is_gone_ends_a_command_without_a_word(
+    finished: Path, words: str, stream: str
+) -> None:
+    (finished / "logs/job.log").write_text("line\n" * 100_000)
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        assert run(*words.split(), **{stream: writing}) == (141, "")
+    finally:
+        os.close(writing)
+
+
+@pytest.mark.parametrize("word", ["logs", "--version"])
+def test_no_standard_output_at_all(finished: Path, word: str) -> None:
+    assert run(word, preexec_fn=lambda: os.close(1)) == (0, "")
+
+
+def test_a_full_disk_and_a_quota_are_no_fault_of_ours(
+    cli: Command, finished: Path, monkeypatch: Patch
+) -> None:
+    said = "error: the output cannot be written: {}\n  free some space\n"
+    with Path("/dev/full").open("w") as full:
+        for words in (["logs"], ["check", "--schema"]):
+            assert run(*words, stdout=full) == (1, said.format("No space left on device"))
+
+    def print_too_much(*_: object, **__: object) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr("pipectl.cli.commands.status.get_statuses", print_too_much)
+    result = cli("status")
+    assert (result.code, result.err) == (1, said.format("Disk quota exceeded"))
