@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-PAUSE_S = 0.04
+PAUSE_S = 0.25
 
 
 class Pausing(nn.Module):
