@@ -34,9 +34,9 @@ from pipectl.runs import Manifest, Record, RunDirectory, Shard
 from pipectl.schedule import lower
 from pipectl.spec import load
 
-SOME, MANY = 40, 720
-MOST_S = 20.0
-"""Of processor time, for one example."""
+FEW, MANY = 40, 720
+MAX_CPU_S = 20.0
+"""For one example."""
 DATA = Path(__file__).parents[1] / "data" / "scheduler" / "slurm"
 SPEC = Path(__file__).parents[2] / "configs" / "gpt-stdlib.yaml"
 
@@ -156,28 +156,12 @@ def run_documents() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def refused(work: Callable[[], None]) -> PipectlError | None:
+def refusal_of(work: Callable[[], None]) -> PipectlError | None:
     try:
         work()
     except PipectlError as error:
         return error
     return None
-
-
-def fuzz(count: int, example: Example) -> None:
-    """Call ``example`` with ``draw`` so often; only documented errors may come of it."""
-
-    @settings(max_examples=count, deadline=None, database=None, derandomize=count == SOME,
-              suppress_health_check=list(HealthCheck))  # fmt: skip
-    @given(st.data())
-    def run(data: st.DataObject) -> None:
-        start = time.process_time()
-        refusal = refused(lambda: example(data.draw))
-        assert refusal is None or (refusal.message and 1 <= refusal.exit_code <= 6)
-        str(refusal).encode()
-        assert time.process_time() - start < MOST_S
-
-    run()
 
 
 def changed(document: Any, draw: Callable[..., Any]) -> bytes:
@@ -187,22 +171,10 @@ def changed(document: Any, draw: Callable[..., Any]) -> bytes:
     return damage(json.dumps(document), draw)
 
 
-def examples(directory: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """By kind of file: an example."""
-    made = (
-        *of_single_files(directory / "file"),
-        of_manifests(directory),
-        of_runs(RunDirectory.create(directory / "runs", "tiny", 0.0)),
-        of_slurm_answers(monkeypatch),
-    )
-    return dict(zip(KINDS, made, strict=True))
+def of_spec(directory: Path) -> Example:
+    file = directory / "job.yaml"
 
-
-def of_single_files(file: Path) -> list[Example]:
-    profile, plan, cluster = profile_document(), plan_document(), CLUSTER.to_json()
-    record = run_documents()["record.json"]
-
-    def of_spec(draw: Callable[..., Any]) -> None:
+    def example(draw: Callable[..., Any]) -> None:
         document = yaml.safe_load(SPEC.read_text())
         for _ in range(draw(st.integers(0, 3))):
             change(document, draw)
@@ -210,93 +182,128 @@ def of_single_files(file: Path) -> list[Example]:
         file.write_bytes(damage(text, draw))
         load(file, sites=(), check_files=draw(st.booleans()))
 
-    def of_profile(draw: Callable[..., Any]) -> None:
-        file.write_bytes(changed(profile, draw))
-        make_plan(Profile.load(file), CLUSTER, REQUEST)
-
-    def of_plan(draw: Callable[..., Any]) -> None:
-        file.write_bytes(changed(plan, draw))
-        found = Plan.load(file)
-        validate(found, [lower(found, rank) for rank in range(found.ranks)])
-        simulate_plan(found)
-
-    def of_cluster(draw: Callable[..., Any]) -> None:
-        file.write_bytes(changed(cluster, draw))
-        make_plan(Profile.from_json(profile), Cluster.load(file), REQUEST)
-
-    def of_record(draw: Callable[..., Any]) -> None:
-        file.write_bytes(changed(record, draw))
-        Record.load(file)
-
-    return [of_spec, of_profile, of_plan, of_cluster, of_record]
+    return example
 
 
-def of_manifests(directory: Path) -> Example:
+def of_data(
+    make_document: Callable[[], Any], use: Callable[[Path], object]
+) -> Callable[[Path], Example]:
+    """Examples of one data file, and what commands do with it."""
+
+    def make_example(directory: Path) -> Example:
+        document, file = make_document(), directory / "data.json"
+
+        def example(draw: Callable[..., Any]) -> None:
+            file.write_bytes(changed(document, draw))
+            use(file)
+
+        return example
+
+    return make_example
+
+
+def use_plan(file: Path) -> None:
+    plan = Plan.load(file)
+    validate(plan, [lower(plan, rank) for rank in range(plan.ranks)])
+    simulate_plan(plan, None, None)
+
+
+def use_cluster(file: Path) -> None:
+    make_plan(Profile.from_json(profile_document()), Cluster.load(file), REQUEST)
+
+
+def of_manifest(directory: Path) -> Example:
     shard = Shard("rank-0000.safetensors", 1, "00", ("a",))
     Manifest(3, 2, {"b": "a"}, (shard,), (shard,)).save(directory)
     manifest = json.loads((directory / "manifest.json").read_text())
 
-    def of_manifest(draw: Callable[..., Any]) -> None:
+    def example(draw: Callable[..., Any]) -> None:
         (directory / "manifest.json").write_bytes(changed(manifest, draw))
-        for found in Manifest.load(directory).shards:
-            assert (directory / found.file).resolve().is_relative_to(directory.resolve())
+        for shard in Manifest.load(directory).shards:
+            assert (directory / shard.file).resolve().is_relative_to(directory.resolve())
 
-    return of_manifest
+    return example
 
 
-def of_runs(run: RunDirectory) -> Example:
-    whole = run_documents()
+def of_run(directory: Path) -> Example:
+    run = RunDirectory.create(directory / "runs", "tiny", 0.0)
+    documents = run_documents()
 
-    def of_run(draw: Callable[..., Any]) -> None:
-        """Status never fails: it tells what it can."""
-        spoilt = draw(st.sampled_from(list(whole)))
-        for name, document in whole.items():
+    def example(draw: Callable[..., Any]) -> None:
+        """Status never fails: it says what it can."""
+        damaged = draw(st.sampled_from(list(documents)))
+        for name, document in documents.items():
             lines = document if isinstance(document, list) else [document]
-            texts = [changed(x, draw) if name == spoilt else json.dumps(x).encode() for x in lines]
+            texts = [changed(x, draw) if name == damaged else json.dumps(x).encode() for x in lines]
             (run.path / name).write_bytes(b"\n".join(texts))
-        assert refused(lambda: say(get_status(run, 1.7e9 + 60))) is None
+        assert refusal_of(lambda: print_status(get_status(run, 1.7e9 + 60))) is None
 
-    return of_run
+    return example
 
 
-def of_slurm_answers(monkeypatch: pytest.MonkeyPatch) -> Example:
-    slurm_answers = [path.read_text() for path in sorted(DATA.iterdir())]
-    said = {"stdout": "", "code": 0}
-    monkeypatch.setattr("pipectl.batch.process.run",
-                        lambda *_, **__: Completed(said["code"], said["stdout"], ""))  # fmt: skip
+def of_slurm(_directory: Path) -> Example:
+    answers = [path.read_text() for path in sorted(DATA.iterdir())]
 
-    def of_slurm(draw: Callable[..., Any]) -> None:
-        answer = damage(draw(st.sampled_from(slurm_answers)), draw).decode("utf-8", "replace")
+    def example(draw: Callable[..., Any]) -> None:
+        answer = damage(draw(st.sampled_from(answers)), draw).decode("utf-8", "replace")
         cells = st.sampled_from(["", "7", "7_1", "²", "9" * 5000, "N/A", "RUNNING", "x", "1:²"])
         rows = ["|".join(draw(st.lists(cells, min_size=7, max_size=8))) for _ in range(2)]
-        said["stdout"] = "\n".join([answer, *rows, "tag"])
-        said["code"] = draw(st.sampled_from([0, 0, 1]))
-        slurm = SlurmScheduler()
-        slurm.query(["7", "12"], since=draw(st.sampled_from([None, 0.0, 1.7e9])))
-        slurm.find(draw(st.sampled_from(["tag", "", "x", "7"])))
+        said = Completed(draw(st.sampled_from([0, 0, 1])), "\n".join([answer, *rows, "tag"]), "")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("pipectl.batch.process.run", lambda *_, **__: said)
+            slurm = SlurmScheduler()
+            slurm.query(["7", "12"], since=draw(st.sampled_from([None, 0.0, 1.7e9])))
+            slurm.find(draw(st.sampled_from(["tag", "", "x", "7"])))
 
-    return of_slurm
+    return example
 
 
-def say(found: Any) -> None:
+def print_status(status: Any) -> None:
     """Everything that ``pipectl status`` would print of a run."""
     from pipectl.cli.views.run import print_run, run_json, runs_table
 
-    json.dumps(run_json(found))
-    runs_table([found], 80)
-    print_run(found)
+    json.dumps(run_json(status))
+    runs_table([status], 80)
+    print_run(status)
 
 
-KINDS = ("spec", "profile", "plan", "cluster", "record", "manifest", "run", "slurm")
+KINDS: dict[str, Callable[[Path], Example]] = {
+    "spec": of_spec,
+    "profile": of_data(
+        profile_document, lambda file: make_plan(Profile.load(file), CLUSTER, REQUEST)
+    ),
+    "plan": of_data(plan_document, use_plan),
+    "cluster": of_data(CLUSTER.to_json, use_cluster),
+    "record": of_data(record_document, Record.load),
+    "manifest": of_manifest,
+    "run": of_run,
+    "slurm": of_slurm,
+}
+
+
+def fuzz(count: int, example: Example) -> None:
+    """Call ``example`` with ``draw`` so often; only documented errors may come of it."""
+
+    @settings(max_examples=count, deadline=None, database=None, derandomize=count == FEW,
+              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @given(st.data())
+    def run(data: st.DataObject) -> None:
+        start = time.process_time()
+        refusal = refusal_of(lambda: example(data.draw))
+        assert refusal is None or (refusal.message and 1 <= refusal.exit_code <= 6)
+        str(refusal).encode()
+        assert time.process_time() - start < MAX_CPU_S
+
+    run()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_some_damaged_files(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fuzz(SOME, examples(tmp_path, monkeypatch)[kind])
+def test_a_few_damaged_files(kind: str, tmp_path: Path) -> None:
+    fuzz(FEW, KINDS[kind](tmp_path))
 
 
 @pytest.mark.torture
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("kind", KINDS)
-def test_many_damaged_files(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fuzz(MANY, examples(tmp_path, monkeypatch)[kind])
+def test_many_damaged_files(kind: str, tmp_path: Path) -> None:
+    fuzz(MANY, KINDS[kind](tmp_path))
