@@ -6,14 +6,23 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pipectl.cli.commands import init
-from pipectl.spec import json_schema, load
+from pipectl.spec import JobSpec, json_schema, load
 
+if TYPE_CHECKING:
+    from conftest import Command
+
+Pretend = Callable[..., None]
 DATA = Path(__file__).parents[1] / "data" / "scheduler"
+
+
+def written(path: str = "job.yaml") -> JobSpec:
+    """The job, without the defaults of this site."""
+    return load(Path(path), sites=())
 
 
 def fake(place: Path, command: str, text: str, rc: int = 0) -> None:
@@ -52,10 +61,10 @@ def pbs(place: Path) -> None:
 BIG = "debug*|30:00|4|8|16000|(null)|up\nlong|infinite|64|128|256000|gpu:4|up"
 
 
-def test_on_slurm_it_is_within_the_default_partition(cli: Any, slurm: Any) -> None:
+def test_on_slurm_it_is_within_the_default_partition(cli: Command, slurm: Pretend) -> None:
     slurm("tiny*|0:05:00|2|1|1000|(null)|up")
     assert cli("init").code == 0
-    spec = load(Path("job.yaml"), sites=())
+    spec = written()
     assert (spec.slurm.partition, spec.resources.walltime) == ("tiny", 300)
     assert (spec.resources.nodes, spec.resources.tasks_per_node) == (2, 1)
     assert spec.resources.memory_per_node == 900 * 2**20
@@ -66,14 +75,9 @@ def test_on_slurm_it_is_within_the_default_partition(cli: Any, slurm: Any) -> No
     assert "#SBATCH --mem=900M\n" in script.out
 
 
-def test_a_walltime_without_a_unit_is_minutes(cli: Any) -> None:
-    assert cli("init", "--walltime", "10").code == 0
-    assert load(Path("job.yaml"), sites=()).resources.walltime == 600
-
-
-def test_on_pbs_it_is_within_the_default_queue(cli: Any, pbs: None) -> None:
+def test_on_pbs_it_is_within_the_default_queue(cli: Command, pbs: None) -> None:
     assert cli("init", "--account", "my project").code == 0
-    spec = load(Path("job.yaml"), sites=())
+    spec = written()
     assert (spec.pbs.queue, spec.pbs.account) == ("workq", "my project")
     script = cli("submit", "job.yaml", "--dry-run", "--set", "site_defaults=false")
     assert script.code == 0, script.err
@@ -81,7 +85,7 @@ def test_on_pbs_it_is_within_the_default_queue(cli: Any, pbs: None) -> None:
     assert "select=2:ncpus=1:mpiprocs=1:ompthreads=1:ngpus=1:mem=2048mb" in script.out
 
 
-def test_flags_for_everything(cli: Any, slurm: Any) -> None:
+def test_flags_for_everything(cli: Command, slurm: Pretend) -> None:
     slurm(BIG)
     result = cli(
         "init", "new", "--partition", "long", "--nodes", "3", "--tasks-per-node", "4",
@@ -89,7 +93,7 @@ def test_flags_for_everything(cli: Any, slurm: Any) -> None:
         "--name", "mine",
     )  # fmt: skip
     assert result.code == 0, result.err
-    spec = load(Path("new/job.yaml"), sites=())
+    spec = written("new/job.yaml")
     found = spec.resources
     assert (found.nodes, found.tasks_per_node, found.cpus_per_task) == (3, 4, 8)
     assert (found.gpus_per_node, found.memory_per_node) == (4, 100 * 2**30)
@@ -112,7 +116,7 @@ def test_flags_for_everything(cli: Any, slurm: Any) -> None:
     ],
 )
 def test_what_cannot_be_is_refused_and_nothing_is_written(
-    cli: Any, slurm: Any, arguments: list[str], words: str
+    cli: Command, slurm: Pretend, arguments: list[str], words: str
 ) -> None:
     slurm(BIG)
     result = cli("init", *arguments)
@@ -121,15 +125,15 @@ def test_what_cannot_be_is_refused_and_nothing_is_written(
     assert not Path("job.yaml").exists()
 
 
-def test_a_controller_that_does_not_answer_is_no_obstacle(cli: Any, slurm: Any) -> None:
+def test_a_controller_that_does_not_answer_is_no_obstacle(cli: Command, slurm: Pretend) -> None:
     slurm("sinfo: error: no controller", rc=1)
     result = cli("init", "--partition", "any")
     assert result.code == 0
     assert "limits are not known" in result.err
-    assert load(Path("job.yaml"), sites=()).slurm.partition == "any"
+    assert written().slurm.partition == "any"
 
 
-def test_a_model_of_ones_own(cli: Any) -> None:
+def test_a_model_of_ones_own(cli: Command) -> None:
     Path("code").mkdir()
     Path("code/it's mine.py").write_text("def build(): ...\ndef samples(): ...\n")
     result = cli(
@@ -141,27 +145,14 @@ def test_a_model_of_ones_own(cli: Any) -> None:
     text = Path("jobs/first/job.yaml").read_text()
     assert '"../../code/it\'s mine.py:build"' in text
     assert cli("check", "jobs/first/job.yaml").code == 0
-    spec = load(Path("jobs/first/job.yaml"), sites=())
+    spec = written("jobs/first/job.yaml")
     assert spec.loss.factory == "torch.nn:MSELoss"
     assert spec.data.factory.endswith(":samples")
 
 
-def test_a_model_that_returns_its_loss_and_has_held_out_data(cli: Any) -> None:
-    Path("mine.py").write_text(
-        "class Net: ...\ndef training_data(): ...\ndef held_out_data(): ...\n"
-    )
-    result = cli("init", "new", "--model", "mine.py:Net", "--loss", "model")
-    assert result.code == 0, result.err
-    assert cli("check", "new/job.yaml").code == 0
-    spec = load(Path("new/job.yaml"), sites=())
-    assert spec.loss.factory == "model"
-    assert spec.evaluation is not None
-    assert spec.evaluation.data.factory == "../mine.py:held_out_data"
-
-
-@pytest.mark.parametrize(("directory", "written"), [("new", "../pkg.net"), (".", "pkg.net")])
+@pytest.mark.parametrize(("directory", "name"), [("new", "../pkg.net"), (".", "pkg.net")])
 def test_a_package_beside_the_current_directory_is_reached_from_the_job(
-    cli: Any, directory: str, written: str
+    cli: Command, directory: str, name: str
 ) -> None:
     Path("pkg").mkdir()
     Path("pkg/__init__.py").touch()
@@ -172,53 +163,55 @@ def test_a_package_beside_the_current_directory_is_reached_from_the_job(
     assert result.code == 0, result.err
     result = cli("check", f"{directory}/job.yaml")
     assert result.code == 0, result.err
-    spec = load(Path(directory, "job.yaml"), sites=())
-    assert spec.model.factory == f"{written}:Net"
+    spec = written(f"{directory}/job.yaml")
+    assert spec.loss.factory == "model"
+    assert spec.model.factory == f"{name}:Net"
     assert spec.evaluation is not None
-    assert spec.evaluation.data.factory == f"{written}:held_out_data"
+    assert spec.evaluation.data.factory == f"{name}:held_out_data"
 
 
-def test_held_out_data_that_is_not_there_is_a_comment_in_the_job(cli: Any) -> None:
+def test_held_out_data_that_is_not_there_is_a_comment_in_the_job(cli: Command) -> None:
     Path("mine.py").write_text("class Net: ...\ndef training_data(): ...\n")
     assert cli("init", "--model", "mine.py:Net").code == 0
-    assert load(Path("job.yaml"), sites=()).evaluation is None
+    assert written().evaluation is None
     text = Path("job.yaml").read_text()
     assert '# evaluation: {data: {factory: "./mine.py:held_out_data"}, every: 50}' in text
 
 
-def test_the_schema_that_the_job_names_lies_beside_it(cli: Any) -> None:
-    assert cli("init", "new").code == 0
+def test_the_schema_that_the_job_names_lies_beside_it(cli: Command) -> None:
+    assert cli("init", "new", "--walltime", "10").code == 0
+    assert written("new/job.yaml").resources.walltime == 600, "a number alone is minutes"
     first = Path("new/job.yaml").read_text().splitlines()[0]
     assert first == "# yaml-language-server: $schema=./job.schema.json"
     assert json.loads(Path("new/job.schema.json").read_text()) == json_schema()
 
 
-def test_a_rank_may_hold_its_share_of_the_node(cli: Any, slurm: Any) -> None:
+def test_a_rank_may_hold_its_share_of_the_node(cli: Command, slurm: Pretend) -> None:
     assert cli("init", "here").code == 0
-    here = load(Path("here/job.yaml"), sites=()).pipeline.memory_limit
+    here = written("here/job.yaml").pipeline.memory_limit
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert here == pytest.approx(0.45 * total, rel=0.03)
     slurm("big*|1:00:00|4|8|64000|(null)|up")
     assert cli("init", "there").code == 0
-    spec = load(Path("there/job.yaml"), sites=())
+    spec = written("there/job.yaml")
     assert spec.resources.memory_per_node == pytest.approx(0.9 * 64000 * 2**20 * 2 / 8, rel=0.03)
     limit = spec.pipeline.memory_limit
     assert limit == pytest.approx(0.45 * spec.resources.memory_per_node, rel=0.03)
 
 
-def test_a_partition_with_gpus_is_asked_for_one_per_rank(cli: Any, slurm: Any) -> None:
+def test_a_partition_with_gpus_is_asked_for_one_per_rank(cli: Command, slurm: Pretend) -> None:
     slurm("gpus*|1:00:00|4|32|64000|gpu:a100:4|up")
     assert cli("init", "two").code == 0
-    assert load(Path("two/job.yaml"), sites=()).resources.gpus_per_node == 2
+    assert written("two/job.yaml").resources.gpus_per_node == 2
     slurm("gpus*|1:00:00|4|32|64000|gpu:1|up")
     assert cli("init", "one").code == 0
-    found = load(Path("one/job.yaml"), sites=()).resources
+    found = written("one/job.yaml").resources
     assert (found.nodes, found.tasks_per_node, found.gpus_per_node) == (2, 1, 1)
     assert cli("init", "none", "--gpus-per-node", "0").code == 0
-    assert load(Path("none/job.yaml"), sites=()).resources.gpus_per_node == 0
+    assert written("none/job.yaml").resources.gpus_per_node == 0
 
 
-def test_a_model_of_ones_own_behind_a_link(cli: Any) -> None:
+def test_a_model_of_ones_own_behind_a_link(cli: Command) -> None:
     Path("model.py").write_text("def build(): ...\ndef samples(): ...\n")
     Path("far/away").mkdir(parents=True)
     Path("near").symlink_to("far/away")
@@ -227,43 +220,41 @@ def test_a_model_of_ones_own_behind_a_link(cli: Any) -> None:
     assert cli("check", "near/first/job.yaml").code == 0
 
 
-def test_little_memory_is_what_was_asked_for(cli: Any) -> None:
+def test_little_memory_is_what_was_asked_for(cli: Command) -> None:
     for text, size_bytes in (("10KiB", 10 * 2**10), ("1MiB", 2**20), ("1GB", 953 * 2**20)):
         assert cli("init", "--force", "--memory", text).code == 0
-        assert load(Path("job.yaml"), sites=()).resources.memory_per_node == size_bytes
+        assert written().resources.memory_per_node == size_bytes
 
 
-def test_where_one_file_cannot_be_written_none_is(cli: Any) -> None:
+def test_where_one_file_cannot_be_written_none_is(cli: Command) -> None:
     Path("new/model.py").mkdir(parents=True)
     result = cli("init", "new", "--force")
     assert (result.code, result.out) == (2, "")
     assert result.err.startswith("error: new/model.py: is a directory\n")
     assert not Path("new/job.yaml").exists()
+    Path("file").touch()
+    result = cli("init", "file/new")
+    assert result.code == 2
+    assert result.err.startswith("error: file/new: cannot be created: Not a directory\n")
 
 
-def test_every_option_says_what_it_is(cli: Any) -> None:
+def test_every_option_says_what_it_is(cli: Command) -> None:
     for line in cli("init", "--help").out.splitlines():
         if line.startswith("  -"):
             words = line.split("  ", 2)[2].replace("[x>=1]", "").replace("[x>=0]", "")
             assert words.strip(), line
 
 
-def test_a_hostile_partition_is_one_value(cli: Any, slurm: Any) -> None:
+def test_a_hostile_partition_is_one_value(cli: Command, slurm: Pretend) -> None:
     slurm('a"}: {b,#*|1:00:00|1|2|9000|(null)|up')
     assert cli("init").code == 0
-    assert load(Path("job.yaml"), sites=()).slurm.partition == 'a"}: {b,#'
-
-
-def test_another_scheduler_than_the_one_that_is_found_stands_in_the_job(
-    cli: Any, slurm: Any
-) -> None:
-    slurm(BIG)
-    assert cli("init", "--scheduler", "local").code == 0
-    assert load(Path("job.yaml"), sites=()).launch.scheduler == "local"
+    assert written().slurm.partition == 'a"}: {b,#'
+    assert cli("init", "here", "--scheduler", "local").code == 0
+    assert written("here/job.yaml").launch.scheduler == "local", "which is not the one found"
 
 
 def test_on_a_terminal_it_asks_for_what_is_not_given(
-    cli: Any, slurm: Any, monkeypatch: pytest.MonkeyPatch
+    cli: Command, slurm: Pretend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slurm(BIG)
     answers = {"Partition": "long", "Ranks on each node": "6", "Memory of each node": "default"}
@@ -283,18 +274,45 @@ def test_on_a_terminal_it_asks_for_what_is_not_given(
         ("Cores of each rank", "1"), ("GPUs of each node", "2"),
         ("Memory of each node", "4096MiB"), ("Walltime", "00:10:00"),
     ]  # fmt: skip
-    spec = load(Path("job.yaml"), sites=())
+    spec = written()
     assert (spec.resources.nodes, spec.resources.tasks_per_node) == (2, 6)
     assert spec.resources.memory_per_node is None
 
     asked.clear()
     assert cli("init", "other", "--yes").code == 0
+    monkeypatch.setattr(init, "is_terminal", lambda: False)
+    assert cli("init", "more").code == 0
     assert asked == []
 
 
-def test_without_a_terminal_it_never_asks(
-    cli: Any, slurm: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slurm(BIG)
-    monkeypatch.setattr("typer.prompt", lambda *_, **__: pytest.fail("was asked"))
-    assert cli("init").code == 0
+def test_init_writes_a_job_that_passes_check(cli: Command) -> None:
+    result = cli("init", "new")
+    assert result.code == 0
+    assert result.out == (
+        "written: new/job.yaml\nwritten: new/job.schema.json\nwritten: new/model.py\n"
+        "next: pipectl submit new/job.yaml --wait\n"
+    )
+    assert cli("check", "new/job.yaml").out == "new/job.yaml: valid; 2 ranks, 100 steps\n"
+
+
+def test_init_replaces_nothing_unless_told(cli: Command) -> None:
+    Path("model.py").write_text("mine")
+    result = cli("init")
+    assert result.code == 2
+    assert result.err.startswith("error: model.py: exists already\n")
+    assert not Path("job.yaml").exists()
+    assert Path("model.py").read_text() == "mine"
+    assert cli("init", "--force").code == 0
+    assert Path("model.py").read_text() != "mine"
+
+
+def test_the_starter_model_learns_its_data(cli: Command, place: Path) -> None:
+    torch = pytest.importorskip("torch")
+    cli("init")
+    names: dict[str, object] = {"__name__": "starter"}
+    exec(compile(Path("model.py").read_text(), "model.py", "exec"), names)
+    model, data = names["build"](width=16, layers=1), names["training_data"]()  # type: ignore[operator]
+    inputs, targets = data[:64]
+    loss = torch.nn.CrossEntropyLoss()(model(inputs), targets)
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

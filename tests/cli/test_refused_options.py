@@ -45,8 +45,6 @@ SUBMITS_NOTHING = "--dry-run and --test-only submit nothing"
         ("profile job.yaml --wait", "--wait: there is no job to wait for"),
         ("profile job.yaml --links --again", "--again: has no meaning with --links"),
         ("lab simulate --plan p.json --forward 0", "--forward: a plan has its own"),
-        ("lab simulate --plan p.json --micro-batches 4", "--micro-batches: a plan has its own"),
-        ("lab simulate --schedule gpipe --cluster c.json", "--cluster: is for a plan's stages"),
     ],
 )
 def test_what_has_no_meaning_is_refused_in_a_sentence(

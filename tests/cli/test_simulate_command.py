@@ -102,24 +102,18 @@ def test_lists_give_every_stage_one_rank(
 
 
 @pytest.mark.parametrize("option", ["--forward", "--backward", "--latency"])
-@pytest.mark.parametrize("time", ["nan", "inf", "-1", "1e308", "soon"])
-def test_times_are_numbers(cli: Command, place: Path, option: str, time: str) -> None:
-    result = cli("lab", "simulate", "--schedule", "1f1b", *SHAPE, option, time)
-    assert (result.code, result.out) == (2, "")
-    assert option in result.err
-
-
-@pytest.mark.parametrize(
-    "option", ["--stages", "--micro-batches", "--ranks", "--forward", "--backward", "--latency"]
-)
-def test_a_plan_has_its_own_numbers(
+def test_times_are_numbers_and_a_plan_has_its_own(
     cli: Command, pipeline: Callable[..., Plan], option: str
 ) -> None:
+    for time in ("nan", "inf", "-1", "1e308", "soon"):
+        result = cli("lab", "simulate", "--schedule", "1f1b", *SHAPE, option, time)
+        assert (result.code, result.out, option in result.err) == (2, "", True)
     pipeline(2, 2).save(Path("plan.json"))
     assert cli("lab", "simulate", "--plan", "plan.json").code == 0
-    result = cli("lab", "simulate", "--plan", "plan.json", option, "2")
-    assert (result.code, result.out) == (2, "")
-    assert f"{option}: a plan has its own" in result.err
+    for own in (option, "--stages", "--micro-batches", "--ranks"):
+        result = cli("lab", "simulate", "--plan", "plan.json", own, "2")
+        assert (result.code, result.out) == (2, "")
+        assert f"{own}: a plan has its own" in result.err
 
 
 @pytest.mark.parametrize(
