@@ -88,10 +88,10 @@ class Problem:
 
 
 class SpecError(InvalidInputError):
-    """The job spec is wrong. Carries every problem found, in file order."""
+    """The job spec is wrong. Carries every problem once, in file order."""
 
     def __init__(self, problems: Sequence[Problem], *, cure: str | None = None) -> None:
-        self.problems = tuple(sorted(problems))
+        self.problems = tuple(sorted(set(problems)))
         super().__init__("\n".join(str(problem) for problem in self.problems), cure=cure)
 
 

@@ -135,7 +135,7 @@ def load_document(
             tree = merge(_read_site(site, problems), tree)
     spec = validate(tree, path, problems, check_files=check_files, check_names=check_names)
     if spec is None or problems:
-        raise SpecError(list(dict.fromkeys(problems)))
+        raise SpecError(problems)
     return spec, tree
 
 
@@ -203,12 +203,12 @@ def _read_site(path: Path, problems: list[Problem]) -> yaml.MappingNode:
                 check_version(read(pairs.pop(name)[1]))
             except ValueError as error:
                 problems.append(Place.of(value.start_mark).problem(f"version: {error}"))
-    launch = pairs_of(pairs.get("launch", (site, None))[1])
-    for section, name in ((pairs, "cluster"), (launch, "template")):
-        file = section[name][1] if name in section else None
-        if isinstance(file, yaml.ScalarNode) and not is_null(file):
+    site = with_pairs(site, pairs)
+    for keys in (("cluster",), ("launch", "template")):
+        _, file, rest = locate(site, keys)
+        if not rest and isinstance(file, yaml.ScalarNode) and not is_null(file):
             file.value = str(path.absolute().parent / file.value)
-    return with_pairs(site, pairs)
+    return site
 
 
 def _origins(value: Any, tree: yaml.Node, path: KeyPath) -> Iterator[Origin]:

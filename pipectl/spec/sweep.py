@@ -88,7 +88,7 @@ def load_sweep(
     problems: list[Problem] = []
     runs = _combine(*locate(tree, ("sweep",))[:2], problems)
     if problems:
-        raise SpecError(list(dict.fromkeys(problems)))
+        raise SpecError(problems)
     rest = with_pairs(tree, {k: pair for k, pair in pairs_of(tree).items() if k != "sweep"})
     points = []
     numbers: dict[str, dict[str, int]] = {}
@@ -107,7 +107,7 @@ def load_sweep(
         if run is not None:
             points.append(Point(values, run))
     if problems:
-        raise SpecError(list(dict.fromkeys(problems)))
+        raise SpecError(problems)
     return spec, tuple(points)
 
 
