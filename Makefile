@@ -37,7 +37,7 @@ test: $(INSTALLED) ## run all tests
 	$(BIN)/python -m pytest -n auto
 
 test-equality: $(INSTALLED) ## compare every schedule, use of memory and number of ranks with one rank
-	$(BIN)/python -m pytest -n 0 -m product tests/equality tests/accelerator
+	$(BIN)/python -m pytest -n 0 -m '' tests/equality tests/accelerator
 
 test-lowest: ## run the tests that start no ranks, and some that do, with the lowest versions allowed
 	$(PYTHON) -m venv .venv-lowest

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from cells import random_stages
+from plans import random_stages
 from torch import Tensor
 from torch.utils import _pytree as pytree
 

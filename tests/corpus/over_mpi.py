@@ -23,7 +23,8 @@ from pipectl.runtime.trainer import Trainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "equality"))
 
-from cells import Cell, make_plan
+from cells import Cell
+from plans import make_plan
 
 SCHEDULES = ("gpipe", "1f1b")
 MICRO_BATCHES = 4  # as in the batch of the cell

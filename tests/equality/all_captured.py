@@ -1,10 +1,11 @@
 """Captures every model of the equality table, so that ranks forked from this process need not.
 
-Plans two of its cells, too: that loads the compiled kernels of schedules and their proofs.
+Plans two of its cells, too: that loads the compiled kernels of schedules.
 """
 
 from cell_jobs import MODELS, captured
-from cells import CHUNKS, Cell, make_plan, random_stages
+from cells import CHUNKS, Cell
+from plans import make_plan, random_stages
 
 for model in MODELS:
     for plain in (False, True):

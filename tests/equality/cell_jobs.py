@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from cells import OVERLAPPING, Cell
 from torch import Tensor
-from whole_product import Cell
 
 from pipectl.capture import CapturedJob
 from pipectl.spec import JobSpec, load
@@ -62,17 +62,6 @@ MODELS = {
 }
 BATCHES = {"divisible": (8, 4), "smaller_last": (7, 4), "few": (6, 1), "one_left_over": (5, 2)}
 """Name to (samples a batch, micro-batches)."""
-UNFLUSHED = {
-    "pipedream": (("gpt", "few"), ("cnn", "few"), ("gpt", "few", "disk")),
-    "pipedream-2bw": (
-        ("gpt", "smaller_last"), ("cnn", "divisible"), ("frozen", "divisible"),
-        ("cnn", "divisible", "host"), ("gpt", "smaller_last", "recompute"),
-        ("gpt", "smaller_last", "blocks"),
-    ),
-    "pipedream-apart": (("gpt", "few"), ("cnn", "few"), ("cnn", "few", "recompute")),
-    "pipedream-2bw-apart": (("gpt", "smaller_last"),),
-}  # fmt: skip
-"""Models, their batches and memory, that are also trained without flushes."""
 UNFLUSHED_STEPS, UNFLUSHED_STRETCH = 16, 11
 """Enough for a body on four ranks, and an evaluation on the way, which empties the pipeline."""
 STEPS = 4
@@ -95,9 +84,13 @@ class Captured:
         return self.job
 
 
-@cache
 def captured(model: str, *, plain: bool) -> Captured:
     """A model for training and evaluation; the first weights are those of the spec's seed."""
+    return _captured(model, plain and MODELS[model].factory != "cnn")  # which drops nothing
+
+
+@cache
+def _captured(model: str, plain: bool) -> Captured:
     with tempfile.TemporaryDirectory() as folder:
         text = spec_text(Cell(model, "gpipe", "divisible"), plain=plain)
         (Path(folder) / "job.yaml").write_text(text)
@@ -115,7 +108,7 @@ def spec_text(cell: Any, *, plain: bool) -> str:
     optimizer = "SGD', kwargs: {lr: 1.0}" if one_step else "AdamW', kwargs: {lr: 0.003}"
     steps, clip = (1, "null") if one_step else (MORE_STEPS.get(cell.model, STEPS), 0.5)
     drop_last, every = "false", "null"
-    if cell.schedule in UNFLUSHED:
+    if cell.schedule in OVERLAPPING:
         steps, clip, every = UNFLUSHED_STEPS, "null", UNFLUSHED_STRETCH
         drop_last = "true" if micro_batches > 1 else "false"
     return f"""

@@ -1,72 +1,37 @@
-"""The cells of the equality table, and a plan for each: its stages are a random convex cut."""
+"""The equality table: what is trained, on how many ranks, and what its result is compared with.
+
+``make test-equality`` trains :func:`every_cell`, every run of the tests :data:`SAMPLE`. One
+combination does not exist: a backward on other ranks than the forward with offload, since what
+would be offloaded leaves the rank at once; it is refused by name (tests/schedule/test_lowering.py).
+"""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
-import whole_product
-from all_routes import cut_routes
-from cell_jobs import BATCHES, MODELS, UNFLUSHED
-from validator import validate
-from whole_product import Cell
-
-from pipectl.capture import CapturedGraph
-from pipectl.plan import Blocks, OffloadTarget, Plan, Stage, StageCost, Transfer
-from pipectl.schedule import default_warm_up, lower
-from pipectl.schedule.listed import Listed
-from pipectl.schedule.one_f_one_b import policy_b
-
-FEWER_BATCHES = ("smaller_last", "few")
-ALL_BATCHES = ("gpt", "cnn")
-"""Models that are trained with every kind of batch; others are like them but for one thing."""
-SCHEDULES = ("gpipe", "1f1b")
-FURTHER = {
-    "interleaved": {"gpt": ("divisible", "smaller_last"), "dense": ("smaller_last", "few")},
-    "looped-bfs": {"gpt": ("smaller_last",), "cnn": ("divisible",)},
-    "zb-h1": {
-        "gpt": ("divisible", "few"), "cnn": ("smaller_last", "few"), "tied": ("smaller_last",),
-        "gpt_float16": ("smaller_last",), "frozen": ("smaller_last",),
-    },
-    "zb-v": {
-        "gpt": ("smaller_last",), "cnn": ("divisible", "few", "one_left_over"),
-        "cnn_bf16": ("smaller_last",),
-    },
-    "dualpipev": {"gpt": ("divisible", "few"), "cnn": ("smaller_last",)},
-    "1f1b-apart": {
-        "gpt": ("divisible", "smaller_last"), "cnn": ("smaller_last", "few"),
-        "dense": ("smaller_last",), "tied": ("smaller_last",), "frozen": ("smaller_last",),
-        "gpt_float16": ("few",), "own_precision": ("smaller_last",),
-    },
-    "gpipe-inputs": {
-        "gpt": ("smaller_last",), "cnn": ("smaller_last",), "own_precision": ("few",),
-    },
-}  # fmt: skip
-"""Models, and their batches, that are also trained in other schedules."""
+RANKS = (1, 2, 3, 4, 8)
+SCHEDULES = ("gpipe", "1f1b", "1f1b-b", "zb-h1")
+CHUNKED = ("interleaved", "looped-bfs", "zb-v", "dualpipev")
 OWN = {"folded": False, "back_to_front": True}
 """Schedules of users, as lists of actions: name to whether backwards run by falling micro-batch."""
-CHUNKS = {"interleaved": 2, "looped-bfs": 2, "zb-v": 2, "dualpipev": 2, **dict.fromkeys(OWN, 2)}
-"""Stages a rank, where not one."""
+CHUNKS = {**dict.fromkeys(CHUNKED, 2), **dict.fromkeys(OWN, 2)}
+"""Stages per rank, if not one."""
 APART = {"1f1b-apart": "1f1b", "gpipe-inputs": "gpipe"}
-"""Schedules with the backward of every stage on the rank behind that of its forward: the second
+"""Schedules with the backward of every stage on the rank after that of its forward: the second
 sends only what stages receive, and computes the rest again."""
+UNFLUSHED = {"pipedream": "few", "pipedream-2bw": "divisible"}
+"""Schedules whose steps overlap, and the batch that they are trained with."""
 PAIRED = {"pipedream-apart": "pipedream", "pipedream-2bw-apart": "pipedream-2bw"}
 """Schedules with half as many stages, each on two ranks; on one rank, and on an odd number of them,
 one stage keeps its backward."""
+OVERLAPPING = (*UNFLUSHED, *PAIRED)
 DEEPER = "1f1b-b"
 """1F1B with the deeper warm-up."""
 PLANNED_AS = {**APART, **PAIRED, DEEPER: "1f1b"}
-"""What a plan says, where not the name in the table."""
-V_SHAPED = ("zb-v", "dualpipev")
-ON_MANY_RANKS = {"zb-v": "gpt", "dualpipev": "gpt"}
-"""What is also trained on more ranks than there are cores."""
-SHORT_OF_MEMORY = {
-    "gpt": (*SCHEDULES, "interleaved", "zb-h1"),
-    "cnn": ("1f1b",),
-}
-"""Models, and schedules, that are also trained without keeping what backwards need."""
+"""The schedule of the plan, if its name is not the one in the table."""
 MEMORY: dict[str, dict[str, Any]] = {
     "recompute": {"recompute": True},
     "disk": {"offload": True},
@@ -75,234 +40,164 @@ MEMORY: dict[str, dict[str, Any]] = {
     "blocks": {"recompute": True},
     "blocks_disk": {"recompute": True, "offload": True},
 }
-"""Fields of their stages; the name also says where is offloaded to, and whether in blocks."""
-ONLY_1F1B = ("host", "recompute_disk", "blocks_disk")
-COST = StageCost(1.0, 2.0, 0.0, 0, 0, 0)
+"""Fields of the stages; the name also says where is offloaded to, and whether in blocks."""
+ONLY_1F1B = ("recompute_disk", "blocks_disk")
+BATCH = "smaller_last"
+FEWER_BATCHES = (BATCH, "few")
+ALL_BATCHES = (*FEWER_BATCHES, "divisible", "one_left_over")
+MODELS = ("gpt", "cnn", "dense")
+"""With dropout; with batch norm and skips across a cut; with both, and skips across many cuts."""
+VARIANTS = ("tied", "frozen", "gpt_bf16", "cnn_bf16", "gpt_float16", "cnn_float16", "own_precision")
+"""Models that are like others but for one thing."""
 
 
-def cells() -> Iterator[Cell]:
-    for model in MODELS:
-        for schedule in SCHEDULES:
-            for batch in BATCHES if model in ALL_BATCHES else FEWER_BATCHES:
-                yield Cell(model, schedule, batch)
-        for schedule, batches in FURTHER.items():
-            for batch in batches.get(model, ()):
-                yield Cell(model, schedule, batch)
+@dataclass(frozen=True)
+class Cell:
+    """Memory is what stages do with what their backward needs; "" if they keep it."""
+
+    model: str
+    schedule: str
+    batch: str
+    memory: str = ""
+
+    def __str__(self) -> str:
+        return "-".join(filter(None, (self.model, self.schedule, self.batch, self.memory)))
+
+    @property
+    def flushes(self) -> bool:
+        return self.schedule not in OVERLAPPING
+
+    @property
+    def reference(self) -> Cell:
+        """What it equals to the bit, trained on one rank."""
+        return Cell(self.model, "gpipe", self.batch)
+
+
+def every_cell(ranks: int) -> dict[str, Cell]:
+    """All that is trained over so many ranks, by name."""
+    found = [*_with_memory(ranks)]
+    if ranks <= 4:
+        found += [*_variants(ranks), *_unflushed(ranks)]
+    return {str(cell): cell for cell in found}
+
+
+def _schedules(ranks: int) -> tuple[str, ...]:
+    """Over more ranks than there are cores, only those with many stages."""
+    return (*(SCHEDULES if ranks <= 4 else ()), *CHUNKED, *(APART if ranks > 1 else ()))
+
+
+def _with_memory(ranks: int) -> Iterator[Cell]:
+    for model, schedule in product(MODELS, _schedules(ranks)):
+        for memory in ("", *MEMORY) if ranks in (2, 4, 8) and schedule not in APART else ("",):
+            if memory not in ONLY_1F1B or schedule == "1f1b":
+                yield Cell(model, schedule, BATCH, memory)
+
+
+def _variants(ranks: int) -> Iterator[Cell]:
+    """Of models and of batches: with all schedules on four ranks, with a few on others."""
+    for model, schedule in product((*MODELS, *VARIANTS), _schedules(ranks)):
+        if ranks == 4 or (ranks == 1 and schedule in ("gpipe", "1f1b")):
+            for batch in ALL_BATCHES if model in ("gpt", "cnn") else FEWER_BATCHES:
+                if schedule not in APART or "16" not in model:
+                    yield Cell(model, schedule, batch)
+    for model, schedule in product(VARIANTS, ("1f1b", "zb-h1", "1f1b-apart")):
+        if ranks in (2, 3) and (schedule not in APART or "16" not in model):
+            yield Cell(model, schedule, BATCH)
+    if ranks > 1:  # other cuts in half precision may be refused with backwards on other ranks
+        yield Cell("gpt_float16", "1f1b-apart", "few")
     for schedule in OWN:
         yield Cell("gpt", schedule, "divisible")
-    yield from cells_short_of_memory()
 
 
-def cells_short_of_memory() -> Iterator[Cell]:
-    for model, schedules in SHORT_OF_MEMORY.items():
-        for schedule in schedules:
-            for memory in MEMORY:
-                if memory not in ONLY_1F1B or schedule == "1f1b":
-                    yield Cell(model, schedule, "smaller_last", memory)
+def _unflushed(ranks: int) -> Iterator[Cell]:
+    """Of the models that the simulation of staleness knows."""
+    for (schedule, batch), model in product(UNFLUSHED.items(), ("gpt", "cnn")):
+        for memory in ("", *MEMORY) if ranks in (2, 4) else ("",):
+            if memory not in ONLY_1F1B:
+                yield Cell(model, schedule, batch, memory)
+    for model, memory in product(("gpt", "cnn"), ("", "recompute")):
+        yield Cell(model, "pipedream-apart", "few", memory)
+    for model in ("gpt", "frozen"):
+        yield Cell(model, "pipedream-2bw", BATCH if model == "gpt" else "divisible")
+    yield Cell("gpt", "pipedream-2bw-apart", BATCH)
 
 
-def unflushed_cells(ranks: int) -> Iterator[Cell]:
-    """All on 2 and 4 ranks; on 1 and 3, the first of each schedule."""
-    for schedule, rows in UNFLUSHED.items():
-        for model, batch, *memory in rows if ranks % 2 == 0 else rows[:1]:
-            yield Cell(model, schedule, batch, *memory)
+SAMPLE = {
+    1: """
+        gpt-1f1b-smaller_last gpt-interleaved-smaller_last gpt-dualpipev-smaller_last
+        cnn-1f1b-few cnn-zb-v-smaller_last dense-looped-bfs-smaller_last
+        gpt-back_to_front-divisible
+        gpt-pipedream-few gpt-pipedream-2bw-smaller_last
+        gpt-pipedream-apart-few gpt-pipedream-2bw-apart-smaller_last
+        """,
+    2: """
+        gpt-1f1b-smaller_last gpt-interleaved-smaller_last gpt-zb-v-smaller_last
+        gpt-1f1b-apart-smaller_last cnn-gpipe-smaller_last cnn-dualpipev-smaller_last
+        cnn-1f1b-smaller_last-recompute_disk
+        dense-1f1b-b-smaller_last-host gpt-looped-bfs-smaller_last-recompute
+        tied-1f1b-smaller_last frozen-zb-h1-smaller_last own_precision-1f1b-smaller_last
+        cnn-pipedream-few gpt-pipedream-few-disk frozen-pipedream-2bw-divisible
+        gpt-pipedream-2bw-apart-smaller_last
+        """,
+    3: """
+        gpt-zb-v-smaller_last gpt-gpipe-inputs-smaller_last cnn-1f1b-apart-smaller_last
+        dense-interleaved-smaller_last tied-zb-h1-smaller_last gpt-folded-divisible
+        gpt-pipedream-apart-few gpt-pipedream-2bw-apart-smaller_last
+        """,
+    4: """
+        gpt-gpipe-few gpt-1f1b-divisible gpt-1f1b-one_left_over gpt-zb-h1-few
+        gpt-interleaved-smaller_last gpt-looped-bfs-smaller_last gpt-zb-v-smaller_last
+        gpt-dualpipev-divisible gpt-dualpipev-few gpt-1f1b-apart-smaller_last
+        gpt-gpipe-inputs-smaller_last gpt-folded-divisible gpt-back_to_front-divisible
+        cnn-gpipe-smaller_last cnn-1f1b-smaller_last cnn-1f1b-b-smaller_last cnn-zb-h1-smaller_last
+        cnn-zb-v-one_left_over cnn-looped-bfs-divisible cnn-1f1b-apart-few
+        cnn-gpipe-inputs-smaller_last
+        dense-1f1b-smaller_last dense-interleaved-few dense-1f1b-apart-smaller_last
+        tied-1f1b-few tied-zb-h1-smaller_last tied-1f1b-apart-smaller_last
+        frozen-1f1b-few frozen-zb-h1-smaller_last frozen-1f1b-apart-smaller_last
+        gpt_bf16-1f1b-smaller_last cnn_bf16-1f1b-smaller_last cnn_bf16-zb-v-smaller_last
+        gpt_float16-1f1b-few gpt_float16-zb-h1-smaller_last gpt_float16-1f1b-apart-few
+        cnn_float16-1f1b-smaller_last
+        own_precision-1f1b-smaller_last own_precision-1f1b-apart-smaller_last
+        own_precision-gpipe-inputs-few
+        gpt-1f1b-smaller_last-recompute gpt-1f1b-smaller_last-disk gpt-1f1b-smaller_last-host
+        gpt-1f1b-smaller_last-recompute_disk gpt-1f1b-smaller_last-blocks_disk
+        gpt-gpipe-smaller_last-blocks gpt-interleaved-smaller_last-disk
+        gpt-interleaved-smaller_last-blocks gpt-zb-h1-smaller_last-disk
+        gpt-zb-h1-smaller_last-blocks gpt-1f1b-b-smaller_last-disk gpt-zb-v-smaller_last-recompute
+        gpt-dualpipev-smaller_last-host
+        cnn-1f1b-smaller_last-recompute cnn-1f1b-smaller_last-host
+        cnn-1f1b-smaller_last-blocks_disk cnn-zb-v-smaller_last-disk
+        cnn-dualpipev-smaller_last-recompute
+        dense-zb-h1-smaller_last-recompute dense-looped-bfs-smaller_last-disk
+        dense-zb-v-smaller_last-blocks
+        gpt-pipedream-few cnn-pipedream-few gpt-pipedream-few-disk gpt-pipedream-2bw-smaller_last
+        cnn-pipedream-2bw-divisible-host gpt-pipedream-2bw-divisible-recompute
+        gpt-pipedream-2bw-divisible-blocks gpt-pipedream-apart-few cnn-pipedream-apart-few-recompute
+        gpt-pipedream-2bw-apart-smaller_last
+        """,
+    8: "gpt-dualpipev-smaller_last gpt-interleaved-smaller_last-disk",
+}
+"""Cells by number of ranks: every schedule, every use of memory with each that has it, every model
+in the schedules that treat it differently, and every kind of batch."""
+PLAIN = {
+    "gpt": ("one_left_over", "few"),
+    **dict.fromkeys(("cnn", "dense", "tied", *VARIANTS), (BATCH,)),
+}
+"""Models, and their batches, that every run also trains on one rank and without dropout."""
 
 
-def cells_over(ranks: int) -> list[Cell]:
-    """The cells that are trained over so many ranks: nearly all over 4."""
-    more = whole_product.SAMPLE.get(ranks, ())
-    if ranks > 4:
-        return [*cells_on_many_ranks(), *more]
-    return [*(cell for cell in cells() if _is_over(cell, ranks)), *more]
-
-
-def reference_of(cell: Cell) -> Cell:
-    """What it equals, trained on one rank."""
-    return Cell(cell.model, "gpipe", cell.batch)
-
-
-def _is_over(cell: Cell, ranks: int) -> bool:
-    """Whether a cell is trained over 1, 2, 3 or 4 ranks; on 1 are those that others equal.
-
-    Models that are like others but for one thing are trained with GPipe on four ranks only, and
-    with one kind of batch.
-    """
-    if cell.schedule in OWN:
-        return True
+def sampled(ranks: int) -> list[Cell]:
+    """The cells that every run of the tests trains over so many ranks."""
+    every = every_cell(ranks)
+    chosen = [every[name] for name in SAMPLE[ranks].split()]
     if ranks == 1:
-        return not cell.memory and cell.schedule in (*SCHEDULES, *CHUNKS)
-    if cell.schedule == "gpipe" and cell.model not in ALL_BATCHES:
-        return ranks == 4 and cell.batch == "smaller_last"
-    if ranks == 4:
-        return True
-    if cell.memory:
-        return ranks == 2 and cell.schedule == "1f1b"
-    return cell.batch == "smaller_last"
+        chosen += [cell.reference for count in RANKS[1:] for cell in sampled(count) if cell.flushes]
+        chosen += [cell.reference for cell in chosen if cell.flushes]
+    return list(dict.fromkeys(chosen))
 
 
-def cells_on_many_ranks() -> list[Cell]:
-    found = [cell for cell in cells() if ON_MANY_RANKS.get(cell.schedule) == cell.model]
-    return [cell for cell in found if cell.batch in ("smaller_last", "divisible")]
-
-
-def random_stages(graph: CapturedGraph, stages: int, seed: int) -> dict[str, int]:
-    """A random convex cut: any order that keeps to the edges and groups, split anywhere."""
-    draw = random.Random(seed)
-    merged: dict[str, str] = {n.name: graph.groups.get(n.name, n.name) for n in graph.operators}
-    merged = contract_cycles(graph, merged)
-    before: dict[str, set[str]] = {group: set() for group in merged.values()}
-    for source, target in graph.edges:
-        if merged[source] != merged[target]:
-            before[merged[target]].add(merged[source])
-    order: list[str] = []
-    while len(order) < len(before):
-        ready = [g for g, needs in before.items() if g not in order and needs <= set(order)]
-        order.append(draw.choice(ready))
-    cuts = sorted(draw.sample(range(1, len(order)), stages - 1))
-    stage = {group: sum(index >= cut for cut in cuts) for index, group in enumerate(order)}
-    return {node.name: stage[merged[node.name]] for node in graph.operators}
-
-
-def contract_cycles(graph: CapturedGraph, merged: dict[str, str]) -> dict[str, str]:
-    """Join groups until the graph of groups has no cycle."""
-    while True:
-        after: dict[str, set[str]] = {}
-        for source, target in graph.edges:
-            if merged[source] != merged[target]:
-                after.setdefault(merged[source], set()).add(merged[target])
-        cycle = find_cycle(after)
-        if cycle is None:
-            return merged
-        merged = {name: cycle[0] if group in cycle else group for name, group in merged.items()}
-
-
-def find_cycle(after: dict[str, set[str]]) -> list[str] | None:
-    state: dict[str, int] = {}
-
-    def visit(node: str, path: list[str]) -> list[str] | None:
-        state[node] = 1
-        path.append(node)
-        for target in sorted(after.get(node, ())):
-            if state.get(target) == 1:
-                return path[path.index(target) :]
-            if target not in state and (found := visit(target, path)) is not None:
-                return found
-        path.pop()
-        state[node] = 2
-        return None
-
-    for start in sorted(after):
-        if start not in state and (found := visit(start, [])) is not None:
-            return found
-    return None
-
-
-def make_plan(graph: CapturedGraph, stage_of: dict[str, int], cell: Any, ranks: int) -> Plan:
-    stages = 1 + max(stage_of.values())
-    batch_size, micro_batches = BATCHES[cell.batch]
-    found = cut_routes(stage_of, graph.edges, graph.requires_grad)
-    lanes = sorted({(route.kind, route.source, route.target) for route in found})
-    nodes = [tuple(n for n, s in stage_of.items() if s == stage) for stage in range(stages)]
-    size = -(-batch_size // micro_batches)
-    schedule = PLANNED_AS.get(cell.schedule, cell.schedule)
-    plan = Plan(
-        name=str(cell),
-        fingerprint=graph.fingerprint,
-        schedule=schedule,
-        warm_up=warm_up_of(cell.schedule, stages, -(-batch_size // size), ranks),
-        batch_size=batch_size,
-        micro_batch_size=size,
-        micro_batches=-(-batch_size // size),
-        stages=tuple(
-            Stage(nodes[stage], (rank,), COST, **MEMORY.get(cell.memory, {}))
-            for stage, rank in enumerate(places(cell.schedule, stages, ranks))
-        ),
-        transfers=tuple(Transfer(*lane, size_bytes=1) for lane in lanes),
-        node_of_rank=(0,) * ranks,
-        offload_to=OffloadTarget.DISK if "disk" in cell.memory else OffloadTarget.HOST,
-    )
-    if cell.schedule in OWN:
-        listed = folded(ranks, micro_batches, falling=OWN[cell.schedule])
-        held = zip(plan.stages, listed.rank_of_stage, strict=True)
-        stages_there = tuple(replace(stage, ranks=(rank,)) for stage, rank in held)
-        plan = replace(plan, actions=listed.text, warm_up=listed.warm_up, stages=stages_there)
-    if cell.schedule in APART and ranks > 1:
-        plan = apart(plan, recompute=cell.schedule == "gpipe-inputs")
-    if cell.schedule in PAIRED:
-        plan = paired(plan, ranks)
-    if "blocks" in cell.memory:
-        plan = in_blocks(plan, graph)
-    validate(plan, [lower(plan, rank) for rank in range(ranks)])
-    return plan
-
-
-def apart(plan: Plan, *, recompute: bool) -> Plan:
-    """Every backward on the rank behind that of its forward."""
-    ranks = [(stage.ranks[0] + 1) % plan.ranks for stage in plan.stages]
-    stages = (
-        replace(stage, backward_ranks=(rank,), recompute=recompute)
-        for stage, rank in zip(plan.stages, ranks, strict=True)
-    )
-    return replace(plan, stages=tuple(stages))
-
-
-def in_blocks(plan: Plan, graph: CapturedGraph) -> Plan:
-    """Up to three blocks in every stage, cut anywhere but within what shares memory."""
-    draw = random.Random(len(plan.stages))
-    stages = []
-    for stage in plan.stages:
-        owner = [graph.groups.get(node, node) for node in stage.nodes]
-        places = [i for i in range(1, len(owner)) if not {*owner[:i]} & {*owner[i:]}]
-        chosen = sorted(draw.sample(places, min(2, len(places))))
-        firsts = tuple(stage.nodes[place] for place in chosen)
-        stages.append(replace(stage, blocks=Blocks(firsts, 1.0, 1.0, 2.0, 0, 0)))
-    return replace(plan, stages=tuple(stages))
-
-
-def paired(plan: Plan, ranks: int) -> Plan:
-    """Two ranks for every stage, but for the last if there are too few."""
-    firsts = [2 * index for index in range(len(plan.stages))]
-    alone = [first + 1 < ranks for first in firsts]
-    stages = (
-        replace(stage, ranks=(first,), backward_ranks=(first + 1,) if two else ())
-        for stage, first, two in zip(plan.stages, firsts, alone, strict=True)
-    )
-    warm_up = default_warm_up(plan.schedule, len(alone), plan.micro_batches, apart=alone)
-    nodes = plan.node_of_rank[:1] * ranks
-    return replace(plan, stages=tuple(stages), warm_up=warm_up, node_of_rank=nodes)
-
-
-def warm_up_of(schedule: str, stages: int, micro_batches: int, ranks: int) -> tuple[int, ...]:
-    if schedule == DEEPER:
-        return policy_b(stages, micro_batches)
-    planned = PLANNED_AS.get(schedule, schedule)
-    return default_warm_up(planned, stages, micro_batches, ranks=ranks)
-
-
-def places(schedule: str, stages: int, ranks: int) -> list[int]:
-    """The rank of every stage."""
-    if schedule in V_SHAPED:
-        return [*range(ranks), *reversed(range(ranks))]
-    return [stage % ranks for stage in range(stages)]
-
-
-def folded(ranks: int, micro_batches: int, *, falling: bool) -> Listed:
-    """Two stages a rank, in a V; all forwards of each, then all backwards."""
-    rising = range(micro_batches)
-    back = rising[::-1] if falling else rising
-    lines = []
-    for first in range(ranks):
-        second = 2 * ranks - 1 - first
-        forwards = [f"{stage}F{index}" for stage in (first, second) for index in rising]
-        backwards = [f"{stage}B{index}" for stage in (second, first) for index in back]
-        lines.append(",".join(forwards + backwards))
-    return Listed.read("\n".join(lines), "folded.csv")
-
-
-def stages_of_states(graph: CapturedGraph, stage_of: dict[str, int]) -> dict[str, int]:
-    """The first stage that uses each parameter and buffer."""
-    return {
-        state.name: min(stage_of[user] for user in graph.users[placeholder])
-        for placeholder, state in graph.states.items()
-        if graph.users.get(placeholder)
-    }
+def plain_cells(*, sample: bool) -> list[Cell]:
+    """What is trained without dropout, to be compared with a loop in plain PyTorch."""
+    every = [cell for cell in every_cell(1).values() if cell.schedule == "1f1b" and not cell.memory]
+    return [cell for cell in every if (cell.batch in PLAIN[cell.model]) is sample]

@@ -7,55 +7,58 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from functools import cache
 from pathlib import Path
+from typing import Any
 
+import cells
 import pytest
+import replica_cells
 
 HERE = Path(__file__).parent
+
+
+class Trained:
+    """Runs of cells, trained when the first of their set is asked for."""
+
+    def __init__(self, directory: Path, python: str) -> None:
+        self._directory, self._python = directory, python
+        self._done: set[tuple[str, int]] = set()
+        self._sample: dict[str | int, set[Any]] = {
+            ranks: {*cells.sampled(ranks), *replica_cells.cells_of(ranks, sample=True)}
+            for ranks in cells.RANKS
+        }
+        self._sample["plain"] = set(cells.plain_cells(sample=True))
+
+    def __call__(self, ranks: int | str, cell: Any) -> Path:
+        """Run directory of a cell on so many ranks, or ``"plain"``: on one, without dropout."""
+        chosen = "sample" if cell in self._sample[ranks] else "others"
+        number = 1 if isinstance(ranks, str) else ranks
+        self._train(4 if chosen == "sample" and number < 4 else number, chosen)
+        return self._directory / chosen / str(ranks) / str(cell)
+
+    def _train(self, ranks: int, chosen: str) -> None:
+        if (chosen, ranks) in self._done:
+            return
+        self._done.add((chosen, ranks))
+        beside = Path(sys.prefix) / "bin" / "mpiexec"
+        mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
+        assert mpiexec, "no mpiexec: pip install mpich"
+        program = [self._python, "-m", "mpi4py", str(HERE / "train_cells.py")]
+        done = subprocess.run(
+            [mpiexec, "-n", str(ranks), *program, str(self._directory), chosen],
+            capture_output=True,
+            text=True,
+            timeout=1800,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
 
 
 @pytest.fixture(scope="session")
 def trained(
     tmp_path_factory: pytest.TempPathFactory,
     warm_python_of: Callable[..., AbstractContextManager[str]],
-) -> Path:
-    """Every cell, trained on 1, 2, 3 and 4 ranks, some on 8, and all on one without dropout."""
-    directory = tmp_path_factory.mktemp("equality")
+) -> Iterator[Trained]:
+    """``trained(ranks, cell)``: a run directory."""
     with warm_python_of(HERE / "all_captured.py") as python:
-        train(4, directory, python=python)
-        train(8, directory, python=python)
-    return directory
-
-
-@pytest.fixture(scope="session")
-def trained_product(
-    tmp_path_factory: pytest.TempPathFactory,
-    warm_python_of: Callable[..., AbstractContextManager[str]],
-) -> Iterator[Callable[[int], Path]]:
-    """``trained_product(ranks)``: all of whole_product.py, trained on so many ranks."""
-    directory = tmp_path_factory.mktemp("product")
-
-    @cache
-    def on(ranks: int) -> Path:
-        train(ranks, directory, "product", python=python)
-        return directory / str(ranks)
-
-    with warm_python_of(HERE / "all_captured.py") as python:
-        yield on
-
-
-def train(ranks: int, directory: Path, *words: str, python: str) -> None:
-    """Run train_cells.py on so many ranks."""
-    beside = Path(sys.prefix) / "bin" / "mpiexec"
-    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
-    assert mpiexec, "no mpiexec: pip install mpich"
-    program = [python, "-m", "mpi4py", str(HERE / "train_cells.py"), str(directory), *words]
-    done = subprocess.run(
-        [mpiexec, "-n", str(ranks), *program],
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+        yield Trained(tmp_path_factory.mktemp("equality"), python)

@@ -6,13 +6,17 @@ the papers say; all versions are kept. An evaluation starts the count anew.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import cell_jobs
+import models
 import torch
+from cells import Cell
 from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob, Cut, build_stage
@@ -53,32 +57,30 @@ VERSIONS = {
 }
 
 
-def simulate(
-    run: Path, schedule: str, stage_of: dict[str, int], stages: int, stretch: int, models: Any
-) -> tuple[Weights, list[float]]:
+def simulate(run: Path, cell: Cell, ranks: int) -> tuple[Weights, list[float]]:
     """Weights by the names of the model, and the losses of all steps."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _simulate(run, schedule, stage_of, stages, stretch, models)
+        return _simulate(run, cell, ranks)
     finally:
         torch.set_num_threads(threads)
 
 
-def _simulate(
-    run: Path, schedule: str, stage_of: dict[str, int], stages: int, stretch: int, models: Any
-) -> tuple[Weights, list[float]]:
-    job = CapturedJob(load(run / "job.yaml"))
+def _simulate(run: Path, cell: Cell, ranks: int) -> tuple[Weights, list[float]]:
+    stage_of = json.loads((run / "stages.json").read_text())
+    job = cell_jobs.captured(cell.model, plain=False).of(load(run / "job.yaml"))
     newest = {n: p for n, p in job.step.named_parameters() if p.requires_grad}
     stepper = make_stepper(job, newest)
-    model, loss_of = plain(models) if "cnn" in run.name else captured(job)
+    model, loss_of = plain() if cell.model == "cnn" else captured(job)
     weigh = job.weight() or (lambda targets: len(targets))
+    version = VERSIONS[cell.schedule]
     losses, kept = [], list[Weights]()
     for step, parts in enumerate(batches(job)):
-        if step % stretch == 0:
+        if step % cell_jobs.UNFLUSHED_STRETCH == 0:
             kept = [copied(newest)]
         used = {
-            name: kept[VERSIONS[schedule](stage_of[name], stages, step % stretch)][name]
+            name: kept[version(stage_of[name], ranks, step % cell_jobs.UNFLUSHED_STRETCH)][name]
             for name in newest
             if name in stage_of
         }
@@ -113,7 +115,7 @@ def batches(job: CapturedJob) -> Iterator[list[tuple[Any, Any]]]:
         yield list(islice(loaded, len(split_batch(len(positions), size))))
 
 
-def plain(models: Any) -> tuple[nn.Module, LossOf]:
+def plain() -> tuple[nn.Module, LossOf]:
     """The untouched model; for those that draw no random numbers."""
     seed_everything(3)
     model = models.cnn()

@@ -1,32 +1,62 @@
 """Training through any plan gives what one rank gives, to the bit; one rank gives plain PyTorch.
 
-All processes are real MPI ranks with one thread each; the stages are random convex cuts.
+All processes are real MPI ranks with one thread each; the stages are random convex cuts. Every run
+of the tests trains a sample of the cells, ``make test-equality`` all of them.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import cell_jobs as JOBS
-import cells as CELLS
+import cells
 import models as MODELS
 import pytest
-import staleness as STALENESS
+import staleness
 import torch
 import yaml
+from cells import Cell
 from torch import Tensor
 
 from pipectl.capture.data import Batches, Loader, split_batch
 from pipectl.capture.step import seed_everything
 from pipectl.runs import RunDirectory, read_metrics
 from pipectl.runtime import checkpoint
+from pipectl.schedule import NAMES
+
+Trained = Callable[[Any, Any], Path]
+
+
+def rows(chosen: Any) -> list[Any]:
+    """Parameters ``cell, ranks``; those that only ``make test-equality`` has are marked."""
+    found = []
+    for ranks in cells.RANKS:
+        sample = cells.sampled(ranks)
+        for cell in filter(chosen, cells.every_cell(ranks).values()):
+            marks = [] if cell in sample else [pytest.mark.product]
+            if (cell, ranks) != (cell.reference, 1):
+                found.append(pytest.param(cell, ranks, marks=marks, id=f"{cell}-{ranks}"))
+    return found
+
+
+def plain_rows(chosen: Any) -> list[Any]:
+    return [
+        pytest.param(cell, marks=[] if sample else [pytest.mark.product], id=str(cell))
+        for sample in (True, False)
+        for cell in filter(chosen, cells.plain_cells(sample=sample))
+    ]
 
 
 def weights(run: Path) -> dict[str, Tensor]:
     saved = sorted((run / "checkpoints").glob("step-*"))
     return checkpoint.load(saved[-1])
+
+
+def different(expected: dict[str, Tensor], found: dict[str, Tensor]) -> list[str]:
+    return [name for name in expected if not torch.equal(expected[name], found[name])]
 
 
 def figures(run: Path) -> list[tuple[Any, ...]]:
@@ -39,80 +69,87 @@ def figures(run: Path) -> list[tuple[Any, ...]]:
     return [*sorted(item for item in found if item[1] is not None), faults, *evaluations]
 
 
+def test_every_schedule_and_every_use_of_memory_is_in_the_sample() -> None:
+    found = {(c.schedule, c.memory) for ranks in (2, 4, 8) for c in cells.sampled(ranks)}
+    assert {cells.PLANNED_AS.get(schedule, schedule) for schedule, _ in found} - {*cells.OWN} == {
+        *NAMES
+    }
+    assert {schedule for schedule, _ in found} >= {*cells.APART, *cells.PAIRED, cells.DEEPER}
+    for schedule in (*cells.SCHEDULES, *cells.CHUNKED):
+        assert (schedule, "") in found
+        assert {memory for of, memory in found if of == schedule} - {""}
+    assert {memory for schedule, memory in found if schedule == "1f1b"} == {"", *cells.MEMORY} - {
+        "blocks"
+    }
+
+
 @pytest.mark.mpi
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2000)
 @pytest.mark.parametrize(
-    ("cell", "ranks"),
-    [
-        (cell, ranks)
-        for ranks in (1, 2, 3, 4, 8)
-        for cell in CELLS.cells_over(ranks)
-        if not CELLS.OWN.get(cell.schedule) and (ranks, cell) != (1, CELLS.reference_of(cell))
-    ],
-    ids=str,
+    ("cell", "ranks"), rows(lambda cell: cell.flushes and not cells.OWN.get(cell.schedule))
 )
-def test_weights_and_losses_equal_one_rank_to_the_bit(trained: Path, cell: Any, ranks: int) -> None:
-    reference = trained / "1" / str(CELLS.reference_of(cell))
-    found = trained / str(ranks) / str(cell)
+def test_weights_and_losses_equal_one_rank_to_the_bit(
+    trained: Trained, cell: Cell, ranks: int
+) -> None:
+    reference, found = trained(1, cell.reference), trained(ranks, cell)
     expected, actual = weights(reference), weights(found)
     assert expected.keys() == actual.keys()
-    different = [name for name in expected if not torch.equal(expected[name], actual[name])]
-    assert different == []
+    assert different(expected, actual) == []
     assert figures(found) == figures(reference)
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("cell", "ranks"), rows(lambda cell: cell.flushes and cells.OWN.get(cell.schedule))
+)
 def test_gradients_added_in_another_order_are_equal_within_rounding(
-    trained: Path, ranks: int
+    trained: Trained, cell: Cell, ranks: int
 ) -> None:
-    reference = figures(trained / "1" / str(CELLS.Cell("gpt", "gpipe", "divisible")))
-    found = figures(trained / str(ranks) / str(CELLS.Cell("gpt", "back_to_front", "divisible")))
+    found, reference = figures(trained(ranks, cell)), figures(trained(1, cell.reference))
     (step, loss, norm, *_), (first, expected, least, *_) = found[0], reference[0]
     assert (step, first, loss) == (1, 1, expected)
     assert norm == pytest.approx(least, rel=1e-5)
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(
-    ("cell", "ranks"),
-    [(cell, ranks) for ranks in (1, 2, 3, 4) for cell in CELLS.unflushed_cells(ranks)],
-    ids=str,
-)
+@pytest.mark.parametrize(("cell", "ranks"), rows(lambda cell: not cell.flushes))
 def test_without_flushes_weights_and_losses_are_those_of_their_staleness(
-    trained: Path, cell: Any, ranks: int
+    trained: Trained, cell: Cell, ranks: int
 ) -> None:
-    run = trained / str(ranks) / str(cell)
-    stage_of = json.loads((run / "stages.json").read_text())
-    stretch = JOBS.UNFLUSHED_STRETCH
-    expected, losses = STALENESS.simulate(run, cell.schedule, stage_of, ranks, stretch, MODELS)
-    actual = weights(run)
-    different = [name for name in expected if not torch.equal(expected[name], actual[name])]
-    assert different == []
+    run = trained(ranks, cell)
+    expected, losses = staleness.simulate(run, cell, ranks)
+    assert different(expected, weights(run)) == []
     assert [line["loss"] for line in read_metrics(RunDirectory(run)) if "loss" in line] == losses
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("schedule", JOBS.UNFLUSHED)
-def test_staleness_changes_what_is_computed(trained: Path, schedule: str) -> None:
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell("gpt", "pipedream", "few"),
+        Cell("gpt", "pipedream-2bw", "smaller_last"),
+        Cell("gpt", "pipedream-apart", "few"),
+        Cell("gpt", "pipedream-2bw-apart", "smaller_last"),
+    ],
+    ids=str,
+)
+def test_staleness_changes_what_is_computed(trained: Trained, cell: Cell) -> None:
     """The comparison would also hold if every step were flushed."""
-    cell = next(cell for cell in CELLS.unflushed_cells(1) if cell.schedule == schedule)
-    one, four = (weights(trained / str(ranks) / str(cell)) for ranks in (1, 4))
-    equal = [name for name in one if torch.equal(one[name], four[name])]
-    assert (equal == list(one)) if "2bw" in schedule else (equal == [])
+    one, four = (weights(trained(ranks, cell)) for ranks in (1, 4))
+    assert different(one, four) == ([] if "2bw" in cell.schedule else list(one))
 
 
 @pytest.mark.mpi
-def test_the_cuts_include_gradients_that_return_use_by_use(trained: Path) -> None:
+def test_the_cuts_include_gradients_that_return_use_by_use(trained: Trained) -> None:
     """The rarest path of all, taken only by cuts whose stages interleave a value's uses."""
-    split = [json.loads(file.read_text()) for file in trained.glob("*/dense-*/split_uses.json")]
-    assert any(split)
+    runs = [trained(4, cell) for cell in cells.sampled(4) if cell.model == "dense"]
+    assert any(json.loads((run / "split_uses.json").read_text()) for run in runs)
 
 
 @pytest.mark.mpi
-def test_training_moves_every_weight_and_lowers_the_loss(trained: Path) -> None:
+def test_training_moves_every_weight_and_lowers_the_loss(trained: Trained) -> None:
     """The table would also be equal if nothing were trained."""
-    run = trained / "4" / str(CELLS.Cell("gpt", "1f1b", "divisible"))
+    run = trained(4, Cell("gpt", "1f1b", "divisible"))
     seed_everything(3)
     first = MODELS.gpt().state_dict()
     assert all(not torch.equal(first[name], tensor) for name, tensor in weights(run).items())
@@ -121,11 +158,11 @@ def test_training_moves_every_weight_and_lowers_the_loss(trained: Path) -> None:
 
 
 @pytest.mark.mpi
-def test_what_no_gradient_reaches_stays_and_the_rest_moves(trained: Path) -> None:
+def test_what_no_gradient_reaches_stays_and_the_rest_moves(trained: Trained) -> None:
     seed_everything(3)
     model = MODELS.frozen()
     first = model.state_dict()
-    found = weights(trained / "4" / str(CELLS.Cell("frozen", "1f1b", "few")))
+    found = weights(trained(4, Cell("frozen", "1f1b", "few")))
     still = {name for name in first if torch.equal(first[name], found[name])}
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     assert still == frozen | {f"{layer}.{part}" for layer in ("constant", "unused")
@@ -134,10 +171,10 @@ def test_what_no_gradient_reaches_stays_and_the_rest_moves(trained: Path) -> Non
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("model", ["gpt", "cnn"])
-def test_mixed_precision_is_another_arithmetic(trained: Path, model: str) -> None:
+def test_mixed_precision_is_another_arithmetic(trained: Trained, model: str) -> None:
     """The table would also be equal if it were ignored."""
     runs = [
-        trained / "3" / str(CELLS.Cell(name, "1f1b", "smaller_last"))
+        trained(1, Cell(name, "gpipe", "smaller_last"))
         for name in (model, f"{model}_bf16", f"{model}_float16")
     ]
     losses = [figures(run)[0][1] for run in runs]
@@ -148,10 +185,14 @@ def test_mixed_precision_is_another_arithmetic(trained: Path, model: str) -> Non
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("model", ["gpt_float16", "cnn_float16"])
-def test_overflows_skip_steps_at_the_start_and_again_later(trained: Path, model: str) -> None:
+@pytest.mark.parametrize(
+    "cell",
+    [Cell("gpt_float16", "1f1b", "few"), Cell("cnn_float16", "1f1b", "smaller_last")],
+    ids=str,
+)
+def test_overflows_skip_steps_at_the_start_and_again_later(trained: Trained, cell: Cell) -> None:
     """Without them the table would not tell whether all ranks skip the same steps."""
-    found = figures(trained / "4" / str(CELLS.Cell(model, "1f1b", "few")))
+    found = figures(trained(4, cell))
     skipped = [item[4] for item in found if isinstance(item, tuple)]
     assert skipped[0]
     assert True in skipped[skipped.index(False) :]
@@ -159,39 +200,34 @@ def test_overflows_skip_steps_at_the_start_and_again_later(trained: Path, model:
 
 
 @pytest.mark.mpi
-def test_the_step_of_a_spoilt_image_is_left_out_and_leaves_no_trace(trained: Path) -> None:
+def test_the_step_of_a_spoilt_image_is_left_out_and_leaves_no_trace(trained: Trained) -> None:
     """What is not a number would spread to all weights, and to the statistics."""
-    run = trained / "4" / str(CELLS.Cell("cnn_bf16", "1f1b", "smaller_last"))
+    run = trained(4, Cell("cnn_bf16", "1f1b", "smaller_last"))
     (faults,) = [item for item in figures(run) if isinstance(item, list)]
     assert len(faults) in (1, 2)
     assert all("loss_of_micro_batch" in what for _, what in faults)
     found = weights(run)
     assert all(bool(tensor.isfinite().all()) for tensor in found.values())
-    others = weights(trained / "4" / str(CELLS.Cell("cnn", "1f1b", "smaller_last")))
+    others = weights(trained(4, Cell("cnn", "1f1b", "smaller_last")))
     counts = [name for name in found if name.endswith("num_batches_tracked")]
     assert all(int(others[name]) == int(found[name]) + 4 * len(faults) for name in counts)
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(
-    "cell",
-    [c for c in CELLS.cells_over(1) if c.schedule == "1f1b" and c.model != "tied"],
-    ids=str,
-)
-def test_one_rank_equals_a_plain_loop_to_the_bit(trained: Path, cell: Any) -> None:
+@pytest.mark.parametrize("cell", plain_rows(lambda cell: cell.model != "tied"))
+def test_one_rank_equals_a_plain_loop_to_the_bit(trained: Trained, cell: Cell) -> None:
     plain = plain_loop(cell.model, cell.batch, steps=JOBS.MORE_STEPS.get(cell.model, JOBS.STEPS))
-    found = weights(trained / "plain" / str(cell))
+    found = weights(trained("plain", cell))
     assert plain.keys() == found.keys()
-    different = [name for name in plain if not torch.equal(plain[name], found[name])]
-    assert different == []
+    assert different(plain, found) == []
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("batch", CELLS.FEWER_BATCHES)
-def test_tied_gradients_equal_a_plain_loop_within_rounding(trained: Path, batch: str) -> None:
+@pytest.mark.parametrize("cell", plain_rows(lambda cell: cell.model == "tied"))
+def test_tied_gradients_equal_a_plain_loop_within_rounding(trained: Trained, cell: Cell) -> None:
     """After one step of SGD with rate 1, the weights differ by what the gradients do."""
-    plain = plain_loop("tied", batch, steps=1)
-    found = weights(trained / "plain" / str(CELLS.Cell("tied", "1f1b", batch)))
+    plain = plain_loop("tied", cell.batch, steps=1)
+    found = weights(trained("plain", cell))
     seed_everything(3)
     first = MODELS.tied(dropout=0.0).state_dict()
     largest = max(float((first[name] - tensor).abs().max()) for name, tensor in plain.items())

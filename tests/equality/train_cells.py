@@ -1,11 +1,11 @@
-"""Trains every cell of the equality table on 4, 3, 2 and 1 of the ranks it is started on.
+"""Trains cells of the equality table on the ranks it is started on.
 
-Started as ``mpiexec -n 4 python -m mpi4py train_cells.py DIRECTORY``; started on more, it trains on
-all of them what is also tried on many; with the word ``product`` behind, all of whole_product.py,
-on as many as it is started on. Every cell leaves its weights in ``DIRECTORY/<ranks>/<cell>``, and
-once more on one rank and without dropout, in ``DIRECTORY/plain/<cell>``. Starting MPI takes long,
-so there is one start for all numbers up to four. So does capturing: a process captures each model
-once, or has it from the process that it was forked from; see all_captured.py.
+Started as ``mpiexec -n RANKS python -m mpi4py train_cells.py DIRECTORY SET``. Set ``sample``: what
+every run of the tests trains; started on four, all of it that up to four train, since starting MPI
+takes long. Set ``others``: the rest of what so many ranks train. Every cell leaves its weights in
+``DIRECTORY/SET/<ranks>/<cell>``, and on one rank without dropout in ``DIRECTORY/SET/plain/<cell>``.
+A process captures each model once, or has it from the process that it was forked from; see
+all_captured.py.
 """
 
 from __future__ import annotations
@@ -13,26 +13,17 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cells
 import replica_cells
 import torch
-import whole_product
 from cell_jobs import captured, spec_text
-from cells import (
-    CHUNKS,
-    PAIRED,
-    cells_over,
-    make_plan,
-    random_stages,
-    stages_of_states,
-    unflushed_cells,
-)
+from cells import CHUNKS, PAIRED, Cell
 from mpi4py import MPI
-from whole_product import Cell
+from plans import make_plan, random_stages, stages_of_states
 
 from pipectl.capture import CapturedGraph, CapturedJob, Cut
 from pipectl.plan import Plan
@@ -50,37 +41,45 @@ from pipectl.runtime.waiting import barrier
 from pipectl.spec import load
 
 
-def train(directory: Path, communicator: MPI.Comm, *, plain: bool) -> None:
-    training = Training(directory, communicator, plain=plain)
-    chosen = cells_over(communicator.size)
-    chosen += [] if plain or communicator.size > 4 else unflushed_cells(communicator.size)
-    train_cells(training, chosen)
-    for shared in [] if plain else replica_cells.cells_of(communicator.size):
+def train(directory: Path, communicator: MPI.Comm, *, sample: bool) -> None:
+    """Every cell through a random cut of its own."""
+    training, ranks = Training(directory, communicator), communicator.size
+    every = [*cells.every_cell(ranks).values()]
+    chosen = set(cells.sampled(ranks))
+    for number, cell in enumerate(every):
+        if (cell in chosen) is sample:
+            train_cell(training, cell, number)
+    for shared in replica_cells.cells_of(ranks, sample=sample):
         job = training.job(shared, shared_text(shared))
         training.run(shared, job, *shared_plan(shared, job.training_graph(2)))
 
 
-def train_cells(training: Training, chosen: Sequence[Cell]) -> None:
-    """Every cell through a random cut of its own."""
+def train_plain(directory: Path, communicator: MPI.Comm, *, sample: bool) -> None:
+    training = Training(directory, communicator, plain=True)
+    for number, cell in enumerate(cells.plain_cells(sample=sample)):
+        train_cell(training, cell, number)
+
+
+def train_cell(training: Training, cell: Cell, number: int) -> None:
+    """Through a random cut, drawn by the number of the cell."""
     ranks = training.communicator.size
-    for number, cell in enumerate(chosen):
-        job = training.job(cell, spec_text(cell, plain=training.plain))
-        graph = job.training_graph(2)
-        count = ranks * CHUNKS.get(cell.schedule, 1)
-        if cell.schedule in PAIRED:
-            count = -(-ranks // 2)
-        stages = random_stages(graph, count, number)
-        training.run(cell, job, make_plan(graph, stages, cell, ranks), stages)
+    job = training.job(cell, spec_text(cell, plain=training.plain))
+    graph = job.training_graph(2)
+    count = -(-ranks // 2) if cell.schedule in PAIRED else ranks * CHUNKS.get(cell.schedule, 1)
+    stages = random_stages(graph, count, number)
+    training.run(cell, job, make_plan(graph, stages, cell, ranks), stages)
 
 
-def train_on_four_and_fewer(directory: Path, world: MPI.Comm) -> None:
+def train_sample_on_four_and_fewer(directory: Path, world: MPI.Comm) -> None:
     """On four ranks; on three beside one; on two beside the one that trains without dropout."""
-    train(directory, world, plain=False)
-    train(directory, world.Split(world.rank // 3), plain=False)
+    train(directory, world, sample=True)
+    train(directory, world.Split(world.rank // 3), sample=True)
     barrier(world)  # which leaves the cores to those that still train
     part = world.Split((0, 0, 1, 2)[world.rank])
-    if world.rank < 3:
-        train(directory, part, plain=world.rank == 2)
+    if world.rank < 2:
+        train(directory, part, sample=True)
+    elif world.rank == 2:
+        train_plain(directory, part, sample=True)
     barrier(world)
 
 
@@ -174,10 +173,10 @@ if __name__ == "__main__":
     replicas_module.StageReduction = Noted
     # What reaches the compiler is tried here; the compiler itself would take minutes.
     stage_module.compile_stage = partial(compile_stage, backend="aot_eager")
-    directory, world = Path(sys.argv[1]), MPI.COMM_WORLD
-    if "product" in sys.argv:
-        train_cells(Training(directory, world), whole_product.cells_over(world.size))
-    elif world.size > 4:
-        train(directory, world, plain=False)
+    directory, world = Path(sys.argv[1]) / sys.argv[2], MPI.COMM_WORLD
+    if sys.argv[2] == "sample" and world.size == 4:
+        train_sample_on_four_and_fewer(directory, world)
     else:
-        train_on_four_and_fewer(directory, world)
+        train(directory, world, sample=sys.argv[2] == "sample")
+        if world.size == 1:
+            train_plain(directory, world, sample=False)
