@@ -126,15 +126,6 @@ def test_documented_profile_keys_are_those_that_are_written():
     assert {key for key in keys if f"`{key}`" not in section and f'"{key}"' not in section} == set()
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
-def test_drawings_of_schedules_are_those_of_the_code(schedule):
-    source = (CHECKOUT / "pipectl" / "schedule" / f"{schedule}.py").read_text(encoding="utf-8")
-    page = (CHECKOUT / "docs" / "schedules.md").read_text(encoding="utf-8")
-    drawn = re.findall(r"^ +(stage \d  [\w.]+)$", source, re.MULTILINE)
-    assert len(drawn) == 4
-    assert "\n".join(f"    {line}" for line in drawn) in page
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_tests_that_are_named_exist(page):
     for file, name in re.findall(r"`(tests/[\w/.]+\.py)(?:::(\w+))?`", page.read_text("utf-8")):

@@ -1,4 +1,4 @@
-"""Pages whose tables and code are held to the program: exit codes, extensions, figures."""
+"""Pages whose tables and code are held to the program: exit codes, extensions."""
 
 from __future__ import annotations
 
@@ -62,14 +62,6 @@ def test_the_codes_of_signals_are_those_of_the_script(make_job: Callable[..., Jo
     script = get("local").render(make_job())
     codes = re.findall(r"trap 'forward \w+ (\d+)'", script)
     assert f"| {', '.join(sorted(codes))} |" in text_of("exit-codes.md")
-
-
-def test_figures_of_is_it_for_me_are_those_of_the_benchmarks() -> None:
-    measured = text_of("benchmarks.md")
-    page = text_of("is-it-for-me.md").split("Measured on two ranks")[1].split("## Let")[0]
-    figures = re.findall(r"\d+\.\d+(?: %|x)?", page)
-    assert len(figures) >= 6
-    assert [figure for figure in figures if figure not in measured] == []
 
 
 def test_the_documented_schedule_is_one() -> None:
