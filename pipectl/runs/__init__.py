@@ -2,8 +2,6 @@
 
 from pipectl.runs.directory import (
     ATTEMPT,
-    REQUEUE_ERROR,
-    RESUBMITTED,
     RUN_VARIABLE,
     SCRIPT,
     Members,
@@ -42,7 +40,7 @@ from pipectl.runs.readers import (
 from pipectl.runs.record import PROFILING, REHEARSAL, TRAINING, Event, Record, Setting, is_job_id
 
 __all__ = [
-    "ATTEMPT", "PROFILING", "REHEARSAL", "REQUEUE_ERROR", "RESUBMITTED", "RUN_VARIABLE",
+    "ATTEMPT", "PROFILING", "REHEARSAL", "RUN_VARIABLE",
     "SCRIPT", "TRAINING", "Event", "Line", "Log", "Logs", "LossScaleState",
     "Manifest", "Members", "Record", "RunDirectory", "Setting", "Shard", "SweepDirectory",
     "as_typed", "beat", "checkpoints", "find", "find_run", "find_runs", "is_job_id",

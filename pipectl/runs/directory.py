@@ -26,10 +26,6 @@ SCRIPT = "PIPECTL_SCRIPT"
 """Variable of the environment: the job script's process, if ranks are on its machine."""
 RUN_VARIABLE = "PIPECTL_RUN_DIRECTORY"
 """Variable of the environment: set by the job script."""
-RESUBMITTED = "resubmitted"
-"""Name of the file with the id of the job that goes on where an earlier one of the run stopped."""
-REQUEUE_ERROR = "requeue_error"
-"""Name of the file with what the batch system said when it did not start the job again."""
 SWEEPS = "sweeps"
 """The folder of sweeps beside the runs: its name begins with no date, as those of runs do."""
 SWEEP_VERSION = 1
@@ -79,56 +75,31 @@ class Directory:
 class RunDirectory(Directory):
     """Paths of one run; nothing is read or written."""
 
-    job = File("job.yaml")
-    """The resolved job spec."""
-    profile = File("profile.json")
-    """The measured operator graph."""
-    measurement = File("measurement.json")
-    """How the profile of a run that only measures came to be."""
-    plan = File("plan.json")
-    """Stages, ranks and schedule."""
-    cluster = File("cluster.json")
-    """Nodes, devices and links."""
-    script = File("job.sh")
-    """The job script."""
-    variables = File("variables.sh")
-    """What the job script sources; keys and tokens may be in it."""
-    template = File("template.sh")
-    """The user's template of the job script, as it was when the run was submitted."""
-    record = File("record.json")
-    """The submission and its history."""
-    stop = File("stop")
-    """Where the job script asks the ranks to save a checkpoint and end."""
-    stopped = File("stopped")
-    """Where the ranks tell the script that they did so."""
-    resubmitted = File(RESUBMITTED)
-    """Where the job script tells under which id it submitted itself again."""
-    requeue_error = File(REQUEUE_ERROR)
-    """Where the job script tells why it could not have the job started again."""
-    attempt = File("attempt")
-    """How often the job script was started."""
-    exit_code = File("exit_code")
-    """The job script's exit code, written when it ends."""
-    metrics = File("metrics.jsonl")
-    """One line per step and per evaluation."""
-    heartbeat = File("heartbeat.json")
-    """What the ranks do, as of one of the last steps."""
-    errors = File("errors")
-    """One file per rank that failed."""
-    preparation_error = File("errors/prepare.json")
-    """Where a job reports that it could not profile or plan."""
-    job_log = File("logs/job.log")
-    """What the job script and the launcher print, and what pipectl says of the run."""
-    watch = File("watch")
-    """One file per node, of the process that watches its ranks."""
-    trace = File("trace")
-    """Predicted and measured timelines."""
-    predicted = File("trace/predicted.json")
-    """Timeline of a step as the plan predicts it."""
-    rehearsal = File("rehearsal.json")
-    """What the ranks of a rehearsal wait for."""
-    checkpoints = File("checkpoints")
-    """One folder per saved step."""
+    job = File("job.yaml")  # the resolved job spec
+    profile = File("profile.json")  # the measured operator graph
+    measurement = File("measurement.json")  # how the profile of a run that only measures came to be
+    plan = File("plan.json")  # stages, ranks and schedule
+    cluster = File("cluster.json")  # nodes, devices and links
+    script = File("job.sh")  # the job script
+    variables = File("variables.sh")  # what the job script sources; keys and tokens may be in it
+    template = File("template.sh")  # the user's template of the job script, as it was at submission
+    record = File("record.json")  # the submission and its history
+    stop = File("stop")  # where the job script asks the ranks to save a checkpoint and end
+    stopped = File("stopped")  # where the ranks tell the script that they did so
+    resubmitted = File("resubmitted")  # under which id the job script submitted itself again
+    requeue_error = File("requeue_error")  # why the job script could not have the job started again
+    attempt = File("attempt")  # how often the job script was started
+    exit_code = File("exit_code")  # the job script's exit code, written when it ends
+    metrics = File("metrics.jsonl")  # one line per step and per evaluation
+    heartbeat = File("heartbeat.json")  # what the ranks do, as of one of the last steps
+    errors = File("errors")  # one file per rank that failed
+    preparation_error = File("errors/prepare.json")  # why a job could not profile or plan
+    job_log = File("logs/job.log")  # what the job script and the launcher print, and pipectl says
+    watch = File("watch")  # one file per node, of the process that watches its ranks
+    trace = File("trace")  # predicted and measured timelines
+    predicted = File("trace/predicted.json")  # timeline of a step as the plan predicts it
+    rehearsal = File("rehearsal.json")  # what the ranks of a rehearsal wait for
+    checkpoints = File("checkpoints")  # one folder per saved step
 
     @classmethod
     def create(cls, base: Path, name: str, now: float) -> RunDirectory:

@@ -10,7 +10,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ _EDGE = 1 << 13
 """Bytes at either end of a long file of metrics: some 40 lines."""
 _MAX_BYTES, _MAX_REPORT_BYTES, _MAX_DIGITS = 2**28, 2**24, 100
 _MAX_INTEGER = 2**53
-_ATTEMPT = re.compile(rb'"attempt": (\d+)')
+_ATTEMPT, _NOT_FINITE = re.compile(rb'"attempt": (\d+)'), re.compile(rb'"not_finite"')
 _CURE = "the running job writes it again within seconds"
 
 
@@ -71,7 +71,7 @@ def read_heartbeat(run: RunDirectory) -> dict[str, Any] | None:
         DataFileError: the file is damaged.
     """
     try:
-        return sound(read_json(run.heartbeat, cure=_CURE, limit=_MAX_REPORT_BYTES))
+        return _sound(read_json(run.heartbeat, cure=_CURE, limit=_MAX_REPORT_BYTES))
     except DataFileError:
         if not run.heartbeat.exists():
             return None
@@ -132,7 +132,7 @@ def read_errors(run: RunDirectory) -> list[dict[str, Any]]:
 def read_report(path: Path) -> dict[str, Any] | None:
     """One report of a failure or of a watcher; None if there is none, or it is damaged."""
     try:
-        return sound(read_json(path, cure=_CURE, limit=_MAX_REPORT_BYTES))
+        return _sound(read_json(path, cure=_CURE, limit=_MAX_REPORT_BYTES))
     except DataFileError:
         return None
 
@@ -186,20 +186,15 @@ def _read_metrics(run: RunDirectory) -> bytes:
         return b""
 
 
-def _find_rare(text: bytes, begin: int, end: int) -> set[int]:
+def _find_rare(text: bytes, begin: int, end: int) -> Iterator[int]:
     """Offsets within the lines between ``begin`` and ``end`` that count in figures of a run."""
-    rare = set()
-    at = text.find(b'"not_finite"', begin, end)
-    while at >= 0:
-        rare.add(at)
-        at = text.find(b'"not_finite"', at + 1, end)
+    yield from (match.start() for match in _NOT_FINITE.finditer(text, begin, end))
+    if (last := text.rfind(b'"evaluation"', begin, end)) >= 0:
+        yield last
     line = _ATTEMPT.search(text, begin, end)
     while line:  # the first line of each attempt: it overrules earlier ones from its step on
-        rare.add(line.start())
+        yield line.start()
         line = re.compile(rb'"attempt": (?!%b\b)(\d+)' % line[1]).search(text, line.end(), end)
-    if (last := text.rfind(b'"evaluation"', begin, end)) >= 0:
-        rare.add(last)
-    return rare
 
 
 def _parse_metrics(content: bytes) -> Iterator[dict[str, Any]]:
@@ -210,24 +205,18 @@ def _parse_metrics(content: bytes) -> Iterator[dict[str, Any]]:
         except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):
-            value = sound(value)
+            value = _sound(value)
             if value.get("step") is not None and value.get("attempt") is not None:
                 yield value
 
 
-def sound(document: Mapping[str, Any]) -> dict[str, Any]:
+def _sound(document: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a file of a job that are of their type, or not known here, or null."""
-    return _keep_sound(document, lambda key: _FIELDS.get(key, lambda value: value))
-
-
-def _keep_sound(
-    document: Mapping[str, Any], check_of: Callable[[str], Callable[[Any], Any]]
-) -> dict[str, Any]:
-    """Fields by what their checks make of them; a check returns None for a value to leave out."""
+    checked = {
+        key: _FIELDS[key](value) if key in _FIELDS else value for key, value in document.items()
+    }
     return {
-        key: checked
-        for key, value in document.items()
-        if (checked := check_of(key)(value)) is not None or value is None
+        key: value for key, value in checked.items() if value is not None or document[key] is None
     }
 
 
@@ -252,11 +241,17 @@ def _share(value: Any) -> float | None:
 
 
 def _figures(value: Any) -> dict[str, float | None] | None:
-    return _keep_sound(value, lambda _: _finite) if isinstance(value, dict) else None
+    if not isinstance(value, dict):
+        return None
+    return {
+        name: number
+        for name, number in value.items()
+        if number is None or _finite(number) is not None
+    }
 
 
 def _object(value: Any) -> dict[str, Any] | None:
-    return sound(value) if isinstance(value, dict) else None
+    return _sound(value) if isinstance(value, dict) else None
 
 
 def _integers(value: Any) -> list[int] | None:
@@ -265,10 +260,10 @@ def _integers(value: Any) -> list[int] | None:
 
 
 def _ranks(value: Any) -> list[dict[str, Any]] | None:
-    items: Iterable[Any] = value if isinstance(value, list) else ()
-    ranks = [sound(item) for item in items if isinstance(item, dict)]
-    ranks = [item for item in ranks if _integer(item.get("rank")) is not None]
-    return ranks if isinstance(value, list) else None
+    if not isinstance(value, list):
+        return None
+    ranks = (_sound(item) for item in value if isinstance(item, dict))
+    return [rank for rank in ranks if _integer(rank.get("rank")) is not None]
 
 
 _FIELDS: dict[str, Callable[[Any], Any]] = {

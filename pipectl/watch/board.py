@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 _TEXT = 96
 
@@ -31,8 +31,8 @@ class Activity(NamedTuple):
 
     moves: int = 0
     step: int = 0
-    stage: int = -1
-    peer: int = -1
+    stage: Annotated[int, int] = -1
+    peer: Annotated[int, int] = -1
     in_program: bool = False
     waiting: bool = False
     pace_s: float = 0.0

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipectl.errors import PipectlError, UsageError
+from pipectl.fields import read_value
 from pipectl.files import write_json, write_text
 from pipectl.printable import printable
-from pipectl.watch.board import Activity
-from pipectl.watch.rank import Death, RankReport
+from pipectl.watch.rank import RankReport
 
 VERSION = 1
 _MAX_BYTES = 1 << 24
@@ -76,12 +76,7 @@ class NodeFile:
 
     def write(self, report: NodeReport) -> None:
         """Replace it; if the disk is full, at least its time of change says that we live."""
-        ranks = [
-            {**rank._asdict(), "activity": rank.activity._asdict(), "death": rank.death._asdict()}
-            for rank in report.ranks
-        ]
-        head = {"version": VERSION, "start": self._start}
-        text = json.dumps({**head, **report._asdict(), "ranks": ranks})
+        text = json.dumps({"version": VERSION, "start": self._start, **report._asdict()})
         try:
             write_text(self.path, f"{text}\n", mode=0o600, durable=False)
         except (UsageError, OSError):
@@ -107,21 +102,14 @@ class NodeFile:
             text = os.read(handle, _MAX_BYTES)
             self._stamp = stamp
             document = json.loads(text)
-            return _parse(document) if document["start"] == self._start else None
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):
-            return None
+            if (document["version"], document["start"]) == (VERSION, self._start):
+                report: NodeReport = read_value(NodeReport, document)
+                return report
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):  # it is damaged
+            pass
         finally:
             os.close(handle)
-
-
-def _parse(document: Mapping[str, Any]) -> NodeReport:
-    if document["version"] != VERSION:
-        raise ValueError(f"version {document['version']!r}")
-    ranks = []
-    for fields in document["ranks"]:
-        activity, death = Activity(**fields["activity"]), Death(**fields["death"])
-        ranks.append(RankReport(**{**fields, "activity": activity, "death": death}))
-    return NodeReport(document["node"], document["ends"], document["stalled"], tuple(ranks))
+        return None
 
 
 def report_text(document: Mapping[str, Any]) -> str:

@@ -17,8 +17,6 @@ from pipectl.batch import Array, JobRequest, Template, get, render_variables
 from pipectl.errors import InvalidInputError
 from pipectl.runs import (
     ATTEMPT,
-    REQUEUE_ERROR,
-    RESUBMITTED,
     RUN_VARIABLE,
     SCRIPT,
     RunDirectory,
@@ -446,8 +444,9 @@ def test_names_in_the_templates_are_those_that_python_reads(make_request: MakeRe
     text = "".join(get(name).render(request) for name in ("local", "pbs"))
     for name in (ATTEMPT, RUN_VARIABLE, SCRIPT):
         assert f"export {name}=" in text
-    for name in (REQUEUE_ERROR, RESUBMITTED, RunDirectory(Path("x")).variables.name):
-        assert f'"${RUN_VARIABLE}/{name}"' in text
+    run = RunDirectory(Path("x"))
+    for path in (run.requeue_error, run.resubmitted, run.variables):
+        assert f'"${RUN_VARIABLE}/{path.name}"' in text
 
 
 def test_jinja_is_imported_only_to_render() -> None:

@@ -89,6 +89,12 @@ class Job:
             before = node_path(self.run.watch, node).stat().st_ino
             wait_until(lambda: node_path(self.run.watch, node).stat().st_ino != before)  # noqa: B023
 
+    def report_of(self, node: int) -> NodeReport:
+        """What a watcher has written."""
+        report = NodeFile(node_path(self.run.watch, node), "s").read()
+        assert report is not None
+        return report
+
     @property
     def reports(self) -> dict[int, str]:
         """What was said of each rank that was found lost."""
@@ -263,7 +269,7 @@ def test_a_rank_that_still_says_that_it_leaves_is_not_reported(job: Job) -> None
     first.ends()
     job.watchers[0].wait(LONG_S)
     second.ends()
-    wait_until(lambda: '"died"' in node_path(job.run.watch, 1).read_text())
+    wait_until(lambda: job.report_of(1).ranks[0].state == DIED)
     second.says(BYE)
     assert third.process.wait(LONG_S) == -signal.SIGKILL
     job.wait()
@@ -273,7 +279,7 @@ def test_a_rank_that_still_says_that_it_leaves_is_not_reported(job: Job) -> None
 def test_without_the_first_node_ranks_that_stand_still_are_ended(job: Job) -> None:
     first, second = job.start(1, 1, min_s=0.5)
     first.board.step(7)
-    wait_until(lambda: '"step": 7' in node_path(job.run.watch, 0).read_text())
+    wait_until(lambda: job.report_of(0).ranks[0].activity.step == 7)
     job.wait_for_words(1)  # before which it has read what the first says
     job.watchers[0].send_signal(signal.SIGSTOP)
     assert second.process.wait(LONG_S) == -signal.SIGKILL
@@ -290,7 +296,7 @@ def test_a_watcher_says_nothing_of_ranks_that_have_been_started_again(job: Job) 
     rank.ends()
     job.wait()
     assert job.reports == {}
-    assert '"died"' not in node_path(job.run.watch, 0).read_text()
+    assert job.report_of(0).ranks[0].state != DIED
 
 
 @pytest.mark.parametrize(
