@@ -115,9 +115,10 @@ def submit_rehearsal(job: Job, now: float) -> Submission:
         suffix="-rehearsal",
         program=("-m", "mpi4py", "-m", WORKER, "--run"),
         steps=rehearsal.steps,
+        rehearsal=rehearsal,
         resources={"walltime": min(job.spec.resources.walltime, limit_s), "gpus_per_node": 0},
     )
-    return submit(replace(job, work=work, rehearsal=rehearsal), now)
+    return submit(replace(job, work=work), now)
 
 
 def result_of(run: RunDirectory) -> RehearsalResult:

@@ -47,6 +47,7 @@ class Work:
         alone: whether one process does it, without MPI.
         resources: that differ from those of the job.
         output: directory that it writes to beside the run directory.
+        rehearsal: what the ranks wait for if they rehearse.
     """
 
     kind: str = TRAINING
@@ -57,6 +58,7 @@ class Work:
     alone: bool = False
     resources: Mapping[str, int] = field(default_factory=dict)
     output: Path | None = None
+    rehearsal: Rehearsal | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,6 @@ class Job:
         prepares: whether it makes them itself, before it trains.
         warning: why a measured cluster is not used; empty if all is well.
         measurement: how the profile came to be, if it was made now.
-        rehearsal: what the ranks wait for if they rehearse.
     """
 
     spec: JobSpec
@@ -86,7 +87,6 @@ class Job:
     warning: str = ""
     measurement: Measurement | None = None
     work: Work = Work()
-    rehearsal: Rehearsal | None = None
 
     @property
     def name(self) -> str:

@@ -209,8 +209,8 @@ def _write(submission: Submission, script: str, twin: RunDirectory) -> None:
             from pipectl.jobs.planning import write_plan
 
             write_plan(run, job.plan, job.cluster)
-    if job.rehearsal is not None:
-        job.rehearsal.save(run.rehearsal)
+    if job.work.rehearsal is not None:
+        job.work.rehearsal.save(run.rehearsal)
     write_text(run.script, script, mode=0o700)
     if request.environment.variables:
         write_text(run.variables, render_variables(request), mode=_PRIVATE)

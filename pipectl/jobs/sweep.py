@@ -8,16 +8,16 @@ out.
 
 from __future__ import annotations
 
-import math
+import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pipectl.batch import Array, get
+from pipectl.batch import Array, JobRequest, get
 from pipectl.batch.local import LocalScheduler
 from pipectl.batch.process import wait_for_any
 from pipectl.errors import PipectlError
@@ -28,10 +28,6 @@ from pipectl.runs import Members, Record, RunDirectory, Setting, SweepDirectory,
 
 if TYPE_CHECKING:
     from pipectl.spec import Point
-
-
-_DRIVE = Work(program=("-m", "pipectl.jobs.sweep"))
-"""What the array does on this machine; on a batch system it has no command of its own."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +59,7 @@ def submit_sweep(
     Args:
         jobs: of the points.
         at_once: how many may run at the same time; None sets no limit.
-        now: seconds since the epoch.
-        after: runs that must have completed before any starts.
-
-    Raises:
-        UsageError, SchedulerError: as for a single run (:func:`pipectl.jobs.submit.submit`).
+        now, after: see :func:`pipectl.jobs.submit.submit`, which raises the same errors.
     """
     spec, scheduler = points[0].spec, jobs[0].scheduler
     base = Path(spec.output.directory)
@@ -76,14 +68,13 @@ def submit_sweep(
     sweep, runs = SweepDirectory.create(base, spec.name, len(points), now)
     created = [*(run.path for run in runs), sweep.path]
     with locked(sweep), Rollback(created=created) as rollback:
-        driver = replace(jobs[0], work=_DRIVE, prepares=False)
-        request = make_request(driver, sweep.path, after=ids)
-        request = replace(request, array=Array(tuple(run.path for run in runs), at_once))
+        request = _make_array(jobs[0], sweep, [run.path for run in runs], at_once, after=ids)
         sweep.save(Members(request.tag, tuple(run.name for run in runs), at_once))
         submissions = []
         for index, (point, job, run) in enumerate(zip(points, jobs, runs, strict=True)):
             submission = Submission.new(run, job, now)
-            values = {key: recordable(value) for key, value in point.values.items()}
+            # what JSON does not know, such as infinity, is recorded as text
+            values = json.loads(json.dumps(dict(point.values)), parse_constant=str)
             setting = Setting(sweep.name, values)
             record = replace(submission.record, tag=request.tag, sweep=setting, task=index)
             submissions.append(replace(submission, record=record))
@@ -100,24 +91,30 @@ def render_array(job: Job, points: int, at_once: int | None, now: float) -> str:
         job: of any of its points.
     """
     stem = Path(job.spec.output.directory).absolute() / stem_of(job.spec.name, now)
-    array = Array(tuple(Path(f"{stem}-{index}") for index in range(points)), at_once)
-    job = replace(job, work=_DRIVE, prepares=False)
-    request = make_request(job, SweepDirectory.beside(stem).path, tag=f"{stem.name} dry-run")
-    return get(job.scheduler).render(replace(request, array=array))
+    sweep, runs = SweepDirectory.beside(stem), [Path(f"{stem}-{i}") for i in range(points)]
+    request = _make_array(job, sweep, runs, at_once, tag=f"{stem.name} dry-run")
+    return get(job.scheduler).render(request)
 
 
-def recordable(value: Any) -> Any:
-    """A value of a sweep as JSON knows it; what JSON does not know, as text."""
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, list):
-        return [recordable(item) for item in value]
-    return {str(key): recordable(item) for key, item in value.items()}
+def _make_array(
+    job: Job,
+    sweep: SweepDirectory,
+    runs: Sequence[Path],
+    at_once: int | None,
+    *,
+    tag: str | None = None,
+    after: tuple[str, ...] = (),
+) -> JobRequest:
+    """What a batch system is asked for so that it starts the scripts of runs.
+
+    On this machine, where no batch system does, the command of the array starts them.
+    """
+    driver = replace(job, work=Work(program=("-m", "pipectl.jobs.sweep")), prepares=False)
+    request = make_request(driver, sweep.path, tag=tag, after=after)
+    return replace(request, array=Array(tuple(runs), at_once))
 
 
-def drive(sweep: SweepDirectory, clock: Callable[[], float] = time.time) -> None:
+def drive(sweep: SweepDirectory) -> None:
     """Start all runs of a sweep, as many at a time as it says, and wait for them.
 
     Raises:
@@ -130,7 +127,7 @@ def drive(sweep: SweepDirectory, clock: Callable[[], float] = time.time) -> None
         if running >= (members.at_once or 1) and wait_for_any() is not None:
             running -= 1
         with suppress(PipectlError):  # one that was damaged keeps no other from its turn
-            running += _start(run, members.tag, clock())
+            running += _start(run, members.tag, time.time())
     while wait_for_any() is not None:
         pass
 
