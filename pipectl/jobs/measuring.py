@@ -28,14 +28,12 @@ def submit_profile(
     """Submit the measuring of a job's model, on one node with all the tasks that the job has there.
 
     Args:
-        scheduler: its name.
         output: where the profile is put when it is finished.
         effort, again: see :func:`pipectl.jobs.profiles.measure`.
-        now: seconds since the epoch.
+        now: see :func:`pipectl.jobs.submit.submit`, which raises further errors.
 
     Raises:
         UsageError: the output cannot be written.
-        SchedulerError: see :func:`pipectl.jobs.submit.submit`.
     """
     arguments = ("--effort", effort, *(["--again"] if again else []))
     work = Work(
@@ -54,14 +52,12 @@ def submit_links(
     """Start all ranks of a job as it starts them itself, to measure the links between them.
 
     Args:
-        scheduler: its name.
         output: where the cluster description is put when it is finished, and a picture beside it.
         effort: a key of ``BUDGET_S``.
-        now: seconds since the epoch.
+        now: see :func:`pipectl.jobs.submit.submit`, which raises further errors.
 
     Raises:
         UsageError: the job has one rank, and so no link; or the output cannot be written.
-        SchedulerError: see :func:`pipectl.jobs.submit.submit`.
     """
     if spec.resources.ranks < 2:
         raise UsageError(

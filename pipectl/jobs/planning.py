@@ -27,7 +27,7 @@ from pipectl.plan import OffloadTarget, Plan
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.answers.busiest_link import LinkLoad, busiest_link
 from pipectl.planner.answers.data_parallel import Estimate, WithoutPipeline, without_pipeline
-from pipectl.planner.answers.explain import Explanation, explain
+from pipectl.planner.answers.explain import Explanation, Offer, explain
 from pipectl.planner.answers.scaling import Scaling, scaling
 from pipectl.planner.answers.step_parts import StepParts, step_parts
 from pipectl.planner.folding import folded
@@ -61,8 +61,7 @@ def find_plan(spec: JobSpec, profile: Profile, cluster: Cluster, *, keep: bool =
     """The best plan for a job.
 
     Args:
-        keep: whether it has as many micro-batches as the plan before; see
-            :func:`kept_micro_batches`.
+        keep: whether it has those of :func:`kept_micro_batches`.
 
     Raises:
         InfeasibleError: nothing fits; the message says how much is missing.
@@ -91,13 +90,11 @@ def write_plan(run: RunDirectory, plan: Plan, cluster: Cluster) -> None:
 
 
 def kept_micro_batches(spec: JobSpec) -> int | None:
-    """How many micro-batches the job's plan before had, if the job leaves their number open.
+    """How many micro-batches the job's plan before had; None if the job says how many itself, or
+    there is no plan of batches of this size.
 
     A new plan has as many: results depend on them, and a profile that was measured a moment later
     must not make another training of a job.
-
-    Returns:
-        None if the job says how many, or there is no plan of batches of this size.
     """
     path = plan_path(spec)
     if spec.pipeline.micro_batches is not None or not path.exists():
@@ -568,27 +565,21 @@ def _explanation_json(explanation: Explanation) -> dict[str, Any]:
             for other in explanation.alternatives
         ],
         "offers": [
-            {
-                "change": offer.change,
-                "step_time_s": offer.step_s,
-                "gain": offer.gain(step_s),
-                "reason": offer.reason or None,
-            }
+            {**_timed_json(offer), "gain": offer.gain(step_s), "reason": offer.reason or None}
             for offer in explanation.offers
         ],
     }
 
 
 def _without_json(plan: Plan, without: WithoutPipeline) -> dict[str, Any]:
-    def estimate_json(estimate: Estimate | None) -> dict[str, Any] | None:
-        if estimate is None:
-            return None
-        values = asdict(estimate)
-        return {"step_time_s": values.pop("step_s"), **values}
-
     return {
-        "single_rank": estimate_json(without.single),
-        "data_parallel": estimate_json(without.data_parallel),
+        "single_rank": without.single and _timed_json(without.single),
+        "data_parallel": without.data_parallel and _timed_json(without.data_parallel),
         "data_parallel_reason": without.reason or None,
         "pipeline_is_worth_it": without.better_than(plan) is None,
     }
+
+
+def _timed_json(answer: Estimate | Offer) -> dict[str, Any]:
+    values = asdict(answer)
+    return {"step_time_s": values.pop("step_s"), **values}

@@ -230,14 +230,7 @@ def measure_run(run: RunDirectory, output: Path, effort: str, *, again: bool) ->
 
 
 def refuse_code_of_others(spec: JobSpec, job: Path) -> None:
-    """Refuse a job whose code somebody else could have written.
-
-    Args:
-        job: the file of the spec.
-
-    Raises:
-        UsageError: naming the file, and who could.
-    """
+    """Raise a UsageError if somebody else could have written the code of a job, or its file."""
     if fault := _code_of_others(spec, job):
         raise UsageError(
             f"{fault}, and its code would run as you",

@@ -69,10 +69,7 @@ def schedule_of_job(spec: JobSpec) -> Listed | None:
 
 
 def read_listed(path: Path, name: str) -> Listed:
-    """The schedule in a file.
-
-    Args:
-        name: of the file, for messages and plans.
+    """The schedule in a file; messages and plans call it by ``name``.
 
     Raises:
         ScheduleError: naming line and action.

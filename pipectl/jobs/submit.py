@@ -233,12 +233,8 @@ def ids_to_wait_for(runs: Sequence[RunDirectory], scheduler: str, now: float) ->
 
     On PBS nothing can wait for a single job of an array, so that all of its runs must be named.
 
-    Args:
-        scheduler: that the next job goes to.
-        now: seconds since the epoch.
-
     Raises:
-        UsageError: a run has failed, is on another batch system, or its job is not known.
+        UsageError: a run has failed, is not on ``scheduler``, or its job is not known.
     """
     ids: dict[str, None] = {}
     for status in get_statuses(runs, now):
