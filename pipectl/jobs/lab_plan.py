@@ -152,29 +152,29 @@ def plan_balance(
         InfeasibleError: no partition fits into the memory.
         PipectlError: time was up before any was found.
     """
-    cluster, asked, profile = inputs.cluster, inputs.request, prepared(inputs.profile)
-    known = bandwidth_bytes_per_s is not None or inputs.cluster_file is not None
-    request = BalanceRequest(
+    cluster, request, profile = inputs.cluster, inputs.request, prepared(inputs.profile)
+    counts = bandwidth_bytes_per_s is not None or inputs.cluster_file is not None
+    devices = BalanceRequest(
         devices=cluster.ranks,
-        memory_limit_bytes=asked.memory_limit_bytes,
+        memory_limit_bytes=request.memory_limit_bytes,
         # the scale of messages is in it already
-        bandwidth_bytes_per_s=cluster.widest_link.bandwidth_bytes_per_s if known else None,
+        bandwidth_bytes_per_s=cluster.widest_link.bandwidth_bytes_per_s if counts else None,
         communication_scale=communication_scale or 1.0,
     )
     began = time.perf_counter()
     deadline.restart()
-    result = balance(profile, request, deadline)
+    result = balance(profile, devices, deadline)
     planning_s = time.perf_counter() - began
     if result is None and deadline.cut_short:
         raise PipectlError("planning was ended before any plan was found", cure="allow more time")
     if result is None:
-        limit = request.memory_limit_bytes
+        limit = devices.memory_limit_bytes
         within = "" if limit is None else f" of {format_bytes(limit)} each"
         raise InfeasibleError(
-            f"no feasible plan: no partition fits on {request.devices} devices{within}",
-            cure=f"give {asked.named('ranks')}, or a larger {asked.named('memory_limit')}",
+            f"no feasible plan: no partition fits on {devices.devices} devices{within}",
+            cure=f"give {request.named('ranks')}, or a larger {request.named('memory_limit')}",
         )
     stages = [stage.nodes for stage in result.stages]
     machines = with_ranks(cluster, len(stages))
-    plan = plan_of_stages(folded(profile, stages), machines, asked, stages)
-    return Balanced(request, result, planning_s, plan)
+    plan = plan_of_stages(folded(profile, stages), machines, request, stages)
+    return Balanced(devices, result, planning_s, plan)

@@ -114,11 +114,11 @@ def find_machines(spec: JobSpec, scheduler: str) -> Machines:
     if not path.exists():
         return Machines(assumed)
     measured = Cluster.load(path)
-    layout, asked = ([node.ranks for node in cluster.nodes] for cluster in (measured, assumed))
+    layout, expected = ([node.ranks for node in each.nodes] for each in (measured, assumed))
     if measured.key not in (None, measured_key(spec, scheduler)):
         fault = "was measured for other resources, launch settings or machines"
-    elif measured.key is None and layout != asked:
-        fault = f"describes nodes of {layout} ranks, but resources: ask for {asked}"
+    elif measured.key is None and layout != expected:
+        fault = f"describes nodes of {layout} ranks, but resources: ask for {expected}"
     else:
         return Machines(measured, path)
     return Machines(assumed, warning=f"{path} {fault}; it is not used")

@@ -67,7 +67,7 @@ def find_plan(spec: JobSpec, profile: Profile, cluster: Cluster, *, keep: bool =
         InfeasibleError: nothing fits; the message says how much is missing.
     """
     kept = kept_micro_batches(spec) if keep else None
-    with _advising_other_micro_batches(kept):
+    with _advise_other_micro_batches(kept):
         return make_plan(profile, cluster, request_of(spec, profile, cluster, kept))
 
 
@@ -107,7 +107,7 @@ def kept_micro_batches(spec: JobSpec) -> int | None:
 
 
 @contextmanager
-def _advising_other_micro_batches(kept: int | None) -> Iterator[None]:
+def _advise_other_micro_batches(kept: int | None) -> Iterator[None]:
     """Within, an error that nothing fits says that the number of micro-batches was kept."""
     try:
         yield
@@ -469,7 +469,7 @@ def plan_step(
         InfeasibleError: nothing fits; the message says how much is missing.
     """
     subject = inputs.profile, inputs.cluster, inputs.request
-    with _advising_other_micro_batches(inputs.kept):
+    with _advise_other_micro_batches(inputs.kept):
         before_s = compiling_s()
         best = _search(inputs.planner, deadline, *subject)
         spent_s = compiling_s() - before_s

@@ -87,7 +87,7 @@ def prepare(
     jobs: list[Job] = []
     launches: dict[str, MpiChoice] = {}
     for point in points:
-        with _naming(point):
+        with _name_point_in_errors(point):
             settings = f"{point.spec.launch} {point.spec.environment}"
             machines = find_machines(point.spec, name)
             job = make_job(point.spec, name, machines, launches.get(settings))
@@ -96,14 +96,15 @@ def prepare(
         launches[settings] = job.launch
         jobs.append(job)
     for add, key_of in ((_add_profile, profile_key), (_add_plan, plan_key)):
-        known: dict[str, Job] = {}
-        own_key = key_of(spec)
+        jobs_by_key: dict[str, Job] = {}
+        key_of_spec = key_of(spec)
         for index, (point, job) in enumerate(zip(points, jobs, strict=True)):
             key = key_of(point.spec)
-            if key not in known:
-                with _naming(point):
-                    known[key] = add(job, progress, own=key == own_key, make=make, trains=trains)
-            same = known[key]
+            if key not in jobs_by_key:
+                keep = key == key_of_spec
+                with _name_point_in_errors(point):
+                    jobs_by_key[key] = add(job, progress, keep=keep, make=make, trains=trains)
+            same = jobs_by_key[key]
             jobs[index] = replace(
                 job, profile=same.profile, measurement=same.measurement, plan=same.plan
             )
@@ -111,17 +112,17 @@ def prepare(
 
 
 def _add_profile(
-    job: Job, progress: Progress | None, *, own: bool, make: bool, trains: bool
+    job: Job, progress: Progress | None, *, keep: bool, make: bool, trains: bool
 ) -> Job:
     """The job with the fresh profile at its usual place, else with one that is made.
 
     Args:
-        own: whether it is put there.
+        keep: whether it is put there.
     """
     path = profile_path(job.spec)
     profile = fresh_profile(job.spec, path)
     if profile is None and make and job.scheduler == LOCAL:
-        measurement = measure(job.spec, path if own else None, progress)
+        measurement = measure(job.spec, path if keep else None, progress)
         return replace(job, profile=measurement.profile, measurement=measurement)
     if profile is not None and profile.fingerprint is None and trains:
         raise MismatchError(
@@ -131,11 +132,11 @@ def _add_profile(
     return replace(job, profile=profile)
 
 
-def _add_plan(job: Job, progress: Progress | None, *, own: bool, make: bool, trains: bool) -> Job:
+def _add_plan(job: Job, progress: Progress | None, *, keep: bool, make: bool, trains: bool) -> Job:
     """The job with the fresh plan at its usual place, else with one that is made.
 
     Args:
-        own: whether it is put there.
+        keep: whether it is put there.
     """
     spec, profile, cluster, path = job.spec, job.profile, job.cluster, plan_path(job.spec)
     if profile is None or cluster is None:
@@ -146,18 +147,18 @@ def _add_plan(job: Job, progress: Progress | None, *, own: bool, make: bool, tra
 
     plan = fresh_plan(spec, profile, cluster, path)
     if plan is None and make:
-        plan = find_plan(spec, profile, cluster, keep=own)
-        if own:
+        plan = find_plan(spec, profile, cluster, keep=keep)
+        if keep:
             plan.save(path)
     if plan is not None and trains:
         from pipectl.runtime.supported import check_supported
 
-        check_supported(plan, str(path) if own else "the plan")
+        check_supported(plan, str(path) if keep else "the plan")
     return replace(job, plan=plan)
 
 
 @contextmanager
-def _naming(point: Point) -> Iterator[None]:
+def _name_point_in_errors(point: Point) -> Iterator[None]:
     """Begin errors with the values of a point: ``optimizer.kwargs.lr=0.001, training.seed=2``."""
     try:
         yield

@@ -124,12 +124,13 @@ def _check_unchanged(run: RunDirectory, record: Record, before: JobSpec, spec: J
     Args:
         before, spec: the job so far, and as it is to go on.
     """
-    asked = scheduler_name(spec, None)
-    if spec.launch.scheduler != before.launch.scheduler and asked != record.scheduler:
+    scheduler = scheduler_name(spec, None)
+    if spec.launch.scheduler != before.launch.scheduler and scheduler != record.scheduler:
         raise UsageError(
-            f"{run.name}: was submitted to {record.scheduler} and goes on there, not on {asked} "
-            "(launch.scheduler)",
-            cure=f"leave it out, or submit a new run: pipectl submit {run.job} --scheduler {asked}",
+            f"{run.name}: was submitted to {record.scheduler} and goes on there, not on "
+            f"{scheduler} (launch.scheduler)",
+            cure="leave it out, or submit a new run: "
+            f"pipectl submit {run.job} --scheduler {scheduler}",
         )
     old, new = (parse(job.model.factory, job.base) for job in (before, spec))
     key = "model.factory" if old != new else "model.kwargs"

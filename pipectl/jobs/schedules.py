@@ -59,10 +59,10 @@ def schedule_of_job(spec: JobSpec) -> Listed | None:
         ranks = spec.resources.ranks
         listed = make_listed(name, ranks, pipeline.stages or ranks, pipeline.micro_batches)
     for key in ("stages", "micro_batches"):
-        wanted, number = getattr(pipeline, key), getattr(listed, key)
-        if wanted not in (None, number):
+        expected, number = getattr(pipeline, key), getattr(listed, key)
+        if expected not in (None, number):
             raise InvalidInputError(
-                f"pipeline.{key}: {wanted}, but schedule {listed.name} has {number}",
+                f"pipeline.{key}: {expected}, but schedule {listed.name} has {number}",
                 cure=f"leave pipeline.{key} out, or change the schedule",
             )
     return listed
@@ -199,7 +199,7 @@ def plan_equal_stages(
         UsageError: numbers that the schedule needs are missing, or contradict it.
         ScheduleError: it is none.
     """
-    wanted = {"stages": stages, "micro-batches": micro_batches, "ranks": ranks}
+    options = {"stages": stages, "micro-batches": micro_batches, "ranks": ranks}
     listed: Listed | None = None
     if schedule.endswith(SUFFIX):
         listed = read_listed(Path(schedule), schedule)
@@ -219,12 +219,12 @@ def plan_equal_stages(
         rank_of_stage = default_ranks(schedule, stages, ranks)
         ranks = len(set(rank_of_stage))
         warm_up = default_warm_up(schedule, stages, micro_batches, ranks=ranks)
-    numbers = zip(wanted.items(), (stages, micro_batches, ranks), strict=True)
-    for (name, given), number in numbers:
-        if given not in (None, number):
+    numbers = zip(options.items(), (stages, micro_batches, ranks), strict=True)
+    for (name, option), number in numbers:
+        if option not in (None, number):
             subject = schedule if listed else f"{schedule} of {stages} stages"
             raise UsageError(
-                f"{subject} has {number} {name}, not {given}", cure=f"leave --{name} out"
+                f"{subject} has {number} {name}, not {option}", cure=f"leave --{name} out"
             )
     cost = StageCost(forward_s, backward_s, 0.0, 0, 0, 0)
     pairs = list(pairwise(range(stages)))

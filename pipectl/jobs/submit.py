@@ -90,20 +90,20 @@ class Rollback:
         created: directories that were not there before.
         contents: of files that change; None for those that were not there.
         moved: from where files are moved, and where to.
-        asked: whether the batch system has been called.
+        called: whether the batch system has been.
     """
 
     created: Sequence[Path] = ()
     contents: Mapping[Path, str | None] = field(default_factory=dict)
     moved: Mapping[Path, Path] = field(default_factory=dict)
-    asked: bool = False
+    called: bool = False
 
     def __enter__(self) -> Rollback:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         refused = isinstance(error, PipectlError) and not isinstance(error, NoAnswerError)
-        if error is None or (self.asked and not refused):
+        if error is None or (self.called and not refused):
             return
         for path in self.created:
             shutil.rmtree(path, ignore_errors=True)
@@ -172,7 +172,7 @@ def hand_over(
     if array is not None:
         script, request = array[0].script, array[1]
         write_text(script, scheduler.render(request), mode=0o700)
-    rollback.asked = True
+    rollback.called = True
     try:
         job_id = scheduler.submit(script, request)
     except PipectlError as error:
