@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,6 +95,10 @@ class Timeline:
             raise DataFileError(
                 f"{file}: events: do not fit the columns ({error})", cure=_CURE
             ) from error
+        for index, event in enumerate(events):
+            if not _is_sound(event, columns.ranks):
+                what = f"events[{index}]: {list(event)!r}"[:200]
+                raise DataFileError(f"{file}: {what} is no event of a rank", cure=_CURE)
         return cls(events, columns.ranks, columns.step, columns.clock_error_s)
 
     @classmethod
@@ -114,6 +119,20 @@ class _Columns(NamedTuple):
     ranks: Count
     step: int | None = None
     clock_error_s: float = 0.0
+
+
+def _is_sound(event: Event, ranks: int) -> bool:
+    """Whether values are of their types, times are finite, and the rank is one of so many."""
+    rank, start_s, end_s, kind, stage, micro_batch, channel = event
+    return (
+        type(rank) is type(stage) is type(micro_batch) is type(channel) is int
+        and type(start_s) in (int, float)
+        and type(end_s) in (int, float)
+        and type(kind) is str
+        and 0 <= rank < ranks
+        and -inf < start_s < inf
+        and -inf < end_s < inf
+    )
 
 
 def _row(event: Event) -> str:

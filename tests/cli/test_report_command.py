@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -206,6 +207,21 @@ def test_what_is_not_there_is_said(cli: Command, run: RunDirectory) -> None:
     result = cli("report")
     assert result.code == 3
     assert "step-000010.json: events: do not fit the columns" in result.err
+    sound = Event(0, 0.0, 1.0, "forward", 0, 0)
+    for change in (
+        {"rank": 2},
+        {"start_s": "x"},
+        {"end_s": math.inf},
+        {"kind": []},
+        {"stage": 1.5},
+    ):
+        row = list(sound._replace(**change))
+        damaged = {"version": 1, "ranks": 2, "columns": Event._fields, "events": [row]}
+        run.measured_of(10).write_text(json.dumps(damaged))
+        result = cli("report")
+        assert result.code == 3
+        assert "step-000010.json: events[0]: " in result.err
+    assert cli("report", "-o", "page.html").code == 0
     for path in run.trace.glob("step-*"):
         path.unlink()
     result = cli("report")
