@@ -337,12 +337,7 @@ def _unknown_key(path: KeyPath) -> str:
 
 
 def dump(spec: JobSpec) -> str:
-    """YAML that :func:`load` reads as an equal of :func:`make_absolute` ``(spec)``."""
-    return to_yaml(make_absolute(spec).model_dump())
-
-
-def make_absolute(spec: JobSpec) -> JobSpec:
-    """The spec with all files named by absolute paths, and closed to site defaults."""
+    """YAML that means the same anywhere: with absolute paths, and without site defaults."""
     data = spec.model_dump()
     named = [(path, str(references.parse(text, spec.base))) for path, text in spec.factories()]
     for path, name in [*named, *((path, str(file)) for path, file in spec.files())]:
@@ -352,6 +347,4 @@ def make_absolute(spec: JobSpec) -> JobSpec:
         section[path[-1]] = name
     data["environment"]["container"] = spec.container
     data["site_defaults"] = False
-    absolute = JobSpec.model_validate(data)
-    absolute._base = spec.base
-    return absolute
+    return to_yaml(data)

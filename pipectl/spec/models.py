@@ -569,9 +569,3 @@ class JobSpec(Section):
     def threads(self) -> int:
         """Threads that a rank computes with."""
         return self.resources.cpus_per_task - self.launch.spare_cores
-
-    def __eq__(self, other: object) -> bool:
-        """Equal in every key; the file it was read from does not count."""
-        if not isinstance(other, JobSpec):
-            return NotImplemented
-        return self.model_dump() == other.model_dump()

@@ -18,7 +18,6 @@ from pipectl.spec import (
     dump,
     load,
     load_with_origins,
-    make_absolute,
     profile_key,
     types,
 )
@@ -203,7 +202,7 @@ def test_optimizer_groups_keep_the_types_of_their_options(read, minimal) -> None
     assert spec.optimizer.factory == "torch.optim:AdamW"
     assert (first.match, first.options) == ("*.bias", {"weight_decay": 0, "betas": [0.9, 0.99]})
     assert (second.match, second.options) == ("1.5", {"lr": 1e-4})
-    assert read(dump(spec)) == make_absolute(spec)
+    assert read(dump(spec)).optimizer == spec.optimizer
     assert profile_key(spec) != profile_key(read(minimal))
 
 
