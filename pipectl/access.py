@@ -11,10 +11,11 @@ import grp
 import os
 import pwd
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 _ROOT = 0
-_MOST_LINKS = 40
+_MAX_LINKS = 40
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
@@ -29,7 +30,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     if flags & os.O_ACCMODE == os.O_RDONLY:
         _refuse_special(path.stat(), path)  # some devices act when they are opened
     else:
-        path = followed(path)
+        path = follow_links(path)
         flags |= os.O_NOFOLLOW
     flags |= os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     handle = os.open(path, flags, private_mode(directory, 0o666))
@@ -54,10 +55,12 @@ def read_limited(path: Path, limit: int) -> bytes:
     return content
 
 
-def followed(path: Path) -> Path:
-    """Where a path to be written leads, without links: those of other users are refused.
+def follow_links(path: Path) -> Path:
+    """Where a path to be written leads: links of other users are refused, where others can put them
+    on the way as in the path itself.
 
-    In the directories above it they are refused where others can put links.
+    What stands for an open file of this process, such as ``/dev/stdout``, leads to its place in
+    ``/proc``, and no further.
 
     Raises:
         OSError: it leads through a link of another user, or through too many.
@@ -67,15 +70,15 @@ def followed(path: Path) -> Path:
     while waiting:
         part = waiting.pop()
         inner = place / part if part != ".." else place.parent
-        try:
+        entry = None
+        with suppress(FileNotFoundError, NotADirectoryError):  # whoever opens it says so
             entry = inner.lstat()
-        except (FileNotFoundError, NotADirectoryError):  # whoever opens it says so
-            entry = None
-        if entry is None or not stat.S_ISLNK(entry.st_mode):
+        is_link = entry is not None and stat.S_ISLNK(entry.st_mode)
+        if entry is None or not is_link or descriptor_of(inner) is not None:
             place = inner
             continue
         links += 1
-        if links > _MOST_LINKS:
+        if links > _MAX_LINKS:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
         foreign = entry.st_uid not in (os.geteuid(), _ROOT)
         if foreign and (not waiting or fault_of_owner(place)):
@@ -84,6 +87,12 @@ def followed(path: Path) -> Path:
         place = Path(target.anchor or place)
         waiting += reversed(target.relative_to(target.anchor).parts)
     return place
+
+
+def descriptor_of(place: Path) -> int | None:
+    """The number of this process's open file, if that is what a path without links stands for."""
+    is_one = place.name.isdecimal() and str(place.parent) == f"/proc/{os.getpid()}/fd"
+    return int(place.name) if is_one else None
 
 
 def refuse_pipe_of_others(known: os.stat_result, path: Path) -> None:

@@ -9,7 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pipectl.access import followed, private_mode, read_limited, refuse_pipe_of_others
+from pipectl.access import (
+    descriptor_of,
+    follow_links,
+    private_mode,
+    read_limited,
+    refuse_pipe_of_others,
+)
 from pipectl.errors import DataFileError, UsageError
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -17,7 +23,6 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 RUNS_VARIABLE = "PIPECTL_RUNS"
 """Variable of the environment: the directory of the runs, unless a job or an option names one."""
-_MOST_LINKS = 40
 MAX_BYTES = 2**28
 """Of a data file; others may have written it."""
 _STREAMS = (Path("/dev/fd"), Path("/proc/self/fd"))
@@ -37,19 +42,19 @@ def write_text(path: Path, text: str, *, mode: int = 0o666, durable: bool = True
         UsageError: the directory cannot be written; the previous file is untouched.
     """
     try:
-        number = _open_file(path)
+        place = follow_links(path)
+        number = descriptor_of(place)
         if number is not None:
             sys.stdout.flush()  # what was printed before comes before it
             with os.fdopen(os.dup(number), "w", encoding="utf-8") as stream:
                 stream.write(text)
-        elif path.exists() and not path.is_file():
-            place = followed(path)
+        elif place.exists() and not place.is_file():
             refuse_pipe_of_others(place.stat(), path)
             with place.open("w", encoding="utf-8") as stream:
                 refuse_pipe_of_others(os.fstat(stream.fileno()), path)
                 stream.write(text)
         else:
-            _replace(followed(path), text, mode, durable=durable)
+            _replace(place, text, mode, durable=durable)
     except BrokenPipeError:  # nobody reads it
         raise
     except OSError as error:
@@ -92,9 +97,13 @@ def make_private_directory(path: Path) -> None:
 
 def is_stream(path: Path) -> bool:
     """Whether a path is no place for a file: ``/dev/stdout``, a device, or a pipe."""
-    return _open_file(path) is not None or not (
-        path.is_file() or path.is_dir() or not path.exists()
-    )
+    try:
+        place = follow_links(path)
+    except OSError:  # whoever writes there says so
+        return False
+    if descriptor_of(place) is not None:
+        return True
+    return place.exists() and not (place.is_file() or place.is_dir())
 
 
 def make_directory_of(path: Path) -> None:
@@ -104,18 +113,18 @@ def make_directory_of(path: Path) -> None:
         UsageError: it could not be written there.
     """
     try:
-        if (number := _open_file(path)) is not None:
+        place = follow_links(path)
+        if (number := descriptor_of(place)) is not None:
             os.fstat(number)
-        stream, directory = is_stream(path), path.is_dir()
-        place = path if number is not None else followed(path)
-        if stream and number is None:
+            return
+        if is_stream(path):
             refuse_pipe_of_others(place.stat(), path)
+            return
     except OSError as error:
         raise _unwritable(path, error) from error
-    if directory:
+    if place.is_dir():
         raise UsageError(f"{path}: is a directory", cure="name a file in it")
-    if not stream:
-        make_directory((place if path.is_symlink() else path).parent)
+    make_directory((place if path.is_symlink() else path).parent)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -170,20 +179,6 @@ def _unwritable(path: Path, error: OSError) -> UsageError:
         f"{path}: cannot be written: {error.strerror or error}",
         cure="choose a directory you may write to, or free some space",
     )
-
-
-def _open_file(path: Path) -> int | None:
-    """The number of this process's open file that ``/dev/stdout``, say, stands for."""
-    for _ in range(_MOST_LINKS):
-        if path.parent.name != "fd" and not path.is_symlink():
-            return None  # nearly always: a file
-        folder = os.path.realpath(path.parent)
-        if folder == os.path.realpath("/dev/fd") and path.name.isdecimal():
-            return int(path.name)
-        if not path.is_symlink():
-            return None
-        path = Path(folder, path.readlink())
-    return None
 
 
 def _replace(path: Path, text: str, mode: int, *, durable: bool) -> None:
